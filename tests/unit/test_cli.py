@@ -224,6 +224,7 @@ LATIN = "caf\udce9"
         ("group delete LOG pionts", 1, "there is no consumer group 'pionts' (did you mean 'points'?)"),
         ("group hand-over LOG pionts", 1, "there is no consumer group 'pionts' (did you mean 'points'?)"),
         ("group reset LOG points --to first", 2, "no place (did you mean earliest?): earliest, latest, a time such as"),
+        ("group reset LOG points --to yesterday", 2, "--to 'yesterday' is no place: earliest, latest, a time"),
         ("group reset LOG points --to 2025-99-01", 2, "is not a time"),
         ("group reset LOG points --to '5 minutes'", 2, "or as a time ago, such as 2h"),
         ("""group reset LOG points --to '{"orders": {"1": 9}}'""", 1, "9 for topic 'orders', queue 1: past its end"),

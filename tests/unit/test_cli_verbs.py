@@ -36,8 +36,7 @@ NASTY = "\x1b[31mred\x07\n\u202egnp.exe\x9b2J"
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommitLog:
     """A commit log that the environment names."""
-    made = CommitLog.create(tmp_path / "log")
-    made.create_topic("orders", queues=2)
+    made = make_log("delta", tmp_path / "log", orders=2)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TXMQ_PATH", made.path)
     monkeypatch.delenv("TXMQ_CONFIG", raising=False)
@@ -186,15 +185,6 @@ def test_messages_are_found_by_a_key_a_place_and_a_time(log: CommitLog) -> None:
     assert len(found("--since", second.isoformat(), "--key", "all")) == 3
     assert txmq("query", "--key", "nobody", code=1)[0] == "no such message\n"
     assert "stopped at 1: --limit N shows more" in txmq("query", "--key", "all", "--limit", 1)[1]
-    assert "topic 'orders' has no queue 2" in txmq("query", "--topic", "orders", "--queue", 2, code=2)[1]
-    assert "or as a time ago, such as 2h" in txmq("query", "--since", "yesterday", code=2)[1]
-    _, err = txmq("query", "--since", "2h", "--until", "3h", code=2)
-    assert err == "--since '2h' is not before --until '3h': no message can be between them\n"
-
-
-def test_a_name_that_no_topic_or_group_can_have_is_wrong_usage(log: CommitLog) -> None:
-    assert "topic 'my orders' has characters outside" in txmq("topic", "create", "my orders", code=2)[1]
-    assert "'my group' has characters outside" in txmq("group", "lag", "my group", code=2)[1]
 
 
 def test_by_an_id_messages_are_found_in_whatever_state(log: CommitLog) -> None:
@@ -216,7 +206,6 @@ def test_by_an_id_messages_are_found_in_whatever_state(log: CommitLog) -> None:
     assert len(objects("query", "--half-id", "shop:0", "--limit", 3)) == 3
     let_leave(log)
     assert len(objects("query", "--half-id", "shop:0")) == 4
-    assert "no half batch 'shop:7'" in txmq("query", "--half-id", "shop:7", code=1)[1]
 
 
 def test_by_a_key_those_are_found_too_that_nobody_can_see(log: CommitLog) -> None:
@@ -241,21 +230,6 @@ def test_what_left_half_is_found_by_its_id(log: CommitLog) -> None:
         commit(log, orders(log, batch_id, 1, 2))
     let_leave(log)
     assert [m["state"] for m in objects("query", "-t", "shop:0:1:o2")] == ["committed"]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ((), "say which messages"),
-        (("--half-id", "a:1", "--message-id", "a:1:0.0"), "--message-id and --half-id contradict each other"),
-        (("--half-id", "a:1", "--topic", "orders"), "--half-id and --topic contradict each other"),
-        (("--queue", 1), "it needs --topic"),
-        (("--topic", "orders", "--offset", 1), "it needs --queue"),
-        (("--key", "a", "--body", "raw"), "is not one of"),
-    ],
-)
-def test_a_query_that_cannot_be_is_refused(log: CommitLog, options: tuple[object, ...], said: str) -> None:
-    assert said in words(txmq("query", *options, code=2)[1])
 
 
 def test_one_message_is_shown_whole_and_cannot_steer_the_terminal(log: CommitLog) -> None:
@@ -328,12 +302,6 @@ def test_an_id_says_itself_what_it_is(name: str, kind: str) -> None:
     assert argument_of(name) == {kind: name}
 
 
-def test_trace_of_a_key_says_which_ids_there_are_and_who_finds_keys(log: CommitLog) -> None:
-    _, err = txmq("trace", "order-7", code=2)
-    assert "'order-7' is not an id: a transaction id, a half id or a message id is expected" in err
-    assert "txmq query --key finds messages by a key" in err
-
-
 # ---------------------------------------------------------------- topics
 def test_a_shorter_retention_says_how_much_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     two_hours_late = Machine()
@@ -370,14 +338,12 @@ def test_the_status_of_a_topic_has_its_offsets_messages_and_bytes(log: CommitLog
     assert rows[1]["bytes"] > rows[0]["bytes"] > 0
     assert [r["last_commit"] for r in rows] == [r["last_commit"] for r in before]
     assert abs(objects("topics")[0]["bytes"] - sum(r["bytes"] for r in rows)) <= 2
-    assert "did you mean 'orders'?" in txmq("topic", "status", "order", code=1)[1]
 
 
 def test_a_topic_is_not_deleted_and_it_is_said_what_to_do(log: CommitLog) -> None:
     said = txmq("topic", "delete", "orders", code=1)[1]
     assert "txmq topic set orders --retention 1h" in said
     assert log.topics() == {"orders": 2}
-    assert "did you mean 'orders'?" in txmq("topic", "delete", "order", code=1)[1]
 
 
 # ---------------------------------------------------------------- what waits
@@ -406,8 +372,6 @@ def test_watch_shows_it_again_until_it_is_stopped(log: CommitLog, monkeypatch: p
     assert "shop:0" in out
     assert waits == [2.0, 2.0]
     assert [r["half_id"] for r in objects("pending", "--watch", "1m")] == ["shop:0"]
-    assert "0s is no time" in words(txmq("pending", "--watch", "0s", code=2)[1])
-    assert "--watch '2' is not a duration" in txmq("pending", "--watch", "2", code=2)[1]
 
 
 @pytest.mark.parametrize("verb", [("group", "list"), ("pending",)])
@@ -438,9 +402,6 @@ def test_all_that_is_quarantined_is_resumed(log: CommitLog) -> None:
     assert txmq("resume", "all")[0] == "nightly:1: 2 messages are pending again\n"
     assert txmq("resume", "all")[0] == "nothing is quarantined\n"
     assert log.pending().num_rows == 3
-    txmq("resume", "nightly:1", "--group", "bank", code=2)
-    said = "nothing of nightly:1 is quarantined: txmq trace nightly:1 tells how it stands\n"
-    assert txmq("resume", "nightly:1", code=1)[1] == said
 
 
 # ---------------------------------------------------------------- reading on
@@ -456,7 +417,6 @@ def test_follow_shows_what_is_committed_from_now_on(log: CommitLog, monkeypatch:
     stopping(monkeypatch)
     out, _ = txmq("read", "orders", "-f", "--from", "1=2", "--from", "0=2")
     assert [line.split("  ")[1] for line in out.splitlines()] == ["0=2", "1=2", "1=3"]
-    assert "contradict each other" in words(txmq("read", "orders", "-f", "--limit", 1, code=2)[1])
 
 
 # ---------------------------------------------------------------- groups
@@ -471,7 +431,6 @@ def test_members_of_a_group_are_listed_with_owner_generation_and_heartbeat(log: 
         assert (row["queues"], row["topics"], row["generation"]) == (["orders 0", "orders 1"], "orders", 1)
         assert 0 <= row["heartbeat_seconds"] < 600
         assert " ago" in txmq("group", "members", "points")[0]
-    assert "no progress" in txmq("group", "members", "nobody", code=1)[1]
 
 
 def test_a_group_skips_what_it_has_not_read(log: CommitLog) -> None:
@@ -504,18 +463,12 @@ def test_a_misspelt_setting_is_told_once_by_every_verb_that_reads_the_file(
     assert "warning: other.toml: unknown setting 'pth'" in txmq("pending", code=2)[1]
 
 
-def test_an_unknown_group_or_place_is_an_error_that_says_what_to_do(log: CommitLog) -> None:
-    for verb in ("delete", "hand-over"):
-        said = txmq("group", verb, "nogroup", code=1)[1]
-        assert said == "there is no consumer group 'nogroup' (no group has read from this commit log yet)\n"
+@pytest.mark.parametrize("verb", ["delete", "hand-over"])
+def test_without_any_group_it_is_said_that_none_has_read(log: CommitLog, verb: str) -> None:
     ConsumerGroup(log, "points").reset("earliest", ["orders"])
-    assert "did you mean 'points'?" in txmq("group", "delete", "pionts", code=1)[1]
-    said = txmq("group", "reset", "points", "--to", "first", code=2)[1]
-    assert "--to 'first' is no place (did you mean earliest?): earliest, latest, a time such as" in said
-    assert "is not a time" in txmq("group", "reset", "points", "--to", "2025-99-01", code=2)[1]
-    assert "or as a time ago, such as 2h" in txmq("group", "reset", "points", "--to", "5 minutes", code=2)[1]
     assert objects("group", "delete", "points") == [{"consumer_group": "points"}]
-    txmq("group", "delete", "points", code=1)
+    said = txmq("group", verb, "points", code=1)[1]
+    assert said == "there is no consumer group 'points' (no group has read from this commit log yet)\n"
 
 
 # ---------------------------------------------------------------- stats and top

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -21,15 +20,18 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog, observer
 from rmq_spark.errors import VerdictConflictError
+from rmq_spark.metrics import LogCollector, LogWatch, ProcessMetrics
 from rmq_spark.metrics import figures as figures_module
 from rmq_spark.metrics.figures import Lag
-from rmq_spark.metrics.log_collector import DECISIONS, LogCollector
+from rmq_spark.metrics.log_collector import DECISIONS
 from rmq_spark.metrics.names import ANSWERS, TABLES
 from rmq_spark.metrics.serving import showing
 from rmq_spark.testing import InMemoryCommitLog
-from tests.support.consumers import DONE, LATER, Steps, go_on, memory_log, push, send
+from tests.support.consumers import DONE, LATER, NEXT, STOP, consume_all, go_on, joined, memory_log, push, send
 from tests.support.half_batches import commit, let_leave, make_log, pending, prepare, roll_back, split
-from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, LogWatch, ProcessMetrics, RowState, Who
+from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, RowState, Who
+from tests.support.listeners import Scripted
+from tests.support.maven import free_ports
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
@@ -58,16 +60,9 @@ def value(registry: prometheus_client.CollectorRegistry, name: str, **labels: st
     return sum(found) if found else None
 
 
-class Says(txmq.TransactionListener):
-    """Says what the send's argument says, and knows nothing later."""
-
-    def execute_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-        if isinstance(batch.arg, Exception):
-            raise batch.arg
-        return batch.arg
-
-    def check_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-        return txmq.UNKNOWN
+def says() -> Scripted:
+    """A listener that says what the send's argument says, and knows nothing later."""
+    return Scripted(lambda batch: batch.arg, txmq.UNKNOWN)
 
 
 # ---------------------------------------------------------------- the log's figures
@@ -215,9 +210,9 @@ def test_a_look_is_bounded_and_the_next_one_goes_on(log: CommitLog, monkeypatch:
 
 
 def test_waiting_messages_are_told_by_their_reason() -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
+    log = memory_log(orders=1)
     log.create_topic("steps", 1, fifo=True)
-    later = datetime.now(timezone.utc) + timedelta(hours=1)
+    later = log.machine.now() + timedelta(hours=1)
     commit(log, prepare(log, 0, {"body": ["a", "b"], "deliver_at": [later, None]}))
     prepare(log, 1, {"body": ["c"], "sharding_key": ["k"]}, topic="steps")
     commit(log, prepare(log, 2, {"body": ["d"], "sharding_key": ["k"]}, topic="steps"))
@@ -228,12 +223,11 @@ def test_waiting_messages_are_told_by_their_reason() -> None:
 # ---------------------------------------------------------------- consumer groups
 @pytest.mark.parametrize("drained", [False, True])
 def test_lag_is_what_a_consumer_group_says(drained: bool) -> None:
-    machine = Steps()
-    log = memory_log(machine, orders=1)
+    log = memory_log(orders=1)
     send(log, "abc")
-    machine.sleep(60)
+    log.machine.sleep(60)
     send(log, "de")
-    machine.sleep(5)
+    log.machine.sleep(5)
     if drained:
         log.drain()
     watch = LogWatch(log)
@@ -264,17 +258,15 @@ def test_a_watch_makes_no_table(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the collector
 def scenario(log: CommitLog) -> None:
     """Something of everything."""
-    with txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None) as producer:
+    with txmq.TransactionMQProducer(log, "shop", says(), check_interval=None) as producer:
         for verdict in (txmq.COMMIT_MESSAGE, txmq.ROLLBACK_MESSAGE, txmq.UNKNOWN):
             producer.send_message_in_transaction(txmq.Message("orders", b"x"), verdict)
-        strict = txmq.TransactionMQProducer(log, "shop", Says(), on_listener_error="fail", check_interval=None)
+        strict = txmq.TransactionMQProducer(log, "shop", says(), on_listener_error="fail", check_interval=None)
         with strict, pytest.raises(txmq.LocalTransactionError):
             strict.send_message_in_transaction(txmq.Message("orders", b"x"), ValueError("no"))
-    consumer = push(log, txmq.EachMessage(lambda _: LATER), max_reconsume_times=0)
-    consumer.member.join()
-    go_on(consumer)
+    consumer = consume_all(log, txmq.EachMessage(lambda _: LATER), max_reconsume_times=0)
     consumer.member.leave()
-    txmq.CheckService(log, {"shop": Says()}, transaction_timeout=0).run_once()
+    txmq.CheckService(log, {"shop": says()}, transaction_timeout=0).run_once()
     hidden = prepare(log, 0, 3, group="shop")
     log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "too often")
 
@@ -376,7 +368,7 @@ def test_a_log_that_was_made_anew_is_followed(tmp_path: Path, registry: Any) -> 
 
 
 def test_scrapes_share_a_look_and_a_cached_one(monkeypatch: pytest.MonkeyPatch, registry: Any) -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
+    log = memory_log(orders=1)
     collector = LogCollector(log, cache_seconds=3_600)
     looks: list[int] = []
     inside, go = threading.Event(), threading.Event()
@@ -420,7 +412,7 @@ def test_one_collector_shows_several_logs(registry: Any) -> None:
 
 
 def test_secrets_are_in_no_label(registry: Any) -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
+    log = memory_log(orders=1)
     log.path = "s3://bucket/log?sig=s3cr3t-value"
     registry.register(LogCollector(log))
     text = prometheus_client.generate_latest(registry).decode()
@@ -439,8 +431,8 @@ def test_a_process_counts_its_sends_and_their_time_to_a_verdict(log: CommitLog, 
 
 
 def test_a_replay_is_not_counted_again(counted: Any) -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
-    with txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None) as producer:
+    log = memory_log(orders=1)
+    with txmq.TransactionMQProducer(log, "shop", says(), check_interval=None) as producer:
         for _ in range(2):
             message = txmq.Message("orders", b"x")
             producer.send_message_in_transaction(message, txmq.COMMIT_MESSAGE, idempotency_key="7")
@@ -450,8 +442,7 @@ def test_a_replay_is_not_counted_again(counted: Any) -> None:
 def test_consumed_and_failed_messages_are_counted(counted: Any) -> None:
     log = memory_log(orders=1)
     send(log, "abcde")
-    consumer = push(log, txmq.EachMessage(lambda m: LATER if m.body == b"c" else DONE))
-    consumer.member.join()
+    consumer = joined(log, txmq.EachMessage(lambda m: LATER if m.body == b"c" else DONE))
     observer.CONSUMERS.add(consumer)
     assert consumer.member.fetch()
     assert value(counted, "rocketmq_consumer_inflight_messages", consumer_group="points", topic="orders") == 5
@@ -465,20 +456,16 @@ def test_consumed_and_failed_messages_are_counted(counted: Any) -> None:
 def test_a_queue_in_order_counts_each_try(counted: Any) -> None:
     log = memory_log(orders=1)
     send(log, "abc")
-    stop = txmq.ConsumeOrderlyStatus.SUSPEND_CURRENT_QUEUE_A_MOMENT
-    good = txmq.ConsumeOrderlyStatus.SUCCESS
-    consumer = push(log, txmq.EachMessage(lambda m: stop if m.body == b"b" else good), mode="orderly")
-    consumer.member.join()
-    go_on(consumer)
+    consume_all(log, txmq.EachMessage(lambda m: STOP if m.body == b"b" else NEXT), mode="orderly")
     consumed = value(counted, "rocketmq_messages_out_total", topic="orders")
     assert (consumed, value(counted, "txmq_failed_messages_total", topic="orders")) == (1, 1)
 
 
 def test_rounds_of_checks_are_counted_with_their_answers(counted: Any) -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
+    log = memory_log(orders=1)
     prepare(log, 0, 2, group="shop")
-    txmq.CheckService(log, {"shop": Says()}, transaction_timeout=0, only_groups=True).run_once()
-    txmq.CheckService(log, {"shop": Says()}, transaction_timeout=0).run_once()
+    txmq.CheckService(log, {"shop": says()}, transaction_timeout=0, only_groups=True).run_once()
+    txmq.CheckService(log, {"shop": says()}, transaction_timeout=0).run_once()
     assert value(counted, "txmq_check_rounds_total", checker="job", result="ok") == 1
     assert value(counted, "txmq_check_rounds_total", checker="producer") == 1
     assert value(counted, "txmq_checked_transactions_total", verdict="unknown") == 2
@@ -486,8 +473,8 @@ def test_rounds_of_checks_are_counted_with_their_answers(counted: Any) -> None:
 
 
 def test_a_round_that_fails_as_a_whole_is_counted(counted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
-    service = txmq.CheckService(log, {"shop": Says()})
+    log = memory_log(orders=1)
+    service = txmq.CheckService(log, {"shop": says()})
     monkeypatch.setattr(log, "open_half_ids", lambda: 1 / 0)
     stop = threading.Event()
     service.run(stop, lambda _: stop.set())
@@ -495,7 +482,7 @@ def test_a_round_that_fails_as_a_whole_is_counted(counted: Any, monkeypatch: pyt
 
 
 def test_a_lost_race_is_counted_as_a_retry(counted: Any) -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
+    log = memory_log(orders=1)
     other = log.another()
     table, plain = log.topics_table, log.topics_table.try_commit  # type: ignore[attr-defined]
 
@@ -515,7 +502,7 @@ def test_an_observer_that_fails_harms_no_send(caplog: pytest.LogCaptureFixture) 
         def sent(self, sent: observer.Sent) -> None:
             raise RuntimeError("no room")
 
-    log, broken = InMemoryCommitLog(topics={"orders": 1}), Broken()
+    log, broken = memory_log(orders=1), Broken()
     observer.add(broken)
     try:
         send(log, "a")
@@ -552,14 +539,8 @@ def test_without_prometheus_client_the_extra_is_named_and_all_else_works() -> No
 
 
 # ---------------------------------------------------------------- shown while a job runs
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_a_job_shows_its_metrics_while_it_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    log, port, file = InMemoryCommitLog(topics={"orders": 1}), free_port(), tmp_path / "txmq.prom"
+    log, port, file = memory_log(orders=1), free_ports(1)[0], tmp_path / "txmq.prom"
     with showing(log, port=port, cluster="eu", textfile=str(file)) as write:
         txmq.CheckService(log, {}).run_once()
         write()
@@ -584,11 +565,10 @@ def progress(batch_id: int) -> Any:
 
 
 def test_a_query_s_progress_is_logged_with_the_log_s_figures(caplog: pytest.LogCaptureFixture) -> None:
-    machine = Steps()
-    log = memory_log(machine, orders=1)
+    log = memory_log(orders=1)
     send(log, "abc")
     prepare(log, 1, 2, group="shop")
-    machine.sleep(30)
+    log.machine.sleep(30)
     log.groups.set("points", {("orders", 0): 1}, "test")
     log.groups.set("idle", {("orders", 0): 3}, "test")
     told: list[Any] = []
@@ -597,7 +577,7 @@ def test_a_query_s_progress_is_logged_with_the_log_s_figures(caplog: pytest.LogC
         listener.onQueryStarted(None)
         listener.onQueryProgress(progress(4))
         listener.onQueryProgress(progress(5))
-        machine.sleep(60)
+        log.machine.sleep(60)
         listener.onQueryProgress(progress(6))
         listener.onQueryTerminated(None)
     first, second = caplog.records
@@ -625,7 +605,7 @@ def test_figures_that_cannot_be_read_harm_no_query(
 
 def test_figures_of_messages_in_a_table_are_told_by_topic(counted: Any) -> None:
     log = InMemoryCommitLog(topics={"orders": 2, "points": 1})
-    with txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None) as producer:
+    with txmq.TransactionMQProducer(log, "shop", says(), check_interval=None) as producer:
         table = pa.table({"body": list("abc"), "topic": ["orders", "points", "orders"]})
         producer.send_messages_in_transaction(table, txmq.COMMIT_MESSAGE)
     assert value(counted, "txmq_sent_messages_total", topic="orders") == 2

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -18,10 +16,10 @@ from rmq_spark import CommitLog
 from rmq_spark.commitlog import placements
 from rmq_spark.commitlog.placements import PlacedRange, out_of_range
 from rmq_spark.commitlog.reading import messages_of
-from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError, OptionError, TopicNotFoundError
+from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError, OptionError
 from rmq_spark.source.plan import BLOCK_ROWS
 from rmq_spark.transaction import message_ids, transaction_ids
-from tests.support.half_batches import another, make_log, prepare
+from tests.support.half_batches import another, prepare
 from tests.support.inside import (
     Kind,
     OpRow,
@@ -42,11 +40,7 @@ NOW = datetime(2025, 3, 1, tzinfo=timezone.utc)
 OPTIONS = {"path": "log", "subscribe": "orders"}
 
 
-@pytest.fixture(params=["memory", "delta"])
-def log(request: pytest.FixtureRequest, log_path: str) -> Iterator[CommitLog]:
-    made = make_log(request.param, Path(log_path), orders=3, carts=1)
-    yield made
-    made.close()
+pytestmark = pytest.mark.log("memory", "delta", orders=3, carts=1)
 
 
 def planner(log: CommitLog, subscription: Subscription = ORDERS, **more: Any) -> Planner:
@@ -170,6 +164,14 @@ def test_a_cache_over_its_size_is_filled_again_as_the_stream_goes_on(
     assert read(log, parts).equals(whole(log))
 
 
+def files_read(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many op files each read takes from now on."""
+    files: list[int] = []
+    real = log.op.read
+    monkeypatch.setattr(log.op, "read", lambda paths, *more: files.append(len(paths)) or real(paths, *more))
+    return files
+
+
 def test_a_cold_planner_at_the_head_reads_the_newest_files_only(
     log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,10 +180,7 @@ def test_a_cold_planner_at_the_head_reads_the_newest_files_only(
     before = planner(log).latest()
     send(log, 40, 3)
     plans = planner(log)
-    files: list[int] = []
-    op = plans.log.op
-    real = op.read
-    monkeypatch.setattr(op, "read", lambda paths, *more: files.append(len(paths)) or real(paths, *more))
+    files = files_read(plans.log, monkeypatch)
     assert sum(placed.count for placed in plans.ranges(before, plans.latest())) == 3
     assert 0 < sum(files) <= 16
 
@@ -194,9 +193,7 @@ def test_a_read_near_the_end_of_its_queues_does_not_read_all_of_op(
     start = {queue_id: offset for (_, queue_id), offset in log.tails().items()}
     send(log, 40, 3)
     log.tails()
-    files: list[int] = []
-    real = log.op.read
-    monkeypatch.setattr(log.op, "read", lambda paths, *more: files.append(len(paths)) or real(paths, *more))
+    files = files_read(log, monkeypatch)
     assert log.read("orders", start).num_rows == 3
     assert 0 < sum(files) <= 17
 
@@ -251,11 +248,6 @@ def test_a_pattern_that_matches_no_topic_is_told(log: CommitLog, caplog: pytest.
     (said,) = caplog.messages
     assert said.startswith("subscribePattern='order' matches no topic (there are: ")
     assert "orders" in said
-
-
-def test_a_topic_that_is_not_in_the_log_is_named(log: CommitLog) -> None:
-    with pytest.raises(TopicNotFoundError, match="did you mean 'orders'"):
-        planner(log, Subscription(("order",))).queues()
 
 
 def test_missing_offsets_are_an_error_or_a_warning(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
@@ -485,7 +477,6 @@ def test_tags_with_a_single_bar_between_them_are_refused(text: str) -> None:
 
 
 def test_the_sentence_of_a_missing_range_names_topic_queue_and_offsets() -> None:
-    make: Callable[..., str] = out_of_range
-    assert make("orders", 2, 5, 9).startswith(
+    assert out_of_range("orders", 2, 5, 9).startswith(
         "topic 'orders', queue 2: offsets 5 to 8 are not in the commit log, though they have not"
     )

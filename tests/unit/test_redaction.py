@@ -19,6 +19,7 @@ from rmq_spark.check.job import run_job
 from rmq_spark.errors import LostFileError, OptionError, TxmqError, UnreadableFileError
 from rmq_spark.redaction import HIDDEN
 from rmq_spark.storage.seal import reading
+from tests.support import commands
 from tests.support.half_batches import make_log
 from tests.support.inside import (
     HALF_SCHEMA,
@@ -30,7 +31,7 @@ from tests.support.inside import (
     read_options,
     redacted,
 )
-from tests.unit.test_cli import txmq as run_txmq
+from tests.support.seeds import how_many
 
 SECRET = "pl4nted-s3cret/value"
 SIGNATURE = "sv=1&sig=" + SECRET
@@ -173,7 +174,7 @@ def test_no_line_of_the_command_shows_a_secret(tmp_path: Path, monkeypatch: pyte
         (1, "read", tmp_path / SIGNATURE, "orders"),
         (2, "create", f"what://shop:{SECRET}@host/log"),
     ):
-        out, err = run_txmq(*arguments, code=code)
+        out, err = commands.txmq(*arguments, code=code)
         assert err.strip()
         assert not leaks(out + err)
 
@@ -238,5 +239,6 @@ def test_a_secret_is_hidden_and_the_rest_is_kept(text: str, shown: str) -> None:
                                   "http://", "jdbc:oracle:x:", "jdbc:oracle:x:/", "eyJ", "eyJaaaaaaaaaaa.", "Basic a",
                                   "api_", "-----BEGIN PRIVATE KEY-----", "fs.azure.account.key."])  # fmt: skip
 def test_a_long_text_is_looked_through_in_one_pass(text: str) -> None:
-    assert redacted(text * (2**20 // len(text)))  # with the square of the length it would take minutes
-    assert len(str(OptionError(text * 2**18))) <= TEXT_CHARS_MAX + 50
+    long = text * (how_many(2**18, in_all=2**20) // len(text))
+    assert redacted(long)  # with the square of the length it would take minutes
+    assert len(str(OptionError(long))) <= TEXT_CHARS_MAX + 50

@@ -16,10 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from typer.testing import CliRunner
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog, plots
-from rmq_spark.cli import app
 from rmq_spark.commitlog.trace import TraceEvent, TraceKind
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError, VerdictConflictError
 from rmq_spark.report import charts, over_time, standing
@@ -30,7 +28,8 @@ from rmq_spark.report.words import duration, rate, size
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support import report_logs
 from tests.support.clocks import Ticking
-from tests.support.half_batches import commit, let_leave, prepare, roll_back, split
+from tests.support.commands import objects, txmq, words
+from tests.support.half_batches import commit, let_leave, make_log, prepare, roll_back, split
 from tests.support.half_batches import pending as pending_rows
 from tests.support.inside import TIMESTAMP, HalfRecord, HalfStore, Level, RowState, Trace, Who, figures_of, page
 from tests.support.report_logs import NOW_S, Shop
@@ -151,7 +150,7 @@ def test_verdicts_are_told_apart() -> None:
     roll_back(log, prepare(log, 4, 4), who=Who.CHECK)
     roll_back(log, prepare(log, 5, 2), who=Who.DISCARD)
     asked = prepare(log, 6, 6)
-    log.record_check(asked, 1, log.state_of(asked).rows_in((RowState.PENDING,)), "no answer")
+    log.record_check(asked, 1, pending_rows(log, asked), "no answer")
     found = figures_of(log)
     assert by(found.verdicts, "verdict", "messages") == {
         over_time.COMMITTED: 12,
@@ -204,7 +203,7 @@ def test_no_half_file_is_read_but_for_what_is_listed(monkeypatch: pytest.MonkeyP
 def test_a_half_batch_that_was_reopened_is_pending_again() -> None:
     log = InMemoryCommitLog(topics={"orders": 2})
     record = prepare(log, 1, 5)
-    log.quarantine(record, 1, log.state_of(record).rows_in((RowState.PENDING,)), Who.DISCARD, "enough")
+    log.quarantine(record, 1, pending_rows(log, record), Who.DISCARD, "enough")
     log.move_mark()
     assert figures_of(log).pending_messages == 0
     log.resume(record.half_id)
@@ -286,7 +285,7 @@ def behind(seconds: float) -> pa.Table:
 
 
 @pytest.mark.parametrize(
-    ("changed", "level", "words"),
+    ("changed", "level", "said"),
     [
         ({}, Level.OK, "This commit log is new: it has no topic yet. Make one with txmq topic create."),
         ({"conflicts": ("a:1", "a:2")}, Level.CRITICAL, "2 half batches have two verdicts"),
@@ -312,10 +311,10 @@ def behind(seconds: float) -> pa.Table:
         ({"undrained_s": 3000.0}, Level.WARNING, "Messages have been committed for 50 min"),
     ],
 )
-def test_the_headline_is_the_most_pressing_finding(changed: dict[str, Any], level: Level, words: str) -> None:
+def test_the_headline_is_the_most_pressing_finding(changed: dict[str, Any], level: Level, said: str) -> None:
     first = findings_of(replace(figures_of(InMemoryCommitLog()), **changed))[0]
     assert first.level is level
-    assert words in str(first)
+    assert said in str(first)
 
 
 def test_a_log_that_is_well_says_so() -> None:
@@ -424,48 +423,51 @@ def test_without_the_packages_that_draw_the_extra_is_named(
         page(figures)
 
 
-def test_the_sentence_needs_no_package_that_draws(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("altair", "vl_convert"):
-        monkeypatch.setitem(sys.modules, package, None)
-    assert txmq("report", log.path).startswith("All is well: 5 messages appeared")
-
-
 @pytest.fixture
-def log(tmp_path: Path) -> CommitLog:
-    made = CommitLog.create(tmp_path / "log")
-    made.create_topic("orders", queues=2)
+def log(log_path: str) -> CommitLog:
+    """A log on a disk, of which the command can tell."""
+    made = make_log("delta", Path(log_path))
     commit(made, prepare(made, 1, 5))
     return made
 
 
-def txmq(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "400"})
-    assert result.exit_code == code, result.output
-    return result.stdout if code == 0 else result.stderr
+def test_the_sentence_needs_no_package_that_draws(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("altair", "vl_convert"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert txmq("report", log.path)[0].startswith("All is well: 5 messages appeared")
 
 
 def test_the_command_says_a_sentence_and_writes_the_page(log: CommitLog, tmp_path: Path) -> None:
-    said = "All is well: 5 messages appeared, nothing is pending, and nothing waits for a person."
-    assert txmq("report", log.path).strip() == said
+    said = "All is well: 5 messages appeared, nothing is pending, and nothing waits for a person.\n"
+    assert txmq("report", log.path)[0] == said
     file = tmp_path / "out.html"
-    assert txmq("report", log.path, "--html", file, "--since", "1h", "--transaction", "app:1:1").strip() == said
+    assert txmq("report", log.path, "--html", file, "--since", "1h", "--transaction", "app:1:1")[0] == said
     assert "Timeline of app:1:1" in file.read_text()
-    assert txmq("report", log.path, "--html", file).strip() == said
+    assert txmq("report", log.path, "--html", file)[0] == said
     assert "Timeline of app:1<" in file.read_text()
 
 
 def test_the_command_prints_json(log: CommitLog) -> None:
-    found = json.loads(txmq("report", log.path, "--json"))
+    (found,) = objects("report", log.path)
     assert (found["level"], found["messages_appeared"], found["half_batches_settled"]) == ("ok", 5, 1)
     assert datetime.fromisoformat(found["until"].replace("Z", "+00:00")) > NOW
 
 
-def test_wrong_usage_of_the_command_is_told(log: CommitLog, tmp_path: Path) -> None:
-    assert "is a folder" in txmq("report", log.path, "--html", tmp_path, code=2)
-    assert "there is no folder" in txmq("report", log.path, "--html", tmp_path / "no" / "out.html", code=2)
-    assert "--html FILE" in txmq("report", log.path, "--transaction", "app:1", code=2)
-    assert "no half batch" in txmq("report", log.path, "--html", tmp_path / "o.html", "--transaction", "a:9", code=1)
-    assert "since" in txmq("report", log.path, "--since", "soon", code=2)
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (("--html", "{folder}"), 2, "is a folder"),
+        (("--html", "{folder}/no/out.html"), 2, "there is no folder"),
+        (("--transaction", "app:1"), 2, "--html FILE"),
+        (("--html", "{folder}/out.html", "--transaction", "a:9"), 1, "no half batch"),
+        (("--since", "soon"), 2, "since"),
+    ],
+)
+def test_wrong_usage_of_the_command_is_told(
+    log: CommitLog, tmp_path: Path, options: tuple[str, ...], code: int, said: str
+) -> None:
+    given = [option.format(folder=tmp_path) for option in options]
+    assert said in words(txmq("report", log.path, *given, code=code)[1])
 
 
 def test_a_page_stands_whatever_topics_and_reasons_are_called() -> None:

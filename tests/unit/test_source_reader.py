@@ -6,7 +6,6 @@ import json
 import pickle
 import re
 import shutil
-from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -37,12 +36,7 @@ from tests.support.source_logs import decide, send, source_schema
 IN_ORDER = [("topic", "ascending"), ("queue_id", "ascending"), ("queue_offset", "ascending")]
 
 
-@pytest.fixture
-def log(log_path: str) -> Iterator[CommitLog]:
-    made = CommitLog.create(log_path)
-    made.create_topic("orders", queues=3)
-    yield made
-    made.close()
+pytestmark = pytest.mark.log("delta", orders=3)
 
 
 def read(log: CommitLog, ddl: str | None = None, **options: str) -> pa.Table:
@@ -121,14 +115,12 @@ def send_priced(log: CommitLog, batch_id: int, prices: list[str | None], partiti
     """Messages whose body is their number, with the properties region and price (None: no properties at all)."""
     n = len(prices)
     properties = [None if p is None else [("region", ("eu", "us")[i % 2]), ("price", p)] for i, p in enumerate(prices)]
-    table = pa.table(
-        {
-            "body": [f"{batch_id}.{i}" for i in range(n)],
-            "tags": [("even", "odd")[i % 2] for i in range(n)],
-            "properties": pa.array(properties, PROPERTIES),
-        }
-    )
-    decide(log, prepare(log, batch_id, table, partitions=partitions))
+    columns = {
+        "body": [f"{batch_id}.{i}" for i in range(n)],
+        "tags": [("even", "odd")[i % 2] for i in range(n)],
+        "properties": pa.array(properties, PROPERTIES),
+    }
+    decide(log, prepare(log, batch_id, columns, partitions=partitions))
 
 
 def bodies(table: pa.Table) -> set[str]:
@@ -214,36 +206,32 @@ def test_the_offsets_of_a_stream_do_not_depend_on_its_selector(log: CommitLog) -
     assert sum(at["orders"].values()) == 20
 
 
-def test_a_selector_and_tags_together_or_a_broken_one_are_refused(log: CommitLog) -> None:
-    with pytest.raises(OptionError, match="'tags' and 'selector' contradict each other"):
-        read(log, tags="a", selector="b = 1")
-    with pytest.raises(OptionError, match=r"selector, line 1, column 4: found the end"):
-        read(log, selector="a >")
-    with pytest.raises(OptionError, match="tags and selector contradict each other"):
-        log.read("orders", tags="a", selector="b = 1")
-    with pytest.raises(OptionError, match="nor of the form"):
-        log.read("orders", tags="")
-    with pytest.raises(OptionError, match="selector is int"):
-        log.read("orders", selector=5)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("asked", "error", "said"),
+    [
+        (lambda log: read(log, tags="a", selector="b = 1"), OptionError, "'tags' and 'selector' contradict each other"),
+        (lambda log: read(log, selector="a >"), OptionError, r"selector, line 1, column 4: found the end"),
+        (lambda log: read(log, subscribe="order"), TopicNotFoundError, "did you mean 'orders'"),
+        (lambda log: log.read("orders", tags="a", selector="b = 1"), OptionError, "tags and selector contradict each"),
+        (lambda log: log.read("orders", tags=""), OptionError, "nor of the form"),
+        (lambda log: log.read("orders", selector=5), OptionError, "selector is int"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(log: CommitLog, asked: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        asked(log)
 
 
 def test_starting_and_ending_offsets_cut_the_queues(log: CommitLog) -> None:
     send(log, 0, 30)
-    found = read(
-        log,
-        startingOffsets='{"orders": {"0": 2, "1": -2, "2": 10}}',
-        endingOffsets='{"orders": {"0": 5, "1": 1, "2": -1}}',
-    )
+    start = '{"orders": {"0": 2, "1": -2, "2": 10}}'
+    found = read(log, startingOffsets=start, endingOffsets='{"orders": {"0": 5, "1": 1, "2": -1}}')
     assert found.select(["queue_id", "queue_offset"]).to_pylist() == [
         *({"queue_id": 0, "queue_offset": o} for o in (2, 3, 4)),
         {"queue_id": 1, "queue_offset": 0},
     ]
-    with pytest.raises(OffsetError, match=r"startingOffsets has 5 .* after the 4 of endingOffsets"):
-        read(
-            log,
-            startingOffsets='{"orders": {"0": 5, "1": -2, "2": 10}}',
-            endingOffsets='{"orders": {"0": 4, "1": 1, "2": -1}}',
-        )
+    with pytest.raises(OffsetError, match=r"startingOffsets has 2 .* after the 1 of endingOffsets"):
+        read(log, startingOffsets=start, endingOffsets='{"orders": {"0": 1, "1": 1, "2": -1}}')
 
 
 def test_a_read_between_times_of_commit_ends_before_the_second(log: CommitLog) -> None:
@@ -253,11 +241,6 @@ def test_a_read_between_times_of_commit_ends_before_the_second(log: CommitLog) -
     found = read(log, startingTimestamp=times[1].isoformat(), endingTimestamp=times[2].isoformat())
     assert set(found["commit_timestamp"].to_pylist()) == {times[1]}
     assert found.num_rows == 6
-
-
-def test_an_unknown_topic_is_refused(log: CommitLog) -> None:
-    with pytest.raises(TopicNotFoundError, match="did you mean 'orders'"):
-        read(log, subscribe="order")
 
 
 # ---------------------------------------------------------------- half files that are gone
@@ -389,11 +372,6 @@ def test_available_now_ends_where_the_log_stood(log: CommitLog) -> None:
     assert reader.latestOffset(end, ReadAllAvailable()) == end
 
 
-def test_a_broken_checkpoint_offset_is_an_error(log: CommitLog) -> None:
-    with pytest.raises(OffsetError, match="the checkpoint"):
-        stream(log).latestOffset({"orders": 3}, ReadAllAvailable())  # type: ignore[dict-item]
-
-
 def test_a_group_s_progress_report_says_where_a_batch_read_begins(log: CommitLog) -> None:
     log.create_own_topic("%RETRY%points")
     send(log, 0, 6)
@@ -404,10 +382,18 @@ def test_a_group_s_progress_report_says_where_a_batch_read_begins(log: CommitLog
     assert read(log, startingOffsets=json.dumps(reported)).num_rows == 3
 
 
-@pytest.mark.parametrize("wrong", [None, 3, {}, {"one": 0, "another": 0}])
-def test_a_checkpoint_with_no_log_id_under_its_name_is_an_error(log: CommitLog, wrong: object) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"orders": 3},
+        *({"@log": log_id} for log_id in (None, 3, {}, {"one": 0, "another": 0})),
+        *({"@again": 3}, {"@again": {"orders": 1}}, {"@again": {'["orders", 0]': 1}}),
+        *({"@again": {'["orders", 0, 1e99]': 1}}, {"@again": {'["o", 0, 1]': -1}}),
+    ],
+)
+def test_an_offset_that_no_stream_wrote_is_an_error(log: CommitLog, wrong: dict[str, object]) -> None:
     with pytest.raises(OffsetError, match="the checkpoint"):
-        stream(log).latestOffset({"orders": {"0": 0}, "@log": wrong}, ReadAllAvailable())  # type: ignore[dict-item]
+        stream(log).latestOffset({"orders": {"0": 0}, **wrong}, ReadAllAvailable())  # type: ignore[dict-item]
 
 
 def test_a_log_made_anew_does_not_go_on_at_the_offsets_of_the_old_one(log: CommitLog) -> None:
@@ -445,13 +431,26 @@ def offsets_of(reader: TxmqStreamReader, start: object, end: object) -> dict[int
     return found
 
 
+def first_of_a_group(log: CommitLog, available_now: bool = False, **options: str) -> tuple[TxmqStreamReader, Any]:
+    """A stream that reads for the group ``points`` from the start, and the end of its first micro-batch."""
+    reader = stream(log, startingOffsets="earliest", consumerGroup="points", **options)
+    if available_now:
+        reader.prepareForTriggerAvailableNow()
+    return reader, reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+
+
+def suspend(log: CommitLog, offset: int, until: datetime) -> None:
+    """Suspend queue 1 at an offset, as an orderly consumer of the group does."""
+    log.groups.progress("points", {("orders", 1): offset}, "an orderly consumer", {("orders", 1): until})
+
+
 def test_a_suspended_queue_is_kept_back_while_the_others_go_on_and_then_read_again(log: CommitLog) -> None:
     send(log, 0, 12)
     reader = stream(log, startingOffsets="earliest", consumerGroup="points", ordered="true")
     at = reader.initialOffset()
     first = reader.latestOffset(at, ReadAllAvailable())
     until = datetime.now(timezone.utc) + timedelta(days=1)
-    log.groups.progress("points", {("orders", 1): 2}, "an orderly consumer", {("orders", 1): until})
+    suspend(log, 2, until)
     assert reader.latestOffset(first, ReadAllAvailable()) == first
     send(log, 1, 6)
     second = reader.latestOffset(first, ReadAllAvailable())
@@ -459,7 +458,7 @@ def test_a_suspended_queue_is_kept_back_while_the_others_go_on_and_then_read_aga
     assert log.groups.positions("points") == {("orders", 0): 4, ("orders", 1): 2, ("orders", 2): 4}
 
     over = datetime.now(timezone.utc)
-    log.groups.progress("points", {("orders", 1): 3}, "an orderly consumer", {("orders", 1): over})
+    suspend(log, 3, over)
     reader.commit(second)
     third = reader.latestOffset(second, ReadAllAvailable())
     assert offsets_of(reader, second, third) == {1: [3]}
@@ -468,7 +467,7 @@ def test_a_suspended_queue_is_kept_back_while_the_others_go_on_and_then_read_aga
 
     # Suspended anew at the same message: that is another end, so Spark makes another micro-batch of it.
     later = over + timedelta(microseconds=1)
-    log.groups.progress("points", {("orders", 1): 3}, "an orderly consumer", {("orders", 1): later})
+    suspend(log, 3, later)
     reader.commit(again)
     fourth = reader.latestOffset(again, ReadAllAvailable())
     assert fourth != again
@@ -487,10 +486,9 @@ def test_a_suspended_queue_is_kept_back_although_progress_cannot_be_published(
 ) -> None:
     """The stream went on past the suspended messages, and the group with it."""
     send(log, 0, 12)
-    reader = stream(log, startingOffsets="earliest", consumerGroup="points", ordered="true")
-    first = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    reader, first = first_of_a_group(log, ordered="true")
     until = datetime.now(timezone.utc) + timedelta(days=1)
-    log.groups.progress("points", {("orders", 1): 2}, "an orderly consumer", {("orders", 1): until})
+    suspend(log, 2, until)
     send(log, 1, 6)
     with monkeypatch.context() as patch:
         patch.setattr(GroupStore, "publish", fails)
@@ -508,10 +506,9 @@ def fails(*_: object, **__: object) -> object:
 def test_a_queue_that_nobody_suspends_again_goes_on(log: CommitLog) -> None:
     """The consumer that suspended it is gone, and another kind of query reads for the group."""
     send(log, 0, 6)
-    reader = stream(log, startingOffsets="earliest", consumerGroup="points")
-    first = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    reader, first = first_of_a_group(log)
     now = datetime.now(timezone.utc)
-    log.groups.progress("points", {("orders", 1): 1}, "an orderly consumer", {("orders", 1): now})
+    suspend(log, 1, now)
     second = reader.latestOffset(first, ReadAllAvailable())
     assert offsets_of(reader, first, second) == {1: [1]}
     assert reader.latestOffset(second, ReadAllAvailable()) == second
@@ -520,11 +517,9 @@ def test_a_queue_that_nobody_suspends_again_goes_on(log: CommitLog) -> None:
 
 def test_available_now_waits_for_a_suspended_queue(log: CommitLog) -> None:
     send(log, 0, 6)
-    reader = stream(log, startingOffsets="earliest", consumerGroup="points")
-    reader.prepareForTriggerAvailableNow()
-    first = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    reader, first = first_of_a_group(log, available_now=True)
     soon = datetime.now(timezone.utc) + timedelta(seconds=0.3)
-    log.groups.progress("points", {("orders", 1): 1}, "an orderly consumer", {("orders", 1): soon})
+    suspend(log, 1, soon)
     second = reader.latestOffset(first, ReadAllAvailable())
     assert datetime.now(timezone.utc) >= soon
     assert offsets_of(reader, first, second) == {1: [1]}
@@ -532,21 +527,11 @@ def test_available_now_waits_for_a_suspended_queue(log: CommitLog) -> None:
 
 def test_available_now_does_not_wait_for_hours(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
     send(log, 0, 6)
-    reader = stream(log, startingOffsets="earliest", consumerGroup="points")
-    reader.prepareForTriggerAvailableNow()
-    first = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    reader, first = first_of_a_group(log, available_now=True)
     later = datetime.now(timezone.utc) + timedelta(hours=1)
-    log.groups.progress("points", {("orders", 1): 1}, "an orderly consumer", {("orders", 1): later})
+    suspend(log, 1, later)
     assert reader.latestOffset(first, ReadAllAvailable()) == first
     assert "the query ends while queues are suspended for 3600 s more: [('orders', 1)]" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "wrong", [3, {"orders": 1}, {'["orders", 0]': 1}, {'["orders", 0, 1e99]': 1}, {'["o", 0, 1]': -1}]
-)
-def test_an_offset_that_no_stream_wrote_is_an_error(log: CommitLog, wrong: object) -> None:
-    with pytest.raises(OffsetError, match="the checkpoint"):
-        stream(log).latestOffset({"orders": {"0": 0}, "@again": wrong}, ReadAllAvailable())  # type: ignore[dict-item]
 
 
 def test_a_second_query_of_a_group_is_told(log: CommitLog) -> None:
