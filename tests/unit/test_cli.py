@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rmq_spark import CheckService, CommitLog, ConsumerGroup, __version__
+from rmq_spark import CommitLog, ConsumerGroup, __version__
 from rmq_spark.cli.output import show
 from rmq_spark.cli.resolving import Resolving
 from rmq_spark.cli.text import age_in_words
@@ -26,7 +26,6 @@ from tests.support.commands import objects, txmq, words
 from tests.support.half_batches import commit, let_leave, pending
 from tests.support.inside import (
     NO_LISTENER_FENCE,
-    CommitOncePrepared,
     Draining,
     HalfRecord,
     HalfWriter,
@@ -122,6 +121,7 @@ def test_drain_copies(log: CommitLog) -> None:
     assert said == f"the table messages has every message that is committed (version {log.refresh()} of op)\n"
     log.messages_table.refresh()
     assert log.messages_table.actions()["num_records"].to_pylist() == [2]
+    assert objects("topics", log.path)[0]["committed"] == 2
 
 
 def test_an_error_is_one_line_and_no_traceback(tmp_path: Path) -> None:
@@ -518,12 +518,6 @@ def test_check_runs_the_job(log: CommitLog, tmp_path: Path) -> None:
     assert json.loads(out)["pending"] == 0
     config.write_text("pth = 1")
     assert "did you mean 'path'?" in txmq("check", "--config", config, "--once", code=2)[1]
-
-
-def test_what_a_check_did_is_what_the_command_shows(log: CommitLog) -> None:
-    prepare(log)
-    CheckService(log, {"shop": CommitOncePrepared()}, transaction_timeout=0).run_once()
-    assert objects("topics", log.path)[0]["committed"] == 2
 
 
 # ---------------------------------------------------------------- dead letters

@@ -12,15 +12,6 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, MessageExt, PerMessageListener, TransactionSendResult
-from rmq_spark.errors import (
-    FenceError,
-    ListenerError,
-    LocalTransactionError,
-    MessageError,
-    OptionError,
-    TopicNotFoundError,
-    UnresolvedTransactionError,
-)
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import header_of, let_leave
 from tests.support.inside import CommitOncePrepared, HalfWriter
@@ -103,7 +94,7 @@ def test_a_listener_that_forgot_to_return_is_told(log: Any, caplog: pytest.LogCa
 
 
 def test_a_listener_that_raises_fails_the_send_when_asked_for(log: Any) -> None:
-    with pytest.raises(LocalTransactionError, match="no stock"):
+    with pytest.raises(txmq.LocalTransactionError, match="no stock"):
         send(log, Scripted(ValueError("no stock")), on_listener_error="fail")
     assert log.pending().num_rows == 1
 
@@ -152,7 +143,7 @@ def test_a_retry_that_nobody_can_answer_is_told_in_the_words_of_a_producer(
     """It was told to start its query again, and to raise replayCheckTimeout."""
     with producer(log, Scripted(UNKNOWN, UNKNOWN), replay_check_timeout=0.1) as open_producer:
         open_producer.send_message_in_transaction(ORDER, idempotency_key="order-42")
-        with pytest.raises(UnresolvedTransactionError, match=r"an earlier send.*under the same idempotency key"):
+        with pytest.raises(txmq.UnresolvedTransactionError, match=r"an earlier send.*under the same idempotency key"):
             open_producer.send_message_in_transaction(ORDER, idempotency_key="order-42")
     (told,) = [m for m in caplog.messages if "Asking again" in m]
     assert "for up to 0.1 s (replay_check_timeout)" in told
@@ -168,7 +159,7 @@ def of_store(store_id: str, execute: Any = COMMIT) -> Scripted:
 @pytest.mark.parametrize("other", [CommitOncePrepared(), of_store("other-db")])
 def test_a_retry_with_a_listener_of_another_store_commits_nothing(log: Any, other: Any) -> None:
     send(log, Scripted(UNKNOWN), key="order-42")
-    with pytest.raises(FenceError, match=r"send\.shop\.order-42:0.*log\.resolve"):
+    with pytest.raises(txmq.FenceError, match=r"send\.shop\.order-42:0.*log\.resolve"):
         send(log.another(), other, key="order-42")
     assert visible(log) == []
     assert log.another().pending().num_rows == 1
@@ -277,11 +268,11 @@ def test_a_producer_can_be_opened_again(log: Any) -> None:
 # ---------------------------------------------------------------- bad input
 def test_a_closed_producer_sends_nothing(log: Any) -> None:
     closed = producer(log, Scripted())
-    with pytest.raises(OptionError, match="not open"):
+    with pytest.raises(txmq.OptionError, match="not open"):
         closed.send_message_in_transaction(ORDER)
     with closed:
         pass
-    with pytest.raises(OptionError, match="not open"):
+    with pytest.raises(txmq.OptionError, match="not open"):
         closed.send_message_in_transaction(ORDER)
 
 
@@ -292,11 +283,11 @@ KEYED = pa.table({"body": ["1"], "k": ["a"]})
 @pytest.mark.parametrize(
     ("messages", "options", "error", "said"),
     [
-        *((nothing, {}, MessageError, "no messages") for nothing in ([], (), NO_ROWS, iter([]))),
-        *((wrong, {}, MessageError, "Message") for wrong in (b"one", "one", {"body": "one"}, None, 7, ORDER)),
-        (KEYED, {"transaction_per": "key"}, OptionError, "contradict"),
-        (KEYED, {"transaction_per": "message", "transaction_key": "k"}, OptionError, "contradict"),
-        (KEYED, {"transaction_per": "row"}, OptionError, "contradict"),
+        *((nothing, {}, txmq.MessageError, "no messages") for nothing in ([], (), NO_ROWS, iter([]))),
+        *((wrong, {}, txmq.MessageError, "Message") for wrong in (b"one", "one", {"body": "one"}, None, 7, ORDER)),
+        (KEYED, {"transaction_per": "key"}, txmq.OptionError, "contradict"),
+        (KEYED, {"transaction_per": "message", "transaction_key": "k"}, txmq.OptionError, "contradict"),
+        (KEYED, {"transaction_per": "row"}, txmq.OptionError, "contradict"),
     ],
 )
 def test_several_messages_that_cannot_be_sent_are_refused_and_nothing_is_prepared(
@@ -312,11 +303,11 @@ def test_several_messages_that_cannot_be_sent_are_refused_and_nothing_is_prepare
     ("message", "key", "error", "said"),
     [
         *(
-            (wrong, None, MessageError, "Message is expected")
+            (wrong, None, txmq.MessageError, "Message is expected")
             for wrong in (b"one", "one", {"body": "one"}, None, [ORDER])
         ),
-        (txmq.Message("order", b"one"), None, TopicNotFoundError, "orders"),
-        *((ORDER, key, MessageError, "idempotency_key") for key in ("", "a b", "a:b", "a.b", "x" * 128)),
+        (txmq.Message("order", b"one"), None, txmq.TopicNotFoundError, "orders"),
+        *((ORDER, key, txmq.MessageError, "idempotency_key") for key in ("", "a b", "a:b", "a.b", "x" * 128)),
     ],
 )
 def test_a_message_that_cannot_be_sent_is_refused_and_nothing_is_prepared(
@@ -347,7 +338,7 @@ class NeedsSpark(Scripted):
     ],
 )
 def test_what_is_no_listener_here_is_refused(log: Any, wrong: Any, said: str) -> None:
-    with pytest.raises(ListenerError, match=said):
+    with pytest.raises(txmq.ListenerError, match=said):
         producer(log, wrong)
 
 
@@ -362,9 +353,9 @@ def test_a_producer_without_a_listener_sends_what_has_no_local_transaction(log: 
             plain.send_message_in_transaction_async,
             lambda message: plain.send_messages_in_transaction([message]),
         ):
-            with pytest.raises(ListenerError, match=r"producer 'shop' has no listener.*send\(\)"):
+            with pytest.raises(txmq.ListenerError, match=r"producer 'shop' has no listener.*send\(\)"):
                 send(ORDER)
-        with pytest.raises(ListenerError, match="this producer has no listener"), plain.transaction(object()):
+        with pytest.raises(txmq.ListenerError, match="this producer has no listener"), plain.transaction(object()):
             pass
     assert visible(log) == [b"one"] * 3
 
@@ -419,13 +410,13 @@ def test_a_per_message_listener_decides_each_message_of_a_send_per_message(log: 
 def test_a_per_message_listener_refuses_transactions_of_several_messages(log: Any) -> None:
     with (
         producer(log, PerMessageListener(Classic()), on_listener_error="fail") as open_producer,
-        pytest.raises(LocalTransactionError, match="transactionPer=message"),
+        pytest.raises(txmq.LocalTransactionError, match="transactionPer=message"),
     ):
         open_producer.send_messages_in_transaction([ORDER, ORDER])
 
 
 def test_a_per_message_listener_needs_both_methods() -> None:
-    with pytest.raises(ListenerError, match="check_local_transaction"):
+    with pytest.raises(txmq.ListenerError, match="check_local_transaction"):
         PerMessageListener(type("Half", (), {"execute_local_transaction": lambda self, msg, arg: COMMIT})())
 
 
@@ -461,6 +452,6 @@ def test_a_key_of_another_store_is_no_retry_whatever_became_of_the_first_send(
     send(log, of_store("till of north", verdict), key="7")
     if has_left:
         let_leave(log)
-    with pytest.raises(FenceError, match="store_id 'till of north'"):
+    with pytest.raises(txmq.FenceError, match="store_id 'till of north'"):
         send(log, of_store("till of south"), key="7")
     assert visible(log) == ([b"one"] if verdict is COMMIT else [])

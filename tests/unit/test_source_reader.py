@@ -61,6 +61,7 @@ def test_the_source_reads_what_the_log_reads(log: CommitLog) -> None:
         [[("a", "1")], None, []], pa.map_(pa.string(), pa.string()))})  # fmt: skip
     decide(log, prepare(log, 1, table, per="key", key="order"))
     decide(log, prepare(log, 2, {"body": [f"{i}" for i in range(30)]}, per="message"), roll_back_every=4)
+    prepare(log, 3, {"body": ["pending"]})
     expected = log.read("orders")
     assert expected.schema == SOURCE_SCHEMA
     assert read(log).equals(expected)
