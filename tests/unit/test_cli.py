@@ -15,9 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rmq_spark import CommitLog, ConsumerGroup, __version__
+from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli.output import show
-from rmq_spark.cli.resolving import Resolving
 from rmq_spark.cli.text import age_in_words
 from rmq_spark.cli.words import as_commands
 from rmq_spark.errors import VerdictConflictError
@@ -290,9 +289,7 @@ def test_a_conflict_is_shown_with_its_history_and_resolved(log: CommitLog) -> No
 
 def test_resolve_says_what_it_did_and_acts_without_a_terminal_only_when_told_yes(log: CommitLog) -> None:
     prepare(log)
-    _, err = txmq("resolve", log.path, "app:0", "ROLLBACK", "--reason", "never paid", code=2)
-    assert "producer_group  shop" in err
-    assert "there is no terminal to ask on: pass --yes to ROLLBACK it unasked" in err
+    shown_before_it_asks(log, "ROLLBACK")
     assert log.pending().num_rows == 1
     out, _ = txmq("resolve", log.path, "app:0", "ROLLBACK", "--reason", "never paid", "-y")
     assert out == "app:0: 2 messages were rolled back\n"
@@ -342,11 +339,18 @@ def test_resolve_of_both_verdicts_tells_that_a_conflict_is_over(log: CommitLog) 
     assert txmq("conflicts", log.path)[0] == "there are no conflicts\n"
 
 
+def shown_before_it_asks(log: CommitLog, verdict: str = "COMMIT") -> tuple[dict[str, str], list[str]]:
+    """What ``resolve`` shows of the half batch, and of its messages, where there is no terminal to ask on."""
+    *shown, unasked = txmq("resolve", log.path, "app:0", verdict, "--reason", "paid", code=2)[1].splitlines()
+    assert unasked == f"there is no terminal to ask on: pass --yes to {verdict} it unasked"
+    messages = [line for line in shown if line.startswith(("  ", "its messages"))]
+    return dict(re.split(r" {2,}", line, maxsplit=1) for line in shown if line not in messages), messages
+
+
 def test_resolve_shows_the_half_batch_before_it_asks(log: CommitLog) -> None:
     record = prepare(log)
     log.quarantine(record, 1, pending(log, record), Who.DISCARD, "too often")
-    resolving = Resolving(log, "app:0", "ROLLBACK")
-    lines = dict(re.split(r" {2,}", line, maxsplit=1) for line in resolving.description().splitlines())
+    lines, messages = shown_before_it_asks(log, "ROLLBACK")
     assert re.fullmatch(r"20.*Z, \d+ \w+ ago", lines.pop("prepared_at"))
     assert lines == {
         "half_id": "app:0",
@@ -357,17 +361,14 @@ def test_resolve_shows_the_half_batch_before_it_asks(log: CommitLog) -> None:
         "pending": "0 messages",
         "quarantined": "2 messages",
     }
-    assert sorted(resolving.messages().splitlines()) == ["  orders  k0  one", "  orders  k1  two"]
-    assert resolving.question().startswith("Roll them back?")
-    assert resolving.run("never paid") == "2 messages were rolled back"
+    assert sorted(messages) == ["  orders  k0  one", "  orders  k1  two"]
 
 
 def test_resolve_shows_the_first_messages_and_nothing_that_steers_the_terminal(log: CommitLog) -> None:
     bodies = (b'{"order_id": 1,\n "total": 10}', b"\x1b[2Jred", b"\xff" * 30, b"x" * 90, b"last")
     keys = ["order-1 all", "k\x07", None, "k" * 90, "o"]
     record = prepare(log, 0, bodies, keys=keys, queue_id=pa.array([0] * 5, pa.int32()))
-    _, err = txmq("resolve", log.path, "app:0", "COMMIT", "--reason", "paid", code=2)
-    shown = err.splitlines()[-5:-1]
+    _, shown = shown_before_it_asks(log)
     assert [re.split(r" {2,}", line.strip()) for line in shown[:3]] == [
         ["orders", "order-1 all", '{"order_id": 1,\\n "total": 10}'],
         ["orders", "k\\x07", "\\x1b[2Jred"],
@@ -376,15 +377,16 @@ def test_resolve_shows_the_first_messages_and_nothing_that_steers_the_terminal(l
     assert shown[3] == f"  and 2 more messages: txmq query {log.path} --half-id app:0"
     # Of a half batch that is decided in part, those that are not; of one in conflict, those in conflict.
     log.decide(record, 1, commit=pending(log, record).first(3), who=Who.EXECUTE)
-    assert len(Resolving(log, "app:0", "COMMIT").messages().splitlines()) == 2
-    assert "k" * 79 + "…" in Resolving(log, "app:0", "COMMIT").messages()
+    _, shown = shown_before_it_asks(log)
+    assert len(shown) == 2
+    assert "k" * 79 + "…" in "".join(shown)
     log.decide(record, 1, rollback=pending(log, record), who=Who.CHECK)
     with pytest.raises(VerdictConflictError):
         log.decide(record, 1, commit=log.state_of(record).rows_in((RowState.ROLLED_BACK_BY_CHECK,)), who=Who.EXECUTE)
-    assert "last" in Resolving(log, "app:0", "ROLLBACK").messages()
-    resolving = Resolving(log, "app:0", "ROLLBACK")
+    assert "last" in "".join(shown_before_it_asks(log, "ROLLBACK")[1])
     (Path(log.path) / "half" / next(iter(record.files.values())).path).unlink()
-    assert resolving.messages().startswith("its messages cannot be shown: ")
+    _, (told,) = shown_before_it_asks(log, "ROLLBACK")
+    assert told.startswith("its messages cannot be shown: ")
 
 
 def test_a_message_that_is_committed_and_waits_is_not_called_visible(log: CommitLog) -> None:
@@ -631,10 +633,6 @@ def test_python_calls_in_advice_become_commands(sentence: str, words: str) -> No
 
 
 # ---------------------------------------------------------------- the rest
-def test_the_version_is_printed() -> None:
-    assert txmq("--version")[0] == f"rmq-spark {__version__}\n"
-
-
 def test_init_writes_the_example_and_overwrites_nothing(
     log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
