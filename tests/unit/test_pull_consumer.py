@@ -354,27 +354,7 @@ def test_it_waits_for_what_another_member_of_the_group_has() -> None:
     assert sorted(found) == [letter.encode() for letter in "abcdef"]
 
 
-def test_two_scripts_share_a_group(log: CommitLog) -> None:
-    send(log, "abcdef")
-    found = []
-    options = {"heartbeat_interval": 0.2, "lease": 2.0, "stop_at_end": True}
-    with (
-        pull(log.another(), **options) as one,
-        pull(log.another(), **options) as two,
-    ):
-        while len(set(found)) < 6:
-            for consumer in (one, two):
-                found += bodies(consumer.poll(0.05) or [])
-    assert sorted(set(found)) == list("abcdef")
-
-
 @pytest.mark.parametrize("name", ["tables", "stop_at_end", "auto_commit"])
 def test_a_flag_is_true_or_false(name: str) -> None:
     with pytest.raises(txmq.OptionError, match=f"{name}='yes' is neither True nor False"):
         txmq.PullConsumer(memory_log(), "report", "orders", **{name: "yes"})
-
-
-def test_spark_reads_for_the_group(log: CommitLog) -> None:
-    log.groups.publish("report", {QUEUE: 0})
-    with pytest.raises(txmq.GroupInUseError, match="is read by Spark"):
-        pull(log).start()

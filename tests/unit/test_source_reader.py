@@ -19,7 +19,6 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxFiles, Rea
 
 from rmq_spark import CommitLog
 from rmq_spark.errors import (
-    GroupInUseError,
     MessageError,
     OffsetError,
     OffsetOutOfRangeError,
@@ -533,16 +532,6 @@ def test_available_now_does_not_wait_for_hours(log: CommitLog, caplog: pytest.Lo
     suspend(log, 1, later)
     assert reader.latestOffset(first, ReadAllAvailable()) == first
     assert "the query ends while queues are suspended for 3600 s more: [('orders', 1)]" in caplog.text
-
-
-def test_a_second_query_of_a_group_is_told(log: CommitLog) -> None:
-    send(log, 0, 6)
-    one, two = (stream(log, startingOffsets="earliest", consumerGroup="points") for _ in range(2))
-    ends = [r.latestOffset(r.initialOffset(), ReadAllAvailable()) for r in (one, two)]
-    one.commit(ends[0])
-    with pytest.raises(GroupInUseError, match="older query"):
-        two.commit(ends[1])
-    assert one.latestOffset(ends[0], ReadAllAvailable()) == ends[0]
 
 
 # ---------------------------------------------------------------- batches

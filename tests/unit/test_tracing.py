@@ -277,21 +277,15 @@ def test_a_failed_message_says_so_and_its_retry_is_in_the_same_trace(spans: InMe
     assert linked(named(spans, "retry orders")[0]) == [sent.span_id]
 
 
-def test_a_message_without_a_try_left_is_dead_and_not_sent_back(spans: InMemorySpanExporter) -> None:
+def test_a_message_of_a_table_without_a_try_left_fails_and_is_dead_and_not_sent_back(
+    spans: InMemorySpanExporter,
+) -> None:
     log = memory_log(orders=1)
     send(log, [txmq.Message("orders", b"a")])
     consume_all(log, lambda _: [LATER], max_reconsume_times=0)
+    assert attributes(one(spans, "process orders"))["error.type"] == "RECONSUME_LATER"
     assert len(named(spans, "dead orders")) == 1
     assert named(spans, "retry orders") == []
-
-
-def test_a_listener_of_a_table_that_fails_says_so(spans: InMemorySpanExporter) -> None:
-    log = memory_log(orders=1)
-    send(log, [txmq.Message("orders", b"a")])
-    consumer = joined(log, lambda _: [LATER])
-    assert consumer.member.fetch()
-    assert consumer.work()
-    assert attributes(one(spans, "process orders"))["error.type"] == "RECONSUME_LATER"
 
 
 # ---------------------------------------------------------------- sinks, and programs that do not trace
