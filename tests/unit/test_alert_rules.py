@@ -16,13 +16,12 @@ import yaml
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 from rmq_spark.cli import app
-from rmq_spark.errors import VerdictConflictError
 from rmq_spark.metrics.figures import LogFigures
 from rmq_spark.metrics.log_collector import samples_of
 from rmq_spark.metrics.names import COMMON
 from rmq_spark.testing import InMemoryCommitLog
-from tests.support.half_batches import commit, pending, prepare, roll_back
-from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, LogWatch, Machine, RowState, Who, whole
+from tests.support.half_batches import commit, in_conflict, prepare, quarantine
+from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, LogWatch, Machine, whole
 
 CONF = Path(__file__).parents[2] / "conf"
 RULES = CONF / "prometheus" / "txmq.rules.yml"
@@ -225,10 +224,8 @@ def test_what_goes_wrong_in_a_log_fires_its_alert_and_the_remedy_shows_it(tmp_pa
     log = InMemoryCommitLog(topics={"orders": 1}, machine=clock)
     prepare(log, 0, 2, group="shop")
     hidden, late = prepare(log, 1, 3, group="shop"), prepare(log, 2, 1, group="shop")
-    log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "too often")
-    roll_back(log, late)
-    with pytest.raises(VerdictConflictError):
-        log.decide(late, 1, commit=log.state_of(late).rows_in((RowState.ROLLED_BACK,)), who=Who.CHECK)
+    quarantine(log, hidden)
+    in_conflict(log, late)
     commit(log, prepare(log, 3, 2))
     clock.late_s = 0.0
     fired = "TxmqOldestPending TxmqCheckerSilent TxmqQuarantined TxmqConflict TxmqDrainStandsStill".split()

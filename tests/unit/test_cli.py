@@ -23,7 +23,7 @@ from rmq_spark.cli.words import as_commands
 from rmq_spark.errors import VerdictConflictError
 from tests.support import half_batches
 from tests.support.commands import objects, txmq, words
-from tests.support.half_batches import commit, let_leave, pending
+from tests.support.half_batches import commit, in_conflict, let_leave, pending, quarantine
 from tests.support.inside import (
     NO_LISTENER_FENCE,
     Draining,
@@ -55,14 +55,6 @@ def prepare(
     keys, of_tags = [f"k{i}" for i in range(n)], pa.array([tags] * n, pa.string())
     table = {"body": pa.array(bodies, pa.binary()), "keys": keys, "tags": of_tags, **columns}
     return half_batches.prepare(log, batch_id, table, app=app, fence_id=NO_LISTENER_FENCE, group="shop")
-
-
-def in_conflict(log: CommitLog, record: HalfRecord) -> None:
-    """A check rolls a half batch back, and its producer commits it."""
-    rows = pending(log, record)
-    log.decide(record, 1, rollback=rows, who=Who.CHECK)
-    with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=rows, who=Who.EXECUTE)
 
 
 # ---------------------------------------------------------------- upkeep
@@ -265,7 +257,7 @@ def test_pending_quarantine_resume_and_resolve(log: CommitLog) -> None:
     assert re.search(r"^app:0 +shop +1 +2 +0 +\S+ +[\d.]+ KiB +20", txmq("pending", log.path)[0], re.MULTILINE)
     out, _ = txmq("pending", log.path, "--group", "shpo")
     assert out == "nothing of group 'shpo' is pending (pending are half batches of 'shop')\n"
-    log.quarantine(record, 1, pending(log, record), Who.DISCARD, "too often")
+    quarantine(log, record)
     assert txmq("pending", log.path)[0] == "nothing is pending\n"
     assert "app:0" in txmq("quarantined", log.path)[0]
     assert txmq("resume", log.path, "app:0")[0] == "app:0: 2 messages are pending again\n"
@@ -350,7 +342,7 @@ def shown_before_it_asks(log: CommitLog, verdict: str = "COMMIT") -> tuple[dict[
 
 def test_resolve_shows_the_half_batch_before_it_asks(log: CommitLog) -> None:
     record = prepare(log)
-    log.quarantine(record, 1, pending(log, record), Who.DISCARD, "too often")
+    quarantine(log, record)
     lines, messages = shown_before_it_asks(log, "ROLLBACK")
     assert re.fullmatch(r"20.*Z, \d+ \w+ ago", lines.pop("prepared_at"))
     assert lines == {

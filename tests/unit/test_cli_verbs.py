@@ -27,7 +27,7 @@ from rmq_spark.cli.tracing import argument_of
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.commands import objects, txmq, words
-from tests.support.half_batches import commit, let_leave, make_log, pending, prepare, split
+from tests.support.half_batches import commit, in_conflict, let_leave, make_log, pending, prepare, quarantine, split
 from tests.support.inside import Machine, RowState, Who
 
 NASTY = "\x1b[31mred\x07\n\u202egnp.exe\x9b2J"
@@ -55,18 +55,15 @@ def orders(log: CommitLog, batch_id: int, *numbers: int, app: str = "shop", **co
     return prepare(log, batch_id, table, per="key", key="key", app=app)
 
 
-def quarantine(log: CommitLog, batch_id: int, group: str = "bank") -> str:
+def given_up(log: CommitLog, batch_id: int, group: str = "bank") -> str:
     record = prepare(log, batch_id, 2, app="nightly", group=group)
-    log.quarantine(record, 1, pending(log, record), Who.DISCARD, "asked 15 times")
+    quarantine(log, record)
     return record.half_id
 
 
 def conflict(log: CommitLog) -> str:
     record = prepare(log, 0, 2, app="late")
-    rows = pending(log, record)
-    log.decide(record, 1, rollback=rows, who=Who.CHECK, reason="no such payment")
-    with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=rows, who=Who.EXECUTE)
+    in_conflict(log, record)
     return record.half_id
 
 
@@ -145,7 +142,7 @@ def test_commands_in_errors_name_the_path_when_it_was_typed(log: CommitLog, monk
 def test_an_advised_command_can_be_copied_when_the_path_has_a_space(tmp_path: Path) -> None:
     spaced = make_log("delta", tmp_path / "my log", orders=1)
     hidden = prepare(spaced, 0, 1)
-    spaced.quarantine(hidden, 1, pending(spaced, hidden), Who.DISCARD, "too often")
+    quarantine(spaced, hidden)
     advice = txmq("trace", spaced.path, hidden.half_id)[0].splitlines()[-1]
     resume = re.search(r"txmq (resume .*?);", advice)
     assert resume is not None
@@ -277,7 +274,7 @@ def test_a_trace_is_told_with_what_can_be_done(log: CommitLog) -> None:
     assert [e["kind"] for e in found["events"]] == ["prepared", "checked", "committed"]
     assert datetime.fromisoformat(found["events"][0]["at"]).tzinfo is not None
     assert "resolve" not in txmq("trace", "shop:0")[0]
-    half_id = quarantine(log, 0)
+    half_id = given_up(log, 0)
     assert f"txmq resume {half_id}" in txmq("trace", half_id)[0]
     half_id = conflict(log)
     assert "a verdict came too late" in txmq("trace", half_id)[0]
@@ -350,7 +347,7 @@ def test_a_topic_is_not_deleted_and_it_is_said_what_to_do(log: CommitLog) -> Non
 def test_what_waits_has_age_size_and_group(log: CommitLog) -> None:
     orders(log, 0, 1)
     prepare(log, 0, 1, app="other", group="bank")
-    quarantine(log, 7)
+    given_up(log, 7)
     conflict(log)
     for verb, half_ids in (
         ("pending", ["shop:0", "other:0"]),
@@ -397,7 +394,7 @@ def test_ctrl_c_is_the_way_to_stop_and_no_error(log: CommitLog, monkeypatch: pyt
 
 def test_all_that_is_quarantined_is_resumed(log: CommitLog) -> None:
     for batch_id, group in enumerate(["bank", "mail", "bank"]):
-        quarantine(log, batch_id, group)
+        given_up(log, batch_id, group)
     assert [r["half_id"] for r in objects("resume", "all", "--group", "bank")] == ["nightly:0", "nightly:2"]
     assert txmq("resume", "all")[0] == "nightly:1: 2 messages are pending again\n"
     assert txmq("resume", "all")[0] == "nothing is quarantined\n"
@@ -531,7 +528,7 @@ def test_a_group_is_reset_to_a_time_ago_and_tables_show_its_lag_as_a_duration(lo
 def test_top_shows_rates_between_two_looks(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(log, orders(log, 0, 1))
     ConsumerGroup(log, "points").reset("earliest", ["orders"])
-    half_id = quarantine(log, 0)
+    half_id = given_up(log, 0)
     stopping(monkeypatch, lambda: commit(log, orders(log, 1, 2, 3)))
     (found,) = objects("top")
     assert (found["quarantined"], found["topics"][0]["committed"], found["groups"][0]["lag"]) == (1, 3, 3)
@@ -582,7 +579,7 @@ def test_completion_knows_what_is_in_the_log(log: CommitLog, tmp_path: Path, mon
     assert not (Path(log.path) / "groups").exists(), "completing writes nothing"
     ConsumerGroup(log, "points").reset("earliest", ["orders"])
     open_one = orders(log, 7, 1).half_id
-    given_up, late = quarantine(log, 0), conflict(log)
+    lost, late = given_up(log, 0), conflict(log)
 
     assert completed("qua") == ["quarantined"]
     assert completed("read", "") == completed("topic", "status", "") == ["bills", "orders"]
@@ -591,9 +588,9 @@ def test_completion_knows_what_is_in_the_log(log: CommitLog, tmp_path: Path, mon
     assert completed("group", "lag", "p") == completed("dlq", "list", "") == ["points"]
     assert completed("group", "clone", "points", "") == []
     assert completed("topic", "create", "") == []
-    assert completed("resolve", "") == completed("trace", "") == [open_one, late, given_up]
+    assert completed("resolve", "") == completed("trace", "") == [open_one, late, lost]
     assert completed("resolve", late, "") == ["COMMIT", "ROLLBACK"]
-    assert completed("resume", "") == ["all", given_up]
+    assert completed("resume", "") == ["all", lost]
 
     monkeypatch.delenv("TXMQ_PATH")
     assert completed("read", "") == []

@@ -19,12 +19,12 @@ from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli import app, doctor, doctor_log, doctor_machine
 from rmq_spark.cli.doctor_log import LogDoctor
 from rmq_spark.cli.doctor_machine import java_home, java_version, look_at_machine
-from rmq_spark.errors import StorageError, VerdictConflictError
+from rmq_spark.errors import StorageError
 from rmq_spark.report.finding import Finding, worst
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
-from tests.support.half_batches import commit, header_of, make_log, pending, prepare
-from tests.support.inside import HalfWriter, Level, Members, StoreClock, Who
+from tests.support.half_batches import commit, header_of, in_conflict, make_log, pending, prepare, quarantine
+from tests.support.inside import HalfWriter, Level, Members, StoreClock
 
 
 @pytest.fixture
@@ -76,15 +76,11 @@ def test_all_is_well_and_the_exit_code_says_so(log: CommitLog) -> None:
 
 def test_warnings_and_what_is_critical_have_exit_codes_and_remedies(log: CommitLog) -> None:
     record = prepare(log, 0)
-    log.quarantine(record, 1, pending(log, record), Who.DISCARD, "asked 15 times")
+    quarantine(log, record)
     (row,) = objects("doctor", "--quiet", code=doctor.WARNINGS)
     assert (row["check"], row["level"]) == ("quarantined", "warning")
     assert row["remedy"].startswith("txmq resume app:0 ")
-    late = prepare(log, 1)
-    rows = pending(log, late)
-    log.decide(late, 1, rollback=rows, who=Who.CHECK)
-    with pytest.raises(VerdictConflictError):
-        log.decide(late, 1, commit=rows, who=Who.EXECUTE)
+    in_conflict(log, prepare(log, 1))
     out, _ = txmq("doctor", log.path, code=doctor.CRITICAL)
     assert f"→ txmq trace {log.path} app:1" in out
     assert out.splitlines()[-1] == "1 critical, 1 warning"

@@ -8,6 +8,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,6 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog, observer
-from rmq_spark.errors import VerdictConflictError
 from rmq_spark.metrics import LogCollector, LogWatch, ProcessMetrics
 from rmq_spark.metrics import figures as figures_module
 from rmq_spark.metrics.figures import Lag
@@ -28,7 +28,17 @@ from rmq_spark.metrics.names import ANSWERS, TABLES
 from rmq_spark.metrics.serving import showing
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.consumers import DONE, LATER, NEXT, STOP, consume_all, go_on, joined, memory_log, push, send
-from tests.support.half_batches import commit, let_leave, make_log, pending, prepare, roll_back, split
+from tests.support.half_batches import (
+    commit,
+    in_conflict,
+    let_leave,
+    make_log,
+    pending,
+    prepare,
+    quarantine,
+    roll_back,
+    split,
+)
 from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, RowState, Who
 from tests.support.listeners import Scripted
 from tests.support.maven import free_ports
@@ -72,11 +82,8 @@ def test_the_figures_are_what_happened_in_the_log(log: CommitLog) -> None:
     log.decide(log.get("app:0"), 1, commit=others, rollback=some, who=Who.EXECUTE)
     prepare(log, 1, 5, topic="points", group="bank")
     hidden = prepare(log, 2, 3, group="shop")
-    log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "too often")
-    late = prepare(log, 3, 2)
-    roll_back(log, late)
-    with pytest.raises(VerdictConflictError):
-        log.decide(late, 1, commit=log.state_of(late).rows_in((RowState.ROLLED_BACK,)), who=Who.CHECK)
+    quarantine(log, hidden)
+    in_conflict(log, prepare(log, 3, 2))
     found = watch.look()
     assert found.topics == {"orders": False, "points": False}
     assert found.placed == {"orders": 30}
@@ -98,7 +105,7 @@ def test_what_is_settled_leaves_the_figures(log: CommitLog) -> None:
     watch = LogWatch(log)
     record = prepare(log, 0, 4, group="shop")
     hidden = prepare(log, 1, 3, group="shop")
-    log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "too often")
+    quarantine(log, hidden)
     assert watch.look().quarantined == {"shop": 3}
     log.resume(hidden.half_id, "look again")
     found = watch.look()
@@ -146,7 +153,7 @@ def test_the_rollbacks_of_a_crashed_and_replayed_half_batch_are_counted_once(log
     replayed, asked_again, resumed = (prepare(log, n, 5) for n in range(3))
     roll_back(log, replayed, who=Who.CHECK)
     roll_back(log, asked_again, who=Who.DISCARD)
-    log.quarantine(resumed, 1, pending(log, resumed), Who.DISCARD, "too often")
+    quarantine(log, resumed)
     assert looks == 1 or watch.look().rolled_back == {"orders": 10}
     log.reopen(replayed, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "it never happened")
     log.reopen(asked_again, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
@@ -163,7 +170,7 @@ def test_a_quarantine_and_an_answer_from_before_are_found(log: CommitLog) -> Non
     record = prepare(log, 0, 3, group="shop")
     assert LogWatch(log).look().last_check is None
     log.record_check(record, 1, pending(log, record), "UNKNOWN")
-    log.quarantine(record, 1, pending(log, record), Who.DISCARD, "too often")
+    quarantine(log, record)
     found = LogWatch(log).look()
     assert found.quarantined == {"shop": 3}
     assert found.last_check is not None
@@ -203,7 +210,7 @@ def test_a_look_is_bounded_and_the_next_one_goes_on(log: CommitLog, monkeypatch:
     assert (found.not_looked_at, found.half_messages) == (0, {"orders": 6})
     for batch_id in range(3):
         record = log.get(f"app:{batch_id}")
-        log.quarantine(record, 1, pending(log, record), Who.DISCARD, "too often")
+        quarantine(log, record)
         log.resume(record.half_id, "again")
     found = watch.look()
     assert (found.not_looked_at, found.half_messages) == (0, {"orders": 6}), "what was known stays until it is read"
@@ -268,7 +275,7 @@ def scenario(log: CommitLog) -> None:
     consumer.member.leave()
     txmq.CheckService(log, {"shop": says()}, transaction_timeout=0).run_once()
     hidden = prepare(log, 0, 3, group="shop")
-    log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "too often")
+    quarantine(log, hidden)
 
 
 def test_every_metric_in_the_list_is_shown_and_no_other(
@@ -381,15 +388,11 @@ def test_scrapes_share_a_look_and_a_cached_one(monkeypatch: pytest.MonkeyPatch, 
         return plain(self)
 
     monkeypatch.setattr(LogWatch, "look", slow)
-    found: list[int] = []
-    threads = [threading.Thread(target=lambda: found.append(len(list(collector.collect())))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert inside.wait(60)
-    go.set()
-    for thread in threads:
-        thread.join(60)
-    assert (len(looks), len(set(found))) == (1, 1)
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(lambda: len(list(collector.collect()))) for _ in range(3)]
+        assert inside.wait(60)
+        go.set()
+    assert (len(looks), len({scrape.result() for scrape in found})) == (1, 1)
     list(collector.collect())
     assert len(looks) == 1
 

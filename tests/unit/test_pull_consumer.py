@@ -15,7 +15,9 @@ from rmq_spark import CommitLog
 from tests.support.consumers import LEASE_S, memory_log, pass_time, send
 from tests.support.inside import GroupMember
 
-pytestmark = pytest.mark.log("memory", "delta", orders=2)
+pytestmark = pytest.mark.log("memory", orders=2)
+also_on_delta = pytest.mark.log("memory", "delta", orders=2)
+"""What a consumer reads from the tables, and what it writes there."""
 
 QUEUE = ("orders", 0)
 
@@ -47,6 +49,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GroupMember, "_keep_on", lambda self: None)
 
 
+@also_on_delta
 def test_a_script_reads_to_the_end_and_the_next_one_goes_on(log: CommitLog) -> None:
     send(log, "abcd")
     assert sorted(read_to_the_end(log)) == list("abcd")
@@ -64,6 +67,7 @@ def test_a_script_reads_the_delayed_messages_that_are_due() -> None:
     assert read_to_the_end(log) == ["a"]
 
 
+@also_on_delta
 def test_tables_come_a_queue_at_a_time(log: CommitLog) -> None:
     send(log, "abcdef", queue_id=[0, 1] * 3)
     tables = list(pull(log, tables=True, stop_at_end=True, pull_batch_size=2))
@@ -72,6 +76,7 @@ def test_tables_come_a_queue_at_a_time(log: CommitLog) -> None:
     assert all(len(set(table["queue_id"].to_pylist())) == 1 for table in tables)
 
 
+@also_on_delta
 def test_the_message_over_which_a_script_dies_comes_again(log: CommitLog) -> None:
     send(log, "abcd", queue_id=[0] * 4)
 
@@ -140,6 +145,7 @@ def test_a_loop_ends_when_its_consumer_is_shut_down(
         consumer.poll()
 
 
+@also_on_delta
 def test_a_shutdown_in_the_midst_of_a_call_of_the_log_is_left_to_the_loop(log: CommitLog) -> None:
     """As by a signal handler while the loop's body reads the log: it waited for a thread that waited for that lock."""
     send(log, "abcd", queue_id=[0] * 4)
@@ -174,6 +180,7 @@ def test_a_poll_beside_another_threads_is_refused(log: CommitLog) -> None:
         assert bodies(waiting.result(60)) == ["a"]
 
 
+@also_on_delta
 def test_a_consumer_that_is_dropped_leaves_its_group(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
     """A cell of a notebook that ran again got nothing: the first one had the queues as long as the kernel lived."""
     send(log, "abcdef", queue_id=[0] * 6)
@@ -204,6 +211,7 @@ def test_an_interrupt_while_a_consumer_joins_leaves_nothing_behind(
     assert_nobody_has_a_queue(log)
 
 
+@also_on_delta
 def test_what_is_not_committed_comes_again(log: CommitLog) -> None:
     send(log, "abcd", queue_id=[0] * 4)
     with pull(log, auto_commit=False, pull_batch_size=2) as consumer:
@@ -237,6 +245,7 @@ def test_a_commit_between_messages_counts_those_that_were_given_out_alone(log: C
     assert position(log) == 4
 
 
+@also_on_delta
 def test_a_commit_of_messages_whose_queue_is_lost_is_an_error_and_the_next_one_is_none(log: CommitLog) -> None:
     send(log, "abcd", queue_id=[0] * 4)
     with pull(log, auto_commit=False, pull_batch_size=2) as script:

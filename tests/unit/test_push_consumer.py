@@ -44,7 +44,9 @@ from tests.support.inboxes import inbox_of, make_database, results
 from tests.support.inside import GroupMember, Machine, push_module, restored, sent_back, stripping
 from tests.support.seeds import how_many
 
-pytestmark = pytest.mark.log("memory", "delta", orders=2)
+pytestmark = pytest.mark.log("memory", orders=2)
+also_on_delta = pytest.mark.log("memory", "delta", orders=2)
+"""What a consumer reads from the tables, and what it writes there."""
 
 QUEUE = ("orders", 0)
 
@@ -59,6 +61,13 @@ def fails_on(bad: str, found: list[str] | None = None, status: Any = LATER, good
         return status if body in bad else good
 
     return txmq.EachMessage(listen)
+
+
+def fails_with(problem: BaseException) -> Callable[..., Any]:
+    def fail(*_: object) -> Any:
+        raise problem
+
+    return fail
 
 
 def dies(consumer: Any) -> None:
@@ -139,6 +148,7 @@ def test_a_misspelt_argument_names_the_nearest_one(call: Any, words: str) -> Non
         call(memory_log())
 
 
+@also_on_delta
 @pytest.mark.parametrize("form", ["table", "list", "one"])
 def test_a_listener_gets_every_message_once_whatever_its_form(log: CommitLog, form: str) -> None:
     send(log, "abcdef", tags=list("xyxyxy"), properties=pa.array([[("n", "1")]] * 6, pa.map_(pa.string(), pa.string())))
@@ -169,6 +179,7 @@ def test_a_listener_gets_every_message_once_whatever_its_form(log: CommitLog, fo
     assert not consumer.work()
 
 
+@also_on_delta
 def test_messages_for_a_listener_are_what_the_log_has(log: CommitLog) -> None:
     send(log, ["a", "b"], keys=["k", None], sharding_key=["s", "s"])
     read = log.read("orders")
@@ -182,6 +193,7 @@ def test_messages_for_a_listener_are_what_the_log_has(log: CommitLog) -> None:
         assert built == message, "every field is there, as the class itself makes them"
 
 
+@also_on_delta
 def test_only_messages_that_are_wanted_come_and_the_others_count_as_done(log: CommitLog) -> None:
     send(log, "abcdef", tags=list("xyxyxy"), queue_id=[0] * 6)
     for options in ({"tags": "x"}, {"selector": "TAGS = 'x'"}):
@@ -191,6 +203,7 @@ def test_only_messages_that_are_wanted_come_and_the_others_count_as_done(log: Co
         assert log.groups.positions(consumer.member.group)[QUEUE] == 6
 
 
+@also_on_delta
 def test_a_group_begins_where_it_is_told(log: CommitLog) -> None:
     send(log, "ab", queue_id=[0, 0])
     moment = log.read("orders")["commit_timestamp"][0].as_py() + timedelta(microseconds=1)
@@ -208,6 +221,7 @@ def test_a_group_begins_where_it_is_told(log: CommitLog) -> None:
     assert found == {"FIRST_OFFSET": list("abcde"), "LAST_OFFSET": ["e"], "TIMESTAMP": list("cde")}
 
 
+@also_on_delta
 def test_drained_messages_and_the_tail_come_in_order(log: CommitLog) -> None:
     for n in range(3):
         send(log, [f"{n}.{i}" for i in range(4)], queue_id=[0, 1] * 2)
@@ -225,22 +239,27 @@ def test_drained_messages_and_the_tail_come_in_order(log: CommitLog) -> None:
 
 
 # ---------------------------------------------------------------- progress
-def three_takes(consumer: Any) -> list[Any]:
-    """What three threads would take of what the member fetches first."""
-    consumer.member.join()
+def fetched(log: CommitLog, listener: Any, **options: Any) -> Any:
+    """A consumer that has joined its group and fetched, and has consumed nothing yet."""
+    consumer = joined(log, listener, **options)
     consumer.member.fetch()
+    return consumer
+
+
+def take(consumer: Any) -> Any:
+    """What a thread takes next."""
     with consumer.member.changed:
-        return [consumer._take() for _ in range(3)]
+        return consumer._take()
 
 
 def test_progress_is_the_lowest_unfinished_offset() -> None:
     log = memory_log(orders=1)
     send(log, "abcdef")
-    consumer = push(log, seen_by([]), consume_message_batch_max_size=2)
-    takes = three_takes(consumer)
+    consumer = fetched(log, seen_by([]), consume_message_batch_max_size=2)
+    takes = [take(consumer) for _ in range(3)]
     progress = []
-    for take in (takes[1], takes[0], takes[2]):
-        consumer.consume(take)
+    for taken in (takes[1], takes[0], takes[2]):
+        consumer.consume(taken)
         consumer.member.persist()
         progress.append(log.groups.positions("points")[QUEUE])
     assert progress == [0, 4, 6]
@@ -250,10 +269,10 @@ def test_progress_stays_below_takes_that_came_back_in_their_order() -> None:
     log = memory_log(orders=1)
     send(log, "abcdef")
     found: list[str] = []
-    consumer = push(log, seen_by(found), consume_message_batch_max_size=2)
-    takes = three_takes(consumer)
-    for take in takes:
-        consumer._give_back(take, 0)
+    consumer = fetched(log, seen_by(found), consume_message_batch_max_size=2)
+    takes = [take(consumer) for _ in range(3)]
+    for taken in takes:
+        consumer._give_back(taken, 0)
     consumer.member.persist()
     assert log.groups.positions("points")[QUEUE] == 0
     go_on(consumer)
@@ -263,10 +282,10 @@ def test_progress_stays_below_takes_that_came_back_in_their_order() -> None:
 def test_what_several_threads_gave_back_is_not_lost_by_a_shutdown() -> None:
     log = memory_log(orders=1)
     send(log, "abcdef")
-    consumer = push(log, seen_by([]), consume_message_batch_max_size=2)
-    takes = three_takes(consumer)
-    for take in takes:
-        consumer._give_back(take, 1)
+    consumer = fetched(log, seen_by([]), consume_message_batch_max_size=2)
+    takes = [take(consumer) for _ in range(3)]
+    for taken in takes:
+        consumer._give_back(taken, 1)
     consumer.member.leave()
     assert log.groups.positions("points")[QUEUE] == 1
 
@@ -308,10 +327,8 @@ def test_on_an_object_store_the_members_of_all_groups_take_turns_with_their_prog
 def test_no_more_than_max_span_is_under_way_behind_a_message_that_does_not_end() -> None:
     log = memory_log(orders=1)
     send(log, [str(n) for n in range(50)])
-    consumer = joined(log, fails_on(""), max_span=10)
-    consumer.member.fetch()
-    with consumer.member.changed:
-        stuck = consumer._take()  # the first of a kind: one message
+    consumer = fetched(log, fails_on(""), max_span=10)
+    stuck = take(consumer)  # the first of a kind: one message
     assert stuck.messages.num_rows == 1
     while consumer.member.fetch() or consumer.work():
         pass
@@ -332,8 +349,7 @@ def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_
         log.machine.since_s += 0.02 if slow else 1e-6
         return DONE
 
-    consumer = joined(log, txmq.EachMessage(listen))
-    consumer.member.fetch()
+    consumer = fetched(log, txmq.EachMessage(listen))
     while consumer.work() and consumer._each_s > 1e-5:
         pass
     slow = True
@@ -352,42 +368,37 @@ def test_a_quick_listener_that_20_threads_call_is_not_taken_for_a_slow_one(monke
 
     answers_of = push_module.answers
     monkeypatch.setattr(push_module, "answers", answers)
-    consumer = joined(log, txmq.EachMessage(lambda message: DONE))
-    consumer.member.fetch()
+    consumer = fetched(log, txmq.EachMessage(lambda message: DONE))
     assert consumer.work()
-    with consumer.member.changed:
-        take = consumer._take()
-    assert take is not None
-    assert take.messages.num_rows == 49, "all of them, and not one after the other"
+    taken = take(consumer)
+    assert taken is not None
+    assert taken.messages.num_rows == 49, "all of them, and not one after the other"
 
 
 def test_one_thread_calls_a_quick_listener_unless_its_call_hangs() -> None:
     log = memory_log(orders=1)
     send(log, [str(n) for n in range(50)])
-    consumer = joined(log, fails_on(""))
-    consumer.member.fetch()
+    consumer = fetched(log, fails_on(""))
     assert consumer.work()
     consumer._each_s = 1e-2
-    with consumer.member.changed:
-        first, second = consumer._take(), consumer._take()
-    assert first is not None
-    assert second is not None, "a slow one is called by several"
+    assert take(consumer) is not None
+    assert take(consumer) is not None, "a slow one is called by several"
     consumer._each_s = 1e-6
+    assert take(consumer) is None
     with consumer.member.changed:
-        assert consumer._take() is None
         assert consumer._until_next() == push_module.HANGS_S
-        log.machine.sleep(2 * push_module.HANGS_S)
-        beside = consumer._take()
-        assert beside is not None, "two calls hang"
-        assert consumer._take() is None
+    log.machine.sleep(2 * push_module.HANGS_S)
+    beside = take(consumer)
+    assert beside is not None, "two calls hang"
+    assert take(consumer) is None
     send(log, ["more"])
     consumer.member.fetch()
     consumer.consume(beside)
     consumer._each_s = 1e-6
-    with consumer.member.changed:
-        assert consumer._take() is not None, "it does not wait for those that hang"
+    assert take(consumer) is not None, "it does not wait for those that hang"
 
 
+@also_on_delta
 def test_what_has_expired_is_left_out_and_said(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
     send(log, "abcd")
     found: list[str] = []
@@ -475,6 +486,7 @@ def unexpected(problem: BaseException, what: str) -> None:
     raise AssertionError(what) from problem
 
 
+@also_on_delta
 def test_what_failed_before_a_crash_is_not_sent_back_twice_and_what_fails_after_it_is_sent(log: CommitLog) -> None:
     send(log, "abcdef", queue_id=[0] * 6)
     for bad, dead in (("bd", "bd"), ("bdf", "bdf"), ("f", "bdf"), ("bd", "bdf")):
@@ -581,7 +593,7 @@ def test_many_messages_are_sent_back_in_a_commit_or_two_of_each_table(
 
     if state == "prepared":
         with monkeypatch.context() as patch:
-            patch.setattr(CommitLog, "decide_many", killed)
+            patch.setattr(CommitLog, "decide_many", fails_with(Killed()))
             with pytest.raises(Killed):
                 fail()
     elif state != "new":
@@ -602,10 +614,6 @@ def test_many_messages_are_sent_back_in_a_commit_or_two_of_each_table(
 
 class Killed(BaseException):
     pass
-
-
-def killed(*arguments: Any) -> Any:
-    raise Killed
 
 
 def versions(log: CommitLog) -> tuple[int, int]:
@@ -657,13 +665,12 @@ def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
 def test_one_call_at_a_time_for_an_orderly_queue() -> None:
     log = memory_log()
     send(log, "abcdef", queue_id=[0, 1] * 3)
-    consumer = push(log, seen_by([], NEXT), mode="orderly", consume_message_batch_max_size=1)
-    takes = three_takes(consumer)
-    assert {take.queue.queue for take in takes[:2]} == {("orders", 0), ("orders", 1)}
+    consumer = fetched(log, seen_by([], NEXT), mode="orderly", consume_message_batch_max_size=1)
+    takes = [take(consumer) for _ in range(3)]
+    assert {taken.queue.queue for taken in takes[:2]} == {("orders", 0), ("orders", 1)}
     assert takes[2] is None
     consumer.consume(takes[0])
-    with consumer.member.changed:
-        assert consumer._take().queue is takes[0].queue
+    assert take(consumer).queue is takes[0].queue
 
 
 def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -741,6 +748,7 @@ def test_what_cannot_be_used_is_refused(options: dict[str, Any], said: str) -> N
 
 
 # ---------------------------------------------------------------- threads
+@also_on_delta
 def test_it_consumes_in_threads_until_it_is_shut_down(log: CommitLog) -> None:
     found: list[str] = []
     all_came = threading.Event()
@@ -863,10 +871,6 @@ class OddEqual:
     __hash__ = None  # type: ignore[assignment]
 
 
-def raises(problem: BaseException) -> Any:
-    raise problem
-
-
 @pytest.mark.parametrize("mode", ["concurrently", "orderly"])
 @pytest.mark.parametrize(
     ("does", "reason"),
@@ -876,11 +880,11 @@ def raises(problem: BaseException) -> Any:
         (lambda: pa.table({"a": [1, 2]}), "the listener returned something of the type Table: "),
         (lambda: OddEqual(), "the listener returned something of the type OddEqual: "),
         (lambda: sys.exit(1), "SystemExit: 1"),
-        (lambda: raises(asyncio.CancelledError()), "CancelledError: "),
-        (lambda: raises(GeneratorExit()), "GeneratorExit: "),
-        (lambda: raises(type("PanicException", (BaseException,), {})("of Rust")), "PanicException: of Rust"),
-        (lambda: raises(Unsaid()), "Unsaid: (its text cannot be had: KeyError)"),
-        (lambda: raises(ValueError("half of a pair: \ud800")), r"ValueError: half of a pair: \ud800"),
+        (fails_with(asyncio.CancelledError()), "CancelledError: "),
+        (fails_with(GeneratorExit()), "GeneratorExit: "),
+        (fails_with(type("PanicException", (BaseException,), {})("of Rust")), "PanicException: of Rust"),
+        (fails_with(Unsaid()), "Unsaid: (its text cannot be had: KeyError)"),
+        (fails_with(ValueError("half of a pair: \ud800")), r"ValueError: half of a pair: \ud800"),
     ],
 )
 def test_a_message_that_breaks_the_listener_ends_no_consumer(mode: str, does: Callable[[], Any], reason: str) -> None:
@@ -902,10 +906,11 @@ def test_a_message_that_breaks_the_listener_ends_no_consumer(mode: str, does: Ca
     assert dead["reason"].startswith(reason)
 
 
+@also_on_delta
 @pytest.mark.parametrize(
     ("listen", "reason"),
     [
-        (lambda messages: raises(ValueError("no such customer")), "ValueError: no such customer"),
+        (fails_with(ValueError("no such customer")), "ValueError: no such customer"),
         (lambda messages: [DONE] * 7, "the listener returned 7 statuses for 3 messages: return one for each"),
     ],
 )
@@ -1009,13 +1014,6 @@ def test_a_store_that_fails_is_told_until_it_answers(noted: threading.Event, mon
     assert came.acquire(timeout=60)
     assert consumer.problem is None
     consumer.shutdown()
-
-
-def fails_with(problem: Exception) -> Callable[..., Any]:
-    def fail(*_: object) -> Any:
-        raise problem
-
-    return fail
 
 
 def test_a_queue_that_is_held_up_is_tried_again_later_each_time() -> None:

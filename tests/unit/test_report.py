@@ -28,7 +28,7 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.support import report_logs
 from tests.support.clocks import Ticking
 from tests.support.commands import objects, txmq, words
-from tests.support.half_batches import commit, let_leave, make_log, prepare, roll_back, split
+from tests.support.half_batches import commit, let_leave, make_log, prepare, quarantine, roll_back, split
 from tests.support.half_batches import pending as pending_rows
 from tests.support.inside import TIMESTAMP, HalfRecord, HalfStore, Level, RowState, Trace, Who, figures_of, page
 from tests.support.report_logs import NOW_S, Shop
@@ -86,7 +86,7 @@ def test_a_rollback_that_a_person_confirms_is_counted_once_before_and_after_upke
         with pytest.raises(VerdictConflictError):
             log.decide(record, 1, commit=rows, who=Who.EXECUTE)
     for record in (mixed, hidden):
-        log.quarantine(record, 1, pending_rows(log, record), Who.DISCARD, "too often")
+        quarantine(log, record)
     for record in (late, mixed, hidden):
         log.resolve(record.half_id, ROLLBACK_MESSAGE, "it never happened")
     prepare(log, 4, 1)  # so that none is the last one of its application
@@ -118,7 +118,7 @@ def test_a_transaction_counts_by_its_last_verdict_whatever_a_replay_or_a_person_
     roll_back(log, asked_again, who=Who.DISCARD)
     log.reopen(asked_again, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
     settle(asked_again, 1)
-    log.quarantine(resumed, 1, pending_rows(log, resumed), Who.DISCARD, "too often")
+    quarantine(log, resumed)
     log.resume(resumed.half_id)
     settle(resumed, 1)
     roll_back(log, pending_again, who=Who.CHECK)
@@ -170,7 +170,7 @@ def test_a_quarantined_half_batch_is_not_settled_and_is_pending_again_when_it_is
     log = InMemoryCommitLog(topics={"orders": 1})
     commit(log, prepare(log, 0, 2))
     hidden = prepare(log, 1, 3)
-    log.quarantine(hidden, 1, pending_rows(log, hidden), Who.DISCARD, "too often")
+    quarantine(log, hidden)
     log.move_mark()
     found = figures_of(log)
     assert (found.settled, found.quarantined, found.pending_messages) == (1, (hidden.half_id,), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 import re
 from collections.abc import Callable, Mapping
@@ -392,38 +393,23 @@ def _order(left: Any, right: Any, holds: Callable[[Any, Any], bool]) -> bool | N
     return None if left is None or right is None else holds(left, right)
 
 
-HOLDS: dict[str, Callable[[Any, Any], bool]] = {
-    "<": lambda x, y: x < y,
-    "<=": lambda x, y: x <= y,
-    ">": lambda x, y: x > y,
-    ">=": lambda x, y: x >= y,
-}
+HOLDS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
 def _negate(found: bool | None) -> bool | None:
     return None if found is None else not found
 
 
-def _and(left: Expression, right: Expression) -> Expression:
-    def evaluate(row: Row) -> bool | None:
-        first = left[1](row)
-        if first is False:
-            return False
-        second = right[1](row)
-        return False if second is False else None if first is None or second is None else True
+FALSE_TO_TRUE = (False, None, True)
+"""Of two values AND gives the one that stands first here, and OR the one that stands last."""
 
-    return f"({left[0]} AND {right[0]})", evaluate
+
+def _and(left: Expression, right: Expression) -> Expression:
+    return f"({left[0]} AND {right[0]})", lambda row: min(left[1](row), right[1](row), key=FALSE_TO_TRUE.index)
 
 
 def _or(left: Expression, right: Expression) -> Expression:
-    def evaluate(row: Row) -> bool | None:
-        first = left[1](row)
-        if first is True:
-            return True
-        second = right[1](row)
-        return True if second is True else None if first is None or second is None else False
-
-    return f"({left[0]} OR {right[0]})", evaluate
+    return f"({left[0]} OR {right[0]})", lambda row: max(left[1](row), right[1](row), key=FALSE_TO_TRUE.index)
 
 
 def _quote(text: str) -> str:
@@ -454,9 +440,9 @@ def comparisons(draw: st.DrawFn) -> Expression:
         change = _negate if kind == "<>" else lambda found: found
         return f"{left} {kind} {right}", lambda row: change(_same(lv(row), rv(row)))
     if kind == "order":
-        operator = draw(st.sampled_from(sorted(HOLDS)))
+        sign = draw(st.sampled_from(sorted(HOLDS)))
         (left, lv), (right, rv) = draw(in_order), draw(in_order)
-        return f"{left} {operator} {right}", lambda row: _order(lv(row), rv(row), HOLDS[operator])
+        return f"{left} {sign} {right}", lambda row: _order(lv(row), rv(row), HOLDS[sign])
     if kind == "between":
         low, high = sorted(draw(st.lists(st.sampled_from(NUMBERS), min_size=2, max_size=2)), key=_as_number)
         above: Expression = ("", lambda row: _order(of(row), _as_number(low), HOLDS[">="]))
@@ -468,11 +454,11 @@ def comparisons(draw: st.DrawFn) -> Expression:
         listed = ", ".join(map(_quote, values))
         return f"{name}{no} IN ({listed})", lambda row: None if of(row) is None else (of(row) in values) is not negated
     if kind == "search":
-        operator, has = draw(st.sampled_from([
+        word, has = draw(st.sampled_from([
             ("CONTAINS", str.__contains__), ("StartsWith", str.startswith), ("endswith", str.endswith)]))  # fmt: skip
         part = draw(st.sampled_from(["", "1", "x", "a", "%"]))
         return (
-            f"{name}{no} {operator} {_quote(part)}",
+            f"{name}{no} {word} {_quote(part)}",
             lambda row: False if of(row) is None or not part else has(of(row), part) is not negated,
         )
     if kind == "null":
