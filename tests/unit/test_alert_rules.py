@@ -20,8 +20,9 @@ from rmq_spark.metrics.figures import LogFigures
 from rmq_spark.metrics.log_collector import samples_of
 from rmq_spark.metrics.names import COMMON
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.clocks import Ahead
 from tests.support.half_batches import commit, in_conflict, prepare, quarantine
-from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, LogWatch, Machine, whole
+from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, LogWatch, whole
 
 CONF = Path(__file__).parents[2] / "conf"
 RULES = CONF / "prometheus" / "txmq.rules.yml"
@@ -199,15 +200,6 @@ def test_the_dashboard_s_variables_and_its_places_fit() -> None:
 
 
 # ---------------------------------------------------------------- a drill
-class Late(Machine):
-    """A machine whose clock is 20 minutes late, until it is set right."""
-
-    late_s = 1_200.0
-
-    def time(self) -> float:
-        return super().time() - self.late_s
-
-
 def as_series(figures: LogFigures, log: str, now_s: float) -> list[dict[str, str]]:
     """What Prometheus scrapes again and again while these figures stay. promtool's clock begins at 0."""
     found = []
@@ -220,14 +212,14 @@ def as_series(figures: LogFigures, log: str, now_s: float) -> list[dict[str, str
 
 @needs_promtool
 def test_what_goes_wrong_in_a_log_fires_its_alert_and_the_remedy_shows_it(tmp_path: Path) -> None:
-    clock = Late()
+    clock = Ahead(-20 * 60.0)
     log = InMemoryCommitLog(topics={"orders": 1}, machine=clock)
     prepare(log, 0, 2, group="shop")
     hidden, late = prepare(log, 1, 3, group="shop"), prepare(log, 2, 1, group="shop")
     quarantine(log, hidden)
     in_conflict(log, late)
     commit(log, prepare(log, 3, 2))
-    clock.late_s = 0.0
+    clock.seconds = 0.0
     fired = "TxmqOldestPending TxmqCheckerSilent TxmqQuarantined TxmqConflict TxmqDrainStandsStill".split()
     expected = {
         "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',

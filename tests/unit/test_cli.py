@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import re
 import shlex
@@ -225,6 +224,12 @@ LATIN = "caf\udce9"
         ("""group reset LOG points --to '{"orders": {"first": 0}}'""", 2, "--to "),
         ("""group reset LOG points --to '{"orders": {"0": -3}}'""", 2, "--to "),
         ("""group reset LOG points --topic bills --to '{"orders": {"1": 1}}'""", 2, "--to names "),
+        # reports
+        ("report LOG --html LOG", 2, "is a folder"),
+        ("report LOG --html LOG/no/out.html", 2, "there is no folder"),
+        ("report LOG --transaction app:1", 2, "--html FILE"),
+        ("report LOG --html LOG.html --transaction a:9", 1, "no half batch"),
+        ("report LOG --since soon", 2, "since"),
         # dead letters
         ("dlq list LOG pionts", 1, "'pionts' is not known in this commit log (did you mean 'points'?)"),
         ("dlq resend LOG pionts --all", 1, "'pionts' is not known in this commit log (did you mean 'points'?)"),
@@ -397,18 +402,20 @@ def test_ages_are_told_in_the_largest_unit(seconds: float, words: str) -> None:
 
 
 # ---------------------------------------------------------------- reading
+def in_json(*arguments: object) -> list[tuple[int, int]]:
+    """Queue and offset of what a ``read`` shows."""
+    return [(m["queue_id"], m["queue_offset"]) for m in objects("read", *arguments)]
+
+
 def test_read_shows_messages_and_where_they_are(log: CommitLog) -> None:
     assert "has no messages here" in txmq("read", log.path, "orders")[0]
     for i in range(3):
         commit(log, prepare(log, i))
-    lines = [json.loads(line) for line in txmq("read", log.path, "orders", "--json")[0].splitlines()]
-    assert [(m["queue_id"], m["queue_offset"]) for m in lines] == [(q, o) for q in (0, 1) for o in range(3)]
-    assert {m["body"] for m in lines} == {"one", "two"}
-    assert len(txmq("read", log.path, "orders", "--json", "--limit", 4)[0].splitlines()) == 4
-    lines = [json.loads(line) for line in txmq("read", log.path, "orders", "--json", "--from", 2)[0].splitlines()]
-    assert [m["queue_offset"] for m in lines] == [2, 2]
-    out, _ = txmq("read", log.path, "orders", "--json", "--from", "0=3", "--from", "1=1")
-    assert [(m["queue_id"], m["queue_offset"]) for m in map(json.loads, out.splitlines())] == [(1, 1), (1, 2)]
+    assert in_json(log.path, "orders") == [(q, o) for q in (0, 1) for o in range(3)]
+    assert {m["body"] for m in objects("read", log.path, "orders")} == {"one", "two"}
+    assert len(in_json(log.path, "orders", "--limit", 4)) == 4
+    assert in_json(log.path, "orders", "--from", 2) == [(0, 2), (1, 2)]
+    assert in_json(log.path, "orders", "--from", "0=3", "--from", "1=1") == [(1, 1), (1, 2)]
 
 
 def test_read_says_that_there_is_more(log: CommitLog) -> None:
@@ -417,12 +424,6 @@ def test_read_says_that_there_is_more(log: CommitLog) -> None:
     commit(log, prepare(log, 1))
     assert txmq("read", log.path, "orders")[1] == "stopped at 20: --limit N shows more, --last N the newest\n"
     assert txmq("read", log.path, "orders", "--limit", 20)[1] == ""
-
-
-def in_json(*arguments: object) -> list[tuple[int, int]]:
-    """Queue and offset of what a ``read`` shows."""
-    lines = map(json.loads, txmq("read", *arguments, "--json")[0].splitlines())
-    return [(m["queue_id"], m["queue_offset"]) for m in lines]
 
 
 def test_the_last_messages_are_the_newest_of_all_queues(log: CommitLog) -> None:
@@ -474,7 +475,7 @@ def test_bodies_cannot_steer_the_terminal_and_bytes_come_as_base64(log: CommitLo
     assert "\x1b" not in out
     assert "[red]x[/red] next" in out
     assert "a" * 100 not in out
-    found = [json.loads(line) for line in txmq("read", log.path, "orders", "--json")[0].splitlines()]
+    found = objects("read", log.path, "orders")
     assert {m.get("body_base64") for m in found} == {None, base64.b64encode(b"\xff\x00").decode()}
 
 
@@ -500,7 +501,7 @@ def test_vacuum_lists_orphans_and_removes_them(log: CommitLog) -> None:
     orphan = Path(log.path) / "half" / "half-orphan.parquet"
     orphan.write_bytes(b"x")
     os.utime(orphan, (1, 1))
-    assert json.loads(txmq("vacuum", log.path, "--dry-run", "--json")[0])["files"] == ["half/half-orphan.parquet"]
+    assert objects("vacuum", log.path, "--dry-run")[0]["files"] == ["half/half-orphan.parquet"]
     assert orphan.exists()
     assert "1 file was removed" in txmq("vacuum", log.path)[0]
     assert not orphan.exists()
@@ -509,8 +510,7 @@ def test_vacuum_lists_orphans_and_removes_them(log: CommitLog) -> None:
 def test_check_runs_the_job(log: CommitLog, tmp_path: Path) -> None:
     config = tmp_path / "txmq.toml"
     config.write_text(f'path = "{log.path}"\n')
-    out, _ = txmq("check", "--config", config, "--once", "--json")
-    assert json.loads(out)["pending"] == 0
+    assert objects("check", "--config", config, "--once")[0]["pending"] == 0
     config.write_text("pth = 1")
     assert "did you mean 'path'?" in txmq("check", "--config", config, "--once", code=2)[1]
 

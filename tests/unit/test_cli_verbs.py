@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import threading
-import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -26,9 +25,10 @@ from rmq_spark.cli.text import escaped, short_age, size
 from rmq_spark.cli.tracing import argument_of
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.clocks import Ahead
 from tests.support.commands import objects, txmq, words
 from tests.support.half_batches import commit, in_conflict, let_leave, make_log, pending, prepare, quarantine, split
-from tests.support.inside import Machine, RowState, Who
+from tests.support.inside import RowState, Who
 
 NASTY = "\x1b[31mred\x07\n\u202egnp.exe\x9b2J"
 
@@ -301,13 +301,12 @@ def test_an_id_says_itself_what_it_is(name: str, kind: str) -> None:
 
 # ---------------------------------------------------------------- topics
 def test_a_shorter_retention_says_how_much_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    two_hours_late = Machine()
-    monkeypatch.setattr(two_hours_late, "time", lambda: time.time() - 7_200, raising=False)
-    log = InMemoryCommitLog(topics={"orders": 2, "bills": 1}, machine=two_hours_late)
+    clock = Ahead(-2 * 3600.0)
+    log = InMemoryCommitLog(topics={"orders": 2, "bills": 1}, machine=clock)
     for topic in ("orders", "bills"):
         commit(log, prepare(log, 0 if topic == "orders" else 1, 3, topic=topic))
     log.drain()
-    monkeypatch.undo()
+    clock.seconds = 0.0
     commit(log, prepare(log, 2, 5))
     log.drain()
     monkeypatch.setattr("rmq_spark.cli.topics.open_log", lambda *_: log)

@@ -27,7 +27,7 @@ from rmq_spark.report.words import duration, rate, size
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support import report_logs
 from tests.support.clocks import Ticking
-from tests.support.commands import objects, txmq, words
+from tests.support.commands import objects, txmq
 from tests.support.half_batches import commit, let_leave, make_log, prepare, quarantine, roll_back, split
 from tests.support.half_batches import pending as pending_rows
 from tests.support.inside import TIMESTAMP, HalfRecord, HalfStore, Level, RowState, Trace, Who, figures_of, page
@@ -438,23 +438,6 @@ def test_the_command_prints_json(log: CommitLog) -> None:
     (found,) = objects("report", log.path)
     assert (found["level"], found["messages_appeared"], found["half_batches_settled"]) == ("ok", 5, 1)
     assert datetime.fromisoformat(found["until"].replace("Z", "+00:00")) > NOW
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "said"),
-    [
-        (("--html", "{folder}"), 2, "is a folder"),
-        (("--html", "{folder}/no/out.html"), 2, "there is no folder"),
-        (("--transaction", "app:1"), 2, "--html FILE"),
-        (("--html", "{folder}/out.html", "--transaction", "a:9"), 1, "no half batch"),
-        (("--since", "soon"), 2, "since"),
-    ],
-)
-def test_wrong_usage_of_the_command_is_told(
-    log: CommitLog, tmp_path: Path, options: tuple[str, ...], code: int, said: str
-) -> None:
-    given = [option.format(folder=tmp_path) for option in options]
-    assert said in words(txmq("report", log.path, *given, code=code)[1])
 
 
 def test_a_page_stands_whatever_topics_and_reasons_are_called() -> None:
