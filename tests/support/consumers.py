@@ -68,6 +68,13 @@ def send(log: CommitLog, bodies: Iterable[str], topic: str = "orders", **columns
         producer.send(pa.table({"body": list(bodies), **columns}), topic=topic)
 
 
+def queue_of(bodies: Iterable[str]) -> InMemoryCommitLog:
+    """A log with these messages in the one queue of ``orders``."""
+    log = memory_log(orders=1)
+    send(log, bodies)
+    return log
+
+
 def push(log: CommitLog, listener: Any, group: str = "points", topics: str = "orders", **options: Any) -> Any:
     """A consumer on a handle of its own, which is not started: see :func:`go_on`."""
     options.setdefault("consume_from_where", "CONSUME_FROM_FIRST_OFFSET")

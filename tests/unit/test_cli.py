@@ -19,7 +19,8 @@ from rmq_spark.cli.output import show
 from rmq_spark.cli.resolving import Resolving
 from rmq_spark.cli.text import age_in_words
 from rmq_spark.cli.words import as_commands
-from rmq_spark.errors import VerdictConflictError
+from rmq_spark.commitlog.finding import Wanted, find
+from rmq_spark.errors import OptionError, VerdictConflictError
 from tests.support import half_batches
 from tests.support.commands import objects, txmq, words
 from tests.support.half_batches import commit, in_conflict, let_leave, pending, quarantine
@@ -160,6 +161,7 @@ LATIN = "caf\udce9"
         ("maintain LOG --every 1h --drain-every 9", 2, "--drain-every '9' is not a duration"),
         ("vacuum LOG --older-than 1h", 2, "under 7d"),
         # logs and topics
+        ("pending LOG-2", 1, "make one with txmq create LOG-2"),
         ("create LOG", 1, "is a commit log already"),
         ("create LOG-2 --queues 0", 2, "queues"),
         ("topic create LOG orders", 1, "is there already, with 2 queues, no FIFO topic: --exist-ok takes it as it is"),
@@ -251,6 +253,13 @@ def test_what_cannot_be_is_refused_in_the_words_of_the_command_and_changes_nothi
     assert not re.search(r"CommitLog|log\.\w|exist_ok|None|(?<!--)\b[a-z_]+=", err.replace(path, "LOG")), err
     assert SECRET not in err
     assert stands() == before
+
+
+@pytest.mark.parametrize("latin", ["\udcff", LATIN])
+def test_text_of_another_encoding_is_no_damage(log: CommitLog, latin: str) -> None:
+    commit(log, prepare(log))
+    with pytest.raises(OptionError, match="no text that UTF-8 can hold"):
+        find(log, Wanted(key=latin), 10)
 
 
 # ---------------------------------------------------------------- what is open

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.logs import FIELDS, JsonFormatter, json_handler
-from tests.support.consumers import DONE, go_on, memory_log, push, send
+from tests.support.consumers import DONE, go_on, push, queue_of
 from tests.support.half_batches import prepare
 from tests.support.listeners import Scripted
 
@@ -138,8 +138,7 @@ def test_what_a_check_says_of_a_half_batch_names_it(log: CommitLog, caplog: pyte
 
 
 def test_what_a_consumer_says_names_its_group_and_queue(caplog: pytest.LogCaptureFixture) -> None:
-    log = memory_log(orders=1)
-    send(log, "ab")
+    log = queue_of("ab")
     consumer = push(log, lambda _: DONE)
     with caplog.at_level("INFO", "rmq_spark"):
         consumer.member.join()

@@ -12,7 +12,7 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from tests.support.consumers import LEASE_S, memory_log, pass_time, send
+from tests.support.consumers import LEASE_S, memory_log, pass_time, queue_of, send
 from tests.support.inside import GroupMember
 
 pytestmark = pytest.mark.log("memory", orders=2)
@@ -291,8 +291,7 @@ def test_a_script_that_iterates_lets_a_queue_go_before_it_has_seen_all_that_it_f
 
 
 def test_a_script_whose_lease_is_over_gets_no_more_of_what_it_fetched(by_hand: None) -> None:
-    log = memory_log(orders=1)
-    send(log, "abcd")
+    log = queue_of("abcd")
     first = pull(log.another(), stop_at_end=True)
     messages = iter(first)
     assert next(messages).body == b"a"
@@ -307,8 +306,7 @@ def test_a_script_whose_lease_is_over_gets_no_more_of_what_it_fetched(by_hand: N
 def test_a_commit_beside_the_members_own_progress_finds_no_released_queue_lost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = memory_log(orders=1)
-    send(log, "ab")
+    log = queue_of("ab")
     consumer = pull(log, auto_commit=False)
     consumer.member.join()
     consumer.member.fetch()
@@ -333,8 +331,7 @@ def test_a_commit_beside_the_members_own_progress_finds_no_released_queue_lost(
 
 
 def test_who_never_commits_is_told() -> None:
-    log = memory_log(orders=1)
-    send(log, [str(n) for n in range(20)])
+    log = queue_of([str(n) for n in range(20)])
     with pull(log, auto_commit=False, max_span=8, pull_batch_size=4) as consumer:
         consumer.poll(0)
         consumer.poll(0)

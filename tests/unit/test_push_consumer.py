@@ -36,6 +36,7 @@ from tests.support.consumers import (
     memory_log,
     pass_time,
     push,
+    queue_of,
     seen_by,
     send,
 )
@@ -253,8 +254,7 @@ def take(consumer: Any) -> Any:
 
 
 def test_progress_is_the_lowest_unfinished_offset() -> None:
-    log = memory_log(orders=1)
-    send(log, "abcdef")
+    log = queue_of("abcdef")
     consumer = fetched(log, seen_by([]), consume_message_batch_max_size=2)
     takes = [take(consumer) for _ in range(3)]
     progress = []
@@ -266,8 +266,7 @@ def test_progress_is_the_lowest_unfinished_offset() -> None:
 
 
 def test_progress_stays_below_takes_that_came_back_in_their_order() -> None:
-    log = memory_log(orders=1)
-    send(log, "abcdef")
+    log = queue_of("abcdef")
     found: list[str] = []
     consumer = fetched(log, seen_by(found), consume_message_batch_max_size=2)
     takes = [take(consumer) for _ in range(3)]
@@ -280,8 +279,7 @@ def test_progress_stays_below_takes_that_came_back_in_their_order() -> None:
 
 
 def test_what_several_threads_gave_back_is_not_lost_by_a_shutdown() -> None:
-    log = memory_log(orders=1)
-    send(log, "abcdef")
+    log = queue_of("abcdef")
     consumer = fetched(log, seen_by([]), consume_message_batch_max_size=2)
     takes = [take(consumer) for _ in range(3)]
     for taken in takes:
@@ -325,8 +323,7 @@ def test_on_an_object_store_the_members_of_all_groups_take_turns_with_their_prog
 
 
 def test_no_more_than_max_span_is_under_way_behind_a_message_that_does_not_end() -> None:
-    log = memory_log(orders=1)
-    send(log, [str(n) for n in range(50)])
+    log = queue_of([str(n) for n in range(50)])
     consumer = fetched(log, fails_on(""), max_span=10)
     stuck = take(consumer)  # the first of a kind: one message
     assert stuck.messages.num_rows == 1
@@ -341,8 +338,7 @@ def test_no_more_than_max_span_is_under_way_behind_a_message_that_does_not_end()
 
 
 def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_taken() -> None:
-    log = memory_log(orders=1)
-    send(log, [str(n) for n in range(5000)])
+    log = queue_of([str(n) for n in range(5000)])
     slow = False
 
     def listen(message: txmq.MessageExt) -> Any:
@@ -359,8 +355,7 @@ def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_
 
 
 def test_a_quick_listener_that_20_threads_call_is_not_taken_for_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = memory_log(orders=1)
-    send(log, [str(n) for n in range(50)])
+    log = queue_of([str(n) for n in range(50)])
 
     def answers(*arguments: Any, **options: Any) -> Any:
         log.machine.since_s += 0.1  # the thread waits for Python's lock, which 19 others want too
@@ -376,8 +371,7 @@ def test_a_quick_listener_that_20_threads_call_is_not_taken_for_a_slow_one(monke
 
 
 def test_one_thread_calls_a_quick_listener_unless_its_call_hangs() -> None:
-    log = memory_log(orders=1)
-    send(log, [str(n) for n in range(50)])
+    log = queue_of([str(n) for n in range(50)])
     consumer = fetched(log, fails_on(""))
     assert consumer.work()
     consumer._each_s = 1e-2
@@ -509,8 +503,7 @@ def retries_come(log: CommitLog, after_s: float) -> None:
 
 
 def test_two_retries_of_one_message_that_fail_in_one_take_are_both_sent_on() -> None:
-    log = memory_log(orders=1)
-    send(log, "a")
+    log = queue_of("a")
     for _ in range(3):  # each member begins anew: it gets the retries of those before it in one take
         fails_and_dies(log, delay_level_when_next_consume=1)
         retries_come(log, 2)
@@ -528,8 +521,7 @@ def test_what_was_sent_back_is_there_however_the_next_member_cuts_its_takes(
 
 
 def test_what_was_sent_back_is_there_whatever_the_next_member_makes_of_a_failure() -> None:
-    log = memory_log(orders=1)
-    send(log, "ab")
+    log = queue_of("ab")
     fails_and_dies(log, bad="a", delay_level_when_next_consume=1)
     fails_and_dies(log, max_reconsume_times=0)
     consumer = joined(log, fails_on("ab", status=STOP, good=NEXT), mode="orderly", max_reconsume_times=0)
@@ -564,8 +556,7 @@ def test_what_was_sent_back_is_there_when_upkeep_has_stripped_it(monkeypatch: py
 
 
 def test_a_retry_that_fails_again_after_a_reset_of_the_retries_is_sent_on_again() -> None:
-    log = memory_log(orders=1)
-    send(log, "a")
+    log = queue_of("a")
     for _ in range(2):
         consumer = consume_all(log, fails_on("a"), delay_level_when_next_consume=1, max_reconsume_times=2)
         retries_come(log, 2)
@@ -585,8 +576,7 @@ MANY = how_many(100, in_all=1_000)
 def test_many_messages_are_sent_back_in_a_commit_or_two_of_each_table(
     state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = memory_log(orders=1)
-    send(log, [str(n) for n in range(MANY)])
+    log = queue_of([str(n) for n in range(MANY)])
 
     def fail(**options: Any) -> None:
         fails_and_dies(log, bad="".join(map(str, range(MANY))), max_reconsume_times=0, **options)
@@ -674,8 +664,7 @@ def test_one_call_at_a_time_for_an_orderly_queue() -> None:
 
 
 def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    log = memory_log(orders=1)
-    send(log, "abcd")
+    log = queue_of("abcd")
     found: list[list[str]] = []
     times: list[list[int]] = []
 
@@ -890,8 +879,7 @@ class OddEqual:
 def test_a_message_that_breaks_the_listener_ends_no_consumer(mode: str, does: Callable[[], Any], reason: str) -> None:
     """It ended one member of the group after the other, each successor too, and nothing after it was consumed. A reason
     that is no text was tried for ever."""
-    log = memory_log(orders=1)
-    send(log, "apb")
+    log = queue_of("apb")
     seen: list[str] = []
     done = NEXT if mode == "orderly" else DONE
 
