@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -43,6 +45,13 @@ class Steps(Machine):
 
     def now(self) -> datetime:
         return datetime.fromtimestamp(0, timezone.utc) + timedelta(seconds=self.wall_s)
+
+
+class ByHand(Steps):
+    """A machine on which no thread keeps a member alive: the test does what is due, see :func:`pass_time`."""
+
+    def start_thread(self, work: Callable[[], object], name: str, daemon: bool = False) -> threading.Thread:
+        return super().start_thread((lambda: None) if name == "txmq-member" else work, name, daemon)
 
 
 class OwnClock(Steps):
@@ -113,6 +122,14 @@ def pass_time(consumers: Sequence[Any], seconds: float) -> None:
         machine.sleep(1.0)
         for consumer in consumers:
             consumer.member.keep()
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait for what a thread of a consumer does."""
+    end_s = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end_s, "it did not come about"
+        time.sleep(0.01)
 
 
 def seen_by(found: list[str], status: Any = DONE) -> Callable[[pa.Table], Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from tests.support.consumers import LEASE_S, memory_log, pass_time, queue_of, send
-from tests.support.inside import GroupMember
+from tests.support.consumers import LEASE_S, ByHand, memory_log, pass_time, queue_of, send, wait_until
 
 pytestmark = pytest.mark.log("memory", orders=2)
 also_on_delta = pytest.mark.log("memory", "delta", orders=2)
@@ -41,12 +39,6 @@ def position(log: CommitLog) -> int:
 
 def assert_nobody_has_a_queue(log: CommitLog) -> None:
     assert all(place.owner is None for place in log.groups.places("report").values())
-
-
-@pytest.fixture
-def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread does what is due for a member: the test does, by ``pass_time``."""
-    monkeypatch.setattr(GroupMember, "_keep_on", lambda self: None)
 
 
 @also_on_delta
@@ -171,8 +163,7 @@ def test_a_poll_beside_another_threads_is_refused(log: CommitLog) -> None:
     """What one thread still worked on counted as consumed when the other asked."""
     with pull(log) as consumer, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(consumer.poll, 60)
-        while consumer._within is None:
-            time.sleep(0.01)
+        wait_until(lambda: consumer._within is not None)
         for ask in (consumer.poll, consumer.commit, lambda: list(consumer)):
             with pytest.raises(txmq.errors.ConsumeError, match="another thread is asking this consumer just now"):
                 ask()
@@ -269,9 +260,9 @@ def test_a_commit_after_the_end_of_an_iteration_is_an_error(log: CommitLog) -> N
 
 @pytest.mark.parametrize("auto_commit", [True, False])
 def test_a_script_that_iterates_lets_a_queue_go_before_it_has_seen_all_that_it_fetched(
-    auto_commit: bool, by_hand: None
+    auto_commit: bool,
 ) -> None:
-    log = memory_log()
+    log = memory_log(ByHand())
     send(log, "abcdefgh", queue_id=[0, 1] * 4)
     first = pull(log.another(), stop_at_end=True, auto_commit=auto_commit)
     messages = iter(first)
@@ -290,8 +281,9 @@ def test_a_script_that_iterates_lets_a_queue_go_before_it_has_seen_all_that_it_f
     second.shutdown()
 
 
-def test_a_script_whose_lease_is_over_gets_no_more_of_what_it_fetched(by_hand: None) -> None:
-    log = queue_of("abcd")
+def test_a_script_whose_lease_is_over_gets_no_more_of_what_it_fetched() -> None:
+    log = memory_log(ByHand(), orders=1)
+    send(log, "abcd")
     first = pull(log.another(), stop_at_end=True)
     messages = iter(first)
     assert next(messages).body == b"a"

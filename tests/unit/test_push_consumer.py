@@ -39,6 +39,7 @@ from tests.support.consumers import (
     queue_of,
     seen_by,
     send,
+    wait_until,
 )
 from tests.support.half_batches import bodies, in_half, let_leave, make_log
 from tests.support.inboxes import inbox_of, make_database, results
@@ -740,19 +741,10 @@ def test_what_cannot_be_used_is_refused(options: dict[str, Any], said: str) -> N
 @also_on_delta
 def test_it_consumes_in_threads_until_it_is_shut_down(log: CommitLog) -> None:
     found: list[str] = []
-    all_came = threading.Event()
-
-    def listen(message: txmq.MessageExt) -> Any:
-        found.append(bytes(message.body).decode())  # type: ignore[arg-type]
-        if len(found) == 40:
-            all_came.set()
-        return DONE
-
-    consumer = push(log, txmq.EachMessage(listen))
-    with consumer:
+    with push(log, fails_on("", found)) as consumer:
         for n in range(4):
             send(log, [f"{n}.{i}" for i in range(10)])
-        assert all_came.wait(60)
+        wait_until(lambda: len(found) == 40)
     assert len(set(found)) == 40
     assert sum(log.groups.positions("points").values()) == 40
     assert all(place.owner is None for place in log.groups.places("points").values())
@@ -816,19 +808,17 @@ def test_two_threads_that_start_and_shut_down_a_consumer_make_one_member_and_bot
 def test_a_shutdown_within_a_call_is_refused_at_once_and_does_not_wait_for_itself(log: CommitLog) -> None:
     send(log, "a", queue_id=[0])
     said: list[str] = []
-    told = threading.Event()
 
     def listen(message: txmq.MessageExt) -> Any:
         try:
             consumer.shutdown()
         except txmq.ConsumeError as problem:
             said.append(str(problem))
-        told.set()
         return DONE
 
     consumer = push(log, txmq.EachMessage(listen))
     with consumer:
-        assert told.wait(60)
+        wait_until(lambda: said)
     assert "call stop() there" in said[0]
     assert log.groups.positions("points")[QUEUE] == 1
 
@@ -927,79 +917,50 @@ def with_a_hole(folder: Path) -> tuple[CommitLog, Path, Path]:
     return log, lost, lost.rename(folder / "kept")
 
 
-@pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when a member has noted a problem after which it tries again."""
-    event, note = threading.Event(), GroupMember.note
-
-    def tell(self: GroupMember, problem: Exception, what: str) -> None:
-        note(self, problem, what)
-        event.set()
-
-    monkeypatch.setattr(GroupMember, "note", tell)
-    return event
-
-
 def test_a_hole_in_messages_is_told_while_its_queue_is_tried_again_and_the_others_go_on(
-    tmp_path: Path, noted: threading.Event
+    tmp_path: Path,
 ) -> None:
     log, lost, kept = with_a_hole(tmp_path)
     found: list[str] = []
-    others_came, all_came = threading.Event(), threading.Event()
-
-    def listen(message: txmq.MessageExt) -> Any:
-        found.append(bytes(message.body).decode())  # type: ignore[arg-type]
-        if set(found) >= set("cd"):
-            others_came.set()
-        if set(found) == set("abcd"):
-            all_came.set()
-        return DONE
-
-    with push(log, txmq.EachMessage(listen), topics=["orders", "bills"]) as consumer:
-        assert noted.wait(60)
+    with push(log, seen_by(found), topics=["orders", "bills"]) as consumer:
+        wait_until(lambda: consumer.problem)
         assert isinstance(consumer.problem, txmq.errors.LostFileError)
         assert lost.name in str(consumer.problem)
         assert consumer.is_running
-        assert others_came.wait(60)
+        wait_until(lambda: sorted(found) == ["c", "d"])
         kept.rename(lost)
-        assert all_came.wait(60)
+        wait_until(lambda: len(found) == 4)
         assert consumer.problem is None
     assert Counter(found) == Counter("abcd")
     assert log.groups.positions("points")[QUEUE] == 2
 
 
 def test_what_holds_up_a_queue_is_not_raised_at_the_end_of_the_consumer(
-    tmp_path: Path, noted: threading.Event, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log, _, _ = with_a_hole(tmp_path)
     consumer = push(log, seen_by([]), topics=["orders", "bills"]).start()
-    assert noted.wait(60)
-    assert consumer.problem is not None
+    wait_until(lambda: consumer.problem)
     consumer.shutdown()
     assert consumer.problem is None
     assert not consumer.is_running
     assert "queue 0 of topic 'orders' is held up, and tried again in 1 s: file " in caplog.text
 
 
-def test_a_store_that_fails_is_told_until_it_answers(noted: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_fails_is_told_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     log = memory_log(Machine(), orders=1)
-    came = threading.Semaphore(0)
-
-    def listen(messages: pa.Table) -> Any:
-        came.release()
-        return DONE
-
-    consumer = push(log, listen)
+    found: list[str] = []
+    consumer = push(log, seen_by(found))
     with monkeypatch.context() as patch:
         patch.setattr(consumer.member._fetcher, "fetch", fails_with(txmq.errors.UnreachableStoreError("no answer")))
         consumer.start()
         send(log, "a")
-        assert noted.wait(60)
+        wait_until(lambda: consumer.problem)
         assert "no answer" in str(consumer.problem)
         assert consumer.is_running
-    assert came.acquire(timeout=60)
+    wait_until(lambda: found == ["a"])
     send(log, "b")  # is fetched when all is known of the fetch before
-    assert came.acquire(timeout=60)
+    wait_until(lambda: found == ["a", "b"])
     assert consumer.problem is None
     consumer.shutdown()
 
