@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from rmq_spark.commitlog.finding import Wanted, find
 from rmq_spark.errors import OptionError, VerdictConflictError
 from tests.support import half_batches
 from tests.support.commands import objects, txmq, words
+from tests.support.consumers import wait_until
 from tests.support.half_batches import commit, in_conflict, let_leave, pending, quarantine
 from tests.support.inside import (
     NO_LISTENER_FENCE,
@@ -71,10 +71,7 @@ def test_upkeep_again_and_again_drains_between_its_rounds(log: CommitLog, monkey
     def wait(self: Maintainer, stop: threading.Event, on_report: object) -> None:
         """In the place of the rounds: wait for a drain of what was committed after the first one."""
         commit(log, prepare(log))
-        end = time.monotonic() + 60
-        while log.messages_table.refresh() == 0:
-            assert time.monotonic() < end, "nobody drained"
-            time.sleep(0.01)
+        wait_until(log.messages_table.refresh)
 
     monkeypatch.setattr(Maintainer, "run", wait)
     said, _ = txmq("maintain", log.path, "--every", "1h", "--drain-every", "20ms")

@@ -13,6 +13,7 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, MessageExt, PerMessageListener, TransactionSendResult
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.consumers import wait_until
 from tests.support.half_batches import header_of, let_leave
 from tests.support.inside import CommitOncePrepared, HalfWriter
 from tests.support.inside import message_table as to_table
@@ -217,20 +218,10 @@ def test_a_send_is_made_once_where_no_thread_can_be_had(
 # ---------------------------------------------------------------- its own checks
 def test_an_open_producer_answers_its_own_checks_and_leaves_those_of_others_alone(log: Any) -> None:
     send(log, Scripted(None), group="another")
-    decided = threading.Event()
-    listener = Scripted(None, COMMIT)
-    decide_many = log.decide_many
-
-    def watched(decisions: Any) -> Any:
-        made = decide_many(decisions)
-        decided.set()
-        return made
-
-    log.decide_many = watched
-    with producer(log, listener, check_interval=0.02, transaction_timeout=0.0) as open_producer:
+    with producer(log, Scripted(None, COMMIT), check_interval=0.02, transaction_timeout=0.0) as open_producer:
         result = open_producer.send_message_in_transaction(ORDER)
         assert result.local_transaction_state in (UNKNOWN, COMMIT)  # on a busy machine the check may be quicker
-        assert decided.wait(DEADLINE_S)
+        wait_until(lambda: visible(log))
     assert visible(log) == [b"one"]
     assert log.pending()["producer_group"].to_pylist() == ["another"]
     assert not [t for t in threading.enumerate() if t.name == "txmq-checks"]
@@ -354,9 +345,7 @@ def test_a_producer_without_a_listener_settles_what_plain_sends_left_and_no_tran
     writer = HalfWriter(header_of(0, fence_id=CommitOncePrepared.store_id, group="shop"), log.topics(), None, None)
     log.prepare(writer.header, [writer.rows_of(to_table([ORDER]))])
     with producer(log, None, check_interval=0.02, transaction_timeout=0.0):
-        end_s = time.monotonic() + DEADLINE_S
-        while not visible(log) and time.monotonic() < end_s:
-            time.sleep(0.02)
+        wait_until(lambda: visible(log))
     assert visible(log) == [b"one"]
     assert log.pending().num_rows == 1
 
