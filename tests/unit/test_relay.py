@@ -15,39 +15,14 @@ from rmq_spark.cli.relaying import _exit_code, kafka_settings
 from rmq_spark.relay.kafka import _positions_after
 from rmq_spark.relay.positions import Agreed, Last, Position, PositionRecords, Stored
 from rmq_spark.relay.records import COLUMNS, parked, pieces, to_records
-from rmq_spark.relay.settings import RelaySettings
 from rmq_spark.relay.source import RelaySource
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import commit, let_leave, make_log, prepare
 from tests.support.inside import SOURCE_SCHEMA, Record, Start, redacted
 
-DEFAULTS: dict[str, Any] = {
-    "bootstrap_servers": "broker:9092",
-    "relay": "kafka",
-    "topics": None,
-    "topic_pattern": None,
-    "topic_template": "{topic}",
-    "shards": 1,
-    "shard": 0,
-    "reshard": False,
-    "start": "earliest",
-    "on_poison": "refuse",
-    "parking_topic": "parked",
-    "on_expired": "stop",
-    "positions_topic": "positions",
-    "create_topics": False,
-    "replication_factor": None,
-    "max_batch_messages": 10,
-    "max_batch_bytes": "1m",
-    "transaction_timeout": 60.0,
-    "retry_timeout": 300.0,
-    "poll_interval": 1.0,
-    "kafka": {},
-}
 
-
-def settings(**given: Any) -> RelaySettings:
-    return RelaySettings(**{**DEFAULTS, **given})
+def settings(**given: Any) -> Any:
+    return txmq.KafkaRelay(InMemoryCommitLog(), **{"bootstrap_servers": "broker:9092", **given}).settings
 
 
 @pytest.mark.parametrize(
@@ -60,7 +35,10 @@ def settings(**given: Any) -> RelaySettings:
         ({"topic_pattern": "("}, r"is no regular expression"),
         ({"topic_template": "{topic}{topic}"}, r"must have \{topic\} in it once"),
         ({"topic_template": "a b {topic}"}, r"'a b t' cannot be a topic of Kafka"),
-        ({"positions_topic": "parked"}, r"'parked' is the topic of positions and of what is parked: name two"),
+        (
+            {"positions_topic": "kept", "parking_topic": "kept"},
+            r"'kept' is the topic of positions and of what is parked: name two",
+        ),
         ({"shards": 2, "shard": 2}, r"shard=2 is out of range: a whole number from 0 to 1"),
         ({"start": "newest"}, r"start='newest' cannot be used: known are earliest, latest"),
         ({"on_poison": "parc"}, r"did you mean 'park'\?"),
@@ -214,14 +192,6 @@ def test_a_report_is_said_in_words() -> None:
         "1 message handed over (orders 1), 1 message parked, 2 expired messages skipped, in 1 transaction and 0.3 s"
     )
     assert report.to_dict()["by_topic"] == {"orders": 1}
-
-
-def test_a_relay_needs_settings_that_can_be_used_before_anything_else() -> None:
-    pytest.importorskip("confluent_kafka")
-    from tests.support.inside import kafka
-
-    with pytest.raises(txmq.OptionError, match="bootstrap_servers is missing"):
-        kafka.KafkaRelay(InMemoryCommitLog(), "")
 
 
 # ---------------------------------------------------------------- is it the same log?
