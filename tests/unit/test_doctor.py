@@ -277,19 +277,18 @@ def test_a_check_that_fails_is_a_finding_and_the_others_go_on(log: CommitLog, mo
 def test_a_checker_that_is_silent_is_told_when_something_waits_for_it(
     log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = set_clock(monkeypatch)
     assert found(log)["checker"].level is Level.OK
     record = prepare(log, 0)
     assert bad(log) == {}, "it is young"
-    monkeypatch.setattr(doctor_log, "TRANSACTION_TIMEOUT_S", -1.0)
-    assert bad(log, interval=0.0) == {"pending": "warning", "checker": "critical"}
-    assert "no checker has said a word on that (it is due" in found(log, interval=0.0)["checker"].what
-    assert found(log, interval=0.0)["pending"].remedy == "txmq trace app:0"
+    clock.ahead_s += 15 * MINUTE_S
+    assert bad(log) == {"pending": "warning", "checker": "critical"}
+    assert "no checker has said a word on that (it is due" in found(log)["checker"].what
+    assert found(log)["pending"].remedy == "txmq trace app:0"
     log.record_check(record, 1, pending(log, record), "UNKNOWN")
-    monkeypatch.setattr(doctor_log, "TRANSACTION_TIMEOUT_S", -600.0)
     assert bad(log, interval=100.0) == {"pending": "warning"}, "it has checked within three intervals"
-    with monkeypatch.context() as patch:
-        set_clock(patch, ahead_s=20 * MINUTE_S)
-        assert "a word on that for " in found(log, interval=100.0)["checker"].what
+    clock.ahead_s += 20 * MINUTE_S
+    assert "a word on that for " in found(log, interval=100.0)["checker"].what
     log.lease(record, 60)
     assert bad(log, interval=100.0) == {}, "its local transaction runs"
 
