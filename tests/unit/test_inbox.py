@@ -101,15 +101,14 @@ def test_a_log_that_was_made_anew_is_noticed(tmp_path: Path, url: str, kind: str
     first, anew = (make_log(kind, tmp_path / name, orders=1) for name in ("first", "anew"))
     commit(first, prepare(first, 0, 5))
     commit(anew, prepare(anew, 0, 3))
-    inbox = txmq.SqlInbox(url, "points", count_each, log=first)
-    inbox.create()
+    inbox = inbox_of(url, log=first)
     assert inbox.apply(first.read("orders")) == 5
-    again = txmq.SqlInbox(url, "points", count_each, log=first.another())
+    again = inbox_of(url, log=first.another())
     assert again.apply(first.read("orders")) == 0
     with pytest.raises(txmq.InboxConflictError, match="made anew"):
-        txmq.SqlInbox(url, "points", count_each, log=anew).apply(anew.read("orders"))
+        inbox_of(url, log=anew).apply(anew.read("orders"))
     assert len(results(url)) == 5
-    assert txmq.SqlInbox(url, "other", count_each, log=anew).apply(anew.read("orders")) == 3
+    assert inbox_of(url, group="other", log=anew).apply(anew.read("orders")) == 3
 
 
 def test_an_inbox_does_not_take_messages_of_a_restored_log_for_old_ones(url: str, tmp_path: Path) -> None:
@@ -205,10 +204,9 @@ def test_an_inbox_whose_table_takes_topics_for_equal_is_refused(url: str, log: C
 def test_an_inbox_takes_the_path_of_its_log(tmp_path: Path, url: str) -> None:
     log = make_log("delta", tmp_path / "log", orders=1)
     commit(log, prepare(log, 0, 2))
-    inbox = txmq.SqlInbox(url, "points", count_each, log=log.path)
-    inbox.create()
+    inbox = inbox_of(url, log=log.path)
     assert inbox.apply(log.read("orders")) == 2
-    assert txmq.SqlInbox(url, "points", count_each, log=log).apply(log.read("orders")) == 0
+    assert inbox_of(url, log=log).apply(log.read("orders")) == 0
 
 
 def test_processes_that_make_an_inbox_at_once_do_not_disturb_each_other(
