@@ -16,11 +16,11 @@ import pytest
 from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli.output import show
 from rmq_spark.cli.resolving import Resolving
-from rmq_spark.cli.text import age_in_words
 from rmq_spark.cli.words import as_commands
 from rmq_spark.commitlog.finding import Wanted, find
 from rmq_spark.errors import OptionError, VerdictConflictError
 from tests.support import half_batches
+from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
 from tests.support.consumers import wait_until
 from tests.support.half_batches import commit, in_conflict, let_leave, pending, quarantine
@@ -400,11 +400,13 @@ def test_a_message_that_is_committed_and_waits_is_not_called_visible(log: Commit
     assert out == f"app:0: 1 message became visible; {waits}\n"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(0, "0 seconds"), (59.9, "59 seconds"), (3600, "1 hour"), (200_000, "2 days")]
-)
-def test_ages_are_told_in_the_largest_unit(seconds: float, words: str) -> None:
-    assert age_in_words(seconds) == words
+def test_ages_are_told_in_the_largest_unit(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = set_clock(monkeypatch)
+    prepare(log)
+    for ahead_s, age in ((50, r"5\d seconds"), (3600, "1 hour"), (200_000, "2 days")):
+        clock.ahead_s = ahead_s
+        lines, _ = shown_before_it_asks(log)
+        assert re.search(f"Z, {age} ago$", lines["prepared_at"])
 
 
 # ---------------------------------------------------------------- reading
