@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -45,6 +47,13 @@ class Steps(Machine):
         return datetime.fromtimestamp(0, timezone.utc) + timedelta(seconds=self.wall_s)
 
 
+class ByHand(Steps):
+    """A machine on which no thread keeps a member alive: the test does what is due, see :func:`pass_time`."""
+
+    def start_thread(self, work: Callable[[], object], name: str, daemon: bool = False) -> threading.Thread:
+        return super().start_thread((lambda: None) if name == "txmq-member" else work, name, daemon)
+
+
 class OwnClock(Steps):
     """Another machine: its clocks have nothing to do with the first one's, and the test moves them for itself."""
 
@@ -68,12 +77,33 @@ def send(log: CommitLog, bodies: Iterable[str], topic: str = "orders", **columns
         producer.send(pa.table({"body": list(bodies), **columns}), topic=topic)
 
 
+def queue_of(bodies: Iterable[str]) -> InMemoryCommitLog:
+    """A log with these messages in the one queue of ``orders``."""
+    log = memory_log(orders=1)
+    send(log, bodies)
+    return log
+
+
 def push(log: CommitLog, listener: Any, group: str = "points", topics: str = "orders", **options: Any) -> Any:
     """A consumer on a handle of its own, which is not started: see :func:`go_on`."""
     options.setdefault("consume_from_where", "CONSUME_FROM_FIRST_OFFSET")
     options.setdefault("heartbeat_interval", INTERVAL_S)
     options.setdefault("lease", LEASE_S)
     return txmq.PushConsumer(log.another(), group, listener, topics, **options)
+
+
+def joined(log: CommitLog, listener: Any, *arguments: str, **options: Any) -> Any:
+    """A consumer as of :func:`push` that has joined its group, and has fetched nothing yet."""
+    consumer = push(log, listener, *arguments, **options)
+    consumer.member.join()
+    return consumer
+
+
+def consume_all(log: CommitLog, listener: Any, *arguments: str, **options: Any) -> Any:
+    """A consumer as of :func:`push` that has joined its group, and has consumed all that there is."""
+    consumer = joined(log, listener, *arguments, **options)
+    go_on(consumer)
+    return consumer
 
 
 def go_on(consumer: Any) -> None:
@@ -84,14 +114,22 @@ def go_on(consumer: Any) -> None:
     consumer.member.persist()
 
 
-def pass_time(machine: Steps, consumers: Iterable[Any], seconds: float) -> None:
-    """Let time pass, in steps after which each consumer does what is due."""
+def pass_time(consumers: Sequence[Any], seconds: float) -> None:
+    """Let time pass on the clock of the consumers, in steps after which each of them does what is due."""
+    machine = consumers[0].member.machine
     end_s = machine.since_s + seconds
-    consumers = list(consumers)
     while machine.since_s < end_s:
         machine.sleep(1.0)
         for consumer in consumers:
             consumer.member.keep()
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait for what a thread of a consumer does."""
+    end_s = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end_s, "it did not come about"
+        time.sleep(0.01)
 
 
 def seen_by(found: list[str], status: Any = DONE) -> Callable[[pa.Table], Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark import CommitLog, Message, TransactionMQProducer
+from rmq_spark import CommitLog, Message, TransactionMQProducer, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.inside import (
     PROPERTIES,
@@ -115,6 +115,19 @@ def commit(log: CommitLog, record: HalfRecord, attempt: int = 1, who: Who = Who.
 def roll_back(log: CommitLog, record: HalfRecord, attempt: int = 1, who: Who = Who.EXECUTE) -> None:
     """Roll back whatever is pending under the attempt."""
     log.decide(record, attempt, rollback=pending(log, record, attempt), who=who)
+
+
+def quarantine(log: CommitLog, record: HalfRecord, reason: str = "too often") -> None:
+    """Give up on whatever is pending."""
+    log.quarantine(record, 1, pending(log, record), Who.DISCARD, reason)
+
+
+def in_conflict(log: CommitLog, record: HalfRecord, reason: str | None = None) -> None:
+    """A check rolls back whatever is pending, and then the producer commits it."""
+    rows = pending(log, record)
+    log.decide(record, 1, rollback=rows, who=Who.CHECK, reason=reason)
+    with pytest.raises(VerdictConflictError):
+        log.decide(record, 1, commit=rows, who=Who.EXECUTE)
 
 
 def split(rows: RowSet, every: int) -> tuple[RowSet, RowSet]:

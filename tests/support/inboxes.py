@@ -30,7 +30,9 @@ def results(url: str) -> list[str]:
         return sorted(connection.execute(sa.text("select body from results")).scalars())
 
 
-def inbox_of(url: str | sa.Engine, work: Callable[..., Any] = count_each, group: str = "points") -> txmq.SqlInbox:
-    made = txmq.SqlInbox(url, group, work)
+def inbox_of(
+    url: str | sa.Engine, work: Callable[..., Any] = count_each, group: str = "points", **options: Any
+) -> txmq.SqlInbox:
+    made = txmq.SqlInbox(url, group, work, **options)
     made.create()
     return made

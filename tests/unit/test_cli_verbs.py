@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import threading
-import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -26,9 +25,10 @@ from rmq_spark.cli.text import escaped, short_age, size
 from rmq_spark.cli.tracing import argument_of
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.clocks import Ahead
 from tests.support.commands import objects, txmq, words
-from tests.support.half_batches import commit, let_leave, make_log, pending, prepare, split
-from tests.support.inside import Machine, RowState, Who
+from tests.support.half_batches import commit, in_conflict, let_leave, make_log, pending, prepare, quarantine, split
+from tests.support.inside import RowState, Who
 
 NASTY = "\x1b[31mred\x07\n\u202egnp.exe\x9b2J"
 
@@ -36,8 +36,7 @@ NASTY = "\x1b[31mred\x07\n\u202egnp.exe\x9b2J"
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommitLog:
     """A commit log that the environment names."""
-    made = CommitLog.create(tmp_path / "log")
-    made.create_topic("orders", queues=2)
+    made = make_log("delta", tmp_path / "log", orders=2)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TXMQ_PATH", made.path)
     monkeypatch.delenv("TXMQ_CONFIG", raising=False)
@@ -56,18 +55,15 @@ def orders(log: CommitLog, batch_id: int, *numbers: int, app: str = "shop", **co
     return prepare(log, batch_id, table, per="key", key="key", app=app)
 
 
-def quarantine(log: CommitLog, batch_id: int, group: str = "bank") -> str:
+def given_up(log: CommitLog, batch_id: int, group: str = "bank") -> str:
     record = prepare(log, batch_id, 2, app="nightly", group=group)
-    log.quarantine(record, 1, pending(log, record), Who.DISCARD, "asked 15 times")
+    quarantine(log, record)
     return record.half_id
 
 
 def conflict(log: CommitLog) -> str:
     record = prepare(log, 0, 2, app="late")
-    rows = pending(log, record)
-    log.decide(record, 1, rollback=rows, who=Who.CHECK, reason="no such payment")
-    with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=rows, who=Who.EXECUTE)
+    in_conflict(log, record)
     return record.half_id
 
 
@@ -146,7 +142,7 @@ def test_commands_in_errors_name_the_path_when_it_was_typed(log: CommitLog, monk
 def test_an_advised_command_can_be_copied_when_the_path_has_a_space(tmp_path: Path) -> None:
     spaced = make_log("delta", tmp_path / "my log", orders=1)
     hidden = prepare(spaced, 0, 1)
-    spaced.quarantine(hidden, 1, pending(spaced, hidden), Who.DISCARD, "too often")
+    quarantine(spaced, hidden)
     advice = txmq("trace", spaced.path, hidden.half_id)[0].splitlines()[-1]
     resume = re.search(r"txmq (resume .*?);", advice)
     assert resume is not None
@@ -186,15 +182,6 @@ def test_messages_are_found_by_a_key_a_place_and_a_time(log: CommitLog) -> None:
     assert len(found("--since", second.isoformat(), "--key", "all")) == 3
     assert txmq("query", "--key", "nobody", code=1)[0] == "no such message\n"
     assert "stopped at 1: --limit N shows more" in txmq("query", "--key", "all", "--limit", 1)[1]
-    assert "topic 'orders' has no queue 2" in txmq("query", "--topic", "orders", "--queue", 2, code=2)[1]
-    assert "or as a time ago, such as 2h" in txmq("query", "--since", "yesterday", code=2)[1]
-    _, err = txmq("query", "--since", "2h", "--until", "3h", code=2)
-    assert err == "--since '2h' is not before --until '3h': no message can be between them\n"
-
-
-def test_a_name_that_no_topic_or_group_can_have_is_wrong_usage(log: CommitLog) -> None:
-    assert "topic 'my orders' has characters outside" in txmq("topic", "create", "my orders", code=2)[1]
-    assert "'my group' has characters outside" in txmq("group", "lag", "my group", code=2)[1]
 
 
 def test_by_an_id_messages_are_found_in_whatever_state(log: CommitLog) -> None:
@@ -216,7 +203,6 @@ def test_by_an_id_messages_are_found_in_whatever_state(log: CommitLog) -> None:
     assert len(objects("query", "--half-id", "shop:0", "--limit", 3)) == 3
     let_leave(log)
     assert len(objects("query", "--half-id", "shop:0")) == 4
-    assert "no half batch 'shop:7'" in txmq("query", "--half-id", "shop:7", code=1)[1]
 
 
 def test_by_a_key_those_are_found_too_that_nobody_can_see(log: CommitLog) -> None:
@@ -241,21 +227,6 @@ def test_what_left_half_is_found_by_its_id(log: CommitLog) -> None:
         commit(log, orders(log, batch_id, 1, 2))
     let_leave(log)
     assert [m["state"] for m in objects("query", "-t", "shop:0:1:o2")] == ["committed"]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ((), "say which messages"),
-        (("--half-id", "a:1", "--message-id", "a:1:0.0"), "--message-id and --half-id contradict each other"),
-        (("--half-id", "a:1", "--topic", "orders"), "--half-id and --topic contradict each other"),
-        (("--queue", 1), "it needs --topic"),
-        (("--topic", "orders", "--offset", 1), "it needs --queue"),
-        (("--key", "a", "--body", "raw"), "is not one of"),
-    ],
-)
-def test_a_query_that_cannot_be_is_refused(log: CommitLog, options: tuple[object, ...], said: str) -> None:
-    assert said in words(txmq("query", *options, code=2)[1])
 
 
 def test_one_message_is_shown_whole_and_cannot_steer_the_terminal(log: CommitLog) -> None:
@@ -303,7 +274,7 @@ def test_a_trace_is_told_with_what_can_be_done(log: CommitLog) -> None:
     assert [e["kind"] for e in found["events"]] == ["prepared", "checked", "committed"]
     assert datetime.fromisoformat(found["events"][0]["at"]).tzinfo is not None
     assert "resolve" not in txmq("trace", "shop:0")[0]
-    half_id = quarantine(log, 0)
+    half_id = given_up(log, 0)
     assert f"txmq resume {half_id}" in txmq("trace", half_id)[0]
     half_id = conflict(log)
     assert "a verdict came too late" in txmq("trace", half_id)[0]
@@ -328,21 +299,14 @@ def test_an_id_says_itself_what_it_is(name: str, kind: str) -> None:
     assert argument_of(name) == {kind: name}
 
 
-def test_trace_of_a_key_says_which_ids_there_are_and_who_finds_keys(log: CommitLog) -> None:
-    _, err = txmq("trace", "order-7", code=2)
-    assert "'order-7' is not an id: a transaction id, a half id or a message id is expected" in err
-    assert "txmq query --key finds messages by a key" in err
-
-
 # ---------------------------------------------------------------- topics
 def test_a_shorter_retention_says_how_much_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    two_hours_late = Machine()
-    monkeypatch.setattr(two_hours_late, "time", lambda: time.time() - 7_200, raising=False)
-    log = InMemoryCommitLog(topics={"orders": 2, "bills": 1}, machine=two_hours_late)
+    clock = Ahead(-2 * 3600.0)
+    log = InMemoryCommitLog(topics={"orders": 2, "bills": 1}, machine=clock)
     for topic in ("orders", "bills"):
         commit(log, prepare(log, 0 if topic == "orders" else 1, 3, topic=topic))
     log.drain()
-    monkeypatch.undo()
+    clock.seconds = 0.0
     commit(log, prepare(log, 2, 5))
     log.drain()
     monkeypatch.setattr("rmq_spark.cli.topics.open_log", lambda *_: log)
@@ -370,21 +334,19 @@ def test_the_status_of_a_topic_has_its_offsets_messages_and_bytes(log: CommitLog
     assert rows[1]["bytes"] > rows[0]["bytes"] > 0
     assert [r["last_commit"] for r in rows] == [r["last_commit"] for r in before]
     assert abs(objects("topics")[0]["bytes"] - sum(r["bytes"] for r in rows)) <= 2
-    assert "did you mean 'orders'?" in txmq("topic", "status", "order", code=1)[1]
 
 
 def test_a_topic_is_not_deleted_and_it_is_said_what_to_do(log: CommitLog) -> None:
     said = txmq("topic", "delete", "orders", code=1)[1]
     assert "txmq topic set orders --retention 1h" in said
     assert log.topics() == {"orders": 2}
-    assert "did you mean 'orders'?" in txmq("topic", "delete", "order", code=1)[1]
 
 
 # ---------------------------------------------------------------- what waits
 def test_what_waits_has_age_size_and_group(log: CommitLog) -> None:
     orders(log, 0, 1)
     prepare(log, 0, 1, app="other", group="bank")
-    quarantine(log, 7)
+    given_up(log, 7)
     conflict(log)
     for verb, half_ids in (
         ("pending", ["shop:0", "other:0"]),
@@ -406,8 +368,6 @@ def test_watch_shows_it_again_until_it_is_stopped(log: CommitLog, monkeypatch: p
     assert "shop:0" in out
     assert waits == [2.0, 2.0]
     assert [r["half_id"] for r in objects("pending", "--watch", "1m")] == ["shop:0"]
-    assert "0s is no time" in words(txmq("pending", "--watch", "0s", code=2)[1])
-    assert "--watch '2' is not a duration" in txmq("pending", "--watch", "2", code=2)[1]
 
 
 @pytest.mark.parametrize("verb", [("group", "list"), ("pending",)])
@@ -433,14 +393,11 @@ def test_ctrl_c_is_the_way_to_stop_and_no_error(log: CommitLog, monkeypatch: pyt
 
 def test_all_that_is_quarantined_is_resumed(log: CommitLog) -> None:
     for batch_id, group in enumerate(["bank", "mail", "bank"]):
-        quarantine(log, batch_id, group)
+        given_up(log, batch_id, group)
     assert [r["half_id"] for r in objects("resume", "all", "--group", "bank")] == ["nightly:0", "nightly:2"]
     assert txmq("resume", "all")[0] == "nightly:1: 2 messages are pending again\n"
     assert txmq("resume", "all")[0] == "nothing is quarantined\n"
     assert log.pending().num_rows == 3
-    txmq("resume", "nightly:1", "--group", "bank", code=2)
-    said = "nothing of nightly:1 is quarantined: txmq trace nightly:1 tells how it stands\n"
-    assert txmq("resume", "nightly:1", code=1)[1] == said
 
 
 # ---------------------------------------------------------------- reading on
@@ -456,7 +413,6 @@ def test_follow_shows_what_is_committed_from_now_on(log: CommitLog, monkeypatch:
     stopping(monkeypatch)
     out, _ = txmq("read", "orders", "-f", "--from", "1=2", "--from", "0=2")
     assert [line.split("  ")[1] for line in out.splitlines()] == ["0=2", "1=2", "1=3"]
-    assert "contradict each other" in words(txmq("read", "orders", "-f", "--limit", 1, code=2)[1])
 
 
 # ---------------------------------------------------------------- groups
@@ -471,7 +427,6 @@ def test_members_of_a_group_are_listed_with_owner_generation_and_heartbeat(log: 
         assert (row["queues"], row["topics"], row["generation"]) == (["orders 0", "orders 1"], "orders", 1)
         assert 0 <= row["heartbeat_seconds"] < 600
         assert " ago" in txmq("group", "members", "points")[0]
-    assert "no progress" in txmq("group", "members", "nobody", code=1)[1]
 
 
 def test_a_group_skips_what_it_has_not_read(log: CommitLog) -> None:
@@ -504,18 +459,12 @@ def test_a_misspelt_setting_is_told_once_by_every_verb_that_reads_the_file(
     assert "warning: other.toml: unknown setting 'pth'" in txmq("pending", code=2)[1]
 
 
-def test_an_unknown_group_or_place_is_an_error_that_says_what_to_do(log: CommitLog) -> None:
-    for verb in ("delete", "hand-over"):
-        said = txmq("group", verb, "nogroup", code=1)[1]
-        assert said == "there is no consumer group 'nogroup' (no group has read from this commit log yet)\n"
+@pytest.mark.parametrize("verb", ["delete", "hand-over"])
+def test_without_any_group_it_is_said_that_none_has_read(log: CommitLog, verb: str) -> None:
     ConsumerGroup(log, "points").reset("earliest", ["orders"])
-    assert "did you mean 'points'?" in txmq("group", "delete", "pionts", code=1)[1]
-    said = txmq("group", "reset", "points", "--to", "first", code=2)[1]
-    assert "--to 'first' is no place (did you mean earliest?): earliest, latest, a time such as" in said
-    assert "is not a time" in txmq("group", "reset", "points", "--to", "2025-99-01", code=2)[1]
-    assert "or as a time ago, such as 2h" in txmq("group", "reset", "points", "--to", "5 minutes", code=2)[1]
     assert objects("group", "delete", "points") == [{"consumer_group": "points"}]
-    txmq("group", "delete", "points", code=1)
+    said = txmq("group", verb, "points", code=1)[1]
+    assert said == "there is no consumer group 'points' (no group has read from this commit log yet)\n"
 
 
 # ---------------------------------------------------------------- stats and top
@@ -578,7 +527,7 @@ def test_a_group_is_reset_to_a_time_ago_and_tables_show_its_lag_as_a_duration(lo
 def test_top_shows_rates_between_two_looks(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(log, orders(log, 0, 1))
     ConsumerGroup(log, "points").reset("earliest", ["orders"])
-    half_id = quarantine(log, 0)
+    half_id = given_up(log, 0)
     stopping(monkeypatch, lambda: commit(log, orders(log, 1, 2, 3)))
     (found,) = objects("top")
     assert (found["quarantined"], found["topics"][0]["committed"], found["groups"][0]["lag"]) == (1, 3, 3)
@@ -614,12 +563,6 @@ def test_ages_sizes_and_escapes_are_short() -> None:
     assert escaped("a\tb\\ä\x00") == "a\\tb\\ä\\x00"
 
 
-def test_completion_knows_the_verbs() -> None:
-    environment = {"_TXMQ_COMPLETE": "complete_bash", "COMP_WORDS": "txmq qua", "COMP_CWORD": "1"}
-    result = CliRunner().invoke(app, [], prog_name="txmq", env=environment)
-    assert "quarantined" in result.output
-
-
 def completed(*words: str) -> list[str]:
     """What a shell is offered for the last of these words."""
     environment = {"_TXMQ_COMPLETE": "complete_bash", "COMP_WORDS": "\n".join(["txmq", *words]),
@@ -635,17 +578,18 @@ def test_completion_knows_what_is_in_the_log(log: CommitLog, tmp_path: Path, mon
     assert not (Path(log.path) / "groups").exists(), "completing writes nothing"
     ConsumerGroup(log, "points").reset("earliest", ["orders"])
     open_one = orders(log, 7, 1).half_id
-    given_up, late = quarantine(log, 0), conflict(log)
+    lost, late = given_up(log, 0), conflict(log)
 
+    assert completed("qua") == ["quarantined"]
     assert completed("read", "") == completed("topic", "status", "") == ["bills", "orders"]
     assert completed("read", "or") == completed("query", "--topic", "or") == ["orders"]
     assert completed("group", "reset", "points", "--topic", "") == ["bills", "orders"]
     assert completed("group", "lag", "p") == completed("dlq", "list", "") == ["points"]
     assert completed("group", "clone", "points", "") == []
     assert completed("topic", "create", "") == []
-    assert completed("resolve", "") == completed("trace", "") == [open_one, late, given_up]
+    assert completed("resolve", "") == completed("trace", "") == [open_one, late, lost]
     assert completed("resolve", late, "") == ["COMMIT", "ROLLBACK"]
-    assert completed("resume", "") == ["all", given_up]
+    assert completed("resume", "") == ["all", lost]
 
     monkeypatch.delenv("TXMQ_PATH")
     assert completed("read", "") == []

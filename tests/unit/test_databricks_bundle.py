@@ -28,6 +28,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+pytestmark = pytest.mark.log("delta", orders=1)
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "conf" / "databricks"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -77,26 +79,19 @@ def test_the_page_names_each_variable_and_sets_those_that_are_required() -> None
     assert set(re.findall(r"^export BUNDLE_VAR_(\w+)=\S+$", page, re.M)) == required
 
 
-def _misspelt(b: dict[str, Any]) -> None:
-    b["resources"]["jobs"]["txmq_check"]["shedule"] = b["resources"]["jobs"]["txmq_check"].pop("schedule")
-
-
-def _no_entry_point(b: dict[str, Any]) -> None:
-    del b["resources"]["jobs"]["txmq_check"]["tasks"][0]["python_wheel_task"]["entry_point"]
-
-
-def _unknown_metric(b: dict[str, Any]) -> None:
-    b["resources"]["jobs"]["txmq_orders"]["health"]["rules"][0]["metric"] = "BACKLOG"
-
-
-def _number_as_text(b: dict[str, Any]) -> None:
-    b["resources"]["jobs"]["txmq_orders"]["health"]["rules"][0]["value"] = "600"
-
-
-@pytest.mark.parametrize("mistake", [_misspelt, _no_entry_point, _unknown_metric, _number_as_text])
-def test_the_schema_finds_mistakes(mistake: Callable[[dict[str, Any]], None]) -> None:
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda jobs: jobs["txmq_check"].update(shedule=jobs["txmq_check"].pop("schedule")),
+        lambda jobs: jobs["txmq_check"]["tasks"][0]["python_wheel_task"].pop("entry_point"),
+        lambda jobs: jobs["txmq_orders"]["health"]["rules"][0].update(metric="BACKLOG"),
+        lambda jobs: jobs["txmq_orders"]["health"]["rules"][0].update(value="600"),
+    ],
+    ids=["a misspelt key", "no entry point", "an unknown metric", "a number as text"],
+)
+def test_the_schema_finds_mistakes(mistake: Callable[[dict[str, Any]], object]) -> None:
     wrong = deepcopy(bundle())
-    mistake(wrong)
+    mistake(wrong["resources"]["jobs"])
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(wrong, SCHEMA)
 
@@ -148,13 +143,6 @@ def test_no_job_runs_twice_at_once_and_each_says_when_it_runs() -> None:
 
 
 # ---------------------------------------------------------------- what the jobs call
-@pytest.fixture
-def log(tmp_path: Path) -> CommitLog:
-    made = CommitLog.create(tmp_path / "log")
-    made.create_topic("orders", queues=1)
-    return made
-
-
 def arguments_of(job: str, values: Mapping[str, str]) -> list[str]:
     """The parameters of a job's task with values for its variables, without the secret scope."""
     parameters = jobs()[job]["tasks"][0]["python_wheel_task"]["parameters"]

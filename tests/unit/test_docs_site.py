@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -28,24 +27,13 @@ WRITTEN = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "ARC
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built once. A warning (a dead link or anchor, a page that is in no menu) ends the build."""
     folder = tmp_path_factory.mktemp("docs") / "site"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mkdocs",
-            "build",
-            "--strict",
-            "--config-file",
-            "conf/mkdocs.yml",
-            "--site-dir",
-            str(folder),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [
+        sys.executable,
+        *"-m mkdocs build --strict --config-file conf/mkdocs.yml --site-dir".split(),
+        str(folder),
+    ]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
@@ -98,20 +86,13 @@ def test_drawings_stand_in_the_page_and_have_a_text_for_those_who_cannot_see_the
 
 
 # ---------------------------------------------------------------- the reference
-def settings() -> Iterator[str]:
-    yield from CHECK_NAMES
-    yield from MAINTENANCE_NAMES
-    yield from DRAIN_NAMES
-    yield from (section for section in SECTIONS)
-
-
 @pytest.mark.parametrize(
     ("page", "names"),
     [
         ("options", [*SINK_OPTIONS, *SOURCE_OPTIONS]),
         ("errors", list(reference.error_classes())),
         ("metrics", [metric.name for metric in METRICS]),
-        ("configuration", list(settings())),
+        ("configuration", [*CHECK_NAMES, *MAINTENANCE_NAMES, *DRAIN_NAMES, *SECTIONS]),
         ("limits", ["BODY_BYTES_MAX", "QUEUES_MAX", "IDEMPOTENCY_S", "DELAY_LEVELS_S", "MAX_SPAN"]),
         ("columns", ["queue_offset", "op_version", "input_hash", "low_water", "suspended_until", "deliver_at"]),
     ],

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,18 +19,18 @@ from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli import app, doctor, doctor_log, doctor_machine
 from rmq_spark.cli.doctor_log import LogDoctor
 from rmq_spark.cli.doctor_machine import java_home, java_version, look_at_machine
-from rmq_spark.errors import StorageError, VerdictConflictError
+from rmq_spark.errors import StorageError
 from rmq_spark.report.finding import Finding, worst
+from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
-from tests.support.half_batches import commit, header_of, pending, prepare
-from tests.support.inside import HalfWriter, Level, Members, RowState, StoreClock, Who
+from tests.support.half_batches import commit, header_of, in_conflict, make_log, pending, prepare, quarantine
+from tests.support.inside import HalfWriter, Level, Members, StoreClock
 
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommitLog:
     """A commit log that the environment names, on a machine with nothing to say about."""
-    made = CommitLog.create(tmp_path / "log")
-    made.create_topic("orders", queues=2)
+    made = make_log("delta", tmp_path / "log", orders=2)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TXMQ_PATH", made.path)
     monkeypatch.delenv("TXMQ_CONFIG", raising=False)
@@ -47,10 +47,18 @@ def found(log: CommitLog, interval: float = 60.0, answered: list[str] | None = N
     return findings
 
 
+def of_the_machine() -> Mapping[str, Finding]:
+    """What there is to say about the machine, by check."""
+    return {finding.check: finding for finding in look_at_machine()}
+
+
 def bad(log: CommitLog, interval: float = 60.0, answered: list[str] | None = None) -> dict[str, str]:
     """The checks that found something, and how bad it is."""
     findings = found(log, interval, answered)
     return {name: str(f.level) for name, f in findings.items() if f.level in (Level.WARNING, Level.CRITICAL)}
+
+
+MINUTE_S, HOUR_S = 60, 3600
 
 
 # ---------------------------------------------------------------- as a command
@@ -68,15 +76,11 @@ def test_all_is_well_and_the_exit_code_says_so(log: CommitLog) -> None:
 
 def test_warnings_and_what_is_critical_have_exit_codes_and_remedies(log: CommitLog) -> None:
     record = prepare(log, 0)
-    log.quarantine(record, 1, pending(log, record), Who.DISCARD, "asked 15 times")
+    quarantine(log, record)
     (row,) = objects("doctor", "--quiet", code=doctor.WARNINGS)
     assert (row["check"], row["level"]) == ("quarantined", "warning")
     assert row["remedy"].startswith("txmq resume app:0 ")
-    late = prepare(log, 1)
-    rows = late.fresh_state().rows_in((RowState.PENDING,))
-    log.decide(late, 1, rollback=rows, who=Who.CHECK)
-    with pytest.raises(VerdictConflictError):
-        log.decide(late, 1, commit=rows, who=Who.EXECUTE)
+    in_conflict(log, prepare(log, 1))
     out, _ = txmq("doctor", log.path, code=doctor.CRITICAL)
     assert f"→ txmq trace {log.path} app:1" in out
     assert out.splitlines()[-1] == "1 critical, 1 warning"
@@ -273,28 +277,25 @@ def test_a_check_that_fails_is_a_finding_and_the_others_go_on(log: CommitLog, mo
 def test_a_checker_that_is_silent_is_told_when_something_waits_for_it(
     log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = set_clock(monkeypatch)
     assert found(log)["checker"].level is Level.OK
     record = prepare(log, 0)
     assert bad(log) == {}, "it is young"
-    monkeypatch.setattr(doctor_log, "TRANSACTION_TIMEOUT_S", -1.0)
-    assert bad(log, interval=0.0) == {"pending": "warning", "checker": "critical"}
-    assert "no checker has said a word on that (it is due" in found(log, interval=0.0)["checker"].what
-    assert found(log, interval=0.0)["pending"].remedy == "txmq trace app:0"
+    clock.ahead_s += 15 * MINUTE_S
+    assert bad(log) == {"pending": "warning", "checker": "critical"}
+    assert "no checker has said a word on that (it is due" in found(log)["checker"].what
+    assert found(log)["pending"].remedy == "txmq trace app:0"
     log.record_check(record, 1, pending(log, record), "UNKNOWN")
-    monkeypatch.setattr(doctor_log, "TRANSACTION_TIMEOUT_S", -600.0)
     assert bad(log, interval=100.0) == {"pending": "warning"}, "it has checked within three intervals"
-    later = log.machine.now() + timedelta(minutes=20)
-    with monkeypatch.context() as patch:
-        patch.setattr(type(log.machine), "now", lambda self: later)
-        assert "a word on that for " in found(log, interval=100.0)["checker"].what
+    clock.ahead_s += 20 * MINUTE_S
+    assert "a word on that for " in found(log, interval=100.0)["checker"].what
     log.lease(record, 60)
     assert bad(log, interval=100.0) == {}, "its local transaction runs"
 
 
 def test_what_is_old_is_critical(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(log, 0)
-    later = log.machine.now() + timedelta(hours=2)
-    monkeypatch.setattr(type(log.machine), "now", lambda self: later)
+    set_clock(monkeypatch, ahead_s=2 * HOUR_S)
     assert bad(log) == {"pending": "critical", "checker": "critical"}
     assert "the oldest for 2h" in found(log)["pending"].what
 
@@ -311,8 +312,7 @@ def test_delayed_messages_that_nobody_places_are_told(log: CommitLog, monkeypatc
     columns = {"body": ["x"], "delay_level": pa.array([1], pa.int32())}
     commit(log, prepare(log, 0, columns))
     assert bad(log) == {}
-    later = log.machine.now() + timedelta(minutes=30)
-    monkeypatch.setattr(type(log.machine), "now", lambda self: later)
+    set_clock(monkeypatch, ahead_s=30 * MINUTE_S)
     assert bad(log) == {"delayed": "critical"}
 
 
@@ -320,15 +320,20 @@ def test_delayed_messages_that_nobody_places_are_told(log: CommitLog, monkeypatc
 def test_upkeep_that_is_behind_is_told(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(log, prepare(log, 0))
     assert "5 messages" in found(log)["drain"].what
-    later = log.machine.now() + timedelta(minutes=30)
     with monkeypatch.context() as patch:
-        patch.setattr(type(log.machine), "now", lambda self: later)
+        set_clock(patch, ahead_s=30 * MINUTE_S)
         assert bad(log) == {"drain": "warning"}
     log.drain()
     assert found(log)["drain"].what == "every committed message is in the table messages"
     monkeypatch.setattr(doctor_log, "HALF_FILES", 0)
     assert bad(log) == {"files": "warning"}
     assert found(log)["files"].remedy == "txmq maintain"
+
+
+def claim(log: CommitLog, member: str) -> None:
+    """Let a member of the group ``points`` have queue 0 of orders."""
+    generation = log.groups.places("points")[("orders", 0)].generation
+    assert log.groups.claim("points", member, {("orders", 0): generation}, {}, "test", take_over=True)
 
 
 @pytest.mark.parametrize(
@@ -342,8 +347,7 @@ def test_the_death_of_a_member_is_judged_by_its_own_lease(
     commit(log, prepare(log, 0))
     group = ConsumerGroup(log, "points")
     group.reset("earliest", ["orders"])
-    generation = log.groups.places("points")[("orders", 0)].generation
-    assert log.groups.claim("points", "host@1.a", {("orders", 0): generation}, {}, "test", take_over=True)
+    claim(log, "host@1.a")
     Members(log.groups.table, "points", "host@1.a", ["orders"], lease_s, 0.1).beat()
     (beat,) = Path(log.path).rglob("groups/_members/points/host@1.a")
     now = datetime.fromtimestamp(beat.stat().st_mtime + age_s, timezone.utc)
@@ -363,8 +367,7 @@ def test_queues_of_a_dead_member_and_dead_letters_are_told(log: CommitLog) -> No
     group = ConsumerGroup(log, "points")
     group.reset("earliest", ["orders"])
     assert bad(log) == {}
-    generation = log.groups.places("points")[("orders", 0)].generation
-    assert log.groups.claim("points", "host@1.dead", {("orders", 0): generation}, {}, "test", take_over=True)
+    claim(log, "host@1.dead")
     assert bad(log) == {"groups": "warning"}
     assert found(log)["groups"].remedy == "txmq group members points"
     log.create_own_topic("%DLQ%points")
@@ -378,12 +381,12 @@ def test_queues_of_a_dead_member_and_dead_letters_are_told(log: CommitLog) -> No
 # ---------------------------------------------------------------- the machine
 def test_versions_are_found_without_starting_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.Popen", None)
-    findings = {f.check: f for f in look_at_machine()}
+    findings = of_the_machine()
     assert findings["python"].what.startswith(sys.version.split()[0])
     assert {"pyarrow", "deltalake", "pyspark", "java"} <= set(findings)
     versions = {"pyarrow": "17.0.0", "deltalake": None, "pyspark": "5.0.0", "delta-spark": None}
     monkeypatch.setattr(doctor_machine, "_version", versions.get)
-    findings = {f.check: f for f in look_at_machine()}
+    findings = of_the_machine()
     assert findings["pyarrow"].level is findings["deltalake"].level is Level.CRITICAL
     assert findings["deltalake"].remedy == "pip install 'deltalake>=1.6'"
     assert (findings["pyspark"].level, findings["delta-spark"].level) == (Level.WARNING, Level.NOTE)
@@ -398,11 +401,11 @@ def test_a_jar_of_another_delta_than_the_package_is_no_jar(tmp_path: Path, monke
     for version, level in (("4.4.0", Level.OK), ("4.4.1", Level.NOTE), (None, Level.OK)):
         versions = {"pyarrow": "26.0.1", "deltalake": "1.6.6", "pyspark": "4.2.0", "delta-spark": version}
         monkeypatch.setattr(doctor_machine, "_version", versions.get)
-        found = {f.check: f for f in look_at_machine()}["jars"]
+        found = of_the_machine()["jars"]
         assert (found.level, "4.4.0.jar" in found.what) == (level, True)
     (jars / "io.delta_delta-spark_4.2_2.13-4.4.1.jar").touch()
     monkeypatch.setattr(doctor_machine, "_version", (versions | {"delta-spark": "4.4.1"}).get)
-    found = {f.check: f for f in look_at_machine()}["jars"]
+    found = of_the_machine()["jars"]
     assert (found.level, found.what) == (Level.OK, "io.delta_delta-spark_4.2_2.13-4.4.1.jar")
 
 
@@ -430,12 +433,12 @@ def test_java_and_the_workers_python_are_looked_for_where_spark_does(
     assert java_home() == tmp_path / "jdk"
     (tmp_path / "jdk" / "release").write_text('JAVA_VERSION="11.0.2"')
     monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
-    findings = {f.check: f for f in look_at_machine()}
+    findings = of_the_machine()
     assert "version 11 in" in findings["java"].what
     assert findings["workers"].remedy == f"export PYSPARK_PYTHON={sys.executable}"
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
     monkeypatch.setenv("PATH", str(tmp_path))
-    findings = {f.check: f for f in look_at_machine()}
+    findings = of_the_machine()
     assert findings["workers"].level is Level.OK
     assert "no java is on the PATH" in findings["java"].what
 
@@ -451,7 +454,7 @@ def test_the_python3_of_a_virtual_environment_is_its_python(tmp_path: Path, monk
     monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
     for path, level in ((python.parent, Level.OK), (base.parent, Level.NOTE)):
         monkeypatch.setenv("PATH", str(path))
-        assert {f.check: f.level for f in look_at_machine()}["workers"] is level
+        assert of_the_machine()["workers"].level is level
 
 
 @pytest.mark.parametrize("harm", ["gone", "cut"])

@@ -11,22 +11,19 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import EachMessage
 from rmq_spark.consumer.in_order import Queue, QueueResult, by_queue, consume_queue
+from tests.support.consumers import memory_log, send
 from tests.support.inside import SUCCESS, SUSPEND_CURRENT_QUEUE_A_MOMENT
 
 QUEUE = ("orders", 0)
 
 
+LOG = memory_log(orders=2)
+send(LOG, [str(n) for n in range(40)], queue_id=[0] * 20 + [1] * 20)
+MESSAGES = LOG.read("orders")
+
+
 def messages(offsets: Sequence[int], queue_id: int = 0) -> pa.Table:
-    n = len(offsets)
-    columns: dict[str, Any] = {
-        "topic": ["orders"] * n,
-        "queue_id": pa.array([queue_id] * n, pa.int32()),
-        "queue_offset": pa.array(offsets, pa.int64()),
-        "msg_id": [str(o) for o in offsets],
-        "properties": pa.nulls(n, pa.map_(pa.string(), pa.string())),
-        "body": pa.array([str(o).encode() for o in offsets], pa.binary()),
-    }
-    return pa.table(columns)
+    return MESSAGES.take([20 * queue_id + offset for offset in offsets])
 
 
 def consume(

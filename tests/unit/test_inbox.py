@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,6 @@ from tests.support.inboxes import count_each, inbox_of, make_database, results
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return make_database(tmp_path)
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> CommitLog:
-    return make_log("memory", tmp_path, orders=2)
 
 
 def test_messages_count_once_however_often_they_come(url: str, log: CommitLog) -> None:
@@ -65,25 +60,19 @@ def test_groups_have_positions_of_their_own(url: str, log: CommitLog) -> None:
     assert [inbox_of(url, group=g).apply(log.read("orders")) for g in ("a", "b", "a")] == [4, 4, 0]
 
 
-def test_consumers_that_race_write_each_result_once(tmp_path: Path, url: str) -> None:
-    log = make_log("memory", tmp_path, orders=2)
+def test_consumers_that_race_write_each_result_once(url: str, log: CommitLog) -> None:
     commit(log, prepare(log, 0, 20))
     messages = log.read("orders")
     inbox_of(url)
-    outcomes: list[object] = []
 
-    def race() -> None:
+    def race(_: int) -> object:
         try:
-            outcomes.append(inbox_of(url).apply(messages))
+            return inbox_of(url).apply(messages)
         except txmq.InboxConflictError as problem:
-            outcomes.append(problem)
+            return problem
 
-    threads = [threading.Thread(target=race) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert outcomes.count(20) == 1
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(race, range(6))).count(20) == 1
     assert len(results(url)) == 20
 
 
@@ -112,15 +101,14 @@ def test_a_log_that_was_made_anew_is_noticed(tmp_path: Path, url: str, kind: str
     first, anew = (make_log(kind, tmp_path / name, orders=1) for name in ("first", "anew"))
     commit(first, prepare(first, 0, 5))
     commit(anew, prepare(anew, 0, 3))
-    inbox = txmq.SqlInbox(url, "points", count_each, log=first)
-    inbox.create()
+    inbox = inbox_of(url, log=first)
     assert inbox.apply(first.read("orders")) == 5
-    again = txmq.SqlInbox(url, "points", count_each, log=first.another())
+    again = inbox_of(url, log=first.another())
     assert again.apply(first.read("orders")) == 0
     with pytest.raises(txmq.InboxConflictError, match="made anew"):
-        txmq.SqlInbox(url, "points", count_each, log=anew).apply(anew.read("orders"))
+        inbox_of(url, log=anew).apply(anew.read("orders"))
     assert len(results(url)) == 5
-    assert txmq.SqlInbox(url, "other", count_each, log=anew).apply(anew.read("orders")) == 3
+    assert inbox_of(url, group="other", log=anew).apply(anew.read("orders")) == 3
 
 
 def test_an_inbox_does_not_take_messages_of_a_restored_log_for_old_ones(url: str, tmp_path: Path) -> None:
@@ -169,12 +157,18 @@ def test_an_inbox_whose_work_ended_its_transaction_does_not_go_on(url: str, log:
         connection.connection.driver_connection.execute(way)  # type: ignore[union-attr]
         count_each(connection, messages.slice(2))
 
-    with pytest.raises(txmq.TransactionEndedError, match="marked"):
+    with pytest.raises(txmq.TransactionEndedError, match=r"marked.*set_position"):
         inbox_of(url, work).apply(log.read("orders"))
-    assert len(results(url)) == (2 if way == "COMMIT" else 0)
+    written = 2 if way == "COMMIT" else 0
     with pytest.raises(txmq.ListenerError, match="from offset 0 on may be in"):
         inbox_of(url).apply(log.read("orders"))
-    assert len(results(url)) == (2 if way == "COMMIT" else 0)
+    assert len(results(url)) == written
+    with pytest.raises(txmq.ListenerError, match=r"call set_position\('orders', \d, next_offset\)"):
+        inbox_of(url).positions()
+    for queue_id in set(log.read("orders")["queue_id"].to_pylist()):
+        inbox_of(url).set_position("orders", queue_id, 0)
+    assert inbox_of(url).apply(log.read("orders")) == 4
+    assert len(results(url)) == written + 4
 
 
 def test_a_position_can_be_set_to_write_results_anew(url: str, log: CommitLog) -> None:
@@ -191,19 +185,6 @@ def test_a_position_can_be_set_to_write_results_anew(url: str, log: CommitLog) -
     assert txmq.SqlInbox(url, "other", count_each).positions() == {}
     with pytest.raises(txmq.OptionError, match="next_offset=-1"):
         inbox.set_position("orders", 0, -1)
-
-
-def test_a_marked_position_is_set_by_a_person(url: str, log: CommitLog) -> None:
-    commit(log, prepare(log, 0, 1))
-    with pytest.raises(txmq.TransactionEndedError, match="set_position"):
-        inbox_of(url, lambda connection, messages: connection.connection.driver_connection.execute("COMMIT")).apply(
-            log.read("orders")
-        )
-    with pytest.raises(txmq.ListenerError, match=r"call set_position\('orders', \d, next_offset\)"):
-        inbox_of(url).positions()
-    (queue_id,) = log.read("orders")["queue_id"].to_pylist()
-    inbox_of(url).set_position("orders", queue_id, 0)
-    assert inbox_of(url).apply(log.read("orders")) == 1
 
 
 def test_an_inbox_whose_table_takes_topics_for_equal_is_refused(url: str, log: CommitLog) -> None:
@@ -223,10 +204,9 @@ def test_an_inbox_whose_table_takes_topics_for_equal_is_refused(url: str, log: C
 def test_an_inbox_takes_the_path_of_its_log(tmp_path: Path, url: str) -> None:
     log = make_log("delta", tmp_path / "log", orders=1)
     commit(log, prepare(log, 0, 2))
-    inbox = txmq.SqlInbox(url, "points", count_each, log=log.path)
-    inbox.create()
+    inbox = inbox_of(url, log=log.path)
     assert inbox.apply(log.read("orders")) == 2
-    assert txmq.SqlInbox(url, "points", count_each, log=log).apply(log.read("orders")) == 0
+    assert inbox_of(url, log=log).apply(log.read("orders")) == 0
 
 
 def test_processes_that_make_an_inbox_at_once_do_not_disturb_each_other(

@@ -14,9 +14,9 @@ from opentelemetry.sdk.trace import TracerProvider
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.logs import FIELDS, JsonFormatter, json_handler
-from rmq_spark.testing import InMemoryCommitLog
-from tests.support.consumers import DONE, go_on, memory_log, push, send
+from tests.support.consumers import DONE, go_on, push, queue_of
 from tests.support.half_batches import prepare
+from tests.support.listeners import Scripted
 
 
 def line(message: str = "it is so", *arguments: object, error: BaseException | None = None, **extra: Any) -> Any:
@@ -34,9 +34,7 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
     return {name: vars(record)[name] for name in FIELDS if name in vars(record)}
 
 
-@pytest.fixture
-def log() -> CommitLog:
-    return InMemoryCommitLog(topics={"orders": 1})
+pytestmark = pytest.mark.log("memory", orders=1)
 
 
 # ---------------------------------------------------------------- lines of JSON
@@ -99,17 +97,14 @@ def test_the_environment_asks_for_lines_of_json(monkeypatch: pytest.MonkeyPatch)
 
 
 # ---------------------------------------------------------------- the fields of our records
-class Fails(txmq.TransactionListener):
-    def execute_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-        if batch.arg is not None:
-            return batch.arg
-        raise RuntimeError("the bank is closed")
-
-    check_local_transaction = execute_local_transaction
+def fails() -> Scripted:
+    """A listener that says what the send's argument says, and fails without one."""
+    problem = RuntimeError("the bank is closed")
+    return Scripted(lambda batch: problem if batch.arg is None else batch.arg, problem)
 
 
 def test_what_is_said_of_a_half_batch_names_it(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("DEBUG", "rmq_spark"), txmq.TransactionMQProducer(log, "shop", Fails()) as producer:
+    with caplog.at_level("DEBUG", "rmq_spark"), txmq.TransactionMQProducer(log, "shop", fails()) as producer:
         result = producer.send_message_in_transaction(txmq.Message("orders", b"a"))
         done = producer.send_message_in_transaction(txmq.Message("orders", b"a"), txmq.COMMIT_MESSAGE)
     failed = next(r for r in caplog.records if "the bank is closed" in r.getMessage())
@@ -128,11 +123,11 @@ def test_what_is_said_of_a_half_batch_names_it(log: CommitLog, caplog: pytest.Lo
 def test_what_a_check_says_of_a_half_batch_names_it(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
     prepare(log, 3, 1, group="shop")
     prepare(log, 4, 1, group="nobody")
-    service = txmq.CheckService(log, {"shop": Fails()}, transaction_timeout=0, file_reserved_time=3600)
+    service = txmq.CheckService(log, {"shop": fails()}, transaction_timeout=0, file_reserved_time=3600)
     with caplog.at_level("INFO", "rmq_spark"):
         service.run_once()
         later = log.machine.now().replace(year=log.machine.now().year + 1)
-        service = txmq.CheckService(log, {"shop": Fails()}, file_reserved_time=3600, clock=lambda: later)
+        service = txmq.CheckService(log, {"shop": fails()}, file_reserved_time=3600, clock=lambda: later)
         service.run_once()
     (unanswered,) = [r for r in caplog.records if "did not answer" in r.getMessage()]
     assert fields(unanswered)["half_id"] == "app:3"
@@ -143,8 +138,7 @@ def test_what_a_check_says_of_a_half_batch_names_it(log: CommitLog, caplog: pyte
 
 
 def test_what_a_consumer_says_names_its_group_and_queue(caplog: pytest.LogCaptureFixture) -> None:
-    log = memory_log(orders=1)
-    send(log, "ab")
+    log = queue_of("ab")
     consumer = push(log, lambda _: DONE)
     with caplog.at_level("INFO", "rmq_spark"):
         consumer.member.join()

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.commitlog.group_store import MEMBERS, SPARK, Report
-from rmq_spark.consumer.shares import moves, share
+from rmq_spark.consumer.shares import share
 from tests.support.consumers import (
     DONE,
     LEASE_S,
     OwnClock,
     Steps,
+    consume_all,
     go_on,
+    joined,
     memory_log,
     on_own_clock,
     pass_time,
@@ -26,7 +28,7 @@ from tests.support.consumers import (
     seen_by,
     send,
 )
-from tests.support.inside import Members, Place, Session
+from tests.support.inside import Members
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2)
 
@@ -34,22 +36,9 @@ QUEUE, OTHER = ("orders", 0), ("orders", 1)
 
 
 # ---------------------------------------------------------------- the table
-def test_a_claim_raises_the_generation_of_its_queue_alone(log: CommitLog) -> None:
-    store = log.groups
-    start = {QUEUE: 3, OTHER: 4}
-    assert store.claim("points", "a", {QUEUE: 0}, start, "a") == {QUEUE: (3, 1, store.places("points")[QUEUE].epoch)}
-    places = store.places("points")
-    assert [(places[q].owner, places[q].generation, places[q].next_offset) for q in (QUEUE, OTHER)] == [
-        ("a", 1, 3),
-        (None, 0, 4),
-    ]
-    assert set(store.claim("points", "b", {QUEUE: 1, OTHER: 0}, {}, "b")) == {QUEUE, OTHER}
-    assert [store.places("points")[q].generation for q in (QUEUE, OTHER)] == [2, 1]
-
-
 def test_of_two_that_claim_what_they_saw_free_one_gets_it(log: CommitLog) -> None:
     one, two = log.another().groups, log.another().groups
-    assert one.claim("points", "a", {QUEUE: 0}, {QUEUE: 0}, "a")
+    assert one.claim("points", "a", {QUEUE: 0}, {QUEUE: 3}, "a")[QUEUE][:2] == (3, 1)
     assert two.claim("points", "b", {QUEUE: 0}, {QUEUE: 0}, "b") == {}
     assert log.groups.places("points")[QUEUE].owner == "a"
 
@@ -102,15 +91,6 @@ def test_a_group_is_sparks_or_its_members(log: CommitLog) -> None:
         store.publish("streamed", {QUEUE: 6})
 
 
-def test_which_of_two_queries_is_older_no_clock_says(log: CommitLog) -> None:
-    first, second = Session("z-first", "zzzz"), Session("a-second", "aaaa")
-    log.groups.publish("points", {QUEUE: 1}, first)
-    log.groups.publish("points", {QUEUE: 1}, second)
-    log.groups.publish("points", {QUEUE: 2}, first)
-    with pytest.raises(txmq.GroupInUseError, match=r"an older query \(z-first\)"):
-        log.groups.publish("points", {QUEUE: 3}, second)
-
-
 # ---------------------------------------------------------------- shares
 @given(st.integers(1, 64), st.integers(1, 12), st.sampled_from(["orders", "a", "%RETRY%points"]))
 def test_shares_add_up_and_differ_by_one_at_most(queues: int, members: int, topic: str) -> None:
@@ -128,31 +108,32 @@ def test_topics_of_one_queue_go_to_different_members() -> None:
     assert min(having.values()) > 10
 
 
-def test_a_member_claims_what_is_free_or_dead_and_no_more_than_its_share() -> None:
-    places = {
-        ("orders", 0): Place(0, owner="a", generation=4),
-        ("orders", 1): Place(0, owner="dead", generation=2),
-        ("orders", 2): Place(0),
-        ("orders", 3): Place(0, owner="a", generation=1),
-    }
-    found = moves("b", [], {"orders": 4}, places, lambda topic: ["a", "b"], "dead".__eq__)
-    assert found == ([], {("orders", 2): 0, ("orders", 1): 2}, True)
-    found = moves("a", [("orders", n) for n in range(4)], {"orders": 4}, places, lambda topic: ["a", "b"], bool)
-    assert found == ([("orders", 2), ("orders", 3)], {}, False)
-
-
 # ---------------------------------------------------------------- heartbeats
 def members_of(log: Any, name: str) -> Members:
     return Members(log.groups.table, "points", name, ["orders"], LEASE_S, 10.0)
 
 
-def test_a_member_is_dead_when_its_counter_has_not_moved_for_the_lease(log: CommitLog) -> None:
-    machine = Steps()
-    log.groups.table.machine = machine
-    a, b = members_of(log, "a"), members_of(log, "b")
-    for member in (a, b):
+def beat_and_look(*members: Members) -> None:
+    for member in members:
         member.renew(member.beat())
         member.look()
+
+
+def write_heartbeat(log: Any, name: str, told: str) -> None:
+    with log.groups.table.fs.open_output_stream(f"{log.groups.table.folder}/_members/points/{name}") as stream:
+        stream.write(told.encode())
+
+
+@pytest.fixture
+def machine(log: CommitLog) -> Steps:
+    """The clock of the members of ``log``."""
+    log.groups.table.machine = Steps()
+    return log.groups.table.machine
+
+
+def test_a_member_is_dead_when_its_counter_has_not_moved_for_the_lease(log: CommitLog, machine: Steps) -> None:
+    a, b = members_of(log, "a"), members_of(log, "b")
+    beat_and_look(a, b)
     a.look()
     assert a.live("orders") == b.live("orders") == ["a", "b"]
     assert a.live("returns") == []
@@ -178,14 +159,10 @@ def test_a_member_is_dead_when_its_counter_has_not_moved_for_the_lease(log: Comm
     assert a.is_dead("never seen")
 
 
-def test_a_member_with_another_lease_is_judged_by_its_own(log: CommitLog) -> None:
+def test_a_member_with_another_lease_is_judged_by_its_own(log: CommitLog, machine: Steps) -> None:
     """One with a lease of 2 s took the queues of those with 30 s again and again, and messages came twice."""
-    machine = Steps()
-    log.groups.table.machine = machine
     patient, hasty = members_of(log, "a"), Members(log.groups.table, "points", "b", ["orders"], 2.0, 0.5)
-    for member in (patient, hasty, patient):
-        member.renew(member.beat())
-        member.look()
+    beat_and_look(patient, hasty, patient)
     machine.sleep(3)
     assert not hasty.is_dead("a")
     assert hasty.live("orders") == ["a", "b"]
@@ -195,14 +172,10 @@ def test_a_member_with_another_lease_is_judged_by_its_own(log: CommitLog) -> Non
 
 
 @pytest.mark.parametrize("lease", ["-1", "0", "NaN", "Infinity", "1e300", "null", '"long"'])
-def test_a_lease_that_cannot_be_is_not_believed(log: CommitLog, lease: str) -> None:
-    machine = Steps()
-    log.groups.table.machine = machine
+def test_a_lease_that_cannot_be_is_not_believed(log: CommitLog, machine: Steps, lease: str) -> None:
     a = members_of(log, "a")
     a.renew(a.beat())
-    told = f'{{"counter": 1, "topics": ["orders"], "lease": {lease}}}'
-    with log.groups.table.fs.open_output_stream(f"{log.groups.table.folder}/_members/points/b") as stream:
-        stream.write(told.encode())
+    write_heartbeat(log, "b", f'{{"counter": 1, "topics": ["orders"], "lease": {lease}}}')
     a.look()
     assert not a.is_dead("b")
     machine.sleep(LEASE_S + 1)
@@ -218,9 +191,7 @@ def test_no_wall_clock_is_looked_at() -> None:
     a, b = members_of(log, "a"), members_of(on_own_clock(log, there), "b")
     for jump_s in (0.0, 3e8, -6e8):
         here.wall_s += jump_s
-        for member in (b, a):
-            member.renew(member.beat())
-            member.look()
+        beat_and_look(b, a)
         here.sleep(LEASE_S - 1)
         there.sleep(LEASE_S - 1)
         assert not a.is_dead("b")
@@ -231,31 +202,25 @@ def test_no_wall_clock_is_looked_at() -> None:
 
 
 def test_the_heartbeat_of_a_dead_member_is_removed_in_the_end() -> None:
-    machine = Steps()
-    log = memory_log(machine)
+    log = memory_log()
     a, b = members_of(log, "a"), members_of(log, "b")
-    for member in (b, a):
-        member.renew(member.beat())
-        member.look()
+    beat_and_look(b, a)
     assert list(txmq.ConsumerGroup(log, "points").members()) == ["a", "b"]
     for _ in range(4):
-        machine.sleep(LEASE_S)
+        log.machine.sleep(LEASE_S)
         a.renew(a.beat())
         a.look()
     assert list(txmq.ConsumerGroup(log, "points").members()) == ["a"]
 
 
 def test_a_member_that_comes_long_after_another_was_killed_takes_all_queues_at_once() -> None:
-    machine = Steps()
-    log = memory_log(machine)
-    killed = push(log, seen_by([]))
-    killed.member.join()
-    machine.sleep(2 * LEASE_S)
+    log = memory_log()
+    killed = joined(log, seen_by([]))
+    log.machine.sleep(2 * LEASE_S)
     assert list(txmq.ConsumerGroup(log, "points").members()) == [killed.member.name]
-    machine.sleep(2 * LEASE_S)
+    log.machine.sleep(2 * LEASE_S)
     assert txmq.ConsumerGroup(log, "points").members() == {}
-    late = push(log.another(), seen_by([]))
-    late.member.join()
+    late = joined(log.another(), seen_by([]))
     assert queues_of([late]) == [2]
 
 
@@ -270,51 +235,42 @@ def all_of(consumers: list[Any]) -> list[tuple[str, int]]:
 
 
 def test_members_share_the_queues_without_a_leader_as_they_come_and_go() -> None:
-    machine = Steps()
-    log = memory_log(machine, orders=8)
+    log = memory_log(orders=8)
     every = sorted([*(("orders", n) for n in range(8)), ("%RETRY%points", 0)])
-    consumers = [push(log, seen_by([])) for _ in range(3)]
-    consumers[0].member.join()
-    assert queues_of(consumers[:1]) == [8]
-    for consumer in consumers[1:]:
-        consumer.member.join()
-    pass_time(machine, consumers, 25)
+    consumers = [joined(log, seen_by([]))]
+    assert queues_of(consumers) == [8]
+    consumers += [joined(log, seen_by([])) for _ in range(2)]
+    pass_time(consumers, 25)
     assert sorted(queues_of(consumers)) == [2, 3, 3]
     assert all_of(consumers) == every
-    late = push(log, seen_by([]))
-    late.member.join()
     kept = [{q for q in consumer.queues() if q[0] == "orders"} for consumer in consumers]
-    consumers.append(late)
-    pass_time(machine, consumers, 25)
+    consumers.append(joined(log, seen_by([])))
+    pass_time(consumers, 25)
     assert queues_of(consumers) == [2, 2, 2, 2]
     now = [{q for q in consumer.queues() if q[0] == "orders"} for consumer in consumers[:3]]
     assert all(after <= before for after, before in zip(now, kept, strict=True)), "no more change hands than must"
     consumers.pop(1).member.leave()
-    pass_time(machine, consumers, 25)
+    pass_time(consumers, 25)
     assert sorted(queues_of(consumers)) == [2, 3, 3]
     assert all_of(consumers) == every
     dead = consumers.pop(0)
-    pass_time(machine, consumers, LEASE_S + 25)
+    pass_time(consumers, LEASE_S + 25)
     assert queues_of(consumers) == [4, 4]
     assert all_of(consumers) == every
     assert not dead.member.may_start()
 
 
 def test_what_a_dead_member_left_comes_at_another_one_and_its_own_late_report_is_refused() -> None:
-    machine = Steps()
-    log = memory_log(machine)
+    log = memory_log()
     send(log, "abcdef")
     first, then = [], []
-    paused = push(log, seen_by(first))
-    paused.member.join()
-    go_on(paused)
+    paused = consume_all(log, seen_by(first))
     send(log, "ghij")
     paused.member.fetch()
     with paused.member.changed:
         take = paused._take()
-    other = push(log, seen_by(then))
-    other.member.join()
-    pass_time(machine, [other], LEASE_S + 15)
+    other = joined(log, seen_by(then))
+    pass_time([other], LEASE_S + 15)
     go_on(other)
     assert sorted(then) == list("ghij")
     # The first one wakes up within its call, and ends it. It starts no other one before it has looked.
@@ -324,7 +280,7 @@ def test_what_a_dead_member_left_comes_at_another_one_and_its_own_late_report_is
     paused.member.persist()
     assert log.groups.positions("points") == before
     assert take.queue.queue not in paused.queues()
-    pass_time(machine, [paused, other], 25)
+    pass_time([paused, other], 25)
     assert queues_of([paused, other]) == [1, 1]
     send(log, "kl")
     for consumer in (paused, other):
@@ -333,76 +289,62 @@ def test_what_a_dead_member_left_comes_at_another_one_and_its_own_late_report_is
 
 
 def test_a_member_that_slept_looks_before_it_goes_on() -> None:
-    machine = Steps()
-    log = memory_log(machine)
+    log = memory_log()
     send(log, "abcd")
     mine: list[str] = []
-    sleeper = push(log, seen_by(mine))
-    sleeper.member.join()
+    sleeper = joined(log, seen_by(mine))
     sleeper.member.fetch()
-    machine.sleep(LEASE_S - 10 - 1)
+    log.machine.sleep(LEASE_S - 10 - 1)
     assert sleeper.member.may_start()
-    machine.sleep(2)
+    log.machine.sleep(2)
     assert not sleeper.work(), "its heartbeat is older than the lease less a margin"
-    other = push(log, seen_by([]))
-    other.member.join()
-    pass_time(machine, [other], LEASE_S + 5)
+    other = joined(log, seen_by([]))
+    pass_time([other], LEASE_S + 5)
     sleeper.member.keep()  # it puts a heartbeat, and finds that the queues have gone
     assert not sleeper.work()
     assert mine == []
 
 
 def test_a_reset_reaches_a_consumer_that_has_nothing_to_report() -> None:
-    machine = Steps()
-    log = memory_log(machine)
+    log = memory_log()
     send(log, "abcd")
     found: list[str] = []
-    consumer = push(log, seen_by(found))
-    consumer.member.join()
-    go_on(consumer)
+    consumer = consume_all(log, seen_by(found))
     txmq.ConsumerGroup(log, "points").reset("earliest", ["orders"])
-    pass_time(machine, [consumer], 12)
+    pass_time([consumer], 12)
     go_on(consumer)
     assert sorted(found) == sorted("abcd" * 2)
 
 
 def test_a_group_that_begins_at_the_end_begins_at_one_moment_in_all_queues() -> None:
     """A queue that nobody can claim yet must not lose what comes until somebody does."""
-    machine = Steps()
-    log = memory_log(machine, orders=4)
+    log = memory_log(orders=4)
     ghost = members_of(log, "aaa")
     ghost.topics = frozenset(["orders", "%RETRY%points"])
     ghost.renew(ghost.beat())
     found: list[str] = []
-    consumer = push(log, seen_by(found), consume_from_where="CONSUME_FROM_LAST_OFFSET")
-    consumer.member.join()
+    consumer = joined(log, seen_by(found), consume_from_where="CONSUME_FROM_LAST_OFFSET")
     assert queues_of([consumer]) == [2]
     send(log, "abcdefgh", queue_id=list(range(4)) * 2)
-    pass_time(machine, [consumer], LEASE_S + 15)
+    pass_time([consumer], LEASE_S + 15)
     go_on(consumer)
     assert sorted(found) == list("abcdefgh")
 
 
 def test_members_that_read_other_topics_have_no_share_of_a_queue() -> None:
-    machine = Steps()
-    log = memory_log(machine, orders=2, returns=2)
-    one, two = push(log, seen_by([]), topics="orders"), push(log, seen_by([]), topics="returns")
-    for consumer in (one, two):
-        consumer.member.join()
-    pass_time(machine, [one, two], 25)
+    log = memory_log(orders=2, returns=2)
+    one, two = joined(log, seen_by([]), topics="orders"), joined(log, seen_by([]), topics="returns")
+    pass_time([one, two], 25)
     assert {t for t, _ in one.queues()} - {"%RETRY%points"} == {"orders"}
     assert queues_of([one, two]) == [2, 0]
     assert sum(topic == "%RETRY%points" for topic, _ in all_of([one, two])) == 1
 
 
 def test_members_that_subscribe_otherwise_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    machine = Steps()
-    log = memory_log(machine, orders=2)
-    consumers = [push(log, seen_by([]), tags=tags) for tags in ("paid || late", "late||paid", "paid", "*")]
-    asks = txmq.PullConsumer(log.another(), "points", "orders", "late || paid")
-    for consumer in [*consumers, asks]:
-        consumer.member.join()
-    pass_time(machine, consumers, 45)
+    log = memory_log(orders=2)
+    consumers = [joined(log, seen_by([]), tags=tags) for tags in ("paid || late", "late||paid", "paid", "*")]
+    txmq.PullConsumer(log.another(), "points", "orders", "late || paid").member.join()
+    pass_time(consumers, 45)
     names = [consumer.member.name for consumer in consumers]
     first = [r.getMessage() for r in caplog.records if r.member == names[0] and "this member reads" in r.getMessage()]
     assert len(first) == 2, "one of another order of tags, and one without retries, choose the same"
@@ -413,21 +355,19 @@ def test_members_that_subscribe_otherwise_are_told_once(caplog: pytest.LogCaptur
 
 def test_a_selector_with_two_bars_in_it_is_told_as_it_was_written(caplog: pytest.LogCaptureFixture) -> None:
     """It was taken apart at the bars, as tags are."""
-    log = memory_log(Steps(), orders=2)
-    consumers = [push(log, seen_by([]), selector=selector) for selector in ("region = 'eu || asia'", "region = 'us'")]
-    for consumer in consumers:
-        consumer.member.join()
+    log = memory_log(orders=2)
+    for selector in ("region = 'eu || asia'", "region = 'us'"):
+        joined(log, seen_by([]), selector=selector)
     assert "reads 'orders' (of them \"region = 'eu || asia'\")" in caplog.text
 
 
 def test_a_heartbeat_that_was_read_while_it_was_written_is_compared_with_none(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    log = memory_log(Steps(), orders=2)
+    log = memory_log(orders=2)
     one, cut = push(log, seen_by([]), tags="paid"), members_of(log, "cut")
     cut.beat()
-    with log.groups.table.fs.open_output_stream(f"{log.groups.table.folder}/_members/points/{cut.member}") as file:
-        file.write(b'{"counter"')
+    write_heartbeat(log, "cut", '{"counter"')
     one.member.join()
     assert not [r for r in caplog.records if "this member reads" in r.getMessage()]
 
@@ -436,7 +376,6 @@ def test_a_group_that_spark_reads_is_refused_unless_taken_over(log: CommitLog) -
     log.groups.publish("points", {QUEUE: 0})
     with pytest.raises(txmq.GroupInUseError, match="is read by Spark"):
         push(log, seen_by([])).member.join()
-    consumer = push(log, seen_by([], DONE), take_over=True)
-    consumer.member.join()
+    consumer = joined(log, seen_by([], DONE), take_over=True)
     assert set(consumer.queues()) == {QUEUE, OTHER, ("%RETRY%points", 0)}
     consumer.member.leave()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,16 +20,27 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog, observer
-from rmq_spark.errors import VerdictConflictError
+from rmq_spark.metrics import LogCollector, LogWatch, ProcessMetrics
 from rmq_spark.metrics import figures as figures_module
-from rmq_spark.metrics.figures import Lag
-from rmq_spark.metrics.log_collector import DECISIONS, LogCollector
+from rmq_spark.metrics.log_collector import DECISIONS
 from rmq_spark.metrics.names import ANSWERS, TABLES
 from rmq_spark.metrics.serving import showing
 from rmq_spark.testing import InMemoryCommitLog
-from tests.support.consumers import DONE, LATER, Steps, go_on, memory_log, push, send
-from tests.support.half_batches import commit, let_leave, make_log, pending, prepare, roll_back, split
-from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, LogWatch, ProcessMetrics, RowState, Who
+from tests.support.consumers import DONE, LATER, NEXT, STOP, consume_all, go_on, joined, memory_log, push, send
+from tests.support.half_batches import (
+    commit,
+    in_conflict,
+    let_leave,
+    make_log,
+    pending,
+    prepare,
+    quarantine,
+    roll_back,
+    split,
+)
+from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, RowState, Who
+from tests.support.listeners import Scripted
+from tests.support.maven import free_ports
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
@@ -58,16 +69,9 @@ def value(registry: prometheus_client.CollectorRegistry, name: str, **labels: st
     return sum(found) if found else None
 
 
-class Says(txmq.TransactionListener):
-    """Says what the send's argument says, and knows nothing later."""
-
-    def execute_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-        if isinstance(batch.arg, Exception):
-            raise batch.arg
-        return batch.arg
-
-    def check_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-        return txmq.UNKNOWN
+def says() -> Scripted:
+    """A listener that says what the send's argument says, and knows nothing later."""
+    return Scripted(lambda batch: batch.arg, txmq.UNKNOWN)
 
 
 # ---------------------------------------------------------------- the log's figures
@@ -77,11 +81,8 @@ def test_the_figures_are_what_happened_in_the_log(log: CommitLog) -> None:
     log.decide(log.get("app:0"), 1, commit=others, rollback=some, who=Who.EXECUTE)
     prepare(log, 1, 5, topic="points", group="bank")
     hidden = prepare(log, 2, 3, group="shop")
-    log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "too often")
-    late = prepare(log, 3, 2)
-    roll_back(log, late)
-    with pytest.raises(VerdictConflictError):
-        log.decide(late, 1, commit=log.state_of(late).rows_in((RowState.ROLLED_BACK,)), who=Who.CHECK)
+    quarantine(log, hidden)
+    in_conflict(log, prepare(log, 3, 2))
     found = watch.look()
     assert found.topics == {"orders": False, "points": False}
     assert found.placed == {"orders": 30}
@@ -103,7 +104,7 @@ def test_what_is_settled_leaves_the_figures(log: CommitLog) -> None:
     watch = LogWatch(log)
     record = prepare(log, 0, 4, group="shop")
     hidden = prepare(log, 1, 3, group="shop")
-    log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "too often")
+    quarantine(log, hidden)
     assert watch.look().quarantined == {"shop": 3}
     log.resume(hidden.half_id, "look again")
     found = watch.look()
@@ -151,7 +152,7 @@ def test_the_rollbacks_of_a_crashed_and_replayed_half_batch_are_counted_once(log
     replayed, asked_again, resumed = (prepare(log, n, 5) for n in range(3))
     roll_back(log, replayed, who=Who.CHECK)
     roll_back(log, asked_again, who=Who.DISCARD)
-    log.quarantine(resumed, 1, pending(log, resumed), Who.DISCARD, "too often")
+    quarantine(log, resumed)
     assert looks == 1 or watch.look().rolled_back == {"orders": 10}
     log.reopen(replayed, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "it never happened")
     log.reopen(asked_again, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
@@ -168,7 +169,7 @@ def test_a_quarantine_and_an_answer_from_before_are_found(log: CommitLog) -> Non
     record = prepare(log, 0, 3, group="shop")
     assert LogWatch(log).look().last_check is None
     log.record_check(record, 1, pending(log, record), "UNKNOWN")
-    log.quarantine(record, 1, pending(log, record), Who.DISCARD, "too often")
+    quarantine(log, record)
     found = LogWatch(log).look()
     assert found.quarantined == {"shop": 3}
     assert found.last_check is not None
@@ -208,16 +209,16 @@ def test_a_look_is_bounded_and_the_next_one_goes_on(log: CommitLog, monkeypatch:
     assert (found.not_looked_at, found.half_messages) == (0, {"orders": 6})
     for batch_id in range(3):
         record = log.get(f"app:{batch_id}")
-        log.quarantine(record, 1, pending(log, record), Who.DISCARD, "too often")
+        quarantine(log, record)
         log.resume(record.half_id, "again")
     found = watch.look()
     assert (found.not_looked_at, found.half_messages) == (0, {"orders": 6}), "what was known stays until it is read"
 
 
 def test_waiting_messages_are_told_by_their_reason() -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
+    log = memory_log(orders=1)
     log.create_topic("steps", 1, fifo=True)
-    later = datetime.now(timezone.utc) + timedelta(hours=1)
+    later = log.machine.now() + timedelta(hours=1)
     commit(log, prepare(log, 0, {"body": ["a", "b"], "deliver_at": [later, None]}))
     prepare(log, 1, {"body": ["c"], "sharding_key": ["k"]}, topic="steps")
     commit(log, prepare(log, 2, {"body": ["d"], "sharding_key": ["k"]}, topic="steps"))
@@ -228,12 +229,11 @@ def test_waiting_messages_are_told_by_their_reason() -> None:
 # ---------------------------------------------------------------- consumer groups
 @pytest.mark.parametrize("drained", [False, True])
 def test_lag_is_what_a_consumer_group_says(drained: bool) -> None:
-    machine = Steps()
-    log = memory_log(machine, orders=1)
+    log = memory_log(orders=1)
     send(log, "abc")
-    machine.sleep(60)
+    log.machine.sleep(60)
     send(log, "de")
-    machine.sleep(5)
+    log.machine.sleep(5)
     if drained:
         log.drain()
     watch = LogWatch(log)
@@ -243,14 +243,14 @@ def test_lag_is_what_a_consumer_group_says(drained: bool) -> None:
     log.groups.set("idle", {("orders", 0): 5}, "test")
     lags = watch.look().lags
     assert lags == {
-        ("points", "orders"): Lag(4, 65.0),
-        ("bills", "orders"): Lag(2, 5.0),
-        ("idle", "orders"): Lag(0, 0.0),
+        ("points", "orders"): (4, 65.0),
+        ("bills", "orders"): (2, 5.0),
+        ("idle", "orders"): (0, 0.0),
     }
     for group in ("points", "bills", "idle"):
         said = txmq.ConsumerGroup(log, group).lag()
-        assert lags[(group, "orders")] == Lag(sum(said["lag"].to_pylist()), max(said["lag_seconds"].to_pylist()))
-    assert watch.look().lag_of("points") == Lag(4, 65.0)
+        assert lags[(group, "orders")] == (sum(said["lag"].to_pylist()), max(said["lag_seconds"].to_pylist()))
+    assert watch.look().lag_of("points") == (4, 65.0)
 
 
 def test_a_watch_makes_no_table(tmp_path: Path) -> None:
@@ -264,19 +264,17 @@ def test_a_watch_makes_no_table(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the collector
 def scenario(log: CommitLog) -> None:
     """Something of everything."""
-    with txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None) as producer:
+    with txmq.TransactionMQProducer(log, "shop", says(), check_interval=None) as producer:
         for verdict in (txmq.COMMIT_MESSAGE, txmq.ROLLBACK_MESSAGE, txmq.UNKNOWN):
             producer.send_message_in_transaction(txmq.Message("orders", b"x"), verdict)
-        strict = txmq.TransactionMQProducer(log, "shop", Says(), on_listener_error="fail", check_interval=None)
+        strict = txmq.TransactionMQProducer(log, "shop", says(), on_listener_error="fail", check_interval=None)
         with strict, pytest.raises(txmq.LocalTransactionError):
             strict.send_message_in_transaction(txmq.Message("orders", b"x"), ValueError("no"))
-    consumer = push(log, txmq.EachMessage(lambda _: LATER), max_reconsume_times=0)
-    consumer.member.join()
-    go_on(consumer)
+    consumer = consume_all(log, txmq.EachMessage(lambda _: LATER), max_reconsume_times=0)
     consumer.member.leave()
-    txmq.CheckService(log, {"shop": Says()}, transaction_timeout=0).run_once()
+    txmq.CheckService(log, {"shop": says()}, transaction_timeout=0).run_once()
     hidden = prepare(log, 0, 3, group="shop")
-    log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "too often")
+    quarantine(log, hidden)
 
 
 def test_every_metric_in_the_list_is_shown_and_no_other(
@@ -376,7 +374,7 @@ def test_a_log_that_was_made_anew_is_followed(tmp_path: Path, registry: Any) -> 
 
 
 def test_scrapes_share_a_look_and_a_cached_one(monkeypatch: pytest.MonkeyPatch, registry: Any) -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
+    log = memory_log(orders=1)
     collector = LogCollector(log, cache_seconds=3_600)
     looks: list[int] = []
     inside, go = threading.Event(), threading.Event()
@@ -389,15 +387,11 @@ def test_scrapes_share_a_look_and_a_cached_one(monkeypatch: pytest.MonkeyPatch, 
         return plain(self)
 
     monkeypatch.setattr(LogWatch, "look", slow)
-    found: list[int] = []
-    threads = [threading.Thread(target=lambda: found.append(len(list(collector.collect())))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert inside.wait(60)
-    go.set()
-    for thread in threads:
-        thread.join(60)
-    assert (len(looks), len(set(found))) == (1, 1)
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(lambda: len(list(collector.collect()))) for _ in range(3)]
+        assert inside.wait(60)
+        go.set()
+    assert (len(looks), len({scrape.result() for scrape in found})) == (1, 1)
     list(collector.collect())
     assert len(looks) == 1
 
@@ -420,7 +414,7 @@ def test_one_collector_shows_several_logs(registry: Any) -> None:
 
 
 def test_secrets_are_in_no_label(registry: Any) -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
+    log = memory_log(orders=1)
     log.path = "s3://bucket/log?sig=s3cr3t-value"
     registry.register(LogCollector(log))
     text = prometheus_client.generate_latest(registry).decode()
@@ -439,8 +433,8 @@ def test_a_process_counts_its_sends_and_their_time_to_a_verdict(log: CommitLog, 
 
 
 def test_a_replay_is_not_counted_again(counted: Any) -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
-    with txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None) as producer:
+    log = memory_log(orders=1)
+    with txmq.TransactionMQProducer(log, "shop", says(), check_interval=None) as producer:
         for _ in range(2):
             message = txmq.Message("orders", b"x")
             producer.send_message_in_transaction(message, txmq.COMMIT_MESSAGE, idempotency_key="7")
@@ -450,8 +444,7 @@ def test_a_replay_is_not_counted_again(counted: Any) -> None:
 def test_consumed_and_failed_messages_are_counted(counted: Any) -> None:
     log = memory_log(orders=1)
     send(log, "abcde")
-    consumer = push(log, txmq.EachMessage(lambda m: LATER if m.body == b"c" else DONE))
-    consumer.member.join()
+    consumer = joined(log, txmq.EachMessage(lambda m: LATER if m.body == b"c" else DONE))
     observer.CONSUMERS.add(consumer)
     assert consumer.member.fetch()
     assert value(counted, "rocketmq_consumer_inflight_messages", consumer_group="points", topic="orders") == 5
@@ -465,20 +458,16 @@ def test_consumed_and_failed_messages_are_counted(counted: Any) -> None:
 def test_a_queue_in_order_counts_each_try(counted: Any) -> None:
     log = memory_log(orders=1)
     send(log, "abc")
-    stop = txmq.ConsumeOrderlyStatus.SUSPEND_CURRENT_QUEUE_A_MOMENT
-    good = txmq.ConsumeOrderlyStatus.SUCCESS
-    consumer = push(log, txmq.EachMessage(lambda m: stop if m.body == b"b" else good), mode="orderly")
-    consumer.member.join()
-    go_on(consumer)
+    consume_all(log, txmq.EachMessage(lambda m: STOP if m.body == b"b" else NEXT), mode="orderly")
     consumed = value(counted, "rocketmq_messages_out_total", topic="orders")
     assert (consumed, value(counted, "txmq_failed_messages_total", topic="orders")) == (1, 1)
 
 
 def test_rounds_of_checks_are_counted_with_their_answers(counted: Any) -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
+    log = memory_log(orders=1)
     prepare(log, 0, 2, group="shop")
-    txmq.CheckService(log, {"shop": Says()}, transaction_timeout=0, only_groups=True).run_once()
-    txmq.CheckService(log, {"shop": Says()}, transaction_timeout=0).run_once()
+    txmq.CheckService(log, {"shop": says()}, transaction_timeout=0, only_groups=True).run_once()
+    txmq.CheckService(log, {"shop": says()}, transaction_timeout=0).run_once()
     assert value(counted, "txmq_check_rounds_total", checker="job", result="ok") == 1
     assert value(counted, "txmq_check_rounds_total", checker="producer") == 1
     assert value(counted, "txmq_checked_transactions_total", verdict="unknown") == 2
@@ -486,8 +475,8 @@ def test_rounds_of_checks_are_counted_with_their_answers(counted: Any) -> None:
 
 
 def test_a_round_that_fails_as_a_whole_is_counted(counted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
-    service = txmq.CheckService(log, {"shop": Says()})
+    log = memory_log(orders=1)
+    service = txmq.CheckService(log, {"shop": says()})
     monkeypatch.setattr(log, "open_half_ids", lambda: 1 / 0)
     stop = threading.Event()
     service.run(stop, lambda _: stop.set())
@@ -495,7 +484,7 @@ def test_a_round_that_fails_as_a_whole_is_counted(counted: Any, monkeypatch: pyt
 
 
 def test_a_lost_race_is_counted_as_a_retry(counted: Any) -> None:
-    log = InMemoryCommitLog(topics={"orders": 1})
+    log = memory_log(orders=1)
     other = log.another()
     table, plain = log.topics_table, log.topics_table.try_commit  # type: ignore[attr-defined]
 
@@ -515,7 +504,7 @@ def test_an_observer_that_fails_harms_no_send(caplog: pytest.LogCaptureFixture) 
         def sent(self, sent: observer.Sent) -> None:
             raise RuntimeError("no room")
 
-    log, broken = InMemoryCommitLog(topics={"orders": 1}), Broken()
+    log, broken = memory_log(orders=1), Broken()
     observer.add(broken)
     try:
         send(log, "a")
@@ -552,14 +541,8 @@ def test_without_prometheus_client_the_extra_is_named_and_all_else_works() -> No
 
 
 # ---------------------------------------------------------------- shown while a job runs
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_a_job_shows_its_metrics_while_it_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    log, port, file = InMemoryCommitLog(topics={"orders": 1}), free_port(), tmp_path / "txmq.prom"
+    log, port, file = memory_log(orders=1), free_ports(1)[0], tmp_path / "txmq.prom"
     with showing(log, port=port, cluster="eu", textfile=str(file)) as write:
         txmq.CheckService(log, {}).run_once()
         write()
@@ -584,11 +567,10 @@ def progress(batch_id: int) -> Any:
 
 
 def test_a_query_s_progress_is_logged_with_the_log_s_figures(caplog: pytest.LogCaptureFixture) -> None:
-    machine = Steps()
-    log = memory_log(machine, orders=1)
+    log = memory_log(orders=1)
     send(log, "abc")
     prepare(log, 1, 2, group="shop")
-    machine.sleep(30)
+    log.machine.sleep(30)
     log.groups.set("points", {("orders", 0): 1}, "test")
     log.groups.set("idle", {("orders", 0): 3}, "test")
     told: list[Any] = []
@@ -597,7 +579,7 @@ def test_a_query_s_progress_is_logged_with_the_log_s_figures(caplog: pytest.LogC
         listener.onQueryStarted(None)
         listener.onQueryProgress(progress(4))
         listener.onQueryProgress(progress(5))
-        machine.sleep(60)
+        log.machine.sleep(60)
         listener.onQueryProgress(progress(6))
         listener.onQueryTerminated(None)
     first, second = caplog.records
@@ -625,7 +607,7 @@ def test_figures_that_cannot_be_read_harm_no_query(
 
 def test_figures_of_messages_in_a_table_are_told_by_topic(counted: Any) -> None:
     log = InMemoryCommitLog(topics={"orders": 2, "points": 1})
-    with txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None) as producer:
+    with txmq.TransactionMQProducer(log, "shop", says(), check_interval=None) as producer:
         table = pa.table({"body": list("abc"), "topic": ["orders", "points", "orders"]})
         producer.send_messages_in_transaction(table, txmq.COMMIT_MESSAGE)
     assert value(counted, "txmq_sent_messages_total", topic="orders") == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,62 +11,35 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, HalfBatch, MessageExt, PerMessageListener
-from rmq_spark.errors import (
-    FenceError,
-    ListenerError,
-    LocalTransactionError,
-    MessageError,
-    OptionError,
-    TopicNotFoundError,
-    UnresolvedTransactionError,
-)
+from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, MessageExt, PerMessageListener, TransactionSendResult
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.consumers import wait_until
 from tests.support.half_batches import header_of, let_leave
 from tests.support.inside import CommitOncePrepared, HalfWriter
 from tests.support.inside import message_table as to_table
+from tests.support.listeners import Scripted
+
+pytestmark = pytest.mark.log("memory", orders=1, bills=1)
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
 DEADLINE_S = 20.0
-
-
-class Told(txmq.TransactionListener):
-    """Answers as it is told; an answer may be a function of the half batch."""
-
-    def __init__(self, execute: Any = COMMIT, check: Any = UNKNOWN, store_id: str | None = None) -> None:
-        if store_id is not None:
-            self.store_id = store_id
-        self.answers = {"execute": execute, "check": check}
-        self.args: list[Any] = []
-        self.checked = threading.Event()
-
-    def _answer(self, door: str, batch: HalfBatch) -> Any:
-        answer = self.answers[door]
-        return answer(batch) if callable(answer) else answer
-
-    def execute_local_transaction(self, batch: HalfBatch) -> Any:
-        self.args.append(batch.arg)
-        return self._answer("execute", batch)
-
-    def check_local_transaction(self, batch: HalfBatch) -> Any:
-        self.checked.set()
-        return self._answer("check", batch)
-
-
-@pytest.fixture
-def log() -> InMemoryCommitLog:
-    return InMemoryCommitLog(topics={"orders": 1, "bills": 1})
 
 
 def producer(log: Any, listener: Any, group: str = "shop", **more: Any) -> txmq.TransactionMQProducer:
     return txmq.TransactionMQProducer(log, group, listener, **{"check_interval": None, **more})
 
 
-def raising(problem: Exception) -> Callable[[HalfBatch], Any]:
-    def answer(batch: HalfBatch) -> Any:
-        raise problem
+def args_of(listener: Scripted) -> list[Any]:
+    """With which arguments local transactions were executed."""
+    return [batch.arg for batch in listener.executed]
 
-    return answer
+
+def send(
+    log: Any, listener: Any, arg: Any = None, key: str | None = None, group: str = "shop", **options: Any
+) -> TransactionSendResult:
+    """Send :data:`ORDER` by a producer of its own."""
+    with producer(log, listener, group, **options) as opened:
+        return opened.send_message_in_transaction(ORDER, arg, idempotency_key=key)
 
 
 def visible(log: Any, topic: str = "orders") -> list[bytes]:
@@ -79,7 +51,7 @@ ORDER = txmq.Message("orders", b"one", tags="create", keys=["42", "43"], propert
 
 # ---------------------------------------------------------------- results
 def test_a_committed_message_is_visible_at_the_queue_and_offset_that_the_result_names(log: Any) -> None:
-    listener = Told(COMMIT)
+    listener = Scripted(COMMIT)
     with producer(log, listener) as open_producer:
         first = open_producer.send_message_in_transaction(ORDER, arg=42)
         second = open_producer.send_message_in_transaction(ORDER)
@@ -87,19 +59,22 @@ def test_a_committed_message_is_visible_at_the_queue_and_offset_that_the_result_
     assert first.local_transaction_state is COMMIT
     assert first.transaction_id == f"{first.half_id}:1"
     assert (first.queue_id, first.queue_offset, second.queue_offset) == (0, 0, 1)
+    assert first.half_id != second.half_id
     assert first.messages == 1
     assert not first.replayed
-    assert listener.args == [42, None]
+    assert args_of(listener) == [42, None]
     row = log.read("orders").to_pylist()[0]
     assert (row["body"], row["tags"], row["keys"]) == (b"one", "create", "42 43")
     assert row["transaction_id"] == first.transaction_id
     assert row["producer_group"] == "shop"
 
 
-@pytest.mark.parametrize(("answer", "state"), [(ROLLBACK, ROLLBACK), (UNKNOWN, UNKNOWN), (None, UNKNOWN)])
+@pytest.mark.parametrize(
+    ("answer", "state"),
+    [(ROLLBACK, ROLLBACK), (UNKNOWN, UNKNOWN), (None, UNKNOWN), (ValueError("no stock"), UNKNOWN)],
+)
 def test_a_message_that_is_not_committed_has_no_offset_and_is_not_visible(log: Any, answer: Any, state: Any) -> None:
-    with producer(log, Told(answer)) as open_producer:
-        result = open_producer.send_message_in_transaction(ORDER)
+    result = send(log, Scripted(answer))
     assert result.local_transaction_state is state
     assert result.queue_offsets == {}
     assert result.queue_id is None
@@ -108,31 +83,21 @@ def test_a_message_that_is_not_committed_has_no_offset_and_is_not_visible(log: A
     assert log.pending().num_rows == (state is UNKNOWN)
 
 
-def test_a_listener_that_raises_counts_as_unknown_as_in_rocketmq(log: Any) -> None:
-    with producer(log, Told(raising(ValueError("no stock")))) as open_producer:
-        assert open_producer.send_message_in_transaction(ORDER).local_transaction_state is UNKNOWN
-    assert log.pending().num_rows == 1
-
-
 def test_a_listener_that_forgot_to_return_is_told(log: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with producer(log, Told(lambda batch: None)) as open_producer:
-        assert open_producer.send_message_in_transaction(ORDER).local_transaction_state is UNKNOWN
+    assert send(log, Scripted(None)).local_transaction_state is UNKNOWN
     (said,) = [m for m in caplog.messages if "returned None" in m]
     assert said.endswith("A local transaction that is done returns COMMIT_MESSAGE")
 
 
 def test_a_listener_that_raises_fails_the_send_when_asked_for(log: Any) -> None:
-    with (
-        producer(log, Told(raising(ValueError("no stock"))), on_listener_error="fail") as open_producer,
-        pytest.raises(LocalTransactionError, match="no stock"),
-    ):
-        open_producer.send_message_in_transaction(ORDER)
+    with pytest.raises(txmq.LocalTransactionError, match="no stock"):
+        send(log, Scripted(ValueError("no stock")), on_listener_error="fail")
     assert log.pending().num_rows == 1
 
 
 def test_several_messages_are_one_transaction(log: Any) -> None:
-    messages = [ORDER, txmq.Message("bills", "two"), txmq.Message("orders", "three")]
-    with producer(log, Told(COMMIT)) as open_producer:
+    messages = iter([ORDER, txmq.Message("bills", "two"), txmq.Message("orders", "three")])
+    with producer(log, Scripted(COMMIT)) as open_producer:
         result = open_producer.send_messages_in_transaction(messages)
     assert result.queue_offsets == {("orders", 0): (0, 1), ("bills", 0): (0, 0)}
     assert result.queue_id is None
@@ -143,18 +108,18 @@ def test_several_messages_are_one_transaction(log: Any) -> None:
 
 def test_a_table_has_a_transaction_per_key_or_per_message(log: Any) -> None:
     table = pa.table({"body": ["1", "2", "3"], "order_id": [7, 8, 7]})
-    with producer(log, Told(lambda batch: batch.verdicts(rollback=[8]))) as open_producer:
+    with producer(log, Scripted(lambda batch: batch.verdicts(rollback=[8]))) as open_producer:
         result = open_producer.send_messages_in_transaction(table, topic="orders", transaction_key="order_id")
     assert result.local_transaction_state is UNKNOWN  # not one verdict for all
     assert visible(log) == [b"1", b"3"]
-    with producer(log, Told([ROLLBACK, COMMIT, ROLLBACK])) as open_producer:
+    with producer(log, Scripted([[ROLLBACK, COMMIT, ROLLBACK]])) as open_producer:
         open_producer.send_messages_in_transaction(table.select(["body"]), topic="orders", transaction_per="message")
     assert visible(log) == [b"1", b"3", b"2"]
 
 
 # ---------------------------------------------------------------- retries
 def test_a_retry_with_the_same_idempotency_key_sends_nothing_twice(log: Any) -> None:
-    listener = Told(COMMIT)
+    listener = Scripted(COMMIT)
     with producer(log, listener) as open_producer:
         first = open_producer.send_message_in_transaction(ORDER, idempotency_key="order-42")
         again = open_producer.send_message_in_transaction(ORDER, idempotency_key="order-42")
@@ -164,7 +129,7 @@ def test_a_retry_with_the_same_idempotency_key_sends_nothing_twice(log: Any) -> 
     assert again.transaction_id == first.transaction_id
     assert again.local_transaction_state is COMMIT
     assert other.half_id != first.half_id
-    assert len(listener.args) == 2
+    assert len(args_of(listener)) == 2
     assert visible(log) == [b"one", b"one"]
 
 
@@ -172,34 +137,33 @@ def test_a_retry_that_nobody_can_answer_is_told_in_the_words_of_a_producer(
     log: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was told to start its query again, and to raise replayCheckTimeout."""
-    with producer(log, Told(UNKNOWN, UNKNOWN), replay_check_timeout=0.1) as open_producer:
+    with producer(log, Scripted(UNKNOWN, UNKNOWN), replay_check_timeout=0.1) as open_producer:
         open_producer.send_message_in_transaction(ORDER, idempotency_key="order-42")
-        with pytest.raises(UnresolvedTransactionError, match=r"an earlier send.*under the same idempotency key"):
+        with pytest.raises(txmq.UnresolvedTransactionError, match=r"an earlier send.*under the same idempotency key"):
             open_producer.send_message_in_transaction(ORDER, idempotency_key="order-42")
     (told,) = [m for m in caplog.messages if "Asking again" in m]
     assert "for up to 0.1 s (replay_check_timeout)" in told
 
 
-class OtherDatabase(Told):
-    store_id = "other-db"
+def of_store(store_id: str, execute: Any = COMMIT) -> Scripted:
+    """A listener whose local transactions are in this store."""
+    listener = Scripted(execute)
+    listener.store_id = store_id
+    return listener
 
 
-@pytest.mark.parametrize("other", [CommitOncePrepared(), OtherDatabase(COMMIT, COMMIT)])
+@pytest.mark.parametrize("other", [CommitOncePrepared(), of_store("other-db")])
 def test_a_retry_with_a_listener_of_another_store_commits_nothing(log: Any, other: Any) -> None:
-    with producer(log, Told(UNKNOWN)) as open_producer:
-        open_producer.send_message_in_transaction(ORDER, idempotency_key="order-42")
-    with (
-        producer(log.another(), other) as open_producer,
-        pytest.raises(FenceError, match=r"send\.shop\.order-42:0.*log\.resolve"),
-    ):
-        open_producer.send_message_in_transaction(ORDER, idempotency_key="order-42")
+    send(log, Scripted(UNKNOWN), key="order-42")
+    with pytest.raises(txmq.FenceError, match=r"send\.shop\.order-42:0.*log\.resolve"):
+        send(log.another(), other, key="order-42")
     assert visible(log) == []
     assert log.another().pending().num_rows == 1
 
 
 def test_two_that_send_the_same_key_at_once_send_it_once(log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both look, neither finds it, and one is faster to prepare."""
-    with producer(log, Told(COMMIT)) as faster, producer(log.another(), Told(UNKNOWN, COMMIT)) as slower:
+    with producer(log, Scripted(COMMIT)) as faster, producer(log.another(), Scripted(UNKNOWN, COMMIT)) as slower:
         prepare_many = slower.log.prepare_many
 
         def late(staged: Any) -> Any:
@@ -213,29 +177,17 @@ def test_two_that_send_the_same_key_at_once_send_it_once(log: Any, monkeypatch: 
     assert visible(log) == [b"one"]
 
 
-def test_sends_without_an_idempotency_key_are_all_different(log: Any) -> None:
-    with producer(log, Told(COMMIT)) as open_producer:
-        results = [open_producer.send_message_in_transaction(ORDER) for _ in range(3)]
-    assert len({r.half_id for r in results}) == 3
-
-
 def test_an_idempotency_key_belongs_to_its_producer_group(log: Any) -> None:
-    for group in ("shop", "shop-a", "billing"):
-        with producer(log, Told(COMMIT), group) as open_producer:
-            assert not open_producer.send_message_in_transaction(ORDER, idempotency_key="42").replayed
-    with producer(log, Told(COMMIT), "shop") as open_producer:
-        assert not open_producer.send_message_in_transaction(ORDER, idempotency_key="a-42").replayed
+    for group, key in (("shop", "42"), ("shop-a", "42"), ("billing", "42"), ("shop", "a-42")):
+        assert not send(log, Scripted(COMMIT), key=key, group=group).replayed
     assert visible(log) == [b"one"] * 4
 
 
 def test_a_retry_of_what_a_check_rolled_back_runs_once_more_with_its_argument(log: Any) -> None:
-    listener = Told(UNKNOWN, ROLLBACK)
-    with producer(log, listener) as open_producer:
-        open_producer.send_message_in_transaction(ORDER, "first", idempotency_key="42")
-    listener.answers["execute"] = COMMIT
-    with producer(log.another(), listener) as open_producer:
-        result = open_producer.send_message_in_transaction(ORDER, "second", idempotency_key="42")
-    assert listener.args == ["first", "second"]
+    listener = Scripted([UNKNOWN, COMMIT], ROLLBACK)
+    send(log, listener, "first", "42")
+    result = send(log.another(), listener, "second", "42")
+    assert args_of(listener) == ["first", "second"]
     assert result.transaction_id.endswith(":2")
     assert result.local_transaction_state is COMMIT
     assert visible(log) == [b"one"]
@@ -249,7 +201,7 @@ def test_a_send_is_made_once_where_no_thread_can_be_had(
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    listener = Told(COMMIT)
+    listener = Scripted(COMMIT)
     with producer(log, listener) as open_producer:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
@@ -259,28 +211,17 @@ def test_a_send_is_made_once_where_no_thread_can_be_had(
             ).result(DEADLINE_S)
         assert [now.local_transaction_state, later.local_transaction_state] == [COMMIT, COMMIT]
         open_producer.send_message_in_transaction_async(ORDER, "with a thread").result(DEADLINE_S)
-    assert listener.args == ["now", "later", "with a thread"]
+    assert args_of(listener) == ["now", "later", "with a thread"]
     assert visible(log) == [b"one", b"two", b"one"]
 
 
 # ---------------------------------------------------------------- its own checks
 def test_an_open_producer_answers_its_own_checks_and_leaves_those_of_others_alone(log: Any) -> None:
-    with producer(log, Told(None), "another") as stranger:
-        stranger.send_message_in_transaction(ORDER)
-    decided = threading.Event()
-    listener = Told(None, COMMIT)
-    decide_many = log.decide_many
-
-    def watched(decisions: Any) -> Any:
-        made = decide_many(decisions)
-        decided.set()
-        return made
-
-    log.decide_many = watched
-    with producer(log, listener, check_interval=0.02, transaction_timeout=0.0) as open_producer:
+    send(log, Scripted(None), group="another")
+    with producer(log, Scripted(None, COMMIT), check_interval=0.02, transaction_timeout=0.0) as open_producer:
         result = open_producer.send_message_in_transaction(ORDER)
         assert result.local_transaction_state in (UNKNOWN, COMMIT)  # on a busy machine the check may be quicker
-        assert decided.wait(DEADLINE_S)
+        wait_until(lambda: visible(log))
     assert visible(log) == [b"one"]
     assert log.pending()["producer_group"].to_pylist() == ["another"]
     assert not [t for t in threading.enumerate() if t.name == "txmq-checks"]
@@ -293,7 +234,7 @@ def test_two_threads_that_open_a_producer_start_its_checks_once(log: Any, monkey
         time.sleep(0.2)  # so that the other thread begins to open it, too
         forget(opened)
 
-    closed = producer(log, Told(None, COMMIT), check_interval=60.0)
+    closed = producer(log, Scripted(None, COMMIT), check_interval=60.0)
     monkeypatch.setattr(txmq.TransactionMQProducer, "_forget_others", slowly)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: closed.start(), range(2)))
@@ -302,7 +243,7 @@ def test_two_threads_that_open_a_producer_start_its_checks_once(log: Any, monkey
 
 
 def test_a_producer_can_be_opened_again(log: Any) -> None:
-    one = producer(log, Told(COMMIT), check_interval=60.0)
+    one = producer(log, Scripted(COMMIT), check_interval=60.0)
     for _ in range(2):
         with one:
             one.start()  # twice does no harm
@@ -312,67 +253,72 @@ def test_a_producer_can_be_opened_again(log: Any) -> None:
 
 # ---------------------------------------------------------------- bad input
 def test_a_closed_producer_sends_nothing(log: Any) -> None:
-    closed = producer(log, Told())
-    with pytest.raises(OptionError, match="not open"):
+    closed = producer(log, Scripted())
+    with pytest.raises(txmq.OptionError, match="not open"):
         closed.send_message_in_transaction(ORDER)
     with closed:
         pass
-    with pytest.raises(OptionError, match="not open"):
+    with pytest.raises(txmq.OptionError, match="not open"):
         closed.send_message_in_transaction(ORDER)
 
 
-@pytest.mark.parametrize("nothing", [[], (), pa.table({"body": pa.array([], pa.string())}), iter([])])
-def test_a_send_of_nothing_is_refused(log: Any, nothing: Any) -> None:
-    with producer(log, Told()) as open_producer, pytest.raises(MessageError, match="no messages"):
-        open_producer.send_messages_in_transaction(nothing, topic="orders")
-    assert log.pending().num_rows == 0
+NO_ROWS = pa.table({"body": pa.array([], pa.string())})
+KEYED = pa.table({"body": ["1"], "k": ["a"]})
 
 
-@pytest.mark.parametrize("wrong", [b"one", "one", {"body": "one"}, None, 7, ORDER])
-def test_what_is_no_list_of_messages_is_refused_by_its_type(log: Any, wrong: Any) -> None:
-    with producer(log, Told()) as open_producer, pytest.raises(MessageError, match="Message"):
-        open_producer.send_messages_in_transaction(wrong)
+@pytest.mark.parametrize(
+    ("messages", "options", "error", "said"),
+    [
+        *((nothing, {}, txmq.MessageError, "no messages") for nothing in ([], (), NO_ROWS, iter([]))),
+        *((wrong, {}, txmq.MessageError, "Message") for wrong in (b"one", "one", {"body": "one"}, None, 7, ORDER)),
+        (KEYED, {"transaction_per": "key"}, txmq.OptionError, "contradict"),
+        (KEYED, {"transaction_per": "message", "transaction_key": "k"}, txmq.OptionError, "contradict"),
+        (KEYED, {"transaction_per": "row"}, txmq.OptionError, "contradict"),
+    ],
+)
+def test_several_messages_that_cannot_be_sent_are_refused_and_nothing_is_prepared(
+    log: Any, messages: Any, options: dict[str, str], error: type[Exception], said: str
+) -> None:
+    listener = Scripted()
+    with producer(log, listener) as open_producer, pytest.raises(error, match=said):
+        open_producer.send_messages_in_transaction(messages, topic="orders", **options)
+    assert (listener.executed, log.pending().num_rows) == ([], 0)
 
 
-@pytest.mark.parametrize("wrong", [b"one", "one", {"body": "one"}, None, [ORDER]])
-def test_what_is_no_message_is_refused_by_its_type(log: Any, wrong: Any) -> None:
-    with producer(log, Told()) as open_producer, pytest.raises(MessageError, match="Message is expected"):
-        open_producer.send_message_in_transaction(wrong)
+@pytest.mark.parametrize(
+    ("message", "key", "error", "said"),
+    [
+        *(
+            (wrong, None, txmq.MessageError, "Message is expected")
+            for wrong in (b"one", "one", {"body": "one"}, None, [ORDER])
+        ),
+        (txmq.Message("order", b"one"), None, txmq.TopicNotFoundError, "orders"),
+        *((ORDER, key, txmq.MessageError, "idempotency_key") for key in ("", "a b", "a:b", "a.b", "x" * 128)),
+    ],
+)
+def test_a_message_that_cannot_be_sent_is_refused_and_nothing_is_prepared(
+    log: Any, message: Any, key: str | None, error: type[Exception], said: str
+) -> None:
+    listener = Scripted()
+    with producer(log, listener) as open_producer, pytest.raises(error, match=said):
+        open_producer.send_message_in_transaction(message, idempotency_key=key)
+    assert (listener.executed, log.pending().num_rows) == ([], 0)
 
 
-def test_messages_from_an_iterator_are_all_sent(log: Any) -> None:
-    with producer(log, Told()) as open_producer:
-        assert open_producer.send_messages_in_transaction(iter([ORDER, ORDER])).messages == 2
-    assert visible(log) == [b"one", b"one"]
+class NeedsSpark(Scripted):
+    requires_spark = True
 
 
-def test_an_unknown_topic_is_refused_and_nothing_is_prepared(log: Any) -> None:
-    listener = Told()
-    with producer(log, listener) as open_producer, pytest.raises(TopicNotFoundError, match="orders"):
-        open_producer.send_message_in_transaction(txmq.Message("order", b"one"))
-    assert not listener.args
-    assert log.pending().num_rows == 0
-
-
-def test_contradictory_transactions_are_refused(log: Any) -> None:
-    table = pa.table({"body": ["1"], "k": ["a"]})
-    with producer(log, Told()) as open_producer:
-        for per, key in (("key", None), ("message", "k"), ("row", None)):
-            with pytest.raises(OptionError, match="contradict"):
-                open_producer.send_messages_in_transaction(
-                    table, topic="orders", transaction_per=per, transaction_key=key
-                )
-
-
-@pytest.mark.parametrize("key", ["", "a b", "a:b", "a.b", "x" * 128])
-def test_an_idempotency_key_has_the_characters_of_a_group_name(log: Any, key: str) -> None:
-    with producer(log, Told()) as open_producer, pytest.raises(MessageError, match="idempotency_key"):
-        open_producer.send_message_in_transaction(ORDER, idempotency_key=key)
-
-
-@pytest.mark.parametrize("wrong", [Told, object(), "shop.orders:listener", "", False])
-def test_what_is_no_listener_is_refused(log: Any, wrong: Any) -> None:
-    with pytest.raises(ListenerError):
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (Scripted, "Scripted is a class; pass an instance of it"),
+        *((wrong, "is not a TransactionListener") for wrong in (object(), "shop.orders:listener", "", False)),
+        (NeedsSpark(), "Spark"),
+    ],
+)
+def test_what_is_no_listener_here_is_refused(log: Any, wrong: Any, said: str) -> None:
+    with pytest.raises(txmq.ListenerError, match=said):
         producer(log, wrong)
 
 
@@ -387,31 +333,21 @@ def test_a_producer_without_a_listener_sends_what_has_no_local_transaction(log: 
             plain.send_message_in_transaction_async,
             lambda message: plain.send_messages_in_transaction([message]),
         ):
-            with pytest.raises(ListenerError, match=r"producer 'shop' has no listener.*send\(\)"):
+            with pytest.raises(txmq.ListenerError, match=r"producer 'shop' has no listener.*send\(\)"):
                 send(ORDER)
-        with pytest.raises(ListenerError, match="this producer has no listener"), plain.transaction(object()):
+        with pytest.raises(txmq.ListenerError, match="this producer has no listener"), plain.transaction(object()):
             pass
     assert visible(log) == [b"one"] * 3
 
 
 def test_a_producer_without_a_listener_settles_what_plain_sends_left_and_no_transaction(log: Any) -> None:
-    with producer(log, Told(None)) as first:
-        first.send_message_in_transaction(ORDER)
+    send(log, Scripted(None))
     writer = HalfWriter(header_of(0, fence_id=CommitOncePrepared.store_id, group="shop"), log.topics(), None, None)
     log.prepare(writer.header, [writer.rows_of(to_table([ORDER]))])
     with producer(log, None, check_interval=0.02, transaction_timeout=0.0):
-        end_s = time.monotonic() + DEADLINE_S
-        while not visible(log) and time.monotonic() < end_s:
-            time.sleep(0.02)
+        wait_until(lambda: visible(log))
     assert visible(log) == [b"one"]
     assert log.pending().num_rows == 1
-
-
-def test_a_listener_that_needs_spark_is_refused(log: Any) -> None:
-    listener = Told()
-    listener.requires_spark = True
-    with pytest.raises(ListenerError, match="Spark"):
-        producer(log, listener)
 
 
 # ---------------------------------------------------------------- RocketMQ's own signature
@@ -431,8 +367,7 @@ class Classic:
 
 def test_a_per_message_listener_sees_a_message_and_the_argument(log: Any) -> None:
     classic = Classic()
-    with producer(log, PerMessageListener(classic)) as open_producer:
-        result = open_producer.send_message_in_transaction(ORDER, arg={"order": 42})
+    result = send(log, PerMessageListener(classic), {"order": 42})
     (msg, arg), *_ = classic.seen
     assert arg == {"order": 42}
     assert (msg.topic, msg.body, msg.tags, msg.keys) == ("orders", b"one", "create", "42 43")
@@ -453,20 +388,20 @@ def test_a_per_message_listener_decides_each_message_of_a_send_per_message(log: 
 def test_a_per_message_listener_refuses_transactions_of_several_messages(log: Any) -> None:
     with (
         producer(log, PerMessageListener(Classic()), on_listener_error="fail") as open_producer,
-        pytest.raises(LocalTransactionError, match="transactionPer=message"),
+        pytest.raises(txmq.LocalTransactionError, match="transactionPer=message"),
     ):
         open_producer.send_messages_in_transaction([ORDER, ORDER])
 
 
 def test_a_per_message_listener_needs_both_methods() -> None:
-    with pytest.raises(ListenerError, match="check_local_transaction"):
+    with pytest.raises(txmq.ListenerError, match="check_local_transaction"):
         PerMessageListener(type("Half", (), {"execute_local_transaction": lambda self, msg, arg: COMMIT})())
 
 
 # ---------------------------------------------------------------- queues
 def test_single_sends_do_not_all_go_to_the_first_queue() -> None:
     log = InMemoryCommitLog(topics={"orders": 8})
-    with producer(log, Told(COMMIT)) as open_producer:
+    with producer(log, Scripted(COMMIT)) as open_producer:
         queues = [open_producer.send_message_in_transaction(ORDER).queue_id for _ in range(64)]
     assert len(set(queues)) > 4  # drawn from random ids: all eight nearly always
     assert max(queues.count(q) for q in range(8)) <= 32
@@ -476,8 +411,7 @@ def test_a_send_that_is_staged_again_writes_the_same_queue() -> None:
     found = set()
     for _ in range(3):
         log = InMemoryCommitLog(topics={"orders": 8})
-        with producer(log, Told(COMMIT)) as open_producer:
-            found.add(open_producer.send_message_in_transaction(ORDER, idempotency_key="order-42").queue_id)
+        found.add(send(log, Scripted(COMMIT), key="order-42").queue_id)
     assert len(found) == 1
 
 
@@ -493,11 +427,9 @@ def test_the_batches_of_a_stream_begin_at_the_queues_in_turn() -> None:
 def test_a_key_of_another_store_is_no_retry_whatever_became_of_the_first_send(
     log: Any, verdict: Any, has_left: bool
 ) -> None:
-    north, south = Told(verdict, store_id="till of north"), Told(COMMIT, store_id="till of south")
-    with producer(log, north) as first:
-        first.send_message_in_transaction(ORDER, idempotency_key="7")
+    send(log, of_store("till of north", verdict), key="7")
     if has_left:
         let_leave(log)
-    with producer(log, south) as second, pytest.raises(FenceError, match="store_id 'till of north'"):
-        second.send_message_in_transaction(ORDER, idempotency_key="7")
+    with pytest.raises(txmq.FenceError, match="store_id 'till of north'"):
+        send(log, of_store("till of south"), key="7")
     assert visible(log) == ([b"one"] if verdict is COMMIT else [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,10 +11,11 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from tests.support.consumers import LEASE_S, Steps, memory_log, pass_time, send
-from tests.support.inside import GroupMember
+from tests.support.consumers import LEASE_S, ByHand, memory_log, pass_time, queue_of, send, wait_until
 
-pytestmark = pytest.mark.log("memory", "delta", orders=2)
+pytestmark = pytest.mark.log("memory", orders=2)
+also_on_delta = pytest.mark.log("memory", "delta", orders=2)
+"""What a consumer reads from the tables, and what it writes there."""
 
 QUEUE = ("orders", 0)
 
@@ -24,51 +24,70 @@ def bodies(messages: list[txmq.MessageExt]) -> list[str]:
     return [bytes(message.body).decode() for message in messages]  # type: ignore[arg-type]
 
 
+def pull(log: CommitLog, **options: Any) -> txmq.PullConsumer:
+    return txmq.PullConsumer(log, "report", "orders", **options)
+
+
+def read_to_the_end(log: CommitLog) -> list[str]:
+    return bodies(list(pull(log, stop_at_end=True)))
+
+
+def position(log: CommitLog) -> int:
+    """Where the group is in the queue 0."""
+    return log.groups.positions("report")[QUEUE]
+
+
+def assert_nobody_has_a_queue(log: CommitLog) -> None:
+    assert all(place.owner is None for place in log.groups.places("report").values())
+
+
+@also_on_delta
 def test_a_script_reads_to_the_end_and_the_next_one_goes_on(log: CommitLog) -> None:
     send(log, "abcd")
-    assert sorted(bodies(list(txmq.PullConsumer(log, "report", "orders", stop_at_end=True)))) == list("abcd")
+    assert sorted(read_to_the_end(log)) == list("abcd")
     send(log, "ef")
-    assert sorted(bodies(list(txmq.PullConsumer(log, "report", "orders", stop_at_end=True)))) == list("ef")
-    assert list(txmq.PullConsumer(log, "report", "orders", stop_at_end=True)) == []
-    assert all(place.owner is None for place in log.groups.places("report").values())
+    assert sorted(read_to_the_end(log)) == list("ef")
+    assert read_to_the_end(log) == []
+    assert_nobody_has_a_queue(log)
 
 
 def test_a_script_reads_the_delayed_messages_that_are_due() -> None:
     """It ended before them, and so did all later ones, until something else worked on the log."""
-    machine = Steps()
-    log = memory_log(machine)
+    log = memory_log()
     send(log, "ab", delay_level=pa.array([1, 3], pa.int32()))
-    machine.sleep(5)
-    assert bodies(list(txmq.PullConsumer(log, "report", "orders", stop_at_end=True))) == ["a"]
+    log.machine.sleep(5)
+    assert read_to_the_end(log) == ["a"]
 
 
+@also_on_delta
 def test_tables_come_a_queue_at_a_time(log: CommitLog) -> None:
     send(log, "abcdef", queue_id=[0, 1] * 3)
-    tables = list(txmq.PullConsumer(log, "report", "orders", tables=True, stop_at_end=True, pull_batch_size=2))
+    tables = list(pull(log, tables=True, stop_at_end=True, pull_batch_size=2))
     assert all(isinstance(table, pa.Table) for table in tables)
     assert sorted(table.num_rows for table in tables) == [1, 1, 2, 2]
     assert all(len(set(table["queue_id"].to_pylist())) == 1 for table in tables)
 
 
+@also_on_delta
 def test_the_message_over_which_a_script_dies_comes_again(log: CommitLog) -> None:
     send(log, "abcd", queue_id=[0] * 4)
 
     def dies() -> None:
-        for message in txmq.PullConsumer(log, "report", "orders", stop_at_end=True):
+        for message in pull(log, stop_at_end=True):
             if message.body == b"c":
                 raise ValueError("c")
 
     with pytest.raises(ValueError, match="c"):
         dies()
-    assert log.groups.positions("report")[QUEUE] == 2
-    assert bodies(list(txmq.PullConsumer(log, "report", "orders", stop_at_end=True))) == ["c", "d"]
+    assert position(log) == 2
+    assert read_to_the_end(log) == ["c", "d"]
 
 
 @pytest.mark.parametrize("beside", ["zip", "nested", "a thread"])
 def test_a_second_iteration_beside_the_first_is_refused_and_nothing_is_lost(log: CommitLog, beside: str) -> None:
     """Each counted as consumed what the other was given: of 60 messages 20 were given to nobody; a nested loop hung."""
     send(log, "abcdefgh", queue_id=[0, 1] * 4)
-    consumer = txmq.PullConsumer(log, "report", "orders", stop_at_end=True)
+    consumer = pull(log, stop_at_end=True)
     seen: list[bytes] = []
 
     def both() -> None:
@@ -84,8 +103,7 @@ def test_a_second_iteration_beside_the_first_is_refused_and_nothing_is_lost(log:
     with pytest.raises(txmq.errors.ConsumeError, match="iterated over already"):
         both()
     consumer.shutdown()
-    rest = [message.body for message in txmq.PullConsumer(log, "report", "orders", stop_at_end=True)]
-    assert sorted({*seen, *rest}) == [letter.encode() for letter in "abcdefgh"]
+    assert sorted({*(body.decode() for body in seen), *read_to_the_end(log)}) == list("abcdefgh")
 
 
 @pytest.mark.parametrize("stop_at_end", [False, True])
@@ -95,7 +113,7 @@ def test_a_loop_ends_when_its_consumer_is_shut_down(
 ) -> None:
     """It gave nothing more, and never ended."""
     send(log, "abcd", queue_id=[0] * 4)
-    consumer = txmq.PullConsumer(log, "report", "orders", stop_at_end=stop_at_end)
+    consumer = pull(log, stop_at_end=stop_at_end)
     fetch, seen = consumer.member.fetch, []
 
     def interrupted() -> bool:
@@ -113,16 +131,17 @@ def test_a_loop_ends_when_its_consumer_is_shut_down(
         if where == "another thread" and len(seen) == 4:
             threading.Timer(0.01, consumer.shutdown).start()
     assert bodies(seen) == (["a", "b"] if where == "the body" else list("abcd"))
-    assert log.groups.positions("report")[QUEUE] == (1 if where == "the body" else 4)
-    assert all(place.owner is None for place in log.groups.places("report").values())
+    assert position(log) == (1 if where == "the body" else 4)
+    assert_nobody_has_a_queue(log)
     with pytest.raises(txmq.errors.ConsumeError, match="was shut down: make a new one"):
         consumer.poll()
 
 
+@also_on_delta
 def test_a_shutdown_in_the_midst_of_a_call_of_the_log_is_left_to_the_loop(log: CommitLog) -> None:
     """As by a signal handler while the loop's body reads the log: it waited for a thread that waited for that lock."""
     send(log, "abcd", queue_id=[0] * 4)
-    consumer = txmq.PullConsumer(log, "report", "orders")
+    consumer = pull(log)
     seen = []
     for message in consumer:
         seen.append(message)
@@ -131,21 +150,20 @@ def test_a_shutdown_in_the_midst_of_a_call_of_the_log_is_left_to_the_loop(log: C
             assert consumer.member.is_running
     assert bodies(seen) == ["a"]
     assert not consumer.member.is_running
-    assert all(place.owner is None for place in log.groups.places("report").values())
+    assert_nobody_has_a_queue(log)
 
 
 def test_a_poll_that_waits_ends_when_its_consumer_is_shut_down(log: CommitLog) -> None:
-    consumer = txmq.PullConsumer(log, "report", "orders").start()
+    consumer = pull(log).start()
     threading.Timer(0.05, consumer.shutdown).start()
     assert consumer.poll(timeout=300) is None
 
 
 def test_a_poll_beside_another_threads_is_refused(log: CommitLog) -> None:
     """What one thread still worked on counted as consumed when the other asked."""
-    with txmq.PullConsumer(log, "report", "orders") as consumer, ThreadPoolExecutor(1) as pool:
+    with pull(log) as consumer, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(consumer.poll, 60)
-        while consumer._within is None:
-            time.sleep(0.01)
+        wait_until(lambda: consumer._within is not None)
         for ask in (consumer.poll, consumer.commit, lambda: list(consumer)):
             with pytest.raises(txmq.errors.ConsumeError, match="another thread is asking this consumer just now"):
                 ask()
@@ -153,16 +171,17 @@ def test_a_poll_beside_another_threads_is_refused(log: CommitLog) -> None:
         assert bodies(waiting.result(60)) == ["a"]
 
 
+@also_on_delta
 def test_a_consumer_that_is_dropped_leaves_its_group(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
     """A cell of a notebook that ran again got nothing: the first one had the queues as long as the kernel lived."""
     send(log, "abcdef", queue_id=[0] * 6)
 
     def first() -> list[str]:
-        consumer = txmq.PullConsumer(log.another(), "report", "orders", pull_batch_size=2)
+        consumer = pull(log.another(), pull_batch_size=2)
         return bodies(consumer.poll()) + bodies(consumer.poll())
 
     assert first() == ["a", "b", "c", "d"]
-    assert bodies(list(txmq.PullConsumer(log, "report", "orders", stop_at_end=True))) == ["c", "d", "e", "f"]
+    assert read_to_the_end(log) == ["c", "d", "e", "f"]
     assert "a consumer was dropped without shutdown()" in caplog.text
 
 
@@ -170,7 +189,7 @@ def test_a_consumer_that_is_dropped_leaves_its_group(log: CommitLog, caplog: pyt
 def test_an_interrupt_while_a_consumer_joins_leaves_nothing_behind(
     log: CommitLog, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    consumer = txmq.PullConsumer(log, "report", "orders")
+    consumer = pull(log)
     step = getattr(consumer.member, at)
 
     def interrupted() -> None:
@@ -180,57 +199,59 @@ def test_an_interrupt_while_a_consumer_joins_leaves_nothing_behind(
     monkeypatch.setattr(consumer.member, at, interrupted)
     with pytest.raises(KeyboardInterrupt), consumer:
         raise AssertionError
-    assert all(place.owner is None for place in log.groups.places("report").values())
+    assert_nobody_has_a_queue(log)
 
 
+@also_on_delta
 def test_what_is_not_committed_comes_again(log: CommitLog) -> None:
     send(log, "abcd", queue_id=[0] * 4)
-    with txmq.PullConsumer(log, "report", "orders", auto_commit=False, pull_batch_size=2) as consumer:
+    with pull(log, auto_commit=False, pull_batch_size=2) as consumer:
         assert bodies(consumer.poll()) == ["a", "b"]
         consumer.commit()
-        assert log.groups.positions("report")[QUEUE] == 2
+        assert position(log) == 2
         assert bodies(consumer.poll()) == ["c", "d"]
         assert consumer.poll(0) is None
-    assert log.groups.positions("report")[QUEUE] == 2
-    with txmq.PullConsumer(log, "report", "orders", pull_batch_size=1) as consumer:
+    assert position(log) == 2
+    with pull(log, pull_batch_size=1) as consumer:
         assert bodies(consumer.poll()) == ["c"]
         assert bodies(consumer.poll()) == ["d"]
         consumer.commit()
-    assert log.groups.positions("report")[QUEUE] == 4
+    assert position(log) == 4
 
 
 def test_a_commit_between_messages_counts_those_that_were_given_out_alone(log: CommitLog) -> None:
     send(log, "abcd", queue_id=[0] * 4)
-    consumer = txmq.PullConsumer(log, "report", "orders", auto_commit=False, stop_at_end=True)
+    consumer = pull(log, auto_commit=False, stop_at_end=True)
     for message in consumer:
         consumer.commit()
         if message.body == b"b":
             break
-    assert log.groups.positions("report")[QUEUE] == 2
+    assert position(log) == 2
     seen = []
-    with txmq.PullConsumer(log, "report", "orders", auto_commit=False, stop_at_end=True) as consumer:
+    with pull(log, auto_commit=False, stop_at_end=True) as consumer:
         for message in consumer:
             seen.append(message)
             consumer.commit()
     assert bodies(seen) == ["c", "d"]
-    assert log.groups.positions("report")[QUEUE] == 4
+    assert position(log) == 4
 
 
+@also_on_delta
 def test_a_commit_of_messages_whose_queue_is_lost_is_an_error_and_the_next_one_is_none(log: CommitLog) -> None:
     send(log, "abcd", queue_id=[0] * 4)
-    with txmq.PullConsumer(log, "report", "orders", auto_commit=False, pull_batch_size=2) as script:
+    with pull(log, auto_commit=False, pull_batch_size=2) as script:
         assert bodies(script.poll() or []) == ["a", "b"]
         txmq.ConsumerGroup(log, "report").reset("earliest")
         with pytest.raises(txmq.ConsumeError, match=r"queue 0 of topic 'orders': claimed .* 'report', or .* reset"):
             script.commit()
         assert bodies(script.poll() or []) == ["a", "b"]
         script.commit()
-    assert log.groups.positions("report")[QUEUE] == 2
+    assert position(log) == 2
 
 
 def test_a_commit_after_the_end_of_an_iteration_is_an_error(log: CommitLog) -> None:
     send(log, "abcd")
-    consumer = txmq.PullConsumer(log, "report", "orders", auto_commit=False, stop_at_end=True)
+    consumer = pull(log, auto_commit=False, stop_at_end=True)
     assert len(list(consumer)) == 4
     with pytest.raises(txmq.ConsumeError, match=r"was shut down.*comes again.*within the loop"):
         consumer.commit()
@@ -239,20 +260,18 @@ def test_a_commit_after_the_end_of_an_iteration_is_an_error(log: CommitLog) -> N
 
 @pytest.mark.parametrize("auto_commit", [True, False])
 def test_a_script_that_iterates_lets_a_queue_go_before_it_has_seen_all_that_it_fetched(
-    auto_commit: bool, monkeypatch: pytest.MonkeyPatch
+    auto_commit: bool,
 ) -> None:
-    monkeypatch.setattr(GroupMember, "_keep_on", lambda self: None)  # the test does what is due
-    machine = Steps()
-    log = memory_log(machine)
+    log = memory_log(ByHand())
     send(log, "abcdefgh", queue_id=[0, 1] * 4)
-    first = txmq.PullConsumer(log.another(), "report", "orders", stop_at_end=True, auto_commit=auto_commit)
+    first = pull(log.another(), stop_at_end=True, auto_commit=auto_commit)
     messages = iter(first)
     seen = [next(messages)]
-    second = txmq.PullConsumer(log.another(), "report", "orders").start()
-    pass_time(machine, [first, second], LEASE_S)
+    second = pull(log.another()).start()
+    pass_time([first, second], LEASE_S)
     seen.append(next(messages))
     first.commit()
-    pass_time(machine, [first, second], LEASE_S)
+    pass_time([first, second], LEASE_S)
     others = second.poll(0)
     second.commit()
     seen += [next(messages), next(messages), next(messages)]
@@ -262,16 +281,14 @@ def test_a_script_that_iterates_lets_a_queue_go_before_it_has_seen_all_that_it_f
     second.shutdown()
 
 
-def test_a_script_whose_lease_is_over_gets_no_more_of_what_it_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GroupMember, "_keep_on", lambda self: None)  # the test does what is due
-    machine = Steps()
-    log = memory_log(machine, orders=1)
+def test_a_script_whose_lease_is_over_gets_no_more_of_what_it_fetched() -> None:
+    log = memory_log(ByHand(), orders=1)
     send(log, "abcd")
-    first = txmq.PullConsumer(log.another(), "report", "orders", stop_at_end=True)
+    first = pull(log.another(), stop_at_end=True)
     messages = iter(first)
     assert next(messages).body == b"a"
-    with txmq.PullConsumer(log.another(), "report", "orders") as second:
-        pass_time(machine, [second], 2 * LEASE_S)  # the first one sleeps
+    with pull(log.another()) as second:
+        pass_time([second], 2 * LEASE_S)  # the first one sleeps
         assert bodies(second.poll(0)) == list("abcd")
         second.commit()
         first.member.keep()
@@ -281,9 +298,8 @@ def test_a_script_whose_lease_is_over_gets_no_more_of_what_it_fetched(monkeypatc
 def test_a_commit_beside_the_members_own_progress_finds_no_released_queue_lost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = memory_log(orders=1)
-    send(log, "ab")
-    consumer = txmq.PullConsumer(log, "report", "orders", auto_commit=False)
+    log = queue_of("ab")
+    consumer = pull(log, auto_commit=False)
     consumer.member.join()
     consumer.member.fetch()
     with consumer.member.changed:
@@ -302,14 +318,13 @@ def test_a_commit_beside_the_members_own_progress_finds_no_released_queue_lost(
     monkeypatch.setattr(log.groups, "report", report)
     consumer.commit()
     beside.join()
-    assert log.groups.positions("report")[QUEUE] == 2
+    assert position(log) == 2
     assert "was claimed by another member" not in caplog.text
 
 
 def test_who_never_commits_is_told() -> None:
-    log = memory_log(orders=1)
-    send(log, [str(n) for n in range(20)])
-    with txmq.PullConsumer(log, "report", "orders", auto_commit=False, max_span=8, pull_batch_size=4) as consumer:
+    log = queue_of([str(n) for n in range(20)])
+    with pull(log, auto_commit=False, max_span=8, pull_batch_size=4) as consumer:
         consumer.poll(0)
         consumer.poll(0)
         with pytest.raises(txmq.ConsumeError, match=r"8 messages were given out and not committed.*call commit"):
@@ -318,49 +333,26 @@ def test_who_never_commits_is_told() -> None:
         assert len(consumer.poll(0)) == 4
 
 
-def test_it_waits_for_what_another_member_of_the_group_has(log: CommitLog) -> None:
+def test_it_waits_for_what_another_member_of_the_group_has() -> None:
     """To the end comes the group, and not only one of its members."""
-    machine = Steps()
-    memory = memory_log(machine)
-    send(memory, "abcdef")
-    dead = txmq.PullConsumer(memory.another(), "report", "orders", heartbeat_interval=10, lease=LEASE_S)
-    dead.member.join()
-    lives = txmq.PullConsumer(memory.another(), "report", "orders", stop_at_end=True, heartbeat_interval=10,
-                              lease=LEASE_S)  # fmt: skip
-    lives._ends = dict(memory.tails())
+    log = memory_log()
+    send(log, "abcdef")
+    pull(log.another(), heartbeat_interval=10, lease=LEASE_S).member.join()  # and it dies
+    lives = pull(log.another(), stop_at_end=True, heartbeat_interval=10, lease=LEASE_S)
+    lives._ends = dict(log.tails())
     lives.member.join()
-    assert lives._next_before(machine.monotonic()) is None
+    assert lives._next_before(log.machine.monotonic()) is None
     assert not lives._is_at_end()
-    pass_time(machine, [lives], LEASE_S + 15)
+    pass_time([lives], LEASE_S + 15)
     found = []
     while not lives._is_at_end():
-        take = lives._next_before(machine.monotonic())
+        take = lives._next_before(log.machine.monotonic())
         assert take is not None
         found += take.messages["body"].to_pylist()
-    assert sorted(found) == [b"a", b"b", b"c", b"d", b"e", b"f"]
-
-
-def test_two_scripts_share_a_group(log: CommitLog) -> None:
-    send(log, "abcdef")
-    found = []
-    options = {"heartbeat_interval": 0.2, "lease": 2.0, "stop_at_end": True}
-    with (
-        txmq.PullConsumer(log.another(), "report", "orders", **options) as one,
-        txmq.PullConsumer(log.another(), "report", "orders", **options) as two,
-    ):
-        while len(set(found)) < 6:
-            for consumer in (one, two):
-                found += bodies(consumer.poll(0.05) or [])
-    assert sorted(set(found)) == list("abcdef")
+    assert sorted(found) == [letter.encode() for letter in "abcdef"]
 
 
 @pytest.mark.parametrize("name", ["tables", "stop_at_end", "auto_commit"])
 def test_a_flag_is_true_or_false(name: str) -> None:
     with pytest.raises(txmq.OptionError, match=f"{name}='yes' is neither True nor False"):
         txmq.PullConsumer(memory_log(), "report", "orders", **{name: "yes"})
-
-
-def test_spark_reads_for_the_group(log: CommitLog) -> None:
-    log.groups.publish("report", {QUEUE: 0})
-    with pytest.raises(txmq.GroupInUseError, match="is read by Spark"):
-        txmq.PullConsumer(log, "report", "orders").start()

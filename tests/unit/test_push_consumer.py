@@ -25,18 +25,32 @@ import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.config import DELAY_LEVELS_S
 from rmq_spark.consumer import member as member_module
-from tests.support.consumers import DONE, LATER, NEXT, STOP, Steps, go_on, memory_log, pass_time, push, seen_by, send
-from tests.support.half_batches import in_half, let_leave, make_log
+from tests.support.consumers import (
+    DONE,
+    LATER,
+    NEXT,
+    STOP,
+    consume_all,
+    go_on,
+    joined,
+    memory_log,
+    pass_time,
+    push,
+    queue_of,
+    seen_by,
+    send,
+    wait_until,
+)
+from tests.support.half_batches import bodies, in_half, let_leave, make_log
 from tests.support.inboxes import inbox_of, make_database, results
 from tests.support.inside import GroupMember, Machine, push_module, restored, sent_back, stripping
+from tests.support.seeds import how_many
 
-pytestmark = pytest.mark.log("memory", "delta", orders=2)
+pytestmark = pytest.mark.log("memory", orders=2)
+also_on_delta = pytest.mark.log("memory", "delta", orders=2)
+"""What a consumer reads from the tables, and what it writes there."""
 
 QUEUE = ("orders", 0)
-
-
-def bodies(log: CommitLog, topic: str) -> list[str]:
-    return [body.decode() for body in log.another().read(topic, columns=["body"])["body"].to_pylist()]
 
 
 def fails_on(bad: str, found: list[str] | None = None, status: Any = LATER, good: Any = DONE) -> txmq.EachMessage:
@@ -49,6 +63,13 @@ def fails_on(bad: str, found: list[str] | None = None, status: Any = LATER, good
         return status if body in bad else good
 
     return txmq.EachMessage(listen)
+
+
+def fails_with(problem: BaseException) -> Callable[..., Any]:
+    def fail(*_: object) -> Any:
+        raise problem
+
+    return fail
 
 
 def dies(consumer: Any) -> None:
@@ -66,30 +87,43 @@ def takes_a_list(messages: list[txmq.MessageExt]) -> Any:
     return DONE
 
 
+async def waits(messages: Any) -> Any:
+    return DONE
+
+
+IS_A_COROUTINE = "got the coroutine function waits: a plain function is expected"
+
+
 @pytest.mark.parametrize(
-    ("listener", "words"),
+    ("make", "said"),
     [
-        (
-            takes_one,
-            r"takes_one takes txmq\.MessageExt: .* Wrap a function of one message: txmq\.EachMessage\(takes_one\)",
-        ),
-        (takes_a_list, r"Wrap a function of a list of messages: txmq\.EachBatch\(takes_a_list\)"),
+        (lambda: push(memory_log(), "print"), r"got str: a function of a pyarrow\.Table"),
+        (lambda: push(memory_log(), takes_one), r"takes_one takes txmq\.MessageExt: .* txmq\.EachMessage\(takes_one\)"),
+        (lambda: push(memory_log(), takes_a_list), r"of a list of messages: txmq\.EachBatch\(takes_a_list\)"),
+        (lambda: push(memory_log(), waits), IS_A_COROUTINE),
+        (lambda: txmq.EachMessage(waits), IS_A_COROUTINE),
+        (lambda: txmq.EachBatch(waits), IS_A_COROUTINE),
     ],
 )
-def test_a_function_of_messages_that_is_not_wrapped_is_refused_at_once(listener: Any, words: str) -> None:
-    with pytest.raises(txmq.ListenerError, match=words):
-        push(memory_log(), listener)
+def test_what_is_no_listener_is_refused_at_once(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(txmq.ListenerError, match=said):
+        make()
 
 
 def test_a_table_taken_for_a_message_ends_the_consumer_and_makes_no_dead_letters(log: CommitLog) -> None:
+    """A health check of a service is told: the program goes on, and consumes nothing."""
     send(log, "abc")
-    with txmq.PushConsumer(log, "points", lambda message: message.body, "orders",
-                           consume_from_where="CONSUME_FROM_FIRST_OFFSET") as consumer:  # fmt: skip
-        assert consumer.member.stopping.wait(60)
-        words = r"asked a pyarrow\.Table for \.body: .* txmq\.EachMessage\(function\)"
-        with pytest.raises(txmq.ListenerError, match=words):
-            consumer.shutdown()
-    assert "%RETRY%points" not in log.topics() or bodies(log, "%RETRY%points") == []
+    consumer = push(log, lambda message: message.body)
+    assert not consumer.is_running
+    consumer.start()
+    assert consumer.member.stopping.wait(60)
+    assert not consumer.is_running
+    assert isinstance(consumer.problem, txmq.ListenerError)
+    words = r"asked a pyarrow\.Table for \.body: .* txmq\.EachMessage\(function\)"
+    with pytest.raises(txmq.ListenerError, match=words):
+        consumer.shutdown()
+    assert consumer.problem is None
+    assert bodies(log, "%RETRY%points") == []
 
 
 @pytest.mark.parametrize(
@@ -116,6 +150,7 @@ def test_a_misspelt_argument_names_the_nearest_one(call: Any, words: str) -> Non
         call(memory_log())
 
 
+@also_on_delta
 @pytest.mark.parametrize("form", ["table", "list", "one"])
 def test_a_listener_gets_every_message_once_whatever_its_form(log: CommitLog, form: str) -> None:
     send(log, "abcdef", tags=list("xyxyxy"), properties=pa.array([[("n", "1")]] * 6, pa.map_(pa.string(), pa.string())))
@@ -138,9 +173,7 @@ def test_a_listener_gets_every_message_once_whatever_its_form(log: CommitLog, fo
         return [one(message) for message in messages]
 
     listener = {"table": table, "list": txmq.EachBatch(several), "one": txmq.EachMessage(one)}[form]
-    consumer = push(log, listener)
-    consumer.member.join()
-    go_on(consumer)
+    consumer = consume_all(log, listener)
     assert sorted((m["queue_id"], m["queue_offset"]) for m in found) == [(q, n) for q in (0, 1) for n in (0, 1, 2)]
     assert {m["reconsume_times"] for m in found} == {0}
     assert sorted(m["tags"] for m in found) == list("xxxyyy")
@@ -148,13 +181,12 @@ def test_a_listener_gets_every_message_once_whatever_its_form(log: CommitLog, fo
     assert not consumer.work()
 
 
+@also_on_delta
 def test_messages_for_a_listener_are_what_the_log_has(log: CommitLog) -> None:
     send(log, ["a", "b"], keys=["k", None], sharding_key=["s", "s"])
     read = log.read("orders")
     found: list[txmq.MessageExt] = []
-    consumer = push(log, txmq.EachMessage(lambda m: (found.append(m), DONE)[1]))
-    consumer.member.join()
-    go_on(consumer)
+    consume_all(log, txmq.EachMessage(lambda m: (found.append(m), DONE)[1]))
     assert len(found) == 2
     for message, row in zip(found, read.to_pylist(), strict=True):
         same = {name: getattr(message, name) for name in row if name not in ("properties", "commit_timestamp")}
@@ -163,17 +195,17 @@ def test_messages_for_a_listener_are_what_the_log_has(log: CommitLog) -> None:
         assert built == message, "every field is there, as the class itself makes them"
 
 
+@also_on_delta
 def test_only_messages_that_are_wanted_come_and_the_others_count_as_done(log: CommitLog) -> None:
     send(log, "abcdef", tags=list("xyxyxy"), queue_id=[0] * 6)
     for options in ({"tags": "x"}, {"selector": "TAGS = 'x'"}):
         found: list[str] = []
-        consumer = push(log, seen_by(found), group=next(iter(options)), **options)
-        consumer.member.join()
-        go_on(consumer)
+        consumer = consume_all(log, seen_by(found), group=next(iter(options)), **options)
         assert found == ["a", "c", "e"]
         assert log.groups.positions(consumer.member.group)[QUEUE] == 6
 
 
+@also_on_delta
 def test_a_group_begins_where_it_is_told(log: CommitLog) -> None:
     send(log, "ab", queue_id=[0, 0])
     moment = log.read("orders")["commit_timestamp"][0].as_py() + timedelta(microseconds=1)
@@ -191,6 +223,7 @@ def test_a_group_begins_where_it_is_told(log: CommitLog) -> None:
     assert found == {"FIRST_OFFSET": list("abcde"), "LAST_OFFSET": ["e"], "TIMESTAMP": list("cde")}
 
 
+@also_on_delta
 def test_drained_messages_and_the_tail_come_in_order(log: CommitLog) -> None:
     for n in range(3):
         send(log, [f"{n}.{i}" for i in range(4)], queue_id=[0, 1] * 2)
@@ -202,43 +235,44 @@ def test_drained_messages_and_the_tail_come_in_order(log: CommitLog) -> None:
         found.extend(zip(messages["queue_id"].to_pylist(), messages["queue_offset"].to_pylist(), strict=True))
         return NEXT
 
-    consumer = push(log, listen, mode="orderly")
-    consumer.member.join()
-    go_on(consumer)
+    consume_all(log, listen, mode="orderly")
     for queue_id in (0, 1):
         assert [offset for q, offset in found if q == queue_id] == list(range(7))
 
 
 # ---------------------------------------------------------------- progress
-def three_takes(consumer: Any) -> list[Any]:
-    """What three threads would take of what the member fetches first."""
-    consumer.member.join()
+def fetched(log: CommitLog, listener: Any, **options: Any) -> Any:
+    """A consumer that has joined its group and fetched, and has consumed nothing yet."""
+    consumer = joined(log, listener, **options)
     consumer.member.fetch()
+    return consumer
+
+
+def take(consumer: Any) -> Any:
+    """What a thread takes next."""
     with consumer.member.changed:
-        return [consumer._take() for _ in range(3)]
+        return consumer._take()
 
 
 def test_progress_is_the_lowest_unfinished_offset() -> None:
-    log = memory_log(orders=1)
-    send(log, "abcdef")
-    consumer = push(log, seen_by([]), consume_message_batch_max_size=2)
-    takes = three_takes(consumer)
+    log = queue_of("abcdef")
+    consumer = fetched(log, seen_by([]), consume_message_batch_max_size=2)
+    takes = [take(consumer) for _ in range(3)]
     progress = []
-    for take in (takes[1], takes[0], takes[2]):
-        consumer.consume(take)
+    for taken in (takes[1], takes[0], takes[2]):
+        consumer.consume(taken)
         consumer.member.persist()
         progress.append(log.groups.positions("points")[QUEUE])
     assert progress == [0, 4, 6]
 
 
 def test_progress_stays_below_takes_that_came_back_in_their_order() -> None:
-    log = memory_log(orders=1)
-    send(log, "abcdef")
+    log = queue_of("abcdef")
     found: list[str] = []
-    consumer = push(log, seen_by(found), consume_message_batch_max_size=2)
-    takes = three_takes(consumer)
-    for take in takes:
-        consumer._give_back(take, 0)
+    consumer = fetched(log, seen_by(found), consume_message_batch_max_size=2)
+    takes = [take(consumer) for _ in range(3)]
+    for taken in takes:
+        consumer._give_back(taken, 0)
     consumer.member.persist()
     assert log.groups.positions("points")[QUEUE] == 0
     go_on(consumer)
@@ -246,36 +280,32 @@ def test_progress_stays_below_takes_that_came_back_in_their_order() -> None:
 
 
 def test_what_several_threads_gave_back_is_not_lost_by_a_shutdown() -> None:
-    log = memory_log(orders=1)
-    send(log, "abcdef")
-    consumer = push(log, seen_by([]), consume_message_batch_max_size=2)
-    takes = three_takes(consumer)
-    for take in takes:
-        consumer._give_back(take, 1)
+    log = queue_of("abcdef")
+    consumer = fetched(log, seen_by([]), consume_message_batch_max_size=2)
+    takes = [take(consumer) for _ in range(3)]
+    for taken in takes:
+        consumer._give_back(taken, 1)
     consumer.member.leave()
     assert log.groups.positions("points")[QUEUE] == 1
 
 
 def test_progress_is_written_at_most_once_a_second_and_not_at_all_when_nothing_moved() -> None:
-    machine = Steps()
-    log = memory_log(machine, orders=1)
-    consumer = push(log, seen_by([]))
-    consumer.member.join()
+    log = memory_log(orders=1)
+    consumer = joined(log, seen_by([]))
     before = log.groups.table.refresh()
     for letter in "abcdef":
         send(log, [letter])
         consumer.member.fetch()
         consumer.work()
         consumer.member.keep()
-        machine.sleep(0.25)
+        log.machine.sleep(0.25)
     assert log.groups.table.refresh() - before == 2
-    pass_time(machine, [consumer], 20)
+    pass_time([consumer], 20)
     assert log.groups.table.refresh() - before == 3
 
 
 def test_on_an_object_store_the_members_of_all_groups_take_turns_with_their_progress() -> None:
-    machine = Steps()
-    log = memory_log(machine, orders=1)
+    log = memory_log(orders=1)
     others = [push(log, seen_by([]), group=f"group-{n}") for n in range(19)]
     consumer = push(log, seen_by([]))
     consumer.member._is_remote = True
@@ -289,18 +319,14 @@ def test_on_an_object_store_the_members_of_all_groups_take_turns_with_their_prog
         before = log.groups.table.refresh()
         consumer.member.keep()
         written.append(log.groups.table.refresh() - before)
-        machine.sleep(1.0)
+        log.machine.sleep(1.0)
     assert written == [1, 0, 0, 0] * 3, "20 members, 0.2 s each"
 
 
 def test_no_more_than_max_span_is_under_way_behind_a_message_that_does_not_end() -> None:
-    log = memory_log(orders=1)
-    send(log, [str(n) for n in range(50)])
-    consumer = push(log, fails_on(""), max_span=10)
-    consumer.member.join()
-    consumer.member.fetch()
-    with consumer.member.changed:
-        stuck = consumer._take()  # the first of a kind: one message
+    log = queue_of([str(n) for n in range(50)])
+    consumer = fetched(log, fails_on(""), max_span=10)
+    stuck = take(consumer)  # the first of a kind: one message
     assert stuck.messages.num_rows == 1
     while consumer.member.fetch() or consumer.work():
         pass
@@ -313,18 +339,14 @@ def test_no_more_than_max_span_is_under_way_behind_a_message_that_does_not_end()
 
 
 def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_taken() -> None:
-    machine = Steps()
-    log = memory_log(machine, orders=1)
-    send(log, [str(n) for n in range(5000)])
+    log = queue_of([str(n) for n in range(5000)])
     slow = False
 
     def listen(message: txmq.MessageExt) -> Any:
-        machine.since_s += 0.02 if slow else 1e-6
+        log.machine.since_s += 0.02 if slow else 1e-6
         return DONE
 
-    consumer = push(log, txmq.EachMessage(listen))
-    consumer.member.join()
-    consumer.member.fetch()
+    consumer = fetched(log, txmq.EachMessage(listen))
     while consumer.work() and consumer._each_s > 1e-5:
         pass
     slow = True
@@ -334,60 +356,48 @@ def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_
 
 
 def test_a_quick_listener_that_20_threads_call_is_not_taken_for_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Steps()
-    log = memory_log(machine, orders=1)
-    send(log, [str(n) for n in range(50)])
+    log = queue_of([str(n) for n in range(50)])
 
     def answers(*arguments: Any, **options: Any) -> Any:
-        machine.since_s += 0.1  # the thread waits for Python's lock, which 19 others want too
+        log.machine.since_s += 0.1  # the thread waits for Python's lock, which 19 others want too
         return answers_of(*arguments, **options)
 
     answers_of = push_module.answers
     monkeypatch.setattr(push_module, "answers", answers)
-    consumer = push(log, txmq.EachMessage(lambda message: DONE))
-    consumer.member.join()
-    consumer.member.fetch()
+    consumer = fetched(log, txmq.EachMessage(lambda message: DONE))
     assert consumer.work()
-    with consumer.member.changed:
-        take = consumer._take()
-    assert take is not None
-    assert take.messages.num_rows == 49, "all of them, and not one after the other"
+    taken = take(consumer)
+    assert taken is not None
+    assert taken.messages.num_rows == 49, "all of them, and not one after the other"
 
 
 def test_one_thread_calls_a_quick_listener_unless_its_call_hangs() -> None:
-    machine = Steps()
-    log = memory_log(machine, orders=1)
-    send(log, [str(n) for n in range(50)])
-    consumer = push(log, fails_on(""))
-    consumer.member.join()
-    consumer.member.fetch()
+    log = queue_of([str(n) for n in range(50)])
+    consumer = fetched(log, fails_on(""))
     assert consumer.work()
     consumer._each_s = 1e-2
-    with consumer.member.changed:
-        first, second = consumer._take(), consumer._take()
-    assert first is not None
-    assert second is not None, "a slow one is called by several"
+    assert take(consumer) is not None
+    assert take(consumer) is not None, "a slow one is called by several"
     consumer._each_s = 1e-6
+    assert take(consumer) is None
     with consumer.member.changed:
-        assert consumer._take() is None
         assert consumer._until_next() == push_module.HANGS_S
-        machine.sleep(2 * push_module.HANGS_S)
-        beside = consumer._take()
-        assert beside is not None, "two calls hang"
-        assert consumer._take() is None
+    log.machine.sleep(2 * push_module.HANGS_S)
+    beside = take(consumer)
+    assert beside is not None, "two calls hang"
+    assert take(consumer) is None
     send(log, ["more"])
     consumer.member.fetch()
     consumer.consume(beside)
     consumer._each_s = 1e-6
-    with consumer.member.changed:
-        assert consumer._take() is not None, "it does not wait for those that hang"
+    assert take(consumer) is not None, "it does not wait for those that hang"
 
 
+@also_on_delta
 def test_what_has_expired_is_left_out_and_said(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
     send(log, "abcd")
     found: list[str] = []
-    consumer = push(log, seen_by(found))
-    consumer.member.join()
+    consumer = joined(log, seen_by(found))
     log.drain()
     log.topic_store.set_retention("orders", 0.0)
     let_leave(log)
@@ -408,10 +418,9 @@ def test_a_listener_that_raises_is_told_at_once(mode: str, caplog: pytest.LogCap
     def listen(message: txmq.MessageExt) -> Any:
         raise RuntimeError("postgresql://shop:hush@db is down")
 
-    log = memory_log(Steps())
+    log = memory_log()
     send(log, "ab")
-    consumer = push(log, txmq.EachMessage(listen), mode=mode)
-    consumer.member.join()
+    consumer = joined(log, txmq.EachMessage(listen), mode=mode)
     with caplog.at_level(logging.WARNING):
         go_on(consumer)
     told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("message listener of group 'points'")]
@@ -422,26 +431,14 @@ def test_a_listener_that_raises_is_told_at_once(mode: str, caplog: pytest.LogCap
     assert then[mode] in told[0]
 
 
-@pytest.mark.parametrize("wrapped", [txmq.EachMessage, txmq.EachBatch, lambda listener: push(memory_log(), listener)])
-def test_a_coroutine_function_is_no_listener_of_messages(wrapped: Any) -> None:
-    async def listen(messages: Any) -> Any:
-        return DONE
-
-    with pytest.raises(txmq.ListenerError, match="got the coroutine function listen: a plain function is expected"):
-        wrapped(listen)
-
-
 def test_retries_and_dead_letters_are_those_of_the_spark_consumer() -> None:
-    machine = Steps()
-    log = memory_log(machine)
+    log = memory_log()
     properties = pa.array([[("n", "1")], None, None], pa.map_(pa.string(), pa.string()))
     send(log, "abc", tags=["x", "y", "z"], keys=["k1", "k2", "k3"], properties=properties)
     read = log.read("orders")
     found: list[str] = []
-    consumer = push(log, fails_on("b", found), max_reconsume_times=2)
-    consumer.member.join()
-    go_on(consumer)
-    pass_time(machine, [consumer], DELAY_LEVELS_S[2] + 1)
+    consumer = consume_all(log, fails_on("b", found), max_reconsume_times=2)
+    pass_time([consumer], DELAY_LEVELS_S[2] + 1)
     retry = log.another().read("%RETRY%points")
     b = read.filter(pc.equal(read["body"], b"b"))
     assert retry["born_timestamp"].to_pylist() == b["born_timestamp"].to_pylist()
@@ -450,7 +447,7 @@ def test_retries_and_dead_letters_are_those_of_the_spark_consumer() -> None:
     )
     assert retry.select(expected.column_names).to_pylist() == expected.to_pylist()
     go_on(consumer)
-    pass_time(machine, [consumer], DELAY_LEVELS_S[3] + 1)
+    pass_time([consumer], DELAY_LEVELS_S[3] + 1)
     go_on(consumer)
     assert [found.count(letter) for letter in "abc"] == [1, 3, 1]
     letters = txmq.DeadLetters(log, "points")
@@ -464,75 +461,14 @@ def test_retries_and_dead_letters_are_those_of_the_spark_consumer() -> None:
     assert found.count("b") == 4, "a letter that somebody resends comes to this group again"
 
 
-def test_an_exception_sends_all_of_its_call_back_with_the_reason(log: CommitLog) -> None:
-    send(log, "ab", queue_id=[0, 0])
-
-    def listen(messages: pa.Table) -> Any:
-        raise ValueError("no such customer")
-
-    consumer = push(log, listen, max_reconsume_times=0)
-    consumer.member.join()
-    go_on(consumer)
-    assert txmq.DeadLetters(log, "points").list()["reason"].to_pylist() == ["ValueError: no such customer"] * 2
-    assert log.groups.positions("points")[QUEUE] == 2
-
-
-class Unsayable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-@pytest.mark.parametrize(
-    ("problem", "reason"),
-    [
-        (ValueError("half of a pair: \ud800"), r"ValueError: half of a pair: \ud800"),
-        (Unsayable(), "Unsayable: (its text cannot be had: RuntimeError)"),
-    ],
-)
-def test_a_reason_that_is_no_text_holds_no_message_up(log: CommitLog, problem: Exception, reason: str) -> None:
-    send(log, "a")
-
-    def fails(message: txmq.MessageExt) -> Any:
-        raise problem
-
-    consumer = push(log, txmq.EachMessage(fails), max_reconsume_times=0)
-    consumer.member.note = lambda unsent, what: consumer.member.stopping.set()  # else it would be tried for ever
-    consumer.member.join()
-    while consumer.member.fetch() or (consumer.work() and not consumer.member.stopping.is_set()):
-        pass
-    letters = txmq.DeadLetters(log.another(), "points").list().to_pylist()
-    assert [letter["reason"] for letter in letters] == [reason]
-
-
-def test_what_failed_before_a_crash_is_not_sent_back_twice_and_what_fails_after_it_is_sent(log: CommitLog) -> None:
-    send(log, "abcdef", queue_id=[0] * 6)
-
-    def consume(bad: str) -> None:
-        consumer = push(log, lambda m: [LATER if b.decode() in bad else DONE for b in m["body"].to_pylist()],
-                        max_reconsume_times=0)  # fmt: skip
-        consumer.member.join()
-        consumer.member.fetch()
-        while consumer.work():
-            pass
-        dies(consumer)  # before it has written progress
-
-    for bad, dead in (("bd", "bd"), ("bdf", "bdf"), ("f", "bdf"), ("bd", "bdf")):
-        consume(bad)
-        assert sorted(bodies(log, "%DLQ%points")) == sorted(dead)
-    txmq.ConsumerGroup(log, "points").reset("earliest", ["orders"])
-    consume("b")
-    assert sorted(bodies(log, "%DLQ%points")) == sorted("bdfb"), "after a reset it is consumed again, and fails again"
-
-
 def fails_and_dies(log: CommitLog, rows: int | None = None, bad: str = "abcdef", **options: Any) -> None:
     """A member whose listener does not consume some messages. It ends before it has written progress."""
 
     def listen(messages: pa.Table) -> Any:
         return [LATER if body.decode() in bad else DONE for body in messages["body"].to_pylist()]
 
-    consumer = push(log, listen, consume_message_batch_max_size=rows, **options)
+    consumer = joined(log, listen, consume_message_batch_max_size=rows, **options)
     consumer.member.note = unexpected
-    consumer.member.join()
     consumer.member.fetch()
     try:
         while consumer.work():
@@ -545,20 +481,33 @@ def unexpected(problem: BaseException, what: str) -> None:
     raise AssertionError(what) from problem
 
 
+@also_on_delta
+def test_what_failed_before_a_crash_is_not_sent_back_twice_and_what_fails_after_it_is_sent(log: CommitLog) -> None:
+    send(log, "abcdef", queue_id=[0] * 6)
+    for bad, dead in (("bd", "bd"), ("bdf", "bdf"), ("f", "bdf"), ("bd", "bdf")):
+        fails_and_dies(log, bad=bad, max_reconsume_times=0)
+        assert sorted(bodies(log, "%DLQ%points")) == sorted(dead)
+    txmq.ConsumerGroup(log, "points").reset("earliest", ["orders"])
+    fails_and_dies(log, bad="b", max_reconsume_times=0)
+    assert sorted(bodies(log, "%DLQ%points")) == sorted("bdfb"), "after a reset it is consumed again, and fails again"
+
+
 def retries(log: CommitLog) -> list[tuple[str, int]]:
     """The retries that have come: of which message, and the how-manieth."""
     read = log.another().read("%RETRY%points", columns=["body", "properties"]).to_pylist()
     return [(row["body"].decode(), int(dict(row["properties"])["RECONSUME_TIME"])) for row in read]
 
 
+def retries_come(log: CommitLog, after_s: float) -> None:
+    log.machine.sleep(after_s)
+    log.another().place_due()
+
+
 def test_two_retries_of_one_message_that_fail_in_one_take_are_both_sent_on() -> None:
-    machine = Steps()
-    log = memory_log(machine, orders=1)
-    send(log, "a")
+    log = queue_of("a")
     for _ in range(3):  # each member begins anew: it gets the retries of those before it in one take
         fails_and_dies(log, delay_level_when_next_consume=1)
-        machine.sleep(2)
-        log.another().place_due()
+        retries_come(log, 2)
     assert retries(log) == [("a", 1), ("a", 2), ("a", 3)]
 
 
@@ -573,81 +522,69 @@ def test_what_was_sent_back_is_there_however_the_next_member_cuts_its_takes(
 
 
 def test_what_was_sent_back_is_there_whatever_the_next_member_makes_of_a_failure() -> None:
-    machine = Steps()
-    log = memory_log(machine, orders=1)
-    send(log, "ab")
+    log = queue_of("ab")
     fails_and_dies(log, bad="a", delay_level_when_next_consume=1)
     fails_and_dies(log, max_reconsume_times=0)
-    consumer = push(log, fails_on("ab", status=STOP, good=NEXT), mode="orderly", max_reconsume_times=0)
-    consumer.member.join()
+    consumer = joined(log, fails_on("ab", status=STOP, good=NEXT), mode="orderly", max_reconsume_times=0)
     for _ in range(3):
         go_on(consumer)
-        machine.sleep(1.1)
-    machine.sleep(2)
-    log.another().place_due()
+        log.machine.sleep(1.1)
+    retries_come(log, 2)
     assert (retries(log), bodies(log, "%DLQ%points")) == ([("a", 1)], ["b"])
 
 
 def test_what_was_sent_back_is_there_when_upkeep_has_stripped_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stripping, "STRIPPED_BYTES_MIN", 1)
-    machine = Steps()
-    log = memory_log(machine, orders=1)
+    log = memory_log(orders=1)
 
-    consumer = push(log, fails_on("ab"))
-    consumer.member.join()
+    consumer = joined(log, fails_on("ab"))
     send(log, "b")
     go_on(consumer)
-    pass_time(machine, [consumer], DELAY_LEVELS_S[2])
+    pass_time([consumer], DELAY_LEVELS_S[2])
     go_on(consumer)
-    pass_time(machine, [consumer], DELAY_LEVELS_S[3] - DELAY_LEVELS_S[2])
+    pass_time([consumer], DELAY_LEVELS_S[3] - DELAY_LEVELS_S[2])
     send(log, "a")
     go_on(consumer)
-    pass_time(machine, [consumer], DELAY_LEVELS_S[2])
+    pass_time([consumer], DELAY_LEVELS_S[2])
     dies(consumer)
     fails_and_dies(log)  # of the two, a comes again before b: so the file stays for b, without what a has in it
-    machine.sleep(DELAY_LEVELS_S[3])
-    log.another().place_due()
+    retries_come(log, DELAY_LEVELS_S[3])
     log.drain()
     assert let_leave(log).files_stripped == 1
     fails_and_dies(log)
-    machine.sleep(DELAY_LEVELS_S[4])
-    log.another().place_due()
+    retries_come(log, DELAY_LEVELS_S[4])
     assert Counter(retries(log)) == Counter([(letter, times) for letter in "ab" for times in (1, 2, 3)])
 
 
 def test_a_retry_that_fails_again_after_a_reset_of_the_retries_is_sent_on_again() -> None:
-    machine = Steps()
-    log = memory_log(machine, orders=1)
-    send(log, "a")
+    log = queue_of("a")
     for _ in range(2):
-        consumer = push(log, fails_on("a"), delay_level_when_next_consume=1, max_reconsume_times=2)
-        consumer.member.join()
-        go_on(consumer)
-        machine.sleep(2)
-        log.another().place_due()
+        consumer = consume_all(log, fails_on("a"), delay_level_when_next_consume=1, max_reconsume_times=2)
+        retries_come(log, 2)
         consumer.member.leave()
     assert retries(log) == [("a", 1), ("a", 2)]
     txmq.ConsumerGroup(log, "points").reset("earliest", ["%RETRY%points"])
     fails_and_dies(log, max_reconsume_times=2, delay_level_when_next_consume=1)
-    machine.sleep(2)
-    log.another().place_due()
+    retries_come(log, 2)
     assert retries(log) == [("a", 1), ("a", 2), ("a", 2)]
     assert bodies(log, "%DLQ%points") == ["a"]
 
 
+MANY = how_many(100, in_all=1_000)
+
+
 @pytest.mark.parametrize("state", ["new", "prepared", "there", "left"])
-def test_a_thousand_messages_are_sent_back_in_a_commit_or_two_of_each_table(
+def test_many_messages_are_sent_back_in_a_commit_or_two_of_each_table(
     state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = memory_log(Steps(), orders=1)
-    send(log, [str(n) for n in range(1_000)])
+    log = queue_of([str(n) for n in range(MANY)])
 
     def fail(**options: Any) -> None:
-        fails_and_dies(log, bad="".join(map(str, range(1_000))), max_reconsume_times=0, **options)
+        fails_and_dies(log, bad="".join(map(str, range(MANY))), max_reconsume_times=0, **options)
 
     if state == "prepared":
         with monkeypatch.context() as patch:
-            patch.setattr(CommitLog, "decide_many", killed)
+            patch.setattr(CommitLog, "decide_many", fails_with(Killed()))
             with pytest.raises(Killed):
                 fail()
     elif state != "new":
@@ -659,19 +596,15 @@ def test_a_thousand_messages_are_sent_back_in_a_commit_or_two_of_each_table(
     before = versions(log)
     fail()
     assert all(after <= version + 2 for version, after in zip(before, versions(log), strict=True))
-    assert Counter(bodies(log, "%DLQ%points")) == Counter(map(str, range(1_000)))
+    assert Counter(bodies(log, "%DLQ%points")) == Counter(map(str, range(MANY)))
     before = versions(log)
-    assert txmq.DeadLetters(log.another(), "points").resend() == 1_000
+    assert txmq.DeadLetters(log.another(), "points").resend() == MANY
     assert all(after <= version + 2 for version, after in zip(before, versions(log), strict=True))
     assert txmq.DeadLetters(log.another(), "points").resend() == 0
 
 
 class Killed(BaseException):
     pass
-
-
-def killed(*arguments: Any) -> Any:
-    raise Killed
 
 
 def versions(log: CommitLog) -> tuple[int, int]:
@@ -681,8 +614,7 @@ def versions(log: CommitLog) -> tuple[int, int]:
 
 def test_a_message_that_cannot_be_sent_back_stays_unfinished(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     send(log, "ab", queue_id=[0, 0])
-    consumer = push(log, fails_on("b"))
-    consumer.member.join()
+    consumer = joined(log, fails_on("b"))
     monkeypatch.setattr(push_module, "SEND_AGAIN_S", 0)
 
     def down(*arguments: Any) -> None:
@@ -700,25 +632,22 @@ def test_a_message_that_cannot_be_sent_back_stays_unfinished(log: CommitLog, mon
 
 # ---------------------------------------------------------------- orderly
 def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
-    machine = Steps()
-    log = memory_log(machine)
+    log = memory_log()
     send(log, "abcdef", queue_id=[0, 1] * 3)
     found: list[str] = []
     bad = ["c"]
-    consumer = push(log, fails_on("c", found, STOP, NEXT), mode="orderly")
-    consumer.member.join()
-    go_on(consumer)
+    consumer = consume_all(log, fails_on("c", found, STOP, NEXT), mode="orderly")
     assert sorted(found) == ["a", "b", "c", "d", "f"]
     assert log.groups.positions("points") == {QUEUE: 1, ("orders", 1): 3, ("%RETRY%points", 0): 0}
-    machine.sleep(0.5)
+    log.machine.sleep(0.5)
     assert not consumer.work()
-    machine.sleep(0.6)
+    log.machine.sleep(0.6)
     go_on(consumer)
     assert found.count("c") == 2
     assert "e" not in found
     bad.clear()
     consumer._listener = fails_on("", found, STOP, NEXT)
-    machine.sleep(1.1)
+    log.machine.sleep(1.1)
     go_on(consumer)
     assert [body for body in found if body in "ace"] == ["a", "c", "c", "c", "e"]
     assert log.groups.positions("points")[QUEUE] == 3
@@ -727,19 +656,16 @@ def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
 def test_one_call_at_a_time_for_an_orderly_queue() -> None:
     log = memory_log()
     send(log, "abcdef", queue_id=[0, 1] * 3)
-    consumer = push(log, seen_by([], NEXT), mode="orderly", consume_message_batch_max_size=1)
-    takes = three_takes(consumer)
-    assert {take.queue.queue for take in takes[:2]} == {("orders", 0), ("orders", 1)}
+    consumer = fetched(log, seen_by([], NEXT), mode="orderly", consume_message_batch_max_size=1)
+    takes = [take(consumer) for _ in range(3)]
+    assert {taken.queue.queue for taken in takes[:2]} == {("orders", 0), ("orders", 1)}
     assert takes[2] is None
     consumer.consume(takes[0])
-    with consumer.member.changed:
-        assert consumer._take().queue is takes[0].queue
+    assert take(consumer).queue is takes[0].queue
 
 
 def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    machine = Steps()
-    log = memory_log(machine, orders=1)
-    send(log, "abcd")
+    log = queue_of("abcd")
     found: list[list[str]] = []
     times: list[list[int]] = []
 
@@ -750,12 +676,11 @@ def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end(caplog:
             raise ValueError("not b")
         return NEXT
 
-    consumer = push(log, listen, mode="orderly", max_reconsume_times=2)
-    consumer.member.join()
+    consumer = joined(log, listen, mode="orderly", max_reconsume_times=2)
     caplog.set_level(logging.WARNING)
     for _ in range(6):
         go_on(consumer)
-        machine.sleep(1.1)
+        log.machine.sleep(1.1)
     # A call that failed as a whole is tried again with single messages, so that the right one dies.
     assert found == [["a", "b", "c", "d"], ["a"], ["b", "c", "d"], ["b"], ["b"], ["c", "d"]]
     assert times == [[0, 0, 0, 0], [1], [0, 0, 0], [1], [2], [0, 0]]
@@ -767,7 +692,7 @@ def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end(caplog:
 
 
 def test_an_inbox_takes_every_message_once_whoever_has_the_queue(tmp_path: Path) -> None:
-    log = memory_log(Steps(), orders=2)
+    log = memory_log(orders=2)
     url = make_database(tmp_path)
     send(log, "abcdef")
     with pytest.raises(txmq.OptionError, match="use mode='orderly'"):
@@ -812,27 +737,14 @@ def test_what_cannot_be_used_is_refused(options: dict[str, Any], said: str) -> N
         push(memory_log(), seen_by([]), **options)
 
 
-def test_what_is_no_listener_is_refused() -> None:
-    with pytest.raises(txmq.ListenerError, match=r"got str: a function of a pyarrow\.Table"):
-        push(memory_log(), "print")
-
-
 # ---------------------------------------------------------------- threads
+@also_on_delta
 def test_it_consumes_in_threads_until_it_is_shut_down(log: CommitLog) -> None:
     found: list[str] = []
-    all_came = threading.Event()
-
-    def listen(message: txmq.MessageExt) -> Any:
-        found.append(bytes(message.body).decode())  # type: ignore[arg-type]
-        if len(found) == 40:
-            all_came.set()
-        return DONE
-
-    consumer = push(log, txmq.EachMessage(listen))
-    with consumer:
+    with push(log, fails_on("", found)) as consumer:
         for n in range(4):
             send(log, [f"{n}.{i}" for i in range(10)])
-        assert all_came.wait(60)
+        wait_until(lambda: len(found) == 40)
     assert len(set(found)) == 40
     assert sum(log.groups.positions("points").values()) == 40
     assert all(place.owner is None for place in log.groups.places("points").values())
@@ -842,24 +754,29 @@ def test_it_consumes_in_threads_until_it_is_shut_down(log: CommitLog) -> None:
         consumer.start()
 
 
+class Holds:
+    """A listener whose calls last until the test lets them end."""
+
+    def __init__(self) -> None:
+        self.calls = threading.Semaphore(0)
+        self.may_end = threading.Event()
+
+    def __call__(self, messages: Any) -> Any:
+        self.calls.release()
+        assert self.may_end.wait(60)
+        return DONE
+
+
 def test_a_shutdown_waits_for_a_running_call_and_starts_no_other(log: CommitLog) -> None:
     send(log, "abcd", queue_id=[0] * 4)
-    found: list[str] = []
-    began, may_end = threading.Event(), threading.Event()
-
-    def listen(messages: pa.Table) -> Any:
-        began.set()
-        assert may_end.wait(60)
-        return seen_by(found)(messages)
-
-    consumer = push(log, listen, consume_message_batch_max_size=1, consume_thread_max=1).start()
-    assert began.wait(60)
-    ends = threading.Thread(target=consumer.shutdown)
-    ends.start()
-    assert consumer.member.stopping.wait(60)
-    may_end.set()
-    ends.join(60)
-    assert found == ["a"]
+    listener = Holds()
+    consumer = push(log, listener, consume_message_batch_max_size=1, consume_thread_max=1).start()
+    assert listener.calls.acquire(timeout=60)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(consumer.shutdown)
+        assert consumer.member.stopping.wait(60)
+        listener.may_end.set()
+    assert not listener.calls.acquire(blocking=False), "no other call"
     assert log.groups.positions("points")[QUEUE] == 1
 
 
@@ -867,28 +784,23 @@ def test_two_threads_that_start_and_shut_down_a_consumer_make_one_member_and_bot
     log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joins: list[str] = []
-    join, began, may_end = GroupMember.join, threading.Event(), threading.Event()
+    join, listener = GroupMember.join, Holds()
 
     def slowly(member: GroupMember) -> None:
         joins.append(member.name)
         time.sleep(0.2)  # so that the other thread begins to start it, too
         join(member)
 
-    def listen(messages: pa.Table) -> Any:
-        began.set()
-        assert may_end.wait(60)
-        return DONE
-
     monkeypatch.setattr(GroupMember, "join", slowly)
     send(log, "a", queue_id=[0])
-    consumer = push(log, listen)
+    consumer = push(log, listener)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: consumer.start(), range(2)))
         assert len(joins) == 1
-        assert began.wait(60)
+        assert listener.calls.acquire(timeout=60)
         ends = [pool.submit(consumer.shutdown) for _ in range(2)]
         assert not wait(ends, 0.3).done
-        may_end.set()
+        listener.may_end.set()
         assert not wait(ends, 60).not_done
     assert log.groups.positions("points")[QUEUE] == 1
 
@@ -896,40 +808,32 @@ def test_two_threads_that_start_and_shut_down_a_consumer_make_one_member_and_bot
 def test_a_shutdown_within_a_call_is_refused_at_once_and_does_not_wait_for_itself(log: CommitLog) -> None:
     send(log, "a", queue_id=[0])
     said: list[str] = []
-    told = threading.Event()
 
     def listen(message: txmq.MessageExt) -> Any:
         try:
             consumer.shutdown()
         except txmq.ConsumeError as problem:
             said.append(str(problem))
-        told.set()
         return DONE
 
     consumer = push(log, txmq.EachMessage(listen))
     with consumer:
-        assert told.wait(60)
+        wait_until(lambda: said)
     assert "call stop() there" in said[0]
     assert log.groups.positions("points")[QUEUE] == 1
 
 
 def test_a_call_that_does_not_end_keeps_its_queue_until_the_lease_is_over(log: CommitLog) -> None:
     send(log, "a", queue_id=[0])
-    began, may_end = threading.Event(), threading.Event()
-
-    def listen(messages: pa.Table) -> Any:
-        began.set()
-        may_end.wait(60)
-        return DONE
-
-    consumer = push(log, listen, await_termination=0).start()
-    assert began.wait(60)
+    listener = Holds()
+    consumer = push(log, listener, await_termination=0).start()
+    assert listener.calls.acquire(timeout=60)
     consumer.shutdown()
     places = log.groups.places("points")
     assert places[QUEUE].owner == consumer.member.name
     assert places[QUEUE].next_offset == 0
     assert places[("orders", 1)].owner is None
-    may_end.set()
+    listener.may_end.set()
 
 
 class Unsaid(Exception):
@@ -946,10 +850,6 @@ class OddEqual:
     __hash__ = None  # type: ignore[assignment]
 
 
-def raises(problem: BaseException) -> Any:
-    raise problem
-
-
 @pytest.mark.parametrize("mode", ["concurrently", "orderly"])
 @pytest.mark.parametrize(
     ("does", "reason"),
@@ -959,16 +859,17 @@ def raises(problem: BaseException) -> Any:
         (lambda: pa.table({"a": [1, 2]}), "the listener returned something of the type Table: "),
         (lambda: OddEqual(), "the listener returned something of the type OddEqual: "),
         (lambda: sys.exit(1), "SystemExit: 1"),
-        (lambda: raises(asyncio.CancelledError()), "CancelledError: "),
-        (lambda: raises(GeneratorExit()), "GeneratorExit: "),
-        (lambda: raises(type("PanicException", (BaseException,), {})("of Rust")), "PanicException: of Rust"),
-        (lambda: raises(Unsaid()), "Unsaid: (its text cannot be had: KeyError)"),
+        (fails_with(asyncio.CancelledError()), "CancelledError: "),
+        (fails_with(GeneratorExit()), "GeneratorExit: "),
+        (fails_with(type("PanicException", (BaseException,), {})("of Rust")), "PanicException: of Rust"),
+        (fails_with(Unsaid()), "Unsaid: (its text cannot be had: KeyError)"),
+        (fails_with(ValueError("half of a pair: \ud800")), r"ValueError: half of a pair: \ud800"),
     ],
 )
 def test_a_message_that_breaks_the_listener_ends_no_consumer(mode: str, does: Callable[[], Any], reason: str) -> None:
-    """It ended one member of the group after the other, each successor too, and nothing after it was consumed."""
-    log = memory_log(Steps(), orders=1)
-    send(log, "apb")
+    """It ended one member of the group after the other, each successor too, and nothing after it was consumed. A reason
+    that is no text was tried for ever."""
+    log = queue_of("apb")
     seen: list[str] = []
     done = NEXT if mode == "orderly" else DONE
 
@@ -976,37 +877,28 @@ def test_a_message_that_breaks_the_listener_ends_no_consumer(mode: str, does: Ca
         seen.append(bytes(message.body).decode())  # type: ignore[arg-type]
         return does() if message.body == b"p" else done
 
-    consumer = push(log, txmq.EachMessage(listen), mode=mode, max_reconsume_times=0)
-    consumer.member.join()
-    go_on(consumer)
+    consume_all(log, txmq.EachMessage(listen), mode=mode, max_reconsume_times=0)
     assert seen == ["a", "p", "b"]
     (dead,) = txmq.DeadLetters(log, "points").list().to_pylist()
     assert dead["body"] == b"p"
     assert dead["reason"].startswith(reason)
 
 
-def test_a_wrong_number_of_statuses_is_a_failure_of_the_messages() -> None:
-    log = memory_log(Steps(), orders=1)
-    send(log, "abc")
-    consumer = push(log, lambda messages: [DONE] * 7, max_reconsume_times=0)
-    consumer.member.join()
-    go_on(consumer)
-    said = "the listener returned 7 statuses for 3 messages: return one for each"
-    assert txmq.DeadLetters(log, "points").list()["reason"].to_pylist() == [said] * 3
-
-
-def test_what_ended_a_consumer_is_told_to_who_asks(log: CommitLog) -> None:
-    """A health check of a service: the program goes on, and consumes nothing."""
-    send(log, "a")
-    consumer = push(log, lambda message: message.body)
-    assert not consumer.is_running
-    consumer.start()
-    assert consumer.member.stopping.wait(60)
-    assert not consumer.is_running
-    assert isinstance(consumer.problem, txmq.ListenerError)
-    with pytest.raises(txmq.ListenerError):
-        consumer.shutdown()
-    assert consumer.problem is None
+@also_on_delta
+@pytest.mark.parametrize(
+    ("listen", "reason"),
+    [
+        (fails_with(ValueError("no such customer")), "ValueError: no such customer"),
+        (lambda messages: [DONE] * 7, "the listener returned 7 statuses for 3 messages: return one for each"),
+    ],
+)
+def test_a_call_that_fails_sends_all_of_its_messages_back_with_the_reason(
+    log: CommitLog, listen: Any, reason: str
+) -> None:
+    send(log, "abc", queue_id=[0] * 3)
+    consume_all(log, listen, max_reconsume_times=0)
+    assert txmq.DeadLetters(log, "points").list()["reason"].to_pylist() == [reason] * 3
+    assert log.groups.positions("points")[QUEUE] == 3
 
 
 def with_a_hole(folder: Path) -> tuple[CommitLog, Path, Path]:
@@ -1025,101 +917,63 @@ def with_a_hole(folder: Path) -> tuple[CommitLog, Path, Path]:
     return log, lost, lost.rename(folder / "kept")
 
 
-@pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when a member has noted a problem after which it tries again."""
-    event, note = threading.Event(), GroupMember.note
-
-    def tell(self: GroupMember, problem: Exception, what: str) -> None:
-        note(self, problem, what)
-        event.set()
-
-    monkeypatch.setattr(GroupMember, "note", tell)
-    return event
-
-
 def test_a_hole_in_messages_is_told_while_its_queue_is_tried_again_and_the_others_go_on(
-    tmp_path: Path, noted: threading.Event
+    tmp_path: Path,
 ) -> None:
     log, lost, kept = with_a_hole(tmp_path)
     found: list[str] = []
-    others_came, all_came = threading.Event(), threading.Event()
-
-    def listen(message: txmq.MessageExt) -> Any:
-        found.append(bytes(message.body).decode())  # type: ignore[arg-type]
-        if set(found) >= set("cd"):
-            others_came.set()
-        if set(found) == set("abcd"):
-            all_came.set()
-        return DONE
-
-    with push(log, txmq.EachMessage(listen), topics=["orders", "bills"]) as consumer:
-        assert noted.wait(60)
+    with push(log, seen_by(found), topics=["orders", "bills"]) as consumer:
+        wait_until(lambda: consumer.problem)
         assert isinstance(consumer.problem, txmq.errors.LostFileError)
         assert lost.name in str(consumer.problem)
         assert consumer.is_running
-        assert others_came.wait(60)
+        wait_until(lambda: sorted(found) == ["c", "d"])
         kept.rename(lost)
-        assert all_came.wait(60)
+        wait_until(lambda: len(found) == 4)
         assert consumer.problem is None
     assert Counter(found) == Counter("abcd")
     assert log.groups.positions("points")[QUEUE] == 2
 
 
 def test_what_holds_up_a_queue_is_not_raised_at_the_end_of_the_consumer(
-    tmp_path: Path, noted: threading.Event, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log, _, _ = with_a_hole(tmp_path)
     consumer = push(log, seen_by([]), topics=["orders", "bills"]).start()
-    assert noted.wait(60)
-    assert consumer.problem is not None
+    wait_until(lambda: consumer.problem)
     consumer.shutdown()
     assert consumer.problem is None
     assert not consumer.is_running
     assert "queue 0 of topic 'orders' is held up, and tried again in 1 s: file " in caplog.text
 
 
-def test_a_store_that_fails_is_told_until_it_answers(noted: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_fails_is_told_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     log = memory_log(Machine(), orders=1)
-    came = threading.Semaphore(0)
-
-    def listen(messages: pa.Table) -> Any:
-        came.release()
-        return DONE
-
-    consumer = push(log, listen)
+    found: list[str] = []
+    consumer = push(log, seen_by(found))
     with monkeypatch.context() as patch:
         patch.setattr(consumer.member._fetcher, "fetch", fails_with(txmq.errors.UnreachableStoreError("no answer")))
         consumer.start()
         send(log, "a")
-        assert noted.wait(60)
+        wait_until(lambda: consumer.problem)
         assert "no answer" in str(consumer.problem)
         assert consumer.is_running
-    assert came.acquire(timeout=60)
+    wait_until(lambda: found == ["a"])
     send(log, "b")  # is fetched when all is known of the fetch before
-    assert came.acquire(timeout=60)
+    wait_until(lambda: found == ["a", "b"])
     assert consumer.problem is None
     consumer.shutdown()
 
 
-def fails_with(problem: Exception) -> Callable[..., Any]:
-    def fail(*_: object) -> Any:
-        raise problem
-
-    return fail
-
-
 def test_a_queue_that_is_held_up_is_tried_again_later_each_time() -> None:
-    machine = Steps()
-    log = memory_log(machine)
+    log = memory_log()
     send(log, "ab", queue_id=[0, 1])
-    consumer = push(log, seen_by([]))
-    consumer.member.join()
+    consumer = joined(log, seen_by([]))
     fetch, tried = consumer.member._fetcher.fetch, []
 
     def lacks_a_queue(starts: Any) -> Any:
         if starts[QUEUE][1]:
-            tried.append(machine.since_s)
+            tried.append(log.machine.since_s)
             raise txmq.errors.OffsetOutOfRangeError("a hole")
         return fetch(starts)
 
@@ -1128,7 +982,7 @@ def test_a_queue_that_is_held_up_is_tried_again_later_each_time() -> None:
     assert consumer.work()
     for _ in range(200):
         consumer.member.fetch_past_damage()
-        machine.sleep(0.5)
+        log.machine.sleep(0.5)
     assert [later - at for at, later in pairwise(sorted(set(tried)))] == [1, 2, 4, 8, 16, 30, 30]
 
 
@@ -1142,21 +996,15 @@ def test_the_end_of_the_process_waits_once_for_all_calls_that_hang(monkeypatch: 
     monkeypatch.setattr(member_module, "AT_EXIT_S_MAX", 0.3)
     log = memory_log(Machine(), orders=1)
     send(log, "abcdefgh")
-    hang, running = threading.Event(), threading.Semaphore(0)
-
-    def listen(message: txmq.MessageExt) -> Any:
-        running.release()
-        hang.wait(60)
-        return DONE
-
-    consumer = push(log, txmq.EachMessage(listen), consume_thread_max=8).start()
+    listener = Holds()
+    consumer = push(log, txmq.EachMessage(listener), consume_thread_max=8).start()
     try:
-        assert all(running.acquire(timeout=30) for _ in range(8))
+        assert all(listener.calls.acquire(timeout=30) for _ in range(8))
         began_s = time.monotonic()
         consumer.member._at_exit()
         assert time.monotonic() - began_s < 1.5  # and not 0.3 s for each of eight
     finally:
-        hang.set()
+        listener.may_end.set()
         consumer.shutdown()
 
 

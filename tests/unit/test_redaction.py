@@ -15,10 +15,10 @@ import sqlalchemy as sa
 
 import rmq_spark as txmq
 from rmq_spark import CheckService, CommitLog, TransactionListener, redaction
-from rmq_spark.check.job import run_job
 from rmq_spark.errors import LostFileError, OptionError, TxmqError, UnreadableFileError
 from rmq_spark.redaction import HIDDEN
 from rmq_spark.storage.seal import reading
+from tests.support import commands
 from tests.support.half_batches import make_log
 from tests.support.inside import (
     HALF_SCHEMA,
@@ -30,7 +30,7 @@ from tests.support.inside import (
     read_options,
     redacted,
 )
-from tests.unit.test_cli import txmq as run_txmq
+from tests.support.seeds import how_many
 
 SECRET = "pl4nted-s3cret/value"
 SIGNATURE = "sv=1&sig=" + SECRET
@@ -165,29 +165,27 @@ def test_no_log_of_a_listener_that_fails_shows_its_url(everything_logged: pytest
     assert "ConnectionError" in everything_logged.text
 
 
-def test_no_line_of_the_command_shows_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TXMQ_STORAGE__AWS_SECRET_ACCESS_KEY", SECRET)
-    for code, *arguments in (
-        (2, "topics", f"az://container/log?{SIGNATURE}"),
-        (2, "pending", f"s3://key:{SECRET}@bucket/log"),
-        (1, "read", tmp_path / SIGNATURE, "orders"),
-        (2, "create", f"what://shop:{SECRET}@host/log"),
-    ):
-        out, err = run_txmq(*arguments, code=code)
-        assert err.strip()
-        assert not leaks(out + err)
-
-
-def test_no_line_of_the_check_job_shows_a_secret(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], everything_logged: pytest.LogCaptureFixture
+def test_no_line_of_the_command_shows_a_secret(
+    tmp_path: Path, everything_logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TXMQ_STORAGE__AWS_SECRET_ACCESS_KEY", SECRET)
     config = tmp_path / "txmq.toml"
-    for path in (f"az://container/log?{SIGNATURE}", f"{tmp_path}/log?{SIGNATURE}", f"https://u:{SECRET}@h/x"):
+    for code, path in (
+        (2, f"az://container/log?{SIGNATURE}"),
+        (2, f"s3://key:{SECRET}@bucket/log"),
+        (2, f"what://shop:{SECRET}@host/log"),
+        (2, f"{tmp_path}/log?{SIGNATURE}"),
+        (1, f"{tmp_path}/{SIGNATURE}"),
+    ):
         config.write_text(f'path = "{path}"\n[storage]\nAWS_SECRET_ACCESS_KEY = "{SECRET}"\n')
-        assert run_job(config, once=True) != 0
-    out, err = capfd.readouterr()
-    assert "OptionError" in err
-    assert not leaks(out + err)
+        for ends_with, *arguments in (
+            (code, "topics", path),
+            (code, "create" if code == 2 else "pending", path),
+            (1, "check", "--config", config, "--once"),
+        ):
+            out, err = commands.txmq(*arguments, code=ends_with)
+            assert err.strip()
+            assert not leaks(out + err)
 
 
 # ---------------------------------------------------------------- the function itself
@@ -238,5 +236,6 @@ def test_a_secret_is_hidden_and_the_rest_is_kept(text: str, shown: str) -> None:
                                   "http://", "jdbc:oracle:x:", "jdbc:oracle:x:/", "eyJ", "eyJaaaaaaaaaaa.", "Basic a",
                                   "api_", "-----BEGIN PRIVATE KEY-----", "fs.azure.account.key."])  # fmt: skip
 def test_a_long_text_is_looked_through_in_one_pass(text: str) -> None:
-    assert redacted(text * (2**20 // len(text)))  # with the square of the length it would take minutes
-    assert len(str(OptionError(text * 2**18))) <= TEXT_CHARS_MAX + 50
+    long = text * (how_many(2**18, in_all=2**20) // len(text))
+    assert redacted(long)  # with the square of the length it would take minutes
+    assert len(str(OptionError(long))) <= TEXT_CHARS_MAX + 50

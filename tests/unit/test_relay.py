@@ -12,52 +12,17 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog, RelayReport
 from rmq_spark.cli.relaying import _exit_code, kafka_settings
-from rmq_spark.errors import (
-    MessageError,
-    NotACommitLogError,
-    OptionError,
-    PoisonMessageError,
-    RelayError,
-    RelayFencedError,
-    RelayRefusedError,
-    TxmqError,
-)
 from rmq_spark.relay.kafka import _positions_after
 from rmq_spark.relay.positions import Agreed, Last, Position, PositionRecords, Stored
 from rmq_spark.relay.records import COLUMNS, parked, pieces, to_records
-from rmq_spark.relay.settings import RelaySettings
 from rmq_spark.relay.source import RelaySource
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import commit, let_leave, make_log, prepare
 from tests.support.inside import SOURCE_SCHEMA, Record, Start, redacted
 
-DEFAULTS: dict[str, Any] = {
-    "bootstrap_servers": "broker:9092",
-    "relay": "kafka",
-    "topics": None,
-    "topic_pattern": None,
-    "topic_template": "{topic}",
-    "shards": 1,
-    "shard": 0,
-    "reshard": False,
-    "start": "earliest",
-    "on_poison": "refuse",
-    "parking_topic": "parked",
-    "on_expired": "stop",
-    "positions_topic": "positions",
-    "create_topics": False,
-    "replication_factor": None,
-    "max_batch_messages": 10,
-    "max_batch_bytes": "1m",
-    "transaction_timeout": 60.0,
-    "retry_timeout": 300.0,
-    "poll_interval": 1.0,
-    "kafka": {},
-}
 
-
-def settings(**given: Any) -> RelaySettings:
-    return RelaySettings(**{**DEFAULTS, **given})
+def settings(**given: Any) -> Any:
+    return txmq.KafkaRelay(InMemoryCommitLog(), **{"bootstrap_servers": "broker:9092", **given}).settings
 
 
 @pytest.mark.parametrize(
@@ -70,7 +35,10 @@ def settings(**given: Any) -> RelaySettings:
         ({"topic_pattern": "("}, r"is no regular expression"),
         ({"topic_template": "{topic}{topic}"}, r"must have \{topic\} in it once"),
         ({"topic_template": "a b {topic}"}, r"'a b t' cannot be a topic of Kafka"),
-        ({"positions_topic": "parked"}, r"'parked' is the topic of positions and of what is parked: name two"),
+        (
+            {"positions_topic": "kept", "parking_topic": "kept"},
+            r"'kept' is the topic of positions and of what is parked: name two",
+        ),
         ({"shards": 2, "shard": 2}, r"shard=2 is out of range: a whole number from 0 to 1"),
         ({"start": "newest"}, r"start='newest' cannot be used: known are earliest, latest"),
         ({"on_poison": "parc"}, r"did you mean 'park'\?"),
@@ -83,12 +51,12 @@ def settings(**given: Any) -> RelaySettings:
     ],
 )
 def test_settings_that_cannot_be_used_say_why(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(OptionError, match=said):
+    with pytest.raises(txmq.OptionError, match=said):
         settings(**given)
 
 
 def test_names_that_no_topic_of_the_log_has_are_refused() -> None:
-    with pytest.raises(MessageError, match="a b"):
+    with pytest.raises(txmq.MessageError, match="a b"):
         settings(topics=["a b"])
 
 
@@ -121,15 +89,15 @@ def test_settings_of_the_environment_are_named_as_kafka_names_them_and_arguments
 @pytest.mark.parametrize(
     ("problem", "code"),
     [
-        (RelayError(), 1),
-        (NotACommitLogError(), 2),
-        (OptionError(), 2),
-        (RelayFencedError(), 3),
-        (RelayRefusedError(), 4),
-        (PoisonMessageError(), 4),
+        (txmq.RelayError(), 1),
+        (txmq.NotACommitLogError(), 2),
+        (txmq.OptionError(), 2),
+        (txmq.RelayFencedError(), 3),
+        (txmq.RelayRefusedError(), 4),
+        (txmq.PoisonMessageError(), 4),
     ],
 )
-def test_an_exit_code_tells_whether_to_start_again(problem: TxmqError, code: int) -> None:
+def test_an_exit_code_tells_whether_to_start_again(problem: txmq.TxmqError, code: int) -> None:
     assert _exit_code(problem) == code
 
 
@@ -213,7 +181,7 @@ def test_positions_are_read_as_they_were_written_and_those_of_other_relays_are_l
     ],
 )
 def test_what_no_relay_wrote_is_refused(key: bytes | None, value: bytes | None) -> None:
-    with pytest.raises(RelayRefusedError, match=r"record at offset 5 .* was not written by a relay"):
+    with pytest.raises(txmq.RelayRefusedError, match=r"record at offset 5 .* was not written by a relay"):
         Stored("mine").add(key, value, 5)
 
 
@@ -224,14 +192,6 @@ def test_a_report_is_said_in_words() -> None:
         "1 message handed over (orders 1), 1 message parked, 2 expired messages skipped, in 1 transaction and 0.3 s"
     )
     assert report.to_dict()["by_topic"] == {"orders": 1}
-
-
-def test_a_relay_needs_settings_that_can_be_used_before_anything_else() -> None:
-    pytest.importorskip("confluent_kafka")
-    from tests.support.inside import kafka
-
-    with pytest.raises(OptionError, match="bootstrap_servers is missing"):
-        kafka.KafkaRelay(InMemoryCommitLog(), "")
 
 
 # ---------------------------------------------------------------- is it the same log?
@@ -295,7 +255,7 @@ def test_a_log_that_was_set_back_and_sent_the_same_keys_again_is_refused(restore
     assert restored.hand_over() == [b"a", b"b", b"c"]
     restored.set_back()
     restored.send("x", "c", "b")
-    with pytest.raises(RelayRefusedError, match="set back to an older copy, and written to since"):
+    with pytest.raises(txmq.RelayRefusedError, match="set back to an older copy, and written to since"):
         restored.hand_over()
 
 
@@ -314,7 +274,7 @@ def test_a_log_that_was_set_back_and_placed_what_was_pending_in_the_copy_is_refu
     restored.set_back()
     restored.send("x")
     settle()
-    with pytest.raises(RelayRefusedError, match="set back to an older copy, and written to since"):
+    with pytest.raises(txmq.RelayRefusedError, match="set back to an older copy, and written to since"):
         restored.hand_over()
 
 
@@ -329,7 +289,7 @@ def test_a_position_below_which_all_had_expired_is_of_no_log_that_still_has_it(r
     assert restored.hand_over() == []
     restored.set_back()
     restored.send("x", "y")
-    with pytest.raises(RelayRefusedError, match="below offset 2 had expired, and now the log has them"):
+    with pytest.raises(txmq.RelayRefusedError, match="below offset 2 had expired, and now the log has them"):
         restored.hand_over()
 
 

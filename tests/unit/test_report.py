@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from collections import Counter
@@ -16,10 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from typer.testing import CliRunner
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog, plots
-from rmq_spark.cli import app
 from rmq_spark.commitlog.trace import TraceEvent, TraceKind
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError, VerdictConflictError
 from rmq_spark.report import charts, over_time, standing
@@ -30,7 +27,8 @@ from rmq_spark.report.words import duration, rate, size
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support import report_logs
 from tests.support.clocks import Ticking
-from tests.support.half_batches import commit, let_leave, prepare, roll_back, split
+from tests.support.commands import objects, txmq
+from tests.support.half_batches import commit, let_leave, make_log, prepare, quarantine, roll_back, split
 from tests.support.half_batches import pending as pending_rows
 from tests.support.inside import TIMESTAMP, HalfRecord, HalfStore, Level, RowState, Trace, Who, figures_of, page
 from tests.support.report_logs import NOW_S, Shop
@@ -88,7 +86,7 @@ def test_a_rollback_that_a_person_confirms_is_counted_once_before_and_after_upke
         with pytest.raises(VerdictConflictError):
             log.decide(record, 1, commit=rows, who=Who.EXECUTE)
     for record in (mixed, hidden):
-        log.quarantine(record, 1, pending_rows(log, record), Who.DISCARD, "too often")
+        quarantine(log, record)
     for record in (late, mixed, hidden):
         log.resolve(record.half_id, ROLLBACK_MESSAGE, "it never happened")
     prepare(log, 4, 1)  # so that none is the last one of its application
@@ -120,7 +118,7 @@ def test_a_transaction_counts_by_its_last_verdict_whatever_a_replay_or_a_person_
     roll_back(log, asked_again, who=Who.DISCARD)
     log.reopen(asked_again, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
     settle(asked_again, 1)
-    log.quarantine(resumed, 1, pending_rows(log, resumed), Who.DISCARD, "too often")
+    quarantine(log, resumed)
     log.resume(resumed.half_id)
     settle(resumed, 1)
     roll_back(log, pending_again, who=Who.CHECK)
@@ -151,7 +149,7 @@ def test_verdicts_are_told_apart() -> None:
     roll_back(log, prepare(log, 4, 4), who=Who.CHECK)
     roll_back(log, prepare(log, 5, 2), who=Who.DISCARD)
     asked = prepare(log, 6, 6)
-    log.record_check(asked, 1, log.state_of(asked).rows_in((RowState.PENDING,)), "no answer")
+    log.record_check(asked, 1, pending_rows(log, asked), "no answer")
     found = figures_of(log)
     assert by(found.verdicts, "verdict", "messages") == {
         over_time.COMMITTED: 12,
@@ -168,14 +166,18 @@ def test_verdicts_are_told_apart() -> None:
     assert (found.rolled_back, found.settled, found.pending_messages) == (7, 5, 6)
 
 
-def test_a_quarantined_half_batch_is_not_settled() -> None:
+def test_a_quarantined_half_batch_is_not_settled_and_is_pending_again_when_it_is_resumed() -> None:
     log = InMemoryCommitLog(topics={"orders": 1})
     commit(log, prepare(log, 0, 2))
     hidden = prepare(log, 1, 3)
-    log.quarantine(hidden, 1, pending_rows(log, hidden), Who.DISCARD, "too often")
+    quarantine(log, hidden)
+    log.move_mark()
     found = figures_of(log)
-    assert (found.settled, found.quarantined) == (1, (hidden.half_id,))
+    assert (found.settled, found.quarantined, found.pending_messages) == (1, (hidden.half_id,), 0)
     assert [row["half_id"] for row in found.slowest.to_pylist()] == ["app:0"]
+    log.resume(hidden.half_id)
+    found = figures_of(log)
+    assert (found.pending_messages, found.pending.num_rows, found.quarantined) == (3, 1, ())
     log.resolve(hidden.half_id, COMMIT_MESSAGE, "the bank says yes")
     assert figures_of(log).settled == 2
 
@@ -199,17 +201,6 @@ def test_no_half_file_is_read_but_for_what_is_listed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(HalfStore, "get", lambda store, half_id: read.append(half_id) or get(store, half_id))
     assert figures_of(shop.log).pending_messages == 60
     assert len(set(read)) == len(read) == 10
-
-
-def test_a_half_batch_that_was_reopened_is_pending_again() -> None:
-    log = InMemoryCommitLog(topics={"orders": 2})
-    record = prepare(log, 1, 5)
-    log.quarantine(record, 1, log.state_of(record).rows_in((RowState.PENDING,)), Who.DISCARD, "enough")
-    log.move_mark()
-    assert figures_of(log).pending_messages == 0
-    log.resume(record.half_id)
-    found = figures_of(log)
-    assert (found.pending_messages, found.pending.num_rows, found.quarantined) == (5, 1, ())
 
 
 def test_small_topics_are_summed_up_and_dead_letters_never() -> None:
@@ -286,7 +277,7 @@ def behind(seconds: float) -> pa.Table:
 
 
 @pytest.mark.parametrize(
-    ("changed", "level", "words"),
+    ("changed", "level", "said"),
     [
         ({}, Level.OK, "This commit log is new: it has no topic yet. Make one with txmq topic create."),
         ({"conflicts": ("a:1", "a:2")}, Level.CRITICAL, "2 half batches have two verdicts"),
@@ -312,10 +303,10 @@ def behind(seconds: float) -> pa.Table:
         ({"undrained_s": 3000.0}, Level.WARNING, "Messages have been committed for 50 min"),
     ],
 )
-def test_the_headline_is_the_most_pressing_finding(changed: dict[str, Any], level: Level, words: str) -> None:
+def test_the_headline_is_the_most_pressing_finding(changed: dict[str, Any], level: Level, said: str) -> None:
     first = findings_of(replace(figures_of(InMemoryCommitLog()), **changed))[0]
     assert first.level is level
-    assert words in str(first)
+    assert said in str(first)
 
 
 def test_a_log_that_is_well_says_so() -> None:
@@ -365,12 +356,6 @@ def test_a_tooltip_counts_one_message_as_one() -> None:
     assert any(r["said"].endswith(": 1 message") for r in rows)
 
 
-def test_a_chart_on_the_page_has_the_title_of_its_card(figures: Figures) -> None:
-    (drawn,) = re.findall(r'id="charts">(.*?)</script>', page(figures))
-    assert len(json.loads(drawn)) == 8
-    assert not any("title" in spec for spec in json.loads(drawn).values())
-
-
 def test_the_timeline_is_of_the_slowest_or_of_a_named_one(shop: InMemoryCommitLog, figures: Figures) -> None:
     slowest = figures.slowest["half_id"][0].as_py()
     assert plots.timeline(shop).to_dict()["description"] == f"Timeline of {slowest}"
@@ -412,6 +397,7 @@ def test_the_page_holds_all_and_names_no_address(shop: InMemoryCommitLog, figure
     assert set(drawn) == {
         "throughput", "verdicts", "checks", "pending", "lag", "largest", "slowest", "topics", "timeline",
     }  # fmt: skip
+    assert not any("title" in spec for spec in drawn.values()), "its card has the title"
     assert "txmq conflicts" in head
 
 
@@ -424,48 +410,34 @@ def test_without_the_packages_that_draw_the_extra_is_named(
         page(figures)
 
 
-def test_the_sentence_needs_no_package_that_draws(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("altair", "vl_convert"):
-        monkeypatch.setitem(sys.modules, package, None)
-    assert txmq("report", log.path).startswith("All is well: 5 messages appeared")
-
-
 @pytest.fixture
-def log(tmp_path: Path) -> CommitLog:
-    made = CommitLog.create(tmp_path / "log")
-    made.create_topic("orders", queues=2)
+def log(log_path: str) -> CommitLog:
+    """A log on a disk, of which the command can tell."""
+    made = make_log("delta", Path(log_path))
     commit(made, prepare(made, 1, 5))
     return made
 
 
-def txmq(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "400"})
-    assert result.exit_code == code, result.output
-    return result.stdout if code == 0 else result.stderr
+def test_the_sentence_needs_no_package_that_draws(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("altair", "vl_convert"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert txmq("report", log.path)[0].startswith("All is well: 5 messages appeared")
 
 
 def test_the_command_says_a_sentence_and_writes_the_page(log: CommitLog, tmp_path: Path) -> None:
-    said = "All is well: 5 messages appeared, nothing is pending, and nothing waits for a person."
-    assert txmq("report", log.path).strip() == said
+    said = "All is well: 5 messages appeared, nothing is pending, and nothing waits for a person.\n"
+    assert txmq("report", log.path)[0] == said
     file = tmp_path / "out.html"
-    assert txmq("report", log.path, "--html", file, "--since", "1h", "--transaction", "app:1:1").strip() == said
+    assert txmq("report", log.path, "--html", file, "--since", "1h", "--transaction", "app:1:1")[0] == said
     assert "Timeline of app:1:1" in file.read_text()
-    assert txmq("report", log.path, "--html", file).strip() == said
+    assert txmq("report", log.path, "--html", file)[0] == said
     assert "Timeline of app:1<" in file.read_text()
 
 
 def test_the_command_prints_json(log: CommitLog) -> None:
-    found = json.loads(txmq("report", log.path, "--json"))
+    (found,) = objects("report", log.path)
     assert (found["level"], found["messages_appeared"], found["half_batches_settled"]) == ("ok", 5, 1)
     assert datetime.fromisoformat(found["until"].replace("Z", "+00:00")) > NOW
-
-
-def test_wrong_usage_of_the_command_is_told(log: CommitLog, tmp_path: Path) -> None:
-    assert "is a folder" in txmq("report", log.path, "--html", tmp_path, code=2)
-    assert "there is no folder" in txmq("report", log.path, "--html", tmp_path / "no" / "out.html", code=2)
-    assert "--html FILE" in txmq("report", log.path, "--transaction", "app:1", code=2)
-    assert "no half batch" in txmq("report", log.path, "--html", tmp_path / "o.html", "--transaction", "a:9", code=1)
-    assert "since" in txmq("report", log.path, "--since", "soon", code=2)
 
 
 def test_a_page_stands_whatever_topics_and_reasons_are_called() -> None:

@@ -10,7 +10,7 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.consumer.sending import send_each
-from tests.support.consumers import LATER, Steps, go_on, memory_log, push, send
+from tests.support.consumers import LATER, go_on, joined, memory_log, send
 from tests.support.half_batches import bodies, in_half, let_leave
 from tests.support.inside import LOOK_INTERVAL_S, RECONSUME_TIME, dlq_topic, retry_topic, sent_back
 
@@ -19,30 +19,30 @@ GROUP = "points"
 
 
 @pytest.fixture
-def machine() -> Steps:
-    return Steps()
-
-
-@pytest.fixture
-def log(machine: Steps) -> CommitLog:
-    made = memory_log(machine, orders=1)
+def log() -> CommitLog:
+    made = memory_log(orders=1)
     send(made, "abc")
     return made
 
 
 def member(log: CommitLog, reconsume_max: int) -> Any:
     """A consumer of which all messages fail."""
-    made = push(log, lambda messages: LATER, GROUP, max_reconsume_times=reconsume_max)
-    made.member.join()
-    return made
+    return joined(log, lambda messages: LATER, GROUP, max_reconsume_times=reconsume_max)
 
 
-def months_pass(log: CommitLog, machine: Steps) -> None:
+def sends_back_and_dies(log: CommitLog) -> None:
+    """A member that sends messages back, and has not written its progress yet."""
+    dies = member(log, 5)
+    dies.member.fetch()
+    assert dies.work()
+
+
+def months_pass(log: CommitLog) -> None:
     """Everything leaves that may, and is forgotten."""
     for _ in range(3):
-        machine.sleep(MONTHS_S)
+        log.machine.sleep(MONTHS_S)
         log.another().clock_doubt_s()  # a later round believes the clock
-        machine.sleep(LOOK_INTERVAL_S + 5)
+        log.machine.sleep(LOOK_INTERVAL_S + 5)
         log.another().place_due()
         let_leave(log, idempotency_s=0)
     assert in_half(log) == set()
@@ -53,14 +53,14 @@ def kept(log: CommitLog) -> int:
     return len(log.another().ledger.archived_rows()["half_id"].to_pylist())
 
 
-def test_a_letter_is_sent_again_once_for_as_long_as_it_is_there(log: CommitLog, machine: Steps) -> None:
+def test_a_letter_is_sent_again_once_for_as_long_as_it_is_there(log: CommitLog) -> None:
     """Two weeks later it was sent a second time, and was listed as never sent."""
     go_on(member(log, 0))
     letters = txmq.DeadLetters(log, GROUP)
     assert letters.resend([0, 2]) == 2
     when = letters.list()["resent"].to_pylist()
     for _ in range(2):
-        months_pass(log, machine)
+        months_pass(log)
         letters = txmq.DeadLetters(log.another(), GROUP)
         assert letters.list()["resent"].to_pylist() == when
         assert letters.waiting() == 1
@@ -69,26 +69,24 @@ def test_a_letter_is_sent_again_once_for_as_long_as_it_is_there(log: CommitLog, 
     assert sorted(bodies(log, retry_topic(GROUP))) == ["a", "b", "c"]
 
 
-def test_what_is_kept_of_a_resent_letter_goes_with_the_letter(log: CommitLog, machine: Steps) -> None:
+def test_what_is_kept_of_a_resent_letter_goes_with_the_letter(log: CommitLog) -> None:
     go_on(member(log, 0))
     assert txmq.DeadLetters(log, GROUP).resend() == 3
-    months_pass(log, machine)
+    months_pass(log)
     assert kept(log) == 3
     log.topic_store.set_retention(dlq_topic(GROUP), 3600.0)
-    months_pass(log, machine)
+    months_pass(log)
     assert log.another().read(dlq_topic(GROUP)).num_rows == 0
     assert kept(log) == 0
 
 
-def test_what_a_group_sent_back_is_known_until_it_has_read_on(log: CommitLog, machine: Steps) -> None:
+def test_what_a_group_sent_back_is_known_until_it_has_read_on(log: CommitLog) -> None:
     """A group whose last member died before it had written its progress, and that nobody ran for a week."""
-    dies = member(log, 5)
-    dies.member.fetch()
-    assert dies.work()
+    sends_back_and_dies(log)
     log.another().groups.hand_over(GROUP, "its lease is over")
-    months_pass(log, machine)
+    months_pass(log)
     go_on(member(log, 5))
-    months_pass(log, machine)
+    months_pass(log)
     retries = log.read(retry_topic(GROUP)).to_pylist()
     found = [(row["body"], dict(row["properties"])[RECONSUME_TIME]) for row in retries]
     assert sorted(found) == [(body, times) for body in (b"a", b"b", b"c") for times in ("1", "2")]
@@ -96,20 +94,18 @@ def test_what_a_group_sent_back_is_known_until_it_has_read_on(log: CommitLog, ma
 
 
 @pytest.mark.parametrize("by", ["a reset", "a deletion"])
-def test_what_a_group_sent_back_is_let_go_when_it_begins_anew(log: CommitLog, machine: Steps, by: str) -> None:
-    dies = member(log, 5)
-    dies.member.fetch()
-    assert dies.work()
+def test_what_a_group_sent_back_is_let_go_when_it_begins_anew(log: CommitLog, by: str) -> None:
+    sends_back_and_dies(log)
     group = txmq.ConsumerGroup(log, GROUP)
     if by == "a reset":
         group.reset("earliest")
     else:
         group.delete()
-    months_pass(log, machine)
+    months_pass(log)
     assert kept(log) == 0
 
 
-def test_the_letter_of_an_orderly_query_is_known_until_its_group_has_read_on(log: CommitLog, machine: Steps) -> None:
+def test_the_letter_of_an_orderly_query_is_known_until_its_group_has_read_on(log: CommitLog) -> None:
     """It is sent before the micro-batch's progress is written, which may run again whenever the query is started."""
     log.create_own_topic(dlq_topic(GROUP))
     message = log.read("orders", limit=1)
@@ -118,17 +114,17 @@ def test_the_letter_of_an_orderly_query_is_known_until_its_group_has_read_on(log
     name = f"dead.{GROUP}.a-query.orders.0.0"
     for count in (1, 0, 0):
         assert send_each(log, GROUP, [name], letter) == count
-        months_pass(log, machine)
+        months_pass(log)
     log.groups.progress(GROUP, {("orders", 0): 1}, "an orderly query")
-    months_pass(log, machine)
+    months_pass(log)
     assert kept(log) == 0
 
 
-def test_a_key_of_a_user_counts_for_its_time_and_no_longer(log: CommitLog, machine: Steps) -> None:
+def test_a_key_of_a_user_counts_for_its_time_and_no_longer(log: CommitLog) -> None:
     producer = txmq.TransactionMQProducer(log, "back", check_interval=None)
     with producer:
         for _ in range(2):
             producer.send(txmq.Message("orders", b"x"), idempotency_key="resend-1")
-            months_pass(log, machine)
+            months_pass(log)
     assert bodies(log).count("x") == 2
     assert kept(log) == 0

@@ -6,7 +6,6 @@ import json
 import pickle
 import re
 import shutil
-from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxFiles, Rea
 
 from rmq_spark import CommitLog
 from rmq_spark.errors import (
-    GroupInUseError,
     MessageError,
     OffsetError,
     OffsetOutOfRangeError,
@@ -37,12 +35,7 @@ from tests.support.source_logs import decide, send, source_schema
 IN_ORDER = [("topic", "ascending"), ("queue_id", "ascending"), ("queue_offset", "ascending")]
 
 
-@pytest.fixture
-def log(log_path: str) -> Iterator[CommitLog]:
-    made = CommitLog.create(log_path)
-    made.create_topic("orders", queues=3)
-    yield made
-    made.close()
+pytestmark = pytest.mark.log("delta", orders=3)
 
 
 def read(log: CommitLog, ddl: str | None = None, **options: str) -> pa.Table:
@@ -67,6 +60,7 @@ def test_the_source_reads_what_the_log_reads(log: CommitLog) -> None:
         [[("a", "1")], None, []], pa.map_(pa.string(), pa.string()))})  # fmt: skip
     decide(log, prepare(log, 1, table, per="key", key="order"))
     decide(log, prepare(log, 2, {"body": [f"{i}" for i in range(30)]}, per="message"), roll_back_every=4)
+    prepare(log, 3, {"body": ["pending"]})
     expected = log.read("orders")
     assert expected.schema == SOURCE_SCHEMA
     assert read(log).equals(expected)
@@ -121,14 +115,12 @@ def send_priced(log: CommitLog, batch_id: int, prices: list[str | None], partiti
     """Messages whose body is their number, with the properties region and price (None: no properties at all)."""
     n = len(prices)
     properties = [None if p is None else [("region", ("eu", "us")[i % 2]), ("price", p)] for i, p in enumerate(prices)]
-    table = pa.table(
-        {
-            "body": [f"{batch_id}.{i}" for i in range(n)],
-            "tags": [("even", "odd")[i % 2] for i in range(n)],
-            "properties": pa.array(properties, PROPERTIES),
-        }
-    )
-    decide(log, prepare(log, batch_id, table, partitions=partitions))
+    columns = {
+        "body": [f"{batch_id}.{i}" for i in range(n)],
+        "tags": [("even", "odd")[i % 2] for i in range(n)],
+        "properties": pa.array(properties, PROPERTIES),
+    }
+    decide(log, prepare(log, batch_id, columns, partitions=partitions))
 
 
 def bodies(table: pa.Table) -> set[str]:
@@ -202,48 +194,42 @@ def test_now_is_the_time_of_planning_also_for_a_task_that_is_tried_again(
 
 def test_the_offsets_of_a_stream_do_not_depend_on_its_selector(log: CommitLog) -> None:
     send_priced(log, 0, [str(i) for i in range(20)])
-    plain = stream(log, startingOffsets="earliest", maxOffsetsPerTrigger="6")
-    filtered = stream(log, startingOffsets="earliest", maxOffsetsPerTrigger="6", selector="price = 19")
-    at, found = plain.initialOffset(), 0
-    assert filtered.initialOffset() == at
-    while (end := plain.latestOffset(at, ReadMaxRows(6))) != at:
-        assert filtered.latestOffset(at, ReadMaxRows(6)) == end
-        found += run(filtered, filtered.partitions(at, end)).num_rows
-        at = end
+    plain = Query(log, startingOffsets="earliest", maxOffsetsPerTrigger="6")
+    filtered = Query(log, startingOffsets="earliest", maxOffsetsPerTrigger="6", selector="price = 19")
+    found = 0
+    while plain.batch(ReadMaxRows(6)).num_rows:
+        found += filtered.batch(ReadMaxRows(6)).num_rows
+        assert filtered.at == plain.at
     assert found == 1
-    assert sum(at["orders"].values()) == 20
+    assert sum(plain.at["orders"].values()) == 20
 
 
-def test_a_selector_and_tags_together_or_a_broken_one_are_refused(log: CommitLog) -> None:
-    with pytest.raises(OptionError, match="'tags' and 'selector' contradict each other"):
-        read(log, tags="a", selector="b = 1")
-    with pytest.raises(OptionError, match=r"selector, line 1, column 4: found the end"):
-        read(log, selector="a >")
-    with pytest.raises(OptionError, match="tags and selector contradict each other"):
-        log.read("orders", tags="a", selector="b = 1")
-    with pytest.raises(OptionError, match="nor of the form"):
-        log.read("orders", tags="")
-    with pytest.raises(OptionError, match="selector is int"):
-        log.read("orders", selector=5)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("asked", "error", "said"),
+    [
+        (lambda log: read(log, tags="a", selector="b = 1"), OptionError, "'tags' and 'selector' contradict each other"),
+        (lambda log: read(log, selector="a >"), OptionError, r"selector, line 1, column 4: found the end"),
+        (lambda log: read(log, subscribe="order"), TopicNotFoundError, "did you mean 'orders'"),
+        (lambda log: log.read("orders", tags="a", selector="b = 1"), OptionError, "tags and selector contradict each"),
+        (lambda log: log.read("orders", tags=""), OptionError, "nor of the form"),
+        (lambda log: log.read("orders", selector=5), OptionError, "selector is int"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(log: CommitLog, asked: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        asked(log)
 
 
 def test_starting_and_ending_offsets_cut_the_queues(log: CommitLog) -> None:
     send(log, 0, 30)
-    found = read(
-        log,
-        startingOffsets='{"orders": {"0": 2, "1": -2, "2": 10}}',
-        endingOffsets='{"orders": {"0": 5, "1": 1, "2": -1}}',
-    )
+    start = '{"orders": {"0": 2, "1": -2, "2": 10}}'
+    found = read(log, startingOffsets=start, endingOffsets='{"orders": {"0": 5, "1": 1, "2": -1}}')
     assert found.select(["queue_id", "queue_offset"]).to_pylist() == [
         *({"queue_id": 0, "queue_offset": o} for o in (2, 3, 4)),
         {"queue_id": 1, "queue_offset": 0},
     ]
-    with pytest.raises(OffsetError, match=r"startingOffsets has 5 .* after the 4 of endingOffsets"):
-        read(
-            log,
-            startingOffsets='{"orders": {"0": 5, "1": -2, "2": 10}}',
-            endingOffsets='{"orders": {"0": 4, "1": 1, "2": -1}}',
-        )
+    with pytest.raises(OffsetError, match=r"startingOffsets has 2 .* after the 1 of endingOffsets"):
+        read(log, startingOffsets=start, endingOffsets='{"orders": {"0": 1, "1": 1, "2": -1}}')
 
 
 def test_a_read_between_times_of_commit_ends_before_the_second(log: CommitLog) -> None:
@@ -253,11 +239,6 @@ def test_a_read_between_times_of_commit_ends_before_the_second(log: CommitLog) -
     found = read(log, startingTimestamp=times[1].isoformat(), endingTimestamp=times[2].isoformat())
     assert set(found["commit_timestamp"].to_pylist()) == {times[1]}
     assert found.num_rows == 6
-
-
-def test_an_unknown_topic_is_refused(log: CommitLog) -> None:
-    with pytest.raises(TopicNotFoundError, match="did you mean 'orders'"):
-        read(log, subscribe="order")
 
 
 # ---------------------------------------------------------------- half files that are gone
@@ -286,6 +267,28 @@ def stream(log: CommitLog, **options: str) -> TxmqStreamReader:
     return TxmqStreamReader({"path": log.path, "subscribe": "orders", **options}, source_schema())
 
 
+class Query:
+    """A streaming query, micro-batch by micro-batch, as Spark runs it."""
+
+    def __init__(self, log: CommitLog, available_now: bool = False, **options: str) -> None:
+        self.reader = stream(log, **options)
+        if available_now:
+            self.reader.prepareForTriggerAvailableNow()
+        self.at = self.reader.initialOffset()
+
+    def end(self, limit: Any = None) -> Any:
+        """Where the next micro-batch ends."""
+        return self.reader.latestOffset(self.at, limit or ReadAllAvailable())
+
+    def batch(self, limit: Any = None) -> pa.Table:
+        """Run the next micro-batch; its messages."""
+        start, self.at = self.at, self.end(limit)
+        return run(self.reader, self.reader.partitions(start, self.at))
+
+
+OF_A_GROUP = {"startingOffsets": "earliest", "consumerGroup": "points"}
+
+
 def test_a_stream_starts_at_the_end_and_takes_what_comes(log: CommitLog) -> None:
     send(log, 0, 6)
     reader = stream(log)
@@ -305,21 +308,19 @@ def test_a_stream_starts_at_the_end_and_takes_what_comes(log: CommitLog) -> None
 def test_a_first_micro_batch_that_failed_begins_again_where_it_began(log: CommitLog) -> None:
     """Spark keeps no start of it, and asks a new reader where a query starts, which was "latest" by then."""
     send(log, 0, 6)
-    reader = stream(log)
-    start = reader.initialOffset()
+    query = Query(log)
+    start = query.at
     send(log, 1, 6)
-    end = reader.latestOffset(start, ReadAllAvailable())
-    messages = run(reader, reader.partitions(start, end))
+    messages = query.batch()
     assert messages.num_rows == 6
     send(log, 2, 3)
 
-    restarted = stream(log)
-    again = restarted.initialOffset()
-    assert again != start
-    assert run(restarted, restarted.partitions(again, end)).equals(messages)
-    later = restarted.latestOffset(end, ReadAllAvailable())
-    assert run(restarted, restarted.partitions(end, later)).num_rows == 3
-    assert restarted.latestOffset(later, ReadAllAvailable()) == later
+    restarted = Query(log)
+    assert restarted.at != start
+    assert run(restarted.reader, restarted.reader.partitions(restarted.at, query.at)).equals(messages)
+    restarted.at = query.at
+    assert restarted.batch().num_rows == 3
+    assert restarted.end() == restarted.at
 
 
 def test_where_a_first_micro_batch_began_counts_for_no_other(log: CommitLog) -> None:
@@ -368,54 +369,51 @@ def test_a_spark_that_tells_no_start_is_at_the_end_of_what_it_planned(log: Commi
 
 def test_a_limit_cuts_a_stream_into_triggers_and_another_one_is_refused(log: CommitLog) -> None:
     send(log, 0, 25)
-    reader = stream(log, startingOffsets="earliest", maxOffsetsPerTrigger="7")
-    assert reader.getDefaultReadLimit() == ReadMaxRows(7)
-    at, sizes = reader.initialOffset(), []
-    while (end := reader.latestOffset(at, ReadMaxRows(7))) != at:
-        sizes.append(run(reader, reader.partitions(at, end)).num_rows)
-        at = end
-    assert sizes == [7, 7, 7, 4]
+    query = Query(log, startingOffsets="earliest", maxOffsetsPerTrigger="7")
+    limit = query.reader.getDefaultReadLimit()
+    assert limit == ReadMaxRows(7)
+    assert [query.batch(limit).num_rows for _ in range(5)] == [7, 7, 7, 4, 0]
     with pytest.raises(OptionError, match="ReadMaxFiles"):
-        reader.latestOffset(at, ReadMaxFiles(1))
+        query.batch(ReadMaxFiles(1))
 
 
 def test_available_now_ends_where_the_log_stood(log: CommitLog) -> None:
     send(log, 0, 6)
-    reader = stream(log, startingOffsets="earliest")
-    reader.prepareForTriggerAvailableNow()
+    query = Query(log, available_now=True, startingOffsets="earliest")
     send(log, 1, 6)
-    end = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
-    assert sum(end["orders"].values()) == 6
-    assert reader.latestOffset(end, ReadAllAvailable()) == end
-
-
-def test_a_broken_checkpoint_offset_is_an_error(log: CommitLog) -> None:
-    with pytest.raises(OffsetError, match="the checkpoint"):
-        stream(log).latestOffset({"orders": 3}, ReadAllAvailable())  # type: ignore[dict-item]
+    assert query.batch().num_rows == 6
+    assert query.end() == query.at
 
 
 def test_a_group_s_progress_report_says_where_a_batch_read_begins(log: CommitLog) -> None:
     log.create_own_topic("%RETRY%points")
     send(log, 0, 6)
-    reader = stream(log, startingOffsets="earliest", consumerGroup="points")
-    reported = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    reported = Query(log, **OF_A_GROUP).end()
     send(log, 1, 3)
     assert reported["%RETRY%points"] == {"0": 0}
     assert read(log, startingOffsets=json.dumps(reported)).num_rows == 3
 
 
-@pytest.mark.parametrize("wrong", [None, 3, {}, {"one": 0, "another": 0}])
-def test_a_checkpoint_with_no_log_id_under_its_name_is_an_error(log: CommitLog, wrong: object) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"orders": 3},
+        *({"@log": log_id} for log_id in (None, 3, {}, {"one": 0, "another": 0})),
+        *({"@again": 3}, {"@again": {"orders": 1}}, {"@again": {'["orders", 0]': 1}}),
+        *({"@again": {'["orders", 0, 1e99]': 1}}, {"@again": {'["o", 0, 1]': -1}}),
+    ],
+)
+def test_an_offset_that_no_stream_wrote_is_an_error(log: CommitLog, wrong: dict[str, object]) -> None:
     with pytest.raises(OffsetError, match="the checkpoint"):
-        stream(log).latestOffset({"orders": {"0": 0}, "@log": wrong}, ReadAllAvailable())  # type: ignore[dict-item]
+        stream(log).latestOffset({"orders": {"0": 0}, **wrong}, ReadAllAvailable())  # type: ignore[dict-item]
 
 
 def test_a_log_made_anew_does_not_go_on_at_the_offsets_of_the_old_one(log: CommitLog) -> None:
     """The new log has more messages than the old one: the stream passed over its first ones."""
     send(log, 0, 3)
-    reader = stream(log, startingOffsets="earliest", consumerGroup="points")
-    old = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
-    reader.stop()
+    query = Query(log, **OF_A_GROUP)
+    old = query.end()
+    query.reader.stop()
     old_id = log.id
     shutil.rmtree(log.path)
     anew = CommitLog.create(log.path)
@@ -437,48 +435,49 @@ def test_a_log_made_anew_does_not_go_on_at_the_offsets_of_the_old_one(log: Commi
 
 
 # ---------------------------------------------------------------- suspended queues
-def offsets_of(reader: TxmqStreamReader, start: object, end: object) -> dict[int, list[int]]:
-    rows = run(reader, reader.partitions(start, end)).to_pylist()  # type: ignore[arg-type]
+def offsets_of(messages: pa.Table) -> dict[int, list[int]]:
+    """The offsets of messages, by queue."""
     found: dict[int, list[int]] = {}
-    for row in rows:
+    for row in messages.to_pylist():
         found.setdefault(row["queue_id"], []).append(row["queue_offset"])
     return found
 
 
+def suspend(log: CommitLog, offset: int, until: datetime) -> None:
+    """Suspend queue 1 at an offset, as an orderly consumer of the group does."""
+    log.groups.progress("points", {("orders", 1): offset}, "an orderly consumer", {("orders", 1): until})
+
+
 def test_a_suspended_queue_is_kept_back_while_the_others_go_on_and_then_read_again(log: CommitLog) -> None:
     send(log, 0, 12)
-    reader = stream(log, startingOffsets="earliest", consumerGroup="points", ordered="true")
-    at = reader.initialOffset()
-    first = reader.latestOffset(at, ReadAllAvailable())
+    query = Query(log, **OF_A_GROUP, ordered="true")
+    assert query.batch().num_rows == 12
     until = datetime.now(timezone.utc) + timedelta(days=1)
-    log.groups.progress("points", {("orders", 1): 2}, "an orderly consumer", {("orders", 1): until})
-    assert reader.latestOffset(first, ReadAllAvailable()) == first
+    suspend(log, 2, until)
+    assert query.end() == query.at
     send(log, 1, 6)
-    second = reader.latestOffset(first, ReadAllAvailable())
-    assert offsets_of(reader, first, second) == {0: [4, 5], 2: [4, 5]}
+    assert offsets_of(query.batch()) == {0: [4, 5], 2: [4, 5]}
     assert log.groups.positions("points") == {("orders", 0): 4, ("orders", 1): 2, ("orders", 2): 4}
 
     over = datetime.now(timezone.utc)
-    log.groups.progress("points", {("orders", 1): 3}, "an orderly consumer", {("orders", 1): over})
-    reader.commit(second)
-    third = reader.latestOffset(second, ReadAllAvailable())
-    assert offsets_of(reader, second, third) == {1: [3]}
-    assert offsets_of(stream(log), second, third) == {1: [3]}, "a batch that runs again reads the same"
-    again = json.loads(json.dumps(third))
+    suspend(log, 3, over)
+    second = query.at
+    query.reader.commit(second)
+    assert offsets_of(query.batch()) == {1: [3]}
+    anew = stream(log)
+    assert offsets_of(run(anew, anew.partitions(second, query.at))) == {1: [3]}, "a batch that runs again is the same"
+    query.at = json.loads(json.dumps(query.at))
 
     # Suspended anew at the same message: that is another end, so Spark makes another micro-batch of it.
     later = over + timedelta(microseconds=1)
-    log.groups.progress("points", {("orders", 1): 3}, "an orderly consumer", {("orders", 1): later})
-    reader.commit(again)
-    fourth = reader.latestOffset(again, ReadAllAvailable())
-    assert fourth != again
-    assert offsets_of(reader, again, fourth) == {1: [3]}
+    suspend(log, 3, later)
+    query.reader.commit(query.at)
+    assert offsets_of(query.batch()) == {1: [3]}
 
     log.groups.progress("points", {("orders", 1): 4}, "an orderly consumer")
-    reader.commit(fourth)
-    fifth = reader.latestOffset(fourth, ReadAllAvailable())
-    assert offsets_of(reader, fourth, fifth) == {1: [4, 5]}
-    assert reader.latestOffset(fifth, ReadAllAvailable()) == fifth
+    query.reader.commit(query.at)
+    assert offsets_of(query.batch()) == {1: [4, 5]}
+    assert query.end() == query.at
     assert set(log.groups.positions("points").values()) == {6}
 
 
@@ -487,18 +486,17 @@ def test_a_suspended_queue_is_kept_back_although_progress_cannot_be_published(
 ) -> None:
     """The stream went on past the suspended messages, and the group with it."""
     send(log, 0, 12)
-    reader = stream(log, startingOffsets="earliest", consumerGroup="points", ordered="true")
-    first = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    query = Query(log, **OF_A_GROUP, ordered="true")
+    query.batch()
     until = datetime.now(timezone.utc) + timedelta(days=1)
-    log.groups.progress("points", {("orders", 1): 2}, "an orderly consumer", {("orders", 1): until})
+    suspend(log, 2, until)
     send(log, 1, 6)
     with monkeypatch.context() as patch:
         patch.setattr(GroupStore, "publish", fails)
-        second = reader.latestOffset(first, ReadAllAvailable())
-        assert offsets_of(reader, first, second) == {0: [4, 5], 2: [4, 5]}
+        assert offsets_of(query.batch()) == {0: [4, 5], 2: [4, 5]}
         patch.setattr(GroupStore, "places", fails)
         with pytest.raises(UnreachableStoreError):
-            reader.latestOffset(second, ReadAllAvailable())
+            query.batch()
 
 
 def fails(*_: object, **__: object) -> object:
@@ -508,55 +506,31 @@ def fails(*_: object, **__: object) -> object:
 def test_a_queue_that_nobody_suspends_again_goes_on(log: CommitLog) -> None:
     """The consumer that suspended it is gone, and another kind of query reads for the group."""
     send(log, 0, 6)
-    reader = stream(log, startingOffsets="earliest", consumerGroup="points")
-    first = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
-    now = datetime.now(timezone.utc)
-    log.groups.progress("points", {("orders", 1): 1}, "an orderly consumer", {("orders", 1): now})
-    second = reader.latestOffset(first, ReadAllAvailable())
-    assert offsets_of(reader, first, second) == {1: [1]}
-    assert reader.latestOffset(second, ReadAllAvailable()) == second
+    query = Query(log, **OF_A_GROUP)
+    query.batch()
+    suspend(log, 1, datetime.now(timezone.utc))
+    assert offsets_of(query.batch()) == {1: [1]}
+    assert query.end() == query.at
     assert log.groups.places("points")[("orders", 1)][:2] == (2, None)
 
 
 def test_available_now_waits_for_a_suspended_queue(log: CommitLog) -> None:
     send(log, 0, 6)
-    reader = stream(log, startingOffsets="earliest", consumerGroup="points")
-    reader.prepareForTriggerAvailableNow()
-    first = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    query = Query(log, available_now=True, **OF_A_GROUP)
+    query.batch()
     soon = datetime.now(timezone.utc) + timedelta(seconds=0.3)
-    log.groups.progress("points", {("orders", 1): 1}, "an orderly consumer", {("orders", 1): soon})
-    second = reader.latestOffset(first, ReadAllAvailable())
+    suspend(log, 1, soon)
+    assert offsets_of(query.batch()) == {1: [1]}
     assert datetime.now(timezone.utc) >= soon
-    assert offsets_of(reader, first, second) == {1: [1]}
 
 
 def test_available_now_does_not_wait_for_hours(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
     send(log, 0, 6)
-    reader = stream(log, startingOffsets="earliest", consumerGroup="points")
-    reader.prepareForTriggerAvailableNow()
-    first = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
-    later = datetime.now(timezone.utc) + timedelta(hours=1)
-    log.groups.progress("points", {("orders", 1): 1}, "an orderly consumer", {("orders", 1): later})
-    assert reader.latestOffset(first, ReadAllAvailable()) == first
+    query = Query(log, available_now=True, **OF_A_GROUP)
+    query.batch()
+    suspend(log, 1, datetime.now(timezone.utc) + timedelta(hours=1))
+    assert query.end() == query.at
     assert "the query ends while queues are suspended for 3600 s more: [('orders', 1)]" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "wrong", [3, {"orders": 1}, {'["orders", 0]': 1}, {'["orders", 0, 1e99]': 1}, {'["o", 0, 1]': -1}]
-)
-def test_an_offset_that_no_stream_wrote_is_an_error(log: CommitLog, wrong: object) -> None:
-    with pytest.raises(OffsetError, match="the checkpoint"):
-        stream(log).latestOffset({"orders": {"0": 0}, "@again": wrong}, ReadAllAvailable())  # type: ignore[dict-item]
-
-
-def test_a_second_query_of_a_group_is_told(log: CommitLog) -> None:
-    send(log, 0, 6)
-    one, two = (stream(log, startingOffsets="earliest", consumerGroup="points") for _ in range(2))
-    ends = [r.latestOffset(r.initialOffset(), ReadAllAvailable()) for r in (one, two)]
-    one.commit(ends[0])
-    with pytest.raises(GroupInUseError, match="older query"):
-        two.commit(ends[1])
-    assert one.latestOffset(ends[0], ReadAllAvailable()) == ends[0]
 
 
 # ---------------------------------------------------------------- batches

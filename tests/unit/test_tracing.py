@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -21,9 +20,10 @@ import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark import tracing as tracing_module
 from rmq_spark.tracing import LINKS_MAX, sending_batch, tracing
-from tests.support.consumers import DONE, LATER, go_on, memory_log, push
-from tests.support.half_batches import header_of, make_log
+from tests.support.consumers import DONE, LATER, consume_all, go_on, joined, memory_log
+from tests.support.half_batches import header_of
 from tests.support.inside import HalfWriter, TwoPhase
+from tests.support.listeners import Scripted
 
 pytestmark = pytest.mark.log("memory", "delta", orders=1)
 
@@ -118,7 +118,7 @@ def test_a_single_message_carries_the_context_of_its_send(log: CommitLog, spans:
 
 
 def test_an_asynchronous_send_is_in_the_trace_of_its_caller(spans: InMemorySpanExporter) -> None:
-    log = make_log("memory", Path(), orders=1)
+    log = memory_log(orders=1)
     producer = txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None)
     with producer, trace.get_tracer("shop").start_as_current_span("request") as request:
         producer.send_message_in_transaction_async(txmq.Message("orders", b"body"), txmq.COMMIT_MESSAGE).result(8)
@@ -177,11 +177,8 @@ def test_the_kind_of_a_message_is_rocketmq_s(spans: InMemorySpanExporter) -> Non
 
 
 def test_a_send_that_fails_says_why_without_secrets(log: CommitLog, spans: InMemorySpanExporter) -> None:
-    class Fails(Says):
-        def execute_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-            raise ValueError("postgresql://shop:s3cr3t-pass@db/orders")
-
-    strict = txmq.TransactionMQProducer(log, "shop", Fails(), on_listener_error="fail", check_interval=None)
+    fails = Scripted(ValueError("postgresql://shop:s3cr3t-pass@db/orders"))
+    strict = txmq.TransactionMQProducer(log, "shop", fails, on_listener_error="fail", check_interval=None)
     with strict, pytest.raises(txmq.LocalTransactionError):
         strict.send_message_in_transaction(txmq.Message("orders", b"a"))
     sent = one(spans, "send orders")
@@ -218,9 +215,7 @@ def test_a_message_is_processed_in_the_trace_that_sent_it(log: CommitLog, spans:
         inside.append(trace.get_current_span().get_span_context().span_id)
         return DONE
 
-    consumer = push(log, txmq.EachMessage(listen))
-    consumer.member.join()
-    go_on(consumer)
+    consumer = consume_all(log, txmq.EachMessage(listen))
     received, processed, settled = (one(spans, f"{what} orders") for what in ("receive", "process", "ack"))
     assert (received.kind, processed.kind, settled.kind) == (SpanKind.CLIENT, SpanKind.CONSUMER, SpanKind.CLIENT)
     assert linked(received) == [sent.span_id]
@@ -230,19 +225,16 @@ def test_a_message_is_processed_in_the_trace_that_sent_it(log: CommitLog, spans:
     assert inside == [processed.context.span_id]
     consumer.shutdown()
     assert [span.name for span in spans.get_finished_spans() if span.name.startswith("ack")] == ["ack orders"]
-    found = attributes(processed)
-    assert (
-        found.items()
-        >= {
-            "messaging.system": "rocketmq",
-            TYPE: "process",
-            "messaging.destination.name": "orders",
-            "messaging.destination.partition.id": "0",
-            "messaging.consumer.group.name": "points",
-            "messaging.message.id": log.another().read("orders")["msg_id"][0].as_py(),
-            "messaging.rocketmq.message.tag": "paid",
-        }.items()
-    )
+    told = {
+        "messaging.system": "rocketmq",
+        TYPE: "process",
+        "messaging.destination.name": "orders",
+        "messaging.destination.partition.id": "0",
+        "messaging.consumer.group.name": "points",
+        "messaging.message.id": log.another().read("orders")["msg_id"][0].as_py(),
+        "messaging.rocketmq.message.tag": "paid",
+    }
+    assert attributes(processed).items() >= told.items()
     assert attributes(settled)[TYPE] == "settle"
     assert attributes(settled)["messaging.batch.message_count"] == 1
 
@@ -250,9 +242,7 @@ def test_a_message_is_processed_in_the_trace_that_sent_it(log: CommitLog, spans:
 def test_a_table_is_processed_in_one_span_with_links(log: CommitLog, spans: InMemorySpanExporter) -> None:
     send(log, [txmq.Message("orders", b"a"), txmq.Message("orders", b"b")])
     created = {span.context.span_id for span in named(spans, "create orders")}
-    consumer = push(log, lambda _: DONE)
-    consumer.member.join()
-    go_on(consumer)
+    consume_all(log, lambda _: DONE)
     processed = one(spans, "process orders")
     assert processed.parent is None
     assert set(linked(processed)) == created
@@ -262,8 +252,8 @@ def test_a_table_is_processed_in_one_span_with_links(log: CommitLog, spans: InMe
 
 
 def test_a_failed_message_says_so_and_its_retry_is_in_the_same_trace(spans: InMemorySpanExporter) -> None:
-    machine_log = memory_log(orders=1)
-    send(machine_log, [txmq.Message("orders", b"a")])
+    log = memory_log(orders=1)
+    send(log, [txmq.Message("orders", b"a")])
     sent = one(spans, "send orders").context
     tries: list[int] = []
 
@@ -273,11 +263,10 @@ def test_a_failed_message_says_so_and_its_retry_is_in_the_same_trace(spans: InMe
             raise ValueError("AWS_SECRET_ACCESS_KEY=abcdefghijkl")
         return LATER if len(tries) == 2 else DONE
 
-    consumer = push(machine_log, txmq.EachMessage(listen))
-    consumer.member.join()
+    consumer = joined(log, txmq.EachMessage(listen))
     for _ in range(3):
         go_on(consumer)
-        machine_log.machine.sleep(60)
+        log.machine.sleep(60)
         consumer.member.keep()
     first, second, third = named(spans, "process orders")
     assert tries == [0, 1, 2]
@@ -288,24 +277,15 @@ def test_a_failed_message_says_so_and_its_retry_is_in_the_same_trace(spans: InMe
     assert linked(named(spans, "retry orders")[0]) == [sent.span_id]
 
 
-def test_a_message_without_a_try_left_is_dead_and_not_sent_back(spans: InMemorySpanExporter) -> None:
+def test_a_message_of_a_table_without_a_try_left_fails_and_is_dead_and_not_sent_back(
+    spans: InMemorySpanExporter,
+) -> None:
     log = memory_log(orders=1)
     send(log, [txmq.Message("orders", b"a")])
-    consumer = push(log, lambda _: [LATER], max_reconsume_times=0)
-    consumer.member.join()
-    go_on(consumer)
+    consume_all(log, lambda _: [LATER], max_reconsume_times=0)
+    assert attributes(one(spans, "process orders"))["error.type"] == "RECONSUME_LATER"
     assert len(named(spans, "dead orders")) == 1
     assert named(spans, "retry orders") == []
-
-
-def test_a_listener_of_a_table_that_fails_says_so(spans: InMemorySpanExporter) -> None:
-    log = memory_log(orders=1)
-    send(log, [txmq.Message("orders", b"a")])
-    consumer = push(log, lambda _: [LATER])
-    consumer.member.join()
-    assert consumer.member.fetch()
-    assert consumer.work()
-    assert attributes(one(spans, "process orders"))["error.type"] == "RECONSUME_LATER"
 
 
 # ---------------------------------------------------------------- sinks, and programs that do not trace
@@ -313,12 +293,9 @@ def test_a_sink_s_micro_batch_is_one_span(spans: InMemorySpanExporter) -> None:
     log = memory_log(orders=1)
     two_phase, header = TwoPhase(log, Says()), header_of(7)
     given = pa.table({"body": ["a", "b"]})
+    writer = HalfWriter(header, log.topics(), "orders", None)
     with sending_batch(log.path, header.half_id, "orders"):
-        two_phase.send(
-            header,
-            lambda: log.stage(HalfWriter(header, log.topics(), "orders", None), given.to_batches()),
-            txmq.COMMIT_MESSAGE,
-        )
+        two_phase.send(header, lambda: log.stage(writer, given.to_batches()), txmq.COMMIT_MESSAGE)
     sent, settled = one(spans, "send orders"), one(spans, "commit orders")
     assert settled.parent is not None
     assert settled.parent.span_id == sent.context.span_id
