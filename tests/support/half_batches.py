@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pytest
 
 from rmq_spark import CommitLog, Message, TransactionMQProducer, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog

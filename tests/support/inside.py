@@ -57,7 +57,7 @@ _LIVES_IN = {
     "rmq_spark.consumer.retry": "ORIGIN_MESSAGE_ID RECONSUME_TIME dlq_topic restored retry_topic sent_back",
     "rmq_spark.datasource": "TxmqDataSource",
     "rmq_spark.listener": "CommitOncePrepared NO_LISTENER_FENCE Verdicts load_listener",
-    "rmq_spark.listeners": "database inserting table_listener_module=table",
+    "rmq_spark.listeners": "database inserting",
     "rmq_spark.listeners.database": "Database",
     "rmq_spark.listeners.fence": "Fence",
     "rmq_spark.listeners.inserting": "insert",

@@ -13,6 +13,7 @@ from rmq_spark import ConsumerGroup
 from rmq_spark.errors import NotACommitLogError, OptionError, UnreachableStoreError
 from tests.support.half_batches import commit, prepare
 from tests.support.inside import filesystem, location, maintenance, read_options
+from tests.support.limits import Limit
 
 TABLES = {"half", "op", "topics", "groups", "messages"}
 
@@ -21,9 +22,9 @@ def files_below(folder: Path) -> set[str]:
     return {str(p.relative_to(folder)) for p in folder.rglob("*.parquet") if "_delta_log" not in p.parts}
 
 
-def whole_cycle(path: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def whole_cycle(path: Any, folder: Path, limit: Limit) -> None:
     """Everything that a log does, with its parts opened anew; all of its files end in the folder."""
-    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 3)
+    limit(OP_FILES_MAX=3)
     log = txmq.CommitLog.create(path)
     log.create_topic("orders", 2)
     for batch in range(3):

@@ -39,6 +39,7 @@ from tests.support.half_batches import (
     split,
 )
 from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, RowState, Who
+from tests.support.limits import Limit
 from tests.support.listeners import Scripted
 from tests.support.maven import free_ports
 
@@ -198,8 +199,8 @@ def test_a_look_reads_an_open_half_batch_again_only_when_op_decides_something_ne
     assert read[3:] == ["app:1"]
 
 
-def test_a_look_is_bounded_and_the_next_one_goes_on(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures_module, "LOOKS_MAX", 2)
+def test_a_look_is_bounded_and_the_next_one_goes_on(log: CommitLog, limit: Limit) -> None:
+    limit(LOOKS_MAX=2)
     watch = LogWatch(log)
     for batch_id in range(3):
         prepare(log, batch_id, 2)

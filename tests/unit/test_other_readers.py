@@ -73,8 +73,7 @@ def test_each_reader_sees_the_same_messages_also_after_they_were_merged_and_expi
         log.drain()
         for read in READERS:
             assert read(path) == expected(another(log)), (read.__name__, step)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(maintenance, "MESSAGES_FILES_MAX", 2)
+    with limited(MESSAGES_FILES_MAX=2):
         assert maintenance.compact_messages(another(log).messages_table) > 0
     for read in READERS:
         assert read(path) == expected(another(log)), read.__name__

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import placements
 from rmq_spark.commitlog.placements import PlacedRange
 from rmq_spark.commitlog.reading import messages_of
 from rmq_spark.source.plan import BLOCK_ROWS
@@ -33,6 +32,7 @@ from tests.support.inside import (
     read_options,
     split,
 )
+from tests.support.limits import Limit
 from tests.support.source_logs import decide, send
 
 ORDERS = Subscription(("orders",))
@@ -119,11 +119,11 @@ def test_ranges_are_the_same_after_op_was_compacted(log: CommitLog) -> None:
 
 @both_kinds
 def test_a_compaction_that_loses_races_to_a_busy_writer_merges_once(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch, limit: Limit
 ) -> None:
     for batch_id in range(4):
         send(log, batch_id)
-    monkeypatch.setattr(maintenance, "OP_FILES_MAX", 2)
+    limit(OP_FILES_MAX=2)
     log.upkeep = False
     op = another(log).op
     merged: list[int] = []
@@ -146,12 +146,10 @@ def test_a_compaction_that_loses_races_to_a_busy_writer_merges_once(
     assert planner(log).ranges({}, latest) == before
 
 
-def test_a_cache_over_its_size_is_filled_again_as_the_stream_goes_on(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_over_its_size_is_filled_again_as_the_stream_goes_on(log: CommitLog, limit: Limit) -> None:
     for batch_id in range(12):
         send(log, batch_id, 6)
-    monkeypatch.setattr(placements, "CACHE_ROWS_MAX", 4)
+    limit(CACHE_ROWS_MAX=4)
     plans = planner(log)
     latest, at, parts = plans.latest(), {}, []
     while at != latest:

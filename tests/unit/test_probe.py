@@ -18,6 +18,7 @@ from rmq_spark.check import probe
 from tests.support.checks import DEADLINE_S, Hangs
 from tests.support.consumers import memory_log
 from tests.support.inside import Machine
+from tests.support.limits import Limit
 from tests.support.listeners import Scripted
 
 SECRET = "s3cr3t-passw0rd"
@@ -128,11 +129,8 @@ def test_a_producer_s_own_checks_do_not_look(log: CommitLog) -> None:
     assert asked.threads == []
 
 
-def test_a_database_that_hangs_is_reported_and_holds_up_no_other(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probe, "ANSWER_S_MAX", 0.2)
-    monkeypatch.setattr(probe, "ALONE_S_MAX", 0.1)
+def test_a_database_that_hangs_is_reported_and_holds_up_no_other(log: CommitLog, limit: Limit) -> None:
+    limit(ANSWER_S_MAX=0.2, ALONE_S_MAX=0.1)
     answer = Hangs()
     hung, other = Asked(answer), Asked()
     service = CheckService(log, {"hung": hung, "other": other})

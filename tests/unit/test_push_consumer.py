@@ -24,7 +24,6 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.config import DELAY_LEVELS_S
-from rmq_spark.consumer import member as member_module
 from tests.support.consumers import (
     DONE,
     LATER,
@@ -43,7 +42,8 @@ from tests.support.consumers import (
 )
 from tests.support.half_batches import bodies, in_half, let_leave, make_log
 from tests.support.inboxes import inbox_of, make_database, results
-from tests.support.inside import GroupMember, Machine, push_module, restored, sent_back, stripping
+from tests.support.inside import GroupMember, Machine, push_module, restored, sent_back
+from tests.support.limits import Limit
 from tests.support.seeds import how_many
 
 pytestmark = pytest.mark.log("memory", orders=2)
@@ -533,8 +533,8 @@ def test_what_was_sent_back_is_there_whatever_the_next_member_makes_of_a_failure
     assert (retries(log), bodies(log, "%DLQ%points")) == ([("a", 1)], ["b"])
 
 
-def test_what_was_sent_back_is_there_when_upkeep_has_stripped_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stripping, "STRIPPED_BYTES_MIN", 1)
+def test_what_was_sent_back_is_there_when_upkeep_has_stripped_it(limit: Limit) -> None:
+    limit(STRIPPED_BYTES_MIN=1)
     log = memory_log(orders=1)
 
     consumer = joined(log, fails_on("ab"))
@@ -612,10 +612,12 @@ def versions(log: CommitLog) -> tuple[int, int]:
     return own.half.table.refresh(), own.op.refresh()
 
 
-def test_a_message_that_cannot_be_sent_back_stays_unfinished(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_cannot_be_sent_back_stays_unfinished(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch, limit: Limit
+) -> None:
     send(log, "ab", queue_id=[0, 0])
     consumer = joined(log, fails_on("b"))
-    monkeypatch.setattr(push_module, "SEND_AGAIN_S", 0)
+    limit(SEND_AGAIN_S=0)
 
     def down(*arguments: Any) -> None:
         consumer.member.stopping.set()
@@ -992,8 +994,8 @@ def test_a_script_is_told_of_a_hole_at_once(tmp_path: Path) -> None:
         list(txmq.PullConsumer(log, "report", topics=["orders", "bills"], stop_at_end=True))
 
 
-def test_the_end_of_the_process_waits_once_for_all_calls_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_module, "AT_EXIT_S_MAX", 0.3)
+def test_the_end_of_the_process_waits_once_for_all_calls_that_hang(limit: Limit) -> None:
+    limit(AT_EXIT_S_MAX=0.3)
     log = memory_log(Machine(), orders=1)
     send(log, "abcdefgh")
     listener = Holds()

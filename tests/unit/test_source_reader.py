@@ -30,6 +30,7 @@ from rmq_spark.source.reader import to_batches
 from tests.support.half_batches import commit, move_half, prepare
 from tests.support.inside import PROPERTIES, SOURCE_SCHEMA, GroupStore, Machine, Planner, TxmqReader, TxmqStreamReader
 from tests.support.inside import reader as reader_module
+from tests.support.limits import Limit
 from tests.support.source_logs import decide, send, source_schema
 
 IN_ORDER = [("topic", "ascending"), ("queue_id", "ascending"), ("queue_offset", "ascending")]
@@ -534,9 +535,8 @@ def test_available_now_does_not_wait_for_hours(log: CommitLog, caplog: pytest.Lo
 
 
 # ---------------------------------------------------------------- batches
-def test_small_tables_go_together_and_large_ones_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "BATCH_ROWS_MIN", 10)
-    monkeypatch.setattr(reader_module, "BATCH_BYTES_MAX", 1600)
+def test_small_tables_go_together_and_large_ones_are_cut(limit: Limit) -> None:
+    limit(BATCH_ROWS_MIN=10, BATCH_BYTES_MAX=1600)
     tables = [pa.table({"n": pa.array(range(n), pa.int64())}) for n in (3, 0, 3, 5, 400, 2)]
     batches = list(to_batches(iter(tables)))
     assert [b.num_rows for b in batches] == [11, 200, 200, 2]

@@ -36,7 +36,6 @@ from rmq_spark import (
     SqlTransactionListener,
     create_fence,
 )
-from rmq_spark.listeners import fence as fence_module
 from rmq_spark.listeners.sql import LOCK_TIMEOUT_S_MAX
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Ahead
@@ -60,6 +59,7 @@ from tests.support.fences import (
 )
 from tests.support.half_batches import commit, let_leave, pending, prepare, roll_back
 from tests.support.inside import Database, HalfHeader, HalfRecord, HalfWriter, Naming, TwoPhase, Who
+from tests.support.limits import Limit
 from tests.support.seeds import how_many
 
 COMMIT, ROLLBACK = COMMIT_MESSAGE, ROLLBACK_MESSAGE
@@ -727,11 +727,9 @@ def test_prune_keeps_the_rows_of_what_has_not_left_its_log(url: sa.URL, fence: s
     assert set(fence_rows(url)) == kept | {"of no log:0:1"}
 
 
-def test_prune_goes_through_the_rows_a_page_at_a_time(
-    url: sa.URL, fence: str, log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prune_goes_through_the_rows_a_page_at_a_time(url: sa.URL, fence: str, log: CommitLog, limit: Limit) -> None:
     """2.5 million old rows came into memory at once."""
-    monkeypatch.setattr(fence_module, "PRUNED_AT_ONCE", 2)
+    limit(PRUNED_AT_ONCE=2)
     orders_listener = listener(url, nothing)
     for number in range(7):
         record = ran(orders_listener, log, f"app{number}")
