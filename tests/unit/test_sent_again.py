@@ -10,7 +10,7 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.consumer.sending import send_each
-from tests.support.consumers import LATER, go_on, joined, memory_log, send
+from tests.support.consumers import LATER, go_on, joined, queue_of
 from tests.support.half_batches import bodies, in_half, let_leave
 from tests.support.inside import LOOK_INTERVAL_S, RECONSUME_TIME, dlq_topic, retry_topic, sent_back
 
@@ -20,9 +20,7 @@ GROUP = "points"
 
 @pytest.fixture
 def log() -> CommitLog:
-    made = memory_log(orders=1)
-    send(made, "abc")
-    return made
+    return queue_of("abc")
 
 
 def member(log: CommitLog, reconsume_max: int) -> Any:
