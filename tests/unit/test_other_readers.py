@@ -15,6 +15,7 @@ from deltalake import DeltaTable
 from rmq_spark import CommitLog
 from tests.support.half_batches import another, commit, let_leave, pending, prepare, roll_back, send, split
 from tests.support.inside import Who, maintenance
+from tests.support.limits import limited
 
 pytestmark = pytest.mark.log("delta", orders=2, points=1)
 
