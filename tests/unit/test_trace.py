@@ -188,6 +188,12 @@ def test_what_no_half_batch_can_be_called_is_not_found(log: CommitLog, half_id: 
             ask()
 
 
+def test_what_no_transaction_can_be_called_is_not_found(log: CommitLog) -> None:
+    by_key(log)
+    with pytest.raises(HalfBatchNotFoundError, match="has no transaction 'app:1:1:caf"):
+        log.trace("app:1:1:caf\udce9")
+
+
 def test_a_trace_names_the_one_thing_that_it_needs(log: CommitLog) -> None:
     with pytest.raises(OptionError, match="one of transaction_id, half_id, message_id: none was given"):
         log.trace()
