@@ -126,6 +126,15 @@ class _Asked:
         return HalfBatchNotFoundError(f"half batch {self.half_id!r} has no {what} {self.name!r}")
 
 
+def _is_utf8(text: str) -> bool:
+    """Whether UTF-8 can write a text: it cannot write a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 Chosen = Mapping[int, bytes]
 """Of each half file, a byte for each row: 1 for those that are traced."""
 
@@ -146,6 +155,8 @@ def trace(
 def _look(log: ProtocolSteps, asked: _Asked) -> Trace:
     if not asked.half_id.isascii():  # no half batch is called so
         raise _not_found(log, asked)
+    if not _is_utf8(asked.name):  # no key is
+        raise asked.nothing()
     with log.lock:
         try:
             record = log.half.get(asked.half_id)

@@ -182,6 +182,12 @@ def test_what_no_half_batch_can_be_called_is_not_found(log: CommitLog, half_id: 
             ask()
 
 
+def test_what_no_transaction_can_be_called_is_not_found(log: CommitLog) -> None:
+    by_key(log)
+    with pytest.raises(HalfBatchNotFoundError, match="has no transaction 'app:1:1:caf"):
+        log.trace("app:1:1:caf\udce9")
+
+
 def test_a_message_that_waits_says_for_whom(log: CommitLog) -> None:
     """It said that it waits for an earlier message, and not for which."""
     log.create_topic("ordered", 1, fifo=True)
