@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rmq_spark import CommitLog
@@ -31,9 +32,9 @@ def _words(state: BatchState) -> object:
     return rows, state.in_conflict, state.lease_until, [str(row.kind) for row in state.history]
 
 
-def require_whole(log: CommitLog, who: str) -> None:
-    """A handle says what the whole history says."""
-    states = states_of(log)
+def require_whole(log: CommitLog, who: str, states: Mapping[str, BatchState] | None = None) -> None:
+    """A handle says what the whole history says, which is read when it is not given."""
+    states = states_of(log) if states is None else states
     log.refresh()
     assert set(log.open_half_ids()) == {h for h, s in states.items() if not s.settled}, who
     waiting = {h: s.count(RowState.DECIDED) for h, s in states.items() if s.count(RowState.DECIDED)}

@@ -139,7 +139,7 @@ class CommitLogMachine(RuleBasedStateMachine):
                 placed += row["count"]
         assert placed == sum(s.count(RowState.COMMITTED) for s in states.values())
         for who, log in {"who did it": self.log, "follower": self.follower, "cold": another(self.log)}.items():
-            require_whole(log, who)
+            require_whole(log, who, states)
             assert log.ledger.tails == tails
             for found, wanted in ((log.pending(), RowState.PENDING), (log.quarantined(), RowState.QUARANTINED)):
                 rows = found.select(["half_id", "attempt", "messages", "check_times", "lease_until"]).to_pylist()
@@ -194,6 +194,9 @@ def _text(row: dict[str, Any]) -> str:
 
 
 TestCommitLogMachine, TestFewAreNamed = CommitLogMachine.TestCase, FewAreNamed.TestCase
-TestCommitLogMachine.settings = TestFewAreNamed.settings = settings(
-    max_examples=settings.default.max_examples // 5, stateful_step_count=20, suppress_health_check=list(HealthCheck)
-)
+for case, share in ((CommitLogMachine, 5), (FewAreNamed, 10)):
+    case.TestCase.settings = settings(
+        max_examples=settings.default.max_examples // share,
+        stateful_step_count=20,
+        suppress_health_check=list(HealthCheck),
+    )
