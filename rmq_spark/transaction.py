@@ -537,7 +537,7 @@ class HalfBatch:
         Raises
         ------
         VerdictError
-            When a key is not in this half batch, or is named for two verdicts.
+            When a key is not in this half batch, or is named for two verdicts; or for a single key without a list.
         """
         column = "transaction_key" if self.transaction_per == KEY else "transaction_id"
         distinct = {Verdict(_state(otherwise)): 0}
@@ -548,6 +548,11 @@ class HalfBatch:
             (ROLLBACK_MESSAGE, refused, True),
             (UNKNOWN, unknown, False),
         ):
+            if isinstance(keys, (str, bytes)) or not isinstance(keys, Iterable):
+                raise VerdictError(
+                    f"{'refused' if final else _ARGUMENTS[state]}={keys!r} is {type(keys).__name__}: a list of keys is "
+                    f"expected, such as [{keys!r}]"
+                )
             reasons = keys if isinstance(keys, Mapping) else None
             if reasons is not None and state is not ROLLBACK_MESSAGE:
                 raise VerdictError(f"{state} was given a mapping: its keys alone are expected, for it has no reasons")
@@ -578,6 +583,9 @@ class HalfBatch:
             absent = keys.filter(pc.invert(pc.is_in(keys, value_set=known)))[0].as_py()
             raise VerdictError(f"{absent!r} is not a {column} of half batch {self.half_id!r}")
         return pc.fill_null(pa.array(named.values(), pa.int32()).take(which), 0)
+
+
+_ARGUMENTS = {COMMIT_MESSAGE: "commit", ROLLBACK_MESSAGE: "rollback", UNKNOWN: "unknown"}
 
 
 def _said(verdict: Verdict) -> str:

@@ -54,7 +54,7 @@ def reconcile(
     from rmq_spark.check.reconcile import Reconciler, Stream
     from rmq_spark.listener import load_listener, see_working_folder
 
-    began = None if since is None else time_of(since, datetime.now(timezone.utc), "--since")
+    began = None if since is None else time_of(since, datetime.now(timezone.utc), "since")
     see_working_folder()
     log = open_log(path, storage)
     streams = [Stream.read(given, log.storage_options) for given in checkpoint or ()]

@@ -47,6 +47,7 @@ from rmq_spark.plurals import count_of
 from rmq_spark.storage.copying import LOG, LOG_FILE, FileGoneError, Folder, Pin, pin
 from rmq_spark.storage.location import is_uri, location
 from rmq_spark.storage.stores import reaching, require_storage_options
+from rmq_spark.storage.table import require_own
 
 if TYPE_CHECKING:
     from rmq_spark.commitlog.log import CommitLog
@@ -244,6 +245,7 @@ def _pins(log: CommitLog) -> list[Pin]:
         before = _state_of(half)
         groups = [pin(log.groups.table)] if log.has_groups() else []
         messages = pin(log.messages_table)
+        require_own(log.messages_table)
         op = pin(log.op)
         lost = _not_in_half(log, op.version)
         pins = [*groups, messages, op, pin(half), pin(log.topics_table)]

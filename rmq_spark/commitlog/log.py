@@ -603,8 +603,8 @@ class CommitLog(ProtocolSteps):
             When the target is the log, lies inside it, or around it.
         CommitLogExistsError
             When the target has something else than an older copy of this log, or lies inside another log.
-        CorruptLogError
-            When the log is damaged; an older copy then stays as it was.
+        CorruptLogError, ForeignChangeError
+            When the log is damaged, or another writer has changed it; an older copy then stays as it was.
         StorageError
             When a store cannot be reached.
         """

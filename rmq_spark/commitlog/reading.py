@@ -316,6 +316,10 @@ def read_messages(
     """Committed messages of a topic in (queue, offset) order: what ``CommitLog.read`` returns."""
     where = _wanted(tags, selector, log.machine.time_ms())
     names = require_source_columns(SOURCE_SCHEMA.names if columns is None else columns)
+    if not names:
+        raise OptionError(
+            "columns is empty: a table without columns does not tell how many messages there are. Name one"
+        )
     for queue_id, offset in start.items():
         tail = tails.get((topic, queue_id), 0)
         if type(queue_id) is not int or not 0 <= queue_id < queues:

@@ -18,18 +18,19 @@ from typing import Any
 
 import pyarrow.fs as pafs
 import pytest
+from deltalake import DeltaTable
 
 from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.commitlog import backup as backup_module
 from rmq_spark.commitlog.backup import MANIFEST, SWITCH, finish
-from rmq_spark.errors import CommitLogExistsError, CorruptLogError, OptionError
+from rmq_spark.errors import CommitLogExistsError, CorruptLogError, ForeignChangeError, OptionError
 from rmq_spark.storage import copying
 from rmq_spark.storage.copying import Pin
 from rmq_spark.storage.table import CHECKPOINT_INTERVAL
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq
-from tests.support.half_batches import bodies, check_offsets, commit, let_leave, prepare, roll_back, send
+from tests.support.half_batches import another, bodies, check_offsets, commit, let_leave, prepare, roll_back, send
 from tests.support.inside import Table
 from tests.support.seeds import first_seed, how_many
 
@@ -97,6 +98,19 @@ def test_a_copy_has_all_that_the_log_had(log: CommitLog, copy: Path) -> None:
     restored = CommitLog.open(log.path)
     commit(restored, send(restored, "after"))
     check_offsets(restored)
+
+
+def test_a_log_that_another_writer_changed_is_not_copied_over_a_good_copy(log: CommitLog, copy: Path) -> None:
+    """The copy got the merged file, and the log of a table that nobody could put back."""
+    for key in ("key0", "key1"):
+        sent(log, key)
+        log.drain()
+    log.backup(copy)
+    before = bodies(CommitLog.open(copy))
+    DeltaTable(f"{log.path}/messages").optimize.compact()
+    with pytest.raises(ForeignChangeError, match="OPTIMIZE"):
+        another(log).backup(copy)
+    assert bodies(CommitLog.open(copy)) == before
 
 
 def copied_while_all_leaves(log: CommitLog, target: Path, monkeypatch: pytest.MonkeyPatch, table: str) -> CommitLog:

@@ -430,6 +430,8 @@ def test_commit_times_never_run_backwards(log: CommitLog, monkeypatch: pytest.Mo
     commit(log, prepare(log, 1))
     other = another(log)
     commit(other, prepare(other, 2))
+    with pytest.raises(OptionError, match="columns is empty"):  # it gave a table of 0 rows
+        log.read("orders", columns=[])
     read = log.read("orders", columns=["queue_id", "commit_timestamp"])
     for queue_id in range(2):
         times = read.filter(pc.equal(read["queue_id"], queue_id))["commit_timestamp"].to_pylist()

@@ -161,6 +161,10 @@ def test_a_key_cannot_be_refused_and_have_never_happened(log: CommitLog) -> None
             batch.verdicts(rollback=["a"], refused=["a"])
         with pytest.raises(VerdictError, match="COMMIT_MESSAGE was given a mapping"):
             batch.verdicts(commit={"a": "why"})
+        for name in ("commit", "rollback", "refused", "unknown"):  # the keys of "ab" were taken for "a" and "b"
+            for one in ("ab", b"ab", 7, None):
+                with pytest.raises(VerdictError, match=rf"{name}={one!r} is {type(one).__name__}: a list of keys"):
+                    batch.verdicts(**{name: one})
         return UNKNOWN
 
     send(log, listener := Scripted(both), header(KEY))
