@@ -89,14 +89,12 @@ class Drained:
         Raises
         ------
         CorruptLogError
-            When ``op`` has not placed what was drained, or has pruned what was not: one of the two tables is an older
-            copy.
+            When ``op`` has not placed what was drained: one of the two tables is an older copy.
         """
         log = self._log
         with log.lock:
             table = log.messages_table
             version = table.refresh()
-            require_drained(table, pruned_up_to(log.op, PRUNED_PLACED), "op was pruned")
             if version != self._asked[0]:
                 position = drained_up_to(table)
                 if position >= 0:
@@ -107,6 +105,14 @@ class Drained:
             if self._border.position != self.position:
                 self._border = _Border(self.position, self._ends())
             return self._border.ends
+
+    def whole_border(self) -> Mapping[Queue, int]:
+        """:meth:`border`; CorruptLogError when ``op`` was pruned of what ``messages`` does not have. (That look takes
+        delta-rs 1.5 ms.)"""
+        with self._log.lock:
+            border = self.border()
+            require_drained(self._log.messages_table, pruned_up_to(self._log.op, PRUNED_PLACED), "op was pruned")
+            return border
 
     def _require_same_op(self, position: int) -> None:
         log, table = self._log, self._log.messages_table
@@ -130,7 +136,7 @@ class Drained:
         log = self._log
         with log.lock:
             log.refresh()
-            border = self.border()
+            border = self.whole_border()
             counts = log.messages_table.actions()["num_records"]
             firsts = log.firsts()  # after the files: those that expired were told of before they went
         rows, most = pc.sum(counts).as_py() or 0, sum(border.values())

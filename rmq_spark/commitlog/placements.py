@@ -191,7 +191,7 @@ class Placements:
         border = self.log.drained.border()
         found, missing = self._above_border(border, start, end)
         if missing:  # it may have been drained meanwhile, and pruned from op
-            border = self.log.drained.border()
+            border = self.log.drained.whole_border()
             found, missing = self._above_border(border, start, end)
         return border, found, missing
 
@@ -261,7 +261,7 @@ class Placements:
         """Each queue's first offset that was committed at this time or later; queues without one are left out."""
         since = pa.scalar(time, OP_SCHEMA.field("op_time").type)
         drained = self.log.drained
-        drained.border()
+        drained.whole_border()
         found = {queue: offset for queue, offset in drained.first_since(time).items() if self._wants(queue[0])}
         for rows, rest in self.log.placements(drained.position + 1):
             placed = self._of_wanted(rows.filter(pc.is_valid(rows["queue_offset"])))

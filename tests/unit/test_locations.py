@@ -56,8 +56,8 @@ NAMES_IN_ALL = ["a#b", "a+b", "a&b=c,d;e", "it's", "a~b", "a:b", ".hidden", "é"
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.long) for name in NAMES_IN_ALL)])
-def test_a_folder_of_any_name_holds_the_whole_log(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole_cycle(str(tmp_path / name / "log"), tmp_path / name / "log", monkeypatch)
+def test_a_folder_of_any_name_holds_the_whole_log(name: str, tmp_path: Path, limit: Limit) -> None:
+    whole_cycle(str(tmp_path / name / "log"), tmp_path / name / "log", limit)
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
@@ -65,7 +65,9 @@ def test_a_folder_of_any_name_holds_the_whole_log(name: str, tmp_path: Path, mon
 @pytest.mark.parametrize(
     "kind", ["slash", "relative", "dots", "symlink", "Path", "file uri", "hadoop uri", "localhost"]
 )
-def test_every_kind_of_path_leads_to_one_folder(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_path_leads_to_one_folder(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: Limit
+) -> None:
     folder = tmp_path / "a b" / "log"
     folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -80,7 +82,7 @@ def test_every_kind_of_path_leads_to_one_folder(kind: str, tmp_path: Path, monke
         "hadoop uri": folder.as_uri().replace("file://", "file:"),
         "localhost": folder.as_uri().replace("file://", "file://localhost"),
     }
-    whole_cycle(paths[kind], folder, monkeypatch)
+    whole_cycle(paths[kind], folder, limit)
     assert {p.name for p in tmp_path.iterdir()} == {"a b", "link"}
 
 
