@@ -13,8 +13,6 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 # Imported first: it says what to install when SQLAlchemy is missing.
-from rmq_spark.failpoints import reach
-
 from rmq_spark.listeners.database import (  # isort: skip
     IN_INNODB,
     PLACE_CHARS_MAX,
@@ -33,6 +31,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from rmq_spark.config import FENCE_RETENTION_S_MIN
 from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError, OptionError
+from rmq_spark.failpoints import reach
 from rmq_spark.listener import ExecutedAttempt
 from rmq_spark.listeners.recorded import EXECUTED, MIXED, STARTED, Recorded, State
 from rmq_spark.machine import MACHINE

@@ -37,8 +37,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 # Imported first: it says what to install when SQLAlchemy is missing.
-from rmq_spark.failpoints import reach
-
 from rmq_spark.listeners.database import (  # isort: skip
     Address,
     Owner,
@@ -63,6 +61,7 @@ from rmq_spark.errors import (
     TransactionEndedError,
     VerdictError,
 )
+from rmq_spark.failpoints import reach
 from rmq_spark.listener import ExecutedAttempt, TransactionListener, Verdicts, require_executing, require_work
 from rmq_spark.listeners.fence import Fence, utc
 from rmq_spark.listeners.recorded import EXECUTED, NOTHING, ROLLED_BACK, STARTED, TOMBSTONE, Recorded, State

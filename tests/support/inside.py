@@ -8,6 +8,7 @@ seeded bugs. A name is loaded when it is first used.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 _LIVES_IN = {
@@ -103,11 +104,19 @@ _LIVES_IN = {
     "rmq_spark.storage.turns": "Turns",
     "rmq_spark.transaction": "BATCH KEY MESSAGE Verdict decode_json normalize_verdicts verdict_of",
 }
-_WHERE = {
-    name.partition("=")[0]: (module, name.rpartition("=")[2])
-    for module, names in _LIVES_IN.items()
-    for name in names.split()
-}
+
+
+def located(table: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """The module of each name, and what it is called there, from a table of names by module. ``a=b`` is ``b`` under the
+    name ``a``."""
+    return {
+        name.partition("=")[0]: (module, name.rpartition("=")[2])
+        for module, names in table.items()
+        for name in names.split()
+    }
+
+
+_WHERE = located(_LIVES_IN)
 
 
 def __getattr__(name: str) -> Any:

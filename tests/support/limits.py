@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import pytest
 
+from tests.support.inside import located
+
 _STANDS_IN = {
     "rmq_spark.check.asking": "HUNG_CALLS_MAX",
     "rmq_spark.check.draining": "AFTER_FAILURE_S",
@@ -47,11 +49,7 @@ _STANDS_IN = {
     "rmq_spark.storage.pools": "POOLS_LINGER_S=LINGERS_S",
     "rmq_spark.storage.table": "BACKOFF_S_MAX COMMIT_TRIES_MAX",
 }
-_WHERE = {
-    name.partition("=")[0]: (module, name.rpartition("=")[2])
-    for module, names in _STANDS_IN.items()
-    for name in names.split()
-}
+_WHERE = located(_STANDS_IN)
 
 
 class Limit(Protocol):
