@@ -97,8 +97,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def log(request: pytest.FixtureRequest, log_path: str) -> CommitLog:
-    """A commit log: of which kinds, each in turn, and with which topics, says ``pytest.mark.log("memory", "delta",
-    orders=1)``. Without the mark it is in memory, and has the topic ``orders`` with two queues."""
+    """A commit log. ``pytest.mark.log("memory", "delta", orders=1)`` names its kinds, each in turn, and its topics.
+    Without the mark it is in memory, and has the topic ``orders`` with two queues."""
     marker = request.node.get_closest_marker("log")
     kinds, topics = (marker.args, marker.kwargs) if marker is not None else ((), {})
     kind = getattr(request, "param", kinds[0] if kinds else "memory")

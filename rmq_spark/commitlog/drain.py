@@ -72,7 +72,7 @@ class Drainer:
         until = self._log.refresh()
         while True:
             table = self._log.messages_table
-            pruned = pruned_up_to(self._log.op, PRUNED_PLACED)  # before the look at messages: that has it then
+            pruned = pruned_up_to(self._log.op, PRUNED_PLACED)  # read before messages, which then has it
             table.refresh()
             position = drained_up_to(table)
             if position > until and position > (until := self._log.refresh()):

@@ -155,7 +155,7 @@ def trace(
 def _look(log: ProtocolSteps, asked: _Asked) -> Trace:
     if not asked.half_id.isascii():  # no half batch is called so
         raise _not_found(log, asked)
-    if not _is_utf8(asked.name):  # no key is
+    if not _is_utf8(asked.name):  # every key is
         raise asked.nothing()
     with log.lock:
         try:
