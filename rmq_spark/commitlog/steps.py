@@ -181,7 +181,8 @@ class ProtocolSteps(ABC):
 
     def prepare_many(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
         """Commit the staged files of several half batches at once: see :meth:`HalfStore.prepare_many`."""
-        reach("staged", header=staged[0].header)
+        if staged:
+            reach("staged", header=staged[0].header)
         half_ids = [batch.header.half_id for batch in staged]
         with self.lock:
             self.ledger.expect(half_ids)

@@ -91,6 +91,11 @@ def test_what_cannot_be_prepared_drops_out_and_the_others_are_prepared(log: Comm
     check_offsets(log)
 
 
+def test_none_are_prepared_when_none_are_given(log: CommitLog) -> None:
+    """The failpoint before the prepare looked at the first of them."""
+    assert log.prepare_many([]) == []
+
+
 def test_when_nothing_can_be_prepared_nothing_is_committed(log: CommitLog) -> None:
     prepared(log, staged(log, "a"))
     version = log.half.table.version
