@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rmq_spark import COMMIT_MESSAGE, HalfBatch, TransactionListener
 
 Answer = Any
-"""Verdicts to return, an exception to raise, or a function of the half batch that does one of both."""
+"""Verdicts to return, an exception to raise, or a function of the half batch, which does one of both itself."""
 
 
 class Scripted(TransactionListener):
@@ -46,10 +46,9 @@ class Scripted(TransactionListener):
     def _say(self, what: str, batch: HalfBatch) -> Any:
         answers = self._answers[what]
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        found = answer(batch) if isinstance(answer, Callable) and not isinstance(answer, type) else answer  # type: ignore[arg-type]
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer(batch) if callable(answer) else answer
 
 
 def _listed(answer: Answer) -> list[Answer]:

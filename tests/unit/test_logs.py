@@ -12,7 +12,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
 import rmq_spark as txmq
-from rmq_spark import CommitLog
+from rmq_spark import CommitLog, HalfBatch
 from rmq_spark.logs import FIELDS, JsonFormatter, json_handler
 from tests.support.consumers import DONE, go_on, push, queue_of
 from tests.support.half_batches import prepare
@@ -100,7 +100,13 @@ def test_the_environment_asks_for_lines_of_json(monkeypatch: pytest.MonkeyPatch)
 def fails() -> Scripted:
     """A listener that says what the send's argument says, and fails without one."""
     problem = RuntimeError("the bank is closed")
-    return Scripted(lambda batch: problem if batch.arg is None else batch.arg, problem)
+
+    def as_told(batch: HalfBatch) -> Any:
+        if batch.arg is None:
+            raise problem
+        return batch.arg
+
+    return Scripted(as_told, problem)
 
 
 def test_what_is_said_of_a_half_batch_names_it(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:

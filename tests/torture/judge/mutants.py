@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import random
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -91,6 +92,9 @@ from tests.torture.simulate.world import SimulatedLog
 SEEDS_MAX = 400
 """So many seeds are played before a mutant counts as not caught."""
 
+HUNT_S_MAX = 240.0
+"""A mutant that was not caught by then counts as not caught, too. A hunt and its control fit into a test's time."""
+
 SPOILED_STEPS_MAX = 4_000
 """So many steps a play with a bug may take; without one they take up to 1,500. A bug that makes a program try for ever
 would cost minutes a seed otherwise."""
@@ -162,7 +166,11 @@ class Catch:
 def hunt(mutant: Mutant | PlayMutant, first_seed: int = 1, seeds_max: int = SEEDS_MAX) -> Catch:
     """Play seeds until the mutant is caught; then the same seeds without it."""
     seen: set[str] = set()
+    tries = 0
+    end_s = time.monotonic() + HUNT_S_MAX
     for seed in range(first_seed, first_seed + seeds_max):
+        if time.monotonic() > end_s:
+            break
         if (seed - first_seed) % COLLECTED_EVERY == 0:
             gc.collect()
         anomalies, problems = mutant.play(seed, spoiled=True)
@@ -178,7 +186,8 @@ def hunt(mutant: Mutant | PlayMutant, first_seed: int = 1, seeds_max: int = SEED
                     control = f"seed {again}: {[*problems, *(a.kind.value for a in anomalies)][0]}"
                     break
             return Catch(mutant.name, kinds[0].value, seed, seed - first_seed + 1, True, control)
-    return Catch(mutant.name, f"not caught; seen: {', '.join(sorted(seen)) or 'nothing'}", -1, seeds_max, False, "")
+        tries += 1
+    return Catch(mutant.name, f"not caught; seen: {', '.join(sorted(seen)) or 'nothing'}", -1, tries, False, "")
 
 
 # ---------------------------------------------------------------- how mutants are made
