@@ -148,7 +148,7 @@ LATIN = "caf\udce9"
     [
         ("nonsense", 2, "No such command 'nonsense'"),
         ("topics", 2, "[PATH], the commit log, may be left out"),
-        ("topics LOG --jsn", 2, "No such option: --jsn"),
+        ("topics LOG --jsn", 2, "--jsn"),
         (f"topics LOG --storage {SECRET}", 2, "--storage"),
         ("check", 2, "--config"),
         # upkeep
