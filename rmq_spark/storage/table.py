@@ -1041,6 +1041,10 @@ def _snapshot(table: DeltaTable) -> Snapshot:
     )
 
 
+_FIRST_ENTRY = "_delta_log/00000000000000000000.json"
+"""The one file of a table that is empty."""
+
+
 def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | None:
     """Create an empty table, and return whether this writer created it.
 
@@ -1078,5 +1082,7 @@ def remove_table(uri: str, storage_options: Mapping[str, str] | None) -> None:
     if isinstance(fs, pafs.LocalFileSystem):
         if Path(folder).is_dir():
             fs.delete_dir(folder)
-    else:  # pyarrow would put empty objects in the place of folders
-        DeltaStorageHandler(uri, dict(storage_options or {}) or None).delete_dir("_delta_log")
+    else:
+        # By its name: a store that answers with old lists would not list it. And pyarrow would put empty objects in the
+        # place of folders.
+        DeltaStorageHandler(uri, dict(storage_options or {}) or None).delete_file(_FIRST_ENTRY)
