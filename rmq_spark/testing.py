@@ -147,7 +147,9 @@ class MemoryTable:
     def refresh(self) -> int:
         with self.lock:
             self._state = self._versions.head
-            return self._state.version
+            version = self._state.version
+        reach("table seen", table=self.name)
+        return version
 
     def actions(self) -> pa.Table:
         state, known = self._state, self._actions
@@ -189,6 +191,8 @@ class MemoryTable:
     ) -> pa.Table:
         names = list(columns) if columns is not None else self.schema.names
         schema = pa.schema([self.schema.field(n) for n in names])
+        if paths:
+            reach("files read", table=self.name, paths=paths)
         parts = [self.fs.table(f"{self.folder}/{p}") for p in paths]
         if where is not None:
             parts = [p.filter(where) for p in parts]
