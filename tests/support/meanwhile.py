@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 
-from rmq_spark.failpoints import POINTS, set_hook
+from rmq_spark.failpoints import POINTS, hooked, set_hook
 
 
 class Died(BaseException):
@@ -34,6 +34,11 @@ def seen_at(point: str, meet: Callable[..., object] = lambda **_: None, **known:
         yield seen
     finally:
         set_hook(before)
+
+
+def unhooked() -> AbstractContextManager[None]:
+    """What happens meanwhile comes to no failpoint."""
+    return hooked(lambda *_, **__: None)
 
 
 @contextmanager
