@@ -33,6 +33,7 @@ _STANDS_IN = {
     "rmq_spark.commitlog.reading": "FEW_ROWS TOGETHER_MAX",
     "rmq_spark.commitlog.steps": "SMALL_ROWS_MAX",
     "rmq_spark.commitlog.stripping": "STRIPPED_BYTES_MIN",
+    "rmq_spark.commitlog.topics": "TOPICS_FILES_MAX",
     "rmq_spark.commitlog.undrained": "UNDRAINED_OP_ROWS_MAX=OP_ROWS_MAX",
     "rmq_spark.commitlog.walk": "OP_FILE_BYTES_MAX=FILE_BYTES_MAX",
     "rmq_spark.consumer.member": "AT_EXIT_S_MAX",
