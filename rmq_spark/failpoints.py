@@ -20,6 +20,9 @@ POINTS: Mapping[str, str] = {
     "decided": "the op markers of an executed local transaction are written; header, attempt",
     "replay asks": "a run that was interrupted asks what became of its local transaction",
     "sent": "a half batch leaves the protocol, with its verdicts; header",
+    # a log that is made, and its tables
+    "log made": "a commit log is to be made where none is",
+    "table made": "a table of a new commit log is to be made; table",
     # a table of the log, of any kind
     "table seen": "a look at a table has found its newest version; table",
     "files read": "files of a table are to be read; table, paths",
