@@ -20,10 +20,18 @@ POINTS: Mapping[str, str] = {
     "decided": "the op markers of an executed local transaction are written; header, attempt",
     "replay asks": "a run that was interrupted asks what became of its local transaction",
     "sent": "a half batch leaves the protocol, with its verdicts; header",
+    # a log that is made, and its tables
+    "log made": "a commit log is to be made where none is",
+    "table made": "a table of a new commit log is to be made; table",
     # a table of the log, of any kind
+    "table seen": "a look at a table has found its newest version; table",
+    "files read": "files of a table are to be read; table, paths",
     "file written": "a file is written, which no commit names yet; table",
     "commit begins": "a commit is to be made; table, change",
     "commit done": "a commit has landed; table, change",
+    # commits that many threads share
+    "commit awaited": "a request waits for the next shared commit; lane",
+    "shared commit begins": "the requests of many threads are to be committed; lane, about",
     # op
     "lease written": "checkers are kept away",
     "reopened": "rows are pending again",
@@ -31,6 +39,9 @@ POINTS: Mapping[str, str] = {
     "quarantined": "rows are hidden",
     "mark moved": "the low-water mark was looked at",
     "open batches listed": "a round of checks knows what is open",
+    # upkeep, and copies of a log
+    "upkeep begins": "a round of upkeep is to be made",
+    "copy changes": "a file of a copy is to be written or deleted; name",
     # the fence of a database
     "fence row written": "the fence row of an attempt is inserted, and not committed",
     "tombstone written": "a tombstone is inserted, and not committed",

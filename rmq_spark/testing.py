@@ -24,6 +24,7 @@ from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
 from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.config import QUEUES_DEFAULT
+from rmq_spark.failpoints import reach
 from rmq_spark.machine import MACHINE, Machine
 from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.files import DataFile, RowRange, read_range, write_table
@@ -146,7 +147,9 @@ class MemoryTable:
     def refresh(self) -> int:
         with self.lock:
             self._state = self._versions.head
-            return self._state.version
+            version = self._state.version
+        reach("table seen", table=self.name)
+        return version
 
     def actions(self) -> pa.Table:
         state, known = self._state, self._actions
@@ -176,6 +179,7 @@ class MemoryTable:
         file = write_table(
             self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=row_group_rows,
         )  # fmt: skip
+        reach("file written", table=self.name)
         return replace(file, written_s=began_s)
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
@@ -187,6 +191,8 @@ class MemoryTable:
     ) -> pa.Table:
         names = list(columns) if columns is not None else self.schema.names
         schema = pa.schema([self.schema.field(n) for n in names])
+        if paths:
+            reach("files read", table=self.name, paths=paths)
         parts = [self.fs.table(f"{self.folder}/{p}") for p in paths]
         if where is not None:
             parts = [p.filter(where) for p in parts]
@@ -204,6 +210,7 @@ class MemoryTable:
             return compare_and_set(self, propose, landed, self.try_commit)
 
     def try_commit(self, change: Change) -> bool:
+        reach("commit begins", table=self.name, change=change)
         with self._versions.lock:
             if self._state is not self._versions.head or change.is_stale(self._state.version):
                 return False
@@ -221,6 +228,7 @@ class MemoryTable:
             removed_s = self.machine.time() - change.removed_earlier_s
             self._versions.removed.update(dict.fromkeys(change.remove, removed_s))
             self._versions.head = _State(self._state.version + 1, files, transactions)
+        reach("commit done", table=self.name, change=change)
         return True
 
 

@@ -32,6 +32,7 @@ from rmq_spark.errors import (
     StagedFilesTooOldError,
     TxmqError,
 )
+from rmq_spark.failpoints import reach
 from rmq_spark.machine import Machine, callers, is_held
 from rmq_spark.message import to_table
 from rmq_spark.redaction import traceback_of
@@ -389,6 +390,7 @@ class Lane(Generic[Request, Result]):
                 if self._waiting:  # what Python called in our midst has put them there, and found a thread on its way
                     self._runs = self._starts()
                 raise
+        reach("commit awaited", lane=self._name)
         if not has_thread:
             self._work()
 
@@ -461,6 +463,7 @@ class Lane(Generic[Request, Result]):
 
     def _answer(self, group: Sequence[_Asked[Request, Result]]) -> None:
         try:
+            reach("shared commit begins", lane=self._name, about=[asked.about for asked in group])
             answers = self._commit([asked.request for asked in group])
             for asked, answer in zip(group, answers, strict=True):
                 asked.answer = answer

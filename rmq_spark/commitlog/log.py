@@ -50,6 +50,7 @@ from rmq_spark.config import (
     whole_number,
 )
 from rmq_spark.errors import CommitLogExistsError, NotACommitLogError, OffsetOutOfRangeError, OptionError
+from rmq_spark.failpoints import reach
 from rmq_spark.message import require_topic_name
 from rmq_spark.redaction import redacted, remember
 from rmq_spark.storage.location import location
@@ -119,6 +120,7 @@ class CommitLog(ProtocolSteps):
                 if exist_ok:
                     return cls.open(where, storage_options)
                 raise CommitLogExistsError(f"{where} is a commit log already: open it, or pass exist_ok=True")
+            reach("log made")
             require_no_log_around(where, storage_options)
             require_no_rest(where, storage_options)
             require_put_if_absent(where, storage_options)

@@ -16,6 +16,7 @@ from rmq_spark.commitlog.op import OP_SCHEMA
 from rmq_spark.commitlog.topics import TOPICS_SCHEMA
 from rmq_spark.config import QUEUES_DEFAULT
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LogFormatError, NotACommitLogError, StorageError
+from rmq_spark.failpoints import reach
 from rmq_spark.storage.location import is_uri
 from rmq_spark.storage.table import DeltaLogTable, Table
 
@@ -61,6 +62,7 @@ def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | 
         ("messages", MESSAGES_SCHEMA, _messages_settings(retention_s)),
         ("topics", TOPICS_SCHEMA, {"txmq.format": str(FORMAT), "txmq.queues": str(queues)}),
     ):
+        reach("table made", table=name)
         DeltaLogTable.create(f"{where}/{name}", name, schema, storage_options, {**settings, **more})
 
 

@@ -14,6 +14,7 @@ from rmq_spark.commitlog.messages import drained_up_to
 from rmq_spark.commitlog.pruning import Pruner
 from rmq_spark.commitlog.stripping import Stripper
 from rmq_spark.config import ORPHAN_AGE_S
+from rmq_spark.failpoints import reach
 from rmq_spark.storage.table import Table, foreign_change
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def maintain(
         Entered while messages are in memory.
     """
     turn = nullcontext() if turn is None else turn
+    reach("upkeep begins")
     doubt_s = log.clock_doubt_s(note=not dry_run)  # before this clock has said anything in a commit of its own
     graces = graces.and_later(doubt_s)
     foreign = None  # a drain raises it

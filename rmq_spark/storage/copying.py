@@ -17,6 +17,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from rmq_spark.errors import CorruptLogError, OptionError
+from rmq_spark.failpoints import reach
 from rmq_spark.storage.answers import writing
 from rmq_spark.storage.files import filesystem, require_path
 from rmq_spark.storage.pools import submitted
@@ -141,6 +142,7 @@ class Folder:
 
     def put(self, name: str, content: bytes) -> None:
         """Write a file, in the place of one that is there."""
+        reach("copy changes", name=name)
         with writing(self.path), self._opened(name) as stream:
             stream.write(content)
 
@@ -150,6 +152,7 @@ class Folder:
             self._delete(name)
 
     def _delete(self, name: str) -> None:
+        reach("copy changes", name=name)
         with suppress(FileNotFoundError):
             self._fs.delete_file(f"{self.path}/{name}")
 
@@ -172,6 +175,7 @@ class Folder:
 
     def _copy(self, table: Table, path: str, size: int) -> int:
         name = f"{table.name}/{path}"
+        reach("copy changes", name=name)
         try:
             source = table.fs.open_input_stream(f"{table.folder}/{path}")
         except FileNotFoundError:

@@ -18,6 +18,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from rmq_spark.errors import CorruptLogError, OptionError, StrippedError
+from rmq_spark.failpoints import reach
 from rmq_spark.redaction import cause_of
 from rmq_spark.selector.tree import Filter
 from rmq_spark.storage.answers import writing
@@ -385,6 +386,7 @@ def read_range(
     """
     path = require_path(wanted.path, wanted.table)
     looked_at = [] if where is None else where.columns
+    reach("files read", table=wanted.table, paths=[path])
     with reading(path, wanted.table), fs.open_input_file(f"{folder}/{path}") as source:
         file = pq.ParquetFile(source, page_checksum_verification=True)
         require_row_groups(file.metadata, path, wanted.table)

@@ -762,7 +762,8 @@ class DeltaLogTable:
             if self.name not in READ_ALL_THE_SAME and self._own_seen != version:
                 require_own(self)
                 self._own_seen = version
-            return version
+        reach("table seen", table=self.name)
+        return version
 
     def _moved(self) -> int:
         with self.lock:
@@ -925,6 +926,7 @@ class DeltaLogTable:
         names = list(columns) if columns is not None else self.schema.names
         if not paths:
             return pa.schema([self.schema.field(n) for n in names]).empty_table()
+        reach("files read", table=self.name, paths=paths)
         full = [f"{self.folder}/{require_path(p, self.name)}" for p in paths]
         said = self._rows_said(paths)
         if where is None and self._are_small(said, paths):
@@ -990,6 +992,7 @@ class DeltaLogTable:
             return compare_and_set(self, propose, landed, self.try_commit, self._turns)
 
     def try_commit(self, change: Change) -> bool:
+        reach("commit begins", table=self.name, change=change)
         now_ms = self.machine.time_ms()
         removed_ms = now_ms - int(change.removed_earlier_s * 1000)
         written_ms = change.modification_time_ms or now_ms
@@ -1005,7 +1008,6 @@ class DeltaLogTable:
         table = self._table
         if change.is_stale(int(table.version())):
             return False
-        reach("commit begins", table=self.name, change=change)
         try:
             table.create_write_transaction(
                 actions,

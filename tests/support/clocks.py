@@ -55,14 +55,15 @@ def wait_until(holds: Callable[[], bool], at_most_s: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def set_clock(monkeypatch: pytest.MonkeyPatch, ahead_s: float = 0.0) -> Clock:
+def set_clock(monkeypatch: pytest.MonkeyPatch, ahead_s: float = 0.0, and_the_stores: bool = True) -> Clock:
     """From now on the product's time is ``clock.ahead_s`` seconds ahead."""
     clock = Clock()
     clock.ahead_s = ahead_s
     for name in ("time", "monotonic", "sleep"):
         method = getattr(clock, name)
         monkeypatch.setattr(Machine, name, lambda *arguments, method=method: method(*arguments))
-    monkeypatch.setattr(StoreClock, "stored_at", lambda store: store._machine.time())  # the store's goes with it
+    if and_the_stores:
+        monkeypatch.setattr(StoreClock, "stored_at", lambda store: store._machine.time())
     return clock
 
 

@@ -34,7 +34,7 @@ _LIVES_IN = {
     "rmq_spark.commitlog.half_store": "HalfRecord HalfStore LargeFile Staged",
     "rmq_spark.commitlog.leaving": "Graces Leaver",
     "rmq_spark.commitlog.ledger": "Decided Decision Ledger Placed RolledBack",
-    "rmq_spark.commitlog.messages": "MESSAGES_SCHEMA SOURCE_SCHEMA drained_up_to",
+    "rmq_spark.commitlog.messages": "MESSAGES_SCHEMA SOURCE_SCHEMA drained_up_to write_messages",
     "rmq_spark.commitlog.op": (
         "BatchState Kind OP_SCHEMA OP_STATS_COLUMNS=STATS_COLUMNS OpRow RowState Who op_table=to_table"
     ),

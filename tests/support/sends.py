@@ -43,7 +43,7 @@ class Shop(TransactionListener):
 def raising(problem: BaseException) -> Callable[..., Any]:
     """A function of anything: a callback, local work, an answer of :class:`Shop`."""
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise problem
 
     return fails

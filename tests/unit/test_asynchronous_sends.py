@@ -22,6 +22,7 @@ from rmq_spark.sink.futures import SendFuture
 from rmq_spark.sink.turns import InFlight, Turns
 from tests.support.half_batches import another
 from tests.support.inside import CommitOncePrepared
+from tests.support.meanwhile import at
 from tests.support.sends import DEADLINE_S, Shop, message, producer_of, raising, send_async, sent_bodies, wait_for
 
 BOTH = pytest.mark.log("memory", "delta", orders=2)
@@ -184,12 +185,10 @@ def test_a_send_that_is_interrupted_in_any_call_keeps_no_room(log: CommitLog, ke
 
 
 @pytest.mark.parametrize("settle", ["check", "resolve"])
-def test_a_plain_send_that_others_have_settled_waits_for_no_local_transaction(
-    log: CommitLog, settle: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other, refresh = another(log), log.refresh
+def test_a_plain_send_that_others_have_settled_waits_for_no_local_transaction(log: CommitLog, settle: str) -> None:
+    other = another(log)
 
-    def settled_meanwhile() -> int:
+    def settled_meanwhile() -> None:
         """The sender sleeps between its prepare and its look at what op says."""
         for half_id in other.open_half_ids():
             if other.get(half_id).header.fence_id == CommitOncePrepared.store_id:
@@ -197,15 +196,13 @@ def test_a_plain_send_that_others_have_settled_waits_for_no_local_transaction(
                     CheckService(other, {}, transaction_timeout=0).run_once()
                 else:
                     other.resolve(half_id, COMMIT_MESSAGE, "seen to")
-        return refresh()
 
     shop = Shop(waits="01")
     with producer_of(log, shop, listener_threads=2) as producer:
         blocked = send_async(producer, 0, 1)
         shop.wait_until_seen("0", "1")
-        monkeypatch.setattr(log, "refresh", settled_meanwhile)
-        assert producer.send_async(message("plain")).result(DEADLINE_S).messages == 1
-        monkeypatch.setattr(log, "refresh", refresh)
+        with at("commit done", settled_meanwhile, table="half"):
+            assert producer.send_async(message("plain")).result(DEADLINE_S).messages == 1
         shop.go_on.set()
         assert [b.result(DEADLINE_S).messages for b in blocked] == [1, 1]
     assert sent_bodies(log) == ["0", "1", "plain"]

@@ -8,30 +8,25 @@ import random
 import shutil
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
 
-import pyarrow.fs as pafs
 import pytest
 from deltalake import DeltaTable
 
 from rmq_spark import CommitLog, ConsumerGroup
-from rmq_spark.commitlog import backup as backup_module
 from rmq_spark.commitlog.backup import MANIFEST, SWITCH, finish
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, ForeignChangeError, OptionError
-from rmq_spark.storage import copying
-from rmq_spark.storage.copying import Pin
 from rmq_spark.storage.table import CHECKPOINT_INTERVAL
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq
 from tests.support.half_batches import another, bodies, check_offsets, commit, let_leave, prepare, roll_back, send
-from tests.support.inside import Table
+from tests.support.meanwhile import Died, at, seen_at
 from tests.support.seeds import first_seed, how_many
 
 pytestmark = pytest.mark.log("delta")
@@ -63,20 +58,6 @@ def require_same(place: Path, log: CommitLog) -> None:
     assert bodies(copy) == bodies(log)
     assert copy.pending().equals(log.pending())
     assert copy.tails() == log.tails()
-
-
-def between(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[], object]) -> None:
-    """Do something once, right after a backup has looked at a table."""
-    real = copying.pin
-    acts = [act]
-
-    def pin(table: Table) -> Pin:
-        found = real(table)
-        if table.name == name and acts:
-            acts.pop()()
-        return found
-
-    monkeypatch.setattr(backup_module, "pin", pin)
 
 
 def test_a_copy_has_all_that_the_log_had(log: CommitLog, copy: Path) -> None:
@@ -113,8 +94,11 @@ def test_a_log_that_another_writer_changed_is_not_copied_over_a_good_copy(log: C
     assert bodies(CommitLog.open(copy)) == before
 
 
-def copied_while_all_leaves(log: CommitLog, target: Path, monkeypatch: pytest.MonkeyPatch, table: str) -> CommitLog:
-    """A copy, of which the look at a table was followed by decisions, a drain, and half batches that left."""
+@pytest.mark.parametrize("table", ["half", "groups", "messages", "op", "topics"])
+def test_what_is_sent_drained_and_leaves_between_two_looks_is_whole_in_the_copy_or_not_there(
+    log: CommitLog, copy: Path, table: str
+) -> None:
+    """The look at a table is followed by decisions, a drain, and half batches that leave."""
     sent(log, "old0", "old1", "old2")
     ConsumerGroup(log, "readers").reset("latest", ["orders"])
     opened = send(log, "opened")
@@ -124,16 +108,9 @@ def copied_while_all_leaves(log: CommitLog, target: Path, monkeypatch: pytest.Mo
         sent(log, "new")
         assert let_leave(log).files_left >= 4
 
-    between(monkeypatch, table, go_on)
-    log.backup(target)
-    return CommitLog.open(target)
-
-
-@pytest.mark.parametrize("table", ["groups", "messages", "op", "half"])
-def test_what_is_sent_drained_and_leaves_between_two_looks_is_whole_in_the_copy_or_not_there(
-    log: CommitLog, copy: Path, monkeypatch: pytest.MonkeyPatch, table: str
-) -> None:
-    found = copied_while_all_leaves(log, copy, monkeypatch, table)
+    with at("table seen", go_on, table=table):
+        log.backup(copy)
+    found = CommitLog.open(copy)
     old = {f"old{i}.{n}" for i in range(3) for n in range(5)}
     assert set(bodies(found)) >= old
     assert set(bodies(found)) - old in (set(), {f"{key}.{n}" for key in ("opened", "new") for n in range(5)})
@@ -141,41 +118,33 @@ def test_what_is_sent_drained_and_leaves_between_two_looks_is_whole_in_the_copy_
     check_offsets(found)
 
 
-def test_a_backup_that_looks_only_once_at_half_would_lose_what_left_meanwhile(
-    log: CommitLog, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backup_module, "_has_left", lambda half, before: False)
+def test_a_log_that_lacks_what_op_places_is_not_copied(log: CommitLog, copy: Path) -> None:
+    sent(log, "first", "lost")
+    *_, newest = sorted(Path(log.path, "half", "_delta_log").glob("*.json"))
+    newest.unlink()
     with pytest.raises(CorruptLogError, match="neither half nor messages has them"):
-        copied_while_all_leaves(log, copy, monkeypatch, "op")
+        log.another().backup(copy)
 
 
 def test_entries_that_are_cleaned_up_between_the_listing_and_the_reading_are_listed_again(
-    log: CommitLog, copy: Path, monkeypatch: pytest.MonkeyPatch
+    log: CommitLog, copy: Path
 ) -> None:
     """What made one of ten copies of a page's recipe unreadable: a checkpoint came, and entries went, meanwhile."""
     sent(log, "first")
-    acts = [True]
-    listed = copying._log_files
 
-    def late(fs: pafs.FileSystem, folder: str, version: int) -> dict[str, bytes] | None:
-        if acts and folder.endswith("op/_delta_log"):
-            acts.pop()
-            for i in range(CHECKPOINT_INTERVAL + 2):
-                commit(log, send(log, f"more{i}", 1))
-            for entry in Path(folder).glob("*.json"):
-                if int(entry.stem) < CHECKPOINT_INTERVAL:
-                    entry.unlink()
-        return listed(fs, folder, version)
+    def clean_up() -> None:
+        for i in range(CHECKPOINT_INTERVAL + 2):
+            commit(log, send(log, f"more{i}", 1))
+        for entry in Path(log.path, "op", "_delta_log").glob("*.json"):
+            if int(entry.stem) < CHECKPOINT_INTERVAL:
+                entry.unlink()
 
-    monkeypatch.setattr(copying, "_log_files", late)
-    log.backup(copy)
-    assert not acts
+    with at("table seen", clean_up, table="op"):
+        log.backup(copy)
     require_same(copy, log)
 
 
-def test_a_file_that_upkeep_deletes_before_it_is_copied_lets_the_copy_begin_anew(
-    log: CommitLog, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_upkeep_deletes_before_it_is_copied_lets_the_copy_begin_anew(log: CommitLog, copy: Path) -> None:
     sent(log, "key0", "key1", "key2")
 
     def leave_and_delete() -> None:
@@ -186,8 +155,8 @@ def test_a_file_that_upkeep_deletes_before_it_is_copied_lets_the_copy_begin_anew
         for name in gone:
             Path(log.path, "half", name).unlink()
 
-    between(monkeypatch, "topics", leave_and_delete)
-    log.backup(copy)
+    with at("table seen", leave_and_delete, table="topics"):
+        log.backup(copy)
     require_same(copy, log.another())
 
 
@@ -214,12 +183,8 @@ def test_a_half_written_file_of_an_earlier_try_is_copied_again(log: CommitLog, c
     require_same(copied, log)
 
 
-class Killed(BaseException):
-    pass
-
-
 def test_a_backup_that_is_killed_anywhere_leaves_the_older_copy_or_one_that_the_next_call_finishes(
-    log: CommitLog, tmp_path: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
+    log: CommitLog, tmp_path: Path, copied: Path
 ) -> None:
     older = bodies(log)
     sent(log, "second")
@@ -231,21 +196,13 @@ def test_a_backup_that_is_killed_anywhere_leaves_the_older_copy_or_one_that_the_
     while True:
         target = tmp_path / f"copy{steps}"
         shutil.copytree(copied, target)
-        left = steps
+        left = iter(range(steps))
 
-        def dies(real: Callable[..., Any]) -> Callable[..., Any]:
-            def counted(*arguments: Any) -> Any:
-                nonlocal left
-                if left == 0:
-                    raise Killed
-                left -= 1
-                return real(*arguments)
+        def dies(left: Iterator[int] = left, **_: object) -> None:
+            if next(left, None) is None:
+                raise Died
 
-            return counted
-
-        with monkeypatch.context() as patch, suppress(Killed):
-            for step in ("_copy", "_delete", "put"):
-                patch.setattr(copying.Folder, step, dies(getattr(copying.Folder, step)))
+        with suppress(Died), seen_at("copy changes", dies):
             log.backup(target)
             break
         if not (target / "topics" / "_delta_log").is_dir() or not any((target / "topics/_delta_log").iterdir()):
@@ -376,21 +333,15 @@ def test_what_others_put_into_a_copy_stays(log: CommitLog, tmp_path: Path, copy:
     assert all(path.read_text() == "mine" for path in mine)
 
 
-def test_a_backup_that_died_over_its_manifest_is_finished_by_the_next_one(
-    log: CommitLog, copied: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backup_that_died_over_its_manifest_is_finished_by_the_next_one(log: CommitLog, copied: Path) -> None:
     sent(log, "second")
-    put = copying.Folder.put
 
-    def dies(folder: copying.Folder, name: str, content: bytes) -> None:
-        put(folder, name, content[:10] if name == MANIFEST else content)
-        if name == MANIFEST:
-            raise Killed
+    def dies(**_: object) -> None:
+        (copied / MANIFEST).write_bytes((copied / MANIFEST).read_bytes()[:10])
+        raise Died
 
-    with monkeypatch.context() as patch:
-        patch.setattr(copying.Folder, "put", dies)
-        with pytest.raises(Killed):
-            log.backup(copied)
+    with pytest.raises(Died), seen_at("copy changes", dies, name=MANIFEST):
+        log.backup(copied)
     log.backup(copied)
     require_same(copied, log)
 

@@ -13,6 +13,7 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from tests.support.listeners import Scripted
+from tests.support.meanwhile import seen_at
 from tests.support.sends import DEADLINE_S, message, producer_of, wait_for
 
 
@@ -83,26 +84,25 @@ def test_a_check_that_blocks_does_not_keep_a_producer_from_closing(log: CommitLo
 
 
 def test_upkeep_that_blocks_is_named_and_does_not_go_on_when_the_producer_is_opened_again(
-    log: CommitLog, go_on: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    log: CommitLog, go_on: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     """shutdown() waited for it for ever, too. Then its thread saw the event of the producer that was opened again."""
     rounds: list[threading.Thread] = []
 
-    def blocks(*_: object, **__: object) -> Any:
+    def blocks() -> None:
         rounds.append(threading.current_thread())
         go_on.wait()
-        raise txmq.TxmqError("the end of the test")
 
-    monkeypatch.setattr(log, "keep_up", blocks)
-    producer = producer_of(log, maintenance_interval=0.01, await_termination=0.1).start()
-    wait_for(lambda: bool(rounds))
-    require_end(producer.shutdown)
-    assert "txmq-maintainer" in caplog.text
-    with producer:
-        wait_for(lambda: len(rounds) > 1)
-        go_on.set()
-        rounds[0].join(DEADLINE_S)
-        assert not rounds[0].is_alive()
+    with seen_at("upkeep begins", blocks):
+        producer = producer_of(log, maintenance_interval=0.01, await_termination=0.1).start()
+        wait_for(lambda: bool(rounds))
+        require_end(producer.shutdown)
+        assert "txmq-maintainer" in caplog.text
+        with producer:
+            wait_for(lambda: len(rounds) > 1)
+            go_on.set()
+            rounds[0].join(DEADLINE_S)
+            assert not rounds[0].is_alive()
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

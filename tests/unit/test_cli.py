@@ -6,36 +6,37 @@ import base64
 import os
 import re
 import shlex
+import signal
 import threading
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from deltalake import DeltaTable
 
 from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli.output import show
 from rmq_spark.cli.resolving import Resolving
 from rmq_spark.cli.words import as_commands
 from rmq_spark.commitlog.finding import Wanted, find
-from rmq_spark.errors import OptionError, VerdictConflictError
+from rmq_spark.errors import CommitError, OptionError, VerdictConflictError
 from tests.support import half_batches
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
-from tests.support.consumers import wait_until
 from tests.support.half_batches import commit, in_conflict, let_leave, pending, quarantine
 from tests.support.inside import (
     NO_LISTENER_FENCE,
-    Draining,
     HalfRecord,
     HalfWriter,
-    Maintainer,
     RowState,
     Who,
     dlq_topic,
     retry_topic,
     sent_back,
 )
+from tests.support.limits import Limit
+from tests.support.meanwhile import at, seen_at
 
 SECRET = "s3cr3t-value"
 
@@ -67,19 +68,36 @@ def test_upkeep_says_what_it_did(log: CommitLog) -> None:
     assert log.messages_table.refresh() > 0
 
 
-def test_upkeep_again_and_again_drains_between_its_rounds(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(self: Maintainer, stop: threading.Event, on_report: object) -> None:
-        """In the place of the rounds: wait for a drain of what was committed after the first one."""
-        commit(log, prepare(log))
-        wait_until(log.messages_table.refresh)
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
 
-    monkeypatch.setattr(Maintainer, "run", wait)
-    said, _ = txmq("maintain", log.path, "--every", "1h", "--drain-every", "20ms")
-    assert said.startswith("drained up to version ")
-    assert "txmq-drains" not in {thread.name for thread in threading.enumerate()}
-    monkeypatch.setattr(Maintainer, "run", lambda *_: log.drain())
-    monkeypatch.setattr(Draining, "run", lambda *_: 1 / 0)
-    txmq("maintain", log.path, "--every", "1h", "--drain-every", "0s")
+
+def test_upkeep_again_and_again_drains_between_its_rounds(log: CommitLog) -> None:
+    messages = [lambda: commit(log, prepare(log))]
+
+    def in_a_drain(**_: object) -> None:
+        if threading.current_thread().name == "txmq-drains" and messages:
+            messages.pop()()
+
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with seen_at("table seen", in_a_drain), at("commit done", stop, table="messages"):
+        said, _ = txmq("maintain", log.path, "--every", "1h", "--drain-every", "20ms")
+    assert said.count("drained up to version ") == 1
+    assert "txmq-drains" not in threads()
+
+    names: set[str] = set()
+
+    def begins() -> None:
+        names.update(threads())
+        if len(rounds) == 2:
+            stop()
+            raise CommitError("this round ends at once")
+
+    with seen_at("upkeep begins", begins) as rounds:
+        txmq("maintain", log.path, "--every", "20ms", "--drain-every", "0s")
+    assert "txmq-drains" not in names
 
 
 # ---------------------------------------------------------------- logs and topics
@@ -451,10 +469,8 @@ def test_the_last_messages_are_the_newest_of_all_queues(log: CommitLog) -> None:
     assert "has no messages here" in txmq("read", log.path, "empty", "--last", 3)[0]
 
 
-def test_the_last_messages_that_a_filter_keeps_are_looked_for_further_back(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rmq_spark.cli.reading.FILTERED_SPAN", 2)
+def test_the_last_messages_that_a_filter_keeps_are_looked_for_further_back(log: CommitLog, limit: Limit) -> None:
+    limit(FILTERED_SPAN=2)
     for i in range(12):
         prepared = prepare(log, i, tags="rare" if i in (0, 3) else "often")
         commit(log, prepared)
@@ -493,11 +509,11 @@ def test_storage_options_reach_the_log_and_are_never_shown(
 ) -> None:
     got: list[object] = []
 
-    def fail(path: str, storage_options: object) -> CommitLog:
+    def fail(uri: str, storage_options: object) -> bool:
         got.append(storage_options)
         raise OSError(f"no access with {SECRET}\nand a second line")
 
-    monkeypatch.setattr(CommitLog, "open", fail)
+    monkeypatch.setattr(DeltaTable, "is_deltatable", fail)
     monkeypatch.setenv("TXMQ_STORAGE__AWS_REGION", "eu-central-1")
     _, err = txmq("topics", log.path, "--storage", f"AWS_SECRET_ACCESS_KEY={SECRET}", "--storage", "X=a=b", code=1)
     assert got == [{"AWS_REGION": "eu-central-1", "AWS_SECRET_ACCESS_KEY": SECRET, "X": "a=b"}]

@@ -6,29 +6,31 @@ import json
 import re
 import shlex
 import threading
-from collections.abc import Iterator
+import time
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from deltalake import DeltaTable
 from rich.console import Console
 from typer.testing import CliRunner
 
 import rmq_spark as txmq_package
 from rmq_spark import CommitLog, ConsumerGroup
-from rmq_spark.cli import app, completing, messages, top, watching
+from rmq_spark.cli import app, top
 from rmq_spark.cli.bodies import BodyForm, shown
 from rmq_spark.cli.overview import committed_since, look
 from rmq_spark.cli.text import escaped, short_age, size
 from rmq_spark.cli.tracing import argument_of
 from rmq_spark.errors import VerdictConflictError
-from rmq_spark.testing import InMemoryCommitLog
-from tests.support.clocks import Ahead
+from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
 from tests.support.half_batches import commit, in_conflict, let_leave, make_log, pending, prepare, quarantine, split
 from tests.support.inside import RowState, Who
+from tests.support.limits import Limit
+from tests.support.meanwhile import seen_at
 
 NASTY = "\x1b[31mred\x07\n\u202egnp.exe\x9b2J"
 
@@ -72,15 +74,13 @@ def stopping(monkeypatch: pytest.MonkeyPatch, *steps: Any) -> list[float]:
     waits: list[float] = []
     todo = list(steps)
 
-    def wait(seconds: float) -> bool:
+    def wait(seconds: float) -> None:
         waits.append(seconds)
         if not todo:
-            return False
+            raise KeyboardInterrupt
         todo.pop(0)()
-        return True
 
-    for module in (watching, messages, top):
-        monkeypatch.setattr(module, "wait", wait)
+    monkeypatch.setattr(time, "sleep", wait)
     return waits
 
 
@@ -121,15 +121,15 @@ def test_the_configurations_storage_options_go_with_its_path_alone(
     log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     got: list[object] = []
-    monkeypatch.setattr(CommitLog, "open", lambda path, options: got.append((path, options)) or log)
+    monkeypatch.setattr(DeltaTable, "is_deltatable", lambda uri, options: got.append((uri, options)) or True)
     monkeypatch.delenv("TXMQ_PATH")
     (tmp_path / "txmq.toml").write_text('path = "s3://a"\n[storage]\naws_region = "eu"\nAWS_ENDPOINT = "x"\n')
     monkeypatch.setenv("TXMQ_STORAGE__AWS_ENDPOINT", "y")
-    txmq("pending")
-    txmq("pending", "s3://b")
+    txmq("pending", code=1)
+    txmq("pending", "s3://b", code=1)
     assert got == [
-        ("s3://a", {"AWS_REGION": "eu", "AWS_ENDPOINT": "y"}),
-        ("s3://b", {"AWS_ENDPOINT": "y"}),
+        ("s3://a/topics", {"AWS_REGION": "eu", "AWS_ENDPOINT": "y"}),
+        ("s3://b/topics", {"AWS_ENDPOINT": "y"}),
     ]
 
 
@@ -300,23 +300,22 @@ def test_an_id_says_itself_what_it_is(name: str, kind: str) -> None:
 
 
 # ---------------------------------------------------------------- topics
-def test_a_shorter_retention_says_how_much_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Ahead(-2 * 3600.0)
-    log = InMemoryCommitLog(topics={"orders": 2, "bills": 1}, machine=clock)
+def test_a_shorter_retention_says_how_much_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = set_clock(monkeypatch, -2 * 3600.0)
+    log = make_log("delta", tmp_path / "log", orders=2, bills=1)
     for topic in ("orders", "bills"):
         commit(log, prepare(log, 0 if topic == "orders" else 1, 3, topic=topic))
     log.drain()
-    clock.seconds = 0.0
+    clock.ahead_s = 0.0
     commit(log, prepare(log, 2, 5))
     log.drain()
-    monkeypatch.setattr("rmq_spark.cli.topics.open_log", lambda *_: log)
-    said = {kept: txmq("topic", "set", "memory:", "orders", "--retention", kept)[0] for kept in ("1h", "3h", "forever")}
+    said = {kept: txmq("topic", "set", log.path, "orders", "--retention", kept)[0] for kept in ("1h", "3h", "forever")}
     assert said == {
         "1h": "messages of topic orders are kept for 1h: 3 messages older than that will go at the next upkeep\n",
         "3h": "messages of topic orders are kept for 3h\n",
         "forever": "messages of topic orders are kept for ever\n",
     }
-    (row,) = objects("topic", "set", "memory:", "orders", "--retention", "1h")
+    (row,) = objects("topic", "set", log.path, "orders", "--retention", "1h")
     assert row == {"topic": "orders", "retention_s": 3600.0, "expiring": 3}
 
 
@@ -381,14 +380,14 @@ def test_a_log_that_goes_away_is_told_to_who_watches(
     assert "commit log" in err
 
 
-def test_ctrl_c_is_the_way_to_stop_and_no_error(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+def test_ctrl_c_is_the_way_to_stop_and_no_error(log: CommitLog) -> None:
+    def interrupt(**_: object) -> None:
+        if len(looks) == 2:  # the first one is at the end, from where it goes on
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(CommitLog, "pending", interrupt)
-    txmq("pending", "--watch", "1s")
-    monkeypatch.setattr("rmq_spark.cli.reading.Choice.since", interrupt)
-    txmq("read", "orders", "--follow")
+    for command in (("pending", "--watch", "1ms"), ("read", "orders", "--follow")):
+        with seen_at("table seen", interrupt, table="op") as looks:
+            txmq(*command)
 
 
 def test_all_that_is_quarantined_is_resumed(log: CommitLog) -> None:
@@ -610,16 +609,9 @@ def test_completion_in_bash_goes_on_behind_a_colon(log: CommitLog) -> None:
     assert completed("read", "file", ":", f"//{log.path}", "") == ["orders"]
 
 
-def test_completion_does_not_wait_for_a_log_that_does_not_answer(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_completion_does_not_wait_for_a_log_that_does_not_answer(log: CommitLog, limit: Limit) -> None:
     answers = threading.Event()
-
-    def slowly(_: CommitLog) -> Iterator[str]:
-        answers.wait()
-        yield "orders"
-
-    monkeypatch.setattr(completing, "SECONDS_MAX", 0.01)
-    monkeypatch.setitem(completing.KINDS, "TOPIC", slowly)  # type: ignore[arg-type]
-    assert completed("read", "") == []
-    answers.set()
+    limit(COMPLETES_S_MAX=0.01)
+    with seen_at("table seen", lambda **_: answers.wait()):
+        assert completed("read", "") == []
+        answers.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 
 import pytest
 
@@ -35,20 +36,14 @@ from tests.support.half_batches import (
     split,
     stage,
 )
-from tests.support.inside import BELIEVED_S, LOOK_INTERVAL_S, MACHINE, HalfRecord, Machine, StoreClock, Who
+from tests.support.inside import BELIEVED_S, LOOK_INTERVAL_S, MACHINE, HalfRecord, Who
 from tests.support.listeners import Scripted
-from tests.support.meanwhile import before_next
+from tests.support.meanwhile import at
 
 pytestmark = pytest.mark.log("delta", orders=1)
 
 DAY_S = 86_400.0
 DAYS_S = 3 * DAY_S
-
-
-def clock_goes(monkeypatch: pytest.MonkeyPatch, ahead_s: float) -> None:
-    """This machine's clock, and not the store's."""
-    right = Machine.time
-    monkeypatch.setattr(Machine, "time", lambda self: right(self) + ahead_s)
 
 
 # ---------------------------------------------------------------- at the door
@@ -59,7 +54,7 @@ def test_a_writer_whose_clock_is_not_the_stores_is_refused_before_anything_is_wr
     record = prepare(log, 0, 2)
     versions = log.half.table.version, log.op.version
     with monkeypatch.context() as patch:
-        clock_goes(patch, ahead_s)
+        set_clock(patch, ahead_s, and_the_stores=False)
         wrong = another(log)
         with pytest.raises(ClockError, match="the store's says"):
             prepare(wrong, 1, 2)
@@ -75,35 +70,24 @@ def test_a_writer_whose_clock_is_not_the_stores_is_refused_before_anything_is_wr
 def test_a_clock_that_jumps_while_a_process_runs_is_noticed(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(log, 0, 2)
     with monkeypatch.context() as patch:
-        clock_goes(patch, DAYS_S)
+        set_clock(patch, DAYS_S, and_the_stores=False)
         with pytest.raises(ClockError, match="259200 s less"):
             prepare(log, 1, 2)
     prepare(log, 1, 2)
 
 
-def test_the_store_is_asked_for_its_time_once_while_the_clock_goes_on(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[float] = []
-    stored_at = StoreClock.stored_at
-
-    def counted(self: StoreClock) -> float:
-        asked.append(stored_at(self))
-        return asked[-1]
-
-    monkeypatch.setattr(StoreClock, "stored_at", counted)
+def test_the_store_is_asked_for_its_time_once_while_the_clock_goes_on(log: CommitLog) -> None:
+    probe = Path(log.path, "half", module.PROBE)
     process = another(log)
-    for batch in range(3):
+    prepare(process, 0, 1)
+    probe.unlink()
+    for batch in (1, 2):
         commit(process, prepare(process, batch, 1))
-    assert len(asked) == 1
-
-
-def test_the_probe_is_no_file_of_the_table(log: CommitLog) -> None:
-    commit(log, prepare(log, 0, 2))
-    assert os.path.exists(f"{log.path}/half/{module.PROBE}")
-    assert log.vacuum() == []
-    assert os.path.exists(f"{log.path}/half/{module.PROBE}")
-    assert len(bodies(log)) == 2
+    assert not probe.exists()
+    commit(another(log), log.get("app:0"))
+    assert probe.exists()
+    os.utime(probe, (0, 0))
+    assert log.vacuum() == [], "it is no file of the table"
 
 
 # ---------------------------------------------------------------- on a disk whose clock went wrong with the machine's
@@ -251,9 +235,9 @@ def test_who_lost_a_race_was_not_sent_before_the_winner(
         clock.ahead_s += 1.0
         winners.append(send_keyed(fifo.another(), "B"))
 
-    before_next(fifo.half.table, "try_commit", overtaken)
     columns = {"body": ["a1", "a2"], "sharding_key": ["k", "k"]}
-    lost = prepare(fifo, 0, columns, app="a", per="message")
+    with at("commit begins", overtaken, table="half"):
+        lost = prepare(fifo, 0, columns, app="a", per="message")
     assert lost.prepared_ms == another(fifo).get("a:0").prepared_ms
     _, first = split(pending(fifo, lost), 2)
     fifo.decide(lost, 1, commit=first, rollback={}, who=Who.EXECUTE)

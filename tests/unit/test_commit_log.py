@@ -18,7 +18,6 @@ from deltalake import DeltaTable
 
 import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, CommitLog
-from rmq_spark.commitlog import topics
 from rmq_spark.commitlog.op import OpenBelow
 from rmq_spark.commitlog.topics import TOPICS_FILES_MAX
 from rmq_spark.errors import (
@@ -51,6 +50,7 @@ from tests.support.half_batches import (
     stage,
 )
 from tests.support.inside import (
+    Change,
     HalfRecord,
     Kind,
     RowSet,
@@ -58,8 +58,8 @@ from tests.support.inside import (
     Who,
     maintenance,
 )
-from tests.support.limits import set_limits
-from tests.support.meanwhile import after_next, before_next
+from tests.support.limits import Limit, set_limits
+from tests.support.meanwhile import at, before_next, seen_at
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=3)
 
@@ -202,13 +202,12 @@ def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> N
     assert not [r for r in op_rows(log, Kind.CONFLICT)[6:] if r["attempt"] is not None], "a resolved one is repeated"
 
 
-def test_a_look_for_conflicts_reads_nothing_that_was_read_before(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_for_conflicts_reads_nothing_that_was_read_before(log: CommitLog) -> None:
     in_conflict(log)
     assert log.conflicts() == ["app:0"]
-    monkeypatch.setattr(log.op, "read", lambda *_: 1 / 0)
-    assert log.conflicts() == ["app:0"]
+    with seen_at("files read") as reads:
+        assert log.conflicts() == ["app:0"]
+    assert reads == []
 
 
 def test_a_conflict_over_visible_messages_can_only_be_confirmed(log: CommitLog) -> None:
@@ -479,27 +478,28 @@ def test_topics_lie_in_few_files_however_many_there_are(log: CommitLog) -> None:
     assert kept == {"topic7": 7200.0}
 
 
-def test_a_topic_is_made_although_the_files_cannot_be_merged(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compact(*_: object) -> int:
+def fails_to_merge(change: Change, **_: object) -> None:
+    if change.remove:
         raise CommitError("the store does not answer")
 
-    monkeypatch.setattr(topics, "compact", compact)
-    log.create_topic("carts", queues=1)
+
+def test_a_topic_is_made_although_the_files_cannot_be_merged(log: CommitLog, limit: Limit) -> None:
+    limit(TOPICS_FILES_MAX=2)
+    with seen_at("commit begins", fails_to_merge) as commits:
+        log.create_topic("carts", queues=1)
+    assert len(commits) == 2
     assert another(log).topics()["carts"] == 1
 
 
-def test_a_topic_that_is_known_is_not_looked_for_again(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_topic_that_is_known_is_not_looked_for_again(log: CommitLog) -> None:
     other = another(log)
     assert log.topics_with(["orders"]) == {"orders": 2, "points": 3}
     other.create_topic("carts", queues=1, fifo=True)
-    looks: list[str] = []
-    table = log.topics_table
-    refresh = table.refresh
-    monkeypatch.setattr(table, "refresh", lambda: looks.append("once more") or refresh())
-    assert log.topics_with(["orders", "points"]) == {"orders": 2, "points": 3}
-    assert looks == []
-    assert log.topics_with(["carts"])["carts"] == 1
-    assert (log.fifo_topics(), looks) == (frozenset({"carts"}), ["once more"])
+    with seen_at("table seen") as looks:
+        assert log.topics_with(["orders", "points"]) == {"orders": 2, "points": 3}
+        assert looks == []
+        assert log.topics_with(["carts"])["carts"] == 1
+        assert (log.fifo_topics(), looks) == (frozenset({"carts"}), [{"table": "topics"}])
 
 
 def test_a_log_is_created_once(tmp_path: Path) -> None:
@@ -547,8 +547,8 @@ def named(log: CommitLog) -> Mapping[str, OpenBelow]:
 def test_a_batch_decided_while_the_mark_moves_is_not_forgotten(log: CommitLog) -> None:
     commit(log, prepare(log, 0))
     other = another(log)
-    after_next(log.half, "prepared_after", lambda: commit(other, prepare(other, 1)))
-    assert log.move_mark()
+    with at("table seen", lambda: commit(other, prepare(other, 1)), table="half"):
+        assert log.move_mark()
     for handle in (log, other, another(log)):
         record = handle.get("app:1")
         assert handle.state_of(record).count(RowState.COMMITTED) == 5
@@ -597,12 +597,15 @@ def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch
     check_offsets(log)
 
 
-def test_a_failing_upkeep_stops_nothing(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_upkeep_stops_nothing(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     set_limits(monkeypatch, OP_FILES_MAX=2)
-    monkeypatch.setattr(maintenance, "compact_op", lambda _: 1 / 0)
-    for i in range(4):
-        commit(log, prepare(log, i, 1))
-    log.close()
+    with seen_at("commit begins", fails_to_merge, table="op"):
+        for i in range(4):
+            commit(log, prepare(log, i, 1))
+        log.close()
+    assert "the store does not answer" in caplog.text
     check_offsets(log)
 
 

@@ -4,19 +4,18 @@ decided twice. Races of processes are in ``tests/torture/race``.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from rmq_spark import CommitLog
+from rmq_spark import CommitLog, failpoints
 from rmq_spark.errors import AlreadyPreparedError, CommitError, LostCommitError, TopicExistsError
 from rmq_spark.testing import MemoryTable
 from tests.support.half_batches import (
@@ -42,14 +41,16 @@ from tests.support.inside import (
 )
 from tests.support.inside import op_table as to_table
 from tests.support.limits import set_limits
-from tests.support.meanwhile import after_next, before_next
+from tests.support.meanwhile import at, unhooked
 
 pytestmark = pytest.mark.log("memory", "delta")
 DELTA, MEMORY = pytest.mark.log("delta"), pytest.mark.log("memory")
 
 
 # ---------------------------------------------------------------- threads that share a handle
-def look_meanwhile(table: Any, elsewhere: Callable[[], object], look: Callable[[], object], here: bool = False) -> None:
+def look_meanwhile(
+    table: str, elsewhere: Callable[[], object], look: Callable[[], object], here: bool = False
+) -> AbstractContextManager[None]:
     """Before the next commit of a table: another process commits, and then another thread of this one looks, or this
     very thread, in ``__del__``."""
 
@@ -62,7 +63,7 @@ def look_meanwhile(table: Any, elsewhere: Callable[[], object], look: Callable[[
         thread.start()
         thread.join(LOOKS_S)
 
-    before_next(table, "try_commit", act)
+    return at("commit begins", act, table=table)
 
 
 LOOKS_S = 0.3
@@ -90,41 +91,53 @@ def test_a_thread_that_looks_between_a_decision_and_its_commit_lets_nothing_be_p
     header = replace(header_of(0), naming=Naming.KEY)
     files = {handle: stage(handle, header) for handle in (log, another(log))}
     mine, theirs = files
-    look_meanwhile(log.half.table, lambda: theirs.prepare(header, files[theirs]), lambda: look(log), here)
-    with pytest.raises(AlreadyPreparedError):
+    with (
+        look_meanwhile("half", lambda: theirs.prepare(header, files[theirs]), lambda: look(log), here),
+        pytest.raises(AlreadyPreparedError),
+    ):
         mine.prepare(header, files[mine])
     assert another(log).get(header.half_id).rows == 1
 
 
 @pytest.mark.parametrize("here", [False, True])
 def test_a_thread_that_looks_for_topics_lets_no_topic_be_made_twice(log: CommitLog, here: bool) -> None:
-    look_meanwhile(
-        log.topics_table,
-        lambda: another(log).create_topic("bills", 2),
-        lambda: log.topics_with(["no such topic"]),
-        here,
-    )
-    with pytest.raises(TopicExistsError):
+    other = another(log)
+    with (
+        look_meanwhile(
+            "topics", lambda: other.create_topic("bills", 2), lambda: log.topics_with(["no such topic"]), here
+        ),
+        pytest.raises(TopicExistsError),
+    ):
         log.create_topic("bills", 3)
     assert another(log).topics() == {"bills": 2, "orders": 2}
 
 
 # ---------------------------------------------------------------- failures of unknown outcome
-class Faulty:
-    """Lets commits of a table go wrong in turn: each plan says whether the commit lands, and what the caller hears."""
+@contextmanager
+def going_wrong(log: CommitLog, name: str, plans: Sequence[tuple[bool, str]]) -> Iterator[None]:
+    """Lets commits to a table go wrong in turn: each plan says whether the commit lands, and what the caller hears. A
+    store that puts an entry twice finds its own at the second time, and says that another writer was faster."""
+    left = list(plans)
 
-    def __init__(self, table: Any, plans: Sequence[tuple[bool, str]]) -> None:
-        self.table, self.plans, self.real = table, list(plans), table.try_commit
-        table.try_commit = self
-
-    def __call__(self, change: Change) -> bool:
-        if not self.plans:
-            return bool(self.real(change))
-        lands, heard = self.plans.pop(0)
-        acknowledged = bool(self.real(change)) if lands else False
-        if heard == "raises":
+    def hook(point: str, table: str = "", change: Change | None = None, **_: object) -> None:
+        if not left or table != name:
+            return
+        lands, heard = left[0]
+        if heard == "no" and point == "commit begins":
+            left.pop(0)
+            with unhooked():
+                (other,) = (t for t in another(log).tables() if t.name == name)
+                if lands:
+                    assert other.try_commit(change)  # type: ignore[attr-defined]
+                else:
+                    assert other.compare_and_set(lambda n: Change(transactions={"other": n}), lambda _: True)
+        elif heard == "raises" and point == ("commit done" if lands else "commit begins"):
+            left.pop(0)
             raise ConnectionError("time-out")
-        return acknowledged if heard == "truth" else heard == "yes"
+
+    with failpoints.hooked(hook):
+        yield
+    assert not left
 
 
 PLANS = [
@@ -140,21 +153,21 @@ PLANS = [
 
 @pytest.mark.parametrize("plans", PLANS, ids=lambda p: "+".join(f"{'lands' if a else 'lost'},{b}" for a, b in p))
 def test_an_ambiguous_failure_never_makes_two_copies(log: CommitLog, plans: Sequence[tuple[bool, str]]) -> None:
-    Faulty(log.half.table, plans)
-    records = [prepare(log, i) for i in range(2)]
-    Faulty(log.op, plans)
-    placed = log.decide(records[0], 1, commit=pending(log, records[0]), rollback={}, who=Who.EXECUTE)
+    with going_wrong(log, "half", plans):
+        records = [prepare(log, i) for i in range(2)]
+    with going_wrong(log, "op", plans):
+        placed = log.decide(records[0], 1, commit=pending(log, records[0]), rollback={}, who=Who.EXECUTE)
     assert sum(p.count for p in placed) == 5
-    Faulty(log.op, plans)
-    log.record_check(records[1], 1, pending(log, records[1]), None)
+    with going_wrong(log, "op", plans):
+        log.record_check(records[1], 1, pending(log, records[1]), None)
     assert log.state_of(records[1]).check_times(pending(log, records[1])) == 1
     log.quarantine(records[1], 1, pending(log, records[1]), Who.DISCARD, "x")
-    Faulty(log.op, plans)
-    reopened = log.reopen(records[1], 1, (RowState.QUARANTINED,), 1, Who.EXECUTE, "y")
+    with going_wrong(log, "op", plans):
+        reopened = log.reopen(records[1], 1, (RowState.QUARANTINED,), 1, Who.EXECUTE, "y")
     assert sum(m.count(1) for m in reopened.values()) == 5
     commit(log, records[1])
-    Faulty(log.topics_table, plans)
-    log.create_topic("points")
+    with going_wrong(log, "topics", plans):
+        log.create_topic("points")
     for handle in (log, another(log)):
         assert sorted(bodies(handle)) == sorted(f"app.{i}.{j}" for i in range(2) for j in range(5))
         assert handle.half.table.actions().num_rows == 2
@@ -171,8 +184,8 @@ def test_another_writer_may_win_the_version_of_an_ambiguous_commit(log: CommitLo
         commit(other, second)
         raise ConnectionError("time-out")
 
-    before_next(log.op, "try_commit", overtaken)
-    commit(log, first)
+    with at("commit begins", overtaken, table="op"):
+        commit(log, first)
     check_offsets(log)
     assert len(bodies(log)) == 10
 
@@ -180,8 +193,7 @@ def test_another_writer_may_win_the_version_of_an_ambiguous_commit(log: CommitLo
 @DELTA
 def test_a_lost_acknowledgement_of_prepare_is_not_taken_for_another_writers(log: CommitLog) -> None:
     other = another(log)
-    before_next(log.half.table, "try_commit", lambda: prepare(other, 0, 3))
-    with pytest.raises(AlreadyPreparedError):
+    with at("commit begins", lambda: prepare(other, 0, 3), table="half"), pytest.raises(AlreadyPreparedError):
         prepare(log, 0)
     assert log.get("app:0").rows == 3
 
@@ -189,27 +201,16 @@ def test_a_lost_acknowledgement_of_prepare_is_not_taken_for_another_writers(log:
 @MEMORY
 def test_a_commit_that_never_succeeds_says_so(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, COMMIT_TRIES_MAX=5, BACKOFF_S_MAX=0.001)
-    faulty = Faulty(log.half.table, [(False, "raises")] * 9)
-    with pytest.raises(CommitError, match=r"half failed 3 times.*ConnectionError: time-out"):
+    with (
+        going_wrong(log, "half", [(False, "raises")] * 3),
+        pytest.raises(CommitError, match=r"half failed 3 times.*ConnectionError: time-out"),
+    ):
         prepare(log, 0)
-    faulty.plans = [(False, "no")] * 9
-    with pytest.raises(CommitError, match="too many writers"):
+    with going_wrong(log, "half", [(False, "no")] * 5), pytest.raises(CommitError, match="too many writers"):
         prepare(log, 0)
-    faulty.plans = [*[(False, "no")] * 4, (True, "no")]
-    assert prepare(log, 1).rows == 5
+    with going_wrong(log, "half", [*[(False, "no")] * 4, (True, "no")]):
+        assert prepare(log, 1).rows == 5
     assert log.last_batch_id("app") == 1
-
-
-@MEMORY
-def test_an_acknowledged_commit_that_is_not_in_the_state_is_an_error(log: CommitLog) -> None:
-    record = prepare(log, 0)
-    Faulty(log.op, [(False, "yes")])
-    with pytest.raises(LostCommitError, match="Restart it"):
-        commit(log, record)
-    Faulty(log.half.table, [(False, "yes")])
-    with pytest.raises(LostCommitError):
-        prepare(log, 1)
-    assert log.pending()["half_id"].to_pylist() == ["app:0"]
 
 
 @MEMORY
@@ -224,15 +225,15 @@ def test_a_commit_is_known_again_after_any_number_of_others(log: CommitLog) -> N
         file = other.op.write(pa.concat_tables(leases), "op", STATS_COLUMNS)
         assert other.op.compare_and_set(lambda _: Change(add=[file]), lambda _: True)
 
-    after_next(log.op, "try_commit", others_commit)
-    assert sum(p.count for p in commit(log, record)) == 5
+    with at("commit done", others_commit, table="op"):
+        assert sum(p.count for p in commit(log, record)) == 5
 
 
 @DELTA
 def test_a_batch_that_is_moved_right_after_its_commit_is_not_lost(log: CommitLog) -> None:
     prepare(log, 0)
-    after_next(log.half.table, "try_commit", lambda: move_half(log))
-    commit(log, prepare(log, 1))
+    with at("commit done", lambda: move_half(log), table="half"):
+        commit(log, prepare(log, 1))
     assert sorted(bodies(log)) == [f"app.1.{i}" for i in range(5)]
 
 
@@ -300,8 +301,8 @@ def test_a_writer_that_slept_between_its_look_and_its_commit_is_refused(opened: 
     sleeper, busy = opened(), opened()
     put(sleeper, 0)
     slept: list[int] = []
-    before_next(sleeper, "try_commit", lambda: slept.append(clean_up(tmp_path / "n", busy, 1)))
-    put(sleeper, 1000)
+    with at("commit begins", lambda: slept.append(clean_up(tmp_path / "n", busy, 1))):
+        put(sleeper, 1000)
     assert numbers(busy) == numbers(opened()) == [*range(slept[0]), 1000]
 
 
@@ -309,19 +310,16 @@ def test_a_commit_below_the_head_of_the_log_is_never_taken_for_a_success(opened:
     sleeper, busy = opened(), opened()
     put(sleeper, 0)
 
-    def sleeps_within(change: Change) -> bool:
+    def sleeps_within() -> None:
         """The process stops between delta-rs's last look and the write of the entry, which then succeeds."""
-        version = sleeper.version + 1
+        entry = tmp_path / "n" / "_delta_log" / f"{sleeper.version + 1:020d}.json"
+        written = entry.read_bytes()
+        entry.unlink()
         clean_up(tmp_path / "n", busy, 1)
-        entry = tmp_path / "n" / "_delta_log" / f"{version:020d}.json"
         assert not entry.exists()
-        (file,) = change.add
-        add = {"path": file.path, "size": file.size_bytes, "partitionValues": {}, "modificationTime": 1}
-        entry.write_text(json.dumps({"add": {**add, "dataChange": True, "stats": file.stats}}))
-        return True
+        entry.write_bytes(written)
 
-    sleeper.try_commit = sleeps_within  # type: ignore[method-assign]
-    with pytest.raises(LostCommitError, match="slept past the clean-up"):
+    with at("commit done", sleeps_within), pytest.raises(LostCommitError, match=r"slept past .* Restart it"):
         put(sleeper, 1000)
     assert 1000 not in numbers(opened())
     assert 1000 not in numbers(busy)

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.json as pj
 import pytest
 import sqlalchemy as sa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rmq_spark as txmq
-from rmq_spark import CommitLog, HalfBatch, transaction
+from rmq_spark import CommitLog, HalfBatch
 from rmq_spark.errors import MessageError, OptionError
 from rmq_spark.transaction import BAD_COUNTED_MAX
 from tests.support.half_batches import pending, prepare
@@ -83,25 +84,25 @@ def test_another_word_than_raise_or_null_is_refused(log: CommitLog) -> None:
         batch.decode("id long", on_error="ignore")
 
 
+def reads_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts how often JSON is read."""
+    read, reads = pj.read_json, list[int]()
+    monkeypatch.setattr(pj, "read_json", lambda *given, **options: (reads.append(1), read(*given, **options))[1])
+    return reads
+
+
 def test_good_bodies_are_never_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     bodies = pa.chunked_array([pa.array([json.dumps({"id": n, "more": [{}]}).encode() for n in range(1_000)])])
-
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("one by one")
-
-    monkeypatch.setattr(transaction.json, "loads", refuse)
-    monkeypatch.setattr(transaction, "_read_good", refuse)
+    reads = reads_of(monkeypatch)
+    monkeypatch.setattr(json, "loads", lambda *_: reads.append(1))
     for on_error in ("raise", "null"):
         assert decode_json(bodies, "id long", on_error)["id"].to_pylist() == list(range(1_000))
+    assert len(reads) == 2, "one a column"
 
 
 def test_bad_bodies_are_counted_as_far_as_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     bodies = pa.chunked_array([pa.repeat(pa.scalar(b'{"id": "x"}'), 10 * BAD_COUNTED_MAX)])
-    read = transaction._read_objects
-    reads: list[int] = []
-    monkeypatch.setattr(
-        transaction, "_read_objects", lambda text, target: (reads.append(len(text)), read(text, target))[1]
-    )
+    reads = reads_of(monkeypatch)
     with pytest.raises(MessageError, match=f"of row 0 .*{BAD_COUNTED_MAX:,} or more cannot"):
         decode_json(bodies, "id long")
     assert len(reads) < 3 * BAD_COUNTED_MAX

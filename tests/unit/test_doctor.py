@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from deltalake import DeltaTable, write_deltalake
 from typer.testing import CliRunner
 
 from rmq_spark import CommitLog, ConsumerGroup
-from rmq_spark.cli import app, doctor, doctor_log, doctor_machine
+from rmq_spark.cli import app, doctor
 from rmq_spark.cli.doctor_log import LogDoctor
 from rmq_spark.cli.doctor_machine import java_home, java_version, look_at_machine
-from rmq_spark.errors import StorageError
 from rmq_spark.report.finding import Finding, worst
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
 from tests.support.half_batches import commit, header_of, in_conflict, make_log, pending, prepare, quarantine
-from tests.support.inside import HalfWriter, Level, Members, StoreClock
+from tests.support.inside import HalfWriter, Level, Members
+from tests.support.limits import Limit
+from tests.support.machines import FINE, be_fine, have_versions
 
 
 @pytest.fixture
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommitLog:
-    """A commit log that the environment names, on a machine with nothing to say about."""
+def log(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> CommitLog:
+    """A commit log that the environment names, on a machine with nothing to warn of."""
     made = make_log("delta", tmp_path / "log", orders=2)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TXMQ_PATH", made.path)
     monkeypatch.delenv("TXMQ_CONFIG", raising=False)
-    monkeypatch.setattr(doctor_machine, "look_at_machine", lambda: iter(()))
+    be_fine(monkeypatch, tmp_path_factory.mktemp("machine"))
     return made
 
 
@@ -221,14 +223,10 @@ def test_a_package_that_a_setting_needs_is_looked_for(shop: Path, monkeypatch: p
 
 # ---------------------------------------------------------------- the store
 def test_a_store_a_clock_and_rights_that_are_wrong_are_told(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise StorageError("it is on a store without put-if-absent")
-
-    monkeypatch.setattr("rmq_spark.storage.stores.require_put_if_absent", refuse)
+    monkeypatch.setattr(DeltaTable, "create", lambda *_, **__: None)  # each of several writers has made the table
     for ahead_s, level in ((90, "critical"), (-90, "critical"), (20, "warning")):
         with monkeypatch.context() as patch:
-            now = log.machine.time()
-            patch.setattr(StoreClock, "stored_at", lambda self, to=now - ahead_s: to)
+            set_clock(patch, ahead_s, and_the_stores=False)
             assert bad(log) == {"store": "critical", "clock": level}
             assert f"{'ahead of' if ahead_s > 0 else 'behind'} the store's" in found(log)["clock"].what
     access = os.access
@@ -238,12 +236,12 @@ def test_a_store_a_clock_and_rights_that_are_wrong_are_told(log: CommitLog, monk
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda path, mode: False)
         assert bad(log) == {"store": "critical", "permissions": "critical", "tables": "critical"}
-    assert found(log)["store"].what == "it is on a store without put-if-absent"
+    assert "is on a store without put-if-absent" in found(log)["store"].what
 
-    def deny(*_: object) -> None:
-        raise StorageError("s3://shop cannot be used (permission denied): no PutObject")
+    def deny(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("rmq_spark.storage.stores.require_put_if_absent", deny)
+    monkeypatch.setattr(DeltaTable, "create", deny)
     assert bad(log) == {"store": "warning"}
     assert "enough for a reader" in found(log)["store"].what
 
@@ -255,21 +253,22 @@ def test_tables_that_somebody_wrote_to_are_told(log: CommitLog) -> None:
     table.refresh()
     (path,) = table.actions()["path"].to_pylist()
     shutil.copy(f"{log.path}/messages/{path}", f"{log.path}/messages/again.parquet")
-    import deltalake
-
-    deltalake.write_deltalake(f"{log.path}/messages", pa.table(table.read([path])), mode="append")
+    write_deltalake(f"{log.path}/messages", pa.table(table.read([path])), mode="append")
     assert bad(log)["tables"] == "critical"
-    op = deltalake.DeltaTable(f"{log.path}/op")
+    op = DeltaTable(f"{log.path}/op")
     op.alter.set_table_properties({"delta.logRetentionDuration": "interval 1 minutes"})
     told = [finding for finding in LogDoctor(log.another(), "", 60.0).look() if finding.level is Level.CRITICAL]
     assert [finding.check for finding in told] == ["tables", "tables"], "each check would say it again"
     assert "table op is not what rmq_spark left in version" in told[0].what
 
 
-def test_a_check_that_fails_is_a_finding_and_the_others_go_on(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_log, "conflict_rows", lambda log: 1 / 0)
+def test_a_check_that_fails_is_a_finding_and_the_others_go_on(log: CommitLog) -> None:
+    in_conflict(log, prepare(log, 0))
+    (file,) = Path(log.path, "half").glob("*.parquet")
+    file.write_bytes(b"damaged")
     findings = found(log)
-    assert findings["conflicts"].what.startswith("ZeroDivisionError")
+    assert findings["conflicts"].level is Level.CRITICAL
+    assert file.name in findings["conflicts"].what
     assert findings["groups"].level is Level.OK
 
 
@@ -317,7 +316,7 @@ def test_delayed_messages_that_nobody_places_are_told(log: CommitLog, monkeypatc
 
 
 # ---------------------------------------------------------------- upkeep and consumers
-def test_upkeep_that_is_behind_is_told(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upkeep_that_is_behind_is_told(log: CommitLog, monkeypatch: pytest.MonkeyPatch, limit: Limit) -> None:
     commit(log, prepare(log, 0))
     assert "5 messages" in found(log)["drain"].what
     with monkeypatch.context() as patch:
@@ -325,7 +324,7 @@ def test_upkeep_that_is_behind_is_told(log: CommitLog, monkeypatch: pytest.Monke
         assert bad(log) == {"drain": "warning"}
     log.drain()
     assert found(log)["drain"].what == "every committed message is in the table messages"
-    monkeypatch.setattr(doctor_log, "HALF_FILES", 0)
+    limit(HALF_FILES=0)
     assert bad(log) == {"files": "warning"}
     assert found(log)["files"].remedy == "txmq maintain"
 
@@ -338,10 +337,10 @@ def claim(log: CommitLog, member: str) -> None:
 
 @pytest.mark.parametrize(
     ("lease_s", "age_s", "is_dead"),
-    [(120.0, 0.0, False), (120.0, 100.0, False), (120.0, 130.0, True), (2.0, 1.0, False), (2.0, 5.0, True)],
+    [(120.0, 0.0, False), (120.0, 60.0, False), (120.0, 130.0, True), (20.0, 0.0, False), (20.0, 25.0, True)],
 )
 def test_the_death_of_a_member_is_judged_by_its_own_lease(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch, lease_s: float, age_s: float, is_dead: bool
+    log: CommitLog, lease_s: float, age_s: float, is_dead: bool
 ) -> None:
     """It was 30 s for all, and a heartbeat of this moment was taken for none."""
     commit(log, prepare(log, 0))
@@ -350,9 +349,9 @@ def test_the_death_of_a_member_is_judged_by_its_own_lease(
     claim(log, "host@1.a")
     Members(log.groups.table, "points", "host@1.a", ["orders"], lease_s, 0.1).beat()
     (beat,) = Path(log.path).rglob("groups/_members/points/host@1.a")
-    now = datetime.fromtimestamp(beat.stat().st_mtime + age_s, timezone.utc)
-    monkeypatch.setattr(type(log.machine), "now", lambda self: now)
-    assert group.members()["host@1.a"] == (pytest.approx(age_s, abs=1e-3), lease_s)
+    at_s = beat.stat().st_mtime - age_s
+    os.utime(beat, (at_s, at_s))
+    assert group.members()["host@1.a"] == (pytest.approx(age_s, abs=20), lease_s)
     assert group.members()["host@1.a"].is_alive is not is_dead
     assert found(log)["groups"].level is (Level.WARNING if is_dead else Level.OK)
     assert objects("group", "list")[0]["members"] == (0 if is_dead else 1)
@@ -384,8 +383,7 @@ def test_versions_are_found_without_starting_anything(monkeypatch: pytest.Monkey
     findings = of_the_machine()
     assert findings["python"].what.startswith(sys.version.split()[0])
     assert {"pyarrow", "deltalake", "pyspark", "java"} <= set(findings)
-    versions = {"pyarrow": "17.0.0", "deltalake": None, "pyspark": "5.0.0", "delta-spark": None}
-    monkeypatch.setattr(doctor_machine, "_version", versions.get)
+    have_versions(monkeypatch, {"pyarrow": "17.0.0", "deltalake": None, "pyspark": "5.0.0", "delta-spark": None})
     findings = of_the_machine()
     assert findings["pyarrow"].level is findings["deltalake"].level is Level.CRITICAL
     assert findings["deltalake"].remedy == "pip install 'deltalake>=1.6'"
@@ -399,12 +397,11 @@ def test_a_jar_of_another_delta_than_the_package_is_no_jar(tmp_path: Path, monke
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.delenv("SPARK_HOME", raising=False)
     for version, level in (("4.4.0", Level.OK), ("4.4.1", Level.NOTE), (None, Level.OK)):
-        versions = {"pyarrow": "26.0.1", "deltalake": "1.6.6", "pyspark": "4.2.0", "delta-spark": version}
-        monkeypatch.setattr(doctor_machine, "_version", versions.get)
+        have_versions(monkeypatch, {**FINE, "delta-spark": version})
         found = of_the_machine()["jars"]
         assert (found.level, "4.4.0.jar" in found.what) == (level, True)
     (jars / "io.delta_delta-spark_4.2_2.13-4.4.1.jar").touch()
-    monkeypatch.setattr(doctor_machine, "_version", (versions | {"delta-spark": "4.4.1"}).get)
+    have_versions(monkeypatch, {**FINE, "delta-spark": "4.4.1"})
     found = of_the_machine()["jars"]
     assert (found.level, found.what) == (Level.OK, "io.delta_delta-spark_4.2_2.13-4.4.1.jar")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,9 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import OptionError
 from tests.support.clocks import Pauses
 from tests.support.half_batches import another, commit, make_log, prepare
-from tests.support.inside import Drainer, Draining, Maintainer, drained_up_to, maintenance
+from tests.support.inside import Draining, Maintainer, drained_up_to
+from tests.support.limits import Limit
+from tests.support.meanwhile import seen_at
 
 ON_DELTA = pytest.mark.log("delta", orders=1)
 
@@ -60,27 +61,22 @@ def test_a_drain_waits_for_no_lock_of_the_sink_and_holds_none(log: CommitLog) ->
 
 # ---------------------------------------------------------------- again and again
 @ON_DELTA
-def test_drains_go_on_after_a_failure(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_drains_go_on_after_a_failure(log: CommitLog, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With a handle that has seen what is there no more, every drain would fail."""
+    beside = Draining(another(log), every=0.01)
+    shutil.copytree(log.path, tmp_path / "copy")
     commit(log, prepare(log, 0))
-    tries: list[CommitLog] = []
-    run = Drainer.run
-
-    def fails_once(self: Drainer) -> int:
-        tries.append(self._log)  # type: ignore[arg-type]
-        if len(tries) == 1:
-            raise OSError("the store does not answer")
-        return run(self)
-
-    monkeypatch.setattr(Drainer, "run", fails_once)
+    beside.run_once()
+    shutil.rmtree(log.path)
+    shutil.move(tmp_path / "copy", log.path)
+    restored = CommitLog.open(log.path)
+    commit(restored, prepare(restored, 1))
     pauses = Pauses(2)
-    Draining(log, every=0.01).run(pauses)
+    beside.run(pauses)
     assert pauses.seconds[1] >= 60, "it lets the store alone for a while"
-    assert drained(log) == log.refresh()
-    assert tries[0] is not tries[1], "the second try opens the log again"
+    assert drained(restored) == restored.refresh()
     assert "a drain of CommitLog" in caplog.text
-    assert "the store does not answer" in caplog.text
+    assert "an older copy put in its place" in caplog.text
 
 
 @ON_DELTA
@@ -97,31 +93,25 @@ def test_an_old_handle_drains_no_log_that_was_made_anew(
     assert drained(new) == -1
 
 
-def test_a_round_of_upkeep_and_a_drain_take_turns_with_messages_in_memory(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit(log, prepare(log, 0))
+def test_a_round_of_upkeep_and_a_drain_take_turns_with_messages_in_memory(log: CommitLog, limit: Limit) -> None:
+    limit(MESSAGES_FILES_MAX=2)
     beside = Draining(log, every=30)
     held: list[bool] = []
 
-    def is_held() -> bool:
+    def is_held(**_: object) -> None:
         free: list[bool] = []
         thread = threading.Thread(target=lambda: free.append(beside.turn.acquire(blocking=False)))  # type: ignore[attr-defined]
         thread.start()
         thread.join()
-        return not free[0]
+        held.append(not free[0])
 
-    def noting(work: Callable[..., int]) -> Callable[..., int]:
-        def noted(*arguments: object) -> int:
-            held.append(is_held())
-            return work(*arguments)
-
-        return noted
-
-    monkeypatch.setattr(Drainer, "run", noting(Drainer.run))
-    monkeypatch.setattr(maintenance, "compact_messages", noting(maintenance.compact_messages))
-    Maintainer(log, turn=beside.turn).run_once()
-    beside.run_once()
+    commit(log, prepare(log, 0))
+    log.drain()
+    with seen_at("file written", is_held, table="messages"):
+        commit(log, prepare(log, 1))
+        assert Maintainer(log, turn=beside.turn).run_once().files_merged == 2
+        commit(log, prepare(log, 2))
+        beside.run_once()
     assert held == [True, True, True]
 
 

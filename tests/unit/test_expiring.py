@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
 from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli import reading as reading_module
 from rmq_spark.errors import OffsetOutOfRangeError, TopicExistsError
+from tests.support.clocks import set_clock
 from tests.support.half_batches import another, commit, let_leave, send
-from tests.support.inside import TIME_MIN, Expirer, LogWatch, maintenance
-from tests.support.inside import log as log_module
-from tests.support.limits import set_limits
-from tests.support.meanwhile import before_next
+from tests.support.inside import TIME_MIN, Change, Expirer, LogWatch, write_messages
+from tests.support.meanwhile import at, dies_at
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2)
 
@@ -42,6 +39,12 @@ def expire(log: CommitLog) -> None:
     log.topic_store.set_retention("orders", None)
 
 
+def expire_and_go_on(log: CommitLog) -> None:
+    """Another process lets all expire that is drained, and sends something new."""
+    expire(another(log))
+    send_and_drain(another(log), "new")
+
+
 def test_what_is_older_than_the_retention_goes_and_the_first_offsets_move(log: CommitLog) -> None:
     send_and_drain(log, "old")
     log.topic_store.set_retention("orders", 0.0)
@@ -63,31 +66,23 @@ def test_what_is_older_than_the_retention_goes_and_the_first_offsets_move(log: C
 
 
 def test_a_queue_never_has_a_hole(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = set_clock(monkeypatch)
     for i in range(4):
         send_and_drain(log, f"key{i}")
+        clock.ahead_s += 100.0
     table = another(log).messages_table
     table.refresh()
-    first, second, third, _ = table.actions().sort_by("min.op_version")["path"].to_pylist()
-    set_limits(monkeypatch, MESSAGES_FILES_MAX=2)
-    monkeypatch.setattr(maintenance, "_messages_to_merge", lambda t: [first, third] if first in _live(t) else [])
-    assert maintenance.compact_messages(table) == 2
+    first, _, third, _ = table.actions().sort_by("min.op_version")["path"].to_pylist()
+    merged = write_messages(table, table.read([first, third]).sort_by([("queue_id", "ascending")]))
+    change = Change(add=[merged], remove=[first, third], data_change=False)
+    assert table.compare_and_set(lambda _: change, lambda _: True)
     log.topic_store.set_retention("orders", 1000.0)
-    actions = table.actions()
-    merged = actions.filter(pc.equal(actions["num_records"], 8))
-    assert merged.num_rows == 1
-
-    old = Expirer(another(log), 0.0)
-    limit = pc.max(actions.filter(pc.equal(actions["path"], second))["max.commit_timestamp"]).as_py()
-    monkeypatch.setattr(
-        old._log.machine, "now", lambda: limit.__class__.fromtimestamp(limit.timestamp() + 1000.001, limit.tzinfo)
-    )
+    clock.ahead_s = 1150.0
     # The second file alone is old enough, but the first messages lie in one with the third.
-    assert old.run() == []
+    assert Expirer(another(log), 0.0).run() == []
     assert another(log).firsts() == {}
-
-
-def _live(table: object) -> set[str]:
-    return set(table.actions()["path"].to_pylist())  # type: ignore[attr-defined]
+    clock.ahead_s = 1250.0
+    assert len(Expirer(another(log), 0.0).run()) == 2
 
 
 def test_what_is_not_drained_or_has_no_retention_stays(log: CommitLog) -> None:
@@ -116,50 +111,30 @@ def test_a_retention_is_a_duration_of_an_hour_or_more(log: CommitLog) -> None:
 def test_a_crash_between_the_row_and_the_files_is_made_good(log: CommitLog) -> None:
     send_and_drain(log, "old")
     log.topic_store.set_retention("orders", 0.0)
-    expirer = Expirer(another(log), 0.0)
-    before_next(expirer, "_remove", lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        expirer.run()
+    with dies_at("commit begins", table="messages"):
+        Expirer(another(log), 0.0).run()
     assert sum(another(log).firsts().values()) == 4
     version = another(log).refresh()
     assert len(Expirer(another(log), 0.0).run()) == 1
     assert another(log).refresh() == version
 
 
-@pytest.mark.parametrize("start", [None, TIME_MIN])
+@pytest.mark.parametrize(
+    ("start", "point", "table"), [(None, "table seen", "op"), (TIME_MIN, "files read", "messages")]
+)
 def test_a_read_from_the_beginning_goes_on_when_messages_expire_meanwhile(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch, start: datetime | None
+    log: CommitLog, start: datetime | None, point: str, table: str
 ) -> None:
     send_and_drain(log, "old")
-    read_messages, tries = log_module.read_messages, []
-
-    def expire_first(*arguments: Any) -> pa.Table:
-        tries.append(1)
-        if len(tries) == 1:
-            expire(another(log))
-            send_and_drain(another(log), "new")
-            raise OffsetOutOfRangeError("its file is gone")
-        return read_messages(*arguments)
-
-    monkeypatch.setattr(log_module, "read_messages", expire_first)
-    assert log.read("orders", start).num_rows == 4
-    assert len(tries) == 2
+    with at(point, lambda: expire_and_go_on(log), table=table):
+        found = log.read("orders", start, columns=["body"])
+    assert sorted(found["body"].to_pylist()) == [b"new.0", b"new.1", b"new.2", b"new.3"]
 
 
-def test_the_command_reads_on_when_messages_expire_meanwhile(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reads_on_when_messages_expire_meanwhile(log: CommitLog) -> None:
     send_and_drain(log, "old")
-    read_messages, tries = reading_module.read_messages, []
-
-    def expire_first(*arguments: Any, **named: Any) -> pa.Table:
-        tries.append(1)
-        if len(tries) == 1:
-            expire(another(log))
-            send_and_drain(another(log), "new")
-        return read_messages(*arguments, **named)
-
-    monkeypatch.setattr(reading_module, "read_messages", expire_first)
-    assert reading_module.Choice(log, "orders").newest(4).num_rows == 4
-    assert len(tries) > 2
+    with at("table seen", lambda: expire_and_go_on(log), table="op"):
+        assert reading_module.Choice(log, "orders").newest(4).num_rows == 4
     with pytest.raises(OffsetOutOfRangeError, match="queue 0"):
         reading_module.Choice(log, "orders").first({0: 0}, 10)
 

@@ -20,9 +20,9 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import CorruptLogError, ForeignChangeError, UnreadableFileError
 from tests.support.foreign_writers import a_file, cut_back, delete_a_row_by_a_vector, put_entry, raise_protocol
 from tests.support.half_batches import another, commit, let_leave, make_log, prepare, send
-from tests.support.inside import Change, Drainer, maintenance
+from tests.support.inside import Change, maintenance
 from tests.support.limits import set_limits
-from tests.support.meanwhile import before_next
+from tests.support.meanwhile import at
 
 
 @pytest.fixture(scope="module")
@@ -169,19 +169,17 @@ def test_reads_go_on_while_another_writers_change_stops_upkeep(log: CommitLog, w
 
 
 def test_a_change_that_comes_while_a_drain_writes_its_files_stops_it(log: CommitLog) -> None:
-    drainer = Drainer(log.another())
-    before_next(drainer, "_write", lambda: delete_by_a_vector(f"{log.path}/messages"))
-    with pytest.raises(ForeignChangeError, match="deletion vectors"):
-        drainer.run()
+    change = at("file written", lambda: delete_by_a_vector(f"{log.path}/messages"), table="messages")
+    with change, pytest.raises(ForeignChangeError, match="deletion vectors"):
+        log.drain()
 
 
 def test_a_change_that_comes_while_a_merge_reads_stops_it(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, MESSAGES_FILES_MAX=2)
     log.drain()
-    table = another(log).messages_table
-    before_next(table, "read", lambda: delete_by_a_vector(f"{log.path}/messages"))
-    with pytest.raises(ForeignChangeError, match="deletion vectors"):
-        maintenance.compact_messages(table)
+    change = at("files read", lambda: delete_by_a_vector(f"{log.path}/messages"), table="messages")
+    with change, pytest.raises(ForeignChangeError, match="deletion vectors"):
+        maintenance.compact_messages(another(log).messages_table)
     assert DeltaTable(f"{log.path}/messages").version() == 4
 
 
@@ -226,16 +224,16 @@ def test_a_change_of_which_the_log_knows_no_more_is_told(log: CommitLog) -> None
         another(log).drain()
 
 
-def test_nothing_of_messages_is_deleted_that_a_restore_may_need(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_of_messages_is_deleted_that_a_restore_may_need(log: CommitLog) -> None:
     log.drain()
     before = log.read("orders")
     delete(f"{log.path}/messages")
+    *_, entry = sorted(Path(log.path, "messages", "_delta_log").glob("*.json"))
+    long_ago, changed = re.subn(r'"deletionTimestamp":\d+', '"deletionTimestamp":1', entry.read_text())
+    assert changed
+    entry.write_text(long_ago)
     tables = [log.messages_table]
-    with monkeypatch.context() as much_later:
-        much_later.setattr(type(log.messages_table), "removed_since", lambda self, age_s=None: set())
-        assert maintenance.vacuum(tables, -1.0, dry_run=False) == []
+    assert maintenance.vacuum(tables, -1.0, dry_run=False) == []
     assert maintenance.delete_replaced(tables, 0, dry_run=False) == []
     DeltaTable(f"{log.path}/messages").restore(2, protocol_downgrade_allowed=True)
     assert another(log).read("orders").equals(before)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -20,8 +21,10 @@ from rmq_spark.errors import (
     OptionError,
     VerdictConflictError,
 )
+from tests.support.clocks import set_clock
 from tests.support.half_batches import let_leave
-from tests.support.inside import MACHINE, group_commit
+from tests.support.inside import MACHINE, Machine, group_commit
+from tests.support.meanwhile import seen_at, unhooked
 from tests.support.sends import DEADLINE_S, Shop, message, producer_of, raising, wait_for
 from tests.support.sends import sent_bodies as bodies
 
@@ -31,26 +34,27 @@ IN_MEMORY = pytest.mark.log("memory", orders=2)
 MANY = 12
 
 
-class Together:
-    """The first send of a producer waits in its commit until so many others are there, which share the next one; the
-    same of the first verdict, when ``decides`` is set."""
+PREPARE, DECIDE = "txmq-prepare", "txmq-decide"
 
-    def __init__(self, producer: Any, count: int, decides: int = 0) -> None:
-        commits = producer.two_phase.commits
-        lanes = ((commits._prepares, count), (commits._decides, decides))
-        self.sizes: dict[str, list[int]] = {lane._name: [] for lane, _ in lanes}
-        for lane, gathered in lanes:
-            lane._commit = self._gate(lane, lane._commit, gathered)
 
-    def _gate(self, lane: Any, commit: Callable[[Sequence[Any]], Any], count: int) -> Callable[[Sequence[Any]], Any]:
-        def gated(requests: Sequence[Any]) -> Any:
-            first = not self.sizes[lane._name]
-            self.sizes[lane._name].append(len(requests))
-            if first:
-                wait_for(lambda: len(lane._waiting) >= count - len(requests))
-            return commit(requests)
+@contextmanager
+def together(count: int, decides: int = 0) -> Iterator[dict[str, list[int]]]:
+    """The first send waits in its commit until so many have come; the others share the next one. The same of the first
+    verdict, when ``decides`` is set. Yields the sizes of the commits by lane."""
+    wanted = {PREPARE: count, DECIDE: decides}
+    come = dict.fromkeys(wanted, 0)
+    sizes: dict[str, list[int]] = {lane: [] for lane in wanted}
 
-        return gated
+    def comes(lane: str) -> None:
+        come[lane] += 1
+
+    def begins(lane: str, about: Sequence[str]) -> None:
+        sizes[lane].append(len(about))
+        if len(sizes[lane]) == 1:
+            wait_for(lambda: come[lane] >= wanted[lane])
+
+    with seen_at("commit awaited", comes), seen_at("shared commit begins", begins):
+        yield sizes
 
 
 def call_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -67,13 +71,12 @@ def send_all(
     keys: Sequence[str | None] = (),
     decides: int = 0,
     **more: Any,
-) -> tuple[list[Any], Together]:
+) -> tuple[list[Any], dict[str, list[int]]]:
     """Results or errors, in the order of the messages, which are prepared in two commits."""
-    with producer_of(log, listener, **more) as producer:
-        together = Together(producer, len(messages), decides)
+    with producer_of(log, listener, **more) as producer, together(len(messages), decides) as sizes:
         send = producer.send_message_in_transaction
         keyed = zip(messages, keys or [None] * len(messages), strict=True)
-        return call_all([lambda m=m, key=key: send(m, idempotency_key=key) for m, key in keyed]), together
+        return call_all([lambda m=m, key=key: send(m, idempotency_key=key) for m, key in keyed]), sizes
 
 
 def files(log: CommitLog) -> int:
@@ -87,9 +90,9 @@ def files(log: CommitLog) -> int:
 def test_sends_of_many_threads_share_commits_and_files_and_each_gets_its_own_answer(log: CommitLog) -> None:
     shop = Shop()
     before = log.half.table.refresh(), log.refresh()
-    results, together = send_all(log, shop, [message(i) for i in range(MANY)], decides=MANY)
+    results, sizes = send_all(log, shop, [message(i) for i in range(MANY)], decides=MANY)
     assert sorted(shop.seen) == sorted(str(i) for i in range(MANY)), "each listener gets its own messages"
-    prepares, decides = together.sizes.values()
+    prepares, decides = sizes.values()
     assert sum(prepares) == sum(decides) == MANY
     assert (log.half.table.refresh() - before[0], log.refresh() - before[1]) == (len(prepares), len(decides))
     assert len(prepares) <= 2
@@ -145,8 +148,7 @@ def test_sends_with_keys_have_a_file_of_their_own_and_are_found_again(log: Commi
 
 def test_transactions_by_key_and_whole_ones_are_read_from_one_file(log: CommitLog) -> None:
     """The columns to be read were those of the first range: without the key, reading failed for everybody."""
-    with producer_of(log) as producer:
-        Together(producer, 6)
+    with producer_of(log) as producer, together(6):
         table = pa.table({"k": ["a", "b"], "body": ["by key", "by key"]})
 
         def send(n: int) -> Any:
@@ -203,25 +205,21 @@ def test_a_message_alone_and_one_among_others_lie_in_the_half_file_alike(log: Co
 
 def test_one_that_drops_out_leaves_no_row_in_the_file_of_the_others(log: CommitLog) -> None:
     """Two producers send one key. Their files were written before either knew: the later one's must be written anew."""
-    with producer_of(log.another()) as faster:
-        shop, found = Shop(), []
-        with producer_of(log, shop) as producer:
-            together = Together(producer, 4)
-            prepare_many = log.prepare_many
+    with producer_of(log.another()) as faster, producer_of(log) as producer, together(4) as sizes:
 
-            def late(staged: Any) -> Any:
-                faster.send_message_in_transaction(message("theirs"), idempotency_key="b")
-                return prepare_many(staged)
+        def theirs(**_: object) -> None:
+            if len(sizes[PREPARE]) == 2:
+                with unhooked():
+                    faster.send_message_in_transaction(message("theirs"), idempotency_key="b")
 
-            log.prepare_many = late  # type: ignore[method-assign]
-            with ThreadPoolExecutor(4) as pool:
-                keys = ["first", "a", "b", "c"]
-                sends = []
-                for key in keys:
-                    sends.append(pool.submit(producer.send_message_in_transaction, message(key), idempotency_key=key))
-                    wait_for(lambda: together.sizes["txmq-prepare"])  # it is the first one that waits for the others
-                found = [send.result() for send in sends]
-    assert sum(together.sizes["txmq-prepare"]) == 4
+        with seen_at("commit begins", theirs, table="half"), ThreadPoolExecutor(4) as pool:
+            keys = ["first", "a", "b", "c"]
+            sends = []
+            for key in keys:
+                sends.append(pool.submit(producer.send_message_in_transaction, message(key), idempotency_key=key))
+                wait_for(lambda: sizes[PREPARE])  # it is the first one that waits for the others
+            found = [send.result() for send in sends]
+    assert sizes[PREPARE] == [1, 3]
     assert [r.replayed for r in found] == [k == "b" for k in keys]
     assert bodies(log) == ["a", "c", "first", "theirs"]
     assert log.another().pending().num_rows == 0
@@ -251,8 +249,7 @@ def _bodies_of(log: CommitLog, half_id: str) -> list[bytes]:
 
 def test_a_single_message_keeps_its_transaction_key_among_others(log: CommitLog) -> None:
     """All were arranged with the key column of the first one: the listener saw no key, and messages had no id."""
-    with producer_of(log) as producer:
-        Together(producer, 6)
+    with producer_of(log) as producer, together(6):
 
         def send(n: int) -> Any:
             if n % 2:
@@ -276,16 +273,19 @@ def test_a_message_that_was_changed_after_it_was_made_troubles_no_other_send(log
 
 
 # ---------------------------------------------------------------- what goes wrong
-@IN_MEMORY
-def test_a_lane_whose_thread_ends_answers_those_who_wait_and_begins_again(log: CommitLog) -> None:
-    lane: Any = group_commit.Lane(log.machine, "lane", lambda some: some)
-    gather = lane._gather
+def test_a_lane_whose_thread_ends_answers_those_who_wait_and_begins_again() -> None:
+    class Full(Machine):
+        """The memory is full when its first time is asked for."""
 
-    def no_memory() -> None:
-        lane._gather = gather
-        raise MemoryError
+        full = True
 
-    lane._gather = no_memory
+        def monotonic(self) -> float:
+            if self.full:
+                self.full = False
+                raise MemoryError
+            return super().monotonic()
+
+    lane = group_commit.Lane[int, int](Full(), "lane", lambda some: some)
     with pytest.raises(MemoryError):
         lane.ask(1, "one")
     assert lane.ask(2, "two") == 2
@@ -293,44 +293,32 @@ def test_a_lane_whose_thread_ends_answers_those_who_wait_and_begins_again(log: C
 
 def test_a_problem_of_the_store_is_told_to_all_who_waited(log: CommitLog) -> None:
     with producer_of(log) as producer:
-        Together(producer, 4)
-        prepare_many = log.prepare_many
-
-        def broken(staged: Any) -> Any:
-            raise CommitError("the store does not answer")
-
-        log.prepare_many = broken  # type: ignore[method-assign]
-        results = call_all([lambda i=i: producer.send_message_in_transaction(message(i)) for i in range(4)])
+        broken = raising(CommitError("the store does not answer"))
+        with together(4), seen_at("shared commit begins", broken, lane=PREPARE):
+            results = call_all([lambda i=i: producer.send_message_in_transaction(message(i)) for i in range(4)])
         told = [result for result in results if isinstance(result, Exception)]
         assert {str(p) for p in told} == {"the store does not answer"}
         assert len({id(p) for p in told}) == len(told) > 1  # each thread raises one of its own
-        log.prepare_many = prepare_many  # type: ignore[method-assign]
         assert producer.send_message_in_transaction(message("next")).queue_offsets
 
 
 @IN_MEMORY
 def test_a_lost_file_of_one_does_not_stop_the_others(log: CommitLog) -> None:
-    with producer_of(log) as producer:
-        Together(producer, 4, decides=4)
-        decide_many = log.decide_many
-        lost: list[str] = []
+    lost: list[str] = []
 
-        def many(decisions: Any) -> Any:
-            lost[:] = lost or [decisions[0].record.half_id]
-            if any(d.record.half_id in lost for d in decisions):
-                raise LostFileError("its file is lost")
-            return decide_many(decisions)
+    def loses_one(about: Sequence[str], **_: object) -> None:
+        lost[:] = lost or about[:1]
+        if lost[0] in about:
+            raise LostFileError("its file is lost")
 
-        log.decide_many = many  # type: ignore[method-assign]
+    told = seen_at("shared commit begins", loses_one, lane=DECIDE)
+    with producer_of(log) as producer, together(4, decides=4), told:
         results = call_all([lambda i=i: producer.send_message_in_transaction(message(i)) for i in range(4)])
-        log.decide_many = decide_many  # type: ignore[method-assign]
     assert [type(r.__cause__) for r in results if isinstance(r, Exception)] == [LostFileError]
     assert len(bodies(log)) == 3
 
 
-@IN_MEMORY
-def test_an_interrupted_caller_ends_its_waiting_and_not_the_commit(log: CommitLog) -> None:
-    lane: group_commit.Lane[int, int]
+def test_an_interrupted_caller_ends_its_waiting_and_not_the_commit() -> None:
     within, go_on = threading.Event(), threading.Event()
     done: list[int] = []
 
@@ -340,8 +328,6 @@ def test_an_interrupted_caller_ends_its_waiting_and_not_the_commit(log: CommitLo
         done.extend(requests)
         return requests
 
-    lane = group_commit.Lane(log.machine, "lane", commit)
-
     class Interrupted(BaseException):
         pass
 
@@ -350,16 +336,13 @@ def test_an_interrupted_caller_ends_its_waiting_and_not_the_commit(log: CommitLo
             assert within.wait(DEADLINE_S)
             raise Interrupted
 
-    class OneInterrupt:
-        event = staticmethod(Event)
+    class OneInterrupt(Machine):
+        def event(self) -> threading.Event:
+            return super().event() if within.is_set() else Event()
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(log.machine, name)
-
-    lane._machine = OneInterrupt()  # type: ignore[assignment]
+    lane = group_commit.Lane[int, int](OneInterrupt(), "lane", commit)
     with pytest.raises(Interrupted):
         lane.ask(1, "one")
-    lane._machine = log.machine
     later = threading.Thread(target=lambda: lane.ask(2, "two"))
     later.start()
     go_on.set()
@@ -402,15 +385,17 @@ def test_a_send_that_lingers_shares_its_commit_with_those_that_come(log: CommitL
 
 
 @pytest.mark.parametrize("ago_s", [0.0, 30.0])
-def test_a_lone_send_after_a_standstill_does_not_wait_as_long(log: CommitLog, ago_s: float) -> None:
+def test_a_lone_send_after_a_standstill_does_not_wait_as_long(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch, ago_s: float
+) -> None:
     """It waited three times as long as the last commit had taken, for others that never came."""
+    clock = set_clock(monkeypatch)
     with producer_of(log) as producer:
-        producer.send(message("first"))
-        for lane in (producer._commits._prepares, producer._commits._decides):
-            lane._sizes.append(16)
-            lane._commit_s, lane._ended_s = 60.0, MACHINE.monotonic() - ago_s
+        with together(3), seen_at("commit begins", lambda **_: clock.sleep(MACHINE, 60.0)):
+            call_all([lambda i=i: producer.send(message(i)) for i in range(3)])
+        clock.sleep(MACHINE, ago_s)
         before_s = MACHINE.monotonic()
-        producer.send(message("second"))
+        producer.send(message("last"))
         assert MACHINE.monotonic() - before_s < 5.0
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,6 +27,8 @@ from tests.support.inside import (
     DeltaLogTable,
     Who,
 )
+from tests.support.limits import Limit
+from tests.support.meanwhile import at, dies_at
 
 ON_BOTH = pytest.mark.log("memory", "delta", orders=1)
 ON_DELTA = pytest.mark.log("delta", orders=1)
@@ -70,20 +72,9 @@ def test_a_path_that_is_no_commit_log_is_named(tmp_path: Path, what: str) -> Non
 
 
 @pytest.mark.parametrize("crash_before", ["half", "op", "topics"])
-def test_a_half_made_log_is_completed_by_making_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_before: str
-) -> None:
-    real = DeltaLogTable.create
-
-    def crashing(uri: str, name: str, *more: Any) -> None:
-        if name == crash_before:
-            raise KeyboardInterrupt
-        real(uri, name, *more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DeltaLogTable, "create", staticmethod(crashing))
-        with pytest.raises(KeyboardInterrupt):
-            CommitLog.create(tmp_path / "log")
+def test_a_half_made_log_is_completed_by_making_it_again(tmp_path: Path, crash_before: str) -> None:
+    with dies_at("table made", table=crash_before):
+        CommitLog.create(tmp_path / "log")
     with pytest.raises(NotACommitLogError):
         CommitLog.open(tmp_path / "log")
     log = make_log("delta", tmp_path / "log")
@@ -102,23 +93,14 @@ def test_a_log_that_has_lost_its_topics_is_not_made_anew_over_what_it_holds(log:
     assert len(bodies(CommitLog.open(tmp_path / "log"))) == 5
 
 
-def test_two_who_make_a_log_at_once_are_not_told_that_it_lost_its_topics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, asked = DeltaLogTable.exists, []
+def test_two_who_make_a_log_at_once_are_not_told_that_it_lost_its_topics(tmp_path: Path) -> None:
+    def other_is_faster() -> None:
+        log = make_log("delta", tmp_path / "log")
+        commit(log, prepare(log, 0))
 
-    def meanwhile(uri: str, *more: Any) -> bool:
-        there = real(uri, *more)
-        asked.append(uri)
-        if len(asked) == 1:  # it is not there yet, and the other one makes it now, and sends
-            with monkeypatch.context() as patch:
-                patch.setattr(DeltaLogTable, "exists", staticmethod(real))
-                log = make_log("delta", tmp_path / "log")
-                commit(log, prepare(log, 0))
-        return there
-
-    monkeypatch.setattr(DeltaLogTable, "exists", staticmethod(meanwhile))
-    assert len(bodies(CommitLog.create(tmp_path / "log", exist_ok=True))) == 5
+    with at("log made", other_is_faster):
+        log = CommitLog.create(tmp_path / "log", exist_ok=True)
+    assert len(bodies(log)) == 5
 
 
 @ON_DELTA
@@ -131,10 +113,12 @@ def test_a_log_that_has_lost_half_takes_no_sends_and_says_so(log: CommitLog, tmp
 
 
 @pytest.mark.parametrize("found", [str(opening.FORMAT + 1), "0", "99", "next", "-1"])
-def test_another_format_is_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(opening, "FORMAT", found)
-        CommitLog.create(tmp_path / "log")
+def test_another_format_is_refused_in_one_sentence(tmp_path: Path, found: str) -> None:
+    CommitLog.create(tmp_path / "log")
+    (entry,) = (tmp_path / "log" / "topics" / "_delta_log").glob("*.json")
+    said = f'"txmq.format":"{opening.FORMAT}"'
+    assert said in entry.read_text()
+    entry.write_text(entry.read_text().replace(said, f'"txmq.format":"{found}"'))
     said = rf"/log has format {found}, and this version of rmq_spark reads and writes format 1 alone: use the version"
     for use in (CommitLog.open, partial(CommitLog.create, exist_ok=True)):
         with pytest.raises(LogFormatError, match=said):
@@ -251,17 +235,17 @@ def test_one_bad_row_does_not_hide_behind_a_mark(decided: CommitLog) -> None:
     assert pending(decided, decided.get("app:0")) == {}
 
 
-def test_a_half_file_of_which_the_delta_log_says_no_count_is_counted_by_its_rows(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@ON_DELTA
+def test_a_half_file_of_which_the_delta_log_says_no_count_is_counted_by_its_rows(log: CommitLog) -> None:
     """Flipped bits in a checkpoint took the counts away, and every question about open half batches was a TypeError."""
     commit(log, prepare(log, 0, 2))
     record = prepare(log, 1, 3)
-    table = log.half.table
-    actions = table.actions()
-    at = actions.schema.get_field_index("num_records")
-    uncounted = actions.set_column(at, "num_records", pa.nulls(actions.num_rows, pa.int64()))
-    monkeypatch.setattr(table, "actions", lambda: uncounted)
+    for entry in sorted(Path(log.path, "half", "_delta_log").glob("*.json"))[1:]:
+        uncounted, changed = re.subn(r'\\"numRecords\\": \d+, ', "", entry.read_text())
+        assert changed
+        entry.write_text(uncounted)
+    log = another(log)
+    assert log.half.table.actions()["num_records"].to_pylist() == [None, None]
     assert log.open_half_ids() == [record.half_id]
     assert log.pending()["messages"].to_pylist() == [3]
     assert log.get(record.half_id).files == record.files
@@ -291,18 +275,21 @@ def test_a_half_batch_that_lies_twice_stops_every_decision_on_its_topic(log: Com
 
 
 # ---------------------------------------------------------------- footers that say too little
-def test_a_half_file_that_gives_fewer_rows_than_the_delta_log_says_is_noticed(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@ON_DELTA
+def test_a_half_file_that_gives_fewer_rows_than_the_delta_log_says_is_noticed(log: CommitLog, limit: Limit) -> None:
     """A flipped bit in the bounds of a footer let pyarrow pass over rows, and half of a transaction was visible."""
+    limit(ROW_GROUP_ROWS=1)
     record = prepare(log, 1, 3)
-    table = log.half.table
-    read = table.read
-    monkeypatch.setattr(
-        table, "read", lambda paths, columns=None, where=None: read(paths, columns, where).slice(where is not None)
-    )
+    (file,) = Path(log.path, "half").glob("*.parquet")
+    content = file.read_bytes()
+    begin = content.rindex(b"\x07half_id")  # what the footer says of this column of the last row
+    end = content.index(HALF_SCHEMA.names[HALF_SCHEMA.names.index("half_id") + 1].encode(), begin)
+    bounds = record.half_id.encode()
+    assert bounds in content[begin:end]
+    lie = content[begin:end].replace(bounds, b"!" * len(bounds))
+    file.write_bytes(content[:begin] + lie + content[end:])
     with pytest.raises(CorruptLogError, match="of table half has 2 rows"):
-        log.resolve(record.half_id, txmq.COMMIT_MESSAGE, "the order is there")
+        another(log).resolve(record.half_id, txmq.COMMIT_MESSAGE, "the order is there")
 
 
 @ON_DELTA

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
+import secrets
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +22,6 @@ HIDDEN: Any = SimpleNamespace(sparkSession=None)
 
 
 OR_ELSE = "or begin with a new checkpoint"
-
-
-@pytest.fixture(autouse=True)
-def _another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "_known_ids", {})
-    monkeypatch.setattr(identity, "_known_logs", set())
 
 
 def telling(query_id: str) -> Any:
@@ -45,8 +41,18 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def refuse(*_: object) -> None:
-    raise PermissionError("permission denied")
+spellings = itertools.count(1)
+
+
+def as_another_process(checkpoint: Path) -> str:
+    """Its path, by which nothing is known of it yet: a process remembers what it has read by the path that it got."""
+    return f"{checkpoint}{'/.' * next(spellings)}"
+
+
+def refuse_to_write(checkpoint: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder stands where the file is written, before it is moved to its place."""
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "beside")
+    (checkpoint / f".{file}.beside").mkdir()
 
 
 REFUSED = {
@@ -83,11 +89,10 @@ def test_a_checkpoint_that_stands_at_another_batch_is_refused(checkpoint: Path, 
         identity_of(HIDDEN, batch_id, str(checkpoint), None, "consume", OR_ELSE)
 
 
-def test_a_checkpoint_belongs_to_one_commit_log(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_belongs_to_one_commit_log(checkpoint: Path) -> None:
     """A sink with another path went on there: what it sent was missing in the first log, and nobody said so."""
     for _ in range(2):
-        require_same_log(str(checkpoint), None, "one", "a/log")
-        monkeypatch.setattr(identity, "_known_logs", set())  # as in another process
+        require_same_log(as_another_process(checkpoint), None, "one", "a/log")
     assert (checkpoint / identity.LOG_FILE).read_text() == "one"
     with pytest.raises(CheckpointMismatchError, match=r"went into commit log one, and b/log is commit log two"):
         require_same_log(str(checkpoint), None, "two", "b/log")
@@ -112,8 +117,7 @@ def test_a_sink_whose_checkpoint_cannot_be_found_has_a_name_of_its_own(caplog: p
 # ---------------------------------------------------------------- the id that Spark makes anew
 def name_of(checkpoint: Path, batch_id: int, or_else: str | None = OR_ELSE) -> str:
     """By which query's name a process that starts knows a batch."""
-    identity._known_ids.clear()
-    return identity_of(HIDDEN, batch_id, str(checkpoint), None, "consume", or_else).query_id
+    return identity_of(HIDDEN, batch_id, as_another_process(checkpoint), None, "consume", or_else).query_id
 
 
 def lose_metadata(checkpoint: Path, batch_id: int) -> None:
@@ -166,30 +170,21 @@ def test_a_damaged_id_says_that_batches_may_have_run(checkpoint: Path, content: 
         name_of(checkpoint, 0)
 
 
-def test_a_crash_while_the_id_of_the_first_batch_is_written_does_no_harm(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (checkpoint / identity.ID_FILE).unlink()
-    lose_metadata(checkpoint, 0)
-    (checkpoint / f".{identity.ID_FILE}.beside").mkdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(identity.secrets, "token_hex", lambda _: "beside")
-        with pytest.raises(OptionError, match="cannot be written to"):
-            name_of(checkpoint, 0)
-    assert not (checkpoint / identity.ID_FILE).exists()
-    assert name_of(checkpoint, 0) == "made anew"
-
-
 def test_a_checkpoint_that_cannot_keep_the_id_is_refused_before_anything_is_sent(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A file that is there in part would say that batches may have run."""
     (checkpoint / identity.ID_FILE).unlink()
     lose_metadata(checkpoint, 0)
-    monkeypatch.setattr(identity._OfPython, "write", refuse)
-    with pytest.raises(OptionError, match=r"cannot be written to \(.*denied\).* right to write there; or begin"):
-        name_of(checkpoint, 0)
-    assert name_of(checkpoint, 0, None) == "made anew"
+    with monkeypatch.context() as patch:
+        refuse_to_write(checkpoint, identity.ID_FILE, patch)
+        with pytest.raises(OptionError, match=r"cannot be written to \(.*\).* right to write there; or begin"):
+            name_of(checkpoint, 0)
+        assert not (checkpoint / identity.ID_FILE).exists()
+        assert name_of(checkpoint, 0, None) == "made anew"
     assert "known by Spark's file metadata alone" in caplog.text
+    assert name_of(checkpoint, 0) == "made anew"
+    assert (checkpoint / identity.ID_FILE).exists()
 
 
 # ---------------------------------------------------------------- what was sent before
@@ -214,25 +209,25 @@ def test_the_last_batch_stays_when_spark_has_cleaned_its_offsets(checkpoint: Pat
     assert lineage.holds(6, "hash of 6")
 
 
-def test_what_is_kept_is_not_written_again(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_is_not_written_again(checkpoint: Path) -> None:
     lineage = lineage_of(str(checkpoint), None)
     lineage.keep(6, "hash of 6")
-    monkeypatch.setattr(identity._OfPython, "write", None)
+    before = (checkpoint / identity.LAST_BATCH_FILE).stat()
     lineage.keep(6, "hash of 6")
+    assert (checkpoint / identity.LAST_BATCH_FILE).stat() == before
 
 
 def test_a_checkpoint_that_cannot_keep_the_last_batch_says_what_that_leads_to(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(identity._OfPython, "write", refuse)
+    refuse_to_write(checkpoint, identity.LAST_BATCH_FILE, monkeypatch)
     lineage_of(str(checkpoint), None).keep(6, "hash of 6")
-    assert "permission denied" in caplog.text
+    assert "cannot be written to (" in caplog.text
     assert "offsets/6, the next batch with messages is refused" in caplog.text
 
 
-def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_fork(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(identity._OfPython, "read", refuse)
-    with pytest.raises(OptionError, match="permission denied"):
+def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_fork(checkpoint: Path) -> None:
+    (checkpoint / "offsets" / "7").unlink()
+    (checkpoint / "offsets" / "7").mkdir()
+    with pytest.raises(OptionError, match="cannot be read from Python"):
         lineage_of(str(checkpoint), None).holds(7, "hash")
