@@ -45,7 +45,10 @@ POINTS: Mapping[str, str] = {
     "tombstones commit": "the tombstones of a check are committed",
     "asked": "the fence is asked about a half batch",
     "answered": "the fence has answered",
+    # the figures of a log
+    "look begins": "what a log's metrics show is to be read",
     # consumers
+    "fetch begins": "a consumer is to fetch from where its queues stand; starts",
     "progress begins": "the progress of an orderly group is to be written",
     "progress written": "the progress of an orderly group is written",
 }
