@@ -23,6 +23,7 @@ POINTS: Mapping[str, str] = {
     # a table of the log, of any kind
     "table seen": "a look at a table has found its newest version; table",
     "files read": "files of a table are to be read; table, paths",
+    "file begins": "a file is to be written; path",
     "file written": "a file is written, which no commit names yet; table",
     "commit begins": "a commit is to be made; table, change",
     "commit done": "a commit has landed; table, change",
