@@ -14,6 +14,8 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import CommitError, ForeignChangeError
 from tests.support.foreign_writers import cut_back, raise_protocol
 from tests.support.half_batches import another, commit, prepare, send
+from tests.support.inside import Change
+from tests.support.meanwhile import seen_at
 
 pytestmark = pytest.mark.log("delta", orders=1)
 
@@ -111,16 +113,16 @@ def test_a_refusal_that_is_no_lost_race_is_not_tried_for_long(log: CommitLog, mo
     assert len(tries) == 3
 
 
-def test_a_lost_race_is_still_tried_again(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[bool] = []
-    rival, try_commit = another(log), log.half.table.try_commit  # type: ignore[attr-defined]
+def test_a_lost_race_is_still_tried_again(log: CommitLog) -> None:
+    rival, tries = another(log), 0
 
-    def lose(change: Any) -> bool:
-        if len(answers) < 5:
-            prepare(rival, len(answers), 1, app="rival")
-        answers.append(try_commit(change))
-        return answers[-1]
+    def loses(change: Change, **_: Any) -> None:
+        nonlocal tries
+        if "app" in change.transactions:
+            tries += 1
+            if tries <= 5:
+                prepare(rival, tries, 1, app="rival")
 
-    monkeypatch.setattr(log.half.table, "try_commit", lose)
-    prepare(log, 0, 3)
-    assert answers == [False] * 5 + [True]
+    with seen_at("commit begins", loses, table="half"):
+        prepare(log, 0, 3)
+    assert tries == 6
