@@ -48,6 +48,8 @@ POINTS: Mapping[str, str] = {
     "answered": "the fence has answered",
     # the figures of a log
     "look begins": "what a log's metrics show is to be read",
+    # a relay to Kafka
+    "relay step": "a transaction of Kafka is opened, begun, sent, delivered or committed; step",
     # consumers
     "fetch begins": "a consumer is to fetch from where its queues stand; starts",
     "progress begins": "the progress of an orderly group is to be written",

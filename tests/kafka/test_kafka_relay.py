@@ -23,8 +23,9 @@ from rmq_spark.errors import (
 from tests.kafka.broker import QUIET
 from tests.kafka.handing import Handing, committed
 from tests.support.half_batches import commit, let_leave, make_log, pending, prepare, roll_back, send, split
-from tests.support.inside import PROPERTIES, TIMESTAMP, Transactions, Who
+from tests.support.inside import PROPERTIES, TIMESTAMP, Who
 from tests.support.limits import Limit, limited
+from tests.support.meanwhile import at
 
 NOW = datetime.now(timezone.utc)
 
@@ -156,25 +157,16 @@ def test_a_second_relay_fences_the_first(handing: Handing, log: CommitLog) -> No
 
 
 @pytest.mark.long
-def test_a_transaction_that_took_too_long_is_told_from_a_fence(
-    handing: Handing, log: CommitLog, monkeypatch: pytest.MonkeyPatch, limit: Limit
-) -> None:
+def test_a_transaction_that_took_too_long_is_told_from_a_fence(handing: Handing, log: CommitLog, limit: Limit) -> None:
     """Kafka's client says "fenced" in both cases."""
     relay = handing.relay(log, transaction_timeout=1.0)
     relay.run_once()
     commit(log, prepare(log, 0))
-    deliver = Transactions.deliver
-
-    def late(transactions: Transactions) -> None:
-        deliver(transactions)
-        wait_for_an_abort(handing)
-
-    monkeypatch.setattr(Transactions, "deliver", late)
     limit(LOOK_AGAIN_S=0.05)
-    with pytest.raises(RelayError, match=r"took more than transaction_timeout=1 s.*start it again") as problem:
+    too_long = pytest.raises(RelayError, match=r"took more than transaction_timeout=1 s.*start it again")
+    with at("relay step", lambda: wait_for_an_abort(handing), step="delivered"), too_long as problem:
         relay.run_once()
     assert type(problem.value) is RelayError
-    monkeypatch.undo()
     assert relay.run_once().messages == 5
     assert handing.require_same(log) == 5
 

@@ -177,7 +177,7 @@ def overtaken(log: CommitLog, times: int) -> Iterator[list[int]]:
     def read(paths: Sequence[str], **_: Any) -> None:
         reads[-1] += 0 if is_other else len(paths)
 
-    with seen_at("commit begins", commits, table="op"), seen_at("read begins", read, table="op"):
+    with seen_at("commit begins", commits, table="op"), seen_at("files read", read, table="op"):
         yield reads
 
 

@@ -498,7 +498,7 @@ def test_a_suspended_queue_is_kept_back_although_progress_cannot_be_published(lo
     fails = raising(UnreachableStoreError("a timeout"))
     with seen_at("commit begins", fails, table="groups"):
         assert offsets_of(query.batch()) == {0: [4, 5], 2: [4, 5]}
-    with seen_at("read begins", fails, table="groups"), pytest.raises(UnreachableStoreError):
+    with seen_at("files read", fails, table="groups"), pytest.raises(UnreachableStoreError):
         query.batch()
 
 

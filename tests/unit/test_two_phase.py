@@ -680,7 +680,7 @@ def test_a_process_reads_the_header_of_the_last_batch_once(log: CommitLog) -> No
     checkpoint = Checkpoint()
     send(log, Scripted(), checkpoint.header(0, "row"), checkpoint)
     handle = another(log)
-    with seen_at("read begins", table="half") as reads:
+    with seen_at("files read", table="half") as reads:
         for batch_id in range(1, 6):
             if batch_id % 2:
                 send(handle, Scripted(), checkpoint.header(batch_id, "row"), checkpoint)
