@@ -63,9 +63,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, ahead_s: float = 0.0, and_the_sto
     return clock
 
 
-def be_every_machine(
-    patch: pytest.MonkeyPatch, instead: object, *names: str, and_the_stores: bool = True
-) -> None:
+def be_every_machine(patch: pytest.MonkeyPatch, instead: object, *names: str, and_the_stores: bool = True) -> None:
     """From now on these methods of another object stand for those of every machine: of all logs at once. They take the
     machine first. The time of the stores goes with it."""
     for name in names:

@@ -563,14 +563,14 @@ for _warm in (True, False):
     def _trigger(log: CommitLog, content: Content) -> Callable[[], object]:
         from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-        from tests.support.inside import reader as reader_module
+        from tests.support.inside import TxmqStreamReader
         from tests.support.source_logs import source_schema
 
         options = {"path": "somewhere", "subscribe": ",".join(TOPICS), "consumerGroup": GROUP}
-        reader = reader_module.TxmqStreamReader(options, source_schema())
+        reader = TxmqStreamReader(options, source_schema())
 
         def trigger() -> object:
-            with patch.object(reader_module, "_open", lambda options: log):
+            with patch.object(CommitLog, "open", lambda *given: log):
                 start = {"orders": {"0": 1}, "@log": {log.id: 0}}
                 end = reader.latestOffset(start, ReadAllAvailable())
                 ranges = [part.ranges for part in reader.partitions(start, end)]
