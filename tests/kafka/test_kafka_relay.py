@@ -11,7 +11,7 @@ import confluent_kafka as ck
 import pyarrow as pa
 import pytest
 
-from rmq_spark import CommitLog
+from rmq_spark import CommitLog, KafkaRelay
 from rmq_spark.errors import (
     OptionError,
     PoisonMessageError,
@@ -334,12 +334,9 @@ def test_a_positions_topic_that_forgets_is_refused(handing: Handing, log: Commit
 
 
 def test_a_broker_that_is_away_is_an_error_that_a_restart_may_cure(handing: Handing, log: CommitLog) -> None:
-
-    relay = handing.relay(log)
-    with limited(ANSWER_S=0.2):
-        relay._brokers._admin = ck.admin.AdminClient({"bootstrap.servers": "127.0.0.1:1"}, logger=QUIET)
-        with pytest.raises(RelayError, match="Kafka failed while its topics were listed"):
-            relay.run_once()
+    relay = KafkaRelay(log, "127.0.0.1:1", **handing.options)
+    with limited(ANSWER_S=0.2), pytest.raises(RelayError, match="Kafka failed while its topics were listed"):
+        relay.run_once()
 
 
 def test_settings_that_kafka_s_client_does_not_know_are_refused(handing: Handing, log: CommitLog) -> None:
