@@ -26,6 +26,7 @@ POINTS: Mapping[str, str] = {
     # a table of the log, of any kind
     "table seen": "a look at a table has found its newest version; table",
     "files read": "files of a table are to be read; table, paths",
+    "file begins": "a file is to be written; path",
     "file written": "a file is written, which no commit names yet; table",
     "commit begins": "a commit is to be made; table, change",
     "commit done": "a commit has landed; table, change",
@@ -48,7 +49,12 @@ POINTS: Mapping[str, str] = {
     "tombstones commit": "the tombstones of a check are committed",
     "asked": "the fence is asked about a half batch",
     "answered": "the fence has answered",
+    # the figures of a log
+    "look begins": "what a log's metrics show is to be read",
+    # a relay to Kafka
+    "relay step": "a transaction of Kafka is opened, begun, sent, delivered or committed; step",
     # consumers
+    "fetch begins": "a consumer is to fetch from where its queues stand; starts",
     "progress begins": "the progress of an orderly group is to be written",
     "progress written": "the progress of an orderly group is written",
 }

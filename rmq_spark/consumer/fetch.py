@@ -14,6 +14,7 @@ from rmq_spark.commitlog.messages import SOURCE_SCHEMA
 from rmq_spark.commitlog.placements import Placements, out_of_range
 from rmq_spark.commitlog.reading import read_ranges
 from rmq_spark.errors import OffsetOutOfRangeError
+from rmq_spark.failpoints import reach
 from rmq_spark.selector.tree import Selector
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Fetcher:
         OffsetOutOfRangeError
             When the log lacks messages that have not expired.
         """
+        reach("fetch begins", starts=starts)
         tails = self._log.tails()
         behind = {q: (start, room) for q, (start, room) in starts.items() if start < tails.get(q, 0) and room > 0}
         if not behind:

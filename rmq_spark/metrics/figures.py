@@ -24,6 +24,7 @@ from rmq_spark.commitlog.undrained import Undrained
 from rmq_spark.commitlog.walk import rows_above
 from rmq_spark.consumer.groups import waiting_since
 from rmq_spark.errors import HalfBatchNotFoundError, TxmqError
+from rmq_spark.failpoints import reach
 from rmq_spark.message import DLQ_PREFIX
 
 Queue = tuple[str, int]
@@ -197,6 +198,7 @@ class LogWatch:
         After an exception the next look opens the log again, and goes on counting where this one stood.
         """
         try:
+            reach("look begins")
             return self._look()
         except BaseException:
             self._seen = None

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from rmq_spark.errors import RelayError, RelayRefusedError
+from rmq_spark.failpoints import reach
 from rmq_spark.machine import Machine
 from rmq_spark.relay.client import POISON, Heard, ck, error_of, problem_of, said, why_no_answer, with_settings
 from rmq_spark.relay.records import Record
@@ -93,6 +94,7 @@ class Transactions:
         while True:
             try:
                 self._producer.init_transactions(TRY_S)
+                reach("relay step", step="opened")
                 return
             except ck.KafkaException as problem:
                 error = error_of(problem)
@@ -126,6 +128,7 @@ class Transactions:
         self._sent, self._refused, self._offsets = 0, {}, {}
         self._heard.denied, self._heard.topic = None, ""
         self._producer.begin_transaction()
+        reach("relay step", step="begun")
 
     def send(self, records: Sequence[Record]) -> None:
         """Hand records to the client, which sends them in the background. It stops early once Kafka has refused one."""
@@ -153,6 +156,7 @@ class Transactions:
                     self._refused.setdefault(place, error_of(problem))
                     raise
             producer.poll(0)
+        reach("relay step", step="sent")
 
     def _answered(self, number: int, place: int, error: Any, message: Any) -> None:
         if number != self._number:
@@ -175,6 +179,7 @@ class Transactions:
             pass
         if len(self._offsets) < self._sent:
             raise UndeliveredError(next(iter(self._refused.values()), "Kafka does not answer"))
+        reach("relay step", step="delivered")
 
     def offset_of(self, place: int) -> int:
         """At which offset of its partition a delivered record stands."""
@@ -193,6 +198,7 @@ class Transactions:
             try:
                 self._producer.commit_transaction(TRY_S)
                 self._heard.error = None
+                reach("relay step", step="committed")
                 return
             except ck.KafkaException as problem:
                 error = error_of(problem)

@@ -264,6 +264,7 @@ def write_table(
         return int(sink.tell())
 
     with writing(folder), fs.open_output_stream(f"{folder}/{path}") as stream:
+        reach("file begins", path=f"{folder}/{path}")
         size = write_to(stream)
     return DataFile(path, size, table.num_rows, column_stats(encoded, stats_columns))
 

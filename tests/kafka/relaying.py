@@ -5,15 +5,13 @@ A point is a step of the protocol, and a process dies there by SIGKILL. ``nth`` 
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
 import sys
-from typing import Any
 
 from rmq_spark import KafkaRelay
-from tests.support.inside import Brokers, Start, Transactions
+from rmq_spark.failpoints import set_hook
 
 AT_START = ("initialized", "claimed", "claim committed")
 HANDING_OVER = ("begun", "produced", "positions sent", "delivered", "committed")
@@ -31,43 +29,23 @@ class Fate:
             if self.left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def step(self, at_start: str, later: str) -> None:
-        self.reach(later if self.started else at_start)
-
-    def sent(self) -> None:
-        self.sends += 1
-        self.step("", "produced" if self.sends % 2 else "positions sent")
-
-    def begun(self) -> None:
-        self.started, self.sends = True, 0
-
-
-def arm(fate: Fate) -> None:
-    after(Transactions, "open", lambda: fate.reach("initialized"))
-    after(Brokers, "stored", lambda: None, before=lambda **options: fate.reach("claimed" if "end" in options else ""))
-    after(Start, "run", fate.begun)
-    after(Transactions, "begin", lambda: fate.step("", "begun"))
-    after(Transactions, "send", fate.sent)
-    after(Transactions, "deliver", lambda: fate.step("", "delivered"))
-    after(Transactions, "commit", lambda: fate.step("claim committed", "committed"))
-
-
-def after(owner: Any, name: str, done: Any, before: Any = lambda **options: None) -> None:
-    inner = getattr(owner, name)
-
-    @functools.wraps(inner)
-    def wrapped(*arguments: Any, **options: Any) -> Any:
-        before(**options)
-        result = inner(*arguments, **options)
-        done()
-        return result
-
-    setattr(owner, name, wrapped)
+    def __call__(self, point: str, step: str = "", **known: object) -> None:
+        """The relay comes to a failpoint."""
+        if point != "relay step":
+            return
+        if not self.started:
+            self.reach({"opened": "initialized", "delivered": "claimed", "committed": "claim committed"}.get(step, ""))
+            self.started = step == "committed"
+            return
+        if step == "sent":
+            self.sends += 1
+            step = "produced" if self.sends % 2 else "positions sent"
+        self.reach(step)
 
 
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
     if told["point"]:
-        arm(Fate(told["point"], told["nth"]))
+        set_hook(Fate(told["point"], told["nth"]))
     with KafkaRelay(told["log"], told["servers"], **told["options"]) as relay:
         print(relay.run_once())

@@ -18,6 +18,7 @@ from tests.kafka.broker import Broker
 from tests.kafka.handing import Handing
 from tests.kafka.test_kafka_relay import poisoned
 from tests.support.half_batches import commit, make_log, prepare
+from tests.support.limits import limited
 from tests.torture.kill.points import ROOT
 
 SECRET = "s3cr3t-pass-w0rd"
@@ -117,8 +118,7 @@ def test_wrong_usage_is_told_from_problems(kafka: Broker, log: CommitLog, tmp_pa
     said = txmq("relay", log.path, *to, *servers, "--shards", "2", "--shard", "2", code=2)[1]
     assert "--shard 2 is out of range: a whole number from 0 to 1 is expected" in said
     assert "is not a commit log" in txmq("relay", str(tmp_path), *to, *servers, code=2)[1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rmq_spark.relay.brokers.ANSWER_S", 0.2)
+    with limited(ANSWER_S=0.2):
         nobody = ("--bootstrap-servers", "127.0.0.1:1")
         said = txmq("relay", log.path, *to, *nobody, code=1, TXMQ_KAFKA__SASL_PASSWORD=SECRET)[1]
     assert "Kafka failed while its topics were listed (127.0.0.1:1)" in said

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import confluent_kafka as ck
@@ -23,8 +23,8 @@ from tests.kafka.handing import Handing, committed
 from tests.kafka.relaying import AT_START, HANDING_OVER
 from tests.support.half_batches import commit, make_log, prepare
 from tests.support.inside import AbortedError, Machine, Record, Transactions
-from tests.support.inside import transactions as transactions_module
 from tests.support.limits import Limit, set_limits
+from tests.support.meanwhile import at
 from tests.support.seeds import first_seed
 from tests.torture.kill.points import ROOT
 
@@ -105,17 +105,9 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 120) -
         time.sleep(0.05)
 
 
-def before_commit(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+def before_commit(act: Callable[[], None]) -> AbstractContextManager[None]:
     """Do something once, when all of a transaction is delivered and nothing of it is committed."""
-    deliver, acted = Transactions.deliver, []
-
-    def wrapped(transactions: Transactions) -> None:
-        deliver(transactions)
-        if not acted:
-            acted.append(True)
-            act()
-
-    monkeypatch.setattr(Transactions, "deliver", wrapped)
+    return at("relay step", act, step="delivered")
 
 
 def test_a_transaction_of_which_kafka_has_not_taken_every_record_is_not_committed(handing: Handing) -> None:
@@ -143,26 +135,27 @@ def test_a_transaction_of_which_kafka_has_not_taken_every_record_is_not_committe
 
 
 def test_a_commit_that_timed_out_is_committed_again(
-    handing: Handing, log: CommitLog, monkeypatch: pytest.MonkeyPatch, limit: Limit
+    handing: Handing, log: CommitLog, caplog: pytest.LogCaptureFixture, limit: Limit
 ) -> None:
     relay = handing.relay(log)
     relay.run_once()
     commit(log, prepare(log, 0))
-    said: list[str] = []
     limit(TRY_S=0.2)
-    monkeypatch.setattr(transactions_module.logger, "warning", lambda text, *values: resume(text % values))
 
-    def resume(text: str) -> None:
-        said.append(text)
+    def pause() -> None:
+        handing.kafka.pause()
+        threading.Thread(target=resume).start()
+
+    def resume() -> None:
+        wait_until(lambda: "a commit is tried again" in caplog.text, "it is tried again")
         handing.kafka.resume()
 
-    before_commit(monkeypatch, handing.kafka.pause)
     try:
-        assert relay.run_once().transactions == 1
+        with before_commit(pause):
+            assert relay.run_once().transactions == 1
     finally:
         handing.kafka.resume()
-    assert "a commit is tried again" in said[0]
-    assert "_TIMED_OUT" in said[0]
+    assert "_TIMED_OUT" in caplog.text
     assert handing.require_same(log) == 5
 
 
@@ -178,9 +171,11 @@ def test_a_commit_of_which_nobody_knows_ends_the_relay_and_the_next_start_knows(
         handing.kafka.pause()
         set_limits(monkeypatch, TRY_S=0.2, SLACK_S=0.5 - handing.options["transaction_timeout"])
 
-    before_commit(monkeypatch, pause)
     try:
-        with pytest.raises(RelayError, match=r"nobody knows whether Kafka committed.*Start the relay again"):
+        with (
+            before_commit(pause),
+            pytest.raises(RelayError, match=r"nobody knows whether Kafka committed.*Start the relay again"),
+        ):
             relay.run_once()
     finally:
         handing.kafka.resume()
@@ -193,7 +188,7 @@ def test_a_commit_of_which_nobody_knows_ends_the_relay_and_the_next_start_knows(
 @pytest.mark.crash
 @pytest.mark.parametrize("when", ["idle", "before commit"])
 def test_a_broker_killed_and_started_again_interrupts_a_relay_and_does_not_end_it(
-    handing: Handing, log: CommitLog, monkeypatch: pytest.MonkeyPatch, when: str
+    handing: Handing, log: CommitLog, when: str
 ) -> None:
     def restart() -> None:
         handing.kafka.kill()
@@ -202,9 +197,7 @@ def test_a_broker_killed_and_started_again_interrupts_a_relay_and_does_not_end_i
     commit(log, prepare(log, 0))
     relay = handing.relay(log, transaction_timeout=60.0)
     relay.run_once()
-    if when == "before commit":
-        before_commit(monkeypatch, restart)
-    with running(relay) as problems:
+    with before_commit(restart) if when == "before commit" else nullcontext(), running(relay) as problems:
         if when == "idle":
             restart()
         commit(log, prepare(log, 1))

@@ -11,7 +11,7 @@ import confluent_kafka as ck
 import pyarrow as pa
 import pytest
 
-from rmq_spark import CommitLog
+from rmq_spark import CommitLog, KafkaRelay
 from rmq_spark.errors import (
     OptionError,
     PoisonMessageError,
@@ -23,8 +23,9 @@ from rmq_spark.errors import (
 from tests.kafka.broker import QUIET
 from tests.kafka.handing import Handing, committed
 from tests.support.half_batches import commit, let_leave, make_log, pending, prepare, roll_back, send, split
-from tests.support.inside import PROPERTIES, TIMESTAMP, Transactions, Who
+from tests.support.inside import PROPERTIES, TIMESTAMP, Who
 from tests.support.limits import Limit, limited
+from tests.support.meanwhile import at
 
 NOW = datetime.now(timezone.utc)
 
@@ -156,25 +157,16 @@ def test_a_second_relay_fences_the_first(handing: Handing, log: CommitLog) -> No
 
 
 @pytest.mark.long
-def test_a_transaction_that_took_too_long_is_told_from_a_fence(
-    handing: Handing, log: CommitLog, monkeypatch: pytest.MonkeyPatch, limit: Limit
-) -> None:
+def test_a_transaction_that_took_too_long_is_told_from_a_fence(handing: Handing, log: CommitLog, limit: Limit) -> None:
     """Kafka's client says "fenced" in both cases."""
     relay = handing.relay(log, transaction_timeout=1.0)
     relay.run_once()
     commit(log, prepare(log, 0))
-    deliver = Transactions.deliver
-
-    def late(transactions: Transactions) -> None:
-        deliver(transactions)
-        wait_for_an_abort(handing)
-
-    monkeypatch.setattr(Transactions, "deliver", late)
     limit(LOOK_AGAIN_S=0.05)
-    with pytest.raises(RelayError, match=r"took more than transaction_timeout=1 s.*start it again") as problem:
+    too_long = pytest.raises(RelayError, match=r"took more than transaction_timeout=1 s.*start it again")
+    with at("relay step", lambda: wait_for_an_abort(handing), step="delivered"), too_long as problem:
         relay.run_once()
     assert type(problem.value) is RelayError
-    monkeypatch.undo()
     assert relay.run_once().messages == 5
     assert handing.require_same(log) == 5
 
@@ -342,12 +334,9 @@ def test_a_positions_topic_that_forgets_is_refused(handing: Handing, log: Commit
 
 
 def test_a_broker_that_is_away_is_an_error_that_a_restart_may_cure(handing: Handing, log: CommitLog) -> None:
-
-    relay = handing.relay(log)
-    with limited(ANSWER_S=0.2):
-        relay._brokers._admin = ck.admin.AdminClient({"bootstrap.servers": "127.0.0.1:1"}, logger=QUIET)
-        with pytest.raises(RelayError, match="Kafka failed while its topics were listed"):
-            relay.run_once()
+    relay = KafkaRelay(log, "127.0.0.1:1", **handing.options)
+    with limited(ANSWER_S=0.2), pytest.raises(RelayError, match="Kafka failed while its topics were listed"):
+        relay.run_once()
 
 
 def test_settings_that_kafka_s_client_does_not_know_are_refused(handing: Handing, log: CommitLog) -> None:

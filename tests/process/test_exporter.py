@@ -141,7 +141,7 @@ def test_a_push_that_fails_as_its_time_ends_is_no_success(monkeypatch: pytest.Mo
         may_end.wait(60)
         raise OSError("refused")
 
-    monkeypatch.setattr(pushing.threading, "Thread", EndsBetween)  # type: ignore[attr-defined]
+    monkeypatch.setattr(threading, "Thread", EndsBetween)
     with pytest.raises((TimeoutError, OSError)):
         pushing._within(0.05, fails)
     may_end.set()

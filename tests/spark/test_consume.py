@@ -20,6 +20,8 @@ import rmq_spark as txmq
 from rmq_spark import CommitLog
 from tests.support.half_batches import prepare
 from tests.support.inside import CONSUME_SUCCESS, RECONSUME_LATER, SUCCESS, SUSPEND_CURRENT_QUEUE_A_MOMENT, retry_topic
+from tests.support.meanwhile import at
+from tests.support.sends import raising
 from tests.support.source_logs import decide
 from tests.support.spark_environment import FROM_4_2
 
@@ -160,18 +162,12 @@ def test_a_poisoned_message_dies_and_can_be_sent_again(
 
 @pytest.mark.parametrize("crash", ["before the commit", "after the commit"])
 def test_a_batch_that_runs_again_sends_back_once(
-    spark: SparkSession, log: CommitLog, diary: Diary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash: str
+    spark: SparkSession, log: CommitLog, diary: Diary, tmp_path: Path, crash: str
 ) -> None:
     """The retries are in the log, and Spark has not committed the micro-batch."""
-    from tests.support.inside import TwoPhase
-
     send(log, 0, ["a", "b", "c", "d"])
     listener = fails(diary, {"a": 1, "c": 1}, RECONSUME_LATER, CONSUME_SUCCESS)
-    with monkeypatch.context() as patch:
-        if crash == "before the commit":
-            patch.setattr(TwoPhase, "execute", _power_cut)
-        else:
-            patch.setattr(CommitLog, "place_due", _power_cut)
+    with at("prepared" if crash == "before the commit" else "sent", raising(RuntimeError("power cut"))):
         writer = txmq.consume(stream(spark, log), GROUP, listener, log=log, delay_level=1)
         with pytest.raises(StreamingQueryException, match="power cut"):
             writer.option("checkpointLocation", str(tmp_path / "cp")).trigger(
@@ -184,10 +180,6 @@ def test_a_batch_that_runs_again_sends_back_once(
     run(writer, tmp_path / "cp")
     assert sorted(diary.bodies()) == ["a", "a", "b", "c", "c", "d"]  # the others were not consumed again
     assert log.read(retry_topic(GROUP)).num_rows == 2
-
-
-def _power_cut(*arguments: object) -> None:
-    raise RuntimeError("power cut")
 
 
 # ---------------------------------------------------------------- orderly

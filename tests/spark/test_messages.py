@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +17,9 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import OffsetOutOfRangeError
 from tests.spark.settings_table import sessions
 from tests.support.half_batches import another, commit, let_leave, move_half, pending, prepare, roll_back, send, split
-from tests.support.inside import PROPERTIES, Drained, Who, half_batch_of, maintenance, native, spark_parquet
+from tests.support.inside import PROPERTIES, Who, half_batch_of, maintenance, spark_parquet
 from tests.support.limits import Limit
+from tests.support.meanwhile import at
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -135,7 +136,7 @@ def test_what_another_writer_doubled_is_no_answer(spark: SparkSession, log: Comm
 
 
 def test_of_many_files_the_folder_is_listed_and_a_lost_one_is_missed(
-    spark: SparkSession, log: CommitLog, monkeypatch: pytest.MonkeyPatch, limit: Limit
+    spark: SparkSession, log: CommitLog, limit: Limit
 ) -> None:
     for number in range(3):
         fill(log, number)
@@ -143,8 +144,7 @@ def test_of_many_files_the_folder_is_listed_and_a_lost_one_is_missed(
     move_half(log)
     fill(log, 3)
     whole = rows(of_source(spark, log))
-    for of in ("HALF_PATHS_MAX", "DRAINED_PATHS_MAX"):
-        monkeypatch.setattr(native, of, 1)
+    limit(HALF_PATHS_MAX=1, DRAINED_PATHS_MAX=1)
     assert rows(txmq.messages(spark, log)) == whole
     limit(MESSAGES_FILES_MAX=2)
     assert maintenance.compact_messages(another(log).messages_table) > 0
@@ -219,25 +219,17 @@ def test_wrong_words_are_refused(spark: SparkSession, log: CommitLog) -> None:
             txmq.messages(spark, log, **wrong)  # type: ignore[arg-type]
 
 
-def test_what_is_drained_while_a_read_is_planned_is_read_once(
-    spark: SparkSession, log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_drained_while_a_read_is_planned_is_read_once(spark: SparkSession, log: CommitLog) -> None:
     fill(log, 0)
     log.drain()
     fill(log, 1)
     whole = rows(of_source(spark, log))
-    look = Drained.border
-    overtaken: list[bool] = []
-
-    def look_and_be_overtaken(drained: Drained) -> Mapping[tuple[str, int], int]:
-        border = look(drained)
-        if not overtaken:
-            overtaken.append(True)  # before: a drain looks at the border too
-            another(log).drain()
-        return border
-
-    monkeypatch.setattr(Drained, "border", look_and_be_overtaken)
-    assert rows(txmq.messages(spark, another(log))) == whole
+    reader = another(log)
+    reader.refresh()
+    reader.drained.border()  # where the tail begins is known, and then the tail is looked for
+    with at("files read", lambda: another(log).drain(), table="op"):
+        found = txmq.messages(spark, reader)
+    assert rows(found) == whole
 
 
 # ---------------------------------------------------------------- a session that ignores what is damaged or gone

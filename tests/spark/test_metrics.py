@@ -16,7 +16,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pyspark.sql import SparkSession
 
 import rmq_spark as txmq
-from rmq_spark import tracing as tracing_module
 from tests.support.half_batches import prepare
 from tests.support.inside import CommitOncePrepared, ProcessMetrics
 
@@ -37,7 +36,6 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda *_: provider)
-    monkeypatch.setattr(tracing_module, "_made", None)
     yield exporter
     provider.shutdown()
 

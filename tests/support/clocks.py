@@ -59,12 +59,18 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, ahead_s: float = 0.0, and_the_sto
     """From now on the product's time is ``clock.ahead_s`` seconds ahead."""
     clock = Clock()
     clock.ahead_s = ahead_s
-    for name in ("time", "monotonic", "sleep"):
-        method = getattr(clock, name)
-        monkeypatch.setattr(Machine, name, lambda *arguments, method=method: method(*arguments))
-    if and_the_stores:
-        monkeypatch.setattr(StoreClock, "stored_at", lambda store: store._machine.time())
+    be_every_machine(monkeypatch, clock, "time", "monotonic", "sleep", and_the_stores=and_the_stores)
     return clock
+
+
+def be_every_machine(patch: pytest.MonkeyPatch, instead: object, *names: str, and_the_stores: bool = True) -> None:
+    """From now on these methods of another object stand for those of every machine: of all logs at once. They take the
+    machine first. The time of the stores goes with it."""
+    for name in names:
+        method = getattr(instead, name)
+        patch.setattr(Machine, name, lambda *arguments, method=method: method(*arguments))
+    if and_the_stores:
+        patch.setattr(StoreClock, "stored_at", lambda store: store._machine.time())
 
 
 def let_upkeep_believe(clock: Clock, log: CommitLog) -> None:

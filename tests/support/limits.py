@@ -25,7 +25,9 @@ _STANDS_IN = {
     "rmq_spark.commitlog.drain": "OP_ROWS_MAX STEP_MESSAGES_MAX VERSIONS_SKIPPED_MAX",
     "rmq_spark.commitlog.follower": "OPEN_ROWS_KEPT",
     "rmq_spark.commitlog.group_commit": "GATHERS_S_MAX",
+    "rmq_spark.commitlog.half_store": "STAGED_S_MAX=ORPHAN_AGE_S",
     "rmq_spark.commitlog.ledger": "ATTEMPTS_MAX MARK_TRIES_MAX",
+    "rmq_spark.commitlog.log": "ORPHAN_AGE_S",
     "rmq_spark.commitlog.maintenance": "MESSAGES_FILES_MAX OP_FILES_MAX REPLACED_FILES_S",
     "rmq_spark.commitlog.marking": "NAMED_MAX ROWS_LET_GO_MIN",
     "rmq_spark.commitlog.message_files": (
@@ -48,6 +50,7 @@ _STANDS_IN = {
     "rmq_spark.relay.kafka": "LOOK_AGAIN_S",
     "rmq_spark.relay.transactions": "SLACK_S TRY_S",
     "rmq_spark.sink.leases": "LEASES_LINGER_S=LINGER_S",
+    "rmq_spark.source.native": "DRAINED_PATHS_MAX HALF_PATHS_MAX",
     "rmq_spark.source.reader": "BATCH_BYTES_MAX BATCH_ROWS_MIN",
     "rmq_spark.storage.files": "ROW_GROUP_ROWS",
     "rmq_spark.storage.pools": "POOLS_LINGER_S=LINGERS_S",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -34,18 +34,20 @@ from tests.support.half_batches import (
     split,
 )
 from tests.support.inside import (
+    Change,
     CommitOncePrepared,
     Graces,
     HalfRecord,
     Kind,
     Leaver,
     OpRow,
+    Placed,
     RowState,
     Who,
     new_half_id,
 )
 from tests.support.limits import set_limits
-from tests.support.meanwhile import after_next, before_next
+from tests.support.meanwhile import at
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
@@ -329,8 +331,8 @@ def test_what_is_said_while_somebody_lets_it_leave_wins(log: CommitLog, leaver: 
     log.drain()
     log.move_mark()
     states = (RowState.ROLLED_BACK_BY_CHECK,)
-    before_next(leaver, "_append", lambda: log.reopen(record, 1, states, 2, Who.EXECUTE, "a replay"))
-    assert leaver.archive() == 0
+    with at("files read", lambda: log.reopen(record, 1, states, 2, Who.EXECUTE, "a replay"), table="half"):
+        assert leaver.archive() == 0
     leaver.remove()
     assert in_half(log) == {"key:0"}
     commit(log, record, 2)
@@ -393,52 +395,37 @@ def test_a_retry_of_what_a_check_rolled_back_and_has_left_is_told_so(
         producer.send_messages_in_transaction(pa.table({"body": ["a"]}), topic="orders", idempotency_key="key")
 
 
-def fifo_sender(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> tuple[CommitLog, list[None]]:
-    """A sender that has prepared a half batch of a FIFO topic, and has old lists of ``op`` and ``half`` for a moment:
-    as of when half batch 0 was open. The list ends the moment when something is taken out of it."""
+def commit_beside(log: CommitLog, act: Callable[[HalfRecord], object]) -> list[Placed]:
+    """Commit a message of a FIFO topic. Its sender has listed two that were sent before, the second one with the same
+    sharding key, and does not know them yet: it reads the first one, and something happens to the second one."""
     log.create_topic("ordered", 1, fifo=True)
-    prepare(log, 0, {"body": ["first"], "sharding_key": ["k"]}, topic="ordered")
-    sender, old = another(log), [None]
-    prepare(sender, 1, {"body": ["second"], "sharding_key": ["k"]}, topic="ordered")
-    listed, refresh = sender.ledger.prepared(), sender.op.refresh
-    prepared = sender.ledger.prepared
-    monkeypatch.setattr(sender.ledger, "prepared", lambda: listed if old else prepared())
-    monkeypatch.setattr(sender.op, "refresh", lambda: sender.op.version if old else refresh())
-    return sender, old
+    others = [prepare(log, n, {"body": [f"{n}"], "sharding_key": [k]}, topic="ordered") for n, k in enumerate("ak")]
+    sender = another(log)
+    mine = prepare(sender, 2, {"body": ["2"], "sharding_key": ["k"]}, topic="ordered")
+    with at("files read", lambda: act(others[1]), table="half", paths=[others[0].files[0].path]):
+        return commit(sender, mine)
 
 
-def test_a_decision_made_from_an_old_list_goes_on_when_what_it_lists_has_left(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decision_made_from_an_old_list_goes_on_when_what_it_lists_has_left(log: CommitLog) -> None:
     """It raised HalfBatchNotFoundError for another half batch, which was settled and had left."""
-    sender, old = fifo_sender(log, monkeypatch)
-    own = another(log)
-    commit(own, own.get(header_of(0).half_id))
-    log.drain()
-    own.move_mark()
-    let_leave(log)
-    assert header_of(0).half_id not in in_half(log)
-    after_next(sender.op, "try_commit", old.clear)
-    placed = commit(sender, sender.get(header_of(1).half_id))
+
+    def leaves(record: HalfRecord) -> None:
+        commit(another(log), record)
+        let_leave(log)
+        assert record.half_id not in in_half(log)
+
+    placed = commit_beside(log, leaves)
     assert [(p.topic, p.queue_offset) for p in placed] == [("ordered", 1)]
-    assert bodies(log, "ordered") == ["first", "second"]
+    assert bodies(log, "ordered") == ["1", "2"]
 
 
-def test_a_decision_beside_a_half_batch_that_is_lost_is_refused(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sender, _ = fifo_sender(log, monkeypatch)
-    record = sender.get(header_of(1).half_id)
-    get = sender.half.get
+def test_a_decision_beside_a_half_batch_that_is_lost_is_refused(log: CommitLog) -> None:
+    def is_lost(record: HalfRecord) -> None:
+        change = Change(remove=[record.files[0].path], data_change=False)
+        assert another(log).half.table.compare_and_set(lambda _: change, lambda _: True) is not None
 
-    def lost(half_id: str) -> object:
-        if half_id == header_of(0).half_id:
-            raise HalfBatchNotFoundError(f"no half batch {half_id!r}")
-        return get(half_id)
-
-    monkeypatch.setattr(sender.half, "get", lost)
-    with pytest.raises(HalfBatchNotFoundError, match=header_of(0).half_id):
-        commit(sender, record)
+    with pytest.raises(HalfBatchNotFoundError, match=header_of(1).half_id):
+        commit_beside(log, is_lost)
     assert bodies(log, "ordered") == []
 
 

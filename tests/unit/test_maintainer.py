@@ -15,7 +15,7 @@ from rmq_spark.check.fences import FencePruner
 from rmq_spark.config import FENCE_RETENTION_S
 from rmq_spark.errors import NotACommitLogError, OptionError
 from rmq_spark.testing import InMemoryCommitLog
-from tests.support.clocks import Pauses, wait_until
+from tests.support.clocks import Pauses, set_clock, wait_until
 from tests.support.fences import fence_rows, make_older, run
 from tests.support.half_batches import commit, let_leave, make_log, send
 from tests.support.inside import CommitOncePrepared, Machine, Maintainer, MaintenanceReport
@@ -56,8 +56,8 @@ def test_rounds_go_on_after_a_failure(log: CommitLog, caplog: pytest.LogCaptureF
 
 
 @ON_DELTA
-def test_orphans_are_looked_for_once_an_hour(log: CommitLog) -> None:
-    log.machine = machine = Days()
+def test_orphans_are_looked_for_once_an_hour(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = set_clock(monkeypatch)
     upkeep = Maintainer(log)
 
     def orphans_found(number: int) -> bool:
@@ -68,9 +68,9 @@ def test_orphans_are_looked_for_once_an_hour(log: CommitLog) -> None:
 
     assert orphans_found(1)
     assert not orphans_found(2)
-    machine.days = 59 / (24 * 60)
+    clock.pauses.append(59 * 60.0)
     assert not orphans_found(3)
-    machine.days = 61 / (24 * 60)
+    clock.pauses.append(2 * 60.0)
     assert orphans_found(4)
 
 

@@ -3,8 +3,8 @@ history says is played in ``test_commit_log_machine``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -17,8 +17,9 @@ from rmq_spark.storage.table import COMMIT_TRIES_MAX
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
 from tests.support.half_batches import another, bodies, commit, pending, prepare, roll_back
-from tests.support.inside import Change, RowState, Who, ledger, marking
+from tests.support.inside import Kind, OpRow, RowState, Who, ledger, marking
 from tests.support.limits import set_limits
+from tests.support.meanwhile import seen_at, unhooked
 from tests.support.whole_history import require_whole
 
 DAYS_S = 3 * 86_400.0
@@ -125,15 +126,20 @@ def test_a_prepare_is_later_than_what_was_reopened_before_the_mark(monkeypatch: 
 
 
 @pytest.mark.parametrize("lacks", ["below", "reopened_ms", "low_water", "since_version", "tails"])
-def test_a_mark_that_lacks_a_part_is_refused(log: CommitLog, monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+def test_a_mark_that_lacks_a_part_is_refused(log: CommitLog, lacks: str) -> None:
     """Without ``below`` it does not name what is open: a reopened half batch would be hidden."""
     record = prepare(log, 0)
     roll_back(log, record, who=Who.CHECK)
     log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "again")
-    next_mark = marking.Marker.next_mark
-    without: dict[str, Any] = {lacks: None}
-    monkeypatch.setattr(marking.Marker, "next_mark", lambda m: [replace(row, **without) for row in next_mark(m)])
-    for look in (log.move_mark, another(log).open_half_ids):
+    parts: dict[str, Any] = {
+        "low_water": 1,
+        "since_version": 1,
+        "tails": {},
+        "reopened_ms": 1,
+        "below": {},
+        lacks: None,
+    }
+    for look in (lambda: log.ledger.append(lambda: [OpRow(Kind.MARK, **parts)]), another(log).open_half_ids):
         with pytest.raises(CorruptLogError, match=f"without {lacks}"):
             look()
 
@@ -152,25 +158,24 @@ def test_a_mark_that_does_not_say_what_is_open_is_refused(log: CommitLog) -> Non
 
 
 # ---------------------------------------------------------------- a mark among busy writers
-def overtake(log: CommitLog, times: int) -> list[int]:
-    """Let another writer prepare and commit before each of so many op commits of this handle. Returns, and goes on to
-    fill, how many op files each try read."""
-    table, other = log.op, another(log)
-    real_commit, real_read, reads = table.try_commit, table.read, [0]  # type: ignore[attr-defined]
+@contextmanager
+def overtaken(log: CommitLog, times: int) -> Iterator[list[int]]:
+    """Let another writer prepare and commit before each of so many op commits of this handle. How many op files each
+    try read."""
+    other, reads = another(log), [0]
 
-    def try_commit(change: Change) -> bool:
+    def commits(**_: Any) -> None:
         if len(reads) <= times:
-            commit(other, prepare(other, 1_000 + 2 * len(reads)))
-            prepare(other, 1_001 + 2 * len(reads))
+            with unhooked():
+                commit(other, prepare(other, 1_000 + 2 * len(reads)))
+                prepare(other, 1_001 + 2 * len(reads))
         reads.append(0)
-        return bool(real_commit(change))
 
-    def read(paths: Sequence[str], *arguments: Any) -> pa.Table:
+    def read(paths: Sequence[str], **_: Any) -> None:
         reads[-1] += len(paths)
-        return real_read(paths, *arguments)
 
-    table.try_commit, table.read = try_commit, read  # type: ignore[attr-defined, method-assign]
-    return reads
+    with seen_at("commit begins", commits, table="op"), seen_at("files read", read, table="op"):
+        yield reads
 
 
 def test_a_mark_that_lost_a_race_reads_the_history_no_second_time(log: CommitLog) -> None:
@@ -180,8 +185,8 @@ def test_a_mark_that_lost_a_race_reads_the_history_no_second_time(log: CommitLog
     log.move_mark()
     for number in range(history, 2 * history):
         commit(log, prepare(log, number))
-    reads = overtake(log, times=3)
-    assert log.move_mark()
+    with overtaken(log, times=3) as reads:
+        assert log.move_mark()
     after_the_first = reads[1:-1]
     assert len(after_the_first) == 3
     assert max(after_the_first) < history / 3
@@ -190,7 +195,7 @@ def test_a_mark_that_lost_a_race_reads_the_history_no_second_time(log: CommitLog
 def test_a_mark_that_loses_every_race_is_left_to_the_next_time(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, MARK_TRIES_MAX=5)
     commit(log, prepare(log, 0))
-    reads = overtake(log, times=COMMIT_TRIES_MAX)
-    assert not log.move_mark()
+    with overtaken(log, times=COMMIT_TRIES_MAX) as reads:
+        assert not log.move_mark()
     assert len(reads) <= ledger.MARK_TRIES_MAX + 1
     require_whole(another(log), "after all")

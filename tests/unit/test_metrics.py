@@ -21,7 +21,6 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog, observer
 from rmq_spark.metrics import LogCollector, LogWatch, ProcessMetrics
-from rmq_spark.metrics import figures as figures_module
 from rmq_spark.metrics.log_collector import DECISIONS
 from rmq_spark.metrics.names import ANSWERS, TABLES
 from rmq_spark.metrics.serving import showing
@@ -42,6 +41,7 @@ from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, RowState, Who
 from tests.support.limits import Limit
 from tests.support.listeners import Scripted
 from tests.support.maven import free_ports
+from tests.support.meanwhile import at, seen_at
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
@@ -177,26 +177,25 @@ def test_a_quarantine_and_an_answer_from_before_are_found(log: CommitLog) -> Non
     assert abs(found.last_check - datetime.now(timezone.utc)) < timedelta(minutes=1)
 
 
-def test_a_look_reads_an_open_half_batch_again_only_when_op_decides_something_new(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
-    plain = figures_module._half_batch
-    monkeypatch.setattr(figures_module, "_half_batch", lambda log, half_id: read.append(half_id) or plain(log, half_id))
+def test_a_look_reads_an_open_half_batch_again_only_when_op_decides_something_new(log: CommitLog) -> None:
     watch = LogWatch(log)
-    for batch_id in range(3):
-        prepare(log, batch_id, 2, per="message")
-    watch.look()
-    assert sorted(read) == ["app:0", "app:1", "app:2"]
-    watch.look()
-    assert len(read) == 3
-    log.record_check(log.get("app:1"), 1, pending(log, log.get("app:1")), "UNKNOWN")
-    watch.look()
-    assert len(read) == 3, "a check that changes nothing"
-    some, _ = split(pending(log, log.get("app:1")), every=2)
-    log.decide(log.get("app:1"), 1, commit=some, who=Who.EXECUTE)
+    records = [prepare(log, batch_id, 2, per="message") for batch_id in range(3)]
+
+    def read() -> list[str]:
+        """The half files that a look reads."""
+        with seen_at("files read", table="half") as reads:
+            watch.look()
+        return sorted(path for read in reads for path in read["paths"])
+
+    assert read() == sorted(record.files[0].path for record in records)
+    assert read() == []
+    one = records[1]
+    log.record_check(one, 1, pending(log, one), "UNKNOWN")
+    assert read() == [], "a check that changes nothing"
+    some, _ = split(pending(log, one), every=2)
+    log.decide(one, 1, commit=some, who=Who.EXECUTE)
+    assert read() == [one.files[0].path]
     assert watch.look().half_messages == {"orders": 5}
-    assert read[3:] == ["app:1"]
 
 
 def test_a_look_is_bounded_and_the_next_one_goes_on(log: CommitLog, limit: Limit) -> None:
@@ -374,26 +373,21 @@ def test_a_log_that_was_made_anew_is_followed(tmp_path: Path, registry: Any) -> 
     assert value(registry, "rocketmq_rollback_messages_total") == 4
 
 
-def test_scrapes_share_a_look_and_a_cached_one(monkeypatch: pytest.MonkeyPatch, registry: Any) -> None:
-    log = memory_log(orders=1)
-    collector = LogCollector(log, cache_seconds=3_600)
-    looks: list[int] = []
+def test_scrapes_share_a_look_and_a_cached_one() -> None:
+    collector = LogCollector(memory_log(orders=1), cache_seconds=3_600)
     inside, go = threading.Event(), threading.Event()
-    plain = LogWatch.look
 
-    def slow(self: LogWatch) -> Any:
-        looks.append(1)
+    def slow() -> None:
         inside.set()
         assert go.wait(60)
-        return plain(self)
 
-    monkeypatch.setattr(LogWatch, "look", slow)
-    with ThreadPoolExecutor(3) as pool:
-        found = [pool.submit(lambda: len(list(collector.collect()))) for _ in range(3)]
-        assert inside.wait(60)
-        go.set()
-    assert (len(looks), len({scrape.result() for scrape in found})) == (1, 1)
-    list(collector.collect())
+    with seen_at("look begins", slow) as looks:
+        with ThreadPoolExecutor(3) as pool:
+            found = [pool.submit(lambda: len(list(collector.collect()))) for _ in range(3)]
+            assert inside.wait(60)
+            go.set()
+        assert len({scrape.result() for scrape in found}) == 1
+        list(collector.collect())
     assert len(looks) == 1
 
 
@@ -475,27 +469,18 @@ def test_rounds_of_checks_are_counted_with_their_answers(counted: Any) -> None:
     assert value(counted, "txmq_check_last_round_timestamp_seconds", checker="job") > 1e9  # type: ignore[operator]
 
 
-def test_a_round_that_fails_as_a_whole_is_counted(counted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = memory_log(orders=1)
-    service = txmq.CheckService(log, {"shop": says()})
-    monkeypatch.setattr(log, "open_half_ids", lambda: 1 / 0)
+def test_a_round_that_fails_as_a_whole_is_counted(counted: Any) -> None:
+    service = txmq.CheckService(memory_log(orders=1), {"shop": says()})
     stop = threading.Event()
-    service.run(stop, lambda _: stop.set())
+    with at("open batches listed", lambda: 1 / 0):
+        service.run(stop, lambda _: stop.set())
     assert value(counted, "txmq_check_rounds_total", result="problems") == 1
 
 
 def test_a_lost_race_is_counted_as_a_retry(counted: Any) -> None:
     log = memory_log(orders=1)
-    other = log.another()
-    table, plain = log.topics_table, log.topics_table.try_commit  # type: ignore[attr-defined]
-
-    def late(change: Any) -> bool:
-        if "bills" not in other.topics():
-            other.create_topic("bills")
-        return bool(plain(change))
-
-    table.try_commit = late  # type: ignore[attr-defined]
-    log.create_topic("points")
+    with at("commit begins", lambda: log.another().create_topic("bills"), table="topics"):
+        log.create_topic("points")
     assert value(counted, "txmq_commit_retries_total", table="topics") == 1
     assert value(counted, "txmq_process_commits_total", table="topics") == 3, "orders, bills, points"
 
@@ -595,12 +580,10 @@ def test_a_query_s_progress_is_logged_with_the_log_s_figures(caplog: pytest.LogC
     assert told[-1]["lag_messages"] == 0
 
 
-def test_figures_that_cannot_be_read_harm_no_query(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_figures_that_cannot_be_read_harm_no_query(caplog: pytest.LogCaptureFixture) -> None:
     listener = txmq.metrics.QueryListener(memory_log(orders=1))
-    monkeypatch.setattr(LogWatch, "look", lambda _: 1 / 0)
-    listener.onQueryProgress(progress(1))
+    with at("look begins", lambda: 1 / 0):
+        listener.onQueryProgress(progress(1))
     assert "were not told" in caplog.text
     with pytest.raises(txmq.MessageError):
         txmq.metrics.QueryListener(memory_log(orders=1), "a group")

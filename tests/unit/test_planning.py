@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
 from itertools import pairwise
 from typing import Any
@@ -33,6 +34,7 @@ from tests.support.inside import (
     split,
 )
 from tests.support.limits import Limit
+from tests.support.meanwhile import seen_at, unhooked
 from tests.support.source_logs import decide, send
 
 ORDERS = Subscription(("orders",))
@@ -64,26 +66,29 @@ def whole(log: CommitLog) -> pa.Table:
 
 
 # ---------------------------------------------------------------- ranges
-def test_a_planner_follows_the_log_and_reads_only_what_is_new(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def op_files(reads: Iterable[dict[str, Any]]) -> list[str]:
+    """The files that were read, each as often as it was."""
+    return [path for read in reads for path in read["paths"]]
+
+
+def test_a_planner_follows_the_log_and_reads_only_what_is_new(log: CommitLog) -> None:
     send(log, 0)
     plans = planner(log)
-    asked: list[int] = []
-    walk = plans.log.placements
-    monkeypatch.setattr(plans.log, "placements", lambda since=0, above=0: asked.append(since) or walk(since, above))
+    files: list[str] = []
     at: Positions = plans.latest()
     seen = 0
     for batch_id in range(1, 6):
         send(log, batch_id, 4)
         latest = plans.latest()
-        found = plans.ranges(at, latest)
+        with seen_at("files read", table="op") as reads:
+            found = plans.ranges(at, latest)
+        files += op_files(reads)
         seen += sum(placed.count for placed in found)
         plans.forget(latest)
         assert plans.rows_kept == 0
         at = latest
     assert seen == 20
-    assert len(asked) == 5
-    assert all(since > 0 for since in asked)
-    assert asked == sorted(set(asked))
+    assert len(files) == len(set(files)) == 5
 
 
 def test_what_was_planned_before_can_be_planned_again(log: CommitLog) -> None:
@@ -118,31 +123,23 @@ def test_ranges_are_the_same_after_op_was_compacted(log: CommitLog) -> None:
 
 
 @both_kinds
-def test_a_compaction_that_loses_races_to_a_busy_writer_merges_once(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch, limit: Limit
-) -> None:
+def test_a_compaction_that_loses_races_to_a_busy_writer_merges_once(log: CommitLog, limit: Limit) -> None:
     for batch_id in range(4):
         send(log, batch_id)
     limit(OP_FILES_MAX=2)
     log.upkeep = False
-    op = another(log).op
-    merged: list[int] = []
-    write, commit = op.write, op.try_commit
 
-    def lose_twice(change: Any) -> bool:
-        if len(merged) < 3:
-            send(log, 10 + len(merged))
-            merged.append(0)
-        return commit(change)
+    def overtaken(**_: Any) -> None:
+        if len(tries) <= 3:
+            with unhooked():
+                send(log, 10 + len(tries))
 
-    files: list[str] = []
-    monkeypatch.setattr(op, "write", lambda *more: files.append("") or write(*more))
-    monkeypatch.setattr(op, "try_commit", lose_twice)
     latest = planner(log).latest()
     before = planner(log).ranges({}, latest)
-    assert maintenance.compact_op(op)
-    assert len(files) == 1
-    assert len(merged) == 3
+    with seen_at("commit begins", overtaken, table="op") as tries:
+        assert maintenance.compact_op(another(log).op)
+    assert len(tries) == 4
+    assert len({file.path for tried in tries for file in tried["change"].add}) == 1
     assert planner(log).ranges({}, latest) == before
 
 
@@ -161,40 +158,28 @@ def test_a_cache_over_its_size_is_filled_again_as_the_stream_goes_on(log: Commit
     assert read(log, parts).equals(whole(log))
 
 
-def files_read(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many op files each read takes from now on."""
-    files: list[int] = []
-    real = log.op.read
-    monkeypatch.setattr(log.op, "read", lambda paths, *more: files.append(len(paths)) or real(paths, *more))
-    return files
-
-
 @both_kinds
-def test_a_cold_planner_at_the_head_reads_the_newest_files_only(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cold_planner_at_the_head_reads_the_newest_files_only(log: CommitLog) -> None:
     for batch_id in range(40):
         send(log, batch_id, 3)
     before = planner(log).latest()
     send(log, 40, 3)
     plans = planner(log)
-    files = files_read(plans.log, monkeypatch)
-    assert sum(placed.count for placed in plans.ranges(before, plans.latest())) == 3
-    assert 0 < sum(files) <= 16
+    with seen_at("files read", table="op") as reads:
+        assert sum(placed.count for placed in plans.ranges(before, plans.latest())) == 3
+    assert 0 < len(op_files(reads)) <= 16
 
 
 @both_kinds
-def test_a_read_near_the_end_of_its_queues_does_not_read_all_of_op(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_near_the_end_of_its_queues_does_not_read_all_of_op(log: CommitLog) -> None:
     for batch_id in range(40):
         send(log, batch_id, 3)
     start = {queue_id: offset for (_, queue_id), offset in log.tails().items()}
     send(log, 40, 3)
     log.tails()
-    files = files_read(log, monkeypatch)
-    assert log.read("orders", start).num_rows == 3
-    assert 0 < sum(files) <= 17
+    with seen_at("files read", table="op") as reads:
+        assert log.read("orders", start).num_rows == 3
+    assert 0 < len(op_files(reads)) <= 17
 
 
 def test_ids_are_those_of_the_transaction(log: CommitLog) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,9 +16,10 @@ from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, MessageExt, Per
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.consumers import wait_until
 from tests.support.half_batches import header_of, let_leave
-from tests.support.inside import CommitOncePrepared, HalfWriter
+from tests.support.inside import CommitOncePrepared, HalfWriter, Machine
 from tests.support.inside import message_table as to_table
 from tests.support.listeners import Scripted
+from tests.support.meanwhile import at
 
 pytestmark = pytest.mark.log("memory", orders=1, bills=1)
 
@@ -161,17 +163,10 @@ def test_a_retry_with_a_listener_of_another_store_commits_nothing(log: Any, othe
     assert log.another().pending().num_rows == 1
 
 
-def test_two_that_send_the_same_key_at_once_send_it_once(log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_that_send_the_same_key_at_once_send_it_once(log: Any) -> None:
     """Both look, neither finds it, and one is faster to prepare."""
-    with producer(log, Scripted(COMMIT)) as faster, producer(log.another(), Scripted(UNKNOWN, COMMIT)) as slower:
-        prepare_many = slower.log.prepare_many
-
-        def late(staged: Any) -> Any:
-            faster.send_message_in_transaction(ORDER, idempotency_key="order-42")
-            return prepare_many(staged)
-
-        monkeypatch.setattr(slower.log, "prepare_many", late)
-        result = slower.send_message_in_transaction(ORDER, idempotency_key="order-42")
+    with at("staged", lambda: send(log.another(), Scripted(COMMIT), key="order-42")):
+        result = send(log, Scripted(UNKNOWN, COMMIT), key="order-42")
     assert result.replayed
     assert result.local_transaction_state is COMMIT
     assert visible(log) == [b"one"]
@@ -227,19 +222,23 @@ def test_an_open_producer_answers_its_own_checks_and_leaves_those_of_others_alon
     assert not [t for t in threading.enumerate() if t.name == "txmq-checks"]
 
 
-def test_two_threads_that_open_a_producer_start_its_checks_once(log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    forget = txmq.TransactionMQProducer._forget_others
+class SlowToStart(Machine):
+    def __init__(self) -> None:
+        self.started: list[str] = []
 
-    def slowly(opened: txmq.TransactionMQProducer) -> None:
+    def start_thread(self, work: Callable[[], object], name: str, daemon: bool = False) -> threading.Thread:
+        self.started.append(name)
         time.sleep(0.2)  # so that the other thread begins to open it, too
-        forget(opened)
+        return super().start_thread(work, name, daemon)
 
+
+def test_two_threads_that_open_a_producer_start_its_checks_once() -> None:
+    log = InMemoryCommitLog(topics={"orders": 1}, machine=(machine := SlowToStart()))
     closed = producer(log, Scripted(None, COMMIT), check_interval=60.0)
-    monkeypatch.setattr(txmq.TransactionMQProducer, "_forget_others", slowly)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: closed.start(), range(2)))
-    assert len([t for t in threading.enumerate() if t.name == "txmq-checks"]) == 1
     closed.shutdown()
+    assert machine.started.count("txmq-checks") == 1
 
 
 def test_a_producer_can_be_opened_again(log: Any) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from tests.support.consumers import LEASE_S, ByHand, memory_log, pass_time, queue_of, send, wait_until
+from tests.support.consumers import LEASE_S, ByHand, Steps, memory_log, pass_time, queue_of, send, wait_until
+from tests.support.meanwhile import at, seen_at
 
 pytestmark = pytest.mark.log("memory", orders=2)
 also_on_delta = pytest.mark.log("memory", "delta", orders=2)
@@ -108,28 +109,24 @@ def test_a_second_iteration_beside_the_first_is_refused_and_nothing_is_lost(log:
 
 @pytest.mark.parametrize("stop_at_end", [False, True])
 @pytest.mark.parametrize("where", ["the body", "another thread", "a signal handler"])
-def test_a_loop_ends_when_its_consumer_is_shut_down(
-    log: CommitLog, where: str, stop_at_end: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_ends_when_its_consumer_is_shut_down(log: CommitLog, where: str, stop_at_end: bool) -> None:
     """It gave nothing more, and never ended."""
     send(log, "abcd", queue_id=[0] * 4)
     consumer = pull(log, stop_at_end=stop_at_end)
-    fetch, seen = consumer.member.fetch, []
+    seen: list[txmq.MessageExt] = []
 
-    def interrupted() -> bool:
-        if seen:
+    def is_shut_down(**_: Any) -> None:
+        if seen and where == "a signal handler":
             with consumer.member.changed:  # as a signal handler may come while the lock is held
                 consumer.shutdown()
-        return fetch()
+        if seen and where == "another thread":
+            threading.Thread(target=consumer.shutdown).start()
 
-    if where == "a signal handler":
-        monkeypatch.setattr(consumer.member, "fetch", interrupted)
-    for message in consumer:
-        seen.append(message)
-        if where == "the body" and len(seen) == 2:
-            consumer.shutdown()
-        if where == "another thread" and len(seen) == 4:
-            threading.Timer(0.01, consumer.shutdown).start()
+    with seen_at("fetch begins", is_shut_down):
+        for message in consumer:
+            seen.append(message)
+            if where == "the body" and len(seen) == 2:
+                consumer.shutdown()
     assert bodies(seen) == (["a", "b"] if where == "the body" else list("abcd"))
     assert position(log) == (1 if where == "the body" else 4)
     assert_nobody_has_a_queue(log)
@@ -185,21 +182,35 @@ def test_a_consumer_that_is_dropped_leaves_its_group(log: CommitLog, caplog: pyt
     assert "a consumer was dropped without shutdown()" in caplog.text
 
 
-@pytest.mark.parametrize("at", ["_beat", "_balance"])
-def test_an_interrupt_while_a_consumer_joins_leaves_nothing_behind(
-    log: CommitLog, at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Interrupted(Steps):
+    """A machine on which Ctrl-C comes when its clock is read, and then no more."""
+
+    comes = staticmethod(lambda: False)
+
+    def monotonic(self) -> float:
+        if self.comes():
+            del self.comes
+            interrupt()
+        return super().monotonic()
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("has_queues", [False, True])
+def test_an_interrupt_while_a_consumer_joins_leaves_nothing_behind(has_queues: bool) -> None:
+    log = memory_log(machine := Interrupted())
     consumer = pull(log)
-    step = getattr(consumer.member, at)
-
-    def interrupted() -> None:
-        step()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(consumer.member, at, interrupted)
-    with pytest.raises(KeyboardInterrupt), consumer:
-        raise AssertionError
+    if has_queues:
+        machine.comes = lambda: bool(consumer.member.queues)
+        with pytest.raises(KeyboardInterrupt), consumer:
+            raise AssertionError
+    else:
+        with at("commit begins", interrupt, table="groups"), pytest.raises(KeyboardInterrupt), consumer:
+            raise AssertionError
     assert_nobody_has_a_queue(log)
+    assert txmq.ConsumerGroup(log, "report").members() == {}
 
 
 @also_on_delta
@@ -296,7 +307,7 @@ def test_a_script_whose_lease_is_over_gets_no_more_of_what_it_fetched() -> None:
 
 
 def test_a_commit_beside_the_members_own_progress_finds_no_released_queue_lost(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     log = queue_of("ab")
     consumer = pull(log, auto_commit=False)
@@ -306,17 +317,9 @@ def test_a_commit_beside_the_members_own_progress_finds_no_released_queue_lost(
         consumer._take()
         for queue in consumer.member.queues.values():
             queue.releasing = True
-    written, beside = log.groups.report, threading.Thread(target=consumer.member.persist)
-
-    def report(*told: Any) -> Any:
-        refused = written(*told)
-        monkeypatch.setattr(log.groups, "report", written)
-        beside.start()
-        beside.join(0.2)
-        return refused
-
-    monkeypatch.setattr(log.groups, "report", report)
-    consumer.commit()
+    beside = threading.Thread(target=consumer.member.persist)
+    with at("commit done", lambda: (beside.start(), beside.join(0.2)), table="groups"):
+        consumer.commit()
     beside.join()
     assert position(log) == 2
     assert "was claimed by another member" not in caplog.text

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from itertools import pairwise
@@ -29,6 +29,7 @@ from tests.support.consumers import (
     LATER,
     NEXT,
     STOP,
+    Steps,
     consume_all,
     go_on,
     joined,
@@ -42,8 +43,9 @@ from tests.support.consumers import (
 )
 from tests.support.half_batches import bodies, in_half, let_leave, make_log
 from tests.support.inboxes import inbox_of, make_database, results
-from tests.support.inside import GroupMember, Machine, push_module, restored, sent_back
+from tests.support.inside import Machine, push_module, restored, sent_back
 from tests.support.limits import Limit
+from tests.support.meanwhile import at, dies_at, seen_at
 from tests.support.seeds import how_many
 
 pytestmark = pytest.mark.log("memory", orders=2)
@@ -53,7 +55,9 @@ also_on_delta = pytest.mark.log("memory", "delta", orders=2)
 QUEUE = ("orders", 0)
 
 
-def fails_on(bad: str, found: list[str] | None = None, status: Any = LATER, good: Any = DONE) -> txmq.EachMessage:
+def fails_on(
+    bad: Collection[str], found: list[str] | None = None, status: Any = LATER, good: Any = DONE
+) -> txmq.EachMessage:
     """A listener that does not consume messages with one of these letters."""
 
     def listen(message: txmq.MessageExt) -> Any:
@@ -66,7 +70,7 @@ def fails_on(bad: str, found: list[str] | None = None, status: Any = LATER, good
 
 
 def fails_with(problem: BaseException) -> Callable[..., Any]:
-    def fail(*_: object) -> Any:
+    def fail(*_: object, **__: object) -> Any:
         raise problem
 
     return fail
@@ -355,16 +359,25 @@ def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_
     assert consumer.member.queues[QUEUE].lowest == before + 3, "for 50 ms, and not for all of its take"
 
 
-def test_a_quick_listener_that_20_threads_call_is_not_taken_for_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = queue_of([str(n) for n in range(50)])
+class Waits(Steps):
+    """A machine on which a thread waits for Python's lock, which others want too, when it has read the clock."""
 
-    def answers(*arguments: Any, **options: Any) -> Any:
-        log.machine.since_s += 0.1  # the thread waits for Python's lock, which 19 others want too
-        return answers_of(*arguments, **options)
+    waits_s = 0.0
 
-    answers_of = push_module.answers
-    monkeypatch.setattr(push_module, "answers", answers)
-    consumer = fetched(log, txmq.EachMessage(lambda message: DONE))
+    def monotonic(self) -> float:
+        now_s, self.waits_s, self.since_s = self.since_s, 0.0, self.since_s + self.waits_s
+        return now_s
+
+
+def test_a_quick_listener_that_20_threads_call_is_not_taken_for_a_slow_one() -> None:
+    log = memory_log(machine := Waits(), orders=1)
+    send(log, [str(n) for n in range(50)])
+
+    def listen(message: txmq.MessageExt) -> Any:
+        machine.waits_s = 0.1  # when the end of this call is noted
+        return DONE
+
+    consumer = fetched(log, txmq.EachMessage(listen))
     assert consumer.work()
     taken = take(consumer)
     assert taken is not None
@@ -468,17 +481,12 @@ def fails_and_dies(log: CommitLog, rows: int | None = None, bad: str = "abcdef",
         return [LATER if body.decode() in bad else DONE for body in messages["body"].to_pylist()]
 
     consumer = joined(log, listen, consume_message_batch_max_size=rows, **options)
-    consumer.member.note = unexpected
     consumer.member.fetch()
     try:
         while consumer.work():
             pass
     finally:
         dies(consumer)
-
-
-def unexpected(problem: BaseException, what: str) -> None:
-    raise AssertionError(what) from problem
 
 
 @also_on_delta
@@ -574,19 +582,15 @@ MANY = how_many(100, in_all=1_000)
 
 
 @pytest.mark.parametrize("state", ["new", "prepared", "there", "left"])
-def test_many_messages_are_sent_back_in_a_commit_or_two_of_each_table(
-    state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_messages_are_sent_back_in_a_commit_or_two_of_each_table(state: str) -> None:
     log = queue_of([str(n) for n in range(MANY)])
 
     def fail(**options: Any) -> None:
         fails_and_dies(log, bad="".join(map(str, range(MANY))), max_reconsume_times=0, **options)
 
     if state == "prepared":
-        with monkeypatch.context() as patch:
-            patch.setattr(CommitLog, "decide_many", fails_with(Killed()))
-            with pytest.raises(Killed):
-                fail()
+        with dies_at("commit begins", table="op"):
+            fail()
     elif state != "new":
         fail()
     if state == "left":
@@ -603,28 +607,21 @@ def test_many_messages_are_sent_back_in_a_commit_or_two_of_each_table(
     assert txmq.DeadLetters(log.another(), "points").resend() == 0
 
 
-class Killed(BaseException):
-    pass
-
-
 def versions(log: CommitLog) -> tuple[int, int]:
     own = log.another()
     return own.half.table.refresh(), own.op.refresh()
 
 
-def test_a_message_that_cannot_be_sent_back_stays_unfinished(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch, limit: Limit
-) -> None:
+def test_a_message_that_cannot_be_sent_back_stays_unfinished(log: CommitLog, limit: Limit) -> None:
     send(log, "ab", queue_id=[0, 0])
     consumer = joined(log, fails_on("b"))
     limit(SEND_AGAIN_S=0)
 
-    def down(*arguments: Any) -> None:
+    def down(**_: Any) -> None:
         consumer.member.stopping.set()
         raise txmq.StorageError("the store is down")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(push_module, "send_back", down)
+    with seen_at("commit begins", down, table="half"):
         consumer.member.fetch()
         assert consumer.work()
         assert consumer.work()
@@ -638,7 +635,7 @@ def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
     send(log, "abcdef", queue_id=[0, 1] * 3)
     found: list[str] = []
     bad = ["c"]
-    consumer = consume_all(log, fails_on("c", found, STOP, NEXT), mode="orderly")
+    consumer = consume_all(log, fails_on(bad, found, STOP, NEXT), mode="orderly")
     assert sorted(found) == ["a", "b", "c", "d", "f"]
     assert log.groups.positions("points") == {QUEUE: 1, ("orders", 1): 3, ("%RETRY%points", 0): 0}
     log.machine.sleep(0.5)
@@ -648,7 +645,6 @@ def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
     assert found.count("c") == 2
     assert "e" not in found
     bad.clear()
-    consumer._listener = fails_on("", found, STOP, NEXT)
     log.machine.sleep(1.1)
     go_on(consumer)
     assert [body for body in found if body in "ace"] == ["a", "c", "c", "c", "e"]
@@ -783,22 +779,19 @@ def test_a_shutdown_waits_for_a_running_call_and_starts_no_other(log: CommitLog)
 
 
 def test_two_threads_that_start_and_shut_down_a_consumer_make_one_member_and_both_wait_for_its_end(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+    log: CommitLog,
 ) -> None:
-    joins: list[str] = []
-    join, listener = GroupMember.join, Holds()
+    def members() -> int:
+        return sum(thread.name == "txmq-member" for thread in threading.enumerate())
 
-    def slowly(member: GroupMember) -> None:
-        joins.append(member.name)
-        time.sleep(0.2)  # so that the other thread begins to start it, too
-        join(member)
-
-    monkeypatch.setattr(GroupMember, "join", slowly)
+    listener, before = Holds(), members()
     send(log, "a", queue_id=[0])
     consumer = push(log, listener)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: consumer.start(), range(2)))
-        assert len(joins) == 1
+        # It takes so long to join that the other thread begins to start it, too.
+        with at("commit begins", lambda: time.sleep(0.2), table="groups"):
+            list(pool.map(lambda _: consumer.start(), range(2)))
+        assert members() == before + 1
         assert listener.calls.acquire(timeout=60)
         ends = [pool.submit(consumer.shutdown) for _ in range(2)]
         assert not wait(ends, 0.3).done
@@ -949,12 +942,11 @@ def test_what_holds_up_a_queue_is_not_raised_at_the_end_of_the_consumer(
     assert "queue 0 of topic 'orders' is held up, and tried again in 1 s: file " in caplog.text
 
 
-def test_a_store_that_fails_is_told_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_fails_is_told_until_it_answers() -> None:
     log = memory_log(Machine(), orders=1)
     found: list[str] = []
     consumer = push(log, seen_by(found))
-    with monkeypatch.context() as patch:
-        patch.setattr(consumer.member._fetcher, "fetch", fails_with(txmq.errors.UnreachableStoreError("no answer")))
+    with seen_at("fetch begins", fails_with(txmq.errors.UnreachableStoreError("no answer"))):
         consumer.start()
         send(log, "a")
         wait_until(lambda: consumer.problem)
@@ -971,21 +963,20 @@ def test_a_queue_that_is_held_up_is_tried_again_later_each_time() -> None:
     log = memory_log()
     send(log, "ab", queue_id=[0, 1])
     consumer = joined(log, seen_by([]))
-    fetch, tried = consumer.member._fetcher.fetch, []
+    tried: list[float] = []
 
-    def lacks_a_queue(starts: Any) -> Any:
+    def lacks_a_queue(starts: Any) -> None:
         if starts[QUEUE][1]:
             tried.append(log.machine.since_s)
             raise txmq.errors.OffsetOutOfRangeError("a hole")
-        return fetch(starts)
 
-    consumer.member._fetcher.fetch = lacks_a_queue
-    assert consumer.member.fetch_past_damage()
-    assert consumer.work()
-    for _ in range(200):
-        consumer.member.fetch_past_damage()
-        log.machine.sleep(0.5)
-    assert [later - at for at, later in pairwise(sorted(set(tried)))] == [1, 2, 4, 8, 16, 30, 30]
+    with seen_at("fetch begins", lacks_a_queue):
+        assert consumer.member.fetch_past_damage()
+        assert consumer.work()
+        for _ in range(200):
+            consumer.member.fetch_past_damage()
+            log.machine.sleep(0.5)
+    assert [later - sooner for sooner, later in pairwise(sorted(set(tried)))] == [1, 2, 4, 8, 16, 30, 30]
 
 
 def test_a_script_is_told_of_a_hole_at_once(tmp_path: Path) -> None:

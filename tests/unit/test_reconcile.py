@@ -46,6 +46,7 @@ from tests.support.inside import (
     Who,
     batch_name,
     input_hash_of,
+    new_half_id,
 )
 from tests.support.seeds import first_seed, how_many
 
@@ -456,13 +457,13 @@ def test_a_half_batch_that_is_damaged_does_not_hide_the_others(shop: Shop) -> No
     assert bodies(shop.log) == ["good"]
 
 
-def test_another_half_batch_of_the_same_name_is_a_persons(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_half_batch_of_the_same_name_is_a_persons(shop: Shop) -> None:
     shop.back_up()
     shop.send("key")
     shop.lose()
-    header = HalfHeader("other", f"{SEND}key", 0, None, None, None, "batch", "shop", naming=Naming.KEY)
-    record = shop.log.prepare(header, shop.stage(header, ["key"], shop.log)())
-    monkeypatch.setattr(shop.log, "find", lambda app_id, batch_id: record)
+    app = f"{SEND}key"
+    header = HalfHeader(new_half_id(app, 0), app, 0, None, None, None, "batch", "shop", naming=Naming.KEY)
+    shop.log.prepare(header, shop.stage(header, ["key"], shop.log)())
     assert shop.standings(apply=True) == {"key": "person"}
     assert bodies(shop.log) == []
 

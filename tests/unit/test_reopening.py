@@ -293,18 +293,18 @@ def test_an_entry_that_upkeep_removes_while_a_paused_process_opens_the_table_is_
 ) -> None:
     """A reader that slept between listing a Delta log and reading it said once that the log was corrupt."""
     listed: list[str] = []
-    fails = 2
+    fails, read = 2, DeltaTable.__init__
 
-    def paused(uri: str, **more: Any) -> DeltaTable:
+    def paused(table: DeltaTable, uri: str, **more: Any) -> None:
         listed.append(uri)
         if len(listed) <= fails:
             raise DeltaError("Object at location op/_delta_log/00000000000000000001.json not found: No such file")
-        return DeltaTable(uri, **more)
+        read(table, uri, **more)
 
     log = CommitLog.open(folder)
     before = bodies(log)
     log.op._lose()
-    monkeypatch.setattr("rmq_spark.storage.table.DeltaTable", paused)
+    monkeypatch.setattr(DeltaTable, "__init__", paused)
     assert bodies(log) == before
     assert listed == [listed[0]] * 3
     listed.clear()

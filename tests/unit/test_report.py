@@ -30,7 +30,8 @@ from tests.support.clocks import Ticking
 from tests.support.commands import objects, txmq
 from tests.support.half_batches import commit, let_leave, make_log, prepare, quarantine, roll_back, split
 from tests.support.half_batches import pending as pending_rows
-from tests.support.inside import TIMESTAMP, HalfRecord, HalfStore, Level, RowState, Trace, Who, figures_of, page
+from tests.support.inside import TIMESTAMP, HalfRecord, Level, RowState, Trace, Who, figures_of, page
+from tests.support.meanwhile import seen_at
 from tests.support.report_logs import NOW_S, Shop
 
 NOW = datetime.fromtimestamp(NOW_S, timezone.utc)
@@ -190,17 +191,16 @@ def test_what_is_pending_is_told_by_age_and_the_oldest_are_named(figures: Figure
     assert (len(figures.quarantined), len(figures.conflicts)) == (1, 1)
 
 
-def test_no_half_file_is_read_but_for_what_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_half_file_is_read_but_for_what_is_listed() -> None:
     shop = Shop()
     shop.log.create_topic("orders", 1)
     for _ in range(30):
         shop.prepare(("orders",), 2)
     shop.log.groups.set("points", {("orders", 0): 0}, "test")
-    read: list[str] = []
-    get = HalfStore.get
-    monkeypatch.setattr(HalfStore, "get", lambda store, half_id: read.append(half_id) or get(store, half_id))
-    assert figures_of(shop.log).pending_messages == 60
-    assert len(set(read)) == len(read) == 10
+    with seen_at("files read", table="half") as reads:
+        assert figures_of(shop.log).pending_messages == 60
+    files = [path for read in reads for path in read["paths"]]
+    assert len(set(files)) == len(files) == 10
 
 
 def test_small_topics_are_summed_up_and_dead_letters_never() -> None:

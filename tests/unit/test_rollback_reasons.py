@@ -30,6 +30,7 @@ from rmq_spark.transaction import kept_reason
 from tests.support.half_batches import another, bodies, commit, let_leave, pending, prepare, split
 from tests.support.inside import BATCH, KEY, MESSAGE, HalfRecord, Kind, RolledBack, RowState, Verdict, Who
 from tests.support.listeners import Scripted
+from tests.support.meanwhile import dies_at
 from tests.support.sends import raising
 from tests.support.sink_batches import KEYS, header, prepared, send, visible
 
@@ -77,18 +78,12 @@ class Shop:
 
 
 def test_what_work_rejected_is_not_decided_again_after_a_crash_before_the_op_marker(
-    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: CommitLog, tmp_path: Path
 ) -> None:
     shop = Shop(tmp_path)
     head = header(KEY, fence_id=shop.listener.store_id)
-
-    def dies(*_: Any, **__: Any) -> None:
-        raise MemoryError("the driver dies before the op marker")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(log, "decide_many", dies)
-        with pytest.raises(Exception, match="could not be settled"):
-            send(log, shop.listener, head)
+    with dies_at("executed"):
+        send(log, shop.listener, head)
     outcome = send(another(log), shop.listener, head)
     assert shop.ran == 1
     assert outcome.attempt == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 from rmq_spark import CommitLog
 from rmq_spark.errors import LostFileError, LostStagedFileError
 from rmq_spark.storage.table import STAGED_UNSEEN_S
+from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
 from tests.support.half_batches import another, bodies, check_offsets, commit, header_of, move_half, prepare, stage
-from tests.support.inside import HalfFile, maintenance
+from tests.support.inside import HalfFile, Machine, maintenance
 from tests.support.limits import set_limits
-from tests.support.meanwhile import after_next, before_next
+from tests.support.meanwhile import at
 
 
 def vacuum(table: Any) -> None:
@@ -39,16 +41,15 @@ def test_a_merged_file_that_a_race_kept_waiting_and_somebody_removed_is_not_comm
     for number in range(4):
         commit(log, prepare(log, number, 1))
     prepare(log, 4, 1)
-    upkeep = another(log)
 
     def overtaken() -> None:
         commit(log, log.get("app:4"))
         clock.pauses.append(10 * STAGED_UNSEEN_S)
         vacuum(log.op)
 
-    before_next(upkeep.op, "try_commit", overtaken)
-    with pytest.raises(LostStagedFileError, match="staged for table op, is gone or cut"):
-        maintenance.compact_op(upkeep.op)
+    gone = pytest.raises(LostStagedFileError, match="staged for table op, is gone or cut")
+    with at("commit begins", overtaken, table="op"), gone:
+        maintenance.compact_op(another(log).op)
     assert len(bodies(another(log))) == 5
     check_offsets(another(log))
 
@@ -91,29 +92,36 @@ def test_who_slept_between_its_look_at_staged_files_and_their_commit_hears_that_
         clock.pauses.append(2 * STAGED_UNSEEN_S)
         vacuum(log.half.table)
 
-    before_next(log.half.table, "try_commit", sleeps)
-    with pytest.raises(LostFileError, match="was removed while this process slept"):
+    lost = pytest.raises(LostFileError, match="was removed while this process slept")
+    with at("commit begins", sleeps, table="half"), lost:
         log.prepare(header_of(0), files)
 
 
-@pytest.mark.log("memory", orders=1)
-def test_who_slept_while_its_files_were_moved_is_not_told_that_they_are_lost(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Sleeps(Machine):
+    """A machine that is suspended when it is asked for its clock the next time, after it was told so."""
+
+    def __init__(self) -> None:
+        self.slept_s, self.meanwhile = 0.0, list[Callable[[], object]]()
+
+    def monotonic(self) -> float:
+        while self.meanwhile:
+            self.slept_s += 2 * STAGED_UNSEEN_S
+            self.meanwhile.pop()()
+        return super().monotonic() + self.slept_s
+
+
+def test_who_slept_while_its_files_were_moved_is_not_told_that_they_are_lost() -> None:
     """The table that it had read before it looked for them still had their names."""
-    clock = set_clock(monkeypatch)
+    machine = Sleeps()
+    log = InMemoryCommitLog(topics={"orders": 1}, machine=machine)
     files = staged(log, 2)
-    table: Any = log.half.table
-    read_again = table.refresh
-    seen: list[int] = []
 
-    def sleeps() -> None:
-        seen.append(read_again())
-        clock.pauses.append(2 * STAGED_UNSEEN_S)
-        move_half(another(log))
-        vacuum(table)
+    def are_moved() -> None:
+        move_half(log)
+        vacuum(log.half.table)
 
-    after_next(table, "try_commit", sleeps)
-    table.refresh = lambda: seen.pop() if seen else read_again()
-    commit(log, log.prepare(header_of(0), files))
+    with at("commit done", lambda: machine.meanwhile.append(are_moved), table="half"):
+        record = log.prepare(header_of(0), files)
+    assert not machine.meanwhile
+    commit(log, record)
     assert bodies(another(log)) == ["0", "1"]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
 import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from tests.support.half_batches import bodies
-from tests.support.inside import files
+from tests.support.meanwhile import at, seen_at
+from tests.support.sends import raising
 
 pytestmark = pytest.mark.log("delta", orders=1)
 
@@ -55,16 +55,16 @@ def shop(log: CommitLog, tmp_path: Path) -> Iterator[Shop]:
     engine.dispose()
 
 
-def fails(monkeypatch: pytest.MonkeyPatch, table: str, problem: OSError) -> None:
+@contextmanager
+def fails(table: str, problem: OSError) -> Iterator[None]:
     """The store takes no more files of a table."""
-    seal = files.seal
 
-    def broken(schema: pa.Schema, path: str, holds: str) -> Any:
-        if path.startswith(f"{table}-"):
+    def full(path: str) -> None:
+        if Path(path).name.startswith(f"{table}-"):
             raise problem
-        return seal(schema, path, holds)
 
-    monkeypatch.setattr(files, "seal", broken)
+    with seen_at("file begins", full):
+        yield
 
 
 DOORS: dict[str, Callable[[Shop], object]] = {
@@ -78,20 +78,16 @@ DOORS: dict[str, Callable[[Shop], object]] = {
 
 
 @pytest.mark.parametrize(("door", "problem"), [*((door, FULL) for door in DOORS), ("send", DENIED)])
-def test_a_send_whose_verdict_cannot_be_written_says_that_it_is_open(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch, door: str, problem: OSError
-) -> None:
+def test_a_send_whose_verdict_cannot_be_written_says_that_it_is_open(shop: Shop, door: str, problem: OSError) -> None:
     """It raised that the disk is full and no more. Its program made room and sent it again: a check brought the first
     one, too."""
-    fails(monkeypatch, "op", problem)
     words = r"half batch 'send\.shop\..*' is prepared, and could not be settled .*log/op cannot be written to"
-    with pytest.raises(txmq.UnresolvedTransactionError, match=words) as raised:
+    with fails("op", problem), pytest.raises(txmq.UnresolvedTransactionError, match=words) as raised:
         DOORS[door](shop)
     assert "It stays pending until a check settles it" in str(raised.value)
     assert "do not send them anew, except under the same idempotency key" in str(raised.value)
     has_listener = "transaction" in door or "session" in door
     assert ("What the local transaction did stands" in str(raised.value)) == has_listener
-    monkeypatch.undo()
     assert shop.bodies() == []
     if door == "a key":
         assert shop.producer.send(MESSAGE, idempotency_key="k").replayed
@@ -104,49 +100,28 @@ def test_a_send_whose_verdict_cannot_be_written_says_that_it_is_open(
 @pytest.mark.parametrize(
     "problem", [txmq.ClockError("an hour late"), txmq.CorruptLogError("odd"), txmq.NotACommitLogError("gone")]
 )
-def test_every_problem_of_the_log_after_the_prepare_says_so(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch, door: str, problem: Exception
-) -> None:
-    monkeypatch.setattr(shop.log.op, "try_commit", lambda *given: _raise(problem))
-    monkeypatch.setattr(shop.log.op, "write", lambda *given, **more: _raise(problem))
-    with pytest.raises(txmq.UnresolvedTransactionError, match="is prepared, and could not be settled") as raised:
+def test_every_problem_of_the_log_after_the_prepare_says_so(shop: Shop, door: str, problem: Exception) -> None:
+    unresolved = pytest.raises(txmq.UnresolvedTransactionError, match="is prepared, and could not be settled")
+    with seen_at("commit begins", raising(problem), table="op"), unresolved as raised:
         DOORS[door](shop)
     assert type(raised.value.__cause__) is type(problem)
-    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_send_that_was_not_prepared_says_only_what_failed(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch, door: str
-) -> None:
-    fails(monkeypatch, "half", FULL)
-    with pytest.raises(txmq.StorageError, match=r"log/half cannot be written to, its store fails: .*No space left"):
+def test_a_send_that_was_not_prepared_says_only_what_failed(shop: Shop, door: str) -> None:
+    words = r"log/half cannot be written to, its store fails: .*No space left"
+    with fails("half", FULL), pytest.raises(txmq.StorageError, match=words):
         DOORS[door](shop)
-    monkeypatch.undo()
     assert shop.log.another().pending().num_rows == 0
     DOORS[door](shop)
     assert shop.bodies() == ["once"]
 
 
 @pytest.mark.parametrize("door", ["send", "asynchronously"])
-def test_a_prepare_that_fails_after_its_commit_says_that_it_may_be_open(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch, door: str
-) -> None:
-    prepare_many = shop.log.prepare_many
-
-    def then_fails(*given: Any, **more: Any) -> Any:
-        prepare_many(*given, **more)
-        raise txmq.CommitError("the table cannot be read back")
-
-    monkeypatch.setattr(shop.log, "prepare_many", then_fails)
-    with pytest.raises(
-        txmq.UnresolvedTransactionError, match=r"may be prepared \(CommitError: .*It stays pending until"
-    ):
+def test_a_prepare_that_fails_after_its_commit_says_that_it_may_be_open(shop: Shop, door: str) -> None:
+    words = r"may be prepared \(CommitError: .*It stays pending until"
+    fails = raising(txmq.CommitError("the table cannot be read back"))
+    with at("commit done", fails, table="half"), pytest.raises(txmq.UnresolvedTransactionError, match=words):
         DOORS[door](shop)
-    monkeypatch.undo()
     shop.check()
     assert shop.bodies() == ["once"]
-
-
-def _raise(problem: BaseException) -> Any:
-    raise problem

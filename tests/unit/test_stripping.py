@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from tests.support.inside import (
     read_ranges,
 )
 from tests.support.limits import set_limits
-from tests.support.meanwhile import after_next, before_next
+from tests.support.meanwhile import at, seen_at
 
 ROWS = 12
 
@@ -235,16 +236,17 @@ def test_a_plan_from_before_finds_stripped_messages_where_they_are_now(log: Comm
 
 
 def test_a_plan_from_before_reads_on_what_shares_a_file_with_stripped_messages(log: CommitLog) -> None:
-    first, second, third = (send(log, key, 2) for key in ("one", "two", "three"))
+    sent = [send(log, key, 2) for key in ("one", "two", "three")]
     share_half_file(log)
+    first, second, third = (another(log).get(record.half_id) for record in sent)
     commit(log, first)
     commit(log, third)
-    reader = another(log)
+    plan = Planner(another(log), Subscription(("orders",)))
+    before = plan.latest()
+    ranges = plan.ranges({}, before)
     drained = log.drain()
     commit(log, second)
-    plan = Planner(reader, Subscription(("orders",)))
-    reader.drained.border = lambda: {}  # type: ignore[method-assign]
-    ranges = plan.ranges({}, plan.latest())
+    ranges += plan.ranges(before, plan.latest())
     assert {r.rows.table for r in ranges} == {"half"}
     expected = sorted(m["body"] for m in read(another(log), ranges))
     another(log).move_mark()
@@ -270,21 +272,22 @@ def test_a_stripped_row_is_never_taken_for_a_message(log: CommitLog) -> None:
 def test_a_drainer_that_slept_while_another_one_drained_and_stripped_goes_on(log: CommitLog) -> None:
     """It has planned a step, and the payload is gone when it reads: it said that the store answers with an old list."""
     one_open(log)
-    slept = another(log)
-    before_next(slept.half, "read_range", lambda: (let_leave(log), delete_replaced(log)))
-    assert Drainer(slept).run() == log.drain()
+    with at("files read", lambda: (let_leave(log), delete_replaced(log)), table="half"):
+        drained = Drainer(another(log)).run()
+    assert drained == log.drain()
     check_offsets(log)
 
 
-def test_an_older_copy_of_messages_is_not_drained_to_again(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.log("delta", orders=2)
+def test_an_older_copy_of_messages_is_not_drained_to_again(log: CommitLog, tmp_path: Path) -> None:
     one_open(log)
-    restored = another(log)
-    restored.messages_table.refresh()
+    shutil.copytree(tmp_path / "log/messages", tmp_path / "copy")
     let_leave(log)
     delete_replaced(log)
-    monkeypatch.setattr(restored.messages_table, "refresh", lambda: 0)
+    shutil.rmtree(tmp_path / "log/messages")
+    shutil.copytree(tmp_path / "copy", tmp_path / "log/messages")
     with pytest.raises(CorruptLogError, match="an older copy of messages was put in its place"):
-        Drainer(restored).run()
+        Drainer(another(log)).run()
 
 
 @pytest.mark.parametrize("query_id", [None, "query"])
@@ -312,10 +315,9 @@ def test_a_local_transaction_that_slept_until_its_messages_went_gets_the_outcome
 def test_two_who_strip_at_once_leave_one_file(log: CommitLog) -> None:
     one_open(log)
     ready(log)
-    one = another(log)
     found: list[str] = []
-    after_next(one.half.table, "write", lambda: found.extend(strip(log)))
-    assert Stripper(one, Graces(0.0)).run() == []
+    with at("file written", lambda: found.extend(strip(log)), table="half"):
+        assert strip(log) == []
     assert len(found) == 1
     assert stored(log).num_rows == ROWS
     assert len(bodies(another(log))) == 10
@@ -367,10 +369,17 @@ def test_a_lost_or_damaged_half_file_does_not_stop_the_upkeep_of_the_others(
     assert "is not stripped of what is drained" in caplog.text
 
 
-def test_a_half_batch_that_another_process_lets_leave_meanwhile_is_passed_over(log: CommitLog) -> None:
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_half_batch_that_another_process_lets_leave_meanwhile_is_passed_over(log: CommitLog, nth: int) -> None:
     record = one_open(log)
     ready(log)
-    stripper = Stripper(another(log), Graces(0.0))
-    before_next(stripper, "_strip", lambda: (commit(log, another(log).get(record.half_id)), let_leave(log)))
-    assert stripper.run() == []
+
+    def leaves(**_: Any) -> None:
+        if len(reads) == nth:
+            commit(log, another(log).get(record.half_id))
+            let_leave(log)
+
+    with seen_at("files read", leaves, table="half") as reads:
+        assert strip(log) == []
+    assert in_half(log) == set()
     assert len(bodies(another(log))) == ROWS

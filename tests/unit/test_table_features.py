@@ -14,6 +14,7 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import CommitError, ForeignChangeError
 from tests.support.foreign_writers import cut_back, raise_protocol
 from tests.support.half_batches import another, commit, prepare, send
+from tests.support.meanwhile import seen_at, unhooked
 
 pytestmark = pytest.mark.log("delta", orders=1)
 
@@ -111,16 +112,14 @@ def test_a_refusal_that_is_no_lost_race_is_not_tried_for_long(log: CommitLog, mo
     assert len(tries) == 3
 
 
-def test_a_lost_race_is_still_tried_again(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[bool] = []
-    rival, try_commit = another(log), log.half.table.try_commit  # type: ignore[attr-defined]
+def test_a_lost_race_is_still_tried_again(log: CommitLog) -> None:
+    rival = another(log)
 
-    def lose(change: Any) -> bool:
-        if len(answers) < 5:
-            prepare(rival, len(answers), 1, app="rival")
-        answers.append(try_commit(change))
-        return answers[-1]
+    def loses(**_: Any) -> None:
+        if len(tries) <= 5:
+            with unhooked():
+                prepare(rival, len(tries), 1, app="rival")
 
-    monkeypatch.setattr(log.half.table, "try_commit", lose)
-    prepare(log, 0, 3)
-    assert answers == [False] * 5 + [True]
+    with seen_at("commit begins", loses, table="half") as tries:
+        prepare(log, 0, 3)
+    assert len(tries) == 6

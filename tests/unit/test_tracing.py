@@ -18,7 +18,6 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark import tracing as tracing_module
 from rmq_spark.tracing import LINKS_MAX, sending_batch, tracing
 from tests.support.consumers import DONE, LATER, consume_all, go_on, joined, memory_log
 from tests.support.half_batches import header_of
@@ -37,7 +36,6 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda *_: provider)
-    monkeypatch.setattr(tracing_module, "_made", None)
     yield exporter
     provider.shutdown()
 

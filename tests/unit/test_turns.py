@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import runpy
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -107,15 +110,15 @@ def test_without_file_locks_or_a_folder_to_write_to_nobody_takes_turns(
 ) -> None:
     nowhere = Turns(tmp_path / "missing", clock := Clock())
     with monkeypatch.context() as patch:
-        patch.setattr(turns.fcntl, "flock", _no_locks)
+        patch.setattr(fcntl, "flock", _no_locks)
         unlocked = Turns(tmp_path, clock)
         for _ in range(2):
             unlocked.lost()
             with unlocked.taken():
                 assert clock.now_s == 1000.0
     (tmp_path / "_turn").unlink()
-    monkeypatch.setattr(turns, "fcntl", None)
-    elsewhere = Turns(tmp_path, clock)
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
+    elsewhere = runpy.run_path(turns.__file__)["Turns"](tmp_path, clock)
     for each in (nowhere, elsewhere, turns.NO_TURNS):
         each.lost()
         with each.taken():

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
+from rmq_spark.failpoints import hooked
 from tests.support.clocks import set_clock
 from tests.support.half_batches import another, commit, make_log, pending, roll_back
 from tests.support.inside import (
@@ -36,7 +36,6 @@ from tests.support.inside import (
     KEY,
     MESSAGE,
     CommitOncePrepared,
-    HalfFile,
     HalfHeader,
     HalfRecord,
     Lineage,
@@ -51,6 +50,7 @@ from tests.support.inside import (
 from tests.support.inside import two_phase as module
 from tests.support.limits import set_limits
 from tests.support.listeners import Scripted
+from tests.support.meanwhile import at, seen_at
 from tests.support.sink_batches import KEYS, QUERY, bodies, header, prepared, send, stage, visible
 
 pytestmark = pytest.mark.log("memory", "delta")
@@ -620,34 +620,21 @@ def test_an_empty_batch_of_a_fork_is_refused_too(log: CommitLog) -> None:
         send_nothing(another(log), second.header(1, "row 2"), second)
 
 
-class Overtaken(TwoPhase):
-    """A driver that another one overtakes, once, right before it prepares."""
-
-    def __init__(self, log: CommitLog, meanwhile: Callable[[], object], listener: TransactionListener) -> None:
-        super().__init__(log, listener)
-        self.meanwhile = [meanwhile]
-
-    def prepare(self, head: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord | None:
-        while self.meanwhile:
-            self.meanwhile.pop()()
-        return super().prepare(head, files)
-
-
 def test_forks_that_run_at_once_do_not_both_prepare(log: CommitLog) -> None:
     """Each finds nothing in the log that it lacks, and the other one is faster."""
     first, second = Checkpoint(), Checkpoint()
     faster, head = first.header(1, "row 1"), second.header(2, "row 1")
-    driver = Overtaken(log, lambda: send(another(log), Scripted(), faster, first), Scripted())
-    with pytest.raises(CheckpointMismatchError, match="does not follow batch 1"):
-        driver.send(head, lambda: stage(log, head), lineage=Lineage(second))
+    mismatch = pytest.raises(CheckpointMismatchError, match="does not follow batch 1")
+    with at("staged", lambda: send(another(log), Scripted(), faster, first)), mismatch:
+        send(log, Scripted(), head, second)
     assert visible(log) == bodies(batch_id=1)
 
 
 def test_a_batch_that_a_slow_driver_of_the_same_checkpoint_prepared_meanwhile_is_no_fork(log: CommitLog) -> None:
     checkpoint = Checkpoint()
     slow, head = checkpoint.header(1, "row 1"), checkpoint.header(2, "row 2")
-    driver = Overtaken(log, lambda: send(another(log), Scripted(), slow, checkpoint), Scripted())
-    assert not driver.send(head, lambda: stage(log, head), lineage=Lineage(checkpoint)).replayed
+    with at("staged", lambda: send(another(log), Scripted(), slow, checkpoint)):
+        assert not send(log, Scripted(), head, checkpoint).replayed
     assert visible(log) == sorted(bodies(batch_id=1) + bodies(batch_id=2))
 
 
@@ -689,24 +676,18 @@ def test_batch_writes_are_known_by_their_numbers_alone(log: CommitLog) -> None:
     assert visible(log) == sorted(bodies() + bodies(batch_id=2))
 
 
-def test_a_process_reads_the_header_of_the_last_batch_once(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_reads_the_header_of_the_last_batch_once(log: CommitLog) -> None:
     checkpoint = Checkpoint()
     send(log, Scripted(), checkpoint.header(0, "row"), checkpoint)
     handle = another(log)
-    found: list[int] = []
-    find = handle.find
-
-    def counted(app_id: str, batch_id: int) -> HalfRecord | None:
-        found.append(batch_id)
-        return find(app_id, batch_id)
-
-    monkeypatch.setattr(handle, "find", counted)
-    for batch_id in range(1, 6):
-        if batch_id % 2:
-            send(handle, Scripted(), checkpoint.header(batch_id, "row"), checkpoint)
-        else:
-            send_nothing(handle, checkpoint.header(batch_id, "nothing"), checkpoint)
-    assert found == [0]
+    with seen_at("files read", table="half") as reads:
+        for batch_id in range(1, 6):
+            if batch_id % 2:
+                send(handle, Scripted(), checkpoint.header(batch_id, "row"), checkpoint)
+            else:
+                send_nothing(handle, checkpoint.header(batch_id, "nothing"), checkpoint)
+    files = [file.path for file in log.get("app:0").files.values()]
+    assert sorted(path for read in reads for path in read["paths"]) == sorted(files)
     last = [name for name in checkpoint.asked if name.startswith("offsets/")]
     assert last == ["offsets/0", "offsets/1", "offsets/1", "offsets/3", "offsets/3"]
     assert checkpoint.asked.count("txmq.last_batch") == 2  # for the empty ones
@@ -715,8 +696,8 @@ def test_a_process_reads_the_header_of_the_last_batch_once(log: CommitLog, monke
 # ---------------------------------------------------------------- several drivers
 def test_a_driver_that_loses_the_race_to_prepare_takes_the_batch_up_as_a_replay(log: CommitLog) -> None:
     first, second, head = Scripted(), Scripted(), header()
-    driver = Overtaken(log, lambda: send(another(log), first, head), second)
-    assert driver.send(head, lambda: stage(log, head)).replayed
+    with at("staged", lambda: send(another(log), first, head)):
+        assert send(log, second, head).replayed
     assert len(first.executed) == 1
     assert not second.executed
     assert visible(log) == bodies()
@@ -724,9 +705,8 @@ def test_a_driver_that_loses_the_race_to_prepare_takes_the_batch_up_as_a_replay(
 
 def test_a_driver_that_loses_the_race_under_another_checkpoint_is_refused(log: CommitLog) -> None:
     head = header(query_id="query-2")
-    driver = Overtaken(log, lambda: send(another(log), Scripted()), Scripted())
-    with pytest.raises(CheckpointMismatchError, match=REMEDY):
-        driver.send(head, lambda: stage(log, head))
+    with at("staged", lambda: send(another(log), Scripted())), pytest.raises(CheckpointMismatchError, match=REMEDY):
+        send(log, Scripted(), head)
     assert visible(log) == bodies()
 
 
@@ -828,17 +808,16 @@ def test_a_slow_local_transaction_keeps_renewing_its_lease_and_a_quick_one_write
     assert another(log).state_of(log.get("app:1")).lease_until is None
 
 
-def test_a_lease_that_cannot_be_written_does_not_disturb_the_local_transaction(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_that_cannot_be_written_does_not_disturb_the_local_transaction(log: CommitLog) -> None:
     tried = threading.Event()
 
-    def refuse(*_: Any) -> None:
-        tried.set()
-        raise OSError("the store is away")
+    def refuse(**_: Any) -> None:
+        if threading.current_thread().name == "txmq-lease":
+            tried.set()
+            raise OSError("the store is away")
 
-    monkeypatch.setattr(log.ledger, "lease", refuse)
-    send(log, Scripted(lambda b: COMMIT if tried.wait(DEADLINE_S) else ROLLBACK), header(), lease_s=0.03)
+    with seen_at("commit begins", refuse, table="op"):
+        send(log, Scripted(lambda b: COMMIT if tried.wait(DEADLINE_S) else ROLLBACK), header(), lease_s=0.03)
     assert visible(log) == bodies()
 
 
@@ -850,32 +829,15 @@ class Crash(BaseException):
 POINTS = ("staged", "prepared", "executing", "executed", "decided", "reopened")
 
 
-class Mortal(TwoPhase):
+def drive(log: CommitLog, database: Database, plan: Mapping[str, str], head: HalfHeader, point: str | None) -> None:
     """A driver that dies at a point."""
 
-    def __init__(self, log: CommitLog, database: Database, plan: Mapping[str, str], point: str | None) -> None:
-        def die(here: str) -> None:
-            if here == point:
-                raise Crash(here)
+    def die(here: str, **_: Any) -> None:
+        if here == point:
+            raise Crash(here)
 
-        self.die = die
-        super().__init__(log, Fenced(database, plan, die), replay_check_timeout_s=DEADLINE_S)
-
-    def prepare(self, head: HalfHeader, files: Sequence[HalfFile]) -> HalfRecord | None:
-        self.die("staged")
-        record = super().prepare(head, files)
-        self.die("prepared")
-        return record
-
-    def execute(self, run: Any, attempt: int, rows: Any) -> None:
-        if attempt > 1:
-            self.die("reopened")
-        super().execute(run, attempt, rows)
-
-    def decide(self, *arguments: Any) -> bool:
-        result = super().decide(*arguments)
-        self.die("decided")
-        return result
+    with hooked(die):
+        send(log, Fenced(database, plan, die), head, timeout_s=DEADLINE_S)
 
 
 RUN = st.tuples(
@@ -900,10 +862,8 @@ def crash_and_agree(log: CommitLog, per: str, plan: Mapping[str, str], runs: Seq
     head = header(per)
     crashes = 0
     for point, checks, marks in runs:
-        handle = another(log)
         try:
-            two_phase = Mortal(handle, database, plan, point)
-            two_phase.send(head, partial(stage, handle, head))
+            drive(another(log), database, plan, head, point)
         except Crash:
             crashes += 1
             event(f"died {point}")
@@ -912,9 +872,7 @@ def crash_and_agree(log: CommitLog, per: str, plan: Mapping[str, str], runs: Seq
         if marks:
             another(log).move_mark()
     event(f"{crashes} crashes")
-    handle = another(log)
-    two_phase = Mortal(handle, database, plan, None)
-    two_phase.send(head, lambda: stage(handle, head))
+    drive(another(log), database, plan, head, None)
     check(log, Fenced(database))
     assert log.pending().num_rows == 0
     assert not log.conflicts()

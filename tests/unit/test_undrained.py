@@ -18,6 +18,7 @@ from tests.support.half_batches import (
 )
 from tests.support.inside import Who, drain
 from tests.support.limits import set_limits
+from tests.support.meanwhile import seen_at
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
@@ -30,51 +31,44 @@ def half_bytes(log: CommitLog) -> int:
     return sum(table.actions()["size_bytes"].to_pylist())
 
 
-def test_what_is_placed_and_not_drained_is_counted_without_reading_it(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine = another(log)
-    watch = Undrained(mine)
-    for name in ("read", "read_range"):
-        monkeypatch.setattr(mine.half.table, name, lambda *_: 1 / 0)
-    assert watch.look(ENOUGH) == Amount()
+def test_what_is_placed_and_not_drained_is_counted_without_reading_it(log: CommitLog) -> None:
+    watch = Undrained(another(log))
+
+    def look() -> Amount:
+        with seen_at("files read", table="half") as reads:
+            found = watch.look(ENOUGH)
+        assert not reads
+        return found
+
+    assert look() == Amount()
     record = prepare(log, 0, 40, per="message", partitions=2)
-    assert watch.look(ENOUGH) == Amount(), "it is pending"
+    assert look() == Amount(), "it is pending"
     some, _ = split(pending(log, record), every=2)
     log.decide(record, 1, commit=some, who=Who.EXECUTE)
-    messages, size, whole = watch.look(ENOUGH)
+    messages, size, whole = look()
     assert (messages, whole) == (20, True)
     assert abs(size - half_bytes(log) / 2) < 2, "the share of the rows"
     roll_back(log, record)
-    assert watch.look(ENOUGH) == (20, size, True)
+    assert look() == (20, size, True)
     other = prepare(log, 1, 8, topic="points")
     commit(log, other)
-    assert watch.look(ENOUGH) == (28, size + log.half.bytes_of(other), True)
+    assert look() == (28, size + log.half.bytes_of(other), True)
     log.drain()
-    assert watch.look(ENOUGH) == Amount()
+    assert look() == Amount()
 
 
-def test_each_op_row_is_read_once_and_a_look_that_finds_nothing_new_reads_nothing(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_op_row_is_read_once_and_a_look_that_finds_nothing_new_reads_nothing(log: CommitLog) -> None:
     log.upkeep = False
     for i in range(4):
         commit(log, prepare(log, i))
-    mine = another(log)
-    watch = Undrained(mine)
-    read: list[int] = []
-    read_op = mine.op.read
-
-    def noted(paths: list[str], *asked: object) -> object:
-        read.append(len(paths))
-        return read_op(paths, *asked)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(mine.op, "read", noted)
-    assert watch.look(ENOUGH).messages == 20
-    assert watch.look(ENOUGH).messages == 20
+    watch = Undrained(another(log))
+    with seen_at("files read", table="op") as first:
+        assert watch.look(ENOUGH).messages == 20
+        assert watch.look(ENOUGH).messages == 20
     commit(log, prepare(log, 4))
-    assert watch.look(ENOUGH).messages == 25
-    assert read == [4, 1]
+    with seen_at("files read", table="op") as second:
+        assert watch.look(ENOUGH).messages == 25
+    assert [len(read["paths"]) for read in first + second] == [4, 1]
     merge_op_files(log)
     assert watch.look(ENOUGH).messages == 25
 

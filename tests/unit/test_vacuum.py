@@ -91,8 +91,10 @@ def test_what_is_no_data_file_is_left_alone(log: CommitLog, tmp_path: Path) -> N
 
 
 @pytest.fixture
-def merged(log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[CommitLog, list[str]]:
-    """A handle from before a merge of old op files, and the files that it knows."""
+def merged(
+    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> tuple[CommitLog, list[str]]:
+    """A handle from before a merge of old op files, so many days ago, and the files that it knows."""
     set_limits(monkeypatch, OP_FILES_MAX=3)
     log.upkeep = False
     for i in range(4):
@@ -100,7 +102,9 @@ def merged(log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> t
     age(tmp_path / "log", 30)
     late = CommitLog.open(tmp_path / "log")
     late.ledger.refresh()
+    set_clock(monkeypatch, -getattr(request, "param", 0) * DAY_S)
     assert maintenance.compact_op(CommitLog.open(tmp_path / "log").op)
+    monkeypatch.undo()
     return late, late.op.actions()["path"].to_pylist()
 
 
@@ -112,10 +116,8 @@ def test_files_that_were_merged_lately_stay_for_those_who_read_them(
     assert late.op.read(paths).num_rows == 8
 
 
-def test_merged_files_go_in_the_end(
-    log: CommitLog, merged: tuple[CommitLog, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(type(log.op), "removed_since", lambda self, age_s=None: set())  # a week later
+@pytest.mark.parametrize("merged", [8], indirect=True)
+def test_merged_files_go_in_the_end(log: CommitLog, merged: tuple[CommitLog, list[str]]) -> None:
     assert len(log.vacuum()) == 4
     check_offsets(log)
     assert len(bodies(log)) == 20

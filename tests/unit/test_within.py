@@ -6,7 +6,7 @@ import logging
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog, observer
 from rmq_spark.errors import OptionError
+from tests.support.meanwhile import at
 from tests.support.sends import message, producer_of, sent_bodies
 
 pytestmark = pytest.mark.log("delta", orders=1)
@@ -61,43 +62,37 @@ def test_a_send_of_who_holds_the_lock_that_its_commit_needs(
     assert within.refusals == 1
 
 
-def test_a_send_of_a_log_handler_in_the_thread_that_commits(
-    log: CommitLog, producer: txmq.TransactionMQProducer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    within, prepare = Within(producer), log.prepare_many
+def test_a_send_of_a_log_handler_in_the_thread_that_commits(producer: txmq.TransactionMQProducer) -> None:
+    within = Within(producer)
     logger = logging.getLogger("rmq_spark.commitlog.group_commit")
 
     class Ships(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             within()
 
-    def tells(*given: Any, **more: Any) -> Any:
-        logger.warning("a commit is made")
-        return prepare(*given, **more)
-
-    monkeypatch.setattr(log, "prepare_many", tells)
     logger.addHandler(handler := Ships())
     try:
-        producer.send(message("first"))
+        with at("staged", lambda: logger.warning("a commit is made")):
+            producer.send(message("first"))
     finally:
         logger.removeHandler(handler)
     within.require_sent()
 
 
 def test_a_signal_that_comes_while_the_thread_of_a_commit_starts(
-    log: CommitLog, producer: txmq.TransactionMQProducer, monkeypatch: pytest.MonkeyPatch
+    producer: txmq.TransactionMQProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    within, start = Within(producer), log.machine.start_thread
+    within, start = Within(producer), threading.Thread.start
 
-    def and_a_signal_comes(work: Callable[[], object], name: str, daemon: bool = False) -> threading.Thread:
-        if name == "txmq-prepare":
+    def and_a_signal_comes(thread: threading.Thread) -> None:
+        if thread.name == "txmq-prepare":
             signal.raise_signal(signal.SIGUSR1)
-        return start(work, name, daemon=daemon)
+        start(thread)
 
     before = signal.signal(signal.SIGUSR1, lambda *_: within())
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(log.machine, "start_thread", and_a_signal_comes)
+            patch.setattr(threading.Thread, "start", and_a_signal_comes)
             producer.send(message("first"))
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pyarrow as pa
+import pytest
 
 from rmq_spark import (
     COMMIT_MESSAGE,
@@ -35,6 +36,7 @@ from rmq_spark import (
 )
 from rmq_spark.errors import AlreadyPreparedError, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.clocks import be_every_machine
 from tests.support.half_batches import commit, header_of, merge_op_files, pending, prepare, roll_back, split
 from tests.support.inside import (
     BatchState,
@@ -45,7 +47,6 @@ from tests.support.inside import (
     OpRow,
     Planner,
     RowState,
-    StoreClock,
     Subscription,
     TwoPhase,
     Who,
@@ -87,16 +88,20 @@ class StoppedClock:
         """Set the clock; ids count from the start."""
         self.hours, self.ids = hours, count(int(hours) * 1_000_000)
 
+    def time(self, machine: Machine) -> float:
+        return self.now.timestamp()
+
+    def random(self, machine: Machine) -> float:
+        return 0.0
+
+    def unique_id(self, machine: Machine) -> str:
+        return f"{next(self.ids):032x}"
+
 
 @contextmanager
 def stopped_clock() -> Iterator[StoppedClock]:
-    clock = StoppedClock()
-    with (
-        patch.object(Machine, "time", lambda machine: clock.now.timestamp()),
-        patch.object(StoreClock, "stored_at", lambda store: clock.now.timestamp()),
-        patch.object(Machine, "random", lambda machine: 0.0),
-        patch.object(Machine, "unique_id", lambda machine: f"{next(clock.ids):032x}"),
-    ):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        be_every_machine(monkeypatch, clock := StoppedClock(), "time", "random", "unique_id")
         yield clock
 
 
@@ -558,14 +563,14 @@ for _warm in (True, False):
     def _trigger(log: CommitLog, content: Content) -> Callable[[], object]:
         from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-        from tests.support.inside import reader as reader_module
+        from tests.support.inside import TxmqStreamReader
         from tests.support.source_logs import source_schema
 
         options = {"path": "somewhere", "subscribe": ",".join(TOPICS), "consumerGroup": GROUP}
-        reader = reader_module.TxmqStreamReader(options, source_schema())
+        reader = TxmqStreamReader(options, source_schema())
 
         def trigger() -> object:
-            with patch.object(reader_module, "_open", lambda options: log):
+            with patch.object(CommitLog, "open", lambda *given: log):
                 start = {"orders": {"0": 1}, "@log": {log.id: 0}}
                 end = reader.latestOffset(start, ReadAllAvailable())
                 ranges = [part.ranges for part in reader.partitions(start, end)]

@@ -197,11 +197,11 @@ def _at(point: str, header: HalfHeader | None = None, attempt: int | None = None
     """The product comes to a failpoint."""
     if point == "half file written" and _is_here("half file torn", None):
         _end(last_act=lambda: _tear(**known))
-    name = _name_of(point, **known)
+    name = name_of(point, **known)
     reach(name, None if header is None else Batch(header.app_id, header.batch_id, attempt))
 
 
-def _name_of(point: str, table: str = "", change: Change | None = None, **_: object) -> str:
+def name_of(point: str, table: str = "", change: Change | None = None, **_: object) -> str:
     """A point of any table, by what the table is, and what the commit is for."""
     if change is None:
         return f"{table} {point}" if table else point

@@ -14,35 +14,30 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 import sqlalchemy as sa
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 from pyspark.sql.types import BinaryType, IntegerType, LongType, StringType, StructType
 
 import rmq_spark as txmq
-from rmq_spark import CheckService, SqlTransactionListener, TransactionMQProducer
+from rmq_spark import CheckService, SqlTransactionListener, TransactionMQProducer, failpoints
 from rmq_spark.errors import HalfBatchLeftError, LocalTransactionError, StaleAttemptError, UnresolvedTransactionError
 from tests.support.inside import (
     Graces,
-    LargeFile,
-    Leaver,
-    Pruner,
-    Stripper,
-    Table,
     TxmqDataSource,
     Verdicts,
-    half_store,
     maintenance,
     normalize_verdicts,
-    stripping,
 )
-from tests.support.inside import log as log_module
+from tests.support.limits import set_limits
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import READ_COLUMNS, note_messages, note_messages_table
-from tests.torture.kill.points import Fate, arm, reach
+from tests.torture.kill.points import Fate, arm, name_of, reach
 
 GROUP = "shop"
 TOPIC = "orders"
@@ -55,6 +50,13 @@ ORPHAN_AGE_S = 30.0
 GRACES = Graces(reader_s=0.3, audit_s=2.0, idempotency_s=86_400.0)
 """Short enough that half batches leave while their producers sleep. What is retried is remembered."""
 REPLACED_FILES_S = 3.0
+LIMITS = {
+    "ORPHAN_AGE_S": ORPHAN_AGE_S,
+    "STAGED_S_MAX": ORPHAN_AGE_S,
+    "OP_FILES_MAX": 6,
+    "REPLACED_FILES_S": REPLACED_FILES_S,
+    "STRIPPED_BYTES_MIN": 1,
+}
 READER_SCHEMA = StructType()
 for _name in READ_COLUMNS:
     _type = {"queue_id": IntegerType(), "queue_offset": LongType(), "body": BinaryType()}.get(_name, StringType())
@@ -95,13 +97,13 @@ class Shop:
         """A folder a table, with a copy of each file that has left it because what it held was over."""
         return self.root / "left"
 
-    def keep(self, table: Table, paths: Sequence[str]) -> None:
+    def keep(self, table: str, paths: Sequence[str]) -> None:
         """Keep copies of files that are about to leave a table."""
-        folder = self.left / table.name
+        folder = self.left / table
         folder.mkdir(parents=True, exist_ok=True)
         for path in paths:
             with suppress(FileExistsError, FileNotFoundError):  # another process was faster
-                os.link(f"{self.log}/{table.name}/{path}", folder / path)
+                os.link(f"{self.log}/{table}/{path}", folder / path)
 
     @property
     def readings(self) -> Path:
@@ -213,15 +215,7 @@ def produce(shop: Shop, history: History, process: str, chance: random.Random, b
 
 
 def send(shop: Shop, producer: TransactionMQProducer, history: History, process: str, batch: int) -> None:
-    rows = messages_of(batch).to_pylist()
-
-    def note(phase: Phase, verdict: str | None = None) -> None:
-        for n, row in enumerate(rows):
-            history.note(
-                Kind.SEND, phase, process, payload=payload_hash(row["body"]), key=row["sharding_key"],
-                sequence=n, topic=TOPIC, batch_id=batch, verdict=verdict, operation=f"{process}.{batch}",
-            )  # fmt: skip
-
+    note = partial(note_send, history, process, batch)
     note(Phase.BEGIN)
     per = per_of(batch)
     try:
@@ -239,6 +233,15 @@ def send(shop: Shop, producer: TransactionMQProducer, history: History, process:
     verdict = str(result.local_transaction_state)
     note(Phase.OK, verdict if per == "batch" else None)
     (shop.sent / str(batch)).touch()
+
+
+def note_send(history: History, process: str, batch: int, phase: Phase, verdict: str | None = None) -> None:
+    """What a sender knows of its send, message by message."""
+    for n, row in enumerate(messages_of(batch).to_pylist()):
+        history.note(
+            Kind.SEND, phase, process, payload=payload_hash(row["body"]), key=row["sharding_key"],
+            sequence=n, topic=TOPIC, batch_id=batch, verdict=verdict, operation=f"{process}.{batch}",
+        )  # fmt: skip
 
 
 def check(shop: Shop, history: History, process: str, chance: random.Random) -> None:
@@ -285,23 +288,14 @@ def keep_up(shop: Shop, history: History, process: str, chance: random.Random) -
 
 def _keep_what_leaves(shop: Shop) -> None:
     """The judge looks at everything that ever was: keep copies of what leaves, is stripped and is pruned."""
-    remove, rewrite, strip = Leaver._remove, Pruner._rewrite, Stripper._strip
 
-    def removed(self: Leaver, paths: Sequence[str], *arguments: Any) -> None:
-        shop.keep(self._log.half.table, paths)
-        remove(self, paths, *arguments)
+    def keep(point: str, **known: Any) -> None:
+        if name_of(point, **known) in ("leaving begins", "stripping begins", "pruning begins"):
+            shop.keep(known["table"], known["change"].remove)
+        if before is not None:
+            before(point, **known)
 
-    def rewritten(self: Pruner, paths: Sequence[str], *arguments: Any) -> int:
-        shop.keep(self._log.op, paths)
-        return rewrite(self, paths, *arguments)
-
-    def stripped(self: Stripper, file: LargeFile, *arguments: Any) -> bool:
-        shop.keep(self._log.half.table, [file.path])
-        return strip(self, file, *arguments)
-
-    Leaver._remove, Pruner._rewrite = removed, rewritten  # type: ignore[method-assign,assignment]
-    Stripper._strip = stripped  # type: ignore[method-assign,assignment]
-    stripping.STRIPPED_BYTES_MIN = 1
+    before = failpoints.set_hook(keep)
 
 
 def read_on(shop: Shop, history: History, process: str, chance: random.Random) -> None:
@@ -360,9 +354,7 @@ def run(role: str, root: str, process: str, seed: int, fate: Fate | None, *argum
     out = os.open(shop.root / f"{process}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    half_store.ORPHAN_AGE_S = log_module.ORPHAN_AGE_S = ORPHAN_AGE_S
-    maintenance.OP_FILES_MAX = 6
-    maintenance.REPLACED_FILES_S = REPLACED_FILES_S
+    set_limits(pytest.MonkeyPatch(), **LIMITS)
     maintenance.history_s = lambda table: 0.0
     if fate is not None:
         arm(fate, shop.reached)

@@ -5,16 +5,16 @@ The longest forms are ``python -m tests.torture kills``, ``drivers`` and ``disks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rmq_spark import CommitLog
-from tests.support.inside import Decided, Decision, DeltaLogTable, producer
+from rmq_spark import COMMIT_MESSAGE, HalfBatch, TransactionListener, VerdictArray
+from tests.support.inside import Verdicts, normalize_verdicts
 from tests.support.seeds import first_seed
 from tests.torture.judge.anomalies import AnomalyKind
+from tests.torture.judge.history import Phase
 from tests.torture.kill import disks, programs
 from tests.torture.kill.kills import Matrix, judge, settle
 from tests.torture.kill.points import BY_ROLE
@@ -45,9 +45,27 @@ def shop(tmp_path: Path) -> Shop:
     return found
 
 
-def send_all(shop: Shop, batches: range) -> None:
+class TurnedRound(TransactionListener):
+    """Says the opposite of what the shop's local transactions did."""
+
+    def __init__(self, orders: TransactionListener) -> None:
+        self.orders, self.store_id = orders, orders.store_id
+
+    def execute_local_transaction(self, batch: HalfBatch) -> VerdictArray:
+        said = normalize_verdicts(self.orders.execute_local_transaction(batch), batch)
+        keys = batch.transactions["transaction_key" if batch.transaction_per == "key" else "transaction_id"].to_pylist()
+        done = [k for k, verdict in zip(keys, said.each(len(keys)), strict=True) if verdict.state is COMMIT_MESSAGE]
+        return batch.verdicts(rollback=done)
+
+    def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        return self.orders.check_local_transaction(batch)
+
+
+def send_all(
+    shop: Shop, batches: range, of: Callable[[TransactionListener], TransactionListener] = lambda orders: orders
+) -> None:
     history = shop.history()
-    orders = listener(shop, history, "sender")
+    orders = of(listener(shop, history, "sender"))
     with programs.TransactionMQProducer(shop.log, GROUP, orders, check_interval=None) as producer:
         for batch in batches:
             programs.send(shop, producer, history, "sender", batch)
@@ -61,39 +79,19 @@ def test_the_judge_finds_nothing_in_a_good_run(shop: Shop) -> None:
     assert messages > 0
 
 
-def test_the_judge_sees_a_message_whose_local_transaction_did_not_happen(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_judge_sees_a_message_whose_local_transaction_did_not_happen(shop: Shop) -> None:
     """A verdict turned round on its way to the log."""
-    decide_many = CommitLog.decide_many
-
-    def wrong(self: CommitLog, decisions: Sequence[Decision]) -> object:
-        return decide_many(self, [replace(d, commit=d.rollback, rollback=d.commit, rolled_back=()) for d in decisions])
-
-    monkeypatch.setattr(CommitLog, "decide_many", wrong)
-    send_all(shop, range(6))
+    send_all(shop, range(6), TurnedRound)
     _, failures = judge(shop)
     assert any(f.startswith(AnomalyKind.LOCAL_STATE_DISAGREES.value) for f in failures)
 
 
-def test_the_judge_sees_a_commit_that_was_reported_and_is_not_there(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_judge_sees_a_commit_that_was_reported_and_is_not_there(shop: Shop) -> None:
     send_all(shop, range(3))
-    with monkeypatch.context() as patch:
-        patch.setattr(CommitLog, "decide_many", lambda _, decisions: [Decided() for _ in decisions])
-        patch.setattr(producer, "result_of", _as_if_committed)
-        send_all(shop, range(3, 4))
+    programs.note_send(shop.history(), "sender", 3, Phase.BEGIN)
+    programs.note_send(shop.history(), "sender", 3, Phase.OK, str(COMMIT_MESSAGE))
     _, failures = judge(shop)
     assert any(f.startswith(AnomalyKind.LOST_WRITE.value) for f in failures)
-    assert DeltaLogTable.exists(f"{shop.log}/op", None)
-
-
-def _as_if_committed(header: object, outcome: object, rows: int) -> object:
-    class Said:
-        local_transaction_state = "COMMIT_MESSAGE"
-
-    return Said()
 
 
 @pytest.mark.long
