@@ -30,14 +30,14 @@ import rmq_spark as txmq
 from benchmarks.report import Pairs, publish
 from benchmarks.spark import median_ms, session
 from benchmarks.throughput import SMALL_BATCHES, SMALL_ROWS, WARM_UP, stream, txmq_writer, write_input
-from rmq_spark.commitlog.half import HalfHeader, HalfWriter, Naming, batch_name
-from rmq_spark.commitlog.half_store import HalfRecord, Staged
-from rmq_spark.commitlog.leaving import Graces
-from rmq_spark.commitlog.ledger import Decision
-from rmq_spark.commitlog.op import RowState, Who
-from rmq_spark.commitlog.rows import NO_ROWS
-from rmq_spark.commitlog.single import OneMessage, arrange
-from rmq_spark.listener import CommitOncePrepared
+from rmq_spark._core.listeners.listener import CommitOncePrepared
+from rmq_spark._core.log.half import HalfHeader, HalfWriter, Naming, batch_name
+from rmq_spark._core.log.half_table import HalfRecord, Staged
+from rmq_spark._core.log.op import RowState, Who
+from rmq_spark._core.log.op_table import Decision
+from rmq_spark._core.log.single_messages import OneMessage, arrange
+from rmq_spark._core.upkeep.leave import Graces
+from rmq_spark._core.vocabulary.rows import NO_ROWS
 
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "5"))
 YOUNG = int(os.environ.get("BENCH_YOUNG", "100"))
@@ -59,7 +59,7 @@ SENT_BEFORE_A_START = 9
 COLD_START = """
 import sys, time
 import rmq_spark as txmq
-import rmq_spark.commitlog.log, pyarrow.dataset
+import rmq_spark._core.client.commit_log, pyarrow.dataset
 started = time.perf_counter()
 log = txmq.CommitLog.open(sys.argv[1])
 assert log.pending().num_rows <= 2
@@ -230,7 +230,7 @@ def main() -> None:
             from pyspark.sql.streaming.datasource import ReadAllAvailable
             from pyspark.sql.types import StructType
 
-            from rmq_spark.datasource import TxmqDataSource
+            from rmq_spark._core.spark.datasource import TxmqDataSource
 
             source = TxmqDataSource({"path": log.path, "subscribe": "orders", "startingOffsets": "latest"})
             schema = StructType.fromDDL(source.schema())

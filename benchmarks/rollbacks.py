@@ -5,9 +5,10 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.listener import TransactionListener, Verdicts
-from rmq_spark.storage.files import arange
-from rmq_spark.transaction import COMMIT_MESSAGE, ROLLBACK_MESSAGE, HalfBatch
+from rmq_spark._core.listeners.half_batch import HalfBatch
+from rmq_spark._core.listeners.listener import TransactionListener, Verdicts
+from rmq_spark._core.storage.files import arange
+from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 
 
 class _Answers(TransactionListener):

@@ -23,7 +23,7 @@ import rmq_spark as txmq
 from benchmarks.nothing import BATCH_ROWS, Nothing
 from benchmarks.report import Pairs, publish
 from benchmarks.spark import median_ms, session
-from rmq_spark.source.reader import arrow_schema
+from rmq_spark._core.spark.reader import arrow_schema
 
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "5"))
 ROWS = int(os.environ.get("BENCH_ROWS", "250000"))

@@ -142,7 +142,7 @@ print("pending:", log.pending().select(["half_id", "messages", "prepared_at"]).t
 # MAGIC %md
 # MAGIC ## The check
 # MAGIC The bank answers. A check asks the listener again and settles what was open. In production a scheduled job
-# MAGIC does this: `spark-submit` of `rmq_spark/check/job.py` with `conf/txmq.toml`.
+# MAGIC does this: `spark-submit` of `rmq_spark/checks/job.py` with `conf/txmq.toml`.
 
 # COMMAND ----------
 

@@ -19,9 +19,7 @@ from pyspark.sql import SparkSession
 
 import rmq_spark as txmq
 from rmq_spark import plots
-from rmq_spark.report.figures import figures_of
-from rmq_spark.report.headline import findings_of
-from rmq_spark.report.page import page
+from rmq_spark.report import figures_of, findings_of, page
 
 spark = SparkSession.builder.appName("operating").getOrCreate()
 txmq.register(spark)

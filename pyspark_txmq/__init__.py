@@ -3,6 +3,6 @@
 Spark does so at each look-up of any Python data source and catches no errors. So this module is light and never raises.
 """
 
-from rmq_spark.datasource import TxmqDataSource as DefaultSource
+from rmq_spark._core.spark.datasource import TxmqDataSource as DefaultSource
 
 __all__ = ["DefaultSource"]

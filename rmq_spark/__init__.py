@@ -1,7 +1,6 @@
 """RocketMQ's transactional messages for Spark: ``import rmq_spark as txmq``.
 
-A name is loaded when it is first used, so importing the package loads almost nothing. Spark's workers fork, and Delta's
-engine must not run in a process that forks.
+Here is what a program names every day. Results, reports and statuses live in the public modules beside it.
 """
 
 from __future__ import annotations
@@ -10,94 +9,71 @@ import concurrent.futures.thread  # noqa: F401  it cannot be imported any more w
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rmq_spark._core.lazy import public
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from rmq_spark.check.policy import TransactionCheckListener as TransactionCheckListener
-    from rmq_spark.check.report import CheckReport as CheckReport
-    from rmq_spark.check.service import CheckService as CheckService
-    from rmq_spark.commitlog.log import CommitLog as CommitLog
-    from rmq_spark.consumer.consume import consume as consume
-    from rmq_spark.consumer.dead_letters import DeadLetters as DeadLetters
-    from rmq_spark.consumer.groups import ConsumerGroup as ConsumerGroup
-    from rmq_spark.consumer.inbox import SqlInbox as SqlInbox
-    from rmq_spark.consumer.listener import ConsumeConcurrentlyStatus as ConsumeConcurrentlyStatus
-    from rmq_spark.consumer.listener import ConsumeOrderlyStatus as ConsumeOrderlyStatus
-    from rmq_spark.consumer.listener import EachBatch as EachBatch
-    from rmq_spark.consumer.listener import EachMessage as EachMessage
-    from rmq_spark.consumer.member import ConsumeFromWhere as ConsumeFromWhere
-    from rmq_spark.consumer.pull import PullConsumer as PullConsumer
-    from rmq_spark.consumer.push import PushConsumer as PushConsumer
-    from rmq_spark.datasource import register as register
+    from rmq_spark._core.checks.service import CheckService as CheckService
+    from rmq_spark._core.client.commit_log import CommitLog as CommitLog
+    from rmq_spark._core.consumers.dead_letters import DeadLetters as DeadLetters
+    from rmq_spark._core.consumers.groups import ConsumerGroup as ConsumerGroup
+    from rmq_spark._core.consumers.inbox import SqlInbox as SqlInbox
+    from rmq_spark._core.consumers.listener import ConsumeConcurrentlyStatus as ConsumeConcurrentlyStatus
+    from rmq_spark._core.consumers.listener import ConsumeOrderlyStatus as ConsumeOrderlyStatus
+    from rmq_spark._core.consumers.listener import EachMessage as EachMessage
+    from rmq_spark._core.consumers.pull import PullConsumer as PullConsumer
+    from rmq_spark._core.consumers.push import PushConsumer as PushConsumer
+    from rmq_spark._core.kafka.relay import KafkaRelay as KafkaRelay
+    from rmq_spark._core.listeners.delta import DeltaTransactionListener as DeltaTransactionListener
+    from rmq_spark._core.listeners.half_batch import HalfBatch as HalfBatch
+    from rmq_spark._core.listeners.listener import PerMessageListener as PerMessageListener
+    from rmq_spark._core.listeners.listener import TransactionListener as TransactionListener
+    from rmq_spark._core.listeners.sql import SqlTransactionListener as SqlTransactionListener
+    from rmq_spark._core.listeners.sql import create_fence as create_fence
+    from rmq_spark._core.listeners.table import TableListener as TableListener
+    from rmq_spark._core.producer.producer import TransactionMQProducer as TransactionMQProducer
+    from rmq_spark._core.spark.consume import consume as consume
+    from rmq_spark._core.spark.datasource import register as register
+    from rmq_spark._core.spark.foreach_batch import TransactionalSink as TransactionalSink
+    from rmq_spark._core.spark.native import messages as messages
+    from rmq_spark._core.vocabulary.message import Message as Message
+    from rmq_spark._core.vocabulary.message import MessageExt as MessageExt
+    from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE as COMMIT_MESSAGE
+    from rmq_spark._core.vocabulary.verdicts import ROLLBACK_MESSAGE as ROLLBACK_MESSAGE
+    from rmq_spark._core.vocabulary.verdicts import UNKNOWN as UNKNOWN
+    from rmq_spark._core.vocabulary.verdicts import LocalTransactionState as LocalTransactionState
+    from rmq_spark._core.vocabulary.verdicts import Rollback as Rollback
     from rmq_spark.errors import *  # noqa: F403
-    from rmq_spark.listener import ExecutedAttempt as ExecutedAttempt
-    from rmq_spark.listener import PerMessageListener as PerMessageListener
-    from rmq_spark.listener import TransactionListener as TransactionListener
-    from rmq_spark.listeners.delta import DeltaTransactionListener as DeltaTransactionListener
-    from rmq_spark.listeners.sql import HalfTransaction as HalfTransaction
-    from rmq_spark.listeners.sql import SqlTransactionListener as SqlTransactionListener
-    from rmq_spark.listeners.sql import create_fence as create_fence
-    from rmq_spark.listeners.table import TableListener as TableListener
-    from rmq_spark.message import Message as Message
-    from rmq_spark.message import MessageExt as MessageExt
-    from rmq_spark.relay.kafka import KafkaRelay as KafkaRelay
-    from rmq_spark.relay.report import RelayReport as RelayReport
-    from rmq_spark.sink.foreach_batch import TransactionalSink as TransactionalSink
-    from rmq_spark.sink.producer import TransactionMQProducer as TransactionMQProducer
-    from rmq_spark.sink.sent import TransactionSendResult as TransactionSendResult
-    from rmq_spark.source.native import messages as messages
-    from rmq_spark.transaction import COMMIT_MESSAGE as COMMIT_MESSAGE
-    from rmq_spark.transaction import ROLLBACK_MESSAGE as ROLLBACK_MESSAGE
-    from rmq_spark.transaction import UNKNOWN as UNKNOWN
-    from rmq_spark.transaction import HalfBatch as HalfBatch
-    from rmq_spark.transaction import LocalTransactionState as LocalTransactionState
-    from rmq_spark.transaction import Rollback as Rollback
-    from rmq_spark.transaction import VerdictArray as VerdictArray
 
-_WHERE = {
-    "CheckReport": "check.report",
-    "CheckService": "check.service",
-    "TransactionCheckListener": "check.policy",
-    "CommitLog": "commitlog.log",
-    "ConsumerGroup": "consumer.groups",
-    "ConsumeConcurrentlyStatus": "consumer.listener",
-    "ConsumeOrderlyStatus": "consumer.listener",
-    "DeadLetters": "consumer.dead_letters",
-    "ConsumeFromWhere": "consumer.member",
-    "EachBatch": "consumer.listener",
-    "EachMessage": "consumer.listener",
-    "PullConsumer": "consumer.pull",
-    "PushConsumer": "consumer.push",
-    "SqlInbox": "consumer.inbox",
-    "consume": "consumer.consume",
-    "register": "datasource",
-    "messages": "source.native",
-    "ExecutedAttempt": "listener",
-    "PerMessageListener": "listener",
-    "TransactionListener": "listener",
-    "DeltaTransactionListener": "listeners.delta",
-    "SqlTransactionListener": "listeners.sql",
-    "TableListener": "listeners.table",
-    "HalfTransaction": "listeners.sql",
-    "create_fence": "listeners.sql",
-    "KafkaRelay": "relay.kafka",
-    "RelayReport": "relay.report",
-    "Message": "message",
-    "MessageExt": "message",
-    "TransactionalSink": "sink.foreach_batch",
-    "TransactionMQProducer": "sink.producer",
-    "TransactionSendResult": "sink.sent",
-    "HalfBatch": "transaction",
-    "LocalTransactionState": "transaction",
-    "Rollback": "transaction",
-    "VerdictArray": "transaction",
-    "COMMIT_MESSAGE": "transaction",
-    "ROLLBACK_MESSAGE": "transaction",
-    "UNKNOWN": "transaction",
+_NAMES = {
+    "checks.service": "CheckService",
+    "client.commit_log": "CommitLog",
+    "consumers.dead_letters": "DeadLetters",
+    "consumers.groups": "ConsumerGroup",
+    "consumers.inbox": "SqlInbox",
+    "consumers.listener": "ConsumeConcurrentlyStatus ConsumeOrderlyStatus EachMessage",
+    "consumers.pull": "PullConsumer",
+    "consumers.push": "PushConsumer",
+    "kafka.relay": "KafkaRelay",
+    "listeners.delta": "DeltaTransactionListener",
+    "listeners.half_batch": "HalfBatch",
+    "listeners.listener": "PerMessageListener TransactionListener",
+    "listeners.sql": "SqlTransactionListener create_fence",
+    "listeners.table": "TableListener",
+    "producer.producer": "TransactionMQProducer",
+    "spark.consume": "consume",
+    "spark.datasource": "register",
+    "spark.foreach_batch": "TransactionalSink",
+    "spark.native": "messages",
+    "vocabulary.message": "Message MessageExt",
+    "vocabulary.verdicts": "COMMIT_MESSAGE LocalTransactionState ROLLBACK_MESSAGE Rollback UNKNOWN",
 }
-_MODULES = ("errors", "logs", "metrics", "plots", "testing")
-__all__ = sorted([*_WHERE, "__version__", *_MODULES])
-
+_MODULES = (
+    "checks consumers errors kafka listeners log logs message metrics plots producer report sink spark testing"
+).split()
+_of_core, _, _all = public(__name__, _NAMES)
+__all__ = sorted([*_all, "__version__", *_MODULES])
 
 _OF_ROCKETMQ = {
     "DefaultMQProducer": "TransactionMQProducer, whose send() needs no listener,",
@@ -107,26 +83,23 @@ _OF_ROCKETMQ = {
     "MessageListenerOrderly": 'a function for PushConsumer(..., mode="orderly")',
     "UNKNOW": "UNKNOWN",
 }
-_EXTRAS = {"pyspark": "spark", "sqlalchemy": "sql"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        try:
-            return getattr(importlib.import_module(f"rmq_spark.{_WHERE[name]}"), name)
-        except ModuleNotFoundError as missing:
-            package = (missing.name or "").partition(".")[0]
-            if package not in _EXTRAS:
-                raise
-            text = f"rmq_spark.{name} needs {package}: install rmq_spark with its extra {_EXTRAS[package]}"
-            raise ModuleNotFoundError(text, name=package) from None
+    if name in _all:
+        return _of_core(name)
     if name in _MODULES:
         return importlib.import_module(f"rmq_spark.{name}")
     errors = importlib.import_module("rmq_spark.errors")
     if name.endswith("Error") and hasattr(errors, name):
         return getattr(errors, name)
-    said = f"module 'rmq_spark' has no attribute {name!r}"
-    raise AttributeError(f"{said}: RocketMQ's {name} is {_OF_ROCKETMQ[name]} here" if name in _OF_ROCKETMQ else said)
+    unknown = f"module 'rmq_spark' has no attribute {name!r}"
+    if name in _OF_ROCKETMQ:
+        raise AttributeError(f"{unknown}: RocketMQ's {name} is {_OF_ROCKETMQ[name]} here")
+    for module in () if name.startswith("_") else _MODULES:
+        if name in getattr(importlib.import_module(f"rmq_spark.{module}"), "__all__", ()):
+            raise AttributeError(f"{unknown}: it is rmq_spark.{module}.{name}")
+    raise AttributeError(unknown)
 
 
 def __dir__() -> list[str]:

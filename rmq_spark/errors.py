@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rmq_spark.redaction import redacted, shortened
+from rmq_spark._core.vocabulary.redaction import redacted, shortened
 
 
 class TxmqError(Exception):
@@ -308,7 +308,7 @@ class HalfBatchLeftError(HalfBatchNotFoundError):
     def __init__(self, message: str, archived: Any = None) -> None:
         super().__init__(message)
         self.archived = archived
-        """The :class:`~rmq_spark.commitlog.archived.Archived` that is kept of it; None when that is gone, too."""
+        """The :class:`~rmq_spark._core.log.archive.Archived` that is kept of it; None when that is gone, too."""
 
 
 class PendingLimitError(TxmqError):

@@ -14,11 +14,11 @@ import sys
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rmq_spark._core.vocabulary.redaction import one_line, redacted, traceback_of
 from rmq_spark.errors import TxmqError
-from rmq_spark.redaction import one_line, redacted, traceback_of
 
 if TYPE_CHECKING:
-    from rmq_spark.transaction import HalfBatch
+    from rmq_spark._core.listeners.half_batch import HalfBatch
 
 __all__ = ["FIELDS", "JsonFormatter"]
 
@@ -42,7 +42,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class Header(Protocol):
-    """What names a half batch (:class:`rmq_spark.commitlog.half.HalfHeader`)."""
+    """What names a half batch (:class:`rmq_spark._core.log.half.HalfHeader`)."""
 
     @property
     def half_id(self) -> str: ...
@@ -56,7 +56,7 @@ class Header(Protocol):
 
 def of_batch(batch: HalfBatch) -> dict[str, Any]:
     """The fields of a record about a half batch. The transaction's id is the one that all ids in it begin with."""
-    from rmq_spark.transaction import batch_transaction_id
+    from rmq_spark._core.vocabulary.ids import batch_transaction_id
 
     return {
         "half_id": batch.half_id,

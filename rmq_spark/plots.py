@@ -13,16 +13,16 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from rmq_spark.commitlog.history import open_now
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.inspect.history import open_now
+from rmq_spark._core.report import charts, over_time, standing
+from rmq_spark._core.report.choice import trace_of
+from rmq_spark._core.report.figures import listed, look_back, settled_in
+from rmq_spark._core.report.span import SINCE, Span
 from rmq_spark.errors import OptionError
-from rmq_spark.report import charts, over_time, standing
-from rmq_spark.report.choosing import trace_of
-from rmq_spark.report.figures import listed, look_back, settled_in
-from rmq_spark.report.span import SINCE, Span
 
 if TYPE_CHECKING:
-    from rmq_spark.report.drawing import Chart
+    from rmq_spark._core.report.drawing import Chart
 
 __all__ = ["checks", "lag", "largest", "pending", "slowest", "throughput", "timeline", "topics", "verdicts"]
 

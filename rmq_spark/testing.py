@@ -17,21 +17,21 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from rmq_spark.commitlog.group_store import GROUPS_SCHEMA
-from rmq_spark.commitlog.half import HALF_SCHEMA
-from rmq_spark.commitlog.log import CommitLog
-from rmq_spark.commitlog.messages import MESSAGES_SCHEMA
-from rmq_spark.commitlog.op import OP_SCHEMA
-from rmq_spark.commitlog.topics import TOPICS_SCHEMA
-from rmq_spark.config import QUEUES_DEFAULT
-from rmq_spark.failpoints import reach
-from rmq_spark.machine import MACHINE, Machine
-from rmq_spark.selector.tree import Filter
-from rmq_spark.storage.files import DataFile, RowRange, read_range, write_table
-from rmq_spark.storage.others import Changed
-from rmq_spark.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema, bounds_of, compare_and_set
+from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.log.groups import GROUPS_SCHEMA
+from rmq_spark._core.log.half import HALF_SCHEMA
+from rmq_spark._core.log.op import OP_SCHEMA
+from rmq_spark._core.log.topics import TOPICS_SCHEMA
+from rmq_spark._core.messages.table import MESSAGES_SCHEMA
+from rmq_spark._core.runtime.failpoints import reach
+from rmq_spark._core.runtime.machine import MACHINE, Machine
+from rmq_spark._core.selector.tree import Filter
+from rmq_spark._core.storage.files import DataFile, RowRange, read_range, write_table
+from rmq_spark._core.storage.foreign_commits import Changed
+from rmq_spark._core.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema, bounds_of, compare_and_set
+from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
 
-__all__ = ["InMemoryCommitLog", "MemoryTable"]
+__all__ = ["InMemoryCommitLog", "Machine", "MemoryTable"]
 
 
 class _Files:
@@ -107,7 +107,7 @@ class _SameClock:
 
 
 class MemoryTable:
-    """A :class:`rmq_spark.storage.table.Table` in memory. Handles from :meth:`another` share its content."""
+    """A :class:`rmq_spark._core.storage.table.Table` in memory. Handles from :meth:`another` share its content."""
 
     def __init__(
         self, name: str, schema: pa.Schema, machine: Machine = MACHINE, versions: _Versions | None = None
@@ -242,7 +242,7 @@ class InMemoryCommitLog(CommitLog):
     topics : mapping of str to int, optional
         Topics to create at once.
     machine : Machine, optional
-        Gives the log its clock, locks and threads; see :class:`rmq_spark.machine.Machine`.
+        Gives the log its clock, locks and threads; see :class:`rmq_spark._core.runtime.machine.Machine`.
 
     Examples
     --------

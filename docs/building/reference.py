@@ -23,7 +23,8 @@ from pydantic.fields import FieldInfo
 import rmq_spark
 from docs.building import columns
 from docs.building.docstrings import first_paragraph, markdown_of, paragraphs, prose, signature_of
-from rmq_spark import config, errors
+from rmq_spark import errors
+from rmq_spark._core.vocabulary import options as config
 from rmq_spark.cli.verbs import whole
 
 ROOT = Path(__file__).parents[2]
@@ -52,8 +53,8 @@ def pages() -> dict[str, str]:
 # ---------------------------------------------------------------- options and columns
 def options() -> str:
     """The options of ``format("txmq")``."""
-    from rmq_spark.sink.settings import SINK_TABLE
-    from rmq_spark.source import SOURCE_TABLE
+    from rmq_spark._core.reads.option_names import SOURCE_TABLE
+    from rmq_spark._core.spark.sink_options import SINK_TABLE
 
     storage = ("", "Credentials and endpoint, with delta-rs's names. It may be given several times.")
     return "\n".join(
@@ -84,12 +85,12 @@ def _option_rows(table: Mapping[str, tuple[str, str]]) -> Iterable[tuple[str, st
 
 def tables() -> str:
     """The columns that the sink takes, the source gives, and the tables of a log have."""
-    from rmq_spark.commitlog.group_store import GROUPS_SCHEMA
-    from rmq_spark.commitlog.half import HALF_SCHEMA
-    from rmq_spark.commitlog.messages import MESSAGES_SCHEMA, SOURCE_SCHEMA
-    from rmq_spark.commitlog.op import OP_SCHEMA, Kind
-    from rmq_spark.commitlog.topics import TOPICS_SCHEMA
-    from rmq_spark.message import INPUT_COLUMNS
+    from rmq_spark._core.log.groups import GROUPS_SCHEMA
+    from rmq_spark._core.log.half import HALF_SCHEMA
+    from rmq_spark._core.log.op import OP_SCHEMA, Kind
+    from rmq_spark._core.log.topics import TOPICS_SCHEMA
+    from rmq_spark._core.messages.table import MESSAGES_SCHEMA, SOURCE_SCHEMA
+    from rmq_spark._core.vocabulary.message import INPUT_COLUMNS
 
     _require_same([kind.value for kind in Kind], columns.KINDS, "kinds of op rows")
     kinds = _table(("kind", "it says of the rows that it names"), ((f"`{k}`", s) for k, s in columns.KINDS.items()))
@@ -154,8 +155,8 @@ def _columns(types: Mapping[str, str], meanings: Mapping[str, str], what: str) -
 # ---------------------------------------------------------------- configuration
 def configuration() -> str:
     """The settings of conf/txmq.toml: names and defaults from the models, meanings from the file's own comments."""
-    from rmq_spark.check.names import NAMES
-    from rmq_spark.check.settings import JobSettings
+    from rmq_spark._core.checks.names import NAMES
+    from rmq_spark._core.checks.settings import JobSettings
 
     written = (ROOT / "conf" / "txmq.toml").read_text()
     meanings = _comments(written)
@@ -233,7 +234,7 @@ def duration(seconds: float) -> str:
 # ---------------------------------------------------------------- metrics
 def metrics() -> str:
     """Every metric, with its labels."""
-    from rmq_spark.metrics.names import COMMON, LOG, METRICS
+    from rmq_spark._core.metrics.names import COMMON, LOG, METRICS
 
     def table(of_log: bool) -> str:
         rows = [
@@ -352,14 +353,14 @@ def _kind(option: Any) -> str:
 
 # ---------------------------------------------------------------- limits
 LIMIT_MODULES = (
-    ("rmq_spark.config", "Sizes, names and times"),
-    ("rmq_spark.sink.producer", "Producers"),
-    ("rmq_spark.consumer.member", "Members of a group"),
-    ("rmq_spark.consumer.push", "PushConsumer"),
-    ("rmq_spark.consumer.pull", "PullConsumer"),
-    ("rmq_spark.consumer.retry", "Retries"),
-    ("rmq_spark.relay.settings", "The relay to Kafka"),
-    ("rmq_spark.selector", "Selectors"),
+    ("rmq_spark._core.vocabulary.options", "Sizes, names and times"),
+    ("rmq_spark._core.producer.producer", "Producers"),
+    ("rmq_spark._core.consumers.member", "Members of a group"),
+    ("rmq_spark._core.consumers.push", "PushConsumer"),
+    ("rmq_spark._core.consumers.pull", "PullConsumer"),
+    ("rmq_spark._core.consumers.retry", "Retries"),
+    ("rmq_spark._core.kafka.settings", "The relay to Kafka"),
+    ("rmq_spark._core.selector", "Selectors"),
 )
 """Modules whose constants a user may meet."""
 

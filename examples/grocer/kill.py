@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from examples.grocer.settings import Settings
-from rmq_spark.transaction import HalfBatch
+from rmq_spark import HalfBatch
 
 
 class Point(str, Enum):

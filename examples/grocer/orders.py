@@ -13,9 +13,8 @@ import sqlalchemy as sa
 from examples.grocer.baskets import ITEM, lines_of, with_zero_quantity
 from examples.grocer.kill import Point, die_here
 from examples.grocer.settings import Folder, Settings
-from rmq_spark.listener import Verdicts
-from rmq_spark.listeners.sql import SqlTransactionListener
-from rmq_spark.transaction import HalfBatch
+from rmq_spark import HalfBatch, SqlTransactionListener
+from rmq_spark.listeners import Verdicts
 
 ROLLBACK_AFTER_S = 2.0
 """A local transaction takes a fraction of a second here, and with the default of 60 s the check would have to wait."""

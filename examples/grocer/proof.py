@@ -19,7 +19,7 @@ from examples.grocer.baskets import ITEM, lines_of, read_input, with_zero_quanti
 from examples.grocer.kill import Point
 from examples.grocer.orders import read_table
 from examples.grocer.settings import TOPICS, Folder, Settings
-from rmq_spark.transaction import decode_json
+from rmq_spark.listeners import decode_json
 
 EXAMPLES_MAX = 3
 MESSAGE_COLUMNS = ["queue_id", "queue_offset", "keys", "body"]
@@ -197,7 +197,7 @@ def _attempt(run: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _prove_settled(proof: Proof, folder: Folder) -> None:
-    from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark import CommitLog
 
     log = CommitLog.open(str(folder.log))
     proof.require("half batches still pending", log.pending()["half_id"].to_pylist(), [])

@@ -14,7 +14,7 @@ from examples.grocer.proof import Proof, load, read_kills
 from examples.grocer.settings import PRODUCER_GROUP, TOPICS, Folder
 from examples.grocer.show import Bar, Show
 from examples.grocer.stream import LISTENER
-from rmq_spark.commitlog.log import CommitLog
+from rmq_spark import CommitLog
 
 SETTLE_S_MAX = 60.0
 CHECK_CONFIG = """\
@@ -146,7 +146,7 @@ class Story:
         self.show.pending(f"after {rounds} round{'s' * (rounds > 1)} of checks", self.pending())
 
     def _checker(self) -> Child:
-        return Child(self.folder, "rmq_spark.check.job", "--config", str(self.folder.check_config), "--once")
+        return Child(self.folder, "rmq_spark.checks.job", "--config", str(self.folder.check_config), "--once")
 
     # ------------------------------------------------------------------ the proof
     def prove(self) -> Proof:

@@ -39,7 +39,7 @@ def backup(
 ) -> None:
     """Copy a commit log as it is at one moment, while programs use it; or a copy back to where the log was. An older
     copy at the target is brought up to date."""
-    from rmq_spark.commitlog.backup import finish
+    from rmq_spark._core.client.backup import finish
 
     target_options = storage_options(target_storage, TARGET_STORAGE_ENV, "--target-storage")
     finish(path, storage_options(storage))

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
 import typer
 from typer.core import TyperCommand
 
+from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.cli.completing import of_argument
 from rmq_spark.cli.configuration import PATH_ENV, WHERE, configured
 from rmq_spark.cli.text import one_line
 from rmq_spark.cli.words import in_words_of_the_command
 from rmq_spark.errors import ConfigError, MessageError, NotACommitLogError, OptionError, TxmqError
 from rmq_spark.logs import open_closed_streams
-from rmq_spark.redaction import redacted
 
 if TYPE_CHECKING:
-    from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark._core.client.commit_log import CommitLog
 
 STORAGE_ENV = "TXMQ_STORAGE__"
 OK, FAILED, BAD_USAGE = 0, 1, 2
@@ -211,7 +211,7 @@ def nobody_reads(seconds: float = 0.0) -> bool:
 # ---------------------------------------------------------------- the commit log
 def open_log(path: str, storage: Sequence[str] | None) -> CommitLog:
     """Open the commit log of a command."""
-    from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark._core.client.commit_log import CommitLog
 
     try:
         return CommitLog.open(path, storage_options(storage))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark._core.client.commit_log import CommitLog
 
 SECONDS_MAX = 2.0
 """So long one Tab waits for the commit log."""
@@ -52,7 +52,7 @@ def _topics(log: CommitLog) -> Iterable[str]:
 
 
 def _groups(log: CommitLog) -> Iterable[str]:
-    from rmq_spark.consumer.groups import groups
+    from rmq_spark._core.consumers.groups import groups
 
     return groups(log) if log.has_groups() else ()
 
@@ -104,9 +104,9 @@ def _names(ctx: typer.Context, path: str | None, kind: Callable[[CommitLog], Ite
 
 
 def _opened(ctx: typer.Context, path: str | None) -> CommitLog:
+    from rmq_spark._core.client.commit_log import CommitLog
     from rmq_spark.cli.command import storage_options
     from rmq_spark.cli.configuration import configured
-    from rmq_spark.commitlog.log import CommitLog
 
     options = storage_options(ctx.params.get("storage")) or {}
     if path is not None:

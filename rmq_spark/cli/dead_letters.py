@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
+from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import App
 from rmq_spark.cli.output import AsJson, GroupName, LogPath, Storage, open_log, plainly, say, show
 from rmq_spark.cli.text import json_message, short
 from rmq_spark.errors import OptionError
-from rmq_spark.plurals import count_of
 
 LIMIT = 100
 
@@ -32,7 +32,7 @@ def list_letters(
     storage: Storage = None,
 ) -> None:
     """List dead letters, why they were given up, and when they were sent again."""
-    from rmq_spark.consumer.dead_letters import DeadLetters
+    from rmq_spark._core.consumers.dead_letters import DeadLetters
 
     letters = DeadLetters(open_log(path, storage), group).list(limit).to_pylist()
     kept = ("queue_offset", "topic", "msg_id", "keys", "reconsume_times", "reason", "died", "resent")
@@ -52,7 +52,7 @@ def resend(
     storage: Storage = None,
 ) -> None:
     """Send dead letters to their group again; their retries are counted anew. A letter is sent again only once."""
-    from rmq_spark.consumer.dead_letters import DeadLetters
+    from rmq_spark._core.consumers.dead_letters import DeadLetters
 
     if everything == bool(offset):
         raise OptionError("say which letters: --offset N (may be repeated), or --all")

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rmq_spark._core.report.finding import Finding, Level, worst
+from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import BAD_USAGE, fail, path_to_type, sentence_of
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import one_line
 from rmq_spark.errors import ConfigError
-from rmq_spark.plurals import count_of
-from rmq_spark.report.finding import Finding, Level, worst
 
 if TYPE_CHECKING:
     from rmq_spark.cli.configuration import Configured
@@ -54,10 +54,10 @@ def doctor(
 
 
 def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
+    from rmq_spark._core.client.tables import FORMAT
     from rmq_spark.cli.configuration import configured
     from rmq_spark.cli.doctor_log import LogDoctor
     from rmq_spark.cli.doctor_machine import look_at_machine
-    from rmq_spark.commitlog.opening import FORMAT
 
     yield from look_at_machine()
     try:
@@ -79,9 +79,9 @@ def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
 
 def _settings(found: Configured) -> tuple[list[str] | None, float, list[Finding]]:
     """Return who answers for which group, the interval of checks, and findings about the configuration."""
-    from rmq_spark.check.settings import NEEDED, JobSettings
+    from rmq_spark._core.checks.settings import NEEDED, JobSettings
+    from rmq_spark._core.vocabulary.options import TRANSACTION_CHECK_INTERVAL_S
     from rmq_spark.cli.configuration import FILE
-    from rmq_spark.config import TRANSACTION_CHECK_INTERVAL_S
 
     if found.file is None and not os.environ.keys() >= {*NEEDED}:
         what = "there is no txmq.toml here, and TXMQ_CONFIG names none: the checker's interval is taken as 60 s"

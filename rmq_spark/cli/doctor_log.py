@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.compute as pc
 from pyarrow.fs import FileSelector, LocalFileSystem
 
+from rmq_spark._core.consumers.dead_letters import DeadLetters
+from rmq_spark._core.listeners.listener import NO_LISTENER_FENCE
+from rmq_spark._core.report.finding import Finding, Level
+from rmq_spark._core.storage.location import is_uri
+from rmq_spark._core.storage.store_errors import is_denied
+from rmq_spark._core.storage.table import foreign_change
+from rmq_spark._core.vocabulary.message import DLQ_PREFIX
+from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX, DRAIN_EVERY_S, INT64_MAX, TRANSACTION_TIMEOUT_S
+from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import sentence_of
 from rmq_spark.cli.groups import group_rows
 from rmq_spark.cli.settling import conflict_rows, open_rows
 from rmq_spark.cli.text import one_line, short_age, size
-from rmq_spark.config import CLOCK_SKEW_S_MAX, DRAIN_EVERY_S, INT64_MAX, TRANSACTION_TIMEOUT_S
-from rmq_spark.consumer.dead_letters import DeadLetters
 from rmq_spark.errors import ForeignChangeError
-from rmq_spark.listener import NO_LISTENER_FENCE
-from rmq_spark.message import DLQ_PREFIX
-from rmq_spark.plurals import count_of
-from rmq_spark.report.finding import Finding, Level
-from rmq_spark.storage.answers import is_denied
-from rmq_spark.storage.location import is_uri
-from rmq_spark.storage.table import foreign_change
 
 if TYPE_CHECKING:
-    from rmq_spark.commitlog.log import CommitLog
-    from rmq_spark.storage.table import Table
+    from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark._core.storage.table import Table
 
 INTERVALS = 3
 """A checker that has said nothing for so many of its intervals is silent."""
@@ -126,7 +126,7 @@ class LogDoctor:
         yield Finding("permissions", Level.OK, f"all {len(folders)} folders can be read and written")
 
     def _store(self) -> Iterator[Finding]:
-        from rmq_spark.storage.stores import reaching, require_put_if_absent
+        from rmq_spark._core.storage.stores import reaching, require_put_if_absent
 
         options = self._log.storage_options or None
         began = self._log.machine.monotonic()
@@ -136,7 +136,7 @@ class LogDoctor:
         yield Finding("store", Level.OK, f"put-if-absent and lists were tried, and hold ({took_ms:.0f} ms)")
 
     def _clock(self) -> Iterator[Finding]:
-        from rmq_spark.storage.clock import StoreClock
+        from rmq_spark._core.storage.clock import StoreClock
 
         table = self._log.half.table
         before = self._log.machine.time()
@@ -187,7 +187,7 @@ class LogDoctor:
             yield Finding("files", Level.OK, what)
 
     def _drain(self) -> Iterator[Finding]:
-        from rmq_spark.commitlog.undrained import Undrained
+        from rmq_spark._core.inspect.undrained import Undrained
 
         log = self._log
         waiting = Undrained(log.another_on_the_same_log()).look(INT64_MAX)
@@ -309,7 +309,7 @@ class LogDoctor:
 
     # ------------------------------------------------------------------ consumers
     def _groups(self) -> Iterator[Finding]:
-        from rmq_spark.consumer.groups import ConsumerGroup
+        from rmq_spark._core.consumers.groups import ConsumerGroup
 
         rows = group_rows(self._log)
         if not rows:

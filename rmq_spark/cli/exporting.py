@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rmq_spark._core.vocabulary.options import parse_duration
+from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.cli.output import LogPath, Storage, plainly, storage_options
-from rmq_spark.config import parse_duration
 from rmq_spark.errors import OptionError, StorageError, TxmqError
 from rmq_spark.logs import json_handler
-from rmq_spark.redaction import redacted
 
 if TYPE_CHECKING:
-    from rmq_spark.metrics.log_collector import LogCollector
+    from rmq_spark._core.metrics.log_collector import LogCollector
 
 PORT = 5557
 """As RocketMQ's brokers and its exporter have it."""
@@ -57,9 +57,9 @@ def exporter(
         raise typer.BadParameter(f"{' and '.join(given)} contradict each other: give one of them")
     if cluster is not None and not cluster.strip():
         raise typer.BadParameter("it is empty: give the label's value, or leave the option out", param_hint="--cluster")
-    from rmq_spark.metrics.log_collector import CLUSTER, LogCollector
-    from rmq_spark.metrics.serving import write_unreadable
-    from rmq_spark.storage.location import location
+    from rmq_spark._core.metrics.log_collector import CLUSTER, LogCollector
+    from rmq_spark._core.metrics.serving import write_unreadable
+    from rmq_spark._core.storage.location import location
 
     cache_s, options = parse_duration(cache, "cache"), storage_options(storage)
     try:
@@ -77,7 +77,7 @@ def exporter(
 
 
 def _registry(collector: LogCollector) -> Any:
-    from rmq_spark.metrics.client import prometheus
+    from rmq_spark._core.metrics.client import prometheus
 
     registry = prometheus.CollectorRegistry()
     registry.register(collector)
@@ -85,8 +85,8 @@ def _registry(collector: LogCollector) -> Any:
 
 
 def _show_once(collector: LogCollector, path: str, push_to: str | None, job: str, textfile: Path | None) -> None:
-    from rmq_spark.metrics.client import prometheus
-    from rmq_spark.metrics.pushing import push, write_textfile
+    from rmq_spark._core.metrics.client import prometheus
+    from rmq_spark._core.metrics.pushing import push, write_textfile
 
     registry = _registry(collector)
     if push_to is not None:
@@ -102,8 +102,8 @@ def _show_once(collector: LogCollector, path: str, push_to: str | None, job: str
 
 
 def _serve(collector: LogCollector, path: str, address: str, port: int) -> None:
-    from rmq_spark.check.threads import stopped_by_signals
-    from rmq_spark.metrics.serving import serving
+    from rmq_spark._core.checks.threads import stopped_by_signals
+    from rmq_spark._core.metrics.serving import serving
 
     as_json = json_handler()
     if as_json is not None:

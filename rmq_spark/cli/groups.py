@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.command import App
-from rmq_spark.cli.completing import topics_of_option
-from rmq_spark.cli.output import AsJson, GroupName, LogPath, Storage, open_log, plainly, rendered, say, show
-from rmq_spark.cli.text import as_json as json_of
-from rmq_spark.cli.text import short_age
-from rmq_spark.cli.times import time_of
-from rmq_spark.cli.watching import Watch, watched
-from rmq_spark.errors import GroupNotFoundError, OffsetError, OptionError
-from rmq_spark.plurals import count_of
-from rmq_spark.source.offsets import (
+from rmq_spark._core.reads.offsets import (
     EARLIEST,
     EARLIEST_OFFSET,
     LATEST,
@@ -25,10 +16,19 @@ from rmq_spark.source.offsets import (
     parse_offsets,
     to_json,
 )
+from rmq_spark._core.vocabulary.text import count_of
+from rmq_spark.cli.command import App
+from rmq_spark.cli.completing import topics_of_option
+from rmq_spark.cli.output import AsJson, GroupName, LogPath, Storage, open_log, plainly, rendered, say, show
+from rmq_spark.cli.text import as_json as json_of
+from rmq_spark.cli.text import short_age
+from rmq_spark.cli.times import time_of
+from rmq_spark.cli.watching import Watch, watched
+from rmq_spark.errors import GroupNotFoundError, OffsetError, OptionError
 
 if TYPE_CHECKING:
-    from rmq_spark.commitlog.log import CommitLog
-    from rmq_spark.consumer.groups import ConsumerGroup
+    from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark._core.consumers.groups import ConsumerGroup
 
 group_app = App(no_args_is_help=True, help="Consumer groups of a commit log.")
 
@@ -87,7 +87,7 @@ def in_words(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def group_rows(log: CommitLog) -> list[dict[str, Any]]:
     """Return a row for each consumer group."""
-    from rmq_spark.consumer.groups import ConsumerGroup, groups
+    from rmq_spark._core.consumers.groups import ConsumerGroup, groups
 
     rows: list[dict[str, Any]] = []
     for name in groups(log) if log.has_groups() else ():
@@ -110,7 +110,7 @@ def group_rows(log: CommitLog) -> list[dict[str, Any]]:
 @plainly
 def lag(path: LogPath, group: GroupName, watch: Watch = None, as_json: AsJson = False, storage: Storage = None) -> None:
     """Show how far a group is behind, queue by queue; and which member reads each queue."""
-    from rmq_spark.consumer.groups import ConsumerGroup
+    from rmq_spark._core.consumers.groups import ConsumerGroup
 
     found = ConsumerGroup(open_log(path, storage), group)
     spare = ("updated_by", "updated", "suspended_until")
@@ -138,7 +138,7 @@ def members(
 
     A member is alive while its newest heartbeat is younger than its own lease. Others claim the queues of a dead one.
     """
-    from rmq_spark.consumer.groups import ConsumerGroup
+    from rmq_spark._core.consumers.groups import ConsumerGroup
 
     found = ConsumerGroup(open_log(path, storage), group)
     nothing = "the group has no members now: Spark's queries read for it, or nobody does"
@@ -187,7 +187,7 @@ def reset(
 ) -> None:
     """Move a group's positions, or say with --topic where a new group begins. Offsets move the queues that they name,
     and the others stay where they are. A query follows its checkpoint, so start it again with a new one."""
-    from rmq_spark.consumer.groups import ConsumerGroup
+    from rmq_spark._core.consumers.groups import ConsumerGroup
 
     found = ConsumerGroup(open_log(path, storage), group)
     text = to.strip()
@@ -222,7 +222,7 @@ def _not_a_place(to: str) -> str:
 
 
 def _show_positions(group: ConsumerGroup, positions: Mapping[tuple[str, int], int], as_json: bool) -> None:
-    from rmq_spark.commitlog.group_store import MEMBERS, kind_of
+    from rmq_spark._core.log.groups import MEMBERS, kind_of
 
     rows = [{"topic": t, "queue_id": q, "next_offset": n} for (t, q), n in sorted(positions.items())]
     show(rows, as_json, "nothing")
@@ -236,7 +236,7 @@ def skip(
     path: LogPath, group: GroupName, topic: Topics = None, as_json: AsJson = False, storage: Storage = None
 ) -> None:
     """Skip all that a group has not read yet: it goes on with what is committed from now on."""
-    from rmq_spark.consumer.groups import ConsumerGroup
+    from rmq_spark._core.consumers.groups import ConsumerGroup
 
     found = ConsumerGroup(open_log(path, storage), group)
     before = found.positions()
@@ -257,7 +257,7 @@ def clone(
     storage: Storage = None,
 ) -> None:
     """Give a new group the positions of another group."""
-    from rmq_spark.consumer.groups import ConsumerGroup
+    from rmq_spark._core.consumers.groups import ConsumerGroup
 
     count = len(ConsumerGroup(open_log(path, storage), group).clone(other).positions())
     text = f"{other} stands where {group} stands, in {count_of(count, 'queue')}"
@@ -290,7 +290,7 @@ def _known(log: CommitLog, name: str) -> ConsumerGroup:
     ------
     GroupNotFoundError
     """
-    from rmq_spark.consumer.groups import ConsumerGroup
+    from rmq_spark._core.consumers.groups import ConsumerGroup
 
     group = ConsumerGroup(log, name)
     if not group.positions():
@@ -299,8 +299,8 @@ def _known(log: CommitLog, name: str) -> ConsumerGroup:
 
 
 def _unknown(group: ConsumerGroup) -> GroupNotFoundError:
-    from rmq_spark.config import nearest
-    from rmq_spark.consumer.groups import groups
+    from rmq_spark._core.consumers.groups import groups
+    from rmq_spark._core.vocabulary.options import nearest
 
     names = groups(group.log)
     hint = nearest(group.name, names) if names else "no group has read from this commit log yet"

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rmq_spark._core.vocabulary.options import DRAIN_EVERY_S, QUEUES_DEFAULT, parse_duration
+from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, say, storage_options
 from rmq_spark.cli.text import as_json as json_of
-from rmq_spark.config import DRAIN_EVERY_S, QUEUES_DEFAULT, parse_duration
 from rmq_spark.errors import OptionError
-from rmq_spark.plurals import count_of
 
 if TYPE_CHECKING:
-    from rmq_spark.commitlog.upkeep import MaintenanceReport
+    from rmq_spark._core.upkeep.schedule import MaintenanceReport
 
 
 def register(app: Any) -> None:
@@ -53,7 +53,7 @@ def init(
 
 def _configuration(file: str) -> str:
     """Return the example, of this name and for the commit log that the environment names."""
-    from rmq_spark.check.example import example_configuration
+    from rmq_spark._core.checks.example import example_configuration
 
     text = example_configuration().replace("conf/txmq.toml", file)
     path = os.environ.get("TXMQ_PATH")
@@ -69,7 +69,7 @@ def create(
     storage: Storage = None,
 ) -> None:
     """Make a commit log."""
-    from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark._core.client.commit_log import CommitLog
 
     log = CommitLog.create(path, queues=queues, exist_ok=exist_ok, storage_options=storage_options(storage))
     say(as_json, {"path": log.path, "id": log.id}, f"{log.path} is a commit log")
@@ -101,10 +101,10 @@ def maintain(
     storage: Storage = None,
 ) -> None:
     """Do all the upkeep, so that the log does not grow with its age. Safe beside everything else."""
-    from rmq_spark.check.draining import Draining
-    from rmq_spark.check.maintainer import Maintainer
-    from rmq_spark.check.threads import running, stopped_by_signals
-    from rmq_spark.commitlog.leaving import Graces
+    from rmq_spark._core.checks.drains import Draining
+    from rmq_spark._core.checks.maintainer import Maintainer
+    from rmq_spark._core.checks.threads import running, stopped_by_signals
+    from rmq_spark._core.upkeep.leave import Graces
 
     log = open_log(path, storage)
     graces = Graces.of(grace, audit, idempotency)
@@ -149,7 +149,7 @@ def check(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing while all is well.")] = False,
 ) -> None:
     """Ask listeners what became of transactions that a crash left open, and settle them."""
-    from rmq_spark.check.job import run_job
+    from rmq_spark.cli.check_job import run_job
 
     if log_path is not None:
         os.environ["TXMQ_PATH"] = log_path

@@ -22,7 +22,7 @@ from rmq_spark.errors import OptionError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark._core.client.commit_log import CommitLog
 
 READ_LIMIT = 20
 FOLLOWED_EVERY = "1s"
@@ -201,8 +201,8 @@ def query(
     The latter until they leave the log."""
     import pyarrow as pa
 
-    from rmq_spark.commitlog.finding import Wanted, find, find_by_id, find_not_visible
-    from rmq_spark.selector import parse_tags
+    from rmq_spark._core.inspect.find import Wanted, find, find_by_id, find_not_visible
+    from rmq_spark._core.selector import parse_tags
 
     ids = {"message_id": message_id, "transaction_id": transaction_id, "half_id": half_id}
     named = {name: value for name, value in ids.items() if value is not None}

@@ -14,7 +14,7 @@ from rmq_spark.cli.groups import group_rows
 from rmq_spark.cli.settling import conflict_rows, open_rows
 
 if TYPE_CHECKING:
-    from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark._core.client.commit_log import CommitLog
 
 WINDOWS = {"last_minute": 60.0, "last_hour": 3600.0, "last_day": 86_400.0}
 """Seconds before now in which messages are counted."""
@@ -73,9 +73,9 @@ class Overview:
 
 def look(log: CommitLog) -> Overview:
     """Look at a commit log."""
-    from rmq_spark.commitlog.undrained import Undrained
-    from rmq_spark.config import INT64_MAX
-    from rmq_spark.message import DLQ_PREFIX
+    from rmq_spark._core.inspect.undrained import Undrained
+    from rmq_spark._core.vocabulary.message import DLQ_PREFIX
+    from rmq_spark._core.vocabulary.options import INT64_MAX
 
     topics = log.topics()
     ends = dict(log.tails())

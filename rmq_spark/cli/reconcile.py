@@ -13,8 +13,8 @@ from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.times import time_of
 
 if TYPE_CHECKING:
-    from rmq_spark.check.reconcile import ReconcileReport
-    from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark._core.client.reconcile import ReconcileReport
 
 LEFT = 1
 """Exit code when something is left to be done, by --apply or by a person."""
@@ -51,8 +51,8 @@ def reconcile(
     """After a restore: compare a commit log with the database of its local transactions and with checkpoints of
     streams, and say for each attempt that the database has executed since the backup what is to be done. It changes
     nothing without --apply. Let nobody send, and no checks run, before."""
-    from rmq_spark.check.reconcile import Reconciler, Stream
-    from rmq_spark.listener import load_listener, see_working_folder
+    from rmq_spark._core.client.reconcile import Reconciler, Stream
+    from rmq_spark._core.listeners.listener import load_listener, see_working_folder
 
     began = None if since is None else time_of(since, datetime.now(timezone.utc), "since")
     see_working_folder()
@@ -70,7 +70,7 @@ def reconcile(
 
 
 def _keep(found: ReconcileReport, log: CommitLog, file: Path | None) -> str:
-    from rmq_spark.storage.copying import Folder
+    from rmq_spark._core.storage.copy import Folder
 
     if file is not None:
         file.write_bytes(found.content())

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rmq_spark._core.vocabulary.options import parse_duration
 from rmq_spark.cli.output import LogPath, Storage, fail, hide, open_log, plainly
-from rmq_spark.config import parse_duration
 from rmq_spark.errors import (
     NotACommitLogError,
     OptionError,
@@ -27,8 +27,8 @@ from rmq_spark.errors import (
 from rmq_spark.logs import json_handler
 
 if TYPE_CHECKING:
-    from rmq_spark.relay.kafka import KafkaRelay
-    from rmq_spark.relay.report import RelayReport
+    from rmq_spark._core.kafka.relay import KafkaRelay
+    from rmq_spark._core.kafka.report import RelayReport
 
 KAFKA = "kafka"
 KAFKA_ENV = "TXMQ_KAFKA__"
@@ -107,8 +107,8 @@ def relay(
         )
     _log_to_stderr()
     try:
-        from rmq_spark.relay.kafka import KafkaRelay
-        from rmq_spark.relay.settings import is_secret
+        from rmq_spark._core.kafka.relay import KafkaRelay
+        from rmq_spark._core.kafka.settings import is_secret
 
         log = open_log(path, storage)
         hide(value for key, value in settings.items() if is_secret(key))

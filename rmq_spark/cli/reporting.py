@@ -11,8 +11,8 @@ import typer
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, short_time
 
 if TYPE_CHECKING:
-    from rmq_spark.report.figures import Figures
-    from rmq_spark.report.finding import Finding
+    from rmq_spark._core.report.figures import Figures
+    from rmq_spark._core.report.finding import Finding
 
 
 def register(app: Any) -> None:
@@ -45,13 +45,13 @@ def report(
         raise typer.BadParameter(f"there is no folder {str(html.parent)!r}: make it first", param_hint="--html")
     if transaction is not None and html is None:
         raise typer.BadParameter("it is shown on a page: write --html FILE, too", param_hint="--transaction")
-    from rmq_spark.report.choosing import slowest_of, trace_of
-    from rmq_spark.report.figures import figures_of
-    from rmq_spark.report.headline import findings_of
+    from rmq_spark._core.report.choice import slowest_of, trace_of
+    from rmq_spark._core.report.figures import figures_of
+    from rmq_spark._core.report.headline import findings_of
 
     log = open_log(path, storage)
     if html is not None:
-        from rmq_spark.report.page import page
+        from rmq_spark._core.report.page import page
 
         named = None if transaction is None else trace_of(log, transaction)
         figures = figures_of(log, since)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import FAILED, fail, path_to_type
 from rmq_spark.cli.completing import of_argument
 from rmq_spark.cli.output import (
@@ -25,12 +26,11 @@ from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age, size
 from rmq_spark.cli.watching import Watch, watched
 from rmq_spark.errors import OptionError
-from rmq_spark.plurals import count_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark._core.client.commit_log import CommitLog
 
 VERDICTS = ("COMMIT", "ROLLBACK")
 EVERYTHING = "all"

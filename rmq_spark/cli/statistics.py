@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.groups import in_words
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, rendered
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age, size
-from rmq_spark.plurals import count_of
 
 if TYPE_CHECKING:
+    from rmq_spark._core.client.commit_log import CommitLog
     from rmq_spark.cli.overview import Overview
-    from rmq_spark.commitlog.log import CommitLog
 
 
 def register(app: Any) -> None:

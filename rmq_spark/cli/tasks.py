@@ -47,7 +47,7 @@ def _check_once(
     secret_scope: SecretScope = None,
 ) -> None:
     """Settle the transactions that a crash left open: one round."""
-    from rmq_spark.check.job import run_job
+    from rmq_spark.cli.check_job import run_job
 
     if path is not None:
         os.environ["TXMQ_PATH"] = path
@@ -61,7 +61,7 @@ def _maintain_once(
     secret_scope: SecretScope = None,
 ) -> None:
     """Do all the upkeep of a commit log, once."""
-    from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark._core.client.commit_log import CommitLog
 
     typer.echo(str(CommitLog.open(path, storage_of(secret_scope) or None).maintain()))
 

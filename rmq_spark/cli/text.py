@@ -7,8 +7,8 @@ import json
 from datetime import datetime, timedelta
 from typing import Any
 
-from rmq_spark.plurals import count_of
-from rmq_spark.redaction import one_line as one_line
+from rmq_spark._core.vocabulary.redaction import one_line as one_line
+from rmq_spark._core.vocabulary.text import count_of
 
 BODY_CHARS_SHOWN = 80
 _UNITS = (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from rmq_spark.config import parse_duration
+from rmq_spark._core.vocabulary.options import parse_duration
 from rmq_spark.errors import OptionError
 
 
@@ -16,7 +16,7 @@ def time_of(text: str, now: datetime, option: str) -> datetime:
     OptionError
         When it is neither.
     """
-    from rmq_spark.source.offsets import parse_timestamp
+    from rmq_spark._core.reads.offsets import parse_timestamp
 
     try:
         return now - timedelta(seconds=parse_duration(text, option))

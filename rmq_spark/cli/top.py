@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.cli.groups import in_words
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, rendered
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import one_line, short_age, short_time, size
 from rmq_spark.cli.watching import interval_of, wait
-from rmq_spark.redaction import redacted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

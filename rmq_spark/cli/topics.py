@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import FAILED, App, fail, path_to_type
 from rmq_spark.cli.output import AsJson, LogPath, Storage, TopicName, open_log, plainly, say, show
 from rmq_spark.cli.text import short_age, size
 from rmq_spark.errors import OptionError
-from rmq_spark.plurals import count_of
 
 if TYPE_CHECKING:
-    from rmq_spark.commitlog.log import CommitLog
+    from rmq_spark._core.client.commit_log import CommitLog
 
 FOREVER = "forever"
 
@@ -182,6 +182,6 @@ def queue_rows(log: CommitLog, name: str) -> list[dict[str, Any]]:
 
 def last_commits(log: CommitLog, ends: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], datetime]:
     """Return when the last message before each of these offsets was committed; those that are gone are left out."""
-    from rmq_spark.consumer.groups import waiting_since
+    from rmq_spark._core.consumers.groups import waiting_since
 
     return waiting_since(log, {queue: end - 1 for queue, end in ends.items() if end > 0})

@@ -18,7 +18,7 @@ from rmq_spark.cli.words import as_commands
 from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
-    from rmq_spark.commitlog.trace import Trace, TraceEvent
+    from rmq_spark._core.inspect.trace import Trace, TraceEvent
 
 _MESSAGE_ID = re.compile(r"[^:]+:\d+(-[0-9a-f]+)?:\d+\.\d+")
 _HALF_ID = re.compile(r"[^:]+:\d+(-[0-9a-f]+)?")
@@ -85,7 +85,7 @@ def argument_of(name: str) -> dict[str, str]:
 
 
 def _told(found: Trace, advice: str | None) -> str:
-    from rmq_spark.listener import NO_LISTENER_FENCE
+    from rmq_spark._core.listeners.listener import NO_LISTENER_FENCE
 
     outcome = ", ".join(f"{n:,} {OUTCOMES.get(what, what)}" for what, n in found.outcome.items())
     head = {
@@ -153,7 +153,7 @@ def _offsets(first: int, last: int) -> str:
 
 def _advice(found: Trace) -> str | None:
     """Return what a person can do about it; None when nothing need be done."""
-    from rmq_spark.transaction import ROLLBACK_MESSAGE
+    from rmq_spark._core.vocabulary.verdicts import ROLLBACK_MESSAGE
 
     at = path_to_type()
     if found.in_conflict:

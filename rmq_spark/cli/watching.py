@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from rmq_spark._core.vocabulary.options import parse_duration
 from rmq_spark.cli.command import nobody_reads
-from rmq_spark.config import parse_duration
 
 Watch = Annotated[
     str | None,

@@ -11,7 +11,7 @@ import rmq_spark as txmq
 from tests.crash import shop
 
 
-def send(root: Path, name: str) -> txmq.TransactionSendResult:
+def send(root: Path, name: str) -> txmq.producer.TransactionSendResult:
     """Send the first micro-batch's messages under one idempotency key: a retry goes on where the last try ended."""
     per = shop.STREAMS[name]
     numbers = range(shop.ROWS)

@@ -14,7 +14,8 @@ from pathlib import Path
 import sqlalchemy as sa
 
 import rmq_spark as txmq
-from rmq_spark import CheckReport, CheckService, SqlTransactionListener
+from rmq_spark import CheckService, SqlTransactionListener
+from rmq_spark.checks import CheckReport
 from tests.torture.kill import points
 
 FOLDER = "RMQ_SPARK_TEST_SHOP"

@@ -11,7 +11,8 @@ import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
-from rmq_spark import CheckReport, CheckService, SqlTransactionListener
+from rmq_spark import CheckService, SqlTransactionListener
+from rmq_spark.checks import CheckReport
 from tests.support.inside import LEASE_S_MAX, LEASED, HalfHeader, HalfWriter, TwoPhase, batch_name
 
 pytestmark = pytest.mark.long

@@ -11,7 +11,7 @@ import signal
 import sys
 
 from rmq_spark import KafkaRelay
-from rmq_spark.failpoints import set_hook
+from rmq_spark._core.runtime.failpoints import set_hook
 
 AT_START = ("initialized", "claimed", "claim committed")
 HANDING_OVER = ("begun", "produced", "positions sent", "delivered", "committed")

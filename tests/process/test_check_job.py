@@ -35,7 +35,7 @@ def prepare(log: CommitLog, batch_id: int, group: str = "order-service", fence_i
 
 def start(folder: Path, *arguments: str, script: bool = False, **environment: str) -> subprocess.Popen[str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("TXMQ_")}
-    job = [str(ROOT / "rmq_spark/check/job.py")] if script else ["-m", "rmq_spark.check.job"]
+    job = [str(ROOT / "rmq_spark/checks/job.py")] if script else ["-m", "rmq_spark.checks.job"]
     return subprocess.Popen(
         [sys.executable, *job, "--config", "txmq.toml", *arguments],
         cwd=folder,

@@ -20,9 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from rmq_spark import CommitLog
+from rmq_spark._core.metrics import pushing
 from rmq_spark.cli import app
 from rmq_spark.errors import OptionError, StorageError
-from rmq_spark.metrics import pushing
 from tests.support.half_batches import commit, make_log, prepare, roll_back
 from tests.support.inside import push_figures as push
 

@@ -14,30 +14,30 @@ from tests.support.inside import parse_selector
 LIGHT = (
     "import rmq_spark",
     "import rmq_spark; dir(rmq_spark); rmq_spark.Message; rmq_spark.COMMIT_MESSAGE; rmq_spark.TransactionListener",
-    "import rmq_spark.commitlog",
-    "import rmq_spark.storage.files",
-    "import rmq_spark.commitlog.half",
-    "import rmq_spark.commitlog.op",
-    "import rmq_spark.commitlog.reading",
-    "import rmq_spark.commitlog.message_files",
+    "import rmq_spark._core.vocabulary.options",
+    "import rmq_spark._core.storage.files",
+    "import rmq_spark._core.log.half",
+    "import rmq_spark._core.log.op",
+    "import rmq_spark._core.messages.reading",
+    "import rmq_spark._core.messages.files",
     "import rmq_spark.listeners",
-    "import rmq_spark.selector",
+    "import rmq_spark._core.selector",
     "import rmq_spark.metrics; dir(rmq_spark.metrics)",
-    "import rmq_spark.consumer.in_order, rmq_spark.consumer.listener, rmq_spark.consumer.retry",
+    "import rmq_spark._core.consumers.in_order, rmq_spark._core.consumers.listener, rmq_spark._core.consumers.retry",
 )
 WORKERS = (
     *((statement, ("deltalake", "lark", "pyspark", "sqlalchemy", "prometheus_client")) for statement in LIGHT),
     # Spark itself imports pyspark_txmq, for every look-up of a Python data source.
     ("import pyspark_txmq", ("deltalake", "lark", "sqlalchemy")),
     # What Spark's workers load to run a task of the source or the sink.
-    ("import rmq_spark.source.reader", ("deltalake", "sqlalchemy")),
-    ("import rmq_spark.sink.writers", ("deltalake", "sqlalchemy")),
+    ("import rmq_spark._core.spark.reader", ("deltalake", "sqlalchemy")),
+    ("import rmq_spark._core.spark.writers", ("deltalake", "sqlalchemy")),
 )
 DRIVERS = (
     ("import rmq_spark.listeners; rmq_spark.listeners.DeltaTransactionListener", ("pyspark", "sqlalchemy", "typer")),
-    ("import rmq_spark.check.service", ("pyspark", "sqlalchemy", "typer", "prometheus_client")),
+    ("import rmq_spark._core.checks.service", ("pyspark", "sqlalchemy", "typer", "prometheus_client")),
     (
-        "import rmq_spark.consumer.push, rmq_spark.consumer.pull, rmq_spark.sink.producer",
+        "import rmq_spark._core.consumers.push, rmq_spark._core.consumers.pull, rmq_spark._core.producer.producer",
         ("pyspark", "sqlalchemy", "typer", "lark", "prometheus_client"),
     ),
     (
@@ -82,7 +82,7 @@ def test_an_executor_needs_no_parser() -> None:
         "import pyarrow as pa\n"
         "rows = pa.table({'properties': pa.array([[('a', '6')]], pa.map_(pa.string(), pa.string()))})\n"
         "assert selector.at(0).keeps(rows).to_pylist() == [True]\n"
-        "from rmq_spark.selector import parse_selector\n"
+        "from rmq_spark._core.selector import parse_selector\n"
         "try:\n    parse_selector('a > 5')\n"
         "except Exception as problem:\n    print(type(problem).__name__, problem)\n"
     )

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 import rmq_spark as txmq
 from rmq_spark.cli import app
+from rmq_spark.consumers import EachBatch
 from tests.support.maven import free_ports
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -131,7 +132,7 @@ def shop(log: txmq.CommitLog) -> Iterator[None]:
             raise ValueError("no points for this one")
         return txmq.ConsumeConcurrentlyStatus.CONSUME_SUCCESS
 
-    consumer = txmq.PushConsumer(log, "points", txmq.EachBatch(listen), topics=["orders"], max_reconsume_times=0)
+    consumer = txmq.PushConsumer(log, "points", EachBatch(listen), topics=["orders"], max_reconsume_times=0)
     threads = [threading.Thread(target=work) for work in (send, check)]
     consumer.start()
     for thread in threads:

@@ -65,7 +65,7 @@ def sent(log: CommitLog) -> list[int]:
 
 def buy(
     producer: txmq.TransactionMQProducer, session: Session | sa.Connection, n: int | None, fails: bool = False
-) -> txmq.TransactionSendResult | None:
+) -> txmq.producer.TransactionSendResult | None:
     """Insert a row, if any, and send a message, in one transaction."""
     with session, producer.transaction(session) as transaction:
         if n is not None:

@@ -193,6 +193,6 @@ def test_orders_go_through_a_cluster_of_which_an_executor_dies(cluster: Cluster,
 
 
 def job_file() -> Path:
-    import rmq_spark.check.job
+    import rmq_spark.checks.job
 
-    return Path(rmq_spark.check.job.__file__)
+    return Path(rmq_spark.checks.job.__file__)

@@ -8,7 +8,7 @@ from rmq_spark import CommitLog
 
 LISTENERS = """
 from rmq_spark import COMMIT_MESSAGE, UNKNOWN, TransactionListener
-from rmq_spark.check.policy import TransactionCheckListener
+from rmq_spark._core.checks.policy import TransactionCheckListener
 
 class Orders(TransactionListener):
     def execute_local_transaction(self, batch):

@@ -6,7 +6,8 @@ import threading
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from rmq_spark import COMMIT_MESSAGE, CheckReport, CheckService, CommitLog, TransactionListener
+from rmq_spark import COMMIT_MESSAGE, CheckService, CommitLog, TransactionListener
+from rmq_spark.checks import CheckReport
 from tests.support.half_batches import pending
 from tests.support.inside import HalfRecord, RowState
 from tests.support.listeners import Scripted

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import sqlalchemy as sa
 
-from rmq_spark import HalfBatch, HalfTransaction, SqlTransactionListener, VerdictArray
-from rmq_spark.listeners.database import exact_text
+from rmq_spark import HalfBatch, SqlTransactionListener
+from rmq_spark._core.database.connection import exact_text
+from rmq_spark.listeners import HalfTransaction, VerdictArray
 from tests.support.inside import PROPERTIES, TIMESTAMP, RowSet
 
 OLD = timedelta(hours=1)

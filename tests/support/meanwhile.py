@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rmq_spark.failpoints import POINTS, hooked, set_hook
+from rmq_spark._core.runtime.failpoints import POINTS, hooked, set_hook
 
 
 class Died(BaseException):

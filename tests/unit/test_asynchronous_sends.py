@@ -17,9 +17,9 @@ import pytest
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, CheckService, CommitLog, HalfBatch
 from rmq_spark import TransactionMQProducer as Producer
+from rmq_spark._core.producer.admission import InFlight, Turns
+from rmq_spark._core.producer.future import SendFuture
 from rmq_spark.errors import FencedError, ListenerError, LocalTransactionError, OptionError
-from rmq_spark.sink.futures import SendFuture
-from rmq_spark.sink.turns import InFlight, Turns
 from tests.support.half_batches import another
 from tests.support.inside import CommitOncePrepared
 from tests.support.meanwhile import at
@@ -156,7 +156,12 @@ def test_a_send_that_is_interrupted_in_any_call_keeps_no_room(log: CommitLog, ke
     """It stayed among those under way, and each shutdown waited 30 seconds for it. Python looks for an interrupt when a
     function begins."""
     interrupted = 0
-    files = ("sink/producer.py", "sink/turns.py", "sink/flights.py", "sink/futures.py")
+    files = (
+        "_core/producer/producer.py",
+        "_core/producer/admission.py",
+        "_core/producer/async_send.py",
+        "_core/producer/future.py",
+    )
     with producer_of(log, max_in_flight=3) as producer:
         for at in range(1, 500):
             calls = 0

@@ -13,7 +13,7 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CheckService, CommitLog, ConsumerGroup
-from rmq_spark.config import INT64_MAX, LABEL_BYTES_MAX, TIME_MAX
+from rmq_spark._core.vocabulary.options import INT64_MAX, LABEL_BYTES_MAX, TIME_MAX
 from rmq_spark.errors import MessageError, OffsetError, OptionError, TxmqError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import commit, header_of, prepare

@@ -21,7 +21,6 @@ from rmq_spark import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
     UNKNOWN,
-    CheckReport,
     CheckService,
     CommitLog,
     HalfBatch,
@@ -29,11 +28,11 @@ from rmq_spark import (
     MessageExt,
     PerMessageListener,
     TransactionalSink,
-    TransactionCheckListener,
     TransactionMQProducer,
 )
-from rmq_spark.check.asking import HUNG_CALLS_MAX
-from rmq_spark.check.policy import DiscardPolicy
+from rmq_spark._core.checks.calls import HUNG_CALLS_MAX
+from rmq_spark._core.checks.policy import DiscardPolicy
+from rmq_spark.checks import CheckReport, TransactionCheckListener
 from rmq_spark.errors import FenceError, ListenerError, OptionError, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.checks import DEADLINE_S, Clock, Hangs, check, check_times, later, service, states

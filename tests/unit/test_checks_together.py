@@ -23,7 +23,7 @@ from rmq_spark import (
     TransactionListener,
     create_fence,
 )
-from rmq_spark.commitlog.steps import SMALL_ROWS_MAX
+from rmq_spark._core.protocol.engine import SMALL_ROWS_MAX
 from rmq_spark.errors import FenceError
 from tests.support.checks import DEADLINE_S, Hangs, check_times, service, states
 from tests.support.half_batches import another, merge_op_files, pending, prepare, share_half_file

@@ -9,18 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rmq_spark import (
-    ROLLBACK_MESSAGE,
-    UNKNOWN,
-    CheckReport,
-    CheckService,
-    CommitLog,
-    HalfBatch,
-    LocalTransactionState,
-)
-from rmq_spark.commitlog.second_look import LOOKED
+from rmq_spark import ROLLBACK_MESSAGE, UNKNOWN, CheckService, CommitLog, HalfBatch, LocalTransactionState
+from rmq_spark._core.log.second_look import LOOKED
+from rmq_spark._core.storage import clock as module
+from rmq_spark.checks import CheckReport
 from rmq_spark.errors import AlreadyPreparedError, ClockError
-from rmq_spark.storage import clock as module
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import on_a_machine, set_clock
 from tests.support.half_batches import (

@@ -18,8 +18,8 @@ from deltalake import DeltaTable
 
 import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, CommitLog
-from rmq_spark.commitlog.op import OpenBelow
-from rmq_spark.commitlog.topics import TOPICS_FILES_MAX
+from rmq_spark._core.log.op import OpenBelow
+from rmq_spark._core.log.topics import TOPICS_FILES_MAX
 from rmq_spark.errors import (
     AlreadyPreparedError,
     CommitError,

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog, HalfBatch
+from rmq_spark._core.listeners.decode import BAD_COUNTED_MAX
 from rmq_spark.errors import MessageError, OptionError
-from rmq_spark.transaction import BAD_COUNTED_MAX
 from tests.support.half_batches import pending, prepare
 from tests.support.inside import decode_json
 
@@ -143,7 +143,7 @@ def test_a_transaction_of_a_sql_listener_decodes_with_the_same_arguments(log: Co
     engine = sa.create_engine(f"sqlite:///{tmp_path}/shop.db")
     decoded: dict[str, Any] = {}
 
-    def work(connection: sa.Connection, order: txmq.HalfTransaction) -> Any:
+    def work(connection: sa.Connection, order: txmq.listeners.HalfTransaction) -> Any:
         found = order.decode("id long", on_error="null")["id"].to_pylist()
         try:
             assert order.decode("id long")["id"].to_pylist() == found

@@ -17,10 +17,10 @@ from deltalake import DeltaTable, write_deltalake
 from typer.testing import CliRunner
 
 from rmq_spark import CommitLog, ConsumerGroup
+from rmq_spark._core.report.finding import Finding, worst
 from rmq_spark.cli import app, doctor
 from rmq_spark.cli.doctor_log import LogDoctor
 from rmq_spark.cli.doctor_machine import java_home, java_version, look_at_machine
-from rmq_spark.report.finding import Finding, worst
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
 from tests.support.half_batches import commit, header_of, in_conflict, make_log, pending, prepare, quarantine
@@ -96,7 +96,7 @@ def test_a_log_that_cannot_be_opened_is_a_finding(log: CommitLog, tmp_path: Path
 
 def test_the_configuration_says_how_often_is_checked_and_who_answers(log: CommitLog, tmp_path: Path) -> None:
     file = tmp_path / "txmq.toml"
-    listener = 'listener_modules = ["rmq_spark"]\n[listeners]\nbank = "rmq_spark.listener:CommitOncePrepared"\n'
+    listener = 'listener_modules = ["rmq_spark"]\n[listeners]\nbank = "rmq_spark:PerMessageListener"\n'
     file.write_text(f'path = "x"\n{listener}[check]\ntransactionCheckInterval = "5s"\n')
     prepare(log, 0, group="shop")
     rows = {row["check"]: row for row in objects("doctor", code=doctor.WARNINGS)}
@@ -110,8 +110,8 @@ def test_the_configuration_says_how_often_is_checked_and_who_answers(log: Commit
 # ---------------------------------------------------------------- the check job's configuration
 MODULES = {
     "shop/__init__.py": "",
-    "shop/orders.py": "from rmq_spark.listener import CommitOncePrepared\n\nclass Answers(CommitOncePrepared):\n"
-    "    answer: str = ''\n\n    class Inner(CommitOncePrepared):\n        pass\n\nlistener = Answers()\n",
+    "shop/orders.py": "from rmq_spark import TransactionListener\n\nclass Answers(TransactionListener):\n"
+    "    answer: str = ''\n\n    class Inner(TransactionListener):\n        pass\n\nlistener = Answers()\n",
     "shop/chosen.py": "try:\n    import no_such_package\nexcept ImportError:\n    from shop.orders import listener\n",
     "shop/dynamic.py": "from shop.orders import *\n",
     "shop/lazy.py": "def __getattr__(name):\n    from shop.orders import listener\n    return listener\n",

@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog import message_files
-from rmq_spark.commitlog import op as op_module
+from rmq_spark._core.log import op as op_module
+from rmq_spark._core.messages import files as message_files
+from rmq_spark._core.storage.files import FEW_ROWS
 from rmq_spark.errors import CorruptLogError
-from rmq_spark.storage.files import FEW_ROWS
 from tests.support.half_batches import (
     another,
     commit,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from rmq_spark.listeners.database import place_of
+from rmq_spark._core.database.connection import place_of
 
 
 class OfPsycopg(Exception):

@@ -13,9 +13,9 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import errors
+from rmq_spark._core.spark.workers import require_importable
+from rmq_spark._core.vocabulary.redaction import line_of
 from rmq_spark.errors import OptionError, TopicNotFoundError, find_cause
-from rmq_spark.redaction import line_of
-from rmq_spark.workers import require_importable
 from tests.support.inside import TxmqDataSource
 
 

@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rmq_spark.commitlog.half import FOOTER_COLUMNS
-from rmq_spark.commitlog.incoming import require_message_columns
+from rmq_spark._core.log.half import FOOTER_COLUMNS
+from rmq_spark._core.log.input import require_message_columns
+from rmq_spark._core.storage.files import require_path
+from rmq_spark._core.storage.moved_files import HalfFiles
 from rmq_spark.errors import CorruptLogError, LostFileError, MessageError, TopicNotFoundError
-from rmq_spark.storage.files import require_path
-from rmq_spark.storage.moved import HalfFiles
 from tests.support.half_batches import header_of
 from tests.support.inside import (
     HALF_SCHEMA,

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from rmq_spark._core.protocol import identity
+from rmq_spark._core.protocol.identity import lineage_of, require_same_log
 from rmq_spark.errors import CheckpointMismatchError, OptionError
-from rmq_spark.sink import identity
-from rmq_spark.sink.identity import lineage_of, require_same_log
 from tests.support.inside import Identity, identity_of, input_hash_of
 
 HIDDEN: Any = SimpleNamespace(sparkSession=None)

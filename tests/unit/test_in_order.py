@@ -10,7 +10,7 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import EachMessage
-from rmq_spark.consumer.in_order import Queue, QueueResult, by_queue, consume_queue
+from rmq_spark._core.consumers.in_order import Queue, QueueResult, by_queue, consume_queue
 from tests.support.consumers import memory_log, send
 from tests.support.inside import SUCCESS, SUSPEND_CURRENT_QUEUE_A_MOMENT
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark import CommitLog, HalfBatch, LocalTransactionState, TransactionMQProducer
-from rmq_spark.commitlog.op import pruned_up_to
+from rmq_spark._core.log.op import pruned_up_to
 from rmq_spark.errors import (
     CorruptLogError,
     HalfBatchLeftError,

@@ -10,6 +10,7 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.errors import OptionError, PendingLimitError
+from rmq_spark.producer import TransactionSendResult
 from tests.support.half_batches import another
 from tests.support.inside import SINK_OPTIONS, Options, SinkSettings
 from tests.support.listeners import Scripted
@@ -23,7 +24,7 @@ def producer(
     return txmq.TransactionMQProducer(log, group, listener, check_interval=None, **limits).start()
 
 
-def send(sender: txmq.TransactionMQProducer, body: bytes = b"x", key: str | None = None) -> txmq.TransactionSendResult:
+def send(sender: txmq.TransactionMQProducer, body: bytes = b"x", key: str | None = None) -> TransactionSendResult:
     return sender.send_message_in_transaction(txmq.Message("orders", body), idempotency_key=key)
 
 
@@ -71,7 +72,7 @@ def test_a_group_with_too_many_pending_bytes_sends_no_more(log: CommitLog) -> No
 
 
 def test_a_limit_that_comes_near_is_told_once(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "rmq_spark.sink.limits")
+    caplog.set_level(logging.WARNING, "rmq_spark._core.protocol.limits")
     listener = Scripted(execute=txmq.UNKNOWN)
     sender = producer(log, listener, max_pending_batches=5)
     for _ in range(4):

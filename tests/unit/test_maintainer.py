@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rmq_spark import CommitLog, Message, SqlTransactionListener, TransactionMQProducer
-from rmq_spark.check.fences import FencePruner
-from rmq_spark.config import FENCE_RETENTION_S
+from rmq_spark._core.checks.fences import FencePruner
+from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S
 from rmq_spark.errors import NotACommitLogError, OptionError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Pauses, set_clock, wait_until

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rmq_spark import CommitLog
+from rmq_spark._core.protocol.leases import LeaseKeeper
 from rmq_spark.errors import (
     AlreadyPreparedError,
     MessageError,
@@ -19,7 +20,6 @@ from rmq_spark.errors import (
     StaleAttemptError,
     VerdictConflictError,
 )
-from rmq_spark.sink.leases import LeaseKeeper
 from tests.support.half_batches import (
     another,
     bodies,

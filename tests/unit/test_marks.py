@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark import CommitLog
+from rmq_spark._core.storage.table import COMMIT_TRIES_MAX
 from rmq_spark.errors import CorruptLogError
-from rmq_spark.storage.table import COMMIT_TRIES_MAX
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
 from tests.support.half_batches import another, bodies, commit, pending, prepare, roll_back

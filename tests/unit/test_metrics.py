@@ -19,11 +19,12 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark import CommitLog, observer
+from rmq_spark import CommitLog
+from rmq_spark._core.metrics.log_collector import DECISIONS
+from rmq_spark._core.metrics.names import ANSWERS, TABLES
+from rmq_spark._core.metrics.serving import showing
+from rmq_spark._core.runtime import observer
 from rmq_spark.metrics import LogCollector, LogWatch, ProcessMetrics
-from rmq_spark.metrics.log_collector import DECISIONS
-from rmq_spark.metrics.names import ANSWERS, TABLES
-from rmq_spark.metrics.serving import showing
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.consumers import DONE, LATER, NEXT, STOP, consume_all, go_on, joined, memory_log, push, send
 from tests.support.half_batches import (

@@ -10,11 +10,11 @@ import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
-from rmq_spark import TransactionSendResult
-from rmq_spark.commitlog.half import names_of
+from rmq_spark._core.log.half import names_of
+from rmq_spark._core.vocabulary.ids import parse_message_id, parse_transaction_id
 from rmq_spark.errors import HalfBatchNotFoundError
+from rmq_spark.producer import TransactionSendResult
 from rmq_spark.testing import InMemoryCommitLog
-from rmq_spark.transaction import parse_message_id, parse_transaction_id
 from tests.support.half_batches import let_leave, stage
 from tests.support.inside import HalfHeader, TwoPhase, batch_name, half_id_of, name_of, new_half_id
 

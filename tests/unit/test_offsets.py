@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rmq_spark._core.reads.offsets import CountedPositions, resolve
 from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
-from rmq_spark.source.offsets import CountedPositions, resolve
 from tests.support.inside import from_checkpoint, from_json, parse_offsets, parse_timestamp, to_json
 
 BOTH = ("earliest", "latest")

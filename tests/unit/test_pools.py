@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rmq_spark.storage.pools import Crew, is_in_crew, submitted
+from rmq_spark._core.runtime.pools import Crew, is_in_crew, submitted
 from tests.support.inside import MACHINE, Machine
 
 DEADLINE_S = 20.0

@@ -7,7 +7,7 @@ import random
 import pyarrow as pa
 import pytest
 
-from rmq_spark.commitlog.prepared import Prepared
+from rmq_spark._core.log.prepared_batches import Prepared
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import prepare
 from tests.support.inside import PreparedBatches

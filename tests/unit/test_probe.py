@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 
 from rmq_spark import CheckService, CommitLog, SqlTransactionListener, TableListener, TransactionListener
-from rmq_spark.check import probe
+from rmq_spark._core.checks import probe
 from tests.support.checks import DEADLINE_S, Hangs
 from tests.support.consumers import memory_log
 from tests.support.inside import Machine

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, MessageExt, PerMessageListener, TransactionSendResult
+from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, MessageExt, PerMessageListener
+from rmq_spark.producer import TransactionSendResult
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.consumers import wait_until
 from tests.support.half_batches import header_of, let_leave

@@ -23,7 +23,7 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.config import DELAY_LEVELS_S
+from rmq_spark._core.vocabulary.options import DELAY_LEVELS_S
 from tests.support.consumers import (
     DONE,
     LATER,
@@ -106,7 +106,7 @@ IS_A_COROUTINE = "got the coroutine function waits: a plain function is expected
         (lambda: push(memory_log(), takes_a_list), r"of a list of messages: txmq\.EachBatch\(takes_a_list\)"),
         (lambda: push(memory_log(), waits), IS_A_COROUTINE),
         (lambda: txmq.EachMessage(waits), IS_A_COROUTINE),
-        (lambda: txmq.EachBatch(waits), IS_A_COROUTINE),
+        (lambda: txmq.consumers.EachBatch(waits), IS_A_COROUTINE),
     ],
 )
 def test_what_is_no_listener_is_refused_at_once(make: Callable[[], Any], said: str) -> None:
@@ -176,7 +176,7 @@ def test_a_listener_gets_every_message_once_whatever_its_form(log: CommitLog, fo
         assert len(messages) == 1, "RocketMQ's consumeMessageBatchMaxSize"
         return [one(message) for message in messages]
 
-    listener = {"table": table, "list": txmq.EachBatch(several), "one": txmq.EachMessage(one)}[form]
+    listener = {"table": table, "list": txmq.consumers.EachBatch(several), "one": txmq.EachMessage(one)}[form]
     consumer = consume_all(log, listener)
     assert sorted((m["queue_id"], m["queue_offset"]) for m in found) == [(q, n) for q in (0, 1) for n in (0, 1, 2)]
     assert {m["reconsume_times"] for m in found} == {0}

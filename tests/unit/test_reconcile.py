@@ -19,19 +19,11 @@ import pyarrow as pa
 import pytest
 import sqlalchemy as sa
 
-from rmq_spark import (
-    COMMIT_MESSAGE,
-    ROLLBACK_MESSAGE,
-    CheckService,
-    CommitLog,
-    ExecutedAttempt,
-    HalfTransaction,
-    Rollback,
-    SqlTransactionListener,
-)
-from rmq_spark.check import reconcile as reconcile_module
-from rmq_spark.check.reconcile import Finding, Reconciler, ReconcileReport, Standing, Stream
+from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CheckService, CommitLog, Rollback, SqlTransactionListener
+from rmq_spark._core.client import reconcile as reconcile_module
+from rmq_spark._core.client.reconcile import Finding, Reconciler, ReconcileReport, Standing, Stream
 from rmq_spark.errors import ListenerError, OptionError
+from rmq_spark.listeners import ExecutedAttempt, HalfTransaction
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq
 from tests.support.half_batches import bodies, let_leave, pending, prepare

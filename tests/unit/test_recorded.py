@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rmq_spark._core.listeners.fence_row import WORDS
 from rmq_spark.errors import FenceError
-from rmq_spark.listeners.recorded import WORDS
 from tests.support.inside import EXECUTED, NOTHING, ROLLED_BACK, STARTED, TOMBSTONE, Recorded, RowSet, State
 
 FILES = {0: 5, 3: 1, 7: 12}

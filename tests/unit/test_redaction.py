@@ -14,10 +14,11 @@ import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
-from rmq_spark import CheckService, CommitLog, TransactionListener, redaction
+from rmq_spark import CheckService, CommitLog, TransactionListener
+from rmq_spark._core.storage.seal import reading
+from rmq_spark._core.vocabulary import redaction
+from rmq_spark._core.vocabulary.redaction import HIDDEN
 from rmq_spark.errors import LostFileError, OptionError, TxmqError, UnreadableFileError
-from rmq_spark.redaction import HIDDEN
-from rmq_spark.storage.seal import reading
 from tests.support import commands
 from tests.support.half_batches import make_log
 from tests.support.inside import (

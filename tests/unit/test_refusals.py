@@ -13,7 +13,8 @@ import pytest
 from pyspark.sql import types as T
 
 from rmq_spark import UNKNOWN, CheckService, CommitLog, Message
-from rmq_spark.commitlog.incoming import column_of
+from rmq_spark._core.client.input import message_list
+from rmq_spark._core.log.input import column_of
 from rmq_spark.errors import (
     CorruptLogError,
     HalfBatchNotFoundError,
@@ -24,7 +25,6 @@ from rmq_spark.errors import (
     TopicNotFoundError,
     VerdictError,
 )
-from rmq_spark.sink.given import message_list
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import commit, header_of, pending, prepare
 from tests.support.inside import (

@@ -10,12 +10,13 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark import CommitLog, RelayReport
+from rmq_spark import CommitLog
+from rmq_spark._core.kafka.positions import Agreed, Last, Position, PositionRecords, Stored
+from rmq_spark._core.kafka.records import COLUMNS, parked, pieces, to_records
+from rmq_spark._core.kafka.relay import _positions_after
+from rmq_spark._core.kafka.source import RelaySource
 from rmq_spark.cli.relaying import _exit_code, kafka_settings
-from rmq_spark.relay.kafka import _positions_after
-from rmq_spark.relay.positions import Agreed, Last, Position, PositionRecords, Stored
-from rmq_spark.relay.records import COLUMNS, parked, pieces, to_records
-from rmq_spark.relay.source import RelaySource
+from rmq_spark.kafka import RelayReport
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import commit, let_leave, make_log, prepare
 from tests.support.inside import SOURCE_SCHEMA, Record, Start, redacted

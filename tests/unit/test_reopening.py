@@ -16,6 +16,8 @@ from deltalake.exceptions import DeltaError
 from pyspark.sql.types import StringType, StructField, StructType
 
 from rmq_spark import CommitLog
+from rmq_spark._core.protocol.identity import LOG_FILE
+from rmq_spark._core.spark.writers import TxmqStreamWriter, kept_log
 from rmq_spark.errors import (
     CheckpointMismatchError,
     CorruptLogError,
@@ -24,8 +26,6 @@ from rmq_spark.errors import (
     TxmqError,
     UnreachableStoreError,
 )
-from rmq_spark.sink.identity import LOG_FILE
-from rmq_spark.sink.writers import TxmqStreamWriter, kept_log
 from tests.support.half_batches import bodies, commit, make_log, prepare, roll_back
 from tests.support.inside import OP_SCHEMA, SINK_OPTIONS, DeltaLogTable, Options, SinkSettings
 

@@ -24,9 +24,9 @@ from rmq_spark import (
     TransactionListener,
     TransactionMQProducer,
 )
-from rmq_spark.commitlog.finding import find_by_id
+from rmq_spark._core.inspect.find import find_by_id
+from rmq_spark._core.vocabulary.verdicts import kept_reason
 from rmq_spark.errors import StorageError, VerdictError
-from rmq_spark.transaction import kept_reason
 from tests.support.half_batches import another, bodies, commit, let_leave, pending, prepare, split
 from tests.support.inside import BATCH, KEY, MESSAGE, HalfRecord, Kind, RolledBack, RowState, Verdict, Who
 from tests.support.listeners import Scripted

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rmq_spark.commitlog.op import FileState
-from rmq_spark.commitlog.op_rows import validate_op
-from rmq_spark.commitlog.rows import bits_of, ranges_count
+from rmq_spark._core.log.op import FileState
+from rmq_spark._core.log.op_rows import validate_op
+from rmq_spark._core.vocabulary.rows import bits_of, ranges_count
 from rmq_spark.errors import CorruptLogError
 from tests.support.inside import OP_SCHEMA, BatchState, Kind, OpRow, RowSet, RowState, Who, runs
 from tests.support.inside import op_table as to_table

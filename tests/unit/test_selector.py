@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rmq_spark import Message
+from rmq_spark._core.selector import SELECTOR_CHARS_MAX, parse_tags, tag_selector
+from rmq_spark._core.selector.grammar import DEPTH_MAX
 from rmq_spark.errors import MessageError, OptionError
-from rmq_spark.selector import SELECTOR_CHARS_MAX, parse_tags, tag_selector
-from rmq_spark.selector.grammar import DEPTH_MAX
 from tests.support.half_batches import header_of
 from tests.support.inside import PROPERTIES, HalfWriter, parse_selector
 

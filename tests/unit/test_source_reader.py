@@ -19,6 +19,7 @@ from deltalake import DeltaTable
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxFiles, ReadMaxRows
 
 from rmq_spark import CommitLog
+from rmq_spark._core.spark.reader import to_batches
 from rmq_spark.errors import (
     MessageError,
     NotACommitLogError,
@@ -28,7 +29,6 @@ from rmq_spark.errors import (
     TopicNotFoundError,
     UnreachableStoreError,
 )
-from rmq_spark.source.reader import to_batches
 from tests.support.clocks import set_clock
 from tests.support.half_batches import commit, move_half, prepare
 from tests.support.inside import PROPERTIES, SOURCE_SCHEMA, Planner, TxmqReader, TxmqStreamReader

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rmq_spark.sink.spark_socket import acknowledge_at_once
+from rmq_spark._core.spark.socket import acknowledge_at_once
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "TCP_QUICKACK"), reason="this kernel has no TCP_QUICKACK")
 

@@ -31,12 +31,12 @@ from rmq_spark import (
     CheckService,
     CommitLog,
     HalfBatch,
-    HalfTransaction,
     Rollback,
     SqlTransactionListener,
     create_fence,
 )
-from rmq_spark.listeners.sql import LOCK_TIMEOUT_S_MAX
+from rmq_spark._core.listeners.sql import LOCK_TIMEOUT_S_MAX
+from rmq_spark.listeners import HalfTransaction
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Ahead
 from tests.support.fences import (

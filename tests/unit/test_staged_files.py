@@ -10,8 +10,8 @@ import pyarrow.fs as pafs
 import pytest
 
 from rmq_spark import CommitLog
+from rmq_spark._core.storage.table import STAGED_UNSEEN_S
 from rmq_spark.errors import LostFileError, LostStagedFileError
-from rmq_spark.storage.table import STAGED_UNSEEN_S
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
 from tests.support.half_batches import another, bodies, check_offsets, commit, header_of, move_half, prepare, stage

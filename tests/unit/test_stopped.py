@@ -23,7 +23,7 @@ from tests.support.half_batches import another, commit, let_leave, make_log, pre
 from tests.support.inside import Planner, Positions, Subscription, maintenance
 
 PRODUCT = str(Path(txmq.__file__).parent)
-FILES = ("storage/table.py", "commitlog/op.py")
+FILES = ("_core/storage/table.py", "_core/log/op.py")
 READING = tuple(f"{PRODUCT}/{room}/" for room in ("commitlog", "storage"))
 
 

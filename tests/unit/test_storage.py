@@ -10,8 +10,9 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 import rmq_spark as txmq
+from rmq_spark._core.storage import seal
+from rmq_spark._core.storage import store_errors as answers
 from rmq_spark.errors import CorruptLogError, NotACommitLogError, OptionError, StorageError, UnreadableFileError
-from rmq_spark.storage import answers, seal
 from tests.support.inside import Table, stores
 
 

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, TableListener
+from rmq_spark._core.listeners.table import _fields_of
 from rmq_spark.errors import FenceError, ListenerError, MessageError, OptionError
-from rmq_spark.listeners.table import _fields_of
 from tests.support.fences import half_batch, run
 from tests.support.inside import SINK_OPTIONS, Options, SinkSettings
 
@@ -72,7 +72,7 @@ def send(
     half_id = f"app-{next(sends)}"
     batch = half_batch(listener.store_id, keys, bodies=encoded, per=per, half_id=half_id)
     said = listener.execute_local_transaction(batch)
-    assert isinstance(said, txmq.VerdictArray)
+    assert isinstance(said, txmq.listeners.VerdictArray)
     found = said.each(batch.transactions.num_rows)
     # A check finds in the fence what the local transaction said.
     again = listener.check_local_transaction(half_batch(listener.store_id, keys, per=per, half_id=half_id))
@@ -334,7 +334,7 @@ def test_a_check_needs_no_table(url: sa.URL) -> None:
     run(url, "DROP TABLE orders")
     checker = TableListener(url, "orders")
     said = checker.check_local_transaction(half_batch(checker.store_id, ["a"], per="key", half_id=last))
-    assert isinstance(said, txmq.VerdictArray)
+    assert isinstance(said, txmq.listeners.VerdictArray)
     assert said.each(1)[0].state is COMMIT_MESSAGE
 
 

@@ -18,7 +18,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark.tracing import LINKS_MAX, sending_batch, tracing
+from rmq_spark._core.runtime.spans import LINKS_MAX, sending_batch, tracing
+from rmq_spark.producer import TransactionSendResult
 from tests.support.consumers import DONE, LATER, consume_all, go_on, joined, memory_log
 from tests.support.half_batches import header_of
 from tests.support.inside import HalfWriter, TwoPhase
@@ -49,7 +50,7 @@ class Says(txmq.TransactionListener):
         return txmq.COMMIT_MESSAGE
 
 
-def send(log: CommitLog, messages: Any, arg: Any = txmq.COMMIT_MESSAGE, **options: Any) -> txmq.TransactionSendResult:
+def send(log: CommitLog, messages: Any, arg: Any = txmq.COMMIT_MESSAGE, **options: Any) -> TransactionSendResult:
     with txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None) as producer:
         return producer.send_messages_in_transaction(messages, arg, **options)
 
@@ -312,7 +313,7 @@ def test_a_program_without_opentelemetry_does_not_load_it() -> None:
         "import sys\n"
         "import rmq_spark as txmq\n"
         "from rmq_spark.testing import InMemoryCommitLog\n"
-        "from rmq_spark.listener import CommitOncePrepared\n"
+        "from rmq_spark._core.listeners.listener import CommitOncePrepared\n"
         "log = InMemoryCommitLog(topics={'orders': 1})\n"
         "with txmq.TransactionMQProducer(log, 'shop', CommitOncePrepared(), check_interval=None) as producer:\n"
         "    producer.send(txmq.Message('orders', b'a'))\n"

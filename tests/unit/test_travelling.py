@@ -30,7 +30,7 @@ def keep(connection: sa.Connection, batch: txmq.HalfBatch) -> None:
     connection.execute(sa.text("insert into kept values (:body)"), [{"body": body} for body in bodies])
 
 
-def keep_or_refuse(connection: sa.Connection, transaction: txmq.HalfTransaction) -> Any:
+def keep_or_refuse(connection: sa.Connection, transaction: txmq.listeners.HalfTransaction) -> Any:
     if transaction.transaction_key == "b":
         return txmq.ROLLBACK_MESSAGE
     connection.execute(sa.text("insert into kept values (:body)"), {"body": transaction.transaction_key})

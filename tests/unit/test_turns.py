@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.storage import turns
-from rmq_spark.storage.turns import TAKES_TURNS_S, WAITS_S_MAX
+from rmq_spark._core.storage import writer_lock as turns
+from rmq_spark._core.storage.writer_lock import TAKES_TURNS_S, WAITS_S_MAX
 from tests.support.half_batches import another, bodies, check_offsets
 from tests.support.inside import MACHINE, Machine, Turns
 from tests.support.sends import message, producer_of

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, CommitLog, HalfBatch, TransactionListener
+from rmq_spark._core.runtime.failpoints import hooked
 from rmq_spark.errors import (
     CheckpointMismatchError,
     FencedError,
@@ -28,7 +29,6 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
-from rmq_spark.failpoints import hooked
 from tests.support.clocks import set_clock
 from tests.support.half_batches import another, commit, make_log, pending, roll_back
 from tests.support.inside import (

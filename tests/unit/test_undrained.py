@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark.commitlog.undrained import Amount, Undrained
+from rmq_spark._core.inspect.undrained import Amount, Undrained
 from tests.support.half_batches import (
     another,
     commit,

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark import CommitLog, observer
+from rmq_spark import CommitLog
+from rmq_spark._core.runtime import observer
 from rmq_spark.errors import OptionError
 from tests.support.meanwhile import at
 from tests.support.sends import message, producer_of, sent_bodies
@@ -64,7 +65,7 @@ def test_a_send_of_who_holds_the_lock_that_its_commit_needs(
 
 def test_a_send_of_a_log_handler_in_the_thread_that_commits(producer: txmq.TransactionMQProducer) -> None:
     within = Within(producer)
-    logger = logging.getLogger("rmq_spark.commitlog.group_commit")
+    logger = logging.getLogger("rmq_spark._core.protocol.group_commit")
 
     class Ships(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -116,7 +117,7 @@ def test_no_lock_of_the_package_stops_its_own_thread() -> None:
         for line in path.read_text().splitlines()
         if re.search(r"\bthreading\.(Lock|Semaphore|Condition\(threading\.Lock)\b|\ballocate_lock\b", line)
     ]
-    assert found == ["storage/pools.py: self._taken = threading.Lock()"], "nobody waits for that one"
+    assert found == ["_core/runtime/pools.py: self._taken = threading.Lock()"], "nobody waits for that one"
 
 
 def test_a_consumer_of_figures_may_end_in_the_midst_of_another_one_that_begins() -> None:

@@ -29,12 +29,18 @@ ONE_OF = 1 if seeds.ALL else 6
 """Of so many moments one is tried; the seed says which."""
 PRODUCT = str(Path(txmq.__file__).parent)
 SENDING = (
-    "commitlog/group_commit.py", "sink/flights.py", "sink/futures.py", "sink/producer.py", "sink/turns.py",
-    "sink/leases.py", "storage/pools.py", "machine.py", "forks.py",
+    "_core/protocol/group_commit.py", "_core/producer/async_send.py", "_core/producer/future.py",
+    "_core/producer/producer.py", "_core/producer/admission.py", "_core/protocol/leases.py", "_core/runtime/pools.py",
+    "_core/runtime/machine.py", "_core/runtime/forks.py",
 )  # fmt: skip
 """What a send goes through, and what has its locks."""
 
-LOCKING = ("commitlog/group_commit.py", "sink/futures.py", "sink/turns.py", "storage/pools.py")
+LOCKING = (
+    "_core/protocol/group_commit.py",
+    "_core/producer/future.py",
+    "_core/producer/admission.py",
+    "_core/runtime/pools.py",
+)
 AGAIN = ("_next", "_group", "_gets_more", "_work_off")
 """What comes to another end the second time: then nothing is left to do."""
 TIMES = 4

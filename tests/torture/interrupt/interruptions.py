@@ -65,10 +65,13 @@ COMMIT_S_MAX = 60.0
 CALLERS = 3
 """A place that is drawn is a line and so many lines that led to it, less one."""
 STATELESS = frozenset(
-    "storage/files.py storage/seal.py storage/stores.py commitlog/half.py commitlog/incoming.py commitlog/op.py "
-    "commitlog/reading.py commitlog/rows.py "
-    "check/immunity.py check/policy.py check/report.py source/offsets.py source/options.py "
-    "config.py errors.py listener.py message.py transaction.py".split()
+    "_core/storage/files.py _core/storage/seal.py _core/storage/stores.py "
+    "_core/log/half.py _core/log/input.py _core/log/op.py "
+    "_core/messages/reading.py _core/vocabulary/rows.py "
+    "_core/checks/immunity.py _core/checks/policy.py _core/checks/report.py "
+    "_core/reads/offsets.py _core/reads/options.py "
+    "_core/vocabulary/options.py errors.py _core/listeners/listener.py _core/vocabulary/message.py "
+    "_core/vocabulary/verdicts.py".split()
 )
 
 

@@ -22,19 +22,27 @@ from unittest.mock import patch
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark import CheckService, CommitLog, HalfBatch, VerdictArray
-from rmq_spark.check import service as service_module
-from rmq_spark.check.asking import Answer, Asker
-from rmq_spark.commitlog import asked, expiring, incoming, leaving, own_sends, placing, second_look, steps
-from rmq_spark.commitlog.follow import Followed
-from rmq_spark.commitlog.follower import Follower
-from rmq_spark.commitlog.keyed import KeyIndex, Open
-from rmq_spark.commitlog.marking import Marker
-from rmq_spark.commitlog.placing import Placer
-from rmq_spark.commitlog.shared_files import SharedFiles
-from rmq_spark.consumer import sending_back
-from rmq_spark.consumer.progress import ProcessQueue
+from rmq_spark import CheckService, CommitLog, HalfBatch
+from rmq_spark._core.checks import service as service_module
+from rmq_spark._core.checks.calls import Answer, Asker
+from rmq_spark._core.consumers import send_back as sending_back
+from rmq_spark._core.consumers.progress import ProcessQueue
+from rmq_spark._core.log import input as incoming
+from rmq_spark._core.log import places as placing
+from rmq_spark._core.log import second_look
+from rmq_spark._core.log.key_order import KeyIndex, Open
+from rmq_spark._core.log.mark import Marker
+from rmq_spark._core.log.op_reader import Follower
+from rmq_spark._core.log.op_view import Followed
+from rmq_spark._core.log.places import Placer
+from rmq_spark._core.log.shared_files import SharedFiles
+from rmq_spark._core.protocol import engine as steps
+from rmq_spark._core.protocol import half_batch as asked
+from rmq_spark._core.protocol import own_sends
+from rmq_spark._core.upkeep import expire as expiring
+from rmq_spark._core.upkeep import leave as leaving
 from rmq_spark.errors import HalfBatchLeftError
+from rmq_spark.listeners import VerdictArray
 from tests.support.inside import (
     NO_ROWS,
     TIMESTAMP,

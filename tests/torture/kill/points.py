@@ -2,7 +2,7 @@
 
 This module says who is told to end there, and how. A process is told by :func:`arm`, or by its environment
 (:meth:`Fate.environment`), which Spark hands on to its workers. The points stand in the product's code
-(``rmq_spark.failpoints``), and some programs call :func:`reach` in their own.
+(``rmq_spark._core.runtime.failpoints``), and some programs call :func:`reach` in their own.
 
 A process dies by SIGKILL, with no ``finally`` and no flush, as with a power switch for the process alone. Or it stops
 by SIGSTOP: its watcher wakes it later, or kills it together with all that belongs to it.
@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from rmq_spark import HalfBatch, failpoints
-from rmq_spark.commitlog.op import PRUNED
+from rmq_spark import HalfBatch
+from rmq_spark._core.log.op import PRUNED
+from rmq_spark._core.runtime import failpoints
 from tests.support.inside import (
     Change,
     HalfHeader,

@@ -25,7 +25,8 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from pyspark.sql.types import BinaryType, IntegerType, LongType, StringType, StructType
 
 import rmq_spark as txmq
-from rmq_spark import CheckService, SqlTransactionListener, TransactionMQProducer, failpoints
+from rmq_spark import CheckService, SqlTransactionListener, TransactionMQProducer
+from rmq_spark._core.runtime import failpoints
 from rmq_spark.errors import HalfBatchLeftError, LocalTransactionError, StaleAttemptError, UnresolvedTransactionError
 from tests.support.inside import (
     Graces,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rmq_spark import COMMIT_MESSAGE, HalfBatch, TransactionListener, VerdictArray
+from rmq_spark import COMMIT_MESSAGE, HalfBatch, TransactionListener
+from rmq_spark.listeners import VerdictArray
 from tests.support.inside import Verdicts, normalize_verdicts
 from tests.support.seeds import first_seed
 from tests.torture.judge.anomalies import AnomalyKind

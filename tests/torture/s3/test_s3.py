@@ -124,7 +124,7 @@ def test_the_check_job_takes_its_storage_from_file_and_environment(
     lines += ['[check]\ntransactionTimeout = "0s"', "[storage]", *(f'{k} = "{v}"' for k, v in options.items())]
     config.write_text("\n".join(lines))
     environment = {**os.environ, "TXMQ_STORAGE__AWS_SECRET_ACCESS_KEY": secret, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "rmq_spark.check.job", "--config", str(config), "--once"]
+    command = [sys.executable, "-m", "rmq_spark.checks.job", "--config", str(config), "--once"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert bodies(log) == ["order 0"]

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 import rmq_spark
 from rmq_spark import CheckService
-from rmq_spark.consumer.push import CONCURRENTLY, ORDERLY
+from rmq_spark._core.consumers.push import CONCURRENTLY, ORDERLY
 from tests.support.consumers import DONE, LATER, NEXT, STOP, Steps, memory_log, push, send
 from tests.support.half_batches import let_leave
 from tests.support.inside import (

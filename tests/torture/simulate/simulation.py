@@ -33,6 +33,7 @@ from rmq_spark import (
     LocalTransactionState,
     TransactionMQProducer,
 )
+from rmq_spark._core.storage.table import has_held
 from rmq_spark.errors import (
     CheckpointMismatchError,
     ClockError,
@@ -51,7 +52,6 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
-from rmq_spark.storage.table import has_held
 from tests.support.inside import (
     CHECK_IMMUNITY_PROPERTY,
     PROPERTIES,

@@ -13,11 +13,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark.config import CLOCK_SKEW_S_MAX
+from rmq_spark._core.storage.files import column_stats
+from rmq_spark._core.storage.foreign_commits import Changed
+from rmq_spark._core.storage.table import OWN, Clock, actions_schema, bounds_of, compare_and_set
+from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
 from rmq_spark.errors import ClockError, CorruptLogError, StrippedError
-from rmq_spark.storage.files import column_stats
-from rmq_spark.storage.others import Changed
-from rmq_spark.storage.table import OWN, Clock, actions_schema, bounds_of, compare_and_set
 from tests.support.inside import PAYLOAD_COLUMNS, Change, DataFile, Machine, RowRange, Turns
 from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.simulate.scheduler import Scheduler
@@ -172,7 +172,7 @@ class SimulatedClock:
 
 
 class SimulatedTable:
-    """A ``rmq_spark.storage.table.Table`` on a store with weather: one handle of one process."""
+    """A ``rmq_spark._core.storage.table.Table`` on a store with weather: one handle of one process."""
 
     def __init__(
         self,

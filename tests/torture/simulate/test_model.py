@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rmq_spark import COMMIT_MESSAGE, UNKNOWN, CommitLog, HalfBatch
+from rmq_spark._core.listeners import sql
 from rmq_spark.errors import AlreadyPreparedError, FencedError, StaleAttemptError
-from rmq_spark.listeners import sql
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import another, bodies, check_offsets, merge_op_files, move_half, prepare
 from tests.support.inside import HalfRecord, Machine, RolledBack, RowSet, RowState, Who

@@ -6,7 +6,7 @@ import random
 import time
 
 from rmq_spark import CheckService
-from rmq_spark.config import FILE_RESERVED_TIME_S
+from rmq_spark._core.vocabulary.options import FILE_RESERVED_TIME_S
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import another, bodies, commit, send
 from tests.support.inside import BELIEVED_S, IDEMPOTENCY_S, LOOK_INTERVAL_S, Machine, RowState

@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog, LocalTransactionState
-from rmq_spark.commitlog import follow
-from rmq_spark.commitlog.half_store import PrepareError
+from rmq_spark._core.log import op_view as follow
+from rmq_spark._core.log.half_table import PrepareError
 from rmq_spark.errors import VerdictConflictError
 from tests.support.inside import (
     HALF_SCHEMA,

@@ -1,0 +1,83 @@
+"""What a round of checks decides, several half batches in one commit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.listeners.half_batch import HalfBatch
+from rmq_spark._core.log.op_table import Decided, Decision
+from rmq_spark._core.runtime.spans import settling
+from rmq_spark.logs import of_batch
+
+logger = logging.getLogger(__name__)
+
+TOGETHER_MAX = 256
+"""Half batches of one commit."""
+WAITS_S_MAX = 0.5
+"""A decision waits no longer for others, and for a listener that is asked meanwhile."""
+
+
+class Decisions:
+    """Decisions that wait for each other, to share a commit. A crash loses those that wait: a later check asks again.
+
+    Parameters
+    ----------
+    log : CommitLog
+    on_problem : callable
+        Is told which decision was not made, and why.
+    """
+
+    def __init__(self, log: CommitLog, on_problem: Callable[[Decision, Exception], None]) -> None:
+        self._log = log
+        self._on_problem = on_problem
+        self._waiting: dict[str, tuple[Decision, HalfBatch]] = {}  # by half id
+        self._since_s = 0.0
+
+    def add(self, decision: Decision, batch: HalfBatch, at_once: bool) -> None:
+        """Decide soon, or at once."""
+        if decision.record.half_id in self._waiting:
+            self.make()
+        if not self._waiting:
+            self._since_s = self._log.machine.monotonic()
+        self._waiting[decision.record.half_id] = (decision, batch)
+        if at_once or len(self._waiting) >= TOGETHER_MAX:
+            self.make()
+
+    def make_if_old(self) -> None:
+        """Decide what has waited long enough."""
+        if self._waiting and self._log.machine.monotonic() >= self._since_s + WAITS_S_MAX:
+            self.make()
+
+    def make(self) -> None:
+        """Decide what waits."""
+        waiting, self._waiting = list(self._waiting.values()), {}
+        try:
+            if len(waiting) > 1:
+                self._tell(waiting, self._log.decide_many([decision for decision, _ in waiting]))
+                return
+        except Exception as problem:  # of one of them: find which
+            logger.debug("%d decisions could not share a commit: %s", len(waiting), problem)
+        for decision, batch in waiting:
+            self._make_one(decision, batch)
+
+    def _make_one(self, decision: Decision, batch: HalfBatch) -> None:
+        d, topics = decision, decision.record.topics
+        try:
+            with settling(self._log.path, batch, str(d.who), d.commit.count, d.rollback.count, topics, linked=True):
+                (decided,) = self._log.decide_many([decision])
+                decided.or_raise()
+        except Exception as problem:
+            self._on_problem(decision, problem)
+        else:
+            self._tell([(decision, batch)], [decided])
+
+    def _tell(self, made: list[tuple[Decision, HalfBatch]], found: list[Decided]) -> None:
+        for (decision, batch), decided in zip(made, found, strict=True):
+            if decided.problem is not None:
+                self._on_problem(decision, decided.problem)
+                continue
+            said = "%r: %d messages are committed, %d rolled back, by %s"
+            commit, rollback = decision.commit.count, decision.rollback.count
+            logger.debug(said, batch, commit, rollback, decision.who, extra=of_batch(batch))

@@ -1,0 +1,60 @@
+"""Drains of a commit log, again and again, beside everything else."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.messages.drain import Drainer
+from rmq_spark._core.vocabulary.options import DRAIN_EVERY_S, JITTER, seconds
+from rmq_spark.logs import failure
+
+logger = logging.getLogger(__name__)
+
+AFTER_FAILURE_S = 60.0
+"""The pause after a drain that failed, at least."""
+
+
+class Draining:
+    """Drains a commit log every so many seconds.
+
+    Any number may run for one log. Most of them find that another one was faster.
+
+    Parameters
+    ----------
+    log : CommitLog
+        It is drained through a handle of its own, so no sink waits for it.
+    every : float
+        Seconds between two drains, about.
+    """
+
+    def __init__(self, log: CommitLog, every: float = DRAIN_EVERY_S) -> None:
+        self.log = log
+        self.every = seconds(every, "every", above=True)
+        self.turn = log.machine.lock()
+        """Held while messages are in this process's memory. Who does the same beside it, such as a maintainer, takes
+        it too."""
+        self._handle: CommitLog | None = None
+
+    def run_once(self) -> int:
+        """Drain what is there now; returns the version of ``op`` that is reached."""
+        self._handle = self._handle or self.log.another_on_the_same_log()
+        with self.turn:
+            return Drainer(self._handle).run()
+
+    def run(self, stop_event: threading.Event) -> None:
+        """Drain until the event is set, for the first time after one interval. A drain that fails is logged; it is
+        tried again a minute later."""
+        pause_s = self._pause()
+        while not stop_event.wait(pause_s):
+            pause_s = self._pause()
+            try:
+                self.run_once()
+            except Exception as problem:
+                logger.warning("a drain of %r failed: %s", self.log, failure(problem))
+                self._handle = None
+                pause_s = max(pause_s, AFTER_FAILURE_S)
+
+    def _pause(self) -> float:
+        return self.every * (1 + JITTER * (2 * self.log.machine.random() - 1))

@@ -1,0 +1,66 @@
+"""Prunes, beside upkeep, what listeners keep in their databases of half batches that have left the log."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.listeners.listener import TransactionListener
+from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S, FENCE_RETENTION_S_MIN, seconds
+from rmq_spark.logs import failure
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 24 * 3600.0
+"""All rows of a fence are looked at so often."""
+TURN_S = EVERY_S / 2
+"""A process leaves a fence alone that another one has begun to go through in so many seconds."""
+
+
+class FencePruner:
+    """Goes through the fences of some listeners once a day, a piece at a time.
+
+    Parameters
+    ----------
+    log : CommitLog
+        Rows of other logs stay.
+    listeners : iterable of TransactionListener
+        Those without a method ``pruning_in_turn`` keep nothing that could be pruned.
+    older_than : float
+        Seconds: younger rows stay.
+    """
+
+    def __init__(
+        self, log: CommitLog, listeners: Iterable[TransactionListener], older_than: float = FENCE_RETENTION_S
+    ) -> None:
+        self._log = log
+        self._listeners = [each for each in listeners if hasattr(each, "pruning_in_turn")]
+        self._older_than = seconds(older_than, "fences", FENCE_RETENTION_S_MIN)
+        self._begun_s = -math.inf
+        self._left: list[tuple[TransactionListener, Iterator[int]]] = []  # what this day's look has not come to
+
+    def run(self, seconds_max: float, is_over: Callable[[], bool] = lambda: False) -> int:
+        """Go on for about so many seconds, and return how many rows were deleted. What fails waits for the next day."""
+        machine = self._log.machine
+        began_s = machine.monotonic()
+        if not self._left and self._listeners and began_s - self._begun_s >= EVERY_S:
+            self._begun_s, log = began_s, self._log.another_on_the_same_log()
+            self._left = [(each, each.pruning_in_turn(self._older_than, log, TURN_S)) for each in self._listeners]
+        deleted = 0
+        while self._left and machine.monotonic() - began_s < seconds_max and not is_over():
+            listener, pages = self._left[0]
+            try:
+                deleted += next(pages)
+            except StopIteration:
+                self._left.pop(0)
+            except Exception as problem:
+                self._left.pop(0)
+                logger.warning(
+                    "fence rows of %r were not pruned: %s. (Where its user lacks the right to delete them, grant it; "
+                    "fences = \"0s\" in [maintenance] switches this off.)", listener, failure(problem),
+                )  # fmt: skip
+        if deleted:
+            logger.info("%d fence rows were pruned", deleted)
+        return deleted

@@ -1,0 +1,99 @@
+"""Upkeep of a commit log, again and again, beside everything else."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from rmq_spark._core.checks.fences import FencePruner
+from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.upkeep.leave import Graces
+from rmq_spark._core.upkeep.schedule import MaintenanceReport
+from rmq_spark._core.vocabulary.options import JITTER, MAINTENANCE_INTERVAL_S, seconds
+from rmq_spark.logs import failure
+
+logger = logging.getLogger(__name__)
+
+ORPHANS_EVERY_S = 3600.0
+"""Orphans of crashes are looked for so often: that lists all files, and they are deleted after 7 days only."""
+FENCES_S_MAX = 5.0
+"""Seconds of a round in which fence rows are pruned; the next round goes on."""
+FENCES_ONCE_S_MAX = 60.0
+"""The same where no round follows."""
+
+
+class Maintainer:
+    """Calls :meth:`CommitLog.maintain` every so many seconds.
+
+    Parameters
+    ----------
+    log : CommitLog
+        Each round opens a handle of its own.
+    interval : float
+        Seconds between two rounds, about.
+    graces : Graces
+    turn : context manager, optional
+        Entered while a round has messages in memory: :attr:`Draining.turn` of what drains the log beside it.
+    fences : FencePruner, optional
+        Prunes fence rows after each round.
+    """
+
+    def __init__(
+        self,
+        log: CommitLog,
+        interval: float = MAINTENANCE_INTERVAL_S,
+        graces: Graces | None = None,
+        turn: AbstractContextManager[object] | None = None,
+        fences: FencePruner | None = None,
+    ) -> None:
+        self.log = log
+        self.interval = seconds(interval, "interval", above=True)
+        self.graces = graces or Graces()
+        self.turn = nullcontext() if turn is None else turn
+        self.fences = fences
+        self._looked_s: float | None = None  # when orphans were last looked for
+
+    def run_once(self) -> MaintenanceReport:
+        """One round, of which no other follows soon."""
+        report = self._keep_up()
+        self._prune_fences(FENCES_ONCE_S_MAX)
+        return report
+
+    def _keep_up(self) -> MaintenanceReport:
+        now_s = self.log.machine.monotonic()
+        orphans = self._looked_s is None or now_s - self._looked_s >= ORPHANS_EVERY_S
+        report = self.log.keep_up(self.graces, orphans=orphans, turn=self.turn)
+        self._looked_s = now_s if orphans else self._looked_s
+        return report
+
+    def run(self, stop_event: threading.Event, on_report: Callable[[MaintenanceReport], None] | None = None) -> None:
+        """Rounds until the event is set, the first after one interval. One that fails is logged; the next tries again.
+
+        Parameters
+        ----------
+        stop_event : threading.Event
+        on_report : callable, optional
+            Is given the report of each round.
+        """
+        while not stop_event.wait(self._pause()):
+            try:
+                report = self._keep_up()
+            except Exception as problem:
+                logger.warning("upkeep of %r failed: %s", self.log, failure(problem))
+                continue
+            if on_report is not None:
+                on_report(report)
+            self._prune_fences(FENCES_S_MAX, stop_event.is_set)
+
+    def _prune_fences(self, seconds_max: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        if self.fences is None:
+            return
+        try:
+            self.fences.run(seconds_max, is_over)
+        except Exception as problem:
+            logger.warning("pruning of fence rows failed: %s", failure(problem))
+
+    def _pause(self) -> float:
+        return self.interval * (1 + JITTER * (2 * self.log.machine.random() - 1))

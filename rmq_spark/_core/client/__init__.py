@@ -1,0 +1,1 @@
+"""The commit log as programs hold it, and its copies."""

@@ -1,0 +1,625 @@
+"""The commit log: a folder with the Delta tables ``half``, ``op`` and ``topics``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import datetime
+from typing import Any
+
+import pyarrow as pa
+
+from rmq_spark._core.client.backup import BackupReport, back_up
+from rmq_spark._core.client.tables import (
+    LOG_RETENTION,
+    create_tables,
+    has_groups,
+    open_groups,
+    open_messages,
+    open_tables,
+    require_no_log_around,
+    require_no_rest,
+)
+from rmq_spark._core.inspect import overview
+from rmq_spark._core.inspect import story as tracing
+from rmq_spark._core.inspect.trace import Trace
+from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.log.groups import GroupStore
+from rmq_spark._core.log.input import require_known_topic
+from rmq_spark._core.log.op import RowState, Who
+from rmq_spark._core.log.op_table import Placed
+from rmq_spark._core.messages.drain import Drainer
+from rmq_spark._core.messages.reading import read_messages, starts_since
+from rmq_spark._core.protocol.engine import ProtocolSteps
+from rmq_spark._core.runtime.failpoints import reach
+from rmq_spark._core.storage.location import location
+from rmq_spark._core.storage.stores import reaching, require_put_if_absent, require_storage_options
+from rmq_spark._core.storage.table import DeltaLogTable, Table
+from rmq_spark._core.upkeep import merge as maintenance
+from rmq_spark._core.upkeep import schedule as upkeep
+from rmq_spark._core.upkeep.leave import Graces
+from rmq_spark._core.upkeep.schedule import MaintenanceReport
+from rmq_spark._core.vocabulary.message import require_topic_name
+from rmq_spark._core.vocabulary.options import (
+    ORPHAN_AGE_S,
+    QUEUES_DEFAULT,
+    QUEUES_MAX,
+    RETENTION_S_MIN,
+    flag,
+    named,
+    parse_duration,
+    require_time,
+    whole_number,
+)
+from rmq_spark._core.vocabulary.redaction import redacted, remember
+from rmq_spark._core.vocabulary.verdicts import LocalTransactionState
+from rmq_spark.errors import CommitLogExistsError, NotACommitLogError, OffsetOutOfRangeError, OptionError
+
+logger = logging.getLogger(__name__)
+
+
+class CommitLog(ProtocolSteps):
+    """A commit log. Make one with :meth:`create`, open one with :meth:`open`.
+
+    An object serves one process and any of its threads. A fork (os.fork) of the process can use no log, and open none.
+    """
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        if len(arguments) < 2:
+            raise TypeError("CommitLog.open(path) opens a commit log, and CommitLog.create(path) makes one")
+        super().__init__(*arguments, **more)
+        self._groups: GroupStore | None = None
+        self._messages: Table | None = None
+        self._maintenance = maintenance.Maintenance(self)
+
+    # ------------------------------------------------------------------ making and opening
+    @classmethod
+    @named
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        queues: int = QUEUES_DEFAULT,
+        exist_ok: bool = False,
+        storage_options: Mapping[str, str] | None = None,
+        log_retention: str = LOG_RETENTION,
+    ) -> CommitLog:
+        """Make a commit log and open it.
+
+        Parameters
+        ----------
+        path : str or path
+            A local folder or an object-store URI.
+        queues : int
+            Queues of a topic that is created without a number of its own.
+        exist_ok : bool
+            Open a log that is there already, instead of raising.
+        storage_options : mapping, optional
+            Passed to delta-rs: credentials, endpoint, region.
+        log_retention : str
+            How long entries of the Delta logs stay, such as ``"1m"`` (default); those of ``messages``, and the files
+            that it replaced, for 7 days at least. A foreign Delta *stream* reader that lags more needs a longer one.
+
+        Raises
+        ------
+        CommitLogExistsError
+            When there is one and ``exist_ok`` is false, or when the place lies inside one.
+        CorruptLogError
+            When there is one that has lost its table ``topics``.
+        StorageError
+            When the store cannot be reached, or would let two writers overwrite each other's commits.
+        """
+        where = location(path)
+        whole_number(queues, "queues", 1, QUEUES_MAX, " of queues")
+        retention_s = int(parse_duration(log_retention, "log_retention"))
+        require_storage_options(where, storage_options)
+        with reaching(where, storage_options):
+            if DeltaLogTable.exists(f"{where}/topics", storage_options):
+                if exist_ok:
+                    return cls.open(where, storage_options)
+                raise CommitLogExistsError(f"{where} is a commit log already: open it, or pass exist_ok=True")
+            reach("log made")
+            require_no_log_around(where, storage_options)
+            require_no_rest(where, storage_options)
+            require_put_if_absent(where, storage_options)
+            create_tables(where, queues, storage_options, retention_s)
+        return cls.open(where, storage_options)
+
+    @classmethod
+    @named
+    def open(cls, path: str | os.PathLike[str], storage_options: Mapping[str, str] | None = None) -> CommitLog:
+        """Open a commit log. ``half`` opens in the background: what is wrong with it shows at its first use.
+
+        Raises
+        ------
+        NotACommitLogError
+            When the path holds none.
+        LogFormatError
+            When it has another format than this version of rmq_spark reads and writes.
+        StorageError
+            When the store cannot be reached.
+        """
+        where = location(path)
+        require_storage_options(where, storage_options)
+        remember(storage_options)
+        with reaching(where, storage_options):
+            opened = open_tables(where, storage_options)
+        *tables, queues = opened
+        return cls(where, *tables, default_queues=queues, storage_options=storage_options)
+
+    @classmethod
+    def of(
+        cls, log_or_path: CommitLog | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
+    ) -> CommitLog:
+        """Return a commit log that is given open, or open the one at a path.
+
+        Raises
+        ------
+        NotACommitLogError, LogFormatError, StorageError
+            As :meth:`open` does.
+        """
+        return log_or_path if isinstance(log_or_path, CommitLog) else cls.open(log_or_path, storage_options)
+
+    def __getstate__(self) -> object:
+        raise OptionError(
+            f"{self!r} has locks and connections, so it can be neither copied nor pickled: pass its path, and open it "
+            "in the process or thread that uses it"
+        )
+
+    # ------------------------------------------------------------------ topics
+    @named
+    def create_topic(
+        self,
+        name: str,
+        queues: int | None = None,
+        fifo: bool = False,
+        exist_ok: bool = False,
+        retention: str | None = None,
+    ) -> None:
+        """Add a topic: :meth:`create_topics` with one name says what the arguments are, and what is raised."""
+        self.create_topics([name], queues, fifo, exist_ok, retention)
+
+    @named
+    def create_topics(
+        self,
+        names: Collection[str],
+        queues: int | None = None,
+        fifo: bool = False,
+        exist_ok: bool = False,
+        retention: str | None = None,
+    ) -> None:
+        """Add topics of one kind, all in one commit. When one is refused, none is added.
+
+        Parameters
+        ----------
+        names : collection of str
+        queues : int, optional
+            1 to 1024; the commit log's default when not given. The number never changes.
+        fifo : bool
+            A FIFO topic: messages of one sharding key appear in the order in which they were sent, also when an
+            earlier one is settled by a check. Every message needs a sharding key, and none may be delayed.
+        exist_ok : bool
+            Leave a topic as it is that is there already. One with another retention than asked for is refused.
+        retention : str, optional
+            How long messages are kept after their commit, such as ``"7d"``: at least an hour, for ever when not given.
+            Upkeep (:meth:`maintain`) lets older ones expire. See :meth:`set_retention`.
+
+        Raises
+        ------
+        MessageError
+            When the name breaks RocketMQ's rules.
+        TopicExistsError
+            When it is there already, unless ``exist_ok`` and of the same kind.
+        OptionError
+            When the retention is no duration, or too short, or ``names`` is one text.
+        """
+        if isinstance(names, str):
+            raise OptionError(f"names={names!r} is one text: a list of topic names is expected, such as [{names!r}]")
+        wanted = list(names)
+        for name in wanted:
+            require_topic_name(name)
+        self.topic_store.create(wanted, queues, flag(fifo, "fifo"), flag(exist_ok, "exist_ok"), _retention_s(retention))
+
+    @named
+    def set_retention(self, name: str, retention: str | None) -> None:
+        """Change how long messages of a topic are kept after their commit (RocketMQ: ``fileReservedTime``).
+
+        Parameters
+        ----------
+        name : str
+        retention : str or None
+            Such as ``"7d"``, at least an hour; None keeps them for ever.
+
+        Raises
+        ------
+        TopicNotFoundError, OptionError
+        """
+        retention_s = _retention_s(retention)
+        self.require_topic(name)
+        self.topic_store.set_retention(name, retention_s)
+
+    def retentions(self) -> dict[str, float | None]:
+        """Topics and for how many seconds their messages are kept (None: for ever)."""
+        return {name: topic.retention_s for name, topic in self.topic_store.all().items()}
+
+    def create_own_topic(self, name: str) -> None:
+        """Add a topic of retries or dead letters, with one queue as in RocketMQ; one that is there is left as it is."""
+        require_topic_name(name, own=True)
+        self.topic_store.create([name], 1, fifo=False, exist_ok=True)
+
+    def topics(self) -> dict[str, int]:
+        """Topics and their number of queues."""
+        return {name: topic.queues for name, topic in self.topic_store.all().items()}
+
+    def topics_with(self, names: Collection[str]) -> Mapping[str, int]:
+        """The topics that this handle knows and their number of queues. It looks at the table only when one of these
+        names is not among them: a topic never changes once it is made."""
+        return self.topic_store.with_names(names).queues
+
+    def fifo_topics(self) -> frozenset[str]:
+        """The FIFO topics among those that this handle knows: all there were when it last looked (:meth:`topics`)."""
+        return self.topic_store.seen().fifo
+
+    def require_topic(self, name: str) -> int:
+        """The number of queues of a topic; TopicNotFoundError names the nearest one that is there."""
+        topics = self.topics()
+        require_known_topic(name, topics)
+        return topics[name]
+
+    @property
+    def groups(self) -> GroupStore:
+        """The progress of consumer groups; its table is made when it is first needed."""
+        with self.lock:
+            if self._groups is None:
+                self._groups = GroupStore(self._with_our_lock(self._groups_table()))
+            return self._groups
+
+    def has_groups(self) -> bool:
+        """Whether any consumer group has ever read. Asking makes no table."""
+        return self._groups is not None or self._has_groups()
+
+    @property
+    def messages_table(self) -> Table:
+        """The table ``messages``: what is placed, for every reader of Delta."""
+        with self.lock:
+            if self._messages is None:
+                self._messages = self._with_our_lock(self._messages_table())
+            return self._messages
+
+    def _with_our_lock(self, table: Table) -> Table:
+        """A table that is opened later than the others, under the lock and clock that all tables of a log share."""
+        table.lock, table.clock = self.lock, self.half.table.clock
+        return table
+
+    def _messages_table(self) -> Table:
+        with reaching(self.path, self.storage_options):
+            return open_messages(self.path, self.storage_options or None)
+
+    def _has_groups(self) -> bool:
+        with reaching(self.path, self.storage_options):
+            return has_groups(self.path, self.storage_options or None)
+
+    def _groups_table(self) -> Table:
+        with reaching(self.path, self.storage_options):
+            return open_groups(self.path, self.storage_options or None, self.half.table)
+
+    # ------------------------------------------------------------------ what is open
+    @looks_again
+    def pending(self) -> pa.Table:
+        """Half batches with pending messages, a row per attempt, oldest first.
+
+        Returns
+        -------
+        pyarrow.Table
+            ``half_id, app_id, batch_id, producer_group, attempt, messages`` (pending ones), ``check_times``,
+            ``prepared_at`` and ``lease_until`` (UTC), and ``bytes`` of the half batch's files (of a file with others
+            too, its share).
+        """
+        return overview.pending(self)
+
+    @looks_again
+    def open_messages(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """By (topic, queue_id): how many messages are pending, and how many are committed but wait for their time or
+        for an earlier one of their sharding key."""
+        return overview.open_messages(self)
+
+    @looks_again
+    def quarantined(self) -> pa.Table:
+        """Half batches with quarantined messages, with the columns and the order of :meth:`pending`."""
+        return overview.quarantined(self)
+
+    @looks_again
+    def conflicts(self) -> list[str]:
+        """Half batches with a verdict that came too late and that no person has resolved yet."""
+        return overview.conflicts(self)
+
+    @named
+    def resolve(self, half_id: str, verdict: LocalTransactionState, reason: str) -> list[Placed]:
+        """A person's verdict on what is pending, quarantined or in conflict in a half batch.
+
+        Parameters
+        ----------
+        verdict : LocalTransactionState
+            COMMIT_MESSAGE or ROLLBACK_MESSAGE.
+        reason : str
+            Kept with the op marker.
+
+        Raises
+        ------
+        VerdictConflictError
+            When visible messages would have to be taken back.
+        """
+        if verdict not in (LocalTransactionState.COMMIT_MESSAGE, LocalTransactionState.ROLLBACK_MESSAGE):
+            raise OptionError(f"resolve needs COMMIT_MESSAGE or ROLLBACK_MESSAGE: {verdict!r} settles nothing")
+        verdict = LocalTransactionState(verdict)
+        if not isinstance(reason, str) or not reason.strip():
+            raise OptionError("resolve needs a reason: it is kept with the op marker")
+        return self.ledger.overrule(self.get(half_id), verdict, reason)
+
+    @named
+    def resume(self, half_id: str, reason: str = "resumed") -> int:
+        """Make quarantined messages pending again, so that checks go on; returns how many."""
+        record = self.get(half_id)
+        states = (RowState.QUARANTINED,)
+        return sum(
+            self.ledger.reopen(record, attempt, states, attempt, Who.ADMIN, reason).count
+            for attempt in self.state_of(record).attempts(*states)
+        )
+
+    @looks_again
+    def trace(
+        self, transaction_id: str | None = None, *, half_id: str | None = None, message_id: str | None = None
+    ) -> Trace:
+        """The story of a transaction, a half batch or a message: prepared, checked, decided (by whom and why), placed,
+        drained, archived (RocketMQ: ``queryMsgTraceById``).
+
+        Parameters
+        ----------
+        transaction_id, half_id, message_id : str
+            One of them. A column of the source, or of :meth:`pending`, has it.
+
+        Returns
+        -------
+        Trace
+            ``print`` it. Upkeep takes away what nobody needs any more; its ``unknown`` says what cannot be told.
+
+        Raises
+        ------
+        OptionError
+            When none or several are given, or it is no id.
+        HalfBatchNotFoundError
+            When the log has no such thing, or nothing is left of it.
+        """
+        return tracing.trace(self, transaction_id, half_id, message_id)
+
+    # ------------------------------------------------------------------ reading
+    @named
+    @looks_again
+    def read(
+        self,
+        topic: str,
+        start: Mapping[int, int] | datetime | None = None,
+        limit: int | None = None,
+        columns: Sequence[str] | None = None,
+        tags: str | None = None,
+        selector: str | None = None,
+    ) -> pa.Table:
+        """Committed messages of a topic, without Spark.
+
+        Parameters
+        ----------
+        topic : str
+        start : mapping of int to int or datetime, optional
+            First offset of each queue (one that is not named: from the first that is kept). Or a time with a time zone:
+            each queue's first message that was committed then or later.
+        limit : int, optional
+            At most so many messages, from the lowest queues first; with a filter, so many of those that it keeps.
+        columns : sequence of str, optional
+            Some of the source's columns; all of them when not given.
+        tags : str, optional
+            ``"TagA || TagB"``: only messages with one of these tags (RocketMQ: ``MessageSelector.byTag``).
+        selector : str, optional
+            Only messages for which this SQL92 condition is TRUE (RocketMQ: ``MessageSelector.bySql``). Needs lark.
+
+        Returns
+        -------
+        pyarrow.Table
+            In (queue_id, queue_offset) order.
+
+        Raises
+        ------
+        TopicNotFoundError, OptionError
+        """
+        queues = self.require_topic(topic)
+        since = require_time(start, "start") if isinstance(start, datetime) else None
+        offsets = {} if start is None or isinstance(start, datetime) else start
+        if not isinstance(offsets, Mapping):
+            raise OptionError(
+                f"start={start!r} is no mapping and no datetime: the first offset of each queue is expected, as "
+                "{0: 23}, or a time"
+            )
+        given = set(offsets)
+        while True:
+            tails = self.tails()  # of one version, whatever other threads of this process see meanwhile
+            kept = self.firsts(refresh=False)
+            try:
+                if since is not None:
+                    offsets = starts_since(self, tails, topic, queues, since)
+                return read_messages(self, tails, topic, queues, offsets, limit, columns, tags, selector)
+            except OffsetOutOfRangeError:
+                # A queue without a start is read from its first offset, which may have moved on meanwhile.
+                moved = {queue for queue, first in self.firsts().items() if first > kept.get(queue, 0)}
+                if not any(name == topic and queue_id not in given for name, queue_id in moved):
+                    raise
+
+    # ------------------------------------------------------------------ upkeep
+    @named
+    def vacuum(self, older_than: str | None = None, dry_run: bool = False) -> list[str]:
+        """Remove files that no table names (orphans of crashes, leftovers of compaction) and return their paths.
+
+        Parameters
+        ----------
+        older_than : str, optional
+            At least ``"7d"`` (default): younger files may belong to a batch that is being prepared.
+        dry_run : bool
+            Only list them.
+        """
+        age_s = ORPHAN_AGE_S if older_than is None else parse_duration(older_than, "older_than")
+        if age_s < ORPHAN_AGE_S:
+            raise OptionError(
+                f"older_than={older_than!r} is under {ORPHAN_AGE_S / 86400:.0f}d: files that young may be in use"
+            )
+        with self.lock:
+            doubt_s = self.clock_doubt_s(note=not dry_run)
+            return maintenance.vacuum(self._tables_now(), age_s + doubt_s, dry_run)
+
+    def tables(self) -> list[Table]:
+        """The tables that are there, as they were last read. The one of groups is made when it is first needed."""
+        return self._tables_now()
+
+    def _tables_now(self) -> list[Table]:
+        tables = [self.half.table, self.op, self.topics_table, self.messages_table]
+        return [*tables, self.groups.table] if self._has_groups() else tables
+
+    @named
+    @looks_again
+    def maintain(
+        self,
+        dry_run: bool = False,
+        grace: str | None = None,
+        audit: str | None = None,
+        idempotency: str | None = None,
+    ) -> MaintenanceReport:
+        """Do all the upkeep, so that the log does not grow with its age: drain, let settled half batches leave, prune
+        what ``op`` says of them, merge small files, delete files that no table names any more.
+
+        It is safe beside sinks, checkers, readers and other maintainers. What a crash leaves undone the next call does.
+
+        Parameters
+        ----------
+        dry_run : bool
+            Only say what would be done now. What a round does after its own drain, such as archiving what it has
+            drained, is not in it.
+        grace : str, optional
+            How long a half batch stays after its last op row, and its op rows after it has left: readers and producers
+            at work may need them. ``"10m"`` (default) or another duration of a minute or more.
+        audit : str, optional
+            How long messages stay that were rolled back, ``"7d"`` by default. Meanwhile a person can still look at
+            them, and a late verdict can be resolved.
+        idempotency : str, optional
+            How long the outcome of a half batch is kept after it left, ``"7d"`` by default. Meanwhile a retry under its
+            idempotency key, or of an old batch id, gets that outcome; afterwards a key can be used again.
+
+        Returns
+        -------
+        MaintenanceReport
+            ``print`` it.
+
+        Raises
+        ------
+        OptionError
+            For a duration that is none, or a grace under a minute.
+        """
+        return self.keep_up(Graces.of(grace, audit, idempotency), dry_run)
+
+    @looks_again
+    def keep_up(
+        self,
+        graces: Graces,
+        dry_run: bool = False,
+        orphans: bool = True,
+        turn: AbstractContextManager[object] | None = None,
+    ) -> MaintenanceReport:
+        """:meth:`maintain`, with graces in seconds; perhaps without a look for orphans, which lists all files. ``turn``
+        is entered while messages are in memory."""
+        log = self.another_on_the_same_log()
+        return upkeep.maintain(log, log._tables_now(), graces, dry_run, orphans, turn)
+
+    @looks_again
+    def drain(self) -> int:
+        """Copy messages that are placed and not yet in the table ``messages`` into it, so that every reader of Delta
+        sees them. Any number of processes may drain at once.
+
+        Returns
+        -------
+        int
+            The version of ``op`` up to which the table now has all messages.
+
+        Raises
+        ------
+        LostFileError, CorruptLogError
+            When messages cannot be read; those before them are drained.
+        """
+        return Drainer(self.another_on_the_same_log()).run()
+
+    @named
+    def backup(
+        self,
+        target: str | os.PathLike[str],
+        storage_options: Mapping[str, str] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> BackupReport:
+        """Copy the log to another place as it is at one moment, while programs go on to send, read and keep it up. What
+        is copied can be opened as a commit log; it has the same id. An older copy there is brought up to date: only
+        files that it lacks are copied, and it stays whole until these are there.
+
+        Parameters
+        ----------
+        target : str or path
+            A local folder or an object-store URI: empty, or an older copy that a backup made.
+        storage_options : mapping, optional
+            For the target's store; those of the log when not given.
+        progress : callable, optional
+            ``progress(copied, total)`` is called after each file, with bytes.
+
+        Returns
+        -------
+        BackupReport
+            ``print`` it.
+
+        Raises
+        ------
+        OptionError
+            When the target is the log, lies inside it, or around it.
+        CommitLogExistsError
+            When the target has something else than an older copy of this log, or lies inside another log.
+        CorruptLogError, ForeignChangeError
+            When the log is damaged, or another writer has changed it; an older copy then stays as it was.
+        StorageError
+            When a store cannot be reached.
+        """
+        return back_up(self, target, storage_options, progress)
+
+    def another(self) -> CommitLog:
+        """Another handle on this log, which has read nothing yet: what another process would open."""
+        return type(self).open(self.path, self.storage_options)
+
+    def another_on_the_same_log(self) -> CommitLog:
+        """:meth:`another`; NotACommitLogError when another log lies there by now."""
+        found = self.another()
+        if found.id != self.id:
+            raise NotACommitLogError(
+                f"the commit log at {redacted(self.path)!r} was made anew since this handle was opened: open it again"
+            )
+        return found
+
+    def after_decision(self) -> None:
+        """Compact ``op`` in the background, when it has many small files."""
+        self._maintenance.after_commit()
+
+    def close(self) -> None:
+        """Wait for upkeep that is under way."""
+        self._maintenance.wait()
+
+
+def _retention_s(retention: str | None) -> float | None:
+    if retention is None:
+        return None
+    try:
+        retention_s = parse_duration(retention, "retention")
+    except OptionError as problem:
+        raise OptionError(f"{problem}; None keeps messages for ever") from None
+    if retention_s < RETENTION_S_MIN:
+        raise OptionError(f"retention={retention!r} is under {RETENTION_S_MIN / 3600:g}h: readers need time")
+    return retention_s

@@ -1,0 +1,593 @@
+"""After a restore: compares a commit log with the database of its local transactions, and with checkpoints of streams.
+
+The log was set back to a backup, and the database was not. What the database has executed since is told by the fence,
+and looked for in the log by its name::
+
+    the fence: attempt a of half batch h is executed
+    │
+    ├─ the log does not know its name
+    │    ├─ a stream runs this batch again ───────────────────▶ REPLAYED   its messages come from there
+    │    ├─ a checkpoint would make another batch of it ──────▶ PERSON     the checkpoint is too old
+    │    └─ nobody sends it again ────────────────────────────▶ LOST       from rows, where the listener can make them
+    ├─ the log knows the name, of another half batch ─────────▶ PERSON     it was sent, and executed, twice
+    └─ the log knows it
+         ├─ committed, or pending under attempt a ────────────▶ SETTLED    a check does the rest
+         ├─ pending under another attempt, rolled back by a
+         │  check or the discard policy, or quarantined ──────▶ LOST       its messages are in half: committed as a
+         └─ refused, or rolled back by a person ──────────────▶ PERSON
+
+    the log: half batch h is committed, and the fence has not executed it ──▶ UNKNOWN_TO_THE_DATABASE
+
+Nothing is changed without ``apply``. What that did is in the log by the half batch's own name, so a second run finds it
+settled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timedelta, timezone
+from enum import Enum
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+
+from rmq_spark._core.client.backup import manifest_of
+from rmq_spark._core.client.input import message_list
+from rmq_spark._core.inspect.history import kept_batches
+from rmq_spark._core.listeners.listener import CommitOncePrepared, ExecutedAttempt, TransactionListener
+from rmq_spark._core.log.half import HalfHeader, HalfWriter, Naming
+from rmq_spark._core.log.half_table import HalfRecord
+from rmq_spark._core.log.op import Kind, RowState, Who
+from rmq_spark._core.protocol.identity import ID_FILE, input_hash_of
+from rmq_spark._core.protocol.two_phase import TwoPhase
+from rmq_spark._core.storage.files import filesystem
+from rmq_spark._core.vocabulary.message import to_table
+from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S, FENCE_RETENTION_S_MIN, IDEMPOTENCY_S
+from rmq_spark._core.vocabulary.redaction import cause_of, sentence_of
+from rmq_spark._core.vocabulary.rows import RowSet
+from rmq_spark._core.vocabulary.text import count_of
+from rmq_spark._core.vocabulary.verdicts import BATCH
+from rmq_spark.errors import HalfBatchLeftError, ListenerError, OptionError, TxmqError
+
+if TYPE_CHECKING:
+    from rmq_spark._core.client.commit_log import CommitLog
+
+GROUP = "txmq-reconcile"
+"""The producer group of half batches whose messages were made again from rows."""
+MARGIN_S = 3600.0
+"""The fence is read from so long before the backup: its times are of other clocks."""
+REASON = "reconciled after a restore: the database has executed it"
+COMMITTED = (RowState.COMMITTED, RowState.DECIDED)
+REFUSED = (RowState.ROLLED_BACK,)
+FENCES_LOOKED_AT = 100
+"""Half batches, the newest ones, whose fences are compared with the listener's."""
+OF_ONE_SEND = "."
+"""Is in the app of a producer's send, and in no stream's."""
+
+
+class Standing(str, Enum):
+    """How an attempt, or a half batch, stands."""
+
+    SETTLED = "settled"
+    REPLAYED = "replayed"
+    LOST = "lost"
+    PERSON = "person"
+    UNKNOWN_TO_THE_DATABASE = "unknown to the database"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the comparison found of one attempt.
+
+    Attributes
+    ----------
+    standing : Standing
+    half_id, app_id, batch_id, attempt :
+        Of the half batch. The attempt is None of one that the database does not know.
+    messages : int or None
+        How many of its messages it is about, as far as that is known.
+    at : datetime or None
+        When the database executed it, or when the log prepared it (UTC).
+    what : str
+        What it is, and what is to be done.
+    done : str or None
+        What ``apply`` did; None when it did nothing.
+    """
+
+    standing: Standing
+    half_id: str
+    app_id: str | None
+    batch_id: int | None
+    attempt: int | None
+    messages: int | None
+    at: datetime | None
+    what: str
+    done: str | None = None
+
+    def __str__(self) -> str:
+        attempt = "" if self.attempt is None else f", attempt {self.attempt}"
+        at = "" if self.at is None else f" at {self.at:%Y-%m-%d %H:%M:%S}Z"
+        done = "" if self.done is None else f". {self.done}"
+        of = "" if self.messages is None else f" ({count_of(self.messages, 'message')})"
+        return f"{self.standing}: half batch {self.half_id!r}{attempt}{at}{of}: {self.what}{done}"
+
+
+@dataclass(frozen=True)
+class ReconcileReport:
+    """What a comparison found.
+
+    Attributes
+    ----------
+    log, log_id : str
+    since, made_at : datetime
+        From when on the database's executions were looked at, and when (UTC).
+    applied : bool
+    executed : int
+        Attempts that the database executed since.
+    settled : int
+        Those with which nothing is to be done.
+    findings : tuple of Finding
+        All others.
+    streams : tuple of str
+        A sentence for each checkpoint.
+    careful : tuple of str
+        Sentences about what the comparison may not have seen.
+    """
+
+    log: str
+    log_id: str
+    since: datetime
+    made_at: datetime
+    applied: bool
+    executed: int
+    settled: int
+    findings: tuple[Finding, ...]
+    streams: tuple[str, ...] = ()
+    careful: tuple[str, ...] = ()
+
+    @property
+    def left(self) -> tuple[Finding, ...]:
+        """What is left to be done by ``apply`` or a person."""
+        return tuple(f for f in self.findings if f.done is None and f.standing is not Standing.REPLAYED)
+
+    def __str__(self) -> str:
+        lines = [
+            f"the database has executed {count_of(self.executed, 'attempt')} since {self.since:%Y-%m-%d %H:%M:%S}Z; "
+            f"{self.settled} need nothing",
+            *(f"careful: {sentence}" for sentence in self.careful),
+            *self.streams,
+            *map(str, self.findings),
+        ]
+        again = [f for f in self.left if f.standing is Standing.LOST]
+        if again and not self.applied:
+            lines.append("nothing was changed: --apply makes visible what can be made visible")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        found: dict[str, Any] = json.loads(self.content())
+        return found
+
+    def content(self) -> bytes:
+        """As a file keeps it, in JSON."""
+        return json.dumps(asdict(self), default=_plain, indent=1).encode()
+
+
+def _plain(value: object) -> str:
+    return value.isoformat() if isinstance(value, datetime) else str(value)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The checkpoint of a streaming query, which is stopped.
+
+    Attributes
+    ----------
+    app_id : str
+    place : str
+    next_batch : int
+        The batch that runs when the query starts.
+    planned : bool
+        True when its input is fixed already: it ran, or began to.
+    query_id : str
+        By which the log knows the checkpoint's batches.
+    input_hashes : mapping of int to str
+        Of the batches of which the checkpoint still has the input.
+    """
+
+    app_id: str
+    place: str
+    next_batch: int
+    planned: bool
+    query_id: str
+    input_hashes: Mapping[int, str] = field(repr=False)
+
+    @classmethod
+    def read(cls, given: str, storage_options: Mapping[str, str] | None = None) -> Stream:
+        """From a checkpoint's place, or ``<appId>=<place>`` for a query with the option ``appId``.
+
+        Raises
+        ------
+        OptionError
+        """
+        app_id, equals, place = given.partition("=")
+        if not equals or "/" in app_id:
+            app_id, place = "", given
+        try:
+            fs, root = filesystem(place, storage_options)
+
+            def numbers(folder: str) -> list[int]:
+                found = fs.get_file_info(pafs.FileSelector(f"{root}/{folder}", allow_not_found=folder == "commits"))
+                return [int(i.base_name) for i in found if i.base_name.isdigit()]
+
+            query_id = _id_of(fs, root)
+            batches = numbers("offsets")
+            planned, done = max(batches, default=-1), max(numbers("commits"), default=-1)
+            hashes = {batch_id: _input_hash(fs, f"{root}/offsets/{batch_id}") for batch_id in batches}
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            raise OptionError(
+                f"checkpoint {place!r} cannot be read ({sentence_of(problem)}): the checkpointLocation of a query that "
+                "is stopped is expected"
+            ) from cause_of(problem)
+        runs = planned if planned > done else planned + 1
+        return cls(app_id or query_id, place, runs, planned > done, query_id, hashes)
+
+
+def _id_of(fs: Any, root: str) -> str:
+    for file in (ID_FILE, "metadata"):
+        try:
+            with fs.open_input_stream(f"{root}/{file}") as stream:
+                return str(json.loads(stream.readall())["id"])
+        except FileNotFoundError:
+            if file == "metadata":
+                raise
+    raise AssertionError
+
+
+def _input_hash(fs: Any, path: str) -> str:
+    with fs.open_input_stream(path) as stream:
+        return input_hash_of(stream.readall())
+
+
+@dataclass
+class Reconciler:
+    """Compares one commit log with a listener's database.
+
+    Parameters
+    ----------
+    log : CommitLog
+        Nobody sends to it, and no checks run.
+    listener : TransactionListener
+        One with a fence that can be read: :class:`~rmq_spark.SqlTransactionListener`.
+    streams : sequence of Stream
+        The checkpoints of the queries that send to the log.
+    since : datetime, optional
+        When the log was as it is now (UTC): the time of the backup. A copy that ``txmq backup`` made says it.
+
+    Raises
+    ------
+    OptionError
+        When nobody says it.
+    ListenerError
+        When the listener has no fence that can be read.
+    """
+
+    log: CommitLog
+    listener: TransactionListener
+    streams: Sequence[Stream] = ()
+    since: datetime | None = None
+    _by_app: dict[str, Stream] = field(init=False, default_factory=dict)
+    _in_messages: frozenset[str] = field(init=False, default=frozenset())
+    """Those half batches that the database has executed, and of which the table ``messages`` has messages."""
+
+    def __post_init__(self) -> None:
+        if not callable(getattr(self.listener, "executed_since", None)):
+            raise ListenerError(
+                f"{self.listener!r} cannot tell what it has executed: a SqlTransactionListener is expected. Look into "
+                "the store of another one, and settle with log.resolve"
+            )
+        if self.since is None:
+            found = manifest_of(self.log.path, self.log.storage_options)
+            if found is None or found.log_id != self.log.id or found.taken_at is None:
+                raise OptionError(
+                    "nobody knows from when this log is, since txmq backup did not make it: say when the copy was "
+                    "taken, as --since 2026-11-27T01:00:00Z"
+                )
+            self.since = found.taken_at
+        self._by_app = {stream.app_id: stream for stream in self.streams}
+
+    def run(self, apply: bool = False) -> ReconcileReport:
+        """Compare, and say what was found; with ``apply`` make visible what can be made visible."""
+        since = self.since
+        assert since is not None  # __post_init__ has seen to it
+        self.log.refresh()
+        executed: list[ExecutedAttempt] = list(
+            self.listener.executed_since(self.log.id, since - timedelta(seconds=MARGIN_S))  # type: ignore[attr-defined]
+        )
+        self._in_messages = self._among_messages({attempt.half_id for attempt in executed})
+        streams = tuple(self._said(stream, executed) for stream in self.streams)
+        findings: list[Finding] = []
+        settled = 0
+        executed.sort(key=lambda a: (a.app_id, a.batch_id, a.half_id, a.attempt))  # as they were sent
+        for _, some in groupby(executed, key=lambda attempt: attempt.half_id):
+            for finding in self._looked_at(list(some), apply):
+                if finding.standing is Standing.SETTLED:
+                    settled += 1
+                else:
+                    findings.append(finding)
+        findings += self._unknown_to_the_database({attempt.half_id for attempt in executed}, since)
+        return ReconcileReport(
+            self.log.path,
+            self.log.id,
+            since,
+            datetime.now(timezone.utc),
+            apply,
+            len(executed),
+            settled,
+            tuple(findings),
+            streams,
+            tuple(self._careful(since)),
+        )
+
+    def _among_messages(self, half_ids: Collection[str]) -> frozenset[str]:
+        table = self.log.messages_table
+        with self.log.lock:
+            table.refresh()
+            paths = table.actions()["path"].to_pylist()
+            rows = table.read(paths, ["half_id"], pc.field("half_id").isin(sorted(half_ids)))
+        return frozenset(pc.unique(rows["half_id"]).to_pylist())
+
+    def _is_forgotten(self, executed_at: datetime) -> bool:
+        """Whether the log may have settled and forgotten what was executed then, and its messages may have expired."""
+        return self.log.machine.now() - executed_at > timedelta(seconds=IDEMPOTENCY_S)
+
+    # ------------------------------------------------------------------ what the database has executed
+    def _looked_at(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> list[Finding]:
+        """What is found of one half batch. One that is damaged does not hide the others."""
+        try:
+            return list(self._of_half_batch(attempts, apply))
+        except TxmqError as problem:
+            what = f"it cannot be looked at: {sentence_of(problem)}"
+            return [_finding(Standing.PERSON, attempt, what) for attempt in attempts]
+
+    def _of_half_batch(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Finding]:
+        first = attempts[0]
+        record = self.log.find(first.app_id, first.batch_id)
+        if record is not None and record.half_id == first.half_id and record.header.producer_group != GROUP:
+            for attempt in attempts:
+                yield self._known(record, attempt, apply)
+        elif record is not None:
+            for attempt in attempts:
+                yield self._same_name(record, attempt)
+        else:
+            yield from self._absent(attempts, apply)
+
+    def _known(self, record: HalfRecord, attempt: ExecutedAttempt, apply: bool) -> Finding:
+        """The log knows this very half batch."""
+        if not attempt.is_whole:
+            return _finding(Standing.PERSON, attempt, _ENDED)
+        if record.left is not None:
+            by_hand = any(
+                d.kind == Kind.ROLLBACK.value and d.decided_by == Who.ADMIN.value for d in record.left.decisions
+            )
+            if record.left.final and not by_hand:  # what is not committed was refused
+                return _finding(Standing.SETTLED, attempt, "it is committed")
+            what = (
+                "the log has rolled some of its messages back, and they have left it: look which, and send them again"
+            )
+            return _finding(Standing.PERSON, attempt, what)
+        state = self.log.state_of(record)
+        rows = self._rows_of(record, attempt)
+        missing = rows - state.rows_in(COMMITTED) - state.rows_in((RowState.PENDING,), attempt.attempt)
+        if not missing:
+            return _finding(Standing.SETTLED, attempt, "it is committed, or a check commits it")
+        if missing & state.rows_in(REFUSED):
+            what = "the log says that it was refused, or a person has rolled it back, and the database has executed it"
+            return _finding(Standing.PERSON, attempt, f"{what}: look, and send its messages again if they are missing")
+        count = count_of(missing.count, "message")
+        found = _finding(
+            Standing.LOST, attempt, f"{count} did not become visible; the log has them, and can make them visible"
+        )
+        if not apply:
+            return found
+        self.log.ledger.commit_executed(record, attempt.attempt, missing, REASON)
+        return replace(found, done=f"{count} became visible")
+
+    def _rows_of(self, record: HalfRecord, attempt: ExecutedAttempt) -> RowSet:
+        """The messages of the transactions that were executed under an attempt."""
+        return record.all_rows if attempt.rows is None else record.all_rows & attempt.rows
+
+    def _same_name(self, record: HalfRecord, attempt: ExecutedAttempt) -> Finding:
+        """The log knows another half batch of this name."""
+        if record.header.producer_group == GROUP:
+            return _finding(Standing.SETTLED, attempt, "its messages were made again")
+        what = f"the log has half batch {record.half_id!r} of the same app and number: it was sent again since, and "
+        return _finding(Standing.PERSON, attempt, f"{what}executed twice. Look whether its rows are there twice")
+
+    def _absent(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Finding]:
+        """The log does not know the half batch's name."""
+        first = attempts[0]
+        if first.half_id in self._in_messages:  # settled so long ago that nothing else is kept of it
+            yield from (_finding(Standing.SETTLED, a, "its messages are visible") for a in attempts)
+            return
+        if any(self._is_forgotten(a.executed_at) for a in attempts):
+            yield from (_finding(Standing.PERSON, a, _FORGOTTEN) for a in attempts)
+            return
+        stream = self._by_app.get(first.app_id)
+        if stream is not None and first.batch_id >= stream.next_batch:
+            replays = first.batch_id == stream.next_batch and stream.planned
+            what = (
+                f"stream {stream.app_id} runs batch {first.batch_id} again when it starts, with the same input"
+                if replays
+                else f"the checkpoint {stream.place} is older than the database: it would make another batch "
+                f"{first.batch_id} of what was executed. Put the newest checkpoint there"
+            )
+            yield from (_finding(Standing.REPLAYED if replays else Standing.PERSON, a, what) for a in attempts)
+            return
+        if not all(a.is_whole for a in attempts):
+            yield from (_finding(Standing.PERSON, a, _ENDED) for a in attempts)
+            return
+        lost = [_finding(Standing.LOST, a, "its messages are lost, and its rows are in the database") for a in attempts]
+        if stream is None and OF_ONE_SEND not in first.app_id:
+            # Made again now, they would stand in the way of a stream that runs the batch again.
+            more = "a stream sent them: name its checkpoint (--checkpoint); or a batch write: run it again"
+            yield from (replace(f, what=f"{f.what}; {more}") for f in lost)
+            return
+        try:
+            messages = self._messages(attempts)
+        except Exception as problem:  # of the user's own function
+            yield from (replace(f, what=f"{f.what}; making them again failed: {sentence_of(problem)}") for f in lost)
+            return
+        if messages is None:
+            yield from (replace(f, what=f"{f.what}: send them again, without a local transaction") for f in lost)
+            return
+        count = count_of(messages.num_rows, "message")
+        found = [replace(f, what=f"{f.what}; the listener makes {count} again from its rows") for f in lost]
+        if not apply:
+            yield from found
+            return
+        try:
+            self._send(first, stream, messages)
+        except TxmqError as problem:
+            yield from (replace(f, what=f"{f.what}; sending them failed: {sentence_of(problem)}") for f in found)
+            return
+        yield from (replace(f, done=f"{count} became visible") for f in found)
+
+    def _messages(self, attempts: Sequence[ExecutedAttempt]) -> pa.Table | None:
+        """The messages of a half batch again, of all its attempts; None when the listener cannot make them all."""
+        again = getattr(self.listener, "messages_again", None)
+        if again is None:
+            return None
+        tables: list[pa.Table] = []
+        for attempt in attempts:
+            found = again(attempt)
+            if found is None:
+                return None
+            tables.append(found if isinstance(found, pa.Table) else to_table(message_list(found)))
+        return pa.concat_tables(tables, promote_options="default")
+
+    def _send(self, attempt: ExecutedAttempt, stream: Stream | None, messages: pa.Table) -> None:
+        """Send messages under the name of their half batch: a retry, and a stream's next batch, find it."""
+        header = HalfHeader(
+            half_id=attempt.half_id,
+            app_id=attempt.app_id,
+            batch_id=attempt.batch_id,
+            query_id=None if stream is None else stream.query_id,
+            input_hash=None if stream is None else stream.input_hashes.get(attempt.batch_id),
+            fence_id=CommitOncePrepared.store_id,
+            transaction_per=BATCH,
+            producer_group=GROUP,
+            naming=Naming.KEY if stream is None else Naming.COUNTED,
+        )
+        log = self.log
+        writer = log.with_machine(HalfWriter(header, log.topics(), None, None, log.fifo_topics()))
+        TwoPhase(log, CommitOncePrepared()).send(header, lambda: log.stage(writer, messages.to_batches()))
+
+    # ------------------------------------------------------------------ what the log has made visible
+    def _unknown_to_the_database(self, executed: Collection[str], since: datetime) -> Iterator[Finding]:
+        kept = kept_batches(self.log)
+        at = pa.scalar(since, kept.schema.field("prepared_at").type)
+        kept = kept.filter(pc.greater_equal(kept["prepared_at"], at)).sort_by("prepared_at")
+        for row in kept.select(["half_id", "prepared_at"]).to_pylist():
+            if row["half_id"] in executed:
+                continue
+            try:
+                app_id, batch_id, fence_id, by_listeners = self._committed(row["half_id"])
+            except TxmqError as problem:
+                what = f"it cannot be looked at: {sentence_of(problem)}"
+                yield Finding(Standing.PERSON, row["half_id"], None, None, None, None, row["prepared_at"], what)
+                continue
+            if fence_id is not None and fence_id == self.listener.store_id and by_listeners:
+                yield Finding(
+                    Standing.UNKNOWN_TO_THE_DATABASE, row["half_id"], app_id, batch_id, None, None,
+                    row["prepared_at"],
+                    "its messages are visible, and the database has not executed it: the database is older than the "
+                    "log. Restore a newer one, or send messages that undo them",
+                )  # fmt: skip
+
+    def _committed(self, half_id: str) -> tuple[str | None, int | None, str | None, bool]:
+        """The app and number of a half batch, its fence, and whether messages of it were committed by its listener."""
+        try:
+            record = self.log.get(half_id)
+        except HalfBatchLeftError as left:
+            kept = left.archived
+            if kept is None:
+                return None, None, None, False
+            by_listeners = _by_listeners((d.kind, d.decided_by) for d in kept.decisions)
+            return kept.app_id, kept.batch_id, kept.fence_id, by_listeners
+        header = record.header
+        history = self.log.state_of(record, refresh=False).history
+        by_listeners = _by_listeners((row.kind, row.decided_by) for row in history)
+        return header.app_id, header.batch_id, header.fence_id, by_listeners
+
+    # ------------------------------------------------------------------ what may be missing
+    def _careful(self, since: datetime) -> Iterator[str]:
+        age = self.log.machine.now() - since
+        if age > timedelta(seconds=FENCE_RETENTION_S_MIN):
+            yield (
+                f"the copy is {age.days} days old, and upkeep deletes rows of the fence that are older than fences "
+                f"({FENCE_RETENTION_S / 86_400:g}d by default): what they told is not seen"
+            )
+        kept = kept_batches(self.log).sort_by([("prepared_at", "descending")])
+        newest = kept["half_id"].to_pylist()[:FENCES_LOOKED_AT]
+        fences: set[str | None] = set()
+        for half_id in newest:
+            with suppress(TxmqError):  # one that is damaged is told elsewhere
+                fences.add(self._committed(half_id)[2])
+        fences -= {None, CommitOncePrepared.store_id}
+        if fences and self.listener.store_id not in fences:
+            yield (
+                f"none of the newest {len(newest)} half batches of the log was prepared with this listener's fence "
+                f"({self.listener.store_id}), but with {', '.join(sorted(map(str, fences)))}: it may be another "
+                "database"
+            )
+
+    # ------------------------------------------------------------------ checkpoints
+    def _said(self, stream: Stream, executed: Sequence[ExecutedAttempt]) -> str:
+        mine = [a.batch_id for a in executed if a.app_id == stream.app_id]
+        last = self.log.last_batch_id(stream.app_id)
+        in_log = "no batch" if last is None else f"batches up to {last}"
+        in_database = f", the database has executed batches up to {max(mine)} since" if mine else ""
+        again = "again" if stream.planned else "next"
+        return (
+            f"stream {stream.app_id} ({stream.place}) runs batch {stream.next_batch} {again}; the log has {in_log} of "
+            f"it{in_database}"
+        )
+
+
+_FORGOTTEN = (
+    "it was executed so long ago that the log may have settled and forgotten it: look whether its messages are there, "
+    "and send them again if not"
+)
+_ENDED = (
+    "its local transaction ended the database's in its middle, so a part may be there: look, undo or finish it, and "
+    "send its messages if it is done"
+)
+
+
+def _by_listeners(decisions: Iterable[tuple[object, object]]) -> bool:
+    """Whether a commit among decisions was a listener's answer, and no person's or policy's."""
+    answers = (Who.EXECUTE.value, Who.CHECK.value)
+    return any(str(kind) == Kind.COMMIT.value and str(who) in answers for kind, who in decisions)
+
+
+def _finding(standing: Standing, attempt: ExecutedAttempt, what: str) -> Finding:
+    return Finding(
+        standing,
+        attempt.half_id,
+        attempt.app_id,
+        attempt.batch_id,
+        attempt.attempt,
+        None if attempt.rows is None else attempt.rows.count,
+        attempt.executed_at,
+        what,
+    )

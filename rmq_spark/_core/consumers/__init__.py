@@ -1,0 +1,1 @@
+"""Consumers: groups and their positions, message listeners, retries and dead letters, and the inbox."""

@@ -1,0 +1,97 @@
+"""Consumes queues in order. This module runs on executors: it needs pyarrow, and no open commit log.
+
+One pass over a queue whose group stands at position 7, with a listener that does not consume the message at offset 8::
+
+    offset      5       6       7          8       9
+                skipped skipped consumed   stops   not tried
+
+    result      next_offset=8  stopped_at=<message 8>  seen_to=10
+
+The consumer writes 8 as the group's new position, and a later pass begins there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from rmq_spark._core.consumers.listener import EachMessage, Listen, answers
+from rmq_spark._core.consumers.retry import restored, tried
+from rmq_spark.errors import ConsumeError
+
+RESULT = pa.schema([("result", pa.binary())])
+"""Schema of the one row that a task returns: its pickled results."""
+
+Queue = tuple[str, int]
+
+
+@dataclass
+class QueueResult:
+    """What one pass did with a queue.
+
+    Attributes
+    ----------
+    next_offset : int
+        The first offset that was not consumed.
+    seen_to : int
+        The offset after the last message that the pass got, consumed or not.
+    stopped_at : bytes or None
+        The message that was not consumed, as an Arrow stream.
+    reason : str or None
+        The exception that the listener raised for it, in words.
+    """
+
+    next_offset: int
+    seen_to: int
+    stopped_at: bytes | None = None
+    reason: str | None = None
+
+
+def consume_queue(
+    listener: Listen | EachMessage,
+    queue: Queue,
+    messages: pa.Table,
+    position: int,
+    found: dict[Queue, QueueResult],
+    stopped: tuple[int, int] | None = None,
+) -> None:
+    """Give the messages of a queue to the listener, from ``position`` on to the first one that it does not consume.
+
+    ``stopped`` tells which offset has stopped the queue before, and how often. The result goes into ``found``. A queue
+    that has stopped in this pass gets no more messages.
+    """
+    known = found.get(queue)
+    offsets = messages["queue_offset"].to_pylist()
+    if known is not None and known.stopped_at is not None:
+        known.seen_to = max(known.seen_to, offsets[-1] + 1)
+        return
+    if offsets != sorted(offsets) or (known is not None and offsets[0] < known.seen_to):
+        raise ConsumeError(
+            f"queue {queue[1]} of topic {queue[0]!r} came out of order: read the stream with the option ordered=true"
+        )
+    skip = sum(offset < position for offset in offsets)
+    found[queue] = QueueResult(max(position, offsets[-1] + 1), offsets[-1] + 1)
+    todo = restored(messages.slice(skip))
+    if not todo.num_rows:
+        return
+    if stopped is not None and stopped[0] == offsets[skip]:
+        todo = tried(todo, stopped[1])
+    for at, (consumed, reason) in enumerate(answers(listener, todo, orderly=True)):
+        if not consumed:
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, todo.schema) as stream:
+                stream.write_table(todo.slice(at, 1))
+            found[queue] = QueueResult(offsets[skip + at], offsets[-1] + 1, sink.getvalue().to_pybytes(), reason)
+            return
+
+
+def by_queue(messages: pa.Table) -> Iterator[tuple[Queue, pa.Table]]:
+    """Yield the messages in runs of consecutive rows that belong to one queue."""
+    queues = list(zip(messages["topic"].to_pylist(), messages["queue_id"].to_pylist(), strict=True))
+    start = 0
+    for at in range(1, len(queues) + 1):
+        if at == len(queues) or queues[at] != queues[start]:
+            yield queues[start], messages.slice(start, at - start)
+            start = at

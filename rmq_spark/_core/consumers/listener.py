@@ -1,0 +1,266 @@
+"""Message listeners: functions that consume messages and return a status for each."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta, timezone
+from enum import Enum
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.runtime.forks import called_here
+from rmq_spark._core.vocabulary.message import MessageExt
+from rmq_spark._core.vocabulary.redaction import redacted, text_of
+from rmq_spark.errors import ListenerError
+
+REASON_CHARS_MAX = 1024
+
+logger = logging.getLogger(__name__)
+
+
+class ConsumeConcurrentlyStatus(Enum):
+    """A listener's status of a message in mode ``concurrently`` (RocketMQ's enum of that name)."""
+
+    CONSUME_SUCCESS = "CONSUME_SUCCESS"
+    RECONSUME_LATER = "RECONSUME_LATER"
+
+
+class ConsumeOrderlyStatus(Enum):
+    """A listener's status of a message in mode ``orderly`` (RocketMQ's enum of that name)."""
+
+    SUCCESS = "SUCCESS"
+    SUSPEND_CURRENT_QUEUE_A_MOMENT = "SUSPEND_CURRENT_QUEUE_A_MOMENT"
+
+
+Status: TypeAlias = ConsumeConcurrentlyStatus | ConsumeOrderlyStatus
+Statuses: TypeAlias = Status | Sequence[Status | None] | None
+"""One status for all messages of a table, or one for each row. None counts as a failure, as in RocketMQ."""
+Listen: TypeAlias = Callable[[pa.Table], Statuses]
+"""A message listener takes a table of messages and returns statuses. It runs on executors, so it must be picklable."""
+
+CONSUME_SUCCESS, RECONSUME_LATER = ConsumeConcurrentlyStatus
+SUCCESS, SUSPEND_CURRENT_QUEUE_A_MOMENT = ConsumeOrderlyStatus
+
+
+class EachMessage:
+    """Makes a message listener from a function that takes one message at a time.
+
+    Parameters
+    ----------
+    function : callable
+        Gets a :class:`~rmq_spark.MessageExt` and returns a status. An exception is a failure of that message
+        alone, and its reason.
+    """
+
+    def __init__(self, function: Callable[[MessageExt], Status | None]) -> None:
+        if not callable(function):
+            raise ListenerError(f"EachMessage got {type(function).__name__}: a function of one message is expected")
+        _require_no_coroutine(function, "EachMessage")
+        self.function = function
+
+    def each(self, messages: pa.Table) -> Iterator[tuple[Status | None, str | None]]:
+        """Yield status and reason of one message after the other, lazily: a consumer can stop at a failure."""
+        for message in messages_of(messages):
+            status, reason = None, None
+            try:
+                status = called_here(self.function, message)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as problem:  # what one message causes must not end the consumers of all others
+                reason = reason_of(problem)
+            yield status, reason
+
+
+class EachBatch:
+    """Makes a message listener from a function that takes a list of messages.
+
+    Parameters
+    ----------
+    function : callable
+        Gets a list of :class:`~rmq_spark.MessageExt` and returns one status for all of them, or a list with one
+        for each (RocketMQ: ``MessageListenerConcurrently.consumeMessage``).
+    """
+
+    batch_rows = 1
+    """Messages of one call of a ``PushConsumer``, unless told otherwise (RocketMQ: ``consumeMessageBatchMaxSize``)."""
+
+    def __init__(self, function: Callable[[list[MessageExt]], Statuses]) -> None:
+        if not callable(function):
+            raise ListenerError(
+                f"EachBatch got {type(function).__name__}: a function of a list of messages is expected"
+            )
+        _require_no_coroutine(function, "EachBatch")
+        self.function = function
+
+    def __call__(self, messages: pa.Table) -> Statuses:
+        return self.function(list(messages_of(messages)))
+
+
+def answers(listener: Listen | EachMessage, messages: pa.Table, orderly: bool) -> Iterator[tuple[bool, str | None]]:
+    """Yield for one message after the other whether it was consumed, and the reason when it was not.
+
+    A listener that returns anything else, or not as many statuses as there are messages, has failed.
+
+    Raises
+    ------
+    ListenerError
+        When the listener takes the table for one message.
+    """
+    kind = ConsumeOrderlyStatus if orderly else ConsumeConcurrentlyStatus
+    if isinstance(listener, EachMessage):
+        for status, reason in listener.each(messages):
+            yield _answer(status, kind, reason)
+        return
+    try:
+        found = called_here(listener, messages)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:  # RocketMQ counts every Throwable so
+        _require_not_meant_for_one(problem)
+        yield from [(False, reason_of(problem))] * messages.num_rows
+        return
+    if not isinstance(found, list | tuple):
+        yield from [_answer(found, kind)] * messages.num_rows
+    elif len(found) != messages.num_rows:
+        said = f"the listener returned {len(found)} statuses for {messages.num_rows} messages: return one for each"
+        yield from [(False, said)] * messages.num_rows
+    else:
+        for status in found:
+            yield _answer(status, kind)
+
+
+def require_table_listener(listener: Callable[..., object]) -> None:
+    """Refuse a function that says that it takes a message, or a list of messages, and is not wrapped.
+
+    Raises
+    ------
+    ListenerError
+        It names the class that makes a message listener of it.
+    """
+    _require_no_coroutine(listener, "the message listener")
+    try:
+        parameters = list(inspect.signature(listener).parameters.values())
+    except (TypeError, ValueError):  # a builtin
+        return
+    said = parameters[0].annotation if parameters else inspect.Parameter.empty
+    text = said if isinstance(said, str) else getattr(said, "__name__", "") if isinstance(said, type) else str(said)
+    if re.search(r"\bMessage(Ext)?\b", text):
+        one = re.fullmatch(r"(\w+\.)*Message(Ext)?", text) is not None
+        raise _not_wrapped(f"{_name(listener)} takes {text}", EachMessage if one else EachBatch, _name(listener))
+
+
+def _require_no_coroutine(function: Callable[..., object], what: str) -> None:
+    if inspect.iscoroutinefunction(function):
+        raise ListenerError(
+            f"{what} got the coroutine function {_name(function)}: a plain function is expected, which may call "
+            "asyncio.run"
+        )
+
+
+def _require_not_meant_for_one(problem: BaseException) -> None:
+    """Raise ListenerError for what a function does with a table that it takes for one message: ``table.body``. All of
+    its messages would fail, one retry after the other, up to the dead letters."""
+    if isinstance(problem, AttributeError) and isinstance(problem.obj, pa.Table) and problem.name in _DEFAULTS:
+        raise _not_wrapped(f"the message listener asked a pyarrow.Table for .{problem.name}", EachMessage) from problem
+
+
+def _not_wrapped(what: str, wrapper: type, name: str = "function") -> ListenerError:
+    of = "one message" if wrapper is EachMessage else "a list of messages"
+    return ListenerError(
+        f"{what}: a listener gets a pyarrow.Table of messages. Wrap a function of {of}: txmq.{wrapper.__name__}({name})"
+    )
+
+
+def _name(listener: object) -> str:
+    return str(getattr(listener, "__name__", type(listener).__name__))
+
+
+COMES_AGAIN = "What has a try left comes again, the rest becomes dead letters"
+
+
+def tell_failed(
+    group: str, queue: tuple[str, int], failed: int, of: int, reason: str | None, then: str = COMES_AGAIN
+) -> None:
+    """Log that a message listener failed, with the first reason: who waits for retries must not wait in the dark."""
+    logger.warning(
+        "message listener of group %r: %d of %d messages of topic %r, queue %d failed. %s. The first: %s",
+        group, failed, of, *queue, then, reason,
+        extra={"consumer_group": group, "topic": queue[0], "queue_id": queue[1]},
+    )  # fmt: skip
+
+
+def _answer(status: object, kind: type[Enum], reason: str | None = None) -> tuple[bool, str | None]:
+    if reason is not None:
+        return False, reason
+    if isinstance(status, kind):
+        consumed = status in (CONSUME_SUCCESS, SUCCESS)
+        return consumed, None if consumed else f"the listener returned {status.name}"
+    success = CONSUME_SUCCESS if kind is ConsumeConcurrentlyStatus else SUCCESS
+    said = "None" if status is None else f"something of the type {type(status).__name__}"
+    return False, f"the listener returned {said}: {success.name} is expected of what is done"
+
+
+def reason_of(problem: BaseException) -> str:
+    """Return an exception as text that fits into a property, without secrets."""
+    text = f"{type(problem).__name__}: {text_of(problem)}".encode(errors="backslashreplace").decode()  # no half pair
+    return redacted(text)[:REASON_CHARS_MAX]
+
+
+_FIELDS = (
+    "topic", "body", "tags", "keys", "sharding_key", "queue_id", "born_timestamp", "msg_id", "transaction_id",
+    "producer_group", "store_timestamp", "queue_offset", "reconsume_times",
+)  # fmt: skip
+
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_DEFAULTS: dict[str, Any] = {
+    "topic": "", "body": b"", "tags": None, "keys": None, "sharding_key": None, "properties": None, "queue_id": None,
+    "born_timestamp": None, "deliver_at": None, "delay_level": None, "msg_id": "", "transaction_id": "",
+    "transaction_key": None, "producer_group": "", "store_timestamp": None, "check_times": 0, "queue_offset": None,
+    "reconsume_times": 0,
+}  # fmt: skip
+"""All fields of a message, in their order."""
+
+
+def messages_of(table: pa.Table) -> Iterator[MessageExt]:
+    """Yield the rows of a table of messages as messages.
+
+    Stored messages were validated when they were sent, so they are not again: that would take half of the time.
+    """
+    names = [name for name in _FIELDS if name in table.column_names]
+    columns = [_values(table[name]) for name in names]
+    if "properties" in table.column_names:
+        names.append("properties")
+        columns.append([None if p is None else dict(p) for p in _values(table["properties"])])
+    new, put = MessageExt.__new__, object.__setattr__
+    for values in zip(*columns, strict=True):
+        message = new(MessageExt)
+        put(message, "__dict__", {**_DEFAULTS, **dict(zip(names, values, strict=True))})
+        yield message
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """Return a column as Python values. Those that repeat are made once, and times without a look for their zone."""
+    n = len(column)
+    if column.null_count == n:
+        return [None] * n
+    kind = column.type
+    if pa.types.is_timestamp(kind):
+        microseconds = pc.cast(pc.cast(column, pa.timestamp("us", "UTC")), pa.int64())
+        known: dict[int, datetime] = {}
+        found: list[Any] = []
+        for value in microseconds.to_pylist():
+            if value is not None and value not in known:
+                known[value] = _EPOCH + timedelta(microseconds=value)
+            found.append(None if value is None else known[value])
+        return found
+    if (pa.types.is_string(kind) or pa.types.is_integer(kind)) and n > 1 and column[0].equals(column[n - 1]):
+        bounds = pc.min_max(column).as_py() if not column.null_count else {"min": 0, "max": 1}
+        if bounds["min"] == bounds["max"]:
+            return [bounds["min"]] * n
+    return list(column.to_pylist())

@@ -1,0 +1,417 @@
+"""PullConsumer: messages for a script, which asks for them (RocketMQ: ``DefaultLitePullConsumer``)."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+import pyarrow as pa
+
+from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.consumers.heartbeats import LEASE_S
+from rmq_spark._core.consumers.listener import messages_of
+from rmq_spark._core.consumers.member import (
+    CLUSTERING,
+    HEARTBEAT_INTERVAL_S,
+    MAX_SPAN,
+    PERSIST_INTERVAL_S,
+    ConsumeFromWhere,
+    GroupMember,
+    MemberSettings,
+)
+from rmq_spark._core.consumers.progress import Queue, Take
+from rmq_spark._core.runtime.machine import is_held
+from rmq_spark._core.vocabulary.message import MessageExt
+from rmq_spark._core.vocabulary.options import flag, named, seconds, whole_number
+from rmq_spark.errors import ConsumeError
+
+POLL_TIMEOUT_S = 5.0
+PULL_BATCH_SIZE = 10_000
+OTHERS_LOOK_S = 0.5
+"""A consumer that waits for its group to reach the end looks so often how far the other members are."""
+
+
+class PullConsumer:
+    """Gives committed messages to a script that asks for them (RocketMQ: ``DefaultLitePullConsumer``).
+
+    One thread at a time may ask it. Its members share the group's queues, as those of :class:`PushConsumer` do. The
+    group's retries are not read: what becomes of a message that fails is the script's business.
+
+    Parameters
+    ----------
+    log : CommitLog or path
+    group : str
+        The consumer group. Spark must not read for it.
+    topics : str or iterable of str
+    tags, selector : str, optional
+        As for :class:`PushConsumer`.
+    tables : bool
+        Iterating gives ``pyarrow.Table`` s of messages of one queue (the source's columns) in place of single ones.
+    stop_at_end : bool
+        Iterating ends when the group has come to where the log ended at the start. Else it goes on until somebody ends
+        it.
+    auto_commit : bool
+        True: what was given out counts as consumed when the script asks for more. So a script that raises over a
+        message gets it again; one that is killed, what it had in the last second. False: when it calls :meth:`commit`.
+    pull_batch_size : int
+        Messages of one :meth:`poll`, at most.
+    consume_from_where : ConsumeFromWhere or str
+        Where a new group begins: at the first message, unlike a ``PushConsumer``.
+    consume_timestamp, pull_interval, max_span, persist_consumer_offset_interval, heartbeat_interval, lease, take_over
+        As for :class:`PushConsumer`. At most ``max_span`` messages of a queue may be given out and not committed.
+
+    Raises
+    ------
+    OptionError, TopicNotFoundError
+
+    Examples
+    --------
+    >>> for message in PullConsumer("log", "report", "orders", stop_at_end=True):  # doctest: +SKIP
+    ...     print(message.keys)
+    """
+
+    @named
+    def __init__(
+        self,
+        log: CommitLog | str | os.PathLike[str],
+        group: str,
+        topics: str | Iterable[str],
+        tags: str | None = None,
+        selector: str | None = None,
+        *,
+        tables: bool = False,
+        stop_at_end: bool = False,
+        auto_commit: bool = True,
+        pull_batch_size: int = PULL_BATCH_SIZE,
+        consume_from_where: ConsumeFromWhere | str = ConsumeFromWhere.CONSUME_FROM_FIRST_OFFSET,
+        consume_timestamp: datetime | None = None,
+        pull_interval: float | None = None,
+        max_span: int = MAX_SPAN,
+        persist_consumer_offset_interval: float = PERSIST_INTERVAL_S,
+        heartbeat_interval: float = HEARTBEAT_INTERVAL_S,
+        lease: float = LEASE_S,
+        message_model: str = CLUSTERING,
+        take_over: bool = False,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        if consume_timestamp is not None and consume_from_where == ConsumeFromWhere.CONSUME_FROM_FIRST_OFFSET:
+            consume_from_where = ConsumeFromWhere.CONSUME_FROM_TIMESTAMP
+        settings = MemberSettings.of(
+            group, topics, tags, selector, consume_from_where, consume_timestamp, heartbeat_interval, lease,
+            persist_consumer_offset_interval, pull_interval, max_span, message_model, take_over,
+        )  # fmt: skip
+        self._tables = flag(tables, "tables")
+        self._stop_at_end = flag(stop_at_end, "stop_at_end")
+        self._auto_commit = flag(auto_commit, "auto_commit")
+        self._batch_rows = whole_number(pull_batch_size, "pull_batch_size", 1)
+        opened = CommitLog.of(log, storage_options)
+        self.member = GroupMember(opened, settings, reads_retries=False)
+        self._machine = opened.machine
+        self._given: list[Take] = []  # given out, and not committed
+        self._handing: tuple[Take, int] | None = None  # given out one by one, and the offset after the last given
+        self._dropped = False
+        self._is_asked_to_end = False
+        self._ending = opened.machine.lock()
+        self._within: int | None = None  # the thread that is in a call, or asks for the next message of a loop
+        self._is_iterated = False
+        self._ends: dict[Queue, int] = {}
+        self._others: dict[Queue, int] = {}  # how far the group is, when it was looked at last
+        self._others_at_s = 0.0
+        self._open = False
+        self._turn = 0
+
+    def __repr__(self) -> str:
+        return f"PullConsumer({self.member.log!r}, {self.member.group!r})"
+
+    # ------------------------------------------------------------------ life
+    def start(self) -> PullConsumer:
+        """Join the group (``with``, and the first message that is asked for, do it).
+
+        Raises
+        ------
+        GroupInUseError
+            When Spark reads for the group.
+        ConsumeError
+            In a fork of the process that made the consumer, or after :meth:`shutdown`.
+        """
+        self.member.require_own_process()
+        if (self._is_asked_to_end or self.member.stopping.is_set()) and not self._open:
+            raise ConsumeError("this consumer was shut down: make a new one")
+        if not self._open:
+            if self._stop_at_end:  # what is due was there when the script started
+                self.member.place_due()
+            self._ends = dict(self.member.log.tails())
+            self.member.start(_weakly(self._at_exit))
+            self._open = True
+        return self
+
+    def shutdown(self) -> None:
+        """Write progress, and leave the group. What was given out and not committed comes again, at any member.
+
+        A loop over the consumer ends, and a :meth:`poll` that waits returns None. Another thread may call it, too. A
+        signal handler may: when it comes in the midst of a call of the consumer or of its log, the loop or the next
+        :meth:`poll` does the rest. A consumer that was shut down cannot be started any more.
+        """
+        self._is_asked_to_end = True
+        if not self._is_interrupted():
+            self._end()
+
+    def _is_interrupted(self) -> bool:
+        """Whether this call came in the midst of one that has what the end needs, as from a signal handler."""
+        return self._within == threading.get_ident() or is_held(self.member.changed) or is_held(self.member.log.lock)
+
+    def _end(self, at_exit: bool = False) -> None:
+        with self._ending:  # whoever comes while another thread does this waits for it
+            if self._open or self.member.is_running:
+                self._open = False
+                with self.member.changed:
+                    for take in self._given:
+                        take.queue.give_back(take, take.finished)
+                    self._dropped = bool(self._given)
+                    self._given, self._handing = [], None
+                self.member.stop(0.0, at_exit)
+
+    def _at_exit(self) -> None:
+        self._is_asked_to_end = True
+        self._end(at_exit=True)
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):
+            self.member.abandon(self._given)
+
+    def __enter__(self) -> PullConsumer:
+        return self.start()
+
+    def __exit__(self, *details: object) -> None:
+        self.shutdown()
+
+    # ------------------------------------------------------------------ messages
+    def poll(self, timeout: float = POLL_TIMEOUT_S) -> pa.Table | list[MessageExt] | None:
+        """Return messages of one queue, in order; None when none came within so many seconds.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds. 0 looks once.
+
+        Returns
+        -------
+        list of MessageExt, pyarrow.Table (``tables=True``), or None
+
+        Raises
+        ------
+        ConsumeError
+            When so much was given out without a :meth:`commit` that there is nothing left to give; or when another
+            thread asks at the same time.
+        TxmqError
+            When the log cannot be read.
+        """
+        end_s = self._machine.monotonic() + seconds(timeout, "timeout")
+        with self._inside():
+            self._begin()
+            found = self._next_before(end_s)
+        if found is None or self._is_asked_to_end:
+            return None
+        return found.messages if self._tables else list(messages_of(found.messages))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Give messages (``tables=True``: tables) one by one, and shut down at the end.
+
+        Raises
+        ------
+        ConsumeError
+            For a second iteration beside one that has not ended: each would count as consumed what the other was given.
+            When another thread asks at the same time.
+        """
+        with self.member.changed:
+            if self._is_iterated:
+                raise ConsumeError(
+                    "this consumer is iterated over already. Let one loop end before the next, and give each thread a "
+                    "consumer of its own"
+                )
+            self._enter()
+            self._is_iterated = True
+        try:
+            self._begin()
+            while not self._is_asked_to_end:
+                take = self._next_before(self._machine.monotonic() + POLL_TIMEOUT_S)
+                if take is not None and not self._is_asked_to_end:
+                    yield from self._one_by_one(take)
+                elif self._stop_at_end and self._is_at_end():
+                    return
+        finally:
+            self._is_iterated = False
+            if self._within == threading.get_ident():
+                self._within = None
+            self.shutdown()
+
+    def commit(self) -> None:
+        """All that was given out is consumed: write that down.
+
+        Raises
+        ------
+        ConsumeError
+            When the group was reset, or another member has claimed a queue of which something was given out: the
+            messages of that queue come again, and the progress of the others is written. Also after :meth:`shutdown`,
+            when something was given out and not committed before. The end of an iteration shuts down, too. When another
+            thread asks for messages at the same time.
+        TxmqError
+            When the progress could not be written; the messages may come again.
+        """
+        self.member.require_own_process()
+        if self._dropped and not self._open:
+            raise ConsumeError(
+                "this consumer was shut down, as at the end of an iteration: what was given out and not committed "
+                "comes again. Call commit() within the loop, or poll() in place of iterating"
+            )
+        with self._inside():
+            with self.member.changed:
+                given = [take.queue for take in self._given]
+            self._finish_given()
+            self.member.persist()
+        lost = sorted({queue.queue for queue in given if queue.lost})
+        if lost:
+            names = ", ".join(f"queue {queue_id} of topic {topic!r}" for topic, queue_id in lost)
+            raise ConsumeError(
+                f"{names}: claimed by another member of group {self.member.group!r}, or the group was reset. What was "
+                "given of it since the last commit comes again; go on with poll()"
+            )
+
+    # ------------------------------------------------------------------ inside
+    def _begin(self) -> None:
+        self.start()
+        if self._auto_commit:
+            self._finish_given()
+
+    def _enter(self) -> None:
+        me = threading.get_ident()
+        if self._within not in (None, me):
+            raise ConsumeError(
+                "another thread is asking this consumer just now: what it gives to one thread would count as consumed "
+                "when the other asks. Give each thread a consumer of its own"
+            )
+        self._within = me
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """A signal handler that shuts down meanwhile leaves that to the end."""
+        is_nested = self._within == threading.get_ident()
+        self._enter()
+        try:
+            yield
+        finally:
+            if not is_nested:
+                self._within = None
+                if self._is_asked_to_end:
+                    self.shutdown()
+
+    def _handed(self, what: Any) -> Iterator[Any]:
+        self._within = None
+        yield what
+        self._enter()
+
+    def _one_by_one(self, take: Take) -> Iterator[Any]:
+        if self._tables:
+            yield from self._handed(take.messages)
+        else:
+            for count, message in enumerate(messages_of(take.messages)):
+                if count and (self._is_asked_to_end or not (take.queue.is_open and self.member.may_start())):
+                    with self.member.changed:  # another member has the queue, or waits for it
+                        if take in self._given:
+                            take.queue.cut(take, count)
+                    break
+                self._handing = take, (message.queue_offset or 0) + 1
+                yield from self._handed(message)
+                if self._auto_commit:
+                    with self.member.changed:
+                        take.first = (message.queue_offset or 0) + 1
+            self._handing = None
+        if self._auto_commit:
+            self._finish_given()
+
+    def _finish_given(self) -> None:
+        with self.member.changed:
+            left = []
+            for take in self._given:
+                if self._handing is not None and self._handing[0] is take:  # the script has not seen all of it
+                    take.first = self._handing[1]
+                    left.append(take)
+                else:
+                    take.queue.give_back(take, take.messages.num_rows)
+            self._given = left
+
+    def _next_before(self, end_s: float) -> Take | None:
+        """The next messages; None when none come until a time, or the end is reached."""
+        member = self.member
+        while not self._is_asked_to_end:
+            if member.problem is not None:
+                raise member.problem
+            take = self._take()
+            if take is not None:
+                return take
+            fetched = member.fetch()
+            left_s = end_s - self._machine.monotonic()
+            if fetched:
+                continue
+            self._require_room()
+            if left_s <= 0 or (self._stop_at_end and self._is_at_end()):
+                return None
+            with member.changed:
+                member.changed.wait(min(left_s, member.pull_interval_s))
+        return None
+
+    def _take(self) -> Take | None:
+        with self.member.changed:
+            queues = [q for q in self.member.queues.values() if q.is_open and q.rows]
+            if self._is_asked_to_end or not queues or not self.member.may_start():
+                return None
+            self._turn += 1
+            take = queues[self._turn % len(queues)].take(self._batch_rows)
+            if take is not None:
+                self._given.append(take)
+            return take
+
+    def _require_room(self) -> None:
+        span = self.member.settings.max_span
+        with self.member.changed:
+            full = [q.queue for q in self.member.queues.values() if q.is_open and q.fetched_to - q.lowest >= span]
+            given = sum(take.messages.num_rows for take in self._given)
+        if full and self._given and len(full) == len(self.member.queues):
+            raise ConsumeError(
+                f"{given} messages were given out and not committed, {span} or more of each queue: call commit(), or "
+                "raise max_span"
+            )
+
+    def _is_at_end(self) -> bool:
+        """Whether the group has come to where the log ended when this consumer started."""
+        member = self.member
+        with member.changed:
+            mine = {q.queue: (q.rows, q.fetched_to) for q in member.queues.values() if q.is_open}
+        ends = {queue: end for queue, end in self._ends.items() if queue[0] in member.topics}
+        if any(mine[queue][0] or mine[queue][1] < end for queue, end in ends.items() if queue in mine):
+            return False
+        others = [queue for queue in ends if queue not in mine]
+        if not others:
+            return True
+        now_s = self._machine.monotonic()
+        if now_s >= self._others_at_s:
+            self._others_at_s = now_s + OTHERS_LOOK_S
+            self._others = member.log.groups.positions(member.group)
+        return all(self._others.get(queue, 0) >= ends[queue] for queue in others)
+
+
+def _weakly(method: Callable[[], object]) -> Callable[[], object]:
+    """Return a function that calls a method while somebody has its object."""
+    weak = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = weak()
+        if found is not None:
+            found()
+
+    return call

@@ -1,0 +1,556 @@
+"""PushConsumer: hands messages to a listener in threads of this program, without Spark (``DefaultMQPushConsumer``)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+import pyarrow as pa
+
+from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.consumers.heartbeats import LEASE_S
+from rmq_spark._core.consumers.listener import (
+    SUCCESS,
+    EachMessage,
+    Listen,
+    answers,
+    require_table_listener,
+    tell_failed,
+)
+from rmq_spark._core.consumers.member import (
+    CLUSTERING,
+    HEARTBEAT_INTERVAL_S,
+    MAX_SPAN,
+    PERSIST_INTERVAL_S,
+    ConsumeFromWhere,
+    GroupMember,
+    MemberSettings,
+)
+from rmq_spark._core.consumers.progress import ProcessQueue, Take
+from rmq_spark._core.consumers.retry import MAX_RECONSUME_TIMES, restored, tried
+from rmq_spark._core.consumers.send_back import send_back
+from rmq_spark._core.consumers.spans import traced
+from rmq_spark._core.listeners.listener import CommitOncePrepared
+from rmq_spark._core.protocol.group_commit import GroupCommit
+from rmq_spark._core.protocol.two_phase import TwoPhase
+from rmq_spark._core.runtime import observer
+from rmq_spark._core.runtime.callables import name_of
+from rmq_spark._core.runtime.machine import Machine
+from rmq_spark._core.runtime.spans import acknowledging, tracing
+from rmq_spark._core.vocabulary.message import MessageExt
+from rmq_spark._core.vocabulary.options import DELAY_LEVELS_S, named, seconds, whole_number
+from rmq_spark.errors import ConsumeError, ListenerError, OptionError
+
+CONCURRENTLY, ORDERLY = "concurrently", "orderly"
+SUSPEND_S = 1.0
+RECONSUME_TIMES_MAX = 2**31 - 1
+THREADS = 20
+TABLE_ROWS = 16_384
+"""Messages of a table listener's call, unless told otherwise."""
+EACH_ROWS_MAX = 2_048
+TAKE_S = 0.005
+"""A thread takes about so much work at a time for a listener of single messages, judged by the calls before: takes cost
+some 100 µs, and what one thread has taken no other one helps with."""
+TAKE_S_MAX = 0.05
+"""After so long it gives back what is left of a take, so that other threads may take it."""
+QUICK_S = 50e-6
+"""While a message costs less, one thread at a time calls a listener of single messages. Such a listener waits for
+nobody, so Python runs one call at a time anyway: 20 threads were four times as slow as one."""
+HANGS_S = 1.0
+"""When a thread has not come back for so long, a call hangs, and another thread goes on beside it as if it were not
+there."""
+IDLE_S = 5.0
+"""A thread that waits for a notice looks itself after so long."""
+AWAIT_TERMINATION_S = 30.0
+STOP_LOOK_S = 0.2
+SEND_AGAIN_S = 1.0
+
+
+class PushConsumer:
+    """Hands committed messages to a message listener, in threads of this program (RocketMQ: ``DefaultMQPushConsumer``).
+
+    Consumers of one group, in any number of processes, share its queues. A message is consumed at least once: after a
+    crash, what was not finished comes again, at a member that lives.
+
+    Parameters
+    ----------
+    log : CommitLog or path
+    group : str
+        The consumer group. Spark must not read for it.
+    listener : callable, EachBatch, EachMessage or SqlInbox
+        A function of a ``pyarrow.Table`` of messages (the source's columns and ``reconsume_times``), all of one queue,
+        which returns one status for all of them or one for each. :class:`EachBatch` makes one from a function of a list
+        of messages, :class:`EachMessage` from a function of one message. A :class:`SqlInbox` needs ``mode="orderly"``.
+        In mode ``concurrently`` it is called in several threads at once.
+    topics : str or iterable of str
+        Topics to read. The group's retries are read as well.
+    tags : str, optional
+        ``"TagA || TagB"``. All members of a group must want the same messages.
+    selector : str, optional
+        SQL92. Contradicts ``tags``.
+    mode : {"concurrently", "orderly"}
+        ``concurrently``: messages of a queue are consumed by several threads. One that is not CONSUME_SUCCESS goes to
+        ``%RETRY%group`` and comes again after 10 s, 30 s, 1 min and so on, and at last goes to ``%DLQ%group``.
+        ``orderly``: one call at a time for each queue. SUSPEND_CURRENT_QUEUE_A_MOMENT stops the queue at that message.
+        The order holds up to the loss of the lease: a member that was paused within a call may end it while another one
+        has the queue already.
+    consume_thread_max : int
+        Threads that call the listener.
+    consume_message_batch_max_size : int, optional
+        Messages of one call: 16,384 for a function of a table, 1 for :class:`EachBatch`, as in RocketMQ.
+    max_reconsume_times : int, optional
+        Retries of a message before it is a dead letter: 16 for ``concurrently``, no limit for ``orderly`` when not
+        given.
+    delay_level_when_next_consume : int, optional
+        Delay level of every retry, 1 to 18. When not given, it rises with each retry.
+    suspend_current_queue_time : float
+        Seconds for which a queue is suspended.
+    consume_from_where : ConsumeFromWhere or str
+        Where a new group begins.
+    consume_timestamp : datetime, optional
+        For ``CONSUME_FROM_TIMESTAMP``: the first message that was committed then or later.
+    pull_interval : float, optional
+        Seconds between two looks for new messages: 0.02 on a local disk, 1 on an object store when not given.
+    max_span : int
+        Messages of a queue that may be under way: so many come again after a crash, at most. One that a thread does
+        not come to an end with stops its queue after so many.
+    persist_consumer_offset_interval : float
+        Progress is written at most once in so many seconds.
+    heartbeat_interval, lease : float
+        Seconds between two heartbeats, and without one after which a member's queues are claimed by others.
+    await_termination : float
+        Seconds for which :meth:`shutdown` waits for running calls.
+    message_model : {"clustering"}
+        RocketMQ's ``BROADCASTING`` is refused.
+    take_over : bool
+        True takes a group that Spark's queries have read. Stop them first.
+
+    Raises
+    ------
+    OptionError, ListenerError, TopicNotFoundError
+
+    Examples
+    --------
+    >>> with PushConsumer("log", "points", EachMessage(book), "orders") as consumer:  # doctest: +SKIP
+    ...     consumer.run()  # until SIGTERM
+    """
+
+    @named
+    def __init__(
+        self,
+        log: CommitLog | str | os.PathLike[str],
+        group: str,
+        listener: Listen | EachMessage | Any,
+        topics: str | Iterable[str],
+        tags: str | None = None,
+        selector: str | None = None,
+        mode: str = CONCURRENTLY,
+        *,
+        consume_thread_max: int = THREADS,
+        consume_message_batch_max_size: int | None = None,
+        max_reconsume_times: int | None = None,
+        delay_level_when_next_consume: int | None = None,
+        suspend_current_queue_time: float = SUSPEND_S,
+        consume_from_where: ConsumeFromWhere | str = ConsumeFromWhere.CONSUME_FROM_LAST_OFFSET,
+        consume_timestamp: datetime | None = None,
+        pull_interval: float | None = None,
+        max_span: int = MAX_SPAN,
+        persist_consumer_offset_interval: float = PERSIST_INTERVAL_S,
+        heartbeat_interval: float = HEARTBEAT_INTERVAL_S,
+        lease: float = LEASE_S,
+        await_termination: float = AWAIT_TERMINATION_S,
+        message_model: str = CLUSTERING,
+        take_over: bool = False,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        if mode not in (CONCURRENTLY, ORDERLY):
+            raise OptionError(f"mode={mode!r} is neither {CONCURRENTLY!r} nor {ORDERLY!r}")
+        settings = MemberSettings.of(
+            group, topics, tags, selector, consume_from_where, consume_timestamp, heartbeat_interval, lease,
+            persist_consumer_offset_interval, pull_interval, max_span, message_model, take_over,
+        )  # fmt: skip
+        self.orderly = mode == ORDERLY
+        self._takes_positions = getattr(listener, "keeps_positions", False)
+        self._name = name_of(listener.function if isinstance(listener, EachMessage) else listener)
+        self._listener = self._listener_of(listener, group)
+        self._require_ready = getattr(listener, "require_created", lambda: None)
+        self._is_each = isinstance(listener, EachMessage)
+        self._threads = whole_number(consume_thread_max, "consume_thread_max", 1, 1_000)
+        if consume_message_batch_max_size is not None:
+            whole_number(consume_message_batch_max_size, "consume_message_batch_max_size", 1)
+        self._batch_rows = consume_message_batch_max_size or int(getattr(listener, "batch_rows", TABLE_ROWS))
+        if max_reconsume_times is not None:
+            whole_number(max_reconsume_times, "max_reconsume_times", 0, RECONSUME_TIMES_MAX)
+        self._reconsume_max = max_reconsume_times
+        if delay_level_when_next_consume is not None:
+            whole_number(delay_level_when_next_consume, "delay_level_when_next_consume", 1, len(DELAY_LEVELS_S))
+        self._delay_level = delay_level_when_next_consume
+        self._suspend_s = seconds(suspend_current_queue_time, "suspend_current_queue_time")
+        self._await_s = seconds(await_termination, "await_termination")
+        opened = CommitLog.of(log, storage_options)
+        self.member = GroupMember(opened, settings, reads_retries=True)
+        self._machine = opened.machine
+        self._two_phase = TwoPhase(opened, CommitOncePrepared(), commits=GroupCommit(opened))
+        self._each_s: float | None = None  # what a call of the listener has taken lately, for each message
+        self._open = self._stop_asked = False
+        self._opening = opened.machine.lock()
+        self._turn = 0
+
+    def _listener_of(self, listener: Any, group: str) -> Listen | EachMessage:
+        if self._takes_positions:
+            if not self.orderly:
+                raise OptionError(
+                    f"{listener!r} keeps a position for each queue, so it needs the messages of a queue one call after "
+                    f"the other: use mode={ORDERLY!r}"
+                )
+            if listener.group != group:
+                raise OptionError(
+                    f"{listener!r} keeps the positions of consumer group {listener.group!r}, and this consumer is of "
+                    f"group {group!r}, which would skip what the other one has read: make an inbox for each group"
+                )
+
+            def apply(messages: pa.Table) -> Any:
+                listener.apply(messages)
+                return SUCCESS
+
+            return apply
+        if not callable(listener) and not isinstance(listener, EachMessage):
+            raise ListenerError(
+                f"PushConsumer got {type(listener).__name__}: a function of a pyarrow.Table is expected"
+            )
+        require_table_listener(listener)
+        return listener  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"PushConsumer({self.member.log!r}, {self.member.group!r})"
+
+    # ------------------------------------------------------------------ life
+    def start(self) -> PushConsumer:
+        """Join the group and begin to consume (``with`` does it).
+
+        Raises
+        ------
+        GroupInUseError
+            When Spark reads for the group.
+        ListenerError
+            When an inbox has no tables yet.
+        ConsumeError
+            In a fork of the process that made the consumer, or after :meth:`shutdown`.
+        """
+        self.member.require_own_process()
+        with self._opening:
+            if self.member.stopping.is_set():
+                raise ConsumeError("this consumer was shut down: make a new one")
+            if not self._open:
+                self._require_ready()
+                workers = {f"consume-{n}": self.consume_on for n in range(self._threads)}
+                self.member.start(self._at_exit, fetch=self.member.fetch_on, **workers)
+                self._open = True
+                observer.CONSUMERS.add(self)
+        return self
+
+    def shutdown(self) -> None:
+        """Stop: fetch nothing more, wait for running listener calls, write progress, and leave the group.
+
+        It waits for ``await_termination`` seconds at most. It may be called again.
+
+        Raises
+        ------
+        ConsumeError
+            In a call of the listener, for which it would wait.
+        TxmqError
+            What ended the consumer before, unless it was raised already.
+        """
+        if self.member.is_own_thread():
+            raise ConsumeError(
+                "shutdown() waits for running calls of the listener, so it cannot be called in one of them: call "
+                "stop() there, which lets run() come to its end, or tell the thread that started the consumer"
+            )
+        self._end()
+        problem, self.member.problem = self.member.problem, None
+        if problem is not None:
+            raise problem
+
+    def _end(self, at_exit: bool = False) -> None:
+        with self._opening:
+            if self._open or self.member.is_running:
+                self._open = False
+                observer.CONSUMERS.discard(self)
+                self.member.stop(self._await_s, at_exit, f"listener {self._name}")
+
+    def _at_exit(self) -> None:
+        self._end(at_exit=True)
+
+    def __enter__(self) -> PushConsumer:
+        return self.start()
+
+    def __exit__(self, kind: object, problem: object, traceback: object) -> None:
+        if problem is None:
+            self.shutdown()
+        else:
+            self._end()
+
+    def run(self) -> None:
+        """Consume until SIGTERM or SIGINT (Ctrl-C) comes, or :meth:`stop` is called, and then shut down.
+
+        In the main thread it takes both signals while it runs. In another thread it ends by :meth:`stop` alone.
+
+        Raises
+        ------
+        TxmqError
+            What ended the consumer.
+        """
+        before: dict[signal.Signals, Any] = {}
+        self.member.require_own_process()
+        try:
+            if threading.current_thread() is threading.main_thread():
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    before[number] = signal.signal(number, lambda *_: self.stop())
+            self.start()
+            while not self._stop_asked and not self.member.stopping.wait(STOP_LOOK_S):
+                pass
+        finally:
+            self._end()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        self.shutdown()
+
+    def stop(self) -> None:
+        """Let :meth:`run` come to its end, from another thread or a signal handler."""
+        self._stop_asked = True  # an event has a lock, which a signal handler may find taken by its own thread
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it consumes. False before :meth:`start`, after :meth:`shutdown`, and when a problem has ended it:
+        what a health check asks. A consumer that cannot fetch tries again, and runs: :attr:`problem` tells it."""
+        return self._open and not self.member.stopping.is_set()
+
+    @property
+    def problem(self) -> BaseException | None:
+        """What has ended the consumer, until :meth:`shutdown` or :meth:`run` has raised it; None when nothing has.
+
+        Of a consumer that runs: what keeps it from fetching the messages of a queue, or of all (a file is lost or
+        damaged, the store fails). It tries again, the problem is None when it has fetched them, and nothing raises it.
+        """
+        return self.member.problem or (self.member.held_up_by if self.is_running else None)
+
+    def queues(self) -> dict[tuple[str, int], int]:
+        """Return the queues that this member has now, and the next offset of each that is not finished."""
+        with self.member.changed:
+            return {queue: known.lowest for queue, known in sorted(self.member.queues.items()) if known.is_open}
+
+    def in_flight(self) -> dict[str, int]:
+        """Return by topic how many messages this member has fetched and not finished. With a filter it also counts
+        those between them that the filter left out."""
+        found: dict[str, int] = {}
+        with self.member.changed:
+            for (topic, _), known in self.member.queues.items():
+                found[topic] = found.get(topic, 0) + known.fetched_to - known.lowest
+        return found
+
+    # ------------------------------------------------------------------ a thread's work
+    def consume_on(self) -> None:
+        """Consume until the end: the work of a thread."""
+        member = self.member
+        while not member.stopping.is_set():
+            with member.changed:
+                if member.stopping.is_set():  # its notice came before this thread waits for one
+                    return
+                take = self._take()
+                if take is None:
+                    member.changed.wait(self._until_next())
+                    continue
+            self.consume(take)
+
+    def work(self) -> bool:
+        """Consume one take, in the caller's thread; False when nothing can be taken."""
+        with self.member.changed:
+            take = self._take()
+        if take is not None:
+            self.consume(take)
+        return take is not None
+
+    def _take(self) -> Take | None:
+        """The next messages for a thread, from each queue in turn. The caller holds the lock."""
+        queues = [q for q in self.member.queues.values() if q.is_open and q.rows]
+        now_s = self._machine.monotonic()
+        if self.orderly:
+            queues = [q for q in queues if not q.running and q.again_s <= now_s]
+        if not queues or not self.member.may_start():
+            return None
+        if self._is_quick() and any(q.runs_since(now_s - HANGS_S) for q in self.member.queues.values()):
+            return None
+        self._turn += 1
+        queue = queues[self._turn % len(queues)]
+        return queue.take(self._rows(queue), now_s)
+
+    def _is_quick(self) -> bool:
+        return self._is_each and self._each_s is not None and self._each_s < QUICK_S
+
+    def _rows(self, queue: ProcessQueue) -> int:
+        if queue.tries and not self._is_each:
+            return 1  # the last call failed as a whole: find the message that it cannot do
+        if not self._is_each:
+            return self._batch_rows
+        if self._each_s is None:
+            return 1
+        return max(1, min(EACH_ROWS_MAX, int(TAKE_S / max(self._each_s, 1e-9))))
+
+    def _until_next(self) -> float:
+        """Seconds until a suspended queue may go on, or the one thread that calls a quick listener may hang. What else
+        there is to do comes with a notice."""
+        most = HANGS_S if self._is_quick() and any(q.rows for q in self.member.queues.values()) else IDLE_S
+        again = [q.again_s for q in self.member.queues.values() if q.rows and not q.running] if self.orderly else []
+        left = min(again, default=0.0) - self._machine.monotonic()
+        return left if 0 < left < most else most
+
+    def consume(self, take: Take) -> None:
+        """Let the listener consume a take, and bring it to its end."""
+        # An inbox counts positions in the queues that messages come in, and not in those where they came from first.
+        messages = _with_no_retries(take.messages) if self._takes_positions else restored(take.messages)
+        try:
+            if self.orderly:
+                self._consume_orderly(take, messages)
+            else:
+                self._consume_concurrently(take, messages)
+        except BaseException:
+            self._give_back(take, take.finished)
+            raise
+
+    def _consume_concurrently(self, take: Take, messages: pa.Table) -> None:
+        began_s = self._machine.monotonic()
+        listener = self._listener_of_take()
+        found: list[tuple[bool, str | None]] = []
+        for answer in answers(listener, messages, orderly=False):
+            found.append(answer)
+            if self._is_each and self._has_enough(take.queue, began_s):
+                break
+        failed = [at for at, (consumed, _) in enumerate(found) if not consumed]
+        self._note_cost(take.queue, listener, began_s, len(found), len(found) - len(failed), len(failed))
+        done = len(found)
+        if failed:
+            reasons = [found[at][1] for at in failed]
+            tell_failed(self.member.group, take.queue.queue, len(failed), len(found), reasons[0])
+            if not self._send_back(take.queue, messages.take(pa.array(failed)), reasons, "retry"):
+                done = failed[0]  # the end has come, or the queue is lost: they come again
+        self._give_back(take, done)
+
+    def _consume_orderly(self, take: Take, messages: pa.Table) -> None:
+        queue, began_s = take.queue, self._machine.monotonic()
+        listener = self._listener_of_take()
+        offsets = take.messages["queue_offset"].to_pylist()
+        done = consumed_ones = failed = 0
+        found = answers(listener, tried(messages, queue.tries), orderly=True)
+        for consumed, reason in found:
+            if not consumed:
+                failed = 1 if self._is_each else 1 + sum(not also for also, _ in found)
+                queue.tries += 1  # nobody else has the queue meanwhile
+                then = "The first one becomes a dead letter"
+                if not self._is_dead(queue.tries):
+                    then = f"The queue waits {self._suspend_s:g} s and goes on there"
+                tell_failed(self.member.group, queue.queue, failed, messages.num_rows, reason, then)
+                if self._is_dead(queue.tries) and self._send_back(
+                    queue, messages.slice(done, 1), [reason], "dead", queue.tries - 1
+                ):
+                    queue.tries = 0
+                    done += 1
+                else:
+                    queue.again_s = self._machine.monotonic() + self._suspend_s
+                break
+            queue.tries = 0
+            done, consumed_ones = done + 1, consumed_ones + 1
+            if self._is_each:
+                take.first = offsets[done - 1] + 1
+                if self._has_enough(queue, began_s):
+                    break
+        self._note_cost(queue, listener, began_s, max(1, done), consumed_ones, failed)
+        self._give_back(take, done)
+
+    def _listener_of_take(self) -> Listen | EachMessage:
+        here, listener = tracing(), self._listener
+        if here is not None:
+            listener = traced(listener, here, self.member.log.path, self.member.group)
+        return _Timed(listener, self._machine) if isinstance(listener, EachMessage) else listener
+
+    def _is_dead(self, tries: int) -> bool:
+        return self._reconsume_max is not None and tries > self._reconsume_max
+
+    def _has_enough(self, queue: ProcessQueue, began_s: float) -> bool:
+        """Whether a thread stops within its take: the calls take longer than expected, so that others may help; or the
+        member may start no call any more."""
+        slow = self._machine.monotonic() - began_s > TAKE_S_MAX
+        return slow or not queue.is_open or not self.member.may_start()
+
+    def _note_cost(
+        self,
+        queue: ProcessQueue,
+        listener: Listen | EachMessage,
+        began_s: float,
+        tried: int,
+        consumed: int,
+        failed: int,
+    ) -> None:
+        took_s = self._machine.monotonic() - began_s
+        if observer.observers():
+            log, group, topic = self.member.log.path, self.member.group, queue.queue[0]
+            what = observer.Consumed(log, group, topic, consumed, failed, took_s)
+            observer.tell(lambda o: o.consumed(what))
+        each_s = (listener.took_s if isinstance(listener, _Timed) else took_s) / tried
+        self._each_s = each_s if self._each_s is None else 0.8 * self._each_s + 0.2 * each_s
+
+    def _give_back(self, take: Take, done: int) -> None:
+        """So many messages of a take are finished, and the rest comes again."""
+        with self.member.changed:
+            take.queue.give_back(take, done)
+            if take.queue.releasing:
+                self.member.changed.notify_all()
+            elif done < take.messages.num_rows or not self._is_quick():
+                self.member.changed.notify()  # another thread may help, now that calls take long
+
+    def _send_back(
+        self, queue: ProcessQueue, messages: pa.Table, reasons: list[str | None], kind: str, tries: int = 0
+    ) -> bool:
+        """Send what failed to the retries or the dead letters; False when that was given up, and it comes again."""
+        member = self.member
+        retries_max = MAX_RECONSUME_TIMES if self._reconsume_max is None else self._reconsume_max
+        while not queue.lost:
+            try:
+                log, topic, rows = member.log.path, queue.queue[0], messages.num_rows
+                ends = min(messages["reconsume_times"].to_pylist()) >= retries_max
+                with acknowledging(log, "dead" if ends else kind, [topic], rows, lambda: messages, group=member.group):
+                    send_back(
+                        member.log, member.group, queue, messages, reasons, retries_max if kind == "retry" else 0,
+                        self._delay_level, self._two_phase, tries,
+                    )  # fmt: skip
+                return True
+            except Exception as problem:  # the store may answer next time
+                member.note(problem, "messages were not sent back")
+            if member.stopping.wait(SEND_AGAIN_S):
+                return False
+        return False
+
+
+def _with_no_retries(messages: pa.Table) -> pa.Table:
+    return messages.append_column("reconsume_times", pa.repeat(pa.scalar(0, pa.int32()), messages.num_rows))
+
+
+class _Timed(EachMessage):
+    """Counts how long the calls of a listener of single messages take. What is done around them does not count: with
+    many threads it is waiting for Python's lock, which would make the quickest listener look slow."""
+
+    def __init__(self, listener: EachMessage, machine: Machine) -> None:
+        super().__init__(self._call)
+        self._called = listener.function
+        self._monotonic = machine.monotonic
+        self.took_s = 0.0
+
+    def _call(self, message: MessageExt) -> Any:
+        began_s = self._monotonic()
+        try:
+            return self._called(message)
+        finally:
+            self.took_s += self._monotonic() - began_s

@@ -1,0 +1,415 @@
+"""Inserts rows of Arrow into a table of a database, in the database transaction that is open.
+
+PostgreSQL takes them by COPY in its binary format, made from Arrow without a loop over rows::
+
+    each column has just the table's type        rows ─▶ COPY ─▶ the table
+    the server has to convert some, or a key     rows ─▶ COPY ─▶ a temporary table ─▶ INSERT … SELECT ─▶ the table
+    may be in the table already
+    lists and structs; no psycopg, no pgpq       rows ─▶ INSERT of many rows
+
+The encoder does not know the table: bytes of another type would be stored as a wrong value, and no error. So each
+column is compared with the catalogue first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as kinds
+
+import rmq_spark._core.database.connection  # noqa: F401 - it says what to install when SQLAlchemy is missing
+from rmq_spark.errors import ListenerError, MessageError
+
+import sqlalchemy as sa  # isort: skip
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy.engine.interfaces import ReflectedColumn
+
+AT_ONCE = 10_000
+"""Rows of one INSERT, and of one piece of a COPY."""
+_UTC_TIME, _NAIVE_TIME = pa.timestamp("us", "UTC"), pa.timestamp("us")
+_TYPES: Mapping[str, tuple[pa.DataType, Callable[[pa.DataType], bool]]] = {
+    "bool": (pa.bool_(), kinds.is_boolean),
+    "int2": (pa.int16(), lambda t: t in (pa.int8(), pa.int16(), pa.uint8())),
+    "int4": (pa.int32(), lambda t: t in (pa.int8(), pa.int16(), pa.int32(), pa.uint8(), pa.uint16())),
+    "int8": (pa.int64(), lambda t: kinds.is_integer(t) and t != pa.uint64()),
+    "float4": (pa.float32(), lambda t: t == pa.float32()),
+    "float8": (pa.float64(), lambda t: t in (pa.float32(), pa.float64())),
+    "text": (pa.string(), lambda t: kinds.is_string(t) or kinds.is_large_string(t)),
+    "varchar": (pa.string(), lambda t: kinds.is_string(t) or kinds.is_large_string(t)),
+    "jsonb": (pa.string(), lambda t: kinds.is_string(t) or kinds.is_large_string(t)),
+    "bytea": (pa.binary(), lambda t: kinds.is_binary(t) or kinds.is_large_binary(t)),
+    "date": (pa.date32(), kinds.is_date32),
+    "timestamptz": (_UTC_TIME, lambda t: kinds.is_timestamp(t) and t.tz is not None),
+    "timestamp": (_NAIVE_TIME, lambda t: kinds.is_timestamp(t) and t.tz is None),
+}
+"""PostgreSQL's types, the Arrow type whose bytes they have, and which columns become that without a loss."""
+_CARRIERS = ("bool", "int8", "float8", "text", "bytea", "date", "timestamptz", "timestamp")
+"""In a temporary table, from which the server converts."""
+_FIRST_US, _LAST_US = -62_135_596_800_000_000, 253_402_300_799_999_999
+_COLUMNS = sa.text(
+    "SELECT a.attname, t.typname, CASE t.typname WHEN 'bpchar' THEN 'text' WHEN 'bit' THEN 'bit varying' "
+    "ELSE format_type(a.atttypid, NULL) END AS written FROM pg_attribute a "
+    "JOIN pg_type t ON t.oid = a.atttypid WHERE a.attrelid = to_regclass(:name) AND a.attnum > 0 "
+    "AND NOT a.attisdropped AND a.attgenerated = '' ORDER BY a.attnum"
+)
+
+
+class _Column(NamedTuple):
+    """A column of the table: PostgreSQL's short name of its type, and the type without a length to which a cast brings
+    a value. (A cast to ``char`` or ``bit`` would cut it to one character.)"""
+
+    kind: str
+    written: str
+
+
+class Conflict(NamedTuple):
+    """What becomes of a row whose key is in the table already. No two rows may have the same key.
+
+    Attributes
+    ----------
+    key : sequence of str
+        The columns of the unique key. MariaDB and MySQL look at every unique key of the table; so do others where it is
+        empty, which is possible without an update.
+    update : sequence of str
+        The columns of the row that is there which get the values of the new one. When there are none, the new row is
+        left out.
+    keeps : bool
+        A column stays as it is where the new row has null.
+    """
+
+    key: Sequence[str]
+    update: Sequence[str] = ()
+    keeps: bool = False
+
+
+def insert(
+    connection: sa.Connection,
+    table: str,
+    rows: pa.Table,
+    schema: str | None = None,
+    conflict: Conflict | None = None,
+    known: sa.Table | None = None,
+) -> int:
+    """Insert rows into a table. They are there when the open database transaction commits.
+
+    Parameters
+    ----------
+    connection : sqlalchemy.Connection
+        The one that ``work`` is given.
+    table : str
+    rows : pyarrow.Table
+        Its columns are some of the table's, by name. Columns that it lacks get the table's defaults.
+    schema : str, optional
+        The database schema of the table.
+    conflict : Conflict, optional
+        Without it the database refuses a row whose key is there.
+    known : sqlalchemy.Table, optional
+        What :func:`as_table` made of the table, which need not be looked up again then.
+
+    Returns
+    -------
+    int
+        How many rows.
+
+    Raises
+    ------
+    ListenerError
+        When there is no such table, or it lacks a column.
+    MessageError
+        For text with a NUL character, or a time outside of the years 1 to 9999, which PostgreSQL cannot keep.
+    sqlalchemy.exc.DBAPIError
+        For whatever the database refuses.
+    """
+    if not rows.num_columns:
+        raise MessageError("the rows have no column: name those that are to be inserted")
+    rows = rows.unify_dictionaries()
+    if connection.dialect.name == "postgresql":
+        columns = _columns_of(connection, table, schema)
+        _require_columns(rows, table, list(columns))
+        _require_storable(rows)
+        if _can_copy(connection, rows):
+            _copy(connection, table, schema, rows, columns, conflict)
+            return int(rows.num_rows)
+    _insert_many(connection, table, schema, rows, conflict, known)
+    return int(rows.num_rows)
+
+
+def columns_of(connection: sa.Connection, table: str, schema: str | None) -> list[ReflectedColumn]:
+    """Return the table's columns, as the database's catalogue has them, or raise ListenerError when there is none."""
+    try:
+        return sa.inspect(connection).get_columns(table, schema=schema)
+    except sa.exc.NoSuchTableError:
+        raise _no_table(connection, table, schema) from None
+
+
+def as_table(table: str, schema: str | None, columns: Sequence[ReflectedColumn]) -> sa.Table:
+    """Return a table of SQLAlchemy with these columns, and no more of the catalogue."""
+    return sa.Table(
+        table, sa.MetaData(), *(sa.Column(c["name"], _bound_type(c["type"])) for c in columns), schema=schema
+    )
+
+
+def _bound_type(kind: sa.types.TypeEngine[Any]) -> sa.types.TypeEngine[Any]:
+    return type(kind)(none_as_null=True) if isinstance(kind, sa.JSON) else kind  # a null is not the JSON value null
+
+
+def _insert_many(
+    connection: sa.Connection,
+    table: str,
+    schema: str | None,
+    rows: pa.Table,
+    conflict: Conflict | None = None,
+    known: sa.Table | None = None,
+) -> None:
+    target = as_table(table, schema, columns_of(connection, table, schema)) if known is None else known
+    _require_columns(rows, table, [column.name for column in target.columns])
+    statement = _statement(connection.dialect.name, _taking_texts(target, rows), rows.column_names, conflict)
+    for start in range(0, rows.num_rows, AT_ONCE):
+        connection.execute(statement, rows.slice(start, AT_ONCE).to_pylist())
+
+
+class _JsonText(sa.TypeDecorator[Any]):
+    """JSON that is a text already, as COPY takes it. SQLAlchemy's own type would make a JSON string of the text."""
+
+    impl = sa.JSON
+    cache_ok = True
+
+    def bind_processor(self, dialect: sa.Dialect) -> None:
+        return None
+
+
+def _taking_texts(target: sa.Table, rows: pa.Table) -> sa.Table:
+    """The table for rows whose JSON columns are texts."""
+    texts = [f.name for f in rows.schema if kinds.is_string(f.type) or kinds.is_large_string(f.type)]
+    if not any(isinstance(target.columns[name].type, sa.JSON) for name in texts):
+        return target
+    columns = [
+        sa.Column(c.name, _JsonText() if c.name in texts and isinstance(c.type, sa.JSON) else c.type)
+        for c in target.columns
+    ]
+    return sa.Table(target.name, sa.MetaData(), *columns, schema=target.schema)
+
+
+def _statement(dialect: str, target: sa.Table, names: Sequence[str], conflict: Conflict | None) -> sa.Insert:
+    if conflict is None:
+        return target.insert()
+    there = target.columns
+    update = [name for name in conflict.update if name in names]
+    if dialect in ("mariadb", "mysql"):
+        into = mysql.insert(target)
+        new = into.inserted
+        # Nothing changes when a column of the row that is there gets the value that it has.
+        values = {name: sa.func.coalesce(new[name], there[name]) if conflict.keeps else new[name] for name in update}
+        return into.on_duplicate_key_update(values or {names[0]: there[names[0]]})
+    made = (postgresql.insert if dialect == "postgresql" else sqlite.insert)(target)
+    if not update:
+        return made.on_conflict_do_nothing(index_elements=list(conflict.key) or None)
+    new = made.excluded
+    values = {name: sa.func.coalesce(new[name], there[name]) if conflict.keeps else new[name] for name in update}
+    return made.on_conflict_do_update(index_elements=list(conflict.key), set_=values)
+
+
+def _require_columns(rows: pa.Table, table: str, there: Sequence[str]) -> None:
+    for name in rows.column_names:
+        if name not in there:
+            raise ListenerError(f"table {table!r} has no column {name!r}: it has {', '.join(there)}")
+        if rows.column_names.count(name) > 1:
+            raise ListenerError(f"the rows for table {table!r} have two columns {name!r}")
+
+
+def _no_table(connection: sa.Connection, table: str, schema: str | None) -> ListenerError:
+    there = sorted(sa.inspect(connection).get_table_names(schema=schema))
+    return ListenerError(
+        f"the database has no table {table!r}{'' if schema is None else f' in schema {schema!r}'}: it has "
+        f"{', '.join(there[:20]) or 'none'}{' and others' if len(there) > 20 else ''}"
+    )
+
+
+def _require_storable(rows: pa.Table) -> None:
+    """Raise MessageError for what PostgreSQL cannot keep, with the first row that has it."""
+    for name, what, wrong in unstorable(rows):
+        if (row := pc.index(wrong, True).as_py()) >= 0:
+            raise MessageError(f"column {name!r} has {what} in row {row}, which PostgreSQL cannot keep")
+
+
+def unstorable(rows: pa.Table) -> Iterator[tuple[str, str, pa.ChunkedArray]]:
+    """Yield what a column may have that PostgreSQL cannot keep, and which rows have it: the column's name, words and
+    booleans."""
+    for name, column in zip(rows.column_names, rows.columns, strict=True):
+        if kinds.is_string(column.type) or kinds.is_large_string(column.type):
+            yield name, "a NUL character", pc.fill_null(pc.match_substring(column, "\x00"), False)
+        elif kinds.is_timestamp(column.type):
+            at = pc.cast(pc.cast(column, pa.timestamp("us", column.type.tz), safe=False), pa.int64())
+            wrong = pc.or_(pc.less(at, _FIRST_US), pc.greater(at, _LAST_US))
+            yield name, "a time outside of 1 to 9999", pc.fill_null(wrong, False)
+
+
+# ------------------------------------------------------------------ COPY
+def _columns_of(connection: sa.Connection, table: str, schema: str | None) -> dict[str, _Column]:
+    found = connection.execute(_COLUMNS, {"name": _as_sent(_quoted(connection, table, schema))}).all()
+    if not found:
+        raise _no_table(connection, table, schema)
+    return {name: _Column(kind, written) for name, kind, written in found}
+
+
+def _quoted(connection: sa.Connection, table: str, schema: str | None) -> str:
+    quote = connection.dialect.identifier_preparer.quote_identifier
+    return quote(table) if schema is None else f"{quote(schema)}.{quote(table)}"
+
+
+def _as_sent(statement: str) -> str:
+    """A statement, or a part, as the server shall get it: quoted names have each % twice, for a driver that reads
+    parameters."""
+    return statement.replace("%%", "%")
+
+
+def _can_copy(connection: sa.Connection, rows: pa.Table) -> bool:
+    plain = all(_carrier_of(column.type) is not None for column in rows.columns)
+    return plain and connection.dialect.driver == "psycopg" and find_spec("pgpq") is not None
+
+
+def _carrier_of(kind: pa.DataType) -> str | None:
+    """The type in a temporary table that takes a column without a loss; None when there is none."""
+    kind = _plain(kind)
+    if kinds.is_decimal(kind) or kind == pa.uint64() or kinds.is_null(kind):
+        return "text"
+    return next((name for name in _CARRIERS if _TYPES[name][1](kind)), None)
+
+
+def _copy(
+    connection: sa.Connection,
+    table: str,
+    schema: str | None,
+    rows: pa.Table,
+    columns: Mapping[str, _Column],
+    conflict: Conflict | None,
+) -> None:
+    quote = connection.dialect.identifier_preparer.quote_identifier
+    target, names = _quoted(connection, table, schema), [quote(name) for name in rows.column_names]
+    wanted = [columns[name].kind for name in rows.column_names]
+    same = all(kind in _TYPES and _TYPES[kind][1](_plain(c.type)) for kind, c in zip(wanted, rows.columns, strict=True))
+    if same and conflict is None:
+        _copy_into(connection, target, names, wanted, rows)
+        return
+    staged, source = _stage(connection, rows, columns)
+    into = f"INSERT INTO {target} AS txmq_there ({', '.join(names)}) {source}"
+    connection.exec_driver_sql(into + _on_conflict(quote, rows.column_names, conflict))
+    connection.exec_driver_sql(f"DROP TABLE {staged}")
+
+
+def _stage(
+    connection: sa.Connection, rows: pa.Table, columns: Mapping[str, _Column], units: pa.Array | None = None
+) -> tuple[str, str]:
+    """Copy rows into a temporary table, with a number for each where these are given, which is its column ``unit``.
+    Returns its name, and the SELECT of what it has with the types of the columns."""
+    staged = connection.dialect.identifier_preparer.quote_identifier(f"txmq_{uuid4().hex[:16]}")
+    numbers = [f"c{i}" for i in range(rows.num_columns)]
+    carriers = [str(_carrier_of(column.type)) for column in rows.columns]
+    # Without its length: what is longer than a varchar(n) is refused when it is assigned, and a cast would cut it.
+    casts = [f"CAST({n} AS {columns[c].written})" for n, c in zip(numbers, rows.column_names, strict=True)]
+    if units is not None:
+        numbers, carriers, rows = [*numbers, "unit"], [*carriers, "int8"], rows.append_column("", units)
+    fields = ", ".join(f"{n} {carrier}" for n, carrier in zip(numbers, carriers, strict=True))
+    connection.exec_driver_sql(f"CREATE TEMPORARY TABLE {staged} ({fields}) ON COMMIT DROP")
+    _copy_into(connection, staged, numbers, carriers, rows)
+    return staged, f"SELECT {', '.join(casts)} FROM {staged}"
+
+
+def can_insert_each(connection: sa.Connection, rows: pa.Table) -> bool:
+    """Whether :func:`insert_each` can be used."""
+    return connection.dialect.name == "postgresql" and _can_copy(connection, rows)
+
+
+def insert_each(
+    connection: sa.Connection,
+    table: str,
+    rows: pa.Table,
+    units: pa.Array,
+    schema: str | None,
+    conflict: Conflict | None,
+) -> dict[int, str]:
+    """Insert rows unit by unit, each in a savepoint of its own, by a loop within PostgreSQL.
+
+    Parameters
+    ----------
+    units : pyarrow.Array of int32
+        The unit of each row. They are inserted in the order in which they first appear.
+
+    Returns
+    -------
+    dict
+        What PostgreSQL said of the units that it refused.
+    """
+    quote = connection.dialect.identifier_preparer.quote_identifier
+    target, names = _quoted(connection, table, schema), ", ".join(quote(name) for name in rows.column_names)
+    distinct = pc.unique(units)
+    staged, source = _stage(
+        connection, rows, _columns_of(connection, table, schema), pc.cast(pc.index_in(units, distinct), pa.int64())
+    )
+    refused, body = quote(f"txmq_{uuid4().hex[:16]}"), f"$txmq_{uuid4().hex}$"
+    insert_one = f"INSERT INTO {target} AS txmq_there ({names}) {source} WHERE unit = at"
+    for statement in (
+        f"CREATE INDEX ON {staged} (unit)",
+        f"ANALYZE {staged}",
+        f"CREATE TEMPORARY TABLE {refused} (unit bigint, said text) ON COMMIT DROP",
+        f"DO {body} BEGIN FOR at IN 0..{len(distinct) - 1} LOOP "
+        f"BEGIN {insert_one}{_on_conflict(quote, rows.column_names, conflict)}; "
+        "EXCEPTION WHEN data_exception OR integrity_constraint_violation THEN "
+        f"INSERT INTO {refused} VALUES (at, SQLERRM); END; END LOOP; END {body}",
+    ):
+        connection.exec_driver_sql(statement)
+    found = connection.exec_driver_sql(f"SELECT unit, said FROM {refused} ORDER BY unit").all()
+    connection.exec_driver_sql(f"DROP TABLE {staged}, {refused}")
+    return {distinct[unit].as_py(): said for unit, said in found}
+
+
+def _on_conflict(quote: Callable[[str], str], names: Sequence[str], conflict: Conflict | None) -> str:
+    if conflict is None:
+        return ""
+    key = f" ({', '.join(quote(name) for name in conflict.key)})" if conflict.key else ""
+    update = [quote(name) for name in conflict.update if name in names]
+    if not update:
+        return f" ON CONFLICT{key} DO NOTHING"
+    new = "COALESCE(EXCLUDED.{0}, txmq_there.{0})" if conflict.keeps else "EXCLUDED.{0}"
+    return f" ON CONFLICT{key} DO UPDATE SET {', '.join(f'{name} = {new.format(name)}' for name in update)}"
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if kinds.is_dictionary(kind) else kind
+
+
+def _copy_into(
+    connection: sa.Connection, target: str, names: Sequence[str], wanted: Sequence[str], rows: pa.Table
+) -> None:
+    from pgpq import ArrowToPostgresBinaryEncoder
+    from pgpq.encoders import StringEncoderBuilder
+    from pgpq.schema import Jsonb
+
+    arrow = pa.schema([pa.field(f"c{i}", _TYPES[kind][0]) for i, kind in enumerate(wanted)])
+    encoders = {field.name: ArrowToPostgresBinaryEncoder.infer_encoder(field) for field in arrow}
+    for field, kind in zip(arrow, wanted, strict=True):
+        if kind == "jsonb":
+            encoders[field.name] = StringEncoderBuilder.new_with_output(field, Jsonb())
+    encoder = ArrowToPostgresBinaryEncoder.new_with_encoders(arrow, encoders)
+    cast = pa.table([_as(column, field.type) for column, field in zip(rows.columns, arrow, strict=True)], schema=arrow)
+    statement = _as_sent(f"COPY {target} ({', '.join(names)}) FROM STDIN (FORMAT BINARY)")
+    driver: Any = connection.connection.dbapi_connection
+    try:
+        with driver.cursor() as cursor, cursor.copy(statement) as copy:
+            copy.write(encoder.write_header())
+            for batch in cast.combine_chunks().to_batches(max_chunksize=AT_ONCE):
+                copy.write(encoder.write_batch(batch))
+            copy.write(encoder.finish())
+    except connection.dialect.loaded_dbapi.Error as problem:
+        raise sa.exc.DBAPIError.instance(
+            statement, None, problem, connection.dialect.loaded_dbapi.Error, dialect=connection.dialect
+        ) from problem
+
+
+def _as(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    return pc.cast(pc.cast(column, _plain(column.type)), kind)

@@ -1,0 +1,109 @@
+"""What is not settled in a commit log, as people and programs ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.log.half_table import HalfRecord
+from rmq_spark._core.log.op import BatchState, Kind, RowState
+from rmq_spark._core.vocabulary.message import TIMESTAMP
+from rmq_spark.errors import HalfBatchLeftError
+
+if TYPE_CHECKING:
+    from rmq_spark._core.protocol.engine import ProtocolSteps
+
+PENDING_SCHEMA = pa.schema(
+    [
+        ("half_id", pa.string()),
+        ("app_id", pa.string()),
+        ("batch_id", pa.int64()),
+        ("producer_group", pa.string()),
+        ("attempt", pa.int32()),
+        ("messages", pa.int64()),
+        ("check_times", pa.int32()),
+        ("prepared_at", TIMESTAMP),
+        ("lease_until", TIMESTAMP),
+        ("bytes", pa.int64()),
+    ]
+)
+
+
+def pending(log: ProtocolSteps) -> pa.Table:
+    """See :meth:`CommitLog.pending`."""
+    rows = [
+        _summary(log, r, s, a, RowState.PENDING) for r, s in log.open_batches() for a in s.attempts(RowState.PENDING)
+    ]
+    return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
+
+
+def quarantined(log: ProtocolSteps) -> pa.Table:
+    """See :meth:`CommitLog.quarantined`."""
+    rows = [
+        _summary(log, record, state, attempt, RowState.QUARANTINED)
+        for record, state in _with_kind(log, Kind.QUARANTINE)
+        for attempt in state.attempts(RowState.QUARANTINED)
+    ]
+    rows.sort(key=lambda row: str(row["prepared_at"]))
+    return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
+
+
+def conflicts(log: ProtocolSteps) -> list[str]:
+    """See :meth:`CommitLog.conflicts`."""
+    with log.lock:
+        log.ledger.refresh()
+        return sorted(log.ledger.conflicts)
+
+
+def open_messages(log: ProtocolSteps) -> dict[tuple[str, int], tuple[int, int]]:
+    """See :meth:`CommitLog.open_messages`."""
+    batches = {record.half_id: (record, state) for record, state in log.open_batches()}
+    for half_id in set(log.ledger.waiting).difference(batches):
+        record = log.get(half_id)
+        batches[half_id] = (record, log.state_of(record))
+    found: dict[tuple[str, int], tuple[int, int]] = {}
+    for record, state in batches.values():
+        for file_no, file in record.files.items():
+            for segment in file.segments:
+                states = state.files[file_no].state[segment.first : segment.last + 1]
+                queue = (segment.topic, segment.queue_id)
+                pending, waiting = found.get(queue, (0, 0))
+                found[queue] = (pending + states.count(RowState.PENDING), waiting + states.count(RowState.DECIDED))
+    return found
+
+
+def _ids_in_op(log: ProtocolSteps, where: pc.Expression) -> list[str]:
+    with log.lock:
+        log.ledger.refresh()
+        paths = log.op.actions()["path"].to_pylist()
+    found: list[str] = pc.unique(log.op.read(paths, ["half_id"], where)["half_id"]).to_pylist()
+    return found
+
+
+def _with_kind(log: ProtocolSteps, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
+    for half_id in _ids_in_op(log, pc.field("kind") == kind.value):
+        with suppress(HalfBatchLeftError):
+            record = log.get(half_id)
+            yield record, log.state_of(record)
+
+
+def _summary(
+    log: ProtocolSteps, record: HalfRecord, state: BatchState, attempt: int, wanted: RowState
+) -> dict[str, object]:
+    rows = state.rows_in((wanted,), attempt)
+    return {
+        "half_id": record.half_id,
+        "app_id": record.header.app_id,
+        "batch_id": record.header.batch_id,
+        "producer_group": record.header.producer_group,
+        "attempt": attempt,
+        "messages": rows.count,
+        "check_times": state.check_times(rows),
+        "prepared_at": record.prepared_at,
+        "lease_until": state.lease_until,
+        "bytes": log.half.bytes_of(record),
+    }

@@ -1,0 +1,167 @@
+"""Kafka's client: whether it is there, what its errors mean, and its own log."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rmq_spark._core.vocabulary.redaction import redacted
+from rmq_spark.errors import OptionError, RelayError, RelayRefusedError
+
+try:
+    ck: Any = importlib.import_module("confluent_kafka")
+    admin: Any = importlib.import_module("confluent_kafka.admin")
+except ModuleNotFoundError as missing:
+    if (missing.name or "").partition(".")[0] != "confluent_kafka":
+        raise
+    raise OptionError("a relay to Kafka needs confluent-kafka: install rmq_spark with its extra kafka") from None
+
+__all__ = ["CLIENT_LOG", "POISON", "Heard", "admin", "ck", "error_of", "problem_of", "with_settings"]
+
+CLIENT_LOG = logging.getLogger("rmq_spark.kafka.librdkafka")
+"""What Kafka's client has to say."""
+
+LOGGED_AGAIN_S = 30.0
+"""A line of its log is shown no more often."""
+LINES_MAX = 1_000
+"""So many are remembered for that."""
+
+POISON = frozenset({ck.KafkaError.MSG_SIZE_TOO_LARGE, ck.KafkaError.INVALID_TIMESTAMP, ck.KafkaError.INVALID_RECORD})
+"""Answers of a broker that it will give again to the same message."""
+
+_FOR_A_PERSON = frozenset(
+    {
+        ck.KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        ck.KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+        ck.KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+        ck.KafkaError.GROUP_AUTHORIZATION_FAILED,
+        ck.KafkaError.SASL_AUTHENTICATION_FAILED,
+        ck.KafkaError.UNSUPPORTED_SASL_MECHANISM,
+        ck.KafkaError.INVALID_TRANSACTION_TIMEOUT,
+        ck.KafkaError.TOPIC_EXCEPTION,
+        ck.KafkaError.POLICY_VIOLATION,
+    }
+)
+"""Answers that do not change by themselves, and that no message caused."""
+_RIGHTS = {
+    ck.KafkaError.TOPIC_AUTHORIZATION_FAILED: "Write and Describe on each topic, and Read too on the positions topic",
+    ck.KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "Write and Describe on the ids that begin with txmq.",
+    ck.KafkaError.CLUSTER_AUTHORIZATION_FAILED: "Create on topics that it is to create",
+}
+"""What the relay's user needs in Kafka."""
+
+_UNREACHED = frozenset(
+    {ck.KafkaError._TRANSPORT, ck.KafkaError._ALL_BROKERS_DOWN, ck.KafkaError._RESOLVE, ck.KafkaError._TIMED_OUT}
+)
+_NO_RIGHT = re.compile(r'partition "([^"]+)" .*Topic authorization failed')
+"""In the client's log, of a topic in which a transaction may not write."""
+_ERROR_NAME = re.compile(r"\((\w+)\)$")
+"""In the client's log, of the error that has failed a transaction."""
+_NO_ANSWER = _UNREACHED | {ck.KafkaError._MSG_TIMED_OUT}
+_NO_BROKER = (
+    ". No broker answered: does bootstrap_servers name brokers that run, and that this machine reaches (host, port, "
+    "firewall)? One with TLS or a login needs kafka={'security.protocol': …} and so on"
+)
+
+
+class Heard:
+    """What Kafka's client says beside the errors of its calls, which do not tell why they fail.
+
+    Attributes
+    ----------
+    error : KafkaError or None
+        Of a login or a certificate. The call that fails of it is told that no broker answers.
+    denied : KafkaError or None
+        A right that a transaction lacks. The delivery of its records is told that they were given up.
+    topic : str
+        In which it lacks the right.
+    """
+
+    def __init__(self) -> None:
+        self.error: Any = None
+        self.denied: Any = None
+        self.topic = ""
+        self._logged_s: dict[str, float] = {}
+
+    def __call__(self, error: Any) -> None:
+        """Take an error (the client's ``error_cb``)."""
+        if error.code() in (ck.KafkaError._AUTHENTICATION, ck.KafkaError._SSL):
+            self.error = error
+
+    def log(self, level: int, form: str, facility: str, *texts: str) -> None:
+        """Take a line of the client's log (its ``logger``), and hand it on. While a broker is away, the same line comes
+        twenty times a second."""
+        line, now_s = re.sub(r"\d+ms", "", f"{facility} {texts[-1]}"), time.monotonic()
+        if now_s - self._logged_s.get(line, -math.inf) > LOGGED_AGAIN_S:
+            if len(self._logged_s) >= LINES_MAX:
+                self._logged_s.clear()
+            self._logged_s[line] = now_s
+            CLIENT_LOG.log(level, form, facility, *texts)
+        if facility == "ADDPARTS" and (found := _NO_RIGHT.search(texts[-1])):
+            self.topic = found[1]
+        elif facility == "TXNERR" and (found := _ERROR_NAME.search(texts[-1])):
+            code = getattr(ck.KafkaError, found[1], None)
+            self.denied = ck.KafkaError(code) if code in _FOR_A_PERSON else None
+
+    @property
+    def refuses(self) -> bool:
+        """Whether it stays so until a person changes it."""
+        if self.error is None:
+            return False
+        return self.error.code() == ck.KafkaError._AUTHENTICATION or "verify" in self.error.str()
+
+
+def error_of(problem: BaseException) -> Any:
+    """The KafkaError in an exception of Kafka's client."""
+    return problem.args[0] if problem.args else None
+
+
+def problem_of(problem: BaseException, doing: str, heard: Heard | None = None) -> RelayError:
+    """Return the error of this package for one of Kafka's client."""
+    error = error_of(problem)
+    code = error.code() if isinstance(error, ck.KafkaError) else None
+    why = "" if heard is None else why_no_answer(problem, heard)
+    if why:
+        kind = RelayRefusedError if heard is not None and heard.refuses else RelayError
+    else:
+        kind = RelayRefusedError if code in _FOR_A_PERSON else RelayError
+        why = _NO_BROKER if code in _UNREACHED else ""
+        why += f". The relay's user needs {_RIGHTS[code]} (docs/kafka.md)" if code in _RIGHTS else ""
+    return kind(f"Kafka failed while {doing}: {said(problem)}{why}")
+
+
+def why_no_answer(problem: BaseException, heard: Heard) -> str:
+    """What the client has heard of why no broker answers; nothing when it fails of something else."""
+    error = error_of(problem)
+    if heard.error is None or not isinstance(error, ck.KafkaError) or error.code() not in _NO_ANSWER:
+        return ""
+    return f". A broker refuses the connection: {_said(heard.error)}"
+
+
+def said(problem: BaseException) -> str:
+    """What Kafka's client says, with the name of its error."""
+    error = error_of(problem)
+    return _said(error) if isinstance(error, ck.KafkaError) else redacted(problem)
+
+
+def _said(error: Any) -> str:
+    return f"{redacted(error.str())} ({error.name()})"
+
+
+def with_settings(kind: Callable[..., Any], settings: dict[str, Any], heard: Heard) -> Any:
+    """Make a client with settings, some of which a user gave. It tells ``heard`` what it says of logins.
+
+    Raises
+    ------
+    OptionError
+        When the client does not know a setting, or cannot use its value.
+    """
+    try:
+        return kind({"error_cb": heard, **settings}, logger=heard)
+    except (ck.KafkaException, ValueError, TypeError) as problem:
+        raise OptionError(f"Kafka's client refuses its settings: {said(problem)}") from None

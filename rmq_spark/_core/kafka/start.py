@@ -1,0 +1,199 @@
+"""The start of a relay to Kafka: it becomes the one process of its shard, and learns where its queues stand.
+
+Read :mod:`rmq_spark._core.kafka` first: it has the steps, and why they are in this order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+
+from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.kafka.brokers import Brokers
+from rmq_spark._core.kafka.client import ck
+from rmq_spark._core.kafka.positions import Position, PositionRecords, Queue, Stored
+from rmq_spark._core.kafka.settings import LATEST, PARK, RelaySettings
+from rmq_spark._core.kafka.source import RelaySource
+from rmq_spark._core.kafka.transactions import FAILURES, AbortedError, Transactions
+from rmq_spark._core.vocabulary.redaction import redacted
+from rmq_spark.errors import RelayError, RelayRefusedError
+
+logger = logging.getLogger(__name__)
+
+
+class Start:
+    """A start of one shard.
+
+    Parameters
+    ----------
+    log : CommitLog
+    settings : RelaySettings
+    source : RelaySource
+    brokers : Brokers
+    run : str
+        The id of this run, which nobody else has.
+    """
+
+    def __init__(
+        self, log: CommitLog, settings: RelaySettings, source: RelaySource, brokers: Brokers, run: str
+    ) -> None:
+        self._log = log
+        self._settings = settings
+        self._source = source
+        self._brokers = brokers
+        self._run = run
+        self._records = PositionRecords(settings.positions_topic, settings.relay, log.id)
+
+    def run(self) -> tuple[Transactions, dict[Queue, Position]]:
+        """Return the shard's producer, and the positions of its queues.
+
+        Raises
+        ------
+        OptionError, RelayError, RelayRefusedError
+        FencedByKafkaError
+            When another process starts the same shard.
+        """
+        settings = self._settings
+        topics = self._source.topics()
+        self._brokers.require_own_topics(parking=settings.on_poison == PARK)
+        self._brokers.require_topics(topics)
+        self._require_fit(self._brokers.stored(committed=True))  # so that a process that cannot run fences nobody
+        transactions = self._opened(settings.shard, self._brokers.batch_bytes(topics))
+        try:
+            stored = self._claim(transactions, topics) or self._claim(transactions, topics)
+            assert stored is not None, "the number of shards was changed, and is another one again"
+            self._require_fit(stored)
+        except BaseException:
+            transactions.close()
+            raise
+        known = stored.of_log(self._log.id)
+        mine = [(t, q) for t, count in topics.items() for q in range(count) if settings.is_mine(t, q)]
+        logger.info("relay %r, shard %d of %d: %d queues", settings.relay, settings.shard, settings.shards, len(mine))
+        return transactions, {queue: known.get(queue, Position(0)) for queue in mine}
+
+    def _opened(self, shard: int, batch_bytes: int | None) -> Transactions:
+        settings = self._settings.producer(self._log.id, batch_bytes, shard)
+        transactions = Transactions(settings, self._settings.transaction_timeout, self._log.machine)
+        transactions.open()
+        return transactions
+
+    # ------------------------------------------------------------------ the claim
+    def _claim(self, transactions: Transactions, topics: Mapping[str, int]) -> Stored | None:
+        """Claim the shard, and read all positions that were committed before the claim. None: the number of shards
+        was changed, and the shard is to be claimed again.
+
+        Raises
+        ------
+        RelayRefusedError
+            When the relay belongs to another log, or its processes were told different things.
+        """
+        settings = self._settings
+        who = {"host": socket.gethostname(), "pid": os.getpid(), "at": self._log.machine.now().isoformat()}
+        try:
+            transactions.begin()
+            transactions.send([self._records.claim(settings.shard, self._run, who)])
+            transactions.deliver()
+            stored = self._brokers.stored(end=transactions.offset_of(0))
+            agrees = self._agrees(stored)
+            if agrees and self._log.id not in stored.agreed:
+                stored.positions = {(self._log.id, q): p for q, p in self._beginnings(topics).items()}
+                transactions.send([self._records.position(q, p) for q, p in stored.of_log(self._log.id).items()])
+            if not agrees:
+                self._fence_others(max(stored.agreed[self._log.id].shards, settings.shards))
+            if not agrees or self._log.id not in stored.agreed:
+                transactions.send([self._records.agreed(settings.shards, settings.topic_template)])
+            transactions.deliver()
+            transactions.commit()
+            return stored if agrees else None
+        except FAILURES as problem:
+            ended = transactions.ended(problem)
+            if isinstance(ended, AbortedError):
+                raise RelayError(f"the relay's claim was aborted: {ended.reason}") from None
+            raise ended from None
+        except Exception:
+            with suppress(ck.KafkaException):  # what is left open, the next start ends
+                transactions.abort()
+            raise
+
+    def _agrees(self, stored: Stored) -> bool:
+        """Whether the number of shards is the one that was agreed on, or this is the relay's first start."""
+        settings, log_id = self._settings, self._log.id
+        if stored.agreed and log_id not in stored.agreed:
+            raise RelayRefusedError(
+                f"relay {settings.relay!r} has handed over commit log {next(iter(stored.agreed))}, and "
+                f"{redacted(self._log.path)!r} is commit log {log_id}: it was made anew, or is another one. To hand "
+                "this one over, too, give it a relay of another name"
+            )
+        agreed = stored.agreed.get(log_id)
+        if agreed is None:
+            return True
+        if agreed.topic_template != settings.topic_template:
+            raise RelayRefusedError(
+                f"relay {settings.relay!r} writes to topics {agreed.topic_template!r}, and this process was told "
+                f"{settings.topic_template!r}: give it a relay of another name, which starts anew"
+            )
+        if agreed.shards != settings.shards and not settings.reshard:
+            raise RelayRefusedError(
+                f"relay {settings.relay!r} has {agreed.shards} shards, and this process was told {settings.shards}. To "
+                "change the number, start one process with reshard=True, and then the others"
+            )
+        return agreed.shards == settings.shards
+
+    def _fence_others(self, shards: int) -> None:
+        """End what the other shards do. The claim stands in the positions topic already, not committed: a process that
+        starts from now on waits for it, and then sees the new number."""
+        for shard in range(shards):
+            if shard != self._settings.shard:
+                self._opened(shard, None).close()
+
+    def _beginnings(self, topics: Mapping[str, int]) -> dict[Queue, Position]:
+        """Where the queues of all shards begin at the relay's first start."""
+        ends, firsts = self._source.ends(), self._source.firsts()
+        queues = [(topic, queue_id) for topic, count in sorted(topics.items()) for queue_id in range(count)]
+        if self._settings.start != LATEST:
+            return {queue: Position(firsts.get(queue, 0)) for queue in queues}
+        last = {queue: ends[queue] - 1 for queue in queues if ends.get(queue, 0) > firsts.get(queue, 0)}
+        lasts = self._source.lasts(last)
+        return {queue: Position(ends.get(queue, 0), lasts.get(queue)) for queue in queues}
+
+    # ------------------------------------------------------------------ is it the same log?
+    def _require_fit(self, stored: Stored) -> None:
+        """Require that the log has the messages that this shard handed over last."""
+        self._agrees(stored)
+        mine = {
+            queue: p
+            for queue, p in stored.of_log(self._log.id).items()
+            if self._settings.is_mine(*queue) and self._source.wants(queue[0])
+        }
+        ends, firsts = self._source.ends(), self._source.firsts()
+        require_not_behind(ends, mine)
+        above = {queue: p for queue, p in mine.items() if p.next_offset > firsts.get(queue, 0)}
+        found = self._source.lasts({q: p.next_offset - 1 for q, p in above.items() if p.last is not None})
+        for queue, p in above.items():
+            if p.last is None:
+                seen = f"all messages below offset {p.next_offset} had expired, and now the log has them"
+            elif p.last != found.get(queue):
+                seen = (
+                    f"message {p.last}, was handed over from offset {p.next_offset - 1}, and now the log has "
+                    f"{found.get(queue)} there"
+                )
+            else:
+                continue
+            raise RelayRefusedError(
+                f"topic {queue[0]!r}, queue {queue[1]}: {seen}. It was set back to an older copy, and written to "
+                "since. Restore the newest one; or hand this log over with a relay of another name"
+            )
+
+
+def require_not_behind(ends: Mapping[Queue, int], positions: Mapping[Queue, Position]) -> None:
+    """Require that the queues of the log reach as far as was handed over."""
+    for (topic, queue_id), position in positions.items():
+        end = ends.get((topic, queue_id), 0)
+        if end < position.next_offset:
+            raise RelayRefusedError(
+                f"topic {topic!r}, queue {queue_id}: messages up to offset {position.next_offset - 1} were handed "
+                f"over, and the log ends at {end}. It was set back to an older copy. Restore the newest one"
+            )

@@ -1,0 +1,1 @@
+"""Listeners of local transactions, and the fences that make a check's ROLLBACK binding."""

@@ -1,0 +1,407 @@
+"""A fence: a table in the user's database with one row for each attempt of a half batch, beside what its work writes.
+
+``half_id, attempt`` is the primary key, so of execute and check one is first. ``sql.py`` says what
+they make of a row, and ``fence_row.py`` what the row says.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+
+# Imported first: it says what to install when SQLAlchemy is missing.
+from rmq_spark._core.database.connection import (
+    IN_INNODB,
+    PLACE_CHARS_MAX,
+    Address,
+    Database,
+    alike,
+    exact_text,
+    insert_absent,
+    is_lock_problem,
+    place_of,
+    require_exact,
+)
+from rmq_spark._core.listeners.fence_row import EXECUTED, MIXED, STARTED, Recorded, State
+from rmq_spark._core.listeners.half_batch import HalfBatch
+from rmq_spark._core.listeners.listener import ExecutedAttempt
+from rmq_spark._core.runtime.failpoints import reach
+from rmq_spark._core.runtime.machine import MACHINE
+from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S_MIN
+from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError, OptionError
+
+PRUNED_AT_ONCE = 10_000
+"""Rows that prune looks at in one database transaction, and that others read at once."""
+PRUNED = "pruned"
+"""The state of a row that belongs to no half batch: when rows of a log were last pruned."""
+
+_IDS_PER_SELECT = 500
+# Rows of the table <fence_table>_id.
+_THE_ID = 1
+_THE_PLACE = 2
+
+
+class Fence(Database):
+    """The fence's tables in one database, and transactions on them. It reads and writes rows and gives no verdicts."""
+
+    def __init__(self, url_or_engine: Address, name: str, schema: str | None) -> None:
+        if not isinstance(name, str) or re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,55}", name) is None:
+            raise OptionError(f"fence_table={name!r} is not a plain table name of at most 56 letters, digits and _")
+        super().__init__(url_or_engine)
+        self.machine = MACHINE
+        metadata = sa.MetaData(schema=schema)
+        self._rows = sa.Table(
+            name,
+            metadata,
+            sa.Column("half_id", exact_text(700), primary_key=True),
+            sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
+            sa.Column("log_id", sa.String(64)),
+            # Its name in the log, by which a restored log is compared with the fence.
+            sa.Column("app_id", exact_text(700)),
+            sa.Column("batch_id", sa.BigInteger),
+            sa.Column("state", sa.String(16), nullable=False),
+            # Which rows it is about, where the state does not say it all: Recorded.encoded().
+            sa.Column("outcome", sa.LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")),
+            sa.Column("changed_at", sa.DateTime, nullable=False),  # UTC, by the writer's clock
+            **IN_INNODB,
+        )
+        self._id = sa.Table(
+            f"{name}_id",
+            metadata,
+            sa.Column("one", sa.Integer, primary_key=True, autoincrement=False),
+            sa.Column("fence_id", sa.String(PLACE_CHARS_MAX), nullable=False),
+            sa.Column("created_at", sa.DateTime, nullable=False),
+            **IN_INNODB,
+        )
+        # Statements are made once: SQLAlchemy then looks up its compiled form at once.
+        columns = self._rows.c
+        said = (columns.half_id, columns.attempt, columns.log_id, columns.state, columns.outcome)
+        of_attempt = sa.and_(columns.half_id == sa.bindparam("of"), columns.attempt == sa.bindparam("at"))
+        self._read_ids = sa.select(self._id.c.one, self._id.c.fence_id)
+        self._read_some = sa.select(*said).where(columns.half_id.in_(sa.bindparam("ids", expanding=True)))
+        self._read_one = sa.select(*said).where(of_attempt)
+        # A shared lock: who was refused by the key has one in MariaDB already, and two that want more are a deadlock.
+        self._hold_one = self._read_one.with_for_update(read=True)
+        self._update = (
+            self._rows.update()
+            .where(of_attempt)
+            .values(state=sa.bindparam("word"), outcome=sa.bindparam("sets"), changed_at=sa.bindparam("now"))
+        )
+        # A row is inserted where the fence has the id that the half batch was prepared with, in one statement.
+        self._values = (
+            sa.select(*(sa.bindparam(f"new_{c.name}", type_=c.type) for c in columns))
+            .where(self._id.c.one == _THE_ID)
+            .where(self._id.c.fence_id == sa.bindparam("fence"))
+        )
+        self._insert_plain = self._rows.insert().from_select(columns.keys(), self._values)
+        self._inserts: dict[str, Any] = {}
+        self._is_known = False  # the database is known to be the one where the fence was made
+        self._tried = False  # the table of rows is known to compare ids exactly and to undo what is rolled back
+
+    # ------------------------------------------------------------------ the id
+    def create(self, moved: bool) -> str:
+        try:
+            return self._create(moved)
+        except sa.exc.DBAPIError:
+            # When two processes create a table at once, one of them may fail, even with IF NOT EXISTS.
+            return self._create(moved)
+
+    def _create(self, moved: bool) -> str:
+        with self.transaction() as connection:
+            for table in (self._rows, self._id):
+                connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
+            now = self._now()
+            place = place_of(connection)
+            rows = [{"one": _THE_ID, "fence_id": secrets.token_hex(16), "created_at": now}]
+            if place is not None:
+                rows.append({"one": _THE_PLACE, "fence_id": place, "created_at": now})
+            insert_absent(connection, self._id, rows)
+            if moved and place is not None:
+                here = self._id.update().where(self._id.c.one == _THE_PLACE)
+                connection.execute(here.values(fence_id=place, created_at=now))
+            self._try_once(connection)
+            return self.read_id(connection)
+
+    def _try_once(self, connection: sa.Connection) -> None:
+        if self._tried:
+            return
+        now = self._now()
+        row = {"attempt": 0, "state": STARTED, "changed_at": now}
+        rows = [{"half_id": i, **row} for i in alike(f"trial:{secrets.token_hex(8)}:")]
+        try:
+            require_exact(connection, self._rows, rows)
+        except ListenerError as problem:
+            raise FenceError(f"{self.where}: {problem}") from problem
+        self._tried = True
+
+    def read_id(self, connection: sa.Connection, anywhere: bool = False) -> str:
+        """Return the fence's id, or raise FenceError when there is none; must be the transaction's first statement.
+
+        With ``anywhere`` the connection may be of another database than this fence's.
+        """
+        try:
+            rows = connection.execute(self._read_ids).all()
+        except sa.exc.DBAPIError as problem:
+            if anywhere or is_lock_problem(problem) or self._exists():
+                raise
+            rows = []
+        said = {row.one: row.fence_id for row in rows}
+        found = said.get(_THE_ID)
+        if found is None:
+            raise FenceError(
+                f"{self.where} has no fence {self._id.fullname!r}: call create_fence() once, when the "
+                "database is set up. If it has one, that is in another schema (name it), this is another database, or "
+                "its tables were dropped"
+            )
+        if anywhere or not self._is_known:
+            self._require_same_place(connection, said.get(_THE_PLACE))
+            self._is_known = self._is_known or not anywhere
+        return str(found)
+
+    def _require_same_place(self, connection: sa.Connection, made_in: str | None) -> None:
+        if made_in is None:
+            return
+        place = place_of(connection)
+        if place is not None and place != made_in:
+            raise FenceError(
+                f"the fence of {self.where} was made in another place ({made_in}; this is {place}). Either this is a "
+                "copy, which must not speak for that database: drop its tables "
+                f"{self._rows.fullname!r} and {self._id.fullname!r}, and make a fence of its own. Or it is that "
+                "database itself, which was moved or restored: call create_fence(moved=True) once"
+            )
+
+    def _exists(self) -> bool:
+        with self.connect() as connection:
+            return sa.inspect(connection).has_table(self._id.name, schema=self._id.schema)
+
+    # ------------------------------------------------------------------ the rows
+    def claim(self, connection: sa.Connection, batch: HalfBatch, state: State) -> Recorded | None:
+        """Insert the row of an attempt: all that is asked about has this state. Return None, or what the row says that
+        was there, which is locked until the database transaction ends.
+
+        It waits for another database transaction that has inserted or locked the row.
+
+        Raises
+        ------
+        FenceError
+            The fence is not that of the prepare, or nothing can be said.
+        """
+        if not self._is_known:
+            self.require_id_of(batch, self.read_id(connection))
+        self._try_once(connection)
+        if self._insert(connection, batch, Recorded.of(state, batch.rows, batch.is_all)):
+            reach("fence row written" if state.word == STARTED else "tombstone written")
+            return None
+        self.require_id_of(batch, self.read_id(connection))
+        found = self._newest(connection, batch)
+        if found is None:
+            raise FenceError(
+                f"{self.where} refuses a second fence row for half batch {batch.half_id!r}, attempt {batch.attempt}, "
+                "and does not show the first: it answers from an older snapshot, or takes another id for the same. "
+                "Nothing can be said; nothing was done"
+            )
+        return self.recorded(found, batch)
+
+    def _insert(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> bool:
+        recorded = recorded.of_batch(batch)
+        row = {
+            "half_id": batch.half_id,
+            "attempt": batch.attempt,
+            "log_id": batch.log_id,
+            "app_id": batch.app_id,
+            "batch_id": batch.batch_id,
+            "state": recorded.state,
+            "outcome": recorded.encoded(),
+            "changed_at": self._now(),
+        }
+        given = {"fence": batch.fence_id, **{f"new_{name}": value for name, value in row.items()}}
+        if connection.dialect.name in ("postgresql", "sqlite"):
+            return connection.execute(self._insert_absent(connection.dialect.name), given).one_or_none() is not None
+        try:
+            return connection.execute(self._insert_plain, given).rowcount == 1
+        except sa.exc.IntegrityError:
+            return False  # MariaDB undoes the statement alone, and the database transaction goes on
+
+    def _insert_absent(self, dialect: str) -> Any:
+        if dialect not in self._inserts:
+            make = postgresql.insert if dialect == "postgresql" else sqlite.insert
+            insert = make(self._rows).from_select(self._rows.c.keys(), self._values)
+            self._inserts[dialect] = insert.on_conflict_do_nothing().returning(self._rows.c.attempt)
+        return self._inserts[dialect]
+
+    def _newest(self, connection: sa.Connection, batch: HalfBatch) -> Any:
+        """The row of an attempt, which nobody else changes until the database transaction ends.
+
+        At REPEATABLE READ a SELECT that does not lock answers from the transaction's snapshot, which may be older.
+        """
+        query = self._read_one if connection.dialect.name == "sqlite" else self._hold_one
+        return connection.execute(query, {"of": batch.half_id, "at": batch.attempt}).one_or_none()
+
+    def read(self, connection: sa.Connection, batches: Sequence[HalfBatch]) -> dict[tuple[str, int], sa.Row[Any]]:
+        """Return the rows that half batches have, by half id and attempt, as others have committed them.
+
+        Raises
+        ------
+        FenceError
+            The fence is not that of their prepare.
+        """
+        found = self.read_id(connection)
+        for batch in batches:
+            self.require_id_of(batch, found)
+        ids = list(dict.fromkeys(batch.half_id for batch in batches))
+        rows: list[sa.Row[Any]] = []
+        for start in range(0, len(ids), _IDS_PER_SELECT):
+            rows += connection.execute(self._read_some, {"ids": ids[start : start + _IDS_PER_SELECT]})
+        return {(row.half_id, row.attempt): row for row in rows}
+
+    def recorded(self, row: sa.Row[Any], batch: HalfBatch) -> Recorded:
+        """Return what a row says of a half batch.
+
+        Raises
+        ------
+        FenceError
+            It is of another log, the database is damaged, or somebody changed the row by hand.
+        """
+        if row.log_id and batch.log_id and row.log_id != batch.log_id:
+            raise FenceError(
+                f"half batch {batch.half_id!r} is in the fence of {self.where} already, for another commit log (its id "
+                f"is {row.log_id}; this one's is {batch.log_id}). Logs that share a fence need appIds and idempotency "
+                "keys of their own, or a fence_table each; a log that was made anew is another one"
+            )
+        try:
+            found = Recorded.read(row.state, row.outcome)
+        except FenceError as problem:
+            where = f"the fence row of half batch {batch.half_id!r}, attempt {batch.attempt}"
+            raise FenceError(f"{where}: {problem}") from problem
+        found.require_of(batch)
+        return found
+
+    def write(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> None:
+        """Change the row of an attempt, which this database transaction has claimed.
+
+        Raises
+        ------
+        FenceError
+            When the row is not there any more. Then no check would find what was done.
+        """
+        recorded = recorded.of_batch(batch)
+        said = {"word": recorded.state, "sets": recorded.encoded(), "now": self._now()}
+        changed = connection.execute(self._update, {"of": batch.half_id, "at": batch.attempt, **said}).rowcount
+        if changed != 1:
+            raise FenceError(
+                f"the fence row of half batch {batch.half_id!r}, attempt {batch.attempt}, is not in "
+                f"{self._rows.fullname!r} of {self.where} any more, where this database transaction had written it: "
+                "work changed the connection's search_path, role or tables. Nothing was committed. Let work undo such "
+                "settings, or name the fence's schema (schema=)"
+            )
+
+    def _now(self) -> datetime:
+        return self.machine.now().replace(tzinfo=None)
+
+    def require_id_of(self, batch: HalfBatch, found: str) -> None:
+        """Raise FenceError when a half batch was not prepared with this fence."""
+        if batch.fence_id is None:
+            raise FenceError(
+                f"half batch {batch.half_id!r} was prepared without a fence, so this fence ({found}) cannot "
+                "speak for it: use the listener that it was prepared with, or settle it with log.resolve"
+            )
+        if batch.fence_id != found:
+            raise FenceError(
+                f"half batch {batch.half_id!r} was prepared with fence {batch.fence_id}, but "
+                f"{self.where} has fence {found}: another database (or the fence was made anew). "
+                "Point the listener to the right one"
+            )
+
+    def require_not_too_late(self, batch: HalfBatch) -> None:
+        """Raise LocalTransactionError when a check may have left a row that is pruned by now: absence says nothing."""
+        age = self.machine.now() - utc(batch.prepared_at)
+        if age >= timedelta(seconds=FENCE_RETENTION_S_MIN):
+            raise LocalTransactionError(
+                f"attempt {batch.attempt} of half batch {batch.half_id!r} began {age.days} days ago, and fence rows "
+                f"live for {FENCE_RETENTION_S_MIN / 86_400:g}: this process slept, and nothing was done. Start it again"
+            )
+
+    def executed_since(self, log_id: str, since: datetime) -> Iterator[ExecutedAttempt]:
+        """Yield the attempts of a log that were executed since a time, or ended in their middle."""
+        columns = self._rows.c
+        wanted = sa.and_(
+            columns.state.in_((EXECUTED, STARTED, MIXED)),
+            columns.changed_at >= utc(since).astimezone(timezone.utc).replace(tzinfo=None),
+            columns.log_id == log_id,
+        )
+        query = sa.select(self._rows).where(wanted).order_by(columns.half_id, columns.attempt)
+        with self.transaction(write=False) as connection:
+            self.read_id(connection)
+            for row in connection.execute(query.execution_options(yield_per=PRUNED_AT_ONCE)):
+                said = Recorded.read(row.state, row.outcome)
+                is_whole = all(state.word != STARTED for state in said.states)
+                rows = said.rows_in(EXECUTED if is_whole else STARTED)
+                if rows is None or rows:
+                    yield ExecutedAttempt(
+                        row.half_id, row.app_id, row.batch_id, row.attempt, utc(row.changed_at), is_whole, rows
+                    )
+
+    # ------------------------------------------------------------------ pruning
+    def prune(self, older_than_s: float, logs: Mapping[str, Callable[[Collection[str]], set[str]]]) -> Iterator[int]:
+        """Go through all rows in the order of their ids, and yield of each page how many were deleted.
+
+        ``logs`` says by the id of a log which of some half batches it still has. A log is asked after the rows were
+        read: a half batch is in its log before it has a row. Each database transaction is short, so nobody waits long
+        for its locks.
+        """
+        with self.transaction(write=False) as connection:
+            self.read_id(connection)
+            before = min(self.machine.now(), _time_of(connection)) - timedelta(seconds=older_than_s)
+        columns = self._rows.c
+        key, is_old = columns.half_id, columns.changed_at < before.replace(tzinfo=None)
+        some = sa.and_(columns.log_id == sa.bindparam("log"), key.in_(sa.bindparam("ids", expanding=True)))
+        delete = self._rows.delete().where(some, is_old)
+        last: str | None = ""
+        while last is not None:
+            after, page_end = key > last, sa.select(key).order_by(key).offset(PRUNED_AT_ONCE - 1).limit(1)
+            with self.transaction(write=False) as connection:
+                last = connection.execute(page_end.where(after)).scalar()
+                page = after if last is None else sa.and_(after, key <= last)
+                rows = connection.execute(sa.select(key, columns.log_id).where(page, is_old).distinct()).all()
+            deleted = 0
+            for log_id, still_has in logs.items():
+                found = [row.half_id for row in rows if row.log_id == log_id]
+                stay = still_has(found) if found else set()
+                ids = [half_id for half_id in found if half_id not in stay]
+                for start in range(0, len(ids), _IDS_PER_SELECT):
+                    with self.transaction() as connection:
+                        done = connection.execute(delete, {"log": log_id, "ids": ids[start : start + _IDS_PER_SELECT]})
+                        deleted += done.rowcount
+            yield deleted
+
+    def take_turn(self, log_id: str, every_s: float) -> bool:
+        """Whether nobody has taken the turn to prune a log's rows in the last so many seconds: then it is ours.
+
+        A row of the fence says when, under an id that no half batch has.
+        """
+        now = self._now()
+        columns, turn = self._rows.c, f"{PRUNED}@{log_id}"
+        row = {"half_id": turn, "attempt": 0, "state": PRUNED, "changed_at": now}
+        ago = now - timedelta(seconds=every_s)
+        lately = columns.changed_at.between(ago, now + timedelta(seconds=every_s))
+        take = self._rows.update().where(columns.half_id == turn, ~lately).values(changed_at=now)
+        with self.transaction() as connection:
+            taken = insert_absent(connection, self._rows, [row])
+            return not taken or connection.execute(take).rowcount == 1
+
+
+def _time_of(connection: sa.Connection) -> datetime:
+    """The time by the clock of the database's server."""
+    queries = {"sqlite": "SELECT strftime('%s', 'now')", "postgresql": "SELECT extract(epoch FROM now())"}
+    said = connection.exec_driver_sql(queries.get(connection.dialect.name, "SELECT unix_timestamp()")).scalar_one()
+    return datetime.fromtimestamp(float(said), timezone.utc)
+
+
+def utc(moment: datetime) -> datetime:
+    return moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment

@@ -1,0 +1,454 @@
+"""The half batch for which a listener gives verdicts, and what a listener may return as verdicts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.listeners.decode import decode_json
+from rmq_spark._core.vocabulary.ids import batch_transaction_id, message_ids, transaction_ids
+from rmq_spark._core.vocabulary.verdicts import (
+    BATCH,
+    COMMIT_MESSAGE,
+    KEY,
+    MESSAGE,
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    LocalTransactionState,
+    Rollback,
+    Verdict,
+    VerdictArray,
+    kept_reason,
+    state_of,
+    verdict_of,
+)
+from rmq_spark.errors import MessageError, VerdictError
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+    from pyspark.sql import DataFrame, SparkSession
+
+    from rmq_spark._core.vocabulary.rows import RowSet
+
+
+class HalfRows(Protocol):
+    """Reads the rows of a half batch from a commit log or its twin in memory.
+
+    Attributes
+    ----------
+    rows : RowSet
+        Which rows are undecided.
+    is_all : bool
+        Whether these are all rows of the half batch.
+    """
+
+    @property
+    def rows(self) -> RowSet: ...
+
+    @property
+    def is_all(self) -> bool: ...
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        """Return the undecided rows, in send order, with these columns of ``half``."""
+
+    def to_spark(self, spark: SparkSession) -> DataFrame:
+        """Return the same rows as a DataFrame, which Spark's executors read."""
+
+
+class HalfBatch:
+    """The undecided transactions of one attempt of a half batch, for which a listener gives verdicts.
+
+    Attributes
+    ----------
+    half_id, app_id : str
+    batch_id : int
+        The micro-batch, or the number that a batch write or a producer gave.
+    attempt : int
+        1 at first. A new attempt has new transaction ids.
+    producer_group : str
+    prepared_at : datetime
+        When the half batch was prepared, or reopened for this attempt, in UTC.
+    check_times : int
+        How many checks of this attempt a listener has answered (with UNKNOWN).
+    transaction_per : {"batch", "message", "key"}
+    fence_id : str or None
+        The fence that the listener had when the half batch was prepared.
+    staged_ms : int
+        When its half files were written (milliseconds since 1970). A log that was restored may have a half batch with
+        the same id, whose rows were dealt out otherwise to its half files.
+    log_id : str or None
+        The id of the commit log. Another log may have a half batch with the same id.
+    arg : object
+        The argument of ``send_message_in_transaction(message, arg)``; None in checks and streams.
+    restarted : bool
+        True in a check by the very query that prepared the half batch, after a restart: whoever ran this attempt is
+        dead, or has been replaced. A listener with a fence need not wait for it, because the fence ends its work. One
+        without a fence must not answer ROLLBACK for that reason: the run before may still be at work.
+    reason : str or None
+        None at first. A listener may set it: a few words why it answers UNKNOWN in a check, or why it rolls back. They
+        are kept with the check, or with the rollbacks that have no reason of their own, and ``txmq trace`` shows them.
+    """
+
+    def __init__(
+        self,
+        *,
+        half_id: str,
+        app_id: str,
+        batch_id: int,
+        attempt: int,
+        producer_group: str,
+        prepared_at: datetime,
+        check_times: int,
+        transaction_per: str,
+        fence_id: str | None,
+        rows: HalfRows,
+        staged_ms: int,
+        log_id: str | None = None,
+        arg: Any = None,
+    ) -> None:
+        self.half_id = half_id
+        self.app_id = app_id
+        self.batch_id = batch_id
+        self.attempt = attempt
+        self.producer_group = producer_group
+        self.prepared_at = prepared_at
+        self.check_times = check_times
+        self.transaction_per = transaction_per
+        self.fence_id = fence_id
+        self.log_id = log_id
+        self.arg = arg
+        self.restarted = False
+        self.reason: str | None = None
+        self.staged_ms = staged_ms
+        self._rows = rows
+        self._transactions: pa.Table | None = None
+        self._owners: pa.Array | None = None
+
+    def __repr__(self) -> str:
+        return f"HalfBatch({self.half_id!r}, attempt={self.attempt}, producer_group={self.producer_group!r})"
+
+    @property
+    def transactions(self) -> pa.Table:
+        """A row for each undecided transaction: ``transaction_id`` and ``transaction_key`` (strings; the key is null
+        when ``transactionKey`` is not set) and ``messages`` (int64, how many messages it has)."""
+        if self._transactions is None:
+            self._transactions = self._read_transactions()
+        return self._transactions
+
+    def _read_transactions(self) -> pa.Table:
+        if self.transaction_per == KEY:
+            keys = self._rows.read(["transaction_key"])
+            counted = keys.group_by("transaction_key", use_threads=False).aggregate([([], "count_all")])
+            key = counted["transaction_key"].combine_chunks()
+            ids = transaction_ids(self.half_id, self.attempt, KEY, counted)
+            count = counted["count_all"].combine_chunks()
+        elif self.transaction_per == MESSAGE:
+            rows = self._rows.read(["file_no", "row_no"]).combine_chunks()
+            ids = transaction_ids(self.half_id, self.attempt, MESSAGE, rows)
+            key, count = pa.nulls(rows.num_rows, pa.string()), pa.repeat(pa.scalar(1, pa.int64()), rows.num_rows)
+        else:
+            ids = pa.array([batch_transaction_id(self.half_id, self.attempt)])
+            key = pa.nulls(1, pa.string())
+            count = pa.array([self._rows.read(["file_no"]).num_rows], pa.int64())
+        return pa.table({"transaction_id": ids, "transaction_key": key, "messages": count})
+
+    def messages(self, columns: Iterable[str] | None = None) -> pa.Table:
+        """Return the messages of the undecided transactions, in send order.
+
+        Parameters
+        ----------
+        columns : iterable of str, optional
+            Some of ``msg_id, transaction_id, transaction_key, topic, queue_id, tags, keys, sharding_key, properties,
+            body, born_timestamp, store_timestamp``; all of them when not given.
+
+        Returns
+        -------
+        pyarrow.Table
+            ``body`` is binary; timestamps are microseconds in UTC.
+        """
+        wanted = list(MESSAGE_COLUMNS if columns is None else columns)
+        unknown = [c for c in wanted if c not in MESSAGE_COLUMNS]
+        if unknown:
+            raise MessageError(f"no column {unknown[0]!r} in a half batch's messages: {', '.join(MESSAGE_COLUMNS)}")
+        derived = {"msg_id", "transaction_id"}
+        stored = [c for c in wanted if c not in derived]
+        if derived & set(wanted):
+            stored += [c for c in ("file_no", "row_no") if c not in stored]
+        if "transaction_id" in wanted and self.transaction_per == KEY and "transaction_key" not in stored:
+            stored.append("transaction_key")
+        table = self._rows.read(stored or ["file_no"])
+        return pa.table({c: self._derived(c, table) if c in derived else table[c] for c in wanted})
+
+    def _derived(self, column: str, table: pa.Table) -> pa.Array | pa.ChunkedArray:
+        if column == "msg_id":
+            return message_ids(pa.scalar(self.half_id), table["file_no"], table["row_no"])
+        return transaction_ids(self.half_id, self.attempt, self.transaction_per, table)
+
+    def decode(self, schema: str | pa.Schema, on_error: str = "raise") -> pa.Table:
+        """Return the messages' JSON bodies as columns, a row for each message.
+
+        Parameters
+        ----------
+        schema : str or pyarrow.Schema
+            Spark's DDL, such as ``"order_id long, total double"``, or an Arrow schema. A field that a body lacks is
+            null. A field that the schema does not name is left out.
+        on_error : {"raise", "null"}
+            What becomes of a body that is not a JSON object with this schema. ``"null"``: all fields of its row are
+            null. A body without any of the fields looks the same. So name a field that each good body has, such as the
+            order's id: the rows in which it is null are the bad ones.
+
+        Raises
+        ------
+        MessageError
+            With ``"raise"``, when there is such a body. It names the first one's row and transaction, and how many
+            there are. Rows are those of :meth:`messages`.
+        OptionError
+            For another ``on_error``.
+        """
+        return decode_json(self.messages(["body"])["body"], schema, on_error, self._name_of)
+
+    def insert(
+        self, connection: sa.Connection, table: str, rows: str | pa.Schema | pa.Table, schema: str | None = None
+    ) -> int:
+        """Insert a row for each message into a table of the database, in its open transaction, as fast as it takes
+        them: by binary COPY on PostgreSQL (with the extra ``postgres``), by an INSERT of many rows elsewhere.
+
+        Parameters
+        ----------
+        connection : sqlalchemy.Connection
+            The one that ``work`` is given.
+        table : str
+        rows : str, pyarrow.Schema or pyarrow.Table
+            The fields of the JSON bodies, as :meth:`decode` takes them; or the rows themselves, such as some of those
+            that ``decode`` returned. Columns go by their names; those that are not given get the table's defaults.
+        schema : str, optional
+            The database schema of the table.
+
+        Returns
+        -------
+        int
+            How many rows.
+
+        Raises
+        ------
+        ListenerError
+            When there is no such table, or it lacks a column.
+        MessageError
+            For a body that does not fit the fields, and for what the database cannot keep, with its row.
+        sqlalchemy.exc.DBAPIError
+            For whatever the database refuses.
+        """
+        from rmq_spark._core.database.insert import insert
+
+        return insert(connection, table, rows if isinstance(rows, pa.Table) else self.decode(rows), schema)
+
+    def _name_of(self, row: int) -> str:
+        """Return the name of a message in an error, by its row."""
+        return message_name(self.messages(["transaction_key", "transaction_id", "msg_id"]), row)
+
+    def to_spark(self, spark: SparkSession) -> DataFrame:
+        """Return the undecided messages as a DataFrame with the columns of ``half``, which the executors read.
+
+        Use it with foreachBatch and the check job, which have a session. ``format("txmq")`` commits without one.
+        """
+        return self._rows.to_spark(spark)
+
+    @property
+    def rows(self) -> RowSet:
+        """Where the undecided messages lie in the half batch: an address of a message never changes."""
+        return self._rows.rows
+
+    @property
+    def is_all(self) -> bool:
+        """Whether nothing of the half batch is decided yet."""
+        return self._rows.is_all
+
+    def layout(self) -> str | None:
+        """A digest of which row is of which transaction; None when the undecided rows do not tell that of all."""
+        if not self.is_all or self.transaction_per != KEY:
+            return None
+        keys = self._rows.read(["transaction_key"])["transaction_key"].combine_chunks()
+        sizes = [(file_no, len(bits)) for file_no, bits in self.rows.items()]
+        said = blake2b(json.dumps(sizes).encode(), digest_size=16)
+        for column in (pc.cast(pc.binary_length(keys), pa.string()), keys):
+            whole = pa.ListArray.from_arrays(pa.array([0, len(column)], pa.int32()), column)
+            said.update(pc.binary_join(whole, " ")[0].as_buffer())
+        return said.hexdigest()
+
+    def by_row(self, of_transactions: pa.Array) -> pa.Array:
+        """A value for each row of :attr:`transactions`, as one for each message in send order."""
+        if self.transaction_per == MESSAGE:
+            return of_transactions
+        if self.transaction_per == BATCH:
+            return pa.repeat(of_transactions[0], self.rows.count)
+        return of_transactions.take(self._transaction_of_each())
+
+    def by_transaction(self, of_rows: pa.Array) -> pa.Array:
+        """A value for each message in send order, as one for each row of :attr:`transactions`. Messages of one
+        transaction have one value; a null says that they do not."""
+        if self.transaction_per == MESSAGE:
+            return of_rows
+        owner = pa.repeat(0, len(of_rows)) if self.transaction_per == BATCH else self._transaction_of_each()
+        table = pa.table({"owner": owner, "value": of_rows})
+        found = table.group_by("owner").aggregate([("value", "min"), ("value", "max")]).sort_by("owner")
+        first, last = (found[name].combine_chunks() for name in ("value_min", "value_max"))
+        return pc.if_else(pc.equal(first, last), first, pa.scalar(None, of_rows.type))
+
+    def _transaction_of_each(self) -> pa.Array:
+        """For each message, in send order, the position of its transaction."""
+        if self._owners is None:
+            keys = self._rows.read(["transaction_key"])["transaction_key"].combine_chunks()
+            self._owners = pc.index_in(keys, value_set=self.transactions["transaction_key"].combine_chunks())
+        return self._owners
+
+    def verdicts(
+        self,
+        *,
+        commit: Iterable[object] = (),
+        rollback: Iterable[object] | Mapping[Any, object] = (),
+        unknown: Iterable[object] = (),
+        refused: Iterable[object] | Mapping[Any, object] = (),
+        otherwise: LocalTransactionState = COMMIT_MESSAGE,
+    ) -> VerdictArray:
+        """Return a verdict for each row of :attr:`transactions`, from the keys that have a verdict.
+
+        Parameters
+        ----------
+        commit, unknown : iterables of keys
+            Transaction keys with ``transactionKey``, else transaction ids. They are compared as strings.
+        rollback : iterable of keys, or mapping of keys to reasons
+            ROLLBACK_MESSAGE. Up to 200 characters of a reason (str) are kept with the op marker. In a check it promises
+            that these transactions never happened and never will: a replay runs them as the next attempt.
+        refused : iterable of keys, or mapping of keys to reasons
+            ROLLBACK_MESSAGE for local transactions that *ran and said no*: final, also in a check. From
+            ``execute_local_transaction`` every rollback is.
+        otherwise : LocalTransactionState
+            The verdict of every transaction that is not named.
+
+        Raises
+        ------
+        VerdictError
+            When a key is not in this half batch, or is named for two verdicts; or for a single key without a list.
+        """
+        column = "transaction_key" if self.transaction_per == KEY else "transaction_id"
+        distinct = {Verdict(state_of(otherwise)): 0}
+        named: dict[str, int] = {}
+        for state, keys, final in (
+            (COMMIT_MESSAGE, commit, False),
+            (ROLLBACK_MESSAGE, rollback, False),
+            (ROLLBACK_MESSAGE, refused, True),
+            (UNKNOWN, unknown, False),
+        ):
+            if isinstance(keys, (str, bytes)) or not isinstance(keys, Iterable):
+                raise VerdictError(
+                    f"{'refused' if final else _ARGUMENTS[state]}={keys!r} is {type(keys).__name__}: a list of keys is "
+                    f"expected, such as [{keys!r}]"
+                )
+            reasons = keys if isinstance(keys, Mapping) else None
+            if reasons is not None and state is not ROLLBACK_MESSAGE:
+                raise VerdictError(f"{state} was given a mapping: its keys alone are expected, for it has no reasons")
+            codes: dict[str | None, int] = {}  # thousands of keys may have one reason
+            for key in keys:
+                reason = reasons[key] if reasons else None
+                if type(reason) is not str:
+                    reason = kept_reason(reason)
+                code = codes.get(reason)
+                if code is None:
+                    verdict = Verdict(state, kept_reason(reason), final)
+                    code = codes[reason] = distinct.setdefault(verdict, len(distinct))
+                before = named.setdefault(str(key), code)
+                if before != code:
+                    one, other = (list(distinct)[of] for of in (before, code))
+                    if (one.state, one.refused) != (other.state, other.refused):
+                        raise VerdictError(
+                            f"{column} {key!r} is named for two verdicts: {_said(one)} and {_said(other)}"
+                        )
+                    named[str(key)] = code
+        return VerdictArray(tuple(distinct), self._of_named(column, named))
+
+    def _of_named(self, column: str, named: Mapping[str, int]) -> pa.Array:
+        """For each row of :attr:`transactions` the number that its key is named with; 0 where it is not named."""
+        known, keys = self.transactions[column].combine_chunks(), pa.array(named, pa.string())
+        which = pc.index_in(known, value_set=keys)
+        if len(which) - which.null_count < len(keys):
+            absent = keys.filter(pc.invert(pc.is_in(keys, value_set=known)))[0].as_py()
+            raise VerdictError(f"{absent!r} is not a {column} of half batch {self.half_id!r}")
+        return pc.fill_null(pa.array(named.values(), pa.int32()).take(which), 0)
+
+
+_ARGUMENTS = {COMMIT_MESSAGE: "commit", ROLLBACK_MESSAGE: "rollback", UNKNOWN: "unknown"}
+
+
+def _said(verdict: Verdict) -> str:
+    return f"{verdict.state} (refused)" if verdict.refused else str(verdict.state)
+
+
+def message_name(messages: pa.Table, row: int) -> str:
+    """Return the name of a message in an error: its transaction's key or id, and its own id."""
+    key, transaction_id, msg_id = (
+        messages[name][row].as_py() for name in ("transaction_key", "transaction_id", "msg_id")
+    )
+    transaction = f"transaction {transaction_id}" if key is None else f"transaction key {key!r}"
+    return f"{transaction}, msg_id {msg_id}"
+
+
+MESSAGE_COLUMNS = (
+    "msg_id transaction_id transaction_key topic queue_id tags keys sharding_key properties body "
+    "born_timestamp store_timestamp"
+).split()
+
+
+def normalize_verdicts(result: object, batch: HalfBatch) -> VerdictArray:
+    """Turn what a listener returned into a verdict for each transaction. Rollbacks without a reason get that of the
+    batch.
+
+    ``None`` means UNKNOWN, as in RocketMQ.
+
+    Raises
+    ------
+    VerdictError
+        When the type or the length is wrong, or a value is no verdict.
+    """
+    return _verdicts(result, batch).explained(kept_reason(batch.reason))
+
+
+def _verdicts(result: object, batch: HalfBatch) -> VerdictArray:
+    if result is None or isinstance(result, (str, Rollback)):
+        return VerdictArray((verdict_of(result),))
+    if isinstance(result, VerdictArray):
+        found = result
+    elif isinstance(result, (pa.Array, pa.ChunkedArray)):
+        found = _of_array(result, batch)
+    elif isinstance(result, Sequence):
+        found = VerdictArray.of([verdict_of(one) for one in result])
+    else:
+        raise VerdictError(
+            f"the listener of {batch.producer_group!r} returned {type(result).__name__}: a LocalTransactionState, "
+            "a Rollback, None, or one of these per transaction is expected"
+        )
+    if found.which is None:
+        return found
+    expected = batch.transactions.num_rows
+    if len(found.which) != expected:
+        raise VerdictError(
+            f"the listener of {batch.producer_group!r} returned {len(found.which)} verdicts for {expected} "
+            f"transactions of half batch {batch.half_id!r}: return one per row of batch.transactions"
+        )
+    return VerdictArray(found.distinct) if len(found.distinct) == 1 and expected else found
+
+
+def _of_array(values: pa.Array | pa.ChunkedArray, batch: HalfBatch) -> VerdictArray:
+    flat = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    try:
+        coded = pc.fill_null(pc.cast(flat, pa.string()), UNKNOWN.value).dictionary_encode()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as problem:
+        raise VerdictError(
+            f"the listener of {batch.producer_group!r} returned an array of {flat.type}: strings are expected"
+        ) from problem
+    return VerdictArray(tuple(verdict_of(word) for word in coded.dictionary.to_pylist()), coded.indices)

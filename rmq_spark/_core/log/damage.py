@@ -1,0 +1,41 @@
+"""Looks at a log again before anyone speaks of damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from rmq_spark._core.storage.table import Table
+from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError
+
+
+class Looks(Protocol):
+    """What reads tables of a log."""
+
+    def looked_at(self) -> Iterable[Table]:
+        """The tables that it reads."""
+
+
+P = ParamSpec("P")
+Looking = TypeVar("Looking", bound=Looks)
+Found = TypeVar("Found")
+
+
+def looks_again(look: Callable[Concatenate[Looking, P], Found]) -> Callable[Concatenate[Looking, P], Found]:
+    """Let a method that finds damage, or misses offsets, look at the newest state before it says so.
+
+    A process may be stopped (SIGSTOP, a suspended machine) for longer than replaced files, and old entries of a Delta
+    log, are kept. What it goes on from is gone then, and the log is sound.
+    """
+
+    @wraps(look)
+    def call(self: Looking, /, *given: P.args, **named: P.kwargs) -> Found:
+        try:
+            return look(self, *given, **named)
+        except (CorruptLogError, OffsetOutOfRangeError):
+            for table in self.looked_at():
+                table.refresh()
+        return look(self, *given, **named)
+
+    return call

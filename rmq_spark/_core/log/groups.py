@@ -1,0 +1,393 @@
+"""The ``groups`` table: how far each consumer group has read.
+
+A file holds all of one group, so that a micro-batch's progress is one small commit that replaces it.
+
+A group is Spark's (queries claim its queues by a session) or a group of members (``PushConsumer``, ``PullConsumer``),
+in which each queue has an owner. A queue's generation rises with each claim and each reset. What an owner reports
+counts only while owner and generation are still those of its claim.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.runtime.failpoints import reach
+from rmq_spark._core.runtime.machine import MACHINE
+from rmq_spark._core.storage.table import Change, Table
+from rmq_spark._core.vocabulary.message import TIMESTAMP, require_group_name
+from rmq_spark.errors import GroupInUseError
+
+GROUPS_SCHEMA = pa.schema(
+    [
+        ("consumer_group", pa.string()),
+        ("topic", pa.string()),
+        ("queue_id", pa.int32()),
+        ("next_offset", pa.int64()),
+        ("updated", TIMESTAMP),
+        ("updated_by", pa.string()),
+        ("suspended_until", TIMESTAMP),
+        ("session", pa.string()),
+        ("consumer", pa.string()),
+        ("owner", pa.string()),
+        ("generation", pa.int64()),
+        ("epoch", pa.string()),
+    ]
+)
+
+SPARK, MEMBERS = "spark", "members"
+"""Values of the column ``consumer``: who reads for the group. Null until somebody has read for it."""
+
+Queue = tuple[str, int]
+"""A topic and a queue_id."""
+Positions = Mapping[Queue, int]
+"""The next offset of every queue."""
+
+
+class Place(NamedTuple):
+    """Where a group stands in a queue."""
+
+    next_offset: int
+    suspended_until: datetime | None = None
+    """Set while an orderly consumer has suspended the queue: then only that consumer moves it."""
+    session: str | None = None
+    """The run of a query that reads the queue for the group."""
+    consumer: str | None = None
+    """:data:`SPARK` or :data:`MEMBERS`."""
+    owner: str | None = None
+    """The member that reads the queue; None for a queue that is free."""
+    generation: int = 0
+    """Counts the claims and resets of the queue."""
+    epoch: str | None = None
+    """Made anew when the queue's position is set and not read up to. What fails again after a reset is sent again."""
+
+
+class Claim(NamedTuple):
+    """A member's claim of a queue, and where it reads on."""
+
+    next_offset: int
+    generation: int
+    epoch: str
+
+
+class Report(NamedTuple):
+    """What a member says of a queue that it owns."""
+
+    next_offset: int
+    generation: int
+    release: bool = False
+    """True makes the queue free."""
+
+
+@dataclass
+class Session:
+    """One run of a query, which reads some queues for its group alone."""
+
+    by: str = field(default_factory=lambda: f"{socket.gethostname()}@{os.getpid()}")
+    """Who it is."""
+    id: str = field(default_factory=lambda: MACHINE.unique_id()[:8])
+    claimed: dict[Queue, str] = field(default_factory=dict)
+    """By queue, the session's name there. It begins with the queue's generation at the session's first claim. So a
+    session that claimed the queue earlier has a smaller name, whatever the clocks of the two machines say."""
+
+    def name_at(self, generation: int) -> str:
+        """Return the session's name in a queue that it claims first at this generation."""
+        return f"{generation:020d} {self.by} {self.id}"
+
+
+class GroupStore:
+    """The ``groups`` table of a commit log."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def looked_at(self) -> Iterable[Table]:
+        """The table that this reads."""
+        return (self.table,)
+
+    @looks_again
+    def rows(self, group: str | None = None) -> pa.Table:
+        """The progress of one group, or of all, by group, topic and queue."""
+        self.table.refresh()
+        return self._rows(group).sort_by([(c, "ascending") for c in ("consumer_group", "topic", "queue_id")])
+
+    @looks_again
+    def places(self, group: str, refresh: bool = True) -> dict[Queue, Place]:
+        """A group's place in every queue that it has read; empty for an unknown group. Without a refresh, as the table
+        was last seen (:meth:`publish` looks at it)."""
+        if refresh:
+            self.table.refresh()
+        return {queue: _place(row) for queue, row in _by_queue(self._rows(group)).items()}
+
+    def positions(self, group: str) -> dict[Queue, int]:
+        """A group's next offset of every queue that it has read; empty for a group that is not known."""
+        return {queue: place.next_offset for queue, place in self.places(group).items()}
+
+    def publish(
+        self,
+        group: str,
+        positions: Positions,
+        session: Session | None = None,
+        answered: Mapping[Queue, datetime] | None = None,
+    ) -> bool:
+        """Move a group on; a queue never moves backwards (RocketMQ: ``increaseOnly``). False when nothing moved.
+
+        Parameters
+        ----------
+        session : Session, optional
+            The session that reads the queues, and claims them. Two sessions that read one queue claim it in turn,
+            and the one started later fails.
+        answered : mapping, optional
+            By queue, the end of the suspension after which it was read again. A queue with another one stays, unless
+            its position is not past the place of that: then it is read again, too.
+
+        Raises
+        ------
+        GroupInUseError
+            When a session that started earlier reads one of the queues as well.
+        """
+        session = session or Session()
+        names: dict[Queue, str] = {}
+
+        def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
+            _require_kind(group, now, SPARK)
+            after = dict(now)
+            names.clear()
+            for queue, offset in positions.items():
+                before = now.get(queue, Place(0))
+                mine = names[queue] = session.claimed.get(queue) or session.name_at(before.generation + 1)
+                if queue in session.claimed and before.session is not None and before.session < mine:
+                    raise GroupInUseError(
+                        f"consumer group {group!r}: queue {queue[1]} of topic {queue[0]!r} is being read by an older "
+                        f"query ({before.session.split(' ')[1]}) as well: stop one of them, or give this one a group "
+                        "of its own"
+                    )
+                claim = before._replace(
+                    session=mine, consumer=SPARK, generation=before.generation + (before.session != mine)
+                )
+                read_from_there = offset <= before.next_offset
+                if before.suspended_until in (None, (answered or {}).get(queue)) or read_from_there:
+                    after[queue] = claim._replace(next_offset=max(offset, before.next_offset), suspended_until=None)
+                else:
+                    after[queue] = claim
+            return after
+
+        changed = self._change(group, session.by, moved)
+        session.claimed |= names
+        return changed
+
+    def progress(
+        self, group: str, positions: Positions, by: str, suspended_until: Mapping[Queue, datetime] | None = None
+    ) -> bool:
+        """What an orderly consumer did: it moves queues on, suspends some, and ends the suspension of the others."""
+        until = suspended_until or {}
+
+        def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
+            after = dict(now)
+            for queue, offset in positions.items():
+                before = now.get(queue, Place(0))
+                after[queue] = before._replace(
+                    next_offset=max(offset, before.next_offset), suspended_until=until.get(queue)
+                )
+            return after
+
+        reach("progress begins")
+        is_new = self._change(group, by, moved)
+        reach("progress written")
+        return is_new
+
+    # ------------------------------------------------------------------ members
+    def claim(
+        self,
+        group: str,
+        member: str,
+        wanted: Mapping[Queue, int],
+        start: Positions,
+        by: str,
+        take_over: bool = False,
+    ) -> dict[Queue, Claim]:
+        """Claim queues for a member, and return what it got.
+
+        Parameters
+        ----------
+        member : str
+            Unique among all members that ever were.
+        wanted : mapping of queue to int
+            The queues, each with its generation as the member saw it (0: it has no place). A queue that anybody has
+            claimed or reset since is not claimed.
+        start : mapping
+            First offsets of queues. Those that have no place yet get it here, claimed or not: so all queues of a group
+            that begins at the end of the log begin at one moment.
+        take_over : bool
+            True takes a group that Spark's queries read.
+
+        Raises
+        ------
+        GroupInUseError
+            When the group is Spark's.
+        """
+        got: dict[Queue, Claim] = {}
+
+        def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
+            if not take_over:
+                _require_kind(group, now, MEMBERS)
+            spark = kind_of(now.values()) == SPARK
+            after = {queue: _freed(place) if spark else place for queue, place in now.items()}
+            for queue, offset in start.items():
+                after.setdefault(queue, Place(offset, consumer=MEMBERS, epoch=self._new_epoch()))
+            got.clear()
+            for queue, generation in wanted.items():
+                before = now.get(queue, Place(0))
+                if before.generation == generation:
+                    claimed = after[queue]._replace(
+                        suspended_until=None,
+                        session=None,
+                        consumer=MEMBERS,
+                        owner=member,
+                        generation=after[queue].generation + 1,
+                        epoch=after[queue].epoch or self._new_epoch(),
+                    )
+                    after[queue] = claimed
+                    got[queue] = Claim(claimed.next_offset, claimed.generation, claimed.epoch or "")
+            return after
+
+        self._change(group, by, moved)
+        return got
+
+    def report(self, group: str, member: str, reports: Mapping[Queue, Report], by: str) -> set[Queue]:
+        """Write a member's progress, and free the queues that it releases.
+
+        Returns
+        -------
+        set of Queue
+            Those of which nothing was written, because the member does not own them any more: another one has claimed
+            them, or somebody has reset or deleted the group.
+        """
+        refused: set[Queue] = set()
+
+        def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
+            after = dict(now)
+            refused.clear()
+            for queue, told in reports.items():
+                before = now.get(queue)
+                if before is None or (before.owner, before.generation) != (member, told.generation):
+                    refused.add(queue)
+                    continue
+                after[queue] = before._replace(
+                    next_offset=max(told.next_offset, before.next_offset), owner=None if told.release else member
+                )
+            return after
+
+        self._change(group, by, moved)
+        return refused
+
+    def hand_over(self, group: str, by: str) -> bool:
+        """Free all queues of a group, so that Spark or members, whoever comes next, may read them."""
+        return self._change(group, by, lambda now: {queue: _freed(place) for queue, place in now.items()})
+
+    # ------------------------------------------------------------------ moving
+
+    def set(self, group: str, positions: Positions, by: str) -> bool:
+        """Put queues of a group where they are told to be, also backwards; the others stay."""
+
+        def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
+            epoch = self._new_epoch()
+            put = {q: _freed(now.get(q, Place(0)))._replace(next_offset=n, epoch=epoch) for q, n in positions.items()}
+            kept = {q: put[q]._replace(consumer=now[q].consumer) if q in now else put[q] for q in put}
+            return {**now, **kept}
+
+        return self._change(group, by, moved)
+
+    def delete(self, group: str) -> bool:
+        """Forget a group; False when it is not known."""
+        return self._change(group, "", lambda now: {})
+
+    def _new_epoch(self) -> str:
+        return self.table.machine.unique_id()[:8]
+
+    def _change(self, group: str, by: str, change: Callable[[dict[Queue, Place]], Mapping[Queue, Place]]) -> bool:
+        require_group_name(group, "consumerGroup")
+
+        def propose(version: int) -> Change | None:
+            paths = self._paths(group)
+            before = _by_queue(self.table.read(paths))
+            now = {queue: _place(row) for queue, row in before.items()}
+            after = change(now)
+            if after == now:
+                return None
+            updated = self.table.machine.now()
+            rows = [
+                before[queue]
+                if now.get(queue) == place
+                else {
+                    "consumer_group": group,
+                    "topic": queue[0],
+                    "queue_id": queue[1],
+                    "updated": updated,
+                    "updated_by": by,
+                    **place._asdict(),
+                }
+                for queue, place in sorted(after.items())
+            ]
+            files = [pa.Table.from_pylist(rows, schema=GROUPS_SCHEMA)] if rows else []
+            return Change(add=[self.table.write(f, "groups", ("consumer_group",)) for f in files], remove=paths)
+
+        def landed(change: Change) -> bool:
+            live = set(self._paths(None))
+            if not live.isdisjoint(change.remove):
+                return False
+            if not change.add:
+                return not self._rows(group).num_rows
+            # Another process may have replaced the file since.
+            gone = {f.path for f in change.add} - live
+            return not gone or gone <= self.table.removed_since()
+
+        return self.table.compare_and_set(propose, landed) is not None
+
+    def _paths(self, group: str | None) -> list[str]:
+        actions = self.table.actions()
+        if group is not None:
+            actions = actions.filter(pc.equal(actions["min.consumer_group"], group))  # a file has one group
+        return [str(p) for p in actions["path"].to_pylist()]
+
+    def _rows(self, group: str | None) -> pa.Table:
+        return self.table.read(self._paths(group))
+
+
+def _by_queue(rows: pa.Table) -> dict[Queue, dict[str, Any]]:
+    return {(row["topic"], row["queue_id"]): row for row in rows.to_pylist()}
+
+
+def _place(row: Mapping[str, Any]) -> Place:
+    return Place(*(row[name] for name in Place._fields))
+
+
+def _freed(place: Place) -> Place:
+    """The place, read by nobody. Whoever read it until now finds that its generation is over."""
+    return Place(place.next_offset, generation=place.generation + 1, epoch=place.epoch)
+
+
+def kind_of(places: Iterable[Place]) -> str | None:
+    """Return who reads for a group with these places; None when nobody has yet, or somebody has handed it over."""
+    return next((place.consumer for place in places if place.consumer is not None), None)
+
+
+def _require_kind(group: str, now: Mapping[Queue, Place], kind: str) -> None:
+    found = kind_of(now.values())
+    if found in (None, kind):
+        return
+    raise GroupInUseError(
+        f"consumer group {group!r} is read by {_CALLED[found]}, and {_CALLED[kind]} cannot share it: give this one a "
+        f"group of its own, or stop the others and run: txmq group hand-over LOG {group}"
+    )
+
+
+_CALLED = {SPARK: "Spark", MEMBERS: "PushConsumer or PullConsumer"}

@@ -1,0 +1,429 @@
+"""What ``op`` says, followed commit by commit: what is open, what waits, and the next offset of every queue."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.log.archive import Archived
+from rmq_spark._core.log.half import after_name, batch_name, names_of
+from rmq_spark._core.log.half_table import HalfRecord, HalfStore
+from rmq_spark._core.log.key_order import Open
+from rmq_spark._core.log.op import NO_OPS, SETTLING, BatchState, Kind, OpRow, pruned_up_to
+from rmq_spark._core.log.op_rows import read_op
+from rmq_spark._core.log.op_view import Followed, Tails, Waiting, of_kind, settled
+from rmq_spark._core.log.prepared_batches import Prepared, PreparedBatches
+from rmq_spark._core.storage.table import Table
+from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
+
+HALF_IDS_KEPT = 10_000
+DECIDING = frozenset(kind.value for kind in (*SETTLING, Kind.REOPEN))
+"""Kinds of op rows that say how a half batch stands; a lease or a counted check does not."""
+OLDER_KEPT = 512
+"""Half batches of which the op rows before the kept ones are kept in memory until the next mark."""
+OPEN_ROWS_KEPT = 1_000_000
+"""Rows of open half batches whose states are kept in memory, at four bytes each."""
+
+
+class Follower:
+    """Follows ``op``. It writes nothing.
+
+    Parameters
+    ----------
+    table : Table
+        ``op``.
+    half : HalfStore
+        Which half batches are prepared: those are open until op rows settle them.
+    """
+
+    def __init__(self, table: Table, half: HalfStore) -> None:
+        self.table = table
+        self.machine = table.machine
+        self._half = half
+        self.followed = Followed()
+        self._open: dict[str, Open] = {}  # of which nothing new has been said; nobody changes these states
+        self._open_rows = 0  # their rows; those of what was let go count on until the next count
+        # Half batches that this process prepares, oldest first, while op has said nothing of them.
+        self._untouched: dict[str, None] = {}
+        # A mark's version, and the op rows before the kept ones of half batches that were asked for since.
+        self._older_rows: tuple[int, dict[str, pa.Table]] = (-1, {})
+        self._awaited: str | None = None  # the commit id that is being written
+        self._written: dict[str, pa.Table] = {}  # the rows of its files, by their paths: they need not be read again
+        self._arrived = False  # it was among the rows that were followed
+
+    # ------------------------------------------------------------------ following the table
+    def refresh(self) -> int:
+        """Read the op rows that are new, and return the version they reach."""
+        with self.table.lock:
+            version = self.table.refresh()
+            try:
+                return self._catch_up()
+            except CorruptLogError:
+                # This process may have been stopped within: since then rows were pruned, or files deleted.
+                if self.table.refresh() == version:
+                    raise
+            return self._catch_up()
+
+    def _catch_up(self) -> int:
+        before, version = self.followed, self.table.version
+        if version <= before.version:
+            return version
+        if before.version < 0:
+            before = self._start()
+        rows = self._read_between(before.version + 1, version)
+        if before.is_behind_mark(rows) and before.version < pruned_up_to(self.table):
+            self._open.clear()
+            before = self._start()
+            rows = self._read_between(before.version + 1, version)
+        after = before.after(rows, version)
+        # An exception (an interrupt, a full memory) may end us at any line: each leaves what is true.
+        for half_id in pc.unique(rows["half_id"]).to_pylist():
+            self._open.pop(half_id, None)
+            self._untouched.pop(half_id, None)
+        if self._awaited is not None and pc.any(pc.equal(rows["commit_id"], self._awaited)).as_py():
+            self._arrived = True
+        self.followed = after
+        return version
+
+    def _follow_anew(self) -> None:
+        """Read what op says from the table, whatever was kept: nobody looks again at what a mark passes."""
+        version = self.table.refresh()
+        self._open.clear()
+        self._older_rows = (-1, {})
+        self._untouched.clear()
+        start = self._start()
+        self.followed = start.after(self._read_between(start.version + 1, version), version)
+
+    def _start(self) -> Followed:
+        """Where a cold start goes on from: the newest mark."""
+        actions = self.table.actions()
+        marked = pc.max(actions["max.low_water"]).as_py() if actions.num_rows else None
+        if marked is None:
+            if pruned_up_to(self.table) >= 0:
+                raise CorruptLogError("table op has lost its newest mark: restore the table from a copy")
+            return Followed()
+        self._untouched.clear()  # what was expected before may have been decided, and passed by the mark
+        paths = actions.filter(pc.equal(actions["max.low_water"], marked))["path"].to_pylist()
+        return Followed.from_mark(read_op(self.table, paths))
+
+    def _read_between(self, first: int, last: int) -> pa.Table:
+        """The op rows of these versions, in version order."""
+        actions = self.table.actions()
+        if actions.num_rows == 0:
+            return NO_OPS
+        new = pc.fill_null(pc.greater_equal(actions["max.version"], first), True)
+        paths = actions.filter(new)["path"].to_pylist()
+        # The reader does not filter: it would skip rows by a footer's statistics, which no checksum guards from a
+        # flipped bit.
+        parts = [read_op(self.table, others)] if (others := [p for p in paths if p not in self._written]) else []
+        rows = pa.concat_tables([NO_OPS, *parts, *(self._written[p] for p in paths if p in self._written)])
+        between = pc.and_(pc.greater_equal(rows["version"], first), pc.less_equal(rows["version"], last))
+        return rows.filter(between).sort_by("version")
+
+    # ------------------------------------------------------------------ questions
+    @property
+    def low_water_ms(self) -> int:
+        """Prepare time (ms) up to which every half batch is settled, but for those that the mark names, and those that
+        were reopened later."""
+        return self.followed.low_water
+
+    def ms_before_prepare(self) -> int:
+        """The time after which a half batch must be prepared now: nobody looks for open ones below the mark, and what
+        was reopened by now was sent before it, whatever the clocks say."""
+        self.refresh()
+        return max(self.low_water_ms, self.reopened_ms)
+
+    @property
+    def reopened_ms(self) -> int:
+        """When a transaction was last reopened."""
+        return self.followed.reopened_ms
+
+    @property
+    def tails(self) -> Tails:
+        """The next offset of every queue that has messages."""
+        return self.followed.tails
+
+    @property
+    def firsts(self) -> Tails:
+        """The first offset that is kept, of every queue of which messages have expired."""
+        return self.followed.firsts
+
+    @property
+    def waiting(self) -> Waiting:
+        """How many committed messages have no place yet, by half id and due time (None: an earlier message of their
+        sharding key is not decided yet)."""
+        return self.followed.waiting
+
+    @property
+    def conflicts(self) -> frozenset[str]:
+        """Half batches with a verdict that came too late and that no person has resolved yet."""
+        return self.followed.conflicts
+
+    @property
+    def rows_kept(self) -> int:
+        """How many op rows are kept in memory."""
+        return int(self.followed.rows.num_rows)
+
+    @property
+    def half_ids_kept(self) -> int:
+        """How many half batches are kept in memory as ones of which op has said nothing."""
+        return len(self._untouched)
+
+    def rows_of(self, record: HalfRecord) -> pa.Table:
+        """The op rows of one half batch, in version order. All rows of what was prepared above the mark are kept."""
+        kept = _of_batch(self.followed.rows, record.half_id)
+        return pa.concat_tables([self._older_of(record.half_id), kept]) if self._is_below(record) else kept
+
+    def _is_below(self, record: HalfRecord) -> bool:
+        """Whether a half batch was prepared below the mark: op rows of it may stand before the kept ones."""
+        return record.prepared_ms <= self.followed.low_water
+
+    def _older_of(self, half_id: str) -> pa.Table:
+        """The op rows of one half batch before the kept ones. A commit that loses a race asks again, and a scan each
+        time would let it lose the next one, too."""
+        known = self._older_kept()
+        if half_id not in known:
+            known.update(self._read_older([half_id]))
+        return known[half_id]
+
+    def _older_kept(self, more: int = 1) -> dict[str, pa.Table]:
+        """What is kept for :meth:`_older_of`, with room for more."""
+        marked_at, known = self._older_rows
+        if marked_at != self.followed.marked_at or len(known) + more > OLDER_KEPT:
+            known = {}
+            self._older_rows = (self.followed.marked_at, known)
+        return known
+
+    def read_older(self, records: Iterable[HalfRecord]) -> None:
+        """Read at once what :meth:`state_of` would read of each of some half batches: their op rows before the kept
+        ones."""
+        with self.table.lock:
+            wanted = [record.half_id for record in records if self._is_below(record)]
+            if len(wanted) <= OLDER_KEPT:
+                known = self._older_kept(len(wanted))
+                known.update(self._read_older([h for h in wanted if h not in known]))
+
+    def _read_older(self, half_ids: Sequence[str]) -> dict[str, pa.Table]:
+        """The op rows before the kept ones, in version order. Of a half batch that the mark names, those count that it
+        names."""
+        below = self.followed.below
+        versions = sorted({v for h in half_ids if h in below for v in below[h].versions})
+        others = [h for h in half_ids if h not in below]
+        rows = self.older(others) if others else NO_OPS
+        if versions:
+            named = [h for h in half_ids if h in below]
+            where = pc.field("half_id").isin(named) & pc.field("version").isin(versions)
+            read = read_op(self.table, self._paths_with(versions), None, where)
+            rows = pa.concat_tables([rows, read.sort_by("version")])
+        places: dict[str, list[int]] = {}
+        ids, at = rows["half_id"].to_pylist(), rows["version"].to_pylist()
+        for place, (half_id, version) in enumerate(zip(ids, at, strict=True)):
+            if half_id not in below or version in below[half_id].versions:
+                places.setdefault(half_id, []).append(place)
+        return {h: rows.take(places[h]) if h in places else NO_OPS for h in half_ids}
+
+    def _paths_with(self, versions: Sequence[int]) -> list[str]:
+        """The files that may have rows of some versions, which ascend."""
+        actions = self.table.actions()
+        firsts, lasts = actions["min.version"].to_pylist(), actions["max.version"].to_pylist()
+        return [
+            path
+            for path, first, last in zip(actions["path"].to_pylist(), firsts, lasts, strict=True)
+            if first is None or last is None or bisect_left(versions, first) < bisect_right(versions, last)
+        ]
+
+    def expect(self, half_ids: Sequence[str]) -> None:
+        """Tell of half batches that are about to be prepared. ``op`` has never said anything of them."""
+        with self.table.lock:
+            self._untouched.update(dict.fromkeys(half_ids))
+            for half_id in list(islice(self._untouched, max(0, len(self._untouched) - HALF_IDS_KEPT))):
+                del self._untouched[half_id]
+
+    def forget(self, half_ids: Sequence[str]) -> None:
+        """Take :meth:`expect` back."""
+        with self.table.lock:
+            for half_id in half_ids:
+                self._untouched.pop(half_id, None)
+
+    def scan(self, half_ids: Sequence[str], before: int | None = None) -> pa.Table:
+        """The op rows of half batches, read from the table; with ``before`` those below this version."""
+        actions = self.table.actions()
+        where = pc.field("half_id").isin(list(half_ids))
+        if before is not None:
+            where &= pc.field("version") < before
+            actions = actions.filter(pc.fill_null(pc.less(actions["min.version"], before), True))
+        return read_op(self.table, actions["path"].to_pylist(), None, where).sort_by("version")
+
+    def older(self, half_ids: Sequence[str]) -> pa.Table:
+        """The op rows of half batches before those that are kept in memory."""
+        since = self.followed.since
+        return self.scan(half_ids, before=since) if since else NO_OPS
+
+    def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
+        """What the newest op markers say of one half batch."""
+        if not refresh and self.is_untouched(record):
+            return record.fresh_state()
+        with self.table.lock:
+            if refresh:
+                self.refresh()
+            rows = self.rows_of(record).to_pylist()
+            self._require_there(record, rows)
+            state = record.fresh_state()
+            for row in rows:
+                state.fold(OpRow.of(row))
+            return state
+
+    def is_untouched(self, record: HalfRecord) -> bool:
+        """Whether ``op`` has said nothing of a half batch, as it was last read. This process has prepared it."""
+        return record.half_id in self._untouched and not self._is_below(record)
+
+    def _require_there(self, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raise HalfBatchLeftError for a half batch that has left ``half``, whose op rows may be gone, too: it would
+        look pending, and its messages would be placed twice."""
+        for row in rows:
+            if row["kind"] == Kind.ARCHIVED.value:
+                raise Archived.of(row).left_error()
+        if self.is_gone(record) or self._was_settled(record, rows):
+            raise HalfBatchLeftError(
+                f"half batch {record.half_id!r} left table half long ago, and nothing is kept of its outcome: this "
+                "process slept meanwhile, or table half was set back to an older copy. Read what was committed from "
+                "the table messages"
+            )
+
+    def is_gone(self, record: HalfRecord) -> bool:
+        """Whether a half batch has left ``half``. Nothing leaves above the mark."""
+        return self._is_below(record) and not self._half.holds(record)
+
+    def _was_settled(self, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a half batch was settled although none of its op rows says how. The mark has passed it then and does
+        not name it."""
+        if not self._is_below(record) or record.half_id in self.followed.below:
+            return False
+        return not any(row["kind"] in DECIDING for row in rows)
+
+    def archived(self, half_id: str) -> Archived | None:
+        """What is kept of a half batch that has left, or is about to; None for any other."""
+        with self.table.lock:
+            self.refresh()
+            rows = read_op(self.table, self.archive_paths(), None, pc.field("half_id") == half_id)
+            found = rows.filter(of_kind(rows, Kind.ARCHIVED)).to_pylist()
+            return Archived.of(found[-1]) if found else None
+
+    def archived_as(self, app_id: str, batch_id: int) -> Archived | None:
+        """What is kept of the half batch of this name that has left, or is about to; None when there is none."""
+        name = batch_name(app_id, batch_id)
+        with self.table.lock:
+            self.refresh()
+            rows = read_op(self.table, self.archive_paths(), None, _may_be_named([name])).sort_by("version")
+        rows = rows.filter(pc.and_(of_kind(rows, Kind.ARCHIVED), pc.equal(names_of(rows["half_id"]), name)))
+        return Archived.of(rows.slice(rows.num_rows - 1).to_pylist()[0]) if rows.num_rows else None
+
+    def archived_among(self, names: Collection[str]) -> frozenset[str]:
+        """Those of some names whose half batch has left, or is about to."""
+        with self.table.lock:
+            self.refresh()
+            rows = self.table.read(self.archive_paths(), ["kind", "half_id"], _may_be_named(names))
+        found = names_of(rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"])
+        return frozenset(found.to_pylist()).intersection(names)
+
+    def committed_among(self, names: Collection[str]) -> frozenset[str]:
+        """Those of some names of whose half batch messages are committed, also when it has left."""
+        with self.table.lock:
+            self.refresh()
+            paths = self.table.actions()["path"].to_pylist()
+            rows = self.table.read(paths, ["kind", "half_id", "archived"], _may_be_named(names))
+        kept = pc.greater(pc.struct_field(rows["archived"], "committed"), 0)
+        said = pc.or_(of_kind(rows, Kind.COMMIT), pc.fill_null(kept, False))
+        return frozenset(names_of(rows.filter(said)["half_id"]).to_pylist()).intersection(names)
+
+    def commit_ids_at(self, version: int) -> list[str]:
+        """The ids of the commits that wrote the op rows of a version: one, or none when it has no rows."""
+        rows = self.followed.rows
+        if not self.followed.since <= version <= self.followed.version:
+            actions = self.table.actions()
+            may_hold = pc.and_(
+                pc.fill_null(pc.less_equal(actions["min.version"], version), True),
+                pc.fill_null(pc.greater_equal(actions["max.version"], version), True),
+            )
+            rows = self.table.read(actions.filter(may_hold)["path"].to_pylist(), ["version", "commit_id"])
+        return [str(c) for c in pc.unique(rows.filter(pc.equal(rows["version"], version))["commit_id"]).to_pylist()]
+
+    def archived_rows(self) -> pa.Table:
+        """All ``archived`` rows, as ``op`` was last read: ``half_id, op_time``."""
+        rows = self.table.read(self.archive_paths(), ["kind", "half_id", "op_time"])
+        return rows.filter(of_kind(rows, Kind.ARCHIVED)).select(["half_id", "op_time"])
+
+    def archive_paths(self) -> list[str]:
+        """The files of ``op`` that have ``archived`` rows."""
+        actions = self.table.actions()
+        return [str(path) for path in actions.filter(pc.is_valid(actions["max.prepared_ms"]))["path"].to_pylist()]
+
+    def open_batch(self, half_id: str) -> Open:
+        """A half batch and what op says of it as it was last read. The same object until op says something new; it must
+        not be changed."""
+        found = self._open.get(half_id)
+        if found is None:
+            record = self._half.get(half_id)
+            found = self._open[half_id] = Open(record, self.state_of(record, refresh=False))
+            self._open_rows += record.rows
+            if self._open_rows > OPEN_ROWS_KEPT:
+                self._keep_the_newest_open()
+        return found
+
+    def _keep_the_newest_open(self) -> None:
+        """Let go of the older ones. As many rows may come again before the next time."""
+        rows = 0
+        for half_id, kept in reversed(list(self._open.items())):
+            if rows > OPEN_ROWS_KEPT // 2:
+                del self._open[half_id]
+            rows += kept.record.rows
+        self._open_rows = sum(kept.record.rows for kept in self._open.values())
+
+    def prepared(self) -> PreparedBatches:
+        """Half batches that may be open, by half id: all above the low-water mark, and those that the mark names, with
+        their pending rows."""
+        found = self._half.prepared_after(self.low_water_ms)
+        return found.updated({h: Prepared(b.ms, b.pending) for h, b in self.followed.below.items()})
+
+    def open_half_ids(self) -> list[str]:
+        """Half batches that may have pending rows, oldest first."""
+        # op is read before half, so half has every half batch that op names. A half batch decided in between looks open
+        # here; callers read its state themselves.
+        with self.table.lock:
+            self.refresh()
+            prepared = self.prepared()
+            found = self.open_among(prepared)
+        # What was reopened below the mark is older than all above it.
+        return sorted(found, key=lambda half_id: prepared[half_id].ms if half_id in prepared else 0)
+
+    def open_among(self, prepared: PreparedBatches) -> list[str]:
+        """Those with pending rows, and those below the mark that were reopened and are still open."""
+        opened = dict.fromkeys(self.open_of(prepared))
+        if reopened := self.reopened(prepared):
+            pending = self.followed.reopened_rows()  # all were settled when the mark was made
+            opened.update(dict.fromkeys(half_id for half_id in reopened if pending.get(half_id, 0) > 0))
+        return list(opened)
+
+    def open_of(self, prepared: PreparedBatches) -> list[str]:
+        """Those of ``prepared`` of which some rows are not settled."""
+        return list(prepared.left_open(settled(self.followed.rows)))
+
+    def reopened(self, prepared: PreparedBatches) -> list[str]:
+        """Half batches that were reopened, and that are neither above the mark nor named by it."""
+        rows = self.followed.rows
+        ids = pc.unique(rows.filter(of_kind(rows, Kind.REOPEN))["half_id"])
+        return prepared.lacks(ids)
+
+
+def _may_be_named(names: Collection[str]) -> pc.Expression:
+    """Holds for the rows of half batches of some names, and for few others: their ids lie between these."""
+    return (pc.field("half_id") >= min(names)) & (pc.field("half_id") < after_name(max(names)))
+
+
+def _of_batch(rows: pa.Table, half_id: str) -> pa.Table:
+    return rows.filter(pc.equal(rows["half_id"], half_id))

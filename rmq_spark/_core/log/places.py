@@ -1,0 +1,199 @@
+"""Which committed messages get their place in a queue now, and which wait.
+
+A message waits for its time (``deliver_at``), or because one with the same sharding key that was sent before it to a
+FIFO topic is not decided yet. A transaction waits as a whole for its keys, so that nobody sees a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.log.half_table import HalfRecord, HalfStore
+from rmq_spark._core.log.key_order import KeyIndex, Open
+from rmq_spark._core.log.op import BatchState, FileState, RowState
+from rmq_spark._core.log.topics import TopicStore
+from rmq_spark._core.storage.files import arange
+from rmq_spark._core.vocabulary.message import TIMESTAMP
+from rmq_spark._core.vocabulary.rows import NO_ROWS, Ranges, RowSet, booleans_of, both, bytes_array, ranges_count, runs
+
+EPOCH = datetime.fromtimestamp(0, timezone.utc)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one half file that follow each other in a queue.
+
+    Attributes
+    ----------
+    due : datetime or None
+        When they were to appear, for delayed messages.
+    """
+
+    record: HalfRecord
+    file_no: int
+    ranges: Ranges
+    topic: str
+    queue_id: int
+    attempt: int
+    due: datetime | None
+
+    @property
+    def count(self) -> int:
+        return ranges_count(self.ranges)
+
+
+class Placer:
+    """Reads what the places of half messages depend on: their sharding keys and delivery times.
+
+    Parameters
+    ----------
+    half : HalfStore
+    topics : TopicStore
+    """
+
+    def __init__(self, half: HalfStore, topics: TopicStore) -> None:
+        self._half = half
+        self.keys = KeyIndex(half, topics)
+
+    def by_due(self, record: HalfRecord, rows: RowSet, now: datetime) -> list[tuple[datetime | None, RowSet]]:
+        """Rows by the second in which they are due; None for those that need not wait.
+
+        Seconds, as RocketMQ's timer (``timerPrecisionMs``), so that a half batch needs few op rows.
+        """
+        if not record.delayed:
+            return [(None, rows)]
+        times = self._half.deliver_times(record, rows)
+        dues = pc.ceil_temporal(times, unit="second")
+        dues = pc.if_else(pc.greater(dues, pa.scalar(now, TIMESTAMP)), dues, pa.scalar(None, TIMESTAMP))
+        found: list[tuple[datetime | None, RowSet]] = []
+        for due in sorted(pc.unique(dues).to_pylist(), key=lambda due: due or EPOCH):
+            chosen = pc.is_null(dues) if due is None else pc.fill_null(pc.equal(dues, pa.scalar(due, TIMESTAMP)), False)
+            found.append((due, rows.where(chosen)))
+        return found
+
+    # ------------------------------------------------------------------ what may be placed
+    def placeable(self, batches: Sequence[Open], now: datetime) -> list[Piece]:
+        """Committed rows that need not wait any longer: the due ones by their time, all others in send order."""
+        blocked = self._blocked(batches)
+        pieces: list[Piece] = []
+        for batch, sent in in_send_order(batches):
+            decided = batch.state.rows_in((RowState.DECIDED,))
+            free = (decided & sent) - blocked.get(batch.record.half_id, NO_ROWS)
+            for file_no, bits in free.items():
+                pieces += _pieces(batch, file_no, bits, now)
+        return sorted(pieces, key=lambda piece: piece.due or EPOCH)
+
+    def all_wait(self, batches: Sequence[Open], others: Sequence[Open]) -> bool:
+        """Whether these others alone hold up all that is committed, and not placed, of half batches."""
+        blocked = self._blocked([*batches, *others])
+        return not any(b.state.rows_in((RowState.DECIDED,)) - blocked.get(b.record.half_id, NO_ROWS) for b in batches)
+
+    def _blocked(self, batches: Sequence[Open]) -> dict[str, RowSet]:
+        """Committed rows that wait for a message sent before them, by half id.
+
+        The largest set of transactions is placed that waits for nobody outside itself: two that wait for each other
+        alone go together.
+        """
+        units = enumerate(in_send_order(b for b in batches if self.keys.fifo_of(b.record)))
+        open_rows = [_ranked(self.keys.open_rows(batch), batch, sent, rank) for rank, (batch, sent) in units]
+        if not any(rows["pending"].num_chunks and pc.any(rows["pending"]).as_py() for rows in open_rows):
+            return {}
+        rows = pa.concat_tables(open_rows).sort_by(
+            [("rank", "ascending"), ("file_no", "ascending"), ("row_no", "ascending")]
+        )
+        rows = rows.append_column("sent", arange(rows.num_rows))
+        waiting = rows["pending"]
+        while True:
+            held = pc.and_(waiting, pc.is_valid(rows["key"]))
+            first = rows.filter(held).group_by("key", use_threads=False).aggregate([("sent", "min")])
+            before = first["sent_min"].take(pc.index_in(rows["key"], value_set=first["key"].combine_chunks()))
+            late = pc.fill_null(pc.less(before, rows["sent"]), False)
+            stopped = pc.unique(rows.filter(pc.and_(late, pc.invert(waiting)))["transaction"])
+            if not len(stopped):
+                break
+            waiting = pc.or_(waiting, pc.is_in(rows["transaction"], value_set=stopped))
+        stopped_rows = rows.filter(pc.and_(waiting, pc.invert(rows["pending"])))
+        found: dict[str, dict[int, bytearray]] = {}
+        files = {b.record.half_id: b.state.files for b in batches}
+        columns = stopped_rows.select(["half_id", "file_no", "row_no"]).to_pydict()
+        for half_id, file_no, row_no in zip(*columns.values(), strict=True):
+            bits = found.setdefault(half_id, {}).setdefault(file_no, bytearray(files[half_id][file_no].rows))
+            bits[row_no] = 1
+        return {half_id: RowSet(bits) for half_id, bits in found.items()}
+
+
+def _ranked(open_rows: pa.Table, batch: Open, sent: RowSet, rank: int) -> pa.Table:
+    """Those open rows of a half batch that were sent together, and when among all that are looked at."""
+    if sent.count < batch.record.rows:
+        bits = b"".join(sent.get(n) or bytes(file.rows) for n, file in batch.state.files.items())
+        open_rows = open_rows.filter(booleans_of(bits).take(open_rows["at"]))
+    return open_rows.append_column("rank", pa.repeat(pa.scalar(rank, pa.int64()), open_rows.num_rows))
+
+
+# ---------------------------------------------------------------- send order
+def in_send_order(batches: Iterable[Open]) -> Iterator[tuple[Open, RowSet]]:
+    """Half batches, each with its rows that were sent together, in the order in which they were sent.
+
+    They go by the time of prepare, and those of one commit by their names; a reopened transaction is sent when it is
+    reopened.
+    """
+    units: list[tuple[tuple[int, str, int, int], Open, RowSet]] = []
+    for batch in batches:
+        header, prepared_ms = batch.record.header, batch.record.prepared_ms
+        for at_ms, rows in _sent_together(batch.state, prepared_ms):
+            units.append(((at_ms, header.app_id, header.batch_id, at_ms != prepared_ms), batch, rows))
+    for _, batch, rows in sorted(units, key=lambda unit: unit[0]):
+        yield batch, rows
+
+
+def _sent_together(state: BatchState, prepared_ms: int) -> Iterator[tuple[int, RowSet]]:
+    times: dict[int, dict[int, bytearray]] = {}
+    first = {n: bytearray(b"\x01") * file.rows for n, file in state.files.items()}
+    for n, file in state.files.items():
+        for start, end, when in file.reopened:  # the last one counts
+            for masks in times.values():
+                if n in masks:
+                    masks[n][start:end] = bytes(end - start)
+            at_ms = int(when.timestamp() * 1000)
+            bits = times.setdefault(at_ms, {}).setdefault(n, bytearray(file.rows))
+            bits[start:end] = b"\x01" * (end - start)
+            first[n][start:end] = bytes(end - start)
+    yield prepared_ms, RowSet(first)
+    for at_ms, masks in sorted(times.items()):
+        yield at_ms, RowSet(masks)
+
+
+# ---------------------------------------------------------------- pieces
+def _pieces(batch: Open, file_no: int, bits: bytes, now: datetime) -> Iterator[Piece]:
+    file = batch.state.files[file_no]
+    attempts = sorted(set(pc.unique(bytes_array(file.attempt).filter(booleans_of(bits))).to_pylist()))
+    for due, due_bits in _split_by_due(file, bits, now):
+        for attempt in attempts:
+            mine = due_bits if len(attempts) == 1 else both(due_bits, _equal_to(file.attempt, attempt))
+            for segment in file.segments:
+                if ranges := runs(mine, segment.first, segment.last + 1):
+                    yield Piece(batch.record, file_no, ranges, segment.topic, segment.queue_id, attempt, due)
+
+
+def _split_by_due(file: FileState, bits: bytes, now: datetime) -> Iterator[tuple[datetime | None, bytes]]:
+    """Rows that need not wait, by their due time (None: they have none)."""
+    free = bytearray(bits)
+    dues: dict[datetime, bytearray] = {}
+    for start, end, due in file.due:
+        free[start:end] = bytes(end - start)
+        if due <= now:
+            dues.setdefault(due, bytearray(file.rows))[start:end] = bits[start:end]
+    yield None, bytes(free)
+    for due, chosen in sorted(dues.items()):
+        yield due, bytes(chosen)
+
+
+def _equal_to(values: bytearray, value: int) -> bytes:
+    table = bytearray(256)
+    table[value] = 1
+    return bytes(values.translate(table))

@@ -1,0 +1,201 @@
+"""The ``topics`` table. A topic's queues and kind never change, so what a handle knows of them stays true."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.storage.merge import compact
+from rmq_spark._core.storage.table import Change, Table, has_held
+from rmq_spark._core.vocabulary.message import TIMESTAMP
+from rmq_spark._core.vocabulary.options import QUEUES_MAX, whole_number
+from rmq_spark.errors import CorruptLogError, TopicExistsError
+from rmq_spark.logs import failure
+
+logger = logging.getLogger(__name__)
+
+TOPICS_SCHEMA = pa.schema(
+    [
+        ("name", pa.string()),
+        ("queues", pa.int32()),
+        ("fifo", pa.bool_()),
+        ("retention_s", pa.float64()),
+        ("created", TIMESTAMP),
+    ]
+)
+
+
+TOPICS_FILES_MAX = 16
+"""So many files are merged into one."""
+
+
+class Topic(NamedTuple):
+    """A topic: how many queues it has, whether messages of a sharding key keep their order, and for how many seconds
+    messages are kept (None: for ever)."""
+
+    queues: int
+    fifo: bool
+    retention_s: float | None = None
+
+
+class Known(NamedTuple):
+    """The topics as of a version of the table, their queues, and the names of FIFO topics."""
+
+    version: int
+    topics: dict[str, Topic]
+    queues: Mapping[str, int]
+    fifo: frozenset[str]
+
+
+_COLUMNS = ["name", *Topic._fields]
+_NO_ROWS = pa.schema([TOPICS_SCHEMA.field(name) for name in _COLUMNS]).empty_table()
+
+
+class TopicStore:
+    """The ``topics`` table of a commit log."""
+
+    def __init__(self, table: Table, default_queues: int) -> None:
+        self.table = table
+        self.default_queues = default_queues
+        self._known: Known | None = None
+        self._rows: dict[str, pa.Table] = {}  # of the files that were read last, by path
+
+    def all(self) -> dict[str, Topic]:
+        """The topics by name, as the table has them now."""
+        with self.table.lock:
+            self.table.refresh()
+            return self.known()
+
+    def with_names(self, names: Collection[str]) -> Known:
+        """The topics that this handle knows. It looks at the table when one of these names is not among them."""
+        wanted, seen = set(names), self._current()
+        if seen is not None and seen.topics.keys() >= wanted:
+            return seen
+        with self.table.lock:
+            if self._known is None or not self.known().keys() >= wanted:
+                self.table.refresh()
+            return self.seen()
+
+    def known(self) -> dict[str, Topic]:
+        """The topics that this handle has seen when it last looked."""
+        return self.seen().topics
+
+    def seen(self) -> Known:
+        """What this handle has seen of the topics when it last looked."""
+        if (seen := self._current()) is not None:
+            return seen
+        with self.table.lock:
+            if self._known is None or self._known.version != self.table.version:
+                rows = self._read().sort_by("name").to_pylist()
+                version = self.table.version
+                topics = {r["name"]: Topic(r["queues"], r["fifo"], r["retention_s"]) for r in rows}
+                queues = {name: topic.queues for name, topic in topics.items()}
+                self._known = Known(version, topics, queues, frozenset(n for n, t in topics.items() if t.fifo))
+            return self._known
+
+    def _read(self) -> pa.Table:
+        """The rows of the version that this handle has seen. Upkeep may have deleted its files long ago, when others
+        have changed topics since; then those of the newest version. A file never changes, so it is read once."""
+        while True:
+            version = self.table.version
+            try:
+                paths = self.table.actions()["path"].to_pylist()
+                self._rows = {p: self._rows[p] if p in self._rows else self.table.read([p], _COLUMNS) for p in paths}
+                return pa.concat_tables([_NO_ROWS, *self._rows.values()])
+            except (CorruptLogError, FileNotFoundError):
+                if self.table.refresh() == version:
+                    raise
+
+    def _current(self) -> Known | None:
+        """What this handle has read already, without a wait for a commit that is under way."""
+        known = self._known
+        return None if known is None or known.version != self.table.version else known
+
+    def create(
+        self, names: Iterable[str], queues: int | None, fifo: bool, exist_ok: bool, retention_s: float | None = None
+    ) -> None:
+        """Add topics of one kind in one commit, or none of them. TopicExistsError when one is there already, unless
+        ``exist_ok`` and of the same kind. One that is there keeps its retention, and another one is refused."""
+        wanted = self.default_queues if queues is None else queues
+        whole_number(wanted, "queues", 1, QUEUES_MAX, " of queues")
+        asked = list(dict.fromkeys(names))
+
+        def is_there(name: str) -> bool:
+            there = self.known().get(name)
+            if there is None:
+                return False
+            as_asked = queues in (None, there.queues) and there.fifo == bool(fifo)
+            if exist_ok and as_asked:
+                if retention_s not in (None, there.retention_s):
+                    raise TopicExistsError(
+                        f"topic {name!r} is there already, and its messages are kept {_how_long(there.retention_s)}"
+                        f" (asked for: {_how_long(retention_s)}): change that with log.set_retention"
+                    )
+                return True
+            advice = "takes it only as it is; use another name" if exist_ok else "takes it as it is"
+            there_is = _kind(there.queues, there.fifo)
+            other = "" if as_asked else f" (asked for: {_kind(wanted, bool(fifo))})"
+            raise TopicExistsError(f"topic {name!r} is there already, with {there_is}{other}: exist_ok=True {advice}")
+
+        def propose(version: int) -> Change | None:
+            new = [name for name in asked if not is_there(name)]
+            kind = {"queues": wanted, "fifo": bool(fifo), "retention_s": retention_s}
+            rows = [{"name": name, **kind, "created": self.table.machine.now()} for name in new]
+            table = pa.Table.from_pylist(rows, schema=TOPICS_SCHEMA)
+            return Change(add=[self.table.write(table, "topics", ("name",))]) if new else None
+
+        def landed(change: Change) -> bool:
+            # A topic of this name may be another process's: what counts is the file, also when it was merged since.
+            return all(has_held(self.table, file) for file in change.add)
+
+        if self.table.compare_and_set(propose, landed) is not None:
+            self._merge()
+
+    def _merge(self) -> None:
+        """Put many small files together, or each topic would be a file that every process reads for ever."""
+
+        def choose(table: Table) -> list[str]:
+            paths: list[str] = table.actions()["path"].to_pylist()
+            return paths if len(paths) >= TOPICS_FILES_MAX else []
+
+        def merge(paths: list[str]) -> Change:
+            file = self.table.write(self.table.read(paths), "topics", ("name",))
+            return Change(add=[file], remove=paths, data_change=False)
+
+        try:
+            compact(self.table, choose, merge)
+        except Exception as problem:  # the topics are there; who makes the next ones tries again
+            logger.info("the files of table topics were not merged: %s", failure(problem))
+
+    def set_retention(self, name: str, retention_s: float | None) -> None:
+        """Change how long messages of a topic are kept; None for ever. The topic must be there."""
+
+        def propose(version: int) -> Change | None:
+            if self.known()[name].retention_s == retention_s:
+                return None
+            for path in self.table.actions()["path"].to_pylist():
+                rows = self.table.read([path])
+                mine = pc.equal(rows["name"], name)
+                if pc.any(mine).as_py():
+                    at = rows.column_names.index("retention_s")
+                    changed = pc.if_else(mine, pa.scalar(retention_s, pa.float64()), rows["retention_s"])
+                    file = self.table.write(rows.set_column(at, "retention_s", changed), "topics", ("name",))
+                    return Change(add=[file], remove=[path], data_change=False)
+            return None
+
+        self.table.compare_and_set(propose, lambda change: all(has_held(self.table, file) for file in change.add))
+
+
+def _how_long(retention_s: float | None) -> str:
+    if retention_s is None:
+        return "for ever"
+    unit, length = next((u, n) for u, n in (("d", 86_400), ("h", 3_600), ("s", 1)) if retention_s % n == 0 or n == 1)
+    return f"for {retention_s / length:g}{unit}"
+
+
+def _kind(queues: int, fifo: bool) -> str:
+    return f"{queues} queue{'' if queues == 1 else 's'}, {'a FIFO topic' if fifo else 'no FIFO topic'}"

@@ -1,0 +1,117 @@
+"""Op rows that place messages, from the newest file of ``op`` backwards; or all rows from a version on, forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.log.op_rows import read_op
+
+if TYPE_CHECKING:
+    from rmq_spark._core.storage.table import Table
+
+PLACEMENT_COLUMNS = [
+    "kind",
+    "version",
+    "op_time",
+    "half_id",
+    "file_no",
+    "ranges",
+    "count",
+    "attempt",
+    "topic",
+    "queue_id",
+    "queue_offset",
+    "next_offset",
+    "path",
+    "file_rows",
+    "transaction_per",
+    "producer_group",
+]
+
+FILE_BYTES_MAX = 16 * 1024 * 1024
+"""Of files of ``op`` that are read at once. In memory they take about six times as much: what an op row says of every
+other one of 100,000 messages is large."""
+
+
+def walk_placements(
+    op: Table, since_version: int = 0, above: int = 0, files_min: int = 16
+) -> Iterator[tuple[pa.Table, int | None]]:
+    """Placements, from the newest op file backwards. A reader near the head of its queues stops early, so its cost
+    does not follow the age of the log.
+
+    Parameters
+    ----------
+    files_min : int
+        Files of the first step; every further step takes twice as many.
+
+    Yields
+    ------
+    (rows, rest)
+        With :data:`PLACEMENT_COLUMNS`; and the highest version that a row in the files not read yet can have (-1 when
+        there are none, None when it is not known).
+    """
+    files = newest_files(op, since_version, above)
+    wanted = _is_placement() & (pc.field("next_offset") > above)
+    step, at = files_min, 0
+    while at < len(files):
+        paths = [path for path, _ in files[at : at + step]]
+        at, step = at + step, step * 2
+        rest = files[at][1] if at < len(files) else -1
+        yield read_op(op, paths, PLACEMENT_COLUMNS, wanted & (pc.field("version") >= since_version)), rest
+
+
+def newest_files(op: Table, since_version: int = 0, above: int = 0) -> list[tuple[str, int | None]]:
+    """Live files of ``op`` by falling highest version (None: without statistics, which come first). Files that can have
+    no row of these versions, or no message above this offset, are left out."""
+    actions = op.actions()
+    if actions.num_rows == 0:
+        return []
+    version = _bound(actions, "max.version")
+    needed = pc.fill_null(pc.greater_equal(version, since_version), True)
+    if above > 0:
+        needed = pc.and_(needed, pc.fill_null(pc.greater(_bound(actions, "max.next_offset"), above), True))
+    files = pa.table({"path": actions["path"], "version": version}).filter(needed)
+    files = files.sort_by([("version", "descending")])
+    found = list(zip(files["path"].to_pylist(), files["version"].to_pylist(), strict=True))
+    return sorted(found, key=lambda f: f[1] is not None)
+
+
+def _bound(actions: pa.Table, name: str) -> pa.ChunkedArray:
+    # A column without a single value in any file has no statistics at all.
+    return actions[name] if name in actions.column_names else pa.chunked_array([pa.nulls(actions.num_rows, pa.int64())])
+
+
+def _is_placement() -> pc.Expression:
+    return pc.field("queue_offset").is_valid()
+
+
+def rows_above(op: Table, position: int, until: int, rows_max: int, columns: Sequence[str]) -> tuple[pa.Table, int]:
+    """All op rows above a version and up to another one, which is returned too: few enough for the memory. It is
+    ``until`` when all were read.
+
+    Parameters
+    ----------
+    rows_max : int
+        Another file of ``op`` is not read when the rows would be more than this, or the files larger than
+        :data:`FILE_BYTES_MAX`.
+    """
+    actions = op.actions()
+    actions = actions.filter(pc.fill_null(pc.greater(actions["max.version"], position), True))
+    # Files without statistics may hold any version, so they come first.
+    firsts = pc.fill_null(actions["min.version"], -1)
+    actions = actions.set_column(actions.column_names.index("min.version"), "min.version", firsts)
+    actions = actions.sort_by("min.version")
+    rows = size = 0
+    for number, file in enumerate(actions.select(["min.version", "num_records", "size_bytes"]).to_pylist()):
+        first = file["min.version"]
+        rows, size = rows + (file["num_records"] or 0), size + (file["size_bytes"] or 0)
+        # A version may be spread over files that were merged. It is whole below the first one of those left out.
+        if number > 0 and (rows > rows_max or size > FILE_BYTES_MAX) and first > position + 1:
+            actions, until = actions.slice(0, number), min(until, first - 1)
+            break
+    found = read_op(op, actions["path"].to_pylist(), columns)
+    return found.filter(pc.and_(pc.greater(found["version"], position), pc.less_equal(found["version"], until))), until

@@ -1,0 +1,1 @@
+"""The table ``messages``: what is drained into it, the border to ``op``, and reading messages."""

@@ -1,0 +1,261 @@
+"""The border between the table ``messages`` and ``op``, and where drained messages lie.
+
+::
+
+    queue     0 ─────────────────────── border ──────────── tail
+              in the table messages     │ placed by op, in half
+              (first offset kept)
+
+What is drained is read from ``messages``: its op rows may be pruned, and its half files gone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.log.op import PRUNED_PLACED, pruned_up_to
+from rmq_spark._core.log.placements import MessageRange
+from rmq_spark._core.messages.table import LAST_COMMIT, LAST_PLACED, NAME, commit_number, drained_up_to, require_drained
+from rmq_spark._core.storage.files import RowRange
+from rmq_spark._core.storage.table import foreign_change
+from rmq_spark.errors import CorruptLogError
+
+if TYPE_CHECKING:
+    from rmq_spark._core.protocol.engine import ProtocolSteps
+
+Queue = tuple[str, int]
+
+HOW_TO_MEND = "Restore the log from a copy"
+RUNS_KEPT = 100_000
+"""Runs of offsets in files of ``messages`` that are kept in memory."""
+
+
+class _Run(NamedTuple):
+    """Rows of a file that stand in a queue one after the other: from which row and offset on, and how many."""
+
+    queue: Queue
+    first_row: int
+    first_offset: int
+    length: int
+    file_rows: int
+
+
+@dataclass(frozen=True)
+class _Border:
+    """What was drained at a version of ``messages``: up to which version of ``op``, and of which queue how much."""
+
+    position: int = -1
+    ends: Mapping[Queue, int] = field(default_factory=dict)
+
+
+class Drained:
+    """What a handle knows of the table ``messages``.
+
+    Parameters
+    ----------
+    log : ProtocolSteps
+    """
+
+    def __init__(self, log: ProtocolSteps) -> None:
+        self._log = log
+        self._asked = (-1, -1)  # the version at which the table's position was asked for, and that position
+        self._border = _Border()
+        self._runs: OrderedDict[str, tuple[_Run, ...]] = OrderedDict()
+
+    @property
+    def position(self) -> int:
+        """The version of ``op`` up to which the table had all messages when :meth:`border` was last called."""
+        return self._asked[1]
+
+    def border(self) -> Mapping[Queue, int]:
+        """By queue, the offset at which the tail begins that is not drained yet; 0 for a queue that is not named.
+
+        ``op`` must be read before: what was pruned from it by then is in the table now.
+
+        Raises
+        ------
+        CorruptLogError
+            When ``op`` has not placed what was drained: one of the two tables is an older copy.
+        """
+        log = self._log
+        with log.lock:
+            table = log.messages_table
+            version = table.refresh()
+            if version != self._asked[0]:
+                position = drained_up_to(table)
+                if position >= 0:
+                    self._require_same_op(position)
+                self._asked = (version, position)
+            if self.position < 0:
+                return {}
+            if self._border.position != self.position:
+                self._border = _Border(self.position, self._ends())
+            return self._border.ends
+
+    def whole_border(self) -> Mapping[Queue, int]:
+        """:meth:`border`; CorruptLogError when ``op`` was pruned of what ``messages`` does not have. (That look takes
+        delta-rs 1.5 ms.)"""
+        with self._log.lock:
+            border = self.border()
+            require_drained(self._log.messages_table, pruned_up_to(self._log.op, PRUNED_PLACED), "op was pruned")
+            return border
+
+    def _require_same_op(self, position: int) -> None:
+        log, table = self._log, self._log.messages_table
+        if log.version < position and log.refresh() < position:
+            raise CorruptLogError(
+                f"table messages has what op placed up to version {position}, and op is at version {log.version}: "
+                "table op was set back to an older copy. Restore the newest one"
+            )
+        placed, commit = (table.transaction_version(name) for name in (LAST_PLACED, LAST_COMMIT))
+        if placed is None or placed <= pruned_up_to(log.op, PRUNED_PLACED):
+            return
+        if commit not in {commit_number(commit_id) for commit_id in log.ledger.commit_ids_at(placed)}:
+            raise CorruptLogError(
+                f"table messages has what version {placed} of op placed, and op has something else there: table op was "
+                "set back to an older copy, and written to since. Restore the newest one"
+            )
+
+    def odd_rows(self) -> str | None:
+        """A sentence when the table has more or fewer rows than ``op`` placed: somebody else wrote to it, or deleted
+        some."""
+        log = self._log
+        with log.lock:
+            log.refresh()
+            border = self.whole_border()
+            counts = log.messages_table.actions()["num_records"]
+            firsts = log.firsts()  # after the files: those that expired were told of before they went
+        rows, most = pc.sum(counts).as_py() or 0, sum(border.values())
+        least = most - sum(min(first, border.get(queue, 0)) for queue, first in firsts.items())
+        if counts.null_count or least <= rows <= most:
+            return None
+        placed = f"{most}" if least == most else f"{most}, of which {least} have not expired"
+        return (
+            f"table messages has {rows} rows, and op placed {placed}, up to version {self.position}: somebody "
+            f"{'wrote to' if rows > most else 'deleted from'} it. {foreign_change(log.messages_table) or HOW_TO_MEND}"
+        )
+
+    def _ends(self) -> dict[Queue, int]:
+        """Where each queue's first placement above the position stands, or else where the queue ends."""
+        ends = dict(self._log.tails(refresh=False))
+        for rows, _ in self._log.placements(self.position + 1):
+            firsts = rows.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
+            for r in firsts.to_pylist():
+                queue = (r["topic"], r["queue_id"])
+                ends[queue] = min(ends.get(queue, r["queue_offset_min"]), r["queue_offset_min"])
+        return ends
+
+    # ------------------------------------------------------------------ where they lie
+    def ranges(self, queue: Queue, first: int, stop: int) -> tuple[list[MessageRange], list[tuple[int, int]]]:
+        """The rows of ``messages`` with a queue's offsets from ``first`` (included) to ``stop`` (excluded), in order;
+        and the offsets (first, end) that it does not hold, or that have expired.
+
+        Raises
+        ------
+        CorruptLogError
+            When an offset is there twice.
+        """
+        found: list[MessageRange] = []
+        missing: list[tuple[int, int]] = []
+        at = max(first, min(stop, self._log.ledger.firsts.get(queue, 0)))
+        if first < at:
+            missing.append((first, at))
+        if at >= stop:
+            return found, missing
+        with self._log.lock:
+            runs = [(run.first_offset, path, run, since) for path, run, since in self._overlapping(queue, at, stop)]
+        for offset, path, run, since in sorted(runs):
+            if offset < at and found:
+                raise CorruptLogError(f"offset {offset} of queue {queue[1]} of topic {queue[0]!r} is drained twice")
+            if offset > at:
+                missing.append((at, offset))
+                at = offset
+            end = min(stop, offset + run.length)
+            skip = run.first_row + at - offset
+            rows = RowRange(path, "", 0, run.file_rows, ((skip, skip + end - at - 1),), NAME)
+            found.append(MessageRange(rows, *queue, at, since=since))
+            at = end
+        if at < stop:
+            missing.append((at, stop))
+        return found, missing
+
+    def _overlapping(self, queue: Queue, first: int, stop: int) -> Iterator[tuple[str, _Run, int]]:
+        """Runs that hold some of these offsets, each with its file and the first version of ``op`` there."""
+        actions = self._log.messages_table.actions()
+        may_hold = pc.and_(
+            _between(actions, "topic", queue[0], queue[0]),
+            pc.and_(
+                _between(actions, "queue_id", queue[1], queue[1]), _between(actions, "queue_offset", first, stop - 1)
+            ),
+        )
+        for file in actions.filter(may_hold).select(["path", "min.op_version"]).to_pylist():
+            for run in self._runs_of(file["path"]):
+                if run.queue == queue and run.first_offset < stop and run.first_offset + run.length > first:
+                    yield file["path"], run, file["min.op_version"] or 0
+
+    def _runs_of(self, path: str) -> tuple[_Run, ...]:
+        if path not in self._runs:
+            self._runs[path] = tuple(
+                _runs(self._log.messages_table.read([path], ["topic", "queue_id", "queue_offset"]))
+            )
+            kept = sum(len(runs) for runs in self._runs.values())
+            while kept > RUNS_KEPT and len(self._runs) > 1:
+                kept -= len(self._runs.popitem(last=False)[1])
+        self._runs.move_to_end(path)
+        return self._runs[path]
+
+    # ------------------------------------------------------------------ by time
+    def first_since(self, time: datetime) -> dict[Queue, int]:
+        """Each queue's first drained offset that was committed at this time or later; queues without one are left
+        out."""
+        with self._log.lock:
+            actions = self._log.messages_table.actions()
+            since = pa.scalar(time, actions.schema.field("max.commit_timestamp").type)
+            late = actions.filter(pc.fill_null(pc.greater_equal(actions["max.commit_timestamp"], since), True))
+            found: dict[Queue, int] = {}
+            for path in late["path"].to_pylist():
+                rows = self._log.messages_table.read([path], ["topic", "queue_id", "queue_offset", "commit_timestamp"])
+                rows = rows.filter(pc.greater_equal(rows["commit_timestamp"], since))
+                firsts = rows.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
+                for r in firsts.to_pylist():
+                    queue = (r["topic"], r["queue_id"])
+                    found[queue] = min(found.get(queue, r["queue_offset_min"]), r["queue_offset_min"])
+            return found
+
+    def times_of(self, offsets: Mapping[Queue, int]) -> dict[Queue, datetime]:
+        """When the messages at some drained offsets were committed; those that are not there are left out."""
+        found: dict[Queue, datetime] = {}
+        for queue, offset in offsets.items():
+            ranges, _ = self.ranges(queue, offset, offset + 1)
+            for part in ranges:
+                for _, rows in self._log.messages_table.read_range(part.rows, ["commit_timestamp"]):
+                    found[queue] = rows["commit_timestamp"][0].as_py()
+        return found
+
+
+def _between(actions: pa.Table, name: str, first: object, last: object) -> pa.ChunkedArray:
+    """Which files may hold a value of a column between these two, both included."""
+    inside = pc.and_(pc.less_equal(actions[f"min.{name}"], last), pc.greater_equal(actions[f"max.{name}"], first))
+    return pc.fill_null(inside, True)
+
+
+def _runs(rows: pa.Table) -> Iterator[_Run]:
+    """The runs of offsets in a file, in its order."""
+    n = rows.num_rows
+    if n == 0:
+        return
+    rows = rows.combine_chunks()
+    topic, queue_id, offset = (rows[name].chunk(0) for name in ("topic", "queue_id", "queue_offset"))
+    goes_on = pc.and_(pc.equal(topic[1:], topic[:-1]), pc.equal(queue_id[1:], queue_id[:-1]))
+    goes_on = pc.and_(goes_on, pc.equal(pc.subtract(offset[1:], offset[:-1]), 1))
+    starts = [0, *(i + 1 for i in pc.indices_nonzero(pc.invert(goes_on)).to_pylist())]
+    for start, end in zip(starts, [*starts[1:], n], strict=True):
+        queue = (topic[start].as_py(), queue_id[start].as_py())
+        yield _Run(queue, start, offset[start].as_py(), end - start, n)

@@ -1,0 +1,167 @@
+"""From what ``op`` placed to files of the table ``messages``: what one step of a drain writes.
+
+::
+
+    op rows ─▶ ranges, by half file ─▶ each half file read once ─▶ messages by topic ─▶ files by queue and offset
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.log.placements import PlacedRange, placed_range
+from rmq_spark._core.messages.reading import STORED_COLUMNS, Piece, by_file, made_of, pieces_of, rows_of
+from rmq_spark._core.messages.table import MESSAGES_SCHEMA, write_messages
+from rmq_spark._core.runtime.pools import submitted
+
+if TYPE_CHECKING:
+    from rmq_spark._core.storage.files import DataFile, RowRange
+    from rmq_spark._core.storage.table import Table
+
+FILE_BYTES_MAX = 96 * 1024 * 1024
+"""Messages that are collected before a file is written: its size in memory. On disk it is a fraction of this."""
+ROWS_AT_ONCE = 10_000
+"""Op rows that are made into ranges together: as Python objects they take some 3 KB each."""
+RUNS_AT_ONCE = 100_000
+"""Runs of rows that these may name, unless one names more: 300 bytes each."""
+READS_AT_ONCE = 16
+"""Small half files that are read from an object store at the same time. Each takes a few round trips."""
+SMALL_FILE_BYTES = 256 * 1024
+
+Read = Callable[["RowRange", Sequence[str]], Iterator[tuple[int, pa.Table]]]
+"""Reads rows of half files, as ``files.read_range`` does."""
+
+
+def placed_ranges(rows: pa.Table) -> Iterator[PlacedRange]:
+    """What op rows place, in the order of ``op``; but all of one half file together, which is then read once (but for a
+    half batch that was decided bit by bit: once for each of them).
+
+    Raises
+    ------
+    CorruptLogError
+        When a row names a file outside the log.
+    """
+    rows = rows.combine_chunks()
+    firsts = rows.group_by("path", use_threads=False).aggregate([("version", "min")])
+    at = firsts["version_min"].take(pc.index_in(rows["path"], value_set=firsts["path"].combine_chunks()))
+    first_row = pc.struct_field(pc.list_element(rows["ranges"], 0), "first")
+    order = ("file_at", "path", "half_id", "file_no", "version", "first_row")
+    keys = pa.table([at, *(rows[name] for name in order[1:-1]), first_row], names=list(order))
+    indices = pc.sort_indices(keys, sort_keys=[(name, "ascending") for name in order])
+    ends = list(accumulate(pc.list_value_length(rows["ranges"]).take(indices).to_pylist()))
+    first = before = 0
+    while first < len(ends):
+        last = bisect_right(ends, before + RUNS_AT_ONCE, first, min(first + ROWS_AT_ONCE, len(ends)))
+        last = max(first + 1, last)
+        for row in rows.take(indices.slice(first, last - first)).to_pylist():
+            yield placed_range(row)
+        first, before = last, ends[last - 1]
+
+
+def message_files(
+    ranges: Iterable[PlacedRange],
+    read: Read,
+    table: Table,
+    sizes: Mapping[str, int] | None = None,
+) -> Iterator[DataFile]:
+    """Write the messages of some ranges as files of ``messages``, a topic each. A commit must add them.
+
+    Parameters
+    ----------
+    ranges : iterable of PlacedRange
+        Those of a half file after each other.
+    read : callable
+    table : Table
+        ``messages``.
+    sizes : mapping of str to int, optional
+        Bytes of half files. Given where each read takes long: the small ones of these are read at the same time.
+    """
+    collected: dict[str, _Collected] = {}
+    for messages in made_of(_pieces(ranges, read, sizes or {}), MESSAGES_SCHEMA.names):
+        for topic, part in _by_topic(messages):
+            collected.setdefault(topic, _Collected()).add(part)
+        if sum(c.size for c in collected.values()) >= FILE_BYTES_MAX:
+            largest = max(collected.values(), key=lambda c: c.size)
+            yield write_messages(table, largest.take())
+    for left in collected.values():
+        if left.parts:
+            yield write_messages(table, left.take())
+
+
+# ---------------------------------------------------------------- reading
+def _pieces(ranges: Iterable[PlacedRange], read: Read, sizes: Mapping[str, int]) -> Iterator[Piece[PlacedRange]]:
+    if not sizes:
+        for together in by_file(ranges):
+            yield from pieces_of(together, read(rows_of(together), STORED_COLUMNS))
+        return
+    reading: deque[tuple[list[PlacedRange], Future[list[tuple[int, pa.Table]]] | None]] = deque()
+
+    def first() -> Iterator[Piece[PlacedRange]]:
+        together, ahead = reading.popleft()
+        tables = read(rows_of(together), STORED_COLUMNS) if ahead is None else ahead.result()
+        return pieces_of(together, tables)
+
+    with ThreadPoolExecutor(READS_AT_ONCE, "txmq-read") as pool:
+        for together in by_file(ranges):
+            small = sizes.get(together[0].rows.path, SMALL_FILE_BYTES) < SMALL_FILE_BYTES
+            reading.append((together, submitted(pool, _read_whole, read, rows_of(together)) if small else None))
+            if len(reading) == READS_AT_ONCE:
+                yield from first()
+        while reading:
+            yield from first()
+
+
+def _read_whole(read: Read, wanted: RowRange) -> list[tuple[int, pa.Table]]:
+    return list(read(wanted, STORED_COLUMNS))
+
+
+# ---------------------------------------------------------------- collecting
+@dataclass
+class _Collected:
+    """Messages of one topic that are not in a file yet."""
+
+    parts: list[pa.Table] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, messages: pa.Table) -> None:
+        self.parts.append(_owned(messages))
+        self.size += messages.nbytes
+
+    def take(self) -> pa.Table:
+        """All of them by queue and offset."""
+        parts = sorted(self.parts, key=lambda part: (part["queue_id"][0].as_py(), part["queue_offset"][0].as_py()))
+        self.parts, self.size = [], 0
+        messages = pa.concat_tables(parts)
+        return messages if _is_in_order(messages) else messages.sort_by([(n, "ascending") for n in ORDER])
+
+
+ORDER = ("queue_id", "queue_offset")
+
+
+def _owned(messages: pa.Table) -> pa.Table:
+    """Messages that keep nothing else in memory: a small slice would keep all that was read with it."""
+    if 2 * messages.nbytes >= messages.get_total_buffer_size():
+        return messages
+    return pa.concat_tables([messages, messages.slice(0, 0)]).combine_chunks()
+
+
+def _by_topic(messages: pa.Table) -> Iterator[tuple[str, pa.Table]]:
+    topics = pc.unique(messages["topic"]).to_pylist()
+    for topic in topics:
+        yield topic, messages if len(topics) == 1 else messages.filter(pc.equal(messages["topic"], topic))
+
+
+def _is_in_order(messages: pa.Table) -> bool:
+    queue_id, offset = (messages[name].combine_chunks() for name in ORDER)
+    same = pc.equal(queue_id[1:], queue_id[:-1])
+    rises = pc.if_else(same, pc.greater(offset[1:], offset[:-1]), pc.greater(queue_id[1:], queue_id[:-1]))
+    return pc.all(rises).as_py() is not False

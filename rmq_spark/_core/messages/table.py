@@ -1,0 +1,105 @@
+"""The ``messages`` table: committed messages at their offsets, for every reader of Delta.
+
+It holds what ``op`` placed, in the order of ``op``, up to one of its versions. So a reader sees whole transactions, and
+of every queue the first messages without a gap. A drainer appends to it (``drain``); nobody else does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from rmq_spark._core.vocabulary.message import PROPERTIES, TIMESTAMP
+from rmq_spark.errors import CorruptLogError
+
+if TYPE_CHECKING:
+    from rmq_spark._core.storage.files import DataFile
+    from rmq_spark._core.storage.table import Table
+
+SOURCE_SCHEMA = pa.schema(
+    [
+        ("topic", pa.string()),
+        ("queue_id", pa.int32()),
+        ("queue_offset", pa.int64()),
+        ("msg_id", pa.string()),
+        ("transaction_id", pa.string()),
+        ("tags", pa.string()),
+        ("keys", pa.string()),
+        ("sharding_key", pa.string()),
+        ("properties", PROPERTIES),
+        ("body", pa.binary()),
+        ("producer_group", pa.string()),
+        ("born_timestamp", TIMESTAMP),
+        ("store_timestamp", TIMESTAMP),
+        ("commit_timestamp", TIMESTAMP),
+    ]
+)
+"""The columns of the source, in order."""
+NAME = "messages"
+MESSAGES_SCHEMA = pa.schema(
+    [
+        *SOURCE_SCHEMA,
+        ("half_id", pa.string()),
+        ("file_no", pa.int64()),
+        ("row_no", pa.int64()),
+        ("attempt", pa.int32()),
+        ("op_version", pa.int64()),  # of op, at which the message was placed
+        ("transaction_per", pa.string()),
+        ("transaction_key", pa.string()),
+    ]
+)
+KEPT_S = 7 * 86_400
+"""Seconds for which other readers can go on where they stand, and go back: entries of the table's Delta log stay so
+long, and files that others replaced. A log that is made with a longer ``log_retention`` keeps them for that."""
+STATS_COLUMNS = ("topic", "queue_id", "queue_offset", "commit_timestamp", "op_version")
+ROW_GROUP_ROWS = 65_536
+POSITION = "txmq.op"
+"""The name under which the table keeps the version of ``op`` up to which it has all messages (Delta's ``txn``)."""
+LAST_PLACED = "txmq.op.placed"
+"""The same for the last version of ``op`` that placed some of them."""
+LAST_COMMIT = "txmq.op.commit"
+"""The same for a hash of that version's commit id. It tells an ``op`` that was set back and has grown again."""
+
+
+def write_messages(table: Table, messages: pa.Table) -> DataFile:
+    """Write messages of one topic, by queue and offset, as a file of the table. A commit must add it."""
+    return table.write(messages, NAME, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
+
+
+def drained_up_to(table: Table) -> int:
+    """The version of ``op`` up to which the table has all messages; -1 when nobody has drained yet."""
+    found = table.transaction_version(POSITION)
+    return -1 if found is None else found
+
+
+def transactions_of(end: int, rows: pa.Table) -> dict[str, int]:
+    """What a commit says that has all up to a version of ``op``, of which these are the last op rows."""
+    if rows.num_rows == 0:
+        return {POSITION: end}
+    last = rows.sort_by("version").slice(rows.num_rows - 1)
+    commit = commit_number(last["commit_id"][0].as_py())
+    return {POSITION: end, LAST_PLACED: last["version"][0].as_py(), LAST_COMMIT: commit}
+
+
+def commit_number(commit_id: str) -> int:
+    """A number for a commit id, small enough for Delta."""
+    return int(hashlib.sha256(commit_id.encode()).hexdigest()[:15], 16)
+
+
+def history_s(table: Table) -> float:
+    """Seconds for which files that left a table stay for readers that do not know this package: of ``messages`` as long
+    as its Delta log names them, and no longer of others."""
+    return table.history_s if table.name == NAME else 0.0
+
+
+def require_drained(table: Table, version: int, why: str) -> None:
+    """Raise CorruptLogError when ``messages``, as it was read after ``op``, lacks what ``op`` placed up to a version.
+    ``why`` says how one knows that it was drained: the middle of the error's sentence."""
+    if drained_up_to(table) < version:
+        raise CorruptLogError(
+            f"table messages has what op placed up to version {drained_up_to(table)}, and {why} up to version "
+            f"{version}: an older copy of messages was put in its place, and the messages between are only in the "
+            "newer one. Restore it"
+        )

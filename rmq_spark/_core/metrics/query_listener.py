@@ -1,0 +1,140 @@
+"""A listener of Spark's streaming queries that adds the log's figures to each progress."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.metrics.figures import LogFigures, LogWatch
+from rmq_spark._core.vocabulary.message import require_group_name
+from rmq_spark._core.vocabulary.options import seconds
+from rmq_spark._core.vocabulary.redaction import traceback_of
+from rmq_spark.errors import OptionError
+
+try:
+    from pyspark.sql.streaming.listener import StreamingQueryListener
+except ModuleNotFoundError as missing:
+    if (missing.name or "").partition(".")[0] != "pyspark":
+        raise
+    raise OptionError("QueryListener needs pyspark: install rmq_spark with its extra spark") from None
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 10.0
+
+
+class QueryListener(StreamingQueryListener):
+    """Logs, with the progress of Spark's streaming queries, what is pending, how far a group is behind, and what is not
+    drained.
+
+    Each record has the figures as fields (``extra``), so that a JSON formatter keeps them. A query that stands still
+    because something is pending, or a backlog that grows, is so seen beside Spark's own numbers.
+
+    Parameters
+    ----------
+    log_or_path : CommitLog or path
+    consumer_group : str, optional
+        The group whose lag is told; the largest of all groups when not given.
+    every : float
+        Figures are read at most once in so many seconds, whatever many queries report.
+    on_figures : callable, optional
+        Is given the figures of each record as a mapping, for another system of metrics.
+    storage_options : mapping, optional
+        For a path: passed to delta-rs.
+
+    Notes
+    -----
+    A look that fails is logged, and harms no query.
+
+    Examples
+    --------
+    >>> spark.streams.addListener(txmq.metrics.QueryListener("shop/log", "points"))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        log_or_path: CommitLog | str | os.PathLike[str],
+        consumer_group: str | None = None,
+        *,
+        every: float = EVERY_S,
+        on_figures: Callable[[Mapping[str, Any]], None] | None = None,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        self._group = None if consumer_group is None else require_group_name(consumer_group, "consumerGroup")
+        self._every_s = seconds(every, "every")
+        self._on_figures = on_figures
+        self._watch = LogWatch(log_or_path, storage_options)
+        self._lock = threading.RLock()
+        self._told_s: float | None = None
+        self._machine = self._watch.machine
+
+    def onQueryStarted(self, event: Any) -> None:
+        """Do nothing: there are no figures before the first progress."""
+
+    def onQueryProgress(self, event: Any) -> None:
+        """Log the figures, when it is time for them."""
+        try:
+            if self._is_time():
+                self._tell(event.progress)
+        except Exception as problem:
+            logger.warning("the figures of a query's progress were not told: %s", traceback_of(problem))
+
+    def onQueryIdle(self, event: Any) -> None:
+        """Do nothing."""
+
+    def onQueryTerminated(self, event: Any) -> None:
+        """Do nothing."""
+
+    def _is_time(self) -> bool:
+        with self._lock:
+            now_s = self._machine.monotonic()
+            if self._told_s is not None and now_s - self._told_s < self._every_s:
+                return False
+            self._told_s = now_s
+            return True
+
+    def _tell(self, progress: Any) -> None:
+        with self._lock:
+            figures = self._watch.look()
+        told = {**_of_query(progress), **fields_of(figures, self._group)}
+        logger.info(
+            "query %s, batch %d: %d half batches are pending (the oldest for %.0f s), %s is behind by %d messages "
+            "(%.0f s), %d messages are not drained",
+            told["query_name"] or told["query_id"], told["batch_id"], told["pending_half_batches"],
+            told["oldest_pending_seconds"], self._group or "the slowest group", told["lag_messages"],
+            told["lag_seconds"], told["undrained_messages"], extra=told,
+        )  # fmt: skip
+        if self._on_figures is not None:
+            self._on_figures(told)
+
+
+def _of_query(progress: Any) -> dict[str, Any]:
+    return {
+        "query_id": str(progress.id),
+        "run_id": str(progress.runId),
+        "query_name": progress.name,
+        "batch_id": int(progress.batchId),
+        "input_rows": int(progress.numInputRows),
+    }
+
+
+def fields_of(figures: LogFigures, consumer_group: str | None = None) -> dict[str, float | int]:
+    """Return figures as flat fields, for logs. Names end in their unit where it is not a number of things."""
+    groups = {group for group, _ in figures.lags} if consumer_group is None else {consumer_group}
+    lags = [figures.lag_of(group) for group in groups]
+    return {
+        "pending_half_batches": sum(group.half_batches for group in figures.pending.values()) + figures.not_looked_at,
+        "half_messages": sum(figures.half_messages.values()),
+        "oldest_pending_seconds": figures.oldest_pending_s,
+        "quarantined_messages": sum(figures.quarantined.values()),
+        "conflicts": figures.conflicts,
+        "undrained_messages": figures.undrained_messages,
+        "undrained_bytes": figures.undrained_bytes,
+        "publish_lag_seconds": figures.publish_lag_s,
+        "lag_messages": max((lag.messages for lag in lags), default=0),
+        "lag_seconds": max((lag.seconds for lag in lags), default=0.0),
+    }

@@ -1,0 +1,722 @@
+"""The producer without Spark: RocketMQ's TransactionMQProducer on a commit log."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pyarrow as pa
+
+from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.input import is_small, message_list, require_message, stage, topics_in
+from rmq_spark._core.listeners.listener import (
+    CommitOncePrepared,
+    TransactionListener,
+    is_coroutine,
+    require_executing,
+    require_listener,
+    store_id_to_send,
+)
+from rmq_spark._core.log.half import HalfHeader, HalfWriter, Naming
+from rmq_spark._core.log.single_messages import OneMessage
+from rmq_spark._core.producer.admission import InFlight, Keys, Turns, UnderWay
+from rmq_spark._core.producer.async_send import Flights
+from rmq_spark._core.producer.future import SendFuture, holds_a_future
+from rmq_spark._core.producer.result import TransactionSendResult, result_of
+from rmq_spark._core.protocol.group_commit import AT_ONCE_MAX, GroupCommit
+from rmq_spark._core.protocol.limits import NO_LIMITS, PendingLimits
+from rmq_spark._core.protocol.two_phase import TwoPhase
+from rmq_spark._core.runtime.callables import name_of
+from rmq_spark._core.runtime.forks import forks
+from rmq_spark._core.runtime.machine import callers, is_held
+from rmq_spark._core.runtime.pools import Crew, is_in_crew
+from rmq_spark._core.runtime.spans import tracing
+from rmq_spark._core.vocabulary.message import Message, require_app_id, require_group_name
+from rmq_spark._core.vocabulary.options import (
+    MAINTENANCE_INTERVAL_S,
+    REPLAY_CHECK_TIMEOUT_S,
+    TRANSACTION_CHECK_INTERVAL_S,
+    TRANSACTION_TIMEOUT_S,
+    named,
+    seconds,
+    whole_number,
+)
+from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, MESSAGE
+from rmq_spark.errors import ListenerError, MessageError, OptionError
+
+logger = logging.getLogger(__name__)
+
+LISTENER_THREADS = 32
+IN_FLIGHT_MAX = 256
+AWAIT_TERMINATION_S = 30.0
+AT_EXIT_S_MAX = 10.0
+"""Seconds for which the end of Python waits for a thread of a producer that was not closed."""
+LATE_S = 0.5
+"""The threads for checks and for upkeep have so long to end when sends have used up ``await_termination``."""
+
+
+@dataclass
+class SessionTransaction:
+    """The messages of :meth:`TransactionMQProducer.transaction`.
+
+    Attributes
+    ----------
+    result : TransactionSendResult or None
+        What became of them, after the ``with`` statement; None when none were sent.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    result: TransactionSendResult | None = None
+    ended: bool = field(default=False, repr=False)
+
+    def send(self, messages: Message | Iterable[Message]) -> None:
+        """Send messages when the session commits.
+
+        Raises
+        ------
+        OptionError
+            After the ``with`` statement: nothing would send them.
+        """
+        if self.ended:
+            raise OptionError(
+                "transaction() has ended, so these messages were not sent: send them within the with statement, or "
+                "with producer.send"
+            )
+        self.messages += [messages] if isinstance(messages, Message) else message_list(messages)
+
+
+class TransactionMQProducer:
+    """Sends messages from any Python program, transactional ones too, and answers its own checks while it is open.
+
+    Mirrors RocketMQ's ``org.apache.rocketmq.client.producer.TransactionMQProducer``.
+
+    Parameters
+    ----------
+    log_or_path : CommitLog or str
+    producer_group : str
+    listener : TransactionListener, optional
+        Runs local transactions and answers checks. A producer without one has :meth:`send` and :meth:`send_async` alone
+        (RocketMQ: ``DefaultMQProducer``).
+    on_listener_error : {"unknown", "fail"}
+        An exception of the listener counts as UNKNOWN, as in RocketMQ (default), or is raised.
+    check_interval : float or None
+        Seconds between the checks of this group's open transactions; None for no checks.
+    transaction_timeout : float
+        Seconds before a transaction is checked.
+    maintenance_interval : float or None
+        Seconds between two rounds of the log's upkeep (:meth:`CommitLog.maintain`, with its defaults, and pruning of
+        the listener's fence), in a thread of this program; None (default) where the check job does it.
+    max_pending_batches : int, optional
+        Refuse new transactions, with PendingLimitError, while so many of the group's half batches are pending.
+    max_pending_bytes : int or str, optional
+        The same for the bytes of their files: ``"500m"``, ``"10g"``.
+    listener_threads : int
+        Local transactions of asynchronous sends that run at once. A send waits before it is prepared while too many
+        wait for one of these threads.
+    max_in_flight : int
+        Asynchronous sends that have not come to their end. One more waits in the caller's thread; in an event loop it
+        is accepted, and waits in the producer.
+    linger : float
+        Seconds for which a send waits for those of other threads, to share its commit: 0 as in Kafka's producer, which
+        shares what comes together by itself.
+    max_batch_messages : int
+        Sends that share a commit, at most.
+    replay_check_timeout : float
+        Seconds for which a repeated send (``idempotency_key``) asks the listener what became of the first one, before
+        UnresolvedTransactionError.
+    await_termination : float
+        Seconds for which :meth:`shutdown` waits for sends that are under way, with their callbacks, and for a check.
+
+    Examples
+    --------
+    >>> with TransactionMQProducer(log, "shop", listener) as producer:       # doctest: +SKIP
+    ...     producer.send_message_in_transaction(Message("orders", b"..."), arg=42)
+    """
+
+    @named
+    def __init__(
+        self,
+        log_or_path: CommitLog | str | os.PathLike[str],
+        producer_group: str,
+        listener: TransactionListener | None = None,
+        *,
+        on_listener_error: str = "unknown",
+        check_interval: float | None = TRANSACTION_CHECK_INTERVAL_S,
+        transaction_timeout: float = TRANSACTION_TIMEOUT_S,
+        maintenance_interval: float | None = None,
+        max_pending_batches: int | None = None,
+        max_pending_bytes: int | str | None = None,
+        listener_threads: int = LISTENER_THREADS,
+        max_in_flight: int = IN_FLIGHT_MAX,
+        linger: float = 0.0,
+        max_batch_messages: int = AT_ONCE_MAX,
+        replay_check_timeout: float = REPLAY_CHECK_TIMEOUT_S,
+        await_termination: float = AWAIT_TERMINATION_S,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        self.log = CommitLog.of(log_or_path, storage_options)
+        self.producer_group = require_group_name(producer_group)
+        self._has_listener = listener is not None
+        self.listener = (
+            CommitOncePrepared() if listener is None else require_listener(listener, "TransactionMQProducer")
+        )
+        self._needs_loop = is_coroutine(self.listener)
+        if self.listener.requires_spark:
+            raise ListenerError("TransactionMQProducer has no Spark session: use a listener that needs none")
+        self.check_interval = None if check_interval is None else seconds(check_interval, "check_interval", above=True)
+        self.transaction_timeout = seconds(transaction_timeout, "transaction_timeout")
+        self.maintenance_interval = (
+            None if maintenance_interval is None else seconds(maintenance_interval, "maintenance_interval", above=True)
+        )
+        limits = PendingLimits.of(max_pending_batches, max_pending_bytes)
+        self._commits = GroupCommit(
+            self.log,
+            seconds(linger, "linger"),
+            whole_number(max_batch_messages, "max_batch_messages", 1, AT_ONCE_MAX),
+        )
+        self.two_phase = TwoPhase(
+            self.log,
+            self.listener,
+            on_listener_error=on_listener_error,
+            replay_check_timeout_s=seconds(replay_check_timeout, "replay_check_timeout"),
+            pending_limits=limits,
+            commits=self._commits,
+        )
+        self._listener_threads = whole_number(listener_threads, "listener_threads", 1)
+        self._in_flight_max = whole_number(max_in_flight, "max_in_flight", 1)
+        self._await_s = seconds(await_termination, "await_termination")
+        self._under_way = UnderWay(self.log.machine)
+        self._plainly = self.two_phase.with_listener(CommitOncePrepared())
+        self._commits.holds = self._holds
+        self._forget_others()
+        self._forks = forks()
+        self._started = self.log.machine.unique_id()
+        self._sends = count(1)  # ids that follow each other lie close together in a file, and are found by its bounds
+        self._opening = self.log.machine.lock()
+        self._closing = self.log.machine.event()
+        self._threads: list[threading.Thread] = []
+
+    # ------------------------------------------------------------------ life
+    def start(self) -> TransactionMQProducer:
+        """Open the producer (``with`` does it)."""
+        self._require_own_process()
+        with self._opening:
+            if not self._under_way.is_open:
+                self._closing.set()  # a start that was interrupted has begun threads, too
+                self._closing = self.log.machine.event()  # what an earlier shutdown left has seen its own
+                atexit.register(self._end)
+                self._commits.hurry(False)
+                self._forget_others()
+                start = self.log.machine.start_thread
+                if self.check_interval is not None:
+                    self._threads.append(start(partial(self._answer_checks, self._closing), "txmq-checks", daemon=True))
+                if self.maintenance_interval is not None:
+                    self._threads.append(start(partial(self._keep_up, self._closing), "txmq-maintainer", daemon=True))
+                self._under_way.open()
+        return self
+
+    def _forget_others(self) -> None:
+        """Sends that an earlier shutdown left under way keep no room, and no key."""
+        self._turns = Turns(self._listener_threads, self.transaction_timeout)
+        self._in_flight = InFlight(self._in_flight_max, self._under_way.leave)
+        self._keys = Keys(self.log.machine)
+        name, machine = f"txmq-{self.producer_group}", self.log.machine
+        self._senders = Crew(self._in_flight_max, name, machine)
+        listeners = Crew(self._listener_threads, f"{name}-listener", machine)
+        callers = Crew(self._in_flight_max, f"{name}-callback", machine)
+        self._flights = Flights(self._commits, self._turns, self._senders, listeners, callers)
+        self._with_thread: set[SendFuture] = set()  # sends that have a thread of their own, or wait for one
+        self._locks = (
+            self._under_way.lock, self._in_flight.changed, self._turns.lock,
+            *(crew.lock for crew in (self._senders, listeners, callers)),
+        )  # fmt: skip
+
+    def _holds(self) -> bool:
+        """Whether this thread has a lock that the end of a send takes. It is in the midst of a call then, and this call
+        came from ``__del__``, or a signal handler."""
+        return any(map(is_held, self._locks)) or holds_a_future()
+
+    def shutdown(self) -> None:
+        """Close the producer: accept no more, and wait for sends, callbacks, a check, or upkeep, that are under way.
+
+        It waits for ``await_termination`` seconds at most, and then logs what it leaves under way. Sends that have not
+        begun by then are cancelled and leave nothing; a check settles what the others leave.
+        """
+        if forks() != self._forks:  # a forked copy has none of the threads
+            self._under_way.is_open = False
+            return
+        until_s = self.log.machine.monotonic() + self._await_s
+
+        def seconds_left() -> float:
+            return max(0.0, until_s - self.log.machine.monotonic())
+
+        self._commits.hurry()
+        left = self._under_way.close(self._await_s)
+        late: list[str] = []
+        if left:
+            self._turns.close()
+            for sent in list(self._with_thread):
+                self._flights.give_up(sent)
+            late += self._running_transactions()
+        # A callback may close the producer in one of its threads, which cannot wait for itself.
+        elif not is_in_crew():
+            for crew in (self._senders, self._flights.listeners):
+                crew.wait(seconds_left())
+            late += [f"callback {_callback_of(work)}" for work in self._flights.callers.wait(seconds_left())]
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(max(LATE_S, seconds_left()))
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        late += [thread.name for thread in self._threads]
+        if not self._threads:
+            atexit.unregister(self._end)
+        if left or late:
+            self._tell_late(left, late)
+        else:  # what runs still needs the log
+            self.log.close()
+
+    def _tell_late(self, left: int, late: Sequence[str]) -> None:
+        names = f" Still running: {'; '.join(sorted(set(late)))}." if late else ""
+        logger.warning(
+            "producer %r was closed with %d under way (await_termination=%g s).%s Sends that had not begun were "
+            "cancelled; what runs goes on while the program lives, and the end of Python waits for callbacks and local "
+            "transactions. A check settles what they leave. Give what blocks in them a time limit of its own",
+            self.producer_group, left, self._await_s, names,
+        )  # fmt: skip
+
+    def _running_transactions(self) -> list[str]:
+        """The local transactions that run in threads of the producer."""
+        running = self._flights.listeners.under_way()
+        return [f"local transaction of {name_of(self.listener)}"] if running else []
+
+    def _end(self) -> None:
+        """Python ends, and the producer was not closed: a thread that is within delta-rs would end it with a crash."""
+        self._under_way.is_open = False
+        if forks() != self._forks:  # a forked copy has none of the threads
+            return
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(AT_EXIT_S_MAX)
+
+    def __enter__(self) -> TransactionMQProducer:
+        return self.start()
+
+    def __exit__(self, *details: object) -> None:
+        self.shutdown()
+
+    def _answer_checks(self, closing: threading.Event) -> None:
+        from rmq_spark._core.checks.service import CheckService
+
+        service = CheckService(
+            self.log,
+            {self.producer_group: self.listener} if self._has_listener else {},  # what send() left, anybody may settle
+            transaction_timeout=self.transaction_timeout,
+            transaction_check_interval=self.check_interval or TRANSACTION_CHECK_INTERVAL_S,
+            only_groups=True,
+        )
+        service.run(closing)
+
+    def _keep_up(self, closing: threading.Event) -> None:
+        from rmq_spark._core.checks.fences import FencePruner
+        from rmq_spark._core.checks.maintainer import Maintainer
+
+        interval = self.maintenance_interval or MAINTENANCE_INTERVAL_S
+        Maintainer(self.log, interval, fences=FencePruner(self.log, [self.listener])).run(closing)
+
+    # ------------------------------------------------------------------ sending
+    def send_message_in_transaction(
+        self, message: Message, arg: Any = None, *, idempotency_key: str | None = None
+    ) -> TransactionSendResult:
+        """Prepare one message, run the local transaction, and commit or roll back.
+
+        Parameters
+        ----------
+        message : Message
+        arg : object
+            Handed to ``execute_local_transaction`` as ``batch.arg``.
+        idempotency_key : str, optional
+            A retry with the same key (characters of a group name) sends nothing twice.
+
+        Raises
+        ------
+        ListenerError
+            When the producer has no listener.
+        """
+        require_message(message)
+        return self.send_messages_in_transaction([message], arg, idempotency_key=idempotency_key)
+
+    def send_messages_in_transaction(
+        self,
+        messages: Iterable[Message] | pa.Table,
+        arg: Any = None,
+        *,
+        topic: str | None = None,
+        transaction_key: str | None = None,
+        transaction_per: str | None = None,
+        idempotency_key: str | None = None,
+    ) -> TransactionSendResult:
+        """Prepare messages as one half batch: one transaction, or one per message or value of a column.
+
+        Parameters
+        ----------
+        messages : iterable of Message, or pyarrow.Table
+            A table has the columns of the sink (``body``, ``topic``, ``tags``, …) and the transaction key's.
+        topic : str, optional
+            For rows of a table without a ``topic``.
+        transaction_key : str, optional
+            A column of the table.
+        transaction_per : {"batch", "message"}, optional
+        """
+        self._require_listener()
+        per = transaction_per or (KEY if transaction_key else BATCH)
+        if per not in (BATCH, MESSAGE, KEY) or (per == KEY) != (transaction_key is not None):
+            raise OptionError(f"transaction_per={per!r} and transaction_key={transaction_key!r} contradict each other")
+        return self._send(self.two_phase, messages, arg, topic, transaction_key, per, idempotency_key)
+
+    def send(
+        self,
+        messages: Message | Iterable[Message] | pa.Table,
+        *,
+        topic: str | None = None,
+        idempotency_key: str | None = None,
+    ) -> TransactionSendResult:
+        """Send messages without a local transaction: they become visible together, and no listener is asked (RocketMQ:
+        ``DefaultMQProducer.send``).
+
+        Parameters
+        ----------
+        messages : Message, iterable of Message, or pyarrow.Table
+        topic : str, optional
+            For rows of a table without a ``topic``.
+        idempotency_key : str, optional
+            A retry with the same key sends nothing twice.
+        """
+        given = [messages] if isinstance(messages, Message) else messages
+        return self._send(self._plainly, given, None, topic, None, BATCH, idempotency_key)
+
+    # ------------------------------------------------------------------ sending, and not waiting
+    def send_message_in_transaction_async(
+        self, message: Message, arg: Any = None, *, idempotency_key: str | None = None
+    ) -> SendFuture:
+        """:meth:`send_message_in_transaction`, and the caller does not wait.
+
+        Returns
+        -------
+        concurrent.futures.Future
+            Of the result, which a coroutine may await. A send that is cancelled before it began leaves nothing; one
+            that has begun goes on.
+
+        Raises
+        ------
+        ListenerError
+            When the producer has no listener, or when ``execute_local_transaction`` is a coroutine function, which runs
+            in the caller's event loop, and none is running here.
+        """
+        self._require_listener()
+        require_message(message)
+        loop = _event_loop()
+        if loop is None and self._needs_loop:
+            raise ListenerError(
+                "execute_local_transaction is a coroutine function, and no event loop is running here: call "
+                "send_message_in_transaction_async in a coroutine, or make it a plain function"
+            )
+
+        if self._may_fly([message], idempotency_key) and not self._needs_loop:
+            return self._fly(self.two_phase, message, arg, None)
+
+        def send() -> TransactionSendResult:
+            # Who waits for an earlier send of its key must not take the room of others.
+            with self._keys.one_by_one(idempotency_key), self._turns.admitted(self.listener, loop) as listener:
+                two_phase = self.two_phase.with_listener(listener, self.two_phase.on_listener_error)
+                return self._send_admitted(two_phase, [message], arg, None, None, BATCH, idempotency_key)
+
+        return self._start_thread(send)
+
+    def send_async(
+        self, messages: Message | Iterable[Message], *, topic: str | None = None, idempotency_key: str | None = None
+    ) -> SendFuture:
+        """:meth:`send`, and the caller does not wait; see :meth:`send_message_in_transaction_async`."""
+        # A copy: the caller may fill its list anew before the thread reads it.
+        given = [messages] if isinstance(messages, Message) else messages
+        given = given if isinstance(given, pa.Table) else message_list(given)
+        if self._may_fly(given, idempotency_key):
+            return self._fly(self._plainly, given[0], None, topic)
+        return self._start_thread(
+            lambda: self._send_admitted(self._plainly, given, None, topic, None, BATCH, idempotency_key)
+        )
+
+    def _may_fly(self, given: list[Message] | pa.Table, idempotency_key: str | None) -> bool:
+        """Whether a send needs no thread that may wait: for an earlier one of its key, for room among what is pending,
+        or in a span."""
+        return (
+            idempotency_key is None
+            and self.two_phase.pending.limits == NO_LIMITS
+            and tracing() is None
+            and isinstance(given, list)
+            and is_small(given)
+        )
+
+    def _fly(self, two_phase: TwoPhase, message: Message, arg: Any, topic: str | None) -> SendFuture:
+        in_flight = self._in_flight
+        sent = SendFuture(in_flight)
+        try:
+            self._take_room(in_flight, sent)
+        except BaseException:
+            sent.end()
+            raise
+        try:
+            writer = self._writer(two_phase, [message], topic, None, BATCH, None)
+            one = OneMessage(writer, message)
+            self._flights.start(two_phase, one, arg, sent)
+        except Exception as problem:
+            sent.set_exception(problem)
+            sent.end()
+        except BaseException:
+            sent.end()
+            raise
+        return sent
+
+    def _start_thread(self, send: Callable[[], TransactionSendResult]) -> SendFuture:
+        """Send in a thread that may wait."""
+        in_flight, with_thread = self._in_flight, self._with_thread
+        sent = SendFuture(in_flight)
+        context, flights = copy_context(), self._flights  # a trace goes on there
+
+        def work() -> None:
+            if not sent.begin():
+                with_thread.discard(sent)
+                return
+            try:
+                sent.set_result(context.run(send))
+            except BaseException as problem:
+                sent.set_exception(problem)
+            finally:
+                with_thread.discard(sent)
+                flights.end(sent)
+
+        try:
+            self._take_room(in_flight, sent)
+            with_thread.add(sent)
+            self._senders.put(work)
+        except BaseException:
+            with_thread.discard(sent)
+            sent.end()
+            raise
+        return sent
+
+    def _take_room(self, in_flight: InFlight, who: object) -> None:
+        """Take a place among those in flight."""
+        self._enter(who)
+        in_flight.enter(who, self._may_wait_for_room)
+
+    def _may_wait_for_room(self) -> bool:
+        """Whether this call may wait until a send has come to its end. That may need an event loop, or this thread, in
+        which a listener or a callback runs, or a commit, or a send that has taken its room."""
+        return _event_loop() is None and not is_in_crew() and self._commits.may_wait and not _is_within_a_send()
+
+    # ------------------------------------------------------------------ with a session
+    @named
+    @contextmanager
+    def transaction(self, session: Any) -> Iterator[SessionTransaction]:
+        """Send messages with what an open session of SQLAlchemy holds: both become final, or neither does.
+
+        At the end of the ``with`` statement the session is flushed, the messages are prepared, the listener's fence row
+        joins the session's database transaction, the session commits, and the messages become visible. An exception
+        rolls the session back, and nothing is sent. A commit of the session within the statement is refused.
+
+        Parameters
+        ----------
+        session : sqlalchemy.orm.Session or sqlalchemy.Connection
+            Of the database of the producer's :class:`~rmq_spark.SqlTransactionListener`.
+
+        Raises
+        ------
+        ListenerError
+            When the producer's listener has no fence in a database, or the session cannot be used: another
+            ``transaction()`` within, on the same database connection, is refused.
+        FenceError
+            When the session is of another database than the listener's fence.
+        LocalTransactionError
+            When the commit failed: the messages stay pending, and a check finds out whether it was made.
+
+        Examples
+        --------
+        >>> with producer.transaction(session) as transaction:       # doctest: +SKIP
+        ...     session.add(Order(order_id=7))
+        ...     transaction.send(Message("orders", b"..."))
+        """
+        enlist = getattr(self.listener, "enlist", None)
+        if enlist is None:
+            found = type(self.listener).__name__ if self._has_listener else "no listener"
+            raise ListenerError(
+                f"transaction() needs a SqlTransactionListener, whose fence row joins the session: this producer has "
+                f"{found}"
+            )
+        enlisted = enlist(session)
+        enlisted.begin()
+        transaction = SessionTransaction()
+        try:
+            try:
+                yield transaction
+            finally:
+                transaction.ended = True
+            enlisted.flush()
+            if transaction.messages:
+                by_session = self.two_phase.with_listener(enlisted)
+                transaction.result = self._send(by_session, transaction.messages, None, None, None, BATCH, None)
+            else:
+                enlisted.let_commit()
+                session.commit()
+        except BaseException:
+            with suppress(Exception):  # after a commit there is nothing to undo; what was raised says more
+                session.rollback()
+            raise
+        finally:
+            enlisted.end()
+
+    def _send(
+        self,
+        two_phase: TwoPhase,
+        messages: Iterable[Message] | pa.Table,
+        arg: Any,
+        topic: str | None,
+        transaction_key: str | None,
+        per: str,
+        idempotency_key: str | None,
+    ) -> TransactionSendResult:
+        place = object()
+        try:
+            self._enter(place)
+            self._commits.require_may_wait()
+            given = messages if isinstance(messages, pa.Table) else message_list(messages)
+            return self._send_admitted(two_phase, given, arg, topic, transaction_key, per, idempotency_key)
+        finally:
+            self._under_way.leave(place)
+
+    def _send_admitted(
+        self,
+        two_phase: TwoPhase,
+        given: list[Message] | pa.Table,
+        arg: Any,
+        topic: str | None,
+        transaction_key: str | None,
+        per: str,
+        idempotency_key: str | None,
+    ) -> TransactionSendResult:
+        count = len(given)
+        if count == 0:
+            raise MessageError("no messages were given: a half batch has at least one")
+        here = tracing()
+        if here is None:
+            return self._send_now(two_phase, given, arg, topic, transaction_key, per, idempotency_key)
+        is_plain = isinstance(two_phase.listener, CommitOncePrepared)
+        fifo = self.log.fifo_topics()
+        with here.sending(self.log.path, self.producer_group, given, topic, not is_plain, fifo) as (with_context, span):
+            result = self._send_now(two_phase, with_context, arg, topic, transaction_key, per, idempotency_key)
+            span.set_attribute("txmq.half_id", result.half_id)
+            span.set_attribute("txmq.verdict", str(result.local_transaction_state))
+            if count == 1:
+                span.set_attribute("messaging.message.id", f"{result.half_id}:0.0")
+            if len(result.queue_offsets) == 1:
+                span.set_attribute("messaging.destination.partition.id", str(result.queue_id))
+            return result
+
+    def _send_now(
+        self,
+        two_phase: TwoPhase,
+        given: list[Message] | pa.Table,
+        arg: Any,
+        topic: str | None,
+        transaction_key: str | None,
+        per: str,
+        idempotency_key: str | None,
+    ) -> TransactionSendResult:
+        writer = self._writer(two_phase, given, topic, transaction_key, per, idempotency_key)
+        with self._keys.one_by_one(idempotency_key):  # the second one finds what became of the first
+            outcome = two_phase.send(writer.header, lambda: stage(self.log, writer, given), arg)
+        return result_of(writer.header, outcome, len(given))
+
+    def _writer(
+        self,
+        two_phase: TwoPhase,
+        given: list[Message] | pa.Table,
+        topic: str | None,
+        transaction_key: str | None,
+        per: str,
+        idempotency_key: str | None,
+    ) -> HalfWriter:
+        listener = two_phase.listener if two_phase is self._plainly else self.listener  # not one that wraps it
+        header = self._header(per, idempotency_key, store_id_to_send(listener))
+        topics = self.log.topic_store.with_names(topics_in(given, topic))
+        machine = self.log.machine
+        writer = HalfWriter(header, topics.queues, topic, transaction_key, topics.fifo, machine=machine)
+        return self.log.with_machine(writer)
+
+    def _enter(self, who: object) -> None:
+        self._require_own_process()
+        if not self._under_way.enter(who):
+            raise OptionError("the producer is not open: use it in a with statement, or call start()")
+
+    def _require_own_process(self) -> None:
+        if forks() != self._forks:
+            raise OptionError(
+                "the producer was made in another process, of which this one is a copy (os.fork): its threads and "
+                "connections did not come along. Make a producer in each worker, after the fork"
+            )
+
+    def _require_listener(self) -> None:
+        if not self._has_listener:
+            raise ListenerError(
+                f"producer {self.producer_group!r} has no listener, which would run the local transaction and answer "
+                "checks: give TransactionMQProducer one, or send messages that have no local transaction with send()"
+            )
+        require_executing(self.listener, f"producer {self.producer_group!r}")
+
+    def _header(self, per: str, idempotency_key: str | None, fence_id: str | None) -> HalfHeader:
+        # A dot is in no group, key or appId: so a key is its group's own, and is never taken for a stream's batch.
+        if idempotency_key is None:
+            one_send = f"{self._started}-{next(self._sends):09d}"
+        else:
+            one_send = require_app_id(idempotency_key, "idempotency_key")
+        app_id = f"send.{self.producer_group}.{one_send}"
+        return HalfHeader.of(
+            Naming.MADE_UP if idempotency_key is None else Naming.KEY,
+            app_id,
+            0,
+            fence_id=fence_id,
+            transaction_per=per,
+            producer_group=self.producer_group,
+            machine=self.log.machine,
+        )
+
+
+def _callback_of(work: Callable[[], object]) -> str:
+    """The name of the callback that a piece of work of the callers calls."""
+    sent = getattr(work, "__self__", None)
+    return name_of(sent.calls if isinstance(sent, SendFuture) and sent.calls is not None else work)
+
+
+def _is_within_a_send() -> bool:
+    """Whether Python calls this, as ``__del__`` or a signal handler, in the midst of a send that takes room."""
+    return sum(frame.f_code in _DOORS for frame in callers()) > 1  # one is this send's own
+
+
+_DOORS = (TransactionMQProducer._fly.__code__, TransactionMQProducer._start_thread.__code__)
+
+
+def _event_loop() -> asyncio.AbstractEventLoop | None:
+    """The one that runs in this thread."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

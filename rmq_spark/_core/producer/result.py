@@ -1,0 +1,84 @@
+"""What the caller of a producer is told: what became of a send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from rmq_spark._core.log.half import HalfHeader
+from rmq_spark._core.log.op_table import COMMITTED_STATES, ROLLED_BACK_STATES
+from rmq_spark._core.protocol.two_phase import Outcome
+from rmq_spark._core.vocabulary.ids import batch_transaction_id
+from rmq_spark._core.vocabulary.verdicts import LocalTransactionState
+
+
+class SendStatus(str, Enum):
+    """RocketMQ's ``SendStatus``: a send that does not raise is in the log."""
+
+    SEND_OK = "SEND_OK"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class TransactionSendResult:
+    """What became of a send (RocketMQ: ``TransactionSendResult``).
+
+    Attributes
+    ----------
+    send_status : SendStatus
+    half_id : str
+    transaction_id : str
+        Of the half batch's only transaction; with ``transaction_key`` the part that all of them begin with.
+    local_transaction_state : LocalTransactionState
+        COMMIT_MESSAGE or ROLLBACK_MESSAGE when all messages share it, else UNKNOWN.
+    queue_offsets : mapping of (topic, queue_id) to (first, last)
+        Offsets of the messages that this send made visible; empty when none is.
+    messages : int
+    replayed : bool
+        True when ``idempotency_key`` had been sent before.
+    """
+
+    send_status: SendStatus
+    half_id: str
+    transaction_id: str
+    local_transaction_state: LocalTransactionState
+    queue_offsets: Mapping[tuple[str, int], tuple[int, int]]
+    messages: int
+    replayed: bool
+
+    @property
+    def queue_id(self) -> int | None:
+        """The queue of a single visible message."""
+        return next(iter(self.queue_offsets))[1] if len(self.queue_offsets) == 1 else None
+
+    @property
+    def queue_offset(self) -> int | None:
+        """The offset of a single visible message, or the first of several in one queue."""
+        return next(iter(self.queue_offsets.values()))[0] if len(self.queue_offsets) == 1 else None
+
+
+def result_of(header: HalfHeader, outcome: Outcome, rows: int) -> TransactionSendResult:
+    """Return what the caller of a send of so many messages is told."""
+    states = set(outcome.messages)
+    verdict = LocalTransactionState.UNKNOWN
+    if states and states <= set(COMMITTED_STATES):
+        verdict = LocalTransactionState.COMMIT_MESSAGE
+    elif states and states <= set(ROLLED_BACK_STATES):
+        verdict = LocalTransactionState.ROLLBACK_MESSAGE
+    offsets: dict[tuple[str, int], tuple[int, int]] = {}
+    for p in outcome.placed:
+        first, _ = offsets.get((p.topic, p.queue_id), (p.queue_offset, 0))
+        offsets[(p.topic, p.queue_id)] = (first, p.queue_offset + p.count - 1)
+    half_id = (outcome.record or header).half_id  # the one that is in the log, of a send that came again
+    return TransactionSendResult(
+        send_status=SendStatus.SEND_OK,
+        half_id=half_id,
+        transaction_id=batch_transaction_id(half_id, outcome.attempt),
+        local_transaction_state=verdict,
+        queue_offsets=offsets,
+        messages=rows,
+        replayed=outcome.replayed,
+    )

@@ -1,0 +1,405 @@
+"""The steps of the protocol on the tables of a commit log: what a sink, a checker and a reader take."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+import pyarrow as pa
+
+from rmq_spark._core.listeners.half_batch import HalfBatch
+from rmq_spark._core.log.archive import Archived
+from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.log.groups import GroupStore
+from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfRows, HalfWriter
+from rmq_spark._core.log.half_table import HalfRecord, HalfStore, PrepareError, Staged
+from rmq_spark._core.log.op import BatchState, RowState, Who
+from rmq_spark._core.log.op_table import AnsweredCheck, Decided, Decision, Ledger, Placed, RolledBack
+from rmq_spark._core.log.op_view import Tails
+from rmq_spark._core.log.placements import MessageRange, PlacedRange, out_of_range
+from rmq_spark._core.log.second_look import doubt_s
+from rmq_spark._core.log.topics import TopicStore
+from rmq_spark._core.log.walk import walk_placements
+from rmq_spark._core.messages.border import Drained
+from rmq_spark._core.messages.table import require_drained
+from rmq_spark._core.protocol.half_batch import half_batch_of
+from rmq_spark._core.runtime.failpoints import reach
+from rmq_spark._core.selector.tree import Filter
+from rmq_spark._core.storage.files import RowRange
+from rmq_spark._core.storage.table import Table
+from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
+from rmq_spark._core.vocabulary.redaction import redacted
+from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet
+from rmq_spark.errors import HalfBatchNotFoundError, LostFileError, TxmqError
+
+SMALL_ROWS_MAX = 1_000
+"""Half batches of so many rows are read together with others."""
+
+
+class ProtocolSteps(ABC):
+    """The tables of one commit log behind one lock, and every step that changes them or follows them.
+
+    :class:`~rmq_spark.CommitLog` adds what people call.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        half: Table,
+        op: Table,
+        topics: Table,
+        *,
+        default_queues: int = QUEUES_DEFAULT,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        self.path = path
+        self.lock = half.lock
+        for table in (op, topics):
+            table.lock, table.clock = half.lock, half.clock
+        self.storage_options = dict(storage_options or {})
+        self.half = HalfStore(half)
+        self.op = op
+        self.topics_table = topics
+        self.topic_store = TopicStore(topics, default_queues)
+        self.ledger = Ledger(op, self.half, self.topic_store, self._has_left_elsewhere)
+        self.machine = half.machine
+        self.drained = Drained(self)
+        self._prepared: dict[str, HalfHeader] = {}  # of applications that count their batches, the last one
+        self.upkeep = True
+        """Whether a decision compacts ``op`` when it has many small files; upkeep by hand goes on."""
+
+    def looked_at(self) -> Iterable[Table]:
+        """The tables that this reads, without those of consumer groups."""
+        return (self.half.table, self.op, self.topics_table, self.messages_table)
+
+    def __repr__(self) -> str:
+        return f"CommitLog({redacted(self.path)!r})"
+
+    @property
+    def id(self) -> str:
+        """Made once, with the log: a log that is made anew in its place has another one, and counts from 0 again."""
+        return self.topics_table.id
+
+    @abstractmethod
+    def another(self) -> ProtocolSteps:
+        """Another handle on this log, which has read nothing yet."""
+
+    @property
+    @abstractmethod
+    def messages_table(self) -> Table:
+        """The table ``messages``: what is placed, for every reader of Delta."""
+
+    @property
+    @abstractmethod
+    def groups(self) -> GroupStore:
+        """The progress of consumer groups."""
+
+    @abstractmethod
+    def has_groups(self) -> bool:
+        """Whether any consumer group has ever read."""
+
+    @abstractmethod
+    def after_decision(self) -> None:
+        """Upkeep, when it is time for it."""
+
+    def clock_doubt_s(self, note: bool = True) -> float:
+        """Seconds by which this machine's clock may be ahead: see :func:`~rmq_spark._core.log.second_look.doubt_s`."""
+        return doubt_s(self, note)
+
+    def in_background(self, work: Callable[[], None]) -> threading.Thread | None:
+        """Run upkeep beside this thread; None when it is done already."""
+        return self.machine.start_thread(work, "txmq-maintenance")
+
+    # ------------------------------------------------------------------ a half batch, from its files to its verdicts
+    def stage(self, writer: HalfWriter, batches: Sequence[pa.RecordBatch], partition: int = 0) -> list[HalfFile]:
+        """Write messages as half files from this process (executors do the same with ``HalfWriter`` alone)."""
+        return self.with_machine(writer).write(self.half.table.fs, self.half.table.folder, partition, batches)
+
+    def with_machine(self, writer: HalfWriter) -> HalfWriter:
+        """A writer with the clock of this log."""
+        return writer if writer.machine is self.machine else replace(writer, machine=self.machine)
+
+    @looks_again
+    def last_batch_id(self, app_id: str, refresh: bool = True) -> int | None:
+        """The newest batch id that this application prepared; without a refresh, as the table was read last."""
+        with self.lock:
+            if refresh:
+                self.half.table.refresh()
+            return self.half.last_batch_id(app_id)
+
+    def is_replay(self, header: HalfHeader) -> bool:
+        """Whether a batch that its application counts was prepared before: it, or a later one, is in the log."""
+        last = self.last_batch_id(header.app_id) if header.numbered else None
+        return last is not None and header.batch_id <= last
+
+    def header_of(self, app_id: str, batch_id: int) -> HalfHeader | None:
+        """The header of a half batch. That which this handle has prepared last of an application is not read again."""
+        known = self._prepared.get(app_id)
+        if known is not None and known.batch_id == batch_id:
+            return known
+        record = self.find(app_id, batch_id)
+        return None if record is None else record.header
+
+    @looks_again
+    def find(self, app_id: str, batch_id: int) -> HalfRecord | None:
+        """The half batch of an application and batch id; of one that has left, what is kept."""
+        with self.lock:
+            record = self.half.find(app_id, batch_id)
+            # op after half: what has left half by now was archived in op before.
+            kept = self.ledger.archived_as(app_id, batch_id) if record is None else None
+            return record if kept is None else HalfRecord.of_archived(kept)
+
+    @looks_again
+    def get(self, half_id: str) -> HalfRecord:
+        """The half batch of this id; HalfBatchNotFoundError when there is none, HalfBatchLeftError when it has left."""
+        with self.lock:
+            try:
+                return self.half.get(half_id)
+            except HalfBatchNotFoundError:
+                kept = self.archived(half_id) if isinstance(half_id, str) and half_id.isascii() else None
+                if kept is None:
+                    raise
+                raise kept.left_error() from None
+
+    @looks_again
+    def archived(self, half_id: str) -> Archived | None:
+        """What is kept of a half batch that was settled and has left ``half``; None for any other."""
+        return self.ledger.archived(half_id)
+
+    def _has_left_elsewhere(self, half_id: str) -> bool:
+        """Whether a half batch has left: another handle looks, for this one goes on from what it has read of ``op``."""
+        return self.another().archived(half_id) is not None
+
+    def prepare(self, header: HalfHeader, files: Sequence[HalfFile | HalfRows]) -> HalfRecord:
+        """Commit the staged files of a half batch: see :meth:`prepare_many`. What would let it drop out is raised."""
+        (found,) = self.prepare_many([Staged(header, files)])
+        if isinstance(found, HalfRecord):
+            return found
+        raise found
+
+    def prepare_many(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
+        """Commit the staged files of several half batches at once: see :meth:`HalfStore.prepare_many`."""
+        if staged:
+            reach("staged", header=staged[0].header)
+        half_ids = [batch.header.half_id for batch in staged]
+        with self.lock:
+            self.ledger.expect(half_ids)
+            try:
+                prepared = self.half.prepare_many(staged, self.ledger.ms_before_prepare, self.ledger.archived_among)
+            except BaseException:
+                self.ledger.forget(half_ids)
+                raise
+            done = [isinstance(found, HalfRecord) for found in prepared]
+            self.ledger.forget([half_id for half_id, is_there in zip(half_ids, done, strict=True) if not is_there])
+            for batch, is_there in zip(staged, done, strict=True):
+                if is_there and batch.header.numbered:
+                    self._prepared[batch.header.app_id] = batch.header
+            return prepared
+
+    def still_in_half(self, half_ids: Collection[str]) -> set[str]:
+        """Those of these half batches that the table ``half`` has now. Of all others nobody is asked any more: they
+        have left, settled for good, or were never prepared."""
+        with self.lock:
+            return set(self.half.counted()["half_id"].to_pylist()).intersection(half_ids)
+
+    @looks_again
+    def half_batch(
+        self,
+        record: HalfRecord,
+        state: BatchState,
+        attempt: int,
+        rows: RowSet,
+        arg: Any = None,
+        held: HalfRows | pa.Table | None = None,
+    ) -> HalfBatch:
+        """The half batch as a listener sees it: these rows, which are under one attempt. ``held`` are all rows of it,
+        or some columns of them, where the caller has them."""
+        return half_batch_of(self, record, state, attempt, rows, arg, held)
+
+    @looks_again
+    def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
+        """What the newest op markers say of a half batch; without a refresh, those that were read last."""
+        return self.ledger.state_of(record, refresh)
+
+    @looks_again
+    def small_batches(self, half_ids: Collection[str]) -> list[tuple[HalfRecord, BatchState, pa.Table]]:
+        """Those of these half batches that are small, with their newest states and all their rows (the columns
+        ``SMALL_COLUMNS``). They are read together; one that cannot be read, or has left, is not among them."""
+        found: list[tuple[HalfRecord, BatchState, pa.Table]] = []
+        with self.lock:
+            small = self.half.find_small(half_ids, SMALL_ROWS_MAX)
+            self.ledger.refresh()
+            self.ledger.read_older(record for record, _ in small.values())
+            for record, rows in small.values():
+                with suppress(TxmqError):  # it is looked at alone, and reported
+                    found.append((record, self.ledger.state_of(record, refresh=False), rows))
+        return found
+
+    def is_untouched(self, record: HalfRecord) -> bool:
+        """Whether ``op``, as it was last read, has said nothing of a half batch that this process has prepared."""
+        return self.ledger.is_untouched(record)
+
+    def decide(
+        self,
+        record: HalfRecord,
+        attempt: int,
+        *,
+        commit: Mapping[int, bytes] = NO_ROWS,
+        rollback: Mapping[int, bytes] = NO_ROWS,
+        who: Who,
+        reason: str | None = None,
+        checks_min: int = 0,
+        rolled_back: Sequence[RolledBack] = (),
+    ) -> list[Placed]:
+        """Make verdicts final: see :meth:`Ledger.decide`."""
+        placed = self.ledger.decide(
+            record,
+            attempt,
+            commit=commit,
+            rollback=rollback,
+            who=who,
+            reason=reason,
+            checks_min=checks_min,
+            rolled_back=rolled_back,
+        )
+        self.after_decision()
+        return placed
+
+    def decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
+        """Make verdicts on several half batches final at once: see :meth:`Ledger.decide_many`."""
+        decided = self.ledger.decide_many(decisions)
+        self.after_decision()
+        return decided
+
+    def reopen(
+        self, record: HalfRecord, attempt: int, states: Sequence[RowState], new_attempt: int, who: Who, reason: str
+    ) -> RowSet:
+        """Make rows pending again: see :meth:`Ledger.reopen`."""
+        return self.ledger.reopen(record, attempt, states, new_attempt, who, reason)
+
+    def quarantine(
+        self, record: HalfRecord, attempt: int, rows: RowSet, who: Who, reason: str, checks_min: int = 0
+    ) -> None:
+        """Hide pending rows: see :meth:`Ledger.quarantine`."""
+        self.ledger.quarantine(record, attempt, rows, who, reason, checks_min)
+
+    def record_check(
+        self, record: HalfRecord, attempt: int, rows: RowSet, reason: str | None, pause_s: float = 0.0
+    ) -> None:
+        """Count an answered check: see :meth:`Ledger.record_check`."""
+        self.ledger.record_check(record, attempt, rows, reason, pause_s)
+
+    def record_checks(self, checks: Sequence[AnsweredCheck], pause_s: float = 0.0) -> None:
+        """Count answered checks of several half batches at once: see :meth:`Ledger.record_checks`."""
+        self.ledger.record_checks(checks, pause_s)
+
+    def lease(self, record: HalfRecord, seconds: float) -> datetime:
+        """Keep checkers away while a local transaction runs; returns until when."""
+        return self.lease_many([record], seconds)
+
+    def lease_many(self, records: Sequence[HalfRecord], seconds: float) -> datetime:
+        """:meth:`lease` several half batches at once."""
+        return self.ledger.lease(records, seconds)
+
+    def place_due(self) -> list[Placed]:
+        """Make those delayed messages visible whose time has come; returns where they stand.
+
+        Settling any half batch does it too, and each round of checks.
+        """
+        return self.ledger.place_due()
+
+    # ------------------------------------------------------------------ what is open
+    def open_batches(self) -> Iterator[tuple[HalfRecord, BatchState]]:
+        """Half batches with pending rows, oldest first. The cost follows what is open, not the age of the log."""
+        with self.lock:
+            records = [self.half.get(half_id) for half_id in self.open_half_ids()]
+        for record in records:
+            state = self.state_of(record)
+            if not state.settled:
+                yield record, state
+
+    @looks_again
+    def open_half_ids(self) -> list[str]:
+        """Half batches that may have pending rows, oldest first: their ids only, so that one which cannot be read does
+        not hide the others."""
+        found = self.ledger.open_half_ids()
+        reach("open batches listed")
+        return found
+
+    def move_mark(self) -> bool:
+        """Move the low-water mark over everything settled; returns whether it moved."""
+        return self.ledger.mark()
+
+    # ------------------------------------------------------------------ following the log
+    def refresh(self) -> int:
+        """Read what is new in ``op``, and return the version that this handle has seen."""
+        return self.ledger.refresh()
+
+    @property
+    def version(self) -> int:
+        """The version of ``op`` that this handle has seen."""
+        return self.op.version
+
+    @looks_again
+    def tails(self, refresh: bool = True) -> Tails:
+        """The next offset of every queue that has messages, by (topic, queue_id)."""
+        with self.lock:
+            if refresh:
+                self.ledger.refresh()
+            return self.ledger.tails
+
+    @looks_again
+    def firsts(self, refresh: bool = True) -> Tails:
+        """The first offset that is kept, by (topic, queue_id), of queues of which messages have expired."""
+        with self.lock:
+            if refresh:
+                self.ledger.refresh()
+            return self.ledger.firsts
+
+    def placements(self, since: int = 0, above: int = 0) -> Iterator[tuple[pa.Table, int | None]]:
+        """Op rows that place messages, the newest first: see :func:`walk_placements`."""
+        return walk_placements(self.op, since, above)
+
+    def read_range(
+        self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """Rows of a file of ``half`` or ``messages``, as ``files.read_range`` has them."""
+        if wanted.table == self.messages_table.name:
+            return self.messages_table.read_range(wanted, columns, where)
+        return self.half.read_range(wanted, columns, where)
+
+    def find_again(self, lost: MessageRange) -> list[MessageRange]:
+        """Where messages lie now of which a file is gone that was there when a read was planned.
+
+        Raises
+        ------
+        LostFileError
+            When they are nowhere.
+        """
+        self.refresh()
+        if isinstance(lost, PlacedRange):
+            has_left = self.archived(lost.rows.half_id) is not None
+            has_payload = None if has_left else self.half.has_payload(lost.rows)
+            if has_payload:  # it shares a file with what has none
+                return [lost]
+            if has_left or has_payload is False:
+                went = "left half" if has_left else "has no payload any more in half"
+                self.messages_table.refresh()
+                require_drained(self.messages_table, lost.op_version, f"half batch {lost.rows.half_id!r} {went}")
+        self.drained.border()
+        found, missing = self.drained.ranges((lost.topic, lost.queue_id), lost.queue_offset, lost.stop)
+        if missing:
+            raise LostFileError(
+                f"{out_of_range(lost.topic, lost.queue_id, *missing[0])}: file {lost.rows.path} of table "
+                f"{lost.rows.table} is gone"
+            )
+        return found
+
+    def locate(self, half_id: str, file_no: int) -> str:
+        """Where the rows of a half file lie now."""
+        return self.half.locate(half_id, file_no)

@@ -1,0 +1,185 @@
+"""A half batch as a listener is asked about it, and its answer as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.listeners.half_batch import HalfBatch
+from rmq_spark._core.log.half import HALF_SCHEMA, HalfRows
+from rmq_spark._core.log.half_table import HalfRecord
+from rmq_spark._core.log.op import BatchState, Who
+from rmq_spark._core.log.op_table import Decision, RolledBack
+from rmq_spark._core.storage.spark_parquet import read_files, spark_schema
+from rmq_spark._core.storage.table import DeltaLogTable
+from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX, FROM_THE_FUTURE_AGE_S
+from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet, booleans_of
+from rmq_spark._core.vocabulary.value import value
+from rmq_spark._core.vocabulary.verdicts import (
+    COMMIT_MESSAGE,
+    ROLLBACK_MESSAGE,
+    UNKNOWN,
+    LocalTransactionState,
+    Verdict,
+    VerdictArray,
+)
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from rmq_spark._core.protocol.engine import ProtocolSteps
+
+WANTED = pa.schema([("wanted_file", pa.int64()), ("first", pa.int64()), ("last", pa.int64())])
+"""Runs of rows of half files, which Spark joins with these."""
+
+
+def half_batch_of(
+    log: ProtocolSteps,
+    record: HalfRecord,
+    state: BatchState,
+    attempt: int,
+    rows: RowSet,
+    arg: Any = None,
+    held: HalfRows | pa.Table | None = None,
+) -> HalfBatch:
+    """The half batch as a listener sees it: these rows, which are under one attempt. ``held`` are all rows of it in
+    send order, or some columns of them, where the caller has them."""
+    return HalfBatch(
+        half_id=record.half_id,
+        app_id=record.header.app_id,
+        batch_id=record.header.batch_id,
+        attempt=attempt,
+        producer_group=record.header.producer_group,
+        prepared_at=_began_at(log, record, state, attempt),
+        check_times=state.check_times(rows),
+        transaction_per=record.header.transaction_per,
+        fence_id=record.header.fence_id,
+        staged_ms=record.staged_ms,
+        rows=_LogRows(log, record, rows, held),
+        log_id=log.id,
+        arg=arg,
+    )
+
+
+def _began_at(log: ProtocolSteps, record: HalfRecord, state: BatchState, attempt: int) -> datetime:
+    """When an attempt began, as far as it can be believed.
+
+    A clock that was ahead has written times in the future, and later half batches come after those: none would be
+    old enough for a check. The time of staging counts then, or an assumed age when it is in the future too.
+    """
+    now = log.machine.now()
+    for said in (state.opened_at.get(attempt, record.prepared_at), record.staged_at):
+        if said <= now + timedelta(seconds=CLOCK_SKEW_S_MAX):
+            return said
+    return now - timedelta(seconds=FROM_THE_FUTURE_AGE_S)
+
+
+@value
+class Split:
+    """Rows of a half batch by the verdict of their transaction; those of ``rollback`` by their reasons, too."""
+
+    commit: RowSet
+    rollback: RowSet
+    unknown: RowSet
+    rolled_back: Sequence[RolledBack] = ()
+
+    @property
+    def decides(self) -> bool:
+        """True when there is anything but UNKNOWN."""
+        return bool(self.commit or self.rollback)
+
+    def decision(self, record: HalfRecord, attempt: int, who: Who) -> Decision:
+        """What makes these verdicts final."""
+        return Decision(record, attempt, self.commit, self.rollback, who, rolled_back=self.rolled_back)
+
+
+def split_by_verdict(
+    log: ProtocolSteps, record: HalfRecord, rows: RowSet, batch: HalfBatch, verdicts: VerdictArray
+) -> Split:
+    """The rows of a half batch by the verdict of their transaction."""
+    which, distinct = verdicts.which, verdicts.distinct
+    if which is not None and len(which) == 1:
+        distinct = (distinct[which[0].as_py()],)
+        which = None
+    if which is None:
+        only = distinct[0]
+        if only.state is COMMIT_MESSAGE:
+            return Split(rows, NO_ROWS, NO_ROWS)
+        if only.state is UNKNOWN:
+            return Split(NO_ROWS, NO_ROWS, rows)
+        return Split(NO_ROWS, rows, NO_ROWS, [RolledBack(only.reason, only.refused, dict(rows.ranges()))])
+    which = batch.by_row(which)
+    codes = {
+        s: pa.array([n for n, v in enumerate(distinct) if v.state is s], pa.int32()) for s in LocalTransactionState
+    }
+    of_state = {state: rows.where(pc.is_in(which, value_set=some)) for state, some in codes.items()}
+    rollback = of_state[ROLLBACK_MESSAGE]
+    why = which.filter(pc.is_in(which, value_set=codes[ROLLBACK_MESSAGE]))
+    return Split(of_state[COMMIT_MESSAGE], rollback, of_state[UNKNOWN], _by_reason(rollback, why, distinct))
+
+
+def _by_reason(rollback: RowSet, why: pa.Array | pa.ChunkedArray, distinct: Sequence[Verdict]) -> list[RolledBack]:
+    """Rows by the reason and kind of their rollback; ``why`` has the position of each row's verdict."""
+    found: dict[tuple[str | None, bool], dict[int, list[tuple[int, int]]]] = {}
+    codes = why.combine_chunks() if isinstance(why, pa.ChunkedArray) else why
+    at = 0
+    for file_no, bits in rollback.items():
+        row_no = pc.indices_nonzero(booleans_of(bits))
+        of_rows = codes.slice(at, len(row_no))
+        at += len(row_no)
+        ends = pc.or_(pc.not_equal(pc.subtract(row_no[1:], row_no[:-1]), 1), pc.not_equal(of_rows[1:], of_rows[:-1]))
+        last = [*pc.indices_nonzero(ends).to_pylist(), len(row_no) - 1]
+        first = [0, *(n + 1 for n in last[:-1])]
+        for start, end, code in zip(
+            row_no.take(pa.array(first)).to_pylist(),
+            row_no.take(pa.array(last)).to_pylist(),
+            of_rows.take(pa.array(first)).to_pylist(),
+            strict=True,
+        ):
+            verdict = distinct[code]
+            found.setdefault((verdict.reason, verdict.refused), {}).setdefault(file_no, []).append((start, end))
+    return [
+        RolledBack(reason, refused, {n: tuple(ranges) for n, ranges in files.items()})
+        for (reason, refused), files in found.items()
+    ]
+
+
+class _LogRows:
+    """The rows of one half batch for a listener."""
+
+    def __init__(self, log: ProtocolSteps, record: HalfRecord, rows: RowSet, held: HalfRows | pa.Table | None) -> None:
+        self._log, self._record, self.rows, self._held = log, record, rows, held
+
+    @property
+    def is_all(self) -> bool:
+        return self.rows.count == self._record.rows
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        table = self._held.table if isinstance(self._held, HalfRows) else self._held
+        if table is not None and set(columns).issubset(table.column_names):
+            held = table.select(list(columns))
+            if self.is_all:
+                return held
+            chosen = [self.rows.get(n) or bytes(file.rows) for n, file in self._record.files.items()]
+            return held.filter(booleans_of(b"".join(chosen)))
+        return self._log.half.read(self._record, self.rows, columns)
+
+    def to_spark(self, spark: SparkSession) -> DataFrame:
+        from pyspark.sql import functions as F
+
+        table = self._log.half.table
+        files = sorted({self._record.files[n].path for n in self.rows})
+        if not isinstance(table, DeltaLogTable):
+            return spark.createDataFrame(self.read(HALF_SCHEMA.names))
+        frame = read_files(spark, self._log.path, table, table.actions(), files, HALF_SCHEMA)
+        frame = frame.where(F.col("half_id") == self._record.half_id)
+        if not self.is_all:
+            ranges = [(n, a, b) for n, file_ranges in self.rows.ranges() for a, b in file_ranges]
+            wanted = spark.createDataFrame(ranges, spark_schema(WANTED))
+            inside = (F.col("file_no") == F.col("wanted_file")) & F.col("row_no").between(F.col("first"), F.col("last"))
+            frame = frame.join(F.broadcast(wanted), inside, "left_semi")
+        return frame

@@ -1,0 +1,50 @@
+"""Tells observers what became of a half batch, where anybody observes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rmq_spark._core.log.op import RowState
+from rmq_spark._core.protocol.engine import ProtocolSteps
+from rmq_spark._core.runtime import observer
+
+if TYPE_CHECKING:
+    from rmq_spark._core.protocol.two_phase import Outcome
+
+
+def told(log: ProtocolSteps, producer_group: str, bring: Callable[[], Outcome]) -> Outcome:
+    """Call what brings a half batch to its end, and tell observers how long it took, or what it raised."""
+    if not observer.observers():
+        return bring()
+    began_s = log.machine.monotonic()
+    try:
+        outcome = bring()
+    except Exception as problem:
+        tell_not_sent(log, producer_group, problem)
+        raise
+    tell_sent(log, producer_group, outcome, began_s)
+    return outcome
+
+
+def tell_not_sent(log: ProtocolSteps, producer_group: str, problem: Exception) -> None:
+    """Tell observers what sending a half batch raised."""
+    if observer.observers():
+        observer.tell(lambda o: o.not_sent(log.path, producer_group, problem))
+
+
+def tell_sent(log: ProtocolSteps, producer_group: str, outcome: Outcome, began_s: float) -> None:
+    """Tell observers how long it took from a moment of the monotonic clock."""
+    record = outcome.record
+    if record is None or outcome.replayed or not observer.observers():  # a replay was told of when it was sent
+        return
+    topics: Counter[str] = Counter()
+    for file in record.files.values():
+        for segment in file.segments:
+            topics[segment.topic] += segment.last - segment.first + 1
+    finish_s = None
+    if outcome.messages and not outcome.messages.get(RowState.PENDING):
+        finish_s = max(0.0, (log.machine.now() - record.prepared_at).total_seconds())
+    sent = observer.Sent(log.path, producer_group, topics, log.machine.monotonic() - began_s, finish_s)
+    observer.tell(lambda o: o.sent(sent))

@@ -1,0 +1,394 @@
+"""The charts of a report, drawn by Altair from its figures. No chart has more than some hundred rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.report.drawing import altair
+from rmq_spark._core.report.over_time import (
+    ANSWERS,
+    BY_CHECK,
+    BY_POLICY,
+    COMMITTED,
+    DEAD_LETTERS,
+    OTHERS,
+    RETRIES,
+    ROLLED_BACK,
+    UNKNOWN,
+    VERDICTS,
+)
+from rmq_spark._core.report.span import Span
+from rmq_spark._core.report.standing import EVERY_AGE
+from rmq_spark._core.report.words import amount, duration, size
+from rmq_spark._core.vocabulary.text import count_of, plural
+
+if TYPE_CHECKING:
+    from rmq_spark._core.inspect.trace import Trace
+    from rmq_spark._core.report.drawing import Chart
+
+BLUE, ORANGE, TEAL, VIOLET, BROWN, RED, GREY = (
+    "#3d84c6", "#cf6a12", "#1c9f9f", "#8541e9", "#9a6949", "#d8324a", "#868d98",
+)  # fmt: skip
+"""They stand out from a white page and from a dark one (3 to 1 or more). Those that touch in a chart also differ for
+eyes that see no red or no green."""
+OF_TOPICS = (BLUE, ORANGE, TEAL, VIOLET)
+OF_WORDS: Mapping[str, str] = {
+    COMMITTED: BLUE,
+    ROLLED_BACK: ORANGE,
+    BY_CHECK: VIOLET,
+    BY_POLICY: RED,
+    UNKNOWN: GREY,
+    RETRIES: BROWN,
+    OTHERS: GREY,
+    DEAD_LETTERS: RED,
+}
+AGE_COLOURS = (BLUE, BLUE, BLUE, ORANGE, RED, RED)
+BARS_MAX = 12
+"""Bars of one chart: consumer groups, topics."""
+TICKS = 5
+EXACT_MAX = 10_000
+"""Numbers on an axis are written out up to here."""
+NAME_CHARS_MAX = 18
+HEIGHT = 220
+BAR_HEIGHT = 26
+WIDTH = 520
+"""Of a chart in a notebook; on the page a chart is as wide as its card."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A chart, and what its colours mean."""
+
+    chart: Chart
+    legend: Sequence[tuple[str, str]] = ()
+
+
+# ---------------------------------------------------------------- over time
+def throughput(figures: pa.Table, span: Span) -> Drawn:
+    """Messages that appeared, by topic."""
+    sums = figures.group_by("topic", use_threads=False).aggregate([("messages", "sum")])
+    largest = sums.sort_by([("messages_sum", "descending"), ("topic", "ascending")])["topic"].to_pylist()
+    named = [topic for topic in largest if topic not in OF_WORDS]
+    legend = [*zip(named, OF_TOPICS, strict=False), *((w, c) for w, c in OF_WORDS.items() if w in largest)]
+    description = f"Messages that appeared, by topic and {period(span)}"
+    return _columns(figures, "topic", "messages", legend, span, "message", description)
+
+
+def verdicts(figures: pa.Table, span: Span) -> Drawn:
+    """Messages that got a verdict."""
+    legend = _legend(figures, VERDICTS)
+    description = f"Messages that got a verdict, by verdict and {period(span)}"
+    return _columns(figures, "verdict", "messages", legend, span, "message", description)
+
+
+def checks(figures: pa.Table, span: Span) -> Drawn:
+    """What checks made of half batches."""
+    legend = _legend(figures, ANSWERS)
+    description = f"Half batches that a check asked about, by answer and {period(span)}"
+    return _columns(figures, "verdict", "batches", legend, span, "half batch", description)
+
+
+def period(span: Span) -> str:
+    """What one column stands for: ``hour``, ``10 minutes``."""
+    for length_s, unit in _UNITS:
+        if span.period_s >= length_s and span.period_s % length_s == 0:
+            count = span.period_s // length_s
+            return unit if count == 1 else f"{count} {unit}s"
+    return f"{span.period_s} seconds"
+
+
+_UNITS = ((7 * 86400, "week"), (86400, "day"), (3600, "hour"), (60, "minute"), (1, "second"))
+
+
+def _legend(figures: pa.Table, words: Sequence[str]) -> list[tuple[str, str]]:
+    there = set(pc.unique(figures["verdict"]).to_pylist())
+    return [(word, OF_WORDS[word]) for word in words if word in there]
+
+
+def _columns(
+    figures: pa.Table,
+    by: str,
+    value: str,
+    legend: Sequence[tuple[str, str]],
+    span: Span,
+    noun: str,
+    description: str,
+) -> Drawn:
+    alt = altair()
+    unit = plural(noun)
+    names = [name for name, _ in legend]
+    rows = []
+    heights: dict[datetime, int] = {}
+    order = {name: at for at, name in enumerate(names)}
+    for row in sorted(figures.to_pylist(), key=lambda row: order[row[by]]):
+        at, low = row["at"], heights.get(row["at"], 0)
+        heights[at] = low + row[value]
+        end = at + timedelta(seconds=span.period_s)
+        rows.append(
+            {
+                "at": _ms(at),
+                "end": _ms(end),
+                "what": row[by],
+                "low": low,
+                "high": heights[at],
+                "when": f"{at:%Y-%m-%d %H:%M:%S} to {end:%H:%M:%S}",
+                "amount": count_of(row[value], noun),
+                "said": f"{row[by]}, {at:%Y-%m-%d %H:%M:%S}: {count_of(row[value], noun)}",
+            }
+        )
+    # Columns without height make the axis span the whole time, also the part in which nothing happened.
+    ends = (_ms(span.period_start(span.since)), _ms(span.until))
+    rows += [{"at": at, "end": at, "what": name, "low": 0, "high": 0} for at in ends for name in names[:1]]
+    most = max(heights.values(), default=0)
+    chart = (
+        alt.Chart(alt.Data(values=rows), title=description, description=description, width=WIDTH, height=HEIGHT)
+        .mark_rect(xOffset=0.5, x2Offset=-0.5)
+        .encode(
+            x=alt.X("at:T", title=None, scale=alt.Scale(type="utc", nice=False), axis=_time_axis(alt)),
+            x2="end:T",
+            y=alt.Y(
+                "low:Q",
+                title=unit,
+                axis=alt.Axis(format=",d" if most < EXACT_MAX else "~s", **_whole_ticks(most)),
+            ),
+            y2="high:Q",
+            color=alt.Color(
+                "what:N",
+                scale=alt.Scale(domain=names, range=[colour for _, colour in legend]),
+                legend=alt.Legend(title=None, orient="top"),
+            ),
+            description="said:N",
+            tooltip=[
+                alt.Tooltip("what:N", title=by),
+                alt.Tooltip("amount:N", title=unit),
+                alt.Tooltip("when:N", title="when (UTC)"),
+            ],
+        )
+    )
+    return Drawn(chart, legend)
+
+
+def _whole_ticks(most: int) -> dict[str, Any]:
+    """Whole numbers on an axis: Vega gives a short one halves, and rounds them to the same number twice."""
+    return {"values": list(range(most + 1))} if most < TICKS else {"tickCount": TICKS}
+
+
+def _time_axis(alt: Any) -> Any:
+    return alt.Axis(grid=False, labelOverlap=True, labelSeparation=10, tickCount=6, labelExpr=_TIME)
+
+
+_TIME = (
+    "utcseconds(datum.value) ? utcFormat(datum.value, '%H:%M:%S') : "
+    "utchours(datum.value) || utcminutes(datum.value) ? utcFormat(datum.value, '%H:%M') : "
+    "utcFormat(datum.value, '%e %b')"
+)
+
+
+def _ms(at: datetime) -> int:
+    """A time for Vega. Scales have no explicit domain of times: where scripts may not be made of text, Vega cannot read
+    one."""
+    return int(at.timestamp() * 1000)
+
+
+# ---------------------------------------------------------------- now
+def pending(ages: pa.Table) -> Drawn:
+    """What is pending, by age."""
+    rows = [
+        {
+            "name": row["age"],
+            "value": row["messages"],
+            "label": count_of(row["messages"], "message") if row["messages"] else "0",
+            "colour": colour,
+            "more": count_of(row["batches"], "half batch"),
+        }
+        for row, colour in zip(ages.to_pylist(), AGE_COLOURS, strict=True)
+    ]
+    return _bars(rows, "Pending messages by age", "age", "half batches", list(EVERY_AGE))
+
+
+def lag(figures: pa.Table) -> Drawn:
+    """How far consumer groups are behind."""
+    rows = [
+        {
+            "name": row["group"],
+            "value": row["messages"],
+            "label": f"{amount(row['messages'])}, {duration(row['seconds'])}" if row["messages"] else "up to date",
+            "colour": BLUE,
+            "more": f"{count_of(row['messages'], 'message')}; the oldest was committed {duration(row['seconds'])} ago",
+        }
+        for row in figures.slice(0, BARS_MAX).to_pylist()
+    ]
+    return _bars(rows, "Messages that consumer groups have not read", "consumer group", "behind")
+
+
+def largest(figures: pa.Table) -> Drawn:
+    """The half batches with the most messages."""
+    rows = [_of_batch(row, row["messages"], amount(row["messages"])) for row in figures.to_pylist()]
+    return _bars(rows, "Half batches with the most messages", "half batch", "what")
+
+
+def slowest(figures: pa.Table) -> Drawn:
+    """The half batches that waited longest for their last verdict."""
+    rows = [_of_batch(row, row["seconds"], duration(row["seconds"])) for row in figures.to_pylist()]
+    return _bars(rows, "Half batches that waited longest for their last verdict", "half batch", "what")
+
+
+def topics(figures: pa.Table) -> Drawn:
+    """How large topics are in the table messages."""
+    rows = [
+        {
+            "name": row["topic"],
+            "value": row["bytes"],
+            "label": size(row["bytes"]),
+            "colour": BLUE,
+            "more": f"{count_of(row['drained'], 'message')}, {size(row['bytes'])}",
+        }
+        for row in figures.slice(0, BARS_MAX).to_pylist()
+    ]
+    return _bars(rows, "Bytes of topics in the table messages", "topic", "holds")
+
+
+def _of_batch(row: Mapping[str, Any], value: float, label: str) -> dict[str, Any]:
+    return {
+        "name": row["half_id"],
+        "value": value,
+        "label": label,
+        "colour": BLUE,
+        "more": f"{count_of(row['messages'], 'message')} of {row['producer_group'] or 'an unknown group'}, settled "
+        f"after {duration(row['seconds'])}, on {row['settled_at']:%Y-%m-%d %H:%M:%S} UTC",
+    }
+
+
+def _bars(
+    rows: Sequence[dict[str, Any]], description: str, what: str, more: str, order: Sequence[str] | None = None
+) -> Drawn:
+    """Bars that lie, each with its name before it and its value behind it."""
+    alt = altair()
+    rows = [{**row, "said": f"{row['name']}: {row['label']}"} for row in rows]
+    most = max((row["value"] for row in rows), default=0)
+    names = list(order or [row["name"] for row in rows])
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        y=alt.Y(
+            "name:N",
+            title=None,
+            sort=names,
+            axis=alt.Axis(domain=False, ticks=False, labelPadding=8, labelExpr=_SHORT),
+        ),
+        # Room for the value behind the longest bar.
+        x=alt.X("value:Q", axis=None, scale=alt.Scale(domain=[0, most * 1.55 if most else 1], nice=False)),
+        description="said:N",
+        tooltip=[
+            alt.Tooltip("name:N", title=what),
+            alt.Tooltip("more:N", title=more),
+        ],
+    )
+    bars = base.mark_bar(cornerRadiusEnd=3, height={"band": 0.62}).encode(
+        color=alt.Color("colour:N", scale=None, legend=None)
+    )
+    labels = base.mark_text(align="left", dx=6, baseline="middle").encode(text="label:N")
+    chart = alt.layer(bars, labels).properties(
+        title=description, description=description, width=WIDTH, height=max(1, len(rows)) * BAR_HEIGHT
+    )
+    return Drawn(chart)
+
+
+_SHORT = (
+    f"length(datum.label) > {NAME_CHARS_MAX} ? slice(datum.label, 0, {NAME_CHARS_MAX // 2 - 1}) + '…' + "
+    f"slice(datum.label, -{NAME_CHARS_MAX // 2}) : datum.label"
+)
+"""The middle is left out: the beginning of a half id is its application, the end the number of its batch."""
+
+
+# ---------------------------------------------------------------- one transaction
+EVENT_COLOURS: Mapping[str, str] = {
+    "prepared": GREY,
+    "leased": GREY,
+    "checked": BROWN,
+    "committed": BLUE,
+    "placed": BLUE,
+    "rolled_back": ORANGE,
+    "quarantined": RED,
+    "reopened": VIOLET,
+    "conflict": RED,
+    "conflict_resolved": TEAL,
+    "drained": TEAL,
+    "archived": GREY,
+}
+EVENTS_MAX = 40
+"""Events that are drawn; of more the first and the last ones."""
+
+
+def timeline(trace: Trace) -> Drawn:
+    """What happened to a transaction, in its order: each event has a line of its own, and stands at its time."""
+    alt = altair()
+    events = list(trace.events)
+    left_out = 0
+    if len(events) > EVENTS_MAX:
+        left_out = len(events) - EVENTS_MAX
+        events = [*events[: EVENTS_MAX // 2], *events[-EVENTS_MAX // 2 :]]
+    began = events[0].at if events else datetime.fromtimestamp(0)
+    rows: list[dict[str, Any]] = []
+    before = began
+    for number, event in enumerate(events):
+        by = f" by {event.decided_by}" if event.decided_by else ""
+        rows.append(
+            {
+                "before": _ms(before),
+                "at": _ms(event.at),
+                "number": f"{number:03}",
+                "label": f"{event.kind.value.replace('_', ' ')}{by}",
+                "colour": EVENT_COLOURS.get(event.kind.value, GREY),
+                "after": f"+{duration((event.at - before).total_seconds())}" if number else "",
+                "what": f"{count_of(event.messages, 'message')}{f', attempt {event.attempt}' if event.attempt else ''}",
+                "why": event.reason or "",
+                "when": f"{event.at:%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC",
+                "said": f"{event.at:%Y-%m-%d %H:%M:%S}: {event.kind.value.replace('_', ' ')}{by}",
+            }
+        )
+        before = event.at
+    lines = {row["number"]: row["label"] for row in rows}
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        y=alt.Y(
+            "number:N",
+            title=None,
+            sort=list(lines),
+            axis=alt.Axis(domain=False, ticks=False, grid=True, labelPadding=8, labelExpr=_names(lines)),
+        ),
+        description="said:N",
+        tooltip=[
+            alt.Tooltip("label:N", title="event"),
+            alt.Tooltip("what:N", title="messages"),
+            alt.Tooltip("after:N", title="since the event before"),
+            alt.Tooltip("when:N", title="when"),
+            alt.Tooltip("why:N", title="reason"),
+        ],
+    )
+    at = alt.X("at:T", title=None, scale=alt.Scale(type="utc", nice=False), axis=_time_axis(alt))
+    # A point that nobody sees makes room for the words behind the last one.
+    room_ms = max(1000, _ms(before) - _ms(began)) * 70 // 100
+    room = alt.Chart(alt.Data(values=[{"at": _ms(before) + room_ms}])).mark_point(opacity=0).encode(x=at)
+    colour = alt.Color("colour:N", scale=None, legend=None)
+    waits = base.mark_bar(height=3, opacity=0.45).encode(x="before:T", x2="at:T", color=colour)
+    points = base.mark_circle(size=130, opacity=1).encode(x=at, color=colour)
+    labels = base.mark_text(align="left", dx=11, baseline="middle").encode(x=at, text="after:N")
+    more = f"; {left_out} events between are left out" if left_out else ""
+    title = f"Timeline of {trace.transaction_id or trace.message_id or trace.half_id}{more}"
+    chart = alt.layer(waits, points, labels, room).properties(
+        title=title,
+        description=title,
+        width=WIDTH,
+        height=max(1, len(rows)) * BAR_HEIGHT + 10,
+    )
+    return Drawn(chart)
+
+
+def _names(lines: Mapping[str, str]) -> str:
+    """An expression that shows the words of a line in the place of its number."""
+    return f"{json.dumps(lines)}[datum.value]"

@@ -1,0 +1,120 @@
+"""One sentence that says whether all is well with a commit log, and what to do if not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow.compute as pc
+
+from rmq_spark._core.report.figures import Figures
+from rmq_spark._core.report.finding import Finding, Level
+from rmq_spark._core.report.words import are, duration, have
+from rmq_spark._core.vocabulary.options import GRACE_S, TRANSACTION_CHECK_INTERVAL_S
+from rmq_spark._core.vocabulary.text import count_of
+
+PENDING_S_MAX = 10 * TRANSACTION_CHECK_INTERVAL_S
+"""What is pending for longer should have been settled by a check."""
+UNDRAINED_S_MAX = 2 * GRACE_S
+"""What is not in the table messages after that is waiting for upkeep that nobody does."""
+PENDING_S_CRITICAL = 3600.0
+"""What checks have asked about, and is pending for longer, is critical, as in ``txmq doctor``."""
+LAG_S_MAX = 3600.0
+"""A consumer group that is further behind is named."""
+
+
+def findings_of(figures: Figures) -> list[Finding]:
+    """What a person should know, the most pressing first. The first one is the headline; there is always one."""
+    found = [*_to_act(figures), *_to_watch(figures)]
+    return found or [_well(figures)]
+
+
+def _to_act(figures: Figures) -> Iterator[Finding]:
+    if count := len(figures.conflicts):
+        yield Finding(
+            "conflicts",
+            Level.CRITICAL,
+            f"{count_of(count, 'half batch').capitalize()} {have(count)} two verdicts that contradict each other.",
+            "Look at them with txmq conflicts, find out which verdict is true, and settle each with txmq resolve.",
+        )
+    yield from _old_pending(figures)
+    if count := len(figures.quarantined):
+        yield Finding(
+            "quarantined",
+            Level.WARNING,
+            f"{count_of(count, 'half batch').capitalize()} {are(count)} quarantined: checks gave up, and nobody sees "
+            "the messages.",
+            "Look at them with txmq quarantined; then txmq resume lets checks go on, and txmq resolve decides.",
+        )
+
+
+def _old_pending(figures: Figures) -> Iterator[Finding]:
+    old = figures.pending.filter(pc.greater(figures.pending["seconds"], PENDING_S_MAX))
+    old = old.filter(pc.invert(old["leased"]))
+    if old.num_rows == 0:
+        return
+    first = old.slice(0, 1).to_pylist()[0]
+    asked = first["check_times"]
+    said = f"A half batch of {first['producer_group']} has been pending for {duration(first['seconds'])}"
+    if asked:
+        times = "once" if asked == 1 else f"{asked} times"
+        yield Finding(
+            "pending",
+            Level.CRITICAL if first["seconds"] > PENDING_S_CRITICAL else Level.WARNING,
+            f"{said}: it was asked about {times}, and its listener does not know.",
+            "Find out why its listener answers UNKNOWN, or decide with txmq resolve.",
+        )
+    else:
+        yield Finding(
+            "pending",
+            Level.CRITICAL,
+            f"{said}, and no check has asked about it (or none since it was resumed).",
+            f"See that a check job runs (txmq check) which has a listener for {first['producer_group']}.",
+        )
+
+
+def _to_watch(figures: Figures) -> Iterator[Finding]:
+    if (count := figures.dead_letters) and (waiting := figures.dead_letters_waiting):
+        kept = "1 of those that are kept was" if waiting == 1 else f"{waiting:,} of those that are kept were"
+        yield Finding(
+            "dead letters",
+            Level.WARNING,
+            ("1 message became a dead letter" if count == 1 else f"{count:,} messages became dead letters")
+            + f" in this time; {kept} not sent again.",
+            "Look at them with txmq dlq list GROUP, and send them again with txmq dlq resend GROUP --all when the "
+            "cause is gone.",
+        )
+    behind = figures.lag.sort_by([("seconds", "descending")]).slice(0, 1).to_pylist()
+    if behind and behind[0]["seconds"] > LAG_S_MAX:
+        group = behind[0]
+        yield Finding(
+            "lag",
+            Level.WARNING,
+            f"Consumer group {group['group']} is behind by {count_of(group['messages'], 'message')}, the oldest of "
+            f"them committed {duration(group['seconds'])} ago.",
+            f"See that its consumers run and keep up: txmq group lag {group['group']} shows each queue.",
+        )
+    if figures.undrained_s > UNDRAINED_S_MAX:
+        yield Finding(
+            "drain",
+            Level.WARNING,
+            f"Messages have been committed for {duration(figures.undrained_s)} and are not in the table messages yet.",
+            "See that upkeep runs: the check job does it, or txmq maintain --every 60s.",
+        )
+
+
+def _well(figures: Figures) -> Finding:
+    if not figures.topics.num_rows:
+        return Finding(
+            "log", Level.OK, "This commit log is new: it has no topic yet.", "Make one with txmq topic create."
+        )
+    if figures.is_empty:
+        return Finding("log", Level.OK, "Nothing was sent in this time, and nothing is pending.")
+    if figures.pending_messages:
+        rest = f"{count_of(figures.pending_messages, 'message')} {are(figures.pending_messages)} pending, none for long"
+    else:
+        rest = "nothing is pending"
+    return Finding(
+        "log",
+        Level.OK,
+        f"All is well: {count_of(figures.committed, 'message')} appeared, {rest}, and nothing waits for a person.",
+    )

@@ -1,0 +1,434 @@
+"""One page of HTML that holds a report: the scripts and the figures are in it, and nothing is fetched."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from rmq_spark import __version__
+from rmq_spark._core.report import charts
+from rmq_spark._core.report.charts import Drawn
+from rmq_spark._core.report.drawing import scripts
+from rmq_spark._core.report.figures import Figures
+from rmq_spark._core.report.finding import Finding, Level
+from rmq_spark._core.report.headline import findings_of
+from rmq_spark._core.report.words import amount, duration, rate, size
+from rmq_spark._core.vocabulary.redaction import redacted
+from rmq_spark._core.vocabulary.text import count_of
+
+if TYPE_CHECKING:
+    from rmq_spark._core.inspect.trace import Trace
+
+ROWS_MAX = 60
+"""Rows of a table on the page."""
+EXACT_MAX = 1_000_000
+"""Numbers of a tile are written out below this."""
+_SIGNS = {
+    Level.OK: '<path d="M5 12.5l4.5 4.5L19 7.5"/>',
+    Level.WARNING: '<path d="M12 6v7"/><path d="M12 17.2v.3"/>',
+    Level.CRITICAL: '<path d="M12 6v7"/><path d="M12 17.2v.3"/>',
+}
+_LEVELS = {Level.OK: "all is well", Level.WARNING: "watch this", Level.CRITICAL: "do something"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its head, and what it makes of a row."""
+
+    head: str
+    cell: Callable[[Any], str]
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A part of the page: a chart, what it shows, and its numbers as a table."""
+
+    name: str
+    title: str
+    hint: str
+    drawn: Drawn | None
+    nothing: str
+    table: str
+    wide: bool = False
+
+
+def escape(text: str) -> str:
+    """Text as HTML. What others sent may hold characters that a page must not have, or that turn its lines around."""
+    return html.escape("".join(c if c.isprintable() else "\ufffd" for c in text))
+
+
+def page(figures: Figures, trace: Trace | None = None) -> str:
+    """The report as HTML.
+
+    Parameters
+    ----------
+    figures : Figures
+    trace : Trace, optional
+        The transaction of which there is a timeline.
+    """
+    cards = _cards(figures, trace)
+    drawn = {card.name: _spec(card.drawn) for card in cards if card.drawn is not None}
+    bundle = _script(scripts())
+    own = _script(_asset("page.js"))
+    allowed = " ".join(f"'sha256-{_sha256(script)}'" for script in (bundle, own))
+    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
+    name = redacted(figures.path)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="rmq_spark {__version__}">
+<title>Commit log {escape(name)}</title>
+<link rel="icon" href="data:,">
+<style>{_asset("page.css")}</style>
+</head>
+<body>
+<header>
+<p class="kind">Report of a commit log</p>
+<h1>{escape(name)}</h1>
+<p class="when">{_when(figures)}</p>
+</header>
+{_headline(findings_of(figures))}
+{_tiles(figures)}
+<main class="grid">
+{"".join(map(_card, cards))}</main>
+<footer>
+<p>A half batch is what one micro-batch, batch write or send stored together; it has one transaction or several. Nobody
+sees its messages before they have a verdict. Times are UTC.</p>
+<p>Made by rmq_spark {__version__} on {figures.span.until:%Y-%m-%d at %H:%M:%S} UTC. The page needs no network.</p>
+</footer>
+<script type="application/json" id="charts">{_json(drawn)}</script>
+<script>{bundle}</script>
+<script>{own}</script>
+</body>
+</html>
+"""
+
+
+# ---------------------------------------------------------------- parts
+def _when(figures: Figures) -> str:
+    span = figures.span
+    length = duration((span.until - span.since).total_seconds())
+    columns = "" if figures.is_empty else f", a column for each {charts.period(span)}"
+    return f"{_time(span.since)} to {_time(span.until)} UTC: {length}{columns}"
+
+
+def _time(at: datetime) -> str:
+    return f"{at.day} {at:%b %Y, %H:%M}"
+
+
+def _headline(findings: Sequence[Finding]) -> str:
+    first, *others = findings
+    more = "".join(f"<li><b>{escape(f.what)}</b> {_commands(f.remedy or '')}</li>" for f in others)
+    ring = '<circle cx="12" cy="12" r="10.5"/>'
+    return f"""<section class="headline {first.level}" aria-label="{_LEVELS[first.level]}">
+<svg class="sign" viewBox="0 0 24 24" fill="none" stroke="currentColor" stroke-width="2.2" stroke-linecap="round"
+ stroke-linejoin="round" aria-hidden="true">{ring}{_SIGNS[first.level]}</svg>
+<div><p class="says">{escape(first.what)}</p>
+{f'<p class="do">{_commands(first.remedy)}</p>' if first.remedy else ""}
+{f'<ul class="also">{more}</ul>' if more else ""}</div>
+</section>"""
+
+
+def _commands(text: str) -> str:
+    """Text with its commands in the letters of a terminal."""
+    words = escape(text).split("txmq ")
+    said = [words[0]]
+    for rest in words[1:]:
+        command, tail = _command(rest.split(" "))
+        said.append(f"<code>txmq {command}</code>{tail}")
+    return "".join(said)
+
+
+def _command(words: Sequence[str]) -> tuple[str, str]:
+    count = 1
+    while count < len(words) and (words[count].startswith("--") or words[count - 1].startswith("--every")):
+        count += 1
+    if count < len(words) and words[0] in ("group", "dlq", "topic"):
+        count += 1
+    command = " ".join(words[:count])
+    bare = command.rstrip(".,:;)")
+    rest = " ".join(words[count:])
+    return bare, command[len(bare) :] + (f" {rest}" if rest else "")
+
+
+def _tiles(figures: Figures) -> str:
+    done = figures.committed + figures.rolled_back
+    share = f"{100 * figures.rolled_back / done:.1f} % of all" if done else ""
+    oldest = max(figures.pending["seconds"].to_pylist(), default=0.0)
+    waiting = len(figures.quarantined) + len(figures.conflicts)
+    behind = figures.lag.sort_by([("seconds", "descending")]).slice(0, 1).to_pylist()
+    length_s = (figures.span.until - figures.span.since).total_seconds()
+    tiles = [
+        ("Messages appeared", _number(figures.committed), rate(figures.committed, length_s)),
+        ("Half batches settled", _number(figures.settled), rate(figures.settled, length_s)),
+        ("Messages rolled back", _number(figures.rolled_back), share),
+        (
+            "Pending now",
+            _number(figures.pending_messages),
+            f"oldest: {duration(oldest)}" if figures.pending_messages else "nothing waits",
+        ),
+        (
+            "For a person to settle",
+            str(waiting),
+            f"{len(figures.quarantined)} quarantined, {len(figures.conflicts)} in conflict" if waiting else "nothing",
+        ),
+        (
+            "Furthest behind",
+            _number(behind[0]["messages"]) if behind else "–",
+            f"{behind[0]['group']}, for {duration(behind[0]['seconds'])}"
+            if behind and behind[0]["messages"]
+            else ("every group is up to date" if behind else "no consumer group"),
+        ),
+    ]
+    each = "".join(
+        f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}<div class="more">{escape(more)}</div></dd></div>'
+        for name, value, more in tiles
+    )
+    return f'<dl class="tiles">{each}</dl>'
+
+
+def _number(count: int) -> str:
+    return f"{count:,}" if count < EXACT_MAX else amount(count)
+
+
+def _card(card: Card) -> str:
+    if card.drawn is None:
+        inside = f'<p class="nothing">{escape(card.nothing)}</p>'
+    else:
+        marks = "".join(
+            f'<li><svg viewBox="0 0 12 12" aria-hidden="true"><rect width="12" height="12" rx="3" fill="{colour}"/>'
+            f"</svg>{escape(word)}</li>"
+            for word, colour in card.drawn.legend
+        )
+        legend = f'<ul class="legend">{marks}</ul>' if len(card.drawn.legend) > 1 else ""
+        inside = (
+            f'{legend}<div class="chart" id="{card.name}"></div>'
+            '<details><summary>The numbers</summary><div class="scroll" tabindex="0" role="region" '
+            f'aria-label="{escape(card.title)}: the numbers">{card.table}</div></details>'
+        )
+    return f"""<section class="card{" wide" if card.wide else ""}">
+<h2>{escape(card.title)}</h2>
+<p class="hint">{escape(card.hint)}</p>
+{inside}
+</section>
+"""
+
+
+def _table(rows: Iterable[Any], columns: Sequence[Column]) -> str:
+    kinds = [f' class="{c.kind}"' if c.kind else "" for c in columns]
+    head = "".join(f'<th scope="col"{kind}>{escape(c.head)}</th>' for c, kind in zip(columns, kinds, strict=True))
+    body = "".join(
+        f"<tr>{''.join(f'<td{k}>{escape(c.cell(row))}</td>' for c, k in zip(columns, kinds, strict=True))}</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+# ---------------------------------------------------------------- cards
+def _cards(figures: Figures, trace: Trace | None) -> list[Card]:
+    span = figures.span
+    per = charts.period(span)
+    return [
+        Card(
+            "throughput",
+            "Messages that appeared",
+            f"Committed messages at the time when readers could see them, by topic, each {per}.",
+            charts.throughput(figures.throughput, span) if figures.throughput.num_rows else None,
+            "No message appeared in this time.",
+            _over_time(figures.throughput, "topic", "messages"),
+            wide=True,
+        ),
+        Card(
+            "verdicts",
+            "Verdicts",
+            f"What became of half messages, each {per}.",
+            charts.verdicts(figures.verdicts, span) if figures.verdicts.num_rows else None,
+            "No verdict was given in this time.",
+            _over_time(figures.verdicts, "verdict", "messages"),
+        ),
+        Card(
+            "checks",
+            "Checks",
+            f"What listeners answered about half batches that were left open, each {per}.",
+            charts.checks(figures.checks, span) if figures.checks.num_rows else None,
+            "No check was needed in this time.",
+            _over_time(figures.checks, "verdict", "batches"),
+        ),
+        Card(
+            "pending",
+            "Pending now, by age",
+            "Messages that have no verdict yet. A check should settle them within minutes.",
+            charts.pending(figures.ages) if figures.pending_messages else None,
+            "Nothing is pending.",
+            _pending_table(figures.pending),
+        ),
+        Card(
+            "lag",
+            "Consumer groups",
+            "Messages that a group has not read, and how long the oldest has waited.",
+            charts.lag(figures.lag) if figures.lag.num_rows else None,
+            "No consumer group reads from this commit log.",
+            _lag_table(figures.lag),
+        ),
+        Card(
+            "largest",
+            "Largest half batches",
+            "Of those that were settled in this time, by messages.",
+            charts.largest(figures.largest) if figures.largest.num_rows else None,
+            "No half batch was settled in this time.",
+            _batches_table(figures.largest),
+        ),
+        Card(
+            "slowest",
+            "Slowest half batches",
+            "The time from the prepare to the last verdict.",
+            charts.slowest(figures.slowest) if figures.slowest.num_rows else None,
+            "No half batch was settled in this time.",
+            _batches_table(figures.slowest),
+        ),
+        Card(
+            "topics",
+            "Topics",
+            "What the table messages holds of each topic.",
+            charts.topics(figures.topics) if any(figures.topics["bytes"].to_pylist()) else None,
+            "Nothing has been copied into the table messages yet: upkeep does that."
+            if figures.topics.num_rows
+            else "There is no topic yet.",
+            _topics_table(figures.topics),
+            wide=trace is None,
+        ),
+        *([] if trace is None else [_timeline(trace)]),
+    ]
+
+
+def _timeline(trace: Trace) -> Card:
+    name = trace.transaction_id or trace.message_id or trace.half_id
+    outcome = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in trace.outcome.items() if count)
+    columns = [
+        Column("when (UTC)", lambda e: f"{e['at']:%Y-%m-%d %H:%M:%S.%f}"[:-3]),
+        Column("what", lambda e: e["kind"]),
+        Column("messages", lambda e: f"{e['messages']:,}", "number"),
+        Column("attempt", lambda e: str(e["attempt"] or ""), "number"),
+        Column("by", lambda e: e["decided_by"] or ""),
+        Column("why", lambda e: e["reason"] or "", "text"),
+    ]
+    events = [
+        {**{n: getattr(e, n) for n in ("at", "messages", "attempt", "decided_by", "reason")}, "kind": str(e.kind)}
+        for e in trace.events[:ROWS_MAX]
+    ]
+    group = trace.producer_group or "an unknown group"
+    said = f"{count_of(trace.messages, 'message')} of {group}: {outcome or 'not known'}."
+    return Card(
+        "timeline",
+        f"Timeline of {name}",
+        " ".join([said, *(f"{s[:1].upper()}{s[1:]}." for s in trace.unknown)]),
+        charts.timeline(trace) if trace.events else None,
+        "Nothing is known of its events any more.",
+        _table(events, columns),
+    )
+
+
+def _over_time(figures: pa.Table, by: str, value: str) -> str:
+    """A table of periods, with a column for each word."""
+    words = sorted(set(figures[by].to_pylist()))
+    found: dict[datetime, dict[str, int]] = {}
+    for row in figures.to_pylist():
+        found.setdefault(row["at"], {})[row[by]] = row[value]
+    columns = [Column("from (UTC)", lambda r: f"{r[0]:%Y-%m-%d %H:%M:%S}")]
+    columns += [Column(w, lambda r, w=w: f"{r[1].get(w, 0):,}", "number") for w in words]  # type: ignore[misc]
+    return _table(found.items(), columns)
+
+
+def _pending_table(pending: pa.Table) -> str:
+    return _table(
+        pending.to_pylist(),
+        [
+            Column("half batch", lambda r: r["half_id"], "id"),
+            Column("producer group", lambda r: r["producer_group"]),
+            Column("messages", lambda r: f"{r['messages']:,}", "number"),
+            Column("age", lambda r: duration(r["seconds"]), "number"),
+            Column("checks", lambda r: f"{r['check_times']}", "number"),
+            Column("", lambda r: "its local transaction runs" if r["leased"] else ""),
+        ],
+    )
+
+
+def _lag_table(lag: pa.Table) -> str:
+    return _table(
+        lag.slice(0, ROWS_MAX).to_pylist(),
+        [
+            Column("consumer group", lambda r: r["group"]),
+            Column("behind", lambda r: f"{r['messages']:,}", "number"),
+            Column("for", lambda r: duration(r["seconds"]), "number"),
+            Column("topics", lambda r: r["topics"], "text"),
+        ],
+    )
+
+
+def _batches_table(batches: pa.Table) -> str:
+    return _table(
+        batches.to_pylist(),
+        [
+            Column("half batch", lambda r: r["half_id"], "id"),
+            Column("producer group", lambda r: r["producer_group"] or ""),
+            Column("messages", lambda r: f"{r['messages']:,}", "number"),
+            Column("took", lambda r: duration(r["seconds"]), "number"),
+            Column("settled (UTC)", lambda r: f"{r['settled_at']:%Y-%m-%d %H:%M:%S}"),
+        ],
+    )
+
+
+def _topics_table(topics: pa.Table) -> str:
+    return _table(
+        topics.slice(0, ROWS_MAX).to_pylist(),
+        [
+            Column("topic", lambda r: r["topic"]),
+            Column("queues", lambda r: f"{r['queues']}{' (FIFO)' if r['fifo'] else ''}", "number"),
+            Column("committed", lambda r: f"{r['committed']:,}", "number"),
+            Column("expired", lambda r: f"{r['expired']:,}", "number"),
+            Column("in messages", lambda r: f"{r['drained']:,}", "number"),
+            Column("size", lambda r: size(r["bytes"]), "number"),
+            Column("kept for", lambda r: "ever" if r["retention_s"] is None else duration(r["retention_s"]), "number"),
+        ],
+    )
+
+
+# ---------------------------------------------------------------- what is inlined
+def _spec(drawn: Drawn) -> dict[str, Any]:
+    """A chart for the page: as wide as its card, in the page's colours, without the title that its card has."""
+    spec: dict[str, Any] = drawn.chart.to_dict()
+    for name in ("config", "$schema", "title"):
+        spec.pop(name, None)
+    if drawn.legend:  # the page has its own, which folds on a phone
+        spec["encoding"]["color"]["legend"] = None
+    return {**spec, "width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
+
+
+def _asset(name: str) -> str:
+    return files("rmq_spark.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _script(text: str) -> str:
+    """A script that can stand between tags."""
+    return "\n" + text.replace("</script", "<\\/script").replace("<!--", "<\\!--") + "\n"
+
+
+def _sha256(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,0 +1,68 @@
+"""The time that a report is about, in periods that are few enough to be drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.vocabulary.message import TIMESTAMP
+from rmq_spark._core.vocabulary.options import parse_duration
+from rmq_spark.errors import OptionError
+
+SINCE = "7d"
+PERIODS_MAX = 60
+"""Columns of a chart over time."""
+PERIODS_MIN = 20
+PERIODS_S = (1, 5, 10, 30, 60, 300, 600, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400, 7 * 86400, 28 * 86400)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The time that a report is about.
+
+    Attributes
+    ----------
+    since, until : datetime
+    period_s : int
+        Seconds of a column of a chart. Periods begin at multiples of it since 1970.
+    """
+
+    since: datetime
+    until: datetime
+    period_s: int = PERIODS_S[0]
+
+    @classmethod
+    def of(cls, log: CommitLog, since: str) -> Span:
+        """The last so many days, hours or minutes, by the log's clock.
+
+        Raises
+        ------
+        OptionError
+            When ``since`` is no duration, or no time at all.
+        """
+        length_s = parse_duration(since, "since")
+        if length_s <= 0:
+            raise OptionError(f"since={since!r} is no time: write how far back, such as '7d'")
+        now = log.machine.now()
+        return cls(max(datetime.fromtimestamp(0, timezone.utc), now - timedelta(seconds=length_s)), now)
+
+    def around(self, first: datetime | None) -> Span:
+        """From the first thing that happened, in the shortest periods of which not too many are needed."""
+        begin = self.since if first is None else max(first, self.since)
+        begin = max(self.since, min(begin, self.until - timedelta(seconds=PERIODS_MIN * PERIODS_S[0])))
+        length_s = (self.until - begin).total_seconds()
+        fitting = (p for p in PERIODS_S if length_s / p <= PERIODS_MAX - 1)
+        return replace(self, since=begin, period_s=next(fitting, int(-(-length_s // (PERIODS_MAX - 1)))))
+
+    def period_of(self, at: pa.ChunkedArray) -> pa.ChunkedArray:
+        """When the periods begin that have these times."""
+        step = self.period_s * 1_000_000
+        return pc.cast(pc.multiply(pc.divide(pc.cast(at, pa.int64()), step), step), TIMESTAMP)
+
+    def period_start(self, at: datetime) -> datetime:
+        """When the period begins that has a time."""
+        return datetime.fromtimestamp(at.timestamp() // self.period_s * self.period_s, timezone.utc)

@@ -1,0 +1,165 @@
+"""How a commit log stands now: what is pending, who is behind, what lies in which topic."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.consumers.dead_letters import DeadLetters
+from rmq_spark._core.consumers.groups import ConsumerGroup, groups
+from rmq_spark._core.inspect.history import sizes
+from rmq_spark._core.log.op import RowState
+from rmq_spark._core.report.over_time import case
+from rmq_spark._core.vocabulary.message import DLQ_PREFIX, TIMESTAMP
+from rmq_spark.errors import GroupNotFoundError, HalfBatchNotFoundError
+
+AGES = ((10, "under 10 s"), (60, "under 1 min"), (600, "under 10 min"), (3600, "under 1 h"), (86400, "under 1 day"))
+OLDEST = "1 day or more"
+EVERY_AGE = (*(name for _, name in AGES), OLDEST)
+
+AGE_SCHEMA = pa.schema([("age", pa.string()), ("messages", pa.int64()), ("batches", pa.int64())])
+LAG_SCHEMA = pa.schema(
+    [("group", pa.string()), ("messages", pa.int64()), ("seconds", pa.float64()), ("topics", pa.string())]
+)
+PENDING_SCHEMA = pa.schema(
+    [
+        ("half_id", pa.string()),
+        ("producer_group", pa.string()),
+        ("prepared_at", TIMESTAMP),
+        ("messages", pa.int64()),
+        ("seconds", pa.float64()),
+        ("check_times", pa.int32()),
+        ("leased", pa.bool_()),
+    ]
+)
+TOPIC_SCHEMA = pa.schema(
+    [
+        ("topic", pa.string()),
+        ("queues", pa.int32()),
+        ("fifo", pa.bool_()),
+        ("retention_s", pa.float64()),
+        ("committed", pa.int64()),
+        ("expired", pa.int64()),
+        ("drained", pa.int64()),
+        ("bytes", pa.int64()),
+    ]
+)
+
+
+def ages(open_batches: pa.Table, now: datetime) -> pa.Table:
+    """What is pending by age, every age with a row: ``age, messages, batches``."""
+    seconds = since(open_batches["prepared_at"], now)
+    cases = [(pc.fill_null(pc.less(seconds, limit), False), name) for limit, name in AGES]
+    age = pc.fill_null(case(cases), OLDEST)  # what was reopened below the mark has no time, and is older than all
+    rows = pa.table({"age": age, "messages": open_batches["messages"]})
+    sums = rows.group_by("age", use_threads=False).aggregate([("messages", "sum"), ("messages", "count")])
+    found = {r["age"]: r for r in sums.to_pylist()}
+    every = [
+        {"age": age, "messages": found[age]["messages_sum"], "batches": found[age]["messages_count"]}
+        if age in found
+        else {"age": age, "messages": 0, "batches": 0}
+        for age in EVERY_AGE
+    ]
+    return pa.Table.from_pylist(every, schema=AGE_SCHEMA)
+
+
+def since(times: pa.ChunkedArray, now: datetime) -> pa.ChunkedArray:
+    """Seconds since some times, at least 0; null for null."""
+    us = pc.subtract(int(now.timestamp() * 1_000_000), pc.cast(times, pa.int64()))
+    seconds = pc.divide(pc.cast(us, pa.float64()), 1e6)
+    return pc.if_else(pc.less(seconds, 0.0), 0.0, seconds)
+
+
+def pending(log: CommitLog, open_batches: pa.Table, now: datetime) -> pa.Table:
+    """Some pending half batches, with their group and how often they were asked about."""
+    rows = []
+    for half_id in open_batches["half_id"].to_pylist():
+        try:
+            record = log.get(half_id)
+        except HalfBatchNotFoundError:  # it was settled meanwhile, and has left
+            continue
+        state = log.state_of(record, refresh=False)
+        waiting = state.rows_in((RowState.PENDING,))
+        if not waiting.count:
+            continue
+        rows.append(
+            {
+                "half_id": half_id,
+                "producer_group": record.header.producer_group,
+                "prepared_at": record.prepared_at,
+                "messages": waiting.count,
+                "seconds": max(0.0, (now - record.prepared_at).total_seconds()),
+                "check_times": state.check_times(waiting),
+                "leased": state.leased(now),
+            }
+        )
+    return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
+
+
+def dead_letters_waiting(log: CommitLog) -> int:
+    """How many dead letters nobody has sent again, of all groups."""
+    groups = [topic.removeprefix(DLQ_PREFIX) for topic in log.topics() if topic.startswith(DLQ_PREFIX)]
+    return sum(DeadLetters(log, group).waiting() for group in groups)
+
+
+def lag(log: CommitLog) -> pa.Table:
+    """How far consumer groups are behind, the furthest first: ``group, messages, seconds, topics``. The seconds are
+    those since the oldest message was committed that the group has not read."""
+    rows = []
+    for name in groups(log):
+        try:
+            of_group = ConsumerGroup(log, name).behind()
+        except GroupNotFoundError:  # deleted meanwhile
+            continue
+        rows.append(
+            {
+                "group": name,
+                "messages": pc.sum(of_group["lag"]).as_py() or 0,
+                "seconds": pc.max(of_group["lag_seconds"]).as_py() or 0.0,
+                "topics": ", ".join(sorted(pc.unique(of_group["topic"]).to_pylist())),
+            }
+        )
+    found = pa.Table.from_pylist(rows, schema=LAG_SCHEMA)
+    return found.sort_by([("messages", "descending"), ("group", "ascending")])
+
+
+def topics(log: CommitLog) -> pa.Table:
+    """What is known of each topic, the largest first: ``topic, queues, fifo, retention_s, committed, expired``; and
+    ``drained`` messages and their ``bytes`` in the table messages."""
+    names, retentions, fifo = log.topics(), log.retentions(), log.fifo_topics()
+    ends, firsts = log.tails(), log.firsts(refresh=False)
+    found = {r["topic"]: r for r in sizes(log).to_pylist()}
+    committed, expired = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    for sums, offsets in ((committed, ends), (expired, firsts)):
+        for (topic, _), offset in offsets.items():
+            sums[topic] = sums.get(topic, 0) + offset
+    rows = [
+        {
+            "topic": name,
+            "queues": queues,
+            "fifo": name in fifo,
+            "retention_s": retentions.get(name),
+            "committed": committed[name],
+            "expired": expired[name],
+            "drained": found[name]["messages"] if name in found else 0,
+            "bytes": found[name]["bytes"] if name in found else 0,
+        }
+        for name, queues in names.items()
+    ]
+    table = pa.Table.from_pylist(rows, schema=TOPIC_SCHEMA)
+    return table.sort_by([("bytes", "descending"), ("committed", "descending"), ("topic", "ascending")])
+
+
+def undrained_s(log: CommitLog, now: datetime) -> float:
+    """For so many seconds the oldest message that is committed and not in the table messages has been committed; 0
+    when there is none."""
+    log.refresh()
+    log.drained.border()
+    oldest = now
+    for rows, _ in log.placements(log.drained.position + 1):
+        first = pc.min(rows["op_time"]).as_py()
+        oldest = oldest if first is None else min(oldest, first)
+    return (now - oldest).total_seconds()

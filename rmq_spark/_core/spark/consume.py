@@ -1,0 +1,355 @@
+"""Runs a message listener over a stream: concurrently, with retries that come later, or orderly, queue by queue."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.consumers.in_order import RESULT, Queue, QueueResult, by_queue, consume_queue
+from rmq_spark._core.consumers.listener import EachMessage, Listen, answers, require_table_listener, tell_failed
+from rmq_spark._core.consumers.retry import (
+    MAX_RECONSUME_TIMES,
+    NEEDED_COLUMNS,
+    dlq_topic,
+    restored,
+    retry_topic,
+    sent_back,
+)
+from rmq_spark._core.consumers.send import own_header, own_writers, send_each
+from rmq_spark._core.listeners.listener import CommitOncePrepared
+from rmq_spark._core.log.half import HalfFile, HalfWriter
+from rmq_spark._core.protocol.identity import Identity, identity_of
+from rmq_spark._core.protocol.own_sends import dead_name
+from rmq_spark._core.protocol.two_phase import TwoPhase
+from rmq_spark._core.reads.options import ReadOptions
+from rmq_spark._core.spark.stream_options import sources_of
+from rmq_spark._core.spark.versions import STREAM_TELLS_START
+from rmq_spark._core.spark.workers import require_importable
+from rmq_spark._core.storage.files import filesystem
+from rmq_spark._core.vocabulary.message import require_app_id, require_group_name
+from rmq_spark._core.vocabulary.options import DELAY_LEVELS_S, named, seconds, whole_number
+from rmq_spark._core.vocabulary.redaction import redacted
+from rmq_spark.errors import ConsumeError, ListenerError, OptionError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
+
+logger = logging.getLogger(__name__)
+
+CONCURRENTLY, ORDERLY = "concurrently", "orderly"
+SUSPEND_S = 1.0
+"""Seconds for which a queue is suspended (RocketMQ: ``suspendCurrentQueueTimeMillis``)."""
+RECONSUME_TIMES_MAX = 2**31 - 1
+"""The count of a message's retries is an int32, as in RocketMQ."""
+
+
+@named
+def consume(
+    stream: DataFrame,
+    group: str,
+    listener: Listen | EachMessage,
+    mode: str = CONCURRENTLY,
+    *,
+    log: CommitLog | str | os.PathLike[str] | None = None,
+    max_reconsume_times: int | None = None,
+    delay_level: int | None = None,
+    suspend_s: float = SUSPEND_S,
+    app_id: str | None = None,
+    checkpoint_location: str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> DataStreamWriter:
+    """Let a message listener consume a stream on the executors (RocketMQ: ``DefaultMQPushConsumer``).
+
+    A message is consumed at least once. After a crash, all messages of the interrupted micro-batch come again.
+
+    Parameters
+    ----------
+    stream : DataFrame
+        A ``readStream.format("txmq")`` with the option ``consumerGroup``, which publishes the group's progress and also
+        reads its retries; for ``orderly`` with ``ordered=true`` too. It must keep the source's columns.
+    group : str
+        The consumer group.
+    listener : callable or EachMessage
+        Gets a ``pyarrow.Table`` of messages (the stream's columns, and ``reconsume_times``) and returns one status for
+        all of them or one for each. With :class:`EachMessage` a function takes one message at a time. The listener is
+        pickled and sent to the executors.
+    mode : {"concurrently", "orderly"}
+        ``concurrently``: a message that is not CONSUME_SUCCESS goes to ``%RETRY%group`` and comes again after 10 s,
+        30 s, 1 min and so on, and at last goes to ``%DLQ%group``. ``orderly``: SUSPEND_CURRENT_QUEUE_A_MOMENT stops the
+        queue at that message, and the listener gets it again a moment later. The other queues go on.
+    log : CommitLog or path, optional
+        The log that gets retries and dead letters; the one that the stream reads when not given.
+    max_reconsume_times : int, optional
+        Retries of a message before it is a dead letter. When not given: 16 for ``concurrently`` and no limit for
+        ``orderly``, where a message that cannot be consumed holds up its queue.
+    delay_level : int, optional
+        Delay level of every retry, 1 to 18. When not given, it rises with each retry.
+    suspend_s : float
+        Seconds for which a queue is suspended.
+    app_id : str, optional
+        Identifies what the query sends again, together with the query's id.
+    checkpoint_location : str, optional
+        The query's ``checkpointLocation``, as for :class:`TransactionalSink`; needed over Spark Connect.
+
+    Returns
+    -------
+    DataStreamWriter
+        Set ``checkpointLocation`` and a trigger on it, and ``start()`` it.
+
+    Raises
+    ------
+    OptionError, ListenerError
+        When an argument or the stream cannot be used, before the query starts.
+    """
+    require_group_name(group, "consumerGroup")
+    if mode not in (CONCURRENTLY, ORDERLY):
+        raise OptionError(f"mode={mode!r} is neither {CONCURRENTLY!r} nor {ORDERLY!r}")
+    if not callable(listener) and not isinstance(listener, EachMessage):
+        raise ListenerError(f"consume got {type(listener).__name__}: a function of a pyarrow.Table is expected")
+    if not isinstance(listener, EachMessage):
+        require_table_listener(listener)
+    require_importable(stream.sparkSession)
+    missing = [name for name in NEEDED_COLUMNS if name not in stream.columns]
+    if missing:
+        raise OptionError(
+            f"the stream has no column {missing[0]!r}: load it without .schema(...), and keep all columns"
+        )
+    if max_reconsume_times is not None:
+        whole_number(max_reconsume_times, "max_reconsume_times", 0, RECONSUME_TIMES_MAX)
+    if delay_level is not None and (type(delay_level) is not int or not 1 <= delay_level <= len(DELAY_LEVELS_S)):
+        raise OptionError(f"delay_level={delay_level!r} is not a delay level: 1 to {len(DELAY_LEVELS_S)} are there")
+    suspend_s = seconds(suspend_s, "suspend_s")
+    sources = sources_of(stream)
+    log = _log_of(sources, group, mode, log, storage_options)
+    for topic in (retry_topic(group), dlq_topic(group)):
+        log.create_own_topic(topic)
+    kind: type[_Consumer] = _Orderly if mode == ORDERLY else _Concurrently
+    consumer = kind(
+        log=log,
+        group=group,
+        listener=listener,
+        reconsume_max=max_reconsume_times,
+        delay_level=delay_level,
+        suspend_s=suspend_s,
+        app_id=None if app_id is None else require_app_id(app_id),
+        checkpoint_location=checkpoint_location,
+        alone=len(sources) == 1 and sources[0].path == log.path,
+    )
+    return stream.writeStream.foreachBatch(consumer)
+
+
+def _log_of(
+    sources: Sequence[ReadOptions],
+    group: str,
+    mode: str,
+    log: CommitLog | str | os.PathLike[str] | None,
+    storage_options: Mapping[str, str] | None,
+) -> CommitLog:
+    """Return the log that gets the retries, or raise OptionError when the stream's options do not fit."""
+    mine = [source for source in sources if source.consumer_group == group]
+    if not mine:
+        raise OptionError(
+            f"the stream is not read for consumer group {group!r}, so what fails would not come again: load it with "
+            f".option('consumerGroup', {group!r})"
+        )
+    if mode == ORDERLY and not all(source.ordered for source in mine):
+        raise OptionError("mode='orderly' needs a stream that is loaded with .option('ordered', 'true')")
+    if isinstance(log, CommitLog):
+        return log
+    if log is None:
+        if len({source.path for source in mine}) > 1:
+            raise OptionError("the stream reads several commit logs: pass log=..., the one for retries")
+        return CommitLog.open(mine[0].path, {**mine[0].storage_options, **(storage_options or {})})
+    return CommitLog.open(log, storage_options)
+
+
+@dataclass
+class _Consumer:
+    """A function for ``foreachBatch``."""
+
+    log: CommitLog
+    group: str
+    listener: Listen | EachMessage
+    reconsume_max: int | None
+    delay_level: int | None
+    suspend_s: float
+    app_id: str | None
+    checkpoint_location: str | None
+    alone: bool
+    """Whether the stream reads this log and no other, so that its messages say where the group stands."""
+    tries: dict[Queue, tuple[int, int]] = field(default_factory=dict)
+    """In mode ``orderly``: the offset that stopped each queue last, and how many times in a row."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Over Spark Connect the function is pickled and sent to the server, which opens the log again.
+        return {**self.__dict__, "log": (self.log.path, self.log.storage_options)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "log": CommitLog.open(*state["log"])})
+
+    def __call__(self, batch: DataFrame, batch_id: int) -> None:
+        raise NotImplementedError
+
+    def identity(self, batch: DataFrame, batch_id: int) -> Identity:
+        or_else = "or begin with a new checkpoint: the group goes on where it stands"
+        return identity_of(batch, batch_id, self.checkpoint_location, self.log.storage_options, "consume", or_else)
+
+    def query_name(self, identity: Identity) -> str:
+        """Return the name under which a query sends messages again.
+
+        It has the query's id. A query that reads again after a reset has a new checkpoint and so another id: what it
+        sends is not taken for what was sent before.
+        """
+        return identity.query_id if self.app_id is None else f"{self.app_id}.{identity.query_id}"
+
+
+# ---------------------------------------------------------------- concurrently
+class _Concurrently(_Consumer):
+    """Consumes each micro-batch concurrently, and sends the messages that fail as one half batch of retries.
+
+    The half batch is named after the micro-batch. A micro-batch that runs again after a crash looks for that half
+    batch. When it is there, all messages were consumed or sent back, and nothing is left to do.
+    """
+
+    def __call__(self, batch: DataFrame, batch_id: int) -> None:
+        identity = self.identity(batch, batch_id)
+        header = own_header(self.log, self.group, f"retry.{self.group}.{self.query_name(identity)}", batch_id, identity)
+        (writer,) = own_writers(self.log, [header])
+
+        ends: dict[Queue, int] = {}
+
+        def consume() -> list[HalfFile]:
+            files: list[HalfFile] = []
+            for row in batch.mapInArrow(self._work(writer), "result binary").collect():
+                written, seen = pickle.loads(bytes(row["result"]))
+                files += written
+                for queue, end in seen.items():
+                    ends[queue] = max(end, ends.get(queue, 0))
+            return sorted(files, key=lambda f: f.file_no)
+
+        outcome = TwoPhase(self.log, CommitOncePrepared()).send(header, consume, lineage=identity.lineage)
+        if not STREAM_TELLS_START and self.alone:  # the source hears of a run's last micro-batch in the next run only
+            self.log.groups.progress(self.group, ends, f"{self.query_name(identity)} batch {batch_id}")
+        if outcome.replayed:
+            return
+        if outcome.record is not None:
+            logger.info(
+                "group %r: %d messages are sent back", self.group, sum(outcome.messages.values()),
+                extra={"consumer_group": self.group, "half_id": outcome.record.half_id, "batch_id": batch_id},
+            )  # fmt: skip
+        self.log.place_due()
+
+    def _work(self, writer: HalfWriter) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+        listener, group, delay_level = self.listener, self.group, self.delay_level
+        reconsume_max = MAX_RECONSUME_TIMES if self.reconsume_max is None else self.reconsume_max
+        half_folder, storage_options = f"{self.log.path}/half", dict(self.log.storage_options)
+
+        def work(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            from pyspark import TaskContext
+
+            seen: dict[Queue, int] = {}
+
+            def failed() -> Iterator[pa.RecordBatch]:
+                for batch in batches:
+                    if not STREAM_TELLS_START:
+                        seen.update(_ends(pa.table(batch), seen))
+                    messages = restored(pa.table(batch))
+                    found = list(answers(listener, messages, orderly=False))
+                    lost = [at for at, (consumed, _) in enumerate(found) if not consumed]
+                    if lost:
+                        reasons = [found[at][1] for at in lost]
+                        topic, queue_id = (messages[name][lost[0]].as_py() for name in ("topic", "queue_id"))
+                        tell_failed(group, (topic, queue_id), len(lost), len(found), reasons[0])
+                        again = sent_back(messages.take(pa.array(lost)), reasons, group, reconsume_max, delay_level)
+                        yield from again.to_batches()
+
+            context = TaskContext.get()
+            fs, folder = filesystem(half_folder, storage_options)
+            files: list[HalfFile] = writer.write(fs, folder, context.partitionId() if context else 0, failed())
+            yield pa.record_batch({"result": [pickle.dumps((files, seen))]}, schema=RESULT)
+
+        return work
+
+
+def _ends(messages: pa.Table, before: Mapping[Queue, int]) -> dict[Queue, int]:
+    """The offset after the last of these messages, by queue, unless it was higher before."""
+    last = messages.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "max")]).to_pylist()
+    ends = {(row["topic"], row["queue_id"]): row["queue_offset_max"] + 1 for row in last}
+    return {queue: max(end, before.get(queue, 0)) for queue, end in ends.items()}
+
+
+# ---------------------------------------------------------------- orderly
+class _Orderly(_Consumer):
+    """Consumes each micro-batch in order, in one pass over its queues.
+
+    A queue that stops is suspended at that message. The stream keeps it back until the suspension is over, and then
+    reads it again from there. The group's positions are written after each pass, so a micro-batch that runs again
+    skips what was consumed.
+    """
+
+    def __call__(self, batch: DataFrame, batch_id: int) -> None:
+        query_name = self.query_name(self.identity(batch, batch_id))
+        results = self._pass(batch, self.log.groups.positions(self.group))
+        done = {queue: found.next_offset for queue, found in results.items()}
+        until: dict[Queue, datetime] = {}
+        for queue, found in results.items():
+            if found.stopped_at is None:
+                continue
+            dead = self._dies(query_name, queue, found, found.stopped_at)
+            done[queue] += dead
+            if done[queue] < found.seen_to:
+                until[queue] = self.log.machine.now() + timedelta(seconds=0 if dead else self.suspend_s)
+        self.log.groups.progress(self.group, done, f"{query_name} batch {batch_id}", until)
+
+    def _pass(self, frame: DataFrame, positions: Mapping[Queue, int]) -> dict[Queue, QueueResult]:
+        found: dict[Queue, QueueResult] = {}
+        for row in frame.mapInArrow(self._work(dict(positions)), "result binary").collect():
+            for queue, result in pickle.loads(bytes(row["result"])).items():
+                if queue in found:
+                    raise ConsumeError(
+                        f"queue {queue[1]} of topic {queue[0]!r} came in two partitions: read the stream with the "
+                        "option ordered=true, and do not repartition it"
+                    )
+                found[queue] = result
+        return found
+
+    def _work(self, positions: Mapping[Queue, int]) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+        listener, stopped = self.listener, dict(self.tries)
+
+        def work(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            found: dict[Queue, QueueResult] = {}
+            for batch in batches:
+                for queue, messages in by_queue(pa.table(batch)):
+                    consume_queue(listener, queue, messages, positions.get(queue, 0), found, stopped.get(queue))
+            yield pa.record_batch({"result": [pickle.dumps(found)]}, schema=RESULT)
+
+        return work
+
+    def _dies(self, query_name: str, queue: Queue, found: QueueResult, message: bytes) -> bool:
+        """Count a stop of a queue. When its message has come too often, send it to the dead letters and return True."""
+        offset = found.next_offset
+        before, times = self.tries.get(queue, (offset, 0))
+        times = times + 1 if before == offset else 1
+        self.tries[queue] = (offset, times)
+        logger.warning(
+            "queue %s stops at offset %d, time %d: %s", queue, offset, times, redacted(found.reason),
+            extra={
+                "consumer_group": self.group, "topic": queue[0], "queue_id": queue[1], "queue_offset": offset
+            },
+        )  # fmt: skip
+        if self.reconsume_max is None or times <= self.reconsume_max:
+            return False
+        # The name has the query and the message. So a pass that runs again does not send the letter again, but a query
+        # after a reset does.
+        letter = sent_back(pa.ipc.open_stream(message).read_all(), [found.reason], self.group, 0, None)
+        send_each(self.log, self.group, [dead_name(self.group, query_name, queue, offset)], letter)
+        return True

@@ -1,0 +1,65 @@
+"""The files of a commit log as an executor reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from rmq_spark._core.storage.files import RowRange, filesystem, read_range
+from rmq_spark._core.storage.moved_files import HalfFiles
+from rmq_spark._core.vocabulary.redaction import remember
+
+if TYPE_CHECKING:
+    from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark._core.log.placements import MessageRange
+    from rmq_spark._core.selector.tree import Filter
+
+
+class LogFiles:
+    """The files of ``half`` and ``messages`` as an executor reads them: it opens the commit log for a file that is
+    gone, and else not.
+
+    Parameters
+    ----------
+    path : str
+        The commit log.
+    storage_options : mapping of str to str
+    """
+
+    def __init__(self, path: str, storage_options: Mapping[str, str]) -> None:
+        self._path = path
+        self._storage_options = storage_options
+        remember(storage_options)
+        self._log: CommitLog | None = None
+        self._half = HalfFiles(self._read, lambda *address: self._opened().locate(*address))
+        self._folders: dict[str, tuple[Any, str]] = {}
+
+    def read(
+        self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """Rows of a file of either table, as ``files.read_range`` has them."""
+        return (self._half.read if wanted.half_id else self._read)(wanted, columns, where)
+
+    def find_again(self, lost: MessageRange) -> list[MessageRange]:
+        """Where messages lie now of which the file is gone."""
+        return self._opened().find_again(lost)
+
+    def folder(self, table: str) -> tuple[Any, str]:
+        """The file system of a table's folder, and the path on it."""
+        if table not in self._folders:
+            self._folders[table] = filesystem(f"{self._path}/{table}", self._storage_options)
+        return self._folders[table]
+
+    def _read(
+        self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
+    ) -> Iterator[tuple[int, pa.Table]]:
+        return read_range(*self.folder(wanted.table), wanted, columns, where)
+
+    def _opened(self) -> CommitLog:
+        if self._log is None:
+            from rmq_spark._core.client.commit_log import CommitLog
+
+            self._log = CommitLog.open(self._path, self._storage_options or None)
+        return self._log

@@ -1,0 +1,192 @@
+"""The sink for ``foreachBatch``. Its listener is an object of the user's own program, and can use a Spark session."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.listeners.listener import (
+    CommitOncePrepared,
+    TransactionListener,
+    require_executing,
+    require_listener,
+    require_transactions_for,
+    store_id_to_send,
+)
+from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfWriter, Naming
+from rmq_spark._core.protocol.identity import Identity, identity_of, run_of
+from rmq_spark._core.protocol.limits import PendingLimits
+from rmq_spark._core.protocol.two_phase import Outcome, TwoPhase
+from rmq_spark._core.runtime.spans import sending_batch
+from rmq_spark._core.spark.frame import require_message_types, topics_for
+from rmq_spark._core.spark.sink_options import require_transaction_per
+from rmq_spark._core.spark.workers import require_importable
+from rmq_spark._core.storage.files import filesystem
+from rmq_spark._core.vocabulary.message import require_app_id, require_group_name
+from rmq_spark._core.vocabulary.options import REPLAY_CHECK_TIMEOUT_S, named, parse_duration
+from rmq_spark._core.vocabulary.verdicts import BATCH, KEY
+from rmq_spark.errors import OptionError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+
+_sent: dict[tuple[str, str], tuple[str | None, int]] = {}
+"""The run of a query and its batch that this process has sent last, by commit log and appId."""
+
+
+class TransactionalSink:
+    """A function for ``writeStream.foreachBatch`` that sends each micro-batch through the protocol.
+
+    Parameters
+    ----------
+    log_or_path : CommitLog or str
+    producer_group : str
+    listener : TransactionListener or None
+        With None there is no local transaction: messages commit once they are prepared.
+    topic : str, optional
+        The topic of messages without a ``topic`` column.
+    transaction_key : str, optional
+        A column. Messages with equal values in it make one transaction.
+    transaction_per : {"batch", "message"}, optional
+        What makes a transaction without a ``transaction_key``: the whole batch by default.
+    app_id : str, optional
+        The query's id when not given. Then the sink has to see the query's first batch, or it refuses later ones: they
+        may have been sent under an id that Spark has lost.
+    checkpoint_location : str, optional
+        The query's ``checkpointLocation``, as a path that Python can read where Spark runs. It is needed over Spark
+        Connect, which hides the query's id, and wherever Spark does not tell where the checkpoint lies.
+    on_listener_error : {"fail", "unknown"}
+    replay_check_timeout : str or float
+        ``"60s"``, or seconds.
+    max_pending_batches : int, optional
+        Refuse a new batch, with PendingLimitError, while so many of the group's half batches are pending.
+    max_pending_bytes : int or str, optional
+        The same for the bytes of their files: ``"500m"``, ``"10g"``.
+    storage_options : mapping, optional
+
+    Examples
+    --------
+    >>> sink = TransactionalSink(log, producer_group="shop", listener=listener, topic="orders")  # doctest: +SKIP
+    >>> orders.writeStream.foreachBatch(sink)  # doctest: +SKIP
+    """
+
+    @named
+    def __init__(
+        self,
+        log_or_path: CommitLog | str | os.PathLike[str],
+        *,
+        producer_group: str,
+        listener: TransactionListener | None,
+        topic: str | None = None,
+        transaction_key: str | None = None,
+        transaction_per: str | None = None,
+        app_id: str | None = None,
+        checkpoint_location: str | None = None,
+        on_listener_error: str = "fail",
+        replay_check_timeout: str | float = REPLAY_CHECK_TIMEOUT_S,
+        max_pending_batches: int | None = None,
+        max_pending_bytes: int | str | None = None,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        self.log = CommitLog.of(log_or_path, storage_options)
+        self.producer_group = require_group_name(producer_group)
+        self.listener: TransactionListener = CommitOncePrepared()
+        if listener is not None:
+            self.listener = require_executing(require_listener(listener, "TransactionalSink"), "TransactionalSink")
+        self.topic = topic
+        if topic is not None:
+            self.log.require_topic(topic)
+        self.transaction_key = transaction_key
+        self.transaction_per = transaction_per or (KEY if transaction_key else BATCH)
+        require_transaction_per(self.transaction_per, transaction_key)
+        require_transactions_for(self.listener, self.transaction_per, "TransactionalSink")
+        self.app_id = None if app_id is None else require_app_id(app_id)
+        self.checkpoint_location = checkpoint_location
+        timeout = replay_check_timeout
+        self._settings: dict[str, Any] = {
+            "on_listener_error": on_listener_error,
+            "replay_check_timeout_s": (
+                parse_duration(timeout, "replay_check_timeout") if isinstance(timeout, str) else timeout
+            ),
+            "pending_limits": PendingLimits.of(max_pending_batches, max_pending_bytes),
+        }
+        self._two_phase = TwoPhase(self.log, self.listener, **self._settings)
+        self.last_outcome: Outcome | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Over Spark Connect the function is pickled and sent to the server, which opens the log again.
+        state = {k: v for k, v in self.__dict__.items() if k not in ("log", "_two_phase", "last_outcome")}
+        return {**state, "_reopen": (self.log.path, self.log.storage_options)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        path, storage_options = state.pop("_reopen")
+        self.__dict__.update(state)
+        self.log = CommitLog.open(path, storage_options)
+        self._two_phase = TwoPhase(self.log, self.listener, **self._settings)
+        self.last_outcome = None
+
+    def __call__(self, batch_df: DataFrame, batch_id: int) -> None:
+        """Send one micro-batch. ``foreachBatch`` calls this."""
+        require_importable(batch_df.sparkSession)
+        require_message_types(batch_df.schema, self.topic, self.transaction_key)
+        identity = self._identity(batch_df, batch_id)
+        header = self._header(identity, batch_id)
+        sending = (run_of(batch_df), batch_id)
+        if sending[0] is not None and _sent.get((self.log.path, header.app_id)) == sending:
+            raise OptionError(
+                f"batch {batch_id} of app {header.app_id!r} was sent in this run already: give each sink of one "
+                "foreachBatch function an app_id of its own, or the second would be taken for a replay of the first"
+            )
+        with sending_batch(self.log.path, header.half_id, self.topic):
+            self.last_outcome = self._two_phase.send(
+                header, lambda: self._stage(batch_df, header), lineage=identity.lineage
+            )
+        if identity.lineage is not None and identity.input_hash is not None and self.last_outcome.record is not None:
+            # A function may call its sink for batches with messages alone, and Spark cleans their offsets meanwhile.
+            identity.lineage.keep(batch_id, identity.input_hash)
+        _sent[self.log.path, header.app_id] = sending
+
+    def _identity(self, batch_df: DataFrame, batch_id: int) -> Identity:
+        or_else = None if self.app_id else "or, when it has sent nothing yet, give TransactionalSink app_id=..."
+        return identity_of(
+            batch_df, batch_id, self.checkpoint_location, self.log.storage_options, "TransactionalSink", or_else
+        )
+
+    def _header(self, identity: Identity, batch_id: int) -> HalfHeader:
+        app_id = self.app_id or require_app_id(identity.query_id)
+        return HalfHeader.of(
+            Naming.COUNTED,
+            app_id,
+            batch_id,
+            query_id=identity.query_id,
+            input_hash=identity.input_hash,
+            fence_id=store_id_to_send(self.listener),
+            transaction_per=self.transaction_per,
+            producer_group=self.producer_group,
+        )
+
+    def _stage(self, batch_df: DataFrame, header: HalfHeader) -> list[HalfFile]:
+        """Write the half files on the executors, and return what a commit needs to add them."""
+        half_folder = f"{self.log.path}/half"
+        storage_options = dict(self.log.storage_options)
+        topics = topics_for(self.log, batch_df.columns, self.topic)
+        writer = HalfWriter(header, topics, self.topic, self.transaction_key, self.log.fifo_topics())
+
+        def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            from pyspark import TaskContext
+
+            context = TaskContext.get()
+            fs, folder = filesystem(half_folder, storage_options)
+            files = writer.write(fs, folder, context.partitionId() if context else 0, batches)
+            yield pa.record_batch({"files": [pickle.dumps(files)]})
+
+        staged: list[HalfFile] = []
+        for row in batch_df.mapInArrow(write, "files binary").collect():
+            staged += pickle.loads(bytes(row["files"]))
+        return sorted(staged, key=lambda f: f.file_no)

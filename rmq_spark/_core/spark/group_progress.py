@@ -1,0 +1,66 @@
+"""Publishes a stream's progress for its consumer group, and finds the suspended queues that it has to read again."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from rmq_spark._core.log.groups import Place, Session
+from rmq_spark._core.reads.offsets import Again, Positions, Queue
+from rmq_spark._core.vocabulary.redaction import traceback_of
+from rmq_spark.errors import GroupInUseError
+
+if TYPE_CHECKING:
+    from rmq_spark._core.client.commit_log import CommitLog
+
+logger = logging.getLogger(__name__)
+
+
+class GroupProgress:
+    """The progress of one run of a query, for its consumer group."""
+
+    def __init__(self, log: CommitLog, group: str) -> None:
+        self._log = log
+        self._group = group
+        self._session = Session()
+        self._places: dict[Queue, Place] = {}
+        self._published: tuple[Positions, Again] | None = None
+
+    def publish(self, positions: Positions, again: Again) -> None:
+        """Publish that Spark has processed all messages below these positions, and has read these queues again.
+
+        Raises
+        ------
+        GroupInUseError
+            When another query, which started earlier, reads the same queues for the group.
+        StorageError
+            When the group's suspended queues cannot be read.
+        """
+        if (positions, again) == self._published:
+            return
+        try:
+            answered = {queue: until for queue, (_, until) in again.items()}
+            self._log.groups.publish(self._group, positions, self._session, answered)
+            self._places = self._log.groups.places(self._group, refresh=False)
+            self._published = (positions, again)
+        except GroupInUseError:
+            raise
+        except Exception as problem:  # the query goes on by its checkpoint, and the next micro-batch publishes again
+            logger.warning("progress of consumer group %r was not published: %s", self._group, traceback_of(problem))
+            # But only the group tells where a queue is suspended. A stream that did not know would skip messages.
+            self._places = self._log.groups.places(self._group)
+
+    def suspended(self, positions: Positions) -> Again:
+        """Return the suspended queues in which the group's position is below these: the stream reads them again."""
+        return {
+            queue: (place.next_offset, place.suspended_until)
+            for queue, place in self._places.items()
+            if place.suspended_until is not None and place.next_offset < positions.get(queue, 0)
+        }
+
+    def place_due(self) -> None:
+        """Place the delayed messages whose time has come: a group's retries must come even if nobody else writes."""
+        try:
+            self._log.place_due()
+        except Exception as problem:  # a round of checks, or the next trigger, places them
+            logger.warning("delayed messages were not placed: %s", traceback_of(problem))

@@ -1,0 +1,120 @@
+"""The options ``table.*`` of the sink, of which ``transactionListener=txmq.table`` makes a TableListener."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeVar
+
+from rmq_spark._core.database.url import is_place, look_up
+from rmq_spark._core.vocabulary.options import Options
+from rmq_spark.errors import ListenerError, OptionError
+
+if TYPE_CHECKING:
+    from rmq_spark._core.listeners.table import TableListener
+
+_T = TypeVar("_T")
+
+TABLE_LISTENER = "txmq.table"
+TABLE_OPTIONS: Mapping[str, tuple[str, str]] = {
+    "table.url": (
+        "required with txmq.table",
+        "The database: a URL without a password, or env:NAME or file:/path for where the driver finds the URL.",
+    ),
+    "table.name": ("required with txmq.table", "The table."),
+    "table.columns": ("all of the table", "Names of columns, or Spark's DDL."),
+    "table.key": ("none", "The columns of a unique key, with commas between."),
+    "table.onConflict": ("error", "What becomes of a row whose key is there: error, ignore or update."),
+    "table.onBadRow": (
+        "fail",
+        "fail: a row that does not fit ends the query. rollback: its transaction is rolled back.",
+    ),
+    "table.schema": ("the user's default", "The database schema of the table."),
+    "table.fenceSchema": ("the user's default", "The database schema of the fence."),
+}
+"""The options of a TableListener: their default, and what they mean."""
+_SECRET = re.compile(r"passw|pwd|secret|token|credential", re.IGNORECASE)
+"""In the name of a URL's parameter."""
+
+
+@dataclass(frozen=True)
+class TableSettings:
+    """The validated options of a TableListener. They hold no secret, and can be pickled."""
+
+    url: str = field(repr=False)
+    """Without a password; or where the URL is."""
+    name: str
+    columns: str | None
+    key: str | None
+    on_conflict: str
+    on_bad_row: str
+    schema: str | None
+    fence_schema: str | None
+
+    @classmethod
+    def of(cls, options: Options, listener: str) -> TableSettings | None:
+        """Read the options, or raise an OptionError that says what is missing or wrong; None for another listener."""
+        given = [name for name in TABLE_OPTIONS if name in options]
+        if listener.lower() != TABLE_LISTENER:
+            if given:
+                raise OptionError(f"option {given[0]!r} is for transactionListener={TABLE_LISTENER}, not {listener!r}")
+            return None
+        url = options.require("table.url", "a database URL without a password, env:NAME or file:/path").strip()
+        if not _said_of_url(is_place, url):
+            _require_no_password(url)
+        return cls(
+            url=url,
+            name=options.require("table.name", f"the table that {TABLE_LISTENER} shall insert into").strip(),
+            columns=options.get("table.columns"),
+            key=options.get("table.key"),
+            on_conflict=options.choice("table.onConflict", ("error", "ignore", "update"), "error"),
+            on_bad_row=options.choice("table.onBadRow", ("fail", "rollback"), "fail"),
+            schema=options.get("table.schema"),
+            fence_schema=options.get("table.fenceSchema"),
+        )
+
+    def listener(self) -> TableListener:
+        """Return the listener; the URL is looked up now, in this process."""
+        return _listener(self, _said_of_url(look_up, self.url))
+
+
+@lru_cache(maxsize=8)
+def _listener(settings: TableSettings, url: str) -> TableListener:
+    """Kept: Spark uses the process again for the next micro-batches, and the listener has the connections."""
+    from rmq_spark._core.listeners.table import TableListener
+
+    return TableListener(
+        url,
+        settings.name,
+        columns=settings.columns,
+        key=settings.key,
+        on_conflict=settings.on_conflict,
+        on_bad_row=settings.on_bad_row,
+        schema=settings.schema,
+        fence_schema=settings.fence_schema,
+    )
+
+
+def _said_of_url(ask: Callable[[str], _T], url: str) -> _T:
+    """What is said of ``table.url``; an error names the option."""
+    try:
+        return ask(url)
+    except ListenerError as problem:
+        raise OptionError(f"table.url: {problem}") from None
+
+
+def _require_no_password(url: str) -> None:
+    """Raise OptionError for a URL with a password, which would stand in Spark's plans; the error does not show it."""
+    from rmq_spark._core.database.connection import Database
+
+    Database(url)  # it says what is wrong with a URL that cannot be read
+    from sqlalchemy import make_url
+
+    found = make_url(url)
+    if found.password is not None or any(_SECRET.search(name) for name in found.query):
+        raise OptionError(
+            "table.url has a password in it, which Spark's plans and logs would show: write table.url=env:NAME or "
+            "table.url=file:/path, where the driver finds the URL"
+        )

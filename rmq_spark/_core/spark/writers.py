@@ -1,0 +1,245 @@
+"""The writers of ``format("txmq")``. Executors stage half files, and ``commit()`` runs the rest of the protocol.
+
+The driver makes a writer for each micro-batch. Spark pickles it and sends it to the executors and to the process that
+runs ``commit()``. So it holds settings, and never an open log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
+
+from rmq_spark._core.listeners.listener import TransactionListener, store_id_to_send
+from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfWriter, Naming
+from rmq_spark._core.protocol.identity import Lineage, known_query_id, lineage_of, read_checkpoint, require_same_log
+from rmq_spark._core.protocol.limits import PendingGuard
+from rmq_spark._core.runtime.spans import sending_batch
+from rmq_spark._core.spark.frame import require_message_types, topics_for
+from rmq_spark._core.spark.memory import keep_freed_memory
+from rmq_spark._core.spark.sink_options import SinkSettings
+from rmq_spark._core.spark.socket import acknowledge_at_once
+from rmq_spark._core.spark.versions import DataSourceStreamArrowWriter
+from rmq_spark._core.storage.files import filesystem
+from rmq_spark._core.vocabulary.message import require_app_id
+from rmq_spark._core.vocabulary.options import Options, parse_int
+from rmq_spark.errors import CheckpointMismatchError, NotACommitLogError, OptionError
+from rmq_spark.logs import of_header
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+    from rmq_spark._core.client.commit_log import CommitLog
+
+logger = logging.getLogger(__name__)
+
+BATCH_ID_PROPERTY = "streaming.sql.batchId"
+
+
+@dataclass
+class StagedPartition(WriterCommitMessage):
+    """The half files of one partition, which an executor returns to the driver."""
+
+    header: HalfHeader
+    files: list[HalfFile]
+
+
+class _Writer:
+    """The common part of the batch writer and the streaming writer."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        self.settings = SinkSettings.of(options)
+        require_message_types(schema, self.settings.topic, self.settings.transaction_key)
+        try:
+            self._plan(options, schema)
+        except NotACommitLogError:  # the log may have been made anew since this process opened it: open it again
+            self._plan(options, schema)
+
+    def _plan(self, options: Options, schema: StructType) -> None:
+        with kept_log(self.settings) as log:
+            listener = self.settings.listener()
+            topics = topics_for(log, schema.names, self.settings.topic)
+            self.header = self._header(options, listener)
+            self._require_same_log(options, log)
+            self.replayed = log.is_replay(self.header)  # executors need not write its messages again
+            if not self.replayed:  # here, so that executors write nothing that is refused
+                PendingGuard(log, self.settings.pending_limits).require_room(self.header.producer_group)
+            self.half_folder = f"{log.path}/half"
+            self.half_writer = HalfWriter(
+                self.header, topics, self.settings.topic, self.settings.transaction_key, log.fifo_topics()
+            )
+
+    def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
+        raise NotImplementedError
+
+    def _require_same_log(self, options: Options, log: CommitLog) -> None:
+        pass
+
+    def _make_header(
+        self,
+        naming: Naming,
+        app_id: str,
+        batch_id: int,
+        listener: TransactionListener,
+        query_id: str | None = None,
+        input_hash: str | None = None,
+    ) -> HalfHeader:
+        return HalfHeader.of(
+            naming,
+            app_id,
+            batch_id,
+            query_id=query_id,
+            input_hash=input_hash,
+            fence_id=store_id_to_send(listener),
+            transaction_per=self.settings.transaction_per,
+            producer_group=self.settings.producer_group,
+        )
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedPartition:
+        """Write the partition's half files on an executor. They are not in the log yet."""
+        context = TaskContext.get()
+        partition = context.partitionId() if context is not None else 0
+        self._require_same_batch(context)
+        acknowledge_at_once()
+        keep_freed_memory()
+        if self.replayed:
+            for _ in iterator:  # Spark wants its input to be read
+                pass
+            return StagedPartition(self.header, [])
+        fs, folder = filesystem(self.half_folder, self.settings.storage_options)
+        return StagedPartition(self.header, self.half_writer.write(fs, folder, partition, iterator))
+
+    def _require_same_batch(self, context: Any) -> None:
+        pass
+
+    def _commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Prepare, execute and decide, in a process of the driver."""
+        from rmq_spark._core.protocol.two_phase import TwoPhase
+
+        files: list[HalfFile] = []
+        for message in messages:
+            if not isinstance(message, StagedPartition) or message.header != self.header:
+                raise OptionError(
+                    f"a task staged files for another half batch than {self.header.half_id!r}: run the batch again"
+                )
+            files += message.files
+        with kept_log(self.settings) as log:
+            two_phase = TwoPhase(
+                log,
+                self.settings.listener(),
+                on_listener_error=self.settings.on_listener_error,
+                replay_check_timeout_s=self.settings.replay_check_timeout_s,
+            )
+            with sending_batch(log.path, self.header.half_id, self.settings.topic):
+                two_phase.send(self.header, lambda: self._staged(files), lineage=self._lineage())
+
+    def _lineage(self) -> Lineage | None:
+        """What the checkpoint knows of earlier batches; None without one."""
+        return None
+
+    def _staged(self, files: list[HalfFile]) -> list[HalfFile]:
+        if self.replayed:
+            raise NotACommitLogError(
+                f"half batch {self.header.half_id!r} was in the commit log when this run began, and is no more: "
+                "the log was made anew. Run the batch again"
+            )
+        return sorted(files, key=lambda f: f.file_no)
+
+    def _abort(self) -> None:
+        # abort() deletes nothing. It also runs, in another process, when commit() raised; and a commit that timed out
+        # may still land. vacuum removes orphans when they are old.
+        logger.info(
+            "half batch %r was aborted; what it staged stays until vacuum", self.header.half_id,
+            extra=of_header(self.header),
+        )  # fmt: skip
+
+
+class TxmqWriter(_Writer, DataSourceArrowWriter):
+    """The writer of ``df.write.format("txmq")``."""
+
+    def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
+        app_id, batch_id = options.get("appId"), options.get("batchId")
+        if (app_id is None) != (batch_id is None):
+            raise OptionError(
+                "a batch write needs both appId and batchId, or neither: together they name it, so that a retry "
+                f"is known as one (found appId={app_id!r}, batchId={batch_id!r})"
+            )
+        if app_id is None or batch_id is None:
+            return self._make_header(Naming.MADE_UP, f"write-{uuid4().hex}", 0, listener)
+        return self._make_header(Naming.GIVEN, require_app_id(app_id), parse_int(batch_id, "batchId", 0), listener)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        self._commit(messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        self._abort()
+
+
+class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
+    """The writer of a micro-batch of ``df.writeStream.format("txmq")``."""
+
+    def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
+        if "batchId" in options:
+            raise OptionError("batchId is for batch writes: a stream's micro-batches have ids of their own")
+        location, name = options.get("checkpointLocation"), options.get("appId")
+        checkpoint = read_checkpoint(location, options.storage_options)
+        or_else = None if name else "or, when it has sent nothing yet, set .option('appId', ...)"
+        self.checkpoint_location = location or ""  # which read_checkpoint has required
+        query_id = known_query_id(self.checkpoint_location, options.storage_options, checkpoint, or_else)
+        app_id = require_app_id(name or query_id)
+        batch_id, input_hash = checkpoint.batch_id, checkpoint.input_hash
+        return self._make_header(Naming.COUNTED, app_id, batch_id, listener, query_id, input_hash)
+
+    def _require_same_log(self, options: Options, log: CommitLog) -> None:
+        require_same_log(options.get("checkpointLocation") or "", options.storage_options, log.id, log.path)
+
+    def _lineage(self) -> Lineage:
+        return lineage_of(self.checkpoint_location, self.settings.storage_options)
+
+    def _require_same_batch(self, context: Any) -> None:
+        running = context.getLocalProperty(BATCH_ID_PROPERTY) if context is not None else None
+        if running is not None and int(running) != self.header.batch_id:
+            raise CheckpointMismatchError(
+                f"Spark runs batch {running}, but the newest one in the checkpoint is {self.header.batch_id}: two "
+                "queries use the same checkpointLocation"
+            )
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
+        if batchId != self.header.batch_id:
+            raise CheckpointMismatchError(
+                f"Spark commits batch {batchId}, but the newest one in the checkpoint is {self.header.batch_id}: "
+                "two queries use the same checkpointLocation"
+            )
+        self._commit(messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
+        self._abort()
+
+
+@contextmanager
+def kept_log(settings: SinkSettings) -> Iterator[CommitLog]:
+    """Give an open commit log, and keep it open: Spark uses the process again for the next micro-batches.
+
+    After an exception all kept logs are dropped. So a log that was made anew fails once, and its next use opens it
+    again.
+    """
+    try:
+        yield _open(settings.path, tuple(sorted(settings.storage_options.items())))
+    except Exception:
+        _open.cache_clear()
+        raise
+
+
+@lru_cache(maxsize=8)
+def _open(path: str, storage_options: tuple[tuple[str, str], ...]) -> CommitLog:
+    from rmq_spark._core.client.commit_log import CommitLog
+
+    return CommitLog.open(path, dict(storage_options))

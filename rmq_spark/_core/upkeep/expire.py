@@ -1,0 +1,86 @@
+"""Messages that are older than their topic's retention expire: whole files leave the table ``messages``.
+
+An ``expire`` row of ``op`` moves the queues' first offsets first. So a reader knows what is gone before it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.log.op import Kind, OpRow
+from rmq_spark._core.storage.table import require_own, take_out
+from rmq_spark._core.upkeep.merge import removed_earlier_s
+
+if TYPE_CHECKING:
+    from rmq_spark._core.protocol.engine import ProtocolSteps
+
+
+class Expirer:
+    """Lets messages of one commit log expire.
+
+    Parameters
+    ----------
+    log : ProtocolSteps
+    doubt_s : float
+        So much older than their retention must messages be: see :mod:`~rmq_spark._core.log.second_look`.
+    """
+
+    def __init__(self, log: ProtocolSteps, doubt_s: float) -> None:
+        self._log = log
+        self._doubt_s = doubt_s
+
+    def run(self, dry_run: bool = False) -> list[str]:
+        """Let all expire that may; returns the files that left the table ``messages``."""
+        log = self._log
+        with log.lock:
+            kept_s = {name: t.retention_s for name, t in log.topic_store.all().items() if t.retention_s is not None}
+            table = log.messages_table
+            table.refresh()
+            if not dry_run:
+                require_own(table)
+            paths = [path for name, seconds in sorted(kept_s.items()) for path in self._expired(name, seconds)]
+            if paths and not dry_run:
+                self._move_firsts(paths)
+                self._remove(paths)
+            return paths
+
+    def _expired(self, topic: str, seconds: float) -> list[str]:
+        """The files of a topic of which all messages are too old, and that hold the first messages of their queues."""
+        actions = self._log.messages_table.actions()
+        of_topic = pc.and_(pc.equal(actions["min.topic"], topic), pc.equal(actions["max.topic"], topic))
+        files = actions.filter(pc.fill_null(of_topic, False))
+        limit = self._log.machine.now() - timedelta(seconds=seconds + self._doubt_s)
+        old = files.filter(pc.fill_null(pc.less(files["max.commit_timestamp"], limit), False))
+        young = files.filter(pc.invert(pc.is_in(files["path"], value_set=old["path"].combine_chunks())))
+        # Files may overlap after a merge. One that holds anything behind what stays must stay, too, or a queue would
+        # have a hole. op places in the order of its versions.
+        while young.num_rows:
+            first_kept = pc.min(young["min.op_version"])
+            behind = pc.fill_null(pc.greater_equal(old["max.op_version"], first_kept), True)
+            if not pc.any(behind).as_py():
+                break
+            young = pa.concat_tables([young, old.filter(behind)])
+            old = old.filter(pc.invert(behind))
+        return [str(path) for path in old["path"].to_pylist()]
+
+    def _move_firsts(self, paths: Sequence[str]) -> None:
+        columns = ["topic", "queue_id", "queue_offset"]
+        rows = self._log.messages_table.read(paths, columns).group_by(columns[:2], use_threads=False)
+        ends = rows.aggregate([("queue_offset", "max")]).to_pylist()
+        firsts = {(end["topic"], end["queue_id"]): end["queue_offset_max"] + 1 for end in ends}
+        ledger = self._log.ledger
+
+        def build() -> list[OpRow]:
+            moved = {queue: first for queue, first in firsts.items() if first > ledger.firsts.get(queue, 0)}
+            return [OpRow(Kind.EXPIRE, firsts=moved)] if moved else []
+
+        ledger.append(build)
+
+    def _remove(self, paths: Sequence[str]) -> None:
+        table = self._log.messages_table
+        take_out(table, paths, removed_earlier_s=removed_earlier_s(table, 0.0))

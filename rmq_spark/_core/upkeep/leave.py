@@ -1,0 +1,341 @@
+"""Half batches that are settled and drained leave the table ``half``.
+
+::
+
+    settled ─▶ drained ─▶ a grace ─▶ archived in op ─▶ its files leave half ─▶ another grace ─▶ its op rows are pruned
+                                     from here on nobody                                       (``pruning``)
+                                     decides on it again
+
+The ``archived`` row is written by compare-and-set, so nothing is said of a half batch between the look at it and the
+row. A process may die anywhere: the next one goes on with what is archived and still in ``half``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.log.archive import DECISIONS_MAX, Archived, ArchivedDecision
+from rmq_spark._core.log.half import HEADER_COLUMNS
+from rmq_spark._core.log.op import Kind, OpRow, RowState, rolled_back_as
+from rmq_spark._core.log.op_rows import read_op
+from rmq_spark._core.log.op_view import of_kind, settled_rows
+from rmq_spark._core.messages.table import drained_up_to
+from rmq_spark._core.storage.table import require_own, take_out
+from rmq_spark._core.vocabulary.options import AUDIT_S, GRACE_S, GRACE_S_MIN, IDEMPOTENCY_S, parse_duration
+from rmq_spark.errors import HalfBatchLeftError, OptionError
+
+if TYPE_CHECKING:
+    from rmq_spark._core.protocol.engine import ProtocolSteps
+
+AT_ONCE = 10_000
+"""Half batches that are looked at together."""
+HEADER_ROWS_MAX = 1_000_000
+"""Half rows of which the header is read together."""
+MORE_REASONS = "other reasons, which are not kept"
+FILES_REMOVED_MAX = 10_000
+"""Half files that leave in one commit."""
+LOOKED_AT = (
+    "version", "op_time", "kind", "half_id", "count", "attempt", "decided_by", "reason", "refused", "queue_offset",
+)  # fmt: skip
+DECIDING = (Kind.COMMIT, Kind.ROLLBACK, Kind.QUARANTINE, Kind.REOPEN)
+NOT_SIMPLE = (Kind.QUARANTINE, Kind.REOPEN)
+"""Where one of these was, counts alone do not tell what became of a rolled back half batch."""
+
+
+@dataclass(frozen=True)
+class Graces:
+    """How long what is settled stays.
+
+    Attributes
+    ----------
+    reader_s : float
+        Seconds from the last op row of a half batch until it leaves, and from then until its op rows are pruned.
+    audit_s : float
+        Seconds for which messages that were rolled back stay, so that a person can still look at them and overrule.
+    idempotency_s : float
+        Seconds for which the outcome of a half batch is kept after it left.
+    """
+
+    reader_s: float = GRACE_S
+    audit_s: float = AUDIT_S
+    idempotency_s: float = IDEMPOTENCY_S
+
+    @classmethod
+    def of(cls, grace: str | None, audit: str | None, idempotency: str | None) -> Graces:
+        """Graces from durations such as ``"7d"``; None for the default.
+
+        Raises
+        ------
+        OptionError
+            For a duration that is none, or a grace under a minute.
+        """
+        given = {
+            "reader_s": ("grace", grace),
+            "audit_s": ("audit", audit),
+            "idempotency_s": ("idempotency", idempotency),
+        }
+        found = cls(**{field: parse_duration(text, name) for field, (name, text) in given.items() if text is not None})
+        if found.reader_s < GRACE_S_MIN:
+            raise OptionError(
+                f"grace={grace!r} is under {GRACE_S_MIN:g} seconds: readers and producers at work may need what leaves"
+            )
+        return found
+
+    def and_later(self, seconds: float) -> Graces:
+        """These, each so much longer."""
+        return Graces(self.reader_s + seconds, self.audit_s + seconds, self.idempotency_s + seconds)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A half batch that may leave, by counts: what the op rows say of it."""
+
+    rows: int
+    placed: int
+    settled: int
+    simple: bool
+    last_placed: int  # the last version that placed some of it
+    last_version: int
+    last_time: datetime
+
+
+class Leaver:
+    """Lets half batches leave one commit log.
+
+    Parameters
+    ----------
+    log : ProtocolSteps
+    graces : Graces
+    """
+
+    def __init__(self, log: ProtocolSteps, graces: Graces) -> None:
+        self._log = log
+        self._graces = graces
+        self._newest: dict[str, int] = {}  # by application: what is lower is not its last half batch
+
+    def archive(self, dry_run: bool = False) -> int:
+        """Archive the half batches that may leave; returns how many. With ``dry_run`` only count them."""
+        log = self._log
+        with log.lock:
+            version = log.ledger.refresh()
+            log.messages_table.refresh()
+            if not dry_run:
+                require_own(log.messages_table)
+            drained = drained_up_to(log.messages_table)
+            live = self._below_the_mark()
+        return sum(
+            self._archive(live.slice(first, AT_ONCE), version, drained, dry_run)
+            for first in range(0, live.num_rows, AT_ONCE)
+        )
+
+    def _below_the_mark(self) -> pa.Table:
+        """Half batches of which all files lie at or below the mark, but for those that are open or needed: ``half_id,
+        rows, ms``, the oldest first."""
+        log = self._log
+        low_water = log.ledger.low_water_ms
+        counted = log.half.counted()
+        kept = {*log.ledger.followed.below, *log.ledger.waiting, *log.ledger.conflicts}
+        below = counted.filter(pc.less_equal(counted["ms"], low_water)).sort_by("ms")
+        return below.filter(pc.invert(pc.is_in(below["half_id"], value_set=pa.array(sorted(kept), pa.string()))))
+
+    def _is_newest(self, header: Mapping[str, Any]) -> bool:
+        """True for the last half batch of a stream: a restart replays it."""
+        app_id, batch_id = header["app_id"], header["batch_id"]
+        if batch_id == 0 and header["query_id"] is None:  # of a program that sends, which has one half batch
+            return False
+        if app_id not in self._newest or batch_id > self._newest[app_id]:
+            self._newest[app_id] = self._log.half.table.transaction_version(app_id) or 0
+        return bool(batch_id >= self._newest[app_id])
+
+    def _archive(self, live: pa.Table, version: int, drained: int, dry_run: bool) -> int:
+        ids = live["half_id"].to_pylist()
+        if not ids:
+            return 0
+        rows = self._op_rows(ids)
+        gone = set(rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"].to_pylist())
+        counted = dict(zip(ids, live["rows"].to_pylist(), strict=True))
+        leaving = {
+            half_id: batch
+            for half_id, batch in _batches(rows, counted).items()
+            if half_id not in gone and batch.last_placed <= drained and self._may_leave(batch)
+        }
+        prepared_ms = dict(zip(ids, live["ms"].to_pylist(), strict=True))
+        found = list(self._archived(rows, leaving, prepared_ms))
+        return len(found) if dry_run or not found else len(self._append(found, version))
+
+    def _op_rows(self, half_ids: Sequence[str]) -> pa.Table:
+        op = self._log.op
+        where = pc.field("half_id").isin(list(half_ids))
+        return read_op(op, op.actions()["path"].to_pylist(), LOOKED_AT, where).sort_by("version")
+
+    def _may_leave(self, batch: _Batch) -> bool:
+        """Whether all is settled, and the grace is over."""
+        settled = batch.placed == batch.rows or batch.settled == batch.rows
+        audit_s = 0.0 if batch.placed == batch.rows else self._graces.audit_s
+        grace_s = max(self._graces.reader_s, audit_s)
+        return settled and batch.last_time <= self._log.machine.now() - timedelta(seconds=grace_s)
+
+    # ------------------------------------------------------------------ what is kept of them
+    def _archived(
+        self, rows: pa.Table, leaving: Mapping[str, _Batch], prepared_ms: Mapping[str, int]
+    ) -> Iterator[Archived]:
+        decided = rows.filter(pc.is_in(rows["kind"], value_set=pa.array([k.value for k in DECIDING])))
+        by_batch: dict[str, list[dict[str, Any]]] = {half_id: [] for half_id in leaving}
+        for row in decided.to_pylist():
+            if row["half_id"] in by_batch:
+                by_batch[row["half_id"]].append(row)
+        for header in self._headers(leaving):
+            if self._is_newest(header):
+                continue
+            half_id = header["half_id"]
+            batch, decisions = leaving[half_id], by_batch[half_id]
+            counts = _counts(batch, decisions) if batch.simple or batch.placed == batch.rows else self._counts(half_id)
+            if counts is not None:
+                attempt = max((d["attempt"] or 1 for d in decisions), default=1)
+                yield Archived(
+                    **{**header, **counts},
+                    attempt=attempt,
+                    prepared_ms=prepared_ms[half_id],
+                    last_version=batch.last_version,
+                    decisions=list(_summed(decisions)),
+                )
+
+    def _headers(self, leaving: Collection[str]) -> Iterator[dict[str, Any]]:
+        """The headers of half batches, as their files have them."""
+        paths = self._log.half.paths_of(leaving)
+        while paths:
+            some: list[str] = []
+            size = 0
+            while paths and (not some or size + paths[-1][1] <= HEADER_ROWS_MAX):
+                path, rows = paths.pop()
+                some.append(path)
+                size += rows
+            read = self._log.half.table.read(some, HEADER_COLUMNS)
+            others = [(name, "first") for name in HEADER_COLUMNS if name != "half_id"]
+            found = read.group_by("half_id", use_threads=False).aggregate(others)
+            found = found.rename_columns([name.removesuffix("_first") for name in found.column_names])
+            yield from (header for header in found.to_pylist() if header["half_id"] in leaving)
+
+    def _counts(self, half_id: str) -> dict[str, int] | None:
+        """What became of the messages of a half batch, from its whole state; None when it is not settled for good."""
+        try:
+            state = self._log.state_of(self._log.get(half_id), refresh=False)
+        except HalfBatchLeftError:
+            return None
+        if state.in_conflict or state.count(RowState.PENDING, RowState.QUARANTINED, RowState.DECIDED):
+            return None
+        return {
+            "committed": state.count(RowState.COMMITTED),
+            "rolled_back": state.count(RowState.ROLLED_BACK),
+            "rolled_back_by_check": state.count(RowState.ROLLED_BACK_BY_CHECK),
+            "rolled_back_by_discard": state.count(RowState.ROLLED_BACK_BY_DISCARD),
+        }
+
+    # ------------------------------------------------------------------ the commits
+    def _append(self, found: Sequence[Archived], version: int) -> Sequence[OpRow]:
+        """Write ``archived`` rows for those of which ``op`` has said nothing since a version."""
+        ledger = self._log.ledger
+
+        def build() -> list[OpRow]:
+            rows = ledger.followed.rows
+            if ledger.followed.since > version + 1:  # a mark has let go what was said meanwhile: the next time
+                return []
+            said = set(rows.filter(pc.greater(rows["version"], version))["half_id"].to_pylist())
+            return [_archived_row(kept) for kept in found if kept.half_id not in said]
+
+        return ledger.append(build)
+
+    def remove(self, dry_run: bool = False) -> list[str]:
+        """Take files of archived half batches out of ``half``; returns their paths."""
+        log = self._log
+        with log.lock:
+            log.ledger.refresh()
+            archived = log.ledger.archived_rows()["half_id"]
+            log.half.table.refresh()
+            paths = log.half.files_of_only(archived.combine_chunks())
+        if not dry_run:
+            for first in range(0, len(paths), FILES_REMOVED_MAX):
+                self._remove(paths[first : first + FILES_REMOVED_MAX])
+        return paths
+
+    def _remove(self, paths: Sequence[str]) -> None:
+        take_out(self._log.half.table, paths)
+
+
+def _batches(rows: pa.Table, counted: Mapping[str, int]) -> dict[str, _Batch]:
+    """What op rows say of half batches, by half id."""
+    is_placed = pc.is_valid(rows["queue_offset"])
+    special = pc.is_in(rows["kind"], value_set=pa.array([k.value for k in NOT_SIMPLE]))
+    columns = {
+        "half_id": rows["half_id"],
+        "placed": pc.if_else(is_placed, rows["count"], 0),
+        "placed_at": pc.if_else(is_placed, rows["version"], -1),
+        "special": special,
+        "version": rows["version"],
+        "op_time": rows["op_time"],
+    }
+    wanted = [("placed", "sum"), ("special", "any"), ("placed_at", "max"), ("version", "max"), ("op_time", "max")]
+    sums = pa.table(columns).group_by("half_id", use_threads=False).aggregate(wanted)
+    settled = settled_rows(rows)
+    found: dict[str, _Batch] = {}
+    for r in sums.to_pylist():
+        half_id, simple = r["half_id"], not r["special_any"]
+        found[half_id] = _Batch(
+            counted[half_id], r["placed_sum"], settled.get(half_id, 0), simple, r["placed_at_max"], r["version_max"],
+            r["op_time_max"],
+        )  # fmt: skip
+    return found
+
+
+def _counts(batch: _Batch, decisions: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """What became of the messages of a half batch that was never reopened or quarantined, or is committed whole."""
+    if batch.placed == batch.rows:
+        return {"committed": batch.rows}
+    found = {"committed": batch.placed}
+    for row in decisions:
+        if row["kind"] == Kind.ROLLBACK.value:
+            name = rolled_back_as(row["decided_by"], row["refused"]).name.lower()
+            found[name] = found.get(name, 0) + row["count"]
+    return found
+
+
+def _summed(decisions: Sequence[Mapping[str, Any]]) -> Iterator[ArchivedDecision]:
+    """Decisions, one for the rows of a commit that say the same of several files and queues."""
+    sums: dict[tuple[Any, ...], int] = {}
+    for row in decisions:
+        said = (row["op_time"], row["kind"], row["attempt"] or 1, row["decided_by"], row["reason"], row["refused"])
+        sums[said] = sums.get(said, 0) + row["count"]
+    if len(sums) > DECISIONS_MAX:  # of rollbacks that differ in their reasons alone, the first reasons are kept
+        sums = _with_fewer_reasons(sums)
+    for (at, kind, attempt, decided_by, reason, refused), count in sums.items():
+        yield ArchivedDecision(at, kind, attempt, decided_by, reason, count, refused)
+
+
+def _with_fewer_reasons(sums: dict[tuple[Any, ...], int]) -> dict[tuple[Any, ...], int]:
+    spare = len(sums) - DECISIONS_MAX
+    found: dict[tuple[Any, ...], int] = {}
+    for said, count in reversed(sums.items()):
+        at, kind, attempt, decided_by, _, refused = said
+        if kind == Kind.ROLLBACK.value and spare >= 0:  # one more: the sum is a decision of its own
+            said, spare = (at, kind, attempt, decided_by, MORE_REASONS, refused), spare - 1
+        found[said] = found.get(said, 0) + count
+    return dict(reversed(found.items()))
+
+
+def _archived_row(kept: Archived) -> OpRow:
+    return OpRow(
+        Kind.ARCHIVED,
+        kept.half_id,
+        count=kept.rows,
+        attempt=kept.attempt,
+        transaction_per=kept.transaction_per,
+        producer_group=kept.producer_group,
+        prepared_ms=kept.prepared_ms,
+        archived=kept,
+    )

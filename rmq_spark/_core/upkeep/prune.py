@@ -1,0 +1,170 @@
+"""Op rows of half batches that have left are pruned: ``op`` is rewritten without them.
+
+Of a half batch that left, the ``archived`` row alone stays, for the idempotency window, and for as long as rmq_spark
+itself may send it again (``own_sends``). It goes last.
+Whoever has read ``op`` less far than what was pruned goes on from the newest mark, which is above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.log.op import PRUNED, PRUNED_PLACED, STATS_COLUMNS, Kind, pruned_up_to
+from rmq_spark._core.log.op_view import of_kind
+from rmq_spark._core.protocol.own_sends import PREFIXES, OwnSends
+from rmq_spark._core.storage.files import DataFile
+from rmq_spark._core.storage.table import Change
+from rmq_spark._core.upkeep.leave import Graces
+from rmq_spark._core.upkeep.merge import MERGED_BYTES_MAX
+
+if TYPE_CHECKING:
+    from rmq_spark._core.protocol.engine import ProtocolSteps
+
+PRUNED_SHARE_MIN = 0.5
+"""An op file is rewritten when at least so much of it can go: each row is rewritten a few times at most."""
+
+
+@dataclass(frozen=True)
+class _Dead:
+    """Half batches that have left.
+
+    Attributes
+    ----------
+    ids : pyarrow.Array
+        Of which the rows other than ``archived`` may go.
+    forgotten : pyarrow.Array
+        Of which the ``archived`` row may go, too.
+    """
+
+    ids: pa.Array
+    forgotten: pa.Array
+
+    def may_go(self, rows: pa.Table) -> pa.ChunkedArray:
+        """Which op rows may go, of those that the newest mark has passed."""
+        is_archived = of_kind(rows, Kind.ARCHIVED)
+        of_dead = pc.and_(pc.is_in(rows["half_id"], value_set=self.ids), pc.invert(is_archived))
+        of_forgotten = pc.and_(pc.is_in(rows["half_id"], value_set=self.forgotten), is_archived)
+        return pc.or_(pc.or_(of_dead, of_forgotten), of_kind(rows, Kind.MARK))
+
+
+class Pruner:
+    """Prunes ``op`` of one commit log.
+
+    Parameters
+    ----------
+    log : ProtocolSteps
+    graces : Graces
+    """
+
+    def __init__(self, log: ProtocolSteps, graces: Graces) -> None:
+        self._log = log
+        self._graces = graces
+
+    def run(self, dry_run: bool = False) -> int:
+        """Rewrite the op files of which enough rows can go; returns how many rows went."""
+        log = self._log
+        with log.lock:
+            log.ledger.refresh()
+            since = log.ledger.followed.since
+            dead = self._dead()
+            files = self._files(dead, since)
+            if dry_run:
+                return sum(file["dropped"] for file in files)
+            return sum(self._rewrite(group, dead) for group in _groups(files))
+
+    def _dead(self) -> _Dead:
+        log = self._log
+        rows = log.ledger.archived_rows()
+        here = log.half.counted()["half_id"]  # half after op: what it still has was not removed before
+        gone = rows.filter(pc.invert(pc.is_in(rows["half_id"], value_set=here.combine_chunks())))
+        now = log.machine.now()
+
+        def older_than(seconds: float) -> pa.Array:
+            return gone.filter(pc.less_equal(gone["op_time"], now - timedelta(seconds=seconds)))["half_id"]
+
+        dead = older_than(self._graces.reader_s).combine_chunks()
+        old = older_than(max(self._graces.idempotency_s, self._graces.reader_s)).combine_chunks()
+        if len(old):
+            old = self._not_asked_for(self._without_other_rows(old))
+        return _Dead(dead, old)
+
+    def _not_asked_for(self, half_ids: pa.Array) -> pa.Array:
+        """Those half batches that nobody may send again."""
+        log = self._log
+        own = half_ids.filter(reduce(pc.or_, (pc.starts_with(half_ids, prefix) for prefix in PREFIXES)))
+        if not len(own):
+            return half_ids
+        rows = log.op.read(log.ledger.archive_paths(), ["kind", "half_id", "archived"], pc.field("half_id").isin(own))
+        rows = rows.filter(of_kind(rows, Kind.ARCHIVED))
+        names, sends = pc.struct_field(rows["archived"], "app_id").to_pylist(), OwnSends(log)
+        asked_for = rows.filter(pa.array([sends.may_come(name) for name in names], pa.bool_()))["half_id"]
+        return half_ids.filter(pc.invert(pc.is_in(half_ids, value_set=asked_for.combine_chunks())))
+
+    def _without_other_rows(self, half_ids: pa.Array) -> pa.Array:
+        """Those half batches of which ``op`` has nothing but their ``archived`` row."""
+        op = self._log.op
+        where = pc.field("half_id").isin(half_ids) & (pc.field("kind") != Kind.ARCHIVED.value)
+        others = op.read(op.actions()["path"].to_pylist(), ["half_id"], where)["half_id"]
+        return half_ids.filter(pc.invert(pc.is_in(half_ids, value_set=others.combine_chunks())))
+
+    def _files(self, dead: _Dead, since: int) -> list[dict[str, Any]]:
+        """The op files to rewrite, in version order, each with ``path, size_bytes, dropped``."""
+        actions = self._log.op.actions()
+        passed = actions.filter(pc.fill_null(pc.less(actions["max.version"], since), False)).sort_by("min.version")
+        found: list[dict[str, Any]] = []
+        for file in passed.select(["path", "size_bytes"]).to_pylist():
+            rows = self._log.op.read([file["path"]], ["kind", "half_id"])
+            dropped = pc.sum(dead.may_go(rows)).as_py() or 0
+            if dropped and dropped >= PRUNED_SHARE_MIN * rows.num_rows:
+                found.append({**file, "dropped": dropped})
+        return found
+
+    def _rewrite(self, paths: Sequence[str], dead: _Dead) -> int:
+        """Replace some files by what stays of them; returns how many rows went."""
+        op = self._log.op
+        rows = op.read(paths)
+        going = dead.may_go(rows)
+        gone, kept = rows.filter(going), rows.filter(pc.invert(going))
+        placed = gone.filter(pc.is_valid(gone["queue_offset"]))
+        last = {PRUNED: pc.max(gone["version"]).as_py(), PRUNED_PLACED: pc.max(placed["version"]).as_py()}
+        written = list(self._write(kept))
+
+        def live() -> set[str]:
+            return set(op.actions()["path"].to_pylist())
+
+        def propose(version: int) -> Change | None:
+            if not live().issuperset(paths):  # merged, or pruned by another process
+                return None
+            reached = {name: max(n, pruned_up_to(op, name)) for name, n in last.items() if n is not None}
+            return Change(add=written, remove=paths, transactions=reached, data_change=False)
+
+        done = op.compare_and_set(propose, lambda change: live().isdisjoint(change.remove))
+        return 0 if done is None else gone.num_rows
+
+    def _write(self, kept: pa.Table) -> Iterator[DataFile]:
+        is_archived = of_kind(kept, Kind.ARCHIVED)
+        # Archived rows are looked for by half id, the others by version.
+        for part, order in ((kept.filter(is_archived), "half_id"), (kept.filter(pc.invert(is_archived)), "version")):
+            if part.num_rows:
+                yield self._log.op.write(part.sort_by(order), "op", STATS_COLUMNS)
+
+
+def _groups(files: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    """Files that are rewritten together: few enough for the memory."""
+    group: list[str] = []
+    size = 0
+    for file in files:
+        if group and size + file["size_bytes"] > MERGED_BYTES_MAX:
+            yield group
+            group, size = [], 0
+        group.append(file["path"])
+        size += file["size_bytes"]
+    if group:
+        yield group

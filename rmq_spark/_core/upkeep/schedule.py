@@ -1,0 +1,160 @@
+"""All the upkeep of a commit log, in the order in which one step makes the next one possible."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rmq_spark._core.messages.drain import Drainer
+from rmq_spark._core.messages.table import drained_up_to
+from rmq_spark._core.runtime.failpoints import reach
+from rmq_spark._core.storage.table import Table, foreign_change
+from rmq_spark._core.upkeep import merge as maintenance
+from rmq_spark._core.upkeep.expire import Expirer
+from rmq_spark._core.upkeep.leave import Graces, Leaver
+from rmq_spark._core.upkeep.prune import Pruner
+from rmq_spark._core.upkeep.strip import Stripper
+from rmq_spark._core.vocabulary.options import ORPHAN_AGE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rmq_spark._core.protocol.engine import ProtocolSteps
+
+
+@dataclass(frozen=True)
+class MaintenanceReport:
+    """What upkeep did, or would do.
+
+    Attributes
+    ----------
+    dry_run : bool
+        True when nothing was changed. What an earlier step makes possible for a later one is then not counted.
+    drained_up_to : int
+        The version of ``op`` up to which the table ``messages`` has all messages.
+    messages_drained : int
+        Committed messages that were copied into the table ``messages``.
+    archived : int
+        Half batches that were settled and drained, and need not be kept whole any more.
+    files_left : int
+        Their files, which left the table ``half``.
+    files_stripped : int
+        Files of ``half`` that stay for others, of which the drained messages lost their payload.
+    rows_pruned : int
+        Op rows of half batches that left earlier.
+    files_expired : int
+        Files of ``messages`` of which all messages were older than their topic's retention.
+    files_merged : int
+        Small files of ``op`` and ``messages`` that were merged into larger ones.
+    files_deleted : tuple of str
+        ``<table>/<file>``: files that left a table some time ago, and those that no table ever named.
+    foreign : str or None
+        Of a dry run: what another writer did to the table ``messages``. A run that changes something raises it.
+    """
+
+    dry_run: bool
+    drained_up_to: int
+    messages_drained: int
+    archived: int
+    files_left: int
+    files_stripped: int
+    rows_pruned: int
+    files_expired: int
+    files_merged: int
+    files_deleted: tuple[str, ...]
+    foreign: str | None = None
+
+    def __str__(self) -> str:
+        would = "would be " if self.dry_run else ""
+        done = (
+            (self.messages_drained, "message", "messages", "drained"),
+            (self.archived, "half batch", "half batches", "archived"),
+            (self.files_left, "half file", "half files", "taken out of the table half"),
+            (self.files_stripped, "half file", "half files", "stripped of what is drained"),
+            (self.rows_pruned, "op row", "op rows", "pruned"),
+            (self.files_expired, "file of messages", "files of messages", "expired"),
+            (self.files_merged, "small file", "small files", "merged"),
+            (len(self.files_deleted), "file", "files", "deleted"),
+        )
+        lines = [f"{count} {one if count == 1 else many} {would}{action}" for count, one, many, action in done if count]
+        drained = "nothing is drained yet"
+        if self.drained_up_to >= 0:
+            drained = f"drained up to version {self.drained_up_to} of op"
+        careful = [] if self.foreign is None else [f"careful: {self.foreign}"]
+        return "\n".join([drained, *(lines or ["nothing else to do"]), *careful])
+
+
+def maintain(
+    log: ProtocolSteps,
+    tables: Sequence[Table],
+    graces: Graces,
+    dry_run: bool = False,
+    orphans: bool = True,
+    turn: AbstractContextManager[object] | None = None,
+) -> MaintenanceReport:
+    """Bring a commit log into order. See :meth:`CommitLog.maintain`.
+
+    Parameters
+    ----------
+    log : ProtocolSteps
+        A handle that no other thread uses.
+    tables : sequence of Table
+        Its tables.
+    graces : Graces
+    dry_run : bool
+        Change nothing.
+    orphans : bool
+        Look for files that no table ever named, too: it lists the tables' folders.
+    turn : context manager, optional
+        Entered while messages are in memory.
+    """
+    turn = nullcontext() if turn is None else turn
+    reach("upkeep begins")
+    doubt_s = log.clock_doubt_s(note=not dry_run)  # before this clock has said anything in a commit of its own
+    graces = graces.and_later(doubt_s)
+    foreign = None  # a drain raises it
+    if dry_run:
+        log.messages_table.refresh()
+        foreign = foreign_change(log.messages_table) or log.drained.odd_rows()
+    log.refresh()
+    before = sum(log.drained.border().values())
+    if dry_run:
+        drained, after = drained_up_to(log.messages_table), sum(log.tails().values())
+    else:
+        with turn:
+            drained = Drainer(log).run()
+        after = sum(log.drained.border().values())
+        log.move_mark()
+    leaver = Leaver(log, graces)
+    archived = leaver.archive(dry_run)
+    left = leaver.remove(dry_run)
+    stripped = Stripper(log, graces).run(dry_run)
+    pruned = Pruner(log, graces).run(dry_run)
+    expired = Expirer(log, doubt_s).run(dry_run)
+    merged = 0
+    if not dry_run:
+        merged = maintenance.compact_op(log.op)
+        with turn:
+            kept_s = {name: t.retention_s for name, t in log.topic_store.all().items() if t.retention_s is not None}
+            merged += maintenance.compact_messages(log.messages_table, kept_s)
+    with log.lock:
+        deleted = [
+            path
+            for table in tables
+            for path in maintenance.delete_replaced([table], maintenance.kept_s(table) + doubt_s, dry_run)
+        ]
+        deleted += maintenance.vacuum(tables, ORPHAN_AGE_S + doubt_s, dry_run) if orphans else []
+    return MaintenanceReport(
+        dry_run,
+        drained,
+        max(0, after - before),
+        archived,
+        len(left),
+        len(stripped),
+        pruned,
+        len(expired),
+        merged,
+        tuple(sorted({*deleted})),
+        foreign,
+    )

@@ -1,0 +1,181 @@
+"""Drained messages lose their payload in half files that cannot leave yet.
+
+A half file leaves when all half batches in it are settled. One open message, a rollback that is kept for a look, or a
+restart that may replay the last batch of a stream keeps it, with all that was sent beside it. So its drained messages
+are stripped, and keep their address::
+
+    row_no   what became of it         body, before          body, after
+    0        committed, drained        {"order_id": 1, …}    –
+    1        open                      {"order_id": 2, …}    {"order_id": 2, …}
+    2        rolled back               {"order_id": 3, …}    {"order_id": 3, …}
+    3        committed, not drained    {"order_id": 4, …}    {"order_id": 4, …}
+
+The file is replaced by one with the same rows. A reader whose plan is older finds a stripped row by its missing time of
+birth, and looks for the message in the table ``messages``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.log.half import HALF_SCHEMA, STATS_COLUMNS
+from rmq_spark._core.log.half_table import LargeFile
+from rmq_spark._core.log.op import RowState
+from rmq_spark._core.messages.table import drained_up_to
+from rmq_spark._core.storage.files import PAYLOAD_COLUMNS, ROW_GROUP_ROWS, RowRange, arange
+from rmq_spark._core.storage.table import Change, has_held
+from rmq_spark._core.upkeep.leave import Graces
+from rmq_spark._core.vocabulary.redaction import redacted
+from rmq_spark._core.vocabulary.rows import bytes_array
+from rmq_spark.errors import CorruptLogError, HalfBatchLeftError, HalfBatchNotFoundError
+
+if TYPE_CHECKING:
+    from rmq_spark._core.protocol.engine import ProtocolSteps
+
+logger = logging.getLogger(__name__)
+
+STRIPPED_BYTES_MIN = 64 * 1024
+"""A smaller half file is left alone."""
+STRIPPED_SHARE_MIN = 0.5
+"""A file is written anew when at least so many of the rows that have a payload lose it: each row is written a few times
+at most."""
+FILES_AT_ONCE_MAX = 1_000
+"""Half files that are stripped in one round."""
+PLACED_COLUMNS = ("half_id", "version", "op_time", "count", "queue_offset")
+
+
+class Stripper:
+    """Strips half files of one commit log.
+
+    Parameters
+    ----------
+    log : ProtocolSteps
+        A handle that no other thread uses.
+    graces : Graces
+    """
+
+    def __init__(self, log: ProtocolSteps, graces: Graces) -> None:
+        self._log = log
+        self._graces = graces
+        self._rows: dict[str, int] = {}  # of half batches, in all their files
+
+    def run(self, dry_run: bool = False) -> list[str]:
+        """Strip the files of which enough rows are drained; returns the paths that they had."""
+        log = self._log
+        log.ledger.refresh()
+        log.half.table.refresh()
+        files = log.half.large_files(STRIPPED_BYTES_MIN, log.ledger.low_water_ms)
+        if not files:
+            return []
+        counted = log.half.counted()
+        self._rows = dict(zip(counted["half_id"].to_pylist(), counted["rows"].to_pylist(), strict=True))
+        placed = self._placed({h for file in files for h in file.inside["half_id"].to_pylist()})
+        # What is archived is drained, or nobody need look at it any more.
+        left = frozenset(log.ledger.archived_rows()["half_id"].to_pylist())
+        done: list[str] = []
+        for file in files:
+            try:
+                going = self._drained_rows(file, placed, left)
+                if going is not None and self._strip(file, going, dry_run):
+                    done.append(file.path)
+            except (HalfBatchLeftError, HalfBatchNotFoundError):  # another process let it leave meanwhile
+                continue
+            except CorruptLogError as problem:  # one file that is lost or damaged does not stop the upkeep
+                logger.warning("half file %s is not stripped of what is drained: %s", file.path, redacted(problem))
+            if len(done) == FILES_AT_ONCE_MAX:
+                break
+        return done
+
+    # ------------------------------------------------------------------ which rows
+    def _placed(self, half_ids: Collection[str]) -> dict[str, int]:
+        """How many messages of half batches are placed: of those of which all these are drained, and the grace over."""
+        log = self._log
+        where = pc.field("half_id").isin(sorted(half_ids)) & pc.field("queue_offset").is_valid()
+        rows = log.op.read(log.op.actions()["path"].to_pylist(), PLACED_COLUMNS, where)
+        log.messages_table.refresh()
+        sums = rows.group_by("half_id", use_threads=False).aggregate(
+            [("count", "sum"), ("version", "max"), ("op_time", "max")]
+        )
+        latest = log.machine.now() - timedelta(seconds=self._graces.reader_s)
+        ripe = pc.and_(
+            pc.less_equal(sums["version_max"], drained_up_to(log.messages_table)),
+            pc.less_equal(sums["op_time_max"], pa.scalar(latest, sums.schema.field("op_time_max").type)),
+        )
+        sums = sums.filter(ripe)
+        found = dict(zip(sums["half_id"].to_pylist(), sums["count_sum"].to_pylist(), strict=True))
+        return {half_id: count for half_id, count in found.items() if half_id not in log.ledger.conflicts}
+
+    def _drained_rows(self, file: LargeFile, placed: Mapping[str, int], left: Collection[str]) -> pa.Table | None:
+        """The rows of a file that may go, by the ``half_id`` of those that go whole, or by ``row_no`` in a file of one
+        half batch; None when they are too few."""
+        inside = dict(zip(file.inside["half_id"].to_pylist(), file.inside["rows"].to_pylist(), strict=True))
+        most = sum(rows if h in left else min(rows, placed.get(h, 0)) for h, rows in inside.items())
+        if most < STRIPPED_SHARE_MIN * sum(inside.values()):
+            return None
+        whole = [h for h in inside if h in left or placed.get(h) == self._rows.get(h, -1)]
+        if whole or len(inside) > 1:
+            return pa.table({"half_id": pa.array(whole, pa.string())})
+        (half_id,) = inside
+        record = self._log.half.get(half_id)
+        state = self._log.state_of(record, refresh=False)
+        committed = state.rows_in((RowState.COMMITTED,))
+        if committed.count != placed[half_id]:  # more was placed since we looked, and is not drained
+            return None
+        for file_no, bits in committed.items():
+            if record.files[file_no].path == file.path:
+                return pa.table({"row_no": pc.filter(arange(len(bits)), pc.equal(bytes_array(bits), 1))})
+        return None
+
+    # ------------------------------------------------------------------ one file
+    def _strip(self, file: LargeFile, going: pa.Table, dry_run: bool) -> bool:
+        """Replace a file by one without the payload of some rows. False when too few of them have one."""
+        table = self._log.half.table
+        (name,) = going.column_names
+        rows = table.read([file.path], [name, "born_timestamp"])
+        has_one = pc.is_valid(rows["born_timestamp"])
+        fresh = pc.sum(pc.and_(has_one, pc.is_in(rows[name], value_set=going[name].combine_chunks()))).as_py() or 0
+        if not fresh or fresh < STRIPPED_SHARE_MIN * pc.sum(has_one).as_py():
+            return False
+        if dry_run:
+            return True
+        as_written = file.inside.num_rows == 1 and pc.all(has_one).as_py()
+        parts = self._row_groups(file) if as_written else [table.read([file.path])]
+        gone = going[name].combine_chunks()
+        left = [_without_payload(part, pc.is_in(part[name], value_set=gone)) for part in parts]
+        if not left:  # another process has stripped the file since we looked
+            return False
+        written = table.write(pa.concat_tables(left), table.name, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
+
+        def live() -> set[str]:
+            return set(table.actions()["path"].to_pylist())
+
+        def propose(version: int) -> Change | None:
+            if file.path not in live():  # another process was faster
+                return None
+            # As old as the file that it replaces: its half batches are prepared no later than before.
+            return Change(add=[written], remove=[file.path], modification_time_ms=file.ms, data_change=False)
+
+        done = table.compare_and_set(propose, lambda change: all(has_held(table, f) for f in change.add))
+        return done is not None
+
+    def _row_groups(self, file: LargeFile) -> Iterator[pa.Table]:
+        """The rows of a file of one half batch, so that few payloads are in memory together."""
+        half = self._log.half
+        half_id, count = file.inside["half_id"][0].as_py(), file.inside["rows"][0].as_py()
+        for file_no, stored in half.get(half_id).files.items():
+            if stored.path == file.path:
+                every = RowRange(file.path, half_id, file_no, count, ((0, count - 1),))
+                yield from (part for _, part in half.table.read_range(every, HALF_SCHEMA.names))
+
+
+def _without_payload(rows: pa.Table, going: pa.ChunkedArray) -> pa.Table:
+    at = pc.if_else(going, pa.scalar(None, pa.int64()), arange(rows.num_rows))
+    for name in PAYLOAD_COLUMNS:
+        rows = rows.set_column(rows.column_names.index(name), name, rows[name].take(at))
+    return rows

@@ -1,0 +1,247 @@
+"""The check job: ``python -m rmq_spark.checks.job --config conf/txmq.toml [--once]``.
+
+Exit codes: 0 when it was stopped, or when a single round (``--once``) left nothing to a person; 1 when that round had a
+problem (also that a listener's database does not answer), or half batches wait for a listener that nobody has, or the
+log could not be opened; 2 when the configuration cannot be used.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated
+
+from rmq_spark.errors import ConfigError, ListenerError, OptionError, TxmqError
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.logging import RichHandler
+    from rich.markup import escape
+
+    from rmq_spark._core.checks.settings import JobSettings
+    from rmq_spark.cli.words import as_commands
+except ModuleNotFoundError as missing:
+    if (missing.name or "").partition(".")[0] == "rmq_spark":
+        raise
+    sys.exit(f"the check job needs {missing.name}: install rmq_spark with its extra job")
+
+from rmq_spark._core.checks.drains import Draining
+from rmq_spark._core.checks.maintainer import Maintainer
+from rmq_spark._core.checks.report import CheckReport
+from rmq_spark._core.checks.threads import running, stopped_by_signals
+from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.listeners.listener import TransactionListener, see_working_folder
+from rmq_spark._core.storage.location import location
+from rmq_spark._core.vocabulary.redaction import one_line, redacted, traceback_of
+from rmq_spark.logs import failure, json_handler, open_closed_streams
+
+OK, PROBLEMS, BAD_CONFIGURATION = 0, 1, 2
+APP_NAME = "txmq check"
+
+logger = logging.getLogger("rmq_spark.checks.job")
+
+
+def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet: bool = False) -> int:
+    """Run the job, and return its exit code.
+
+    Parameters
+    ----------
+    config : str or path
+        The TOML file.
+    once : bool
+        Run one round; the code is 1 when it had a problem, or quarantined something. Otherwise a round runs every
+        ``transactionCheckInterval``, until SIGTERM or SIGINT.
+    as_json : bool
+        Print each round's report as a line of JSON instead of a sentence.
+    quiet : bool
+        Say nothing while all is well.
+    """
+    open_closed_streams()
+    _log_to_stderr(logging.WARNING if quiet else logging.INFO)
+    settings: JobSettings | None = None
+    try:
+        settings = JobSettings.load(config)
+        see_working_folder()
+        listeners = settings.load_listeners()
+        service = settings.service(listeners)
+        _start_spark_if_needed(listeners)
+        draining = settings.draining(service.log)
+    except TxmqError as problem:
+        _say_error(problem)
+        if isinstance(problem, (ConfigError, ListenerError)):
+            return BAD_CONFIGURATION
+        _show_unreadable(settings)
+        return PROBLEMS
+    except Exception as problem:  # the store does not answer
+        logger.debug("the job cannot start: %s", traceback_of(problem))
+        _say_error(problem)
+        return PROBLEMS
+    groups = ", ".join(f"{group} ({settings.listeners[group]})" for group in sorted(listeners))
+    logger.info("checking %s; listeners: %s", settings.path, groups or "none, so only plain sending is settled")
+
+    reports: list[CheckReport] = []
+    stop = threading.Event()
+
+    def show(report: CheckReport) -> None:
+        reports[:] = [report]
+        write_metrics()
+        words = f"{report.started_at:%Y-%m-%d %H:%M:%S}Z {as_commands(str(report))}"
+        line = as_commands(json.dumps(report.to_dict())) if as_json else words
+        if not (quiet and report.ok and not report.quarantined):
+            print(line if as_json else one_line(line), flush=True)
+        if once:
+            stop.set()
+
+    worked: list[bool] = []
+    maintainer = settings.maintainer(service.log, draining, listeners.values())
+    beside = {"txmq-drains": draining, "txmq-maintainer": maintainer}
+    workers = {name: worker for name, worker in beside.items() if worker is not None}
+    try:
+        metrics = _metrics(settings, service.log, once)
+        with metrics as write_metrics, stopped_by_signals(stop):
+            if once:
+                service.run(stop, show)
+                worked = [_work_once(worker) for worker in workers.values()]
+                write_metrics()  # again: with what these have done
+            else:
+                with running(stop, {name: worker.run for name, worker in workers.items()}):
+                    service.run(stop, show)
+    except OptionError as problem:
+        _say_error(problem)
+        return BAD_CONFIGURATION
+    service.log.close()
+    if not once:
+        return OK
+    if not (reports and _all_answered(reports[-1], settings.elsewhere) and all(worked)):
+        return PROBLEMS
+    return OK if reports[-1].ok and not reports[-1].quarantined else PROBLEMS
+
+
+def _metrics(settings: JobSettings, log: CommitLog, once: bool) -> AbstractContextManager[Callable[[], None]]:
+    """Return what shows metrics, where the configuration wants that. Its value writes them to a file."""
+    wanted = settings.metrics
+    if not wanted.wanted:
+        return nullcontext(lambda: None)
+    from rmq_spark._core.metrics.serving import showing
+
+    return showing(
+        log,
+        port=wanted.port if wanted.port > 0 and not once else None,
+        address=wanted.address,
+        cluster=wanted.cluster,
+        textfile=wanted.textfile,
+        once=once,
+    )
+
+
+def _show_unreadable(settings: JobSettings | None) -> None:
+    """Write the file of metrics for a log that cannot be opened: what it said before is not true any more."""
+    if settings is None or not settings.metrics.textfile:
+        return
+    try:
+        from rmq_spark._core.metrics.serving import write_unreadable
+
+        write_unreadable(settings.metrics.textfile, location(settings.path), settings.metrics.cluster)
+    except TxmqError as problem:
+        logger.warning("the metrics were not written: %s", problem)
+
+
+def _all_answered(report: CheckReport, elsewhere: Collection[str]) -> bool:
+    """Return False when half batches wait for a listener that neither this job nor another one has."""
+    missing = sorted(report.without_listener.keys() - set(elsewhere))
+    if missing:
+        logger.error(
+            "nobody answers for %s: name a listener under [listeners], or write elsewhere = %s when another check job "
+            "has one",
+            " and ".join(missing),
+            json.dumps(missing),
+        )
+    return not missing
+
+
+def _work_once(worker: Draining | Maintainer) -> bool:
+    """A drain, or a round of upkeep. That it failed is logged."""
+    try:
+        worker.run_once()
+        return True
+    except Exception as problem:
+        what = "a drain" if isinstance(worker, Draining) else "upkeep"
+        logger.warning("%s of %r failed: %s", what, worker.log, failure(problem))
+        return False
+
+
+def _log_to_stderr(level: int) -> None:
+    as_json = json_handler()
+    if as_json is not None:
+        logging.basicConfig(level=logging.WARNING, handlers=[as_json])
+    elif sys.stderr.isatty():
+        handler: logging.Handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False)
+        logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    else:  # rich would wrap long lines
+        formatter = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%SZ")
+        formatter.converter = time.gmtime  # as all that txmq prints
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(formatter)
+        logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("rmq_spark").setLevel(level)
+
+
+def _say_error(problem: BaseException) -> None:
+    if json_handler() is not None:
+        logger.error("%s: %s", type(problem).__name__, as_commands(redacted(problem)))
+        return
+    Console(stderr=True, soft_wrap=True).print(
+        f"[red]{type(problem).__name__}: {escape(as_commands(redacted(problem)))}[/red]"
+    )
+
+
+def _start_spark_if_needed(listeners: Mapping[str, TransactionListener]) -> None:
+    groups = [group for group, listener in listeners.items() if listener.requires_spark]
+    if not groups:
+        return
+    try:
+        from pyspark.sql import SparkSession
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"the listener of {groups[0]!r} needs Spark: install rmq_spark with its extra spark, or run this file with "
+            "spark-submit"
+        ) from None
+    if SparkSession.getActiveSession() is not None:
+        return
+    builder = SparkSession.builder.appName(APP_NAME)
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:  # the settings of spark-submit are the user's
+        from delta import configure_spark_with_delta_pip
+
+        builder = builder.config("spark.sql.extensions", "io.delta.sql.DeltaSparkSessionExtension").config(
+            "spark.sql.catalog.spark_catalog", "org.apache.spark.sql.delta.catalog.DeltaCatalog"
+        )
+        builder = configure_spark_with_delta_pip(builder)
+    builder.getOrCreate()
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    config: Annotated[Path, typer.Option("--config", "-c", envvar="TXMQ_CONFIG", help="The job's TOML file.")] = Path(
+        "txmq.toml"
+    ),
+    once: Annotated[bool, typer.Option("--once", help="One round, for cron; exit code 1 on problems.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each round.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing while all is well.")] = False,
+) -> None:
+    """Settle the transactions that a crash left open: ask the listeners of their producer groups, and decide."""
+    raise typer.Exit(run_job(config, once, as_json, quiet))
+
+
+if __name__ == "__main__":
+    app()

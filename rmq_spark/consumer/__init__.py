@@ -1,1 +1,0 @@
-"""Consumers: groups and their positions, message listeners, retries and dead letters, and the inbox in a database."""

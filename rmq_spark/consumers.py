@@ -1,0 +1,34 @@
+"""Consumers, with Spark and without: listeners of messages, groups, dead letters, and the inbox."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rmq_spark._core.lazy import public
+
+if TYPE_CHECKING:
+    from rmq_spark._core.consumers.dead_letters import DeadLetters as DeadLetters
+    from rmq_spark._core.consumers.groups import ConsumerGroup as ConsumerGroup
+    from rmq_spark._core.consumers.inbox import SqlInbox as SqlInbox
+    from rmq_spark._core.consumers.listener import ConsumeConcurrentlyStatus as ConsumeConcurrentlyStatus
+    from rmq_spark._core.consumers.listener import ConsumeOrderlyStatus as ConsumeOrderlyStatus
+    from rmq_spark._core.consumers.listener import EachBatch as EachBatch
+    from rmq_spark._core.consumers.listener import EachMessage as EachMessage
+    from rmq_spark._core.consumers.member import ConsumeFromWhere as ConsumeFromWhere
+    from rmq_spark._core.consumers.pull import PullConsumer as PullConsumer
+    from rmq_spark._core.consumers.push import PushConsumer as PushConsumer
+    from rmq_spark._core.spark.consume import consume as consume
+
+__getattr__, __dir__, __all__ = public(
+    __name__,
+    {
+        "consumers.dead_letters": "DeadLetters",
+        "consumers.groups": "ConsumerGroup",
+        "consumers.inbox": "SqlInbox",
+        "consumers.listener": "ConsumeConcurrentlyStatus ConsumeOrderlyStatus EachBatch EachMessage",
+        "consumers.member": "ConsumeFromWhere",
+        "consumers.pull": "PullConsumer",
+        "consumers.push": "PushConsumer",
+        "spark.consume": "consume",
+    },
+)

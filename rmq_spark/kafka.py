@@ -1,0 +1,19 @@
+"""The relay to Kafka: hands committed messages over, exactly once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rmq_spark._core.lazy import public
+
+if TYPE_CHECKING:
+    from rmq_spark._core.kafka.relay import KafkaRelay as KafkaRelay
+    from rmq_spark._core.kafka.report import RelayReport as RelayReport
+
+__getattr__, __dir__, __all__ = public(
+    __name__,
+    {
+        "kafka.relay": "KafkaRelay",
+        "kafka.report": "RelayReport",
+    },
+)

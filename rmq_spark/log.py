@@ -1,0 +1,24 @@
+"""The commit log, as programs hold it, and what it answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rmq_spark._core.lazy import public
+
+if TYPE_CHECKING:
+    from rmq_spark._core.client.commit_log import CommitLog as CommitLog
+    from rmq_spark._core.inspect.trace import Trace as Trace
+    from rmq_spark._core.log.op import RowState as RowState
+    from rmq_spark._core.log.op import Who as Who
+    from rmq_spark._core.upkeep.schedule import MaintenanceReport as MaintenanceReport
+
+__getattr__, __dir__, __all__ = public(
+    __name__,
+    {
+        "client.commit_log": "CommitLog",
+        "inspect.trace": "Trace",
+        "log.op": "RowState Who",
+        "upkeep.schedule": "MaintenanceReport",
+    },
+)

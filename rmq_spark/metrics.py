@@ -1,0 +1,30 @@
+"""Figures of commit logs and of this process, for Prometheus, and for logs of Spark's queries.
+
+``LogCollector`` reads a commit log at each scrape. ``ProcessMetrics`` counts what this process does. Both need the
+extra ``metrics``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rmq_spark._core.lazy import public
+
+if TYPE_CHECKING:
+    from rmq_spark._core.metrics.figures import LogFigures as LogFigures
+    from rmq_spark._core.metrics.figures import LogWatch as LogWatch
+    from rmq_spark._core.metrics.log_collector import LogCollector as LogCollector
+    from rmq_spark._core.metrics.process import ProcessMetrics as ProcessMetrics
+    from rmq_spark._core.metrics.pushing import push as push
+    from rmq_spark._core.metrics.pushing import write_textfile as write_textfile
+    from rmq_spark._core.metrics.query_listener import QueryListener as QueryListener
+
+__getattr__, __dir__, __all__ = public(
+    __name__,
+    {
+        "metrics.figures": "LogFigures LogWatch",
+        "metrics.log_collector": "LogCollector",
+        "metrics.process": "ProcessMetrics",
+        "metrics.pushing": "push write_textfile",
+        "metrics.query_listener": "QueryListener",
+    },
+)

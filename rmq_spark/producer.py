@@ -1,0 +1,19 @@
+"""The producer without Spark, and what becomes of a send."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rmq_spark._core.lazy import public
+
+if TYPE_CHECKING:
+    from rmq_spark._core.producer.producer import TransactionMQProducer as TransactionMQProducer
+    from rmq_spark._core.producer.result import TransactionSendResult as TransactionSendResult
+
+__getattr__, __dir__, __all__ = public(
+    __name__,
+    {
+        "producer.producer": "TransactionMQProducer",
+        "producer.result": "TransactionSendResult",
+    },
+)

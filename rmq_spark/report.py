@@ -1,0 +1,21 @@
+"""The report of a commit log: its figures, and one page of HTML that shows them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rmq_spark._core.lazy import public
+
+if TYPE_CHECKING:
+    from rmq_spark._core.report.figures import figures_of as figures_of
+    from rmq_spark._core.report.headline import findings_of as findings_of
+    from rmq_spark._core.report.page import page as page
+
+__getattr__, __dir__, __all__ = public(
+    __name__,
+    {
+        "report.figures": "figures_of",
+        "report.headline": "findings_of",
+        "report.page": "page",
+    },
+)

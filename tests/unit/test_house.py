@@ -1,0 +1,137 @@
+"""The house: public modules above a border, rooms behind it, and arrows that point down. Nothing is imported here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "rmq_spark"
+PUBLIC = frozenset(
+    "checks cli consumers errors kafka listeners log logs message metrics plots producer report sink spark "
+    "testing".split()
+)
+ROOMS = (
+    "vocabulary selector runtime database storage log messages listeners protocol upkeep inspect client reads checks "
+    "producer consumers spark kafka metrics report"
+).split()
+"""From the bottom to the top. A room imports itself and the rooms before it."""
+BELOW_ALL = ("rmq_spark.errors", "rmq_spark.logs")
+"""Public modules that every room imports: they stand on the vocabulary alone."""
+
+
+class Import(NamedTuple):
+    """One import of ``name`` in the module at ``path``; ``runs`` is false below ``if TYPE_CHECKING``."""
+
+    path: Path
+    name: str
+    runs: bool
+
+
+def modules(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def imports(path: Path) -> list[Import]:
+    return list(_imports(path, ast.parse(path.read_text()), True))
+
+
+def _imports(path: Path, node: ast.AST, runs: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ImportFrom) and child.module:
+            for alias in child.names:
+                is_module = (ROOT / child.module.replace(".", "/") / f"{alias.name}.py").exists()
+                yield Import(path, f"{child.module}.{alias.name}" if is_module else child.module, runs)
+        elif isinstance(child, ast.Import):
+            yield from (Import(path, alias.name, runs) for alias in child.names)
+        else:
+            is_for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+            yield from _imports(path, child, runs and not is_for_types)
+
+
+def room_of(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["rmq_spark", "_core"] and len(parts) > 2 and parts[2] in ROOMS else None
+
+
+def named(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+CORE = modules(PACKAGE / "_core")
+
+
+def test_every_module_is_public_or_in_a_room() -> None:
+    top = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in modules(PACKAGE)}
+    assert top == {*PUBLIC, "_core", "__init__", "__main__"}
+    rooms = {path.relative_to(PACKAGE / "_core").parts[0] for path in CORE}
+    assert rooms == {*ROOMS, "__init__.py", "lazy.py"}
+
+
+def test_imports_of_rooms_point_down() -> None:
+    up = [
+        f"{named(path)} imports {name}"
+        for path in CORE
+        for _, name, runs in imports(path)
+        if runs and (there := room_of(name)) and (here := room_of(named(path)))
+        if ROOMS.index(there) > ROOMS.index(here)
+    ]
+    assert up == []
+
+
+def test_no_room_imports_what_stands_above_the_border() -> None:
+    up = [
+        f"{named(path)} imports {name}"
+        for path in CORE
+        for _, name, runs in imports(path)
+        if runs and name.startswith("rmq_spark.") and not name.startswith("rmq_spark._core")
+        if not name.startswith(BELOW_ALL)
+    ]
+    assert up == []
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    known = {named(path): path for path in modules(PACKAGE)}
+    uses = {name: {one.name for one in imports(path) if one.runs and one.name in known} for name, path in known.items()}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join([*way, name])
+        if name not in done:
+            for used in sorted(uses[name] - {"rmq_spark"}):
+                visit(used, (*way, name))
+            done.add(name)
+
+    for name in sorted(known):
+        visit(name, ())
+
+
+@pytest.mark.parametrize(
+    ("package", "where"),
+    [
+        ("deltalake", {"storage"}),
+        ("sqlalchemy", {"database", "listeners", "consumers"}),
+        ("confluent_kafka", {"kafka"}),
+        ("prometheus_client", {"metrics"}),
+        ("altair", {"report"}),
+    ],
+)
+def test_a_package_is_imported_in_its_rooms_alone(package: str, where: set[str]) -> None:
+    found = {
+        room_of(named(path)) or named(path)
+        for path in modules(PACKAGE)
+        for _, name, runs in imports(path)
+        if runs and name.split(".")[0] == package
+    }
+    assert found <= where
+
+
+def test_docs_examples_and_notebooks_teach_public_modules_only() -> None:
+    shown = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "notebooks").iterdir()]
+    shown += [*modules(ROOT / "examples"), *(path for path in (ROOT / "conf").rglob("*") if path.is_file())]
+    assert [str(path) for path in shown if path.is_file() and "rmq_spark._core" in path.read_text()] == []
