@@ -37,6 +37,7 @@ from rmq_spark._core.log.op import RowState, Who
 from rmq_spark._core.log.op_table import Decision
 from rmq_spark._core.log.single_messages import OneMessage, arrange
 from rmq_spark._core.upkeep.leave import Graces
+from rmq_spark._core.upkeep.schedule import maintain
 from rmq_spark._core.vocabulary.rows import NO_ROWS
 
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "5"))
@@ -73,13 +74,15 @@ def staged(log: txmq.CommitLog, number: int, message: txmq.Message, fence_id: st
     app_id = f"send.bench.{number:032d}"
     header = HalfHeader(batch_name(app_id, 0), app_id, 0, None, None, fence_id, "batch", "bench", naming=Naming.MADE_UP)
     fifo = log.fifo_topics()
-    return OneMessage(log.with_machine(HalfWriter(header, log.topics_with([message.topic]), None, None, fifo)), message)
+    return OneMessage(
+        log.engine.with_machine(HalfWriter(header, log.engine.topics_with([message.topic]), None, None, fifo)), message
+    )
 
 
 def prepare(log: txmq.CommitLog, many: Sequence[OneMessage]) -> list[HalfRecord]:
     """Prepare sends in one commit."""
     assert not arrange(many)
-    prepared = log.prepare_many([Staged(one.writer.header, [one.rows]) for one in many if one.rows is not None])
+    prepared = log.engine.prepare_many([Staged(one.writer.header, [one.rows]) for one in many if one.rows is not None])
     return [record for record in prepared if isinstance(record, HalfRecord)]
 
 
@@ -87,7 +90,7 @@ def send(log: txmq.CommitLog, many: Sequence[OneMessage]) -> None:
     """Prepare sends in one commit, and commit them in another."""
     records = prepare(log, many)
     every = [record.fresh_state().rows_in((RowState.PENDING,)) for record in records]
-    log.decide_many([Decision(r, 1, rows, NO_ROWS, Who.EXECUTE) for r, rows in zip(records, every, strict=True)])
+    log.engine.decide_many([Decision(r, 1, rows, NO_ROWS, Who.EXECUTE) for r, rows in zip(records, every, strict=True)])
 
 
 def make_log(path: Path, transactions: int) -> txmq.CommitLog:
@@ -110,7 +113,7 @@ def make_log(path: Path, transactions: int) -> txmq.CommitLog:
         send(log, [staged(log, number, message) for number in range(at, end)])
         if end % UPKEEP_EVERY == 0 or end == transactions:
             log.close()
-            log.keep_up(Graces(0, 0, 1e9))
+            maintain(log.engine, Graces(0, 0, 1e9))
     return log
 
 
@@ -133,9 +136,9 @@ def fifo_ms(folder: Path, count: int) -> float:
     (blocker,) = prepare(log, [staged(log, 0, message)])
     for number in range(1, count + 1):
         send(log, [staged(log, number, message)])
-    assert not log.tails()
-    log.decide_many([Decision(blocker, 1, blocker.all_rows, NO_ROWS, Who.EXECUTE)])
-    assert sum(log.tails().values()) == count + 1
+    assert not log.engine.tails()
+    log.engine.decide_many([Decision(blocker, 1, blocker.all_rows, NO_ROWS, Who.EXECUTE)])
+    assert sum(log.engine.tails().values()) == count + 1
     log.close()
     return (time.process_time() - began) / count * 1000
 
@@ -214,10 +217,12 @@ def main() -> None:
     old, young = make_log(logs / "old", OLD), make_log(logs / "young", YOUNG)
     sent = (OLD, YOUNG)
     for log in (old, young):
-        log.half.table.refresh()
+        log.engine.half.table.refresh()
         log.refresh()
-        live = [t.actions().num_rows for t in (log.half.table, log.op)]
-        print(f"{log!r}: {live[0]:,} live files of half, {live[1]:,} of op, {sum(log.tails().values()):,} messages")
+        live = [t.actions().num_rows for t in (log.engine.half.table, log.engine.op)]
+        print(
+            f"{log!r}: {live[0]:,} live files of half, {live[1]:,} of op, {sum(log.engine.tails().values()):,} messages"
+        )
     spark = session()
     try:
         write_input(spark, folder / "small", SMALL_ROWS, SMALL_BATCHES)
@@ -248,7 +253,7 @@ def main() -> None:
             return median(taken)
 
         def native_ms(log: txmq.CommitLog, _: int) -> float:
-            tails = {str(q): n for (_, q), n in log.tails().items()}
+            tails = {str(q): n for (_, q), n in log.engine.tails().items()}
             start = {"orders": {q: max(0, n - LAST_OFFSETS) for q, n in tails.items()}}
             began = time.perf_counter()
             txmq.messages(spark, log, "orders", starting=start).write.format("noop").mode("overwrite").save()

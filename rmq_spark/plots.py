@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.inspect.history import open_now
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.report import charts, over_time, standing
 from rmq_spark._core.report.choice import trace_of
 from rmq_spark._core.report.figures import listed, look_back, settled_in
@@ -131,6 +132,6 @@ def timeline(log: Log, transaction: str | None = None) -> Chart:
     return charts.timeline(trace_of(opened, transaction)).chart
 
 
-def _open(log: Log) -> CommitLog:
+def _open(log: Log) -> Engine:
     """A handle of our own, so that those who use the log need not wait."""
-    return log.another() if isinstance(log, CommitLog) else CommitLog.open(log)
+    return engine_of(log).another()

@@ -21,6 +21,7 @@ from rmq_spark._core.client.commit_log import CommitLog
 from rmq_spark._core.log.groups import GROUPS_SCHEMA
 from rmq_spark._core.log.half import HALF_SCHEMA
 from rmq_spark._core.log.op import OP_SCHEMA
+from rmq_spark._core.log.tables import LogTables
 from rmq_spark._core.log.topics import TOPICS_SCHEMA
 from rmq_spark._core.messages.table import MESSAGES_SCHEMA
 from rmq_spark._core.runtime.failpoints import reach
@@ -232,6 +233,33 @@ class MemoryTable:
         return True
 
 
+class _MemoryTables(LogTables):
+    """The tables of a commit log in memory."""
+
+    def __init__(self, default_queues: int, tables: Sequence[MemoryTable]) -> None:
+        self.all = tuple(tables)
+        half, op, topics = self.all[:3]
+        super().__init__("memory:", half, op, topics, default_queues)
+
+    def messages(self) -> MemoryTable:
+        return self.all[4]
+
+    def has_groups(self) -> bool:
+        return True
+
+    def groups(self) -> MemoryTable:
+        return self.all[3]
+
+    def another(self) -> _MemoryTables:
+        return _MemoryTables(self.default_queues, [table.another() for table in self.all])
+
+    def copy(self) -> _MemoryTables:
+        return _MemoryTables(self.default_queues, [table.copy() for table in self.all])
+
+    def in_background(self, work: Callable[[], None]) -> None:
+        work()
+
+
 class InMemoryCommitLog(CommitLog):
     """A commit log in memory, with everything but Spark.
 
@@ -242,7 +270,7 @@ class InMemoryCommitLog(CommitLog):
     topics : mapping of str to int, optional
         Topics to create at once.
     machine : Machine, optional
-        Gives the log its clock, locks and threads; see :class:`rmq_spark._core.runtime.machine.Machine`.
+        Gives the log its clock, locks and threads.
 
     Examples
     --------
@@ -254,40 +282,31 @@ class InMemoryCommitLog(CommitLog):
     def __init__(
         self, queues: int = QUEUES_DEFAULT, topics: Mapping[str, int] | None = None, machine: Machine = MACHINE
     ) -> None:
-        tables = (
-            MemoryTable("half", HALF_SCHEMA, machine),
-            MemoryTable("op", OP_SCHEMA, machine),
-            MemoryTable("topics", TOPICS_SCHEMA, machine),
-            MemoryTable("groups", GROUPS_SCHEMA, machine),
-            MemoryTable("messages", MESSAGES_SCHEMA, machine),
-        )
-        self._tables: tuple[MemoryTable, ...] = tables
-        super().__init__("memory:", *tables[:3], default_queues=queues)
+        schemas = {
+            "half": HALF_SCHEMA,
+            "op": OP_SCHEMA,
+            "topics": TOPICS_SCHEMA,
+            "groups": GROUPS_SCHEMA,
+            "messages": MESSAGES_SCHEMA,
+        }
+        self._keep(_MemoryTables(queues, [MemoryTable(name, schema, machine) for name, schema in schemas.items()]))
         for name, count in (topics or {}).items():
             self.create_topic(name, count)
 
+    def _keep(self, tables: _MemoryTables) -> None:
+        self._tables = tables
+        super().__init__(tables)
+
     def another(self) -> InMemoryCommitLog:
         """Return another handle on the same content, as another process would have."""
-        return self._on([table.another() for table in self._tables])
+        return self._on(self._tables.another())
 
     def copy(self) -> InMemoryCommitLog:
         """Return another log with the same content. A change to one log does not change the other."""
-        return self._on([table.copy() for table in self._tables])
+        return self._on(self._tables.copy())
 
-    def _on(self, tables: Sequence[MemoryTable]) -> InMemoryCommitLog:
+    @staticmethod
+    def _on(tables: _MemoryTables) -> InMemoryCommitLog:
         twin = InMemoryCommitLog.__new__(InMemoryCommitLog)
-        twin._tables = tuple(tables)
-        CommitLog.__init__(twin, self.path, *twin._tables[:3], default_queues=self.topic_store.default_queues)
+        twin._keep(tables)
         return twin
-
-    def _has_groups(self) -> bool:
-        return True
-
-    def _groups_table(self) -> MemoryTable:
-        return self._tables[3]
-
-    def _messages_table(self) -> MemoryTable:
-        return self._tables[4]
-
-    def in_background(self, work: Callable[[], None]) -> None:
-        work()

@@ -37,8 +37,8 @@ from rmq_spark._core.checks.drains import Draining
 from rmq_spark._core.checks.maintainer import Maintainer
 from rmq_spark._core.checks.report import CheckReport
 from rmq_spark._core.checks.threads import running, stopped_by_signals
-from rmq_spark._core.client.commit_log import CommitLog
 from rmq_spark._core.listeners.listener import TransactionListener, see_working_folder
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.storage.location import location
 from rmq_spark._core.vocabulary.redaction import one_line, redacted, traceback_of
 from rmq_spark.logs import failure, json_handler, open_closed_streams
@@ -125,7 +125,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
     return OK if reports[-1].ok and not reports[-1].quarantined else PROBLEMS
 
 
-def _metrics(settings: JobSettings, log: CommitLog, once: bool) -> AbstractContextManager[Callable[[], None]]:
+def _metrics(settings: JobSettings, log: Engine, once: bool) -> AbstractContextManager[Callable[[], None]]:
     """Return what shows metrics, where the configuration wants that. Its value writes them to a file."""
     wanted = settings.metrics
     if not wanted.wanted:

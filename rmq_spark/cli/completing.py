@@ -54,11 +54,11 @@ def _topics(log: CommitLog) -> Iterable[str]:
 def _groups(log: CommitLog) -> Iterable[str]:
     from rmq_spark._core.consumers.groups import groups
 
-    return groups(log) if log.has_groups() else ()
+    return groups(log.engine) if log.engine.has_groups() else ()
 
 
 def _unsettled(log: CommitLog) -> Iterator[str]:
-    yield from log.open_half_ids()
+    yield from log.engine.open_half_ids()
     yield from log.conflicts()
     yield from log.quarantined()["half_id"].to_pylist()
 

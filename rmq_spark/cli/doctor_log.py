@@ -62,11 +62,11 @@ class LogDoctor:
     def __init__(
         self, log: CommitLog, typed: str, check_interval: float, answered: Sequence[str] | None = None
     ) -> None:
-        self._log = log
+        self._log, self._engine = log, log.engine
         self._typed = typed
         self._interval = check_interval
         self._answered = answered
-        self._now = log.machine.now()
+        self._now = self._engine.machine.now()
 
     def look(self) -> Iterator[Finding]:
         """Yield findings. A check that fails is a finding itself, and does not stop the others."""
@@ -129,19 +129,19 @@ class LogDoctor:
         from rmq_spark._core.storage.stores import reaching, require_put_if_absent
 
         options = self._log.storage_options or None
-        began = self._log.machine.monotonic()
+        began = self._engine.machine.monotonic()
         with reaching(self._log.path, options):
             require_put_if_absent(self._log.path, options)
-        took_ms = (self._log.machine.monotonic() - began) * 1000
+        took_ms = (self._engine.machine.monotonic() - began) * 1000
         yield Finding("store", Level.OK, f"put-if-absent and lists were tried, and hold ({took_ms:.0f} ms)")
 
     def _clock(self) -> Iterator[Finding]:
         from rmq_spark._core.storage.clock import StoreClock
 
-        table = self._log.half.table
-        before = self._log.machine.time()
+        table = self._engine.half.table
+        before = self._engine.machine.time()
         stored = StoreClock(table.fs, table.folder, table.machine).stored_at()
-        after = self._log.machine.time()
+        after = self._engine.machine.time()
         ahead_s = before - stored if stored < before else min(0.0, after - stored)
         skew = abs(ahead_s)
         if skew <= SKEW_S:
@@ -155,15 +155,15 @@ class LogDoctor:
 
     # ------------------------------------------------------------------ the tables
     def _tables(self) -> Iterator[Finding]:
-        log = self._log
-        tables = log.tables()
+        engine = self._engine
+        tables = engine.tables()
         if changed := [said for table in tables if (said := _changed(table)) is not None]:
             for said in changed:
                 yield Finding("tables", Level.CRITICAL, said, "docs/maintenance.md#when-another-writer-changed-a-table")
             return
         versions = ", ".join(f"{table.name} {table.version}" for table in tables)
         bad = False
-        odd = log.drained.odd_rows()
+        odd = engine.drained.odd_rows()
         if odd is not None:
             bad = True
             yield Finding("tables", Level.CRITICAL, odd, "docs/backup.md says how to restore it")
@@ -176,8 +176,8 @@ class LogDoctor:
             yield Finding("tables", Level.OK, f"all files are there, and agree; at versions {versions}")
 
     def _files(self) -> Iterator[Finding]:
-        log = self._log
-        half, op = (table.actions().num_rows for table in (log.half.table, log.op))
+        engine = self._engine
+        half, op = (table.actions().num_rows for table in (engine.half.table, engine.op))
         what = f"{half:,} live files in half, {op:,} in op"
         if half > HALF_FILES or op > OP_FILES:
             yield Finding(
@@ -189,14 +189,14 @@ class LogDoctor:
     def _drain(self) -> Iterator[Finding]:
         from rmq_spark._core.inspect.undrained import Undrained
 
-        log = self._log
-        waiting = Undrained(log.another_on_the_same_log()).look(INT64_MAX)
+        engine = self._engine
+        waiting = Undrained(engine.another_on_the_same_log()).look(INT64_MAX)
         if not waiting.messages:
             yield Finding("drain", Level.OK, "every committed message is in the table messages")
             return
-        log.drained.border()
+        engine.drained.border()
         first: datetime | None = None
-        for rows, _ in log.placements(log.drained.position + 1):
+        for rows, _ in engine.placements(engine.drained.position + 1):
             times = pc.min(rows["op_time"]).as_py()
             first = times if first is None or (times is not None and times < first) else first
         age_s = 0.0 if first is None else (self._now - first).total_seconds()
@@ -235,7 +235,7 @@ class LogDoctor:
         if not overdue:
             yield Finding("checker", Level.OK, "nothing waits for long")
             return
-        said = self._log.ledger.scan(sorted({row["half_id"] for row in overdue}))
+        said = self._engine.ledger.scan(sorted({row["half_id"] for row in overdue}))
         newest = pc.max(said.filter(pc.equal(said["decided_by"], "check"))["op_time"]).as_py()
         limit = self._now - timedelta(seconds=INTERVALS * self._interval)
         if newest is not None and newest > limit:
@@ -259,7 +259,7 @@ class LogDoctor:
         asked = {
             row["producer_group"]
             for row in rows
-            if self._log.get(row["half_id"]).header.fence_id != NO_LISTENER_FENCE  # plain sending needs none
+            if self._engine.get(row["half_id"]).header.fence_id != NO_LISTENER_FENCE  # plain sending needs none
         }
         missing = sorted(asked - set(self._answered))
         if missing:
@@ -275,7 +275,7 @@ class LogDoctor:
         self._log.refresh()
         late = sum(
             count
-            for counts in self._log.ledger.waiting.values()
+            for counts in self._engine.ledger.waiting.values()
             for due, count in counts.items()
             if due is not None and due < limit
         )
@@ -342,8 +342,8 @@ class LogDoctor:
 
     def _dead_letters(self) -> Iterator[Finding]:
         counts = {
-            topic.removeprefix(DLQ_PREFIX): end - self._log.firsts(refresh=False).get((topic, queue), 0)
-            for (topic, queue), end in self._log.tails().items()
+            topic.removeprefix(DLQ_PREFIX): end - self._engine.firsts(refresh=False).get((topic, queue), 0)
+            for (topic, queue), end in self._engine.tails().items()
             if topic.startswith(DLQ_PREFIX)
         }
         for group, count in sorted(counts.items()):

@@ -90,7 +90,7 @@ def group_rows(log: CommitLog) -> list[dict[str, Any]]:
     from rmq_spark._core.consumers.groups import ConsumerGroup, groups
 
     rows: list[dict[str, Any]] = []
-    for name in groups(log) if log.has_groups() else ():
+    for name in groups(log.engine) if log.engine.has_groups() else ():
         group = ConsumerGroup(log, name)
         lag = group.lag()
         rows.append(

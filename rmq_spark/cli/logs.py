@@ -105,6 +105,7 @@ def maintain(
     from rmq_spark._core.checks.maintainer import Maintainer
     from rmq_spark._core.checks.threads import running, stopped_by_signals
     from rmq_spark._core.upkeep.leave import Graces
+    from rmq_spark._core.upkeep.schedule import maintain as keep_up
 
     log = open_log(path, storage)
     graces = Graces.of(grace, audit, idempotency)
@@ -119,12 +120,12 @@ def maintain(
             raise typer.BadParameter(
                 "--drain-every is about drains between two rounds: write --every 60s, for instance"
             )
-        show(log.keep_up(graces, dry_run))
+        show(keep_up(log.engine, graces, dry_run))
         return
     drain_every_s = DRAIN_EVERY_S if drain_every is None else parse_duration(drain_every, "drain_every")
     draining = Draining(log, drain_every_s) if drain_every_s else None
     rounds = Maintainer(log, interval, graces, None if draining is None else draining.turn)
-    show(log.keep_up(graces))
+    show(keep_up(log.engine, graces))
     stop = threading.Event()
     workers = {} if draining is None else {"txmq-drains": draining.run}
     with stopped_by_signals(stop), running(stop, workers):

@@ -80,13 +80,13 @@ def read(
     log = open_log(path, storage)
     choice = Choice(log, topic, queue, tags, selector)
     if follow:
-        queues = range(log.require_topic(topic)) if queue is None else [queue]
+        queues = range(log.engine.require_topic(topic)) if queue is None else [queue]
         _follow(choice, last, _start(start or [], queues) if start else None, interval, as_json)
         return
     if last is not None:
         table = choice.newest(last)
     else:
-        queues = range(log.require_topic(topic)) if queue is None else [queue]
+        queues = range(log.engine.require_topic(topic)) if queue is None else [queue]
         table = choice.first(_start(start or [], queues), limit or READ_LIMIT)
     if as_json:
         _print_json(table)
@@ -212,9 +212,9 @@ def query(
     _refuse_contradicting_query(list(named), given, topic, queue, offset)
     log = open_log(path, storage)
     if named:
-        table = find_by_id(log, limit + 1, **named)
+        table = find_by_id(log.engine, limit + 1, **named)
     else:
-        now = log.machine.now()
+        now = log.engine.machine.now()
         first = None if since is None else time_of(since, now, "since")
         end = None if until is None else time_of(until, now, "until")
         if first is not None and end is not None and first >= end:
@@ -228,9 +228,9 @@ def query(
             first,
             end,
         )
-        table = find(log, wanted, limit + 1)
+        table = find(log.engine, wanted, limit + 1)
         if key is not None and not {"--queue", "--offset", "--since", "--until"} & set(given):
-            not_visible = find_not_visible(log, wanted, max(0, limit + 1 - table.num_rows))
+            not_visible = find_not_visible(log.engine, wanted, max(0, limit + 1 - table.num_rows))
             table = pa.concat_tables([table, not_visible])
     more = table.num_rows > limit
     rows = table.slice(0, limit).to_pylist()

@@ -15,6 +15,9 @@ from rmq_spark.cli.settling import conflict_rows, open_rows
 
 if TYPE_CHECKING:
     from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark._core.protocol.engine import Engine
+
+    pass
 
 WINDOWS = {"last_minute": 60.0, "last_hour": 3600.0, "last_day": 86_400.0}
 """Seconds before now in which messages are counted."""
@@ -77,19 +80,20 @@ def look(log: CommitLog) -> Overview:
     from rmq_spark._core.vocabulary.message import DLQ_PREFIX
     from rmq_spark._core.vocabulary.options import INT64_MAX
 
+    engine = log.engine
     topics = log.topics()
-    ends = dict(log.tails())
+    ends = dict(engine.tails())
     dead = {name.removeprefix(DLQ_PREFIX): sum(end for (topic, _), end in ends.items() if topic == name)
             for name in topics if name.startswith(DLQ_PREFIX)}  # fmt: skip
-    firsts = dict(log.firsts(refresh=False))
-    waiting = Undrained(log).look(INT64_MAX)
+    firsts = dict(engine.firsts(refresh=False))
+    waiting = Undrained(engine).look(INT64_MAX)
     files, held = {}, {}
-    for table in (log.half.table, log.op, log.messages_table):
+    for table in (engine.half.table, engine.op, engine.messages_table):
         table.refresh()
         sizes = table.actions()["size_bytes"].to_pylist()
         files[table.name], held[table.name] = len(sizes), sum(n or 0 for n in sizes)
     return Overview(
-        at=log.machine.now(),
+        at=engine.machine.now(),
         topics=topics,
         ends=ends,
         firsts=firsts,
@@ -105,7 +109,7 @@ def look(log: CommitLog) -> Overview:
     )
 
 
-def committed_since(log: CommitLog, now: datetime) -> dict[str, dict[str, int]]:
+def committed_since(log: Engine, now: datetime) -> dict[str, dict[str, int]]:
     """Return by topic how many messages were committed within each of :data:`WINDOWS`.
 
     Of drained messages the statistics of their files tell, and only a file in which a window begins is read.
@@ -124,7 +128,7 @@ def committed_since(log: CommitLog, now: datetime) -> dict[str, dict[str, int]]:
     return found
 
 
-def expiring(log: CommitLog, topic: str, retention_s: float) -> int:
+def expiring(log: Engine, topic: str, retention_s: float) -> int:
     """Return how many messages of a topic go at the next upkeep with this retention: those of whole files that are
     older."""
     log.drained.border()
@@ -135,7 +139,7 @@ def expiring(log: CommitLog, topic: str, retention_s: float) -> int:
     return int(pc.sum(actions.filter(goes)["num_records"]).as_py() or 0)
 
 
-def _drained_within(log: CommitLog, now: datetime) -> Iterator[tuple[str, str, int]]:
+def _drained_within(log: Engine, now: datetime) -> Iterator[tuple[str, str, int]]:
     """Yield names of windows, topics, and how many messages of a file were committed then."""
     table = log.messages_table
     columns = ["path", "num_records", "min.topic", "min.commit_timestamp", "max.commit_timestamp"]

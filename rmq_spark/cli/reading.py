@@ -106,11 +106,11 @@ class Choice:
 
     def _bounds(self) -> tuple[dict[int, int], dict[int, int]]:
         """Return the first offset that is kept and the next offset of each queue."""
-        queues = self.log.require_topic(self.topic)
+        queues = self.log.engine.require_topic(self.topic)
         if self.queue is not None and not 0 <= self.queue < queues:
             raise OptionError(f"--queue {self.queue}: topic {self.topic!r} has the queues 0 to {queues - 1}")
-        tails = self.log.tails()
-        kept = self.log.firsts(refresh=False)
+        tails = self.log.engine.tails()
+        kept = self.log.engine.firsts(refresh=False)
         chosen = range(queues) if self.queue is None else [self.queue]
         return {q: kept.get((self.topic, q), 0) for q in chosen}, {q: tails.get((self.topic, q), 0) for q in chosen}
 
@@ -118,9 +118,17 @@ class Choice:
         self, start: Offsets, stop: Offsets, limit: int | None, columns: Sequence[str] | None = None
     ) -> pa.Table:
         """Return messages of the queues in ``stop`` alone, up to these offsets (excluded)."""
-        queues = self.log.require_topic(self.topic)
+        queues = self.log.engine.require_topic(self.topic)
         ends = {(self.topic, queue): offset for queue, offset in stop.items()}
         begins = {**dict.fromkeys(range(queues), 0), **start}
         return read_messages(
-            self.log, ends, self.topic, queues, begins, limit, columns, tags=self.tags, selector=self.selector
+            self.log.engine,
+            ends,
+            self.topic,
+            queues,
+            begins,
+            limit,
+            columns,
+            tags=self.tags,
+            selector=self.selector,
         )

@@ -58,7 +58,7 @@ def reconcile(
     see_working_folder()
     log = open_log(path, storage)
     streams = [Stream.read(given, log.storage_options) for given in checkpoint or ()]
-    found = Reconciler(log, load_listener(listener), streams, began).run(apply)
+    found = Reconciler(log.engine, load_listener(listener), streams, began).run(apply)
     kept = _keep(found, log, report)
     if as_json:
         typer.echo(json_of({**found.to_dict(), "report": kept}))

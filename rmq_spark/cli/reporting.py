@@ -53,9 +53,9 @@ def report(
     if html is not None:
         from rmq_spark._core.report.page import page
 
-        named = None if transaction is None else trace_of(log, transaction)
+        named = None if transaction is None else trace_of(log.engine, transaction)
         figures = figures_of(log, since)
-        html.write_text(page(figures, named or slowest_of(log, figures)), encoding="utf-8")
+        html.write_text(page(figures, named or slowest_of(log.engine, figures)), encoding="utf-8")
     else:
         figures = figures_of(log, since)
     findings = findings_of(figures)

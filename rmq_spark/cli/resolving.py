@@ -34,8 +34,8 @@ class Resolving:
     def __init__(self, log: CommitLog, half_id: str, verdict: str) -> None:
         self._log = log
         self._commits = verdict == "COMMIT"
-        self._record = log.get(half_id)
-        self._state = log.state_of(self._record)
+        self._record = log.engine.get(half_id)
+        self._state = log.engine.state_of(self._record)
         self._open = self._state.count(*OPEN_STATES)
         self._in_conflict = self._state.conflicting().count
         self.acts = bool(self._open or self._in_conflict)
@@ -43,7 +43,7 @@ class Resolving:
 
     def description(self) -> str:
         """Return whose half batch it is, how old, and what of it waits, a line for each."""
-        header, now = self._record.header, self._log.machine.now()
+        header, now = self._record.header, self._log.engine.machine.now()
         prepared_at = self._record.prepared_at
         age = age_in_words((now - prepared_at).total_seconds())
         lines = {
@@ -67,7 +67,7 @@ class Resolving:
         """Return the first messages that the verdict is about, a line for each: topic, keys, the body's beginning."""
         chosen = self._state.rows_in(OPEN_STATES) or self._state.conflicting()
         try:
-            found = self._log.half.read(self._record, chosen.first(SHOWN), ["topic", "keys", "body"])
+            found = self._log.engine.half.read(self._record, chosen.first(SHOWN), ["topic", "keys", "body"])
         except TxmqError as problem:  # a person may still decide
             return f"its messages cannot be shown: {sentence_of(problem)}"
         rows = [
@@ -97,7 +97,7 @@ class Resolving:
             When visible messages would have to be taken back.
         """
         placed = self._log.resolve(self._record.half_id, COMMIT_MESSAGE if self._commits else ROLLBACK_MESSAGE, reason)
-        after = self._log.state_of(self._record)
+        after = self._log.engine.state_of(self._record)
         return (self._committed(placed, after) if self._commits else self._rolled_back(after)) or self._as_before(after)
 
     def _committed(self, placed: list[Placed], after: BatchState) -> str:

@@ -103,7 +103,7 @@ def _listed(rows: Sequence[dict[str, Any]], as_json: bool, nothing: str) -> str:
 
 def open_rows(log: CommitLog, table: pa.Table, group: str | None) -> list[dict[str, Any]]:
     """Return rows of pending or quarantined half batches, with their age in seconds."""
-    now = log.machine.now()
+    now = log.engine.machine.now()
     return [
         {**row, "age_seconds": round(max(0.0, (now - row["prepared_at"]).total_seconds()), 1)}
         for row in table.to_pylist()
@@ -113,13 +113,13 @@ def open_rows(log: CommitLog, table: pa.Table, group: str | None) -> list[dict[s
 
 def conflict_rows(log: CommitLog, group: str | None = None) -> list[dict[str, Any]]:
     """Return the half batches in conflict, each with what was decided on it."""
-    now = log.machine.now()
+    now = log.engine.machine.now()
     rows: list[dict[str, Any]] = []
     for half_id in log.conflicts():
-        record = log.get(half_id)
+        record = log.engine.get(half_id)
         if group not in (None, record.header.producer_group):
             continue
-        state = log.state_of(record)
+        state = log.engine.state_of(record)
         rows.append(
             {
                 "half_id": half_id,
@@ -133,7 +133,7 @@ def conflict_rows(log: CommitLog, group: str | None = None) -> list[dict[str, An
                     if row.op_time is not None
                 ],
                 "age_seconds": round(max(0.0, (now - record.prepared_at).total_seconds()), 1),
-                "bytes": log.half.bytes_of(record),
+                "bytes": log.engine.half.bytes_of(record),
             }
         )
     return rows

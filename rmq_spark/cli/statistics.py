@@ -45,7 +45,7 @@ def stat_rows(log: CommitLog, found: Overview) -> Iterator[dict[str, Any]]:
     """Yield the objects that ``--json`` prints."""
     from rmq_spark.cli.overview import WINDOWS, committed_since
 
-    lately = committed_since(log, found.at)
+    lately = committed_since(log.engine, found.at)
     for topic, queues in sorted(found.topics.items()):
         counts = lately.get(topic, dict.fromkeys(WINDOWS, 0))
         yield {"kind": "topic", "topic": topic, "queues": queues, **counts, "committed": found.committed(topic),

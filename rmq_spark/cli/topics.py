@@ -68,7 +68,7 @@ def set_topic(
     log.set_retention(name, None if retention == FOREVER else retention)
     words = "for ever" if retention == FOREVER else f"for {retention}"
     kept_s = log.retentions()[name]
-    going = 0 if kept_s is None else expiring(log, name, kept_s)
+    going = 0 if kept_s is None else expiring(log.engine, name, kept_s)
     if going:
         words += f": {count_of(going, 'message')} older than that will go at the next upkeep"
     row = {"topic": name, "retention_s": kept_s, "expiring": going}
@@ -81,7 +81,8 @@ def list_topics(path: LogPath, as_json: AsJson = False, storage: Storage = None)
     """List topics: how many messages were committed to each, how many of those have expired, and what they take."""
     log = open_log(path, storage)
     found, retentions, fifo = log.topics(), log.retentions(), log.fifo_topics()
-    committed, expired, held = _by_topic(log.tails()), _by_topic(log.firsts()), bytes_by_topic(log)
+    engine = log.engine
+    committed, expired, held = _by_topic(engine.tails()), _by_topic(engine.firsts()), bytes_by_topic(log)
     rows: list[dict[str, Any]] = [
         {
             "topic": name,
@@ -123,7 +124,7 @@ def topic_status(path: LogPath, name: TopicName, as_json: AsJson = False, storag
 def delete_topic(path: LogPath, name: TopicName, storage: Storage = None) -> None:
     """Is refused: a topic is for good. Says how to be rid of its messages."""
     log = open_log(path, storage)
-    log.require_topic(name)
+    log.engine.require_topic(name)
     at = f"{path_to_type()}{name}"
     said = (
         f"topic {name!r} is not deleted, and no topic can be: programs that know it go on writing to it, and its "
@@ -142,7 +143,7 @@ def _by_topic(offsets: Mapping[tuple[str, int], int]) -> Counter[str]:
 
 def bytes_by_topic(log: CommitLog) -> dict[str, int]:
     """Return what the messages of each topic take in the table ``messages``, of which each file has one topic."""
-    table = log.messages_table
+    table = log.engine.messages_table
     table.refresh()
     sums: Counter[str] = Counter()
     for file in table.actions().select(["min.topic", "size_bytes"]).to_pylist():
@@ -153,10 +154,10 @@ def bytes_by_topic(log: CommitLog) -> dict[str, int]:
 
 def queue_rows(log: CommitLog, name: str) -> list[dict[str, Any]]:
     """Return what is in each queue of a topic."""
-    queues = log.require_topic(name)
-    tails, firsts, opened = log.tails(), log.firsts(), log.open_messages()
+    queues = log.engine.require_topic(name)
+    tails, firsts, opened = log.engine.tails(), log.engine.firsts(), log.open_messages()
     last = last_commits(log, {(name, q): tails.get((name, q), 0) for q in range(queues)})
-    border = log.drained.border()
+    border = log.engine.drained.border()
     drained = {q: max(0, border.get((name, q), 0) - firsts.get((name, q), 0)) for q in range(queues)}
     whole, held = sum(drained.values()), bytes_by_topic(log).get(name, 0)
     rows = []
@@ -184,4 +185,4 @@ def last_commits(log: CommitLog, ends: Mapping[tuple[str, int], int]) -> dict[tu
     """Return when the last message before each of these offsets was committed; those that are gone are left out."""
     from rmq_spark._core.consumers.groups import waiting_since
 
-    return waiting_since(log, {queue: end - 1 for queue, end in ends.items() if end > 0})
+    return waiting_since(log.engine, {queue: end - 1 for queue, end in ends.items() if end > 0})

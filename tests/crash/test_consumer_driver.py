@@ -102,7 +102,7 @@ def progress_ahead(root: Path, log: txmq.CommitLog) -> list[str]:
 
 
 def caught_up(log: txmq.CommitLog) -> bool:
-    log.ledger.refresh()
+    log.engine.ledger.refresh()
     if log.open_messages():
         return False
     try:

@@ -22,7 +22,7 @@ def test_a_worker_killed_while_it_writes_is_tried_again_by_spark_and_leaves_only
     driver.finish()
     assert (driver.reached / point).exists()
     assert_agreement(tmp_path, "key")
-    table = log_of(tmp_path, "key").half.table
+    table = log_of(tmp_path, "key").engine.half.table
     live = set(table.actions()["path"].to_pylist())
     assert len({f.name for f in (tmp_path / "key" / "log" / "half").glob("*.parquet")} - live) == 1
 

@@ -32,9 +32,9 @@ def test_the_steps_of_every_order_stand_in_order_whoever_was_killed(tmp_path: Pa
     checker = Program("fifo_sender", tmp_path, "check")
     log = CommitLog.open(tmp_path / "log")
     for _ in range(KILLS):
-        seen = log.half.table.refresh()
+        seen = log.engine.half.table.refresh()
         # Some messages further, and anywhere within a send.
-        wait_until(lambda seen=seen: log.half.table.refresh() > seen, "a sender sends", 120)  # type: ignore[misc]
+        wait_until(lambda seen=seen: log.engine.half.table.refresh() > seen, "a sender sends", 120)  # type: ignore[misc]
         time.sleep(chance.uniform(0, 0.15))
         at = chance.randrange(SENDERS + 1)
         if at == SENDERS:
@@ -45,7 +45,9 @@ def test_the_steps_of_every_order_stand_in_order_whoever_was_killed(tmp_path: Pa
             senders[at] = start(at)
     wait_until(lambda: all("all is sent" in s.output.read_text() for s in senders), "all is sent", 300)
     wait_until(lambda: log.pending().num_rows == 0, "all is settled", 60)
-    held = log.ledger.table.read(log.ledger.table.actions()["path"].to_pylist(), ["kind"])["kind"].to_pylist()
+    held = log.engine.ledger.table.read(log.engine.ledger.table.actions()["path"].to_pylist(), ["kind"])[
+        "kind"
+    ].to_pylist()
     assert "place" in held, "no message had to wait for an earlier one: the test tried nothing"
     rows = log.read(TOPIC, columns=["queue_id", "sharding_key", "body"]).to_pylist()
     steps, queues = defaultdict(list), defaultdict(set)
@@ -58,4 +60,4 @@ def test_the_steps_of_every_order_stand_in_order_whoever_was_killed(tmp_path: Pa
     with sa.create_engine(f"sqlite:///{tmp_path}/shop.db").connect() as connection:
         done = connection.execute(sa.text("select step from steps")).scalars().all()
     assert sorted(done) == sorted(row["body"].decode() for row in rows)
-    assert not log.ledger.waiting
+    assert not log.engine.ledger.waiting

@@ -27,8 +27,8 @@ def test_every_message_counts_once_and_in_the_order_of_its_key(tmp_path: Path) -
     running = {role: Program("fifo_flood", tmp_path, *role) for role in roles}
     log = CommitLog.open(tmp_path / "log")
     for kill in range(KILLS):
-        seen = log.half.table.refresh()
-        wait_until(lambda seen=seen: log.half.table.refresh() > seen + 4, "senders send", 300)  # type: ignore[misc]
+        seen = log.engine.half.table.refresh()
+        wait_until(lambda seen=seen: log.engine.half.table.refresh() > seen + 4, "senders send", 300)  # type: ignore[misc]
         time.sleep(chance.uniform(0, 0.3))
         role = roles[kill % len(roles)]
         running[role].kill()
@@ -44,7 +44,9 @@ def test_every_message_counts_once_and_in_the_order_of_its_key(tmp_path: Path) -
     for key, number in rows:
         assert number == numbers.get(key, 0), f"of key {key} number {number} came, {numbers.get(key, 0)} is expected"
         numbers[key] = number + 1
-    kinds = log.ledger.table.read(log.ledger.table.actions()["path"].to_pylist(), ["kind"])["kind"].to_pylist()
+    kinds = log.engine.ledger.table.read(log.engine.ledger.table.actions()["path"].to_pylist(), ["kind"])[
+        "kind"
+    ].to_pylist()
     assert "place" in kinds, "no message had to wait for an earlier one: the test tried nothing"
-    assert not log.ledger.waiting
+    assert not log.engine.ledger.waiting
     assert log.read(TOPIC, limit=1).num_rows == 1

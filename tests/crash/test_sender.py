@@ -98,9 +98,9 @@ def test_a_sender_that_wakes_before_anyone_replays_its_rolled_back_batch_sends_i
     sleeper.finish()
     assert_agreement(tmp_path, per, accepted(per, [0]))
     log = log_of(tmp_path, per)
-    record = log.find(APP_ID, 0)
+    record = log.engine.find(APP_ID, 0)
     assert record is not None
-    assert log.state_of(record).opened_at.keys() == {2}
+    assert log.engine.state_of(record).opened_at.keys() == {2}
 
 
 def test_a_sender_that_wakes_after_the_check_committed_for_it_changes_nothing(tmp_path: Path, per: str) -> None:

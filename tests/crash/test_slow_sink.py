@@ -63,11 +63,11 @@ def test_a_slow_but_living_sink_beside_a_checker_has_one_outcome(tmp_path: Path,
     thread.start()
     try:
         head = HalfHeader(batch_name("app", 0), "app", 0, "query", None, listener.store_id, "batch", "shop")
-        files = log.stage(
+        files = log.engine.stage(
             HalfWriter(head, log.topics(), "orders", None), pa.table({"body": list("abcdef")}).to_batches()
         )
         lease_s = LEASE_S * scale if leased else LEASE_S_MAX  # renewed at a third of it, which never comes
-        outcome = TwoPhase(log, listener, lease_s=lease_s).send(head, lambda: files)
+        outcome = TwoPhase(log.engine, listener, lease_s=lease_s).send(head, lambda: files)
         seen = len(reports)
         deadline = time.monotonic() + 60
         while len(reports) < seen + 2 and time.monotonic() < deadline:

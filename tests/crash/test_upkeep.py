@@ -35,7 +35,7 @@ def fill(log: CommitLog, round_: int) -> None:
     commit(log, prepare(log, at, 6))
     record = prepare(log, at + 1, 12, per="message")
     kept, _ = split(pending(log, record), 6)
-    log.decide(record, 1, commit=kept, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit=kept, who=Who.EXECUTE)
     commit(log, prepare(log, round_, {"body": [f"tick{round_}.{i}" for i in range(4)]}, app="ticker", topic="ticks"))
 
 
@@ -48,7 +48,7 @@ def everything(path: Path) -> dict[str, list[tuple[int, int, bytes, str]]]:
 
 def drained(path: Path) -> pa.Table:
     """The table messages, as any reader of Delta sees it."""
-    table = CommitLog.open(path).messages_table
+    table = CommitLog.open(path).engine.messages_table
     table.refresh()
     return table.read(table.actions()["path"].to_pylist(), ["topic", "queue_id", "queue_offset", "body"])
 
@@ -64,8 +64,8 @@ def test_upkeep_killed_at_a_point_loses_and_doubles_nothing(tmp_path: Path, poin
     upkeep.keep_up(str(path))
     fill(log, 1)
     whole = everything(path)
-    log.topic_store.set_retention("ticks", 0.0)
-    open_ids = set(log.open_half_ids())
+    log.engine.topic_store.set_retention("ticks", 0.0)
+    open_ids = set(log.engine.open_half_ids())
 
     environment = {**os.environ, **Fate(point).environment(tmp_path / "reached")}
     killed = subprocess.run([sys.executable, "-m", "tests.crash.upkeep", str(path)], env=environment, check=False)
@@ -80,15 +80,15 @@ def test_upkeep_killed_at_a_point_loses_and_doubles_nothing(tmp_path: Path, poin
         assert len(set(places)) == len(places)
         bodies = {(t, q, o): body for t, messages in whole.items() for q, o, body, _ in messages}
         assert {place: bodies[place] for place in places} == dict(zip(places, rows["body"].to_pylist(), strict=True))
-        assert set(CommitLog.open(path).open_half_ids()) == open_ids
+        assert set(CommitLog.open(path).engine.open_half_ids()) == open_ids
 
     agree()
     upkeep.keep_up(str(path))
     agree()
     assert everything(path)["ticks"] == []
     for half_id in open_ids:
-        commit(CommitLog.open(path), CommitLog.open(path).get(half_id))
+        commit(CommitLog.open(path), CommitLog.open(path).engine.get(half_id))
     assert len(everything(path)["orders"]) == 2 * (5 + 6 + 12)
     upkeep.keep_up(str(path))
     assert len(everything(path)["orders"]) == 2 * (5 + 6 + 12)
-    assert CommitLog.open(path).half.counted().num_rows == 2  # the last half batch of each stream
+    assert CommitLog.open(path).engine.half.counted().num_rows == 2  # the last half batch of each stream

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from rmq_spark import CommitLog
-from tests.support.inside import Graces
+from tests.support.inside import Graces, maintain
 from tests.support.limits import limited
 
 GRACES = Graces(reader_s=0.0, audit_s=0.0, idempotency_s=1e9)
@@ -14,7 +14,7 @@ GRACES = Graces(reader_s=0.0, audit_s=0.0, idempotency_s=1e9)
 def keep_up(path: str) -> None:
     """One round, which finds everything worth its while."""
     with limited(PRUNED_SHARE_MIN=0.0, ROWS_LET_GO_MIN=1, STRIPPED_BYTES_MIN=1, OP_FILES_MAX=2, MESSAGES_FILES_MAX=2):
-        CommitLog.open(path).keep_up(GRACES)
+        maintain(CommitLog.open(path).engine, GRACES)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def test_a_consumer_sees_what_the_log_committed_once_and_in_order(handing: Handi
         commit(log, prepare(log, n, full(n), app="points", topic="points"))
     mixed = send(log, "mixed", 9, per="message")
     kept, dropped = split(pending(log, mixed), 3)
-    log.decide(mixed, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    log.engine.decide(mixed, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
     roll_back(log, send(log, "rolled back"))
     send(log, "open")
     relay = handing.relay(log, max_batch_messages=4)
@@ -74,7 +74,7 @@ def test_a_consumer_sees_what_the_log_committed_once_and_in_order(handing: Handi
     commit(log, prepare(log, 8, 5))
     again = handing.relay(log)
     assert again.run_once().messages == 5
-    assert again.positions == dict(log.tails())
+    assert again.positions == dict(log.engine.tails())
     assert handing.require_same(log, "orders", "points") == 34
 
 
@@ -245,7 +245,7 @@ def test_what_expired_before_stops_the_relay_unless_it_is_to_skip_it(handing: Ha
     handing.relay(log).run_once()
     commit(log, send(log, "expires", 6))
     log.drain()
-    log.topic_store.set_retention("orders", 0.0)
+    log.engine.topic_store.set_retention("orders", 0.0)
     assert let_leave(log).files_expired > 0
     log.set_retention("orders", None)
     commit(log, send(log, "after", 4))
@@ -265,7 +265,7 @@ def test_what_expired_before_stops_the_relay_unless_it_is_to_skip_it(handing: Ha
 def test_a_new_relay_begins_at_the_first_message_that_is_kept(handing: Handing, log: CommitLog) -> None:
     commit(log, send(log, "expires", 6))
     log.drain()
-    log.topic_store.set_retention("orders", 0.0)
+    log.engine.topic_store.set_retention("orders", 0.0)
     let_leave(log)
     commit(log, send(log, "after", 2))
     assert handing.relay(log).run_once().messages == 2

@@ -102,11 +102,11 @@ def test_a_group_that_nobody_answers_for_is_a_problem_and_one_that_another_job_h
 def test_a_conflict_is_told_in_the_words_of_the_command(folder: Path) -> None:
     log = CommitLog.open(folder / "log")
     prepare(log, 0)
-    record = log.get("app:0")
+    record = log.engine.get("app:0")
     rows = half_batches.pending(log, record)
-    log.decide(record, 1, commit=NO_ROWS, rollback=rows, who=Who.CHECK)
+    log.engine.decide(record, 1, commit=NO_ROWS, rollback=rows, who=Who.CHECK)
     with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=rows, rollback=NO_ROWS, who=Who.EXECUTE)
+        log.engine.decide(record, 1, commit=rows, rollback=NO_ROWS, who=Who.EXECUTE)
     code, out, _ = run(folder, "--once")
     assert code == 1
     assert "txmq resolve HALF_ID COMMIT|ROLLBACK --reason" in out
@@ -200,7 +200,7 @@ def test_messages_are_drained_while_upkeep_is_off(folder: Path) -> None:
     for batch_id in range(2):
         half_batches.commit(log, half_batches.prepare(log, batch_id))
         deadline = time.monotonic() + DEADLINE_S
-        while log.messages_table.refresh() == batch_id:
+        while log.engine.messages_table.refresh() == batch_id:
             assert time.monotonic() < deadline
             time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
@@ -215,7 +215,7 @@ def test_once_drains_what_is_there(folder: Path) -> None:
     half_batches.commit(log, half_batches.prepare(log, 0))
     code, _, err = run(folder, "--once")
     assert code == 0, err
-    assert log.messages_table.refresh() == 1
+    assert log.engine.messages_table.refresh() == 1
 
 
 def test_spark_that_is_not_installed_is_a_configuration_error(folder: Path) -> None:

@@ -191,16 +191,16 @@ class Played:
             for app in ("app", "App"):
                 record = prepare(log, number, _columns(number, app), app=app, per="key", key="k", topic=None)
                 kept, dropped = split(pending(log, record), 5)
-                log.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+                log.engine.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
             roll_back(log, prepare(log, number, 3, app="rolled-back"))
             commit(log, prepare(log, number, _columns(number, "whole"), app="whole", topic=None, key="k", per="key"))
         self.open = prepare(log, 0, _columns(2, "open"), app="open", per="key", key="k", topic=None)
-        log.decide(self.open, 1, commit=split(pending(log, self.open), 4)[1], who=Who.EXECUTE)
+        log.engine.decide(self.open, 1, commit=split(pending(log, self.open), 4)[1], who=Who.EXECUTE)
         self.messages = read_all(log)
         self.before = [m for m in self.messages if m["commit_timestamp"] <= _us(self.between[1])]
         self.since = [m for m in self.messages if m["commit_timestamp"] >= _us(self.between[1])]
         assert 0 < len(self.before) < len(self.messages) == len(self.before) + len(self.since)
-        self.undecided = plain(log.half.read(self.open, pending(log, self.open), HALF_SCHEMA.names))
+        self.undecided = plain(log.engine.half.read(self.open, pending(log, self.open), HALF_SCHEMA.names))
         assert 0 < len(self.undecided) < self.open.rows
 
     def copy(self, folder: Path) -> CommitLog:
@@ -315,9 +315,9 @@ def _source(reader: Any, log: CommitLog, played: Played) -> Any:
 def checked(spark: SparkSession, played: Played, log: CommitLog, folder: Path) -> None:
     for rows, expected in (
         (pending(log, played.open), played.undecided),
-        (played.open.all_rows, plain(log.half.read(played.open, played.open.all_rows, HALF_SCHEMA.names))),
+        (played.open.all_rows, plain(log.engine.half.read(played.open, played.open.all_rows, HALF_SCHEMA.names))),
     ):
-        batch = half_batch_of(log, played.open, log.state_of(played.open), 1, rows)
+        batch = half_batch_of(log, played.open, log.engine.state_of(played.open), 1, rows)
         assert read(batch.to_spark(spark), HALF_SCHEMA) == expected
 
 

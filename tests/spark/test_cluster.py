@@ -167,7 +167,7 @@ def test_orders_go_through_a_cluster_of_which_an_executor_dies(cluster: Cluster,
     SqlTransactionListener(engine, lambda connection, batch: None).create_fence()
 
     driver = cluster.submit("--py-files", str(shop), str(ROOT / "tests/spark/cluster_program.py"), str(tmp_path))
-    wait_until(lambda: driver.poll() is not None or sum(log.tails().values()) >= ROWS, "the first micro-batch")
+    wait_until(lambda: driver.poll() is not None or sum(log.engine.tails().values()) >= ROWS, "the first micro-batch")
     first, *_ = cluster.executors() or [0]
     assert driver.poll() is None, cluster.said()
     assert first, "no executor is there"

@@ -58,7 +58,7 @@ def test_a_delta_stream_gets_each_message_once_over_merges_and_expiry(
     batch = spark.read.format("delta").load(f"{log.path}/messages").select(*COLUMNS)
     assert sorted(tuple(row) for row in batch.collect()) == whole
 
-    log.topic_store.set_retention("orders", 0.0)
+    log.engine.topic_store.set_retention("orders", 0.0)
     assert let_leave(log).files_expired == 1
     log.set_retention("orders", None)
     send_and_drain()

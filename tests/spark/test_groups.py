@@ -85,7 +85,7 @@ def test_a_new_query_starts_where_its_group_stands(spark: SparkSession, log: Com
 
 
 def test_a_group_past_the_end_is_refused(spark: SparkSession, log: CommitLog, tmp_path: Path) -> None:
-    log.groups.set("points", {("orders", 0): 99}, "by hand")
+    log.engine.groups.set("points", {("orders", 0): 99}, "by hand")
     with pytest.raises(StreamingQueryException, match="'points' has offset 99"):
         run(spark, log, tmp_path / "cp")
 

@@ -38,7 +38,7 @@ def log(tmp_path: Path) -> CommitLog:
 def fill(log: CommitLog, number: int) -> None:
     record = send(log, f"parts{number}", 9, per="message")
     kept, dropped = split(pending(log, record), 3)
-    log.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
     properties = [[("n", "1")], None, [("n", "5"), ("m", "")], []]
     columns = {
         "body": pa.array([b"a", b"b", b"", b"\xff"]),
@@ -62,11 +62,11 @@ def of_source(spark: SparkSession, log: CommitLog, **options: str) -> DataFrame:
 
 def test_offsets_that_have_expired_are_out_of_range(spark: SparkSession, log: CommitLog) -> None:
     commit(log, send(log, "old", 4))
-    log.topic_store.set_retention("orders", 0.0)
+    log.engine.topic_store.set_retention("orders", 0.0)
     let_leave(log)
     log.set_retention("orders", None)
     commit(log, send(log, "new", 4))
-    first = {"orders": {q: n for (_, q), n in log.firsts().items()}}
+    first = {"orders": {q: n for (_, q), n in log.engine.firsts().items()}}
     assert txmq.messages(spark, log, "orders").count() == 4
     assert txmq.messages(spark, log, "orders", starting=first).count() == 4
     for given in ({"starting": {"orders": {0: 0, 1: 0}}}, {"ending": {"orders": {0: 1, 1: 1}}}):
@@ -147,9 +147,9 @@ def test_of_many_files_the_folder_is_listed_and_a_lost_one_is_missed(
     limit(HALF_PATHS_MAX=1, DRAINED_PATHS_MAX=1)
     assert rows(txmq.messages(spark, log)) == whole
     limit(MESSAGES_FILES_MAX=2)
-    assert maintenance.compact_messages(another(log).messages_table) > 0
+    assert maintenance.compact_messages(another(log).engine.messages_table) > 0
     assert rows(txmq.messages(spark, log)) == whole, "files that were replaced lie in the folder, too"
-    record = log.get("app:3")
+    record = log.engine.get("app:3")
     Path(log.path, "half", record.files[0].path).unlink()
     with pytest.raises(Exception, match="PATH_NOT_FOUND"):
         rows(txmq.messages(spark, log))
@@ -201,7 +201,7 @@ def test_a_filter_is_pushed_into_the_files(spark: SparkSession, log: CommitLog, 
     assert "GreaterThanOrEqual(queue_offset,5)" in plan
     assert "BatchEvalPython" not in plan
     limit(MESSAGES_FILES_MAX=2)
-    assert maintenance.compact_messages(another(log).messages_table) > 0
+    assert maintenance.compact_messages(another(log).engine.messages_table) > 0
     assert len(txmq.messages(spark, log, "orders").inputFiles()) == 1
     assert frame.count() == txmq.messages(spark, log, "orders").count()  # planned before, its files are still there
 
@@ -226,7 +226,7 @@ def test_what_is_drained_while_a_read_is_planned_is_read_once(spark: SparkSessio
     whole = rows(of_source(spark, log))
     reader = another(log)
     reader.refresh()
-    reader.drained.border()  # where the tail begins is known, and then the tail is looked for
+    reader.engine.drained.border()  # where the tail begins is known, and then the tail is looked for
     with at("files read", lambda: another(log).drain(), table="op"):
         found = txmq.messages(spark, reader)
     assert rows(found) == whole
@@ -269,7 +269,7 @@ def test_a_file_that_is_damaged_or_gone_is_never_ignored(
         file = min(Path(log.path, table).glob("*.parquet"))
     else:
         file = Path(log.path, "half", records[4 if table == "check" else 1].files[0].path)
-    checked = half_batch_of(log, records[4], log.state_of(records[4]), 1, records[4].all_rows)
+    checked = half_batch_of(log, records[4], log.engine.state_of(records[4]), 1, records[4].all_rows)
 
     def read(session: SparkSession) -> DataFrame:
         return checked.to_spark(session) if table == "check" else txmq.messages(session, log, "orders")

@@ -50,13 +50,13 @@ def check(log: CommitLog, answer: Any, clock: Clock | None = None, **settings: A
 
 def states(log: CommitLog, record: HalfRecord) -> dict[RowState, int]:
     """How many of its rows are in which state."""
-    state = log.state_of(record)
+    state = log.engine.state_of(record)
     return {s: n for s in RowState if (n := state.count(s))}
 
 
 def check_times(log: CommitLog, record: HalfRecord) -> int:
     """How often the pending rows were checked."""
-    return log.state_of(record).check_times(pending(log, record))
+    return log.engine.state_of(record).check_times(pending(log, record))
 
 
 class Hangs:

@@ -76,7 +76,7 @@ def be_every_machine(patch: pytest.MonkeyPatch, instead: object, *names: str, an
 def let_upkeep_believe(clock: Clock, log: CommitLog) -> None:
     """An earlier round of upkeep has looked at the clock: the next one believes it."""
     clock.ahead_s -= LOOK_INTERVAL_S + 5
-    log.another().clock_doubt_s()
+    log.another().engine.clock_doubt_s()
     clock.ahead_s += LOOK_INTERVAL_S + 5
 
 
@@ -104,6 +104,7 @@ class Ticking(Machine):
 def on_a_machine(log: InMemoryCommitLog, ahead_s: float) -> InMemoryCommitLog:
     """A handle of a machine whose clock is so far ahead of the others'."""
     twin = log.another()
-    for part in (twin.half.table, twin.op, twin.topics_table, twin.ledger, twin):
+    engine = twin.engine
+    for part in (engine.half.table, engine.op, engine.topics_table, engine.ledger, engine):
         part.machine = Ahead(ahead_s)
     return twin

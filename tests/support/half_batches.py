@@ -32,7 +32,7 @@ from tests.support.inside import (
     Who,
     batch_name,
     half,
-    maintenance,
+    op_merge,
     upkeep,
 )
 from tests.support.limits import limited
@@ -74,7 +74,7 @@ def stage(
 ) -> list[HalfFile]:
     """The files of a half batch (of one message, unless told otherwise), which is not prepared."""
     writer = HalfWriter(header, log.topics(), topic, None, log.fifo_topics())
-    return log.stage(writer, pa.table(dict(columns or {"body": ["a"]})).to_batches(), partition)
+    return log.engine.stage(writer, pa.table(dict(columns or {"body": ["a"]})).to_batches(), partition)
 
 
 def prepare(
@@ -100,35 +100,35 @@ def prepare(
     files = []
     for partition in range(partitions):
         part = table.slice(partition * size, size)
-        files += log.stage(writer, part.to_batches(), partition)
-    return log.prepare(header, files)
+        files += log.engine.stage(writer, part.to_batches(), partition)
+    return log.engine.prepare(header, files)
 
 
 def pending(log: CommitLog, record: HalfRecord, attempt: int = 1) -> RowSet:
-    return log.state_of(record).rows_in(PENDING, attempt)
+    return log.engine.state_of(record).rows_in(PENDING, attempt)
 
 
 def commit(log: CommitLog, record: HalfRecord, attempt: int = 1, who: Who = Who.EXECUTE) -> list[Placed]:
     """Commit whatever is pending under the attempt."""
-    return log.decide(record, attempt, commit=pending(log, record, attempt), who=who)
+    return log.engine.decide(record, attempt, commit=pending(log, record, attempt), who=who)
 
 
 def roll_back(log: CommitLog, record: HalfRecord, attempt: int = 1, who: Who = Who.EXECUTE) -> None:
     """Roll back whatever is pending under the attempt."""
-    log.decide(record, attempt, rollback=pending(log, record, attempt), who=who)
+    log.engine.decide(record, attempt, rollback=pending(log, record, attempt), who=who)
 
 
 def quarantine(log: CommitLog, record: HalfRecord, reason: str = "too often") -> None:
     """Give up on whatever is pending."""
-    log.quarantine(record, 1, pending(log, record), Who.DISCARD, reason)
+    log.engine.quarantine(record, 1, pending(log, record), Who.DISCARD, reason)
 
 
 def in_conflict(log: CommitLog, record: HalfRecord, reason: str | None = None) -> None:
     """A check rolls back whatever is pending, and then the producer commits it."""
     rows = pending(log, record)
-    log.decide(record, 1, rollback=rows, who=Who.CHECK, reason=reason)
+    log.engine.decide(record, 1, rollback=rows, who=Who.CHECK, reason=reason)
     with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=rows, who=Who.EXECUTE)
+        log.engine.decide(record, 1, commit=rows, who=Who.EXECUTE)
 
 
 def split(rows: RowSet, every: int) -> tuple[RowSet, RowSet]:
@@ -140,12 +140,12 @@ def split(rows: RowSet, every: int) -> tuple[RowSet, RowSet]:
 def merge_op_files(log: CommitLog) -> None:
     """Upkeep by another process, however few op files there are."""
     with limited(OP_FILES_MAX=2):
-        maintenance.compact_op(another(log).op)
+        op_merge.compact_op(another(log).engine.op)
 
 
 def move_half(log: CommitLog) -> None:
     """Upkeep writes each half file anew under another name, as stripping does."""
-    table = another(log).half.table
+    table = another(log).engine.half.table
     table.refresh()
     for file in table.actions().to_pylist():
         moved = table.write(table.read([file["path"]]), table.name, half.STATS_COLUMNS)
@@ -156,7 +156,7 @@ def move_half(log: CommitLog) -> None:
 
 def share_half_file(log: CommitLog) -> None:
     """One half file for all half batches, as sends of many threads share one."""
-    table = another(log).half.table
+    table = another(log).engine.half.table
     table.refresh()
     actions = table.actions()
     old = actions["path"].to_pylist()
@@ -183,8 +183,8 @@ def check_offsets(log: CommitLog, topic: str = "orders") -> None:
     for queue_id, offset in placements(log, topic):
         by_queue.setdefault(queue_id, []).append(offset)
     assert all(offsets == list(range(len(offsets))) for offsets in by_queue.values())
-    log.ledger.refresh()
-    tails = {q: n for (t, q), n in log.ledger.tails.items() if t == topic}
+    log.engine.ledger.refresh()
+    tails = {q: n for (t, q), n in log.engine.ledger.tails.items() if t == topic}
     assert tails == {q: len(offsets) for q, offsets in by_queue.items()}
 
 
@@ -195,27 +195,25 @@ def send(
     not given."""
     header = replace(header_of(0, key, per), naming=Naming.KEY)
     header = header if half_id is None else replace(header, half_id=half_id)
-    return log.prepare(header, stage(log, header, {"body": [f"{names or key}.{i}" for i in range(rows)]}))
+    return log.engine.prepare(header, stage(log, header, {"body": [f"{names or key}.{i}" for i in range(rows)]}))
 
 
 def let_leave(
     log: CommitLog, reader_s: float = 0, audit_s: float = 0, idempotency_s: float = 1e9, dry_run: bool = False
 ) -> MaintenanceReport:
     """Upkeep by another process, with graces that are over at once."""
-    own = another(log)
-    tables = [own.half.table, own.op, own.messages_table]
     with limited(PRUNED_SHARE_MIN=0, ROWS_LET_GO_MIN=1):
-        return upkeep.maintain(own, tables, Graces(reader_s, audit_s, idempotency_s), dry_run)
+        return upkeep.maintain(another(log).engine, Graces(reader_s, audit_s, idempotency_s), dry_run)
 
 
 def in_half(log: CommitLog) -> set[str]:
     """The half batches that the table half still has."""
-    return set(another(log).half.counted()["half_id"].to_pylist())
+    return set(another(log).engine.half.counted()["half_id"].to_pylist())
 
 
 def op_kinds(log: CommitLog, half_id: str) -> list[str]:
     """The kinds of the op rows of a half batch, in version order."""
-    op = another(log).op
+    op = another(log).engine.op
     op.refresh()
     rows = op.read(op.actions()["path"].to_pylist(), None, pc.field("half_id") == half_id).sort_by("version")
     return [str(kind) for kind in rows["kind"].to_pylist()]
@@ -240,6 +238,6 @@ def fill_with_pieces(log: CommitLog, number: int = 0) -> None:
     mixed = prepare(log, 2 * number + 1, 40, per="message")
     for record, every in ((keyed, 3), (mixed, 2), (keyed, 2)):
         _, some = split(pending(log, record), every)
-        log.decide(record, 1, commit=some, who=Who.EXECUTE)
+        log.engine.decide(record, 1, commit=some, who=Who.EXECUTE)
     roll_back(log, mixed)
     commit(log, keyed)

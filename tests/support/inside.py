@@ -33,13 +33,14 @@ _LIVES_IN = {
     "rmq_spark._core.listeners.fence_row": "EXECUTED NOTHING ROLLED_BACK Recorded STARTED State TOMBSTONE",
     "rmq_spark._core.listeners.half_batch": "normalize_verdicts",
     "rmq_spark._core.listeners.listener": "CommitOncePrepared NO_LISTENER_FENCE Verdicts load_listener",
-    "rmq_spark._core.log": "follower=op_reader half half_store=half_table ledger=op_table marking=mark",
+    "rmq_spark._core.log": "follower=op_reader half half_store=half_table ledger=op_table marking=mark op_merge",
     "rmq_spark._core.log.archive": "Archived ArchivedDecision",
     "rmq_spark._core.log.groups": "Place Session",
     "rmq_spark._core.log.half": (
         "HALF_SCHEMA HALF_STATS_COLUMNS=STATS_COLUMNS HalfFile HalfHeader HalfWriter Naming batch_name half_id_of "
         "name_of new_half_id"
     ),
+    "rmq_spark._core.inspect.overview": "pending_table=pending",
     "rmq_spark._core.log.half_table": "HalfRecord HalfStore Staged",
     "rmq_spark._core.log.op": (
         "BatchState Kind OP_SCHEMA OP_STATS_COLUMNS=STATS_COLUMNS OpRow RowState Who op_table=to_table"
@@ -51,7 +52,7 @@ _LIVES_IN = {
     "rmq_spark._core.messages": "drain",
     "rmq_spark._core.messages.border": "Drained",
     "rmq_spark._core.messages.drain": "Drainer",
-    "rmq_spark._core.messages.reading": "STORED_COLUMNS read_ranges",
+    "rmq_spark._core.messages.reading": "STORED_COLUMNS read_ranges read_topic",
     "rmq_spark._core.messages.table": "MESSAGES_SCHEMA SOURCE_SCHEMA drained_up_to write_messages",
     "rmq_spark._core.metrics.figures": "LogWatch",
     "rmq_spark._core.metrics.names": "BY_NAME LOG METRICS PROCESS",
@@ -59,6 +60,8 @@ _LIVES_IN = {
     "rmq_spark._core.metrics.pushing": "push_figures=push",
     "rmq_spark._core.producer.async_send": "Flight",
     "rmq_spark._core.protocol": "group_commit two_phase",
+    "rmq_spark._core.protocol.compaction": "Compaction",
+    "rmq_spark._core.protocol.engine": "Engine",
     "rmq_spark._core.protocol.half_batch": "half_batch_of split_by_verdict",
     "rmq_spark._core.protocol.identity": "Identity Lineage identity_of input_hash_of read_checkpoint",
     "rmq_spark._core.protocol.two_phase": "TwoPhase",
@@ -89,7 +92,7 @@ _LIVES_IN = {
     "rmq_spark._core.upkeep.expire": "Expirer",
     "rmq_spark._core.upkeep.leave": "Graces Leaver",
     "rmq_spark._core.upkeep.prune": "Pruner",
-    "rmq_spark._core.upkeep.schedule": "MaintenanceReport",
+    "rmq_spark._core.upkeep.schedule": "MaintenanceReport maintain",
     "rmq_spark._core.upkeep.strip": "Stripper",
     "rmq_spark._core.vocabulary.message": (
         "CHECK_IMMUNITY_PROPERTY INPUT_COLUMNS PROPERTIES TIMESTAMP message_table=to_table require_app_id "

@@ -68,7 +68,7 @@ class Shop:
             "body": [f"order {i}" * 12 for i in range(messages)],
             "topic": [topics[i % len(topics)] for i in range(messages)],
         }
-        return self.log.prepare(header, self.log.stage(writer, pa.table(columns).to_batches()))
+        return self.log.engine.prepare(header, self.log.engine.stage(writer, pa.table(columns).to_batches()))
 
     def settle(self, record: HalfRecord, rollback_every: int = 0, who: Who = Who.EXECUTE) -> None:
         """Commit what is pending, but for every so many messages."""
@@ -76,10 +76,10 @@ class Shop:
         back = RowSet()
         if rollback_every:
             back = rows & {n: bytes(i % rollback_every == 0 for i in range(len(bits))) for n, bits in rows.items()}
-        self.log.decide(record, 1, commit=rows - back, rollback=back, who=who)
+        self.log.engine.decide(record, 1, commit=rows - back, rollback=back, who=who)
 
     def pending(self, record: HalfRecord) -> RowSet:
-        return self.log.state_of(record).rows_in((RowState.PENDING,), 1)
+        return self.log.engine.state_of(record).rows_in((RowState.PENDING,), 1)
 
 
 def a_shop(days: float = 3.0, trouble: bool = True, every_s: float = 1800.0) -> InMemoryCommitLog:
@@ -101,7 +101,7 @@ def a_shop(days: float = 3.0, trouble: bool = True, every_s: float = 1800.0) -> 
         if chance.random() < 0.12:  # the driver died: a check settled it
             shop.machine.at_s = at_s + 61
             if chance.random() < 0.4:
-                log.record_check(record, 1, shop.pending(record), None)
+                log.engine.record_check(record, 1, shop.pending(record), None)
                 shop.machine.at_s = at_s + 150
             shop.settle(record, who=Who.CHECK)
         else:
@@ -118,14 +118,14 @@ def a_shop(days: float = 3.0, trouble: bool = True, every_s: float = 1800.0) -> 
         shop.machine.at_s = NOW_S - 4
         shop.prepare(("orders", "payments"), 90)
     shop.machine.at_s = NOW_S - 300
-    ends = log.tails()
+    ends = log.engine.tails()
     for group, behind, topics in (
         ("warehouse", 0, ("logistics",)),
         ("points", 60, ("orders",)),
         ("billing", 420, ("payments", "orders")),
     ):
         positions = {queue: max(0, end - behind) for queue, end in ends.items() if queue[0] in topics}
-        log.groups.set(group, positions, "test")
+        log.engine.groups.set(group, positions, "test")
         assert ConsumerGroup(log, group).lag().num_rows
     log.another().drain()
     shop.machine.at_s = NOW_S
@@ -140,14 +140,14 @@ def _trouble(shop: Shop, at_s: float) -> None:
     old = shop.prepare(("orders",), 25, "payment-service")
     late = shop.prepare(("orders",), 12)
     shop.machine.at_s = at_s + 70
-    log.quarantine(given_up, 1, shop.pending(given_up), Who.DISCARD, "15 checks, all UNKNOWN")
+    log.engine.quarantine(given_up, 1, shop.pending(given_up), Who.DISCARD, "15 checks, all UNKNOWN")
     for _ in range(4):
         shop.machine.at_s += 60
-        log.record_check(old, 1, shop.pending(old), "the bank does not answer")
+        log.engine.record_check(old, 1, shop.pending(old), "the bank does not answer")
     shop.settle(late, who=Who.CHECK)
-    committed = log.state_of(late).rows_in((RowState.COMMITTED,), 1)
+    committed = log.engine.state_of(late).rows_in((RowState.COMMITTED,), 1)
     with suppress(VerdictConflictError):
-        log.decide(late, 1, rollback=committed, who=Who.EXECUTE)
+        log.engine.decide(late, 1, rollback=committed, who=Who.EXECUTE)
 
 
 def many(transactions: int) -> InMemoryCommitLog:
@@ -158,7 +158,7 @@ def many(transactions: int) -> InMemoryCommitLog:
     size = 5_000
     for first in range(0, transactions, size):
         numbers = range(first, min(first + size, transactions))
-        log.ledger.append(lambda numbers=numbers: [_left(n, NOW_S - 48 * HOUR_S + n * step_s) for n in numbers])
+        log.engine.ledger.append(lambda numbers=numbers: [_left(n, NOW_S - 48 * HOUR_S + n * step_s) for n in numbers])
     return log
 
 

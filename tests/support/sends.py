@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rmq_spark import COMMIT_MESSAGE, CommitLog, HalfBatch, Message, TransactionListener, TransactionMQProducer
+from tests.support.inside import Engine, read_topic
 
 DEADLINE_S = 8.0
 
@@ -71,6 +72,7 @@ def send_async(producer: TransactionMQProducer, *names: object, key: str | None 
     return [send(message(name), idempotency_key=key and f"{key}{name}") for name in names]
 
 
-def sent_bodies(log: CommitLog, topic: str = "orders") -> list[str]:
+def sent_bodies(log: CommitLog | Engine, topic: str = "orders") -> list[str]:
     """What everybody sees, sorted."""
-    return sorted(body.decode() for body in log.another().read(topic)["body"].to_pylist())
+    engine = log if isinstance(log, Engine) else log.engine
+    return sorted(body.decode() for body in read_topic(engine.another(), topic)["body"].to_pylist())

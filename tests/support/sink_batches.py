@@ -46,7 +46,7 @@ def stage(log: CommitLog, head: HalfHeader, keys: Sequence[str] = KEYS) -> list[
         columns: dict[str, list[Any]] = {"body": [f"{head.batch_id}-{k}-{i}" for i, k in mine]}
         if column:
             columns["k"] = [k for _, k in mine]
-        files += log.stage(writer, pa.table(columns).to_batches(), partition)
+        files += log.engine.stage(writer, pa.table(columns).to_batches(), partition)
     return files
 
 
@@ -58,7 +58,7 @@ def bodies(*keys: str, batch_id: int = 0) -> list[str]:
 def prepared(log: CommitLog, per: str = "batch", batch_id: int = 0, fence_id: str | None = None) -> HalfRecord:
     """A half batch whose driver died right after prepare."""
     head = header(per, batch_id, fence_id=fence_id)
-    return log.prepare(head, stage(log, head))
+    return log.engine.prepare(head, stage(log, head))
 
 
 def send(
@@ -71,7 +71,7 @@ def send(
 ) -> Any:
     """Send a half batch from the first phase to the last; returns the outcome."""
     head = head or header()
-    two_phase = TwoPhase(log, listener, replay_check_timeout_s=timeout_s, **more)
+    two_phase = TwoPhase(log.engine, listener, replay_check_timeout_s=timeout_s, **more)
     return two_phase.send(head, lambda: stage(log, head), lineage=checkpoint and Lineage(checkpoint))
 
 

@@ -45,7 +45,7 @@ def decide(log: CommitLog, record: HalfRecord, roll_back_every: int | None = Non
     """Commit what is pending, but for every so-manieth row, which is rolled back."""
     mask = pending(log, record)
     commit, rollback = split(mask, roll_back_every) if roll_back_every else (mask, {})
-    log.decide(record, 1, commit=commit, rollback=rollback, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit=commit, rollback=rollback, who=Who.EXECUTE)
 
 
 def send(log: CommitLog, batch_id: int, messages: int = 5, **more: Any) -> HalfRecord:

@@ -11,14 +11,14 @@ from tests.support.inside import BatchState, OpRow, RowState
 
 
 def op_rows_of(log: CommitLog) -> list[dict[str, Any]]:
-    op = another(log).op
+    op = another(log).engine.op
     op.refresh()
     return op.read(op.actions()["path"].to_pylist()).sort_by("version").to_pylist()
 
 
 def states_of(log: CommitLog) -> dict[str, BatchState]:
     """The state of each half batch."""
-    half = another(log).half
+    half = another(log).engine.half
     half.table.refresh()
     states = {half_id: half.get(half_id).fresh_state() for half_id in half.prepared_after(-1)}
     for row in op_rows_of(log):
@@ -36,9 +36,9 @@ def require_whole(log: CommitLog, who: str, states: Mapping[str, BatchState] | N
     """A handle says what the whole history says, which is read when it is not given."""
     states = states_of(log) if states is None else states
     log.refresh()
-    assert set(log.open_half_ids()) == {h for h, s in states.items() if not s.settled}, who
+    assert set(log.engine.open_half_ids()) == {h for h, s in states.items() if not s.settled}, who
     waiting = {h: s.count(RowState.DECIDED) for h, s in states.items() if s.count(RowState.DECIDED)}
-    assert {h: sum(counts.values()) for h, counts in log.ledger.waiting.items()} == waiting, who
+    assert {h: sum(counts.values()) for h, counts in log.engine.ledger.waiting.items()} == waiting, who
     assert set(log.conflicts()) == {h for h, s in states.items() if s.in_conflict}, who
     for half_id, state in states.items():
-        assert _words(log.state_of(log.get(half_id))) == _words(state), f"{who}: {half_id}"
+        assert _words(log.engine.state_of(log.engine.get(half_id))) == _words(state), f"{who}: {half_id}"

@@ -195,8 +195,8 @@ def test_a_plain_send_that_others_have_settled_waits_for_no_local_transaction(lo
 
     def settled_meanwhile() -> None:
         """The sender sleeps between its prepare and its look at what op says."""
-        for half_id in other.open_half_ids():
-            if other.get(half_id).header.fence_id == CommitOncePrepared.store_id:
+        for half_id in other.engine.open_half_ids():
+            if other.engine.get(half_id).header.fence_id == CommitOncePrepared.store_id:
                 if settle == "check":
                     CheckService(other, {}, transaction_timeout=0).run_once()
                 else:
@@ -527,13 +527,13 @@ def test_a_local_transaction_that_is_a_coroutine_runs_in_the_loop_of_its_caller(
     with producer_of(log, shop) as producer:
         states = [r.local_transaction_state for r in asyncio.run(gather(producer, 5))]
         assert states == [COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, COMMIT_MESSAGE, COMMIT_MESSAGE]
-        before = log.half.table.version
+        before = log.engine.half.table.version
         with pytest.raises(ListenerError, match="no event loop is running here"):
             producer.send_message_in_transaction_async(message(9))
         with pytest.raises(ListenerError, match="can wait for it; make it a plain"):
             producer.send_message_in_transaction(message(9))
         assert producer.send(message(10)).messages == 1  # it asks no listener
-        assert log.half.table.version == before + 1, "what was refused is not prepared"
+        assert log.engine.half.table.version == before + 1, "what was refused is not prepared"
 
 
 def test_an_event_loop_is_not_stopped_by_more_sends_than_may_be_in_flight(log: CommitLog) -> None:
@@ -575,7 +575,7 @@ def test_a_local_transaction_whose_event_loop_has_ended_is_told_and_holds_up_nob
         loop.close()
     assert caplog.text.count("the event loop ended while the local transaction ran in it") == 1
     assert sent_bodies(log) == []
-    assert len(log.open_half_ids()) == 1
+    assert len(log.engine.open_half_ids()) == 1
 
 
 def test_a_check_that_is_a_coroutine_is_refused(log: CommitLog) -> None:

@@ -57,7 +57,7 @@ def require_same(place: Path, log: CommitLog) -> None:
     assert copy.id == log.id
     assert bodies(copy) == bodies(log)
     assert copy.pending().equals(log.pending())
-    assert copy.tails() == log.tails()
+    assert copy.engine.tails() == log.engine.tails()
 
 
 def test_a_copy_has_all_that_the_log_had(log: CommitLog, copy: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_copy_has_all_that_the_log_had(log: CommitLog, copy: Path) -> None:
     require_same(copy, log)
     assert not (copy / "op" / "_delta_log" / "_last_checkpoint").exists()
     assert report.files_copied > 0
-    assert report.versions == {t.name: t.refresh() for t in log.tables()}
+    assert report.versions == {t.name: t.refresh() for t in log.engine.tables()}
     said = json.loads((copy / MANIFEST).read_text())
     assert said["log_id"] == log.id
     # It can be used in the place of the log.
@@ -150,7 +150,7 @@ def test_a_file_that_upkeep_deletes_before_it_is_copied_lets_the_copy_begin_anew
     def leave_and_delete() -> None:
         before = {p.name for p in Path(log.path, "half").glob("*.parquet")}
         let_leave(log)
-        gone = before - set(log.another().half.table.actions()["path"].to_pylist())
+        gone = before - set(log.another().engine.half.table.actions()["path"].to_pylist())
         assert gone
         for name in gone:
             Path(log.path, "half", name).unlink()
@@ -172,7 +172,7 @@ def test_a_copy_is_brought_up_to_date_with_the_files_that_it_lacks(log: CommitLo
     assert third.files_deleted > 0
     require_same(copy, log.another())
     assert log.backup(copy).files_copied == 0
-    for table in log.another().tables():
+    for table in log.another().engine.tables():
         assert {p.name for p in (copy / table.name).glob("*.parquet")} == set(table.actions()["path"].to_pylist())
 
 
@@ -306,7 +306,7 @@ def test_a_damaged_log_does_not_replace_a_good_copy(
     commit(log, record)
     if not newest:
         sent(log, "newest")
-    (file,) = {Path(log.path) / "half" / stored.path for stored in log.get(record.half_id).files.values()}
+    (file,) = {Path(log.path) / "half" / stored.path for stored in log.engine.get(record.half_id).files.values()}
     if damage == "a lost file":
         file.unlink()
     else:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
 
 def planner(log: CommitLog, *topics: str, **more: Any) -> Planner:
-    return Planner(another(log), Subscription(topics), **more)
+    return Planner(another(log).engine, Subscription(topics), **more)
 
 
 def fill(log: CommitLog, first: int, count: int) -> None:
@@ -33,7 +33,7 @@ def fill(log: CommitLog, first: int, count: int) -> None:
     for i in range(first, first + count):
         record = send(log, f"key{i}", 7, per="message")
         kept, dropped = split_rows(pending(log, record), 3)
-        log.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+        log.engine.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
         commit(log, prepare(log, i, {"body": [f"p{i}.{j}" for j in range(3)], "tags": ["a", "b", "a"]}, topic="points"))
         roll_back(log, send(log, f"none{i}"))
 
@@ -66,7 +66,7 @@ STATES: dict[str, Callable[[CommitLog], object]] = {
 
 def delete_now(log: CommitLog) -> None:
     """Delete every file that is in no table any more."""
-    tables = [another(log).half.table, another(log).op, another(log).messages_table]
+    tables = [another(log).engine.half.table, another(log).engine.op, another(log).engine.messages_table]
     maintenance.delete_replaced(tables, 0, dry_run=False)
 
 
@@ -124,7 +124,7 @@ def test_a_plan_is_good_after_its_files_are_gone(log: CommitLog) -> None:
     log.drain()
     with pytest.MonkeyPatch.context() as patch:
         set_limits(patch, MESSAGES_FILES_MAX=2)
-        assert maintenance.compact_messages(another(log).messages_table) > 0
+        assert maintenance.compact_messages(another(log).engine.messages_table) > 0
     delete_now(log)
     for ranges in (of_op, of_messages, pickle.loads(pickle.dumps(of_messages))):
         fresh = another(log)
@@ -133,7 +133,7 @@ def test_a_plan_is_good_after_its_files_are_gone(log: CommitLog) -> None:
 
 def read(log: CommitLog, ranges: list) -> list[dict[str, object]]:  # type: ignore[type-arg]
     names = [f.name for f in log.read("orders", limit=0).schema]
-    found = pa.concat_tables(list(read_ranges(ranges, log.read_range, log.find_again, names)))
+    found = pa.concat_tables(list(read_ranges(ranges, log.engine.read_range, log.engine.find_again, names)))
     return found.sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")]).to_pylist()
 
 
@@ -141,7 +141,7 @@ def test_a_file_of_messages_that_is_lost_is_told(log: CommitLog) -> None:
     fill(log, 0, 2)
     let_leave(log)
     delete_now(log)
-    table = another(log).messages_table
+    table = another(log).engine.messages_table
     plans = planner(log, "orders")
     ranges = plans.ranges({}, plans.latest())
     for path in {r.rows.path for r in ranges}:
@@ -202,11 +202,11 @@ def test_the_first_message_since_a_time_is_found_on_both_sides(log: CommitLog) -
 def test_what_has_expired_is_out_of_range(log: CommitLog) -> None:
     fill(log, 0, 2)
     log.drain()
-    log.topic_store.set_retention("orders", 0.0)
+    log.engine.topic_store.set_retention("orders", 0.0)
     let_leave(log)
-    log.topic_store.set_retention("orders", None)
+    log.engine.topic_store.set_retention("orders", None)
     fill(log, 2, 1)
-    firsts = another(log).firsts()
+    firsts = another(log).engine.firsts()
     plans = planner(log, "orders")
     start = {("orders", 0): 0, ("orders", 1): 0}
     with pytest.raises(OffsetOutOfRangeError, match=r"offsets 0 to"):
@@ -227,11 +227,11 @@ def test_what_leaves_after_a_read_was_planned_is_no_loss(log: CommitLog) -> None
     fill(log, 0, 2)
     before = everything(log)
     reader = another(log)
-    plans = Planner(reader, Subscription(("points",)))
+    plans = Planner(reader.engine, Subscription(("points",)))
     ranges = plans.ranges({}, plans.latest())
     let_leave(log)
     delete_now(log)
-    found = read_ranges(ranges, reader.read_range, reader.find_again, ["body"])
+    found = read_ranges(ranges, reader.engine.read_range, reader.engine.find_again, ["body"])
     assert pa.concat_tables(found)["body"].to_pylist() == [m["body"] for m in before["points"]]
     assert plans.resolve("starting", datetime(2020, 1, 1, tzinfo=timezone.utc))["points", 0] == 0
 

@@ -68,7 +68,7 @@ def test_a_time_that_no_consumer_can_hold_is_refused_before_anything_is_staged(
         table = pa.table({"body": ["a", "b"], column: numbers_as_times(unit, 1, number)})
         with pytest.raises(MessageError, match=rf"{column} of row 1 .*1970-01-01 to 2261-12-31.*milliseconds"):
             producer.send_messages_in_transaction(table, topic="orders")
-    assert log.half.table.fs.content.keys() == log.op.fs.content.keys() == set()
+    assert log.engine.half.table.fs.content.keys() == log.engine.op.fs.content.keys() == set()
     assert log.pending().num_rows == 0
 
 
@@ -182,7 +182,7 @@ def test_a_listener_refuses_seconds_that_cannot_be_counted(log: CommitLog, value
 def test_a_number_of_messages_queues_or_checks_is_a_whole_number_that_fits(
     log: CommitLog, value: Any, tmp_path: Path
 ) -> None:
-    log.create_own_topic("%DLQ%group")
+    log.engine.create_own_topic("%DLQ%group")
     commit(log, prepare(log, 0, 3))
     for call in (
         lambda: log.read("orders", limit=value),
@@ -238,7 +238,7 @@ def test_a_group_is_reset_to_times_that_messages_can_have(log: CommitLog) -> Non
             group.reset(time, ["orders"])
     assert group.reset(TIME_MIN, ["orders"]) == {("orders", 0): 0}
     assert group.reset(TIME_MAX, ["orders"]) == {("orders", 0): 3}
-    assert Planner(log, Subscription(("orders",))).resolve("startingTimestamp", TIME_MAX) == {("orders", 0): 3}
+    assert Planner(log.engine, Subscription(("orders",))).resolve("startingTimestamp", TIME_MAX) == {("orders", 0): 3}
 
 
 @pytest.mark.parametrize("value", ["no", 1, 0, None])

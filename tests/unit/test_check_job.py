@@ -91,7 +91,7 @@ def test_a_round_prunes_old_fence_rows_unless_that_is_switched_off(folder: Path,
     ages = {"old": 15, "young": 8}
     for name in ages:
         record = prepare(log, 0, 1, app=name, fence_id=shop.store_id)
-        shop.execute_local_transaction(log.half_batch(record, log.state_of(record), 1, record.all_rows))
+        shop.execute_local_transaction(log.engine.half_batch(record, log.engine.state_of(record), 1, record.all_rows))
         commit(log, record)
     let_leave(log)
     for name, days in ages.items():

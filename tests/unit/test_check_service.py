@@ -49,6 +49,7 @@ from tests.support.inside import (
     OpRow,
     RowState,
     Who,
+    pending_table,
 )
 from tests.support.listeners import Scripted
 
@@ -79,7 +80,7 @@ def keys_of(batch: HalfBatch) -> list[str]:
 def reopen(log: CommitLog, record: HalfRecord, attempt: int = 2) -> None:
     """As a replay does with what a check, or (with the same attempt) a discard policy rolled back."""
     before = RowState.ROLLED_BACK_BY_DISCARD if attempt == 1 else RowState.ROLLED_BACK_BY_CHECK
-    log.reopen(record, 1, (before,), attempt, Who.EXECUTE, "replay")
+    log.engine.reopen(record, 1, (before,), attempt, Who.EXECUTE, "replay")
 
 
 # ---------------------------------------------------------------- answers
@@ -103,7 +104,7 @@ def test_a_verdict_settles_a_half_batch(log: CommitLog, verdict: str, outcome: s
     assert (found.transactions, found.messages) == (1, 4)
     assert report.ok
     assert report.pending == 0
-    assert log.state_of(record).history[0].decided_by is Who.CHECK
+    assert log.engine.state_of(record).history[0].decided_by is Who.CHECK
     assert listener.executed == [], "a check executes nothing"
 
 
@@ -131,7 +132,7 @@ def test_partial_verdicts_settle_some_keys_and_count_for_the_others_only(log: Co
     assert states(log, record) == {RowState.COMMITTED: 2, RowState.ROLLED_BACK_BY_CHECK: 2, RowState.PENDING: 1}
     assert [report.checked.transactions, report.committed.transactions] == [3, 1]
     assert [report.rolled_back.messages, report.unknown.messages] == [2, 1]
-    counted = log.ledger.rows_of(record).filter(pc.field("kind") == "check")
+    counted = log.engine.ledger.rows_of(record).filter(pc.field("kind") == "check")
     assert counted["count"].to_pylist() == [1]
     checker.run_once()
     assert keys_of(listener.checked[-1]) == ["c"]
@@ -180,7 +181,7 @@ def test_age_counts_from_the_reopen(log: CommitLog) -> None:
     check(log, ROLLBACK)
     reopen(log, record)
     listener = Scripted(check=COMMIT)
-    clock = Clock(log.state_of(record).opened_at[2] + timedelta(seconds=5.9))
+    clock = Clock(log.engine.state_of(record).opened_at[2] + timedelta(seconds=5.9))
     checker = service(log, listener, clock)
     assert checker.run_once().skipped["young"] == 1
     clock.forward(0.1)
@@ -190,7 +191,7 @@ def test_age_counts_from_the_reopen(log: CommitLog) -> None:
 
 @ON_BOTH
 def test_a_leased_half_batch_is_left_alone_until_the_lease_ends(log: CommitLog) -> None:
-    until = log.lease(prepare(log, 0, 4), 100)
+    until = log.engine.lease(prepare(log, 0, 4), 100)
     listener = Scripted(check=COMMIT)
     clock = Clock(until - timedelta(seconds=0.001))
     checker = service(log, listener, clock)
@@ -232,8 +233,8 @@ def test_keys_under_immunity_are_left_out_of_what_the_listener_sees(log: CommitL
         assert keys_of(seen) == keys
         assert report.skipped["immune"] == (0 if len(keys) == 4 else 1)
         assert set(seen.messages(["transaction_key"])["transaction_key"].to_pylist()) == set(keys)
-    state, mine = log.state_of(record), pending(log, record)
-    keys_of_rows = log.half_batch(record, state, 1, mine).messages(["transaction_key"])["transaction_key"]
+    state, mine = log.engine.state_of(record), pending(log, record)
+    keys_of_rows = log.engine.half_batch(record, state, 1, mine).messages(["transaction_key"])["transaction_key"]
     for key, times in {"d": 4, "c": 3, "a": 2, "b": 1}.items():
         assert state.check_times(mine.where(pc.equal(keys_of_rows, key))) == times
     checker.run_once()
@@ -328,7 +329,7 @@ def test_the_processes_of_a_service_use_up_their_checks_as_one() -> None:
         reports = [service.run_once() for service in services]
         assert [r.checked.transactions for r in reports] == [1, 0, 0, 0]
         assert [r.skipped.get("checked", 0) for r in reports] == [0, 1, 1, 1]
-        assert services[0].log.another().pending()["check_times"].to_pylist() == [minute]
+        assert pending_table(services[0].log.another())["check_times"].to_pylist() == [minute]
         machine.sleep(15)
         assert not any(service.run_once().checked for service in services)
         machine.sleep(45)
@@ -346,7 +347,7 @@ def test_two_processes_that_ask_at_the_same_moment_count_one_check() -> None:
     first, second, *_ = own_checks(Steps(), meanwhile)
     first.run_once()
     assert len(asked) == 2
-    assert first.log.another().pending()["check_times"].to_pylist() == [1]
+    assert pending_table(first.log.another())["check_times"].to_pylist() == [1]
 
 
 def test_a_check_that_was_counted_by_a_clock_far_ahead_stops_no_other() -> None:
@@ -514,7 +515,7 @@ def test_past_transaction_check_max_it_is_quarantined_without_being_asked_again(
     assert report.quarantined.messages == 4
     assert report.pending == 0
     assert log.quarantined()["half_id"].to_pylist() == [record.half_id]
-    last = log.state_of(record).history[-1]
+    last = log.engine.state_of(record).history[-1]
     assert last.decided_by is Who.DISCARD
     assert last.reason == "3 checks were answered with UNKNOWN; transactionCheckMax is 3"
     checker.run_once()
@@ -547,7 +548,7 @@ def test_what_was_given_up_is_asked_about_anew_under_the_same_attempt_when_it_is
         assert report.discarded.transactions == 1
         assert states(log, record) == {RowState.ROLLED_BACK_BY_DISCARD: 4}
         reopen(log, record, 1)
-    clock.now = log.state_of(record).opened_at[1] + timedelta(seconds=5.9)
+    clock.now = log.engine.state_of(record).opened_at[1] + timedelta(seconds=5.9)
     assert checker.run_once().skipped["young"] == 1
     clock.forward(0.1)
     report = checker.run_once()
@@ -568,7 +569,7 @@ def test_only_the_keys_that_were_checked_too_often_are_discarded(log: CommitLog)
     report = checker.run_once()
     assert (report.discarded.transactions, report.unknown.transactions) == (1, 1)
     assert bodies(log) == ["0"]
-    assert [event.decided_by for event in log.state_of(record).history][-1] is Who.DISCARD
+    assert [event.decided_by for event in log.engine.state_of(record).history][-1] is Who.DISCARD
     assert keys_of(listener.checked[-1]) == ["b"]
 
 
@@ -608,7 +609,7 @@ def test_what_a_replay_reopened_while_the_policy_decided_is_asked_about_again(
     class Slow(TransactionCheckListener):
         def resolve_discarded(self, batch: HalfBatch, reason: str) -> LocalTransactionState | None:
             other, mine = another(log), record.fresh_state().rows_in((RowState.PENDING,))
-            other.decide(record, 1, commit={}, rollback=mine, who=Who.DISCARD, reason=reason)
+            other.engine.decide(record, 1, commit={}, rollback=mine, who=Who.DISCARD, reason=reason)
             reopen(other, record, 1)
             return answer
 
@@ -648,7 +649,9 @@ def test_older_than_file_reserved_time_is_quarantined_whatever_the_policy(
     report = checker.run_once()
     assert states(log, record) == {RowState.QUARANTINED: 2}
     assert report.quarantined.messages == 2
-    assert str(log.state_of(record).history[-1].reason).startswith("open for 72.0 h, which is not less than fileRes")
+    assert str(log.engine.state_of(record).history[-1].reason).startswith(
+        "open for 72.0 h, which is not less than fileRes"
+    )
 
 
 def test_expired_and_checked_too_often_is_left_to_the_policy(log: CommitLog) -> None:
@@ -708,9 +711,9 @@ def test_an_attempt_that_is_over_is_reported(log: CommitLog) -> None:
 def test_pending_rows_of_a_half_batch_in_conflict_wait_for_a_person(log: CommitLog) -> None:
     record = keyed(log, "ab")
     one, _ = split(pending(log, record), 2)
-    log.decide(record, 1, commit={}, rollback=one, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit={}, rollback=one, who=Who.EXECUTE)
     with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=one, rollback={}, who=Who.EXECUTE)
+        log.engine.decide(record, 1, commit=one, rollback={}, who=Who.EXECUTE)
     listener = Scripted(check=COMMIT)
     checker = service(log, listener)
     for _ in range(2):
@@ -741,7 +744,7 @@ def test_a_half_batch_that_cannot_be_read_does_not_stop_the_round(log: CommitLog
 @ON_BOTH
 def test_op_rows_changed_by_hand_stop_only_their_half_batch(log: CommitLog) -> None:
     bad, good = prepare(log, 0, 4), prepare(log, 1, 4)
-    log.ledger.append(lambda: [OpRow(Kind.CHECK, bad.half_id, 7, None, 1, 1, Who.CHECK)])
+    log.engine.ledger.append(lambda: [OpRow(Kind.CHECK, bad.half_id, 7, None, 1, 1, Who.CHECK)])
     report = check(log, COMMIT)
     assert states(log, good) == {RowState.COMMITTED: 4}
     assert [h for h, _ in report.problems] == [bad.half_id]
@@ -752,7 +755,7 @@ def test_op_rows_changed_by_hand_stop_only_their_half_batch(log: CommitLog) -> N
 def test_a_bad_half_batch_below_the_mark_hides_nothing(log: CommitLog) -> None:
     bad = prepare(log, 0)
     check(log, ROLLBACK)
-    assert log.ledger.low_water_ms >= bad.prepared_ms
+    assert log.engine.ledger.low_water_ms >= bad.prepared_ms
     reopen(log, bad)
     (Path(log.path) / "half" / bad.files[0].path).unlink()
     good = prepare(log, 1, 4)
@@ -778,7 +781,7 @@ def test_what_a_round_finds_out_shares_commits(log: CommitLog) -> None:
 
 def test_a_listener_that_hangs_holds_up_nothing_that_was_decided(log: CommitLog) -> None:
     records = [prepare(log, i) for i in range(4)]
-    last = after(lambda: wait_until(lambda: another(log).open_half_ids() == [records[3].half_id]))
+    last = after(lambda: wait_until(lambda: another(log).engine.open_half_ids() == [records[3].half_id]))
     assert check(log, [COMMIT, COMMIT, COMMIT, last]).pending == 0
 
 
@@ -888,11 +891,11 @@ def test_stopping_does_not_wait_for_a_hung_listener(log: CommitLog) -> None:
 def test_a_round_moves_the_low_water_mark_over_what_is_open_and_names_it(log: CommitLog) -> None:
     _, second, third = (prepare(log, i) for i in range(3))
     check(log, [COMMIT, UNKNOWN, COMMIT])
-    assert log.ledger.low_water_ms >= third.prepared_ms
-    assert set(log.ledger.followed.below) == {second.half_id}
+    assert log.engine.ledger.low_water_ms >= third.prepared_ms
+    assert set(log.engine.ledger.followed.below) == {second.half_id}
     check(another(log), COMMIT)
-    log.ledger.refresh()
-    assert not log.ledger.followed.below
+    log.engine.ledger.refresh()
+    assert not log.engine.ledger.followed.below
 
 
 # ---------------------------------------------------------------- reports, settings, imports

@@ -117,12 +117,12 @@ def test_a_question_that_fails_or_has_too_few_answers_is_asked_one_by_one(log: C
 @ON_BOTH
 def test_those_that_are_leased_in_conflict_or_settled_are_left_alone(log: CommitLog) -> None:
     leased, settled, conflict, due = sends(log, 4)
-    log.lease(leased, 30.0)
-    log.decide(settled, 1, commit=pending(log, settled), who=Who.EXECUTE)
+    log.engine.lease(leased, 30.0)
+    log.engine.decide(settled, 1, commit=pending(log, settled), who=Who.EXECUTE)
     halves = {0: b"\x01\x00"}
-    log.decide(conflict, 1, commit=halves, who=Who.EXECUTE)
+    log.engine.decide(conflict, 1, commit=halves, who=Who.EXECUTE)
     with pytest.raises(txmq.VerdictConflictError):
-        log.decide(conflict, 1, rollback=halves, who=Who.EXECUTE)
+        log.engine.decide(conflict, 1, rollback=halves, who=Who.EXECUTE)
     listener = Many()
     report = CheckService(log, {"group": listener}, transaction_timeout=0.0).run_once()
     assert [[batch.half_id for batch in batches] for batches in listener.together] == [[due.half_id]]
@@ -151,7 +151,7 @@ def test_the_listener_sees_those_keys_alone_that_are_due(log: CommitLog) -> None
     columns = {"body": list("1234"), "owner": ["a", "b", "a", "c"]}
     record = prepare(log, 0, columns, per="key", key="owner")
     whole = prepare(log, 0, 4, per="message", app="other", partitions=2)
-    log.decide(record, 1, commit={0: b"\x01\x00\x01\x00"}, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit={0: b"\x01\x00\x01\x00"}, who=Who.EXECUTE)
     listener = Many()
     listener.answers[record.half_id] = lambda batch: batch.verdicts(commit=["b"], rollback=["c"])
     assert service(another(log), listener).run_once().ok
@@ -246,7 +246,9 @@ def test_a_fence_answers_for_all_in_two_database_transactions(tmp_path: Path, lo
     listener = SqlTransactionListener(engine, work, rollback_after=0.0)
     records = sends(log, fence_id=fence_id)
     for record in records[:2]:
-        listener.execute_local_transaction(log.half_batch(record, log.state_of(record), 1, record.all_rows))
+        listener.execute_local_transaction(
+            log.engine.half_batch(record, log.engine.state_of(record), 1, record.all_rows)
+        )
     young = prepare(log, 0, 2, app="young", fence_id=fence_id)
     _ = listener.store_id  # looked up once
     begun: list[str] = []
@@ -260,10 +262,10 @@ def test_a_fence_answers_for_all_in_two_database_transactions(tmp_path: Path, lo
     assert report.ok
     assert states(log, records[0]) == {RowState.COMMITTED: 2}
     assert states(log, records[1]) == {RowState.ROLLED_BACK: 2}
-    assert log.state_of(records[1]).history[-1].reason == "sold out"
+    assert log.engine.state_of(records[1]).history[-1].reason == "sold out"
     assert all(states(log, r) == {RowState.ROLLED_BACK_BY_CHECK: 2} for r in [*records[2:], young])
     with pytest.raises(txmq.FencedError):
-        listener.execute_local_transaction(log.half_batch(young, young.fresh_state(), 1, young.all_rows))
+        listener.execute_local_transaction(log.engine.half_batch(young, young.fresh_state(), 1, young.all_rows))
 
 
 def test_a_fence_says_unknown_of_the_young_and_nothing_of_one_whose_work_ended_its_transaction(
@@ -273,7 +275,7 @@ def test_a_fence_says_unknown_of_the_young_and_nothing_of_one_whose_work_ended_i
     fence_id = create_fence(url)
     listener = SqlTransactionListener(url, lambda connection, batch: None, rollback_after=3600.0)
     records = sends(log, 5, fence_id=fence_id)
-    batches = [log.half_batch(r, r.fresh_state(), 1, r.all_rows) for r in records]
+    batches = [log.engine.half_batch(r, r.fresh_state(), 1, r.all_rows) for r in records]
     listener.execute_local_transaction(batches[0])
     with listener._fence.transaction() as connection:
         listener._fence.claim(connection, batches[1], State(STARTED))
@@ -282,5 +284,5 @@ def test_a_fence_says_unknown_of_the_young_and_nothing_of_one_whose_work_ended_i
     assert "ended the database transaction" in report.problems[0][1]
     assert (report.committed.transactions, report.unknown.transactions) == (1, 3)
     assert [check_times(log, r) for r in records[1:]] == [0, 1, 1, 1]
-    state = log.state_of(records[2])
+    state = log.engine.state_of(records[2])
     assert state.checked_at is not None

@@ -62,10 +62,10 @@ def prepare(
 def test_upkeep_says_what_it_did(log: CommitLog) -> None:
     for batch_id in range(3):
         commit(log, prepare(log, batch_id))
-    log.move_mark()
+    log.engine.move_mark()
     assert "messages would be drained" in txmq("maintain", log.path, "--dry-run")[0]
     assert "drained up to version" in txmq("maintain", log.path)[0]
-    assert log.messages_table.refresh() > 0
+    assert log.engine.messages_table.refresh() > 0
 
 
 def threads() -> set[str]:
@@ -126,8 +126,8 @@ def test_drain_copies(log: CommitLog) -> None:
     commit(log, prepare(log))
     said, _ = txmq("drain", log.path)
     assert said == f"the table messages has every message that is committed (version {log.refresh()} of op)\n"
-    log.messages_table.refresh()
-    assert log.messages_table.actions()["num_records"].to_pylist() == [2]
+    log.engine.messages_table.refresh()
+    assert log.engine.messages_table.actions()["num_records"].to_pylist() == [2]
     assert objects("topics", log.path)[0]["committed"] == 2
 
 
@@ -260,7 +260,7 @@ def test_what_cannot_be_is_refused_in_the_words_of_the_command_and_changes_nothi
     path, group = refusing.path, ConsumerGroup(refusing, "points")
 
     def stands() -> tuple[object, ...]:
-        return refusing.refresh(), refusing.messages_table.refresh(), refusing.retentions(), group.positions()
+        return refusing.refresh(), refusing.engine.messages_table.refresh(), refusing.retentions(), group.positions()
 
     before = stands()
     _, err = txmq(*(word.replace("LOG", path) for word in shlex.split(command)), code=code)
@@ -274,7 +274,7 @@ def test_what_cannot_be_is_refused_in_the_words_of_the_command_and_changes_nothi
 def test_text_of_another_encoding_is_no_damage(log: CommitLog, latin: str) -> None:
     commit(log, prepare(log))
     with pytest.raises(OptionError, match="no text that UTF-8 can hold"):
-        find(log, Wanted(key=latin), 10)
+        find(log.engine, Wanted(key=latin), 10)
 
 
 # ---------------------------------------------------------------- what is open
@@ -293,7 +293,7 @@ def test_pending_quarantine_resume_and_resolve(log: CommitLog) -> None:
     out, _ = txmq("resolve", log.path, "app:0", "commit", "--reason", "the bank says so", "--yes")
     assert out == "app:0: 2 messages became visible\n"
     assert log.read("orders").num_rows == 2
-    assert log.state_of(record).history[-1].reason == "the bank says so"
+    assert log.engine.state_of(record).history[-1].reason == "the bank says so"
 
 
 def test_a_conflict_is_shown_with_its_history_and_resolved(log: CommitLog) -> None:
@@ -341,8 +341,8 @@ def test_resolve_does_not_claim_what_was_decided_before_it(
 ) -> None:
     record = prepare(log, bodies=(b"one", b"two", b"three"))
     paid = pending(log, record).first(committed)
-    log.decide(record, 1, commit=paid, who=Who.EXECUTE)
-    log.decide(record, 1, rollback=pending(log, record), who=others_by)
+    log.engine.decide(record, 1, commit=paid, who=Who.EXECUTE)
+    log.engine.decide(record, 1, rollback=pending(log, record), who=others_by)
     version = log.refresh()
     out, _ = txmq("resolve", log.path, "app:0", verdict, "--reason", "x", *(["-y"] if not committed else []))
     assert out.startswith(f"app:0: {said}")
@@ -352,9 +352,9 @@ def test_resolve_does_not_claim_what_was_decided_before_it(
 def test_resolve_of_both_verdicts_tells_that_a_conflict_is_over(log: CommitLog) -> None:
     record = prepare(log)
     paid = pending(log, record).first(1)
-    log.decide(record, 1, commit=paid, rollback=pending(log, record) - paid, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit=paid, rollback=pending(log, record) - paid, who=Who.EXECUTE)
     with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, rollback=paid, who=Who.CHECK)
+        log.engine.decide(record, 1, rollback=paid, who=Who.CHECK)
     out, _ = txmq("resolve", log.path, "app:0", "COMMIT", "--reason", "the bank says so", "-y")
     counts = "1 message is committed and 1 message is rolled back already"
     assert out == f"app:0: the conflict is over, and no message was changed: {counts}\n"
@@ -398,13 +398,15 @@ def test_resolve_shows_the_first_messages_and_nothing_that_steers_the_terminal(l
     ]
     assert shown[3] == f"  and 2 more messages: txmq query {log.path} --half-id app:0"
     # Of a half batch that is decided in part, those that are not; of one in conflict, those in conflict.
-    log.decide(record, 1, commit=pending(log, record).first(3), who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit=pending(log, record).first(3), who=Who.EXECUTE)
     _, shown = shown_before_it_asks(log)
     assert len(shown) == 2
     assert "k" * 79 + "…" in "".join(shown)
-    log.decide(record, 1, rollback=pending(log, record), who=Who.CHECK)
+    log.engine.decide(record, 1, rollback=pending(log, record), who=Who.CHECK)
     with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=log.state_of(record).rows_in((RowState.ROLLED_BACK_BY_CHECK,)), who=Who.EXECUTE)
+        log.engine.decide(
+            record, 1, commit=log.engine.state_of(record).rows_in((RowState.ROLLED_BACK_BY_CHECK,)), who=Who.EXECUTE
+        )
     assert "last" in "".join(shown_before_it_asks(log, "ROLLBACK")[1])
     resolving = Resolving(log, "app:0", "ROLLBACK")  # and the file is lost while it looks
     (Path(log.path) / "half" / next(iter(record.files.values())).path).unlink()
@@ -463,7 +465,7 @@ def test_the_last_messages_are_the_newest_of_all_queues(log: CommitLog) -> None:
         assert in_json(log.path, "orders", "--last", count) == expected
     assert (
         in_json(log.path, "orders", "--last", 2, "--queue", 1)
-        == [(1, n) for n in range(log.tails()[("orders", 1)])][-2:]
+        == [(1, n) for n in range(log.engine.tails()[("orders", 1)])][-2:]
     )
     log.create_topic("empty")
     assert "has no messages here" in txmq("read", log.path, "empty", "--last", 3)[0]
@@ -542,14 +544,14 @@ def test_check_runs_the_job(log: CommitLog, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- dead letters
 def test_dead_letters_are_listed_and_sent_again(log: CommitLog) -> None:
     for topic in (dlq_topic("points"), retry_topic("points")):
-        log.create_own_topic(topic)
+        log.engine.create_own_topic(topic)
     assert "there are no dead letters" in txmq("dlq", "list", log.path, "points")[0]
     commit(log, prepare(log))
     given_up = log.read("orders").append_column("reconsume_times", pa.array([16, 16], pa.int32()))
     header = half_batches.header_of(0, "dead", group="points")
     writer = HalfWriter(header, log.topics(), None, None, own=True)
     letters = sent_back(given_up, ["\x1b[31mno", None], "points", 16, None)
-    commit(log, log.prepare(header, log.stage(writer, letters.to_batches())))
+    commit(log, log.engine.prepare(header, log.engine.stage(writer, letters.to_batches())))
     out, _ = txmq("dlq", "list", log.path, "points")
     assert "one" in out
     assert "\x1b" not in out

@@ -151,7 +151,7 @@ def test_an_advised_command_can_be_copied_when_the_path_has_a_space(tmp_path: Pa
     resume = re.search(r"txmq (resume .*?);", advice)
     assert resume is not None
     assert txmq(*shlex.split(resume[1]))[0]
-    assert spaced.state_of(hidden).count(RowState.PENDING) == 1
+    assert spaced.engine.state_of(hidden).count(RowState.PENDING) == 1
 
 
 def test_what_readers_have_seen_can_only_be_confirmed(log: CommitLog) -> None:
@@ -160,7 +160,7 @@ def test_what_readers_have_seen_can_only_be_confirmed(log: CommitLog) -> None:
     rows = pending(log, record)
     commit(log, record)
     with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, rollback=rows, who=Who.CHECK)
+        log.engine.decide(record, 1, rollback=rows, who=Who.CHECK)
     told = txmq("trace", log.path, record.half_id)[0]
     assert told.splitlines()[-1].endswith(f"txmq resolve {log.path} {record.half_id} COMMIT --reason …")
 
@@ -192,8 +192,8 @@ def test_by_an_id_messages_are_found_in_whatever_state(log: CommitLog) -> None:
     record = orders(log, 0, 1, 2, 3, 3)
     rows = pending(log, record)
     some, others = split(rows, 2)
-    log.decide(record, 1, commit=some, who=Who.EXECUTE)
-    log.quarantine(record, 1, others, Who.DISCARD, "asked 15 times")
+    log.engine.decide(record, 1, commit=some, who=Who.EXECUTE)
+    log.engine.quarantine(record, 1, others, Who.DISCARD, "asked 15 times")
     orders(log, 1, 9)
     found = objects("query", "--half-id", "shop:0")
     assert sorted((m["state"], m["body"]) for m in found) == sorted(
@@ -213,7 +213,7 @@ def test_by_a_key_those_are_found_too_that_nobody_can_see(log: CommitLog) -> Non
     commit(log, orders(log, 0, 1, 2))
     orders(log, 1, 2, 3)
     back = orders(log, 2, 3, 4)
-    log.decide(back, 1, commit={}, rollback=pending(log, back), who=Who.EXECUTE)
+    log.engine.decide(back, 1, commit={}, rollback=pending(log, back), who=Who.EXECUTE)
 
     def found(key: str, *options: object) -> set[tuple[str, str]]:
         return {(m["half_id"], m["state"]) for m in objects("query", "-k", key, *options)}
@@ -266,7 +266,7 @@ def test_bodies_are_shown_as_what_they_are() -> None:
 def test_a_trace_is_told_with_what_can_be_done(log: CommitLog) -> None:
     record = orders(log, 0, 1, 2)
     rows = pending(log, record)
-    log.record_check(record, 1, rows, "the database was away")
+    log.engine.record_check(record, 1, rows, "the database was away")
     out, _ = txmq("trace", "shop:0")
     assert "messages        2: 2 pending" in out
     assert [line.split()[3] for line in out.splitlines() if "+" in line] == ["checked"]
@@ -492,7 +492,7 @@ def test_stats_count_the_same_whether_drained_or_not(log: CommitLog) -> None:
 
     def counts() -> list[dict[str, int]]:
         ends = [times[2] + timedelta(minutes=1), times[-1], times[2] + timedelta(hours=1), times[0] + timedelta(days=2)]
-        return [committed_since(CommitLog.open(log.path), end).get("orders", {}) for end in ends]
+        return [committed_since(CommitLog.open(log.path).engine, end).get("orders", {}) for end in ends]
 
     before = counts()
     assert [found.get("last_minute") for found in before[:2]] == [4, 6]

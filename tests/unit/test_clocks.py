@@ -45,17 +45,17 @@ def test_a_writer_whose_clock_is_not_the_stores_is_refused_before_anything_is_wr
     log: CommitLog, monkeypatch: pytest.MonkeyPatch, ahead_s: float
 ) -> None:
     record = prepare(log, 0, 2)
-    versions = log.half.table.version, log.op.version
+    versions = log.engine.half.table.version, log.engine.op.version
     with monkeypatch.context() as patch:
         set_clock(patch, ahead_s, and_the_stores=False)
         wrong = another(log)
         with pytest.raises(ClockError, match="the store's says"):
             prepare(wrong, 1, 2)
         with pytest.raises(ClockError, match="set this machine's clock"):
-            commit(wrong, wrong.get(record.half_id))
+            commit(wrong, wrong.engine.get(record.half_id))
         with pytest.raises(ClockError):
             wrong.vacuum()
-    assert (another(log).half.table.refresh(), another(log).op.refresh()) == versions
+    assert (another(log).engine.half.table.refresh(), another(log).engine.op.refresh()) == versions
     commit(log, record)
     assert len(bodies(log)) == 2
 
@@ -77,7 +77,7 @@ def test_the_store_is_asked_for_its_time_once_while_the_clock_goes_on(log: Commi
     for batch in (1, 2):
         commit(process, prepare(process, batch, 1))
     assert not probe.exists()
-    commit(another(log), log.get("app:0"))
+    commit(another(log), log.engine.get("app:0"))
     assert probe.exists()
     os.utime(probe, (0, 0))
     assert log.vacuum() == [], "it is no file of the table"
@@ -103,7 +103,7 @@ def damaged(monkeypatch: pytest.MonkeyPatch) -> InMemoryCommitLog:
         set_clock(patch, DAYS_S)
         commit(log, prepare(log, 0, 1))
         prepare(log, 1, 1)
-        log.move_mark()
+        log.engine.move_mark()
     return another(log)
 
 
@@ -115,7 +115,7 @@ def test_after_a_clock_that_was_days_ahead_half_batches_are_still_asked_about(
     assert later.prepared_at > datetime.now(timezone.utc) + timedelta(days=2)
     set_clock(monkeypatch, 61)
     report = round_of_checks(damaged)
-    assert another(damaged).open_half_ids() == []
+    assert another(damaged).engine.open_half_ids() == []
     assert report.rolled_back.messages == 2
     assert ["in the future" in text for _, text in report.problems] == [True, True]
 
@@ -123,7 +123,7 @@ def test_after_a_clock_that_was_days_ahead_half_batches_are_still_asked_about(
 def test_after_a_clock_that_was_days_ahead_a_young_half_batch_is_left_alone(damaged: InMemoryCommitLog) -> None:
     young = prepare(damaged, 2, 1)
     round_of_checks(damaged, timeout_s=30)
-    assert another(damaged).open_half_ids() == [young.half_id]
+    assert another(damaged).engine.open_half_ids() == [young.half_id]
 
 
 def test_after_a_clock_that_was_days_ahead_delayed_messages_still_wait_for_their_time(
@@ -132,10 +132,10 @@ def test_after_a_clock_that_was_days_ahead_delayed_messages_still_wait_for_their
     due = datetime.now(timezone.utc) + timedelta(hours=1)
     visible = len(bodies(damaged))
     commit(damaged, prepare(damaged, 2, {"body": ["later"], "deliver_at": [due]}))
-    assert damaged.place_due() == []
+    assert damaged.engine.place_due() == []
     assert len(bodies(damaged)) == visible
     set_clock(monkeypatch, 3601)
-    assert sum(p.count for p in damaged.place_due()) == 1
+    assert sum(p.count for p in damaged.engine.place_due()) == 1
 
 
 def test_a_lease_that_a_clock_days_ahead_has_left_keeps_no_check_away(
@@ -144,10 +144,10 @@ def test_a_lease_that_a_clock_days_ahead_has_left_keeps_no_check_away(
     record = prepare(damaged, 2, 1)
     with monkeypatch.context() as patch:
         set_clock(patch, DAYS_S)
-        another(damaged).lease(record, 60)
+        another(damaged).engine.lease(record, 60)
     set_clock(monkeypatch, 61)
     round_of_checks(damaged)
-    assert another(damaged).open_half_ids() == []
+    assert another(damaged).engine.open_half_ids() == []
 
 
 def test_after_a_clock_that_was_days_ahead_messages_keep_the_order_in_which_they_were_sent(
@@ -205,7 +205,7 @@ def test_a_reopened_transaction_has_its_turn_when_it_is_reopened_whatever_the_cl
 ) -> None:
     sender, reopener = on_a_machine(fifo, sender_s), on_a_machine(fifo, reopener_s)
     reopened = send_keyed(fifo, "X")
-    fifo.quarantine(reopened, 1, pending(fifo, reopened), Who.DISCARD, "nobody knows")
+    fifo.engine.quarantine(reopened, 1, pending(fifo, reopened), Who.DISCARD, "nobody knows")
     if reopened_first:
         reopener.resume(reopened.half_id)
     sent = send_keyed(sender, "Y")
@@ -231,9 +231,9 @@ def test_who_lost_a_race_was_not_sent_before_the_winner(
     columns = {"body": ["a1", "a2"], "sharding_key": ["k", "k"]}
     with at("commit begins", overtaken, table="half"):
         lost = prepare(fifo, 0, columns, app="a", per="message")
-    assert lost.prepared_ms == another(fifo).get("a:0").prepared_ms
+    assert lost.prepared_ms == another(fifo).engine.get("a:0").prepared_ms
     _, first = split(pending(fifo, lost), 2)
-    fifo.decide(lost, 1, commit=first, rollback={}, who=Who.EXECUTE)
+    fifo.engine.decide(lost, 1, commit=first, rollback={}, who=Who.EXECUTE)
     assert bodies(fifo) == []
     commit(another(fifo), winners[0])
     commit(fifo, lost)
@@ -303,7 +303,7 @@ def test_upkeep_that_goes_on_is_on_time(kept_log: CommitLog, monkeypatch: pytest
         if another(log).maintain().files_expired:
             expired_s.append(ahead_s)
     assert [2 * 3600 <= s <= 2 * 3600 + 600 for s in expired_s] == [True]
-    looks = another(log).op.transaction_version(LOOKED)
+    looks = another(log).engine.op.transaction_version(LOOKED)
     assert looks is not None
     assert 0 <= time.time() + 3 * 3600 - looks <= LOOK_INTERVAL_S + 1200
 
@@ -319,7 +319,7 @@ def test_a_round_of_checks_by_a_clock_that_is_days_ahead_quarantines_nothing(
     report = CheckService(another(log), {"group": Scripted(check=UNKNOWN)}).run_once()
     assert report.quarantined.transactions == 0
     clock.ahead_s = 10.0
-    assert another(log).open_half_ids() == ["open:0"]
+    assert another(log).engine.open_half_ids() == ["open:0"]
     clock.ahead_s = 4 * DAY_S
     checker = CheckService(another(log), {"group": Scripted(check=UNKNOWN)})
     assert checker.run_once().quarantined.transactions == 0
@@ -336,7 +336,7 @@ def test_orphans_stay_when_a_clock_is_days_ahead(kept_log: CommitLog, monkeypatc
     clock.ahead_s = EIGHT_DAYS_S
     assert another(log).vacuum() == []
     clock.ahead_s = 0.0
-    log.prepare(header, files)
+    log.engine.prepare(header, files)
 
 
 @BOTH
@@ -349,5 +349,5 @@ def test_a_clock_that_was_ahead_at_the_last_look_is_forgotten(
     commit(log, send(log, "key"))
     for ahead_s in (EIGHT_DAYS_S, 10.0, EIGHT_DAYS_S + 2 * LOOK_INTERVAL_S):
         clock.ahead_s = ahead_s
-        doubt_s = another(log).clock_doubt_s()
+        doubt_s = another(log).engine.clock_doubt_s()
         assert doubt_s == pytest.approx(max(0.0, ahead_s - BELIEVED_S), abs=10)

@@ -56,7 +56,7 @@ from tests.support.inside import (
     RowSet,
     RowState,
     Who,
-    maintenance,
+    op_merge,
 )
 from tests.support.limits import Limit, set_limits
 from tests.support.meanwhile import at, before_next, seen_at
@@ -69,8 +69,8 @@ def ids(table: pa.Table) -> list[str]:
 
 
 def op_rows(log: CommitLog, kind: Kind | None = None) -> list[dict[str, object]]:
-    log.op.refresh()
-    rows = log.op.read(log.op.actions()["path"].to_pylist()).sort_by("version").to_pylist()
+    log.engine.op.refresh()
+    rows = log.engine.op.read(log.engine.op.actions()["path"].to_pylist()).sort_by("version").to_pylist()
     return [r for r in rows if kind is None or r["kind"] == kind]
 
 
@@ -101,9 +101,9 @@ def test_offsets_have_no_gaps_over_batches_files_queues_topics_and_rollbacks(log
         record = prepare(log, batch, columns, topic=None, partitions=3)
         assert len(record.files) == 3
         yes, no = split(pending(log, record), every=2 + batch % 3)
-        log.decide(record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
+        log.engine.decide(record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
         for file_no, bits in yes.items():
-            read = log.half.read(record, RowSet({file_no: bits}), ["topic", "body"])
+            read = log.engine.half.read(record, RowSet({file_no: bits}), ["topic", "body"])
             for topic, body in zip(read["topic"].to_pylist(), read["body"].to_pylist(), strict=True):
                 sent[topic].add(body.decode())
     for handle in (log, another(log)):
@@ -116,7 +116,7 @@ def test_offsets_have_no_gaps_over_batches_files_queues_topics_and_rollbacks(log
 
 def test_unknown_leaves_no_marker(log: CommitLog) -> None:
     record = prepare(log, 0)
-    log.decide(record, 1, commit={}, rollback={}, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit={}, rollback={}, who=Who.EXECUTE)
     assert op_rows(log) == []
     assert ids(log.pending()) == ["app:0"]
 
@@ -125,11 +125,11 @@ def test_unknown_leaves_no_marker(log: CommitLog) -> None:
 def test_a_decision_may_be_repeated(log: CommitLog) -> None:
     record = prepare(log, 0)
     mask = pending(log, record)
-    placed = log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    placed = log.engine.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
     assert sum(p.count for p in placed) == 5
     before = len(op_rows(log))
-    assert log.decide(record, 1, commit=mask, rollback={}, who=Who.CHECK) == []
-    assert another(log).decide(record, 1, commit=mask, rollback={}, who=Who.CHECK) == []
+    assert log.engine.decide(record, 1, commit=mask, rollback={}, who=Who.CHECK) == []
+    assert another(log).engine.decide(record, 1, commit=mask, rollback={}, who=Who.CHECK) == []
     assert len(op_rows(log)) == before
     assert len(bodies(log)) == 5
 
@@ -138,16 +138,16 @@ def test_the_first_marker_wins_and_the_late_one_leaves_a_conflict(log: CommitLog
     record = prepare(log, 0)
     mask = pending(log, record)
     other = another(log)
-    other.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK, reason="no row")
+    other.engine.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK, reason="no row")
     with pytest.raises(VerdictConflictError, match=r"COMMIT_MESSAGE.*rollback by check") as caught:
-        log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+        log.engine.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
     assert caught.value.verdict == "COMMIT_MESSAGE"
     assert bodies(log) == []
     assert log.conflicts() == other.conflicts() == ["app:0"]
     rows = op_rows(log, Kind.CONFLICT)
     assert [(r["verdict"], r["decided_by"], r["attempt"]) for r in rows] == [("COMMIT_MESSAGE", "execute", 1)]
     with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+        log.engine.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
     assert len(op_rows(log, Kind.CONFLICT)) == 1
 
 
@@ -155,15 +155,15 @@ def test_rows_cannot_be_committed_and_rolled_back_at_once(log: CommitLog) -> Non
     record = prepare(log, 0)
     mask = pending(log, record)
     with pytest.raises(ValueError, match="committed and rolled back"):
-        log.decide(record, 1, commit=mask, rollback=split(mask, 2)[1], who=Who.EXECUTE)
+        log.engine.decide(record, 1, commit=mask, rollback=split(mask, 2)[1], who=Who.EXECUTE)
     assert op_rows(log) == []
 
 
 def contradict(log: CommitLog, record: HalfRecord, rows: Mapping[int, bytes]) -> None:
     """A check rolls these messages back, and their sender then wants to commit them."""
-    log.decide(record, 1, rollback=rows, who=Who.CHECK)
+    log.engine.decide(record, 1, rollback=rows, who=Who.CHECK)
     with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=rows, who=Who.EXECUTE)
+        log.engine.decide(record, 1, commit=rows, who=Who.EXECUTE)
 
 
 def in_conflict(log: CommitLog) -> HalfRecord:
@@ -176,7 +176,7 @@ def by_key(log: CommitLog, keys: str) -> tuple[HalfRecord, dict[str, dict[int, b
     """A half batch of one message a key, and the rows of each."""
     record = prepare(log, 0, {"body": list(keys), "k": list(keys)}, per="key", key="k")
     ((file_no, file),) = record.files.items()
-    there = log.half.read(record, RowSet({file_no: b"\x01" * file.rows}), ["body"])["body"].to_pylist()
+    there = log.engine.half.read(record, RowSet({file_no: b"\x01" * file.rows}), ["body"])["body"].to_pylist()
     return record, {key: {file_no: bytes(body == key.encode() for body in there)} for key in keys}
 
 
@@ -186,10 +186,10 @@ def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> N
     for i in range(1, 9):
         commit(log, prepare(log, i, 1))
         if i % 2 == 0:
-            assert log.move_mark()
+            assert log.engine.move_mark()
             merge_op_files(log)
         assert log.conflicts() == another(log).conflicts() == ["app:0"]
-    assert log.ledger.rows_kept <= 6, "an open conflict keeps nothing else in memory"
+    assert log.engine.ledger.rows_kept <= 6, "an open conflict keeps nothing else in memory"
     told = op_rows(log, Kind.CONFLICT)
     assert {(r["verdict"], r["decided_by"], r["attempt"], r["reason"]) for r in told} == {
         (first["verdict"], first["decided_by"], first["attempt"], first["reason"])
@@ -197,7 +197,7 @@ def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> N
     assert len(told) == 1 + 4, "each mark repeats it once"
     another(log).resolve("app:0", ROLLBACK_MESSAGE, "it was undone")
     commit(log, prepare(log, 9, 1))
-    assert log.move_mark()
+    assert log.engine.move_mark()
     assert log.conflicts() == another(log).conflicts() == []
     assert not [r for r in op_rows(log, Kind.CONFLICT)[6:] if r["attempt"] is not None], "a resolved one is repeated"
 
@@ -215,7 +215,7 @@ def test_a_conflict_over_visible_messages_can_only_be_confirmed(log: CommitLog) 
     mask = pending(log, record)
     commit(log, record)
     with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
+        log.engine.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
     with pytest.raises(VerdictConflictError, match="readers may have seen"):
         log.resolve("app:0", ROLLBACK_MESSAGE, "take them back")
     assert log.conflicts() == ["app:0"]
@@ -230,18 +230,18 @@ def test_resolving_a_conflict_leaves_other_transactions_as_they_are(
 ) -> None:
     """Also one over hidden messages beside visible ones, which is rolled back."""
     record, rows = by_key(log, "abc")
-    log.decide(record, 1, commit=rows["a"], rollback=rows["b"], who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit=rows["a"], rollback=rows["b"], who=Who.EXECUTE)
     contradict(log, record, rows["c"])
     log.resolve("app:0", verdict, "a person knows of c")
     assert sorted(bodies(log)) == visible
     assert log.conflicts() == another(log).conflicts() == []
-    assert log.state_of(record).count(RowState.COMMITTED, RowState.ROLLED_BACK) == 3, "it is final"
+    assert log.engine.state_of(record).count(RowState.COMMITTED, RowState.ROLLED_BACK) == 3, "it is final"
     check_offsets(log)
 
 
 def test_resume_does_not_end_a_conflict(log: CommitLog) -> None:
     record, rows = by_key(log, "ab")
-    log.quarantine(record, 1, rows["b"], Who.DISCARD, "15 checks")
+    log.engine.quarantine(record, 1, rows["b"], Who.DISCARD, "15 checks")
     contradict(log, record, rows["a"])
     assert log.resume("app:0") == 1
     assert log.conflicts() == ["app:0"]
@@ -259,11 +259,11 @@ def test_a_persons_verdict_that_comes_too_late_is_refused(log: CommitLog) -> Non
 
 def test_resolve_settles_what_is_pending_or_quarantined(log: CommitLog) -> None:
     first, second = prepare(log, 0), prepare(log, 1)
-    log.quarantine(second, 1, pending(log, second), Who.DISCARD, "72 h")
+    log.engine.quarantine(second, 1, pending(log, second), Who.DISCARD, "72 h")
     log.resolve("app:0", ROLLBACK_MESSAGE, "a person said so")
     log.resolve("app:1", COMMIT_MESSAGE, "a person said so")
     assert sorted(bodies(log)) == [f"app.1.{i}" for i in range(5)]
-    assert log.state_of(first).count(RowState.ROLLED_BACK) == 5
+    assert log.engine.state_of(first).count(RowState.ROLLED_BACK) == 5
     assert log.pending().num_rows == log.quarantined().num_rows == 0
 
 
@@ -272,12 +272,12 @@ def test_a_past_attempt_cannot_be_decided(log: CommitLog) -> None:
     record = prepare(log, 0)
     mask = pending(log, record)
     roll_back(log, record, who=Who.CHECK)
-    reopened = log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
+    reopened = log.engine.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
     assert reopened == mask
     with pytest.raises(StaleAttemptError):
-        log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+        log.engine.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
     with pytest.raises(StaleAttemptError):
-        another(log).decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
+        another(log).engine.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
     assert log.pending()["attempt"].to_pylist() == [2]
     commit(log, record, attempt=2)
     assert set(log.read("orders")["transaction_id"].to_pylist()) == {"app:0:2"}
@@ -288,21 +288,21 @@ def test_an_attempt_is_reopened_by_one_process_only(log: CommitLog) -> None:
     record = prepare(log, 0)
     roll_back(log, record, who=Who.CHECK)
     states = (RowState.ROLLED_BACK_BY_CHECK,)
-    assert log.reopen(record, 1, states, 2, Who.EXECUTE, "replay")
-    assert another(log).reopen(record, 1, states, 2, Who.EXECUTE, "replay") == {}
+    assert log.engine.reopen(record, 1, states, 2, Who.EXECUTE, "replay")
+    assert another(log).engine.reopen(record, 1, states, 2, Who.EXECUTE, "replay") == {}
 
 
 def test_a_rollback_by_execute_is_not_reopened(log: CommitLog) -> None:
     record = prepare(log, 0)
     roll_back(log, record, who=Who.EXECUTE)
-    assert log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay") == {}
+    assert log.engine.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay") == {}
 
 
 def test_what_was_discarded_is_reopened_under_the_same_attempt(log: CommitLog) -> None:
     record = prepare(log, 0)
-    log.record_check(record, 1, pending(log, record), None)
+    log.engine.record_check(record, 1, pending(log, record), None)
     roll_back(log, record, who=Who.DISCARD)
-    log.reopen(record, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
+    log.engine.reopen(record, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
     row = log.pending().to_pylist()[0]
     assert (row["attempt"], row["messages"], row["check_times"]) == (1, 5, 0)
     commit(log, record)
@@ -314,8 +314,8 @@ def test_a_reopened_batch_is_as_old_as_its_reopening(log: CommitLog) -> None:
     roll_back(log, record, who=Who.CHECK)
     time.sleep(0.005)
     before = datetime.now(timezone.utc)
-    log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
-    batch = log.half_batch(record, log.state_of(record), 2, pending(log, record, 2))
+    log.engine.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
+    batch = log.engine.half_batch(record, log.engine.state_of(record), 2, pending(log, record, 2))
     assert batch.prepared_at >= before
     assert batch.attempt == 2
 
@@ -323,20 +323,20 @@ def test_a_reopened_batch_is_as_old_as_its_reopening(log: CommitLog) -> None:
 def test_attempts_have_an_end(log: CommitLog) -> None:
     record = prepare(log, 0)
     with pytest.raises(StaleAttemptError, match="something stops every attempt"):
-        log.reopen(record, 250, (RowState.ROLLED_BACK_BY_CHECK,), 251, Who.EXECUTE, "replay")
+        log.engine.reopen(record, 250, (RowState.ROLLED_BACK_BY_CHECK,), 251, Who.EXECUTE, "replay")
 
 
 # ---------------------------------------------------------------- quarantine, checks, lease
 def test_quarantine_hides_and_resume_brings_back(log: CommitLog) -> None:
     record = prepare(log, 0)
     mask = pending(log, record)
-    log.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
+    log.engine.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
     assert log.pending().num_rows == 0
     assert another(log).quarantined().select(["half_id", "messages"]).to_pylist() == [
         {"half_id": "app:0", "messages": 5}
     ]
     with pytest.raises(StaleAttemptError, match="quarantined"):
-        log.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+        log.engine.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
     assert log.resume("app:0") == 5
     assert log.resume("app:0") == 0
     assert ids(log.pending()) == ["app:0"]
@@ -349,24 +349,24 @@ def test_checks_are_counted_per_row(log: CommitLog) -> None:
     record = prepare(log, 0, 6, per="message")
     mask = pending(log, record)
     some, others = split(mask, every=3)
-    log.record_check(record, 1, mask, None)
-    log.record_check(record, 1, some, "asked again")
+    log.engine.record_check(record, 1, mask, None)
+    log.engine.record_check(record, 1, some, "asked again")
     for handle in (log, another(log)):
-        state = handle.state_of(record)
+        state = handle.engine.state_of(record)
         assert state.check_times(some) == 2
         assert state.check_times(others) == 1
-    log.decide(record, 1, commit=some, rollback={}, who=Who.CHECK)
-    log.record_check(record, 1, mask, None)
-    state = log.state_of(record)
+    log.engine.decide(record, 1, commit=some, rollback={}, who=Who.CHECK)
+    log.engine.record_check(record, 1, mask, None)
+    state = log.engine.state_of(record)
     assert state.check_times(some) == 2  # settled rows are not asked about any more
     assert state.check_times(others) == 2
 
 
 def test_a_lease_is_seen_by_others_and_the_newest_counts(log: CommitLog) -> None:
     record = prepare(log, 0)
-    assert log.state_of(record).lease_until is None
-    log.lease(record, 5)
-    until = log.lease(record, 60)
+    assert log.engine.state_of(record).lease_until is None
+    log.engine.lease(record, 5)
+    until = log.engine.lease(record, 60)
     seen = another(log).pending()["lease_until"].to_pylist()[0]
     assert abs(seen - until) < timedelta(milliseconds=1)
     assert ids(log.pending()) == ["app:0"]
@@ -379,28 +379,28 @@ def test_a_batch_is_prepared_once(log: CommitLog) -> None:
         with pytest.raises(AlreadyPreparedError, match="batch 3 is in the log"):
             prepare(another(log), batch_id)
     prepare(log, 3, app="other")
-    assert log.last_batch_id(APP) == 3
-    assert log.last_batch_id("nobody") is None
+    assert log.engine.last_batch_id(APP) == 3
+    assert log.engine.last_batch_id("nobody") is None
     assert ids(log.pending()) == ["app:3", "other:3"]
 
 
 def test_a_prepared_batch_is_found_with_all_it_was_prepared_with(log: CommitLog) -> None:
     made = prepare(log, 0, {"body": ["a"] * 7, "sharding_key": list("abcabca")}, partitions=2)
-    found = another(log).find(APP, 0)
+    found = another(log).engine.find(APP, 0)
     assert found is not None
     assert (found.header, found.prepared_ms, dict(found.files)) == (made.header, made.prepared_ms, dict(made.files))
-    assert log.find(APP, 1) is None
+    assert log.engine.find(APP, 1) is None
 
 
 def test_files_of_another_batch_none_or_twice_the_same_are_not_prepared(log: CommitLog) -> None:
     header = header_of(0)
     with pytest.raises(MessageError, match="nothing to prepare"):
-        log.prepare(header, [])
+        log.engine.prepare(header, [])
     with pytest.raises(MessageError, match="app:0"):
-        log.prepare(header_of(1), stage(log, header))
+        log.engine.prepare(header_of(1), stage(log, header))
     with pytest.raises(MessageError, match="staged twice"):
-        log.prepare(header, stage(log, header) + stage(log, header))
-    assert log.last_batch_id(APP) is None
+        log.engine.prepare(header, stage(log, header) + stage(log, header))
+    assert log.engine.last_batch_id(APP) is None
 
 
 def test_files_that_vacuum_may_remove_are_refused(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,8 +408,8 @@ def test_files_that_vacuum_may_remove_are_refused(log: CommitLog, monkeypatch: p
     files = stage(log, header)
     set_clock(monkeypatch, 4 * 24 * 3600)
     with pytest.raises(StagedFilesTooOldError, match="run the batch again"):
-        log.prepare(header, files)
-    assert log.find(APP, 0) is None
+        log.engine.prepare(header, files)
+    assert log.engine.find(APP, 0) is None
 
 
 def test_prepare_times_rise_even_when_the_clock_goes_back(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,7 +418,7 @@ def test_prepare_times_rise_even_when_the_clock_goes_back(log: CommitLog, monkey
     times += [prepare(log, i).prepared_ms for i in (1, 2)]
     times += [prepare(another(log), 0, app="other").prepared_ms]
     assert times == sorted(set(times))
-    found = [log.get(i).prepared_ms for i in ("app:0", "app:1", "app:2", "other:0")]
+    found = [log.engine.get(i).prepared_ms for i in ("app:0", "app:1", "app:2", "other:0")]
     assert found == times
 
 
@@ -443,7 +443,7 @@ def test_topics_are_made_once_and_counted(log: CommitLog) -> None:
     log.create_topic("carts")
     log.create_topic("carts", exist_ok=True)
     assert another(log).topics() == {"carts": 4, "orders": 2, "points": 3}
-    assert log.require_topic("points") == 3
+    assert log.engine.require_topic("points") == 3
     with pytest.raises(TopicExistsError, match="4 queues"):
         log.create_topic("carts")
     with pytest.raises(TopicExistsError):
@@ -452,10 +452,10 @@ def test_topics_are_made_once_and_counted(log: CommitLog) -> None:
 
 def test_many_topics_are_made_in_one_commit_or_none_of_them(log: CommitLog) -> None:
     log.topics()
-    version = log.topics_table.version
+    version = log.engine.topics_table.version
     log.create_topics(["a", "b", "c", "a"], queues=2, fifo=True)
     assert another(log).topics() == {"a": 2, "b": 2, "c": 2, "orders": 2, "points": 3}
-    assert log.topics_table.refresh() == version + 1
+    assert log.engine.topics_table.refresh() == version + 1
     assert log.fifo_topics() == {"a", "b", "c"}
     with pytest.raises(TopicExistsError, match="'b'"):
         log.create_topics(["new", "b"], queues=2, fifo=True)
@@ -470,7 +470,7 @@ def test_topics_lie_in_few_files_however_many_there_are(log: CommitLog) -> None:
     quiet.topics()
     for n in range(40):
         log.create_topic(f"topic{n}", queues=1 + n % 3)
-    assert log.topics_table.actions().num_rows <= TOPICS_FILES_MAX
+    assert log.engine.topics_table.actions().num_rows <= TOPICS_FILES_MAX
     expected = {"orders": 2, "points": 3, **{f"topic{n}": 1 + n % 3 for n in range(40)}}
     assert quiet.topics() == another(log).topics() == expected
     log.set_retention("topic7", "2h")
@@ -493,12 +493,12 @@ def test_a_topic_is_made_although_the_files_cannot_be_merged(log: CommitLog, lim
 
 def test_a_topic_that_is_known_is_not_looked_for_again(log: CommitLog) -> None:
     other = another(log)
-    assert log.topics_with(["orders"]) == {"orders": 2, "points": 3}
+    assert log.engine.topics_with(["orders"]) == {"orders": 2, "points": 3}
     other.create_topic("carts", queues=1, fifo=True)
     with seen_at("table seen") as looks:
-        assert log.topics_with(["orders", "points"]) == {"orders": 2, "points": 3}
+        assert log.engine.topics_with(["orders", "points"]) == {"orders": 2, "points": 3}
         assert looks == []
-        assert log.topics_with(["carts"])["carts"] == 1
+        assert log.engine.topics_with(["carts"])["carts"] == 1
         assert (log.fifo_topics(), looks) == (frozenset({"carts"}), [{"table": "topics"}])
 
 
@@ -523,54 +523,54 @@ def test_a_log_inside_another_log_is_refused(tmp_path: Path, inside: str) -> Non
 # ---------------------------------------------------------------- the mark, and upkeep
 def test_the_mark_moves_over_what_is_settled_and_names_what_is_open(log: CommitLog) -> None:
     records = [prepare(log, i) for i in range(3)]
-    assert log.move_mark()
+    assert log.engine.move_mark()
     assert set(named(log)) == {"app:0", "app:1", "app:2"}
     for record in records[:2]:
         commit(log, record)
-    assert log.move_mark()
-    assert log.ledger.low_water_ms == records[2].prepared_ms
+    assert log.engine.move_mark()
+    assert log.engine.ledger.low_water_ms == records[2].prepared_ms
     assert {h: b.pending for h, b in named(log).items()} == {"app:2": 5}
-    assert not log.move_mark()
+    assert not log.engine.move_mark()
     commit(log, records[2])
-    assert log.move_mark()
+    assert log.engine.move_mark()
     assert named(log) == {}
-    assert not log.move_mark()
+    assert not log.engine.move_mark()
 
 
 def named(log: CommitLog) -> Mapping[str, OpenBelow]:
     """What is open below the newest mark, as a cold start reads it."""
     other = another(log)
     other.refresh()
-    return other.ledger.followed.below
+    return other.engine.ledger.followed.below
 
 
 def test_a_batch_decided_while_the_mark_moves_is_not_forgotten(log: CommitLog) -> None:
     commit(log, prepare(log, 0))
     other = another(log)
     with at("table seen", lambda: commit(other, prepare(other, 1)), table="half"):
-        assert log.move_mark()
+        assert log.engine.move_mark()
     for handle in (log, other, another(log)):
-        record = handle.get("app:1")
-        assert handle.state_of(record).count(RowState.COMMITTED) == 5
+        record = handle.engine.get("app:1")
+        assert handle.engine.state_of(record).count(RowState.COMMITTED) == 5
         assert handle.pending().num_rows == 0
 
 
 def test_merging_op_files_changes_nothing(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, OP_FILES_MAX=4)
-    log.upkeep = False
+    log.engine.upkeep = False
     for i in range(5):
         record = prepare(log, i)
         yes, no = split(pending(log, record), every=2)
-        log.decide(record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
-    log.lease(prepare(log, 5), 60)
+        log.engine.decide(record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
+    log.engine.lease(prepare(log, 5), 60)
     other = another(log)
     before = (log.read("orders").to_pylist(), log.pending().to_pylist(), op_rows(log))
-    files = log.op.actions().num_rows
-    assert maintenance.compact_op(another(log).op)
+    files = log.engine.op.actions().num_rows
+    assert op_merge.compact_op(another(log).engine.op)
     for handle in (log, other, another(log)):
         assert (handle.read("orders").to_pylist(), handle.pending().to_pylist(), op_rows(handle)) == before
-    assert log.op.actions().num_rows < files
-    assert not maintenance.compact_op(log.op)
+    assert log.engine.op.actions().num_rows < files
+    assert not op_merge.compact_op(log.engine.op)
     commit(log, prepare(log, 6))
     check_offsets(log)
 
@@ -580,10 +580,10 @@ def test_what_is_kept_in_memory_follows_what_is_open(log: CommitLog) -> None:
     for i in range(30):
         commit(log, prepare(log, i, 2))
         if i % 10 == 9:
-            log.move_mark()
-            kept.append(log.ledger.rows_kept)
+            log.engine.move_mark()
+            kept.append(log.engine.ledger.rows_kept)
     assert max(kept) <= 2  # the mark itself
-    assert log.ledger.half_ids_kept <= 1
+    assert log.engine.ledger.half_ids_kept <= 1
 
 
 def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -591,9 +591,9 @@ def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch
     for i in range(24):
         commit(log, prepare(log, i, 1))
         log.close()
-    log.ledger.refresh()
-    assert log.op.actions().num_rows < 16
-    assert log.ledger.low_water_ms > 0
+    log.engine.ledger.refresh()
+    assert log.engine.op.actions().num_rows < 16
+    assert log.engine.ledger.low_water_ms > 0
     check_offsets(log)
 
 
@@ -614,7 +614,7 @@ def test_threads_share_a_log(log: CommitLog) -> None:
     def send(app: str) -> None:
         for i in range(6):
             record = prepare(log, i, 3, app=app)
-            log.lease(record, 60)
+            log.engine.lease(record, 60)
             commit(log, record)
 
     def look() -> None:
@@ -622,7 +622,7 @@ def test_threads_share_a_log(log: CommitLog) -> None:
             log.pending()
             placed = placements(log)
             assert len(placed) == len(set(placed))
-            log.move_mark()
+            log.engine.move_mark()
             log.vacuum(dry_run=True)
 
     with ThreadPoolExecutor(3) as pool:
@@ -638,17 +638,17 @@ def test_rows_that_another_thread_let_the_table_see_are_counted_once(log: Commit
     """The version of a table moves on while its actions are looked at."""
     record = prepare(log, 0)
     other = another(log)
-    log.ledger.refresh()
-    table = log.ledger.table
+    log.engine.ledger.refresh()
+    table = log.engine.ledger.table
 
     def then_newer() -> None:
-        other.record_check(record, 1, pending(other, record), None)
+        other.engine.record_check(record, 1, pending(other, record), None)
         table.refresh()
 
-    other.record_check(record, 1, pending(other, record), None)
+    other.engine.record_check(record, 1, pending(other, record), None)
     before_next(table, "actions", then_newer)
-    log.ledger.refresh()
-    assert log.state_of(record).check_times(pending(log, record)) == 2
+    log.engine.ledger.refresh()
+    assert log.engine.state_of(record).check_times(pending(log, record)) == 2
 
 
 # ---------------------------------------------------------------- what is refused, and nothing is written
@@ -659,13 +659,13 @@ REFUSED: list[tuple[Call, type[Exception], str]] = [
     *((lambda log, n=n: log.create_topic("carts", n), OptionError, "1 to 1024") for n in (0, -1, 1025)),
     (lambda log: log.create_topics(["new", "a/b"]), MessageError, "a/b"),
     (lambda log: log.create_topics("new"), OptionError, "one text"),
-    (lambda log: log.require_topic("order"), TopicNotFoundError, "orders"),
+    (lambda log: log.engine.require_topic("order"), TopicNotFoundError, "orders"),
     (lambda log: log.set_retention("orders", "forever"), OptionError, "None keeps messages for ever"),
     *((lambda log, time=time: log.set_retention("orders", time), OptionError, "retention") for time in ("5s", "7", "")),
     (lambda log: log.set_retention("ordres", "1h"), TopicNotFoundError, "orders"),
     (lambda log: log.resolve("app:0", UNKNOWN, "x"), OptionError, "settles nothing"),
     (lambda log: log.resolve("app:0", COMMIT_MESSAGE, " "), OptionError, "needs a reason"),
-    (lambda log: log.get("app:1"), HalfBatchNotFoundError, "app:1"),
+    (lambda log: log.engine.get("app:1"), HalfBatchNotFoundError, "app:1"),
     (lambda log: log.read("orders", ["body"]), OptionError, r"start=\['body'\] is no mapping"),  # type: ignore[arg-type]
     (lambda log: log.read("orders", start=datetime(2026, 1, 1)), OptionError, "has no time zone"),
     (lambda log: log.maintain(grace="5s"), OptionError, "grace='5s'"),
@@ -685,10 +685,10 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(
     log: CommitLog, call: Call, error: type[Exception], words: str
 ) -> None:
     prepare(log, 0)
-    before = [table.refresh() for table in log.tables()]
+    before = [table.refresh() for table in log.engine.tables()]
     with pytest.raises(error, match=words):
         call(log)
-    assert [table.refresh() for table in log.tables()] == before
+    assert [table.refresh() for table in log.engine.tables()] == before
 
 
 @pytest.mark.parametrize("door", [pickle.dumps, copy.copy, copy.deepcopy])
@@ -713,5 +713,5 @@ def test_topics_that_others_changed_long_ago_do_not_stop_a_sender(tmp_path: Path
     for file in Path(log.path, "topics").glob("*.parquet"):
         if file.name not in live:
             file.unlink()
-    assert quiet.topics_with(["orders"]) == {"orders": 1}
+    assert quiet.engine.topics_with(["orders"]) == {"orders": 1}
     assert quiet.fifo_topics() == frozenset()

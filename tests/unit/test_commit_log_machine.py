@@ -34,7 +34,7 @@ class CommitLogMachine(RuleBasedStateMachine):
         self.clock = Ticking(time.time(), step_s=0.002)
         self.log: CommitLog = InMemoryCommitLog(topics={"orders": 2}, machine=self.clock)
         self.log.create_topic("steps", 1, fifo=True)
-        self.log.upkeep = False
+        self.log.engine.upkeep = False
         self.follower = another(self.log)
         self.records: list[HalfRecord] = []
 
@@ -66,7 +66,7 @@ class CommitLogMachine(RuleBasedStateMachine):
         log, record, state = self._look(at, late)
         for attempt in state.attempts(RowState.PENDING)[:1]:
             rows = _some_of(state.rows_in((RowState.PENDING,), attempt), chosen)
-            log.decide(record, attempt, commit=rows if commit else {}, rollback={} if commit else rows, who=who)
+            log.engine.decide(record, attempt, commit=rows if commit else {}, rollback={} if commit else rows, who=who)
 
     @precondition(lambda self: self.records)
     @rule(at=some, late=st.booleans())
@@ -75,7 +75,7 @@ class CommitLogMachine(RuleBasedStateMachine):
         states = (RowState.ROLLED_BACK_BY_CHECK,)
         for attempt in state.attempts(*states)[:1]:
             with pytest.raises(VerdictConflictError):
-                log.decide(record, attempt, commit=state.rows_in(states, attempt), who=Who.EXECUTE)
+                log.engine.decide(record, attempt, commit=state.rows_in(states, attempt), who=Who.EXECUTE)
 
     @precondition(lambda self: self.records)
     @rule(at=some, chosen=some, quarantine=st.booleans(), late=st.booleans())
@@ -84,9 +84,9 @@ class CommitLogMachine(RuleBasedStateMachine):
         for attempt in state.attempts(RowState.PENDING)[:1]:
             rows = _some_of(state.rows_in((RowState.PENDING,), attempt), chosen)
             if quarantine:
-                log.quarantine(record, attempt, rows, Who.DISCARD, "15 checks")
+                log.engine.quarantine(record, attempt, rows, Who.DISCARD, "15 checks")
             else:
-                log.record_check(record, attempt, rows, None)
+                log.engine.record_check(record, attempt, rows, None)
 
     @precondition(lambda self: self.records)
     @rule(at=some, late=st.booleans(), what=st.sampled_from(("resume", "next", "same", "lease", "yes", "no")))
@@ -95,7 +95,7 @@ class CommitLogMachine(RuleBasedStateMachine):
         if what == "resume":
             log.resume(record.half_id)
         elif what == "lease":
-            log.lease(record, 60)
+            log.engine.lease(record, 60)
         elif what in ("yes", "no"):
             verdict = COMMIT_MESSAGE if what == "yes" else ROLLBACK_MESSAGE
             try:
@@ -105,16 +105,16 @@ class CommitLogMachine(RuleBasedStateMachine):
         else:
             kind = RowState.ROLLED_BACK_BY_CHECK if what == "next" else RowState.ROLLED_BACK_BY_DISCARD
             for attempt in state.attempts(kind)[:1]:
-                log.reopen(record, attempt, (kind,), attempt + (what == "next"), Who.EXECUTE, "replay")
+                log.engine.reopen(record, attempt, (kind,), attempt + (what == "next"), Who.EXECUTE, "replay")
 
     @rule(seconds=st.sampled_from((30, 3600)), late=st.booleans())
     def time_goes_by(self, seconds: int, late: bool) -> None:
         self.clock.at_s += seconds
-        (self.follower if late else self.log).place_due()
+        (self.follower if late else self.log).engine.place_due()
 
     @rule(late=st.booleans())
     def mark(self, late: bool) -> None:
-        (self.follower if late else self.log).move_mark()
+        (self.follower if late else self.log).engine.move_mark()
 
     @rule()
     def merge_op_files(self) -> None:
@@ -140,7 +140,7 @@ class CommitLogMachine(RuleBasedStateMachine):
         assert placed == sum(s.count(RowState.COMMITTED) for s in states.values())
         for who, log in {"who did it": self.log, "follower": self.follower, "cold": another(self.log)}.items():
             require_whole(log, who, states)
-            assert log.ledger.tails == tails
+            assert log.engine.ledger.tails == tails
             for found, wanted in ((log.pending(), RowState.PENDING), (log.quarantined(), RowState.QUARANTINED)):
                 rows = found.select(["half_id", "attempt", "messages", "check_times", "lease_until"]).to_pylist()
                 assert sorted(map(_text, rows)) == sorted(map(_text, _listed(states, wanted)))
@@ -149,8 +149,8 @@ class CommitLogMachine(RuleBasedStateMachine):
         log = self.follower if late else self.log
         record = self.records[at % len(self.records)]
         if at % 3 == 0:
-            record = log.get(record.half_id)
-        return log, record, log.state_of(record)
+            record = log.engine.get(record.half_id)
+        return log, record, log.engine.state_of(record)
 
 
 class FewAreNamed(CommitLogMachine):

@@ -75,11 +75,11 @@ LOOKS_S = 0.3
 @pytest.mark.parametrize(
     "look",
     [
-        lambda log: log.half.get("other:0"),
-        lambda log: log.open_half_ids(),
-        lambda log: log.find("other", 0),
+        lambda log: log.engine.half.get("other:0"),
+        lambda log: log.engine.open_half_ids(),
+        lambda log: log.engine.find("other", 0),
         lambda log: log.read("orders"),
-        lambda log: commit(log, log.get("other:0")),
+        lambda log: commit(log, log.engine.get("other:0")),
     ],
     ids=["get", "open half batches", "find", "read", "decide"],
 )
@@ -93,11 +93,11 @@ def test_a_thread_that_looks_between_a_decision_and_its_commit_lets_nothing_be_p
     files = {handle: stage(handle, header) for handle in (log, another(log))}
     mine, theirs = files
     with (
-        look_meanwhile("half", lambda: theirs.prepare(header, files[theirs]), lambda: look(log), here),
+        look_meanwhile("half", lambda: theirs.engine.prepare(header, files[theirs]), lambda: look(log), here),
         pytest.raises(AlreadyPreparedError),
     ):
-        mine.prepare(header, files[mine])
-    assert another(log).get(header.half_id).rows == 1
+        mine.engine.prepare(header, files[mine])
+    assert another(log).engine.get(header.half_id).rows == 1
 
 
 @pytest.mark.parametrize("here", [False, True])
@@ -105,7 +105,7 @@ def test_a_thread_that_looks_for_topics_lets_no_topic_be_made_twice(log: CommitL
     other = another(log)
     with (
         look_meanwhile(
-            "topics", lambda: other.create_topic("bills", 2), lambda: log.topics_with(["no such topic"]), here
+            "topics", lambda: other.create_topic("bills", 2), lambda: log.engine.topics_with(["no such topic"]), here
         ),
         pytest.raises(TopicExistsError),
     ):
@@ -127,7 +127,7 @@ def going_wrong(log: CommitLog, name: str, plans: Sequence[tuple[bool, str]]) ->
         if heard == "no" and point == "commit begins":
             left.pop(0)
             with unhooked():
-                (other,) = (t for t in another(log).tables() if t.name == name)
+                (other,) = (t for t in another(log).engine.tables() if t.name == name)
                 if lands:
                     assert other.try_commit(change)  # type: ignore[attr-defined]
                 else:
@@ -157,21 +157,21 @@ def test_an_ambiguous_failure_never_makes_two_copies(log: CommitLog, plans: Sequ
     with going_wrong(log, "half", plans):
         records = [prepare(log, i) for i in range(2)]
     with going_wrong(log, "op", plans):
-        placed = log.decide(records[0], 1, commit=pending(log, records[0]), rollback={}, who=Who.EXECUTE)
+        placed = log.engine.decide(records[0], 1, commit=pending(log, records[0]), rollback={}, who=Who.EXECUTE)
     assert sum(p.count for p in placed) == 5
     with going_wrong(log, "op", plans):
-        log.record_check(records[1], 1, pending(log, records[1]), None)
-    assert log.state_of(records[1]).check_times(pending(log, records[1])) == 1
-    log.quarantine(records[1], 1, pending(log, records[1]), Who.DISCARD, "x")
+        log.engine.record_check(records[1], 1, pending(log, records[1]), None)
+    assert log.engine.state_of(records[1]).check_times(pending(log, records[1])) == 1
+    log.engine.quarantine(records[1], 1, pending(log, records[1]), Who.DISCARD, "x")
     with going_wrong(log, "op", plans):
-        reopened = log.reopen(records[1], 1, (RowState.QUARANTINED,), 1, Who.EXECUTE, "y")
+        reopened = log.engine.reopen(records[1], 1, (RowState.QUARANTINED,), 1, Who.EXECUTE, "y")
     assert sum(m.count(1) for m in reopened.values()) == 5
     commit(log, records[1])
     with going_wrong(log, "topics", plans):
         log.create_topic("points")
     for handle in (log, another(log)):
         assert sorted(bodies(handle)) == sorted(f"app.{i}.{j}" for i in range(2) for j in range(5))
-        assert handle.half.table.actions().num_rows == 2
+        assert handle.engine.half.table.actions().num_rows == 2
         assert handle.topics() == {"orders": 2, "points": 4}
         check_offsets(handle)
 
@@ -196,7 +196,7 @@ def test_a_lost_acknowledgement_of_prepare_is_not_taken_for_another_writers(log:
     other = another(log)
     with at("commit begins", lambda: prepare(other, 0, 3), table="half"), pytest.raises(AlreadyPreparedError):
         prepare(log, 0)
-    assert log.get("app:0").rows == 3
+    assert log.engine.get("app:0").rows == 3
 
 
 @MEMORY
@@ -211,7 +211,7 @@ def test_a_commit_that_never_succeeds_says_so(log: CommitLog, monkeypatch: pytes
         prepare(log, 0)
     with going_wrong(log, "half", [*[(False, "no")] * 4, (True, "no")]):
         assert prepare(log, 1).rows == 5
-    assert log.last_batch_id("app") == 1
+    assert log.engine.last_batch_id("app") == 1
 
 
 @MEMORY
@@ -220,11 +220,11 @@ def test_a_commit_is_known_again_after_any_number_of_others(log: CommitLog) -> N
     other = another(log)
 
     def others_commit() -> None:
-        other.op.refresh()
-        version = other.op.version + 1
+        other.engine.op.refresh()
+        version = other.engine.op.version + 1
         leases = [to_table([OpRow(Kind.LEASE, "app:0")], version, record.prepared_at, f"c{i}") for i in range(1100)]
-        file = other.op.write(pa.concat_tables(leases), "op", STATS_COLUMNS)
-        assert other.op.compare_and_set(lambda _: Change(add=[file]), lambda _: True)
+        file = other.engine.op.write(pa.concat_tables(leases), "op", STATS_COLUMNS)
+        assert other.engine.op.compare_and_set(lambda _: Change(add=[file]), lambda _: True)
 
     with at("commit done", others_commit, table="op"):
         assert sum(p.count for p in commit(log, record)) == 5
@@ -244,11 +244,11 @@ def test_what_a_checker_knew_before_the_mark_moved_does_not_mislead_it(log: Comm
     record = prepare(sink, 0)
     assert log.pending()["half_id"].to_pylist() == ["app:0"]
     commit(sink, record)
-    assert log.move_mark()
+    assert log.engine.move_mark()
     time.sleep(0.01)
     move_half(log)
     assert log.pending().num_rows == 0
-    assert commit(log, log.get("app:0"), who=Who.CHECK) == []
+    assert commit(log, log.engine.get("app:0"), who=Who.CHECK) == []
     check_offsets(log)
 
 

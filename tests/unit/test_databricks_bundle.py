@@ -181,8 +181,8 @@ def test_a_round_that_leaves_something_to_a_person_fails_the_run(
 def test_the_maintainer_drains(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(log, prepare(log, 1, 3))
     call(monkeypatch, tasks.maintain, *arguments_of("txmq_maintain", {"var.log": log.path}))
-    log.messages_table.refresh()
-    assert log.messages_table.actions()["num_records"].to_pylist() == [3]
+    log.engine.messages_table.refresh()
+    assert log.engine.messages_table.actions()["num_records"].to_pylist() == [3]
 
 
 def test_storage_options_come_from_a_secret_scope(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def half_batch(log: CommitLog, bodies: Sequence[bytes], per: str) -> HalfBatch:
     if per == "key":
         columns["order"] = [f"order-{n}" for n in range(len(bodies))]
     record = prepare(log, 0, columns, per=per, key="order" if per == "key" else None)
-    return log.half_batch(record, log.state_of(record), 1, pending(log, record))
+    return log.engine.half_batch(record, log.engine.state_of(record), 1, pending(log, record))
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def test_a_store_a_clock_and_rights_that_are_wrong_are_told(log: CommitLog, monk
 def test_tables_that_somebody_wrote_to_are_told(log: CommitLog) -> None:
     commit(log, prepare(log, 0))
     log.drain()
-    table = log.messages_table
+    table = log.engine.messages_table
     table.refresh()
     (path,) = table.actions()["path"].to_pylist()
     shutil.copy(f"{log.path}/messages/{path}", f"{log.path}/messages/again.parquet")
@@ -284,11 +284,11 @@ def test_a_checker_that_is_silent_is_told_when_something_waits_for_it(
     assert bad(log) == {"pending": "warning", "checker": "critical"}
     assert "no checker has said a word on that (it is due" in found(log)["checker"].what
     assert found(log)["pending"].remedy == "txmq trace app:0"
-    log.record_check(record, 1, pending(log, record), "UNKNOWN")
+    log.engine.record_check(record, 1, pending(log, record), "UNKNOWN")
     assert bad(log, interval=100.0) == {"pending": "warning"}, "it has checked within three intervals"
     clock.ahead_s += 20 * MINUTE_S
     assert "a word on that for " in found(log, interval=100.0)["checker"].what
-    log.lease(record, 60)
+    log.engine.lease(record, 60)
     assert bad(log, interval=100.0) == {}, "its local transaction runs"
 
 
@@ -331,8 +331,8 @@ def test_upkeep_that_is_behind_is_told(log: CommitLog, monkeypatch: pytest.Monke
 
 def claim(log: CommitLog, member: str) -> None:
     """Let a member of the group ``points`` have queue 0 of orders."""
-    generation = log.groups.places("points")[("orders", 0)].generation
-    assert log.groups.claim("points", member, {("orders", 0): generation}, {}, "test", take_over=True)
+    generation = log.engine.groups.places("points")[("orders", 0)].generation
+    assert log.engine.groups.claim("points", member, {("orders", 0): generation}, {}, "test", take_over=True)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_the_death_of_a_member_is_judged_by_its_own_lease(
     group = ConsumerGroup(log, "points")
     group.reset("earliest", ["orders"])
     claim(log, "host@1.a")
-    Members(log.groups.table, "points", "host@1.a", ["orders"], lease_s, 0.1).beat()
+    Members(log.engine.groups.table, "points", "host@1.a", ["orders"], lease_s, 0.1).beat()
     (beat,) = Path(log.path).rglob("groups/_members/points/host@1.a")
     at_s = beat.stat().st_mtime - age_s
     os.utime(beat, (at_s, at_s))
@@ -369,11 +369,11 @@ def test_queues_of_a_dead_member_and_dead_letters_are_told(log: CommitLog) -> No
     claim(log, "host@1.dead")
     assert bad(log) == {"groups": "warning"}
     assert found(log)["groups"].remedy == "txmq group members points"
-    log.create_own_topic("%DLQ%points")
+    log.engine.create_own_topic("%DLQ%points")
     header = header_of(0, "dead")
     writer = HalfWriter(header, log.topics(), "%DLQ%points", None, own=True)
     table = pa.table({"body": ["x"]})
-    commit(log, log.prepare(header, log.stage(writer, table.to_batches())))
+    commit(log, log.engine.prepare(header, log.engine.stage(writer, table.to_batches())))
     assert found(log)["dead letters"].what == "points: 1 dead letter"
 
 

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
 def drained(log: CommitLog, topic: str | None = None) -> pa.Table:
     """What the table messages holds, by topic, queue and offset."""
-    table = another(log).messages_table
+    table = another(log).engine.messages_table
     table.refresh()
     rows = table.read(table.actions()["path"].to_pylist())
     rows = rows if topic is None else rows.filter(pc.equal(rows["topic"], topic))
@@ -71,7 +71,7 @@ def test_a_drain_copies_what_is_placed_and_nothing_else(log: CommitLog) -> None:
     roll_back(log, prepare(log, 4))
     record = prepare(log, 5, 10, per="message")
     some, _ = split(pending(log, record), every=3)
-    log.decide(record, 1, commit=some, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit=some, who=Who.EXECUTE)
     assert log.drain() == log.refresh()
     require_same(log)
     assert drained(log).schema == MESSAGES_SCHEMA
@@ -120,7 +120,7 @@ def test_a_drain_goes_on_where_the_last_one_ended(log: CommitLog) -> None:
         commit(log, prepare(log, i))
         log.drain()
         require_same(log)
-    files = another(log).messages_table
+    files = another(log).engine.messages_table
     files.refresh()
     assert files.actions().num_rows == 4
     with seen_at("file written") as written:
@@ -135,7 +135,7 @@ def test_a_backlog_is_drained_in_steps(
     set_limits(
         monkeypatch, OP_ROWS_MAX=op_rows, OP_FILE_BYTES_MAX=op_bytes, STEP_MESSAGES_MAX=12, MESSAGES_FILE_BYTES_MAX=500
     )
-    log.upkeep = False
+    log.engine.upkeep = False
     for i in range(9):
         commit(log, prepare(log, i, topic="points" if i % 4 == 1 else "orders"))
         if i in (3, 6):
@@ -143,8 +143,8 @@ def test_a_backlog_is_drained_in_steps(
     commit(log, prepare(log, 9, 30, partitions=3))
     log.drain()
     require_same(log)
-    for file in another(log).messages_table.actions()["path"].to_pylist():
-        rows = log.messages_table.read([file])
+    for file in another(log).engine.messages_table.actions()["path"].to_pylist():
+        rows = log.engine.messages_table.read([file])
         assert len(rows["topic"].unique()) == 1
         assert rows.equals(rows.sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")]))
 
@@ -152,10 +152,10 @@ def test_a_backlog_is_drained_in_steps(
 def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """A merge lost to a writer may leave files whose versions lie between each other's; each holds a part."""
     set_limits(monkeypatch, OP_ROWS_MAX=2)
-    log.upkeep = False
+    log.engine.upkeep = False
     for i in range(6):
         commit(log, prepare(log, i))
-    table = another(log).op
+    table = another(log).engine.op
     table.refresh()
     paths = table.actions().sort_by("min.version")["path"].to_pylist()
     for several in (paths[0::2], paths[1::2]):
@@ -185,7 +185,7 @@ def test_at_every_step_the_table_is_a_prefix_of_op(log: CommitLog, monkeypatch: 
 
 def on_disk(log: CommitLog) -> set[str]:
     """The Parquet files in the folder of messages, named by the table or not."""
-    table = log.messages_table
+    table = log.engine.messages_table
     infos = table.fs.get_file_info(pafs.FileSelector(table.folder))
     return {info.base_name for info in infos if info.base_name.endswith(".parquet")}
 
@@ -193,11 +193,11 @@ def on_disk(log: CommitLog) -> set[str]:
 def test_many_drainers_copy_each_message_once(log: CommitLog) -> None:
     for i in range(3):
         commit(log, prepare(log, i))
-    mine = drain.Drainer(another(log))
-    with at("file written", drain.Drainer(another(log)).run, table="messages"):
+    mine = drain.Drainer(another(log).engine)
+    with at("file written", drain.Drainer(another(log).engine).run, table="messages"):
         assert mine.run() == log.refresh()
     require_same(log)
-    live = another(log).messages_table
+    live = another(log).engine.messages_table
     live.refresh()
     assert on_disk(log) == set(live.actions()["path"].to_pylist()), "the loser's files are deleted at once"
 
@@ -207,11 +207,11 @@ def test_files_of_a_commit_that_may_have_landed_are_kept(log: CommitLog) -> None
     mine = another(log)
 
     def overtaken() -> None:
-        drain.Drainer(another(log)).run()
+        drain.Drainer(another(log).engine).run()
         raise TimeoutError("nobody knows")
 
     with at("commit begins", overtaken, table="messages"):
-        drain.Drainer(mine).run()
+        drain.Drainer(mine.engine).run()
     require_same(log)
     assert len(on_disk(log)) == 2
 
@@ -245,7 +245,7 @@ def test_pieces_are_put_together_as_each_would_be_alone(
         assert drained(log, topic).select(SOURCE_SCHEMA.names).to_pylist() == read.to_pylist()
     addresses = drained(log).select(["half_id", "file_no", "row_no", "msg_id"]).to_pylist()
     assert all(a["msg_id"] == f"{a['half_id']}:{a['file_no']}.{a['row_no']}" for a in addresses)
-    table = another(log).messages_table
+    table = another(log).engine.messages_table
     table.refresh()
     for file in table.actions()["path"].to_pylist():
         rows = table.read([file])
@@ -256,7 +256,7 @@ def test_a_half_file_is_read_once_for_all_that_share_it(log: CommitLog) -> None:
     fill_with_pieces(log)
     with seen_at("files read", table="half") as reads:
         log.drain()
-    of_keyed = {file.path for file in log.get("app:0").files.values()}
+    of_keyed = {file.path for file in log.engine.get("app:0").files.values()}
     times = Counter(path for read in reads for path in read["paths"])
     assert sorted(times.values()) == [1] * (len(times) - len(of_keyed)) + [3] * len(of_keyed)
 
@@ -272,14 +272,14 @@ def test_small_files_of_a_remote_store_are_read_ahead(log: CommitLog, monkeypatc
     fill_with_pieces(log)
     set_limits(monkeypatch, READS_AT_ONCE=3)
     mine = another(log)
-    rows, _ = drain.Drainer(mine)._next_placed(-1, mine.refresh())
-    sizes = mine.half.sizes(rows["path"])
+    rows, _ = drain.Drainer(mine.engine)._next_placed(-1, mine.refresh())
+    sizes = mine.engine.half.sizes(rows["path"])
     one, *_ = sizes
-    table = another(log).messages_table
+    table = another(log).engine.messages_table
 
     def written(sizes: Mapping[str, int]) -> list[dict[str, Any]]:
         files = message_files.message_files(
-            message_files.placed_ranges(rows), mine.half.read_range, another(log).messages_table, sizes
+            message_files.placed_ranges(rows), mine.engine.half.read_range, another(log).engine.messages_table, sizes
         )
         found = [table.fs.open_input_file(f"{table.folder}/{file.path}") for file in files]
         return [row for file in found for row in pq.read_table(file).to_pylist()]

@@ -20,7 +20,7 @@ ON_DELTA = pytest.mark.log("delta", orders=1)
 
 
 def drained(log: CommitLog) -> int:
-    table = another(log).messages_table
+    table = another(log).engine.messages_table
     table.refresh()
     return drained_up_to(table)
 
@@ -44,7 +44,7 @@ def test_what_another_one_drained_is_drained_once(log: CommitLog) -> None:
     commit(log, prepare(log, 0))
     beside = Draining(log, every=30)
     assert log.drain() == beside.run_once() == log.refresh() == drained(log)
-    assert log.messages_table.refresh() == 1, "a drain that finds nothing commits nothing"
+    assert log.engine.messages_table.refresh() == 1, "a drain that finds nothing commits nothing"
 
 
 @ON_DELTA
@@ -52,7 +52,7 @@ def test_a_drain_waits_for_no_lock_of_the_sink_and_holds_none(log: CommitLog) ->
     commit(log, prepare(log, 0))
     beside = Draining(log, every=30)
     said: list[int] = []
-    with log.lock:  # a sink commits meanwhile
+    with log.engine.lock:  # a sink commits meanwhile
         thread = threading.Thread(target=lambda: said.append(beside.run_once()))
         thread.start()
         thread.join(60)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.log("memory", "delta", orders=2)
 
 def drained_offsets(log: CommitLog) -> dict[int, list[int]]:
     """By queue, the offsets that the table messages holds."""
-    table = another(log).messages_table
+    table = another(log).engine.messages_table
     table.refresh()
     rows = table.read(table.actions()["path"].to_pylist(), ["queue_id", "queue_offset"])
     queues = sorted(pc.unique(rows["queue_id"]).to_pylist())
@@ -34,9 +34,9 @@ def send_and_drain(log: CommitLog, key: str, rows: int = 4) -> None:
 
 def expire(log: CommitLog) -> None:
     """All that is drained expires, in one file; then messages are kept for ever again."""
-    log.topic_store.set_retention("orders", 0.0)
+    log.engine.topic_store.set_retention("orders", 0.0)
     assert let_leave(log).files_expired == 1
-    log.topic_store.set_retention("orders", None)
+    log.engine.topic_store.set_retention("orders", None)
 
 
 def expire_and_go_on(log: CommitLog) -> None:
@@ -47,12 +47,12 @@ def expire_and_go_on(log: CommitLog) -> None:
 
 def test_what_is_older_than_the_retention_goes_and_the_first_offsets_move(log: CommitLog) -> None:
     send_and_drain(log, "old")
-    log.topic_store.set_retention("orders", 0.0)
+    log.engine.topic_store.set_retention("orders", 0.0)
     report = let_leave(log)
     assert report.files_expired == 1
     assert "1 file of messages expired" in str(report)
-    tails = another(log).tails()
-    assert another(log).firsts() == tails
+    tails = another(log).engine.tails()
+    assert another(log).engine.firsts() == tails
     assert drained_offsets(log) == {}
     assert let_leave(log).files_expired == 0
     log.set_retention("orders", None)
@@ -62,7 +62,7 @@ def test_what_is_older_than_the_retention_goes_and_the_first_offsets_move(log: C
     for i in range(5):  # the mark goes over the expire row
         commit(log, send(log, f"more{i}"))
     let_leave(log)
-    assert another(log).firsts() == tails
+    assert another(log).engine.firsts() == tails
 
 
 def test_a_queue_never_has_a_hole(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,30 +70,30 @@ def test_a_queue_never_has_a_hole(log: CommitLog, monkeypatch: pytest.MonkeyPatc
     for i in range(4):
         send_and_drain(log, f"key{i}")
         clock.ahead_s += 100.0
-    table = another(log).messages_table
+    table = another(log).engine.messages_table
     table.refresh()
     first, _, third, _ = table.actions().sort_by("min.op_version")["path"].to_pylist()
     merged = write_messages(table, table.read([first, third]).sort_by([("queue_id", "ascending")]))
     change = Change(add=[merged], remove=[first, third], data_change=False)
     assert table.compare_and_set(lambda _: change, lambda _: True)
-    log.topic_store.set_retention("orders", 1000.0)
+    log.engine.topic_store.set_retention("orders", 1000.0)
     clock.ahead_s = 1150.0
     # The second file alone is old enough, but the first messages lie in one with the third.
-    assert Expirer(another(log), 0.0).run() == []
-    assert another(log).firsts() == {}
+    assert Expirer(another(log).engine, 0.0).run() == []
+    assert another(log).engine.firsts() == {}
     clock.ahead_s = 1250.0
-    assert len(Expirer(another(log), 0.0).run()) == 2
+    assert len(Expirer(another(log).engine, 0.0).run()) == 2
 
 
 def test_what_is_not_drained_or_has_no_retention_stays(log: CommitLog) -> None:
     log.create_topic("points", 1)
-    log.topic_store.set_retention("points", 0.0)
+    log.engine.topic_store.set_retention("points", 0.0)
     send_and_drain(log, "drained")
-    log.topic_store.set_retention("orders", 0.0)
+    log.engine.topic_store.set_retention("orders", 0.0)
     commit(log, send(log, "tail"))
-    assert Expirer(another(log), 0.0).run(dry_run=True) != []
-    assert len(Expirer(another(log), 0.0).run()) == 1
-    assert sum(another(log).firsts().values()) == 4
+    assert Expirer(another(log).engine, 0.0).run(dry_run=True) != []
+    assert len(Expirer(another(log).engine, 0.0).run()) == 1
+    assert sum(another(log).engine.firsts().values()) == 4
 
 
 def test_a_retention_is_a_duration_of_an_hour_or_more(log: CommitLog) -> None:
@@ -110,12 +110,12 @@ def test_a_retention_is_a_duration_of_an_hour_or_more(log: CommitLog) -> None:
 
 def test_a_crash_between_the_row_and_the_files_is_made_good(log: CommitLog) -> None:
     send_and_drain(log, "old")
-    log.topic_store.set_retention("orders", 0.0)
+    log.engine.topic_store.set_retention("orders", 0.0)
     with dies_at("commit begins", table="messages"):
-        Expirer(another(log), 0.0).run()
-    assert sum(another(log).firsts().values()) == 4
+        Expirer(another(log).engine, 0.0).run()
+    assert sum(another(log).engine.firsts().values()) == 4
     version = another(log).refresh()
-    assert len(Expirer(another(log), 0.0).run()) == 1
+    assert len(Expirer(another(log).engine, 0.0).run()) == 1
     assert another(log).refresh() == version
 
 
@@ -141,7 +141,7 @@ def test_the_command_reads_on_when_messages_expire_meanwhile(log: CommitLog) -> 
 
 def test_what_has_expired_is_in_no_group_s_lag(log: CommitLog) -> None:
     """A group that stood before the first message that is left was behind by messages that nobody can read."""
-    log.groups.set("points", {("orders", 0): 1, ("orders", 1): 0}, "test")
+    log.engine.groups.set("points", {("orders", 0): 1, ("orders", 1): 0}, "test")
     send_and_drain(log, "old")
     expire(log)
     assert ConsumerGroup(log, "points").lag()["lag"].to_pylist() == [0, 0]

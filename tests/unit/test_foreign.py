@@ -140,13 +140,13 @@ def test_what_another_writer_did_to_messages_stops_upkeep_and_a_restore_mends_it
     way(messages)
     theirs = DeltaTable(messages).version()
     commit(log, prepare(log, 5, 5))
-    half = log.half.table.refresh()
+    half = log.engine.half.table.refresh()
     for upkeep in (log.drain, log.maintain, another(log).drain, lambda: let_leave(log)):
         with pytest.raises(ForeignChangeError, match=WAYS[way]) as caught:
             upkeep()
         assert str(caught.value).startswith("table messages is not what rmq_spark left in version 2: another writer ")
     assert DeltaTable(messages).version() == theirs
-    assert log.half.table.refresh() == half  # nothing left it
+    assert log.engine.half.table.refresh() == half  # nothing left it
     told = log.maintain(dry_run=True).foreign
     assert told == str(caught.value)
 
@@ -179,7 +179,7 @@ def test_a_change_that_comes_while_a_merge_reads_stops_it(log: CommitLog, monkey
     log.drain()
     change = at("files read", lambda: delete_by_a_vector(f"{log.path}/messages"), table="messages")
     with change, pytest.raises(ForeignChangeError, match="deletion vectors"):
-        maintenance.compact_messages(another(log).messages_table)
+        maintenance.compact_messages(another(log).engine.messages_table)
     assert DeltaTable(f"{log.path}/messages").version() == 4
 
 
@@ -232,7 +232,7 @@ def test_nothing_of_messages_is_deleted_that_a_restore_may_need(log: CommitLog) 
     long_ago, changed = re.subn(r'"deletionTimestamp":\d+', '"deletionTimestamp":1', entry.read_text())
     assert changed
     entry.write_text(long_ago)
-    tables = [log.messages_table]
+    tables = [log.engine.messages_table]
     assert maintenance.vacuum(tables, -1.0, dry_run=False) == []
     assert maintenance.delete_replaced(tables, 0, dry_run=False) == []
     DeltaTable(f"{log.path}/messages").restore(2, protocol_downgrade_allowed=True)
@@ -281,7 +281,7 @@ def test_what_another_writer_did_to_another_table_stops_the_log_and_a_restore_me
 ) -> None:
     """Committed messages became pending again, pending ones were gone, or FIFO order broke, and nobody said a word."""
     for offset in (1, 2, 3):
-        log.groups.publish(f"points{offset}", {("orders", 0): offset})
+        log.engine.groups.publish(f"points{offset}", {("orders", 0): offset})
     log.create_topic("bills", 1)
     before, pending = log.read("orders"), prepare(log, 5, 5)
     own = DeltaTable(f"{log.path}/{name}").version()
@@ -297,7 +297,10 @@ def test_what_another_writer_did_to_another_table_stops_the_log_and_a_restore_me
         "half": (lambda log: prepare(log, 6, 5), lambda log: log.pending(), lambda log: log.maintain(dry_run=True)),
         "op": (lambda log: commit(log, pending), lambda log: log.read("orders"), lambda log: log.drain()),
         "topics": (lambda log: log.create_topic("more"), lambda log: another(log).topics()),
-        "groups": (lambda log: log.groups.publish("points1", {("orders", 0): 4}), lambda log: log.groups.rows()),
+        "groups": (
+            lambda log: log.engine.groups.publish("points1", {("orders", 0): 4}),
+            lambda log: log.engine.groups.rows(),
+        ),
     }
     for use in uses[name]:
         for handle in (opened, another(log)):
@@ -312,7 +315,7 @@ def test_what_another_writer_did_to_another_table_stops_the_log_and_a_restore_me
     assert another(log).read("orders").equals(before)
     commit(opened, pending)
     assert another(log).read("orders").num_rows == before.num_rows + 5
-    assert another(log).groups.publish("points1", {("orders", 0): 4})
+    assert another(log).engine.groups.publish("points1", {("orders", 0): 4})
     let_leave(log)
 
 
@@ -337,7 +340,7 @@ def test_commits_of_others_that_change_nothing_take_no_entry_that_the_log_needs(
     assert another(log).read("orders").num_rows == 25
     commit(another(log), prepare(another(log), 5, 5))
     set_a_property(table)
-    (changed,) = (t for t in another(log).tables() if t.name == name)
+    (changed,) = (t for t in another(log).engine.tables() if t.name == name)
     with pytest.raises(ForeignChangeError, match=r"restore\((\d+), protocol") as caught:
         changed.refresh()
     version = int(re.findall(r"restore\((\d+), ", str(caught.value))[0])
@@ -349,7 +352,7 @@ def test_commits_of_others_that_change_nothing_take_no_entry_that_the_log_needs(
 def test_a_change_that_a_merge_finds_as_damage_stops_it(log: CommitLog) -> None:
     """The second proposal was committed above the change, and the way back was lost."""
     log.drain()
-    table = another(log).messages_table
+    table = another(log).engine.messages_table
     table.refresh()
     seen: list[int] = []
 

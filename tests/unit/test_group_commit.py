@@ -82,19 +82,19 @@ def send_all(
 def files(log: CommitLog) -> int:
     """How many files the table half has."""
     other = log.another()
-    other.half.table.refresh()
-    return int(other.half.table.actions().num_rows)
+    other.engine.half.table.refresh()
+    return int(other.engine.half.table.actions().num_rows)
 
 
 # ---------------------------------------------------------------- together
 def test_sends_of_many_threads_share_commits_and_files_and_each_gets_its_own_answer(log: CommitLog) -> None:
     shop = Shop()
-    before = log.half.table.refresh(), log.refresh()
+    before = log.engine.half.table.refresh(), log.refresh()
     results, sizes = send_all(log, shop, [message(i) for i in range(MANY)], decides=MANY)
     assert sorted(shop.seen) == sorted(str(i) for i in range(MANY)), "each listener gets its own messages"
     prepares, decides = sizes.values()
     assert sum(prepares) == sum(decides) == MANY
-    assert (log.half.table.refresh() - before[0], log.refresh() - before[1]) == (len(prepares), len(decides))
+    assert (log.engine.half.table.refresh() - before[0], log.refresh() - before[1]) == (len(prepares), len(decides))
     assert len(prepares) <= 2
     assert len(decides) <= 2
     assert files(log) == len(prepares)
@@ -120,7 +120,7 @@ def test_verdicts_and_errors_are_those_of_each_send(log: CommitLog) -> None:
 def test_a_check_of_another_process_finds_what_lies_in_a_shared_file(log: CommitLog) -> None:
     send_all(log, Shop(dict.fromkeys("12", UNKNOWN)), [message(i) for i in range(5)])
     other = log.another()
-    assert [other.get(h).rows for h in other.open_half_ids()] == [1, 1]
+    assert [other.engine.get(h).rows for h in other.engine.open_half_ids()] == [1, 1]
     report = CheckService(other, {"shop": Shop()}, transaction_timeout=0).run_once()
     assert report.committed.messages == 2
     assert not report.problems
@@ -195,7 +195,7 @@ def test_a_message_alone_and_one_among_others_lie_in_the_half_file_alike(log: Co
     send_all(log, Shop(), [given(i) for i in range(4)])
     with producer_of(log) as producer:
         producer.send_message_in_transaction(given(4))
-    table = log.half.table
+    table = log.engine.half.table
     rows = table.read(table.actions()["path"].to_pylist()).to_pylist()
     own = {"half_id", "app_id", "body", "born_timestamp", "store_timestamp", "deliver_at"}
     alike = {str({k: v for k, v in row.items() if k not in own}) for row in rows}
@@ -223,7 +223,9 @@ def test_one_that_drops_out_leaves_no_row_in_the_file_of_the_others(log: CommitL
     assert [r.replayed for r in found] == [k == "b" for k in keys]
     assert bodies(log) == ["a", "c", "first", "theirs"]
     assert log.another().pending().num_rows == 0
-    rows = log.half.table.read(log.half.table.actions()["path"].to_pylist(), ["half_id"])["half_id"].to_pylist()
+    rows = log.engine.half.table.read(log.engine.half.table.actions()["path"].to_pylist(), ["half_id"])[
+        "half_id"
+    ].to_pylist()
     assert len(rows) == len(set(rows)) == 4
 
 
@@ -241,8 +243,8 @@ def test_two_verdicts_that_contradict_each_other_trouble_no_other_send(log: Comm
 
 
 def _bodies_of(log: CommitLog, half_id: str) -> list[bytes]:
-    record = log.get(half_id)
-    rows = log.half.read(record, log.state_of(record).rows_in([0], 1), ["body"])  # type: ignore[list-item]
+    record = log.engine.get(half_id)
+    rows = log.engine.half.read(record, log.engine.state_of(record).rows_in([0], 1), ["body"])  # type: ignore[list-item]
     found: list[bytes] = rows["body"].to_pylist()
     return found
 
@@ -358,7 +360,7 @@ def test_no_thread_is_left_when_nobody_sends(log: CommitLog) -> None:
 @IN_MEMORY
 def test_one_half_batch_is_asked_for_once_in_a_commit(log: CommitLog) -> None:
     groups: list[list[int]] = []
-    lane: Any = group_commit.Lane(log.machine, "lane", lambda some: groups.append(list(some)) or some)
+    lane: Any = group_commit.Lane(log.engine.machine, "lane", lambda some: groups.append(list(some)) or some)
     with lane._lock:  # it cannot begin
         threads = [threading.Thread(target=lane.ask, args=(n, name)) for n, name in enumerate("aabac")]
         for thread in threads:
@@ -380,7 +382,7 @@ def test_a_send_that_lingers_shares_its_commit_with_those_that_come(log: CommitL
             time.sleep(0.02)
         for send in sent:
             send.result(DEADLINE_S)
-    assert log.half.table.version == log.another().half.table.version == 1
+    assert log.engine.half.table.version == log.another().engine.half.table.version == 1
     assert log.refresh() - before <= 3
 
 
@@ -429,11 +431,11 @@ def test_a_half_batch_that_is_not_in_a_shared_file_is_not_taken_for_one_that_is(
     assert ids[2] < ids[2].replace(":0", ":0!")
     assert ids[1] < between < ids[-1]
     other = log.another()
-    assert other.half._find(between) is None
+    assert other.engine.half._find(between) is None
 
 
 def test_each_half_batch_of_a_shared_file_is_counted(log: CommitLog) -> None:
     send_all(log, Shop(), [message(i) for i in range(5)])
     other = log.another()
-    assert sorted(other.half.counted()["rows"].to_pylist()) == [1] * 5
-    assert [p.rows for p in other.half.prepared_after(0).values()] == [1] * 5
+    assert sorted(other.engine.half.counted()["rows"].to_pylist()) == [1] * 5
+    assert [p.rows for p in other.engine.half.prepared_after(0).values()] == [1] * 5

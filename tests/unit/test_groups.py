@@ -30,17 +30,17 @@ def lag_of(group: txmq.ConsumerGroup, column: str = "lag") -> dict[tuple[str, in
 
 def test_progress_is_kept_and_never_runs_backwards(log: CommitLog) -> None:
     one, zombie = Session("one"), Session("a-zombie")
-    assert log.groups.publish("points", {("orders", 0): 5, ("orders", 1): 3}, one)
-    assert log.groups.publish("points", {("orders", 1): 7}, zombie)
-    assert not log.groups.publish("points", {("orders", 1): 1}, zombie)
+    assert log.engine.groups.publish("points", {("orders", 0): 5, ("orders", 1): 3}, one)
+    assert log.engine.groups.publish("points", {("orders", 1): 7}, zombie)
+    assert not log.engine.groups.publish("points", {("orders", 1): 1}, zombie)
     group = txmq.ConsumerGroup(another(log), "points")
     assert group.positions() == {("orders", 0): 5, ("orders", 1): 7}
-    by = {r["queue_id"]: r["updated_by"] for r in log.groups.rows("points").to_pylist()}
+    by = {r["queue_id"]: r["updated_by"] for r in log.engine.groups.rows("points").to_pylist()}
     assert by == {0: "one", 1: "a-zombie"}
 
 
 def test_a_suspended_queue_stays_until_its_suspension_is_answered(log: CommitLog) -> None:
-    store = another(log).groups
+    store = another(log).engine.groups
     now = datetime.now(timezone.utc)
     store.publish("points", {QUEUE: 10, ("orders", 1): 10})
     store.progress("points", {QUEUE: 12}, "batch 3", {QUEUE: now})
@@ -57,19 +57,19 @@ def test_a_suspended_queue_stays_until_its_suspension_is_answered(log: CommitLog
 def test_what_is_consumed_or_reset_is_not_suspended_any_more(log: CommitLog) -> None:
     now = datetime.now(timezone.utc)
     for free in (
-        lambda: log.groups.progress("points", {QUEUE: 14}, "batch 4"),
-        lambda: log.groups.set("points", {QUEUE: 14}, "a person"),
+        lambda: log.engine.groups.progress("points", {QUEUE: 14}, "batch 4"),
+        lambda: log.engine.groups.set("points", {QUEUE: 14}, "a person"),
     ):
-        log.groups.progress("points", {QUEUE: 12}, "batch 3", {QUEUE: now})
-        assert log.groups.places("points")[QUEUE].suspended_until == now
+        log.engine.groups.progress("points", {QUEUE: 12}, "batch 3", {QUEUE: now})
+        assert log.engine.groups.places("points")[QUEUE].suspended_until == now
         free()
-        assert log.groups.places("points")[QUEUE][:2] == (14, None)
-        log.groups.delete("points")
+        assert log.engine.groups.places("points")[QUEUE][:2] == (14, None)
+        log.engine.groups.delete("points")
 
 
 def test_of_two_queries_of_a_group_the_second_is_told(log: CommitLog) -> None:
     first, second = Session("z-first", "zzzz"), Session("a-second", "aaaa")  # neither a name nor a clock says it
-    one, two = another(log).groups, another(log).groups
+    one, two = another(log).engine.groups, another(log).engine.groups
     one.publish("points", {QUEUE: 5}, first)
     two.publish("points", {QUEUE: 5}, second)  # perhaps the first has died: it may go on
     one.publish("points", {QUEUE: 6}, first)
@@ -84,29 +84,29 @@ def test_one_query_after_the_other_is_no_second(log: CommitLog) -> None:
     for n in range(5):
         session = Session(f"run-{n}")
         for offset in (2 * n, 2 * n + 1, 2 * n + 1):
-            log.groups.publish("points", {QUEUE: offset}, session)
-            log.groups.progress("points", {QUEUE: offset}, "an orderly consumer")
-    log.groups.set("points", {QUEUE: 0}, "a person")
-    assert log.groups.publish("points", {QUEUE: 1}, session)
+            log.engine.groups.publish("points", {QUEUE: offset}, session)
+            log.engine.groups.progress("points", {QUEUE: offset}, "an orderly consumer")
+    log.engine.groups.set("points", {QUEUE: 0}, "a person")
+    assert log.engine.groups.publish("points", {QUEUE: 1}, session)
 
 
 def test_groups_do_not_disturb_each_other(log: CommitLog) -> None:
     handles = [another(log) for _ in range(4)]
-    handles[0].groups.publish("g0", {("orders", 0): 0}, Session("warm-up"))  # the table is made once
+    handles[0].engine.groups.publish("g0", {("orders", 0): 0}, Session("warm-up"))  # the table is made once
 
     def publish(i: int) -> None:
         me = Session()
         for n in range(1, 8):
-            handles[i].groups.publish(f"g{i}", {("orders", 0): n}, me)
-            handles[i].groups.publish("shared", {("orders", i % 2): n + i})
+            handles[i].engine.groups.publish(f"g{i}", {("orders", 0): n}, me)
+            handles[i].engine.groups.publish("shared", {("orders", i % 2): n + i})
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(publish, range(4)))
-    assert groups(log) == ["g0", "g1", "g2", "g3", "shared"]
-    assert [log.groups.positions(f"g{i}") for i in range(4)] == [{("orders", 0): 7}] * 4
-    assert log.groups.positions("shared") == {("orders", 0): 9, ("orders", 1): 10}
-    log.groups.table.refresh()
-    assert log.groups.table.actions().num_rows == 5  # a file each
+    assert groups(log.engine) == ["g0", "g1", "g2", "g3", "shared"]
+    assert [log.engine.groups.positions(f"g{i}") for i in range(4)] == [{("orders", 0): 7}] * 4
+    assert log.engine.groups.positions("shared") == {("orders", 0): 9, ("orders", 1): 10}
+    log.engine.groups.table.refresh()
+    assert log.engine.groups.table.actions().num_rows == 5  # a file each
 
 
 def test_lag_counts_messages_seconds_and_what_is_not_visible_yet(log: CommitLog) -> None:
@@ -117,7 +117,7 @@ def test_lag_counts_messages_seconds_and_what_is_not_visible_yet(log: CommitLog)
     later = datetime.now(timezone.utc) + timedelta(hours=1)
     commit(log, prepare(log, 3, {"body": ["x"], "deliver_at": [later], "queue_id": [1]}))
     group = txmq.ConsumerGroup(log, "points")
-    log.groups.publish("points", {("orders", 0): 2, ("orders", 1): 4})
+    log.engine.groups.publish("points", {("orders", 0): 2, ("orders", 1): 4})
     assert lag_of(group) == {("orders", 0): 2, ("orders", 1): 0}
     assert lag_of(group, "end_offset") == {("orders", 0): 4, ("orders", 1): 4}
     seconds = lag_of(group, "lag_seconds")
@@ -146,7 +146,7 @@ def test_a_reset_moves_a_group_both_ways(log: CommitLog) -> None:
 
 def test_a_reset_to_what_has_expired_is_refused(log: CommitLog) -> None:
     commit(log, prepare(log, 0, 4))
-    log.topic_store.set_retention("orders", 0.0)
+    log.engine.topic_store.set_retention("orders", 0.0)
     let_leave(log)
     group = txmq.ConsumerGroup(log, "points")
     with pytest.raises(
@@ -179,7 +179,7 @@ def test_a_clone_stands_where_the_first_stands(log: CommitLog) -> None:
         txmq.ConsumerGroup(log, "points").clone("points-2")
     assert clone.delete()
     assert not clone.delete()
-    assert groups(log) == ["points"]
+    assert groups(log.engine) == ["points"]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_clone_stands_where_the_first_stands(log: CommitLog) -> None:
 def test_what_cannot_be_done_is_said(log: CommitLog, work: object, error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence):
         work(txmq.ConsumerGroup(log, "points"))  # type: ignore[operator]
-    assert groups(log) == []
+    assert groups(log.engine) == []
 
 
 def test_a_name_that_is_no_group_is_refused(log: CommitLog) -> None:
@@ -212,7 +212,7 @@ def test_a_name_that_is_no_group_is_refused(log: CommitLog) -> None:
 def test_progress_survives_another_process_and_vacuum(tmp_path: Path) -> None:
     log = make_log("delta", tmp_path / "log")
     for n in range(30):
-        log.groups.publish("points", {("orders", 0): n + 1})
+        log.engine.groups.publish("points", {("orders", 0): n + 1})
     CommitLog.open(log.path).vacuum()
     assert txmq.ConsumerGroup(log.path, "points").positions() == {("orders", 0): 30}
 
@@ -220,12 +220,12 @@ def test_progress_survives_another_process_and_vacuum(tmp_path: Path) -> None:
 def test_who_begins_where_a_queue_is_suspended_reads_it_once(log: CommitLog) -> None:
     """A query without an orderly consumer, after one with: it read everything from there twice."""
     later = datetime.now(timezone.utc) + timedelta(hours=1)
-    log.groups.progress("points", {QUEUE: 2}, "an orderly consumer", {QUEUE: later})
+    log.engine.groups.progress("points", {QUEUE: 2}, "an orderly consumer", {QUEUE: later})
     session = Session()
-    log.groups.publish("points", {QUEUE: 2}, session)
-    assert log.groups.places("points")[QUEUE].suspended_until is None
-    log.groups.publish("points", {QUEUE: 5}, session)
-    assert log.groups.positions("points") == {QUEUE: 5}
+    log.engine.groups.publish("points", {QUEUE: 2}, session)
+    assert log.engine.groups.places("points")[QUEUE].suspended_until is None
+    log.engine.groups.publish("points", {QUEUE: 5}, session)
+    assert log.engine.groups.positions("points") == {QUEUE: 5}
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -243,10 +243,10 @@ def test_the_command(tmp_path: Path) -> None:
     run("reset", log.path, "points", "--to", '{"orders": {"0": 2, "1": 1}}')
     assert [r["lag"] for r in objects("group", "lag", log.path, "points")] == [0, 1]
     run("reset", log.path, "points", "--to", "2020-01-01T00:00:00Z")
-    assert log.groups.claim("points", "host@1.abc", {("orders", 0): 3}, {}, "host@1")
+    assert log.engine.groups.claim("points", "host@1.abc", {("orders", 0): 3}, {}, "host@1")
     (row, _) = objects("group", "lag", log.path, "points")
     assert (row["owner"], row["generation"], row["heartbeat_seconds"]) == ("host@1.abc", 4, None)
-    Members(log.groups.table, "points", "host@1.abc", ["orders"], 30, 10).beat()
+    Members(log.engine.groups.table, "points", "host@1.abc", ["orders"], 30, 10).beat()
     (row, _) = objects("group", "lag", log.path, "points")
     assert 0 <= row["heartbeat_seconds"] < 60
     assert "host@1.abc" in run("lag", log.path, "points")
@@ -254,7 +254,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "points is free" in run("hand-over", log.path, "points")
     assert "owner" not in run("lag", log.path, "points")
     assert "points-2 stands where points stands" in run("clone", log.path, "points", "points-2")
-    Members(log.groups.table, "points-2", "host@2.def", ["orders"], 30, 10).beat()
+    Members(log.engine.groups.table, "points-2", "host@2.def", ["orders"], 30, 10).beat()
     assert "points is forgotten" in run("delete", log.path, "points")
     beats = [file.name for file in (Path(log.path) / "groups" / "_members").rglob("*") if file.is_file()]
     assert beats == ["host@2.def"], "the heartbeats of the group are gone with it"

@@ -105,7 +105,7 @@ def test_two_who_make_a_log_at_once_are_not_told_that_it_lost_its_topics(tmp_pat
 
 @ON_DELTA
 def test_a_log_that_has_lost_half_takes_no_sends_and_says_so(log: CommitLog, tmp_path: Path) -> None:
-    table = another(log).half.table
+    table = another(log).engine.half.table
     table.refresh()
     shutil.rmtree(tmp_path / "log" / "half")
     with pytest.raises(CorruptLogError, match="half is not there: the commit log has lost a table"):
@@ -144,7 +144,7 @@ def test_a_moved_log_opens_in_its_new_place(log: CommitLog, tmp_path: Path) -> N
     shutil.move(tmp_path / "log", tmp_path / "there")
     moved = CommitLog.open(tmp_path / "there")
     assert len(bodies(moved)) == 5
-    commit(moved, moved.get(open_one.half_id))
+    commit(moved, moved.engine.get(open_one.half_id))
     check_offsets(moved)
     assert len(bodies(moved)) == 10
     assert not (tmp_path / "log").exists()
@@ -155,13 +155,13 @@ def test_a_moved_log_opens_in_its_new_place(log: CommitLog, tmp_path: Path) -> N
 def decided(log: CommitLog) -> CommitLog:
     """A log with a half batch of six messages of which four are committed, by one op row."""
     record = prepare(log, 0, 6, per="message")
-    log.decide(record, 1, commit={0: b"\0\1\1\0\1\1"}, rollback={}, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit={0: b"\0\1\1\0\1\1"}, rollback={}, who=Who.EXECUTE)
     return log
 
 
 def edit(log: CommitLog, **changes: object) -> CommitLog:
     """Replace the log's only op row by an edited one, and come back with a handle that has not seen the first."""
-    op = another(log).op
+    op = another(log).engine.op
     op.refresh()
     paths = op.actions()["path"].to_pylist()
     (row,) = op.read(paths).to_pylist()
@@ -212,9 +212,9 @@ def test_an_edited_op_row_is_an_error_to_who_reads_it_and_to_who_decides_over_it
     if edited in SEEN_BY_THE_STATE:
         own = another(changed)
         with pytest.raises(CorruptLogError):
-            own.decide(own.get("app:0"), 1, commit={0: b"\1\0\0\0\0\0"}, rollback={}, who=Who.EXECUTE)
-        own.op.refresh()
-        assert own.op.read(own.op.actions()["path"].to_pylist()).num_rows == 1
+            own.engine.decide(own.engine.get("app:0"), 1, commit={0: b"\1\0\0\0\0\0"}, rollback={}, who=Who.EXECUTE)
+        own.engine.op.refresh()
+        assert own.engine.op.read(own.engine.op.actions()["path"].to_pylist()).num_rows == 1
 
 
 @ON_DELTA
@@ -225,14 +225,14 @@ def test_a_half_table_that_names_a_file_outside_is_not_read(log: CommitLog, tmp_
     entry = sorted((tmp_path / "log" / "half" / "_delta_log").glob("*.json"))[-1]
     entry.write_text(entry.read_text().replace(file.path, "../outside.parquet"))
     with pytest.raises(CorruptLogError, match="not inside the table"):
-        CommitLog.open(tmp_path / "log").get("app:0")
+        CommitLog.open(tmp_path / "log").engine.get("app:0")
 
 
 @ON_BOTH
 def test_one_bad_row_does_not_hide_behind_a_mark(decided: CommitLog) -> None:
-    roll_back(decided, decided.get("app:0"))
-    assert decided.move_mark()
-    assert pending(decided, decided.get("app:0")) == {}
+    roll_back(decided, decided.engine.get("app:0"))
+    assert decided.engine.move_mark()
+    assert pending(decided, decided.engine.get("app:0")) == {}
 
 
 @ON_DELTA
@@ -245,10 +245,10 @@ def test_a_half_file_of_which_the_delta_log_says_no_count_is_counted_by_its_rows
         assert changed
         entry.write_text(uncounted)
     log = another(log)
-    assert log.half.table.actions()["num_records"].to_pylist() == [None, None]
-    assert log.open_half_ids() == [record.half_id]
+    assert log.engine.half.table.actions()["num_records"].to_pylist() == [None, None]
+    assert log.engine.open_half_ids() == [record.half_id]
     assert log.pending()["messages"].to_pylist() == [3]
-    assert log.get(record.half_id).files == record.files
+    assert log.engine.get(record.half_id).files == record.files
 
 
 @pytest.mark.log("memory", "delta", plain=1)
@@ -258,14 +258,14 @@ def test_a_half_batch_that_lies_twice_stops_every_decision_on_its_topic(log: Com
     columns = {"body": ["a", "b"], "sharding_key": ["k", "k"]}
     before = prepare(log, 0, columns)
     twice = prepare(log, 1, columns)
-    table = another(log).half.table
+    table = another(log).engine.half.table
     table.refresh()
     (file,) = twice.files.values()
     copy = table.write(table.read([file.path]), "half", ("half_id",))
     assert table.compare_and_set(lambda _: Change(add=[copy]), lambda _: True) is not None
     for look in (
         lambda: commit(log, before),
-        lambda: log.get(twice.half_id),
+        lambda: log.engine.get(twice.half_id),
         lambda: log.resolve(twice.half_id, txmq.COMMIT_MESSAGE, "it happened"),
         lambda: log.pending(),
     ):
@@ -298,16 +298,16 @@ def test_a_footer_that_lies_about_its_versions_hides_no_op_row(log: CommitLog, t
     """A flipped bit in the bounds of a footer let pyarrow pass over a commit, and the next check committed it again."""
     commit(log, prepare(log, 0, 2))
     if marked:
-        assert log.move_mark()
+        assert log.engine.move_mark()
     commit(log, prepare(log, 1, 3))
-    for path in log.op.actions()["path"].to_pylist():
+    for path in log.engine.op.actions()["path"].to_pylist():
         file = tmp_path / "log" / "op" / path
-        bounds = log.op.read([path], ["version"])["version"][0].as_py().to_bytes(8, "little")
+        bounds = log.engine.op.read([path], ["version"])["version"][0].as_py().to_bytes(8, "little")
         content = file.read_bytes()
         begin = content.rindex(b"\x07version")  # what the footer says of this column
         end = content.index(OP_SCHEMA.names[OP_SCHEMA.names.index("version") + 1].encode(), begin)
         assert bounds in content[begin:end]
         lie = content[begin:end].replace(bounds, (1 << 40).to_bytes(8, "little"))
         file.write_bytes(content[:begin] + lie + content[end:])
-    assert another(log).open_half_ids() == []
+    assert another(log).engine.open_half_ids() == []
     assert len(bodies(another(log))) == 5

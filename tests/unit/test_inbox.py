@@ -30,7 +30,7 @@ def test_messages_count_once_however_often_they_come(url: str, log: CommitLog) -
     commit(log, prepare(log, 1, 3))
     assert inbox_of(url).apply(log.read("orders")) == 3
     assert results(url) == sorted(b.decode() for b in log.read("orders")["body"].to_pylist())
-    assert inbox.positions() == {(t, q): n for (t, q), n in log.ledger.tails.items()}
+    assert inbox.positions() == {(t, q): n for (t, q), n in log.engine.ledger.tails.items()}
 
 
 def test_a_message_that_stands_twice_in_one_table_counts_once(url: str, log: CommitLog) -> None:
@@ -123,10 +123,10 @@ def test_an_inbox_does_not_take_messages_of_a_restored_log_for_old_ones(url: str
     CommitLog.open(tmp_path / "copy").backup(log.path)
     restored = CommitLog.open(log.path)
     assert inbox.apply(restored.read("orders")) == 0  # what the copy has was written
-    before = restored.tails()
+    before = restored.engine.tails()
     commit(restored, prepare(restored, 2, 4))
     messages = restored.read("orders")
-    moved = [queue for queue, end in restored.tails().items() if end > before.get(queue, 0)]
+    moved = [queue for queue, end in restored.engine.tails().items() if end > before.get(queue, 0)]
     for topic, queue_id in sorted(moved):
         with pytest.raises(txmq.errors.InboxConflictError, match="restored from a copy") as problem:
             inbox.apply(messages)

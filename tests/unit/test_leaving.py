@@ -62,29 +62,29 @@ def test_what_is_committed_and_drained_leaves_and_its_op_rows_are_pruned(log: Co
     assert (report.archived, report.files_left) == (4, 4)
     assert in_half(log) == {"key4:0"}
     assert op_kinds(log, "key0:0") == ["archived"]
-    kept = another(log).archived("key0:0")
+    kept = another(log).engine.archived("key0:0")
     assert kept is not None
     assert (kept.rows, kept.committed, kept.app_id, kept.batch_id, kept.attempt) == (5, 5, "key0", 0, 1)
     assert [(d.kind, d.decided_by, d.count) for d in kept.decisions] == [("commit", "execute", 5)]
     assert kept.transaction_per == "batch"
     assert kept.producer_group == "group"
     assert let_leave(log).archived == 0
-    assert another(log).open_half_ids() == ["key4:0"]
+    assert another(log).engine.open_half_ids() == ["key4:0"]
     commit(log, sent[4])
-    assert len(another(log).tails()) == 2
-    assert sum(another(log).tails().values()) == 25
+    assert len(another(log).engine.tails()) == 2
+    assert sum(another(log).engine.tails().values()) == 25
 
 
 def test_a_dry_run_says_so_and_changes_nothing(log: CommitLog) -> None:
     for i in range(3):
         commit(log, send(log, f"key{i}"))
     log.drain()
-    log.move_mark()
-    versions = (log.half.table.refresh(), log.refresh())
+    log.engine.move_mark()
+    versions = (log.engine.half.table.refresh(), log.refresh())
     report = let_leave(log, dry_run=True)
     assert report.archived == 3
     assert "3 half batches would be archived" in str(report)
-    assert versions == (log.half.table.refresh(), log.refresh())
+    assert versions == (log.engine.half.table.refresh(), log.refresh())
 
 
 def test_what_is_not_drained_not_settled_or_too_young_stays(log: CommitLog) -> None:
@@ -92,12 +92,12 @@ def test_what_is_not_drained_not_settled_or_too_young_stays(log: CommitLog) -> N
     assert let_leave(log, reader_s=60).archived == 0
     send(log, "open")
     quarantined = send(log, "quarantined")
-    log.quarantine(quarantined, 1, pending(log, quarantined), Who.CHECK, "gave up")
+    log.engine.quarantine(quarantined, 1, pending(log, quarantined), Who.CHECK, "gave up")
     roll_back(log, send(log, "audited"))
     in_conflict = send(log, "conflict")
     commit(log, in_conflict)
     with pytest.raises(VerdictConflictError):
-        log.decide(in_conflict, 1, rollback=in_conflict.all_rows, who=Who.CHECK)
+        log.engine.decide(in_conflict, 1, rollback=in_conflict.all_rows, who=Who.CHECK)
     assert let_leave(log, audit_s=60).archived == 1
     assert in_half(log) == {"open:0", "quarantined:0", "audited:0", "conflict:0"}
     log.resolve("conflict:0", LocalTransactionState.COMMIT_MESSAGE, "it was right")
@@ -111,7 +111,7 @@ def test_the_last_batch_of_a_stream_stays_for_a_restart(log: CommitLog) -> None:
         commit(log, prepare(log, batch_id))
     let_leave(log)
     assert in_half(log) == {"app:2"}
-    record = another(log).find("app", 0)
+    record = another(log).engine.find("app", 0)
     assert record is not None
     assert record.left is not None
     assert record.header == header_of(0)
@@ -121,20 +121,20 @@ def test_what_became_of_each_message_is_kept(log: CommitLog) -> None:
     record = send(log, "parts", 9, per="message")
     committed, rest = split(pending(log, record), 3)
     by_check, by_hand = split(rest, 6)
-    log.decide(record, 1, commit=committed, who=Who.EXECUTE)
-    log.decide(record, 1, rollback=by_hand, who=Who.EXECUTE, reason="no")
-    log.decide(record, 1, rollback=by_check, who=Who.CHECK)
+    log.engine.decide(record, 1, commit=committed, who=Who.EXECUTE)
+    log.engine.decide(record, 1, rollback=by_hand, who=Who.EXECUTE, reason="no")
+    log.engine.decide(record, 1, rollback=by_check, who=Who.CHECK)
     again = send(log, "again")
     roll_back(log, again, who=Who.CHECK)
-    log.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "once more")
+    log.engine.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "once more")
     roll_back(log, again, 2)
     let_leave(log)
-    kept = another(log).archived("parts:0")
+    kept = another(log).engine.archived("parts:0")
     assert kept is not None
     assert (kept.committed, kept.rolled_back, kept.rolled_back_by_check) == (6, by_hand.count, by_check.count)
     assert not kept.final
     assert "no" in [d.reason for d in kept.decisions]
-    kept = another(log).archived("again:0")
+    kept = another(log).engine.archived("again:0")
     assert kept is not None
     assert (kept.attempt, kept.rolled_back, kept.rolled_back_by_check, kept.final) == (2, 5, 0, True)
 
@@ -144,35 +144,35 @@ def test_a_writer_that_slept_places_nothing_twice(log: CommitLog, idempotency_s:
     sleeper = another(log)
     record = send(sleeper, "key")
     rows = record.all_rows
-    commit(log, log.get("key:0"))
+    commit(log, log.engine.get("key:0"))
     send(log, "later")
     for _ in range(2):
         let_leave(log, idempotency_s=idempotency_s)
     assert op_kinds(log, "key:0") == (["archived"] if idempotency_s else [])
-    tails = another(log).tails()
+    tails = another(log).engine.tails()
     if idempotency_s:
-        assert sleeper.decide(record, 1, commit=rows, who=Who.EXECUTE) == []  # it is so already
+        assert sleeper.engine.decide(record, 1, commit=rows, who=Who.EXECUTE) == []  # it is so already
         with pytest.raises(VerdictConflictError, match=r"too late.*has left"):
-            sleeper.decide(record, 1, rollback=rows, who=Who.EXECUTE)
+            sleeper.engine.decide(record, 1, rollback=rows, who=Who.EXECUTE)
     else:
         is_forgotten(sleeper, record)
     for change in (
-        lambda: sleeper.reopen(record, 1, (RowState.PENDING,), 2, Who.EXECUTE, "no"),
-        lambda: sleeper.quarantine(record, 1, rows, Who.CHECK, "no"),
-        lambda: sleeper.record_check(record, 1, rows, "no"),
-        lambda: sleeper.ledger.overrule(record, LocalTransactionState.COMMIT_MESSAGE, "no"),
-        lambda: sleeper.state_of(record),
+        lambda: sleeper.engine.reopen(record, 1, (RowState.PENDING,), 2, Who.EXECUTE, "no"),
+        lambda: sleeper.engine.quarantine(record, 1, rows, Who.CHECK, "no"),
+        lambda: sleeper.engine.record_check(record, 1, rows, "no"),
+        lambda: sleeper.engine.ledger.overrule(record, LocalTransactionState.COMMIT_MESSAGE, "no"),
+        lambda: sleeper.engine.state_of(record),
     ):
         with pytest.raises(HalfBatchLeftError):
             change()
-    assert another(log).tails() == tails
-    assert another(log).open_half_ids() == ["later:0"]
+    assert another(log).engine.tails() == tails
+    assert another(log).engine.open_half_ids() == ["later:0"]
 
 
 def is_forgotten(sleeper: CommitLog, record: HalfRecord) -> None:
     """A verdict that comes this late is refused."""
     with pytest.raises(StaleAttemptError, match="long ago"):
-        sleeper.decide(record, 1, commit=record.all_rows, who=Who.EXECUTE)
+        sleeper.engine.decide(record, 1, commit=record.all_rows, who=Who.EXECUTE)
 
 
 def forget(log: CommitLog) -> None:
@@ -185,16 +185,18 @@ def forget(log: CommitLog) -> None:
 def test_a_lease_does_not_wake_what_has_left(log: CommitLog) -> None:
     sleeper = another(log)
     record = send(sleeper, "key")
-    roll_back(log, log.get("key:0"), who=Who.CHECK)
+    roll_back(log, log.engine.get("key:0"), who=Who.CHECK)
     let_leave(log)
     version = log.refresh()
-    sleeper.lease(record, 60.0)
+    sleeper.engine.lease(record, 60.0)
     assert log.refresh() == version, "a lease of what has left is not written"
     forget(log)
-    sleeper.lease(record, 60.0)
-    log.ledger.append(lambda: [OpRow(Kind.LEASE, "key:0", until=log.machine.now())])  # an older program wrote it
+    sleeper.engine.lease(record, 60.0)
+    log.engine.ledger.append(
+        lambda: [OpRow(Kind.LEASE, "key:0", until=log.engine.machine.now())]
+    )  # an older program wrote it
     is_forgotten(sleeper, record)
-    assert sum(another(log).tails().values()) == 15
+    assert sum(another(log).engine.tails().values()) == 15
     assert log.drain() == log.refresh()
 
 
@@ -202,37 +204,37 @@ def test_a_lease_does_not_wake_what_has_left(log: CommitLog) -> None:
 def test_a_key_that_is_used_again_is_another_half_batch(log: CommitLog, size: int) -> None:
     sleeper = another(log)
     record = send(sleeper, "key", 5)
-    roll_back(log, log.get("key:0"), who=Who.CHECK)
+    roll_back(log, log.engine.get("key:0"), who=Who.CHECK)
     forget(log)
     again = send(log, "key", size, half_id=new_half_id("key", 0))
     for _ in range(2):
         is_forgotten(sleeper, record)
-        sleeper.lease(record, 60.0)
-        assert log.state_of(again).lease_until is None
-        log.move_mark()  # names it as open
+        sleeper.engine.lease(record, 60.0)
+        assert log.engine.state_of(again).lease_until is None
+        log.engine.move_mark()  # names it as open
     roll_back(log, again)
     is_forgotten(sleeper, record)
-    assert sum(another(log).tails().values()) == 15
+    assert sum(another(log).engine.tails().values()) == 15
 
 
 def test_verdicts_on_some_messages_cannot_come_again_when_they_have_left(log: CommitLog) -> None:
     record = send(log, "key", 6, per="message")
     kept, dropped = split(pending(log, record), 2)
-    log.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
     again = send(log, "again", 6)
     roll_back(log, again, who=Who.CHECK)
-    log.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "once more")
+    log.engine.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "once more")
     commit(log, again, 2)
     let_leave(log)
     assert in_half(log) == set()
     for verdicts in ({"commit": dropped}, {"commit": dropped, "rollback": kept}, {"commit": kept}):
         with pytest.raises(StaleAttemptError, match="nobody can tell"):
-            log.decide(record, 1, **verdicts, who=Who.EXECUTE)
+            log.engine.decide(record, 1, **verdicts, who=Who.EXECUTE)
     rows = again.all_rows
     for attempt in (1, 7):
         with pytest.raises(StaleAttemptError, match=f"under attempt {attempt} comes too late"):
-            log.decide(again, attempt, commit=rows, who=Who.EXECUTE)
-    assert log.decide(again, 2, commit=rows, who=Who.EXECUTE) == []
+            log.engine.decide(again, attempt, commit=rows, who=Who.EXECUTE)
+    assert log.engine.decide(again, 2, commit=rows, who=Who.EXECUTE) == []
 
 
 @pytest.mark.log("delta", orders=1)
@@ -245,20 +247,20 @@ def test_what_comes_back_from_an_older_copy_of_half_is_not_placed_again(log: Com
     shutil.rmtree(tmp_path / "log" / "half")
     shutil.copytree(tmp_path / "copy", tmp_path / "log" / "half")
     fresh = CommitLog.open(tmp_path / "log")
-    record = fresh.get("key:0")
+    record = fresh.engine.get("key:0")
     with pytest.raises(HalfBatchLeftError, match="set back to an older copy"):
-        fresh.state_of(record)
+        fresh.engine.state_of(record)
     rows = record.all_rows
     with pytest.raises(StaleAttemptError):
-        fresh.decide(record, 1, commit=rows, who=Who.EXECUTE)
-    assert fresh.open_half_ids() == ["open:0"]
-    commit(fresh, fresh.get("open:0"))
+        fresh.engine.decide(record, 1, commit=rows, who=Who.EXECUTE)
+    assert fresh.engine.open_half_ids() == ["open:0"]
+    commit(fresh, fresh.engine.get("open:0"))
 
 
 def test_the_audit_time_is_no_shorter_than_the_grace(log: CommitLog) -> None:
     record = send(log, "key", 4, per="message")
     kept, dropped = split(pending(log, record), 2)
-    log.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
     roll_back(log, send(log, "none"))
     commit(log, send(log, "later"))
     assert let_leave(log, reader_s=3600.0, audit_s=0.0).archived == 0
@@ -273,21 +275,21 @@ def test_a_follower_that_slept_goes_on_from_the_mark(log: CommitLog) -> None:
     sleepers = [sleeper, another(log)]
     sleepers[1].refresh()
     let_leave(log)
-    assert pruned_up_to(another(log).op) >= 0
+    assert pruned_up_to(another(log).engine.op) >= 0
     for one in sleepers:
-        assert one.tails() == another(log).tails()
-        assert one.open_half_ids() == ["open:0"]
+        assert one.engine.tails() == another(log).engine.tails()
+        assert one.engine.open_half_ids() == ["open:0"]
     commit(sleeper, open_one)
-    assert sum(sleepers[1].tails().values()) == 25
+    assert sum(sleepers[1].engine.tails().values()) == 25
 
 
 def test_who_asks_for_a_half_batch_that_left_is_told(log: CommitLog) -> None:
     commit(log, send(log, "key"))
     let_leave(log)
     with pytest.raises(HalfBatchLeftError, match="of its 5 messages 5 committed"):
-        another(log).get("key:0")
+        another(log).engine.get("key:0")
     with pytest.raises(HalfBatchNotFoundError):
-        another(log).get("other:0")
+        another(log).engine.get("other:0")
     with pytest.raises(HalfBatchLeftError):
         log.resolve("key:0", LocalTransactionState.ROLLBACK_MESSAGE, "why not")
 
@@ -297,10 +299,10 @@ def test_a_shared_file_leaves_when_all_in_it_may(log: CommitLog) -> None:
         commit(log, send(log, f"key{i}"))
     record = send(log, "open")
     share_half_file(log)
-    log.move_mark()
+    log.engine.move_mark()
     report = let_leave(log)
     assert (report.archived, report.files_left) == (3, 0)
-    commit(log, log.get(record.half_id))
+    commit(log, log.engine.get(record.half_id))
     assert let_leave(log).files_left == 1
     assert in_half(log) == set()
 
@@ -308,18 +310,18 @@ def test_a_shared_file_leaves_when_all_in_it_may(log: CommitLog) -> None:
 @pytest.fixture
 def leaver(log: CommitLog) -> Leaver:
     """Of another process, with graces that are over at once."""
-    return Leaver(another(log), Graces(0, 0, FOREVER))
+    return Leaver(another(log).engine, Graces(0, 0, FOREVER))
 
 
 def test_a_crash_between_archive_and_removal_is_made_good(log: CommitLog, leaver: Leaver) -> None:
     commit(log, send(log, "key"))
     log.drain()
-    log.move_mark()
+    log.engine.move_mark()
     assert leaver.archive() == 1  # and its process dies
     assert in_half(log) == {"key:0"}
     assert op_kinds(log, "key:0") == ["commit", "commit", "archived"]
     with pytest.raises(HalfBatchLeftError):
-        another(log).state_of(another(log).half.get("key:0"))
+        another(log).engine.state_of(another(log).engine.half.get("key:0"))
     assert bodies(log)
     report = let_leave(log)
     assert (report.archived, report.files_left) == (0, 1)
@@ -329,9 +331,9 @@ def test_what_is_said_while_somebody_lets_it_leave_wins(log: CommitLog, leaver: 
     record = send(log, "key")
     roll_back(log, record, who=Who.CHECK)
     log.drain()
-    log.move_mark()
+    log.engine.move_mark()
     states = (RowState.ROLLED_BACK_BY_CHECK,)
-    with at("files read", lambda: log.reopen(record, 1, states, 2, Who.EXECUTE, "a replay"), table="half"):
+    with at("files read", lambda: log.engine.reopen(record, 1, states, 2, Who.EXECUTE, "a replay"), table="half"):
         assert leaver.archive() == 0
     leaver.remove()
     assert in_half(log) == {"key:0"}
@@ -383,7 +385,7 @@ def test_a_retry_under_a_key_gets_the_outcome_that_is_kept(log: CommitLog, produ
     assert again.replayed
     assert again.local_transaction_state is LocalTransactionState.COMMIT_MESSAGE
     assert again.transaction_id == first.transaction_id
-    assert sum(another(log).tails().values()) == 2
+    assert sum(another(log).engine.tails().values()) == 2
 
 
 def test_a_retry_of_what_a_check_rolled_back_and_has_left_is_told_so(
@@ -422,7 +424,7 @@ def test_a_decision_made_from_an_old_list_goes_on_when_what_it_lists_has_left(lo
 def test_a_decision_beside_a_half_batch_that_is_lost_is_refused(log: CommitLog) -> None:
     def is_lost(record: HalfRecord) -> None:
         change = Change(remove=[record.files[0].path], data_change=False)
-        assert another(log).half.table.compare_and_set(lambda _: change, lambda _: True) is not None
+        assert another(log).engine.half.table.compare_and_set(lambda _: change, lambda _: True) is not None
 
     with pytest.raises(HalfBatchNotFoundError, match=header_of(1).half_id):
         commit_beside(log, is_lost)
@@ -432,8 +434,8 @@ def test_a_decision_beside_a_half_batch_that_is_lost_is_refused(log: CommitLog) 
 def test_a_sender_that_slept_through_it_all_gets_the_outcome(log: CommitLog) -> None:
     class Sleeps(CommitOncePrepared):
         def execute_local_transaction(self, batch: HalfBatch) -> LocalTransactionState:
-            record = log.get(batch.half_id)
-            log.decide(record, 1, commit=pending(log, record), who=Who.CHECK)
+            record = log.engine.get(batch.half_id)
+            log.engine.decide(record, 1, commit=pending(log, record), who=Who.CHECK)
             let_leave(log)
             return LocalTransactionState.COMMIT_MESSAGE
 
@@ -441,4 +443,4 @@ def test_a_sender_that_slept_through_it_all_gets_the_outcome(log: CommitLog) -> 
         table = pa.table({"body": ["a"]})
         result = producer.send_messages_in_transaction(table, topic="orders", idempotency_key="key")
     assert result.local_transaction_state is LocalTransactionState.COMMIT_MESSAGE
-    assert sum(another(log).tails().values()) == 1
+    assert sum(another(log).engine.tails().values()) == 1

@@ -38,15 +38,15 @@ def test_a_group_with_too_many_pending_half_batches_sends_no_more(log: CommitLog
     sender = producer(log, listener, max_pending_batches=2)
     first = send(sender, key="first")
     send(sender)
-    files = log.half.table.actions().num_rows
+    files = log.engine.half.table.actions().num_rows
     with pytest.raises(PendingLimitError) as told:
         send(sender)
     message = str(told.value)
     assert "producer group 'shop' has 2 half batches" in message
     assert "maxPendingBatches=2" in message
     assert f"oldest is {first.half_id!r}" in message
-    log.half.table.refresh()
-    assert log.half.table.actions().num_rows == files
+    log.engine.half.table.refresh()
+    assert log.engine.half.table.actions().num_rows == files
 
     send(producer(another(log), listener, group="others", max_pending_batches=1))
     send(producer(another(log), listener))  # without a limit
@@ -61,7 +61,7 @@ def test_a_group_with_too_many_pending_bytes_sends_no_more(log: CommitLog) -> No
     listener = Scripted(execute=txmq.UNKNOWN)
     sender = producer(log, listener, max_pending_bytes="10k")
     send(sender, bytes(range(256)) * 4)
-    size = log.half.bytes_of(log.get(log.open_half_ids()[0]))
+    size = log.engine.half.bytes_of(log.engine.get(log.engine.open_half_ids()[0]))
     assert size < 10_240
     for _ in range(-(-10_240 // size) - 1):
         send(sender, bytes(range(256)) * 4)

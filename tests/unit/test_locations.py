@@ -12,7 +12,7 @@ import rmq_spark as txmq
 from rmq_spark import ConsumerGroup
 from rmq_spark.errors import NotACommitLogError, OptionError, UnreachableStoreError
 from tests.support.half_batches import commit, prepare
-from tests.support.inside import filesystem, location, maintenance, read_options
+from tests.support.inside import filesystem, location, op_merge, read_options
 from tests.support.limits import Limit
 
 TABLES = {"half", "op", "topics", "groups", "messages"}
@@ -31,10 +31,10 @@ def whole_cycle(path: Any, folder: Path, limit: Limit) -> None:
         commit(log, prepare(log, batch, 4))
         txmq.CommitLog.open(path).read("orders")
     log.close()
-    maintenance.compact_op(log.op)
-    log.op.refresh()
-    assert log.op.removed_since()
-    assert not log.op.removed_since() & set(log.op.actions()["path"].to_pylist())
+    op_merge.compact_op(log.engine.op)
+    log.engine.op.refresh()
+    assert log.engine.op.removed_since()
+    assert not log.engine.op.removed_since() & set(log.engine.op.actions()["path"].to_pylist())
     log.drain()
     ConsumerGroup(log, "points").reset("latest", ["orders"])
     orphan = folder / "half" / f"half-{0:032x}.parquet"

@@ -24,8 +24,8 @@ ON_DELTA = pytest.mark.log("delta", orders=1)
 
 
 def rows_drained(log: CommitLog) -> int:
-    log.messages_table.refresh()
-    return sum(log.messages_table.actions()["num_records"].to_pylist())
+    log.engine.messages_table.refresh()
+    return sum(log.engine.messages_table.actions()["num_records"].to_pylist())
 
 
 class Days(Machine):
@@ -105,7 +105,7 @@ def test_fences_are_pruned_once_a_day_a_piece_at_a_time() -> None:
     machine = Days()
     log = InMemoryCommitLog(topics={"orders": 1}, machine=machine)
     first, second = Keeping(1, 2), Keeping(4)
-    fences = FencePruner(log, [first, CommitOncePrepared(), second])
+    fences = FencePruner(log.engine, [first, CommitOncePrepared(), second])
     assert fences.run(0.0) == 0
     assert fences.run(60.0, iter([False, True]).__next__) == 1
     assert fences.run(60.0) == 2 + 4
@@ -119,7 +119,7 @@ def test_a_fence_that_cannot_be_pruned_is_a_warning_a_day_and_stops_nothing(
     log: CommitLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad, good = Keeping(1, OSError("permission denied"), 5), Keeping(3)
-    upkeep = Maintainer(log, fences=FencePruner(log, [bad, good]))
+    upkeep = Maintainer(log, fences=FencePruner(log.engine, [bad, good]))
     for _ in range(3):
         assert upkeep.run_once().drained_up_to == log.refresh()
     (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
@@ -142,7 +142,7 @@ def test_rounds_of_upkeep_prune_the_fence_of_what_has_left(log: CommitLog, tmp_p
         return list(fence_rows(url).values()).count("executed")
 
     make_older(url, 1000)
-    Maintainer(log, fences=FencePruner(log, [listener])).run_once()
+    Maintainer(log, fences=FencePruner(log.engine, [listener])).run_once()
     assert executed() == 3  # the grace of those that leave is not over
     let_leave(log)
     run(url, "DELETE FROM txmq_fence WHERE state = 'pruned'")
@@ -164,4 +164,4 @@ def test_a_log_that_was_made_anew_is_not_kept_up_by_an_old_handle(tmp_path: Path
     for upkeep in (old.drain, old.maintain):
         with pytest.raises(NotACommitLogError, match="made anew"):
             upkeep()
-    assert new.messages_table.refresh() == 0
+    assert new.engine.messages_table.refresh() == 0

@@ -48,7 +48,7 @@ def staged(log: CommitLog, name: str, batch_id: int = 0, numbered: bool = False,
 
 
 def prepared(log: CommitLog, *batches: Staged) -> list[HalfRecord]:
-    records = log.prepare_many(batches)
+    records = log.engine.prepare_many(batches)
     assert all(isinstance(record, HalfRecord) for record in records)
     return records  # type: ignore[return-value]
 
@@ -63,29 +63,29 @@ def no(log: CommitLog, record: HalfRecord) -> Decision:
 
 # ---------------------------------------------------------------- prepare
 def test_half_batches_are_prepared_in_one_commit_and_found_like_others(log: CommitLog) -> None:
-    version = log.half.table.version
+    version = log.engine.half.table.version
     records = prepared(log, *(staged(log, name) for name in "abc"))
-    assert log.half.table.version == version + 1
-    found = [another(log).get(f"{name}:0") for name in "abc"]
+    assert log.engine.half.table.version == version + 1
+    found = [another(log).engine.get(f"{name}:0") for name in "abc"]
     assert [(r.header, r.files, r.prepared_ms) for r in found] == [(r.header, r.files, r.prepared_ms) for r in records]
-    assert log.open_half_ids() == another(log).open_half_ids()
-    assert set(log.open_half_ids()) == {"a:0", "b:0", "c:0"}
+    assert log.engine.open_half_ids() == another(log).engine.open_half_ids()
+    assert set(log.engine.open_half_ids()) == {"a:0", "b:0", "c:0"}
 
 
 def test_a_numbered_half_batch_is_known_as_the_last_one_of_its_application(log: CommitLog) -> None:
     prepared(log, staged(log, "a", numbered=True), staged(log, "b"), staged(log, "c", numbered=True))
-    assert [another(log).last_batch_id(app) for app in "abc"] == [0, None, 0]
+    assert [another(log).engine.last_batch_id(app) for app in "abc"] == [0, None, 0]
 
 
 def test_what_cannot_be_prepared_drops_out_and_the_others_are_prepared(log: CommitLog) -> None:
-    log.prepare(*(lambda b: (b.header, b.files))(staged(log, "taken")))
+    log.engine.prepare(*(lambda b: (b.header, b.files))(staged(log, "taken")))
     old = staged(log, "old")
     old = Staged(old.header, [replace(f, staged_at=f.staged_at - 4 * 86_400) for f in old.files])
-    outcomes = log.prepare_many([staged(log, "a"), staged(log, "taken"), old, staged(log, "b")])
+    outcomes = log.engine.prepare_many([staged(log, "a"), staged(log, "taken"), old, staged(log, "b")])
     assert [type(o) for o in outcomes] == [HalfRecord, AlreadyPreparedError, StagedFilesTooOldError, HalfRecord]
-    assert set(log.open_half_ids()) == {"taken:0", "a:0", "b:0"}
+    assert set(log.engine.open_half_ids()) == {"taken:0", "a:0", "b:0"}
     # Nobody may think that all op rows of "taken" are still to come.
-    for record in map(another(log).get, ("taken:0", "a:0", "b:0")):
+    for record in map(another(log).engine.get, ("taken:0", "a:0", "b:0")):
         commit(log, record)
     assert len(bodies(log)) == 9
     check_offsets(log)
@@ -93,15 +93,15 @@ def test_what_cannot_be_prepared_drops_out_and_the_others_are_prepared(log: Comm
 
 def test_none_are_prepared_when_none_are_given(log: CommitLog) -> None:
     """The failpoint before the prepare looked at the first of them."""
-    assert log.prepare_many([]) == []
+    assert log.engine.prepare_many([]) == []
 
 
 def test_when_nothing_can_be_prepared_nothing_is_committed(log: CommitLog) -> None:
     prepared(log, staged(log, "a"))
-    version = log.half.table.version
-    (refused,) = log.prepare_many([staged(log, "a")])
+    version = log.engine.half.table.version
+    (refused,) = log.engine.prepare_many([staged(log, "a")])
     assert isinstance(refused, AlreadyPreparedError)
-    assert another(log).half.table.refresh() == version
+    assert another(log).engine.half.table.refresh() == version
 
 
 REFUSED: dict[str, tuple[Callable[[CommitLog], list[Staged]], type[Exception], str]] = {
@@ -130,16 +130,16 @@ def test_half_batches_that_cannot_be_in_one_commit_are_refused_before_any_is_pre
     log: CommitLog, batches: Callable[[CommitLog], list[Staged]], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        log.prepare_many(batches(log))
-    assert log.open_half_ids() == []
-    assert log.last_batch_id("a") is None
+        log.engine.prepare_many(batches(log))
+    assert log.engine.open_half_ids() == []
+    assert log.engine.last_batch_id("a") is None
 
 
 # ---------------------------------------------------------------- decide
 def test_decisions_share_a_commit_and_each_has_its_places(log: CommitLog) -> None:
     records = prepared(log, *(staged(log, name) for name in "abc"))
     version = log.refresh()
-    decided = log.decide_many([yes(log, records[0]), no(log, records[1]), yes(log, records[2])])
+    decided = log.engine.decide_many([yes(log, records[0]), no(log, records[1]), yes(log, records[2])])
     assert log.refresh() == version + 1
     assert [sum(p.count for p in d.placed) for d in decided] == [3, 0, 3]
     assert [d.problem for d in decided] == [None, None, None]
@@ -152,16 +152,16 @@ def test_a_decision_that_does_not_count_drops_out_with_its_own_error(log: Commit
     decisions = [yes(log, record) for record in (good, late, stale, last)]
     other = another(log)
     roll_back(other, late, who=Who.CHECK)
-    other.quarantine(stale, 1, pending(other, stale), Who.ADMIN, "somebody wants to look")
+    other.engine.quarantine(stale, 1, pending(other, stale), Who.ADMIN, "somebody wants to look")
     version = log.refresh()
-    decided = log.decide_many(decisions)
+    decided = log.engine.decide_many(decisions)
     assert log.refresh() == version + 1, "what comes too late is on record in the same commit"
     assert [type(d.problem) for d in decided] == [type(None), VerdictConflictError, StaleAttemptError, type(None)]
     assert [sum(p.count for p in d.placed) for d in decided] == [3, 0, 0, 3]
     assert log.conflicts() == another(log).conflicts() == ["late:0"]
     assert sorted(bodies(log)) == [f"{name}.{i}" for name in ("good", "last") for i in range(3)]
     # Said again, each has the outcome that it had.
-    again = log.decide_many(decisions)
+    again = log.engine.decide_many(decisions)
     assert [type(d.problem) for d in again] == [type(d.problem) for d in decided]
     assert len(bodies(log)) == 6
 
@@ -169,15 +169,15 @@ def test_a_decision_that_does_not_count_drops_out_with_its_own_error(log: Commit
 def test_two_decisions_about_one_half_batch_are_refused(log: CommitLog) -> None:
     (record,) = prepared(log, staged(log, "a"))
     with pytest.raises(ValueError, match="two decisions about one half batch"):
-        log.decide_many([yes(log, record), no(log, record)])
+        log.engine.decide_many([yes(log, record), no(log, record)])
 
 
 def test_decisions_of_one_commit_keep_the_order_of_a_key(log: CommitLog) -> None:
     log.create_topic("steps", queues=2, fifo=True)
     records = [prepared(log, staged(log, name, topic="steps"))[0] for name in "abcd"]
-    log.decide_many([yes(log, records[3]), yes(log, records[1])])
+    log.engine.decide_many([yes(log, records[3]), yes(log, records[1])])
     assert bodies(log, "steps") == [], "a is open, and sent before"
-    decided = log.decide_many([no(log, records[2]), yes(log, records[0])])
+    decided = log.engine.decide_many([no(log, records[2]), yes(log, records[0])])
     assert bodies(log, "steps") == [f"{name}.{i}" for name in "abd" for i in range(3)]
     assert sum(p.count for d in decided for p in d.placed) == 3, "a decision tells of its own messages only"
     check_offsets(log, "steps")
@@ -187,7 +187,7 @@ def test_threads_that_decide_many_and_others_that_decide_one_lose_and_double_not
     def many(name: str) -> None:
         for i in range(4):
             records = prepared(log, *(staged(log, f"{name}{i}-{j}") for j in range(3)))
-            assert [d.problem for d in log.decide_many([yes(log, r) for r in records])] == [None] * 3
+            assert [d.problem for d in log.engine.decide_many([yes(log, r) for r in records])] == [None] * 3
 
     def one(name: str) -> None:
         for i in range(6):
@@ -202,8 +202,8 @@ def test_threads_that_decide_many_and_others_that_decide_one_lose_and_double_not
 
 # ---------------------------------------------------------------- leases
 def lease_rows(log: CommitLog) -> list[tuple[int, str]]:
-    log.op.refresh()
-    rows = log.op.read(log.op.actions()["path"].to_pylist()).sort_by("version").to_pylist()
+    log.engine.op.refresh()
+    rows = log.engine.op.read(log.engine.op.actions()["path"].to_pylist()).sort_by("version").to_pylist()
     return [(r["version"], r["half_id"]) for r in rows if r["kind"] == "lease"]
 
 
@@ -222,7 +222,7 @@ def test_thousands_of_short_transactions_have_one_thread_for_their_leases(
     log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (record,) = prepared(log, staged(log, "a"))
-    keeper = LeaseKeeper(log, 60.0)
+    keeper = LeaseKeeper(log.engine, 60.0)
     started: list[str] = []
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda thread: started.append(thread.name) or start(thread))
@@ -243,7 +243,7 @@ def test_thousands_of_short_transactions_have_one_thread_for_their_leases(
 
 def test_one_thread_leases_all_that_run_in_one_commit(log: CommitLog) -> None:
     records = prepared(log, *(staged(log, name) for name in "abc"))
-    keeper = LeaseKeeper(log, 3.0)
+    keeper = LeaseKeeper(log.engine, 3.0)
     leases = [keeper.lease(record) for record in records]
     for lease in leases:
         lease.__enter__()
@@ -256,12 +256,12 @@ def test_one_thread_leases_all_that_run_in_one_commit(log: CommitLog) -> None:
     for version, half_id in lease_rows(log):
         by_version.setdefault(version, []).append(half_id)
     assert next(iter(by_version.values())) == ["a:0", "b:0", "c:0"]
-    assert log.state_of(records[0]).lease_until is not None
+    assert log.engine.state_of(records[0]).lease_until is not None
 
 
 def test_a_keeper_starts_again_after_it_had_nothing_to_do(log: CommitLog) -> None:
     first, second = prepared(log, staged(log, "a"), staged(log, "b"))
-    keeper = LeaseKeeper(log, 0.3)
+    keeper = LeaseKeeper(log.engine, 0.3)
     with keeper.lease(first):
         until_leased(log, [first])
     written = len(lease_rows(log))
@@ -274,7 +274,7 @@ def test_a_keeper_starts_again_after_it_had_nothing_to_do(log: CommitLog) -> Non
 
 def test_a_lease_goes_on_when_another_one_ends(log: CommitLog) -> None:
     short, long = prepared(log, staged(log, "a"), staged(log, "b"))
-    keeper = LeaseKeeper(log, 0.3)
+    keeper = LeaseKeeper(log.engine, 0.3)
     with keeper.lease(long):
         with keeper.lease(short):
             until_leased(log, [short, long])
@@ -291,7 +291,7 @@ def test_a_thread_that_cannot_start_leaves_no_lease_that_nobody_renews(
     log: CommitLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (record,) = prepared(log, staged(log, "a"))
-    keeper = LeaseKeeper(log, 0.3)
+    keeper = LeaseKeeper(log.engine, 0.3)
     lease = keeper.lease(record)
 
     def refuse(*arguments: Any, **more: Any) -> Any:
@@ -304,12 +304,12 @@ def test_a_thread_that_cannot_start_leaves_no_lease_that_nobody_renews(
             assert "no leases: thread txmq-lease cannot be started" in caplog.text
     with keeper.lease(record):
         until_leased(log, [record])
-    assert log.state_of(record).count(RowState.PENDING) == 3
+    assert log.engine.state_of(record).count(RowState.PENDING) == 3
 
 
 def test_a_panic_while_leases_are_written_does_not_end_those_of_other_transactions(log: CommitLog) -> None:
     first, second = prepared(log, staged(log, "a"), staged(log, "b"))
-    keeper = LeaseKeeper(log, 0.3)
+    keeper = LeaseKeeper(log.engine, 0.3)
     panicked = threading.Event()
 
     def panic() -> None:
@@ -324,7 +324,7 @@ def test_a_panic_while_leases_are_written_does_not_end_those_of_other_transactio
 
 def test_a_lease_that_is_being_written_is_not_written_after_its_end(log: CommitLog) -> None:
     first, second = prepared(log, staged(log, "a"), staged(log, "b"))
-    keeper = LeaseKeeper(log, 0.3)
+    keeper = LeaseKeeper(log.engine, 0.3)
     writing, ended = threading.Event(), threading.Event()
 
     def slowly(change: Change, **_: Any) -> None:

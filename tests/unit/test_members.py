@@ -37,14 +37,14 @@ QUEUE, OTHER = ("orders", 0), ("orders", 1)
 
 # ---------------------------------------------------------------- the table
 def test_of_two_that_claim_what_they_saw_free_one_gets_it(log: CommitLog) -> None:
-    one, two = log.another().groups, log.another().groups
+    one, two = log.another().engine.groups, log.another().engine.groups
     assert one.claim("points", "a", {QUEUE: 0}, {QUEUE: 3}, "a")[QUEUE][:2] == (3, 1)
     assert two.claim("points", "b", {QUEUE: 0}, {QUEUE: 0}, "b") == {}
-    assert log.groups.places("points")[QUEUE].owner == "a"
+    assert log.engine.groups.places("points")[QUEUE].owner == "a"
 
 
 def test_a_zombies_progress_is_refused(log: CommitLog) -> None:
-    store = log.groups
+    store = log.engine.groups
     store.claim("points", "a", {QUEUE: 0, OTHER: 0}, {QUEUE: 0, OTHER: 0}, "a")
     store.claim("points", "b", {QUEUE: 1}, {}, "b")
     assert store.report("points", "a", {QUEUE: Report(9, 1), OTHER: Report(9, 1)}, "a") == {QUEUE}
@@ -59,7 +59,7 @@ def test_a_zombies_progress_is_refused(log: CommitLog) -> None:
 
 
 def test_a_reset_raises_the_generation_and_the_owner_is_refused(log: CommitLog) -> None:
-    store = log.groups
+    store = log.engine.groups
     store.claim("points", "a", {QUEUE: 0}, {QUEUE: 0}, "a")
     epoch = store.places("points")[QUEUE].epoch
     store.set("points", {QUEUE: 0}, "a person")
@@ -73,7 +73,7 @@ def test_a_reset_raises_the_generation_and_the_owner_is_refused(log: CommitLog) 
 
 
 def test_a_group_is_sparks_or_its_members(log: CommitLog) -> None:
-    store = log.groups
+    store = log.engine.groups
     store.publish("streamed", {QUEUE: 5})
     assert store.places("streamed")[QUEUE].consumer == SPARK
     with pytest.raises(txmq.GroupInUseError, match=r"is read by Spark, and PushConsumer .* hand-over LOG streamed"):
@@ -110,7 +110,7 @@ def test_topics_of_one_queue_go_to_different_members() -> None:
 
 # ---------------------------------------------------------------- heartbeats
 def members_of(log: Any, name: str) -> Members:
-    return Members(log.groups.table, "points", name, ["orders"], LEASE_S, 10.0)
+    return Members(log.engine.groups.table, "points", name, ["orders"], LEASE_S, 10.0)
 
 
 def beat_and_look(*members: Members) -> None:
@@ -120,15 +120,17 @@ def beat_and_look(*members: Members) -> None:
 
 
 def write_heartbeat(log: Any, name: str, told: str) -> None:
-    with log.groups.table.fs.open_output_stream(f"{log.groups.table.folder}/_members/points/{name}") as stream:
+    with log.engine.groups.table.fs.open_output_stream(
+        f"{log.engine.groups.table.folder}/_members/points/{name}"
+    ) as stream:
         stream.write(told.encode())
 
 
 @pytest.fixture
 def machine(log: CommitLog) -> Steps:
     """The clock of the members of ``log``."""
-    log.groups.table.machine = Steps()
-    return log.groups.table.machine
+    log.engine.groups.table.machine = Steps()
+    return log.engine.groups.table.machine
 
 
 def test_a_member_is_dead_when_its_counter_has_not_moved_for_the_lease(log: CommitLog, machine: Steps) -> None:
@@ -161,7 +163,7 @@ def test_a_member_is_dead_when_its_counter_has_not_moved_for_the_lease(log: Comm
 
 def test_a_member_with_another_lease_is_judged_by_its_own(log: CommitLog, machine: Steps) -> None:
     """One with a lease of 2 s took the queues of those with 30 s again and again, and messages came twice."""
-    patient, hasty = members_of(log, "a"), Members(log.groups.table, "points", "b", ["orders"], 2.0, 0.5)
+    patient, hasty = members_of(log, "a"), Members(log.engine.groups.table, "points", "b", ["orders"], 2.0, 0.5)
     beat_and_look(patient, hasty, patient)
     machine.sleep(3)
     assert not hasty.is_dead("a")
@@ -207,7 +209,7 @@ def test_the_heartbeat_of_a_dead_member_is_removed_in_the_end() -> None:
     beat_and_look(b, a)
     assert list(txmq.ConsumerGroup(log, "points").members()) == ["a", "b"]
     for _ in range(4):
-        log.machine.sleep(LEASE_S)
+        log.engine.machine.sleep(LEASE_S)
         a.renew(a.beat())
         a.look()
     assert list(txmq.ConsumerGroup(log, "points").members()) == ["a"]
@@ -216,9 +218,9 @@ def test_the_heartbeat_of_a_dead_member_is_removed_in_the_end() -> None:
 def test_a_member_that_comes_long_after_another_was_killed_takes_all_queues_at_once() -> None:
     log = memory_log()
     killed = joined(log, seen_by([]))
-    log.machine.sleep(2 * LEASE_S)
+    log.engine.machine.sleep(2 * LEASE_S)
     assert list(txmq.ConsumerGroup(log, "points").members()) == [killed.member.name]
-    log.machine.sleep(2 * LEASE_S)
+    log.engine.machine.sleep(2 * LEASE_S)
     assert txmq.ConsumerGroup(log, "points").members() == {}
     late = joined(log.another(), seen_by([]))
     assert queues_of([late]) == [2]
@@ -276,9 +278,9 @@ def test_what_a_dead_member_left_comes_at_another_one_and_its_own_late_report_is
     # The first one wakes up within its call, and ends it. It starts no other one before it has looked.
     paused.consume(take)
     assert not paused.work()
-    before = log.groups.positions("points")
+    before = log.engine.groups.positions("points")
     paused.member.persist()
-    assert log.groups.positions("points") == before
+    assert log.engine.groups.positions("points") == before
     assert take.queue.queue not in paused.queues()
     pass_time([paused, other], 25)
     assert queues_of([paused, other]) == [1, 1]
@@ -294,9 +296,9 @@ def test_a_member_that_slept_looks_before_it_goes_on() -> None:
     mine: list[str] = []
     sleeper = joined(log, seen_by(mine))
     sleeper.member.fetch()
-    log.machine.sleep(LEASE_S - 10 - 1)
+    log.engine.machine.sleep(LEASE_S - 10 - 1)
     assert sleeper.member.may_start()
-    log.machine.sleep(2)
+    log.engine.machine.sleep(2)
     assert not sleeper.work(), "its heartbeat is older than the lease less a margin"
     other = joined(log, seen_by([]))
     pass_time([other], LEASE_S + 5)
@@ -373,7 +375,7 @@ def test_a_heartbeat_that_was_read_while_it_was_written_is_compared_with_none(
 
 
 def test_a_group_that_spark_reads_is_refused_unless_taken_over(log: CommitLog) -> None:
-    log.groups.publish("points", {QUEUE: 0})
+    log.engine.groups.publish("points", {QUEUE: 0})
     with pytest.raises(txmq.GroupInUseError, match="is read by Spark"):
         push(log, seen_by([])).member.join()
     consumer = joined(log, seen_by([], DONE), take_over=True)

@@ -80,7 +80,7 @@ def says() -> Scripted:
 def test_the_figures_are_what_happened_in_the_log(log: CommitLog) -> None:
     watch = LogWatch(log)
     others, some = split(pending(log, prepare(log, 0, 40, per="message", group="shop")), every=4)
-    log.decide(log.get("app:0"), 1, commit=others, rollback=some, who=Who.EXECUTE)
+    log.engine.decide(log.engine.get("app:0"), 1, commit=others, rollback=some, who=Who.EXECUTE)
     prepare(log, 1, 5, topic="points", group="bank")
     hidden = prepare(log, 2, 3, group="shop")
     quarantine(log, hidden)
@@ -138,11 +138,11 @@ def test_a_rollback_that_a_person_confirms_is_counted_once(log: CommitLog, who: 
     watch = LogWatch(log)
     record = prepare(log, 0, 5, per="message")
     wrong, hidden = split(pending(log, record), every=2)
-    log.decide(record, 1, rollback=wrong, who=who)
+    log.engine.decide(record, 1, rollback=wrong, who=who)
     watch.look()
     with pytest.raises(txmq.VerdictConflictError):
-        log.decide(record, 1, commit=wrong, who=Who.EXECUTE)
-    log.quarantine(record, 1, hidden, Who.DISCARD, "too often")
+        log.engine.decide(record, 1, commit=wrong, who=Who.EXECUTE)
+    log.engine.quarantine(record, 1, hidden, Who.DISCARD, "too often")
     log.resolve(record.half_id, txmq.ROLLBACK_MESSAGE, "it never happened")
     assert log.conflicts() == []
     assert watch.look().rolled_back == {"orders": 5}
@@ -156,8 +156,8 @@ def test_the_rollbacks_of_a_crashed_and_replayed_half_batch_are_counted_once(log
     roll_back(log, asked_again, who=Who.DISCARD)
     quarantine(log, resumed)
     assert looks == 1 or watch.look().rolled_back == {"orders": 10}
-    log.reopen(replayed, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "it never happened")
-    log.reopen(asked_again, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
+    log.engine.reopen(replayed, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "it never happened")
+    log.engine.reopen(asked_again, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
     log.resume(resumed.half_id)
     assert looks == 1 or watch.look().rolled_back == {"orders": 10}
     for record, attempt in ((replayed, 2), (asked_again, 1), (resumed, 1)):
@@ -170,7 +170,7 @@ def test_the_rollbacks_of_a_crashed_and_replayed_half_batch_are_counted_once(log
 def test_a_quarantine_and_an_answer_from_before_are_found(log: CommitLog) -> None:
     record = prepare(log, 0, 3, group="shop")
     assert LogWatch(log).look().last_check is None
-    log.record_check(record, 1, pending(log, record), "UNKNOWN")
+    log.engine.record_check(record, 1, pending(log, record), "UNKNOWN")
     quarantine(log, record)
     found = LogWatch(log).look()
     assert found.quarantined == {"shop": 3}
@@ -191,10 +191,10 @@ def test_a_look_reads_an_open_half_batch_again_only_when_op_decides_something_ne
     assert read() == sorted(record.files[0].path for record in records)
     assert read() == []
     one = records[1]
-    log.record_check(one, 1, pending(log, one), "UNKNOWN")
+    log.engine.record_check(one, 1, pending(log, one), "UNKNOWN")
     assert read() == [], "a check that changes nothing"
     some, _ = split(pending(log, one), every=2)
-    log.decide(one, 1, commit=some, who=Who.EXECUTE)
+    log.engine.decide(one, 1, commit=some, who=Who.EXECUTE)
     assert read() == [one.files[0].path]
     assert watch.look().half_messages == {"orders": 5}
 
@@ -209,7 +209,7 @@ def test_a_look_is_bounded_and_the_next_one_goes_on(log: CommitLog, limit: Limit
     found = watch.look()
     assert (found.not_looked_at, found.half_messages) == (0, {"orders": 6})
     for batch_id in range(3):
-        record = log.get(f"app:{batch_id}")
+        record = log.engine.get(f"app:{batch_id}")
         quarantine(log, record)
         log.resume(record.half_id, "again")
     found = watch.look()
@@ -219,7 +219,7 @@ def test_a_look_is_bounded_and_the_next_one_goes_on(log: CommitLog, limit: Limit
 def test_waiting_messages_are_told_by_their_reason() -> None:
     log = memory_log(orders=1)
     log.create_topic("steps", 1, fifo=True)
-    later = log.machine.now() + timedelta(hours=1)
+    later = log.engine.machine.now() + timedelta(hours=1)
     commit(log, prepare(log, 0, {"body": ["a", "b"], "deliver_at": [later, None]}))
     prepare(log, 1, {"body": ["c"], "sharding_key": ["k"]}, topic="steps")
     commit(log, prepare(log, 2, {"body": ["d"], "sharding_key": ["k"]}, topic="steps"))
@@ -232,16 +232,16 @@ def test_waiting_messages_are_told_by_their_reason() -> None:
 def test_lag_is_what_a_consumer_group_says(drained: bool) -> None:
     log = memory_log(orders=1)
     send(log, "abc")
-    log.machine.sleep(60)
+    log.engine.machine.sleep(60)
     send(log, "de")
-    log.machine.sleep(5)
+    log.engine.machine.sleep(5)
     if drained:
         log.drain()
     watch = LogWatch(log)
     assert watch.look().lags == {}
-    log.groups.set("points", {("orders", 0): 1}, "test")
-    log.groups.set("bills", {("orders", 0): 3}, "test")
-    log.groups.set("idle", {("orders", 0): 5}, "test")
+    log.engine.groups.set("points", {("orders", 0): 1}, "test")
+    log.engine.groups.set("bills", {("orders", 0): 3}, "test")
+    log.engine.groups.set("idle", {("orders", 0): 5}, "test")
     lags = watch.look().lags
     assert lags == {
         ("points", "orders"): (4, 65.0),
@@ -309,7 +309,7 @@ def test_a_counter_with_known_labels_is_0_before_it_counts(registry: Any, counte
     txmq.ConsumerGroup(log, "points").reset("earliest", ["orders"])
     assert value(registry, "rocketmq_send_to_dlq_messages_total", consumer_group="points", topic="%DLQ%points") == 0
     assert value(registry, "txmq_dead_letters", consumer_group="points") == 0
-    assert {t.name for t in log.tables()} <= set(TABLES)
+    assert {t.name for t in log.engine.tables()} <= set(TABLES)
     assert [value(counted, "txmq_commit_retries_total", table=table) for table in TABLES] == [0] * len(TABLES)
     txmq.CheckService(log, {}, transaction_timeout=0).run_once()
     assert value(counted, "txmq_check_rounds_total", result="ok") == 1
@@ -394,7 +394,7 @@ def test_scrapes_share_a_look_and_a_cached_one() -> None:
 
 def test_one_collector_shows_several_logs(registry: Any) -> None:
     first, second = memory_log(orders=1), memory_log(orders=1, points=2)
-    first.path, second.path = "first", "second"
+    first.engine.path, second.engine.path = "first", "second"
     send(first, "abc")
     registry.register(LogCollector(first, second))
     assert value(registry, "rocketmq_topic_number", node_id="first") == 1
@@ -411,7 +411,7 @@ def test_one_collector_shows_several_logs(registry: Any) -> None:
 
 def test_secrets_are_in_no_label(registry: Any) -> None:
     log = memory_log(orders=1)
-    log.path = "s3://bucket/log?sig=s3cr3t-value"
+    log.engine.path = "s3://bucket/log?sig=s3cr3t-value"
     registry.register(LogCollector(log))
     text = prometheus_client.generate_latest(registry).decode()
     assert "s3://bucket/log" in text
@@ -530,19 +530,19 @@ def test_without_prometheus_client_the_extra_is_named_and_all_else_works() -> No
 # ---------------------------------------------------------------- shown while a job runs
 def test_a_job_shows_its_metrics_while_it_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log, port, file = memory_log(orders=1), free_ports(1)[0], tmp_path / "txmq.prom"
-    with showing(log, port=port, cluster="eu", textfile=str(file)) as write:
+    with showing(log.engine, port=port, cluster="eu", textfile=str(file)) as write:
         txmq.CheckService(log, {}).run_once()
         write()
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             served = answer.read().decode()
-        with pytest.raises(txmq.OptionError, match="Choose another port"), showing(log, port=port):
+        with pytest.raises(txmq.OptionError, match="Choose another port"), showing(log.engine, port=port):
             pass
         assert len(observer.observers()) == 1
     for text in (served, file.read_text()):
         assert 'rocketmq_topic_number{cluster="eu",node_id="memory:"} 1.0' in text
         assert 'txmq_check_rounds_total{checker="job",cluster="eu",node_id="memory:",result="ok"} 1.0' in text
     assert not observer.observers()
-    with showing(log, textfile=str(tmp_path / "gone" / "txmq.prom")) as write:
+    with showing(log.engine, textfile=str(tmp_path / "gone" / "txmq.prom")) as write:
         write()
     assert "the metrics were not written" in caplog.text
 
@@ -557,16 +557,16 @@ def test_a_query_s_progress_is_logged_with_the_log_s_figures(caplog: pytest.LogC
     log = memory_log(orders=1)
     send(log, "abc")
     prepare(log, 1, 2, group="shop")
-    log.machine.sleep(30)
-    log.groups.set("points", {("orders", 0): 1}, "test")
-    log.groups.set("idle", {("orders", 0): 3}, "test")
+    log.engine.machine.sleep(30)
+    log.engine.groups.set("points", {("orders", 0): 1}, "test")
+    log.engine.groups.set("idle", {("orders", 0): 3}, "test")
     told: list[Any] = []
     listener = txmq.metrics.QueryListener(log, every=60, on_figures=told.append)
     with caplog.at_level("INFO", "rmq_spark"):
         listener.onQueryStarted(None)
         listener.onQueryProgress(progress(4))
         listener.onQueryProgress(progress(5))
-        log.machine.sleep(60)
+        log.engine.machine.sleep(60)
         listener.onQueryProgress(progress(6))
         listener.onQueryTerminated(None)
     first, second = caplog.records

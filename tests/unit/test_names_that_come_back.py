@@ -83,7 +83,7 @@ def test_a_key_can_be_decided_otherwise_after_its_time(shop: Shop, refuses: tupl
 def test_a_retry_is_told_the_id_of_the_half_batch_that_is_in_the_log(shop: Shop) -> None:
     first, again = shop.send(), shop.send()
     assert (again.half_id, again.transaction_id) == (first.half_id, first.transaction_id)
-    assert shop.log.get(again.half_id).rows == 1
+    assert shop.log.engine.get(again.half_id).rows == 1
 
 
 def test_an_id_that_somebody_noted_never_means_the_next_bearer_of_its_name(shop: Shop) -> None:
@@ -91,7 +91,7 @@ def test_an_id_that_somebody_noted_never_means_the_next_bearer_of_its_name(shop:
     shop.forget()
     again = shop.send()
     with pytest.raises(HalfBatchNotFoundError):
-        shop.log.get(first.half_id)
+        shop.log.engine.get(first.half_id)
     ids = shop.log.read("orders").select(["msg_id", "transaction_id"]).to_pydict()
     assert len(set(ids["msg_id"])) == len(set(ids["transaction_id"])) == 2
     assert parse_message_id(ids["msg_id"][1])[0] == parse_transaction_id(ids["transaction_id"][1])[0] == again.half_id
@@ -100,7 +100,7 @@ def test_an_id_that_somebody_noted_never_means_the_next_bearer_of_its_name(shop:
 def test_who_gives_the_name_alone_is_told_the_id(shop: Shop) -> None:
     sent = shop.send()
     with pytest.raises(HalfBatchNotFoundError, match=f"the one of this name is '{sent.half_id}' now"):
-        shop.log.get("send.shop.order-7:0")
+        shop.log.engine.get("send.shop.order-7:0")
 
 
 def test_a_batch_that_a_log_made_anew_has_again_is_a_transaction_of_its_own(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_batch_of_a_stream_is_the_same_in_a_restored_log_unless_its_input_is_a
 
     def run(offsets: str) -> None:
         log = txmq.CommitLog.open(tmp_path / "log")
-        two_phase = TwoPhase(log, listener)
+        two_phase = TwoPhase(log.engine, listener)
         half_id = half_id_of("app", 0, "query", offsets)
         header = HalfHeader(half_id, "app", 0, "query", offsets, listener.store_id, "batch", "shop")
         two_phase.send(header, lambda: stage(log, header, {"body": ["7"]}))
@@ -158,10 +158,10 @@ def test_a_batch_is_found_by_its_name_beside_others_that_begin_alike(log: txmq.C
         keys = ["1", "1-a", "10", "2", "11"]
         sent = {key: producer.send(txmq.Message("orders", key.encode()), idempotency_key=key).half_id for key in keys}
     for key, half_id in sent.items():
-        found = log.find(f"send.shop.{key}", 0)
+        found = log.engine.find(f"send.shop.{key}", 0)
         assert found is not None
         assert found.half_id == half_id
-    assert log.find("send.shop.", 0) is None
-    assert log.find("send.shop.1", 1) is None
+    assert log.engine.find("send.shop.", 0) is None
+    assert log.engine.find("send.shop.1", 1) is None
     let_leave(log)
-    assert {log.find(f"send.shop.{key}", 0).half_id for key in keys} == set(sent.values())  # type: ignore[union-attr]
+    assert {log.engine.find(f"send.shop.{key}", 0).half_id for key in keys} == set(sent.values())  # type: ignore[union-attr]

@@ -54,7 +54,7 @@ def fill(log: CommitLog, first: int) -> None:
     for i in range(first, first + 3):
         record = send(log, f"key{i}", 7, per="message")
         kept, dropped = split(pending(log, record), 3)
-        log.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+        log.engine.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
         tagged = {"body": [f"p{i}.{j}" for j in range(3)], "tags": ["a", None, "b"], "keys": ["k", "l m", None]}
         commit(log, prepare(log, i, tagged, topic="points"))
         roll_back(log, send(log, f"none{i}"))
@@ -75,10 +75,10 @@ def test_each_reader_sees_the_same_messages_also_after_they_were_merged_and_expi
         for read in READERS:
             assert read(path) == expected(another(log)), (read.__name__, step)
     with limited(MESSAGES_FILES_MAX=2):
-        assert maintenance.compact_messages(another(log).messages_table) > 0
+        assert maintenance.compact_messages(another(log).engine.messages_table) > 0
     for read in READERS:
         assert read(path) == expected(another(log)), read.__name__
-    log.topic_store.set_retention("points", 0.0)
+    log.engine.topic_store.set_retention("points", 0.0)
     assert let_leave(log).files_expired > 0
     for read in READERS:
         assert read(path) == expected(another(log)), read.__name__

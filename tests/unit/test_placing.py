@@ -56,7 +56,7 @@ def test_a_message_waits_for_an_earlier_one_of_its_key(log: CommitLog) -> None:
     first, second = send(log, 0, "a"), send(log, 1, "a")
     assert commit(log, second) == []
     assert bodies(log) == []
-    assert log.state_of(second).count(RowState.DECIDED) == 1
+    assert log.engine.state_of(second).count(RowState.DECIDED) == 1
     commit(log, first)
     assert bodies(log) == ["app.0.0", "app.1.0"]
 
@@ -96,7 +96,7 @@ def test_whoever_settles_the_blocker_releases(log: CommitLog, settle: str) -> No
     if settle == "roll_back":
         roll_back(log, first, who=Who.CHECK)
     elif settle == "quarantine":
-        log.quarantine(first, 1, pending(log, first), Who.DISCARD, "too old")
+        log.engine.quarantine(first, 1, pending(log, first), Who.DISCARD, "too old")
     else:
         log.resolve(first.half_id, ROLLBACK, "a person said so")
     assert bodies(log) == ["app.1.0"]
@@ -105,7 +105,7 @@ def test_whoever_settles_the_blocker_releases(log: CommitLog, settle: str) -> No
 def test_a_reopened_message_is_sent_when_it_is_reopened(log: CommitLog) -> None:
     first, second = send(log, 0, "a"), send(log, 1, "a")
     roll_back(log, first, who=Who.CHECK)
-    log.reopen(first, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "again")
+    log.engine.reopen(first, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "again")
     commit(log, second)
     assert bodies(log) == ["app.1.0"]  # it was sent before the other was reopened
     time.sleep(0.005)
@@ -119,9 +119,9 @@ def test_a_reopened_message_is_sent_when_it_is_reopened(log: CommitLog) -> None:
 def test_transactions_that_wait_for_each_other_alone_go_together(log: CommitLog) -> None:
     columns = {"body": list("1234"), "sharding_key": list("abab"), "txn": list("xyyx")}
     record = prepare(log, 0, columns, per="key", key="txn")
-    log.decide(record, 1, commit={0: b"\x01\x00\x00\x01"}, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit={0: b"\x01\x00\x00\x01"}, who=Who.EXECUTE)
     assert bodies(log) == []
-    log.decide(record, 1, commit={0: b"\x00\x01\x01\x00"}, who=Who.CHECK)
+    log.engine.decide(record, 1, commit={0: b"\x00\x01\x01\x00"}, who=Who.CHECK)
     assert bodies(log) == ["1", "2", "3", "4"]
 
 
@@ -173,7 +173,7 @@ class _Play:
         while self.pending:
             self.settle(whole=True)
             self.check()
-        assert not self.log.ledger.waiting, "all is decided, and something waits"
+        assert not self.log.engine.ledger.waiting, "all is decided, and something waits"
 
     def prepare(self) -> None:
         chance = self.chance
@@ -199,10 +199,10 @@ class _Play:
         self.pending.update(names)
 
     def names(self, record: HalfRecord, rows: Mapping[int, bytes]) -> list[str]:
-        return [b.decode() for b in self.log.half.read(record, RowSet(rows), ["body"])["body"].to_pylist()]
+        return [b.decode() for b in self.log.engine.half.read(record, RowSet(rows), ["body"])["body"].to_pylist()]
 
     def settle(self, whole: bool = False) -> None:
-        found = list(self.log.open_batches())
+        found = list(self.log.engine.open_batches())
         if not found:
             return
         record, state = self.chance.choice(found)
@@ -220,23 +220,23 @@ class _Play:
         what = self.chance.choice(("commit", "commit", "commit", "rollback", "check", "quarantine"))
         self.log = self.chance.choice((self.log, another(self.log)))
         if what == "commit":
-            self.log.decide(record, attempt, commit=picked, rollback={}, who=Who.EXECUTE)
+            self.log.engine.decide(record, attempt, commit=picked, rollback={}, who=Who.EXECUTE)
         elif what == "quarantine":
-            self.log.quarantine(record, attempt, picked, Who.DISCARD, "why not")
+            self.log.engine.quarantine(record, attempt, picked, Who.DISCARD, "why not")
         else:
             who = Who.CHECK if what == "check" else Who.EXECUTE
-            self.log.decide(record, attempt, commit={}, rollback=picked, who=who)
+            self.log.engine.decide(record, attempt, commit={}, rollback=picked, who=who)
         self.pending -= set(self.names(record, picked))
 
     def reopen(self) -> None:
         half_ids = [f"{app}:{i}" for app, count in self.batches.items() for i in range(count)]
         for half_id in self.chance.sample(half_ids, len(half_ids)):
-            record = self.log.get(half_id)
-            state = self.log.state_of(record)
+            record = self.log.engine.get(half_id)
+            state = self.log.engine.state_of(record)
             for wanted, step in ((RowState.ROLLED_BACK_BY_CHECK, 1), (RowState.QUARANTINED, 0)):
                 for attempt in state.attempts(wanted):
                     time.sleep(0.002)
-                    rows = self.log.reopen(record, attempt, (wanted,), attempt + step, Who.EXECUTE, "again")
+                    rows = self.log.engine.reopen(record, attempt, (wanted,), attempt + step, Who.EXECUTE, "again")
                     time.sleep(0.002)
                     for name in self.names(record, rows):
                         self.rank[name] = self.sent = self.sent + 1
@@ -244,7 +244,7 @@ class _Play:
                     return
 
     def keep_up(self) -> None:
-        self.chance.choice((lambda: merge_op_files(self.log), self.log.move_mark))()
+        self.chance.choice((lambda: merge_op_files(self.log), self.log.engine.move_mark))()
 
     def check(self) -> None:
         rows = self.log.read("orders", columns=["body", "queue_id", "queue_offset"]).to_pylist()
@@ -268,8 +268,8 @@ class _Play:
         found: set[str] = set()
         for app, count in self.batches.items():
             for i in range(count):
-                record = self.log.get(f"{app}:{i}")
-                mask = self.log.state_of(record).rows_in((RowState.DECIDED, RowState.COMMITTED))
+                record = self.log.engine.get(f"{app}:{i}")
+                mask = self.log.engine.state_of(record).rows_in((RowState.DECIDED, RowState.COMMITTED))
                 found.update(self.names(record, mask))
         return found
 
@@ -279,13 +279,13 @@ def test_a_delayed_message_appears_at_its_time_and_not_before(log: CommitLog, mo
     columns = {"body": ["now", "later"], "deliver_at": pa.array([None, in_seconds(1)], pa.timestamp("us", "UTC"))}
     commit(log, prepare(log, 0, columns, topic="plain"))
     assert bodies(log, "plain") == ["now"]
-    assert log.place_due() == []
+    assert log.engine.place_due() == []
     set_clock(monkeypatch, 2.05)
     assert bodies(log, "plain") == ["now"]  # nobody has placed it
-    assert [p.count for p in log.place_due()] == [1]
+    assert [p.count for p in log.engine.place_due()] == [1]
     assert bodies(log, "plain") == ["now", "later"]
-    assert log.place_due() == []
-    assert not log.ledger.waiting
+    assert log.engine.place_due() == []
+    assert not log.engine.ledger.waiting
 
 
 def test_the_next_commit_places_what_is_due_by_its_time(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +296,7 @@ def test_the_next_commit_places_what_is_due_by_its_time(log: CommitLog, monkeypa
     assert bodies(log, "plain") == ["x", "a", "b"]
     set_clock(monkeypatch, 60)
     log = another(log)
-    log.place_due()
+    log.engine.place_due()
     assert bodies(log, "plain") == ["x", "a", "b", "c"]
 
 
@@ -306,9 +306,9 @@ def test_a_pending_delayed_message_appears_when_it_is_committed_late_and_never_w
 ) -> None:
     record = prepare(log, 0, {"body": ["x"], "delay_level": [1]}, topic="plain")
     set_clock(monkeypatch, 60)
-    assert log.place_due() == []
+    assert log.engine.place_due() == []
     settle(log, record)
-    assert log.place_due() == []
+    assert log.engine.place_due() == []
     assert bodies(log, "plain") == (["x"] if settle is commit else [])
 
 

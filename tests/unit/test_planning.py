@@ -28,7 +28,7 @@ from tests.support.inside import (
     RowRange,
     Subscription,
     admit,
-    maintenance,
+    op_merge,
     parse_tags,
     read_options,
     split,
@@ -48,14 +48,16 @@ both_kinds = pytest.mark.log("memory", "delta", orders=3, carts=1)
 
 
 def planner(log: CommitLog, subscription: Subscription = ORDERS, **more: Any) -> Planner:
-    return Planner(another(log), subscription, **more)
+    return Planner(another(log).engine, subscription, **more)
 
 
 def read(log: CommitLog, ranges: list[PlacedRange]) -> pa.Table:
     """The bodies and offsets that some ranges hold, in the order of queue and offset."""
     names = ["queue_id", "queue_offset", "msg_id", "body"]
     parts = [
-        part for placed in ranges for part in messages_of([placed], log.half.read_range(placed.rows, ["body"]), names)
+        part
+        for placed in ranges
+        for part in messages_of([placed], log.engine.half.read_range(placed.rows, ["body"]), names)
     ]
     found = pa.concat_tables(parts) if parts else pa.table({name: [] for name in names})
     return found.sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")])
@@ -110,11 +112,11 @@ def test_ranges_are_the_same_after_op_was_compacted(log: CommitLog) -> None:
         send(log, batch_id)
     open_before, latest = planner(log), planner(log).latest()
     before = planner(log).ranges({}, latest)
-    assert log.move_mark()
-    files = log.op.actions().num_rows
+    assert log.engine.move_mark()
+    files = log.engine.op.actions().num_rows
     merge_op_files(log)
-    log.op.refresh()
-    assert log.op.actions().num_rows < files
+    log.engine.op.refresh()
+    assert log.engine.op.actions().num_rows < files
     assert planner(log).ranges({}, latest) == before
     assert open_before.ranges({}, latest) == before
     send(log, 6)
@@ -127,7 +129,7 @@ def test_a_compaction_that_loses_races_to_a_busy_writer_merges_once(log: CommitL
     for batch_id in range(4):
         send(log, batch_id)
     limit(OP_FILES_MAX=2)
-    log.upkeep = False
+    log.engine.upkeep = False
 
     def overtaken(**_: Any) -> None:
         if len(tries) <= 3:
@@ -137,7 +139,7 @@ def test_a_compaction_that_loses_races_to_a_busy_writer_merges_once(log: CommitL
     latest = planner(log).latest()
     before = planner(log).ranges({}, latest)
     with seen_at("commit begins", overtaken, table="op") as tries:
-        assert maintenance.compact_op(another(log).op)
+        assert op_merge.compact_op(another(log).engine.op)
     assert len(tries) == 4
     assert len({file.path for tried in tries for file in tried["change"].add}) == 1
     assert planner(log).ranges({}, latest) == before
@@ -174,9 +176,9 @@ def test_a_cold_planner_at_the_head_reads_the_newest_files_only(log: CommitLog) 
 def test_a_read_near_the_end_of_its_queues_does_not_read_all_of_op(log: CommitLog) -> None:
     for batch_id in range(40):
         send(log, batch_id, 3)
-    start = {queue_id: offset for (_, queue_id), offset in log.tails().items()}
+    start = {queue_id: offset for (_, queue_id), offset in log.engine.tails().items()}
     send(log, 40, 3)
-    log.tails()
+    log.engine.tails()
     with seen_at("files read", table="op") as reads:
         assert log.read("orders", start).num_rows == 3
     assert 0 < len(op_files(reads)) <= 17
@@ -186,7 +188,7 @@ def test_ids_are_those_of_the_transaction(log: CommitLog) -> None:
     decide(log, prepare(log, 0, {"body": [f"{i}" for i in range(9)]}, per="message"), roll_back_every=2)
     plans = planner(log)
     for placed in plans.ranges({}, plans.latest()):
-        for position, rows in log.half.read_range(placed.rows, ["row_no"]):
+        for position, rows in log.engine.half.read_range(placed.rows, ["row_no"]):
             (made,) = messages_of([placed], [(position, rows)], ["msg_id", "transaction_id"])
             files = pa.array([placed.rows.file_no] * rows.num_rows)
             half_id = placed.rows.half_id
@@ -209,7 +211,7 @@ def test_a_pattern_finds_topics_that_come_later_from_their_start(log: CommitLog)
 
 
 def test_a_pattern_reads_retries_and_dead_letters_only_when_it_names_them(log: CommitLog) -> None:
-    log.topic_store.create(["%RETRY%points"], 1, fifo=False, exist_ok=False)
+    log.engine.topic_store.create(["%RETRY%points"], 1, fifo=False, exist_ok=False)
     assert not Subscription(pattern=".*").matches("%RETRY%points")
     assert not Subscription(pattern="%DLQ%.*").matches("%RETRY%points")
     assert Subscription(pattern="%RETRY%.*|or.*").matches("%RETRY%points")
@@ -246,10 +248,10 @@ def test_a_checkpoint_past_the_end_is_an_error_or_goes_back(log: CommitLog) -> N
 @both_kinds
 def test_a_hand_edited_op_row_that_points_outside_the_log_is_an_error(log: CommitLog) -> None:
     send(log, 0, 3)
-    offset = log.ledger.tails[("orders", 0)]
+    offset = log.engine.ledger.tails[("orders", 0)]
     row = OpRow(Kind.COMMIT, "app:0", 0, ((0, 0),), 1, 1, topic="orders", queue_id=0, queue_offset=offset,
                 path="../../secret.parquet", file_rows=3, transaction_per="batch", producer_group="g")  # fmt: skip
-    log.ledger.append(lambda: [row])
+    log.engine.ledger.append(lambda: [row])
     plans = planner(log)
     with pytest.raises(txmq.CorruptLogError, match="not inside the table"):
         plans.ranges({}, plans.latest())

@@ -70,7 +70,7 @@ def test_of_open_half_batches_the_newest_are_kept_in_memory(monkeypatch: pytest.
     log = InMemoryCommitLog(topics={"orders": 1})
     half_ids = [prepare(log, i, 3).half_id for i in range(4)]
     large = prepare(log, 4, 20).half_id
-    found = {half_id: log.ledger.open_batch(half_id) for half_id in half_ids}
-    assert [log.ledger.open_batch(h) is found[h] for h in reversed(half_ids)] == [True, True, False, False]
-    kept = log.ledger.open_batch(large)
-    assert log.ledger.open_batch(large) is kept
+    found = {half_id: log.engine.ledger.open_batch(half_id) for half_id in half_ids}
+    assert [log.engine.ledger.open_batch(h) is found[h] for h in reversed(half_ids)] == [True, True, False, False]
+    kept = log.engine.ledger.open_batch(large)
+    assert log.engine.ledger.open_batch(large) is kept

@@ -35,11 +35,11 @@ def read_to_the_end(log: CommitLog) -> list[str]:
 
 def position(log: CommitLog) -> int:
     """Where the group is in the queue 0."""
-    return log.groups.positions("report")[QUEUE]
+    return log.engine.groups.positions("report")[QUEUE]
 
 
 def assert_nobody_has_a_queue(log: CommitLog) -> None:
-    assert all(place.owner is None for place in log.groups.places("report").values())
+    assert all(place.owner is None for place in log.engine.groups.places("report").values())
 
 
 @also_on_delta
@@ -56,7 +56,7 @@ def test_a_script_reads_the_delayed_messages_that_are_due() -> None:
     """It ended before them, and so did all later ones, until something else worked on the log."""
     log = memory_log()
     send(log, "ab", delay_level=pa.array([1, 3], pa.int32()))
-    log.machine.sleep(5)
+    log.engine.machine.sleep(5)
     assert read_to_the_end(log) == ["a"]
 
 
@@ -266,7 +266,7 @@ def test_a_commit_after_the_end_of_an_iteration_is_an_error(log: CommitLog) -> N
     assert len(list(consumer)) == 4
     with pytest.raises(txmq.ConsumeError, match=r"was shut down.*comes again.*within the loop"):
         consumer.commit()
-    assert sum(log.groups.positions("report").values()) == 0
+    assert sum(log.engine.groups.positions("report").values()) == 0
 
 
 @pytest.mark.parametrize("auto_commit", [True, False])
@@ -342,14 +342,14 @@ def test_it_waits_for_what_another_member_of_the_group_has() -> None:
     send(log, "abcdef")
     pull(log.another(), heartbeat_interval=10, lease=LEASE_S).member.join()  # and it dies
     lives = pull(log.another(), stop_at_end=True, heartbeat_interval=10, lease=LEASE_S)
-    lives._ends = dict(log.tails())
+    lives._ends = dict(log.engine.tails())
     lives.member.join()
-    assert lives._next_before(log.machine.monotonic()) is None
+    assert lives._next_before(log.engine.machine.monotonic()) is None
     assert not lives._is_at_end()
     pass_time([lives], LEASE_S + 15)
     found = []
     while not lives._is_at_end():
-        take = lives._next_before(log.machine.monotonic())
+        take = lives._next_before(log.engine.machine.monotonic())
         assert take is not None
         found += take.messages["body"].to_pylist()
     assert sorted(found) == [letter.encode() for letter in "abcdef"]

@@ -181,7 +181,7 @@ def test_a_listener_gets_every_message_once_whatever_its_form(log: CommitLog, fo
     assert sorted((m["queue_id"], m["queue_offset"]) for m in found) == [(q, n) for q in (0, 1) for n in (0, 1, 2)]
     assert {m["reconsume_times"] for m in found} == {0}
     assert sorted(m["tags"] for m in found) == list("xxxyyy")
-    assert log.groups.positions("points")[QUEUE] == 3
+    assert log.engine.groups.positions("points")[QUEUE] == 3
     assert not consumer.work()
 
 
@@ -206,7 +206,7 @@ def test_only_messages_that_are_wanted_come_and_the_others_count_as_done(log: Co
         found: list[str] = []
         consumer = consume_all(log, seen_by(found), group=next(iter(options)), **options)
         assert found == ["a", "c", "e"]
-        assert log.groups.positions(consumer.member.group)[QUEUE] == 6
+        assert log.engine.groups.positions(consumer.member.group)[QUEUE] == 6
 
 
 @also_on_delta
@@ -266,7 +266,7 @@ def test_progress_is_the_lowest_unfinished_offset() -> None:
     for taken in (takes[1], takes[0], takes[2]):
         consumer.consume(taken)
         consumer.member.persist()
-        progress.append(log.groups.positions("points")[QUEUE])
+        progress.append(log.engine.groups.positions("points")[QUEUE])
     assert progress == [0, 4, 6]
 
 
@@ -278,7 +278,7 @@ def test_progress_stays_below_takes_that_came_back_in_their_order() -> None:
     for taken in takes:
         consumer._give_back(taken, 0)
     consumer.member.persist()
-    assert log.groups.positions("points")[QUEUE] == 0
+    assert log.engine.groups.positions("points")[QUEUE] == 0
     go_on(consumer)
     assert found == list("abcdef")
 
@@ -290,22 +290,22 @@ def test_what_several_threads_gave_back_is_not_lost_by_a_shutdown() -> None:
     for taken in takes:
         consumer._give_back(taken, 1)
     consumer.member.leave()
-    assert log.groups.positions("points")[QUEUE] == 1
+    assert log.engine.groups.positions("points")[QUEUE] == 1
 
 
 def test_progress_is_written_at_most_once_a_second_and_not_at_all_when_nothing_moved() -> None:
     log = memory_log(orders=1)
     consumer = joined(log, seen_by([]))
-    before = log.groups.table.refresh()
+    before = log.engine.groups.table.refresh()
     for letter in "abcdef":
         send(log, [letter])
         consumer.member.fetch()
         consumer.work()
         consumer.member.keep()
-        log.machine.sleep(0.25)
-    assert log.groups.table.refresh() - before == 2
+        log.engine.machine.sleep(0.25)
+    assert log.engine.groups.table.refresh() - before == 2
     pass_time([consumer], 20)
-    assert log.groups.table.refresh() - before == 3
+    assert log.engine.groups.table.refresh() - before == 3
 
 
 def test_on_an_object_store_the_members_of_all_groups_take_turns_with_their_progress() -> None:
@@ -320,10 +320,10 @@ def test_on_an_object_store_the_members_of_all_groups_take_turns_with_their_prog
         send(log, [str(n)])
         consumer.member.fetch()
         consumer.work()
-        before = log.groups.table.refresh()
+        before = log.engine.groups.table.refresh()
         consumer.member.keep()
-        written.append(log.groups.table.refresh() - before)
-        log.machine.sleep(1.0)
+        written.append(log.engine.groups.table.refresh() - before)
+        log.engine.machine.sleep(1.0)
     assert written == [1, 0, 0, 0] * 3, "20 members, 0.2 s each"
 
 
@@ -336,10 +336,10 @@ def test_no_more_than_max_span_is_under_way_behind_a_message_that_does_not_end()
         pass
     assert consumer.member.queues[QUEUE].fetched_to == 10
     consumer.member.persist()
-    assert log.groups.positions("points").get(QUEUE, 0) == 0
+    assert log.engine.groups.positions("points").get(QUEUE, 0) == 0
     consumer.consume(stuck)
     go_on(consumer)
-    assert log.groups.positions("points")[QUEUE] == 50
+    assert log.engine.groups.positions("points")[QUEUE] == 50
 
 
 def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_taken() -> None:
@@ -347,7 +347,7 @@ def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_
     slow = False
 
     def listen(message: txmq.MessageExt) -> Any:
-        log.machine.since_s += 0.02 if slow else 1e-6
+        log.engine.machine.since_s += 0.02 if slow else 1e-6
         return DONE
 
     consumer = fetched(log, txmq.EachMessage(listen))
@@ -395,7 +395,7 @@ def test_one_thread_calls_a_quick_listener_unless_its_call_hangs() -> None:
     assert take(consumer) is None
     with consumer.member.changed:
         assert consumer._until_next() == push_module.HANGS_S
-    log.machine.sleep(2 * push_module.HANGS_S)
+    log.engine.machine.sleep(2 * push_module.HANGS_S)
     beside = take(consumer)
     assert beside is not None, "two calls hang"
     assert take(consumer) is None
@@ -412,7 +412,7 @@ def test_what_has_expired_is_left_out_and_said(log: CommitLog, caplog: pytest.Lo
     found: list[str] = []
     consumer = joined(log, seen_by(found))
     log.drain()
-    log.topic_store.set_retention("orders", 0.0)
+    log.engine.topic_store.set_retention("orders", 0.0)
     let_leave(log)
     log.set_retention("orders", None)
     send(log, "ef")
@@ -507,8 +507,8 @@ def retries(log: CommitLog) -> list[tuple[str, int]]:
 
 
 def retries_come(log: CommitLog, after_s: float) -> None:
-    log.machine.sleep(after_s)
-    log.another().place_due()
+    log.engine.machine.sleep(after_s)
+    log.another().engine.place_due()
 
 
 def test_two_retries_of_one_message_that_fail_in_one_take_are_both_sent_on() -> None:
@@ -536,7 +536,7 @@ def test_what_was_sent_back_is_there_whatever_the_next_member_makes_of_a_failure
     consumer = joined(log, fails_on("ab", status=STOP, good=NEXT), mode="orderly", max_reconsume_times=0)
     for _ in range(3):
         go_on(consumer)
-        log.machine.sleep(1.1)
+        log.engine.machine.sleep(1.1)
     retries_come(log, 2)
     assert (retries(log), bodies(log, "%DLQ%points")) == ([("a", 1)], ["b"])
 
@@ -609,7 +609,7 @@ def test_many_messages_are_sent_back_in_a_commit_or_two_of_each_table(state: str
 
 def versions(log: CommitLog) -> tuple[int, int]:
     own = log.another()
-    return own.half.table.refresh(), own.op.refresh()
+    return own.engine.half.table.refresh(), own.engine.op.refresh()
 
 
 def test_a_message_that_cannot_be_sent_back_stays_unfinished(log: CommitLog, limit: Limit) -> None:
@@ -626,7 +626,7 @@ def test_a_message_that_cannot_be_sent_back_stays_unfinished(log: CommitLog, lim
         assert consumer.work()
         assert consumer.work()
     consumer.member.leave()
-    assert log.groups.positions("points")[QUEUE] == 1
+    assert log.engine.groups.positions("points")[QUEUE] == 1
 
 
 # ---------------------------------------------------------------- orderly
@@ -637,18 +637,18 @@ def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
     bad = ["c"]
     consumer = consume_all(log, fails_on(bad, found, STOP, NEXT), mode="orderly")
     assert sorted(found) == ["a", "b", "c", "d", "f"]
-    assert log.groups.positions("points") == {QUEUE: 1, ("orders", 1): 3, ("%RETRY%points", 0): 0}
-    log.machine.sleep(0.5)
+    assert log.engine.groups.positions("points") == {QUEUE: 1, ("orders", 1): 3, ("%RETRY%points", 0): 0}
+    log.engine.machine.sleep(0.5)
     assert not consumer.work()
-    log.machine.sleep(0.6)
+    log.engine.machine.sleep(0.6)
     go_on(consumer)
     assert found.count("c") == 2
     assert "e" not in found
     bad.clear()
-    log.machine.sleep(1.1)
+    log.engine.machine.sleep(1.1)
     go_on(consumer)
     assert [body for body in found if body in "ace"] == ["a", "c", "c", "c", "e"]
-    assert log.groups.positions("points")[QUEUE] == 3
+    assert log.engine.groups.positions("points")[QUEUE] == 3
 
 
 def test_one_call_at_a_time_for_an_orderly_queue() -> None:
@@ -678,7 +678,7 @@ def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end(caplog:
     caplog.set_level(logging.WARNING)
     for _ in range(6):
         go_on(consumer)
-        log.machine.sleep(1.1)
+        log.engine.machine.sleep(1.1)
     # A call that failed as a whole is tried again with single messages, so that the right one dies.
     assert found == [["a", "b", "c", "d"], ["a"], ["b", "c", "d"], ["b"], ["b"], ["c", "d"]]
     assert times == [[0, 0, 0, 0], [1], [0, 0, 0], [1], [2], [0, 0]]
@@ -686,7 +686,7 @@ def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end(caplog:
     assert (letter["body"], letter["reconsume_times"]) == (b"b", 2)
     told = [text.partition("points': ")[2].partition(" of topic")[0] for text in caplog.messages if "failed" in text]
     assert told == ["4 of 4 messages", "3 of 3 messages", "1 of 1 messages", "1 of 1 messages"]
-    assert log.groups.positions("points")[QUEUE] == 4
+    assert log.engine.groups.positions("points")[QUEUE] == 4
 
 
 def test_an_inbox_takes_every_message_once_whoever_has_the_queue(tmp_path: Path) -> None:
@@ -744,8 +744,8 @@ def test_it_consumes_in_threads_until_it_is_shut_down(log: CommitLog) -> None:
             send(log, [f"{n}.{i}" for i in range(10)])
         wait_until(lambda: len(found) == 40)
     assert len(set(found)) == 40
-    assert sum(log.groups.positions("points").values()) == 40
-    assert all(place.owner is None for place in log.groups.places("points").values())
+    assert sum(log.engine.groups.positions("points").values()) == 40
+    assert all(place.owner is None for place in log.engine.groups.places("points").values())
     assert txmq.ConsumerGroup(log, "points").members() == {}
     assert not [t for t in threading.enumerate() if t.name.startswith(("txmq-consume", "txmq-fetch", "txmq-member"))]
     with pytest.raises(txmq.ConsumeError, match="was shut down: make a new one"):
@@ -775,7 +775,7 @@ def test_a_shutdown_waits_for_a_running_call_and_starts_no_other(log: CommitLog)
         assert consumer.member.stopping.wait(60)
         listener.may_end.set()
     assert not listener.calls.acquire(blocking=False), "no other call"
-    assert log.groups.positions("points")[QUEUE] == 1
+    assert log.engine.groups.positions("points")[QUEUE] == 1
 
 
 def test_two_threads_that_start_and_shut_down_a_consumer_make_one_member_and_both_wait_for_its_end(
@@ -797,7 +797,7 @@ def test_two_threads_that_start_and_shut_down_a_consumer_make_one_member_and_bot
         assert not wait(ends, 0.3).done
         listener.may_end.set()
         assert not wait(ends, 60).not_done
-    assert log.groups.positions("points")[QUEUE] == 1
+    assert log.engine.groups.positions("points")[QUEUE] == 1
 
 
 def test_a_shutdown_within_a_call_is_refused_at_once_and_does_not_wait_for_itself(log: CommitLog) -> None:
@@ -815,7 +815,7 @@ def test_a_shutdown_within_a_call_is_refused_at_once_and_does_not_wait_for_itsel
     with consumer:
         wait_until(lambda: said)
     assert "call stop() there" in said[0]
-    assert log.groups.positions("points")[QUEUE] == 1
+    assert log.engine.groups.positions("points")[QUEUE] == 1
 
 
 def test_a_call_that_does_not_end_keeps_its_queue_until_the_lease_is_over(log: CommitLog) -> None:
@@ -824,7 +824,7 @@ def test_a_call_that_does_not_end_keeps_its_queue_until_the_lease_is_over(log: C
     consumer = push(log, listener, await_termination=0).start()
     assert listener.calls.acquire(timeout=60)
     consumer.shutdown()
-    places = log.groups.places("points")
+    places = log.engine.groups.places("points")
     assert places[QUEUE].owner == consumer.member.name
     assert places[QUEUE].next_offset == 0
     assert places[("orders", 1)].owner is None
@@ -893,7 +893,7 @@ def test_a_call_that_fails_sends_all_of_its_messages_back_with_the_reason(
     send(log, "abc", queue_id=[0] * 3)
     consume_all(log, listen, max_reconsume_times=0)
     assert txmq.DeadLetters(log, "points").list()["reason"].to_pylist() == [reason] * 3
-    assert log.groups.positions("points")[QUEUE] == 3
+    assert log.engine.groups.positions("points")[QUEUE] == 3
 
 
 def with_a_hole(folder: Path) -> tuple[CommitLog, Path, Path]:
@@ -905,8 +905,12 @@ def with_a_hole(folder: Path) -> tuple[CommitLog, Path, Path]:
     send(log, "c", queue_id=[1])
     send(log, "d", topic="bills")
     log.drain()
-    log.messages_table.refresh()
-    files = log.messages_table.actions().filter(pc.field("max.topic") == "orders").filter(pc.field("max.queue_id") == 0)
+    log.engine.messages_table.refresh()
+    files = (
+        log.engine.messages_table.actions()
+        .filter(pc.field("max.topic") == "orders")
+        .filter(pc.field("max.queue_id") == 0)
+    )
     (path,) = files["path"].to_pylist()
     lost = Path(log.path) / "messages" / path
     return log, lost, lost.rename(folder / "kept")
@@ -927,7 +931,7 @@ def test_a_hole_in_messages_is_told_while_its_queue_is_tried_again_and_the_other
         wait_until(lambda: len(found) == 4)
         assert consumer.problem is None
     assert Counter(found) == Counter("abcd")
-    assert log.groups.positions("points")[QUEUE] == 2
+    assert log.engine.groups.positions("points")[QUEUE] == 2
 
 
 def test_what_holds_up_a_queue_is_not_raised_at_the_end_of_the_consumer(
@@ -967,7 +971,7 @@ def test_a_queue_that_is_held_up_is_tried_again_later_each_time() -> None:
 
     def lacks_a_queue(starts: Any) -> None:
         if starts[QUEUE][1]:
-            tried.append(log.machine.since_s)
+            tried.append(log.engine.machine.since_s)
             raise txmq.errors.OffsetOutOfRangeError("a hole")
 
     with seen_at("fetch begins", lacks_a_queue):
@@ -975,7 +979,7 @@ def test_a_queue_that_is_held_up_is_tried_again_later_each_time() -> None:
         assert consumer.work()
         for _ in range(200):
             consumer.member.fetch_past_damage()
-            log.machine.sleep(0.5)
+            log.engine.machine.sleep(0.5)
     assert [later - sooner for sooner, later in pairwise(sorted(set(tried)))] == [1, 2, 4, 8, 16, 30, 30]
 
 
@@ -1010,7 +1014,7 @@ def test_run_ends_at_sigterm(log: CommitLog) -> None:
     before = signal.getsignal(signal.SIGTERM)
     push(log, listen).run()
     assert signal.getsignal(signal.SIGTERM) is before
-    assert log.groups.positions("points")[QUEUE] == 1
+    assert log.engine.groups.positions("points")[QUEUE] == 1
 
 
 def test_a_fork_is_refused_and_leaves_the_group_alone(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:

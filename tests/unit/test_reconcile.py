@@ -110,19 +110,19 @@ class Shop:
     def stage(self, header: HalfHeader, names: list[str], log: CommitLog) -> Any:
         writer = HalfWriter(header, log.topics(), "orders", "key", log.fifo_topics())
         table = pa.table({"body": names, "key": names})
-        return lambda: log.stage(writer, table.to_batches())
+        return lambda: log.engine.stage(writer, table.to_batches())
 
     def send(self, app: str, *names: str, batch_id: int = 0, log: CommitLog | None = None) -> None:
         """All of it."""
         header, log = self.header(app, batch_id), log or self.log
-        TwoPhase(log, self.listener).send(header, self.stage(header, list(names or [app]), log))
+        TwoPhase(log.engine, self.listener).send(header, self.stage(header, list(names or [app]), log))
 
     def begin(self, app: str, *names: str, batch_id: int = 0, executed: bool = False) -> HalfRecord:
         """Die before the local transaction, or after it."""
         header = self.header(app, batch_id)
-        record = self.log.prepare(header, self.stage(header, list(names or [app]), self.log)())
+        record = self.log.engine.prepare(header, self.stage(header, list(names or [app]), self.log)())
         if executed:
-            batch = self.log.half_batch(record, self.log.state_of(record), 1, record.all_rows)
+            batch = self.log.engine.half_batch(record, self.log.engine.state_of(record), 1, record.all_rows)
             self.listener.execute_local_transaction(batch)
         return record
 
@@ -174,7 +174,7 @@ class Shop:
 
     def reconcile(self, apply: bool = False, checkpoint: bool = True) -> ReconcileReport:
         streams = [Stream.read(str(self.checkpoint))] if checkpoint else []
-        return Reconciler(self.log, self.listener, streams).run(apply)
+        return Reconciler(self.log.engine, self.listener, streams).run(apply)
 
     def standings(self, **how: Any) -> dict[str, str]:
         """By app, and number for the stream, how what is not settled stands."""
@@ -210,7 +210,7 @@ def test_what_the_log_has_settled_and_forgotten_is_not_made_again(shop: Shop) ->
     shop.send("after")
     shop.require_agreement()
     forget(shop.log)
-    assert shop.log.find(f"{SEND}after", 0) is None
+    assert shop.log.engine.find(f"{SEND}after", 0) is None
     report = shop.reconcile(apply=True)
     assert (report.left, report.findings) == ((), ())
     shop.require_agreement()
@@ -292,7 +292,7 @@ def test_what_was_overruled_is_a_persons_and_what_has_left_with_its_refusals_nee
         let_leave(shop.log)
     shop.back_up()
     shop.lose()
-    assert (shop.log.find(f"{SEND}whole", 0).left is not None) is leaves  # type: ignore[union-attr]
+    assert (shop.log.engine.find(f"{SEND}whole", 0).left is not None) is leaves  # type: ignore[union-attr]
     assert shop.standings(apply=True) == {"overruled": "person"}
     assert shop.reconcile().settled == 1
     assert bodies(shop.log) == ["1"]
@@ -308,7 +308,7 @@ def it_was_pending_under_an_attempt_that_a_check_ended(shop: Shop) -> list[str]:
 
 def it_was_in_quarantine_and_had_been_executed(shop: Shop) -> list[str]:
     record = shop.begin("odd", "1", "2", executed=True)
-    shop.log.quarantine(record, 1, pending(shop.log, record), Who.CHECK, "gave up")
+    shop.log.engine.quarantine(record, 1, pending(shop.log, record), Who.CHECK, "gave up")
     shop.back_up()
     return ["1", "2"]
 
@@ -426,7 +426,7 @@ def test_a_database_that_is_older_than_the_log_is_noticed(shop: Shop) -> None:
     shutil.copyfile(shop.folder / "orders.db.old", shop.folder / "orders.db")
     shop.log.resolve(shop.begin("by hand").half_id, COMMIT_MESSAGE, "a person says so")
     prepare(shop.log, 0, fence_id=CommitOncePrepared.store_id)
-    report = Reconciler(shop.log, shop.listener, since=began - timedelta(seconds=1)).run(apply=True)
+    report = Reconciler(shop.log.engine, shop.listener, since=began - timedelta(seconds=1)).run(apply=True)
     found = {f.half_id: f for f in report.findings}
     assert {h: f.standing for h, f in found.items()} == dict.fromkeys(
         ("send.shop.new:0", "send.shop.gone:0"), Standing.UNKNOWN_TO_THE_DATABASE
@@ -442,7 +442,7 @@ def test_a_half_batch_that_is_damaged_does_not_hide_the_others(shop: Shop) -> No
     for key in ("bad", "good"):
         shop.send(key)
     shop.lose()
-    record = shop.log.find(f"{SEND}bad", 0)
+    record = shop.log.engine.find(f"{SEND}bad", 0)
     assert record is not None
     Path(shop.log.path, "half", record.files[0].path).unlink()
     assert shop.standings(apply=True) == {"bad": "person", "good": "lost"}
@@ -455,16 +455,16 @@ def test_another_half_batch_of_the_same_name_is_a_persons(shop: Shop) -> None:
     shop.lose()
     app = f"{SEND}key"
     header = HalfHeader(new_half_id(app, 0), app, 0, None, None, None, "batch", "shop", naming=Naming.KEY)
-    shop.log.prepare(header, shop.stage(header, ["key"], shop.log)())
+    shop.log.engine.prepare(header, shop.stage(header, ["key"], shop.log)())
     assert shop.standings(apply=True) == {"key": "person"}
     assert bodies(shop.log) == []
 
 
 def test_who_cannot_tell_is_refused(shop: Shop) -> None:
     with pytest.raises(ListenerError, match="SqlTransactionListener is expected"):
-        Reconciler(shop.log, CommitOncePrepared())
+        Reconciler(shop.log.engine, CommitOncePrepared())
     with pytest.raises(OptionError, match="--since"):
-        Reconciler(shop.log, shop.listener)
+        Reconciler(shop.log.engine, shop.listener)
     with pytest.raises(OptionError, match="cannot be read"):
         Stream.read(str(shop.folder / "nothing"))
     assert Stream.read(f"orders-app={shop.checkpoint}").app_id == "orders-app"
@@ -480,11 +480,11 @@ def test_the_command_changes_nothing_without_apply_and_keeps_its_report(
     monkeypatch.setattr(sys.modules[__name__], "listener_of_the_shop", shop.listener, raising=False)
     named = ("reconcile", shop.log.path, "--listener", f"{__name__}:listener_of_the_shop")
     given = (*named, "--checkpoint", shop.checkpoint)
-    versions = {t.name: t.refresh() for t in shop.log.tables()}
+    versions = {t.name: t.refresh() for t in shop.log.engine.tables()}
     said, _ = txmq(*given, code=1)
     assert "lost: half batch 'send.shop.key:0', attempt 1" in said
     assert "--apply makes visible" in said
-    assert versions == {t.name: t.refresh() for t in shop.log.tables()}
+    assert versions == {t.name: t.refresh() for t in shop.log.engine.tables()}
     (report,) = objects(*given, "--apply")
     assert report["findings"][0]["done"] == "1 message became visible"
     kept = json.loads(Path(report["report"]).read_text())
@@ -502,11 +502,11 @@ def test_what_the_comparison_may_not_have_seen_is_said(shop: Shop, tmp_path: Pat
     shop.lose()
     assert shop.reconcile().careful == ()
     long_ago = datetime.now(timezone.utc) - timedelta(days=8)
-    (said,) = Reconciler(shop.log, shop.listener, since=long_ago).run().careful
+    (said,) = Reconciler(shop.log.engine, shop.listener, since=long_ago).run().careful
     assert "8 days old" in said
     (tmp_path / "beside").mkdir()
     beside = Shop(tmp_path / "beside")
-    report = Reconciler(shop.log, beside.listener).run()
+    report = Reconciler(shop.log.engine, beside.listener).run()
     assert report.executed == 0
     assert "it may be another database" in str(report)
 

@@ -147,7 +147,7 @@ def test_an_error_without_secrets_keeps_its_cause() -> None:
 
 def test_no_repr_shows_a_secret(tmp_path: Path) -> None:
     log = make_log("delta", tmp_path / "log")
-    log.path, log.storage_options = f"s3://b/log?{SIGNATURE}", OPTIONS
+    log.engine.path, log.engine.storage_options = f"s3://b/log?{SIGNATURE}", OPTIONS
     shown = [log, txmq.ConsumerGroup(log, "points"), listener_with(URL), txmq.SqlInbox(URL, "points", print)]
     shown += [read_options({"path": "x", "subscribe": "a", "storage.AWS_SECRET_ACCESS_KEY": SECRET}, True)]
     shown += [JobSettings(path="x", storage=OPTIONS)]

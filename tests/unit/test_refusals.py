@@ -192,7 +192,7 @@ VERDICTS = [UNKNOWN, "commit", None, 1]
         (lambda log, v: log.read(v), TEXTS, TopicNotFoundError, "is not in the commit log"),
         (lambda log, v: log.read("orders", limit=v), ["5", 1.5, -1], OptionError, "limit="),
         (lambda log, v: log.resolve("app:0", v, "reason"), VERDICTS, OptionError, "settles nothing"),
-        (lambda log, v: log.get(v), IDS, HalfBatchNotFoundError, "no half batch"),
+        (lambda log, v: log.engine.get(v), IDS, HalfBatchNotFoundError, "no half batch"),
         (lambda log, v: CheckService(log, {}, transaction_check_interval=v), [inf, 1e12], OptionError, "a century"),
     ],
     ids=["queues", "new topic", "topic", "limit", "verdict", "half id", "interval"],
@@ -211,7 +211,7 @@ def test_a_door_of_a_log_refuses_what_it_cannot_use(
 )
 def test_an_array_that_holds_no_verdicts_is_refused(log: CommitLog, answer: pa.Array) -> None:
     record = prepare(log, 0, 1, per="message")
-    batch = log.half_batch(record, log.state_of(record), 1, pending(log, record))
+    batch = log.engine.half_batch(record, log.engine.state_of(record), 1, pending(log, record))
     with pytest.raises(VerdictError, match="strings are expected"):
         normalize_verdicts(answer, batch)
 
@@ -262,9 +262,9 @@ def three_batches() -> InMemoryCommitLog:
 def test_an_op_row_without_what_its_kind_needs_is_an_error(kind: str, column: str, value: Any, words: str) -> None:
     log = three_batches()
     if kind == "mark":
-        assert log.move_mark()
+        assert log.engine.move_mark()
         commit(log, prepare(log, 3, 2))
-    edit_row(log.op, kind, column, value)
+    edit_row(log.engine.op, kind, column, value)
     with pytest.raises(CorruptLogError, match=words):
         log.another().pending()
 
@@ -274,9 +274,9 @@ def test_a_lost_placement_is_an_error_before_anything_is_placed_behind_it(marked
     log = three_batches()
     if marked:
         prepare(log, 3, 2)  # keeps what follows above the mark
-        log.move_mark()
+        log.engine.move_mark()
         commit(log, prepare(log, 4, 2))
         commit(log, prepare(log, 5, 2))
-    edit_row(log.op, "commit", None, None, row=3 if marked else 1)
+    edit_row(log.engine.op, "commit", None, None, row=3 if marked else 1)
     with pytest.raises(CorruptLogError, match="op rows are lost or doubled"):
         log.another().pending()

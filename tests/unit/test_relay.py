@@ -226,7 +226,7 @@ class Restored:
     def hand_over(self) -> list[bytes | None]:
         """Hand over what a relay would that starts now, and keep its positions."""
         log = self.log.another()
-        source = RelaySource(log, self.settings)
+        source = RelaySource(log.engine, self.settings)
         self.require_fit()
         ends = source.ends()
         start = {queue: p.next_offset for queue, p in self.stored.of_log(log.id).items()}
@@ -240,7 +240,7 @@ class Restored:
     def require_fit(self) -> None:
         log = self.log.another()
         brokers: Any = None
-        Start(log, self.settings, RelaySource(log, self.settings), brokers, "a-run")._require_fit(self.stored)
+        Start(log, self.settings, RelaySource(log.engine, self.settings), brokers, "a-run")._require_fit(self.stored)
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_a_log_that_was_set_back_and_placed_what_was_pending_in_the_copy_is_refu
     restored.copy()
 
     def settle() -> None:
-        commit(restored.log, restored.log.get(restored.log.open_half_ids()[0]))
+        commit(restored.log, restored.log.engine.get(restored.log.engine.open_half_ids()[0]))
 
     restored.send("b")
     settle()
@@ -284,7 +284,7 @@ def test_a_position_below_which_all_had_expired_is_of_no_log_that_still_has_it(r
     restored.send("a")
     restored.copy()
     restored.send("b")
-    restored.log.topic_store.set_retention("orders", 0.0)
+    restored.log.engine.topic_store.set_retention("orders", 0.0)
     let_leave(restored.log)
     restored.keep(restored.records.position(("orders", 0), Position(2)))
     assert restored.hand_over() == []
@@ -303,6 +303,6 @@ def test_a_log_goes_on_fitting_while_its_messages_are_drained_and_leave(restored
     let_leave(restored.log)
     restored.send("c")
     assert restored.hand_over() == [b"c"]
-    restored.log.topic_store.set_retention("orders", 0.0)
+    restored.log.engine.topic_store.set_retention("orders", 0.0)
     let_leave(restored.log)
     restored.require_fit()

@@ -40,7 +40,7 @@ def group_of(log: CommitLog, name: str = "points") -> txmq.ConsumerGroup:
 def bound_of(log: CommitLog, option: str, text: str, streaming: bool = False) -> Any:
     """Where a read with this option begins or ends."""
     given = read_options({"path": "log", "subscribe": "orders", option: text}, streaming)
-    planner = Planner(log, given.subscription)
+    planner = Planner(log.engine, given.subscription)
     return planner.resolve(option, given.starting if option == "startingOffsets" else given.ending)
 
 
@@ -104,7 +104,7 @@ def test_offsets_of_another_log_are_refused_and_those_words_that_are_advised_are
 def test_a_reset_to_what_has_expired_is_told_where_the_queue_starts(tmp_path: Path) -> None:
     log = make_log("memory", tmp_path)
     send(log, "abcd")
-    log.topic_store.set_retention("orders", 0.0)
+    log.engine.topic_store.set_retention("orders", 0.0)
     let_leave(log)
     with pytest.raises(txmq.OffsetOutOfRangeError, match="starts at offset 2 now"):
         group_of(log).reset({"orders": {"0": 0, "1": 2}})
@@ -139,12 +139,14 @@ def test_a_clone_goes_to_a_group_that_was_deleted_or_has_another_name(log: Commi
 
 def test_a_group_that_spark_reads_is_handed_over_by_the_command_that_is_advised(tmp_path: Path) -> None:
     log = make_log("delta", tmp_path / "log")
-    log.groups.publish("points", {ZERO: 0}, Session("a-query"))
+    log.engine.groups.publish("points", {ZERO: 0}, Session("a-query"))
     with pytest.raises(txmq.GroupInUseError, match="or stop the others and run: txmq group hand-over LOG points"):
-        log.groups.claim("points", "member", {ZERO: 1}, {}, "by")
-    assert log.groups.claim("a-group-of-its-own", "member", {ZERO: 0}, {ZERO: 0}, "by")
+        log.engine.groups.claim("points", "member", {ZERO: 1}, {}, "by")
+    assert log.engine.groups.claim("a-group-of-its-own", "member", {ZERO: 0}, {ZERO: 0}, "by")
     assert CliRunner().invoke(app, ["group", "hand-over", log.path, "points"]).exit_code == 0
-    assert log.groups.claim("points", "member", {ZERO: log.groups.places("points")[ZERO].generation}, {}, "by")
+    assert log.engine.groups.claim(
+        "points", "member", {ZERO: log.engine.groups.places("points")[ZERO].generation}, {}, "by"
+    )
 
 
 @pytest.mark.parametrize("to", ["earliest", "latest", "2025-03-01T08:00:00Z", "2h", '{"orders": {"0": -1, "1": -2}}'])
@@ -158,7 +160,7 @@ def test_each_place_that_the_command_advises_is_taken(tmp_path: Path, to: str) -
     assert "Name its topics" in unknown.output
     right = CliRunner().invoke(app, ["group", "reset", log.path, "points", "--to", to, "--topic", "orders"])
     assert right.exit_code == 0, right.output
-    assert log.another().groups.positions("points") == {ZERO: 0, ONE: 0}
+    assert log.another().engine.groups.positions("points") == {ZERO: 0, ONE: 0}
 
 
 # ---------------------------------------------------------------- commands on messages and half batches
@@ -297,7 +299,7 @@ def test_each_of_a_member_s_settings_that_contradict_is_mended_as_advised(log: C
     def consumer(**options: Any) -> Callable[[], Any]:
         return lambda: txmq.PullConsumer(log, "points", "orders", **options)
 
-    when = log.machine.now()
+    when = log.engine.machine.now()
     for wrong, advised, right in (
         ({"tags": "a", "selector": "TAGS = 'a'"}, "give one of them", {"selector": "TAGS = 'a'"}),
         ({"message_model": "BROADCASTING"}, "give each consumer a group of its own", {"message_model": "CLUSTERING"}),

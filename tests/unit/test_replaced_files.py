@@ -47,7 +47,7 @@ def merge(log: CommitLog) -> None:
     """Merge as upkeep does. (delta-rs tells by a clock of its own how old a removal is: a whole round of upkeep would
     delete at once.)"""
     kept_s = {name: s for name, s in log.retentions().items() if s is not None}
-    assert maintenance.compact_messages(another(log).messages_table, kept_s) == 3
+    assert maintenance.compact_messages(another(log).engine.messages_table, kept_s) == 3
 
 
 def rows_at(log: CommitLog, version: int) -> int:
@@ -62,7 +62,7 @@ def test_a_reader_that_stands_at_an_old_version_goes_on_within_seven_days(
     """The files of a merge were deleted after an hour, and a stream that stood for three could never go on."""
     log = merged_before(clock, seconds, lambda: make_log("delta", tmp_path / "log", orders=1))
     assert deleted_messages(log) == []
-    assert maintenance.vacuum([another(log).messages_table], -1.0, dry_run=False) == []
+    assert maintenance.vacuum([another(log).engine.messages_table], -1.0, dry_run=False) == []
     assert [rows_at(log, version) for version in range(5)] == [0, 5, 10, 15, 15]
 
 
@@ -102,9 +102,9 @@ def test_what_expired_is_deleted_after_the_hour(tmp_path: Path, clock: Clock) ->
     clock.ahead_s = -2.5 * HOUR_S
     log = make_log("delta", tmp_path / "log", orders=1)
     commit(log, send(log, "old", 4))
-    log.topic_store.set_retention("orders", 0.0)
+    log.engine.topic_store.set_retention("orders", 0.0)
     log.drain()
-    assert len(Expirer(another(log), 0.0).run()) == 1
+    assert len(Expirer(another(log).engine, 0.0).run()) == 1
     clock.ahead_s = 0.0
     let_upkeep_believe(clock, log)
     assert len(deleted_messages(log)) == 1

@@ -72,7 +72,7 @@ def test_figures_are_the_same_before_and_after_upkeep() -> None:
     before = figures_of(log)
     log.maintain(grace="1m", audit="1m")
     after = figures_of(log)
-    assert log.half.counted().num_rows == 1  # the application's last one stays
+    assert log.engine.half.counted().num_rows == 1  # the application's last one stays
     for name in ("throughput", "verdicts", "checks", "ages", "largest", "slowest"):
         assert getattr(before, name).to_pylist() == getattr(after, name).to_pylist(), name
     assert before.settled == after.settled == 12
@@ -83,9 +83,9 @@ def test_a_rollback_that_a_person_confirms_is_counted_once_before_and_after_upke
     log = InMemoryCommitLog(topics={"orders": 2})
     late, mixed, hidden = (prepare(log, n, 5, per="message") for n in (1, 2, 3))
     for record, rows in ((late, pending_rows(log, late)), (mixed, split(pending_rows(log, mixed), every=2)[0])):
-        log.decide(record, 1, rollback=rows, who=Who.CHECK)
+        log.engine.decide(record, 1, rollback=rows, who=Who.CHECK)
         with pytest.raises(VerdictConflictError):
-            log.decide(record, 1, commit=rows, who=Who.EXECUTE)
+            log.engine.decide(record, 1, commit=rows, who=Who.EXECUTE)
     for record in (mixed, hidden):
         quarantine(log, record)
     for record in (late, mixed, hidden):
@@ -94,7 +94,7 @@ def test_a_rollback_that_a_person_confirms_is_counted_once_before_and_after_upke
     before = figures_of(log)
     assert by(before.verdicts, "verdict", "messages") == {over_time.ROLLED_BACK: 5 + 5 + 5}, "the last word counts"
     let_leave(log)
-    assert log.another().half.counted().num_rows == 1
+    assert log.another().engine.half.counted().num_rows == 1
     after = figures_of(log)
     assert after.verdicts.to_pylist() == before.verdicts.to_pylist()
     assert after.settled == before.settled == 3
@@ -109,21 +109,23 @@ def test_a_transaction_counts_by_its_last_verdict_whatever_a_replay_or_a_person_
     in_part, rest = split(pending_rows(log, replayed), every=2)
 
     def settle(record: HalfRecord, attempt: int) -> None:
-        log.decide(record, attempt, **{verdict: pending_rows(log, record, attempt)}, who=Who.EXECUTE)
+        log.engine.decide(record, attempt, **{verdict: pending_rows(log, record, attempt)}, who=Who.EXECUTE)
 
-    log.decide(replayed, 1, rollback=rest, who=Who.EXECUTE)
+    log.engine.decide(replayed, 1, rollback=rest, who=Who.EXECUTE)
     for attempt in (1, 2):
-        log.decide(replayed, attempt, rollback=in_part, who=Who.CHECK)
-        log.reopen(replayed, attempt, (RowState.ROLLED_BACK_BY_CHECK,), attempt + 1, Who.EXECUTE, "it never happened")
+        log.engine.decide(replayed, attempt, rollback=in_part, who=Who.CHECK)
+        log.engine.reopen(
+            replayed, attempt, (RowState.ROLLED_BACK_BY_CHECK,), attempt + 1, Who.EXECUTE, "it never happened"
+        )
     settle(replayed, 3)
     roll_back(log, asked_again, who=Who.DISCARD)
-    log.reopen(asked_again, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
+    log.engine.reopen(asked_again, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
     settle(asked_again, 1)
     quarantine(log, resumed)
     log.resume(resumed.half_id)
     settle(resumed, 1)
     roll_back(log, pending_again, who=Who.CHECK)
-    log.reopen(pending_again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "it never happened")
+    log.engine.reopen(pending_again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "it never happened")
     before = figures_of(log)
     word = {"commit": over_time.COMMITTED, "rollback": over_time.ROLLED_BACK}[verdict]
     expected = Counter({over_time.ROLLED_BACK: 3})
@@ -135,7 +137,7 @@ def test_a_transaction_counts_by_its_last_verdict_whatever_a_replay_or_a_person_
     prepare(log, 9, 1)  # so that none is the last one of its application
     before = figures_of(log)
     let_leave(log)
-    assert log.another().half.counted().num_rows == 1
+    assert log.another().engine.half.counted().num_rows == 1
     after = figures_of(log)
     assert by(after.verdicts, "verdict", "messages") == expected + Counter({word: 5})
     assert after.verdicts.to_pylist() == before.verdicts.to_pylist()
@@ -150,7 +152,7 @@ def test_verdicts_are_told_apart() -> None:
     roll_back(log, prepare(log, 4, 4), who=Who.CHECK)
     roll_back(log, prepare(log, 5, 2), who=Who.DISCARD)
     asked = prepare(log, 6, 6)
-    log.record_check(asked, 1, pending_rows(log, asked), "no answer")
+    log.engine.record_check(asked, 1, pending_rows(log, asked), "no answer")
     found = figures_of(log)
     assert by(found.verdicts, "verdict", "messages") == {
         over_time.COMMITTED: 12,
@@ -172,7 +174,7 @@ def test_a_quarantined_half_batch_is_not_settled_and_is_pending_again_when_it_is
     commit(log, prepare(log, 0, 2))
     hidden = prepare(log, 1, 3)
     quarantine(log, hidden)
-    log.move_mark()
+    log.engine.move_mark()
     found = figures_of(log)
     assert (found.settled, found.quarantined, found.pending_messages) == (1, (hidden.half_id,), 0)
     assert [row["half_id"] for row in found.slowest.to_pylist()] == ["app:0"]
@@ -196,7 +198,7 @@ def test_no_half_file_is_read_but_for_what_is_listed() -> None:
     shop.log.create_topic("orders", 1)
     for _ in range(30):
         shop.prepare(("orders",), 2)
-    shop.log.groups.set("points", {("orders", 0): 0}, "test")
+    shop.log.engine.groups.set("points", {("orders", 0): 0}, "test")
     with seen_at("files read", table="half") as reads:
         assert figures_of(shop.log).pending_messages == 60
     files = [path for read in reads for path in read["paths"]]
@@ -209,8 +211,8 @@ def test_small_topics_are_summed_up_and_dead_letters_never() -> None:
     for n, name in enumerate(names):
         log.create_topic(name, 1)
         commit(log, prepare(log, n, 10 + n, topic=name))
-    log.create_own_topic("%DLQ%points")
-    log.create_own_topic("%RETRY%points")
+    log.engine.create_own_topic("%DLQ%points")
+    log.engine.create_own_topic("%RETRY%points")
     for n, name in enumerate(("%DLQ%points", "%RETRY%points")):
         columns = {"body": [b"x"], "topic": [name]}
         commit(log, prepare(log, 100 + n, columns, topic=None))

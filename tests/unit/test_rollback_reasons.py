@@ -40,7 +40,7 @@ pytestmark = pytest.mark.log("memory", "delta")
 def told(log: CommitLog, record: HalfRecord) -> dict[str | None, tuple[int, str, bool | None]]:
     """By reason: how many messages an op row rolled back, by whom, and whether they were refused."""
     found: dict[str | None, tuple[int, str, bool | None]] = {}
-    for row in another(log).state_of(record).history:
+    for row in another(log).engine.state_of(record).history:
         if row.kind is Kind.ROLLBACK:
             before, *_ = found.get(row.reason, (0,))
             found[row.reason] = (before + row.count, str(row.decided_by), row.refused)
@@ -91,7 +91,7 @@ def test_what_work_rejected_is_not_decided_again_after_a_crash_before_the_op_mar
         RowState.COMMITTED: len(KEYS) - KEYS.count("b") - KEYS.count("c"),
         RowState.ROLLED_BACK: KEYS.count("b") + KEYS.count("c"),
     }
-    record = log.get("app:0")
+    record = log.engine.get("app:0")
     assert told(log, record) == {
         "out of stock": (KEYS.count("b"), "check", True),
         "no such customer": (KEYS.count("c"), "check", True),
@@ -173,7 +173,7 @@ def per_key(batch: HalfBatch) -> Any:
 
 def test_each_transaction_of_a_half_batch_keeps_its_own_reason(log: CommitLog) -> None:
     send(log, Scripted(per_key), header(KEY))
-    record = log.get("app:0")
+    record = log.engine.get("app:0")
     assert told(log, record) == {
         "why a": (KEYS.count("a"), "execute", True),
         "why b": (KEYS.count("b"), "execute", True),
@@ -181,7 +181,7 @@ def test_each_transaction_of_a_half_batch_keeps_its_own_reason(log: CommitLog) -
     trace = log.trace("app:0:1:a")
     assert [(e.reason, e.refused) for e in trace.events if e.kind == "rolled_back"] == [("why a", True)]
     assert "why a" in str(trace)
-    found = find_by_id(log, 10, half_id="app:0")
+    found = find_by_id(log.engine, 10, half_id="app:0")
     assert set(zip(found["state"].to_pylist(), found["reason"].to_pylist(), strict=True)) == {
         ("committed", None),
         ("rolled_back", "why a"),
@@ -232,7 +232,7 @@ def test_the_batch_s_reason_is_that_of_rollbacks_without_one(log: CommitLog) -> 
         return batch.verdicts(rollback=["a"], refused={"b": "no stock"})
 
     send(log, Scripted(answer), header(KEY))
-    assert set(told(log, log.get("app:0"))) == {"the day is closed", "no stock"}
+    assert set(told(log, log.engine.get("app:0"))) == {"the day is closed", "no stock"}
 
 
 def test_reasons_outlive_the_half_batch_and_its_op_rows(log: CommitLog) -> None:
@@ -264,9 +264,11 @@ def test_more_reasons_than_are_archived_hide_no_other_decision(log: CommitLog) -
 def test_a_refusal_by_a_check_is_archived_as_final(log: CommitLog) -> None:
     record = prepared(log)
     rows = pending(log, record)
-    log.decide(record, 1, rollback=rows, who=Who.CHECK, rolled_back=[RolledBack("no", True, dict(rows.ranges()))])
+    log.engine.decide(
+        record, 1, rollback=rows, who=Who.CHECK, rolled_back=[RolledBack("no", True, dict(rows.ranges()))]
+    )
     let_all_leave(log)
-    kept = another(log).archived("app:0")
+    kept = another(log).engine.archived("app:0")
     assert kept is not None
     assert kept.final
     listener = Scripted(AssertionError("it must not run again"))
@@ -278,11 +280,11 @@ def test_what_was_rolled_back_before_keeps_its_first_reason(log: CommitLog) -> N
     record = prepare(log, 0, 6)
     rows = pending(log, record)
     rest, chosen = split(rows, 2)
-    log.decide(record, 1, rollback=chosen, who=Who.EXECUTE, reason="first")
+    log.engine.decide(record, 1, rollback=chosen, who=Who.EXECUTE, reason="first")
     parts = [RolledBack("second", False, dict(rows.ranges()))]
-    log.decide(record, 1, rollback=rows, who=Who.EXECUTE, rolled_back=parts)
+    log.engine.decide(record, 1, rollback=rows, who=Who.EXECUTE, rolled_back=parts)
     assert told(log, record) == {"first": (chosen.count, "execute", True), "second": (rest.count, "execute", True)}
-    state = log.state_of(record)
+    state = log.engine.state_of(record)
     assert [state.reason_of(0, n) for n in range(6)] == [("first", "second")[n % 2] for n in range(6)]
 
 
@@ -291,7 +293,7 @@ def test_thousands_of_reasons_are_told_apart(log: CommitLog) -> None:
     prepare(log, 0, {"body": keys, "k": keys}, per="key", key="k", partitions=2)
     why = {f"k{i}": f"reason {i}" for i in range(0, 1500, 3)}
     check(log, Scripted(check=lambda batch: batch.verdicts(refused=why)), "group")
-    found = find_by_id(log, 5000, half_id="app:0").to_pylist()
+    found = find_by_id(log.engine, 5000, half_id="app:0").to_pylist()
     said = {row["body"].decode(): row["reason"] for row in found}
     assert said == {f"k{i}": f"reason {i}" if i % 3 == 0 else None for i in range(1500)}
     assert len(bodies(log)) == 2000
@@ -321,8 +323,8 @@ def test_a_lone_surrogate_in_a_reason_fails_no_commit(log: CommitLog, tmp_path: 
     listener = SqlTransactionListener(engine, raising(Rollback("bad \ud83d\x00 text")))
     listener.create_fence()
     send(log, listener, header(fence_id=listener.store_id))
-    record = log.get("app:0")
+    record = log.engine.get("app:0")
     (reason,) = told(log, record)
     assert reason == "bad \N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER} text"
-    batch = log.half_batch(record, record.fresh_state(), 1, record.all_rows)
+    batch = log.engine.half_batch(record, record.fresh_state(), 1, record.all_rows)
     assert listener.check_local_transaction(batch).each(1) == [Verdict(ROLLBACK_MESSAGE, reason, True)]

@@ -38,17 +38,17 @@ def sends_back_and_dies(log: CommitLog) -> None:
 def months_pass(log: CommitLog) -> None:
     """Everything leaves that may, and is forgotten."""
     for _ in range(3):
-        log.machine.sleep(MONTHS_S)
-        log.another().clock_doubt_s()  # a later round believes the clock
-        log.machine.sleep(LOOK_INTERVAL_S + 5)
-        log.another().place_due()
+        log.engine.machine.sleep(MONTHS_S)
+        log.another().engine.clock_doubt_s()  # a later round believes the clock
+        log.engine.machine.sleep(LOOK_INTERVAL_S + 5)
+        log.another().engine.place_due()
         let_leave(log, idempotency_s=0)
     assert in_half(log) == set()
 
 
 def kept(log: CommitLog) -> int:
     """Of how many half batches the outcome is kept."""
-    return len(log.another().ledger.archived_rows()["half_id"].to_pylist())
+    return len(log.another().engine.ledger.archived_rows()["half_id"].to_pylist())
 
 
 def test_a_letter_is_sent_again_once_for_as_long_as_it_is_there(log: CommitLog) -> None:
@@ -72,7 +72,7 @@ def test_what_is_kept_of_a_resent_letter_goes_with_the_letter(log: CommitLog) ->
     assert txmq.DeadLetters(log, GROUP).resend() == 3
     months_pass(log)
     assert kept(log) == 3
-    log.topic_store.set_retention(dlq_topic(GROUP), 3600.0)
+    log.engine.topic_store.set_retention(dlq_topic(GROUP), 3600.0)
     months_pass(log)
     assert log.another().read(dlq_topic(GROUP)).num_rows == 0
     assert kept(log) == 0
@@ -81,7 +81,7 @@ def test_what_is_kept_of_a_resent_letter_goes_with_the_letter(log: CommitLog) ->
 def test_what_a_group_sent_back_is_known_until_it_has_read_on(log: CommitLog) -> None:
     """A group whose last member died before it had written its progress, and that nobody ran for a week."""
     sends_back_and_dies(log)
-    log.another().groups.hand_over(GROUP, "its lease is over")
+    log.another().engine.groups.hand_over(GROUP, "its lease is over")
     months_pass(log)
     go_on(member(log, 5))
     months_pass(log)
@@ -105,15 +105,15 @@ def test_what_a_group_sent_back_is_let_go_when_it_begins_anew(log: CommitLog, by
 
 def test_the_letter_of_an_orderly_query_is_known_until_its_group_has_read_on(log: CommitLog) -> None:
     """It is sent before the micro-batch's progress is written, which may run again whenever the query is started."""
-    log.create_own_topic(dlq_topic(GROUP))
+    log.engine.create_own_topic(dlq_topic(GROUP))
     message = log.read("orders", limit=1)
     message = message.append_column("reconsume_times", pa.array([0], pa.int32()))
     letter = sent_back(message, ["it failed"], GROUP, 0, None)
     name = f"dead.{GROUP}.a-query.orders.0.0"
     for count in (1, 0, 0):
-        assert send_each(log, GROUP, [name], letter) == count
+        assert send_each(log.engine, GROUP, [name], letter) == count
         months_pass(log)
-    log.groups.progress(GROUP, {("orders", 0): 1}, "an orderly query")
+    log.engine.groups.progress(GROUP, {("orders", 0): 1}, "an orderly query")
     months_pass(log)
     assert kept(log) == 0
 

@@ -350,8 +350,8 @@ def test_a_transaction_of_another_log_is_not_taken_for_one_that_ran(url: sa.URL,
     def send(log: CommitLog, body: bytes) -> None:
         header = HalfHeader("app:0", "app", 0, None, None, fence, "batch", "shop", naming=Naming.GIVEN)
         writer = HalfWriter(header, log.topics(), "orders", None)
-        TwoPhase(log, listener(url, nothing)).send(
-            header, lambda: log.stage(writer, pa.table({"body": [body]}).to_batches())
+        TwoPhase(log.engine, listener(url, nothing)).send(
+            header, lambda: log.engine.stage(writer, pa.table({"body": [body]}).to_batches())
         )
 
     send(first, b"a")
@@ -690,8 +690,8 @@ def test_prune_deletes_rows_past_retention_only(url: sa.URL, fence: str, log: Co
     make_older(url, 9)
     commit(log, ran(orders_listener, log, "new"))
     let_leave(log)
-    assert orders_listener.prune(10 * 86400, log) == 0
-    assert orders_listener.prune(8 * 86400, log) == 1
+    assert orders_listener.prune(10 * 86400, log.engine) == 0
+    assert orders_listener.prune(8 * 86400, log.engine) == 1
     assert fence_rows(url) == {"new:0:1": "executed"}
 
 
@@ -702,12 +702,12 @@ def test_prune_keeps_the_rows_of_what_has_not_left_its_log(url: sa.URL, fence: s
 
     ran(orders_listener, log, "open")
     hidden = ran(orders_listener, log, "hidden")
-    log.quarantine(hidden, 1, pending(log, hidden), Who.CHECK, "nobody knows")
+    log.engine.quarantine(hidden, 1, pending(log, hidden), Who.CHECK, "nobody knows")
     torn = ran(orders_listener, log, "torn")
     every = pending(log, torn)
     roll_back(log, torn)
     with pytest.raises(txmq.VerdictConflictError):
-        log.decide(torn, 1, commit=every, rollback={}, who=Who.EXECUTE)
+        log.engine.decide(torn, 1, commit=every, rollback={}, who=Who.EXECUTE)
     commit(log, ran(orders_listener, log, "settled"))
     roll_back(log, ran(orders_listener, log, "refused"))
     commit(other, ran(orders_listener, other, "elsewhere"))
@@ -718,12 +718,12 @@ def test_prune_keeps_the_rows_of_what_has_not_left_its_log(url: sa.URL, fence: s
         kept.add(f"{app}:1:1")  # the last one of its application: a restart replays it
     orders_listener.execute_local_transaction(half_batch(fence, half_id="of no log:0"))
     make_older(url, 9)
-    assert orders_listener.prune(8 * 86400, log, other) == 0
+    assert orders_listener.prune(8 * 86400, log.engine, other.engine) == 0
     let_leave(log)
     let_leave(other)
-    assert orders_listener.prune(8 * 86400, log) == 2  # rows of a log that is not named stay
+    assert orders_listener.prune(8 * 86400, log.engine) == 2  # rows of a log that is not named stay
     assert set(fence_rows(url)) == kept | {"elsewhere:0:1", "of no log:0:1"}
-    assert orders_listener.prune(8 * 86400, other) == 1
+    assert orders_listener.prune(8 * 86400, other.engine) == 1
     assert set(fence_rows(url)) == kept | {"of no log:0:1"}
 
 
@@ -738,7 +738,7 @@ def test_prune_goes_through_the_rows_a_page_at_a_time(url: sa.URL, fence: str, l
     make_older(url, 9)
     commit(log, ran(orders_listener, log, "app35"))
     let_leave(log)
-    pages = list(orders_listener.pruning(8 * 86400, log))
+    pages = list(orders_listener.pruning(8 * 86400, log.engine))
     assert (sum(pages), max(pages)) == (5, 2)
     assert len(pages) >= 4
     assert set(fence_rows(url)) == {"app2:0:1", "app3:0:1", "app35:0:1"}
@@ -751,7 +751,7 @@ def test_a_pruner_whose_clock_is_ahead_of_the_database_s_deletes_nothing(
     commit(log, ran(orders_listener, log, "new"))
     let_leave(log)
     orders_listener.machine = Ahead(30 * 86400)
-    assert orders_listener.prune(8 * 86400, log) == 0
+    assert orders_listener.prune(8 * 86400, log.engine) == 0
     assert fence_rows(url) == {"new:0:1": "executed"}
 
 
@@ -761,15 +761,15 @@ def test_processes_that_prune_in_turn_do_so_once_in_a_while(url: sa.URL, fence: 
     commit(log, ran(first, log, "a"))
     let_leave(log)
     make_older(url, 9)
-    assert sum(first.pruning_in_turn(8 * 86400, log, 3600)) == 1
+    assert sum(first.pruning_in_turn(8 * 86400, log.engine, 3600)) == 1
     commit(log, ran(first, log, "b"))
     let_leave(log)
     run(url, "UPDATE txmq_fence SET changed_at = '2020-01-01 00:00:00' WHERE state = 'executed'")
-    assert list(second.pruning_in_turn(8 * 86400, log, 3600)) == []
-    assert list(second.pruning_in_turn(8 * 86400, other, 3600)) == [0]
+    assert list(second.pruning_in_turn(8 * 86400, log.engine, 3600)) == []
+    assert list(second.pruning_in_turn(8 * 86400, other.engine, 3600)) == [0]
     make_older(url, 1)
     run(url, "UPDATE txmq_fence SET changed_at = '2020-01-01 00:00:00' WHERE state = 'executed'")
-    assert sum(second.pruning_in_turn(8 * 86400, log, 3600)) == 1
+    assert sum(second.pruning_in_turn(8 * 86400, log.engine, 3600)) == 1
 
 
 @pytest.mark.parametrize("late", [timedelta(days=6), timedelta(days=8)])

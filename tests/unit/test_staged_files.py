@@ -15,7 +15,7 @@ from rmq_spark.errors import LostFileError, LostStagedFileError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
 from tests.support.half_batches import another, bodies, check_offsets, commit, header_of, move_half, prepare, stage
-from tests.support.inside import HalfFile, Machine, maintenance
+from tests.support.inside import HalfFile, Machine, op_merge
 from tests.support.limits import set_limits
 from tests.support.meanwhile import at
 
@@ -37,19 +37,19 @@ def test_a_merged_file_that_a_race_kept_waiting_and_somebody_removed_is_not_comm
     """The op rows that it replaces would be in no file."""
     set_limits(monkeypatch, OP_FILES_MAX=3)
     clock = set_clock(monkeypatch)
-    log.upkeep = False
+    log.engine.upkeep = False
     for number in range(4):
         commit(log, prepare(log, number, 1))
     prepare(log, 4, 1)
 
     def overtaken() -> None:
-        commit(log, log.get("app:4"))
+        commit(log, log.engine.get("app:4"))
         clock.pauses.append(10 * STAGED_UNSEEN_S)
-        vacuum(log.op)
+        vacuum(log.engine.op)
 
     gone = pytest.raises(LostStagedFileError, match="staged for table op, is gone or cut")
     with at("commit begins", overtaken, table="op"), gone:
-        maintenance.compact_op(another(log).op)
+        op_merge.compact_op(another(log).engine.op)
     assert len(bodies(another(log))) == 5
     check_offsets(another(log))
 
@@ -62,11 +62,11 @@ def staged(log: CommitLog, files: int) -> list[HalfFile]:
 @pytest.mark.log("memory", "delta", orders=1)
 def test_staged_files_that_somebody_removed_are_not_prepared(log: CommitLog) -> None:
     files = staged(log, 3)
-    log.half.table.fs.delete_file(f"{log.half.table.folder}/{files[1].data.path}")
+    log.engine.half.table.fs.delete_file(f"{log.engine.half.table.folder}/{files[1].data.path}")
     with pytest.raises(LostStagedFileError, match=f"{files[1].data.path}.*run the batch again"):
-        log.prepare(header_of(0), files)
-    assert another(log).find("app", 0) is None
-    commit(log, log.prepare(header_of(0), staged(log, 3)))
+        log.engine.prepare(header_of(0), files)
+    assert another(log).engine.find("app", 0) is None
+    commit(log, log.engine.prepare(header_of(0), staged(log, 3)))
     assert bodies(another(log)) == ["0", "1", "2"]
 
 
@@ -76,8 +76,8 @@ def test_a_staged_file_that_was_cut_is_not_prepared(log: CommitLog, tmp_path: Pa
     path = tmp_path / "log" / "half" / file.data.path
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(LostStagedFileError):
-        log.prepare(header_of(0), [file])
-    assert another(log).find("app", 0) is None
+        log.engine.prepare(header_of(0), [file])
+    assert another(log).engine.find("app", 0) is None
 
 
 @pytest.mark.log("memory", orders=1)
@@ -90,11 +90,11 @@ def test_who_slept_between_its_look_at_staged_files_and_their_commit_hears_that_
 
     def sleeps() -> None:
         clock.pauses.append(2 * STAGED_UNSEEN_S)
-        vacuum(log.half.table)
+        vacuum(log.engine.half.table)
 
     lost = pytest.raises(LostFileError, match="was removed while this process slept")
     with at("commit begins", sleeps, table="half"), lost:
-        log.prepare(header_of(0), files)
+        log.engine.prepare(header_of(0), files)
 
 
 class Sleeps(Machine):
@@ -118,10 +118,10 @@ def test_who_slept_while_its_files_were_moved_is_not_told_that_they_are_lost() -
 
     def are_moved() -> None:
         move_half(log)
-        vacuum(log.half.table)
+        vacuum(log.engine.half.table)
 
     with at("commit done", lambda: machine.meanwhile.append(are_moved), table="half"):
-        record = log.prepare(header_of(0), files)
+        record = log.engine.prepare(header_of(0), files)
     assert not machine.meanwhile
     commit(log, record)
     assert bodies(another(log)) == ["0", "1"]

@@ -20,7 +20,7 @@ from rmq_spark import CheckService, CommitLog
 from rmq_spark.errors import CorruptLogError
 from tests.support import seeds
 from tests.support.half_batches import another, commit, let_leave, make_log, prepare, send
-from tests.support.inside import Planner, Positions, Subscription, maintenance
+from tests.support.inside import Planner, Positions, Subscription, op_merge
 
 PRODUCT = str(Path(txmq.__file__).parent)
 FILES = ("_core/storage/table.py", "_core/log/op.py")
@@ -63,10 +63,16 @@ def two_hours_pass(log: CommitLog) -> None:
     for n in range(2):
         send_all(other, f"later{n}", 2)
     let_leave(other)
-    maintenance.compact_op(other.op)
+    op_merge.compact_op(other.engine.op)
     other.create_topic("refunds", 1, exist_ok=True)
-    other.groups.set("readers", {("orders", 0): 1}, "a test")
-    for table in (other.half.table, other.op, other.topics_table, other.messages_table, other.groups.table):
+    other.engine.groups.set("readers", {("orders", 0): 1}, "a test")
+    for table in (
+        other.engine.half.table,
+        other.engine.op,
+        other.engine.topics_table,
+        other.engine.messages_table,
+        other.engine.groups.table,
+    ):
         folder = Path(table.folder)
         delta = DeltaTable(str(folder))
         delta.create_checkpoint()
@@ -80,7 +86,7 @@ def two_hours_pass(log: CommitLog) -> None:
 
 def plan(log: CommitLog) -> None:
     """What a stream reads with failOnDataLoss=false, which skips what it takes for lost."""
-    planner = Planner(log, Subscription(("orders",)), fail_on_data_loss=False)
+    planner = Planner(log.engine, Subscription(("orders",)), fail_on_data_loss=False)
     end = planner.latest()
     ranges = planner.ranges(Positions({("orders", 0): 0}), end)
     assert sum(r.stop - r.queue_offset for r in ranges) == end["orders", 0] > 0
@@ -91,8 +97,8 @@ CALLS: dict[str, Callable[[CommitLog], object]] = {
     "pending": lambda log: log.pending(),
     "trace": lambda log: log.trace(half_id="open:0"),
     "send": lambda log: send_all(log, "mine", 1),
-    "positions": lambda log: log.groups.positions("readers"),
-    "topics": lambda log: (log.topics(), log.topics_with(["nowhere"])),
+    "positions": lambda log: log.engine.groups.positions("readers"),
+    "topics": lambda log: (log.topics(), log.engine.topics_with(["nowhere"])),
     "plan": plan,
     "drain": lambda log: log.drain(),
     "check": lambda log: CheckService(log, {}, transaction_timeout=0).run_once(),
@@ -116,7 +122,7 @@ def aged(tmp_path_factory: pytest.TempPathFactory) -> Path:
         send_all(log, f"early{n}", 2)
     log.drain()
     send_all(log, "late", 2)
-    log.groups.set("readers", {("orders", 0): 0}, "a test")
+    log.engine.groups.set("readers", {("orders", 0): 0}, "a test")
     return path
 
 

@@ -63,28 +63,28 @@ def one_open(log: CommitLog, batch_id: int = 0, columns: Any = None, **more: Any
     """A half batch of which every sixth message stays pending."""
     record = prepare(log, batch_id, columns or ROWS, per="message", **more)
     kept, _ = split(pending(log, record), 6)
-    log.decide(record, 1, commit=kept, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit=kept, who=Who.EXECUTE)
     return record
 
 
 def ready(log: CommitLog) -> None:
     """All that is decided is drained, and below the mark."""
     log.drain()
-    another(log).move_mark()
+    another(log).engine.move_mark()
 
 
 def strip(log: CommitLog) -> list[str]:
     """By another process; returns the files."""
-    return Stripper(another(log), Graces(0.0)).run()
+    return Stripper(another(log).engine, Graces(0.0)).run()
 
 
 def delete_replaced(log: CommitLog) -> None:
-    maintenance.delete_replaced([another(log).half.table, another(log).messages_table], 0, dry_run=False)
+    maintenance.delete_replaced([another(log).engine.half.table, another(log).engine.messages_table], 0, dry_run=False)
 
 
 def stored(log: CommitLog) -> pa.Table:
     """The rows of half, as any reader of Delta sees them."""
-    table = another(log).half.table
+    table = another(log).engine.half.table
     table.refresh()
     return table.read(table.actions()["path"].to_pylist()).sort_by([("half_id", "ascending"), ("row_no", "ascending")])
 
@@ -111,10 +111,10 @@ def test_drained_messages_lose_their_payload_and_open_ones_keep_it(log: CommitLo
 
 def test_a_stripped_half_batch_goes_on_as_any_other(log: CommitLog) -> None:
     record = one_open(log)
-    whole = another(log).get(record.half_id)
+    whole = another(log).engine.get(record.half_id)
     let_leave(log)
     delete_replaced(log)
-    found = another(log).get(record.half_id)
+    found = another(log).engine.get(record.half_id)
     assert (found.rows, found.prepared_ms, found.staged_ms) == (
         whole.rows, whole.prepared_ms, whole.staged_ms,
     )  # fmt: skip
@@ -122,11 +122,11 @@ def test_a_stripped_half_batch_goes_on_as_any_other(log: CommitLog) -> None:
     other = another(log)
     assert other.pending()["messages"].to_pylist() == [2]
     rows = pending(other, found)
-    asked = other.half_batch(found, other.state_of(found), 1, rows)
+    asked = other.engine.half_batch(found, other.engine.state_of(found), 1, rows)
     assert sorted(asked.messages()["body"].to_pylist()) == [b"app.0.0", b"app.0.6"]
-    decided = other.state_of(found).rows_in((RowState.COMMITTED,))
+    decided = other.engine.state_of(found).rows_in((RowState.COMMITTED,))
     with pytest.raises(VerdictConflictError):
-        other.decide(found, 1, rollback=decided, who=Who.EXECUTE)
+        other.engine.decide(found, 1, rollback=decided, who=Who.EXECUTE)
     other.resolve(record.half_id, "COMMIT_MESSAGE", "agreed")
     prepare(other, 1)
     assert len(bodies(log)) == ROWS
@@ -136,15 +136,15 @@ def test_the_last_half_batch_of_a_stream_is_stripped_and_a_restart_finds_it_sett
     commit(log, prepare(log, 1))
     assert let_leave(log).files_stripped == 1
     assert with_payload(log) == []
-    record = another(log).find("app", 1)
+    record = another(log).engine.find("app", 1)
     assert record is not None
-    assert another(log).state_of(record).count(RowState.COMMITTED) == 5
+    assert another(log).engine.state_of(record).count(RowState.COMMITTED) == 5
 
 
 def test_what_was_rolled_back_keeps_its_payload_for_a_look(log: CommitLog) -> None:
     record = prepare(log, 0, ROWS, per="message")
     kept, dropped = split(pending(log, record), 6)
-    log.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
     prepare(log, 1)
     assert let_leave(log, audit_s=1e6).files_stripped == 1
     assert sorted(with_payload(log))[:2] == ["app.0.0", "app.0.6"]
@@ -154,16 +154,18 @@ def test_what_was_rolled_back_keeps_its_payload_for_a_look(log: CommitLog) -> No
 def test_what_may_be_needed_keeps_its_payload(log: CommitLog, what: str) -> None:
     record = prepare(log, 0, ROWS, per="message")
     kept, others = split(pending(log, record), 6 if what != "mostly open" else 2)
-    log.decide(record, 1, commit=kept if what != "mostly open" else others - split(others, 4)[1], who=Who.EXECUTE)
+    log.engine.decide(
+        record, 1, commit=kept if what != "mostly open" else others - split(others, 4)[1], who=Who.EXECUTE
+    )
     if what == "in conflict":
         with pytest.raises(VerdictConflictError):
-            log.decide(record, 1, rollback=kept, who=Who.CHECK)
+            log.engine.decide(record, 1, rollback=kept, who=Who.CHECK)
     if what != "undrained":
         log.drain()
     if what != "above the mark":
-        another(log).move_mark()
+        another(log).engine.move_mark()
     graces = Graces(3600.0 if what == "within the grace" else 0.0, 0.0)
-    assert Stripper(another(log), graces).run() == []
+    assert Stripper(another(log).engine, graces).run() == []
     assert len(with_payload(log)) == ROWS
 
 
@@ -172,7 +174,7 @@ def test_a_small_file_is_left_alone_and_a_dry_run_changes_nothing(
 ) -> None:
     one_open(log)
     ready(log)
-    assert len(Stripper(another(log), Graces(0.0)).run(dry_run=True)) == 1
+    assert len(Stripper(another(log).engine, Graces(0.0)).run(dry_run=True)) == 1
     assert let_leave(log, dry_run=True).files_stripped == 1
     set_limits(monkeypatch, STRIPPED_BYTES_MIN=1 << 30)
     assert let_leave(log).files_stripped == 0
@@ -183,10 +185,10 @@ def test_a_file_is_stripped_again_when_most_of_what_was_left_is_drained(log: Com
     record = one_open(log)
     let_leave(log)
     first, second = split(pending(log, record), 12)
-    log.decide(record, 1, commit=first, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit=first, who=Who.EXECUTE)
     assert let_leave(log).files_stripped == 1
     assert len(with_payload(log)) == 1
-    log.decide(record, 1, commit=second, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit=second, who=Who.EXECUTE)
     assert len(set(bodies(another(log)))) == ROWS
 
 
@@ -207,7 +209,7 @@ def test_a_shared_file_keeps_the_payload_of_those_that_are_open(log: CommitLog) 
     let_leave(log)
     assert sorted(with_payload(log)) == ["key5.0", "key5.1"]
     assert len(bodies(another(log))) == 10
-    commit(another(log), another(log).get(records[5].half_id))
+    commit(another(log), another(log).engine.get(records[5].half_id))
     let_leave(log)
     assert len(bodies(another(log))) == 12
     assert in_half(log) == set()
@@ -215,7 +217,7 @@ def test_a_shared_file_keeps_the_payload_of_those_that_are_open(log: CommitLog) 
 
 # ---------------------------------------------------------------- readers, and others who write
 def read(log: CommitLog, ranges: Any, names: Any = ("queue_id", "queue_offset", "body", "keys")) -> list[Any]:
-    found = pa.concat_tables(list(read_ranges(ranges, log.read_range, log.find_again, names)))
+    found = pa.concat_tables(list(read_ranges(ranges, log.engine.read_range, log.engine.find_again, names)))
     order = [("queue_id", "ascending"), ("queue_offset", "ascending")]
     return found.sort_by(order).to_pylist() if "queue_offset" in names else found.to_pylist()
 
@@ -224,7 +226,7 @@ def read(log: CommitLog, ranges: Any, names: Any = ("queue_id", "queue_offset", 
 def test_a_plan_from_before_finds_stripped_messages_where_they_are_now(log: CommitLog, names: tuple[str, ...]) -> None:
     columns = {"body": [str(i) for i in range(ROWS)], "keys": ["k"] * ROWS, "tags": ["t"] * ROWS}
     one_open(log, 0, columns)
-    plan = Planner(another(log), Subscription(("orders",)))
+    plan = Planner(another(log).engine, Subscription(("orders",)))
     ranges = plan.ranges({}, plan.latest())
     expected = read(another(log), ranges, names)
     let_leave(log)
@@ -238,10 +240,10 @@ def test_a_plan_from_before_finds_stripped_messages_where_they_are_now(log: Comm
 def test_a_plan_from_before_reads_on_what_shares_a_file_with_stripped_messages(log: CommitLog) -> None:
     sent = [send(log, key, 2) for key in ("one", "two", "three")]
     share_half_file(log)
-    first, second, third = (another(log).get(record.half_id) for record in sent)
+    first, second, third = (another(log).engine.get(record.half_id) for record in sent)
     commit(log, first)
     commit(log, third)
-    plan = Planner(another(log), Subscription(("orders",)))
+    plan = Planner(another(log).engine, Subscription(("orders",)))
     before = plan.latest()
     ranges = plan.ranges({}, before)
     drained = log.drain()
@@ -249,8 +251,8 @@ def test_a_plan_from_before_reads_on_what_shares_a_file_with_stripped_messages(l
     ranges += plan.ranges(before, plan.latest())
     assert {r.rows.table for r in ranges} == {"half"}
     expected = sorted(m["body"] for m in read(another(log), ranges))
-    another(log).move_mark()
-    assert another(log).drained.border() is not None
+    another(log).engine.move_mark()
+    assert another(log).engine.drained.border() is not None
     assert strip(log)
     assert stored(log)["body"].null_count == 4
     delete_replaced(log)
@@ -261,19 +263,19 @@ def test_a_plan_from_before_reads_on_what_shares_a_file_with_stripped_messages(l
 def test_a_stripped_row_is_never_taken_for_a_message(log: CommitLog) -> None:
     record = one_open(log)
     let_leave(log)
-    found = another(log).get(record.half_id)
-    rows = another(log).state_of(found).rows_in((RowState.COMMITTED,))
+    found = another(log).engine.get(record.half_id)
+    rows = another(log).engine.state_of(found).rows_in((RowState.COMMITTED,))
     for name in PAYLOAD_COLUMNS:
         with pytest.raises(StrippedError, match="in the table messages"):
-            another(log).half.read(found, rows, [name])
-    assert another(log).half.read(found, rows, ["sharding_key"]).num_rows == 10
+            another(log).engine.half.read(found, rows, [name])
+    assert another(log).engine.half.read(found, rows, ["sharding_key"]).num_rows == 10
 
 
 def test_a_drainer_that_slept_while_another_one_drained_and_stripped_goes_on(log: CommitLog) -> None:
     """It has planned a step, and the payload is gone when it reads: it said that the store answers with an old list."""
     one_open(log)
     with at("files read", lambda: (let_leave(log), delete_replaced(log)), table="half"):
-        drained = Drainer(another(log)).run()
+        drained = Drainer(another(log).engine).run()
     assert drained == log.drain()
     check_offsets(log)
 
@@ -287,7 +289,7 @@ def test_an_older_copy_of_messages_is_not_drained_to_again(log: CommitLog, tmp_p
     shutil.rmtree(tmp_path / "log/messages")
     shutil.copytree(tmp_path / "copy", tmp_path / "log/messages")
     with pytest.raises(CorruptLogError, match="an older copy of messages was put in its place"):
-        Drainer(another(log)).run()
+        Drainer(another(log).engine).run()
 
 
 @pytest.mark.parametrize("query_id", [None, "query"])
@@ -298,7 +300,7 @@ def test_a_local_transaction_that_slept_until_its_messages_went_gets_the_outcome
 
     class Sleeps(CommitOncePrepared):
         def execute_local_transaction(self, batch: HalfBatch) -> LocalTransactionState:
-            commit(log, log.get(batch.half_id), who=Who.CHECK)
+            commit(log, log.engine.get(batch.half_id), who=Who.CHECK)
             let_leave(log)
             delete_replaced(log)
             batch.messages(["body"])
@@ -306,8 +308,8 @@ def test_a_local_transaction_that_slept_until_its_messages_went_gets_the_outcome
 
     header = replace(header_of(0), query_id=query_id)
     writer = HalfWriter(header, log.topics(), "orders", None)
-    files = log.stage(writer, pa.table({"body": ["a", "b"]}).to_batches())
-    outcome = TwoPhase(another(log), Sleeps()).send(header, lambda: files)
+    files = log.engine.stage(writer, pa.table({"body": ["a", "b"]}).to_batches())
+    outcome = TwoPhase(another(log).engine, Sleeps()).send(header, lambda: files)
     assert outcome.messages == {RowState.COMMITTED: 2}
     assert len(bodies(log)) == 2
 
@@ -326,8 +328,8 @@ def test_two_who_strip_at_once_leave_one_file(log: CommitLog) -> None:
 def test_a_half_batch_of_several_files_keeps_the_rows_of_each(log: CommitLog) -> None:
     record = one_open(log, 0, None, partitions=3)
     let_leave(log)
-    assert len(with_payload(log)) == pending(another(log), another(log).get(record.half_id)).count
-    roll_back(another(log), another(log).get(record.half_id))
+    assert len(with_payload(log)) == pending(another(log), another(log).engine.get(record.half_id)).count
+    roll_back(another(log), another(log).engine.get(record.half_id))
     assert len(bodies(another(log))) + len(with_payload(log)) == ROWS
 
 
@@ -336,10 +338,10 @@ def test_a_file_that_is_open_keeps_its_payload_when_as_many_rows_of_another_one_
     record = prepare(log, 0, ROWS, per="message", partitions=2)
     rows = pending(log, record)
     first = min(rows)
-    log.decide(record, 1, commit=rows & {first: rows[first]}, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit=rows & {first: rows[first]}, who=Who.EXECUTE)
     assert let_leave(log).files_stripped == 1
     assert len(with_payload(log)) == ROWS // 2
-    commit(another(log), another(log).get(record.half_id))
+    commit(another(log), another(log).engine.get(record.half_id))
     assert len(bodies(another(log))) == ROWS
 
 
@@ -347,7 +349,7 @@ def test_the_tail_for_spark_is_planned_again_when_it_was_stripped_meanwhile(log:
     """Spark was given the stripped file, and showed null bodies."""
     one_open(log)
     reader = another(log)
-    planner = Planner(reader, Subscription(("orders",)))
+    planner = Planner(reader.engine, Subscription(("orders",)))
     start, end = planner.resolve("starting", "earliest"), planner.resolve("ending", "latest")
     _, tail = planner.tail(start, end)
     let_leave(log)
@@ -376,7 +378,7 @@ def test_a_half_batch_that_another_process_lets_leave_meanwhile_is_passed_over(l
 
     def leaves(**_: Any) -> None:
         if len(reads) == nth:
-            commit(log, another(log).get(record.half_id))
+            commit(log, another(log).engine.get(record.half_id))
             let_leave(log)
 
     with seen_at("files read", leaves, table="half") as reads:

@@ -45,8 +45,8 @@ def work_of(log: CommitLog, name: str) -> Callable[[], object]:
     if name == "topics":
         return lambda: log.create_topic("points", 1)
     if name == "groups":
-        log.groups.progress("readers", {("orders", 0): 1}, "batch 0")
-        return lambda: log.groups.progress("readers", {("orders", 0): 2}, "batch 1")
+        log.engine.groups.progress("readers", {("orders", 0): 1}, "batch 0")
+        return lambda: log.engine.groups.progress("readers", {("orders", 0): 2}, "batch 1")
     return log.drain
 
 
@@ -89,7 +89,7 @@ def test_a_feature_that_delta_rs_cannot_write_with_is_told_at_once(log: CommitLo
 def test_a_new_log_says_no_to_what_platforms_switch_on_and_stays_of_the_first_protocol(
     log: CommitLog, name: str
 ) -> None:
-    log.groups.progress("readers", {("orders", 0): 1}, "batch 0")
+    log.engine.groups.progress("readers", {("orders", 0): 1}, "batch 0")
     table = DeltaTable(f"{log.path}/{name}")
     protocol = table.protocol()
     assert (protocol.min_reader_version, protocol.min_writer_version, protocol.writer_features) == (1, 2, None)

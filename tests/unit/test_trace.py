@@ -26,10 +26,10 @@ def by_key(log: CommitLog) -> None:
     rows = pending(log, record)
     (file_no,) = rows
     a, b, c = (rows & {file_no: bytes(x == key for x in "abaca")} for key in "abc")
-    log.lease(record, 30)
-    log.decide(record, 1, commit=a, rollback=b, who=Who.EXECUTE, reason="2 has no total")
-    log.record_check(record, 1, c, "the database was away")
-    log.decide(record, 1, rollback=c, who=Who.CHECK)
+    log.engine.lease(record, 30)
+    log.engine.decide(record, 1, commit=a, rollback=b, who=Who.EXECUTE, reason="2 has no total")
+    log.engine.record_check(record, 1, c, "the database was away")
+    log.engine.decide(record, 1, rollback=c, who=Who.CHECK)
     prepare(log, 2, 1)  # so that it is not the last one of its application
 
 
@@ -75,9 +75,9 @@ def test_a_transaction_and_a_message_tell_only_their_own_story(log: CommitLog) -
 def test_a_transaction_of_one_message_tells_its_attempts(log: CommitLog) -> None:
     record = prepare(log, 1, 6, per="message")
     some, others = split(pending(log, record), 2)
-    log.decide(record, 1, rollback=some, who=Who.CHECK, reason="never happened")
-    log.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "executed again")
-    log.quarantine(record, 1, others, Who.DISCARD, "asked 15 times")
+    log.engine.decide(record, 1, rollback=some, who=Who.CHECK, reason="never happened")
+    log.engine.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "executed again")
+    log.engine.quarantine(record, 1, others, Who.DISCARD, "asked 15 times")
     commit(log, record, 2)
     again = log.trace("app:1:2:0.1")
     assert kinds(again) == ["prepared", "rolled_back", "reopened", "committed"]
@@ -92,13 +92,13 @@ def test_a_conflict_and_the_person_who_resolved_it_are_told(log: CommitLog) -> N
     record = prepare(log, 1)
     roll_back(log, record)
     with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=record.fresh_state().rows_in((RowState.PENDING,)), who=Who.CHECK)
+        log.engine.decide(record, 1, commit=record.fresh_state().rows_in((RowState.PENDING,)), who=Who.CHECK)
     found = log.trace("app:1:1")
     assert found.in_conflict
     assert (kinds(found)[-1], found.events[-1].verdict) == ("conflict", str(COMMIT_MESSAGE))
     for other in (2, 3):  # each mark repeats an open conflict, which was told as one more late verdict
         commit(log, prepare(log, other))
-        log.move_mark()
+        log.engine.move_mark()
     assert log.trace("app:1:1").events == found.events
     log.resolve("app:1", ROLLBACK_MESSAGE, "the shop says no")
     found = log.trace("app:1:1")
@@ -136,11 +136,11 @@ def test_what_is_about_to_leave_or_is_not_pruned_yet_tells_everything(log: Commi
     by_key(log)
     record = prepare(log, 0, 3, app="each", per="message")
     rows = pending(log, record)
-    log.decide(record, 1, rollback=rows, who=Who.CHECK, reason="never happened")
+    log.engine.decide(record, 1, rollback=rows, who=Who.CHECK, reason="never happened")
     prepare(log, 1, 1, app="each")
     log.drain()
-    log.move_mark()
-    leaver = Leaver(another(log), Graces(0, 0, 1e9))
+    log.engine.move_mark()
+    leaver = Leaver(another(log).engine, Graces(0, 0, 1e9))
     assert leaver.archive() == 2
     found = another(log).trace("app:1:1:b")
     assert (found.where, found.outcome, found.messages) == ("leaving", {"rolled_back": 1}, 1)
@@ -177,7 +177,7 @@ def test_what_is_forgotten_tells_where_its_messages_stand(log: CommitLog) -> Non
 @pytest.mark.parametrize("half_id", ["app:\ud800", "\ud800:1", "app:\u0661", "", ":", "\0:1"])
 def test_what_no_half_batch_can_be_called_is_not_found(log: CommitLog, half_id: str) -> None:
     """A lone surrogate raised UnicodeEncodeError."""
-    for ask in (lambda: log.trace(half_id=half_id), lambda: log.get(half_id), lambda: log.resume(half_id)):
+    for ask in (lambda: log.trace(half_id=half_id), lambda: log.engine.get(half_id), lambda: log.resume(half_id)):
         with pytest.raises(HalfBatchNotFoundError, match="no half batch"):
             ask()
 
@@ -203,4 +203,4 @@ def test_a_message_that_waits_says_for_whom(log: CommitLog) -> None:
     assert handle.trace(half_id=first.half_id).waits_for == ()
     commit(log, first)
     assert another(log).trace(half_id=third.half_id).waits_for == ()
-    assert other.half_id in log.open_half_ids()
+    assert other.half_id in log.engine.open_half_ids()

@@ -163,7 +163,7 @@ def test_a_message_without_room_for_a_context_is_sent_without(log: CommitLog, sp
 def test_the_kind_of_a_message_is_rocketmq_s(spans: InMemorySpanExporter) -> None:
     log = memory_log(orders=1)
     log.create_topic("steps", 1, fifo=True)
-    at = datetime.fromtimestamp(log.machine.time() + 60, timezone.utc)
+    at = datetime.fromtimestamp(log.engine.machine.time() + 60, timezone.utc)
     with txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None) as producer:
         producer.send(txmq.Message("orders", b"a"))
         producer.send(txmq.Message("steps", b"a", sharding_key="k"))
@@ -265,7 +265,7 @@ def test_a_failed_message_says_so_and_its_retry_is_in_the_same_trace(spans: InMe
     consumer = joined(log, txmq.EachMessage(listen))
     for _ in range(3):
         go_on(consumer)
-        log.machine.sleep(60)
+        log.engine.machine.sleep(60)
         consumer.member.keep()
     first, second, third = named(spans, "process orders")
     assert tries == [0, 1, 2]
@@ -290,11 +290,11 @@ def test_a_message_of_a_table_without_a_try_left_fails_and_is_dead_and_not_sent_
 # ---------------------------------------------------------------- sinks, and programs that do not trace
 def test_a_sink_s_micro_batch_is_one_span(spans: InMemorySpanExporter) -> None:
     log = memory_log(orders=1)
-    two_phase, header = TwoPhase(log, Says()), header_of(7)
+    two_phase, header = TwoPhase(log.engine, Says()), header_of(7)
     given = pa.table({"body": ["a", "b"]})
     writer = HalfWriter(header, log.topics(), "orders", None)
     with sending_batch(log.path, header.half_id, "orders"):
-        two_phase.send(header, lambda: log.stage(writer, given.to_batches()), txmq.COMMIT_MESSAGE)
+        two_phase.send(header, lambda: log.engine.stage(writer, given.to_batches()), txmq.COMMIT_MESSAGE)
     sent, settled = one(spans, "send orders"), one(spans, "commit orders")
     assert settled.parent is not None
     assert settled.parent.span_id == sent.context.span_id

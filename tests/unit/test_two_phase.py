@@ -65,7 +65,7 @@ DEADLINE_S = 20.0
 # ---------------------------------------------------------------- logs and batches
 def send_nothing(log: CommitLog, head: HalfHeader, checkpoint: Checkpoint) -> Any:
     """A micro-batch of which a filter keeps nothing."""
-    return TwoPhase(log, Scripted()).send(head, lambda: (), lineage=Lineage(checkpoint))
+    return TwoPhase(log.engine, Scripted()).send(head, lambda: (), lineage=Lineage(checkpoint))
 
 
 @dataclass
@@ -93,25 +93,25 @@ class Checkpoint:
 
 
 def states(log: CommitLog, record: HalfRecord) -> dict[RowState, int]:
-    state = another(log).state_of(record)
+    state = another(log).engine.state_of(record)
     return {s: n for s in RowState if (n := state.count(s))}
 
 
 def check(log: CommitLog, listener: TransactionListener) -> None:
     """A round of checks by another process, of every open transaction."""
     log = another(log)
-    for record, state in log.open_batches():
+    for record, state in log.engine.open_batches():
         for attempt in state.attempts(RowState.PENDING):
             rows = state.rows_in((RowState.PENDING,), attempt)
-            batch = log.half_batch(record, state, attempt, rows)
+            batch = log.engine.half_batch(record, state, attempt, rows)
             verdicts = normalize_verdicts(listener.check_local_transaction(batch), batch)
             split = split_by_verdict(log, record, rows, batch, verdicts)
             if split.decides:
-                log.decide_many([split.decision(record, attempt, Who.CHECK)])
+                log.engine.decide_many([split.decision(record, attempt, Who.CHECK)])
 
 
 def quarantine(log: CommitLog, record: HalfRecord) -> None:
-    log.quarantine(record, 1, pending(log, record), Who.DISCARD, "15 checks")
+    log.engine.quarantine(record, 1, pending(log, record), Who.DISCARD, "15 checks")
 
 
 def ids(batch: HalfBatch) -> list[str]:
@@ -229,9 +229,9 @@ def test_each_message_has_its_own_verdict(log: CommitLog) -> None:
 
 def test_a_batch_without_messages_leaves_nothing_in_the_log(log: CommitLog) -> None:
     listener = Scripted()
-    outcome = TwoPhase(log, listener).send(header(), list)
+    outcome = TwoPhase(log.engine, listener).send(header(), list)
     assert outcome.record is None
-    assert log.last_batch_id("app") is None
+    assert log.engine.last_batch_id("app") is None
     assert not listener.executed
 
 
@@ -271,14 +271,14 @@ def test_a_listener_that_raises_counts_as_unknown_when_asked_for(log: CommitLog)
 
 def test_another_way_to_treat_errors_is_refused(log: CommitLog) -> None:
     with pytest.raises(OptionError, match="fail, unknown"):
-        TwoPhase(log, Scripted(), on_listener_error="ignore")
+        TwoPhase(log.engine, Scripted(), on_listener_error="ignore")
 
 
 # ---------------------------------------------------------------- replay of a prepared batch
 def roll_back_by_a_check(log: CommitLog, record: HalfRecord) -> None:
     """And it is settled: its markers are no longer kept in memory."""
     roll_back(log, record, who=Who.CHECK)
-    another(log).move_mark()
+    another(log).engine.move_mark()
 
 
 REPLAYS: dict[str, tuple[Callable[[CommitLog, HalfRecord], object], Any, list[int], list[int]]] = {
@@ -334,7 +334,7 @@ def test_a_replay_of_a_batch_in_conflict_is_refused_until_a_person_resolves_it(l
     rows = pending(log, record)
     roll_back(log, record, who=Who.CHECK)
     with pytest.raises(VerdictConflictError):
-        log.decide(record, 1, commit=rows, who=Who.EXECUTE)
+        log.engine.decide(record, 1, commit=rows, who=Who.EXECUTE)
     listener = Scripted()
     for _ in range(2):
         with pytest.raises(VerdictConflictError, match=r"log\.resolve"):
@@ -372,7 +372,7 @@ def test_a_replay_asks_again_with_growing_pauses_and_then_gives_up_without_losin
 def test_only_a_query_knows_that_its_earlier_run_is_over(log: CommitLog, query_id: str | None, restarted: bool) -> None:
     """A send may be repeated while the first one still runs."""
     head = header(query_id=query_id, naming=Naming.COUNTED if query_id else Naming.GIVEN)
-    record = log.prepare(head, stage(log, head))
+    record = log.engine.prepare(head, stage(log, head))
     seen: list[bool] = []
     send(log, Scripted(check=lambda batch: seen.append(batch.restarted) or COMMIT), record.header)
     assert seen == [restarted]
@@ -395,7 +395,7 @@ def test_a_replay_goes_on_when_the_answer_comes_late(log: CommitLog, monkeypatch
 def test_the_argument_of_a_send_reaches_every_attempt_that_it_executes(log: CommitLog) -> None:
     record = prepared(log)
     listener = Scripted(check=ROLLBACK)
-    TwoPhase(log, listener).send(record.header, list, arg="for the listener")
+    TwoPhase(log.engine, listener).send(record.header, list, arg="for the listener")
     assert [batch.arg for batch in listener.executed] == ["for the listener"]
 
 
@@ -417,7 +417,7 @@ def test_a_fenced_attempt_whose_batch_was_quarantined_meanwhile_is_checked_and_n
         def execute_local_transaction(self, batch: HalfBatch) -> Any:
             if batch.attempt == 1:  # a checker put its tombstone down, and died; the next one gave up
                 self.check_local_transaction(batch)
-                quarantine(another(log), log.get(batch.half_id))
+                quarantine(another(log), log.engine.get(batch.half_id))
             return super().execute_local_transaction(batch)
 
     send(log, LateDriver(database), header())
@@ -686,7 +686,7 @@ def test_a_process_reads_the_header_of_the_last_batch_once(log: CommitLog) -> No
                 send(handle, Scripted(), checkpoint.header(batch_id, "row"), checkpoint)
             else:
                 send_nothing(handle, checkpoint.header(batch_id, "nothing"), checkpoint)
-    files = [file.path for file in log.get("app:0").files.values()]
+    files = [file.path for file in log.engine.get("app:0").files.values()]
     assert sorted(path for read in reads for path in read["paths"]) == sorted(files)
     last = [name for name in checkpoint.asked if name.startswith("offsets/")]
     assert last == ["offsets/0", "offsets/1", "offsets/1", "offsets/3", "offsets/3"]
@@ -718,7 +718,7 @@ def test_drivers_that_run_one_batch_at_once_execute_it_once(log: CommitLog) -> N
         handle = another(log)
         files = stage(handle, header(KEY))
         barrier.wait(DEADLINE_S)
-        TwoPhase(handle, Fenced(database), replay_check_timeout_s=DEADLINE_S).send(header(KEY), lambda: files)
+        TwoPhase(handle.engine, Fenced(database), replay_check_timeout_s=DEADLINE_S).send(header(KEY), lambda: files)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(drive, range(4)))
@@ -792,10 +792,10 @@ def test_a_slow_local_transaction_keeps_renewing_its_lease_and_a_quick_one_write
 
     def slow(batch: HalfBatch) -> Any:
         other = another(log)
-        record = other.get(batch.half_id)
+        record = other.engine.get(batch.half_id)
         deadline = time.monotonic() + DEADLINE_S
         while len(set(seen)) < 4 and time.monotonic() < deadline:
-            if (until := other.state_of(record).lease_until) is not None:
+            if (until := other.engine.state_of(record).lease_until) is not None:
                 seen.append(until)
             time.sleep(0.01)
         return COMMIT
@@ -805,7 +805,7 @@ def test_a_slow_local_transaction_keeps_renewing_its_lease_and_a_quick_one_write
     assert len(set(seen)) == 4
     assert visible(log) == bodies()
     send(log, Scripted(), header(batch_id=1), lease_s=60.0)
-    assert another(log).state_of(log.get("app:1")).lease_until is None
+    assert another(log).engine.state_of(log.engine.get("app:1")).lease_until is None
 
 
 def test_a_lease_that_cannot_be_written_does_not_disturb_the_local_transaction(log: CommitLog) -> None:
@@ -870,7 +870,7 @@ def crash_and_agree(log: CommitLog, per: str, plan: Mapping[str, str], runs: Seq
         if checks != "no check":
             check(log, Fenced(database, checks=every_other if "other" in checks else every))
         if marks:
-            another(log).move_mark()
+            another(log).engine.move_mark()
     event(f"{crashes} crashes")
     drive(another(log), database, plan, head, None)
     check(log, Fenced(database))

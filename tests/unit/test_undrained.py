@@ -26,13 +26,13 @@ ENOUGH = 1 << 40
 
 
 def half_bytes(log: CommitLog) -> int:
-    table = another(log).half.table
+    table = another(log).engine.half.table
     table.refresh()
     return sum(table.actions()["size_bytes"].to_pylist())
 
 
 def test_what_is_placed_and_not_drained_is_counted_without_reading_it(log: CommitLog) -> None:
-    watch = Undrained(another(log))
+    watch = Undrained(another(log).engine)
 
     def look() -> Amount:
         with seen_at("files read", table="half") as reads:
@@ -44,7 +44,7 @@ def test_what_is_placed_and_not_drained_is_counted_without_reading_it(log: Commi
     record = prepare(log, 0, 40, per="message", partitions=2)
     assert look() == Amount(), "it is pending"
     some, _ = split(pending(log, record), every=2)
-    log.decide(record, 1, commit=some, who=Who.EXECUTE)
+    log.engine.decide(record, 1, commit=some, who=Who.EXECUTE)
     messages, size, whole = look()
     assert (messages, whole) == (20, True)
     assert abs(size - half_bytes(log) / 2) < 2, "the share of the rows"
@@ -52,16 +52,16 @@ def test_what_is_placed_and_not_drained_is_counted_without_reading_it(log: Commi
     assert look() == (20, size, True)
     other = prepare(log, 1, 8, topic="points")
     commit(log, other)
-    assert look() == (28, size + log.half.bytes_of(other), True)
+    assert look() == (28, size + log.engine.half.bytes_of(other), True)
     log.drain()
     assert look() == Amount()
 
 
 def test_each_op_row_is_read_once_and_a_look_that_finds_nothing_new_reads_nothing(log: CommitLog) -> None:
-    log.upkeep = False
+    log.engine.upkeep = False
     for i in range(4):
         commit(log, prepare(log, i))
-    watch = Undrained(another(log))
+    watch = Undrained(another(log).engine)
     with seen_at("files read", table="op") as first:
         assert watch.look(ENOUGH).messages == 20
         assert watch.look(ENOUGH).messages == 20
@@ -74,14 +74,14 @@ def test_each_op_row_is_read_once_and_a_look_that_finds_nothing_new_reads_nothin
 
 
 def test_it_stops_counting_when_it_is_enough(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    log.upkeep = False
+    log.engine.upkeep = False
     set_limits(monkeypatch, UNDRAINED_OP_ROWS_MAX=5)
     sizes = []
     for i in range(6):
         record = prepare(log, i)
         commit(log, record)
-        sizes.append(log.half.bytes_of(record))
-    watch = Undrained(another(log))
+        sizes.append(log.engine.half.bytes_of(record))
+    watch = Undrained(another(log).engine)
     messages, size, whole = watch.look(1)
     assert not whole
     assert 0 < messages < 30
@@ -94,21 +94,21 @@ def test_it_stops_counting_when_it_is_enough(log: CommitLog, monkeypatch: pytest
 def test_a_drain_of_some_versions_leaves_the_others(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(3):
         commit(log, prepare(log, i))
-    watch = Undrained(another(log))
+    watch = Undrained(another(log).engine)
     whole = watch.look(ENOUGH)
     set_limits(monkeypatch, STEP_MESSAGES_MAX=5)
     mine = another(log)
-    assert drain.Drainer(mine)._step(mine.messages_table, -1, mine.refresh())
+    assert drain.Drainer(mine.engine)._step(mine.engine.messages_table, -1, mine.refresh())
     rest = watch.look(ENOUGH)
     assert rest.messages == 10
     assert rest.bytes < whole.bytes
-    assert Undrained(another(log)).look(ENOUGH) == rest, "so does one that begins now"
+    assert Undrained(another(log).engine).look(ENOUGH) == rest, "so does one that begins now"
 
 
 def test_of_files_that_half_batches_share_the_mean_counts(log: CommitLog) -> None:
     for i in range(4):
         commit(log, prepare(log, i, 10))
     share_half_file(log)
-    messages, size, _ = Undrained(another(log)).look(ENOUGH)
+    messages, size, _ = Undrained(another(log).engine).look(ENOUGH)
     assert messages == 40
     assert abs(size - half_bytes(log)) <= 4

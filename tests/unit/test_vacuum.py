@@ -12,7 +12,7 @@ from rmq_spark import CommitLog
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
 from tests.support.half_batches import bodies, check_offsets, commit, header_of, merge_op_files, prepare, stage
-from tests.support.inside import LOOK_INTERVAL_S, maintenance
+from tests.support.inside import LOOK_INTERVAL_S, op_merge
 from tests.support.limits import set_limits
 
 pytestmark = pytest.mark.log("delta")
@@ -50,20 +50,20 @@ def test_old_orphans_go_and_live_and_young_files_stay(log: CommitLog, tmp_path: 
     assert log.vacuum() == []
     assert len(bodies(log)) == 5
     assert log.pending()["half_id"].to_pylist() == ["app:1"]
-    commit(log, log.get("app:1"))
+    commit(log, log.engine.get("app:1"))
     check_offsets(log)
 
 
 def test_files_that_left_the_table_within_part_of_an_hour_count_as_removed_lately(log: CommitLog) -> None:
     for batch_id in range(3):
         commit(log, prepare(log, batch_id, 1))
-    before = set(log.op.actions()["path"].to_pylist())
+    before = set(log.engine.op.actions()["path"].to_pylist())
     merge_op_files(log)
-    log.op.refresh()
-    removed = before - set(log.op.actions()["path"].to_pylist())
+    log.engine.op.refresh()
+    removed = before - set(log.engine.op.actions()["path"].to_pylist())
     assert removed
-    assert log.op.removed_since(1800.0) >= removed
-    assert log.op.removed_since(90 * 60.0) >= removed
+    assert log.engine.op.removed_since(1800.0) >= removed
+    assert log.engine.op.removed_since(90 * 60.0) >= removed
 
 
 def test_anothers_commits_are_not_orphans(log: CommitLog, tmp_path: Path) -> None:
@@ -96,16 +96,16 @@ def merged(
 ) -> tuple[CommitLog, list[str]]:
     """A handle from before a merge of old op files, so many days ago, and the files that it knows."""
     set_limits(monkeypatch, OP_FILES_MAX=3)
-    log.upkeep = False
+    log.engine.upkeep = False
     for i in range(4):
         commit(log, prepare(log, i))
     age(tmp_path / "log", 30)
     late = CommitLog.open(tmp_path / "log")
-    late.ledger.refresh()
+    late.engine.ledger.refresh()
     set_clock(monkeypatch, -getattr(request, "param", 0) * DAY_S)
-    assert maintenance.compact_op(CommitLog.open(tmp_path / "log").op)
+    assert op_merge.compact_op(CommitLog.open(tmp_path / "log").engine.op)
     monkeypatch.undo()
-    return late, late.op.actions()["path"].to_pylist()
+    return late, late.engine.op.actions()["path"].to_pylist()
 
 
 def test_files_that_were_merged_lately_stay_for_those_who_read_them(
@@ -113,7 +113,7 @@ def test_files_that_were_merged_lately_stay_for_those_who_read_them(
 ) -> None:
     late, paths = merged
     assert log.vacuum() == []
-    assert late.op.read(paths).num_rows == 8
+    assert late.engine.op.read(paths).num_rows == 8
 
 
 @pytest.mark.parametrize("merged", [8], indirect=True)

@@ -55,7 +55,7 @@ def test_a_send_of_who_holds_the_lock_that_its_commit_needs(
 ) -> None:
     """As from ``__del__`` while Python collects garbage within ``log.read``: it waited for ever."""
     within = Within(producer)
-    with log.lock:
+    with log.engine.lock:
         within()
     assert within.sent[0].result(60).send_status
     producer.send(message("first"))

@@ -105,7 +105,7 @@ def interrupted(
     within: list[Any] = []
     producer = producer_of(log, Scripted(check=txmq.UNKNOWN), max_in_flight=1, listener_threads=1).start()
     went_well = threading.Event()
-    before = log.tails().get(("orders", 0), 0)
+    before = log.engine.tails().get(("orders", 0), 0)
 
     def send_within() -> None:
         with suppress(OptionError):  # or the producer is closed by then. What __del__ raises, Python ignores
@@ -128,7 +128,7 @@ def interrupted(
     sender.start()
     sender.join(2 * DEADLINE_S)
     assert went_well.is_set(), None if at is None else f"{at[0].co_filename}:{at[1]} {at[0].co_name}"
-    assert log.tails()["orders", 0] == before + 1 + len(within)
+    assert log.engine.tails()["orders", 0] == before + 1 + len(within)
     return interrupts[0]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from rmq_spark._core.client.commit_log import CommitLog
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.op_table import Decided, Decision
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.spans import settling
 from rmq_spark.logs import of_batch
 
@@ -24,12 +24,12 @@ class Decisions:
 
     Parameters
     ----------
-    log : CommitLog
+    log : Engine
     on_problem : callable
         Is told which decision was not made, and why.
     """
 
-    def __init__(self, log: CommitLog, on_problem: Callable[[Decision, Exception], None]) -> None:
+    def __init__(self, log: Engine, on_problem: Callable[[Decision, Exception], None]) -> None:
         self._log = log
         self._on_problem = on_problem
         self._waiting: dict[str, tuple[Decision, HalfBatch]] = {}  # by half id

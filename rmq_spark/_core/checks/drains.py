@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.messages.drain import Drainer
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.vocabulary.options import DRAIN_EVERY_S, JITTER, seconds
 from rmq_spark.logs import failure
 
@@ -29,13 +30,13 @@ class Draining:
         Seconds between two drains, about.
     """
 
-    def __init__(self, log: CommitLog, every: float = DRAIN_EVERY_S) -> None:
-        self.log = log
+    def __init__(self, log: CommitLog | Engine, every: float = DRAIN_EVERY_S) -> None:
+        self.log = engine_of(log)
         self.every = seconds(every, "every", above=True)
-        self.turn = log.machine.lock()
+        self.turn = self.log.machine.lock()
         """Held while messages are in this process's memory. Who does the same beside it, such as a maintainer, takes
         it too."""
-        self._handle: CommitLog | None = None
+        self._handle: Engine | None = None
 
     def run_once(self) -> int:
         """Drain what is there now; returns the version of ``op`` that is reached."""

@@ -6,8 +6,8 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from rmq_spark._core.client.commit_log import CommitLog
 from rmq_spark._core.listeners.listener import TransactionListener
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S, FENCE_RETENTION_S_MIN, seconds
 from rmq_spark.logs import failure
 
@@ -24,7 +24,7 @@ class FencePruner:
 
     Parameters
     ----------
-    log : CommitLog
+    log : Engine
         Rows of other logs stay.
     listeners : iterable of TransactionListener
         Those without a method ``pruning_in_turn`` keep nothing that could be pruned.
@@ -33,7 +33,7 @@ class FencePruner:
     """
 
     def __init__(
-        self, log: CommitLog, listeners: Iterable[TransactionListener], older_than: float = FENCE_RETENTION_S
+        self, log: Engine, listeners: Iterable[TransactionListener], older_than: float = FENCE_RETENTION_S
     ) -> None:
         self._log = log
         self._listeners = [each for each in listeners if hasattr(each, "pruning_in_turn")]

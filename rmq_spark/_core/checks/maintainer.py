@@ -8,9 +8,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from rmq_spark._core.checks.fences import FencePruner
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog, engine_of
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.upkeep.leave import Graces
-from rmq_spark._core.upkeep.schedule import MaintenanceReport
+from rmq_spark._core.upkeep.schedule import MaintenanceReport, maintain
 from rmq_spark._core.vocabulary.options import JITTER, MAINTENANCE_INTERVAL_S, seconds
 from rmq_spark.logs import failure
 
@@ -42,13 +43,13 @@ class Maintainer:
 
     def __init__(
         self,
-        log: CommitLog,
+        log: CommitLog | Engine,
         interval: float = MAINTENANCE_INTERVAL_S,
         graces: Graces | None = None,
         turn: AbstractContextManager[object] | None = None,
         fences: FencePruner | None = None,
     ) -> None:
-        self.log = log
+        self.log = engine_of(log)
         self.interval = seconds(interval, "interval", above=True)
         self.graces = graces or Graces()
         self.turn = nullcontext() if turn is None else turn
@@ -64,7 +65,7 @@ class Maintainer:
     def _keep_up(self) -> MaintenanceReport:
         now_s = self.log.machine.monotonic()
         orphans = self._looked_s is None or now_s - self._looked_s >= ORPHANS_EVERY_S
-        report = self.log.keep_up(self.graces, orphans=orphans, turn=self.turn)
+        report = maintain(self.log, self.graces, orphans=orphans, turn=self.turn)
         self._looked_s = now_s if orphans else self._looked_s
         return report
 

@@ -24,7 +24,8 @@ from rmq_spark._core.checks.immunity import COLUMNS, due_rows
 from rmq_spark._core.checks.policy import TransactionCheckListener, require_policy
 from rmq_spark._core.checks.probe import Probe
 from rmq_spark._core.checks.report import CHECKED, IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport, Tally
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog, engine_of
+from rmq_spark._core.inspect.overview import conflicts
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
 from rmq_spark._core.listeners.listener import (
     NO_LISTENER_FENCE,
@@ -39,6 +40,7 @@ from rmq_spark._core.listeners.listener import (
 from rmq_spark._core.log.half_table import HalfRecord
 from rmq_spark._core.log.op import BatchState, RowState, Who
 from rmq_spark._core.log.op_table import TOO_LATE, AnsweredCheck, Decision
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.half_batch import Split, split_by_verdict
 from rmq_spark._core.runtime import observer
 from rmq_spark._core.runtime.machine import Machine
@@ -134,7 +136,7 @@ class CheckService:
     @named
     def __init__(
         self,
-        log_or_path: CommitLog | str | os.PathLike[str],
+        log_or_path: CommitLog | Engine | str | os.PathLike[str],
         listeners: Mapping[str, TransactionListener],
         *,
         transaction_timeout: float = TRANSACTION_TIMEOUT_S,
@@ -166,7 +168,7 @@ class CheckService:
         self.only_groups = only_groups
         self._pause_s = OWN_CHECK_PAUSE * self.transaction_check_interval if only_groups else 0.0
         self.elsewhere = frozenset(elsewhere)
-        self.log = CommitLog.of(log_or_path, storage_options)
+        self.log = engine_of(log_or_path, storage_options)
         self._clock = clock or self.log.machine.now
         self._is_believed = clock is not None
         self._doubt_s: float | None = None  # in this round
@@ -541,7 +543,7 @@ class CheckService:
     def _report_conflicts(self, report: CheckReport) -> None:
         """Name every half batch that waits for a person, also those with nothing pending."""
         reported = {half_id for half_id, _ in report.problems}
-        for half_id in self.log.conflicts():
+        for half_id in conflicts(self.log):
             if half_id not in reported:
                 report.problem(half_id, _IN_CONFLICT)
 

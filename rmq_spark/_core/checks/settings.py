@@ -22,8 +22,8 @@ from rmq_spark._core.checks.maintainer import Maintainer
 from rmq_spark._core.checks.names import CHECK_NAMES, NAMES, unknown_settings
 from rmq_spark._core.checks.policy import DiscardPolicy, TransactionCheckListener, require_policy
 from rmq_spark._core.checks.service import CheckService
-from rmq_spark._core.client.commit_log import CommitLog
 from rmq_spark._core.listeners.listener import TransactionListener, load_listener, load_object
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.upkeep.leave import Graces
 from rmq_spark._core.vocabulary.message import require_group_name
 from rmq_spark._core.vocabulary.options import (
@@ -278,14 +278,14 @@ class JobSettings(BaseSettings):
             storage_options=self.storage_options(),
         )
 
-    def draining(self, log: CommitLog) -> Draining | None:
+    def draining(self, log: Engine) -> Draining | None:
         """Return who drains the log between two rounds of upkeep; None when it is switched off."""
         if self.drain.every == 0:
             return None
         return Draining(log, self.drain.every)
 
     def maintainer(
-        self, log: CommitLog, draining: Draining | None = None, listeners: Iterable[TransactionListener] = ()
+        self, log: Engine, draining: Draining | None = None, listeners: Iterable[TransactionListener] = ()
     ) -> Maintainer | None:
         """Return who does the log's upkeep, beside who drains it, and prunes the listeners' fences; None when it is
         switched off."""

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
 
-from rmq_spark._core.client.tables import require_no_log_around
+from rmq_spark._core.client.tables import DeltaTables, require_no_log_around
 from rmq_spark._core.log.walk import rows_above
 from rmq_spark._core.messages.drain import OP_ROWS_MAX
 from rmq_spark._core.messages.table import drained_up_to
@@ -50,7 +50,7 @@ from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LostFileError, OptionError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark._core.protocol.engine import Engine
     from rmq_spark._core.storage.table import Table
 
 MANIFEST = "txmq_backup.json"
@@ -144,7 +144,7 @@ class Manifest:
 
 
 def back_up(
-    log: CommitLog,
+    log: Engine,
     target: str | os.PathLike[str],
     storage_options: Mapping[str, str] | None = None,
     progress: Progress | None = None,
@@ -205,7 +205,7 @@ def _require_apart(log: str, target: str) -> None:
 
 
 # ---------------------------------------------------------------- one moment
-def _fetch(source: CommitLog, copy: _Copy, progress: Progress | None) -> tuple[datetime, list[Pin]]:
+def _fetch(source: Engine, copy: _Copy, progress: Progress | None) -> tuple[datetime, list[Pin]]:
     """Copy the data files that the copy lacks. Returns when the log was so, and its tables."""
     gone = ""
     for _ in range(PINS_MAX):
@@ -237,7 +237,7 @@ def _newest(pins: Sequence[Pin]) -> datetime:
     return datetime.fromtimestamp(max(times) / 1000, timezone.utc)
 
 
-def _pins(log: CommitLog) -> list[Pin]:
+def _pins(log: Engine) -> list[Pin]:
     """The tables as they were at one moment; ``topics`` is the last of them."""
     half = log.half.table
     for _ in range(LOOKS_MAX):
@@ -271,7 +271,7 @@ def _has_left(half: Table, before: tuple[set[str], set[str]]) -> bool:
     return bool(live_before - live or removed - removed_before)
 
 
-def _not_in_half(log: CommitLog, until: int) -> list[str]:
+def _not_in_half(log: Engine, until: int) -> list[str]:
     """Half batches of which messages are placed and not drained, and that ``half`` does not have."""
     placed: set[str] = set()
     position = drained_up_to(log.messages_table)
@@ -288,9 +288,9 @@ def _verify(where: str, storage_options: Mapping[str, str], pins: Sequence[Pin])
     ------
     CorruptLogError, NotACommitLogError
     """
-    from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark._core.protocol.engine import Engine
 
-    tables = {table.name: table for table in CommitLog.open(where, storage_options or None).tables()}
+    tables = {table.name: table for table in Engine(DeltaTables.open(where, storage_options or None)).tables()}
     for wanted in pins:
         table = tables[wanted.name]
         version, files = table.refresh(), table.actions()

@@ -5,38 +5,31 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from datetime import datetime
-from typing import Any
 
 import pyarrow as pa
 
 from rmq_spark._core.client.backup import BackupReport, back_up
 from rmq_spark._core.client.tables import (
     LOG_RETENTION,
+    DeltaTables,
     create_tables,
-    has_groups,
-    open_groups,
-    open_messages,
-    open_tables,
     require_no_log_around,
     require_no_rest,
 )
 from rmq_spark._core.inspect import overview
 from rmq_spark._core.inspect import story as tracing
 from rmq_spark._core.inspect.trace import Trace
-from rmq_spark._core.log.damage import looks_again
-from rmq_spark._core.log.groups import GroupStore
-from rmq_spark._core.log.input import require_known_topic
 from rmq_spark._core.log.op import RowState, Who
 from rmq_spark._core.log.op_table import Placed
-from rmq_spark._core.messages.drain import Drainer
-from rmq_spark._core.messages.reading import read_messages, starts_since
-from rmq_spark._core.protocol.engine import ProtocolSteps
+from rmq_spark._core.log.tables import LogTables
+from rmq_spark._core.messages.drain import drain
+from rmq_spark._core.messages.reading import read_topic
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.location import location
 from rmq_spark._core.storage.stores import reaching, require_put_if_absent, require_storage_options
-from rmq_spark._core.storage.table import DeltaLogTable, Table
+from rmq_spark._core.storage.table import DeltaLogTable
 from rmq_spark._core.upkeep import merge as maintenance
 from rmq_spark._core.upkeep import schedule as upkeep
 from rmq_spark._core.upkeep.leave import Graces
@@ -50,29 +43,44 @@ from rmq_spark._core.vocabulary.options import (
     flag,
     named,
     parse_duration,
-    require_time,
     whole_number,
 )
-from rmq_spark._core.vocabulary.redaction import redacted, remember
+from rmq_spark._core.vocabulary.redaction import remember
 from rmq_spark._core.vocabulary.verdicts import LocalTransactionState
-from rmq_spark.errors import CommitLogExistsError, NotACommitLogError, OffsetOutOfRangeError, OptionError
+from rmq_spark.errors import CommitLogExistsError, OptionError
 
 logger = logging.getLogger(__name__)
 
 
-class CommitLog(ProtocolSteps):
+class CommitLog:
     """A commit log. Make one with :meth:`create`, open one with :meth:`open`.
 
     An object serves one process and any of its threads. A fork (os.fork) of the process can use no log, and open none.
     """
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        if len(arguments) < 2:
+    def __init__(self, tables: LogTables) -> None:
+        if not isinstance(tables, LogTables):
             raise TypeError("CommitLog.open(path) opens a commit log, and CommitLog.create(path) makes one")
-        super().__init__(*arguments, **more)
-        self._groups: GroupStore | None = None
-        self._messages: Table | None = None
-        self._maintenance = maintenance.Maintenance(self)
+        self.engine = Engine(tables)
+        """The protocol on the tables of this log: for the package itself. It may change with any version."""
+
+    @property
+    def path(self) -> str:
+        """The folder or URI, as delta-rs, pyarrow and Spark spell it."""
+        return self.engine.path
+
+    @property
+    def id(self) -> str:
+        """Made once, with the log: a log that is made anew in its place has another one, and counts from 0 again."""
+        return self.engine.id
+
+    @property
+    def storage_options(self) -> dict[str, str]:
+        """What the log was opened with: it may hold secrets."""
+        return self.engine.storage_options
+
+    def __repr__(self) -> str:
+        return repr(self.engine)
 
     # ------------------------------------------------------------------ making and opening
     @classmethod
@@ -143,10 +151,7 @@ class CommitLog(ProtocolSteps):
         where = location(path)
         require_storage_options(where, storage_options)
         remember(storage_options)
-        with reaching(where, storage_options):
-            opened = open_tables(where, storage_options)
-        *tables, queues = opened
-        return cls(where, *tables, default_queues=queues, storage_options=storage_options)
+        return cls(DeltaTables.open(where, storage_options))
 
     @classmethod
     def of(
@@ -160,12 +165,6 @@ class CommitLog(ProtocolSteps):
             As :meth:`open` does.
         """
         return log_or_path if isinstance(log_or_path, CommitLog) else cls.open(log_or_path, storage_options)
-
-    def __getstate__(self) -> object:
-        raise OptionError(
-            f"{self!r} has locks and connections, so it can be neither copied nor pickled: pass its path, and open it "
-            "in the process or thread that uses it"
-        )
 
     # ------------------------------------------------------------------ topics
     @named
@@ -219,7 +218,9 @@ class CommitLog(ProtocolSteps):
         wanted = list(names)
         for name in wanted:
             require_topic_name(name)
-        self.topic_store.create(wanted, queues, flag(fifo, "fifo"), flag(exist_ok, "exist_ok"), _retention_s(retention))
+        self.engine.topic_store.create(
+            wanted, queues, flag(fifo, "fifo"), flag(exist_ok, "exist_ok"), _retention_s(retention)
+        )
 
     @named
     def set_retention(self, name: str, retention: str | None) -> None:
@@ -236,76 +237,31 @@ class CommitLog(ProtocolSteps):
         TopicNotFoundError, OptionError
         """
         retention_s = _retention_s(retention)
-        self.require_topic(name)
-        self.topic_store.set_retention(name, retention_s)
+        self.engine.require_topic(name)
+        self.engine.topic_store.set_retention(name, retention_s)
 
     def retentions(self) -> dict[str, float | None]:
         """Topics and for how many seconds their messages are kept (None: for ever)."""
-        return {name: topic.retention_s for name, topic in self.topic_store.all().items()}
-
-    def create_own_topic(self, name: str) -> None:
-        """Add a topic of retries or dead letters, with one queue as in RocketMQ; one that is there is left as it is."""
-        require_topic_name(name, own=True)
-        self.topic_store.create([name], 1, fifo=False, exist_ok=True)
+        return {name: topic.retention_s for name, topic in self.engine.topic_store.all().items()}
 
     def topics(self) -> dict[str, int]:
         """Topics and their number of queues."""
-        return {name: topic.queues for name, topic in self.topic_store.all().items()}
-
-    def topics_with(self, names: Collection[str]) -> Mapping[str, int]:
-        """The topics that this handle knows and their number of queues. It looks at the table only when one of these
-        names is not among them: a topic never changes once it is made."""
-        return self.topic_store.with_names(names).queues
+        return self.engine.topics()
 
     def fifo_topics(self) -> frozenset[str]:
         """The FIFO topics among those that this handle knows: all there were when it last looked (:meth:`topics`)."""
-        return self.topic_store.seen().fifo
+        return self.engine.topic_store.seen().fifo
 
-    def require_topic(self, name: str) -> int:
-        """The number of queues of a topic; TopicNotFoundError names the nearest one that is there."""
-        topics = self.topics()
-        require_known_topic(name, topics)
-        return topics[name]
+    def refresh(self) -> int:
+        """Read what is new in ``op``, and return its version."""
+        return self.engine.refresh()
 
     @property
-    def groups(self) -> GroupStore:
-        """The progress of consumer groups; its table is made when it is first needed."""
-        with self.lock:
-            if self._groups is None:
-                self._groups = GroupStore(self._with_our_lock(self._groups_table()))
-            return self._groups
-
-    def has_groups(self) -> bool:
-        """Whether any consumer group has ever read. Asking makes no table."""
-        return self._groups is not None or self._has_groups()
-
-    @property
-    def messages_table(self) -> Table:
-        """The table ``messages``: what is placed, for every reader of Delta."""
-        with self.lock:
-            if self._messages is None:
-                self._messages = self._with_our_lock(self._messages_table())
-            return self._messages
-
-    def _with_our_lock(self, table: Table) -> Table:
-        """A table that is opened later than the others, under the lock and clock that all tables of a log share."""
-        table.lock, table.clock = self.lock, self.half.table.clock
-        return table
-
-    def _messages_table(self) -> Table:
-        with reaching(self.path, self.storage_options):
-            return open_messages(self.path, self.storage_options or None)
-
-    def _has_groups(self) -> bool:
-        with reaching(self.path, self.storage_options):
-            return has_groups(self.path, self.storage_options or None)
-
-    def _groups_table(self) -> Table:
-        with reaching(self.path, self.storage_options):
-            return open_groups(self.path, self.storage_options or None, self.half.table)
+    def version(self) -> int:
+        """The version of ``op`` that was read last."""
+        return self.engine.version
 
     # ------------------------------------------------------------------ what is open
-    @looks_again
     def pending(self) -> pa.Table:
         """Half batches with pending messages, a row per attempt, oldest first.
 
@@ -316,23 +272,20 @@ class CommitLog(ProtocolSteps):
             ``prepared_at`` and ``lease_until`` (UTC), and ``bytes`` of the half batch's files (of a file with others
             too, its share).
         """
-        return overview.pending(self)
+        return overview.pending(self.engine)
 
-    @looks_again
     def open_messages(self) -> dict[tuple[str, int], tuple[int, int]]:
         """By (topic, queue_id): how many messages are pending, and how many are committed but wait for their time or
         for an earlier one of their sharding key."""
-        return overview.open_messages(self)
+        return overview.open_messages(self.engine)
 
-    @looks_again
     def quarantined(self) -> pa.Table:
         """Half batches with quarantined messages, with the columns and the order of :meth:`pending`."""
-        return overview.quarantined(self)
+        return overview.quarantined(self.engine)
 
-    @looks_again
     def conflicts(self) -> list[str]:
         """Half batches with a verdict that came too late and that no person has resolved yet."""
-        return overview.conflicts(self)
+        return overview.conflicts(self.engine)
 
     @named
     def resolve(self, half_id: str, verdict: LocalTransactionState, reason: str) -> list[Placed]:
@@ -355,19 +308,18 @@ class CommitLog(ProtocolSteps):
         verdict = LocalTransactionState(verdict)
         if not isinstance(reason, str) or not reason.strip():
             raise OptionError("resolve needs a reason: it is kept with the op marker")
-        return self.ledger.overrule(self.get(half_id), verdict, reason)
+        return self.engine.ledger.overrule(self.engine.get(half_id), verdict, reason)
 
     @named
     def resume(self, half_id: str, reason: str = "resumed") -> int:
         """Make quarantined messages pending again, so that checks go on; returns how many."""
-        record = self.get(half_id)
+        record = self.engine.get(half_id)
         states = (RowState.QUARANTINED,)
         return sum(
-            self.ledger.reopen(record, attempt, states, attempt, Who.ADMIN, reason).count
-            for attempt in self.state_of(record).attempts(*states)
+            self.engine.ledger.reopen(record, attempt, states, attempt, Who.ADMIN, reason).count
+            for attempt in self.engine.state_of(record).attempts(*states)
         )
 
-    @looks_again
     def trace(
         self, transaction_id: str | None = None, *, half_id: str | None = None, message_id: str | None = None
     ) -> Trace:
@@ -391,11 +343,10 @@ class CommitLog(ProtocolSteps):
         HalfBatchNotFoundError
             When the log has no such thing, or nothing is left of it.
         """
-        return tracing.trace(self, transaction_id, half_id, message_id)
+        return tracing.trace(self.engine, transaction_id, half_id, message_id)
 
     # ------------------------------------------------------------------ reading
     @named
-    @looks_again
     def read(
         self,
         topic: str,
@@ -431,27 +382,7 @@ class CommitLog(ProtocolSteps):
         ------
         TopicNotFoundError, OptionError
         """
-        queues = self.require_topic(topic)
-        since = require_time(start, "start") if isinstance(start, datetime) else None
-        offsets = {} if start is None or isinstance(start, datetime) else start
-        if not isinstance(offsets, Mapping):
-            raise OptionError(
-                f"start={start!r} is no mapping and no datetime: the first offset of each queue is expected, as "
-                "{0: 23}, or a time"
-            )
-        given = set(offsets)
-        while True:
-            tails = self.tails()  # of one version, whatever other threads of this process see meanwhile
-            kept = self.firsts(refresh=False)
-            try:
-                if since is not None:
-                    offsets = starts_since(self, tails, topic, queues, since)
-                return read_messages(self, tails, topic, queues, offsets, limit, columns, tags, selector)
-            except OffsetOutOfRangeError:
-                # A queue without a start is read from its first offset, which may have moved on meanwhile.
-                moved = {queue for queue, first in self.firsts().items() if first > kept.get(queue, 0)}
-                if not any(name == topic and queue_id not in given for name, queue_id in moved):
-                    raise
+        return read_topic(self.engine, topic, start, limit, columns, tags, selector)
 
     # ------------------------------------------------------------------ upkeep
     @named
@@ -470,20 +401,11 @@ class CommitLog(ProtocolSteps):
             raise OptionError(
                 f"older_than={older_than!r} is under {ORPHAN_AGE_S / 86400:.0f}d: files that young may be in use"
             )
-        with self.lock:
-            doubt_s = self.clock_doubt_s(note=not dry_run)
-            return maintenance.vacuum(self._tables_now(), age_s + doubt_s, dry_run)
-
-    def tables(self) -> list[Table]:
-        """The tables that are there, as they were last read. The one of groups is made when it is first needed."""
-        return self._tables_now()
-
-    def _tables_now(self) -> list[Table]:
-        tables = [self.half.table, self.op, self.topics_table, self.messages_table]
-        return [*tables, self.groups.table] if self._has_groups() else tables
+        with self.engine.lock:
+            doubt_s = self.engine.clock_doubt_s(note=not dry_run)
+            return maintenance.vacuum(self.engine.tables(), age_s + doubt_s, dry_run)
 
     @named
-    @looks_again
     def maintain(
         self,
         dry_run: bool = False,
@@ -521,22 +443,8 @@ class CommitLog(ProtocolSteps):
         OptionError
             For a duration that is none, or a grace under a minute.
         """
-        return self.keep_up(Graces.of(grace, audit, idempotency), dry_run)
+        return upkeep.maintain(self.engine, Graces.of(grace, audit, idempotency), dry_run)
 
-    @looks_again
-    def keep_up(
-        self,
-        graces: Graces,
-        dry_run: bool = False,
-        orphans: bool = True,
-        turn: AbstractContextManager[object] | None = None,
-    ) -> MaintenanceReport:
-        """:meth:`maintain`, with graces in seconds; perhaps without a look for orphans, which lists all files. ``turn``
-        is entered while messages are in memory."""
-        log = self.another_on_the_same_log()
-        return upkeep.maintain(log, log._tables_now(), graces, dry_run, orphans, turn)
-
-    @looks_again
     def drain(self) -> int:
         """Copy messages that are placed and not yet in the table ``messages`` into it, so that every reader of Delta
         sees them. Any number of processes may drain at once.
@@ -551,7 +459,7 @@ class CommitLog(ProtocolSteps):
         LostFileError, CorruptLogError
             When messages cannot be read; those before them are drained.
         """
-        return Drainer(self.another_on_the_same_log()).run()
+        return drain(self.engine)
 
     @named
     def backup(
@@ -589,28 +497,15 @@ class CommitLog(ProtocolSteps):
         StorageError
             When a store cannot be reached.
         """
-        return back_up(self, target, storage_options, progress)
+        return back_up(self.engine, target, storage_options, progress)
 
     def another(self) -> CommitLog:
         """Another handle on this log, which has read nothing yet: what another process would open."""
         return type(self).open(self.path, self.storage_options)
 
-    def another_on_the_same_log(self) -> CommitLog:
-        """:meth:`another`; NotACommitLogError when another log lies there by now."""
-        found = self.another()
-        if found.id != self.id:
-            raise NotACommitLogError(
-                f"the commit log at {redacted(self.path)!r} was made anew since this handle was opened: open it again"
-            )
-        return found
-
-    def after_decision(self) -> None:
-        """Compact ``op`` in the background, when it has many small files."""
-        self._maintenance.after_commit()
-
     def close(self) -> None:
         """Wait for upkeep that is under way."""
-        self._maintenance.wait()
+        self.engine.close()
 
 
 def _retention_s(retention: str | None) -> float | None:
@@ -623,3 +518,16 @@ def _retention_s(retention: str | None) -> float | None:
     if retention_s < RETENTION_S_MIN:
         raise OptionError(f"retention={retention!r} is under {RETENTION_S_MIN / 3600:g}h: readers need time")
     return retention_s
+
+
+def engine_of(
+    log_or_path: CommitLog | Engine | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
+) -> Engine:
+    """The engine of a commit log that is given open, or of the one at a path; an engine is its own.
+
+    Raises
+    ------
+    NotACommitLogError, LogFormatError, StorageError
+        As :meth:`CommitLog.open` does.
+    """
+    return log_or_path if isinstance(log_or_path, Engine) else CommitLog.of(log_or_path, storage_options).engine

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pyarrow as pa
 
-from rmq_spark._core.client.commit_log import CommitLog
 from rmq_spark._core.log.half import HalfWriter
 from rmq_spark._core.log.single_messages import OneMessage
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.group_commit import Stageable
 from rmq_spark._core.vocabulary.message import Message, distinct, to_table
 from rmq_spark._core.vocabulary.redaction import cause_of
@@ -50,7 +50,7 @@ def message_list(messages: object) -> list[Message]:
     return found
 
 
-def stage(log: CommitLog, writer: HalfWriter, given: list[Message] | pa.Table) -> Sequence[Stageable]:
+def stage(log: Engine, writer: HalfWriter, given: list[Message] | pa.Table) -> Sequence[Stageable]:
     """Check the messages. Few of them wait for those of other threads, to share a file; many are written now."""
     if isinstance(given, list) and writer.transaction_key is None and is_small(given):
         return [OneMessage(writer, given[0])]

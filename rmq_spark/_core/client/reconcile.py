@@ -56,7 +56,8 @@ from rmq_spark._core.vocabulary.verdicts import BATCH
 from rmq_spark.errors import HalfBatchLeftError, ListenerError, OptionError, TxmqError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.client.commit_log import CommitLog
+    pass
+from rmq_spark._core.protocol.engine import Engine
 
 GROUP = "txmq-reconcile"
 """The producer group of half batches whose messages were made again from rows."""
@@ -264,7 +265,7 @@ class Reconciler:
 
     Parameters
     ----------
-    log : CommitLog
+    log : Engine
         Nobody sends to it, and no checks run.
     listener : TransactionListener
         One with a fence that can be read: :class:`~rmq_spark.SqlTransactionListener`.
@@ -281,7 +282,7 @@ class Reconciler:
         When the listener has no fence that can be read.
     """
 
-    log: CommitLog
+    log: Engine
     listener: TransactionListener
     streams: Sequence[Stream] = ()
     since: datetime | None = None
@@ -489,7 +490,7 @@ class Reconciler:
             naming=Naming.KEY if stream is None else Naming.COUNTED,
         )
         log = self.log
-        writer = log.with_machine(HalfWriter(header, log.topics(), None, None, log.fifo_topics()))
+        writer = log.with_machine(HalfWriter(header, log.topics(), None, None, log.topic_store.seen().fifo))
         TwoPhase(log, CommitOncePrepared()).send(header, lambda: log.stage(writer, messages.to_batches()))
 
     # ------------------------------------------------------------------ what the log has made visible

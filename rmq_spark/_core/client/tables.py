@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from rmq_spark._core.log import half as half_module
 from rmq_spark._core.log import op as op_module
 from rmq_spark._core.log.groups import GROUPS_SCHEMA
 from rmq_spark._core.log.half import HALF_SCHEMA
 from rmq_spark._core.log.op import OP_SCHEMA
+from rmq_spark._core.log.tables import LogTables
 from rmq_spark._core.log.topics import TOPICS_SCHEMA
 from rmq_spark._core.messages import table as messages
 from rmq_spark._core.messages.table import MESSAGES_SCHEMA
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.location import is_uri
+from rmq_spark._core.storage.stores import reaching
 from rmq_spark._core.storage.table import DeltaLogTable, Table
 from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LogFormatError, NotACommitLogError, StorageError
@@ -37,15 +38,6 @@ OF_LEAVING_FILES = {
     # the file by then, or a vacuum does it later.
     "delta.deletedFileRetentionDuration": "interval 6 hours",
 }
-
-
-class Opened(NamedTuple):
-    """The tables of a commit log, and how many queues a topic has that is made without a number of its own."""
-
-    half: Table
-    op: Table
-    topics: Table
-    default_queues: int
 
 
 def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | None, retention_s: int) -> None:
@@ -126,34 +118,45 @@ def _require_format(where: str, topics: DeltaLogTable) -> None:
         )
 
 
-def open_tables(where: str, storage_options: Mapping[str, str] | None) -> Opened:
-    """The tables of the commit log at a place; ``half`` opens in the background."""
-    _require_log(where, storage_options)
-    topics, half, op = (
-        DeltaLogTable(f"{where}/{name}", name, schema, storage_options)
-        for name, schema in (("topics", TOPICS_SCHEMA), ("half", HALF_SCHEMA), ("op", OP_SCHEMA))
-    )
-    _require_format(where, topics)
-    op.wait_until_open()
-    queues = int(topics.configuration.get("txmq.queues", QUEUES_DEFAULT))
-    return Opened(half, op, topics, queues)
+class DeltaTables(LogTables):
+    """The Delta tables of a commit log on a store; ``half`` opens in the background."""
 
+    @classmethod
+    def open(cls, where: str, storage_options: Mapping[str, str] | None) -> DeltaTables:
+        """Open the tables of the commit log at a place.
 
-def open_messages(where: str, storage_options: Mapping[str, str] | None) -> Table:
-    """The table ``messages``, which only drainers and some readers need."""
-    return DeltaLogTable(f"{where}/messages", "messages", MESSAGES_SCHEMA, storage_options)
+        Raises
+        ------
+        NotACommitLogError, LogFormatError, StorageError
+        """
+        with reaching(where, storage_options):
+            _require_log(where, storage_options)
+            topics, half, op = (
+                DeltaLogTable(f"{where}/{name}", name, schema, storage_options)
+                for name, schema in (("topics", TOPICS_SCHEMA), ("half", HALF_SCHEMA), ("op", OP_SCHEMA))
+            )
+            _require_format(where, topics)
+            op.wait_until_open()
+        queues = int(topics.configuration.get("txmq.queues", QUEUES_DEFAULT))
+        return cls(where, half, op, topics, queues, storage_options)
 
+    def messages(self) -> Table:
+        with reaching(self.path, self.storage_options):
+            return DeltaLogTable(f"{self.path}/messages", "messages", MESSAGES_SCHEMA, self.storage_options or None)
 
-def has_groups(where: str, storage_options: Mapping[str, str] | None) -> bool:
-    """Whether a consumer group has ever made the table ``groups``."""
-    return DeltaLogTable.exists(f"{where}/groups", storage_options)
+    def has_groups(self) -> bool:
+        with reaching(self.path, self.storage_options):
+            return DeltaLogTable.exists(f"{self.path}/groups", self.storage_options or None)
 
+    def groups(self) -> Table:
+        path, options = f"{self.path}/groups", self.storage_options or None
+        with reaching(self.path, self.storage_options):
+            if not DeltaLogTable.exists(path, options):
+                assert isinstance(self.half, DeltaLogTable)
+                kept = self.half.configuration.get("delta.logRetentionDuration", f"interval {LOG_RETENTION}")
+                settings = {"delta.appendOnly": "false", "delta.logRetentionDuration": kept, **OF_REPLACED_FILES}
+                DeltaLogTable.create(path, "groups", GROUPS_SCHEMA, options, settings)
+            return DeltaLogTable(path, "groups", GROUPS_SCHEMA, options)
 
-def open_groups(where: str, storage_options: Mapping[str, str] | None, half: Table) -> Table:
-    """The table ``groups``, which is made when it is first needed."""
-    path = f"{where}/groups"
-    if not has_groups(where, storage_options):
-        retention = half.configuration.get("delta.logRetentionDuration", f"interval {LOG_RETENTION}")  # type: ignore[attr-defined]
-        settings = {"delta.appendOnly": "false", "delta.logRetentionDuration": retention, **OF_REPLACED_FILES}
-        DeltaLogTable.create(path, "groups", GROUPS_SCHEMA, storage_options, settings)
-    return DeltaLogTable(path, "groups", GROUPS_SCHEMA, storage_options)
+    def another(self) -> DeltaTables:
+        return type(self).open(self.path, self.storage_options)

@@ -9,7 +9,7 @@ from datetime import datetime
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.groups import groups
 from rmq_spark._core.consumers.retry import (
     DLQ_ORIGIN_MESSAGE_ID,
@@ -22,7 +22,9 @@ from rmq_spark._core.consumers.retry import (
 )
 from rmq_spark._core.consumers.send import send_each
 from rmq_spark._core.inspect.history import kept_batches
+from rmq_spark._core.messages.reading import read_topic
 from rmq_spark._core.messages.table import SOURCE_SCHEMA
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.own_sends import resend_name
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, PROPERTIES, RETRY_PREFIX, TIMESTAMP, require_group_name
 from rmq_spark._core.vocabulary.options import nearest, whole_number
@@ -43,12 +45,12 @@ class DeadLetters:
 
     def __init__(
         self,
-        log: CommitLog | str | os.PathLike[str],
+        log: CommitLog | Engine | str | os.PathLike[str],
         group: str,
         *,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
-        self.log = CommitLog.of(log, storage_options)
+        self.log = engine_of(log, storage_options)
         self.group = require_group_name(group, "consumerGroup")
 
     def list(self, limit: int | None = None) -> pa.Table:
@@ -138,7 +140,7 @@ class DeadLetters:
         if dlq_topic(self.group) not in topics:
             self._require_group(topics)
             return SOURCE_SCHEMA.empty_table()
-        return self.log.read(dlq_topic(self.group), limit=limit)
+        return read_topic(self.log, dlq_topic(self.group), limit=limit)
 
     def _require_group(self, topics: Iterable[str]) -> None:
         own = (RETRY_PREFIX, DLQ_PREFIX)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.client.commit_log import CommitLog
 from rmq_spark._core.log.placements import Placements, out_of_range
 from rmq_spark._core.messages.reading import read_ranges
 from rmq_spark._core.messages.table import SOURCE_SCHEMA
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.selector.tree import Selector
 from rmq_spark.errors import OffsetOutOfRangeError
@@ -39,14 +39,14 @@ class Fetcher:
 
     Parameters
     ----------
-    log : CommitLog
+    log : Engine
     wants : callable
         Whether the consumer wants a topic.
     selector : Selector, optional
         Keeps the messages that are wanted.
     """
 
-    def __init__(self, log: CommitLog, wants: Callable[[str], bool], selector: Selector | None) -> None:
+    def __init__(self, log: Engine, wants: Callable[[str], bool], selector: Selector | None) -> None:
         self._log = log
         self._selector = selector
         self._placements = Placements(log, wants)

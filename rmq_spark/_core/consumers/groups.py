@@ -11,9 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.heartbeats import Heartbeat, forget, heartbeats
+from rmq_spark._core.inspect.overview import open_messages as open_messages_of
 from rmq_spark._core.log.placements import out_of_range
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.reads.offsets import (
     EARLIEST,
     LATEST,
@@ -72,9 +74,13 @@ class ConsumerGroup:
     """
 
     def __init__(
-        self, log: CommitLog | str | os.PathLike[str], name: str, *, storage_options: Mapping[str, str] | None = None
+        self,
+        log: CommitLog | Engine | str | os.PathLike[str],
+        name: str,
+        *,
+        storage_options: Mapping[str, str] | None = None,
     ) -> None:
-        self.log = CommitLog.of(log, storage_options)
+        self.log = engine_of(log, storage_options)
         self.name = require_group_name(name, "consumerGroup")
 
     def __repr__(self) -> str:
@@ -105,7 +111,7 @@ class ConsumerGroup:
             When the group has no progress.
         """
         known = {(r["topic"], r["queue_id"]): r for r in self._rows().to_pylist()}
-        open_messages = self.log.open_messages()
+        open_messages = open_messages_of(self.log)
         beats = self.members()
         found = self._behind(known)
         for row in found:
@@ -298,7 +304,7 @@ class ConsumerGroup:
         return known
 
 
-def waiting_since(log: CommitLog, behind: Mapping[Queue, int]) -> dict[Queue, datetime]:
+def waiting_since(log: Engine, behind: Mapping[Queue, int]) -> dict[Queue, datetime]:
     """Return when the message at each of these offsets was committed. ``op`` must have been read before."""
     found: dict[Queue, datetime] = {}
     border = log.drained.border() if behind else {}
@@ -317,6 +323,6 @@ def waiting_since(log: CommitLog, behind: Mapping[Queue, int]) -> dict[Queue, da
     return found
 
 
-def groups(log: CommitLog) -> list[str]:
+def groups(log: Engine) -> list[str]:
     """Return the consumer groups that have progress in a commit log."""
     return sorted(pc.unique(log.groups.rows()["consumer_group"]).to_pylist())

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import sqlalchemy as sa
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.database.connection import (
     IN_INNODB,
     Address,
@@ -116,7 +116,7 @@ class SqlInbox(Database):
         self.machine: Machine = MACHINE
         self.group = require_group_name(group, "consumerGroup")
         self._work = work
-        self._log_id = None if log is None else CommitLog.of(log).id
+        self._log_id = None if log is None else engine_of(log).id
         self._tried = False  # the table is known to compare names exactly and to undo what is rolled back
         metadata = sa.MetaData(schema=schema)
         self._table = sa.Table(

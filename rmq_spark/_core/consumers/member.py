@@ -20,13 +20,13 @@ from enum import Enum
 
 import pyarrow.fs as pafs
 
-from rmq_spark._core.client.commit_log import CommitLog
 from rmq_spark._core.consumers.fetch import FETCH_BYTES, Fetcher
 from rmq_spark._core.consumers.heartbeats import Members, new_member_name
 from rmq_spark._core.consumers.progress import HeldUp, ProcessQueue, Queue, Take
 from rmq_spark._core.consumers.retry import dlq_topic, retry_topic
 from rmq_spark._core.consumers.shares import Moves, moves
 from rmq_spark._core.log.groups import Place, Report
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.reads.options import Subscription
 from rmq_spark._core.reads.plan import Planner
 from rmq_spark._core.runtime.spans import acknowledging, tracing
@@ -182,13 +182,13 @@ class GroupMember:
 
     Parameters
     ----------
-    log : CommitLog
+    log : Engine
     settings : MemberSettings
     reads_retries : bool
         Whether the group's topic of retries is read as well.
     """
 
-    def __init__(self, log: CommitLog, settings: MemberSettings, reads_retries: bool) -> None:
+    def __init__(self, log: Engine, settings: MemberSettings, reads_retries: bool) -> None:
         self.log, self.settings = log, settings
         self.machine = log.machine
         self.group = settings.group

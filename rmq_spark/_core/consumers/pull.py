@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.heartbeats import LEASE_S
 from rmq_spark._core.consumers.listener import messages_of
 from rmq_spark._core.consumers.member import (
@@ -109,7 +109,7 @@ class PullConsumer:
         self._stop_at_end = flag(stop_at_end, "stop_at_end")
         self._auto_commit = flag(auto_commit, "auto_commit")
         self._batch_rows = whole_number(pull_batch_size, "pull_batch_size", 1)
-        opened = CommitLog.of(log, storage_options)
+        opened = engine_of(log, storage_options)
         self.member = GroupMember(opened, settings, reads_retries=False)
         self._machine = opened.machine
         self._given: list[Take] = []  # given out, and not committed

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.heartbeats import LEASE_S
 from rmq_spark._core.consumers.listener import (
     SUCCESS,
@@ -191,7 +191,7 @@ class PushConsumer:
         self._delay_level = delay_level_when_next_consume
         self._suspend_s = seconds(suspend_current_queue_time, "suspend_current_queue_time")
         self._await_s = seconds(await_termination, "await_termination")
-        opened = CommitLog.of(log, storage_options)
+        opened = engine_of(log, storage_options)
         self.member = GroupMember(opened, settings, reads_retries=True)
         self._machine = opened.machine
         self._two_phase = TwoPhase(opened, CommitOncePrepared(), commits=GroupCommit(opened))

@@ -21,7 +21,7 @@ from rmq_spark._core.log.half_table import HalfRecord, Staged
 from rmq_spark._core.log.op import RowState, Who
 from rmq_spark._core.log.op_table import Decision
 from rmq_spark._core.log.single_messages import rows_of_each
-from rmq_spark._core.protocol.engine import ProtocolSteps
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.group_commit import AT_ONCE_MAX
 from rmq_spark._core.protocol.identity import Identity
 from rmq_spark._core.protocol.observe import tell_not_sent, tell_sent
@@ -31,9 +31,7 @@ from rmq_spark._core.vocabulary.rows import NO_ROWS
 from rmq_spark._core.vocabulary.verdicts import BATCH
 
 
-def own_header(
-    log: ProtocolSteps, group: str, app_id: str, batch_id: int = 0, identity: Identity | None = None
-) -> HalfHeader:
+def own_header(log: Engine, group: str, app_id: str, batch_id: int = 0, identity: Identity | None = None) -> HalfHeader:
     """Return the header of a half batch that is committed once it is prepared, by whoever sees it first.
 
     A dot in ``app_id`` keeps it apart from half batches that people send, whose app ids have none. With the identity of
@@ -52,14 +50,14 @@ def own_header(
     )
 
 
-def own_writers(log: ProtocolSteps, headers: Sequence[HalfHeader]) -> list[HalfWriter]:
+def own_writers(log: Engine, headers: Sequence[HalfHeader]) -> list[HalfWriter]:
     """Return writers for messages that may have RocketMQ's reserved properties."""
     topics = log.topics()
     return [log.with_machine(HalfWriter(header, topics, None, None, own=True)) for header in headers]
 
 
 def send_each(
-    log: ProtocolSteps, group: str, names: Sequence[str], messages: pa.Table, two_phase: TwoPhase | None = None
+    log: Engine, group: str, names: Sequence[str], messages: pa.Table, two_phase: TwoPhase | None = None
 ) -> int:
     """Send each message as the half batch of its name, all in one commit to each table, and return how many of them
     were new.
@@ -109,7 +107,7 @@ def _send(group: str, rows: Sequence[HalfRows], two_phase: TwoPhase) -> int:
     return len(new)
 
 
-def _open_among(log: ProtocolSteps, names: Collection[str]) -> list[HalfRecord]:
+def _open_among(log: Engine, names: Collection[str]) -> list[HalfRecord]:
     """Those half batches of some names that somebody has prepared, and nobody has decided."""
     opened = {name_of(half_id) for half_id in log.open_half_ids()}.intersection(names) if names else ()
     found = [log.find(name.rpartition(":")[0], 0) for name in opened]

@@ -20,16 +20,16 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from rmq_spark._core.client.commit_log import CommitLog
 from rmq_spark._core.consumers.progress import ProcessQueue
 from rmq_spark._core.consumers.retry import sent_back, tried
 from rmq_spark._core.consumers.send import send_each
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.own_sends import back_name
 from rmq_spark._core.protocol.two_phase import TwoPhase
 
 
 def send_back(
-    log: CommitLog,
+    log: Engine,
     group: str,
     queue: ProcessQueue,
     messages: pa.Table,

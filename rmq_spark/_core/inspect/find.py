@@ -26,7 +26,7 @@ from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 FOUND_SCHEMA = pa.schema([*SOURCE_SCHEMA, ("half_id", pa.string()), ("state", pa.string()), ("reason", pa.string())])
 """The source's columns, and what became of the message: ``committed``, or another word of :data:`COUNTED`; and why, of
@@ -81,7 +81,7 @@ class Wanted:
         return parts[0] if len(parts) == 1 else And(tuple(parts)) if parts else None
 
 
-def find(log: ProtocolSteps, wanted: Wanted, limit: int) -> pa.Table:
+def find(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
     """Visible messages, at most so many, in the order of topics, queues and offsets: :data:`FOUND_SCHEMA`.
 
     Only the small columns are read of messages that are not wanted.
@@ -133,7 +133,7 @@ def find(log: ProtocolSteps, wanted: Wanted, limit: int) -> pa.Table:
     return _committed(pa.concat_tables(parts) if parts else SOURCE_SCHEMA.empty_table())
 
 
-def find_not_visible(log: ProtocolSteps, wanted: Wanted, limit: int) -> pa.Table:
+def find_not_visible(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
     """The same for messages that are not committed, while ``half`` has them: pending, rolled back and others that
     nobody sees. They have no offset and no time of a commit, so ``wanted`` names a key, tags or a topic alone.
 
@@ -174,7 +174,7 @@ def _rows_of(record: HalfRecord, numbers: Mapping[int, Sequence[int]]) -> RowSet
 
 
 def find_by_id(
-    log: ProtocolSteps,
+    log: Engine,
     limit: int,
     *,
     transaction_id: str | None = None,
@@ -198,7 +198,7 @@ def find_by_id(
     return pa.concat_tables(parts).slice(0, limit) if parts else FOUND_SCHEMA.empty_table()
 
 
-def _at(log: ProtocolSteps, found: Trace, limit: int) -> Iterator[pa.Table]:
+def _at(log: Engine, found: Trace, limit: int) -> Iterator[pa.Table]:
     """The messages at the places of a trace."""
     places = sorted({place for event in found.events for place in event.places})
     placements = Placements(log, {place.topic for place in places}.__contains__)
@@ -229,7 +229,7 @@ def _committed(messages: pa.Table) -> pa.Table:
     return found.append_column("reason", pa.nulls(n, pa.string()))
 
 
-def _held(log: ProtocolSteps, record: HalfRecord, chosen: RowSet, limit: int) -> pa.Table:
+def _held(log: Engine, record: HalfRecord, chosen: RowSet, limit: int) -> pa.Table:
     """Those of some rows of a half batch that are not visible, as ``half`` has them."""
     state = log.state_of(record)
     rows = (state.rows_in(NOT_COMMITTED) & chosen).first(limit)

@@ -23,7 +23,7 @@ from rmq_spark.errors import TxmqError
 
 if TYPE_CHECKING:
     from rmq_spark._core.log.op import BatchState, OpRow
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 TOLD = (*SETTLING, Kind.REOPEN, Kind.CHECK)
 """Kinds of op rows that are events of a half batch."""
@@ -72,12 +72,12 @@ class Told(NamedTuple):
     batches: pa.Table
 
 
-def told(log: ProtocolSteps, since: datetime) -> Told:
+def told(log: Engine, since: datetime) -> Told:
     """What ``op`` tells of half batches since a time.
 
     Parameters
     ----------
-    log : ProtocolSteps
+    log : Engine
     since : datetime
         With a time zone.
     """
@@ -90,7 +90,7 @@ def told(log: ProtocolSteps, since: datetime) -> Told:
     return Told(events, _batches(counted, archived))
 
 
-def kept_batches(log: ProtocolSteps) -> pa.Table:
+def kept_batches(log: Engine) -> pa.Table:
     """Every half batch that is kept, as :class:`Told` has them: those in ``half``, and archived ones."""
     log.refresh()
     counted = log.half.counted()
@@ -124,7 +124,7 @@ def _times(ms: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.cast(pc.multiply(pc.cast(ms, pa.int64()), 1000), TIMESTAMP)
 
 
-def _archived(log: ProtocolSteps) -> pa.Table:
+def _archived(log: Engine) -> pa.Table:
     columns = ["kind", "half_id", "count", "producer_group", "prepared_ms", "archived"]
     rows = log.op.read(log.ledger.archive_paths(), columns)
     return rows.filter(of_kind(rows, Kind.ARCHIVED))
@@ -151,7 +151,7 @@ def _decisions(archived: pa.Table) -> pa.Table:
     )
 
 
-def _events(log: ProtocolSteps, since: datetime, archived: pa.ChunkedArray) -> pa.Table:
+def _events(log: Engine, since: datetime, archived: pa.ChunkedArray) -> pa.Table:
     """The op rows since a time that tell of half batches which are not archived."""
     actions = log.op.actions()
     late = pc.greater_equal(actions["modification_time"], int((since.timestamp() - CLOCKS_S) * 1000))
@@ -163,7 +163,7 @@ def _events(log: ProtocolSteps, since: datetime, archived: pa.ChunkedArray) -> p
 
 
 # ---------------------------------------------------------------- what a reopen took back
-def _with_standing(log: ProtocolSteps, events: pa.Table, archived: pa.Table, since: datetime) -> pa.Table:
+def _with_standing(log: Engine, events: pa.Table, archived: pa.Table, since: datetime) -> pa.Table:
     """Events with the column ``standing``. Only half batches with a reopen are looked at one by one."""
     reopened = pc.unique(events.filter(of_kind(events, Kind.REOPEN))["half_id"])
     left = archived.filter(pc.is_in(archived["half_id"], value_set=reopened)).to_pylist()
@@ -248,12 +248,12 @@ def _spans(state: BatchState, row: OpRow) -> Iterator[tuple[int, int, int]]:
 
 
 # ---------------------------------------------------------------- messages that appeared
-def placed(log: ProtocolSteps, since: datetime, period_s: int) -> pa.Table:
+def placed(log: Engine, since: datetime, period_s: int) -> pa.Table:
     """How many messages appeared since a time, by topic and period. Those that have expired are not counted.
 
     Parameters
     ----------
-    log : ProtocolSteps
+    log : Engine
     since : datetime
         With a time zone.
     period_s : int
@@ -273,7 +273,7 @@ def placed(log: ProtocolSteps, since: datetime, period_s: int) -> pa.Table:
     return sums.rename_columns(["topic", "at", "messages"])
 
 
-def _drained(log: ProtocolSteps, since: datetime, period_s: int) -> list[pa.Table]:
+def _drained(log: Engine, since: datetime, period_s: int) -> list[pa.Table]:
     table = log.messages_table
     files = table.actions()
     first, last = (files[f"{side}.commit_timestamp"] for side in ("min", "max"))
@@ -310,7 +310,7 @@ def _period(at: pa.ChunkedArray, period_s: int) -> pa.ChunkedArray:
     return pc.multiply(pc.divide(us, step), step)
 
 
-def first_drained(log: ProtocolSteps, since: datetime) -> datetime | None:
+def first_drained(log: Engine, since: datetime) -> datetime | None:
     """When the first message was committed that is drained and not older than a time, about: a file that has messages
     of before says that time itself. None when there is none."""
     files = log.messages_table.actions()
@@ -320,7 +320,7 @@ def first_drained(log: ProtocolSteps, since: datetime) -> datetime | None:
     return None if first is None else max(first, since)
 
 
-def sizes(log: ProtocolSteps) -> pa.Table:
+def sizes(log: Engine) -> pa.Table:
     """What the table ``messages`` holds of each topic: ``topic, messages, bytes``. A topic without drained messages is
     not there."""
     log.messages_table.refresh()
@@ -330,7 +330,7 @@ def sizes(log: ProtocolSteps) -> pa.Table:
 
 
 # ---------------------------------------------------------------- what is open
-def open_now(log: ProtocolSteps) -> pa.Table:
+def open_now(log: Engine) -> pa.Table:
     """Half batches with pending messages, oldest first: ``half_id, prepared_at, messages`` (pending ones). No half file
     is read for it, so it is quick when many are open."""
     with log.lock:

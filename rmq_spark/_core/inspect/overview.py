@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.log.damage import looks_again
 from rmq_spark._core.log.half_table import HalfRecord
 from rmq_spark._core.log.op import BatchState, Kind, RowState
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark.errors import HalfBatchLeftError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 PENDING_SCHEMA = pa.schema(
     [
@@ -33,7 +34,8 @@ PENDING_SCHEMA = pa.schema(
 )
 
 
-def pending(log: ProtocolSteps) -> pa.Table:
+@looks_again
+def pending(log: Engine) -> pa.Table:
     """See :meth:`CommitLog.pending`."""
     rows = [
         _summary(log, r, s, a, RowState.PENDING) for r, s in log.open_batches() for a in s.attempts(RowState.PENDING)
@@ -41,7 +43,8 @@ def pending(log: ProtocolSteps) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
 
-def quarantined(log: ProtocolSteps) -> pa.Table:
+@looks_again
+def quarantined(log: Engine) -> pa.Table:
     """See :meth:`CommitLog.quarantined`."""
     rows = [
         _summary(log, record, state, attempt, RowState.QUARANTINED)
@@ -52,14 +55,16 @@ def quarantined(log: ProtocolSteps) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
 
-def conflicts(log: ProtocolSteps) -> list[str]:
+@looks_again
+def conflicts(log: Engine) -> list[str]:
     """See :meth:`CommitLog.conflicts`."""
     with log.lock:
         log.ledger.refresh()
         return sorted(log.ledger.conflicts)
 
 
-def open_messages(log: ProtocolSteps) -> dict[tuple[str, int], tuple[int, int]]:
+@looks_again
+def open_messages(log: Engine) -> dict[tuple[str, int], tuple[int, int]]:
     """See :meth:`CommitLog.open_messages`."""
     batches = {record.half_id: (record, state) for record, state in log.open_batches()}
     for half_id in set(log.ledger.waiting).difference(batches):
@@ -76,7 +81,7 @@ def open_messages(log: ProtocolSteps) -> dict[tuple[str, int], tuple[int, int]]:
     return found
 
 
-def _ids_in_op(log: ProtocolSteps, where: pc.Expression) -> list[str]:
+def _ids_in_op(log: Engine, where: pc.Expression) -> list[str]:
     with log.lock:
         log.ledger.refresh()
         paths = log.op.actions()["path"].to_pylist()
@@ -84,16 +89,14 @@ def _ids_in_op(log: ProtocolSteps, where: pc.Expression) -> list[str]:
     return found
 
 
-def _with_kind(log: ProtocolSteps, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
+def _with_kind(log: Engine, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
     for half_id in _ids_in_op(log, pc.field("kind") == kind.value):
         with suppress(HalfBatchLeftError):
             record = log.get(half_id)
             yield record, log.state_of(record)
 
 
-def _summary(
-    log: ProtocolSteps, record: HalfRecord, state: BatchState, attempt: int, wanted: RowState
-) -> dict[str, object]:
+def _summary(log: Engine, record: HalfRecord, state: BatchState, attempt: int, wanted: RowState) -> dict[str, object]:
     rows = state.rows_in((wanted,), attempt)
     return {
         "half_id": record.half_id,

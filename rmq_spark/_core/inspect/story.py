@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.inspect.trace import Trace, TraceEvent, TraceKind, TracePlace
 from rmq_spark._core.log.archive import Archived
+from rmq_spark._core.log.damage import looks_again
 from rmq_spark._core.log.half import Segment, name_of
 from rmq_spark._core.log.half_table import HalfRecord
 from rmq_spark._core.log.op import BatchState, Kind, OpRow, RowState, rolled_back_as
@@ -31,7 +32,7 @@ from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, MESSAGE
 from rmq_spark.errors import HalfBatchLeftError, HalfBatchNotFoundError, OptionError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 LOOKS = 3
 """A half batch may leave while it is looked at: then it is looked at again."""
@@ -140,8 +141,9 @@ Chosen = Mapping[int, bytes]
 """Of each half file, a byte for each row: 1 for those that are traced."""
 
 
+@looks_again
 def trace(
-    log: ProtocolSteps, transaction_id: str | None = None, half_id: str | None = None, message_id: str | None = None
+    log: Engine, transaction_id: str | None = None, half_id: str | None = None, message_id: str | None = None
 ) -> Trace:
     """See :meth:`CommitLog.trace`."""
     asked = _Asked.of(transaction_id, half_id, message_id)
@@ -153,7 +155,7 @@ def trace(
     return _look(log, asked)
 
 
-def _look(log: ProtocolSteps, asked: _Asked) -> Trace:
+def _look(log: Engine, asked: _Asked) -> Trace:
     if not asked.half_id.isascii():  # no half batch is called so
         raise _not_found(log, asked)
     if not _is_utf8(asked.name):  # every key is
@@ -173,7 +175,7 @@ def _look(log: ProtocolSteps, asked: _Asked) -> Trace:
 
 
 # ---------------------------------------------------------------- still in half
-def _of_half(log: ProtocolSteps, asked: _Asked, record: HalfRecord, rows: pa.Table) -> Trace:
+def _of_half(log: Engine, asked: _Asked, record: HalfRecord, rows: pa.Table) -> Trace:
     state = log.state_of(record, refresh=False)
     chosen = _chosen_in_half(log, asked, record)
     traced = _row_set(record, chosen)
@@ -216,7 +218,7 @@ def _headed(asked: _Asked, record: HalfRecord) -> Trace:
     )
 
 
-def chosen_rows(log: ProtocolSteps, of: Trace, record: HalfRecord) -> RowSet:
+def chosen_rows(log: Engine, of: Trace, record: HalfRecord) -> RowSet:
     """The rows of a half batch that a trace is about."""
     if of.transaction_id is None and of.message_id is None:
         return _row_set(record, None)
@@ -238,7 +240,7 @@ def _outcome(state: BatchState, traced: RowSet) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def _chosen_in_half(log: ProtocolSteps, asked: _Asked, record: HalfRecord) -> Chosen | None:
+def _chosen_in_half(log: Engine, asked: _Asked, record: HalfRecord) -> Chosen | None:
     per = record.header.transaction_per
     if asked.is_whole(per):
         return None
@@ -270,7 +272,7 @@ def _bits(rows: pa.Table) -> dict[int, bytes]:
 
 
 # ---------------------------------------------------------------- settled, and gone from half
-def _of_archived(log: ProtocolSteps, asked: _Asked, record: HalfRecord | None, kept: Archived, rows: pa.Table) -> Trace:
+def _of_archived(log: Engine, asked: _Asked, record: HalfRecord | None, kept: Archived, rows: pa.Table) -> Trace:
     """The story of a half batch that is about to leave (then there is a record), or has left."""
     visible = _visible(log, asked, kept)
     chosen = _chosen_of_archived(log, asked, record, kept, visible)
@@ -317,7 +319,7 @@ def _of_archived(log: ProtocolSteps, asked: _Asked, record: HalfRecord | None, k
     )
 
 
-def _of_forgotten(log: ProtocolSteps, asked: _Asked) -> Trace:
+def _of_forgotten(log: Engine, asked: _Asked) -> Trace:
     """The story that the visible messages of a half batch tell of which nothing else is kept."""
     visible = _visible(log, asked, None)
     if visible.num_rows == 0:
@@ -345,7 +347,7 @@ def _of_forgotten(log: ProtocolSteps, asked: _Asked) -> Trace:
 
 
 def _chosen_of_archived(
-    log: ProtocolSteps, asked: _Asked, record: HalfRecord | None, kept: Archived, visible: pa.Table
+    log: Engine, asked: _Asked, record: HalfRecord | None, kept: Archived, visible: pa.Table
 ) -> Chosen | None:
     """The rows that are asked for: half tells while it has them, then the visible messages, or the id itself."""
     if asked.is_whole(kept.transaction_per):
@@ -364,7 +366,7 @@ def _last_word(events: Sequence[TraceEvent]) -> dict[str, int]:
     return {}
 
 
-def _not_found(log: ProtocolSteps, asked: _Asked) -> HalfBatchNotFoundError:
+def _not_found(log: Engine, asked: _Asked) -> HalfBatchNotFoundError:
     app_id, _, batch_id = name_of(asked.half_id).rpartition(":")
     last = log.last_batch_id(app_id) if app_id.isascii() and app_id and batch_id.isdecimal() else None
     if last is not None and int(batch_id) <= last:
@@ -378,7 +380,7 @@ def _not_found(log: ProtocolSteps, asked: _Asked) -> HalfBatchNotFoundError:
     )
 
 
-def _visible(log: ProtocolSteps, asked: _Asked, kept: Archived | None) -> pa.Table:
+def _visible(log: Engine, asked: _Asked, kept: Archived | None) -> pa.Table:
     """Those messages that are in the table ``messages``: :data:`IN_MESSAGES`."""
     table = log.messages_table
     with log.lock:
@@ -486,7 +488,7 @@ def _joined(places: Sequence[TracePlace]) -> tuple[TracePlace, ...]:
     return tuple(found)
 
 
-def _drained_event(log: ProtocolSteps, events: Iterable[TraceEvent]) -> Iterator[TraceEvent]:
+def _drained_event(log: Engine, events: Iterable[TraceEvent]) -> Iterator[TraceEvent]:
     """When the placed messages came into the table ``messages``; nothing when none is there, or all have expired."""
     position = log.drained.position
     count = 0

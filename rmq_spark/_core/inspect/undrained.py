@@ -16,7 +16,7 @@ from rmq_spark._core.log.walk import rows_above
 from rmq_spark._core.messages.table import drained_up_to
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 OP_ROWS_MAX = 100_000
 """Op rows that are read at once, and versions of ``op`` of which the sums are kept."""
@@ -45,11 +45,11 @@ class Undrained:
 
     Parameters
     ----------
-    log : ProtocolSteps
+    log : Engine
         A handle that no other thread uses.
     """
 
-    def __init__(self, log: ProtocolSteps) -> None:
+    def __init__(self, log: Engine) -> None:
         self._log = log
         self._counted = -1  # the version of op up to which all is drained or counted
         self._waiting: deque[tuple[int, int, int, datetime]] = deque()  # version, messages, bytes, time; by version

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.kafka.brokers import Brokers
 from rmq_spark._core.kafka.client import ck
 from rmq_spark._core.kafka.positions import Last, Position, PositionRecords, Queue
@@ -173,7 +173,7 @@ class KafkaRelay:
             poll_interval=poll_interval,
             kafka=_mapping(kafka),
         )
-        self.log = CommitLog.of(log_or_path, storage_options)
+        self.log = engine_of(log_or_path, storage_options)
         self._machine = self.log.machine
         self._run = self._machine.unique_id()
         self._source = RelaySource(self.log, self.settings)

@@ -13,7 +13,8 @@ from rmq_spark._core.log.placements import MessageRange, Placements
 from rmq_spark._core.messages.reading import read_ranges
 
 if TYPE_CHECKING:
-    from rmq_spark._core.client.commit_log import CommitLog
+    pass
+from rmq_spark._core.protocol.engine import Engine
 
 Gap = tuple[Queue, int, int]
 """Offsets of a queue, from the first (included) to the second (excluded), that the log does not hold."""
@@ -24,11 +25,11 @@ class RelaySource:
 
     Parameters
     ----------
-    log : CommitLog
+    log : Engine
     settings : RelaySettings
     """
 
-    def __init__(self, log: CommitLog, settings: RelaySettings) -> None:
+    def __init__(self, log: Engine, settings: RelaySettings) -> None:
         self._log = log
         self._settings = settings
         self._subscription = settings.subscription

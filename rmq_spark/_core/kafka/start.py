@@ -11,13 +11,13 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 
-from rmq_spark._core.client.commit_log import CommitLog
 from rmq_spark._core.kafka.brokers import Brokers
 from rmq_spark._core.kafka.client import ck
 from rmq_spark._core.kafka.positions import Position, PositionRecords, Queue, Stored
 from rmq_spark._core.kafka.settings import LATEST, PARK, RelaySettings
 from rmq_spark._core.kafka.source import RelaySource
 from rmq_spark._core.kafka.transactions import FAILURES, AbortedError, Transactions
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.errors import RelayError, RelayRefusedError
 
@@ -29,7 +29,7 @@ class Start:
 
     Parameters
     ----------
-    log : CommitLog
+    log : Engine
     settings : RelaySettings
     source : RelaySource
     brokers : Brokers
@@ -37,9 +37,7 @@ class Start:
         The id of this run, which nobody else has.
     """
 
-    def __init__(
-        self, log: CommitLog, settings: RelaySettings, source: RelaySource, brokers: Brokers, run: str
-    ) -> None:
+    def __init__(self, log: Engine, settings: RelaySettings, source: RelaySource, brokers: Brokers, run: str) -> None:
         self._log = log
         self._settings = settings
         self._source = source

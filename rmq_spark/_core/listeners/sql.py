@@ -87,7 +87,7 @@ from rmq_spark.errors import (
 )
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -345,7 +345,7 @@ class SqlTransactionListener(TransactionListener):
         self.store_id = self._fence.create(moved)
         return self.store_id
 
-    def prune(self, older_than: float, *logs: ProtocolSteps) -> int:
+    def prune(self, older_than: float, *logs: Engine) -> int:
         """Delete fence rows older than ``older_than`` seconds, and return how many were deleted.
 
         It deletes rows of half batches that have left the table ``half`` of these logs: those are settled, and neither
@@ -355,7 +355,7 @@ class SqlTransactionListener(TransactionListener):
         ----------
         older_than : float
             Seconds, at least 7 days: a driver may wake up late.
-        *logs : ProtocolSteps
+        *logs : Engine
 
         Raises
         ------
@@ -366,7 +366,7 @@ class SqlTransactionListener(TransactionListener):
         """
         return sum(self.pruning(older_than, *logs))
 
-    def pruning(self, older_than: float, *logs: ProtocolSteps) -> Iterator[int]:
+    def pruning(self, older_than: float, *logs: Engine) -> Iterator[int]:
         """Do what :meth:`prune` does, a page of rows at a time; yields how many rows of each were deleted."""
         seconds(older_than, "older_than")
         if older_than < FENCE_RETENTION_S_MIN:
@@ -380,12 +380,12 @@ class SqlTransactionListener(TransactionListener):
             if not callable(getattr(log, "still_in_half", None)):
                 raise OptionError(
                     f"prune got {type(log).__name__} {str(log)[:100]!r}: open logs are expected, one after "
-                    "the other, as prune(older_than, ProtocolSteps.open(path), ...)"
+                    "the other, as prune(older_than, Engine.open(path), ...)"
                 )
         doubt_s = max(log.clock_doubt_s() for log in logs)
         return self._fence.prune(older_than + doubt_s, {log.id: log.still_in_half for log in logs})
 
-    def pruning_in_turn(self, older_than: float, log: ProtocolSteps, every: float) -> Iterator[int]:
+    def pruning_in_turn(self, older_than: float, log: Engine, every: float) -> Iterator[int]:
         """Do what :meth:`pruning` does, unless somebody has begun it for this log in the last ``every`` seconds."""
         pages = self.pruning(older_than, log)
         if self._fence.take_turn(log.id, every):

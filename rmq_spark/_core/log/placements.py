@@ -21,7 +21,7 @@ from rmq_spark._core.storage.files import RowRange, require_path
 from rmq_spark.errors import CorruptLogError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 NO_PLACEMENTS = pa.schema([OP_SCHEMA.field(name) for name in PLACEMENT_COLUMNS]).empty_table()
 CACHE_ROWS_MAX = 200_000
@@ -143,12 +143,12 @@ class Placements:
 
     Parameters
     ----------
-    log : ProtocolSteps
+    log : Engine
     wants : callable
         Whether the reader wants a topic.
     """
 
-    def __init__(self, log: ProtocolSteps, wants: Callable[[str], bool]) -> None:
+    def __init__(self, log: Engine, wants: Callable[[str], bool]) -> None:
         self.log = log
         self._wants = wants
         until = log.refresh() + 1

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from rmq_spark._core.storage.table import Change, Table
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 LOOK_INTERVAL_S = 1_200.0
 """Seconds from one noted look to the next."""
@@ -36,12 +36,12 @@ BELIEVED = "txmq.believed"
 """Names under which ``op`` keeps, in seconds since the epoch, the last look and the one before it (Delta's ``txn``)."""
 
 
-def doubt_s(log: ProtocolSteps, note: bool = True) -> float:
+def doubt_s(log: Engine, note: bool = True) -> float:
     """Return the seconds by which this machine's clock may be ahead: what is destroyed must be so much older.
 
     Parameters
     ----------
-    log : ProtocolSteps
+    log : Engine
     note : bool
         Whether this look is noted. One that is not leads to no later one.
 
@@ -63,7 +63,7 @@ def _noted(op: Table) -> tuple[int | None, int | None]:
     return op.transaction_version(BELIEVED), op.transaction_version(LOOKED)
 
 
-def _after_look(log: ProtocolSteps, op: Table) -> tuple[int, int]:
+def _after_look(log: Engine, op: Table) -> tuple[int, int]:
     """What is to be noted now: the look that is believed, and the last one."""
     now = int(log.machine.time())
     believed, looked = _noted(op)
@@ -76,14 +76,14 @@ def _after_look(log: ProtocolSteps, op: Table) -> tuple[int, int]:
     return believed, looked
 
 
-def _newest_s(log: ProtocolSteps) -> int:
+def _newest_s(log: Engine) -> int:
     """When somebody has sent last, or made a topic: upkeep and checks, whose clock is in doubt, do neither."""
     log.topics_table.refresh()
     made_ms = pc.max(log.topics_table.actions()["modification_time"]).as_py() or 0
     return int(max(made_ms, log.half.newest_ms()) // 1000)
 
 
-def _note(log: ProtocolSteps, op: Table) -> None:
+def _note(log: Engine, op: Table) -> None:
     last: list[tuple[int, int]] = []
 
     def propose(version: int) -> Change | None:

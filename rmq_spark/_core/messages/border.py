@@ -28,7 +28,7 @@ from rmq_spark._core.storage.table import foreign_change
 from rmq_spark.errors import CorruptLogError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 Queue = tuple[str, int]
 
@@ -60,10 +60,10 @@ class Drained:
 
     Parameters
     ----------
-    log : ProtocolSteps
+    log : Engine
     """
 
-    def __init__(self, log: ProtocolSteps) -> None:
+    def __init__(self, log: Engine) -> None:
         self._log = log
         self._asked = (-1, -1)  # the version at which the table's position was asked for, and that position
         self._border = _Border()

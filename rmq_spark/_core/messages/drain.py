@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
+from rmq_spark._core.log.damage import looks_again
 from rmq_spark._core.log.op import NO_OPS, PRUNED_PLACED, pruned_up_to
 from rmq_spark._core.log.walk import PLACEMENT_COLUMNS, rows_above
 from rmq_spark._core.messages.files import message_files, placed_ranges
@@ -31,7 +32,7 @@ from rmq_spark._core.storage.table import Change, Table, has_held, require_own
 from rmq_spark.errors import CorruptLogError, LostFileError, StrippedError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 OP_ROWS_MAX = 100_000
 """Op rows that are looked at in one step."""
@@ -48,11 +49,11 @@ class Drainer:
 
     Parameters
     ----------
-    log : ProtocolSteps
+    log : Engine
         A handle that no other thread uses.
     """
 
-    def __init__(self, log: ProtocolSteps) -> None:
+    def __init__(self, log: Engine) -> None:
         self._log = log
 
     def run(self) -> int:
@@ -176,3 +177,9 @@ def _first_versions(rows: pa.Table, end: int, messages_max: int) -> tuple[pa.Tab
         return rows, end
     last: int = sums["version"][fitting - 1].as_py()
     return rows.filter(pc.less_equal(rows["version"], last)), last
+
+
+@looks_again
+def drain(log: Engine) -> int:
+    """Copy what is placed and not yet drained. See :meth:`CommitLog.drain`."""
+    return Drainer(log.another_on_the_same_log()).run()

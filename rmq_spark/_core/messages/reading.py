@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.log.damage import looks_again
 from rmq_spark._core.log.placements import MessageRange, PlacedRange, Placements, out_of_range
 from rmq_spark._core.messages.table import MESSAGES_SCHEMA, SOURCE_SCHEMA
 from rmq_spark._core.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.files import KEPT, RowRange, arange
 from rmq_spark._core.vocabulary.ids import batch_transaction_id
-from rmq_spark._core.vocabulary.options import nearest, whole_number
+from rmq_spark._core.vocabulary.options import nearest, require_time, whole_number
 from rmq_spark._core.vocabulary.verdicts import KEY, MESSAGE
 from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 _Range = TypeVar("_Range", bound=MessageRange)
 
@@ -292,7 +293,7 @@ def _after(together: Sequence[MessageRange], done: int) -> Iterator[MessageRange
 
 
 def starts_since(
-    log: ProtocolSteps, tails: Mapping[tuple[str, int], int], topic: str, queues: int, time: datetime
+    log: Engine, tails: Mapping[tuple[str, int], int], topic: str, queues: int, time: datetime
 ) -> dict[int, int]:
     """Each queue's first offset that was committed at this time or later and is kept, else its end."""
     first, kept = Placements(log, topic.__eq__).first_since(time), log.firsts(refresh=False)
@@ -304,7 +305,7 @@ def starts_since(
 
 
 def read_messages(
-    log: ProtocolSteps,
+    log: Engine,
     tails: Mapping[tuple[str, int], int],
     topic: str,
     queues: int,
@@ -375,3 +376,28 @@ def _wanted(tags: str | None, selector: str | None, now_ms: int) -> Filter | Non
         else tag_selector(parse_tags(SUB_ALL if tags is None else tags))
     )
     return None if wanted is None else wanted.at(now_ms)
+
+
+@looks_again
+def read_topic(
+    engine: Engine,
+    topic: str,
+    start: Mapping[int, int] | datetime | None = None,
+    limit: int | None = None,
+    columns: Sequence[str] | None = None,
+    tags: str | None = None,
+    selector: str | None = None,
+) -> pa.Table:
+    """Committed messages of a topic. See :meth:`CommitLog.read`."""
+    queues = engine.require_topic(topic)
+    tails = engine.tails()  # of one version, whatever other threads of this process see meanwhile
+    if isinstance(start, datetime):
+        offsets = starts_since(engine, tails, topic, queues, require_time(start, "start"))
+    elif start is None or isinstance(start, Mapping):
+        offsets = dict(start or {})
+    else:
+        raise OptionError(
+            f"start={start!r} is no mapping and no datetime: the first offset of each queue is expected, as "
+            "{0: 23}, or a time"
+        )
+    return read_messages(engine, tails, topic, queues, offsets, limit, columns, tags, selector)

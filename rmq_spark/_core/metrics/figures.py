@@ -17,12 +17,13 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.groups import waiting_since
 from rmq_spark._core.inspect.history import rolled_back_again
 from rmq_spark._core.inspect.undrained import Undrained
 from rmq_spark._core.log.op import Kind, RowState, Who, ranges_of
 from rmq_spark._core.log.walk import rows_above
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX
 from rmq_spark.errors import HalfBatchNotFoundError, TxmqError
@@ -157,7 +158,7 @@ class _OpenFigures(NamedTuple):
 class _Seen:
     """What one handle on the log has seen. It is made anew with the handle."""
 
-    log: CommitLog
+    log: Engine
     position: int
     undrained: Undrained
     half_batches: dict[str, _HalfBatch] = field(default_factory=dict)
@@ -181,9 +182,9 @@ class LogWatch:
     """
 
     def __init__(
-        self, log_or_path: CommitLog | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
+        self, log_or_path: CommitLog | Engine | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
     ) -> None:
-        opened = CommitLog.of(log_or_path, storage_options)
+        opened = engine_of(log_or_path, storage_options)
         self.path, self.machine = opened.path, opened.machine
         self._log = opened
         self._seen: _Seen | None = None
@@ -210,7 +211,7 @@ class LogWatch:
         seen, log = self._seen, self._seen.log
         log.refresh()
         self._follow(seen)
-        topics, fifo = log.topics(), log.fifo_topics()
+        topics, fifo = log.topics(), log.topic_store.seen().fifo
         tails, firsts, waiting = log.tails(refresh=False), log.firsts(refresh=False), log.ledger.waiting
         now = log.machine.now()
         what = self._open_figures(seen, now)
@@ -297,7 +298,7 @@ class LogWatch:
         self._rolled_back += rolled_back
 
     @staticmethod
-    def _topics_of(log: CommitLog, rows: pa.Table) -> Counter[str]:
+    def _topics_of(log: Engine, rows: pa.Table) -> Counter[str]:
         """By topic, how many messages op rows name that do not say their topic."""
         found: Counter[str] = Counter()
         records = {}
@@ -417,7 +418,7 @@ def _topics_again(seen: _Seen, rows: pa.Table) -> Counter[str]:
     return +found
 
 
-def _half_batch(log: CommitLog, half_id: str) -> _HalfBatch | None:
+def _half_batch(log: Engine, half_id: str) -> _HalfBatch | None:
     """What is open of a half batch; None for one that has left."""
     try:
         record = log.get(half_id)

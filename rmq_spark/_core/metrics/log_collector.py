@@ -13,6 +13,7 @@ from rmq_spark._core.log.op import Who
 from rmq_spark._core.metrics.client import prometheus
 from rmq_spark._core.metrics.figures import LogFigures, LogWatch
 from rmq_spark._core.metrics.names import BY_NAME, COMMON, LOG, METRICS, OF_A_WATCH, Metric
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.machine import MACHINE
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark._core.vocabulary.options import seconds
@@ -85,7 +86,7 @@ class LogCollector(prometheus.registry.Collector):
 
     def __init__(
         self,
-        *logs: CommitLog | str | os.PathLike[str],
+        *logs: CommitLog | Engine | str | os.PathLike[str],
         cluster: str = CLUSTER,
         node_id: str | None = None,
         cache_seconds: float = CACHE_S,

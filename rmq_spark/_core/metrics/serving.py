@@ -8,11 +8,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rmq_spark._core.client.commit_log import CommitLog
 from rmq_spark._core.metrics.client import prometheus
 from rmq_spark._core.metrics.log_collector import CACHE_S, CLUSTER, LogCollector, Unreadable
 from rmq_spark._core.metrics.process import ProcessMetrics
 from rmq_spark._core.metrics.pushing import write_textfile
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark.errors import OptionError, TxmqError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def write_unreadable(textfile: str | Path, path: str, cluster: str = CLUSTER) ->
 
 @contextmanager
 def showing(
-    log: CommitLog,
+    log: Engine,
     *,
     port: int | None = None,
     address: str = "127.0.0.1",
@@ -60,7 +60,7 @@ def showing(
 
     Parameters
     ----------
-    log : CommitLog
+    log : Engine
     port : int, optional
         Where Prometheus scrapes; nothing is served when not given.
     address, cluster : str

@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.client.input import is_small, message_list, require_message, stage, topics_in
 from rmq_spark._core.listeners.listener import (
     CommitOncePrepared,
@@ -164,7 +164,7 @@ class TransactionMQProducer:
         await_termination: float = AWAIT_TERMINATION_S,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
-        self.log = CommitLog.of(log_or_path, storage_options)
+        self.log = engine_of(log_or_path, storage_options)
         self.producer_group = require_group_name(producer_group)
         self._has_listener = listener is not None
         self.listener = (
@@ -620,7 +620,7 @@ class TransactionMQProducer:
         if here is None:
             return self._send_now(two_phase, given, arg, topic, transaction_key, per, idempotency_key)
         is_plain = isinstance(two_phase.listener, CommitOncePrepared)
-        fifo = self.log.fifo_topics()
+        fifo = self.log.topic_store.seen().fifo
         with here.sending(self.log.path, self.producer_group, given, topic, not is_plain, fifo) as (with_context, span):
             result = self._send_now(two_phase, with_context, arg, topic, transaction_key, per, idempotency_key)
             span.set_attribute("txmq.half_id", result.half_id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,60 +17,58 @@ from rmq_spark._core.log.damage import looks_again
 from rmq_spark._core.log.groups import GroupStore
 from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfRows, HalfWriter
 from rmq_spark._core.log.half_table import HalfRecord, HalfStore, PrepareError, Staged
+from rmq_spark._core.log.input import require_known_topic
 from rmq_spark._core.log.op import BatchState, RowState, Who
 from rmq_spark._core.log.op_table import AnsweredCheck, Decided, Decision, Ledger, Placed, RolledBack
 from rmq_spark._core.log.op_view import Tails
 from rmq_spark._core.log.placements import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.log.second_look import doubt_s
+from rmq_spark._core.log.tables import LogTables
 from rmq_spark._core.log.topics import TopicStore
 from rmq_spark._core.log.walk import walk_placements
 from rmq_spark._core.messages.border import Drained
 from rmq_spark._core.messages.table import require_drained
+from rmq_spark._core.protocol.compaction import Compaction
 from rmq_spark._core.protocol.half_batch import half_batch_of
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.files import RowRange
 from rmq_spark._core.storage.table import Table
-from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
+from rmq_spark._core.vocabulary.message import require_topic_name
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet
-from rmq_spark.errors import HalfBatchNotFoundError, LostFileError, TxmqError
+from rmq_spark.errors import HalfBatchNotFoundError, LostFileError, NotACommitLogError, OptionError, TxmqError
 
 SMALL_ROWS_MAX = 1_000
 """Half batches of so many rows are read together with others."""
 
 
-class ProtocolSteps(ABC):
+class Engine:
     """The tables of one commit log behind one lock, and every step that changes them or follows them.
 
-    :class:`~rmq_spark.CommitLog` adds what people call.
+    A :class:`~rmq_spark.CommitLog` owns one, and offers what people call.
     """
 
-    def __init__(
-        self,
-        path: str,
-        half: Table,
-        op: Table,
-        topics: Table,
-        *,
-        default_queues: int = QUEUES_DEFAULT,
-        storage_options: Mapping[str, str] | None = None,
-    ) -> None:
-        self.path = path
-        self.lock = half.lock
-        for table in (op, topics):
-            table.lock, table.clock = half.lock, half.clock
-        self.storage_options = dict(storage_options or {})
-        self.half = HalfStore(half)
-        self.op = op
-        self.topics_table = topics
-        self.topic_store = TopicStore(topics, default_queues)
-        self.ledger = Ledger(op, self.half, self.topic_store, self._has_left_elsewhere)
-        self.machine = half.machine
+    def __init__(self, tables: LogTables) -> None:
+        self._tables = tables
+        self.path = tables.path
+        self.storage_options = tables.storage_options
+        self.lock = tables.half.lock
+        for table in (tables.op, tables.topics):
+            self._with_our_lock(table)
+        self.half = HalfStore(tables.half)
+        self.op = tables.op
+        self.topics_table = tables.topics
+        self.topic_store = TopicStore(tables.topics, tables.default_queues)
+        self.ledger = Ledger(self.op, self.half, self.topic_store, self._has_left_elsewhere)
+        self.machine = tables.half.machine
         self.drained = Drained(self)
-        self._prepared: dict[str, HalfHeader] = {}  # of applications that count their batches, the last one
+        self._compaction = Compaction(self)
         self.upkeep = True
         """Whether a decision compacts ``op`` when it has many small files; upkeep by hand goes on."""
+        self._prepared: dict[str, HalfHeader] = {}  # of applications that count their batches, the last one
+        self._groups: GroupStore | None = None
+        self._messages: Table | None = None
 
     def looked_at(self) -> Iterable[Table]:
         """The tables that this reads, without those of consumer groups."""
@@ -80,40 +77,98 @@ class ProtocolSteps(ABC):
     def __repr__(self) -> str:
         return f"CommitLog({redacted(self.path)!r})"
 
+    def __getstate__(self) -> object:
+        raise OptionError(
+            f"{self!r} has locks and connections, so it can be neither copied nor pickled: pass its path, and open it "
+            "in the process or thread that uses it"
+        )
+
     @property
     def id(self) -> str:
         """Made once, with the log: a log that is made anew in its place has another one, and counts from 0 again."""
         return self.topics_table.id
 
-    @abstractmethod
-    def another(self) -> ProtocolSteps:
-        """Another handle on this log, which has read nothing yet."""
+    def another(self) -> Engine:
+        """Another engine of this log, which has read nothing yet: what another process would have."""
+        return Engine(self._tables.another())
+
+    def another_on_the_same_log(self) -> Engine:
+        """:meth:`another`; NotACommitLogError when another log lies there by now."""
+        other = self.another()
+        if other.id != self.id:
+            raise NotACommitLogError(
+                f"the commit log at {redacted(self.path)!r} was made anew since this handle was opened: open it again"
+            )
+        return other
+
+    def after_decision(self) -> None:
+        """Compact ``op`` in the background, when it has many small files."""
+        self._compaction.after_commit()
+
+    def close(self) -> None:
+        """Wait for upkeep that is under way."""
+        self._compaction.wait()
+
+    # ------------------------------------------------------------------ its tables
+    def _with_our_lock(self, table: Table) -> Table:
+        """A table under the lock and clock that all tables of a log share."""
+        table.lock, table.clock = self.lock, self._tables.half.clock
+        return table
 
     @property
-    @abstractmethod
     def messages_table(self) -> Table:
         """The table ``messages``: what is placed, for every reader of Delta."""
+        with self.lock:
+            if self._messages is None:
+                self._messages = self._with_our_lock(self._tables.messages())
+            return self._messages
 
     @property
-    @abstractmethod
     def groups(self) -> GroupStore:
-        """The progress of consumer groups."""
+        """The progress of consumer groups; its table is made when it is first needed."""
+        with self.lock:
+            if self._groups is None:
+                self._groups = GroupStore(self._with_our_lock(self._tables.groups()))
+            return self._groups
 
-    @abstractmethod
     def has_groups(self) -> bool:
-        """Whether any consumer group has ever read."""
+        """Whether any consumer group has ever read. Asking makes no table."""
+        return self._groups is not None or self._tables.has_groups()
 
-    @abstractmethod
-    def after_decision(self) -> None:
-        """Upkeep, when it is time for it."""
+    def tables(self) -> list[Table]:
+        """The tables that are there, as they were last read. The one of groups is made when it is first needed."""
+        tables = [self.half.table, self.op, self.topics_table, self.messages_table]
+        return [*tables, self.groups.table] if self._tables.has_groups() else tables
 
+    # ------------------------------------------------------------------ topics
+    def create_own_topic(self, name: str) -> None:
+        """Add a topic of retries or dead letters, with one queue as in RocketMQ; one that is there is left as it is."""
+        require_topic_name(name, own=True)
+        self.topic_store.create([name], 1, fifo=False, exist_ok=True)
+
+    def topics(self) -> dict[str, int]:
+        """Topics and their number of queues."""
+        return {name: topic.queues for name, topic in self.topic_store.all().items()}
+
+    def topics_with(self, names: Collection[str]) -> Mapping[str, int]:
+        """The topics that this engine knows and their number of queues. It looks at the table only when one of these
+        names is not among them: a topic never changes once it is made."""
+        return self.topic_store.with_names(names).queues
+
+    def require_topic(self, name: str) -> int:
+        """The number of queues of a topic; TopicNotFoundError names the nearest one that is there."""
+        topics = self.topics()
+        require_known_topic(name, topics)
+        return topics[name]
+
+    # ------------------------------------------------------------------ its clock and threads
     def clock_doubt_s(self, note: bool = True) -> float:
         """Seconds by which this machine's clock may be ahead: see :func:`~rmq_spark._core.log.second_look.doubt_s`."""
         return doubt_s(self, note)
 
     def in_background(self, work: Callable[[], None]) -> threading.Thread | None:
         """Run upkeep beside this thread; None when it is done already."""
-        return self.machine.start_thread(work, "txmq-maintenance")
+        return self._tables.in_background(work)
 
     # ------------------------------------------------------------------ a half batch, from its files to its verdicts
     def stage(self, writer: HalfWriter, batches: Sequence[pa.RecordBatch], partition: int = 0) -> list[HalfFile]:

@@ -38,7 +38,7 @@ from rmq_spark.errors import (
 )
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -66,16 +66,16 @@ class Commits(Protocol):
     """How a sender commits: alone, or together with other threads."""
 
     def prepare(self, header: HalfHeader, files: Sequence[Stageable]) -> HalfRecord:
-        """Commit staged files, and read what ``op`` says afterwards. As ``ProtocolSteps.prepare``."""
+        """Commit staged files, and read what ``op`` says afterwards. As ``Engine.prepare``."""
 
     def decide(self, decision: Decision) -> Sequence[Placed]:
-        """Make verdicts final. As ``ProtocolSteps.decide``."""
+        """Make verdicts final. As ``Engine.decide``."""
 
     def prepare_many(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
-        """Commit the staged files of half batches together. As ``ProtocolSteps.prepare_many``."""
+        """Commit the staged files of half batches together. As ``Engine.prepare_many``."""
 
     def decide_many(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
-        """Make verdicts final together. As ``ProtocolSteps.decide_many``."""
+        """Make verdicts final together. As ``Engine.decide_many``."""
 
 
 class Alone:
@@ -83,10 +83,10 @@ class Alone:
 
     Parameters
     ----------
-    log : ProtocolSteps
+    log : Engine
     """
 
-    def __init__(self, log: ProtocolSteps) -> None:
+    def __init__(self, log: Engine) -> None:
         self._log = log
         self.decide_many = log.decide_many
 
@@ -114,14 +114,14 @@ class GroupCommit:
 
     Parameters
     ----------
-    log : ProtocolSteps
+    log : Engine
     linger_s : float
         A prepare waits so long for others to share its commit, unless there are ``at_once_max`` of them.
     at_once_max : int
         Half batches of one commit, up to :data:`AT_ONCE_MAX`.
     """
 
-    def __init__(self, log: ProtocolSteps, linger_s: float = 0.0, at_once_max: int = AT_ONCE_MAX) -> None:
+    def __init__(self, log: Engine, linger_s: float = 0.0, at_once_max: int = AT_ONCE_MAX) -> None:
         self._log = log
         self.holds: Callable[[], bool] = bool
         """Whether this thread holds a lock that whoever is given an answer takes."""

@@ -31,14 +31,14 @@ from rmq_spark._core.vocabulary.verdicts import (
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 WANTED = pa.schema([("wanted_file", pa.int64()), ("first", pa.int64()), ("last", pa.int64())])
 """Runs of rows of half files, which Spark joins with these."""
 
 
 def half_batch_of(
-    log: ProtocolSteps,
+    log: Engine,
     record: HalfRecord,
     state: BatchState,
     attempt: int,
@@ -65,7 +65,7 @@ def half_batch_of(
     )
 
 
-def _began_at(log: ProtocolSteps, record: HalfRecord, state: BatchState, attempt: int) -> datetime:
+def _began_at(log: Engine, record: HalfRecord, state: BatchState, attempt: int) -> datetime:
     """When an attempt began, as far as it can be believed.
 
     A clock that was ahead has written times in the future, and later half batches come after those: none would be
@@ -97,9 +97,7 @@ class Split:
         return Decision(record, attempt, self.commit, self.rollback, who, rolled_back=self.rolled_back)
 
 
-def split_by_verdict(
-    log: ProtocolSteps, record: HalfRecord, rows: RowSet, batch: HalfBatch, verdicts: VerdictArray
-) -> Split:
+def split_by_verdict(log: Engine, record: HalfRecord, rows: RowSet, batch: HalfBatch, verdicts: VerdictArray) -> Split:
     """The rows of a half batch by the verdict of their transaction."""
     which, distinct = verdicts.which, verdicts.distinct
     if which is not None and len(which) == 1:
@@ -151,7 +149,7 @@ def _by_reason(rollback: RowSet, why: pa.Array | pa.ChunkedArray, distinct: Sequ
 class _LogRows:
     """The rows of one half batch for a listener."""
 
-    def __init__(self, log: ProtocolSteps, record: HalfRecord, rows: RowSet, held: HalfRows | pa.Table | None) -> None:
+    def __init__(self, log: Engine, record: HalfRecord, rows: RowSet, held: HalfRows | pa.Table | None) -> None:
         self._log, self._record, self.rows, self._held = log, record, rows, held
 
     @property

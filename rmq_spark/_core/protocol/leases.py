@@ -7,7 +7,7 @@ import threading
 from contextlib import AbstractContextManager
 
 from rmq_spark._core.log.half_table import HalfRecord
-from rmq_spark._core.protocol.engine import ProtocolSteps
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.vocabulary.redaction import traceback_of
 
 logger = logging.getLogger(__name__)
@@ -30,13 +30,13 @@ class LeaseKeeper:
 
     Parameters
     ----------
-    log : ProtocolSteps
+    log : Engine
     lease_s : float
         Seconds that a lease lasts. It is written when a transaction has run for a third of them, and again after each
         further third.
     """
 
-    def __init__(self, log: ProtocolSteps, lease_s: float) -> None:
+    def __init__(self, log: Engine, lease_s: float) -> None:
         self.lease_s = lease_s
         self._log = log
         self._running: dict[Lease, None] = {}

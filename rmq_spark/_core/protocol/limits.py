@@ -18,7 +18,7 @@ from rmq_spark._core.vocabulary.options import byte_count, whole_number
 from rmq_spark.errors import PendingLimitError, TxmqError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +75,11 @@ class PendingGuard:
 
     Parameters
     ----------
-    log : ProtocolSteps
+    log : Engine
     limits : PendingLimits
     """
 
-    def __init__(self, log: ProtocolSteps, limits: PendingLimits) -> None:
+    def __init__(self, log: Engine, limits: PendingLimits) -> None:
         self._log = log
         self.limits = limits
         self._seen: dict[str, _Pending] = {}  # of all groups; replaced, never changed

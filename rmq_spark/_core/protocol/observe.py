@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rmq_spark._core.log.op import RowState
-from rmq_spark._core.protocol.engine import ProtocolSteps
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime import observer
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.two_phase import Outcome
 
 
-def told(log: ProtocolSteps, producer_group: str, bring: Callable[[], Outcome]) -> Outcome:
+def told(log: Engine, producer_group: str, bring: Callable[[], Outcome]) -> Outcome:
     """Call what brings a half batch to its end, and tell observers how long it took, or what it raised."""
     if not observer.observers():
         return bring()
@@ -28,13 +28,13 @@ def told(log: ProtocolSteps, producer_group: str, bring: Callable[[], Outcome]) 
     return outcome
 
 
-def tell_not_sent(log: ProtocolSteps, producer_group: str, problem: Exception) -> None:
+def tell_not_sent(log: Engine, producer_group: str, problem: Exception) -> None:
     """Tell observers what sending a half batch raised."""
     if observer.observers():
         observer.tell(lambda o: o.not_sent(log.path, producer_group, problem))
 
 
-def tell_sent(log: ProtocolSteps, producer_group: str, outcome: Outcome, began_s: float) -> None:
+def tell_sent(log: Engine, producer_group: str, outcome: Outcome, began_s: float) -> None:
     """Tell observers how long it took from a moment of the monotonic clock."""
     record = outcome.record
     if record is None or outcome.replayed or not observer.observers():  # a replay was told of when it was sent

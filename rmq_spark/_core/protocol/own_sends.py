@@ -24,7 +24,7 @@ from rmq_spark._core.vocabulary.message import DLQ_PREFIX
 
 if TYPE_CHECKING:
     from rmq_spark._core.log.groups import Place, Queue
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 PREFIXES = ("back.", "dead.", "resend.")
 """Of these names. A name that a user gives has no dot."""
@@ -50,7 +50,7 @@ def resend_name(group: str, offset: int | str) -> str:
 class OwnSends:
     """Tells which names may still be asked for, as the log is now."""
 
-    def __init__(self, log: ProtocolSteps) -> None:
+    def __init__(self, log: Engine) -> None:
         self._log = log
         self._firsts = log.firsts(refresh=False)
         self._places: dict[str, Mapping[Queue, Place]] = {}

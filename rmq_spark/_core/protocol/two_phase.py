@@ -9,7 +9,7 @@
 ====  ========  ====================================================================  ======================
 
 A process may die before, in and after each step; the tests kill it at the points named on the right. The next run of
-the same batch goes on. This module speaks to a ``ProtocolSteps`` and a listener, and knows neither Spark nor Delta.
+the same batch goes on. This module speaks to a ``Engine`` and a listener, and knows neither Spark nor Delta.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rmq_spark._core.log.half_table import HalfRecord
 from rmq_spark._core.log.op import BatchState, RowState, Who
 from rmq_spark._core.log.op_table import Placed
 from rmq_spark._core.log.single_messages import OneMessage
-from rmq_spark._core.protocol.engine import ProtocolSteps
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.group_commit import Alone, Commits, Stageable
 from rmq_spark._core.protocol.half_batch import split_by_verdict
 from rmq_spark._core.protocol.identity import LAST_BATCH_FILE, Lineage
@@ -160,7 +160,7 @@ class TwoPhase:
 
     Parameters
     ----------
-    log : ProtocolSteps
+    log : Engine
     listener : TransactionListener
     on_listener_error : {"fail", "unknown"}
         What an exception of ``execute_local_transaction`` does: end the query with the half batch pending (default), or
@@ -177,7 +177,7 @@ class TwoPhase:
 
     def __init__(
         self,
-        log: ProtocolSteps,
+        log: Engine,
         listener: TransactionListener,
         *,
         on_listener_error: str = "fail",

@@ -17,7 +17,8 @@ from rmq_spark._core.vocabulary.message import RETRY_PREFIX
 from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.client.commit_log import CommitLog
+    pass
+from rmq_spark._core.protocol.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +33,14 @@ class Planner:
 
     Parameters
     ----------
-    log : CommitLog
+    log : Engine
         Of this planner alone.
     subscription : Subscription
     fail_on_data_loss : bool
         False: messages that the log does not hold are skipped with a warning.
     """
 
-    def __init__(self, log: CommitLog, subscription: Subscription, fail_on_data_loss: bool = True) -> None:
+    def __init__(self, log: Engine, subscription: Subscription, fail_on_data_loss: bool = True) -> None:
         self.log = log
         self._subscription = subscription
         self._fail_on_data_loss = fail_on_data_loss

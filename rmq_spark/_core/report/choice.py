@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.inspect.story import trace
 from rmq_spark._core.inspect.trace import Trace
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.report.figures import Figures
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError
 
 
-def trace_of(log: CommitLog, name: str) -> Trace:
+def trace_of(log: Engine, name: str) -> Trace:
     """The story of a transaction, or of a half batch or a message, by its id.
 
     Raises
@@ -19,22 +20,22 @@ def trace_of(log: CommitLog, name: str) -> Trace:
         When the log has no such thing.
     """
     if name.count(":") == 1:
-        return log.trace(half_id=name)
+        return trace(log, half_id=name)
     try:
-        return log.trace(name)
+        return trace(log, name)
     except (OptionError, HalfBatchNotFoundError) as problem:
         try:
-            return log.trace(message_id=name)
+            return trace(log, message_id=name)
         except (OptionError, HalfBatchNotFoundError):
             raise problem from None
 
 
-def slowest_of(log: CommitLog, figures: Figures) -> Trace | None:
+def slowest_of(log: Engine, figures: Figures) -> Trace | None:
     """The story of the half batch that waited longest for its last verdict; None when none was settled, or upkeep has
     taken it since."""
     for half_id in figures.slowest["half_id"].to_pylist():
         try:
-            return log.trace(half_id=half_id)
+            return trace(log, half_id=half_id)
         except HalfBatchNotFoundError:
             continue
     return None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog, engine_of
+from rmq_spark._core.inspect import overview
 from rmq_spark._core.inspect.history import Told, first_drained, open_now, told
 from rmq_spark._core.log.op import Kind
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.report import over_time, standing
 from rmq_spark._core.report.span import SINCE, Span
 from rmq_spark._core.vocabulary.message import TIMESTAMP
@@ -110,12 +113,12 @@ class Figures:
         return not (self.throughput.num_rows or self.verdicts.num_rows or self.checks.num_rows or self.pending_messages)
 
 
-def figures_of(log: CommitLog, since: str = SINCE) -> Figures:
+def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SINCE) -> Figures:
     """The figures of a commit log.
 
     Parameters
     ----------
-    log : CommitLog
+    log : CommitLog or path
         It is read by a handle of its own, so that those who use this one need not wait.
     since : str
         How far back: ``"7d"``, ``"12h"``.
@@ -125,9 +128,8 @@ def figures_of(log: CommitLog, since: str = SINCE) -> Figures:
     OptionError
         When ``since`` is no duration, or no time at all.
     """
-    span = Span.of(log, since)
-    log = log.another()
-    happened, span = look_back(log, span)
+    log = engine_of(log).another()
+    happened, span = look_back(log, Span.of(log, since))
     settled = _settled(happened)
     open_batches = open_now(log)
     appeared = over_time.throughput(log, span)
@@ -145,15 +147,15 @@ def figures_of(log: CommitLog, since: str = SINCE) -> Figures:
         slowest=listed(log, settled, "seconds"),
         topics=standing.topics(log),
         settled=settled.num_rows,
-        quarantined=tuple(dict.fromkeys(log.quarantined()["half_id"].to_pylist())),
-        conflicts=tuple(log.conflicts()),
+        quarantined=tuple(dict.fromkeys(overview.quarantined(log)["half_id"].to_pylist())),
+        conflicts=tuple(overview.conflicts(log)),
         dead_letters=_sum(appeared.filter(dead)["messages"]),
         dead_letters_waiting=standing.dead_letters_waiting(log),
         undrained_s=standing.undrained_s(log, span.until),
     )
 
 
-def look_back(log: CommitLog, span: Span) -> tuple[Told, Span]:
+def look_back(log: Engine, span: Span) -> tuple[Told, Span]:
     """What ``op`` tells of a time, and that time from the first thing on that happened in it."""
     happened = told(log, span.since)
     log.messages_table.refresh()
@@ -161,7 +163,7 @@ def look_back(log: CommitLog, span: Span) -> tuple[Told, Span]:
     return happened, span.around(min((first for first in firsts if first is not None), default=None))
 
 
-def settled_in(log: CommitLog, span: Span) -> pa.Table:
+def settled_in(log: Engine, span: Span) -> pa.Table:
     """Half batches that got a verdict in a time: ``half_id, producer_group, prepared_at, settled_at, messages,
     seconds``. The group of one that is still in ``half`` is null."""
     return _settled(told(log, span.since))
@@ -187,7 +189,7 @@ def _settled(happened: Told) -> pa.Table:
     )
 
 
-def listed(log: CommitLog, settled: pa.Table, by: str) -> pa.Table:
+def listed(log: Engine, settled: pa.Table, by: str) -> pa.Table:
     """Those with the most of something, with their producer group."""
     order = [(by, "descending"), ("settled_at", "descending"), ("half_id", "ascending")]
     top = settled.take(pc.select_k_unstable(settled, LISTED_MAX, order)) if settled.num_rows else settled
@@ -197,7 +199,7 @@ def listed(log: CommitLog, settled: pa.Table, by: str) -> pa.Table:
     return top.select(LISTED.names).cast(LISTED)
 
 
-def _group(log: CommitLog, half_id: str) -> str | None:
+def _group(log: Engine, half_id: str) -> str | None:
     """The producer group of a half batch in ``half``; None when it has left since it was counted."""
     try:
         return log.get(half_id).header.producer_group

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.client.commit_log import CommitLog
 from rmq_spark._core.inspect.history import Told, placed
 from rmq_spark._core.log.op import Kind, Who
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.report.span import Span
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, RETRY_PREFIX, TIMESTAMP
 
@@ -29,7 +29,7 @@ THROUGHPUT = pa.schema([("at", TIMESTAMP), ("topic", pa.string()), ("messages", 
 BY_TIME = pa.schema([("at", TIMESTAMP), ("verdict", pa.string()), ("messages", pa.int64()), ("batches", pa.int64())])
 
 
-def throughput(log: CommitLog, span: Span) -> pa.Table:
+def throughput(log: Engine, span: Span) -> pa.Table:
     """Messages that appeared: ``at, topic, messages``."""
     found = placed(log, span.since, span.period_s)
     topic = found["topic"]

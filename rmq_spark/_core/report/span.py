@@ -8,7 +8,7 @@ from datetime import datetime, timedelta, timezone
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark._core.vocabulary.options import parse_duration
 from rmq_spark.errors import OptionError
@@ -36,7 +36,7 @@ class Span:
     period_s: int = PERIODS_S[0]
 
     @classmethod
-    def of(cls, log: CommitLog, since: str) -> Span:
+    def of(cls, log: Engine, since: str) -> Span:
         """The last so many days, hours or minutes, by the log's clock.
 
         Raises

@@ -7,11 +7,11 @@ from datetime import datetime
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.client.commit_log import CommitLog
 from rmq_spark._core.consumers.dead_letters import DeadLetters
 from rmq_spark._core.consumers.groups import ConsumerGroup, groups
 from rmq_spark._core.inspect.history import sizes
 from rmq_spark._core.log.op import RowState
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.report.over_time import case
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, TIMESTAMP
 from rmq_spark.errors import GroupNotFoundError, HalfBatchNotFoundError
@@ -73,7 +73,7 @@ def since(times: pa.ChunkedArray, now: datetime) -> pa.ChunkedArray:
     return pc.if_else(pc.less(seconds, 0.0), 0.0, seconds)
 
 
-def pending(log: CommitLog, open_batches: pa.Table, now: datetime) -> pa.Table:
+def pending(log: Engine, open_batches: pa.Table, now: datetime) -> pa.Table:
     """Some pending half batches, with their group and how often they were asked about."""
     rows = []
     for half_id in open_batches["half_id"].to_pylist():
@@ -99,13 +99,13 @@ def pending(log: CommitLog, open_batches: pa.Table, now: datetime) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
 
-def dead_letters_waiting(log: CommitLog) -> int:
+def dead_letters_waiting(log: Engine) -> int:
     """How many dead letters nobody has sent again, of all groups."""
     groups = [topic.removeprefix(DLQ_PREFIX) for topic in log.topics() if topic.startswith(DLQ_PREFIX)]
     return sum(DeadLetters(log, group).waiting() for group in groups)
 
 
-def lag(log: CommitLog) -> pa.Table:
+def lag(log: Engine) -> pa.Table:
     """How far consumer groups are behind, the furthest first: ``group, messages, seconds, topics``. The seconds are
     those since the oldest message was committed that the group has not read."""
     rows = []
@@ -126,10 +126,14 @@ def lag(log: CommitLog) -> pa.Table:
     return found.sort_by([("messages", "descending"), ("group", "ascending")])
 
 
-def topics(log: CommitLog) -> pa.Table:
+def topics(log: Engine) -> pa.Table:
     """What is known of each topic, the largest first: ``topic, queues, fifo, retention_s, committed, expired``; and
     ``drained`` messages and their ``bytes`` in the table messages."""
-    names, retentions, fifo = log.topics(), log.retentions(), log.fifo_topics()
+    names, retentions, fifo = (
+        log.topics(),
+        {name: topic.retention_s for name, topic in log.topic_store.all().items()},
+        log.topic_store.seen().fifo,
+    )
     ends, firsts = log.tails(), log.firsts(refresh=False)
     found = {r["topic"]: r for r in sizes(log).to_pylist()}
     committed, expired = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
@@ -153,7 +157,7 @@ def topics(log: CommitLog) -> pa.Table:
     return table.sort_by([("bytes", "descending"), ("committed", "descending"), ("topic", "ascending")])
 
 
-def undrained_s(log: CommitLog, now: datetime) -> float:
+def undrained_s(log: Engine, now: datetime) -> float:
     """For so many seconds the oldest message that is committed and not in the table messages has been committed; 0
     when there is none."""
     log.refresh()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.in_order import RESULT, Queue, QueueResult, by_queue, consume_queue
 from rmq_spark._core.consumers.listener import EachMessage, Listen, answers, require_table_listener, tell_failed
 from rmq_spark._core.consumers.retry import (
@@ -26,6 +26,7 @@ from rmq_spark._core.consumers.retry import (
 from rmq_spark._core.consumers.send import own_header, own_writers, send_each
 from rmq_spark._core.listeners.listener import CommitOncePrepared
 from rmq_spark._core.log.half import HalfFile, HalfWriter
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.identity import Identity, identity_of
 from rmq_spark._core.protocol.own_sends import dead_name
 from rmq_spark._core.protocol.two_phase import TwoPhase
@@ -129,12 +130,12 @@ def consume(
         raise OptionError(f"delay_level={delay_level!r} is not a delay level: 1 to {len(DELAY_LEVELS_S)} are there")
     suspend_s = seconds(suspend_s, "suspend_s")
     sources = sources_of(stream)
-    log = _log_of(sources, group, mode, log, storage_options)
+    engine = _log_of(sources, group, mode, log, storage_options)
     for topic in (retry_topic(group), dlq_topic(group)):
-        log.create_own_topic(topic)
+        engine.create_own_topic(topic)
     kind: type[_Consumer] = _Orderly if mode == ORDERLY else _Concurrently
     consumer = kind(
-        log=log,
+        log=engine,
         group=group,
         listener=listener,
         reconsume_max=max_reconsume_times,
@@ -142,7 +143,7 @@ def consume(
         suspend_s=suspend_s,
         app_id=None if app_id is None else require_app_id(app_id),
         checkpoint_location=checkpoint_location,
-        alone=len(sources) == 1 and sources[0].path == log.path,
+        alone=len(sources) == 1 and sources[0].path == engine.path,
     )
     return stream.writeStream.foreachBatch(consumer)
 
@@ -153,7 +154,7 @@ def _log_of(
     mode: str,
     log: CommitLog | str | os.PathLike[str] | None,
     storage_options: Mapping[str, str] | None,
-) -> CommitLog:
+) -> Engine:
     """Return the log that gets the retries, or raise OptionError when the stream's options do not fit."""
     mine = [source for source in sources if source.consumer_group == group]
     if not mine:
@@ -163,20 +164,18 @@ def _log_of(
         )
     if mode == ORDERLY and not all(source.ordered for source in mine):
         raise OptionError("mode='orderly' needs a stream that is loaded with .option('ordered', 'true')")
-    if isinstance(log, CommitLog):
-        return log
     if log is None:
         if len({source.path for source in mine}) > 1:
             raise OptionError("the stream reads several commit logs: pass log=..., the one for retries")
-        return CommitLog.open(mine[0].path, {**mine[0].storage_options, **(storage_options or {})})
-    return CommitLog.open(log, storage_options)
+        return engine_of(mine[0].path, {**mine[0].storage_options, **(storage_options or {})})
+    return engine_of(log, storage_options)
 
 
 @dataclass
 class _Consumer:
     """A function for ``foreachBatch``."""
 
-    log: CommitLog
+    log: Engine
     group: str
     listener: Listen | EachMessage
     reconsume_max: int | None
@@ -194,7 +193,7 @@ class _Consumer:
         return {**self.__dict__, "log": (self.log.path, self.log.storage_options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "log": CommitLog.open(*state["log"])})
+        self.__dict__.update({**state, "log": engine_of(*state["log"])})
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
         raise NotImplementedError

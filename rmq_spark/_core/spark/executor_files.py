@@ -12,8 +12,8 @@ from rmq_spark._core.storage.moved_files import HalfFiles
 from rmq_spark._core.vocabulary.redaction import remember
 
 if TYPE_CHECKING:
-    from rmq_spark._core.client.commit_log import CommitLog
     from rmq_spark._core.log.placements import MessageRange
+    from rmq_spark._core.protocol.engine import Engine
     from rmq_spark._core.selector.tree import Filter
 
 
@@ -32,7 +32,7 @@ class LogFiles:
         self._path = path
         self._storage_options = storage_options
         remember(storage_options)
-        self._log: CommitLog | None = None
+        self._log: Engine | None = None
         self._half = HalfFiles(self._read, lambda *address: self._opened().locate(*address))
         self._folders: dict[str, tuple[Any, str]] = {}
 
@@ -57,9 +57,9 @@ class LogFiles:
     ) -> Iterator[tuple[int, pa.Table]]:
         return read_range(*self.folder(wanted.table), wanted, columns, where)
 
-    def _opened(self) -> CommitLog:
+    def _opened(self) -> Engine:
         if self._log is None:
-            from rmq_spark._core.client.commit_log import CommitLog
+            from rmq_spark._core.client.commit_log import engine_of
 
-            self._log = CommitLog.open(self._path, self._storage_options or None)
+            self._log = engine_of(self._path, self._storage_options or None)
         return self._log

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.listeners.listener import (
     CommitOncePrepared,
     TransactionListener,
@@ -94,7 +94,7 @@ class TransactionalSink:
         max_pending_bytes: int | str | None = None,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
-        self.log = CommitLog.of(log_or_path, storage_options)
+        self.log = engine_of(log_or_path, storage_options)
         self.producer_group = require_group_name(producer_group)
         self.listener: TransactionListener = CommitOncePrepared()
         if listener is not None:
@@ -127,7 +127,7 @@ class TransactionalSink:
     def __setstate__(self, state: dict[str, Any]) -> None:
         path, storage_options = state.pop("_reopen")
         self.__dict__.update(state)
-        self.log = CommitLog.open(path, storage_options)
+        self.log = engine_of(path, storage_options)
         self._two_phase = TwoPhase(self.log, self.listener, **self._settings)
         self.last_outcome = None
 
@@ -176,7 +176,7 @@ class TransactionalSink:
         half_folder = f"{self.log.path}/half"
         storage_options = dict(self.log.storage_options)
         topics = topics_for(self.log, batch_df.columns, self.topic)
-        writer = HalfWriter(header, topics, self.topic, self.transaction_key, self.log.fifo_topics())
+        writer = HalfWriter(header, topics, self.topic, self.transaction_key, self.log.topic_store.seen().fifo)
 
         def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             from pyspark import TaskContext

@@ -12,8 +12,7 @@ from rmq_spark.errors import MessageError
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
 
-    from rmq_spark._core.client.commit_log import CommitLog
-
+from rmq_spark._core.protocol.engine import Engine
 
 KEY_TYPES = "a string, an integer or a date"
 NO_TEXTS = ("queue_id", "born_timestamp", "deliver_at", "delay_level")
@@ -73,7 +72,7 @@ def _remedy(name: str, kind: DataType) -> str:
     return "cast it"
 
 
-def topics_for(log: CommitLog, columns: Sequence[str], topic: str | None) -> Mapping[str, int]:
+def topics_for(log: Engine, columns: Sequence[str], topic: str | None) -> Mapping[str, int]:
     """Return the topics to which rows with these columns can go, with their number of queues.
 
     It raises TopicNotFoundError when the log does not have ``topic``.

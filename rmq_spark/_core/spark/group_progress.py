@@ -11,7 +11,8 @@ from rmq_spark._core.vocabulary.redaction import traceback_of
 from rmq_spark.errors import GroupInUseError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.client.commit_log import CommitLog
+    pass
+from rmq_spark._core.protocol.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 class GroupProgress:
     """The progress of one run of a query, for its consumer group."""
 
-    def __init__(self, log: CommitLog, group: str) -> None:
+    def __init__(self, log: Engine, group: str) -> None:
         self._log = log
         self._group = group
         self._session = Session()

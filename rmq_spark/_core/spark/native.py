@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.log.half import HALF_SCHEMA
 from rmq_spark._core.log.input import require_known_topic
 from rmq_spark._core.log.placements import PlacedRange, out_of_range
 from rmq_spark._core.messages.table import MESSAGES_SCHEMA, SOURCE_SCHEMA, require_drained
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.reads.offsets import EARLIEST, LATEST, Positions, given_positions
 from rmq_spark._core.reads.options import Subscription
 from rmq_spark._core.reads.plan import Planner
@@ -101,7 +102,7 @@ Where = str | datetime | Mapping[str, Mapping[Any, int]]
 @named
 def messages(
     spark: SparkSession,
-    log: CommitLog | str | os.PathLike[str],
+    log: CommitLog | Engine | str | os.PathLike[str],
     topics: str | Sequence[str] | None = None,
     tags: str | None = None,
     selector: str | None = None,
@@ -151,7 +152,7 @@ def messages(
         raise OptionError(
             f"txmq.messages takes a SparkSession, and then a commit log or its path: found {spark!r} first"
         )
-    opened = CommitLog.of(log, storage_options)
+    opened = engine_of(log, storage_options)
     if tags is not None and selector is not None:
         raise OptionError("tags and selector contradict each other: give one of them (a selector can say TAGS = 'a')")
     limit = _limit(opened, as_of)
@@ -194,7 +195,7 @@ def _nothing(spark: SparkSession) -> DataFrame:
 
 
 # ---------------------------------------------------------------- what is asked for
-def _names(log: CommitLog, topics: str | Sequence[str] | None) -> tuple[str, ...]:
+def _names(log: Engine, topics: str | Sequence[str] | None) -> tuple[str, ...]:
     known = log.topics()
     if topics is None:
         return tuple(name for name in known if not name.startswith((RETRY_PREFIX, DLQ_PREFIX)))
@@ -221,7 +222,7 @@ def _given(value: Where, name: str, word: str) -> str | datetime | Positions:
     return given_positions(offsets, name)
 
 
-def _limit(log: CommitLog, as_of: datetime | int | None) -> datetime | int | None:
+def _limit(log: Engine, as_of: datetime | int | None) -> datetime | int | None:
     if as_of is None or isinstance(as_of, datetime):
         return None if as_of is None else require_time(as_of, "as_of")
     head = log.refresh()
@@ -241,7 +242,7 @@ def _is_within(placed: PlacedRange, limit: datetime | int | None) -> bool:
 # ---------------------------------------------------------------- the drained part
 def _drained(
     spark: SparkSession,
-    log: CommitLog,
+    log: Engine,
     files: pa.Table,
     start: Positions,
     end: Positions,
@@ -324,7 +325,7 @@ def _within(spans: Mapping[tuple[str, int], tuple[int, int]], cut: Collection[st
 
 
 # ---------------------------------------------------------------- the tail
-def _tail(spark: SparkSession, log: CommitLog, ranges: Sequence[PlacedRange], paths: Sequence[str]) -> DataFrame:
+def _tail(spark: SparkSession, log: Engine, ranges: Sequence[PlacedRange], paths: Sequence[str]) -> DataFrame:
     from pyspark.sql import functions as F
 
     table = log.half.table
@@ -336,7 +337,7 @@ def _tail(spark: SparkSession, log: CommitLog, ranges: Sequence[PlacedRange], pa
     return joined.where("row_no BETWEEN `first` AND `last`").selectExpr(*TAIL_COLUMNS)
 
 
-def _paths(log: CommitLog, ranges: Sequence[PlacedRange]) -> list[str] | None:
+def _paths(log: Engine, ranges: Sequence[PlacedRange]) -> list[str] | None:
     """Where the rows lie now; None when some of them have been drained and stripped since they were planned. A half
     file that has left since was drained since: it stays on disk for a while."""
     of_path: dict[str, list[PlacedRange]] = {}

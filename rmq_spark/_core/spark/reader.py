@@ -46,7 +46,7 @@ from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OffsetError, OffsetOutOfRangeError, OptionError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark._core.protocol.engine import Engine
     from rmq_spark._core.spark.group_progress import GroupProgress
 
 __all__ = ["SOURCE_OPTIONS", "TxmqPartition", "TxmqReader", "TxmqStreamReader"]
@@ -318,10 +318,10 @@ def _rows_max(limit: ReadLimit) -> int | None:
     raise OptionError(f"the read limit {type(limit).__name__} is not one that this source gives out")
 
 
-def _open(options: ReadOptions) -> CommitLog:
-    from rmq_spark._core.client.commit_log import CommitLog
+def _open(options: ReadOptions) -> Engine:
+    from rmq_spark._core.client.commit_log import engine_of
 
-    return CommitLog.open(options.path, options.storage_options or None)
+    return engine_of(options.path, options.storage_options or None)
 
 
 # ---------------------------------------------------------------- the schema

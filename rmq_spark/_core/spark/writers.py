@@ -37,7 +37,7 @@ from rmq_spark.logs import of_header
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-    from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark._core.protocol.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +74,13 @@ class _Writer:
                 PendingGuard(log, self.settings.pending_limits).require_room(self.header.producer_group)
             self.half_folder = f"{log.path}/half"
             self.half_writer = HalfWriter(
-                self.header, topics, self.settings.topic, self.settings.transaction_key, log.fifo_topics()
+                self.header, topics, self.settings.topic, self.settings.transaction_key, log.topic_store.seen().fifo
             )
 
     def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
         raise NotImplementedError
 
-    def _require_same_log(self, options: Options, log: CommitLog) -> None:
+    def _require_same_log(self, options: Options, log: Engine) -> None:
         pass
 
     def _make_header(
@@ -198,7 +198,7 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
         batch_id, input_hash = checkpoint.batch_id, checkpoint.input_hash
         return self._make_header(Naming.COUNTED, app_id, batch_id, listener, query_id, input_hash)
 
-    def _require_same_log(self, options: Options, log: CommitLog) -> None:
+    def _require_same_log(self, options: Options, log: Engine) -> None:
         require_same_log(options.get("checkpointLocation") or "", options.storage_options, log.id, log.path)
 
     def _lineage(self) -> Lineage:
@@ -225,7 +225,7 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
 
 
 @contextmanager
-def kept_log(settings: SinkSettings) -> Iterator[CommitLog]:
+def kept_log(settings: SinkSettings) -> Iterator[Engine]:
     """Give an open commit log, and keep it open: Spark uses the process again for the next micro-batches.
 
     After an exception all kept logs are dropped. So a log that was made anew fails once, and its next use opens it
@@ -239,7 +239,7 @@ def kept_log(settings: SinkSettings) -> Iterator[CommitLog]:
 
 
 @lru_cache(maxsize=8)
-def _open(path: str, storage_options: tuple[tuple[str, str], ...]) -> CommitLog:
-    from rmq_spark._core.client.commit_log import CommitLog
+def _open(path: str, storage_options: tuple[tuple[str, str], ...]) -> Engine:
+    from rmq_spark._core.client.commit_log import engine_of
 
-    return CommitLog.open(path, dict(storage_options))
+    return engine_of(path, dict(storage_options))

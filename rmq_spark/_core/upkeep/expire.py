@@ -17,7 +17,7 @@ from rmq_spark._core.storage.table import require_own, take_out
 from rmq_spark._core.upkeep.merge import removed_earlier_s
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 
 class Expirer:
@@ -25,12 +25,12 @@ class Expirer:
 
     Parameters
     ----------
-    log : ProtocolSteps
+    log : Engine
     doubt_s : float
         So much older than their retention must messages be: see :mod:`~rmq_spark._core.log.second_look`.
     """
 
-    def __init__(self, log: ProtocolSteps, doubt_s: float) -> None:
+    def __init__(self, log: Engine, doubt_s: float) -> None:
         self._log = log
         self._doubt_s = doubt_s
 

@@ -31,7 +31,7 @@ from rmq_spark._core.vocabulary.options import AUDIT_S, GRACE_S, GRACE_S_MIN, ID
 from rmq_spark.errors import HalfBatchLeftError, OptionError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 AT_ONCE = 10_000
 """Half batches that are looked at together."""
@@ -110,11 +110,11 @@ class Leaver:
 
     Parameters
     ----------
-    log : ProtocolSteps
+    log : Engine
     graces : Graces
     """
 
-    def __init__(self, log: ProtocolSteps, graces: Graces) -> None:
+    def __init__(self, log: Engine, graces: Graces) -> None:
         self._log = log
         self._graces = graces
         self._newest: dict[str, int] = {}  # by application: what is lower is not its last half batch

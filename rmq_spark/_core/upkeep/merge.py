@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
-from rmq_spark._core.log.op import STATS_COLUMNS
 from rmq_spark._core.messages.table import history_s, write_messages
 from rmq_spark._core.storage.merge import compact
 from rmq_spark._core.storage.table import Change, Table, foreign_change
 from rmq_spark._core.vocabulary.redaction import redacted
-from rmq_spark.logs import failure
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    pass
 
 logger = logging.getLogger(__name__)
 
 REPLACED_FILES_S = 3600.0
 """Files that left a table are deleted after so many seconds, and up to an hour more: a reader's plan may name them.
 Those of ``messages`` that others replaced stay as long as its Delta log names them."""
-
-OP_FILES_MAX = 64
-"""So many small op files are merged into one: often enough that a cold start reads few files."""
-OP_FILE_ROWS_MAX = 50_000
-OP_FILE_BYTES_MAX = 1024 * 1024
-"""An op file with so many rows, or of this size, is left alone: a row that names each tenth of 250,000 messages is
-large."""
 MESSAGES_FILES_MAX = 8
 """So many small files of a topic are merged into one."""
 MESSAGES_FILE_BYTES = 16 * 1024 * 1024
@@ -44,44 +33,6 @@ of 28 KB each 30 s wrote each byte 37 times, and with it six times."""
 MESSAGES_MERGED_BYTES_MAX = 24 * 1024 * 1024
 MERGED_ROWS_MAX = 400_000
 """So many messages are merged at once: they are in memory meanwhile."""
-MERGED_BYTES_MAX = 8 * OP_FILE_BYTES_MAX
-"""So much is merged at once, so that a sink's memory is not taken."""
-
-
-def _to_merge(table: Table) -> list[str]:
-    """Small op files, the oldest first: no more of them than fit into memory, and none while they are few."""
-    actions = table.actions()
-    few_rows = pc.less(actions["num_records"], OP_FILE_ROWS_MAX)
-    small = actions.filter(pc.and_(few_rows, pc.less(actions["size_bytes"], OP_FILE_BYTES_MAX)))
-    if small.num_rows < OP_FILES_MAX:
-        return []
-    small = small.sort_by([("min.version", "ascending"), ("path", "ascending")])
-    together = pc.less_equal(pc.cumulative_sum(small["size_bytes"]), MERGED_BYTES_MAX)
-    return [str(path) for path in small["path"].filter(together).to_pylist()]
-
-
-def _in_version_order(rows: pa.Table) -> pa.Table:
-    versions = rows["version"].combine_chunks()
-    ordered = pc.all(pc.greater_equal(versions[1:], versions[:-1])).as_py() is not False
-    return rows if ordered else rows.sort_by("version")
-
-
-def is_due(table: Table) -> bool:
-    """True when ``op`` has enough small files to merge."""
-    return table.actions().num_rows >= OP_FILES_MAX and bool(_to_merge(table))
-
-
-def compact_op(table: Table) -> int:
-    """Merge the small files of ``op`` into one, sorted by version; returns how many were merged.
-
-    Op rows carry their version and time, so readers see the same before and after.
-    """
-
-    def merge(small: list[str]) -> Change:
-        merged = table.write(_in_version_order(table.read(small)), "op", STATS_COLUMNS)
-        return Change(add=[merged], remove=small, data_change=False)
-
-    return compact(table, _to_merge, merge)
 
 
 def compact_messages(table: Table, retentions: Mapping[str, float] | None = None) -> int:
@@ -150,43 +101,6 @@ def removed_earlier_s(table: Table, useful_s: float | None) -> float:
     """How much earlier than now files of a table must have left it, so that they stay for so many seconds only: after
     those nobody wants what is in them. None: for as long as others do."""
     return 0.0 if useful_s is None else max(0.0, kept_s(table) - max(REPLACED_FILES_S, useful_s))
-
-
-class Maintenance:
-    """Compacts ``op`` and moves the low-water mark, off the critical path: in a thread, with tables of its own.
-
-    Parameters
-    ----------
-    log : ProtocolSteps
-    """
-
-    def __init__(self, log: ProtocolSteps) -> None:
-        self._log = log
-        self._thread: threading.Thread | None = None
-
-    def after_commit(self) -> None:
-        """Begin, when ``op`` has many small files and nothing is under way."""
-        if self._log.upkeep and is_due(self._log.op) and (self._thread is None or not self._thread.is_alive()):
-            try:
-                self._thread = self._log.in_background(self.run)
-            except RuntimeError as problem:  # no thread to be had; the next commit tries again
-                logger.info("upkeep waits for a later commit: %s", problem)
-
-    def wait(self) -> None:
-        """Wait for what is under way."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def run(self) -> None:
-        """Do both now. A failure is logged: upkeep is tried again later, and must not stop a sink."""
-        try:
-            log = self._log.another()
-            # Merged first, op has few files when the mark reads it. And a cold start then reads the mark's own small
-            # file, and what came after it.
-            compact_op(log.op)
-            log.move_mark()
-        except Exception as problem:
-            logger.warning("upkeep of %s failed: %s", redacted(self._log.path), failure(problem))
 
 
 def delete_replaced(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:

@@ -17,15 +17,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.op import PRUNED, PRUNED_PLACED, STATS_COLUMNS, Kind, pruned_up_to
+from rmq_spark._core.log.op_merge import MERGED_BYTES_MAX
 from rmq_spark._core.log.op_view import of_kind
 from rmq_spark._core.protocol.own_sends import PREFIXES, OwnSends
 from rmq_spark._core.storage.files import DataFile
 from rmq_spark._core.storage.table import Change
 from rmq_spark._core.upkeep.leave import Graces
-from rmq_spark._core.upkeep.merge import MERGED_BYTES_MAX
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 PRUNED_SHARE_MIN = 0.5
 """An op file is rewritten when at least so much of it can go: each row is rewritten a few times at most."""
@@ -59,11 +59,11 @@ class Pruner:
 
     Parameters
     ----------
-    log : ProtocolSteps
+    log : Engine
     graces : Graces
     """
 
-    def __init__(self, log: ProtocolSteps, graces: Graces) -> None:
+    def __init__(self, log: Engine, graces: Graces) -> None:
         self._log = log
         self._graces = graces
 

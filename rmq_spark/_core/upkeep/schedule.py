@@ -6,10 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rmq_spark._core.log import op_merge
+from rmq_spark._core.log.damage import looks_again
 from rmq_spark._core.messages.drain import Drainer
 from rmq_spark._core.messages.table import drained_up_to
 from rmq_spark._core.runtime.failpoints import reach
-from rmq_spark._core.storage.table import Table, foreign_change
+from rmq_spark._core.storage.table import foreign_change
 from rmq_spark._core.upkeep import merge as maintenance
 from rmq_spark._core.upkeep.expire import Expirer
 from rmq_spark._core.upkeep.leave import Graces, Leaver
@@ -18,9 +20,7 @@ from rmq_spark._core.upkeep.strip import Stripper
 from rmq_spark._core.vocabulary.options import ORPHAN_AGE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class MaintenanceReport:
         return "\n".join([drained, *(lines or ["nothing else to do"]), *careful])
 
 
+@looks_again
 def maintain(
-    log: ProtocolSteps,
-    tables: Sequence[Table],
+    engine: Engine,
     graces: Graces,
     dry_run: bool = False,
     orphans: bool = True,
@@ -97,10 +97,8 @@ def maintain(
 
     Parameters
     ----------
-    log : ProtocolSteps
-        A handle that no other thread uses.
-    tables : sequence of Table
-        Its tables.
+    engine : Engine
+        Upkeep works with another one of the same log, which no other thread uses.
     graces : Graces
     dry_run : bool
         Change nothing.
@@ -109,6 +107,8 @@ def maintain(
     turn : context manager, optional
         Entered while messages are in memory.
     """
+    log = engine.another_on_the_same_log()
+    tables = log.tables()
     turn = nullcontext() if turn is None else turn
     reach("upkeep begins")
     doubt_s = log.clock_doubt_s(note=not dry_run)  # before this clock has said anything in a commit of its own
@@ -134,7 +134,7 @@ def maintain(
     expired = Expirer(log, doubt_s).run(dry_run)
     merged = 0
     if not dry_run:
-        merged = maintenance.compact_op(log.op)
+        merged = op_merge.compact_op(log.op)
         with turn:
             kept_s = {name: t.retention_s for name, t in log.topic_store.all().items() if t.retention_s is not None}
             merged += maintenance.compact_messages(log.messages_table, kept_s)

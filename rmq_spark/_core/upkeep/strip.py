@@ -36,7 +36,7 @@ from rmq_spark._core.vocabulary.rows import bytes_array
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError, HalfBatchNotFoundError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.engine import ProtocolSteps
+    from rmq_spark._core.protocol.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +55,12 @@ class Stripper:
 
     Parameters
     ----------
-    log : ProtocolSteps
+    log : Engine
         A handle that no other thread uses.
     graces : Graces
     """
 
-    def __init__(self, log: ProtocolSteps, graces: Graces) -> None:
+    def __init__(self, log: Engine, graces: Graces) -> None:
         self._log = log
         self._graces = graces
         self._rows: dict[str, int] = {}  # of half batches, in all their files

@@ -39,7 +39,8 @@ from tests.support.inside import (
     TxmqStreamReader,
     Who,
     half,
-    maintenance,
+    maintain,
+    op_merge,
 )
 from tests.support.source_logs import source_schema
 
@@ -70,27 +71,27 @@ def build(path: Path) -> None:
     commit(log, prepare(log, 0, 40, partitions=2))
     by_message = prepare(log, 1, _columns(1, 30), per="message")
     rest, thirds = split(pending(log, by_message), 3)
-    log.decide(by_message, 1, commit=rest, rollback=thirds, who=Who.EXECUTE)
+    log.engine.decide(by_message, 1, commit=rest, rollback=thirds, who=Who.EXECUTE)
     _send(log, "first")
     roll_back(log, prepare(log, 2, 6))
-    log.move_mark()
+    log.engine.move_mark()
     for _ in ("leave", "pruned"):
-        log.keep_up(Graces(0.0, 0.0, IDEMPOTENCY_S))
-    assert all(log.archived(half_id) for half_id in LEFT)
+        maintain(log.engine, Graces(0.0, 0.0, IDEMPOTENCY_S))
+    assert all(log.engine.archived(half_id) for half_id in LEFT)
 
     by_key = prepare(log, 3, _columns(3, 24), per="key", key="order")
     first, second = split(pending(log, by_key), 2)
-    log.decide(by_key, 1, commit=first, rollback={}, who=Who.EXECUTE)
-    log.record_check(by_key, 1, second, "asked once")
+    log.engine.decide(by_key, 1, commit=first, rollback={}, who=Who.EXECUTE)
+    log.engine.record_check(by_key, 1, second, "asked once")
     for batch_id in (4, 5):  # rolled back by a check, and open again: one of them is committed since
         again = prepare(log, batch_id, 7)
         roll_back(log, again, who=Who.CHECK)
-        log.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "rolled back by a check")
+        log.engine.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "rolled back by a check")
         if batch_id == 4:
             commit(log, again, attempt=2)
     for batch_id in (6, 7):
         hidden = prepare(log, batch_id, 5)
-        log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "asked too often")
+        log.engine.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "asked too often")
     log.resume("app:7")
     _compact(log)
     for name in ("half", "op", "messages"):
@@ -99,7 +100,7 @@ def build(path: Path) -> None:
     disputed = prepare(log, 8, 4)
     commit(log, disputed)
     with suppress(VerdictConflictError):
-        log.decide(disputed, 1, commit={}, rollback={0: b"\x01" * 4}, who=Who.CHECK)
+        log.engine.decide(disputed, 1, commit={}, rollback={0: b"\x01" * 4}, who=Who.CHECK)
     commit(log, prepare(log, 9, _columns(9, 12), topic="points"))
     prepare(log, 10, 6, partitions=2)
     _send(log, "second")
@@ -127,13 +128,13 @@ def _send(log: CommitLog, key: str) -> tuple[Any, ...]:
 
 
 def _compact(log: CommitLog) -> None:
-    most = maintenance.OP_FILES_MAX
-    maintenance.OP_FILES_MAX = 4
+    most = op_merge.OP_FILES_MAX
+    op_merge.OP_FILES_MAX = 4
     try:
-        log.op.refresh()
-        assert maintenance.compact_op(log.op)
+        log.engine.op.refresh()
+        assert op_merge.compact_op(log.engine.op)
     finally:
-        maintenance.OP_FILES_MAX = most
+        op_merge.OP_FILES_MAX = most
 
 
 def _checkpoint(table: Path) -> None:
@@ -178,7 +179,7 @@ def _open_ones(table: pa.Table) -> Rows:
 def _states(log: CommitLog, half_ids: tuple[str, ...]) -> Rows:
     found: Rows = []
     for half_id in half_ids:
-        state = log.state_of(log.get(half_id))
+        state = log.engine.state_of(log.engine.get(half_id))
         found.append((half_id, *((bytes(f.state), bytes(f.attempt)) for f in state.files.values())))
     return found
 
@@ -221,7 +222,7 @@ def questions(path: str) -> dict[str, Callable[[], Any]]:
         "pending": lambda: _open_ones(log().pending()),
         "quarantined": lambda: _open_ones(log().quarantined()),
         "conflicts": lambda: log().conflicts(),
-        "archived": lambda: [repr(log().archived(half_id)) for half_id in LEFT],
+        "archived": lambda: [repr(log().engine.archived(half_id)) for half_id in LEFT],
         "states": lambda: _states(log(), HALF_IDS),
         "read": lambda: read_all(log()),
         "source": lambda: _by_source(path),

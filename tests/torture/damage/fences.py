@@ -49,7 +49,7 @@ def build(folder: Path) -> list[HalfBatch]:
     batches: list[HalfBatch] = []
     for batch_id in range(BATCHES):
         record = prepare(log, batch_id, 2)
-        batch = log.half_batch(record, log.state_of(record), 1, pending(log, record))
+        batch = log.engine.half_batch(record, log.engine.state_of(record), 1, pending(log, record))
         batch.fence_id = fence_id
         listener.execute_local_transaction(batch)
         batches.append(batch)

@@ -422,8 +422,8 @@ def log_arguments(rng: random.Random) -> bool:
         lambda: log.resolve(text(rng), text(rng), "reason"),  # type: ignore[arg-type]
         lambda: log.resume(text(rng)),
         lambda: log.vacuum(text(rng)),
-        lambda: log.get(text(rng)),
-        lambda: log.require_topic(text(rng)),
+        lambda: log.engine.get(text(rng)),
+        lambda: log.engine.require_topic(text(rng)),
     )
     ok, _ = attempt(rng.choice(calls))
     return ok
@@ -433,7 +433,7 @@ def edges_of_arguments(rng: random.Random) -> bool:
     """Every argument that has a range: a value at its edges is taken, or refused in words."""
     v = rng.choice(EDGES) if rng.random() < 0.9 else anything(rng)
     log = InMemoryCommitLog(topics={"orders": 2})
-    log.create_own_topic("%DLQ%group")
+    log.engine.create_own_topic("%DLQ%group")
     seconds = rng.choice(("transaction_timeout", "check_interval", "on_listener_error"))
     group, letters = ConsumerGroup(log, "group"), DeadLetters(log, "group")
     sql = SqlTransactionListener("sqlite://", print)
@@ -468,7 +468,7 @@ def edges_of_arguments(rng: random.Random) -> bool:
         lambda: log.create_topic("new", v),
         lambda: log.create_topic(v),
         lambda: log.vacuum(v),
-        lambda: log.get(v),
+        lambda: log.engine.get(v),
         lambda: log.resume(v),
         lambda: log.resolve(v, LocalTransactionState.COMMIT_MESSAGE, "reason"),
         lambda: log.resolve("x:0", v, "reason"),

@@ -134,7 +134,7 @@ def sends(rng: random.Random) -> bool:
         return False
     assert sent is not None
     _comes_out(log, shown)
-    if log.ledger.waiting:  # delayed: it is not visible yet
+    if log.engine.ledger.waiting:  # delayed: it is not visible yet
         require(len(shown) < sent.messages, f"{sent} waits, and is shown")
         return True
     bodies = [v.encode() if isinstance(v, str) else v for v in table["body"].to_pylist()]
@@ -154,7 +154,7 @@ def _comes_out(log: InMemoryCommitLog, shown: Sequence[dict[str, Any]]) -> None:
     group = ConsumerGroup(log, "group")
     group.reset("earliest", list(TOPICS))
     group.lag().to_pylist()
-    for half_id in log.open_half_ids():
+    for half_id in log.engine.open_half_ids():
         log.resolve(half_id, COMMIT_MESSAGE, "to its end")
     CheckService(log, {"group": CommitOncePrepared()}, transaction_timeout=0, round_timeout=None).run_once()
 
@@ -163,7 +163,7 @@ def _comes_out(log: InMemoryCommitLog, shown: Sequence[dict[str, Any]]) -> None:
 def _open_batch(per: str) -> HalfBatch:
     log = InMemoryCommitLog(topics=TOPICS)
     record = prepare(log, 0, 3, per=per)
-    return log.half_batch(record, log.state_of(record), 1, pending(log, record))
+    return log.engine.half_batch(record, log.engine.state_of(record), 1, pending(log, record))
 
 
 _OPEN = [_open_batch(per) for per in ("batch", "message")]
@@ -197,7 +197,7 @@ class _MemoryReader(TxmqStreamReader):
     def __init__(self, fail_on_data_loss: bool) -> None:
         options = {"path": "x", "subscribe": "orders,points", "failOnDataLoss": str(fail_on_data_loss).lower()}
         super().__init__(options, source_schema())
-        self._planner = Planner(_LOG, Subscription(tuple(TOPICS)), fail_on_data_loss)
+        self._planner = Planner(_LOG.engine, Subscription(tuple(TOPICS)), fail_on_data_loss)
 
 
 def checkpoint_offsets(rng: random.Random) -> bool:
@@ -245,15 +245,15 @@ def _log_to_edit(marked: bool) -> InMemoryCommitLog:
     commit(log, prepare(log, 0, 6, partitions=2))
     part = prepare(log, 1, 6, per="message")
     rest, third = split(pending(log, part), 3)
-    log.decide(part, 1, commit=rest, rollback={}, who=Who.EXECUTE)
-    log.record_check(part, 1, third, "asked once")
+    log.engine.decide(part, 1, commit=rest, rollback={}, who=Who.EXECUTE)
+    log.engine.record_check(part, 1, third, "asked once")
     roll_back(log, prepare(log, 2, 3))
     if marked:
-        log.move_mark()
+        log.engine.move_mark()
     commit(log, prepare(log, 3, {"body": ["a", "b"], "k": ["x", "y"]}, per="key", key="k", topic="points"))
     hidden = prepare(log, 4, 2)
-    log.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "asked too often")
-    for table in (log.half.table, log.op, log.topics_table):  # decoded once, for all copies
+    log.engine.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "asked too often")
+    for table in (log.engine.half.table, log.engine.op, log.engine.topics_table):  # decoded once, for all copies
         table.read(table.actions()["path"].to_pylist())
     return log
 
@@ -399,8 +399,8 @@ def _replace(table: Table, paths: list[str], rows: pa.Table, stats: Sequence[str
 def _ask_everything(log: CommitLog, outside: list[str]) -> list[dict[str, Any]]:
     """Ask and tell the log everything; returns what it shows."""
     for question in (
-        log.topics, log.pending, log.quarantined, log.conflicts, log.move_mark,
-        lambda: log.state_of(log.get("app:1")), lambda: _plan(log), lambda: log.resume("app:4"),
+        log.topics, log.pending, log.quarantined, log.conflicts, log.engine.move_mark,
+        lambda: log.engine.state_of(log.engine.get("app:1")), lambda: _plan(log), lambda: log.resume("app:4"),
     ):  # fmt: skip
         attempt(question)
     shown = _shown(log)
@@ -421,7 +421,7 @@ def _shown(log: CommitLog) -> list[dict[str, Any]]:
 
 
 def _plan(log: CommitLog) -> None:
-    planner = Planner(log, Subscription(tuple(TOPICS)))
+    planner = Planner(log.engine, Subscription(tuple(TOPICS)))
     latest = planner.latest()
     planner.ranges({}, admit({}, latest, 5))
     planner.ranges({}, latest)
@@ -432,7 +432,7 @@ def _plan(log: CommitLog) -> None:
 def _watch_paths(log: InMemoryCommitLog) -> list[str]:
     """Names of files that are opened and lie outside of the tables."""
     asked: list[str] = []
-    for table in (log.half.table, log.op):
+    for table in (log.engine.half.table, log.engine.op):
         opened = table.fs.open_input_file
 
         def watching(path: str, opened: Callable[[str], Any] = opened, folder: str = table.folder) -> Any:
@@ -445,7 +445,7 @@ def _watch_paths(log: InMemoryCommitLog) -> list[str]:
 
 
 def _true_rows(log: CommitLog) -> dict[str, tuple[Any, ...]]:
-    half = log.half.table
+    half = log.engine.half.table
     half.refresh()
     rows = half.read(half.actions()["path"].to_pylist()).to_pylist()
     return {f"{r['half_id']}:{r['file_no']}.{r['row_no']}": (r["body"], r["tags"], r["keys"]) for r in rows}
@@ -456,7 +456,7 @@ def edited_op_rows(rng: random.Random) -> bool:
     are, at offsets without gaps."""
     made = rng.choice(_TO_EDIT).copy()
     outside = _watch_paths(made)
-    _edit(rng, made.op, OP_SCHEMA, STATS_COLUMNS)
+    _edit(rng, made.engine.op, OP_SCHEMA, STATS_COLUMNS)
     log = made.another()
     shown = _ask_everything(log, outside)
     true = _true_rows(log)
@@ -471,7 +471,7 @@ def edited_half_rows(rng: random.Random) -> bool:
     made = rng.choice(_TO_EDIT).copy()
     outside = _watch_paths(made)
     before = {r["msg_id"]: r["body"] for r in _shown(made)}
-    _edit(rng, made.half.table, HALF_SCHEMA, HALF_STATS)
+    _edit(rng, made.engine.half.table, HALF_SCHEMA, HALF_STATS)
     shown = _ask_everything(made.another(), outside)
     return bool(shown) and bool(before)
 

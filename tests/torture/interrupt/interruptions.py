@@ -40,6 +40,7 @@ from tests.support.clocks import be_every_machine
 from tests.support.half_batches import commit, header_of, merge_op_files, pending, prepare, roll_back, split
 from tests.support.inside import (
     BatchState,
+    Compaction,
     Graces,
     HalfRecord,
     Kind,
@@ -50,7 +51,8 @@ from tests.support.inside import (
     Subscription,
     TwoPhase,
     Who,
-    maintenance,
+    maintain,
+    op_merge,
 )
 from tests.support.limits import limited
 from tests.torture.interrupt.tracing import KINDS, PRODUCT, Interrupted, Place, Tracer
@@ -129,16 +131,16 @@ class Content:
         commit(log, new("done"))
         roll_back(log, new("gone"))
         roll_back(log, new("again"), who=Who.CHECK)
-        log.move_mark()
+        log.engine.move_mark()
         self._reopen(log, "again")
         new("next")
         half = new("half", 6)
-        log.decide(half, 1, commit=split(pending(log, half), 3)[1], rollback={}, who=Who.EXECUTE)
+        log.engine.decide(half, 1, commit=split(pending(log, half), 3)[1], rollback={}, who=Who.EXECUTE)
         new("late", 6)
         aside = new("aside")
-        log.quarantine(aside, 1, pending(log, aside), Who.DISCARD, "nobody knows")
+        log.engine.quarantine(aside, 1, pending(log, aside), Who.DISCARD, "nobody knows")
         asked = new("asked")
-        log.record_check(asked, 1, pending(log, asked), "UNKNOWN")
+        log.engine.record_check(asked, 1, pending(log, asked), "UNKNOWN")
         roll_back(log, new("rolled"), who=Who.CHECK)
         for name, key in (("first", "k"), ("second", "k"), ("third", "m"), ("fourth", "m")):
             body = [f"{name}.{i}" for i in range(3)]
@@ -151,8 +153,8 @@ class Content:
         clash = new("clash")
         mask = pending(log, clash)
         commit(log, clash)
-        try_to(lambda: log.decide(clash, 1, commit={}, rollback=mask, who=Who.CHECK))
-        log.groups.publish(GROUP, {("orders", 0): 1})
+        try_to(lambda: log.engine.decide(clash, 1, commit={}, rollback=mask, who=Who.CHECK))
+        log.engine.groups.publish(GROUP, {("orders", 0): 1})
         merge_op_files(log)
 
     def bring_news(self, log: CommitLog) -> None:
@@ -160,23 +162,23 @@ class Content:
         self.clock.at(NEWS_H)
         new = self._prepare(log)
         log.create_topic("more", 1)
-        log.place_due()
+        log.engine.place_due()
         commit(log, self.records["next"])
         late = self.records["late"]
         chosen, _ = split(pending(log, late), 3)
-        log.decide(late, 1, commit=chosen, rollback={}, who=Who.EXECUTE)
+        log.engine.decide(late, 1, commit=chosen, rollback={}, who=Who.EXECUTE)
         commit(log, self.records["third"])
         asked = self.records["asked"]
-        log.record_check(asked, 1, pending(log, asked), "UNKNOWN")
+        log.engine.record_check(asked, 1, pending(log, asked), "UNKNOWN")
         new("fresh")
         commit(log, new("told"))
         merge_op_files(log)
-        log.move_mark()
-        log.decide(late, 1, commit=split(pending(log, late), 2)[0], rollback={}, who=Who.EXECUTE)
-        log.lease(self.records["fresh"], 60.0)
-        log.groups.publish(GROUP, {("orders", 1): 1})
+        log.engine.move_mark()
+        log.engine.decide(late, 1, commit=split(pending(log, late), 2)[0], rollback={}, who=Who.EXECUTE)
+        log.engine.lease(self.records["fresh"], 60.0)
+        log.engine.groups.publish(GROUP, {("orders", 1): 1})
         for name, record in self.records.items():
-            state = log.state_of(record)
+            state = log.engine.state_of(record)
             self.masks[name] = state.rows_in((RowState.PENDING,))
 
     def handle(self, warm: bool) -> CommitLog:
@@ -190,7 +192,7 @@ class Content:
     def open(self, op: Operation) -> tuple[CommitLog, Callable[[], object]]:
         """A handle on a copy with the news, and what it is to do."""
         log = self.handle(op.warm)
-        log.upkeep = False
+        log.engine.upkeep = False
         if op.warm:
             warm_up(log)
         call = op.make(log, self)
@@ -211,14 +213,14 @@ class Content:
 
     def _reopen(self, log: CommitLog, name: str) -> None:
         by_check = (RowState.ROLLED_BACK_BY_CHECK,)
-        log.reopen(self.records[name], 1, by_check, 2, Who.EXECUTE, "once more")
+        log.engine.reopen(self.records[name], 1, by_check, 2, Who.EXECUTE, "once more")
 
 
 def warm_up(log: CommitLog) -> None:
     """Let a handle read what a process that has run for a while has read."""
     log.topics()
-    log.open_half_ids()
-    log.groups.rows()
+    log.engine.open_half_ids()
+    log.engine.groups.rows()
 
 
 class InMemory(Content):
@@ -227,10 +229,10 @@ class InMemory(Content):
     def __init__(self, clock: StoppedClock) -> None:
         super().__init__(clock)
         self._old = InMemoryCommitLog()
-        self._old.upkeep = False
+        self._old.engine.upkeep = False
         self.fill(self._old)
         self._new = self._old.copy()
-        self._new.upkeep = False
+        self._new.engine.upkeep = False
         self.bring_news(self._new)
 
     def handle(self, warm: bool) -> CommitLog:
@@ -254,11 +256,11 @@ class OnDisk(Content):
         self._folder, self._copies = folder, count(1)
         self._copy = folder / "copy0"
         log = CommitLog.create(folder / "old")
-        log.upkeep = False
+        log.engine.upkeep = False
         self.fill(log)
         shutil.copytree(folder / "old", folder / "new")
         log = CommitLog.open(folder / "new")
-        log.upkeep = False
+        log.engine.upkeep = False
         self.bring_news(log)
 
     def handle(self, warm: bool) -> CommitLog:
@@ -324,9 +326,9 @@ def messages(log: CommitLog, topic: str) -> list[tuple[int, int, str]]:
 
 
 question("read", lambda log: messages(log, "orders"))
-question("refresh", lambda log: log.ledger.refresh())
+question("refresh", lambda log: log.engine.ledger.refresh())
 question("topics", lambda log: (log.topics(), log.fifo_topics()))
-question("open half ids", lambda log: log.open_half_ids())
+question("open half ids", lambda log: log.engine.open_half_ids())
 question("pending", lambda log: log.pending().to_pylist())
 question("open messages", lambda log: log.open_messages())
 question("quarantined", lambda log: log.quarantined().to_pylist())
@@ -343,7 +345,7 @@ def decision(name: str, half: str, verdict: str, every: int = 0, attempt: int = 
         if every:
             mask, rest = split(mask, every)
         masks = {"commit": mask, "rollback": rest} if verdict == "commit" else {"commit": rest, "rollback": mask}
-        return lambda: log.decide(content.records[half], attempt, **masks, who=Who.EXECUTE)
+        return lambda: log.engine.decide(content.records[half], attempt, **masks, who=Who.EXECUTE)
 
     OPERATIONS[name] = Operation(name, make)
 
@@ -369,7 +371,7 @@ def try_to(call: Callable[[], object]) -> str:
 def _conflict(log: CommitLog, content: Content) -> Callable[[], object]:
     every = {n: b"\x01" * file.rows for n, file in content.records["told"].files.items()}
     record = content.records["told"]
-    return lambda: try_to(lambda: log.decide(record, 1, commit={}, rollback=every, who=Who.CHECK))
+    return lambda: try_to(lambda: log.engine.decide(record, 1, commit={}, rollback=every, who=Who.CHECK))
 
 
 @operation("reopen")
@@ -380,18 +382,18 @@ def _reopen(log: CommitLog, content: Content) -> Callable[[], object]:
 @operation("quarantine")
 def _quarantine(log: CommitLog, content: Content) -> Callable[[], object]:
     record, mask = content.records["fresh"], content.masks["fresh"]
-    return lambda: log.quarantine(record, 1, mask, Who.DISCARD, "nobody knows")
+    return lambda: log.engine.quarantine(record, 1, mask, Who.DISCARD, "nobody knows")
 
 
 @operation("record a check", again=False)
 def _record_check(log: CommitLog, content: Content) -> Callable[[], object]:
     record, mask = content.records["fresh"], content.masks["fresh"]
-    return lambda: log.record_check(record, 1, mask, "UNKNOWN")
+    return lambda: log.engine.record_check(record, 1, mask, "UNKNOWN")
 
 
 @operation("lease", again=False)
 def _lease(log: CommitLog, content: Content) -> Callable[[], object]:
-    return lambda: log.lease(content.records["fresh"], 30.0)
+    return lambda: log.engine.lease(content.records["fresh"], 30.0)
 
 
 @operation("resolve")
@@ -406,14 +408,14 @@ def _resume(log: CommitLog, content: Content) -> Callable[[], object]:
 
 @operation("place what is due")
 def _place_due(log: CommitLog, content: Content) -> Callable[[], object]:
-    return log.place_due
+    return log.engine.place_due
 
 
 @operation("move the mark")
 def _move_mark(log: CommitLog, content: Content) -> Callable[[], object]:
     def settle_and_move() -> None:
         commit(log, content.records["half"])
-        log.move_mark()
+        log.engine.move_mark()
 
     return settle_and_move
 
@@ -422,7 +424,7 @@ def _move_mark(log: CommitLog, content: Content) -> Callable[[], object]:
 def _compact(log: CommitLog, content: Content) -> Callable[[], object]:
     def compact() -> None:
         with limited(OP_FILES_MAX=2):
-            maintenance.compact_op(log.op)
+            op_merge.compact_op(log.engine.op)
 
     return compact
 
@@ -431,7 +433,7 @@ def _compact(log: CommitLog, content: Content) -> Callable[[], object]:
 def _upkeep(log: CommitLog, content: Content) -> Callable[[], object]:
     def upkeep() -> None:
         with limited(OP_FILES_MAX=2):
-            maintenance.Maintenance(log).run()
+            Compaction(log.engine).run()
 
     return upkeep
 
@@ -443,11 +445,11 @@ def _drain(log: CommitLog, content: Content) -> Callable[[], object]:
 
 @operation("maintain", prunes=True)
 def _maintain(log: CommitLog, content: Content) -> Callable[[], object]:
-    def maintain() -> None:
+    def upkeep() -> None:
         with limited(OP_FILES_MAX=2, MESSAGES_FILES_MAX=2):
-            log.keep_up(Graces(0.0, 0.0, 0.0))
+            maintain(log.engine, Graces(0.0, 0.0, 0.0))
 
-    return maintain
+    return upkeep
 
 
 @operation("create a topic")
@@ -507,7 +509,7 @@ sending("send with an idempotency key", "k1")
 @operation("a sink's batch")
 def _sink(log: CommitLog, content: Content) -> Callable[[], object]:
     listener = Sender()
-    sink = TwoPhase(log, listener)
+    sink = TwoPhase(log.engine, listener)
 
     def send() -> None:
         from tests.support.inside import HalfWriter
@@ -515,7 +517,7 @@ def _sink(log: CommitLog, content: Content) -> Callable[[], object]:
         header = replace(header_of(0, "sink", per="message"), query_id="query")
         writer = HalfWriter(header, log.topics(), "orders", None, log.fifo_topics())
         messages = pa.table({"body": ["sunk.0", "sunk.1"]}).to_batches()
-        outcome = sink.send(header, lambda: log.stage(writer, messages))
+        outcome = sink.send(header, lambda: log.engine.stage(writer, messages))
         agrees(listener, COMMIT_MESSAGE if RowState.COMMITTED in outcome.messages else UNKNOWN)
 
     return send
@@ -554,12 +556,12 @@ for _warm in (True, False):
 
     @operation(f"plan, {'warm' if _warm else 'cold'}", warm=_warm, asks=True)
     def _plan(log: CommitLog, content: Content) -> Callable[[], object]:
-        planner = Planner(log, Subscription(TOPICS))
+        planner = Planner(log.engine, Subscription(TOPICS))
         return lambda: planned(planner)
 
     @operation(f"plan from a time, {'warm' if _warm else 'cold'}", warm=_warm, asks=True)
     def _plan_from(log: CommitLog, content: Content) -> Callable[[], object]:
-        planner = Planner(log, Subscription(TOPICS))
+        planner = Planner(log.engine, Subscription(TOPICS))
         return lambda: planner.resolve("startingTimestamp", START + timedelta(hours=1))
 
     @operation(f"a trigger of a stream, {'warm' if _warm else 'cold'}", warm=_warm, asks=True)
@@ -585,7 +587,7 @@ for _warm in (True, False):
 
 @operation("publish a group's progress")
 def _publish(log: CommitLog, content: Content) -> Callable[[], object]:
-    return lambda: log.groups.publish(GROUP, {("orders", 0): 2, ("steps", 0): 1})
+    return lambda: log.engine.groups.publish(GROUP, {("orders", 0): 2, ("steps", 0): 1})
 
 
 @operation("reset a group")
@@ -638,14 +640,16 @@ class Truth:
 def read_truth(log: CommitLog, content: Content, known: Sequence[Truth] = ()) -> Truth:
     """The tables of a log; one of those that are known, when they say the same."""
     tables = log.another()
-    for table in (tables.half.table, tables.op, tables.topics_table):
+    for table in (tables.engine.half.table, tables.engine.op, tables.engine.topics_table):
         table.refresh()
-    rows = tables.op.read(tables.op.actions()["path"].to_pylist()).sort_by("version")
+    rows = tables.engine.op.read(tables.engine.op.actions()["path"].to_pylist()).sort_by("version")
     commits: dict[int, list[str]] = {}
     for row in rows.drop_columns(["path", "commit_id"]).to_pylist():
         commits.setdefault(row["version"], []).append(repr(row))
-    half = tables.half.prepared_after(-1)
-    progress = tables.groups.rows().select(["consumer_group", "topic", "queue_id", "next_offset", "suspended_until"])
+    half = tables.engine.half.prepared_after(-1)
+    progress = tables.engine.groups.rows().select(
+        ["consumer_group", "topic", "queue_id", "next_offset", "suspended_until"]
+    )
     said = Said(
         [sorted(commits[version]) for version in sorted(commits)],
         sorted((half_id, found.rows) for half_id, found in half.items()),
@@ -656,7 +660,7 @@ def read_truth(log: CommitLog, content: Content, known: Sequence[Truth] = ()) ->
         if truth.said == said:
             return truth
     mine = {record.half_id: record for record in content.records.values()}
-    records = {half_id: mine.get(half_id) or tables.half.get(half_id) for half_id in half}
+    records = {half_id: mine.get(half_id) or tables.engine.half.get(half_id) for half_id in half}
     states = {half_id: record.fresh_state() for half_id, record in records.items()}
     left = {row["half_id"] for row in rows.to_pylist() if row["kind"] == Kind.ARCHIVED.value}.difference(records)
     tails: dict[tuple[str, int], int] = {}
@@ -681,8 +685,8 @@ def held_lock(log: CommitLog) -> list[str]:
     free: list[bool] = []
 
     def take() -> None:
-        if log.lock.acquire(timeout=LOCK_S_MAX):  # type: ignore[attr-defined]
-            log.lock.release()  # type: ignore[attr-defined]
+        if log.engine.lock.acquire(timeout=LOCK_S_MAX):  # type: ignore[attr-defined]
+            log.engine.lock.release()  # type: ignore[attr-defined]
             free.append(True)
 
     thread = threading.Thread(target=take)
@@ -699,15 +703,17 @@ def followed(log: CommitLog, truth: Truth, who: str) -> list[str]:
         if found != expected:
             wrong.append(f"{who}: {what} is {found}, and in the tables {expected}")
 
-    log.ledger.refresh()
-    expect("tails", log.ledger.tails, truth.tails)
-    expect("waiting", {h: sum(c.values()) for h, c in log.ledger.waiting.items()}, dict(truth.waiting))
-    expect("the mark", log.ledger.low_water_ms, truth.low_water)
-    expect("open half batches", set(log.open_half_ids()), truth.open)
+    log.engine.ledger.refresh()
+    expect("tails", log.engine.ledger.tails, truth.tails)
+    expect("waiting", {h: sum(c.values()) for h, c in log.engine.ledger.waiting.items()}, dict(truth.waiting))
+    expect("the mark", log.engine.ledger.low_water_ms, truth.low_water)
+    expect("open half batches", set(log.engine.open_half_ids()), truth.open)
     for half_id, record in truth.records.items():
         if record.prepared_ms <= truth.low_water and half_id not in truth.waiting:
             continue  # it is read from the table
-        expect(f"the state of {half_id}", _words(log.state_of(record, refresh=False)), _words(truth.states[half_id]))
+        expect(
+            f"the state of {half_id}", _words(log.engine.state_of(record, refresh=False)), _words(truth.states[half_id])
+        )
     return wrong
 
 
@@ -720,12 +726,12 @@ def finish(log: CommitLog) -> None:
     """Commit whatever is open, quarantined or in conflict, place everything, and move the mark."""
     for half_id in [*log.quarantined()["half_id"].to_pylist(), *log.conflicts()]:
         log.resolve(half_id, COMMIT_MESSAGE, "the end")
-    for half_id in log.open_half_ids():
-        record = log.get(half_id)
-        for attempt in log.state_of(record).attempts(RowState.PENDING):
+    for half_id in log.engine.open_half_ids():
+        record = log.engine.get(half_id)
+        for attempt in log.engine.state_of(record).attempts(RowState.PENDING):
             commit(log, record, attempt)
-    log.place_due()
-    log.move_mark()
+    log.engine.place_due()
+    log.engine.move_mark()
 
 
 Visible = dict[str, list[Any]]
@@ -801,7 +807,7 @@ def uninterrupted(content: Content, op: Operation) -> Twin:
 
 def move_mark_later(log: CommitLog, content: Content) -> None:
     content.clock.at(LATER_H)
-    log.move_mark()
+    log.engine.move_mark()
 
 
 def end_of(log: CommitLog, content: Content) -> Visible:
@@ -874,8 +880,10 @@ def used_on(content: Content, twin: Twin, log: CommitLog, call: Callable[[], obj
     if visible(other) != end:
         wrong.append(f"another handle sees {visible(other)} in the end, this one {end}")
     for handle in (log, other):
-        if handle.open_half_ids() or handle.ledger.waiting:
-            wrong.append(f"in the end {handle.open_half_ids()} is open and {dict(handle.ledger.waiting)} waits")
+        if handle.engine.open_half_ids() or handle.engine.ledger.waiting:
+            wrong.append(
+                f"in the end {handle.engine.open_half_ids()} is open and {dict(handle.engine.ledger.waiting)} waits"
+            )
     return wrong + gaps(log)
 
 

@@ -56,8 +56,8 @@ def messages_of(log: CommitLog, topic: str) -> list[Message]:
 def retries_of(log: CommitLog, group: str) -> list[SentBack]:
     """Those that have come; their times are read from the half table itself."""
     topic = retry_topic(group)
-    files = log.half.table.actions()["path"].to_pylist()
-    half = log.half.table.read(files, ["properties", "deliver_at"], pc.field("topic") == topic).to_pylist()
+    files = log.engine.half.table.actions()["path"].to_pylist()
+    half = log.engine.half.table.read(files, ["properties", "deliver_at"], pc.field("topic") == topic).to_pylist()
     due = {_origin(row): row["deliver_at"] for row in half}
     came = log.read(topic, columns=["properties", "commit_timestamp"]).to_pylist()
     return [SentBack(*_origin(row), due[_origin(row)], row["commit_timestamp"]) for row in came]

@@ -51,6 +51,7 @@ from tests.support.inside import (
     Change,
     Drained,
     Drainer,
+    Engine,
     Expirer,
     Graces,
     HalfHeader,
@@ -73,9 +74,9 @@ from tests.support.inside import (
     Who,
     drain,
     half_store,
-    maintenance,
     marking,
     name_of,
+    op_merge,
     push_module,
     split_by_verdict,
     stripping,
@@ -269,7 +270,7 @@ def _no_txn_check() -> Iterator[None]:
 def _abort_deletes() -> Iterator[None]:
     def abort(self: StreamSource, log: SimulatedLog, paths: Sequence[str]) -> None:
         for path in paths:
-            log.half.table.fs.tables.pop(f"half/{path}", None)
+            log.engine.half.table.fs.tables.pop(f"half/{path}", None)
 
     with replaced((StreamSource, "abort", abort)):
         yield
@@ -278,7 +279,7 @@ def _abort_deletes() -> Iterator[None]:
 @mutant("a restored checkpoint is taken for a replay", A.REPLAY_DIVERGENCE, streams=1, restored="offsets")
 def _restored_checkpoint() -> Iterator[None]:
     def find(self: TwoPhase, header: Any) -> Any:
-        return self.log.find(header.app_id, header.batch_id)
+        return self.log.engine.find(header.app_id, header.batch_id)
 
     with replaced((TwoPhase, "_require_replayed", find)):
         yield
@@ -773,7 +774,7 @@ PRUNES = {
     **PRUNES, upkeep=14, crash=0.04, checkers=2, rounds=4, temper_check_unknown=0.8, checks_max=15,
 )  # fmt: skip
 def _pruned_fences() -> Iterator[None]:
-    with _often_leaving(), replaced((CommitLog, "still_in_half", lambda self, half_ids: set())):
+    with _often_leaving(), replaced((Engine, "still_in_half", lambda self, half_ids: set())):
         yield
 
 
@@ -1004,10 +1005,10 @@ def _conflicts_forgotten() -> Iterator[None]:
 def _merge_loses() -> Iterator[None]:
     def compact(table: Any) -> bool:
         def propose(version: int) -> Change | None:
-            small = maintenance._to_merge(table)
+            small = op_merge._to_merge(table)
             if not small:
                 return None
-            merged = table.write(table.read(small[1:]).sort_by("version"), "op", maintenance.STATS_COLUMNS)
+            merged = table.write(table.read(small[1:]).sort_by("version"), "op", op_merge.STATS_COLUMNS)
             return Change(add=[merged], remove=small, data_change=False)
 
         def landed(change: Change) -> bool:
@@ -1015,7 +1016,7 @@ def _merge_loses() -> Iterator[None]:
 
         return table.compare_and_set(propose, landed) is not None
 
-    with replaced((maintenance, "compact_op", compact)):
+    with replaced((op_merge, "compact_op", compact)):
         yield
 
 
@@ -1071,8 +1072,8 @@ def _leaves_open() -> Iterator[None]:
 def _leaves_undrained() -> Iterator[None]:
     def leave(self: Simulation, *_: Any) -> None:
         log = self.world.open_log()
-        log.move_mark()
-        leaver = Leaver(log, Graces(0.0, 0.0, 1e9))
+        log.engine.move_mark()
+        leaver = Leaver(log.engine, Graces(0.0, 0.0, 1e9))
         leaver.archive()
         leaver.remove()
         self.vacuum()
@@ -1168,8 +1169,8 @@ def _border_too_high() -> Iterator[None]:
 def _stripped_undrained() -> Iterator[None]:
     def strip(self: Simulation, *_: Any) -> None:
         log = self.world.open_log()
-        log.move_mark()
-        Stripper(log, Graces(0.0)).run()
+        log.engine.move_mark()
+        Stripper(log.engine, Graces(0.0)).run()
         self.vacuum()
 
     with replaced((Simulation, "mark", strip), (stripping, "drained_up_to", lambda _: 1 << 40)):
@@ -1264,15 +1265,15 @@ def _half_compaction(careful: bool) -> Patch:
 
     def compact(self: Simulation, *_: SimulatedLog) -> None:
         log = self.world.open_log()
-        table = log.half.table
+        table = log.engine.half.table
         droppable: set[str] = set()
         table.refresh()
-        last = {app: log.last_batch_id(app) for app in (s.name for s in self.sources)}
-        for half_id in log.half.prepared_after(0):
+        last = {app: log.engine.last_batch_id(app) for app in (s.name for s in self.sources)}
+        for half_id in log.engine.half.prepared_after(0):
             app_id, _, batch_id = name_of(half_id).rpartition(":")
-            record = log.find(app_id, int(batch_id))
+            record = log.engine.find(app_id, int(batch_id))
             try:
-                state = None if record is None else log.state_of(record)
+                state = None if record is None else log.engine.state_of(record)
             except HalfBatchLeftError:
                 state = None
             if record is None or state is None:  # another upkeep was faster
@@ -1395,7 +1396,7 @@ def _locks_of_their_own() -> Iterator[None]:
 
     def init(self: CommitLog, *arguments: Any, **options: Any) -> None:
         make(self, *arguments, **options)
-        self.op.lock, self.lock = self.machine.lock(), self.machine.lock()
+        self.engine.op.lock, self.engine.lock = self.engine.machine.lock(), self.engine.machine.lock()
 
     with replaced(
         (CommitLog, "__init__", init),
@@ -1415,11 +1416,11 @@ def _topics_unlocked() -> Iterator[None]:
     def unlocked(self: SimulatedTable) -> int:
         return self._refresh() if self.name == "topics" else refresh(self)
 
-    def topics(self: CommitLog) -> dict[str, int]:
+    def topics(self: Engine) -> dict[str, int]:
         self.topics_table.refresh()
         return {name: topic.queues for name, topic in self.topic_store.known().items()}
 
-    with replaced((SimulatedTable, "refresh", unlocked), (CommitLog, "topics", topics)):
+    with replaced((SimulatedTable, "refresh", unlocked), (Engine, "topics", topics)):
         yield
 
 
@@ -1446,12 +1447,12 @@ def _also_shown(wanted: RowState) -> Iterator[None]:
 
     def eager(self: CommitLog, topic: str, start: Any = None, limit: Any = None, columns: Any = None) -> pa.Table:
         found = read(self, topic, start, limit, columns)
-        for half_id in self.half.prepared_after(0):
-            record = self.get(half_id)
-            mask = self.state_of(record).rows_in((wanted,))
+        for half_id in self.engine.half.prepared_after(0):
+            record = self.engine.get(half_id)
+            mask = self.engine.state_of(record).rows_in((wanted,))
             if not mask:
                 continue
-            rows = self.half.read(record, mask, ["file_no", "row_no", "sharding_key", "body", "topic"])
+            rows = self.engine.half.read(record, mask, ["file_no", "row_no", "sharding_key", "body", "topic"])
             n = rows.num_rows
             shown = {
                 "topic": rows["topic"],
@@ -1559,7 +1560,7 @@ def _reported_early() -> Iterator[None]:
 
         def work() -> None:
             turns.sleep(log.world.chance.choice((0.0, 5.0, 50.0)))
-            decide(TwoPhase(log.another(), self.listener), run, batch, mask, verdicts, who)
+            decide(TwoPhase(log.another().engine, self.listener), run, batch, mask, verdicts, who)
 
         assert turns.current is not None
         turns.spawn(turns.current.process, work)

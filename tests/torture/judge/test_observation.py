@@ -23,7 +23,7 @@ def log(tmp_path: Path) -> CommitLog:
     commit(log, prepare(log, 0, 5, partitions=2))
     checked = prepare(log, 1, 3)
     roll_back(log, checked, who=Who.CHECK)
-    log.reopen(checked, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "rolled back by a check")
+    log.engine.reopen(checked, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "rolled back by a check")
     commit(log, checked, attempt=2)
     roll_back(log, prepare(log, 2, 4))
     return log
@@ -51,7 +51,7 @@ def test_a_log_of_the_product_shows_nothing(log: CommitLog) -> None:
 
 
 def test_a_topic_that_was_made_twice_is_seen(log: CommitLog) -> None:
-    table = log.topics_table
+    table = log.engine.topics_table
     file = table.write(table.read(table.actions()["path"].to_pylist()), "topics", ("name",))
     assert table.compare_and_set(lambda _: Change(add=[file]), lambda _: True) is not None
     assert kinds_of(find_anomalies(observe(log))) == {AnomalyKind.DUPLICATE}
@@ -66,7 +66,7 @@ def test_a_reading_that_lacks_a_row_is_seen(log: CommitLog) -> None:
 
 def test_an_op_row_that_came_in_by_another_door_is_seen(log: CommitLog) -> None:
     """The rows of the first commit once more, appended by hand."""
-    op = log.op
+    op = log.engine.op
     op.refresh()
     rows = op.read(op.actions()["path"].to_pylist()).sort_by("version").slice(0, 1)
     again = rows.set_column(0, "version", pa.array([op.version + 1], pa.int64()))

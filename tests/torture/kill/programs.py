@@ -32,8 +32,10 @@ from tests.support.inside import (
     Graces,
     TxmqDataSource,
     Verdicts,
+    maintain,
     maintenance,
     normalize_verdicts,
+    op_merge,
 )
 from tests.support.limits import set_limits
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
@@ -268,12 +270,12 @@ def keep_up(shop: Shop, history: History, process: str, chance: random.Random) -
         log = txmq.CommitLog.open(shop.log)
         what = chance.choice(["mark", "merge", "maintain", "maintain", "checkpoint", "vacuum", "read"])
         if what == "mark":
-            log.move_mark()
+            log.engine.move_mark()
         elif what == "merge":
-            log.ledger.refresh()
-            maintenance.compact_op(log.op)
+            log.engine.ledger.refresh()
+            op_merge.compact_op(log.engine.op)
         elif what == "maintain":
-            log.keep_up(GRACES)
+            maintain(log.engine, GRACES)
         elif what == "vacuum":
             log.vacuum()
             reach("vacuumed")
@@ -335,7 +337,7 @@ def read_on(shop: Shop, history: History, process: str, chance: random.Random) -
 
 def _read_all(shop: Shop, log: txmq.CommitLog, history: History, process: str, operation: str) -> None:
     messages = log.read(TOPIC, columns=READ_COLUMNS)
-    note_messages(history, Kind.READ, process, operation, messages, log.op.version)
+    note_messages(history, Kind.READ, process, operation, messages, log.engine.op.version)
     note_messages_table(history, process, operation, shop.log)
     (shop.readings / operation).touch()
 

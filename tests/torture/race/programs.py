@@ -25,7 +25,7 @@ from typing import Any
 import rmq_spark as txmq
 from rmq_spark.errors import AlreadyPreparedError, FencedError, StaleAttemptError, VerdictConflictError
 from tests.support.half_batches import prepare
-from tests.support.inside import Change, Planner, Subscription, Who, admit, maintenance, read_ranges
+from tests.support.inside import Change, Planner, Subscription, Who, admit, op_merge, read_ranges
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import READ_COLUMNS, note_messages
 
@@ -105,7 +105,7 @@ class SharedTrack(Track):
 
 def note_versions(log: txmq.CommitLog, history: History, process: str) -> None:
     """From now on, note at which version each acknowledged commit of this handle is, and whether it merged files."""
-    for table in (log.half.table, log.op):
+    for table in (log.engine.half.table, log.engine.op):
         if "try_commit" in vars(table):  # another thread has seen to it
             continue
         real: Callable[[Change], bool] = table.try_commit  # type: ignore[attr-defined]
@@ -282,10 +282,12 @@ def contend(track: Track, history: History, process: str, chance: random.Random,
         try:
             record = prepare(log, number, {"body": bodies}, app=CONTESTED, topic=TOPIC)
         except AlreadyPreparedError:
-            record = log.get(f"{CONTESTED}:{number}")
+            record = log.engine.get(f"{CONTESTED}:{number}")
         mask = {n: b"\x01" * f.rows for n, f in record.files.items()}
         try:
-            log.decide(record, 1, commit=mask if commits else {}, rollback={} if commits else mask, who=Who.EXECUTE)
+            log.engine.decide(
+                record, 1, commit=mask if commits else {}, rollback={} if commits else mask, who=Who.EXECUTE
+            )
         except VerdictConflictError:
             told = Phase.FAIL
         else:
@@ -314,12 +316,12 @@ def checks(log: txmq.CommitLog, orders: Orders, timeout_s: float) -> txmq.CheckS
 
 def keep_up(track: Track, history: History, process: str, chance: random.Random) -> None:
     """Merge op files, move the mark and drain all the time."""
-    maintenance.OP_FILES_MAX = OP_FILES_MAX
+    op_merge.OP_FILES_MAX = OP_FILES_MAX
     log = track.open()
     note_versions(log, history, process)
     while not track.stop.exists():
-        log.move_mark()
-        maintenance.compact_op(log.op)
+        log.engine.move_mark()
+        op_merge.compact_op(log.engine.op)
         log.drain()
         time.sleep(chance.uniform(0.1, 0.5))
 
@@ -352,21 +354,21 @@ def look(track: Track, history: History, process: str, chance: random.Random) ->
     resolve a batch, to publish a group's progress."""
     log = track.open()
     note_versions(log, history, process)
-    planner = Planner(log, Subscription((TOPIC, FIFO_TOPIC)))
+    planner = Planner(log.engine, Subscription((TOPIC, FIFO_TOPIC)))
     at: dict[tuple[str, int], int] = {}
     for number in count():
         if track.stop.exists():
             return
         at = _poll(log, planner, history, process, number, at, chance.choice((None, 5)))
-        log.groups.publish(process, at)
-        published = log.groups.positions(process)
+        log.engine.groups.publish(process, at)
+        published = log.engine.groups.positions(process)
         assert published == at, f"published {at}, and found {published}"
         log.create_topic(f"made-{int(time.time() * 2)}", 1, exist_ok=True)
         bodies = [f"{PERSON}.{number}.{n}" for n in range(2)]
         with suppress(AlreadyPreparedError):
             prepare(log, number, {"body": bodies}, app=PERSON, topic=TOPIC)
         log.resolve(f"{PERSON}:{number}", txmq.COMMIT_MESSAGE, "somebody knows")
-        listing = chance.choice((log.open_half_ids, log.pending, log.open_messages, log.conflicts, log.topics))
+        listing = chance.choice((log.engine.open_half_ids, log.pending, log.open_messages, log.conflicts, log.topics))
         listing()
         time.sleep(chance.uniform(0.0, 0.05))
 
@@ -383,7 +385,7 @@ def _poll(
     """Read on as the streaming source does; returns how far."""
     end = admit(start, planner.latest(), limit)
     operation = f"{process}.{number}"
-    for messages in read_ranges(planner.ranges(start, end), log.read_range, log.find_again, READ_COLUMNS):
+    for messages in read_ranges(planner.ranges(start, end), log.engine.read_range, log.engine.find_again, READ_COLUMNS):
         note_messages(history, Kind.POLL, process, operation, messages)
     planner.forget(start)
     for (topic, queue_id), offset in end.items():

@@ -211,7 +211,7 @@ class Race:
         deadline = time.monotonic() + SETTLE_S_MAX
         while time.monotonic() < deadline:
             service.run_once()
-            if not self._open_half_ids(log) and not log.ledger.waiting:
+            if not self._open_half_ids(log) and not log.engine.ledger.waiting:
                 return
         self.failures.append(f"still open after {SETTLE_S_MAX:.0f} s: {self._open_half_ids(log)[:5]}")
 
@@ -226,7 +226,7 @@ class Race:
         log = track.open()
         topics = [topic for topic in (TOPIC, FIFO_TOPIC) if topic in log.topics()]
         messages = pa.concat_tables([log.read(topic, columns=READ_COLUMNS) for topic in topics])
-        note_messages(self.history, Kind.READ, "judge", FINAL, messages, log.op.version)
+        note_messages(self.history, Kind.READ, "judge", FINAL, messages, log.engine.op.version)
         with ThreadPoolExecutor(2) as pool:
             for drained in [pool.submit(track.open().drain) for _ in range(2)]:
                 drained.result()

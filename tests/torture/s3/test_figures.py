@@ -19,9 +19,9 @@ def test_an_exporter_reads_a_log_on_s3(log: txmq.CommitLog, s3: S3Server) -> Non
     assert registry.get_sample_value("txmq_up", labels) == 1
     assert registry.get_sample_value("rocketmq_commit_messages_total", {**labels, "topic": "orders"}) == 5
     assert registry.get_sample_value("rocketmq_half_messages", {**labels, "topic": "orders"}) == 3
-    commit(log, log.get("app:1"))
+    commit(log, log.engine.get("app:1"))
     log.drain()
-    log.groups.set("points", {("orders", 0): 0}, "test")
+    log.engine.groups.set("points", {("orders", 0): 0}, "test")
     text = prometheus_client.generate_latest(registry).decode()
     assert registry.get_sample_value("txmq_undrained_messages", labels) == 0
     assert 'rocketmq_consumer_lag_messages{cluster="DefaultCluster",consumer_group="points"' in text

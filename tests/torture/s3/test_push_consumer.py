@@ -25,8 +25,8 @@ def test_members_share_a_group_on_s3(log: txmq.CommitLog) -> None:
     for consumer in consumers:
         go_on(consumer)
     assert sorted(found) == list("abcd")
-    assert sum(log.groups.positions("points").values()) == 4
+    assert sum(log.engine.groups.positions("points").values()) == 4
     for consumer in consumers:
         consumer.member.leave()
     assert txmq.ConsumerGroup(log, "points").members() == {}
-    assert all(place.owner is None for place in log.groups.places("points").values())
+    assert all(place.owner is None for place in log.engine.groups.places("points").values())

@@ -65,9 +65,9 @@ def test_upkeep_and_vacuum_work_on_s3(log: txmq.CommitLog, s3: S3Server, limit: 
         commit(log, prepare(log, i))
     log.close()
     before = bodies(log)
-    assert len(another(log).op.actions()) < 6
-    orphan = f"{log.half.table.folder}/half-orphan.parquet"
-    with log.half.table.fs.open_output_stream(orphan) as stream:
+    assert len(another(log).engine.op.actions()) < 6
+    orphan = f"{log.engine.half.table.folder}/half-orphan.parquet"
+    with log.engine.half.table.fs.open_output_stream(orphan) as stream:
         stream.write(b"left behind by a crash")
     week_ago = (s3.folder / orphan).stat().st_mtime - 8 * 86_400
     os.utime(s3.folder / orphan, (week_ago, week_ago))
@@ -214,11 +214,11 @@ def test_a_log_that_was_made_anew_on_s3_and_is_as_long_is_not_taken_for_the_old_
 
 def test_a_half_file_that_was_deleted_is_not_prepared_on_s3(s3: S3Server, log: txmq.CommitLog, uri: str) -> None:
     writer = HalfWriter(header_of(0), log.topics(), "orders", None)
-    files = [f for n in range(20) for f in log.stage(writer, pa.table({"body": [f"{n}"]}).to_batches(), n)]
+    files = [f for n in range(20) for f in log.engine.stage(writer, pa.table({"body": [f"{n}"]}).to_batches(), n)]
     (s3.folder / uri.removeprefix("s3://") / "half" / files[13].data.path).unlink()
     with pytest.raises(LostStagedFileError, match=files[13].data.path):
-        log.prepare(header_of(0), files)
-    assert another(log).find("app", 0) is None
+        log.engine.prepare(header_of(0), files)
+    assert another(log).engine.find("app", 0) is None
 
 
 def test_what_holds_storage_options_does_not_show_them(s3: S3Server, log: txmq.CommitLog) -> None:

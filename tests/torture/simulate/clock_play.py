@@ -39,16 +39,16 @@ class _Play:
             if self.given_up and self.chance.random() < 0.5:
                 self.resume()
                 if self.chance.random() < 0.5:
-                    self.machine().move_mark()
+                    self.machine().engine.move_mark()
         while self.given_up:
             self.resume()
         for record in self.chance.sample(self.open, len(self.open)):
             log = self.machine()
             some, others = split(pending(log, record), self.chance.choice((1, 2)))
             for rows in (some, others) if record.header.transaction_per == "message" else (pending(log, record),):
-                log.decide(record, 1, commit=rows, rollback={}, who=Who.EXECUTE)
+                log.engine.decide(record, 1, commit=rows, rollback={}, who=Who.EXECUTE)
         log = another(self.log)
-        half, op = (table.read(table.actions()["path"].to_pylist()) for table in (log.half.table, log.op))
+        half, op = (table.read(table.actions()["path"].to_pylist()) for table in (log.engine.half.table, log.engine.op))
         note_tables(self.history, half, op)
         self.history.note(Kind.END)
         note_messages(self.history, Kind.READ, "final", FINAL, self.log.read(TOPIC, columns=READ_COLUMNS))
@@ -65,8 +65,8 @@ class _Play:
         header = HalfHeader(batch_name(app, 0), app, 0, None, None, None, per, "group")
         writer = HalfWriter(header, log.topics(), TOPIC, None, log.fifo_topics())
         bodies = [f"{header.half_id}.{row}" for row in range(self.chance.choice((1, 2)))]
-        files = log.stage(writer, pa.table({"body": bodies, "sharding_key": [key] * len(bodies)}).to_batches())
-        table = log.half.table
+        files = log.engine.stage(writer, pa.table({"body": bodies, "sharding_key": [key] * len(bodies)}).to_batches())
+        table = log.engine.half.table
         commit, others = table.try_commit, [faster] if faster else []  # type: ignore[attr-defined]
 
         def slowly(change: Change) -> bool:
@@ -75,9 +75,9 @@ class _Play:
             return bool(commit(change))
 
         table.try_commit = slowly  # type: ignore[attr-defined]
-        record = log.prepare(header, files)
+        record = log.engine.prepare(header, files)
         if self.chance.random() < 0.3:
-            log.quarantine(record, 1, pending(log, record), Who.ADMIN, "nobody knows")
+            log.engine.quarantine(record, 1, pending(log, record), Who.ADMIN, "nobody knows")
             self.given_up.append((record, key))
         else:
             self.note(record, key)

@@ -36,22 +36,24 @@ def play_fifo(seed: int) -> list[Anomaly]:
                              payload=payload_hash(body.encode()), sequence=sequence[key])  # fmt: skip
             writer = HalfWriter(header, process.topics(), TOPIC, None, process.fifo_topics())
             table = pa.table({"body": bodies, "sharding_key": keys})
-            process.prepare(header, process.stage(writer, table.to_batches()))
+            process.engine.prepare(header, process.engine.stage(writer, table.to_batches()))
             open_ones.append(header.half_id)
             left, sent = left - 1, sent + 1
         else:
-            record = process.get(open_ones.pop(chance.randrange(len(open_ones))))
-            rows = process.state_of(record).rows_in((RowState.PENDING,))
+            record = process.engine.get(open_ones.pop(chance.randrange(len(open_ones))))
+            rows = process.engine.state_of(record).rows_in((RowState.PENDING,))
             verdict = chance.choice(("commit", "commit", "rollback"))
             commit, rollback = (rows, {}) if verdict == "commit" else ({}, rows)
-            process.decide(record, 1, commit=commit, rollback=rollback, who=Who.CHECK)
+            process.engine.decide(record, 1, commit=commit, rollback=rollback, who=Who.CHECK)
         if chance.random() < 0.2:
-            processes[0].another().move_mark()
+            processes[0].another().engine.move_mark()
         if chance.random() < 0.2:
             processes[chance.randrange(3)] = log.another()
-    for table in (log.half.table, log.op):
+    for table in (log.engine.half.table, log.engine.op):
         table.refresh()
-    half, op = (table.read(table.actions()["path"].to_pylist()) for table in (log.half.table, log.ledger.table))
+    half, op = (
+        table.read(table.actions()["path"].to_pylist()) for table in (log.engine.half.table, log.engine.ledger.table)
+    )
     note_tables(history, half, op)
     history.note(Kind.END)
     note_messages(history, Kind.READ, "final", FINAL, log.read(TOPIC, columns=READ_COLUMNS))

@@ -30,14 +30,14 @@ def play_marks(seed: int) -> list[Anomaly]:
         elif step == "settle":
             _settle(log, chance.choice(records).half_id, chance)
         elif step == "mark":
-            log.another().move_mark()
+            log.another().engine.move_mark()
         else:
             move_half(log)
     checker = log.another()
-    for half_id in checker.open_half_ids():
-        for attempt in checker.state_of(checker.get(half_id)).attempts(RowState.PENDING):
+    for half_id in checker.engine.open_half_ids():
+        for attempt in checker.engine.state_of(checker.engine.get(half_id)).attempts(RowState.PENDING):
             _decide(checker, half_id, attempt, {}, whole=True)
-    tables = (log.half.table, log.op)
+    tables = (log.engine.half.table, log.engine.op)
     for table in tables:
         table.refresh()
     note_tables(history, *(table.read(table.actions()["path"].to_pylist()) for table in tables))
@@ -55,26 +55,28 @@ def _send(log: InMemoryCommitLog, history: History, batch_id: int, chance: rando
     writer = HalfWriter(header, log.topics(), TOPIC, None)
     half = chance.randrange(len(bodies) + 1)  # in one file or two
     parts = [part for part in (bodies[:half], bodies[half:]) if part]
-    files = [f for n, part in enumerate(parts) for f in log.stage(writer, pa.table({"body": part}).to_batches(), n)]
-    return log.prepare(header, files)
+    files = [
+        f for n, part in enumerate(parts) for f in log.engine.stage(writer, pa.table({"body": part}).to_batches(), n)
+    ]
+    return log.engine.prepare(header, files)
 
 
 def _settle(log: InMemoryCommitLog, half_id: str, chance: random.Random) -> None:
     """Decide some of a half batch; or reopen what a check rolled back."""
-    record = log.another().get(half_id)
-    state = log.state_of(record)
+    record = log.another().engine.get(half_id)
+    state = log.engine.state_of(record)
     rolled_back = (RowState.ROLLED_BACK_BY_CHECK,)
     for attempt in state.attempts(RowState.PENDING):
         _decide(log, half_id, attempt, {n: chance.random() for n in record.files}, whole=chance.random() < 0.6)
         return
     for attempt in state.attempts(*rolled_back):
-        log.reopen(record, attempt, rolled_back, attempt + 1, Who.EXECUTE, "rolled back by a check")
+        log.engine.reopen(record, attempt, rolled_back, attempt + 1, Who.EXECUTE, "rolled back by a check")
 
 
 def _decide(log: InMemoryCommitLog, half_id: str, attempt: int, lot: dict[int, float], whole: bool) -> None:
-    record = log.get(half_id)
-    mask = log.state_of(record).rows_in((RowState.PENDING,), attempt)
+    record = log.engine.get(half_id)
+    mask = log.engine.state_of(record).rows_in((RowState.PENDING,), attempt)
     commit = mask if whole else {n: bits for n, bits in mask.items() if lot[n] < 0.5}
     rollback = {} if whole else {n: bits for n, bits in mask.items() if lot[n] > 0.7}
     if commit or rollback:
-        log.decide(record, attempt, commit=commit, rollback=rollback, who=Who.CHECK)
+        log.engine.decide(record, attempt, commit=commit, rollback=rollback, who=Who.CHECK)

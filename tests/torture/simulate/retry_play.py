@@ -101,7 +101,7 @@ class _Play:
         self.queues = chance.choice((1, 1, 2))
         self.log = memory_log(self.machine, **{TOPIC: self.queues})
         for topic in (retry_topic(GROUP), dlq_topic(GROUP)):
-            self.log.create_own_topic(topic)
+            self.log.engine.create_own_topic(topic)
         self.max = chance.choice((0, 1, 2))
         self.delay = chance.choice((1, None, None))
         # By message: how often it fails; None: nobody knows before.
@@ -161,7 +161,7 @@ class _Play:
         member = push(self.log, listen, mode=mode, consume_message_batch_max_size=rows, max_reconsume_times=self.max,
                       delay_level_when_next_consume=self.delay, suspend_current_queue_time=0)  # fmt: skip
         member.member.note = _stuck
-        member._two_phase = TwoPhase(member.member.log, CommitOncePrepared())  # in this thread, so a seed is a run
+        member._two_phase = TwoPhase(member.member.log, CommitOncePrepared())
         member.member.join()
         return member
 
@@ -194,12 +194,12 @@ class _Play:
 
     def is_gone(self, member: Any) -> None:
         """Its lease is over: its queues are free."""
-        self.log.another().groups.hand_over(GROUP, "the lease is over")
+        self.log.another().engine.groups.hand_over(GROUP, "the lease is over")
         member.member._members.leave()
 
     def time(self) -> None:
         self.machine.sleep(self.chance.choice((2, 10, 30)))
-        self.log.another().place_due()
+        self.log.another().engine.place_due()
 
     def upkeep(self) -> None:
         if self.chance.random() < 0.3:
@@ -216,7 +216,7 @@ class _Play:
     def person(self) -> None:
         """Somebody settles one of those half batches that the dead have left open, before any check does."""
         log = self.log.another()
-        opened = [half_id for half_id in log.open_half_ids() if half_id.startswith("back.")]
+        opened = [half_id for half_id in log.engine.open_half_ids() if half_id.startswith("back.")]
         for half_id in opened[:1]:
             log.resolve(half_id, rmq_spark.COMMIT_MESSAGE, "it may go out")
 
@@ -240,11 +240,11 @@ class _Play:
             self.machine.sleep(30)
             log = self.log.another()
             CheckService(log, listeners={}).run_once()
-            log.place_due()
-            positions, tails = log.groups.positions(GROUP), log.tails()
+            log.engine.place_due()
+            positions, tails = log.engine.groups.positions(GROUP), log.engine.tails()
             read = (TOPIC, retry_topic(GROUP))
             behind = [queue for queue, end in tails.items() if queue[0] in read and positions.get(queue, 0) < end]
-            if not (behind or log.ledger.waiting or log.open_half_ids()):
+            if not (behind or log.engine.ledger.waiting or log.engine.open_half_ids()):
                 return
         self.say(AnomalyKind.STUCK_HALF, f"the group does not come to an end: {behind}")
 

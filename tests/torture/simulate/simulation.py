@@ -74,8 +74,8 @@ from tests.support.inside import (
     drained_up_to,
     half_id_of,
     input_hash_of,
-    maintenance,
     name_of,
+    op_merge,
     read_ranges,
     upkeep,
 )
@@ -449,7 +449,7 @@ class Simulation:
             def work() -> None:
                 log = self.world.open_log()
                 found = log.read(TOPIC, columns=READ_COLUMNS)
-                found = self.with_expired(log.firsts(), found)
+                found = self.with_expired(log.engine.firsts(), found)
                 note_messages(self.history, Kind.READ, "final", operation, found)
 
             return work
@@ -528,8 +528,8 @@ class Simulation:
             waiting |= set(log.pending()["half_id"].to_pylist())
         waiting = {h for h in waiting if name_of(h) != self.scenario.temper.poison}  # nobody will ever answer for it
         for half_id in sorted(waiting):
-            record = log.get(half_id)
-            state = log.state_of(record)
+            record = log.engine.get(half_id)
+            state = log.engine.state_of(record)
             verdict = self._truth(log, record, state)
             if verdict is None and state.in_conflict:
                 verdict = COMMIT_MESSAGE
@@ -550,7 +550,7 @@ class Simulation:
         found = set()
         for attempt in state.attempts(*RowState):
             mask = state.rows_in(tuple(RowState), attempt)
-            batch = log.half_batch(record, state, attempt, mask)
+            batch = log.engine.half_batch(record, state, attempt, mask)
             for transaction_id in batch.transactions["transaction_id"].to_pylist():
                 found.add(self.database.words.get(transaction_id))
         if found == {"executed"}:
@@ -598,7 +598,7 @@ class Simulation:
             self.tolerate(works[name])
 
     def mark(self, log: SimulatedLog) -> None:
-        log.move_mark()
+        log.engine.move_mark()
 
     def drain(self, log: SimulatedLog) -> None:
         """Drain, perhaps beside another process, and read what is there."""
@@ -628,7 +628,7 @@ class Simulation:
             self.chance.choice((0.0, 0.0, 20.0)), self.chance.choice((0.0, 60.0)), 0.0 if forgets else DAY_S * 1000
         )
         try:
-            report = upkeep.maintain(self.world.open_log(), [], graces)
+            report = upkeep.maintain(self.world.open_log().engine, graces)
         except ForeignChangeError:
             self.counts["upkeep stopped by another writer"] += 1
             return
@@ -637,11 +637,11 @@ class Simulation:
         self.counts["files expired"] += report.files_expired
         self.counts["op rows pruned"] += report.rows_pruned
         if self.scenario.prunes:
-            self.counts["fence rows pruned"] += self.database.prune(self.world.open_log().still_in_half)
+            self.counts["fence rows pruned"] += self.database.prune(self.world.open_log().engine.still_in_half)
 
     def read_drained(self, log: SimulatedLog, operation: str) -> None:
         """The table ``messages`` as it is at some moment, for any reader of Delta."""
-        table = log.messages_table
+        table = log.engine.messages_table
         table.refresh()
         # What has expired by now, whatever this log has read: the files may have gone before it hears of that.
         found, position = table.read(table.actions()["path"].to_pylist()), drained_up_to(table)
@@ -649,11 +649,11 @@ class Simulation:
         note_drained(self.history, self.world.process, operation, rows, position)
 
     def merge(self, log: SimulatedLog) -> None:
-        maintenance.compact_op(log.op)
+        op_merge.compact_op(log.engine.op)
 
     def move(self, keeps_time: bool = True) -> None:
         """Half files are written anew under other names, with their time of prepare, as stripping does."""
-        table = self.world.open_log().half.table
+        table = self.world.open_log().engine.half.table
         table.refresh()
         for file in table.actions().to_pylist():
             if self.chance.random() < 0.3:
@@ -839,18 +839,18 @@ class Source:
         half_id = batch_name(app_id, 0)
         header = HalfHeader(half_id, app_id, 0, None, None, listener.store_id, "batch", GROUP)
         writer = HalfWriter(header, {TOPIC: self.simulation.scenario.queues}, TOPIC, None)
-        now_us = int(log.machine.time() * 1_000_000)
+        now_us = int(log.engine.machine.time() * 1_000_000)
         times = pa.array([now_us, NO_TIME_US], pa.int64()).cast(TIMESTAMP)
         columns = {"body": [f"{app_id}.{i}" for i in range(2)]}
         try:
-            files = log.stage(writer, self.table(columns).append_column("deliver_at", times).to_batches())
+            files = log.engine.stage(writer, self.table(columns).append_column("deliver_at", times).to_batches())
         except MessageError:
             self.simulation.counts["slips refused"] += 1
             return
         begun = self.events(columns, 0, header.name)
         self.simulation.history.extend(begun)
         try:
-            TwoPhase(log, listener, on_listener_error="unknown").send(header, lambda: files)
+            TwoPhase(log.engine, listener, on_listener_error="unknown").send(header, lambda: files)
         except Exception as problem:
             self.simulation.problems.append(f"slip: {type(problem).__name__}: {problem}")
         self.told(begun, Phase.UNKNOWN)
@@ -934,7 +934,7 @@ class StreamSource(Source):
         self.slip(log, listener)
         while not self.finished:
             self.keep_appointment()
-            if mistaken is not None and log.find(self.name, self.done + self.empty) is None:
+            if mistaken is not None and log.engine.find(self.name, self.done + self.empty) is None:
                 raise FenceError("the operator sees that the driver has no listener")
             self.send(log, listener, self.done)
             world.scheduler.step()  # Spark's own commit is another moment
@@ -969,14 +969,14 @@ class StreamSource(Source):
         files = []
         for partition in range(s.partitions):
             part = table.slice(partition * size, size)
-            files += log.stage(writer, part.to_batches(), partition)
+            files += log.engine.stage(writer, part.to_batches(), partition)
         self._remember_keys(log, header.name, [f.data.path for f in files])
         begun = self.events(columns, batch_id, header.name)
         simulation.history.extend(begun)
         simulation.scheduler.step()
         listener.seen_version = log.seen_version
         two_phase = TwoPhase(
-            log, listener, on_listener_error=s.on_listener_error, replay_check_timeout_s=8.0, lease_s=60.0
+            log.engine, listener, on_listener_error=s.on_listener_error, replay_check_timeout_s=8.0, lease_s=60.0
         )
         try:
             outcome = two_phase.send(header, lambda: files, lineage=Lineage(checkpoint))
@@ -1001,7 +1001,7 @@ class StreamSource(Source):
         if self.simulation.scenario.per != "key":
             return
         for path in paths:
-            rows = log.half.table.fs.get(f"half/{path}").select(["file_no", "row_no", "transaction_key"])
+            rows = log.engine.half.table.fs.get(f"half/{path}").select(["file_no", "row_no", "transaction_key"])
             for row in rows.to_pylist():
                 self.simulation.world.keys[name, row["file_no"], row["row_no"]] = row["transaction_key"]
 
@@ -1068,7 +1068,7 @@ class Reader:
 
     def work(self, log: SimulatedLog) -> None:
         simulation, s = self.simulation, self.simulation.scenario
-        planner = Planner(log, Subscription((TOPIC,))) if s.planner else None
+        planner = Planner(log.engine, Subscription((TOPIC,))) if s.planner else None
         while self.polls < s.polls:
             simulation.scheduler.sleep(simulation.chance.choice((1.0, 20.0, 60.0)))
             self.polls += 1
@@ -1090,7 +1090,7 @@ class Reader:
         start = {(TOPIC, q): offset for q, offset in self.position.items()}
         end = admit(start, planner.latest(), limit)
         parts = [pa.schema(SCHEMA).empty_table()]
-        parts += read_ranges(planner.ranges(start, end), log.read_range, log.find_again, READ_COLUMNS)
+        parts += read_ranges(planner.ranges(start, end), log.engine.read_range, log.engine.find_again, READ_COLUMNS)
         planner.forget(start)
         return pa.concat_tables(parts)
 
@@ -1099,7 +1099,7 @@ class Reader:
     ) -> pa.Table:
         """Note what was read, and before it what has expired, of which ``op`` may tell at a later version."""
         simulation, version = self.simulation, log.read_version
-        whole = simulation.with_expired(log.firsts(), found, start)
+        whole = simulation.with_expired(log.engine.firsts(), found, start)
         expired = whole.slice(0, whole.num_rows - found.num_rows)
         for part, at in ((expired, log.read_version), (found, version)):
             note_messages(simulation.history, kind, simulation.world.process, operation, part, at)

@@ -58,7 +58,7 @@ class _Play:
             elif step == "leave":
                 let_leave(self.log, idempotency_s=self.chance.choice((0, 0, FOREVER_S)))
             elif step == "move":
-                if another(self.log).half.table.actions().num_rows:
+                if another(self.log).engine.half.table.actions().num_rows:
                     move_half(self.log)
             elif self.sent:
                 self.decide(self.chance.choice(self.sent[-2:] if step == "decide" else self.sent))
@@ -77,10 +77,10 @@ class _Play:
         log, record = another(self.log), sent.record
         verdict = self.chance.choice(("commit", "rollback"))
         if self.chance.random() < 0.5:
-            log.lease(record, 60.0)
+            log.engine.lease(record, 60.0)
         rows = record.fresh_state().rows_in((RowState.PENDING,))
         try:
-            log.decide(record, 1, **{verdict: rows}, who=self.chance.choice((Who.EXECUTE, Who.CHECK)))
+            log.engine.decide(record, 1, **{verdict: rows}, who=self.chance.choice((Who.EXECUTE, Who.CHECK)))
         except (HalfBatchLeftError, StaleAttemptError, VerdictConflictError):
             if sent.verdict is None:
                 self.say(AnomalyKind.LOST_WRITE, f"the first verdict on {record.half_id} was refused")

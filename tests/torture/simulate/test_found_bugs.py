@@ -42,4 +42,4 @@ def test_nothing_is_prepared_below_a_mark_that_was_made_since_op_was_read(
     an open half batch."""
     monkeypatch.setattr(Machine, "time", lambda _: 1_000_000_000.0)
     send(behind, "another")
-    assert another(behind).open_half_ids() == ["another:0"]
+    assert another(behind).engine.open_half_ids() == ["another:0"]

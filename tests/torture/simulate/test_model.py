@@ -132,22 +132,22 @@ class ProtocolMachine(RuleBasedStateMachine):
         log = self.handles[key]
         worker = (self.state.producers if step.role == "producer" else self.state.checkers)[step.who]
         if step.role == "checker" and step.what == model.START:
-            opened = log.open_half_ids()
+            opened = log.engine.open_half_ids()
             pending = {n for n, b in enumerate(self.state.batches) if b.state == model.PENDING}
             assert set(opened) == {self.records[n].half_id for n in pending}
             # Oldest first.
-            times = [log.get(half_id).prepared_ms for half_id in opened]
+            times = [log.engine.get(half_id).prepared_ms for half_id in opened]
             assert times == sorted(times)
             return True
         if step.what == model.START:
             self._prepare(log, worker.batch)
             return True
-        record, attempt = log.get(self.records[worker.batch].half_id), worker.attempt
+        record, attempt = log.engine.get(self.records[worker.batch].half_id), worker.attempt
         if step.what in (model.RUN, model.ASK):
             return self._ask_listener(log, record, worker, step)
         if step.what == model.REOPEN:
             by_check = (RowState.ROLLED_BACK_BY_CHECK,)
-            reopened = log.reopen(record, attempt, by_check, attempt + 1, Who.EXECUTE, "rolled back by a check")
+            reopened = log.engine.reopen(record, attempt, by_check, attempt + 1, Who.EXECUTE, "rolled back by a check")
             batch = self.state.batches[worker.batch]
             assert bool(reopened) == (batch.state == model.BY_CHECK and batch.attempt == attempt)
             return True
@@ -165,7 +165,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.records[number] = record
 
     def _ask_listener(self, log: CommitLog, record: HalfRecord, worker: model.Worker, step: Step) -> bool:
-        batch = log.half_batch(record, log.state_of(record), worker.attempt, self._all(record))
+        batch = log.engine.half_batch(record, log.engine.state_of(record), worker.attempt, self._all(record))
         fence = self.state.batches[worker.batch].fence[worker.attempt - 1]
         if step.what == model.RUN:
             self.refuse = step.choice == model.REFUSED
@@ -192,9 +192,9 @@ class ProtocolMachine(RuleBasedStateMachine):
         refused = [RolledBack("no", worker.verdict == model.REFUSE, dict(rows.ranges()))]
         try:
             if commit:
-                log.decide(record, worker.attempt, commit=rows, who=who)
+                log.engine.decide(record, worker.attempt, commit=rows, who=who)
             else:
-                log.decide(record, worker.attempt, rollback=rows, who=who, rolled_back=refused)
+                log.engine.decide(record, worker.attempt, rollback=rows, who=who, rolled_back=refused)
         except StaleAttemptError:
             assert self.state.batches[worker.batch].attempt != worker.attempt
 
@@ -205,7 +205,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     @rule()
     def move_mark(self) -> None:
-        another(self.log).move_mark()
+        another(self.log).engine.move_mark()
 
     @rule()
     def merge_op_files(self) -> None:
@@ -221,7 +221,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     def the_log_is_as_the_model_says(self) -> None:
         seen = another(self.log)
         for number, record in self.records.items():
-            batch, state = self.state.batches[number], seen.state_of(record)
+            batch, state = self.state.batches[number], seen.engine.state_of(record)
             assert state.rows_in((REAL[batch.state],), batch.attempt) == self._all(record)
         assert bodies(seen) == [body for number in self.state.queue for body in self._bodies(number)]
         check_offsets(seen)

@@ -87,10 +87,10 @@ class _Play:
             age_s = now_s - at_s
             if age_s < KEPT_S - BELIEVED_S and f"{key}.0" not in visible:
                 self.found.append(Anomaly(AnomalyKind.EXPIRED_EARLY, f"{key} is gone after {age_s:.0f} s"))
-            if age_s < IDEMPOTENCY_S - BELIEVED_S and log.find(key, 0) is None:  # a retry would be a second send
+            if age_s < IDEMPOTENCY_S - BELIEVED_S and log.engine.find(key, 0) is None:  # a retry would be a second send
                 self.found.append(Anomaly(AnomalyKind.DUPLICATE, f"{key} is forgotten after {age_s:.0f} s"))
         for key, at_s in self.open_s.items():
-            age_s, state = now_s - at_s, log.state_of(log.get(f"{key}:0"))
+            age_s, state = now_s - at_s, log.engine.state_of(log.engine.get(f"{key}:0"))
             if age_s < FILE_RESERVED_TIME_S - BELIEVED_S and state.count(RowState.QUARANTINED):
                 sentence = f"{key} is quarantined after {age_s:.0f} s"
                 self.found.append(Anomaly(AnomalyKind.DISCARDED_WITHOUT_CHECK, sentence))

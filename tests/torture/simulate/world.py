@@ -15,6 +15,8 @@ import pyarrow as pa
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog, LocalTransactionState
 from rmq_spark._core.log import op_view as follow
 from rmq_spark._core.log.half_table import PrepareError
+from rmq_spark._core.log.tables import LogTables
+from rmq_spark._core.protocol.engine import Engine
 from rmq_spark.errors import VerdictConflictError
 from tests.support.inside import (
     HALF_SCHEMA,
@@ -36,6 +38,7 @@ from tests.support.inside import (
     follower,
     maintenance,
     marking,
+    op_merge,
     pruning,
     stripping,
 )
@@ -87,28 +90,65 @@ class World:
         return process
 
 
-class SimulatedLog(CommitLog):
-    """The product's commit log on simulated tables; it notes what it was told of decisions."""
+class SimulatedTables(LogTables):
+    """The tables of the simulated store, as one process opens them."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        tables = (world.half.another(), world.op.another(), world.topics.another())
-        super().__init__("simulated:", *tables, default_queues=2)
+        super().__init__("simulated:", world.half.another(), world.op.another(), world.topics.another(), 2)
 
-    def another(self) -> CommitLog:
-        return self.world.open_log()
-
-    def _messages_table(self) -> SimulatedTable:
+    def messages(self) -> SimulatedTable:
         return self.world.messages.another()
+
+    def has_groups(self) -> bool:
+        return False
+
+    def groups(self) -> SimulatedTable:
+        raise NotImplementedError("the simulation has no consumer groups")
+
+    def another(self) -> SimulatedTables:
+        return SimulatedTables(self.world)
+
+
+class SimulatedLog(CommitLog):
+    """The product's commit log on simulated tables; it notes what it was told of decisions."""
+
+    engine: SimulatedEngine
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        super().__init__(SimulatedTables(world))
+        self.engine = SimulatedEngine(world)
+
+    def another(self) -> SimulatedLog:
+        return self.world.open_log()
 
     @property
     def seen_version(self) -> int:
-        return self.op.version
+        return self.version
 
     @property
     def read_version(self) -> int:
         """What a reader may have seen: ``messages`` is read later than ``op``, and may be ahead of it."""
-        return max(self.op.version, drained_up_to(self.messages_table))
+        return max(self.version, drained_up_to(self.engine.messages_table))
+
+    def resolve(self, half_id: str, verdict: LocalTransactionState, reason: str) -> list[Placed]:
+        placed = super().resolve(half_id, verdict, reason)
+        self.world.history.note(
+            Kind.RESOLVE, Phase.OK, self.world.process, half_id=half_id, verdict=verdict.value, who="admin"
+        )
+        return placed
+
+
+class SimulatedEngine(Engine):
+    """The product's engine; it notes what it was told of decisions."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        super().__init__(SimulatedTables(world))
+
+    def another(self) -> SimulatedEngine:
+        return SimulatedEngine(self.world)
 
     def with_machine(self, writer: HalfWriter) -> HalfWriter:
         return replace(super().with_machine(writer), write_file=store.write_table)
@@ -130,13 +170,6 @@ class SimulatedLog(CommitLog):
             self._note(Phase.FAIL, record, attempt, verdicts, who)
             raise
         self._note(Phase.OK, record, attempt, verdicts, who)
-        return placed
-
-    def resolve(self, half_id: str, verdict: LocalTransactionState, reason: str) -> list[Placed]:
-        placed = super().resolve(half_id, verdict, reason)
-        self.world.history.note(
-            Kind.RESOLVE, Phase.OK, self.world.process, half_id=half_id, verdict=verdict.value, who="admin"
-        )
         return placed
 
     def prepare_many(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
@@ -223,7 +256,7 @@ class SimulatedMachine(Machine):
 def limits(op_files_max: int) -> Iterator[None]:
     """Bounds of the product that are low enough for upkeep to happen within a run."""
     found = (
-        (maintenance, "OP_FILES_MAX", op_files_max),
+        (op_merge, "OP_FILES_MAX", op_files_max),
         (maintenance, "MESSAGES_FILES_MAX", 2),
         (pruning, "PRUNED_SHARE_MIN", 0.0),
         (marking, "ROWS_LET_GO_MIN", 3),

@@ -211,8 +211,8 @@ def vacuum(soak: Soak) -> None:
     runs = 0
     log = txmq.CommitLog.open(soak.log)
     while not soak.over.exists():
-        with log.lock:
-            log_module.maintenance.vacuum(log._tables_now(), ORPHAN_AGE_S, False)
+        with log.engine.lock:
+            maintenance.vacuum(log.engine.tables(), ORPHAN_AGE_S, False)
         runs += 1
         soak.say("vacuum", runs=runs)
         _sleep(soak, VACUUM_S)

@@ -1,0 +1,63 @@
+"""Merges small files of ``op`` into one: a cold start then reads few files."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rmq_spark._core.log.op import STATS_COLUMNS
+from rmq_spark._core.storage.merge import compact
+from rmq_spark._core.storage.table import Change, Table
+
+if TYPE_CHECKING:
+    pass
+
+logger = logging.getLogger(__name__)
+
+OP_FILES_MAX = 64
+"""So many small op files are merged into one: often enough that a cold start reads few files."""
+OP_FILE_ROWS_MAX = 50_000
+OP_FILE_BYTES_MAX = 1024 * 1024
+"""An op file with so many rows, or of this size, is left alone: a row that names each tenth of 250,000 messages is
+large."""
+MERGED_BYTES_MAX = 8 * OP_FILE_BYTES_MAX
+"""So much is merged at once, so that a sink's memory is not taken."""
+
+
+def _to_merge(table: Table) -> list[str]:
+    """Small op files, the oldest first: no more of them than fit into memory, and none while they are few."""
+    actions = table.actions()
+    few_rows = pc.less(actions["num_records"], OP_FILE_ROWS_MAX)
+    small = actions.filter(pc.and_(few_rows, pc.less(actions["size_bytes"], OP_FILE_BYTES_MAX)))
+    if small.num_rows < OP_FILES_MAX:
+        return []
+    small = small.sort_by([("min.version", "ascending"), ("path", "ascending")])
+    together = pc.less_equal(pc.cumulative_sum(small["size_bytes"]), MERGED_BYTES_MAX)
+    return [str(path) for path in small["path"].filter(together).to_pylist()]
+
+
+def _in_version_order(rows: pa.Table) -> pa.Table:
+    versions = rows["version"].combine_chunks()
+    ordered = pc.all(pc.greater_equal(versions[1:], versions[:-1])).as_py() is not False
+    return rows if ordered else rows.sort_by("version")
+
+
+def is_due(table: Table) -> bool:
+    """True when ``op`` has enough small files to merge."""
+    return table.actions().num_rows >= OP_FILES_MAX and bool(_to_merge(table))
+
+
+def compact_op(table: Table) -> int:
+    """Merge the small files of ``op`` into one, sorted by version; returns how many were merged.
+
+    Op rows carry their version and time, so readers see the same before and after.
+    """
+
+    def merge(small: list[str]) -> Change:
+        merged = table.write(_in_version_order(table.read(small)), "op", STATS_COLUMNS)
+        return Change(add=[merged], remove=small, data_change=False)
+
+    return compact(table, _to_merge, merge)
