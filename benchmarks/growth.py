@@ -82,7 +82,7 @@ def staged(log: txmq.CommitLog, number: int, message: txmq.Message, fence_id: st
 def prepare(log: txmq.CommitLog, many: Sequence[OneMessage]) -> list[HalfRecord]:
     """Prepare sends in one commit."""
     assert not arrange(many)
-    prepared = log.engine.prepare_many([Staged(one.writer.header, [one.rows]) for one in many if one.rows is not None])
+    prepared = log.engine.prepare([Staged(one.writer.header, [one.rows]) for one in many if one.rows is not None])
     return [record for record in prepared if isinstance(record, HalfRecord)]
 
 
@@ -90,7 +90,7 @@ def send(log: txmq.CommitLog, many: Sequence[OneMessage]) -> None:
     """Prepare sends in one commit, and commit them in another."""
     records = prepare(log, many)
     every = [record.fresh_state().rows_in((RowState.PENDING,)) for record in records]
-    log.engine.decide_many([Decision(r, 1, rows, NO_ROWS, Who.EXECUTE) for r, rows in zip(records, every, strict=True)])
+    log.engine.decide([Decision(r, 1, rows, NO_ROWS, Who.EXECUTE) for r, rows in zip(records, every, strict=True)])
 
 
 def make_log(path: Path, transactions: int) -> txmq.CommitLog:
@@ -137,7 +137,7 @@ def fifo_ms(folder: Path, count: int) -> float:
     for number in range(1, count + 1):
         send(log, [staged(log, number, message)])
     assert not log.engine.tails()
-    log.engine.decide_many([Decision(blocker, 1, blocker.all_rows, NO_ROWS, Who.EXECUTE)])
+    log.engine.decide([Decision(blocker, 1, blocker.all_rows, NO_ROWS, Who.EXECUTE)])
     assert sum(log.engine.tails().values()) == count + 1
     log.close()
     return (time.process_time() - began) / count * 1000

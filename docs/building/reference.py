@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
@@ -421,36 +422,33 @@ def _spaced(text: str) -> str:
 
 # ---------------------------------------------------------------- Python
 GROUPS_OF_NAMES: Mapping[str, tuple[str, str]] = {
-    "python-log": ("Python: the log", "CommitLog"),
+    "python-log": ("Python: the log", "CommitLog log.Trace log.MaintenanceReport log.RowState log.Who"),
     "python-sending": (
         "Python: sending",
-        "Message TransactionMQProducer TransactionSendResult TransactionalSink",
+        "Message TransactionMQProducer producer.TransactionSendResult TransactionalSink",
     ),
     "python-listeners": (
         "Python: listeners and verdicts",
         "TransactionListener HalfBatch LocalTransactionState COMMIT_MESSAGE ROLLBACK_MESSAGE UNKNOWN "
-        "PerMessageListener SqlTransactionListener TableListener HalfTransaction Rollback create_fence "
-        "DeltaTransactionListener",
+        "PerMessageListener SqlTransactionListener TableListener listeners.HalfTransaction Rollback "
+        "create_fence DeltaTransactionListener listeners.ExecutedAttempt listeners.VerdictArray",
     ),
     "python-consuming": (
         "Python: consuming",
-        "PushConsumer PullConsumer EachMessage EachBatch MessageExt ConsumeConcurrentlyStatus ConsumeOrderlyStatus "
-        "ConsumeFromWhere SqlInbox ConsumerGroup DeadLetters consume messages",
+        "PushConsumer PullConsumer EachMessage consumers.EachBatch MessageExt ConsumeConcurrentlyStatus "
+        "ConsumeOrderlyStatus consumers.ConsumeFromWhere SqlInbox ConsumerGroup DeadLetters consume messages",
     ),
     "python-operating": (
         "Python: operating",
-        "CheckService CheckReport TransactionCheckListener KafkaRelay RelayReport register",
+        "CheckService checks.CheckReport checks.TransactionCheckListener KafkaRelay kafka.RelayReport register "
+        "checks.Draining checks.Maintainer",
     ),
 }
 """Which page of the reference has which public names. What is in none of them is on the last one."""
 NOT_FOR_USERS: Mapping[str, frozenset[str]] = {
     name: frozenset(methods.split())
     for name, methods in {
-        "CommitLog": "create_own_topic topics_with require_topic groups has_groups messages_table half_batch "
-        "still_in_half tables keep_up another another_on_the_same_log after_decision in_background stage "
-        "with_machine is_replay "
-        "last_batch_id find archived prepare prepare_many decide decide_many reopen quarantine record_check lease "
-        "lease_many place_due open_batches open_half_ids move_mark placements read_range find_again locate",
+        "CommitLog": "engine",
         "PushConsumer": "consume_on work consume",
         "EachMessage": "each",
         "SqlInbox": "apply where transaction connect refuse_unsafe",
@@ -465,21 +463,30 @@ MADE_FOR_USERS = frozenset("CommitLog HalfBatch HalfTransaction CheckReport Rela
 
 def python_pages() -> dict[str, tuple[str, list[str]]]:
     """Return title and names of each page about Python."""
-    public = [name for name in rmq_spark.__all__ if name not in ("__version__", "errors", "testing")]
+    public = [name for name in rmq_spark.__all__ if name not in ("__version__", *_FACADES)]
     found = {page: (title, names.split()) for page, (title, names) in GROUPS_OF_NAMES.items()}
     placed = [name for _, names in found.values() for name in names]
     for name in placed:
-        if name not in public:
+        if not _is_public(name):
             raise UndescribedError(f"docs/building/reference.py names {name!r}, which rmq_spark does not have")
     found["python-operating"][1].extend(name for name in public if name not in placed)
     return found
+
+
+_FACADES = "checks consumers errors kafka listeners log message producer report sink spark testing".split()
+"""Public modules whose names stand on the pages one by one."""
+
+
+def _is_public(name: str) -> bool:
+    module, _, inner = name.rpartition(".")
+    return inner in importlib.import_module(f"rmq_spark.{module}" if module else "rmq_spark").__all__
 
 
 def python(title: str, names: Sequence[str]) -> str:
     """Signatures and docstrings of public names; of a module, those of the names in its ``__all__``."""
     parts = [f"# {title}", MADE + " `import rmq_spark as txmq`."]
     for name in names:
-        thing = getattr(rmq_spark, name)
+        thing = operator.attrgetter(name)(rmq_spark)
         parts += _named(name, thing, "##")
         for inner in getattr(thing, "__all__", ()) if inspect.ismodule(thing) else ():
             parts += _named(f"{name}.{inner}", getattr(thing, inner), "###")
@@ -504,11 +511,11 @@ def _class(name: str, kind: type, heading: str) -> list[str]:
     if issubclass(kind, Enum):
         values = ", ".join(f"`{member}`" for member in kind.__members__)
         return [markdown_of(kind.__doc__), f"**Values:** {values}."]
-    if "__init__" in vars(kind) and name not in MADE_FOR_USERS:
+    if "__init__" in vars(kind) and name.rpartition(".")[2] not in MADE_FOR_USERS:
         parts.append(_code(signature_of(kind.__init__, name)))
     parts.append(markdown_of(kind.__doc__))
     for member, thing in _members(kind):
-        if member in NOT_FOR_USERS.get(name, ()):
+        if member in NOT_FOR_USERS.get(name.rpartition(".")[2], ()):
             continue
         anchor = f"{{ #{name}.{member} }}"
         if isinstance(thing, property):

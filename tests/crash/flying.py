@@ -11,7 +11,7 @@ from typing import Any
 
 import rmq_spark as txmq
 from tests.crash import shop
-from tests.support.inside import Flight
+from tests.support.inside import AsyncSend
 
 STREAM = "message"
 STEPS = ("begin", "_prepared", "_execute", "_go_on", "_decided")
@@ -28,14 +28,14 @@ def send_all(root: Path) -> None:
 
 def end_before(step: str, times: int) -> None:
     """Kill this program when it is about to make a step for the ``times``-th time."""
-    made, calls = getattr(Flight, step), count(1)
+    made, calls = getattr(AsyncSend, step), count(1)
 
     def counted(*arguments: Any) -> Any:
         if next(calls) == times:
             os.kill(os.getpid(), signal.SIGKILL)
         return made(*arguments)
 
-    setattr(Flight, step, counted)
+    setattr(AsyncSend, step, counted)
 
 
 if __name__ == "__main__":

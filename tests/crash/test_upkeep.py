@@ -13,7 +13,7 @@ import pytest
 
 from rmq_spark import CommitLog
 from tests.crash import upkeep
-from tests.support.half_batches import commit, pending, prepare, roll_back, send, split
+from tests.support.half_batches import commit, decide_one, pending, prepare, roll_back, send, split
 from tests.support.inside import Who
 from tests.torture.kill.points import Fate
 
@@ -35,7 +35,7 @@ def fill(log: CommitLog, round_: int) -> None:
     commit(log, prepare(log, at, 6))
     record = prepare(log, at + 1, 12, per="message")
     kept, _ = split(pending(log, record), 6)
-    log.engine.decide(record, 1, commit=kept, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=kept, who=Who.EXECUTE)
     commit(log, prepare(log, round_, {"body": [f"tick{round_}.{i}" for i in range(4)]}, app="ticker", topic="ticks"))
 
 

@@ -22,7 +22,7 @@ from rmq_spark.errors import (
 )
 from tests.kafka.broker import QUIET
 from tests.kafka.handing import Handing, committed
-from tests.support.half_batches import commit, let_leave, make_log, pending, prepare, roll_back, send, split
+from tests.support.half_batches import commit, decide_one, let_leave, make_log, pending, prepare, roll_back, send, split
 from tests.support.inside import PROPERTIES, TIMESTAMP, Who
 from tests.support.limits import Limit, limited
 from tests.support.meanwhile import at
@@ -57,7 +57,7 @@ def test_a_consumer_sees_what_the_log_committed_once_and_in_order(handing: Handi
         commit(log, prepare(log, n, full(n), app="points", topic="points"))
     mixed = send(log, "mixed", 9, per="message")
     kept, dropped = split(pending(log, mixed), 3)
-    log.engine.decide(mixed, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    decide_one(log.engine, mixed, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
     roll_back(log, send(log, "rolled back"))
     send(log, "open")
     relay = handing.relay(log, max_batch_messages=4)

@@ -18,6 +18,7 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import VerdictConflictError
 from tests.support import half_batches
 from tests.support.check_jobs import make_folder, write
+from tests.support.half_batches import decide_one
 from tests.support.inside import NO_LISTENER_FENCE, NO_ROWS, Who
 
 ROOT = Path(__file__).parents[2]
@@ -104,9 +105,9 @@ def test_a_conflict_is_told_in_the_words_of_the_command(folder: Path) -> None:
     prepare(log, 0)
     record = log.engine.get("app:0")
     rows = half_batches.pending(log, record)
-    log.engine.decide(record, 1, commit=NO_ROWS, rollback=rows, who=Who.CHECK)
+    decide_one(log.engine, record, 1, commit=NO_ROWS, rollback=rows, who=Who.CHECK)
     with pytest.raises(VerdictConflictError):
-        log.engine.decide(record, 1, commit=rows, rollback=NO_ROWS, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=rows, rollback=NO_ROWS, who=Who.EXECUTE)
     code, out, _ = run(folder, "--once")
     assert code == 1
     assert "txmq resolve HALF_ID COMMIT|ROLLBACK --reason" in out

@@ -168,7 +168,7 @@ def test_the_wheel_has_the_example_configuration_and_no_demo(tmp_path: Path) -> 
         folders = {name.split("/")[0] for name in opened.namelist()}
     assert {name for name in folders if not name.endswith(".dist-info")} == {"rmq_spark", "pyspark_txmq"}
     example = (ROOT / "conf" / "txmq.toml").read_text()
-    assert (tmp_path / "site" / "rmq_spark" / "check" / "txmq.toml").read_text() == example
+    assert (tmp_path / "site" / "rmq_spark" / "_core" / "checks" / "txmq.toml").read_text() == example
     made = run("init", tmp_path / "made.toml", PYTHONPATH=str(tmp_path / "site"))
     assert (made.returncode, made.stderr) == (0, "")
     assert (tmp_path / "made.toml").read_text().splitlines()[2:] == example.splitlines()[2:]

@@ -9,6 +9,7 @@ import pytest
 
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support import browser, report_logs
+from tests.support.half_batches import count_check
 from tests.support.inside import figures_of, page
 
 pytestmark = [pytest.mark.long, pytest.mark.browser]
@@ -80,7 +81,7 @@ def test_words_of_others_run_no_script(chromium: browser.Browser, tmp_path: Path
     shop = report_logs.Shop()
     shop.log.create_topic("orders", 2)
     record = shop.prepare(["orders"], 3)
-    shop.log.engine.record_check(record, 1, shop.pending(record), evil)
+    count_check(shop.log.engine, record, 1, shop.pending(record), evil)
     shop.settle(record)
     file = tmp_path / "evil.html"
     file.write_text(page(figures_of(shop.log), shop.log.trace(half_id=record.half_id)))

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, CommitLog
-from tests.support.half_batches import commit, pending, prepare, roll_back, split
+from tests.support.half_batches import commit, decide_one, pending, prepare, roll_back, split
 from tests.support.inside import (
     CONSUME_SUCCESS,
     HALF_SCHEMA,
@@ -191,11 +191,11 @@ class Played:
             for app in ("app", "App"):
                 record = prepare(log, number, _columns(number, app), app=app, per="key", key="k", topic=None)
                 kept, dropped = split(pending(log, record), 5)
-                log.engine.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+                decide_one(log.engine, record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
             roll_back(log, prepare(log, number, 3, app="rolled-back"))
             commit(log, prepare(log, number, _columns(number, "whole"), app="whole", topic=None, key="k", per="key"))
         self.open = prepare(log, 0, _columns(2, "open"), app="open", per="key", key="k", topic=None)
-        log.engine.decide(self.open, 1, commit=split(pending(log, self.open), 4)[1], who=Who.EXECUTE)
+        decide_one(log.engine, self.open, 1, commit=split(pending(log, self.open), 4)[1], who=Who.EXECUTE)
         self.messages = read_all(log)
         self.before = [m for m in self.messages if m["commit_timestamp"] <= _us(self.between[1])]
         self.since = [m for m in self.messages if m["commit_timestamp"] >= _us(self.between[1])]

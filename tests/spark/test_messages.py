@@ -16,7 +16,18 @@ import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.errors import OffsetOutOfRangeError
 from tests.spark.settings_table import sessions
-from tests.support.half_batches import another, commit, let_leave, move_half, pending, prepare, roll_back, send, split
+from tests.support.half_batches import (
+    another,
+    commit,
+    decide_one,
+    let_leave,
+    move_half,
+    pending,
+    prepare,
+    roll_back,
+    send,
+    split,
+)
 from tests.support.inside import PROPERTIES, Who, half_batch_of, maintenance, spark_parquet
 from tests.support.limits import Limit
 from tests.support.meanwhile import at
@@ -38,7 +49,7 @@ def log(tmp_path: Path) -> CommitLog:
 def fill(log: CommitLog, number: int) -> None:
     record = send(log, f"parts{number}", 9, per="message")
     kept, dropped = split(pending(log, record), 3)
-    log.engine.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
     properties = [[("n", "1")], None, [("n", "5"), ("m", "")], []]
     columns = {
         "body": pa.array([b"a", b"b", b"", b"\xff"]),

@@ -65,7 +65,7 @@ def memory_log(machine: Machine | None = None, **topics: int) -> InMemoryCommitL
 def on_own_clock(log: InMemoryCommitLog, machine: Machine) -> InMemoryCommitLog:
     """A handle of another machine."""
     twin = log.another()
-    for part in (*twin._tables, twin.engine.ledger, twin):
+    for part in (*twin._tables.all, twin.engine.ledger, twin.engine):
         part.machine = machine  # and its store's clock stays the store's
     return twin
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +16,13 @@ import pytest
 from rmq_spark import CommitLog, Message, TransactionMQProducer, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.inside import (
+    NO_ROWS,
     PROPERTIES,
+    AnsweredCheck,
     Change,
     CommitOncePrepared,
+    Decision,
+    Engine,
     Graces,
     HalfFile,
     HalfHeader,
@@ -29,6 +33,7 @@ from tests.support.inside import (
     Placed,
     RowSet,
     RowState,
+    Staged,
     Who,
     batch_name,
     half,
@@ -101,7 +106,30 @@ def prepare(
     for partition in range(partitions):
         part = table.slice(partition * size, size)
         files += log.engine.stage(writer, part.to_batches(), partition)
-    return log.engine.prepare(header, files)
+    return prepare_one(log.engine, header, files)
+
+
+def prepare_one(engine: Engine, header: HalfHeader, files: Sequence[Any]) -> HalfRecord:
+    """Prepare one half batch; what would let it drop out is raised."""
+    (prepared,) = engine.prepare([Staged(header, files)])
+    if isinstance(prepared, HalfRecord):
+        return prepared
+    raise prepared
+
+
+def decide_one(
+    engine: Any, record: HalfRecord, attempt: int, *, commit: Any = NO_ROWS, rollback: Any = NO_ROWS, **more: Any
+) -> list[Placed]:
+    """Decide one half batch; what lets the decision drop out is raised."""
+    (decided,) = engine.decide([Decision(record, attempt, RowSet(commit), RowSet(rollback), **more)])
+    return list(decided.or_raise())
+
+
+def count_check(
+    engine: Any, record: HalfRecord, attempt: int, rows: Any, reason: str | None, pause_s: float = 0.0
+) -> None:
+    """Count an answered check of one half batch."""
+    engine.record_checks([AnsweredCheck(record, attempt, RowSet(rows), reason)], pause_s)
 
 
 def pending(log: CommitLog, record: HalfRecord, attempt: int = 1) -> RowSet:
@@ -110,12 +138,12 @@ def pending(log: CommitLog, record: HalfRecord, attempt: int = 1) -> RowSet:
 
 def commit(log: CommitLog, record: HalfRecord, attempt: int = 1, who: Who = Who.EXECUTE) -> list[Placed]:
     """Commit whatever is pending under the attempt."""
-    return log.engine.decide(record, attempt, commit=pending(log, record, attempt), who=who)
+    return decide_one(log.engine, record, attempt, commit=pending(log, record, attempt), who=who)
 
 
 def roll_back(log: CommitLog, record: HalfRecord, attempt: int = 1, who: Who = Who.EXECUTE) -> None:
     """Roll back whatever is pending under the attempt."""
-    log.engine.decide(record, attempt, rollback=pending(log, record, attempt), who=who)
+    decide_one(log.engine, record, attempt, rollback=pending(log, record, attempt), who=who)
 
 
 def quarantine(log: CommitLog, record: HalfRecord, reason: str = "too often") -> None:
@@ -126,9 +154,9 @@ def quarantine(log: CommitLog, record: HalfRecord, reason: str = "too often") ->
 def in_conflict(log: CommitLog, record: HalfRecord, reason: str | None = None) -> None:
     """A check rolls back whatever is pending, and then the producer commits it."""
     rows = pending(log, record)
-    log.engine.decide(record, 1, rollback=rows, who=Who.CHECK, reason=reason)
+    decide_one(log.engine, record, 1, rollback=rows, who=Who.CHECK, reason=reason)
     with pytest.raises(VerdictConflictError):
-        log.engine.decide(record, 1, commit=rows, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=rows, who=Who.EXECUTE)
 
 
 def split(rows: RowSet, every: int) -> tuple[RowSet, RowSet]:
@@ -195,7 +223,7 @@ def send(
     not given."""
     header = replace(header_of(0, key, per), naming=Naming.KEY)
     header = header if half_id is None else replace(header, half_id=half_id)
-    return log.engine.prepare(header, stage(log, header, {"body": [f"{names or key}.{i}" for i in range(rows)]}))
+    return prepare_one(log.engine, header, stage(log, header, {"body": [f"{names or key}.{i}" for i in range(rows)]}))
 
 
 def let_leave(
@@ -238,6 +266,6 @@ def fill_with_pieces(log: CommitLog, number: int = 0) -> None:
     mixed = prepare(log, 2 * number + 1, 40, per="message")
     for record, every in ((keyed, 3), (mixed, 2), (keyed, 2)):
         _, some = split(pending(log, record), every)
-        log.engine.decide(record, 1, commit=some, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=some, who=Who.EXECUTE)
     roll_back(log, mixed)
     commit(log, keyed)

@@ -12,6 +12,7 @@ import pyarrow as pa
 from rmq_spark import ConsumerGroup
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.half_batches import count_check, decide_one, prepare_one
 from tests.support.inside import (
     Archived,
     ArchivedDecision,
@@ -68,7 +69,7 @@ class Shop:
             "body": [f"order {i}" * 12 for i in range(messages)],
             "topic": [topics[i % len(topics)] for i in range(messages)],
         }
-        return self.log.engine.prepare(header, self.log.engine.stage(writer, pa.table(columns).to_batches()))
+        return prepare_one(self.log.engine, header, self.log.engine.stage(writer, pa.table(columns).to_batches()))
 
     def settle(self, record: HalfRecord, rollback_every: int = 0, who: Who = Who.EXECUTE) -> None:
         """Commit what is pending, but for every so many messages."""
@@ -76,7 +77,7 @@ class Shop:
         back = RowSet()
         if rollback_every:
             back = rows & {n: bytes(i % rollback_every == 0 for i in range(len(bits))) for n, bits in rows.items()}
-        self.log.engine.decide(record, 1, commit=rows - back, rollback=back, who=who)
+        decide_one(self.log.engine, record, 1, commit=rows - back, rollback=back, who=who)
 
     def pending(self, record: HalfRecord) -> RowSet:
         return self.log.engine.state_of(record).rows_in((RowState.PENDING,), 1)
@@ -101,7 +102,7 @@ def a_shop(days: float = 3.0, trouble: bool = True, every_s: float = 1800.0) -> 
         if chance.random() < 0.12:  # the driver died: a check settled it
             shop.machine.at_s = at_s + 61
             if chance.random() < 0.4:
-                log.engine.record_check(record, 1, shop.pending(record), None)
+                count_check(log.engine, record, 1, shop.pending(record), None)
                 shop.machine.at_s = at_s + 150
             shop.settle(record, who=Who.CHECK)
         else:
@@ -143,11 +144,11 @@ def _trouble(shop: Shop, at_s: float) -> None:
     log.engine.quarantine(given_up, 1, shop.pending(given_up), Who.DISCARD, "15 checks, all UNKNOWN")
     for _ in range(4):
         shop.machine.at_s += 60
-        log.engine.record_check(old, 1, shop.pending(old), "the bank does not answer")
+        count_check(log.engine, old, 1, shop.pending(old), "the bank does not answer")
     shop.settle(late, who=Who.CHECK)
     committed = log.engine.state_of(late).rows_in((RowState.COMMITTED,), 1)
     with suppress(VerdictConflictError):
-        log.engine.decide(late, 1, rollback=committed, who=Who.EXECUTE)
+        decide_one(log.engine, late, 1, rollback=committed, who=Who.EXECUTE)
 
 
 def many(transactions: int) -> InMemoryCommitLog:

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from rmq_spark import CommitLog, TransactionListener
-from tests.support.half_batches import another
+from tests.support.half_batches import another, prepare_one
 from tests.support.inside import (
     KEY,
     HalfFile,
@@ -58,7 +58,7 @@ def bodies(*keys: str, batch_id: int = 0) -> list[str]:
 def prepared(log: CommitLog, per: str = "batch", batch_id: int = 0, fence_id: str | None = None) -> HalfRecord:
     """A half batch whose driver died right after prepare."""
     head = header(per, batch_id, fence_id=fence_id)
-    return log.engine.prepare(head, stage(log, head))
+    return prepare_one(log.engine, head, stage(log, head))
 
 
 def send(

@@ -19,7 +19,7 @@ from pyspark.sql.types import (
 )
 
 from rmq_spark import CommitLog
-from tests.support.half_batches import pending, prepare, split
+from tests.support.half_batches import decide_one, pending, prepare, split
 from tests.support.inside import SOURCE_SCHEMA, HalfRecord, Who, spark_schema
 
 _TYPES: dict[str, DataType] = {
@@ -45,7 +45,7 @@ def decide(log: CommitLog, record: HalfRecord, roll_back_every: int | None = Non
     """Commit what is pending, but for every so-manieth row, which is rolled back."""
     mask = pending(log, record)
     commit, rollback = split(mask, roll_back_every) if roll_back_every else (mask, {})
-    log.engine.decide(record, 1, commit=commit, rollback=rollback, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=commit, rollback=rollback, who=Who.EXECUTE)
 
 
 def send(log: CommitLog, batch_id: int, messages: int = 5, **more: Any) -> HalfRecord:

@@ -97,7 +97,7 @@ def test_a_round_prunes_old_fence_rows_unless_that_is_switched_off(folder: Path,
     for name, days in ages.items():
         make_older(url, days, f"{name}:%")
     settings = JobSettings.load(write(folder, more=f'[maintenance]\nfences = "{fences}"'))
-    rounds = settings.maintainer(log, None, [shop, CommitOncePrepared()])
+    rounds = settings.maintainer(log.engine, None, [shop, CommitOncePrepared()])
     assert rounds is not None
     rounds.run_once()
     left = {row.partition(":")[0] for row, state in fence_rows(url).items() if state == "executed"}

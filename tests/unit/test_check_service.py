@@ -38,7 +38,7 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.support.checks import DEADLINE_S, Clock, Hangs, check, check_times, later, service, states
 from tests.support.clocks import wait_until
 from tests.support.consumers import Steps, memory_log
-from tests.support.half_batches import another, bodies, commit, pending, prepare, roll_back, split
+from tests.support.half_batches import another, bodies, commit, decide_one, pending, prepare, roll_back, split
 from tests.support.inside import (
     CHECK_IMMUNITY_PROPERTY,
     NO_LISTENER_FENCE,
@@ -191,7 +191,7 @@ def test_age_counts_from_the_reopen(log: CommitLog) -> None:
 
 @ON_BOTH
 def test_a_leased_half_batch_is_left_alone_until_the_lease_ends(log: CommitLog) -> None:
-    until = log.engine.lease(prepare(log, 0, 4), 100)
+    until = log.engine.lease([prepare(log, 0, 4)], 100)
     listener = Scripted(check=COMMIT)
     clock = Clock(until - timedelta(seconds=0.001))
     checker = service(log, listener, clock)
@@ -609,7 +609,7 @@ def test_what_a_replay_reopened_while_the_policy_decided_is_asked_about_again(
     class Slow(TransactionCheckListener):
         def resolve_discarded(self, batch: HalfBatch, reason: str) -> LocalTransactionState | None:
             other, mine = another(log), record.fresh_state().rows_in((RowState.PENDING,))
-            other.engine.decide(record, 1, commit={}, rollback=mine, who=Who.DISCARD, reason=reason)
+            decide_one(other.engine, record, 1, commit={}, rollback=mine, who=Who.DISCARD, reason=reason)
             reopen(other, record, 1)
             return answer
 
@@ -711,9 +711,9 @@ def test_an_attempt_that_is_over_is_reported(log: CommitLog) -> None:
 def test_pending_rows_of_a_half_batch_in_conflict_wait_for_a_person(log: CommitLog) -> None:
     record = keyed(log, "ab")
     one, _ = split(pending(log, record), 2)
-    log.engine.decide(record, 1, commit={}, rollback=one, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit={}, rollback=one, who=Who.EXECUTE)
     with pytest.raises(VerdictConflictError):
-        log.engine.decide(record, 1, commit=one, rollback={}, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=one, rollback={}, who=Who.EXECUTE)
     listener = Scripted(check=COMMIT)
     checker = service(log, listener)
     for _ in range(2):

@@ -26,7 +26,7 @@ from rmq_spark import (
 from rmq_spark._core.protocol.engine import SMALL_ROWS_MAX
 from rmq_spark.errors import FenceError
 from tests.support.checks import DEADLINE_S, Hangs, check_times, service, states
-from tests.support.half_batches import another, merge_op_files, pending, prepare, share_half_file
+from tests.support.half_batches import another, decide_one, merge_op_files, pending, prepare, share_half_file
 from tests.support.inside import STARTED, CommitOncePrepared, HalfRecord, RowState, State, Who
 
 # What depends on how a log keeps op rows and half files runs on Delta in every run, the rest in the long ones.
@@ -117,12 +117,12 @@ def test_a_question_that_fails_or_has_too_few_answers_is_asked_one_by_one(log: C
 @ON_BOTH
 def test_those_that_are_leased_in_conflict_or_settled_are_left_alone(log: CommitLog) -> None:
     leased, settled, conflict, due = sends(log, 4)
-    log.engine.lease(leased, 30.0)
-    log.engine.decide(settled, 1, commit=pending(log, settled), who=Who.EXECUTE)
+    log.engine.lease([leased], 30.0)
+    decide_one(log.engine, settled, 1, commit=pending(log, settled), who=Who.EXECUTE)
     halves = {0: b"\x01\x00"}
-    log.engine.decide(conflict, 1, commit=halves, who=Who.EXECUTE)
+    decide_one(log.engine, conflict, 1, commit=halves, who=Who.EXECUTE)
     with pytest.raises(txmq.VerdictConflictError):
-        log.engine.decide(conflict, 1, rollback=halves, who=Who.EXECUTE)
+        decide_one(log.engine, conflict, 1, rollback=halves, who=Who.EXECUTE)
     listener = Many()
     report = CheckService(log, {"group": listener}, transaction_timeout=0.0).run_once()
     assert [[batch.half_id for batch in batches] for batches in listener.together] == [[due.half_id]]
@@ -151,7 +151,7 @@ def test_the_listener_sees_those_keys_alone_that_are_due(log: CommitLog) -> None
     columns = {"body": list("1234"), "owner": ["a", "b", "a", "c"]}
     record = prepare(log, 0, columns, per="key", key="owner")
     whole = prepare(log, 0, 4, per="message", app="other", partitions=2)
-    log.engine.decide(record, 1, commit={0: b"\x01\x00\x01\x00"}, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit={0: b"\x01\x00\x01\x00"}, who=Who.EXECUTE)
     listener = Many()
     listener.answers[record.half_id] = lambda batch: batch.verdicts(commit=["b"], rollback=["c"])
     assert service(another(log), listener).run_once().ok

@@ -24,7 +24,7 @@ from rmq_spark.errors import CommitError, OptionError, VerdictConflictError
 from tests.support import half_batches
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
-from tests.support.half_batches import commit, in_conflict, let_leave, pending, quarantine
+from tests.support.half_batches import commit, decide_one, in_conflict, let_leave, pending, prepare_one, quarantine
 from tests.support.inside import (
     NO_LISTENER_FENCE,
     HalfRecord,
@@ -341,8 +341,8 @@ def test_resolve_does_not_claim_what_was_decided_before_it(
 ) -> None:
     record = prepare(log, bodies=(b"one", b"two", b"three"))
     paid = pending(log, record).first(committed)
-    log.engine.decide(record, 1, commit=paid, who=Who.EXECUTE)
-    log.engine.decide(record, 1, rollback=pending(log, record), who=others_by)
+    decide_one(log.engine, record, 1, commit=paid, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, rollback=pending(log, record), who=others_by)
     version = log.refresh()
     out, _ = txmq("resolve", log.path, "app:0", verdict, "--reason", "x", *(["-y"] if not committed else []))
     assert out.startswith(f"app:0: {said}")
@@ -352,9 +352,9 @@ def test_resolve_does_not_claim_what_was_decided_before_it(
 def test_resolve_of_both_verdicts_tells_that_a_conflict_is_over(log: CommitLog) -> None:
     record = prepare(log)
     paid = pending(log, record).first(1)
-    log.engine.decide(record, 1, commit=paid, rollback=pending(log, record) - paid, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=paid, rollback=pending(log, record) - paid, who=Who.EXECUTE)
     with pytest.raises(VerdictConflictError):
-        log.engine.decide(record, 1, rollback=paid, who=Who.CHECK)
+        decide_one(log.engine, record, 1, rollback=paid, who=Who.CHECK)
     out, _ = txmq("resolve", log.path, "app:0", "COMMIT", "--reason", "the bank says so", "-y")
     counts = "1 message is committed and 1 message is rolled back already"
     assert out == f"app:0: the conflict is over, and no message was changed: {counts}\n"
@@ -398,14 +398,18 @@ def test_resolve_shows_the_first_messages_and_nothing_that_steers_the_terminal(l
     ]
     assert shown[3] == f"  and 2 more messages: txmq query {log.path} --half-id app:0"
     # Of a half batch that is decided in part, those that are not; of one in conflict, those in conflict.
-    log.engine.decide(record, 1, commit=pending(log, record).first(3), who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=pending(log, record).first(3), who=Who.EXECUTE)
     _, shown = shown_before_it_asks(log)
     assert len(shown) == 2
     assert "k" * 79 + "…" in "".join(shown)
-    log.engine.decide(record, 1, rollback=pending(log, record), who=Who.CHECK)
+    decide_one(log.engine, record, 1, rollback=pending(log, record), who=Who.CHECK)
     with pytest.raises(VerdictConflictError):
-        log.engine.decide(
-            record, 1, commit=log.engine.state_of(record).rows_in((RowState.ROLLED_BACK_BY_CHECK,)), who=Who.EXECUTE
+        decide_one(
+            log.engine,
+            record,
+            1,
+            commit=log.engine.state_of(record).rows_in((RowState.ROLLED_BACK_BY_CHECK,)),
+            who=Who.EXECUTE,
         )
     assert "last" in "".join(shown_before_it_asks(log, "ROLLBACK")[1])
     resolving = Resolving(log, "app:0", "ROLLBACK")  # and the file is lost while it looks
@@ -551,7 +555,7 @@ def test_dead_letters_are_listed_and_sent_again(log: CommitLog) -> None:
     header = half_batches.header_of(0, "dead", group="points")
     writer = HalfWriter(header, log.topics(), None, None, own=True)
     letters = sent_back(given_up, ["\x1b[31mno", None], "points", 16, None)
-    commit(log, log.engine.prepare(header, log.engine.stage(writer, letters.to_batches())))
+    commit(log, prepare_one(log.engine, header, log.engine.stage(writer, letters.to_batches())))
     out, _ = txmq("dlq", "list", log.path, "points")
     assert "one" in out
     assert "\x1b" not in out

@@ -27,7 +27,18 @@ from rmq_spark.cli.tracing import argument_of
 from rmq_spark.errors import VerdictConflictError
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
-from tests.support.half_batches import commit, in_conflict, let_leave, make_log, pending, prepare, quarantine, split
+from tests.support.half_batches import (
+    commit,
+    count_check,
+    decide_one,
+    in_conflict,
+    let_leave,
+    make_log,
+    pending,
+    prepare,
+    quarantine,
+    split,
+)
 from tests.support.inside import RowState, Who
 from tests.support.limits import Limit
 from tests.support.meanwhile import seen_at
@@ -160,7 +171,7 @@ def test_what_readers_have_seen_can_only_be_confirmed(log: CommitLog) -> None:
     rows = pending(log, record)
     commit(log, record)
     with pytest.raises(VerdictConflictError):
-        log.engine.decide(record, 1, rollback=rows, who=Who.CHECK)
+        decide_one(log.engine, record, 1, rollback=rows, who=Who.CHECK)
     told = txmq("trace", log.path, record.half_id)[0]
     assert told.splitlines()[-1].endswith(f"txmq resolve {log.path} {record.half_id} COMMIT --reason …")
 
@@ -192,7 +203,7 @@ def test_by_an_id_messages_are_found_in_whatever_state(log: CommitLog) -> None:
     record = orders(log, 0, 1, 2, 3, 3)
     rows = pending(log, record)
     some, others = split(rows, 2)
-    log.engine.decide(record, 1, commit=some, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=some, who=Who.EXECUTE)
     log.engine.quarantine(record, 1, others, Who.DISCARD, "asked 15 times")
     orders(log, 1, 9)
     found = objects("query", "--half-id", "shop:0")
@@ -213,7 +224,7 @@ def test_by_a_key_those_are_found_too_that_nobody_can_see(log: CommitLog) -> Non
     commit(log, orders(log, 0, 1, 2))
     orders(log, 1, 2, 3)
     back = orders(log, 2, 3, 4)
-    log.engine.decide(back, 1, commit={}, rollback=pending(log, back), who=Who.EXECUTE)
+    decide_one(log.engine, back, 1, commit={}, rollback=pending(log, back), who=Who.EXECUTE)
 
     def found(key: str, *options: object) -> set[tuple[str, str]]:
         return {(m["half_id"], m["state"]) for m in objects("query", "-k", key, *options)}
@@ -266,7 +277,7 @@ def test_bodies_are_shown_as_what_they_are() -> None:
 def test_a_trace_is_told_with_what_can_be_done(log: CommitLog) -> None:
     record = orders(log, 0, 1, 2)
     rows = pending(log, record)
-    log.engine.record_check(record, 1, rows, "the database was away")
+    count_check(log.engine, record, 1, rows, "the database was away")
     out, _ = txmq("trace", "shop:0")
     assert "messages        2: 2 pending" in out
     assert [line.split()[3] for line in out.splitlines() if "+" in line] == ["checked"]

@@ -20,10 +20,12 @@ from tests.support.half_batches import (
     another,
     bodies,
     commit,
+    decide_one,
     header_of,
     in_half,
     pending,
     prepare,
+    prepare_one,
     roll_back,
     send,
     split,
@@ -144,7 +146,7 @@ def test_a_lease_that_a_clock_days_ahead_has_left_keeps_no_check_away(
     record = prepare(damaged, 2, 1)
     with monkeypatch.context() as patch:
         set_clock(patch, DAYS_S)
-        another(damaged).engine.lease(record, 60)
+        another(damaged).engine.lease([record], 60)
     set_clock(monkeypatch, 61)
     round_of_checks(damaged)
     assert another(damaged).engine.open_half_ids() == []
@@ -233,7 +235,7 @@ def test_who_lost_a_race_was_not_sent_before_the_winner(
         lost = prepare(fifo, 0, columns, app="a", per="message")
     assert lost.prepared_ms == another(fifo).engine.get("a:0").prepared_ms
     _, first = split(pending(fifo, lost), 2)
-    fifo.engine.decide(lost, 1, commit=first, rollback={}, who=Who.EXECUTE)
+    decide_one(fifo.engine, lost, 1, commit=first, rollback={}, who=Who.EXECUTE)
     assert bodies(fifo) == []
     commit(another(fifo), winners[0])
     commit(fifo, lost)
@@ -336,7 +338,7 @@ def test_orphans_stay_when_a_clock_is_days_ahead(kept_log: CommitLog, monkeypatc
     clock.ahead_s = EIGHT_DAYS_S
     assert another(log).vacuum() == []
     clock.ahead_s = 0.0
-    log.engine.prepare(header, files)
+    prepare_one(log.engine, header, files)
 
 
 @BOTH

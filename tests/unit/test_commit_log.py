@@ -40,11 +40,14 @@ from tests.support.half_batches import (
     bodies,
     check_offsets,
     commit,
+    count_check,
+    decide_one,
     header_of,
     merge_op_files,
     pending,
     placements,
     prepare,
+    prepare_one,
     roll_back,
     split,
     stage,
@@ -101,7 +104,7 @@ def test_offsets_have_no_gaps_over_batches_files_queues_topics_and_rollbacks(log
         record = prepare(log, batch, columns, topic=None, partitions=3)
         assert len(record.files) == 3
         yes, no = split(pending(log, record), every=2 + batch % 3)
-        log.engine.decide(record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
         for file_no, bits in yes.items():
             read = log.engine.half.read(record, RowSet({file_no: bits}), ["topic", "body"])
             for topic, body in zip(read["topic"].to_pylist(), read["body"].to_pylist(), strict=True):
@@ -116,7 +119,7 @@ def test_offsets_have_no_gaps_over_batches_files_queues_topics_and_rollbacks(log
 
 def test_unknown_leaves_no_marker(log: CommitLog) -> None:
     record = prepare(log, 0)
-    log.engine.decide(record, 1, commit={}, rollback={}, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit={}, rollback={}, who=Who.EXECUTE)
     assert op_rows(log) == []
     assert ids(log.pending()) == ["app:0"]
 
@@ -125,11 +128,11 @@ def test_unknown_leaves_no_marker(log: CommitLog) -> None:
 def test_a_decision_may_be_repeated(log: CommitLog) -> None:
     record = prepare(log, 0)
     mask = pending(log, record)
-    placed = log.engine.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    placed = decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
     assert sum(p.count for p in placed) == 5
     before = len(op_rows(log))
-    assert log.engine.decide(record, 1, commit=mask, rollback={}, who=Who.CHECK) == []
-    assert another(log).engine.decide(record, 1, commit=mask, rollback={}, who=Who.CHECK) == []
+    assert decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.CHECK) == []
+    assert decide_one(another(log).engine, record, 1, commit=mask, rollback={}, who=Who.CHECK) == []
     assert len(op_rows(log)) == before
     assert len(bodies(log)) == 5
 
@@ -138,16 +141,16 @@ def test_the_first_marker_wins_and_the_late_one_leaves_a_conflict(log: CommitLog
     record = prepare(log, 0)
     mask = pending(log, record)
     other = another(log)
-    other.engine.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK, reason="no row")
+    decide_one(other.engine, record, 1, commit={}, rollback=mask, who=Who.CHECK, reason="no row")
     with pytest.raises(VerdictConflictError, match=r"COMMIT_MESSAGE.*rollback by check") as caught:
-        log.engine.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
     assert caught.value.verdict == "COMMIT_MESSAGE"
     assert bodies(log) == []
     assert log.conflicts() == other.conflicts() == ["app:0"]
     rows = op_rows(log, Kind.CONFLICT)
     assert [(r["verdict"], r["decided_by"], r["attempt"]) for r in rows] == [("COMMIT_MESSAGE", "execute", 1)]
     with pytest.raises(VerdictConflictError):
-        log.engine.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
     assert len(op_rows(log, Kind.CONFLICT)) == 1
 
 
@@ -155,15 +158,15 @@ def test_rows_cannot_be_committed_and_rolled_back_at_once(log: CommitLog) -> Non
     record = prepare(log, 0)
     mask = pending(log, record)
     with pytest.raises(ValueError, match="committed and rolled back"):
-        log.engine.decide(record, 1, commit=mask, rollback=split(mask, 2)[1], who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=mask, rollback=split(mask, 2)[1], who=Who.EXECUTE)
     assert op_rows(log) == []
 
 
 def contradict(log: CommitLog, record: HalfRecord, rows: Mapping[int, bytes]) -> None:
     """A check rolls these messages back, and their sender then wants to commit them."""
-    log.engine.decide(record, 1, rollback=rows, who=Who.CHECK)
+    decide_one(log.engine, record, 1, rollback=rows, who=Who.CHECK)
     with pytest.raises(VerdictConflictError):
-        log.engine.decide(record, 1, commit=rows, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=rows, who=Who.EXECUTE)
 
 
 def in_conflict(log: CommitLog) -> HalfRecord:
@@ -215,7 +218,7 @@ def test_a_conflict_over_visible_messages_can_only_be_confirmed(log: CommitLog) 
     mask = pending(log, record)
     commit(log, record)
     with pytest.raises(VerdictConflictError):
-        log.engine.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
+        decide_one(log.engine, record, 1, commit={}, rollback=mask, who=Who.CHECK)
     with pytest.raises(VerdictConflictError, match="readers may have seen"):
         log.resolve("app:0", ROLLBACK_MESSAGE, "take them back")
     assert log.conflicts() == ["app:0"]
@@ -230,7 +233,7 @@ def test_resolving_a_conflict_leaves_other_transactions_as_they_are(
 ) -> None:
     """Also one over hidden messages beside visible ones, which is rolled back."""
     record, rows = by_key(log, "abc")
-    log.engine.decide(record, 1, commit=rows["a"], rollback=rows["b"], who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=rows["a"], rollback=rows["b"], who=Who.EXECUTE)
     contradict(log, record, rows["c"])
     log.resolve("app:0", verdict, "a person knows of c")
     assert sorted(bodies(log)) == visible
@@ -275,9 +278,9 @@ def test_a_past_attempt_cannot_be_decided(log: CommitLog) -> None:
     reopened = log.engine.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
     assert reopened == mask
     with pytest.raises(StaleAttemptError):
-        log.engine.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
     with pytest.raises(StaleAttemptError):
-        another(log).engine.decide(record, 1, commit={}, rollback=mask, who=Who.CHECK)
+        decide_one(another(log).engine, record, 1, commit={}, rollback=mask, who=Who.CHECK)
     assert log.pending()["attempt"].to_pylist() == [2]
     commit(log, record, attempt=2)
     assert set(log.read("orders")["transaction_id"].to_pylist()) == {"app:0:2"}
@@ -300,7 +303,7 @@ def test_a_rollback_by_execute_is_not_reopened(log: CommitLog) -> None:
 
 def test_what_was_discarded_is_reopened_under_the_same_attempt(log: CommitLog) -> None:
     record = prepare(log, 0)
-    log.engine.record_check(record, 1, pending(log, record), None)
+    count_check(log.engine, record, 1, pending(log, record), None)
     roll_back(log, record, who=Who.DISCARD)
     log.engine.reopen(record, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
     row = log.pending().to_pylist()[0]
@@ -336,7 +339,7 @@ def test_quarantine_hides_and_resume_brings_back(log: CommitLog) -> None:
         {"half_id": "app:0", "messages": 5}
     ]
     with pytest.raises(StaleAttemptError, match="quarantined"):
-        log.engine.decide(record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
     assert log.resume("app:0") == 5
     assert log.resume("app:0") == 0
     assert ids(log.pending()) == ["app:0"]
@@ -349,14 +352,14 @@ def test_checks_are_counted_per_row(log: CommitLog) -> None:
     record = prepare(log, 0, 6, per="message")
     mask = pending(log, record)
     some, others = split(mask, every=3)
-    log.engine.record_check(record, 1, mask, None)
-    log.engine.record_check(record, 1, some, "asked again")
+    count_check(log.engine, record, 1, mask, None)
+    count_check(log.engine, record, 1, some, "asked again")
     for handle in (log, another(log)):
         state = handle.engine.state_of(record)
         assert state.check_times(some) == 2
         assert state.check_times(others) == 1
-    log.engine.decide(record, 1, commit=some, rollback={}, who=Who.CHECK)
-    log.engine.record_check(record, 1, mask, None)
+    decide_one(log.engine, record, 1, commit=some, rollback={}, who=Who.CHECK)
+    count_check(log.engine, record, 1, mask, None)
     state = log.engine.state_of(record)
     assert state.check_times(some) == 2  # settled rows are not asked about any more
     assert state.check_times(others) == 2
@@ -365,8 +368,8 @@ def test_checks_are_counted_per_row(log: CommitLog) -> None:
 def test_a_lease_is_seen_by_others_and_the_newest_counts(log: CommitLog) -> None:
     record = prepare(log, 0)
     assert log.engine.state_of(record).lease_until is None
-    log.engine.lease(record, 5)
-    until = log.engine.lease(record, 60)
+    log.engine.lease([record], 5)
+    until = log.engine.lease([record], 60)
     seen = another(log).pending()["lease_until"].to_pylist()[0]
     assert abs(seen - until) < timedelta(milliseconds=1)
     assert ids(log.pending()) == ["app:0"]
@@ -395,11 +398,11 @@ def test_a_prepared_batch_is_found_with_all_it_was_prepared_with(log: CommitLog)
 def test_files_of_another_batch_none_or_twice_the_same_are_not_prepared(log: CommitLog) -> None:
     header = header_of(0)
     with pytest.raises(MessageError, match="nothing to prepare"):
-        log.engine.prepare(header, [])
+        prepare_one(log.engine, header, [])
     with pytest.raises(MessageError, match="app:0"):
-        log.engine.prepare(header_of(1), stage(log, header))
+        prepare_one(log.engine, header_of(1), stage(log, header))
     with pytest.raises(MessageError, match="staged twice"):
-        log.engine.prepare(header, stage(log, header) + stage(log, header))
+        prepare_one(log.engine, header, stage(log, header) + stage(log, header))
     assert log.engine.last_batch_id(APP) is None
 
 
@@ -408,7 +411,7 @@ def test_files_that_vacuum_may_remove_are_refused(log: CommitLog, monkeypatch: p
     files = stage(log, header)
     set_clock(monkeypatch, 4 * 24 * 3600)
     with pytest.raises(StagedFilesTooOldError, match="run the batch again"):
-        log.engine.prepare(header, files)
+        prepare_one(log.engine, header, files)
     assert log.engine.find(APP, 0) is None
 
 
@@ -561,8 +564,8 @@ def test_merging_op_files_changes_nothing(log: CommitLog, monkeypatch: pytest.Mo
     for i in range(5):
         record = prepare(log, i)
         yes, no = split(pending(log, record), every=2)
-        log.engine.decide(record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
-    log.engine.lease(prepare(log, 5), 60)
+        decide_one(log.engine, record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
+    log.engine.lease([prepare(log, 5)], 60)
     other = another(log)
     before = (log.read("orders").to_pylist(), log.pending().to_pylist(), op_rows(log))
     files = log.engine.op.actions().num_rows
@@ -614,7 +617,7 @@ def test_threads_share_a_log(log: CommitLog) -> None:
     def send(app: str) -> None:
         for i in range(6):
             record = prepare(log, i, 3, app=app)
-            log.engine.lease(record, 60)
+            log.engine.lease([record], 60)
             commit(log, record)
 
     def look() -> None:
@@ -642,10 +645,10 @@ def test_rows_that_another_thread_let_the_table_see_are_counted_once(log: Commit
     table = log.engine.ledger.table
 
     def then_newer() -> None:
-        other.engine.record_check(record, 1, pending(other, record), None)
+        count_check(other.engine, record, 1, pending(other, record), None)
         table.refresh()
 
-    other.engine.record_check(record, 1, pending(other, record), None)
+    count_check(other.engine, record, 1, pending(other, record), None)
     before_next(table, "actions", then_newer)
     log.engine.ledger.refresh()
     assert log.engine.state_of(record).check_times(pending(log, record)) == 2

@@ -17,7 +17,7 @@ from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog
 from rmq_spark.errors import VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Ticking
-from tests.support.half_batches import another, merge_op_files, move_half, prepare
+from tests.support.half_batches import another, count_check, decide_one, merge_op_files, move_half, prepare
 from tests.support.inside import BatchState, HalfRecord, RowSet, RowState, Who
 from tests.support.limits import set_limits
 from tests.support.whole_history import op_rows_of, require_whole, states_of
@@ -66,7 +66,9 @@ class CommitLogMachine(RuleBasedStateMachine):
         log, record, state = self._look(at, late)
         for attempt in state.attempts(RowState.PENDING)[:1]:
             rows = _some_of(state.rows_in((RowState.PENDING,), attempt), chosen)
-            log.engine.decide(record, attempt, commit=rows if commit else {}, rollback={} if commit else rows, who=who)
+            decide_one(
+                log.engine, record, attempt, commit=rows if commit else {}, rollback={} if commit else rows, who=who
+            )
 
     @precondition(lambda self: self.records)
     @rule(at=some, late=st.booleans())
@@ -75,7 +77,7 @@ class CommitLogMachine(RuleBasedStateMachine):
         states = (RowState.ROLLED_BACK_BY_CHECK,)
         for attempt in state.attempts(*states)[:1]:
             with pytest.raises(VerdictConflictError):
-                log.engine.decide(record, attempt, commit=state.rows_in(states, attempt), who=Who.EXECUTE)
+                decide_one(log.engine, record, attempt, commit=state.rows_in(states, attempt), who=Who.EXECUTE)
 
     @precondition(lambda self: self.records)
     @rule(at=some, chosen=some, quarantine=st.booleans(), late=st.booleans())
@@ -86,7 +88,7 @@ class CommitLogMachine(RuleBasedStateMachine):
             if quarantine:
                 log.engine.quarantine(record, attempt, rows, Who.DISCARD, "15 checks")
             else:
-                log.engine.record_check(record, attempt, rows, None)
+                count_check(log.engine, record, attempt, rows, None)
 
     @precondition(lambda self: self.records)
     @rule(at=some, late=st.booleans(), what=st.sampled_from(("resume", "next", "same", "lease", "yes", "no")))
@@ -95,7 +97,7 @@ class CommitLogMachine(RuleBasedStateMachine):
         if what == "resume":
             log.resume(record.half_id)
         elif what == "lease":
-            log.engine.lease(record, 60)
+            log.engine.lease([record], 60)
         elif what in ("yes", "no"):
             verdict = COMMIT_MESSAGE if what == "yes" else ROLLBACK_MESSAGE
             try:

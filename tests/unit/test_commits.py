@@ -24,10 +24,13 @@ from tests.support.half_batches import (
     bodies,
     check_offsets,
     commit,
+    count_check,
+    decide_one,
     header_of,
     move_half,
     pending,
     prepare,
+    prepare_one,
     stage,
 )
 from tests.support.inside import OP_STATS_COLUMNS as STATS_COLUMNS
@@ -93,10 +96,10 @@ def test_a_thread_that_looks_between_a_decision_and_its_commit_lets_nothing_be_p
     files = {handle: stage(handle, header) for handle in (log, another(log))}
     mine, theirs = files
     with (
-        look_meanwhile("half", lambda: theirs.engine.prepare(header, files[theirs]), lambda: look(log), here),
+        look_meanwhile("half", lambda: prepare_one(theirs.engine, header, files[theirs]), lambda: look(log), here),
         pytest.raises(AlreadyPreparedError),
     ):
-        mine.engine.prepare(header, files[mine])
+        prepare_one(mine.engine, header, files[mine])
     assert another(log).engine.get(header.half_id).rows == 1
 
 
@@ -157,10 +160,10 @@ def test_an_ambiguous_failure_never_makes_two_copies(log: CommitLog, plans: Sequ
     with going_wrong(log, "half", plans):
         records = [prepare(log, i) for i in range(2)]
     with going_wrong(log, "op", plans):
-        placed = log.engine.decide(records[0], 1, commit=pending(log, records[0]), rollback={}, who=Who.EXECUTE)
+        placed = decide_one(log.engine, records[0], 1, commit=pending(log, records[0]), rollback={}, who=Who.EXECUTE)
     assert sum(p.count for p in placed) == 5
     with going_wrong(log, "op", plans):
-        log.engine.record_check(records[1], 1, pending(log, records[1]), None)
+        count_check(log.engine, records[1], 1, pending(log, records[1]), None)
     assert log.engine.state_of(records[1]).check_times(pending(log, records[1])) == 1
     log.engine.quarantine(records[1], 1, pending(log, records[1]), Who.DISCARD, "x")
     with going_wrong(log, "op", plans):

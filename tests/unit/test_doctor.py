@@ -23,7 +23,17 @@ from rmq_spark.cli.doctor_log import LogDoctor
 from rmq_spark.cli.doctor_machine import java_home, java_version, look_at_machine
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
-from tests.support.half_batches import commit, header_of, in_conflict, make_log, pending, prepare, quarantine
+from tests.support.half_batches import (
+    commit,
+    count_check,
+    header_of,
+    in_conflict,
+    make_log,
+    pending,
+    prepare,
+    prepare_one,
+    quarantine,
+)
 from tests.support.inside import HalfWriter, Level, Members
 from tests.support.limits import Limit
 from tests.support.machines import FINE, be_fine, have_versions
@@ -110,8 +120,10 @@ def test_the_configuration_says_how_often_is_checked_and_who_answers(log: Commit
 # ---------------------------------------------------------------- the check job's configuration
 MODULES = {
     "shop/__init__.py": "",
-    "shop/orders.py": "from rmq_spark import TransactionListener\n\nclass Answers(TransactionListener):\n"
-    "    answer: str = ''\n\n    class Inner(TransactionListener):\n        pass\n\nlistener = Answers()\n",
+    "shop/orders.py": "from rmq_spark import PerMessageListener, TransactionListener\n\n"
+    "class Base(TransactionListener):\n    def execute_local_transaction(self, batch): ...\n"
+    "    def check_local_transaction(self, batch): ...\n\nclass Answers(Base):\n"
+    "    answer: str = ''\n\n    class Inner(Base):\n        pass\n\nlistener = Answers()\n",
     "shop/chosen.py": "try:\n    import no_such_package\nexcept ImportError:\n    from shop.orders import listener\n",
     "shop/dynamic.py": "from shop.orders import *\n",
     "shop/lazy.py": "def __getattr__(name):\n    from shop.orders import listener\n    return listener\n",
@@ -284,11 +296,11 @@ def test_a_checker_that_is_silent_is_told_when_something_waits_for_it(
     assert bad(log) == {"pending": "warning", "checker": "critical"}
     assert "no checker has said a word on that (it is due" in found(log)["checker"].what
     assert found(log)["pending"].remedy == "txmq trace app:0"
-    log.engine.record_check(record, 1, pending(log, record), "UNKNOWN")
+    count_check(log.engine, record, 1, pending(log, record), "UNKNOWN")
     assert bad(log, interval=100.0) == {"pending": "warning"}, "it has checked within three intervals"
     clock.ahead_s += 20 * MINUTE_S
     assert "a word on that for " in found(log, interval=100.0)["checker"].what
-    log.engine.lease(record, 60)
+    log.engine.lease([record], 60)
     assert bad(log, interval=100.0) == {}, "its local transaction runs"
 
 
@@ -373,7 +385,7 @@ def test_queues_of_a_dead_member_and_dead_letters_are_told(log: CommitLog) -> No
     header = header_of(0, "dead")
     writer = HalfWriter(header, log.topics(), "%DLQ%points", None, own=True)
     table = pa.table({"body": ["x"]})
-    commit(log, log.engine.prepare(header, log.engine.stage(writer, table.to_batches())))
+    commit(log, prepare_one(log.engine, header, log.engine.stage(writer, table.to_batches())))
     assert found(log)["dead letters"].what == "points: 1 dead letter"
 
 

@@ -21,6 +21,7 @@ from rmq_spark.errors import CorruptLogError
 from tests.support.half_batches import (
     another,
     commit,
+    decide_one,
     fill_with_pieces,
     make_log,
     merge_op_files,
@@ -71,7 +72,7 @@ def test_a_drain_copies_what_is_placed_and_nothing_else(log: CommitLog) -> None:
     roll_back(log, prepare(log, 4))
     record = prepare(log, 5, 10, per="message")
     some, _ = split(pending(log, record), every=3)
-    log.engine.decide(record, 1, commit=some, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=some, who=Who.EXECUTE)
     assert log.drain() == log.refresh()
     require_same(log)
     assert drained(log).schema == MESSAGES_SCHEMA
@@ -178,7 +179,7 @@ def test_at_every_step_the_table_is_a_prefix_of_op(log: CommitLog, monkeypatch: 
             seen.append(set(drained(log)["op_version"].to_pylist()))
             return more
 
-    Looked(another(log)).run()
+    Looked(another(log).engine).run()
     versions = sorted(seen[-1])
     assert seen == [set(versions[:n]) for n in (1, 2, 3, 4)]
 
@@ -227,7 +228,7 @@ def test_files_that_lack_messages_are_not_committed(log: CommitLog) -> None:
     commit(log, prepare(log, 0))
     mine = another(log)
     with pytest.raises(CorruptLogError, match="0 messages were written, and op placed 5 from version"):
-        Forgetful(mine).run()
+        Forgetful(mine.engine).run()
     log.drain()
     require_same(log)
 

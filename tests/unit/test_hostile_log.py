@@ -17,7 +17,17 @@ import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark._core.client import tables as opening
 from rmq_spark.errors import CorruptLogError, LogFormatError, NotACommitLogError
-from tests.support.half_batches import another, bodies, check_offsets, commit, make_log, pending, prepare, roll_back
+from tests.support.half_batches import (
+    another,
+    bodies,
+    check_offsets,
+    commit,
+    decide_one,
+    make_log,
+    pending,
+    prepare,
+    roll_back,
+)
 from tests.support.inside import (
     HALF_SCHEMA,
     OP_SCHEMA,
@@ -155,7 +165,7 @@ def test_a_moved_log_opens_in_its_new_place(log: CommitLog, tmp_path: Path) -> N
 def decided(log: CommitLog) -> CommitLog:
     """A log with a half batch of six messages of which four are committed, by one op row."""
     record = prepare(log, 0, 6, per="message")
-    log.engine.decide(record, 1, commit={0: b"\0\1\1\0\1\1"}, rollback={}, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit={0: b"\0\1\1\0\1\1"}, rollback={}, who=Who.EXECUTE)
     return log
 
 
@@ -212,7 +222,9 @@ def test_an_edited_op_row_is_an_error_to_who_reads_it_and_to_who_decides_over_it
     if edited in SEEN_BY_THE_STATE:
         own = another(changed)
         with pytest.raises(CorruptLogError):
-            own.engine.decide(own.engine.get("app:0"), 1, commit={0: b"\1\0\0\0\0\0"}, rollback={}, who=Who.EXECUTE)
+            decide_one(
+                own.engine, own.engine.get("app:0"), 1, commit={0: b"\1\0\0\0\0\0"}, rollback={}, who=Who.EXECUTE
+            )
         own.engine.op.refresh()
         assert own.engine.op.read(own.engine.op.actions()["path"].to_pylist()).num_rows == 1
 

@@ -22,6 +22,8 @@ from tests.support.half_batches import (
     another,
     bodies,
     commit,
+    count_check,
+    decide_one,
     header_of,
     in_half,
     let_leave,
@@ -97,7 +99,7 @@ def test_what_is_not_drained_not_settled_or_too_young_stays(log: CommitLog) -> N
     in_conflict = send(log, "conflict")
     commit(log, in_conflict)
     with pytest.raises(VerdictConflictError):
-        log.engine.decide(in_conflict, 1, rollback=in_conflict.all_rows, who=Who.CHECK)
+        decide_one(log.engine, in_conflict, 1, rollback=in_conflict.all_rows, who=Who.CHECK)
     assert let_leave(log, audit_s=60).archived == 1
     assert in_half(log) == {"open:0", "quarantined:0", "audited:0", "conflict:0"}
     log.resolve("conflict:0", LocalTransactionState.COMMIT_MESSAGE, "it was right")
@@ -121,9 +123,9 @@ def test_what_became_of_each_message_is_kept(log: CommitLog) -> None:
     record = send(log, "parts", 9, per="message")
     committed, rest = split(pending(log, record), 3)
     by_check, by_hand = split(rest, 6)
-    log.engine.decide(record, 1, commit=committed, who=Who.EXECUTE)
-    log.engine.decide(record, 1, rollback=by_hand, who=Who.EXECUTE, reason="no")
-    log.engine.decide(record, 1, rollback=by_check, who=Who.CHECK)
+    decide_one(log.engine, record, 1, commit=committed, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, rollback=by_hand, who=Who.EXECUTE, reason="no")
+    decide_one(log.engine, record, 1, rollback=by_check, who=Who.CHECK)
     again = send(log, "again")
     roll_back(log, again, who=Who.CHECK)
     log.engine.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "once more")
@@ -151,15 +153,15 @@ def test_a_writer_that_slept_places_nothing_twice(log: CommitLog, idempotency_s:
     assert op_kinds(log, "key:0") == (["archived"] if idempotency_s else [])
     tails = another(log).engine.tails()
     if idempotency_s:
-        assert sleeper.engine.decide(record, 1, commit=rows, who=Who.EXECUTE) == []  # it is so already
+        assert decide_one(sleeper.engine, record, 1, commit=rows, who=Who.EXECUTE) == []  # it is so already
         with pytest.raises(VerdictConflictError, match=r"too late.*has left"):
-            sleeper.engine.decide(record, 1, rollback=rows, who=Who.EXECUTE)
+            decide_one(sleeper.engine, record, 1, rollback=rows, who=Who.EXECUTE)
     else:
         is_forgotten(sleeper, record)
     for change in (
         lambda: sleeper.engine.reopen(record, 1, (RowState.PENDING,), 2, Who.EXECUTE, "no"),
         lambda: sleeper.engine.quarantine(record, 1, rows, Who.CHECK, "no"),
-        lambda: sleeper.engine.record_check(record, 1, rows, "no"),
+        lambda: count_check(sleeper.engine, record, 1, rows, "no"),
         lambda: sleeper.engine.ledger.overrule(record, LocalTransactionState.COMMIT_MESSAGE, "no"),
         lambda: sleeper.engine.state_of(record),
     ):
@@ -172,7 +174,7 @@ def test_a_writer_that_slept_places_nothing_twice(log: CommitLog, idempotency_s:
 def is_forgotten(sleeper: CommitLog, record: HalfRecord) -> None:
     """A verdict that comes this late is refused."""
     with pytest.raises(StaleAttemptError, match="long ago"):
-        sleeper.engine.decide(record, 1, commit=record.all_rows, who=Who.EXECUTE)
+        decide_one(sleeper.engine, record, 1, commit=record.all_rows, who=Who.EXECUTE)
 
 
 def forget(log: CommitLog) -> None:
@@ -188,10 +190,10 @@ def test_a_lease_does_not_wake_what_has_left(log: CommitLog) -> None:
     roll_back(log, log.engine.get("key:0"), who=Who.CHECK)
     let_leave(log)
     version = log.refresh()
-    sleeper.engine.lease(record, 60.0)
+    sleeper.engine.lease([record], 60.0)
     assert log.refresh() == version, "a lease of what has left is not written"
     forget(log)
-    sleeper.engine.lease(record, 60.0)
+    sleeper.engine.lease([record], 60.0)
     log.engine.ledger.append(
         lambda: [OpRow(Kind.LEASE, "key:0", until=log.engine.machine.now())]
     )  # an older program wrote it
@@ -209,7 +211,7 @@ def test_a_key_that_is_used_again_is_another_half_batch(log: CommitLog, size: in
     again = send(log, "key", size, half_id=new_half_id("key", 0))
     for _ in range(2):
         is_forgotten(sleeper, record)
-        sleeper.engine.lease(record, 60.0)
+        sleeper.engine.lease([record], 60.0)
         assert log.engine.state_of(again).lease_until is None
         log.engine.move_mark()  # names it as open
     roll_back(log, again)
@@ -220,7 +222,7 @@ def test_a_key_that_is_used_again_is_another_half_batch(log: CommitLog, size: in
 def test_verdicts_on_some_messages_cannot_come_again_when_they_have_left(log: CommitLog) -> None:
     record = send(log, "key", 6, per="message")
     kept, dropped = split(pending(log, record), 2)
-    log.engine.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
     again = send(log, "again", 6)
     roll_back(log, again, who=Who.CHECK)
     log.engine.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "once more")
@@ -229,12 +231,12 @@ def test_verdicts_on_some_messages_cannot_come_again_when_they_have_left(log: Co
     assert in_half(log) == set()
     for verdicts in ({"commit": dropped}, {"commit": dropped, "rollback": kept}, {"commit": kept}):
         with pytest.raises(StaleAttemptError, match="nobody can tell"):
-            log.engine.decide(record, 1, **verdicts, who=Who.EXECUTE)
+            decide_one(log.engine, record, 1, **verdicts, who=Who.EXECUTE)
     rows = again.all_rows
     for attempt in (1, 7):
         with pytest.raises(StaleAttemptError, match=f"under attempt {attempt} comes too late"):
-            log.engine.decide(again, attempt, commit=rows, who=Who.EXECUTE)
-    assert log.engine.decide(again, 2, commit=rows, who=Who.EXECUTE) == []
+            decide_one(log.engine, again, attempt, commit=rows, who=Who.EXECUTE)
+    assert decide_one(log.engine, again, 2, commit=rows, who=Who.EXECUTE) == []
 
 
 @pytest.mark.log("delta", orders=1)
@@ -252,7 +254,7 @@ def test_what_comes_back_from_an_older_copy_of_half_is_not_placed_again(log: Com
         fresh.engine.state_of(record)
     rows = record.all_rows
     with pytest.raises(StaleAttemptError):
-        fresh.engine.decide(record, 1, commit=rows, who=Who.EXECUTE)
+        decide_one(fresh.engine, record, 1, commit=rows, who=Who.EXECUTE)
     assert fresh.engine.open_half_ids() == ["open:0"]
     commit(fresh, fresh.engine.get("open:0"))
 
@@ -260,7 +262,7 @@ def test_what_comes_back_from_an_older_copy_of_half_is_not_placed_again(log: Com
 def test_the_audit_time_is_no_shorter_than_the_grace(log: CommitLog) -> None:
     record = send(log, "key", 4, per="message")
     kept, dropped = split(pending(log, record), 2)
-    log.engine.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
     roll_back(log, send(log, "none"))
     commit(log, send(log, "later"))
     assert let_leave(log, reader_s=3600.0, audit_s=0.0).archived == 0
@@ -435,7 +437,7 @@ def test_a_sender_that_slept_through_it_all_gets_the_outcome(log: CommitLog) -> 
     class Sleeps(CommitOncePrepared):
         def execute_local_transaction(self, batch: HalfBatch) -> LocalTransactionState:
             record = log.engine.get(batch.half_id)
-            log.engine.decide(record, 1, commit=pending(log, record), who=Who.CHECK)
+            decide_one(log.engine, record, 1, commit=pending(log, record), who=Who.CHECK)
             let_leave(log)
             return LocalTransactionState.COMMIT_MESSAGE
 

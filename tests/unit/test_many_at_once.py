@@ -48,7 +48,7 @@ def staged(log: CommitLog, name: str, batch_id: int = 0, numbered: bool = False,
 
 
 def prepared(log: CommitLog, *batches: Staged) -> list[HalfRecord]:
-    records = log.engine.prepare_many(batches)
+    records = log.engine.prepare(batches)
     assert all(isinstance(record, HalfRecord) for record in records)
     return records  # type: ignore[return-value]
 
@@ -78,10 +78,10 @@ def test_a_numbered_half_batch_is_known_as_the_last_one_of_its_application(log: 
 
 
 def test_what_cannot_be_prepared_drops_out_and_the_others_are_prepared(log: CommitLog) -> None:
-    log.engine.prepare(*(lambda b: (b.header, b.files))(staged(log, "taken")))
+    log.engine.prepare([staged(log, "taken")])
     old = staged(log, "old")
     old = Staged(old.header, [replace(f, staged_at=f.staged_at - 4 * 86_400) for f in old.files])
-    outcomes = log.engine.prepare_many([staged(log, "a"), staged(log, "taken"), old, staged(log, "b")])
+    outcomes = log.engine.prepare([staged(log, "a"), staged(log, "taken"), old, staged(log, "b")])
     assert [type(o) for o in outcomes] == [HalfRecord, AlreadyPreparedError, StagedFilesTooOldError, HalfRecord]
     assert set(log.engine.open_half_ids()) == {"taken:0", "a:0", "b:0"}
     # Nobody may think that all op rows of "taken" are still to come.
@@ -93,13 +93,13 @@ def test_what_cannot_be_prepared_drops_out_and_the_others_are_prepared(log: Comm
 
 def test_none_are_prepared_when_none_are_given(log: CommitLog) -> None:
     """The failpoint before the prepare looked at the first of them."""
-    assert log.engine.prepare_many([]) == []
+    assert log.engine.prepare([]) == []
 
 
 def test_when_nothing_can_be_prepared_nothing_is_committed(log: CommitLog) -> None:
     prepared(log, staged(log, "a"))
     version = log.engine.half.table.version
-    (refused,) = log.engine.prepare_many([staged(log, "a")])
+    (refused,) = log.engine.prepare([staged(log, "a")])
     assert isinstance(refused, AlreadyPreparedError)
     assert another(log).engine.half.table.refresh() == version
 
@@ -130,7 +130,7 @@ def test_half_batches_that_cannot_be_in_one_commit_are_refused_before_any_is_pre
     log: CommitLog, batches: Callable[[CommitLog], list[Staged]], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        log.engine.prepare_many(batches(log))
+        log.engine.prepare(batches(log))
     assert log.engine.open_half_ids() == []
     assert log.engine.last_batch_id("a") is None
 
@@ -139,7 +139,7 @@ def test_half_batches_that_cannot_be_in_one_commit_are_refused_before_any_is_pre
 def test_decisions_share_a_commit_and_each_has_its_places(log: CommitLog) -> None:
     records = prepared(log, *(staged(log, name) for name in "abc"))
     version = log.refresh()
-    decided = log.engine.decide_many([yes(log, records[0]), no(log, records[1]), yes(log, records[2])])
+    decided = log.engine.decide([yes(log, records[0]), no(log, records[1]), yes(log, records[2])])
     assert log.refresh() == version + 1
     assert [sum(p.count for p in d.placed) for d in decided] == [3, 0, 3]
     assert [d.problem for d in decided] == [None, None, None]
@@ -154,14 +154,14 @@ def test_a_decision_that_does_not_count_drops_out_with_its_own_error(log: Commit
     roll_back(other, late, who=Who.CHECK)
     other.engine.quarantine(stale, 1, pending(other, stale), Who.ADMIN, "somebody wants to look")
     version = log.refresh()
-    decided = log.engine.decide_many(decisions)
+    decided = log.engine.decide(decisions)
     assert log.refresh() == version + 1, "what comes too late is on record in the same commit"
     assert [type(d.problem) for d in decided] == [type(None), VerdictConflictError, StaleAttemptError, type(None)]
     assert [sum(p.count for p in d.placed) for d in decided] == [3, 0, 0, 3]
     assert log.conflicts() == another(log).conflicts() == ["late:0"]
     assert sorted(bodies(log)) == [f"{name}.{i}" for name in ("good", "last") for i in range(3)]
     # Said again, each has the outcome that it had.
-    again = log.engine.decide_many(decisions)
+    again = log.engine.decide(decisions)
     assert [type(d.problem) for d in again] == [type(d.problem) for d in decided]
     assert len(bodies(log)) == 6
 
@@ -169,15 +169,15 @@ def test_a_decision_that_does_not_count_drops_out_with_its_own_error(log: Commit
 def test_two_decisions_about_one_half_batch_are_refused(log: CommitLog) -> None:
     (record,) = prepared(log, staged(log, "a"))
     with pytest.raises(ValueError, match="two decisions about one half batch"):
-        log.engine.decide_many([yes(log, record), no(log, record)])
+        log.engine.decide([yes(log, record), no(log, record)])
 
 
 def test_decisions_of_one_commit_keep_the_order_of_a_key(log: CommitLog) -> None:
     log.create_topic("steps", queues=2, fifo=True)
     records = [prepared(log, staged(log, name, topic="steps"))[0] for name in "abcd"]
-    log.engine.decide_many([yes(log, records[3]), yes(log, records[1])])
+    log.engine.decide([yes(log, records[3]), yes(log, records[1])])
     assert bodies(log, "steps") == [], "a is open, and sent before"
-    decided = log.engine.decide_many([no(log, records[2]), yes(log, records[0])])
+    decided = log.engine.decide([no(log, records[2]), yes(log, records[0])])
     assert bodies(log, "steps") == [f"{name}.{i}" for name in "abd" for i in range(3)]
     assert sum(p.count for d in decided for p in d.placed) == 3, "a decision tells of its own messages only"
     check_offsets(log, "steps")
@@ -187,7 +187,7 @@ def test_threads_that_decide_many_and_others_that_decide_one_lose_and_double_not
     def many(name: str) -> None:
         for i in range(4):
             records = prepared(log, *(staged(log, f"{name}{i}-{j}") for j in range(3)))
-            assert [d.problem for d in log.engine.decide_many([yes(log, r) for r in records])] == [None] * 3
+            assert [d.problem for d in log.engine.decide([yes(log, r) for r in records])] == [None] * 3
 
     def one(name: str) -> None:
         for i in range(6):

@@ -16,7 +16,7 @@ from rmq_spark._core.storage.table import COMMIT_TRIES_MAX
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
-from tests.support.half_batches import another, bodies, commit, pending, prepare, roll_back
+from tests.support.half_batches import another, bodies, commit, count_check, pending, prepare, roll_back
 from tests.support.inside import Kind, OpRow, RowState, Who, ledger, marking
 from tests.support.limits import set_limits
 from tests.support.meanwhile import seen_at, unhooked
@@ -91,7 +91,7 @@ def test_a_mark_is_made_when_many_op_rows_can_be_let_go(log: CommitLog, monkeypa
     record = prepare(log, 0)
     assert log.engine.move_mark()
     for _ in range(marking.ROWS_LET_GO_MIN - 1):
-        log.engine.record_check(record, 1, pending(log, record), None)
+        count_check(log.engine, record, 1, pending(log, record), None)
     assert log.engine.move_mark()
     assert another(log).pending()["check_times"].to_pylist() == [marking.ROWS_LET_GO_MIN - 1]
     assert not log.engine.move_mark()
@@ -100,7 +100,7 @@ def test_a_mark_is_made_when_many_op_rows_can_be_let_go(log: CommitLog, monkeypa
 def test_of_many_leases_a_mark_names_the_newest(log: CommitLog) -> None:
     record = prepare(log, 0)
     for _ in range(9):
-        until = log.engine.lease(record, 60)
+        until = log.engine.lease([record], 60)
     assert log.engine.move_mark()
     cold = another(log)
     assert cold.engine.state_of(record).lease_until == until

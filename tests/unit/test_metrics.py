@@ -29,6 +29,8 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.support.consumers import DONE, LATER, NEXT, STOP, consume_all, go_on, joined, memory_log, push, send
 from tests.support.half_batches import (
     commit,
+    count_check,
+    decide_one,
     in_conflict,
     let_leave,
     make_log,
@@ -80,7 +82,7 @@ def says() -> Scripted:
 def test_the_figures_are_what_happened_in_the_log(log: CommitLog) -> None:
     watch = LogWatch(log)
     others, some = split(pending(log, prepare(log, 0, 40, per="message", group="shop")), every=4)
-    log.engine.decide(log.engine.get("app:0"), 1, commit=others, rollback=some, who=Who.EXECUTE)
+    decide_one(log.engine, log.engine.get("app:0"), 1, commit=others, rollback=some, who=Who.EXECUTE)
     prepare(log, 1, 5, topic="points", group="bank")
     hidden = prepare(log, 2, 3, group="shop")
     quarantine(log, hidden)
@@ -138,10 +140,10 @@ def test_a_rollback_that_a_person_confirms_is_counted_once(log: CommitLog, who: 
     watch = LogWatch(log)
     record = prepare(log, 0, 5, per="message")
     wrong, hidden = split(pending(log, record), every=2)
-    log.engine.decide(record, 1, rollback=wrong, who=who)
+    decide_one(log.engine, record, 1, rollback=wrong, who=who)
     watch.look()
     with pytest.raises(txmq.VerdictConflictError):
-        log.engine.decide(record, 1, commit=wrong, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=wrong, who=Who.EXECUTE)
     log.engine.quarantine(record, 1, hidden, Who.DISCARD, "too often")
     log.resolve(record.half_id, txmq.ROLLBACK_MESSAGE, "it never happened")
     assert log.conflicts() == []
@@ -170,7 +172,7 @@ def test_the_rollbacks_of_a_crashed_and_replayed_half_batch_are_counted_once(log
 def test_a_quarantine_and_an_answer_from_before_are_found(log: CommitLog) -> None:
     record = prepare(log, 0, 3, group="shop")
     assert LogWatch(log).look().last_check is None
-    log.engine.record_check(record, 1, pending(log, record), "UNKNOWN")
+    count_check(log.engine, record, 1, pending(log, record), "UNKNOWN")
     quarantine(log, record)
     found = LogWatch(log).look()
     assert found.quarantined == {"shop": 3}
@@ -191,10 +193,10 @@ def test_a_look_reads_an_open_half_batch_again_only_when_op_decides_something_ne
     assert read() == sorted(record.files[0].path for record in records)
     assert read() == []
     one = records[1]
-    log.engine.record_check(one, 1, pending(log, one), "UNKNOWN")
+    count_check(log.engine, one, 1, pending(log, one), "UNKNOWN")
     assert read() == [], "a check that changes nothing"
     some, _ = split(pending(log, one), every=2)
-    log.engine.decide(one, 1, commit=some, who=Who.EXECUTE)
+    decide_one(log.engine, one, 1, commit=some, who=Who.EXECUTE)
     assert read() == [one.files[0].path]
     assert watch.look().half_messages == {"orders": 5}
 

@@ -13,7 +13,7 @@ import pytest
 from deltalake import DeltaTable
 
 from rmq_spark import CommitLog
-from tests.support.half_batches import another, commit, let_leave, pending, prepare, roll_back, send, split
+from tests.support.half_batches import another, commit, decide_one, let_leave, pending, prepare, roll_back, send, split
 from tests.support.inside import Who, maintenance
 from tests.support.limits import limited
 
@@ -54,7 +54,7 @@ def fill(log: CommitLog, first: int) -> None:
     for i in range(first, first + 3):
         record = send(log, f"key{i}", 7, per="message")
         kept, dropped = split(pending(log, record), 3)
-        log.engine.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
         tagged = {"body": [f"p{i}.{j}" for j in range(3)], "tags": ["a", None, "b"], "keys": ["k", "l m", None]}
         commit(log, prepare(log, i, tagged, topic="points"))
         roll_back(log, send(log, f"none{i}"))

@@ -20,6 +20,7 @@ from tests.support.half_batches import (
     another,
     bodies,
     commit,
+    decide_one,
     merge_op_files,
     pending,
     prepare,
@@ -119,9 +120,9 @@ def test_a_reopened_message_is_sent_when_it_is_reopened(log: CommitLog) -> None:
 def test_transactions_that_wait_for_each_other_alone_go_together(log: CommitLog) -> None:
     columns = {"body": list("1234"), "sharding_key": list("abab"), "txn": list("xyyx")}
     record = prepare(log, 0, columns, per="key", key="txn")
-    log.engine.decide(record, 1, commit={0: b"\x01\x00\x00\x01"}, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit={0: b"\x01\x00\x00\x01"}, who=Who.EXECUTE)
     assert bodies(log) == []
-    log.engine.decide(record, 1, commit={0: b"\x00\x01\x01\x00"}, who=Who.CHECK)
+    decide_one(log.engine, record, 1, commit={0: b"\x00\x01\x01\x00"}, who=Who.CHECK)
     assert bodies(log) == ["1", "2", "3", "4"]
 
 
@@ -220,12 +221,12 @@ class _Play:
         what = self.chance.choice(("commit", "commit", "commit", "rollback", "check", "quarantine"))
         self.log = self.chance.choice((self.log, another(self.log)))
         if what == "commit":
-            self.log.engine.decide(record, attempt, commit=picked, rollback={}, who=Who.EXECUTE)
+            decide_one(self.log.engine, record, attempt, commit=picked, rollback={}, who=Who.EXECUTE)
         elif what == "quarantine":
             self.log.engine.quarantine(record, attempt, picked, Who.DISCARD, "why not")
         else:
             who = Who.CHECK if what == "check" else Who.EXECUTE
-            self.log.engine.decide(record, attempt, commit={}, rollback=picked, who=who)
+            decide_one(self.log.engine, record, attempt, commit={}, rollback=picked, who=who)
         self.pending -= set(self.names(record, picked))
 
     def reopen(self) -> None:

@@ -16,7 +16,7 @@ from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, MessageExt, Per
 from rmq_spark.producer import TransactionSendResult
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.consumers import wait_until
-from tests.support.half_batches import header_of, let_leave
+from tests.support.half_batches import header_of, let_leave, prepare_one
 from tests.support.inside import CommitOncePrepared, HalfWriter, Machine
 from tests.support.inside import message_table as to_table
 from tests.support.listeners import Scripted
@@ -343,7 +343,7 @@ def test_a_producer_without_a_listener_sends_what_has_no_local_transaction(log: 
 def test_a_producer_without_a_listener_settles_what_plain_sends_left_and_no_transaction(log: Any) -> None:
     send(log, Scripted(None))
     writer = HalfWriter(header_of(0, fence_id=CommitOncePrepared.store_id, group="shop"), log.topics(), None, None)
-    log.engine.prepare(writer.header, [writer.rows_of(to_table([ORDER]))])
+    prepare_one(log.engine, writer.header, [writer.rows_of(to_table([ORDER]))])
     with producer(log, None, check_interval=0.02, transaction_timeout=0.0):
         wait_until(lambda: visible(log))
     assert visible(log) == [b"one"]

@@ -26,7 +26,7 @@ from rmq_spark.errors import ListenerError, OptionError
 from rmq_spark.listeners import ExecutedAttempt, HalfTransaction
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq
-from tests.support.half_batches import bodies, let_leave, pending, prepare
+from tests.support.half_batches import bodies, let_leave, pending, prepare, prepare_one
 from tests.support.inside import (
     IDEMPOTENCY_S,
     CommitOncePrepared,
@@ -120,7 +120,7 @@ class Shop:
     def begin(self, app: str, *names: str, batch_id: int = 0, executed: bool = False) -> HalfRecord:
         """Die before the local transaction, or after it."""
         header = self.header(app, batch_id)
-        record = self.log.engine.prepare(header, self.stage(header, list(names or [app]), self.log)())
+        record = prepare_one(self.log.engine, header, self.stage(header, list(names or [app]), self.log)())
         if executed:
             batch = self.log.engine.half_batch(record, self.log.engine.state_of(record), 1, record.all_rows)
             self.listener.execute_local_transaction(batch)
@@ -455,7 +455,7 @@ def test_another_half_batch_of_the_same_name_is_a_persons(shop: Shop) -> None:
     shop.lose()
     app = f"{SEND}key"
     header = HalfHeader(new_half_id(app, 0), app, 0, None, None, None, "batch", "shop", naming=Naming.KEY)
-    shop.log.engine.prepare(header, shop.stage(header, ["key"], shop.log)())
+    prepare_one(shop.log.engine, header, shop.stage(header, ["key"], shop.log)())
     assert shop.standings(apply=True) == {"key": "person"}
     assert bodies(shop.log) == []
 

@@ -28,7 +28,17 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.support import report_logs
 from tests.support.clocks import Ticking
 from tests.support.commands import objects, txmq
-from tests.support.half_batches import commit, let_leave, make_log, prepare, quarantine, roll_back, split
+from tests.support.half_batches import (
+    commit,
+    count_check,
+    decide_one,
+    let_leave,
+    make_log,
+    prepare,
+    quarantine,
+    roll_back,
+    split,
+)
 from tests.support.half_batches import pending as pending_rows
 from tests.support.inside import TIMESTAMP, HalfRecord, Level, RowState, Trace, Who, figures_of, page
 from tests.support.meanwhile import seen_at
@@ -83,9 +93,9 @@ def test_a_rollback_that_a_person_confirms_is_counted_once_before_and_after_upke
     log = InMemoryCommitLog(topics={"orders": 2})
     late, mixed, hidden = (prepare(log, n, 5, per="message") for n in (1, 2, 3))
     for record, rows in ((late, pending_rows(log, late)), (mixed, split(pending_rows(log, mixed), every=2)[0])):
-        log.engine.decide(record, 1, rollback=rows, who=Who.CHECK)
+        decide_one(log.engine, record, 1, rollback=rows, who=Who.CHECK)
         with pytest.raises(VerdictConflictError):
-            log.engine.decide(record, 1, commit=rows, who=Who.EXECUTE)
+            decide_one(log.engine, record, 1, commit=rows, who=Who.EXECUTE)
     for record in (mixed, hidden):
         quarantine(log, record)
     for record in (late, mixed, hidden):
@@ -109,11 +119,11 @@ def test_a_transaction_counts_by_its_last_verdict_whatever_a_replay_or_a_person_
     in_part, rest = split(pending_rows(log, replayed), every=2)
 
     def settle(record: HalfRecord, attempt: int) -> None:
-        log.engine.decide(record, attempt, **{verdict: pending_rows(log, record, attempt)}, who=Who.EXECUTE)
+        decide_one(log.engine, record, attempt, **{verdict: pending_rows(log, record, attempt)}, who=Who.EXECUTE)
 
-    log.engine.decide(replayed, 1, rollback=rest, who=Who.EXECUTE)
+    decide_one(log.engine, replayed, 1, rollback=rest, who=Who.EXECUTE)
     for attempt in (1, 2):
-        log.engine.decide(replayed, attempt, rollback=in_part, who=Who.CHECK)
+        decide_one(log.engine, replayed, attempt, rollback=in_part, who=Who.CHECK)
         log.engine.reopen(
             replayed, attempt, (RowState.ROLLED_BACK_BY_CHECK,), attempt + 1, Who.EXECUTE, "it never happened"
         )
@@ -152,7 +162,7 @@ def test_verdicts_are_told_apart() -> None:
     roll_back(log, prepare(log, 4, 4), who=Who.CHECK)
     roll_back(log, prepare(log, 5, 2), who=Who.DISCARD)
     asked = prepare(log, 6, 6)
-    log.engine.record_check(asked, 1, pending_rows(log, asked), "no answer")
+    count_check(log.engine, asked, 1, pending_rows(log, asked), "no answer")
     found = figures_of(log)
     assert by(found.verdicts, "verdict", "messages") == {
         over_time.COMMITTED: 12,

@@ -27,7 +27,7 @@ from rmq_spark import (
 from rmq_spark._core.inspect.find import find_by_id
 from rmq_spark._core.vocabulary.verdicts import kept_reason
 from rmq_spark.errors import StorageError, VerdictError
-from tests.support.half_batches import another, bodies, commit, let_leave, pending, prepare, split
+from tests.support.half_batches import another, bodies, commit, decide_one, let_leave, pending, prepare, split
 from tests.support.inside import BATCH, KEY, MESSAGE, HalfRecord, Kind, RolledBack, RowState, Verdict, Who
 from tests.support.listeners import Scripted
 from tests.support.meanwhile import dies_at
@@ -264,8 +264,8 @@ def test_more_reasons_than_are_archived_hide_no_other_decision(log: CommitLog) -
 def test_a_refusal_by_a_check_is_archived_as_final(log: CommitLog) -> None:
     record = prepared(log)
     rows = pending(log, record)
-    log.engine.decide(
-        record, 1, rollback=rows, who=Who.CHECK, rolled_back=[RolledBack("no", True, dict(rows.ranges()))]
+    decide_one(
+        log.engine, record, 1, rollback=rows, who=Who.CHECK, rolled_back=[RolledBack("no", True, dict(rows.ranges()))]
     )
     let_all_leave(log)
     kept = another(log).engine.archived("app:0")
@@ -280,9 +280,9 @@ def test_what_was_rolled_back_before_keeps_its_first_reason(log: CommitLog) -> N
     record = prepare(log, 0, 6)
     rows = pending(log, record)
     rest, chosen = split(rows, 2)
-    log.engine.decide(record, 1, rollback=chosen, who=Who.EXECUTE, reason="first")
+    decide_one(log.engine, record, 1, rollback=chosen, who=Who.EXECUTE, reason="first")
     parts = [RolledBack("second", False, dict(rows.ranges()))]
-    log.engine.decide(record, 1, rollback=rows, who=Who.EXECUTE, rolled_back=parts)
+    decide_one(log.engine, record, 1, rollback=rows, who=Who.EXECUTE, rolled_back=parts)
     assert told(log, record) == {"first": (chosen.count, "execute", True), "second": (rest.count, "execute", True)}
     state = log.engine.state_of(record)
     assert [state.reason_of(0, n) for n in range(6)] == [("first", "second")[n % 2] for n in range(6)]

@@ -57,7 +57,7 @@ from tests.support.fences import (
     stored,
     verdicts,
 )
-from tests.support.half_batches import commit, let_leave, pending, prepare, roll_back
+from tests.support.half_batches import commit, decide_one, let_leave, pending, prepare, roll_back
 from tests.support.inside import Database, HalfHeader, HalfRecord, HalfWriter, Naming, TwoPhase, Who
 from tests.support.limits import Limit
 from tests.support.seeds import how_many
@@ -707,7 +707,7 @@ def test_prune_keeps_the_rows_of_what_has_not_left_its_log(url: sa.URL, fence: s
     every = pending(log, torn)
     roll_back(log, torn)
     with pytest.raises(txmq.VerdictConflictError):
-        log.engine.decide(torn, 1, commit=every, rollback={}, who=Who.EXECUTE)
+        decide_one(log.engine, torn, 1, commit=every, rollback={}, who=Who.EXECUTE)
     commit(log, ran(orders_listener, log, "settled"))
     roll_back(log, ran(orders_listener, log, "refused"))
     commit(other, ran(orders_listener, other, "elsewhere"))

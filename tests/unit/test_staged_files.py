@@ -14,7 +14,17 @@ from rmq_spark._core.storage.table import STAGED_UNSEEN_S
 from rmq_spark.errors import LostFileError, LostStagedFileError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
-from tests.support.half_batches import another, bodies, check_offsets, commit, header_of, move_half, prepare, stage
+from tests.support.half_batches import (
+    another,
+    bodies,
+    check_offsets,
+    commit,
+    header_of,
+    move_half,
+    prepare,
+    prepare_one,
+    stage,
+)
 from tests.support.inside import HalfFile, Machine, op_merge
 from tests.support.limits import set_limits
 from tests.support.meanwhile import at
@@ -64,9 +74,9 @@ def test_staged_files_that_somebody_removed_are_not_prepared(log: CommitLog) -> 
     files = staged(log, 3)
     log.engine.half.table.fs.delete_file(f"{log.engine.half.table.folder}/{files[1].data.path}")
     with pytest.raises(LostStagedFileError, match=f"{files[1].data.path}.*run the batch again"):
-        log.engine.prepare(header_of(0), files)
+        prepare_one(log.engine, header_of(0), files)
     assert another(log).engine.find("app", 0) is None
-    commit(log, log.engine.prepare(header_of(0), staged(log, 3)))
+    commit(log, prepare_one(log.engine, header_of(0), staged(log, 3)))
     assert bodies(another(log)) == ["0", "1", "2"]
 
 
@@ -76,7 +86,7 @@ def test_a_staged_file_that_was_cut_is_not_prepared(log: CommitLog, tmp_path: Pa
     path = tmp_path / "log" / "half" / file.data.path
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(LostStagedFileError):
-        log.engine.prepare(header_of(0), [file])
+        prepare_one(log.engine, header_of(0), [file])
     assert another(log).engine.find("app", 0) is None
 
 
@@ -94,7 +104,7 @@ def test_who_slept_between_its_look_at_staged_files_and_their_commit_hears_that_
 
     lost = pytest.raises(LostFileError, match="was removed while this process slept")
     with at("commit begins", sleeps, table="half"), lost:
-        log.engine.prepare(header_of(0), files)
+        prepare_one(log.engine, header_of(0), files)
 
 
 class Sleeps(Machine):
@@ -121,7 +131,7 @@ def test_who_slept_while_its_files_were_moved_is_not_told_that_they_are_lost() -
         vacuum(log.engine.half.table)
 
     with at("commit done", lambda: machine.meanwhile.append(are_moved), table="half"):
-        record = log.engine.prepare(header_of(0), files)
+        record = prepare_one(log.engine, header_of(0), files)
     assert not machine.meanwhile
     commit(log, record)
     assert bodies(another(log)) == ["0", "1"]

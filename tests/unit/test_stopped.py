@@ -24,7 +24,7 @@ from tests.support.inside import Planner, Positions, Subscription, op_merge
 
 PRODUCT = str(Path(txmq.__file__).parent)
 FILES = ("_core/storage/table.py", "_core/log/op.py")
-READING = tuple(f"{PRODUCT}/{room}/" for room in ("commitlog", "storage"))
+READING = tuple(f"{PRODUCT}/_core/{room}/" for room in "storage log messages protocol upkeep inspect client".split())
 
 
 class Stopped:

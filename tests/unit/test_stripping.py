@@ -18,6 +18,7 @@ from tests.support.half_batches import (
     bodies,
     check_offsets,
     commit,
+    decide_one,
     header_of,
     in_half,
     let_leave,
@@ -63,7 +64,7 @@ def one_open(log: CommitLog, batch_id: int = 0, columns: Any = None, **more: Any
     """A half batch of which every sixth message stays pending."""
     record = prepare(log, batch_id, columns or ROWS, per="message", **more)
     kept, _ = split(pending(log, record), 6)
-    log.engine.decide(record, 1, commit=kept, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=kept, who=Who.EXECUTE)
     return record
 
 
@@ -126,7 +127,7 @@ def test_a_stripped_half_batch_goes_on_as_any_other(log: CommitLog) -> None:
     assert sorted(asked.messages()["body"].to_pylist()) == [b"app.0.0", b"app.0.6"]
     decided = other.engine.state_of(found).rows_in((RowState.COMMITTED,))
     with pytest.raises(VerdictConflictError):
-        other.engine.decide(found, 1, rollback=decided, who=Who.EXECUTE)
+        decide_one(other.engine, found, 1, rollback=decided, who=Who.EXECUTE)
     other.resolve(record.half_id, "COMMIT_MESSAGE", "agreed")
     prepare(other, 1)
     assert len(bodies(log)) == ROWS
@@ -144,7 +145,7 @@ def test_the_last_half_batch_of_a_stream_is_stripped_and_a_restart_finds_it_sett
 def test_what_was_rolled_back_keeps_its_payload_for_a_look(log: CommitLog) -> None:
     record = prepare(log, 0, ROWS, per="message")
     kept, dropped = split(pending(log, record), 6)
-    log.engine.decide(record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
     prepare(log, 1)
     assert let_leave(log, audit_s=1e6).files_stripped == 1
     assert sorted(with_payload(log))[:2] == ["app.0.0", "app.0.6"]
@@ -154,12 +155,12 @@ def test_what_was_rolled_back_keeps_its_payload_for_a_look(log: CommitLog) -> No
 def test_what_may_be_needed_keeps_its_payload(log: CommitLog, what: str) -> None:
     record = prepare(log, 0, ROWS, per="message")
     kept, others = split(pending(log, record), 6 if what != "mostly open" else 2)
-    log.engine.decide(
-        record, 1, commit=kept if what != "mostly open" else others - split(others, 4)[1], who=Who.EXECUTE
+    decide_one(
+        log.engine, record, 1, commit=kept if what != "mostly open" else others - split(others, 4)[1], who=Who.EXECUTE
     )
     if what == "in conflict":
         with pytest.raises(VerdictConflictError):
-            log.engine.decide(record, 1, rollback=kept, who=Who.CHECK)
+            decide_one(log.engine, record, 1, rollback=kept, who=Who.CHECK)
     if what != "undrained":
         log.drain()
     if what != "above the mark":
@@ -185,10 +186,10 @@ def test_a_file_is_stripped_again_when_most_of_what_was_left_is_drained(log: Com
     record = one_open(log)
     let_leave(log)
     first, second = split(pending(log, record), 12)
-    log.engine.decide(record, 1, commit=first, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=first, who=Who.EXECUTE)
     assert let_leave(log).files_stripped == 1
     assert len(with_payload(log)) == 1
-    log.engine.decide(record, 1, commit=second, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=second, who=Who.EXECUTE)
     assert len(set(bodies(another(log)))) == ROWS
 
 
@@ -338,7 +339,7 @@ def test_a_file_that_is_open_keeps_its_payload_when_as_many_rows_of_another_one_
     record = prepare(log, 0, ROWS, per="message", partitions=2)
     rows = pending(log, record)
     first = min(rows)
-    log.engine.decide(record, 1, commit=rows & {first: rows[first]}, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=rows & {first: rows[first]}, who=Who.EXECUTE)
     assert let_leave(log).files_stripped == 1
     assert len(with_payload(log)) == ROWS // 2
     commit(another(log), another(log).engine.get(record.half_id))
@@ -353,7 +354,7 @@ def test_the_tail_for_spark_is_planned_again_when_it_was_stripped_meanwhile(log:
     start, end = planner.resolve("starting", "earliest"), planner.resolve("ending", "latest")
     _, tail = planner.tail(start, end)
     let_leave(log)
-    assert native._paths(reader, tail) is None
+    assert native._paths(reader.engine, tail) is None
     _, tail = planner.tail(start, end)
     assert tail == []
 

@@ -9,7 +9,18 @@ import pytest
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog
 from rmq_spark.errors import HalfBatchNotFoundError, VerdictConflictError
-from tests.support.half_batches import another, commit, let_leave, pending, prepare, roll_back, send, split
+from tests.support.half_batches import (
+    another,
+    commit,
+    count_check,
+    decide_one,
+    let_leave,
+    pending,
+    prepare,
+    roll_back,
+    send,
+    split,
+)
 from tests.support.inside import Graces, Leaver, RowState, Trace, Who
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2)
@@ -26,10 +37,10 @@ def by_key(log: CommitLog) -> None:
     rows = pending(log, record)
     (file_no,) = rows
     a, b, c = (rows & {file_no: bytes(x == key for x in "abaca")} for key in "abc")
-    log.engine.lease(record, 30)
-    log.engine.decide(record, 1, commit=a, rollback=b, who=Who.EXECUTE, reason="2 has no total")
-    log.engine.record_check(record, 1, c, "the database was away")
-    log.engine.decide(record, 1, rollback=c, who=Who.CHECK)
+    log.engine.lease([record], 30)
+    decide_one(log.engine, record, 1, commit=a, rollback=b, who=Who.EXECUTE, reason="2 has no total")
+    count_check(log.engine, record, 1, c, "the database was away")
+    decide_one(log.engine, record, 1, rollback=c, who=Who.CHECK)
     prepare(log, 2, 1)  # so that it is not the last one of its application
 
 
@@ -75,7 +86,7 @@ def test_a_transaction_and_a_message_tell_only_their_own_story(log: CommitLog) -
 def test_a_transaction_of_one_message_tells_its_attempts(log: CommitLog) -> None:
     record = prepare(log, 1, 6, per="message")
     some, others = split(pending(log, record), 2)
-    log.engine.decide(record, 1, rollback=some, who=Who.CHECK, reason="never happened")
+    decide_one(log.engine, record, 1, rollback=some, who=Who.CHECK, reason="never happened")
     log.engine.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "executed again")
     log.engine.quarantine(record, 1, others, Who.DISCARD, "asked 15 times")
     commit(log, record, 2)
@@ -92,7 +103,7 @@ def test_a_conflict_and_the_person_who_resolved_it_are_told(log: CommitLog) -> N
     record = prepare(log, 1)
     roll_back(log, record)
     with pytest.raises(VerdictConflictError):
-        log.engine.decide(record, 1, commit=record.fresh_state().rows_in((RowState.PENDING,)), who=Who.CHECK)
+        decide_one(log.engine, record, 1, commit=record.fresh_state().rows_in((RowState.PENDING,)), who=Who.CHECK)
     found = log.trace("app:1:1")
     assert found.in_conflict
     assert (kinds(found)[-1], found.events[-1].verdict) == ("conflict", str(COMMIT_MESSAGE))
@@ -136,7 +147,7 @@ def test_what_is_about_to_leave_or_is_not_pruned_yet_tells_everything(log: Commi
     by_key(log)
     record = prepare(log, 0, 3, app="each", per="message")
     rows = pending(log, record)
-    log.engine.decide(record, 1, rollback=rows, who=Who.CHECK, reason="never happened")
+    decide_one(log.engine, record, 1, rollback=rows, who=Who.CHECK, reason="never happened")
     prepare(log, 1, 1, app="each")
     log.drain()
     log.engine.move_mark()

@@ -30,7 +30,7 @@ from rmq_spark.errors import (
     VerdictConflictError,
 )
 from tests.support.clocks import set_clock
-from tests.support.half_batches import another, commit, make_log, pending, roll_back
+from tests.support.half_batches import another, commit, decide_one, make_log, pending, prepare_one, roll_back
 from tests.support.inside import (
     BATCH,
     KEY,
@@ -107,7 +107,7 @@ def check(log: CommitLog, listener: TransactionListener) -> None:
             verdicts = normalize_verdicts(listener.check_local_transaction(batch), batch)
             split = split_by_verdict(log, record, rows, batch, verdicts)
             if split.decides:
-                log.engine.decide_many([split.decision(record, attempt, Who.CHECK)])
+                log.engine.decide([split.decision(record, attempt, Who.CHECK)])
 
 
 def quarantine(log: CommitLog, record: HalfRecord) -> None:
@@ -334,7 +334,7 @@ def test_a_replay_of_a_batch_in_conflict_is_refused_until_a_person_resolves_it(l
     rows = pending(log, record)
     roll_back(log, record, who=Who.CHECK)
     with pytest.raises(VerdictConflictError):
-        log.engine.decide(record, 1, commit=rows, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=rows, who=Who.EXECUTE)
     listener = Scripted()
     for _ in range(2):
         with pytest.raises(VerdictConflictError, match=r"log\.resolve"):
@@ -372,7 +372,7 @@ def test_a_replay_asks_again_with_growing_pauses_and_then_gives_up_without_losin
 def test_only_a_query_knows_that_its_earlier_run_is_over(log: CommitLog, query_id: str | None, restarted: bool) -> None:
     """A send may be repeated while the first one still runs."""
     head = header(query_id=query_id, naming=Naming.COUNTED if query_id else Naming.GIVEN)
-    record = log.engine.prepare(head, stage(log, head))
+    record = prepare_one(log.engine, head, stage(log, head))
     seen: list[bool] = []
     send(log, Scripted(check=lambda batch: seen.append(batch.restarted) or COMMIT), record.header)
     assert seen == [restarted]

@@ -9,6 +9,7 @@ from rmq_spark._core.inspect.undrained import Amount, Undrained
 from tests.support.half_batches import (
     another,
     commit,
+    decide_one,
     merge_op_files,
     pending,
     prepare,
@@ -44,7 +45,7 @@ def test_what_is_placed_and_not_drained_is_counted_without_reading_it(log: Commi
     record = prepare(log, 0, 40, per="message", partitions=2)
     assert look() == Amount(), "it is pending"
     some, _ = split(pending(log, record), every=2)
-    log.engine.decide(record, 1, commit=some, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=some, who=Who.EXECUTE)
     messages, size, whole = look()
     assert (messages, whole) == (20, True)
     assert abs(size - half_bytes(log) / 2) < 2, "the share of the rows"

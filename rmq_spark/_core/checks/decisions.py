@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import pyarrow as pa
+
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.op_table import Decided, Decision
 from rmq_spark._core.protocol.engine import Engine
@@ -55,7 +57,7 @@ class Decisions:
         waiting, self._waiting = list(self._waiting.values()), {}
         try:
             if len(waiting) > 1:
-                self._tell(waiting, self._log.decide_many([decision for decision, _ in waiting]))
+                self._tell(waiting, self._log.decide([decision for decision, _ in waiting]))
                 return
         except Exception as problem:  # of one of them: find which
             logger.debug("%d decisions could not share a commit: %s", len(waiting), problem)
@@ -64,9 +66,14 @@ class Decisions:
 
     def _make_one(self, decision: Decision, batch: HalfBatch) -> None:
         d, topics = decision, decision.record.topics
+        counts = d.commit.count, d.rollback.count
+
+        def messages() -> pa.Table:
+            return batch.messages(["properties"])
+
         try:
-            with settling(self._log.path, batch, str(d.who), d.commit.count, d.rollback.count, topics, linked=True):
-                (decided,) = self._log.decide_many([decision])
+            with settling(self._log.path, batch.half_id, batch.attempt, str(d.who), *counts, topics, messages):
+                (decided,) = self._log.decide([decision])
                 decided.or_raise()
         except Exception as problem:
             self._on_problem(decision, problem)

@@ -489,9 +489,9 @@ class CheckService:
             report.quarantined.add(batch.transactions.num_rows, rows.count)
             return
         commit, rollback = (rows, NO_ROWS) if verdict is COMMIT_MESSAGE else (NO_ROWS, rows)
-        self.log.decide(
-            record, attempt, commit=commit, rollback=rollback, who=Who.DISCARD, reason=reason, checks_min=limit
-        )
+        decision = Decision(record, attempt, commit, rollback, Who.DISCARD, reason, checks_min=limit)
+        (decided,) = self.log.decide([decision])
+        decided.or_raise()
         report.discarded.add(batch.transactions.num_rows, rows.count)
 
     def _expire(self, question: Question, report: CheckReport) -> None:

@@ -82,6 +82,9 @@ class CommitLog:
     def __repr__(self) -> str:
         return repr(self.engine)
 
+    def __getstate__(self) -> object:
+        return self.engine.__getstate__()
+
     # ------------------------------------------------------------------ making and opening
     @classmethod
     @named

@@ -36,7 +36,7 @@ from rmq_spark._core.consumers.send_back import send_back
 from rmq_spark._core.consumers.spans import traced
 from rmq_spark._core.listeners.listener import CommitOncePrepared
 from rmq_spark._core.protocol.group_commit import GroupCommit
-from rmq_spark._core.protocol.two_phase import TwoPhase
+from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime import observer
 from rmq_spark._core.runtime.callables import name_of
 from rmq_spark._core.runtime.machine import Machine

@@ -25,7 +25,7 @@ from rmq_spark._core.consumers.retry import sent_back, tried
 from rmq_spark._core.consumers.send import send_each
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.own_sends import back_name
-from rmq_spark._core.protocol.two_phase import TwoPhase
+from rmq_spark._core.protocol.send import TwoPhase
 
 
 def send_back(

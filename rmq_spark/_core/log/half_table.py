@@ -164,7 +164,7 @@ class HalfStore:
         self._shared.keep(data.path, counted(rows["half_id"]))
         return [one.in_file(data) for one in several]
 
-    def prepare_many(
+    def prepare(
         self,
         staged: Sequence[Staged],
         after_ms: Callable[[], int] = lambda: 0,

@@ -138,24 +138,7 @@ class Ledger(Follower):
         self._op_time = EPOCH  # of the rows that are being built
 
     # ------------------------------------------------------------------ decisions
-    def decide(
-        self,
-        record: HalfRecord,
-        attempt: int,
-        *,
-        commit: Mapping[int, bytes] = NO_ROWS,
-        rollback: Mapping[int, bytes] = NO_ROWS,
-        who: Who,
-        reason: str | None = None,
-        checks_min: int = 0,
-        rolled_back: Sequence[RolledBack] = (),
-    ) -> list[Placed]:
-        """Make verdicts on one half batch final: see :meth:`decide_many`. What would let it drop out is raised."""
-        decision = Decision(record, attempt, RowSet(commit), RowSet(rollback), who, reason, checks_min, rolled_back)
-        (decided,) = self.decide_many([decision])
-        return list(decided.or_raise())
-
-    def decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
+    def decide(self, decisions: Sequence[Decision]) -> list[Decided]:
         """Make verdicts final, all in one commit: commits with their offsets, rollbacks without. The first marker wins.
 
         Rows that have the same verdict already are left alone, so a decision may be repeated.
@@ -364,17 +347,6 @@ class Ledger(Follower):
 
         self.append(build)
         reach("quarantined")
-
-    def record_check(
-        self,
-        record: HalfRecord,
-        attempt: int,
-        rows: Mapping[int, bytes],
-        reason: str | None,
-        pause_s: float = 0.0,
-    ) -> None:
-        """Count one answered check: see :meth:`record_checks`."""
-        self.record_checks([AnsweredCheck(record, attempt, RowSet(rows), reason)], pause_s)
 
     def record_checks(self, checks: Sequence[AnsweredCheck], pause_s: float = 0.0) -> None:
         """Count answered checks that left rows pending, all in one commit. Of a half batch of which one was counted in

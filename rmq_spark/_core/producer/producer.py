@@ -30,12 +30,12 @@ from rmq_spark._core.listeners.listener import (
 from rmq_spark._core.log.half import HalfHeader, HalfWriter, Naming
 from rmq_spark._core.log.single_messages import OneMessage
 from rmq_spark._core.producer.admission import InFlight, Keys, Turns, UnderWay
-from rmq_spark._core.producer.async_send import Flights
+from rmq_spark._core.producer.async_send import AsyncSends
 from rmq_spark._core.producer.future import SendFuture, holds_a_future
 from rmq_spark._core.producer.result import TransactionSendResult, result_of
 from rmq_spark._core.protocol.group_commit import AT_ONCE_MAX, GroupCommit
 from rmq_spark._core.protocol.limits import NO_LIMITS, PendingLimits
-from rmq_spark._core.protocol.two_phase import TwoPhase
+from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime.callables import name_of
 from rmq_spark._core.runtime.forks import forks
 from rmq_spark._core.runtime.machine import callers, is_held
@@ -234,7 +234,7 @@ class TransactionMQProducer:
         self._senders = Crew(self._in_flight_max, name, machine)
         listeners = Crew(self._listener_threads, f"{name}-listener", machine)
         callers = Crew(self._in_flight_max, f"{name}-callback", machine)
-        self._flights = Flights(self._commits, self._turns, self._senders, listeners, callers)
+        self._async_sends = AsyncSends(self._commits, self._turns, self._senders, listeners, callers)
         self._with_thread: set[SendFuture] = set()  # sends that have a thread of their own, or wait for one
         self._locks = (
             self._under_way.lock, self._in_flight.changed, self._turns.lock,
@@ -266,13 +266,13 @@ class TransactionMQProducer:
         if left:
             self._turns.close()
             for sent in list(self._with_thread):
-                self._flights.give_up(sent)
+                self._async_sends.give_up(sent)
             late += self._running_transactions()
         # A callback may close the producer in one of its threads, which cannot wait for itself.
         elif not is_in_crew():
-            for crew in (self._senders, self._flights.listeners):
+            for crew in (self._senders, self._async_sends.listeners):
                 crew.wait(seconds_left())
-            late += [f"callback {_callback_of(work)}" for work in self._flights.callers.wait(seconds_left())]
+            late += [f"callback {_callback_of(work)}" for work in self._async_sends.callers.wait(seconds_left())]
         self._closing.set()
         for thread in self._threads:
             thread.join(max(LATE_S, seconds_left()))
@@ -296,7 +296,7 @@ class TransactionMQProducer:
 
     def _running_transactions(self) -> list[str]:
         """The local transactions that run in threads of the producer."""
-        running = self._flights.listeners.under_way()
+        running = self._async_sends.listeners.under_way()
         return [f"local transaction of {name_of(self.listener)}"] if running else []
 
     def _end(self) -> None:
@@ -431,8 +431,8 @@ class TransactionMQProducer:
                 "send_message_in_transaction_async in a coroutine, or make it a plain function"
             )
 
-        if self._may_fly([message], idempotency_key) and not self._needs_loop:
-            return self._fly(self.two_phase, message, arg, None)
+        if self._needs_no_thread([message], idempotency_key) and not self._needs_loop:
+            return self._send_in_shared_threads(self.two_phase, message, arg, None)
 
         def send() -> TransactionSendResult:
             # Who waits for an earlier send of its key must not take the room of others.
@@ -449,13 +449,13 @@ class TransactionMQProducer:
         # A copy: the caller may fill its list anew before the thread reads it.
         given = [messages] if isinstance(messages, Message) else messages
         given = given if isinstance(given, pa.Table) else message_list(given)
-        if self._may_fly(given, idempotency_key):
-            return self._fly(self._plainly, given[0], None, topic)
+        if self._needs_no_thread(given, idempotency_key):
+            return self._send_in_shared_threads(self._plainly, given[0], None, topic)
         return self._start_thread(
             lambda: self._send_admitted(self._plainly, given, None, topic, None, BATCH, idempotency_key)
         )
 
-    def _may_fly(self, given: list[Message] | pa.Table, idempotency_key: str | None) -> bool:
+    def _needs_no_thread(self, given: list[Message] | pa.Table, idempotency_key: str | None) -> bool:
         """Whether a send needs no thread that may wait: for an earlier one of its key, for room among what is pending,
         or in a span."""
         return (
@@ -466,7 +466,7 @@ class TransactionMQProducer:
             and is_small(given)
         )
 
-    def _fly(self, two_phase: TwoPhase, message: Message, arg: Any, topic: str | None) -> SendFuture:
+    def _send_in_shared_threads(self, two_phase: TwoPhase, message: Message, arg: Any, topic: str | None) -> SendFuture:
         in_flight = self._in_flight
         sent = SendFuture(in_flight)
         try:
@@ -477,7 +477,7 @@ class TransactionMQProducer:
         try:
             writer = self._writer(two_phase, [message], topic, None, BATCH, None)
             one = OneMessage(writer, message)
-            self._flights.start(two_phase, one, arg, sent)
+            self._async_sends.start(two_phase, one, arg, sent)
         except Exception as problem:
             sent.set_exception(problem)
             sent.end()
@@ -490,7 +490,7 @@ class TransactionMQProducer:
         """Send in a thread that may wait."""
         in_flight, with_thread = self._in_flight, self._with_thread
         sent = SendFuture(in_flight)
-        context, flights = copy_context(), self._flights  # a trace goes on there
+        context, shared = copy_context(), self._async_sends  # a trace goes on there
 
         def work() -> None:
             if not sent.begin():
@@ -502,7 +502,7 @@ class TransactionMQProducer:
                 sent.set_exception(problem)
             finally:
                 with_thread.discard(sent)
-                flights.end(sent)
+                shared.end(sent)
 
         try:
             self._take_room(in_flight, sent)
@@ -711,7 +711,7 @@ def _is_within_a_send() -> bool:
     return sum(frame.f_code in _DOORS for frame in callers()) > 1  # one is this send's own
 
 
-_DOORS = (TransactionMQProducer._fly.__code__, TransactionMQProducer._start_thread.__code__)
+_DOORS = (TransactionMQProducer._send_in_shared_threads.__code__, TransactionMQProducer._start_thread.__code__)
 
 
 def _event_loop() -> asyncio.AbstractEventLoop | None:

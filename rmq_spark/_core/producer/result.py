@@ -8,7 +8,7 @@ from enum import Enum
 
 from rmq_spark._core.log.half import HalfHeader
 from rmq_spark._core.log.op_table import COMMITTED_STATES, ROLLED_BACK_STATES
-from rmq_spark._core.protocol.two_phase import Outcome
+from rmq_spark._core.protocol.outcome import Outcome
 from rmq_spark._core.vocabulary.ids import batch_transaction_id
 from rmq_spark._core.vocabulary.verdicts import LocalTransactionState
 

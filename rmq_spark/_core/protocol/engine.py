@@ -19,7 +19,7 @@ from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfRows, HalfWriter
 from rmq_spark._core.log.half_table import HalfRecord, HalfStore, PrepareError, Staged
 from rmq_spark._core.log.input import require_known_topic
 from rmq_spark._core.log.op import BatchState, RowState, Who
-from rmq_spark._core.log.op_table import AnsweredCheck, Decided, Decision, Ledger, Placed, RolledBack
+from rmq_spark._core.log.op_table import AnsweredCheck, Decided, Decision, Ledger, Placed
 from rmq_spark._core.log.op_view import Tails
 from rmq_spark._core.log.placements import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.log.second_look import doubt_s
@@ -36,7 +36,7 @@ from rmq_spark._core.storage.files import RowRange
 from rmq_spark._core.storage.table import Table
 from rmq_spark._core.vocabulary.message import require_topic_name
 from rmq_spark._core.vocabulary.redaction import redacted
-from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet
+from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark.errors import HalfBatchNotFoundError, LostFileError, NotACommitLogError, OptionError, TxmqError
 
 SMALL_ROWS_MAX = 1_000
@@ -230,22 +230,15 @@ class Engine:
         """Whether a half batch has left: another handle looks, for this one goes on from what it has read of ``op``."""
         return self.another().archived(half_id) is not None
 
-    def prepare(self, header: HalfHeader, files: Sequence[HalfFile | HalfRows]) -> HalfRecord:
-        """Commit the staged files of a half batch: see :meth:`prepare_many`. What would let it drop out is raised."""
-        (found,) = self.prepare_many([Staged(header, files)])
-        if isinstance(found, HalfRecord):
-            return found
-        raise found
-
-    def prepare_many(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
-        """Commit the staged files of several half batches at once: see :meth:`HalfStore.prepare_many`."""
+    def prepare(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
+        """Commit the staged files of several half batches at once: see :meth:`HalfStore.prepare`."""
         if staged:
             reach("staged", header=staged[0].header)
         half_ids = [batch.header.half_id for batch in staged]
         with self.lock:
             self.ledger.expect(half_ids)
             try:
-                prepared = self.half.prepare_many(staged, self.ledger.ms_before_prepare, self.ledger.archived_among)
+                prepared = self.half.prepare(staged, self.ledger.ms_before_prepare, self.ledger.archived_among)
             except BaseException:
                 self.ledger.forget(half_ids)
                 raise
@@ -299,35 +292,9 @@ class Engine:
         """Whether ``op``, as it was last read, has said nothing of a half batch that this process has prepared."""
         return self.ledger.is_untouched(record)
 
-    def decide(
-        self,
-        record: HalfRecord,
-        attempt: int,
-        *,
-        commit: Mapping[int, bytes] = NO_ROWS,
-        rollback: Mapping[int, bytes] = NO_ROWS,
-        who: Who,
-        reason: str | None = None,
-        checks_min: int = 0,
-        rolled_back: Sequence[RolledBack] = (),
-    ) -> list[Placed]:
-        """Make verdicts final: see :meth:`Ledger.decide`."""
-        placed = self.ledger.decide(
-            record,
-            attempt,
-            commit=commit,
-            rollback=rollback,
-            who=who,
-            reason=reason,
-            checks_min=checks_min,
-            rolled_back=rolled_back,
-        )
-        self.after_decision()
-        return placed
-
-    def decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
-        """Make verdicts on several half batches final at once: see :meth:`Ledger.decide_many`."""
-        decided = self.ledger.decide_many(decisions)
+    def decide(self, decisions: Sequence[Decision]) -> list[Decided]:
+        """Make verdicts on half batches final, all in one commit: see :meth:`Ledger.decide`."""
+        decided = self.ledger.decide(decisions)
         self.after_decision()
         return decided
 
@@ -343,22 +310,12 @@ class Engine:
         """Hide pending rows: see :meth:`Ledger.quarantine`."""
         self.ledger.quarantine(record, attempt, rows, who, reason, checks_min)
 
-    def record_check(
-        self, record: HalfRecord, attempt: int, rows: RowSet, reason: str | None, pause_s: float = 0.0
-    ) -> None:
-        """Count an answered check: see :meth:`Ledger.record_check`."""
-        self.ledger.record_check(record, attempt, rows, reason, pause_s)
-
     def record_checks(self, checks: Sequence[AnsweredCheck], pause_s: float = 0.0) -> None:
         """Count answered checks of several half batches at once: see :meth:`Ledger.record_checks`."""
         self.ledger.record_checks(checks, pause_s)
 
-    def lease(self, record: HalfRecord, seconds: float) -> datetime:
-        """Keep checkers away while a local transaction runs; returns until when."""
-        return self.lease_many([record], seconds)
-
-    def lease_many(self, records: Sequence[HalfRecord], seconds: float) -> datetime:
-        """:meth:`lease` several half batches at once."""
+    def lease(self, records: Sequence[HalfRecord], seconds: float) -> datetime:
+        """Keep checkers away from half batches while their local transactions run; returns until when."""
         return self.ledger.lease(records, seconds)
 
     def place_due(self) -> list[Placed]:

@@ -17,12 +17,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfRows
 from rmq_spark._core.log.half_table import HalfRecord, PrepareError, Staged
-from rmq_spark._core.log.op_table import Decided, Decision, Placed
+from rmq_spark._core.log.op_table import Decided, Decision
 from rmq_spark._core.log.single_messages import OneMessage, arrange
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.machine import Machine, callers, is_held
@@ -62,20 +61,22 @@ Stageable = HalfFile | HalfRows | OneMessage
 """A half file, or what will be one."""
 
 
+class Prepare(NamedTuple):
+    """A half batch to be prepared: its staged files, or rows that are to be written. As a step of a send, the answer is
+    a HalfRecord; AlreadyPreparedError when somebody was faster."""
+
+    header: HalfHeader
+    files: Sequence[Stageable]
+
+
 class Commits(Protocol):
     """How a sender commits: alone, or together with other threads."""
 
-    def prepare(self, header: HalfHeader, files: Sequence[Stageable]) -> HalfRecord:
-        """Commit staged files, and read what ``op`` says afterwards. As ``Engine.prepare``."""
+    def prepare(self, staged: Sequence[Prepare]) -> Sequence[HalfRecord | PrepareError]:
+        """Commit the staged files of half batches, and read what ``op`` says afterwards. As ``Engine.prepare``."""
 
-    def decide(self, decision: Decision) -> Sequence[Placed]:
+    def decide(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
         """Make verdicts final. As ``Engine.decide``."""
-
-    def prepare_many(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
-        """Commit the staged files of half batches together. As ``Engine.prepare_many``."""
-
-    def decide_many(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
-        """Make verdicts final together. As ``Engine.decide_many``."""
 
 
 class Alone:
@@ -88,24 +89,13 @@ class Alone:
 
     def __init__(self, log: Engine) -> None:
         self._log = log
-        self.decide_many = log.decide_many
+        self.decide = log.decide
 
-    def prepare(self, header: HalfHeader, files: Sequence[Stageable]) -> HalfRecord:
-        """Commit staged files."""
-        record = self._log.prepare(header, [_arranged(f) for f in files])
-        self._log.refresh()
-        return record
-
-    def prepare_many(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
-        """Commit the staged files of several half batches."""
-        prepared = self._log.prepare_many(staged)
+    def prepare(self, staged: Sequence[Prepare]) -> Sequence[HalfRecord | PrepareError]:
+        """Commit the staged files of half batches."""
+        prepared = self._log.prepare([Staged(one.header, [_arranged(f) for f in one.files]) for one in staged])
         self._log.refresh()
         return prepared
-
-    def decide(self, decision: Decision) -> Sequence[Placed]:
-        """Make verdicts final."""
-        (decided,) = self.decide_many([decision])
-        return decided.or_raise()
 
 
 class GroupCommit:
@@ -126,11 +116,11 @@ class GroupCommit:
         self.holds: Callable[[], bool] = bool
         """Whether this thread holds a lock that whoever is given an answer takes."""
         machine, needs = log.machine, log.lock
-        self._prepares: Lane[_Waiting | OneMessage | Staged, HalfRecord | TxmqError] = Lane(
-            machine, "txmq-prepare", self._prepare_many, linger_s, at_once_max, needs=needs
+        self._prepares: Lane[OneMessage | Prepare, HalfRecord | TxmqError] = Lane(
+            machine, "txmq-prepare", self._prepare, linger_s, at_once_max, needs=needs
         )
         self._decides: Lane[Decision, Decided] = Lane(
-            machine, "txmq-decide", self._decide_many, at_once_max=at_once_max, beside=self._prepares, needs=needs
+            machine, "txmq-decide", log.decide, at_once_max=at_once_max, beside=self._prepares, needs=needs
         )
 
     def hurry(self, hurries: bool = True) -> None:
@@ -153,19 +143,17 @@ class GroupCommit:
                 "message to another thread"
             )
 
-    def prepare(self, header: HalfHeader, files: Sequence[Stageable]) -> HalfRecord:
+    def prepare(self, staged: Sequence[Prepare]) -> Sequence[HalfRecord | PrepareError]:
         """Commit staged files together with those of other threads. What is in no file yet is written first.
 
         Raises
         ------
-        AlreadyPreparedError, StagedFilesTooOldError, LostStagedFileError, MessageError
-            For this half batch alone.
+        TxmqError
+            Another problem with one of them than those that :meth:`Engine.prepare` returns. Others may be prepared.
         """
         self.require_may_wait()
-        found = self._prepares.ask(_Waiting(header, files), header.name)
-        if isinstance(found, HalfRecord):
-            return found
-        raise found
+        found = self._prepares.ask({batch.header.name: batch for batch in staged})
+        return [_answer(one, (HalfRecord, *PREPARE_ERRORS)) for one in found]
 
     def prepare_and_go_on(self, message: OneMessage, then: Then[HalfRecord | TxmqError]) -> None:
         """As :meth:`prepare` for one message, and nobody waits: ``then`` is called with what became of it.
@@ -174,59 +162,32 @@ class GroupCommit:
         """
         self._prepares.put(message, message.header.name, then)
 
-    def decide(self, decision: Decision) -> Sequence[Placed]:
+    def decide(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
         """Make verdicts final together with those of other threads.
 
         Raises
         ------
-        VerdictConflictError, StaleAttemptError, LostFileError
-            For this half batch alone.
-        """
-        return self._decides.ask(decision, decision.record.half_id).or_raise()
-
-    def prepare_many(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
-        """Commit the staged files of several half batches together with those of other threads.
-
-        Raises
-        ------
         TxmqError
-            When that fails for one of them. Others may be prepared.
+            Another problem with one of them than those that :meth:`Engine.decide` returns. Others may be decided.
         """
         self.require_may_wait()
-        found = self._prepares.ask_all({batch.header.name: batch for batch in staged})
-        return [_answer(one, (HalfRecord, *PREPARE_ERRORS)) for one in found]
-
-    def decide_many(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
-        """Make verdicts on several half batches final together with those of other threads.
-
-        Raises
-        ------
-        TxmqError
-            When that fails for one of them. Others may be decided.
-        """
-        self.require_may_wait()
-        found = self._decides.ask_all({decision.record.half_id: decision for decision in decisions})
+        found = self._decides.ask({decision.record.half_id: decision for decision in decisions})
         return [_answer(one, (Decided,)) for one in found]
 
     def decide_and_go_on(self, decision: Decision, then: Then[Decided]) -> None:
         """As :meth:`decide`, and nobody waits; see :meth:`prepare_and_go_on`."""
         self._decides.put(decision, decision.record.half_id, then)
 
-    def _prepare_many(self, waiting: Sequence[_Waiting | OneMessage | Staged]) -> list[HalfRecord | TxmqError]:
+    def _prepare(self, waiting: Sequence[OneMessage | Prepare]) -> list[HalfRecord | TxmqError]:
         wrong = arrange([f for one in waiting for f in one.files if isinstance(f, OneMessage)])
         ready = [
-            one if isinstance(one, Staged) else Staged(one.header, [_arranged(f) for f in one.files])
-            for one in waiting
-            if one.header.half_id not in wrong
+            Staged(one.header, [_arranged(f) for f in one.files]) for one in waiting if one.header.half_id not in wrong
         ]
         prepared: Iterator[HalfRecord | PrepareError] = iter(())
         if ready:
-            prepared = iter(self._log.prepare_many(ready))
+            prepared = iter(self._log.prepare(ready))
             self._log.refresh()
         return [wrong.get(one.header.half_id) or next(prepared) for one in waiting]
-
-    def _decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
-        return self._log.decide_many(decisions)
 
 
 def _answer(found: Any, expected: tuple[type, ...]) -> Any:
@@ -239,14 +200,6 @@ def _arranged(file: Stageable) -> HalfFile | HalfRows:
     if not isinstance(file, OneMessage):
         return file
     return file.rows or file.writer.rows_of(to_table([file.message]))
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A half batch that waits to be prepared."""
-
-    header: HalfHeader
-    files: Sequence[Stageable]
 
 
 Then: TypeAlias = Callable[[Result | None, BaseException | None], None]
@@ -290,13 +243,6 @@ class _Wait(Generic[Result]):
         """Wait for the answer, or the problem, and return it."""
         self._done.wait()
         return cast(Result, self._answer) if self._problem is None else self._problem
-
-    def result(self) -> Result:
-        """Wait for the answer and return it, or raise the problem."""
-        found = self.outcome()
-        if self._problem is not None:
-            raise self._problem
-        return cast(Result, found)
 
 
 class Lane(Generic[Request, Result]):
@@ -354,12 +300,6 @@ class Lane(Generic[Request, Result]):
         """Whether this thread has a lock that a commit needs."""
         return is_held(self._lock) or is_held(self._needs)
 
-    def ask(self, request: Request, about: str) -> Result:
-        """Wait for the commit that has this request, and return its answer or raise its problem."""
-        waits: _Wait[Result] = _Wait(self._machine.event())
-        self.put(request, about, waits.hear)
-        return waits.result()
-
     def put(self, request: Request, about: str, then: Then[Result]) -> None:
         """Hand in a request. ``then`` is called with what became of it, in the thread that commits.
 
@@ -367,8 +307,8 @@ class Lane(Generic[Request, Result]):
         """
         self._put([_Asked(request, about, then)])
 
-    def ask_all(self, requests: Mapping[str, Request]) -> list[Result | BaseException]:
-        """As :meth:`ask` for several requests, by half id: the answer to each, or its problem."""
+    def ask(self, requests: Mapping[str, Request]) -> list[Result | BaseException]:
+        """Wait for the commits that have these requests, by half id; return the answer to each, or its problem."""
         waits: list[_Wait[Result]] = [_Wait(self._machine.event()) for _ in requests]
         asked = zip(requests.items(), waits, strict=True)
         self._put([_Asked(request, about, wait.hear) for (about, request), wait in asked])

@@ -11,7 +11,7 @@ from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime import observer
 
 if TYPE_CHECKING:
-    from rmq_spark._core.protocol.two_phase import Outcome
+    from rmq_spark._core.protocol.outcome import Outcome
 
 
 def told(log: Engine, producer_group: str, bring: Callable[[], Outcome]) -> Outcome:

@@ -418,7 +418,7 @@ def _spec(drawn: Drawn) -> dict[str, Any]:
 
 
 def _asset(name: str) -> str:
-    return files("rmq_spark.report").joinpath(name).read_text(encoding="utf-8")
+    return files("rmq_spark._core.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _script(text: str) -> str:

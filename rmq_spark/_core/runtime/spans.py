@@ -33,7 +33,6 @@ from rmq_spark.errors import MessageError
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-    from rmq_spark._core.listeners.half_batch import HalfBatch
 
 SYSTEM = "rocketmq"
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
@@ -317,18 +316,18 @@ def sending_batch(log: str, half_id: str, topic: str | None) -> Iterator[None]:
 @contextmanager
 def settling(
     log: str,
-    batch: HalfBatch,
+    half_id: str,
+    attempt: int,
     who: str,
     commit: int,
     rollback: int,
     topics: Iterable[str],
-    linked: bool = False,
+    messages: Callable[[], pa.Table] | None = None,
 ) -> Iterator[None]:
-    """The span of verdicts on so many messages of a half batch, where this program traces. Within the span of their
-    send it needs no links to them."""
+    """The span of verdicts on so many messages of a half batch, where this program traces. It links to the spans of
+    ``messages``; within the span of their send it needs no links."""
     verdict = "settle" if commit and rollback else "commit" if commit else "rollback"
-    messages = (lambda: batch.messages(["properties"])) if linked else None
-    ids: dict[str, str | int] = {"half_id": batch.half_id, "attempt": batch.attempt, "decided_by": who}
+    ids: dict[str, str | int] = {"half_id": half_id, "attempt": attempt, "decided_by": who}
     with acknowledging(log, verdict, topics, commit + rollback, messages, **ids):
         yield
 

@@ -29,7 +29,7 @@ from rmq_spark._core.log.half import HalfFile, HalfWriter
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.identity import Identity, identity_of
 from rmq_spark._core.protocol.own_sends import dead_name
-from rmq_spark._core.protocol.two_phase import TwoPhase
+from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.reads.options import ReadOptions
 from rmq_spark._core.spark.stream_options import sources_of
 from rmq_spark._core.spark.versions import STREAM_TELLS_START

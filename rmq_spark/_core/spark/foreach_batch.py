@@ -21,7 +21,8 @@ from rmq_spark._core.listeners.listener import (
 from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfWriter, Naming
 from rmq_spark._core.protocol.identity import Identity, identity_of, run_of
 from rmq_spark._core.protocol.limits import PendingLimits
-from rmq_spark._core.protocol.two_phase import Outcome, TwoPhase
+from rmq_spark._core.protocol.outcome import Outcome
+from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime.spans import sending_batch
 from rmq_spark._core.spark.frame import require_message_types, topics_for
 from rmq_spark._core.spark.sink_options import require_transaction_per

@@ -122,7 +122,7 @@ class _Writer:
 
     def _commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Prepare, execute and decide, in a process of the driver."""
-        from rmq_spark._core.protocol.two_phase import TwoPhase
+        from rmq_spark._core.protocol.send import TwoPhase
 
         files: list[HalfFile] = []
         for message in messages:

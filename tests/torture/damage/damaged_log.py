@@ -29,7 +29,7 @@ from rmq_spark import (
     TransactionMQProducer,
 )
 from rmq_spark.errors import VerdictConflictError
-from tests.support.half_batches import commit, pending, prepare, roll_back, same_half_id, split
+from tests.support.half_batches import commit, count_check, decide_one, pending, prepare, roll_back, same_half_id, split
 from tests.support.inside import (
     IDEMPOTENCY_S,
     PROPERTIES,
@@ -71,7 +71,7 @@ def build(path: Path) -> None:
     commit(log, prepare(log, 0, 40, partitions=2))
     by_message = prepare(log, 1, _columns(1, 30), per="message")
     rest, thirds = split(pending(log, by_message), 3)
-    log.engine.decide(by_message, 1, commit=rest, rollback=thirds, who=Who.EXECUTE)
+    decide_one(log.engine, by_message, 1, commit=rest, rollback=thirds, who=Who.EXECUTE)
     _send(log, "first")
     roll_back(log, prepare(log, 2, 6))
     log.engine.move_mark()
@@ -81,8 +81,8 @@ def build(path: Path) -> None:
 
     by_key = prepare(log, 3, _columns(3, 24), per="key", key="order")
     first, second = split(pending(log, by_key), 2)
-    log.engine.decide(by_key, 1, commit=first, rollback={}, who=Who.EXECUTE)
-    log.engine.record_check(by_key, 1, second, "asked once")
+    decide_one(log.engine, by_key, 1, commit=first, rollback={}, who=Who.EXECUTE)
+    count_check(log.engine, by_key, 1, second, "asked once")
     for batch_id in (4, 5):  # rolled back by a check, and open again: one of them is committed since
         again = prepare(log, batch_id, 7)
         roll_back(log, again, who=Who.CHECK)
@@ -100,7 +100,7 @@ def build(path: Path) -> None:
     disputed = prepare(log, 8, 4)
     commit(log, disputed)
     with suppress(VerdictConflictError):
-        log.engine.decide(disputed, 1, commit={}, rollback={0: b"\x01" * 4}, who=Who.CHECK)
+        decide_one(log.engine, disputed, 1, commit={}, rollback={0: b"\x01" * 4}, who=Who.CHECK)
     commit(log, prepare(log, 9, _columns(9, 12), topic="points"))
     prepare(log, 10, 6, partitions=2)
     _send(log, "second")

@@ -13,7 +13,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 from rmq_spark import COMMIT_MESSAGE, CheckService, CommitLog, ConsumerGroup, HalfBatch, TransactionMQProducer
 from rmq_spark.testing import InMemoryCommitLog
-from tests.support.half_batches import commit, header_of, pending, prepare, roll_back, split
+from tests.support.half_batches import commit, count_check, decide_one, header_of, pending, prepare, roll_back, split
 from tests.support.inside import (
     HALF_SCHEMA,
     OP_SCHEMA,
@@ -245,8 +245,8 @@ def _log_to_edit(marked: bool) -> InMemoryCommitLog:
     commit(log, prepare(log, 0, 6, partitions=2))
     part = prepare(log, 1, 6, per="message")
     rest, third = split(pending(log, part), 3)
-    log.engine.decide(part, 1, commit=rest, rollback={}, who=Who.EXECUTE)
-    log.engine.record_check(part, 1, third, "asked once")
+    decide_one(log.engine, part, 1, commit=rest, rollback={}, who=Who.EXECUTE)
+    count_check(log.engine, part, 1, third, "asked once")
     roll_back(log, prepare(log, 2, 3))
     if marked:
         log.engine.move_mark()

@@ -37,7 +37,17 @@ from rmq_spark import (
 from rmq_spark.errors import AlreadyPreparedError, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import be_every_machine
-from tests.support.half_batches import commit, header_of, merge_op_files, pending, prepare, roll_back, split
+from tests.support.half_batches import (
+    commit,
+    count_check,
+    decide_one,
+    header_of,
+    merge_op_files,
+    pending,
+    prepare,
+    roll_back,
+    split,
+)
 from tests.support.inside import (
     BatchState,
     Compaction,
@@ -135,12 +145,12 @@ class Content:
         self._reopen(log, "again")
         new("next")
         half = new("half", 6)
-        log.engine.decide(half, 1, commit=split(pending(log, half), 3)[1], rollback={}, who=Who.EXECUTE)
+        decide_one(log.engine, half, 1, commit=split(pending(log, half), 3)[1], rollback={}, who=Who.EXECUTE)
         new("late", 6)
         aside = new("aside")
         log.engine.quarantine(aside, 1, pending(log, aside), Who.DISCARD, "nobody knows")
         asked = new("asked")
-        log.engine.record_check(asked, 1, pending(log, asked), "UNKNOWN")
+        count_check(log.engine, asked, 1, pending(log, asked), "UNKNOWN")
         roll_back(log, new("rolled"), who=Who.CHECK)
         for name, key in (("first", "k"), ("second", "k"), ("third", "m"), ("fourth", "m")):
             body = [f"{name}.{i}" for i in range(3)]
@@ -153,7 +163,7 @@ class Content:
         clash = new("clash")
         mask = pending(log, clash)
         commit(log, clash)
-        try_to(lambda: log.engine.decide(clash, 1, commit={}, rollback=mask, who=Who.CHECK))
+        try_to(lambda: decide_one(log.engine, clash, 1, commit={}, rollback=mask, who=Who.CHECK))
         log.engine.groups.publish(GROUP, {("orders", 0): 1})
         merge_op_files(log)
 
@@ -166,16 +176,16 @@ class Content:
         commit(log, self.records["next"])
         late = self.records["late"]
         chosen, _ = split(pending(log, late), 3)
-        log.engine.decide(late, 1, commit=chosen, rollback={}, who=Who.EXECUTE)
+        decide_one(log.engine, late, 1, commit=chosen, rollback={}, who=Who.EXECUTE)
         commit(log, self.records["third"])
         asked = self.records["asked"]
-        log.engine.record_check(asked, 1, pending(log, asked), "UNKNOWN")
+        count_check(log.engine, asked, 1, pending(log, asked), "UNKNOWN")
         new("fresh")
         commit(log, new("told"))
         merge_op_files(log)
         log.engine.move_mark()
-        log.engine.decide(late, 1, commit=split(pending(log, late), 2)[0], rollback={}, who=Who.EXECUTE)
-        log.engine.lease(self.records["fresh"], 60.0)
+        decide_one(log.engine, late, 1, commit=split(pending(log, late), 2)[0], rollback={}, who=Who.EXECUTE)
+        log.engine.lease([self.records["fresh"]], 60.0)
         log.engine.groups.publish(GROUP, {("orders", 1): 1})
         for name, record in self.records.items():
             state = log.engine.state_of(record)
@@ -238,13 +248,13 @@ class InMemory(Content):
     def handle(self, warm: bool) -> CommitLog:
         log = self._new.copy()
         if warm:
-            for table, old in zip(log._tables, self._old._tables, strict=True):
+            for table, old in zip(log._tables.all, self._old._tables.all, strict=True):
                 table._versions.head = old._versions.head
         return log
 
     def add_news(self, log: CommitLog) -> None:
         assert isinstance(log, InMemoryCommitLog)
-        for table, new in zip(log._tables, self._new._tables, strict=True):
+        for table, new in zip(log._tables.all, self._new._tables.all, strict=True):
             table._versions.head = new._versions.head
 
 
@@ -345,7 +355,7 @@ def decision(name: str, half: str, verdict: str, every: int = 0, attempt: int = 
         if every:
             mask, rest = split(mask, every)
         masks = {"commit": mask, "rollback": rest} if verdict == "commit" else {"commit": rest, "rollback": mask}
-        return lambda: log.engine.decide(content.records[half], attempt, **masks, who=Who.EXECUTE)
+        return lambda: decide_one(log.engine, content.records[half], attempt, **masks, who=Who.EXECUTE)
 
     OPERATIONS[name] = Operation(name, make)
 
@@ -371,7 +381,7 @@ def try_to(call: Callable[[], object]) -> str:
 def _conflict(log: CommitLog, content: Content) -> Callable[[], object]:
     every = {n: b"\x01" * file.rows for n, file in content.records["told"].files.items()}
     record = content.records["told"]
-    return lambda: try_to(lambda: log.engine.decide(record, 1, commit={}, rollback=every, who=Who.CHECK))
+    return lambda: try_to(lambda: decide_one(log.engine, record, 1, commit={}, rollback=every, who=Who.CHECK))
 
 
 @operation("reopen")
@@ -388,12 +398,12 @@ def _quarantine(log: CommitLog, content: Content) -> Callable[[], object]:
 @operation("record a check", again=False)
 def _record_check(log: CommitLog, content: Content) -> Callable[[], object]:
     record, mask = content.records["fresh"], content.masks["fresh"]
-    return lambda: log.engine.record_check(record, 1, mask, "UNKNOWN")
+    return lambda: count_check(log.engine, record, 1, mask, "UNKNOWN")
 
 
 @operation("lease", again=False)
 def _lease(log: CommitLog, content: Content) -> Callable[[], object]:
-    return lambda: log.engine.lease(content.records["fresh"], 30.0)
+    return lambda: log.engine.lease([content.records["fresh"]], 30.0)
 
 
 @operation("resolve")

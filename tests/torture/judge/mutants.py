@@ -43,12 +43,14 @@ from rmq_spark._core.upkeep import expire as expiring
 from rmq_spark._core.upkeep import leave as leaving
 from rmq_spark.errors import HalfBatchLeftError
 from rmq_spark.listeners import VerdictArray
+from tests.support.half_batches import count_check
 from tests.support.inside import (
     NO_ROWS,
     TIMESTAMP,
     Archived,
     BatchState,
     Change,
+    Decide,
     Drained,
     Drainer,
     Engine,
@@ -65,13 +67,13 @@ from tests.support.inside import (
     Planner,
     Pruner,
     Recorded,
+    Replays,
     RowRange,
     RowSet,
     RowState,
     Staged,
     Stripper,
     TwoPhase,
-    Who,
     drain,
     half_store,
     marking,
@@ -96,7 +98,7 @@ from tests.torture.simulate.simulation import Scenario, Simulation, StreamSource
 from tests.torture.simulate.sleeper_play import play_sleepers
 from tests.torture.simulate.store import SimulatedTable, Weather
 from tests.torture.simulate.upkeep_play import play_upkeep
-from tests.torture.simulate.world import SimulatedLog
+from tests.torture.simulate.world import SimulatedEngine, SimulatedLog
 
 SEEDS_MAX = 400
 """So many seeds are played before a mutant counts as not caught."""
@@ -278,10 +280,10 @@ def _abort_deletes() -> Iterator[None]:
 
 @mutant("a restored checkpoint is taken for a replay", A.REPLAY_DIVERGENCE, streams=1, restored="offsets")
 def _restored_checkpoint() -> Iterator[None]:
-    def find(self: TwoPhase, header: Any) -> Any:
-        return self.log.engine.find(header.app_id, header.batch_id)
+    def find(self: Replays, header: Any) -> Any:
+        return self._log.find(header.app_id, header.batch_id)
 
-    with replaced((TwoPhase, "_require_replayed", find)):
+    with replaced((Replays, "require", find)):
         yield
 
 
@@ -542,12 +544,12 @@ def _no_conflict_row() -> Iterator[None]:
 
 @mutant("a commit is torn: the rows of one file only", A.TORN_TRANSACTION, partitions=2, rows=3, per="batch")
 def _torn_commit() -> Iterator[None]:
-    decide_many = Ledger.decide_many
+    decide = Ledger.decide
 
     def torn(self: Ledger, decisions: Any) -> Any:
-        return decide_many(self, [replace(d, commit=RowSet(dict(list(d.commit.items())[:1]))) for d in decisions])
+        return decide(self, [replace(d, commit=RowSet(dict(list(d.commit.items())[:1]))) for d in decisions])
 
-    with replaced((Ledger, "decide_many", torn)):
+    with replaced((Ledger, "decide", torn)):
         yield
 
 
@@ -599,8 +601,8 @@ def _unknown_commits() -> Iterator[None]:
     pause=0.0, zombies=0.0, **CALM, checkers=0, stranger=False, person=False,
 )  # fmt: skip
 def _execute_on_replay() -> Iterator[None]:
-    def execute(self: TwoPhase, run: Any, state: Any, attempt: int, mask: Any) -> bool:
-        self.execute(run, attempt, mask)
+    def execute(self: TwoPhase, run: Any, state: Any, attempt: int, mask: Any) -> Any:
+        yield from self._run_attempt(run, attempt, mask)
         return False
 
     with replaced((TwoPhase, "_check", execute)):
@@ -613,15 +615,8 @@ def _execute_on_replay() -> Iterator[None]:
     temper_fails_after=0.3, on_listener_error="fail",
 )  # fmt: skip
 def _next_attempt_after_discard() -> Iterator[None]:
-    def reopen(self: TwoPhase, run: Any, state: BatchState) -> bool:
-        unknown = (RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
-        for attempt in state.attempts(*unknown):
-            rows = self.log.reopen(run.record, attempt, unknown, attempt + 1, Who.EXECUTE, "discarded")
-            self.execute(run, attempt + 1, rows)
-            return True
-        return False
-
-    with replaced((TwoPhase, "_reopen_unknown", reopen)):
+    states = (RowState.ROLLED_BACK_BY_CHECK, RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
+    with replaced((two_phase, "_NEVER_HAPPENED", states)):
         yield
 
 
@@ -831,7 +826,7 @@ def _unanswered_counts() -> Iterator[None]:
         problems = len(round_.report.problems)
         ask(self, question, listener, round_)
         if len(round_.report.problems) > problems:
-            self.log.record_check(question.record, question.attempt, question.rows, "no answer")
+            count_check(self.log, question.record, question.attempt, question.rows, "no answer")
 
     with replaced((CheckService, "_ask", counting)):
         yield
@@ -848,7 +843,7 @@ def _immunity_counts() -> Iterator[None]:
         chosen = old_enough(self, pending, age_s, report)
         young = pending.rows - chosen
         if young:
-            self.log.record_check(pending.record, pending.attempt, young, "young")
+            count_check(self.log, pending.record, pending.attempt, young, "young")
         return chosen
 
     with replaced((CheckService, "_old_enough", counting)):
@@ -1334,7 +1329,7 @@ def _keys_not_looked_for() -> Iterator[None]:
 
 @mutant("a key is looked for before a race, and not after it was lost", A.DUPLICATE, **RIVALS)
 def _keys_looked_for_once() -> Iterator[None]:
-    prepare_many, ids_named = HalfStore.prepare_many, HalfStore.ids_named
+    prepare, ids_named = HalfStore.prepare, HalfStore.ids_named
 
     def once(self: HalfStore, *given: Any) -> Any:
         first: list[dict[str, str]] = []
@@ -1344,9 +1339,9 @@ def _keys_looked_for_once() -> Iterator[None]:
             return first[0]
 
         with patch.object(self, "ids_named", seen):
-            return prepare_many(self, *given)
+            return prepare(self, *given)
 
-    with replaced((HalfStore, "prepare_many", once)):
+    with replaced((HalfStore, "prepare", once)):
         yield
 
 
@@ -1369,18 +1364,18 @@ SHARED = {"threads": 3, "crash": 0.0, "pause": 0.0, "switch": 0.6, "zombies": 0.
     **SHARED | {"zombies": 0.5}, streams=0, senders=3, rivals=True, rows=2, batches=3, checkers=1, listener="fenced",
 )  # fmt: skip
 def _stays_in_the_file() -> Iterator[None]:
-    prepare_many, written = HalfStore.prepare_many, half_store._Shared.written
+    prepare, written = HalfStore.prepare, half_store._Shared.written
     staged: list[Any] = []
 
     def noted(self: HalfStore, some: Sequence[Any], *arguments: Any) -> Any:
         staged[:] = some
-        return prepare_many(self, some, *arguments)
+        return prepare(self, some, *arguments)
 
     def with_all(self: Any, chosen: Sequence[Any]) -> Any:
         files = written(self, list(staged))
         return {batch.header.half_id: files[batch.header.half_id] for batch in chosen}
 
-    with replaced((HalfStore, "prepare_many", noted), (half_store._Shared, "written", with_all)):
+    with replaced((HalfStore, "prepare", noted), (half_store._Shared, "written", with_all)):
         yield
 
 
@@ -1392,14 +1387,14 @@ def _stays_in_the_file() -> Iterator[None]:
 def _locks_of_their_own() -> Iterator[None]:
     """Each table had a lock of its own, and so had the ledger, which looks at half when it places in a FIFO topic. A
     commit is refused at last when its table has moved since it was proposed; here it is not."""
-    make = CommitLog.__init__
+    make = Engine.__init__
 
-    def init(self: CommitLog, *arguments: Any, **options: Any) -> None:
+    def init(self: Engine, *arguments: Any, **options: Any) -> None:
         make(self, *arguments, **options)
-        self.engine.op.lock, self.engine.lock = self.engine.machine.lock(), self.engine.machine.lock()
+        self.op.lock, self.lock = self.machine.lock(), self.machine.lock()
 
     with replaced(
-        (CommitLog, "__init__", init),
+        (Engine, "__init__", init),
         (SimulatedTable, "refresh", SimulatedTable._refresh),
         (SimulatedTable, "compare_and_set", SimulatedTable._compare_and_set),
         (Change, "is_stale", lambda self, version: False),
@@ -1551,27 +1546,29 @@ def _reversed_rows() -> Iterator[None]:
     listener="fenced",
 )
 def _reported_early() -> Iterator[None]:
-    send, decide = TwoPhase.send, TwoPhase.decide
+    send, do = TwoPhase.send, TwoPhase.do
 
-    def later(self: TwoPhase, run: Any, batch: Any, mask: Any, verdicts: Any, who: Who) -> bool:
+    def later(self: TwoPhase, step: Any) -> Any:
+        if not isinstance(step, Decide):
+            return do(self, step)
         log = self.log
-        assert isinstance(log, SimulatedLog)
+        assert isinstance(log, SimulatedEngine)
         turns = log.world.scheduler
 
         def work() -> None:
             turns.sleep(log.world.chance.choice((0.0, 5.0, 50.0)))
-            decide(TwoPhase(log.another().engine, self.listener), run, batch, mask, verdicts, who)
+            do(TwoPhase(log.another(), self.listener), step)
 
         assert turns.current is not None
         turns.spawn(turns.current.process, work)
-        return False
+        return ()
 
     def at_once(self: TwoPhase, *given: Any, **named: Any) -> Any:
         outcome = send(self, *given, **named)
         outcome.messages = {RowState.COMMITTED: 1}
         return outcome
 
-    with replaced((TwoPhase, "decide", later), (TwoPhase, "send", at_once)):
+    with replaced((TwoPhase, "do", later), (TwoPhase, "send", at_once)):
         yield
 
 

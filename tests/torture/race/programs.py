@@ -24,7 +24,7 @@ from typing import Any
 
 import rmq_spark as txmq
 from rmq_spark.errors import AlreadyPreparedError, FencedError, StaleAttemptError, VerdictConflictError
-from tests.support.half_batches import prepare
+from tests.support.half_batches import decide_one, prepare
 from tests.support.inside import Change, Planner, Subscription, Who, admit, op_merge, read_ranges
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import READ_COLUMNS, note_messages
@@ -285,8 +285,8 @@ def contend(track: Track, history: History, process: str, chance: random.Random,
             record = log.engine.get(f"{CONTESTED}:{number}")
         mask = {n: b"\x01" * f.rows for n, f in record.files.items()}
         try:
-            log.engine.decide(
-                record, 1, commit=mask if commits else {}, rollback={} if commits else mask, who=Who.EXECUTE
+            decide_one(
+                log.engine, record, 1, commit=mask if commits else {}, rollback={} if commits else mask, who=Who.EXECUTE
             )
         except VerdictConflictError:
             told = Phase.FAIL

@@ -18,7 +18,7 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark.errors import CommitLogExistsError, LostStagedFileError, NotACommitLogError, StorageError
-from tests.support.half_batches import another, bodies, commit, header_of, prepare
+from tests.support.half_batches import another, bodies, commit, header_of, prepare, prepare_one
 from tests.support.inside import PROBE, HalfWriter, filesystem, stores
 from tests.support.limits import Limit
 from tests.torture.s3.proxy import proxy
@@ -217,7 +217,7 @@ def test_a_half_file_that_was_deleted_is_not_prepared_on_s3(s3: S3Server, log: t
     files = [f for n in range(20) for f in log.engine.stage(writer, pa.table({"body": [f"{n}"]}).to_batches(), n)]
     (s3.folder / uri.removeprefix("s3://") / "half" / files[13].data.path).unlink()
     with pytest.raises(LostStagedFileError, match=files[13].data.path):
-        log.engine.prepare(header_of(0), files)
+        prepare_one(log.engine, header_of(0), files)
     assert another(log).engine.find("app", 0) is None
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import on_a_machine
-from tests.support.half_batches import another, pending, split
+from tests.support.half_batches import another, decide_one, pending, prepare_one, split
 from tests.support.inside import Change, HalfHeader, HalfRecord, HalfWriter, Who, batch_name
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, History, Kind, Phase, payload_hash
@@ -46,7 +46,7 @@ class _Play:
             log = self.machine()
             some, others = split(pending(log, record), self.chance.choice((1, 2)))
             for rows in (some, others) if record.header.transaction_per == "message" else (pending(log, record),):
-                log.engine.decide(record, 1, commit=rows, rollback={}, who=Who.EXECUTE)
+                decide_one(log.engine, record, 1, commit=rows, rollback={}, who=Who.EXECUTE)
         log = another(self.log)
         half, op = (table.read(table.actions()["path"].to_pylist()) for table in (log.engine.half.table, log.engine.op))
         note_tables(self.history, half, op)
@@ -75,7 +75,7 @@ class _Play:
             return bool(commit(change))
 
         table.try_commit = slowly  # type: ignore[attr-defined]
-        record = log.engine.prepare(header, files)
+        record = prepare_one(log.engine, header, files)
         if self.chance.random() < 0.3:
             log.engine.quarantine(record, 1, pending(log, record), Who.ADMIN, "nobody knows")
             self.given_up.append((record, key))

@@ -7,6 +7,7 @@ import random
 import pyarrow as pa
 
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.half_batches import decide_one, prepare_one
 from tests.support.inside import HalfHeader, HalfWriter, RowState, Who, batch_name
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, History, Kind, Phase, payload_hash
@@ -36,7 +37,7 @@ def play_fifo(seed: int) -> list[Anomaly]:
                              payload=payload_hash(body.encode()), sequence=sequence[key])  # fmt: skip
             writer = HalfWriter(header, process.topics(), TOPIC, None, process.fifo_topics())
             table = pa.table({"body": bodies, "sharding_key": keys})
-            process.engine.prepare(header, process.engine.stage(writer, table.to_batches()))
+            prepare_one(process.engine, header, process.engine.stage(writer, table.to_batches()))
             open_ones.append(header.half_id)
             left, sent = left - 1, sent + 1
         else:
@@ -44,7 +45,7 @@ def play_fifo(seed: int) -> list[Anomaly]:
             rows = process.engine.state_of(record).rows_in((RowState.PENDING,))
             verdict = chance.choice(("commit", "commit", "rollback"))
             commit, rollback = (rows, {}) if verdict == "commit" else ({}, rows)
-            process.engine.decide(record, 1, commit=commit, rollback=rollback, who=Who.CHECK)
+            decide_one(process.engine, record, 1, commit=commit, rollback=rollback, who=Who.CHECK)
         if chance.random() < 0.2:
             processes[0].another().engine.move_mark()
         if chance.random() < 0.2:

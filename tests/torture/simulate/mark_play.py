@@ -8,7 +8,7 @@ import random
 import pyarrow as pa
 
 from rmq_spark.testing import InMemoryCommitLog
-from tests.support.half_batches import move_half
+from tests.support.half_batches import decide_one, move_half, prepare_one
 from tests.support.inside import HalfHeader, HalfRecord, HalfWriter, RowState, Who, batch_name
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, History, Kind, Phase, payload_hash
@@ -58,7 +58,7 @@ def _send(log: InMemoryCommitLog, history: History, batch_id: int, chance: rando
     files = [
         f for n, part in enumerate(parts) for f in log.engine.stage(writer, pa.table({"body": part}).to_batches(), n)
     ]
-    return log.engine.prepare(header, files)
+    return prepare_one(log.engine, header, files)
 
 
 def _settle(log: InMemoryCommitLog, half_id: str, chance: random.Random) -> None:
@@ -79,4 +79,4 @@ def _decide(log: InMemoryCommitLog, half_id: str, attempt: int, lot: dict[int, f
     commit = mask if whole else {n: bits for n, bits in mask.items() if lot[n] < 0.5}
     rollback = {} if whole else {n: bits for n, bits in mask.items() if lot[n] > 0.7}
     if commit or rollback:
-        log.engine.decide(record, attempt, commit=commit, rollback=rollback, who=Who.CHECK)
+        decide_one(log.engine, record, attempt, commit=commit, rollback=rollback, who=Who.CHECK)

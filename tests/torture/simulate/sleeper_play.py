@@ -17,7 +17,7 @@ from rmq_spark.errors import (
 )
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Ticking
-from tests.support.half_batches import another, bodies, let_leave, move_half, send
+from tests.support.half_batches import another, bodies, decide_one, let_leave, move_half, send
 from tests.support.inside import HalfRecord, RowState, Who, half
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 
@@ -77,10 +77,10 @@ class _Play:
         log, record = another(self.log), sent.record
         verdict = self.chance.choice(("commit", "rollback"))
         if self.chance.random() < 0.5:
-            log.engine.lease(record, 60.0)
+            log.engine.lease([record], 60.0)
         rows = record.fresh_state().rows_in((RowState.PENDING,))
         try:
-            log.engine.decide(record, 1, **{verdict: rows}, who=self.chance.choice((Who.EXECUTE, Who.CHECK)))
+            decide_one(log.engine, record, 1, **{verdict: rows}, who=self.chance.choice((Who.EXECUTE, Who.CHECK)))
         except (HalfBatchLeftError, StaleAttemptError, VerdictConflictError):
             if sent.verdict is None:
                 self.say(AnomalyKind.LOST_WRITE, f"the first verdict on {record.half_id} was refused")

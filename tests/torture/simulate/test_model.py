@@ -16,7 +16,7 @@ from rmq_spark import COMMIT_MESSAGE, UNKNOWN, CommitLog, HalfBatch
 from rmq_spark._core.listeners import sql
 from rmq_spark.errors import AlreadyPreparedError, FencedError, StaleAttemptError
 from rmq_spark.testing import InMemoryCommitLog
-from tests.support.half_batches import another, bodies, check_offsets, merge_op_files, move_half, prepare
+from tests.support.half_batches import another, bodies, check_offsets, decide_one, merge_op_files, move_half, prepare
 from tests.support.inside import HalfRecord, Machine, RolledBack, RowSet, RowState, Who
 from tests.support.seeds import how_many
 from tests.torture.simulate import model
@@ -192,9 +192,9 @@ class ProtocolMachine(RuleBasedStateMachine):
         refused = [RolledBack("no", worker.verdict == model.REFUSE, dict(rows.ranges()))]
         try:
             if commit:
-                log.engine.decide(record, worker.attempt, commit=rows, who=who)
+                decide_one(log.engine, record, worker.attempt, commit=rows, who=who)
             else:
-                log.engine.decide(record, worker.attempt, rollback=rows, who=who, rolled_back=refused)
+                decide_one(log.engine, record, worker.attempt, rollback=rows, who=who, rolled_back=refused)
         except StaleAttemptError:
             assert self.state.batches[worker.batch].attempt != worker.attempt
 

@@ -21,7 +21,6 @@ from rmq_spark.errors import VerdictConflictError
 from tests.support.inside import (
     HALF_SCHEMA,
     MESSAGES_SCHEMA,
-    NO_ROWS,
     OP_SCHEMA,
     TOPICS_SCHEMA,
     Change,
@@ -33,6 +32,7 @@ from tests.support.inside import (
     Placed,
     RowSet,
     Staged,
+    Table,
     Who,
     drained_up_to,
     follower,
@@ -147,33 +147,18 @@ class SimulatedEngine(Engine):
         self.world = world
         super().__init__(SimulatedTables(world))
 
+    def tables(self) -> list[Table]:
+        """None: upkeep deletes no files of the simulated store."""
+        return []
+
     def another(self) -> SimulatedEngine:
         return SimulatedEngine(self.world)
 
     def with_machine(self, writer: HalfWriter) -> HalfWriter:
         return replace(super().with_machine(writer), write_file=store.write_table)
 
-    def decide(
-        self,
-        record: HalfRecord,
-        attempt: int,
-        *,
-        commit: Mapping[int, bytes] = NO_ROWS,
-        rollback: Mapping[int, bytes] = NO_ROWS,
-        who: Who,
-        **more: Any,
-    ) -> list[Placed]:
-        verdicts = ((COMMIT_MESSAGE, commit), (ROLLBACK_MESSAGE, rollback))
-        try:
-            placed = super().decide(record, attempt, commit=commit, rollback=rollback, who=who, **more)
-        except VerdictConflictError:
-            self._note(Phase.FAIL, record, attempt, verdicts, who)
-            raise
-        self._note(Phase.OK, record, attempt, verdicts, who)
-        return placed
-
-    def prepare_many(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
-        prepared = super().prepare_many(staged)
+    def prepare(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
+        prepared = super().prepare(staged)
         for found in prepared:
             if isinstance(found, HalfRecord):
                 header = found.header
@@ -182,8 +167,8 @@ class SimulatedEngine(Engine):
                 )
         return prepared
 
-    def decide_many(self, decisions: Sequence[Decision]) -> list[Decided]:
-        decided = super().decide_many(decisions)
+    def decide(self, decisions: Sequence[Decision]) -> list[Decided]:
+        decided = super().decide(decisions)
         self.world.grouped += 1
         for d, found in zip(decisions, decided, strict=True):
             verdicts = ((COMMIT_MESSAGE, d.commit), (ROLLBACK_MESSAGE, d.rollback))

@@ -1,0 +1,477 @@
+"""The protocol of a send, in four steps, and what a new run does with a half batch that an earlier one prepared.
+
+====  ========  ====================================================================  ======================
+ 1    stage     half files are written; nothing names them yet                        ``staged``
+ 2    prepare   one commit to ``half``: the half batch exists, and nobody sees it     ``prepared``
+ 3    execute   the local transaction runs                                            ``executing``, ``executed``
+ 4    decide    op markers make the verdicts final, and committed messages visible    ``decided``
+ R    replay    nothing is executed twice: what may have run is checked               ``replay asks``
+====  ========  ====================================================================  ======================
+
+A process may die before, in and after each step; the tests kill it at the points named on the right. The next run of
+the same batch goes on. :meth:`TwoPhase.steps` is the one description of all this. It yields what it needs next, and a
+driver does that: :meth:`TwoPhase.send` in the caller's thread, an asynchronous send in threads that many sends share.
+This module speaks to an Engine and a listener, and knows neither Spark nor Delta.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from asyncio import CancelledError
+from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any, TypeAlias, TypeVar
+
+from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
+from rmq_spark._core.listeners.listener import (
+    NO_LISTENER_FENCE,
+    CommitOncePrepared,
+    TransactionListener,
+    is_coroutine,
+    require_same_fence,
+)
+from rmq_spark._core.log.half import HalfHeader, HalfRows
+from rmq_spark._core.log.half_table import HalfRecord
+from rmq_spark._core.log.op import BatchState, RowState, Who
+from rmq_spark._core.log.single_messages import OneMessage
+from rmq_spark._core.protocol.engine import Engine
+from rmq_spark._core.protocol.group_commit import Alone, Commits, Prepare, Stageable
+from rmq_spark._core.protocol.half_batch import Split, split_by_verdict
+from rmq_spark._core.protocol.identity import Lineage
+from rmq_spark._core.protocol.leases import LeaseKeeper
+from rmq_spark._core.protocol.limits import NO_LIMITS, PendingGuard, PendingLimits
+from rmq_spark._core.protocol.observe import told
+from rmq_spark._core.protocol.outcome import OF_THE_LOG, Outcome, Run, left_open, outcome_of_left
+from rmq_spark._core.protocol.replay import Replays, following
+from rmq_spark._core.protocol.steps import Answered, Decide, Execute, Step, Steps, Wait, finish
+from rmq_spark._core.runtime.failpoints import reach
+from rmq_spark._core.runtime.spans import settling
+from rmq_spark._core.vocabulary.options import LEASE_S, LEASE_S_MAX, REPLAY_CHECK_TIMEOUT_S, seconds
+from rmq_spark._core.vocabulary.redaction import cause_of, line_of, text_of, traceback_of
+from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet
+from rmq_spark._core.vocabulary.text import count_of
+from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE, UNKNOWN, Verdict, VerdictArray, returned, rollback
+from rmq_spark.errors import (
+    AlreadyPreparedError,
+    FencedError,
+    HalfBatchLeftError,
+    ListenerError,
+    LocalTransactionError,
+    LostFileError,
+    OptionError,
+    StaleAttemptError,
+    UnresolvedTransactionError,
+    VerdictConflictError,
+)
+from rmq_spark.logs import of_batch, of_header
+
+logger = logging.getLogger(__name__)
+
+ON_LISTENER_ERROR = ("fail", "unknown")
+FINAL_STATES = (RowState.COMMITTED, RowState.DECIDED, RowState.ROLLED_BACK)
+_NEVER_HAPPENED = (RowState.ROLLED_BACK_BY_CHECK,)
+"""What a check rolled back without a refusal never happened and never will: it runs as the next attempt."""
+_NOBODY_KNOWS = (RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
+"""Nobody knows what became of what was quarantined or discarded: it is asked about again, under the same attempt."""
+T = TypeVar("T")
+StepsTo: TypeAlias = Generator[Step, Any, T]
+"""Some of the steps, and what they come to."""
+REPLAY_BACKOFF_S_MIN = 0.2
+REPLAY_BACKOFF_S_MAX = 5.0
+
+
+_COMMIT_ALL = VerdictArray((Verdict(COMMIT_MESSAGE),))
+
+
+class TwoPhase:
+    """Runs half batches of one producer group through the protocol.
+
+    Parameters
+    ----------
+    log : Engine
+    listener : TransactionListener
+    on_listener_error : {"fail", "unknown"}
+        What an exception of ``execute_local_transaction`` does: end the query with the half batch pending (default), or
+        count as UNKNOWN as RocketMQ has it.
+    replay_check_timeout_s : float
+        How long a replay asks the listener again while it answers UNKNOWN.
+    lease_s : float
+        How long a lease lasts; while ``execute_local_transaction`` runs it is renewed at a third of this.
+    pending_limits : PendingLimits
+        A new half batch is refused while more than this of its producer group is pending. A replay never is.
+    commits : Commits, optional
+        How half batches are prepared and decided: each alone when not given.
+    """
+
+    def __init__(
+        self,
+        log: Engine,
+        listener: TransactionListener,
+        *,
+        on_listener_error: str = "fail",
+        replay_check_timeout_s: float = REPLAY_CHECK_TIMEOUT_S,
+        lease_s: float = LEASE_S,
+        pending_limits: PendingLimits = NO_LIMITS,
+        commits: Commits | None = None,
+    ) -> None:
+        if on_listener_error not in ON_LISTENER_ERROR:
+            raise OptionError(f"onListenerError={on_listener_error!r} is not one of {', '.join(ON_LISTENER_ERROR)}")
+        if not 0 < lease_s <= LEASE_S_MAX:
+            raise OptionError(f"lease_s={lease_s!r} is out of range: seconds up to {LEASE_S_MAX:g} are expected")
+        self.log = log
+        self.listener = listener
+        self.on_listener_error = on_listener_error
+        self.replay_check_timeout_s = seconds(replay_check_timeout_s, "replay_check_timeout")
+        self.pending = PendingGuard(log, pending_limits)
+        self._replays = Replays(log)
+        self.commits = Alone(log) if commits is None else commits
+        self.leases = LeaseKeeper(log, seconds(lease_s, "lease_s", above=True))
+
+    def with_listener(self, listener: TransactionListener, on_listener_error: str = "fail") -> TwoPhase:
+        """The same for another listener: with the same commits, leases and limits."""
+        twin = copy.copy(self)
+        twin.listener, twin.on_listener_error = listener, on_listener_error
+        return twin
+
+    # ------------------------------------------------------------------ all of it
+    def send(
+        self,
+        header: HalfHeader,
+        stage: Callable[[], Sequence[Stageable]],
+        arg: Any = None,
+        lineage: Lineage | None = None,
+    ) -> Outcome:
+        """Bring a half batch to its verdicts. A batch that was prepared before goes on where it stands.
+
+        Parameters
+        ----------
+        header : HalfHeader
+            With the fence of this listener.
+        stage : callable
+            Writes the half files, or hands over those that executors wrote, or rows to be written. It is called for a
+            new batch only.
+        arg : object, optional
+            Handed to ``execute_local_transaction`` as ``batch.arg``.
+        lineage : Lineage, optional
+            Of the micro-batch's checkpoint, where that can be read.
+
+        Raises
+        ------
+        CheckpointMismatchError
+            When the batch id was used by another query or with other input, or nobody can say that it was not; or when
+            the log has a last batch that the checkpoint does not know.
+        FenceError
+            When the half batch was prepared with another fence than the header's, and is still open.
+        LocalTransactionError
+            When the listener raised (``on_listener_error="fail"``).
+        VerdictConflictError
+            When two verdicts contradict each other: a person must resolve the half batch.
+        UnresolvedTransactionError
+            When a replay's checks stay UNKNOWN, or the store failed after the prepare.
+        PendingLimitError
+            When too much of the producer group is pending; nothing is written then.
+        ListenerError
+            When the local transaction is a coroutine.
+        HalfBatchLeftError
+            When a check has rolled the half batch back so long ago that its messages have left the log.
+        """
+        if is_coroutine(self.listener):
+            raise ListenerError(
+                f"{type(self.listener).__name__}.execute_local_transaction is a coroutine function. Only "
+                "TransactionMQProducer.send_message_in_transaction_async can wait for it; make it a plain function"
+            )
+        reach("send begins", header=header)
+        steps = self.steps(header, stage, arg, lineage)
+        outcome = told(self.log, header.producer_group, lambda: finish(steps, self.do))
+        reach("sent", header=header)
+        return outcome
+
+    def do(self, step: Step) -> Any:
+        """Do one step in this thread, and return its answer."""
+        match step:
+            case Prepare():
+                (found,) = self.commits.prepare([step])
+                if isinstance(found, HalfRecord):
+                    return found
+                raise found
+            case Execute():
+                return self.execute(step.run, step.attempt, step.rows)
+            case Decide():
+                record, split = step.run.record, step.split
+                counts = split.commit.count, split.rollback.count
+                with settling(self.log.path, record.half_id, step.attempt, str(step.who), *counts, record.topics):
+                    (decided,) = self.commits.decide([step.decision])
+                    return decided.or_raise()
+            case Wait():
+                if step.seconds:
+                    self.log.machine.sleep(step.seconds)
+                return None
+
+    def steps(
+        self,
+        header: HalfHeader,
+        stage: Callable[[], Sequence[Stageable]],
+        arg: Any = None,
+        lineage: Lineage | None = None,
+    ) -> Steps:
+        """Every step of a send, in its order. See :meth:`send` for the parameters, and for what it raises."""
+        # 1 stage
+        replayed = record = self._replays.find(header)
+        files: Sequence[Stageable] = ()
+        while record is None:
+            last = self._replays.require_no_fork(header, lineage)
+            if not files:
+                self.pending.require_room(header.producer_group)
+                files = stage()
+                if not files:
+                    if lineage is not None and last is not None and last.input_hash is not None:
+                        lineage.keep(last.batch_id, last.input_hash)
+                    return Outcome()
+            # 2 prepare
+            try:
+                record = yield Prepare(following(header, last, lineage), files)
+            except AlreadyPreparedError:  # another run of the same batch was faster
+                replayed = record = self._replays.find(header) if header.numbered else self._replays.require(header)
+            except OF_THE_LOG as problem:  # its commit may have been made
+                yield Wait(0)
+                self._replays.require_not_prepared(header, problem)
+                raise
+        if not header.numbered and NO_LISTENER_FENCE not in (record.header.fence_id, header.fence_id):
+            # Two stores that use one key mean two sends, whatever became of the first.
+            require_same_fence(record.half_id, record.header.fence_id, header.fence_id)
+        if record.left is not None:
+            return outcome_of_left(record, record.left)
+        run = Run(record, header.fence_id, arg, Outcome(record, replayed is not None), numbered=header.numbered)
+        try:
+            if replayed is None:
+                run.held = held_by(files)
+                yield from self._run_attempt(run, 1, record.all_rows)  # 3 execute, 4 decide
+            if not run.outcome.messages and (replayed is not None or not self._is_settled(run)):
+                yield Wait(0)
+                yield from self._settle(run)  # R
+        except HalfBatchLeftError as left:  # this run slept, and others settled the half batch meanwhile
+            if left.archived is None:
+                raise
+            return outcome_of_left(record, left.archived)
+        except OF_THE_LOG as problem:
+            raise left_open(run, problem) from cause_of(problem)
+        return run.outcome
+
+    def _run_attempt(self, run: Run, attempt: int, rows: RowSet) -> StepsTo[None]:
+        """Execute rows that nobody but this run may execute, and make the verdicts final."""
+        record = run.record
+        reach("prepared", header=record.header, attempt=attempt)
+        if type(self._listener_of(run)) is CommitOncePrepared and self.log.is_untouched(record):
+            run.executed.append((attempt, rows))
+            reach("executed", header=record.header, attempt=attempt)
+            yield from self._decide(run, attempt, Split(rows, NO_ROWS, NO_ROWS), Who.EXECUTE)
+            return
+        answered: Answered | None = yield Execute(run, attempt, rows)
+        if answered is None:
+            return
+        split = split_by_verdict(self.log, record, answered.rows, answered.batch, answered.verdicts)
+        # When a check was faster, others may have reopened or quarantined its rows: settling goes on from there.
+        with suppress(StaleAttemptError) if answered.who is Who.CHECK else nullcontext():
+            yield from self._decide(run, attempt, split, answered.who)
+
+    def _decide(self, run: Run, attempt: int, split: Split, who: Who) -> StepsTo[bool]:
+        """Write op markers for COMMIT and ROLLBACK; UNKNOWN gets none. True when any transaction is UNKNOWN."""
+        if split.decides:
+            placed = yield Decide(run, attempt, split, who)
+            said = "half batch %r, attempt %d: %d messages are committed, %d rolled back, by %s"
+            counts = split.commit.count, split.rollback.count
+            logger.debug(said, run.record.half_id, attempt, *counts, who, extra=of_header(run.record.header))
+            run.keep(attempt, placed)
+        if who is Who.EXECUTE:
+            reach("decided", header=run.record.header, attempt=attempt)
+        return bool(split.unknown)
+
+    # ------------------------------------------------------------------ 3 execute
+    def execute(self, run: Run, attempt: int, rows: RowSet) -> Answered | None:
+        """Run the local transaction; None when a check was faster."""
+        listener = self._listener_of(run)
+        state = self.log.state_of(run.record, refresh=False)  # it was read after the prepare, or the reopen
+        rows &= state.rows_in((RowState.PENDING,), attempt)
+        if not rows:
+            return None
+        held = run.held if rows.count == run.record.rows else None
+        batch = self.log.half_batch(run.record, state, attempt, rows, run.arg, held)
+        if type(listener) is CommitOncePrepared:  # it is over at once, and any check would answer the same
+            verdicts: VerdictArray | None = _COMMIT_ALL
+        else:
+            lease = self.leases.lease(run.record)
+            try:
+                with lease:
+                    verdicts = self._ask_execute(listener, run, batch)
+            except FencedError:  # a check's tombstone was there first, so the attempt did nothing
+                said = "attempt %d of half batch %r is over: a check was faster"
+                logger.info(said, batch.attempt, batch.half_id, extra=of_batch(batch))
+                never = VerdictArray((rollback("a check's tombstone came first"),))
+                return Answered(batch, rows, never, Who.CHECK)
+            finally:
+                lease.end()  # `with` does not, when an interrupt comes while it enters or leaves
+        if verdicts is None:
+            return None
+        run.executed.append((attempt, rows))
+        reach("executed", header=run.record.header, attempt=attempt)
+        return Answered(batch, rows, verdicts, Who.EXECUTE)
+
+    def _listener_of(self, run: Run) -> TransactionListener:
+        """Who may be asked about a half batch; FenceError when this listener cannot speak for it."""
+        prepared_with = run.record.header.fence_id
+        if prepared_with == NO_LISTENER_FENCE != run.fence_id:  # it was sent without a local transaction
+            return CommitOncePrepared()
+        require_same_fence(run.record.half_id, prepared_with, run.fence_id)
+        return self.listener
+
+    def _ask_execute(self, listener: TransactionListener, run: Run, batch: HalfBatch) -> VerdictArray | None:
+        """What the local transaction says; None when others settled the half batch while it slept."""
+        try:
+            answer = returned(listener.execute_local_transaction, batch)
+            if answer is None:
+                said = (
+                    "the listener returned None for %r: that is UNKNOWN, and checks will ask what became of it. A "
+                    "local transaction that is done returns COMMIT_MESSAGE"
+                )
+                logger.warning(said, batch, extra=of_batch(batch))
+            return normalize_verdicts(answer, batch)
+        except FencedError:
+            raise
+        except (Exception, CancelledError) as problem:
+            if isinstance(problem, LostFileError) and not self._is_pending(run, batch):
+                return None
+            if self.on_listener_error == "unknown":
+                said = traceback_of(problem)
+                logger.warning(
+                    "local transaction of %r failed: it stays UNKNOWN: %s", batch, said, extra=of_batch(batch)
+                )
+                run.outcome.error = problem
+                return VerdictArray((Verdict(UNKNOWN),))
+            raise LocalTransactionError(
+                f"the local transaction of half batch {batch.half_id!r} (attempt {batch.attempt}) raised "
+                f"{type(problem).__name__}: {text_of(problem)}{line_of(problem)}. Its messages stay pending; a check "
+                "or a restart settles them"
+            ) from cause_of(problem)
+
+    def _is_pending(self, run: Run, batch: HalfBatch) -> bool:
+        """Whether any message of the batch is pending; HalfBatchLeftError when the half batch has left."""
+        return bool(self.log.state_of(run.record).rows_in((RowState.PENDING,), batch.attempt) & batch.rows)
+
+    # ------------------------------------------------------------------ R replay
+    def _settle(self, run: Run) -> StepsTo[None]:
+        """Go on until every row is decided, or waits for the check of an UNKNOWN that this run itself got."""
+        deadline = self.log.machine.monotonic() + self.replay_check_timeout_s
+        pause_s, warned = REPLAY_BACKOFF_S_MIN, False
+        # What this run has just decided was read back with its commit: most batches need no second look.
+        state = self.log.state_of(run.record, refresh=run.outcome.replayed)
+        while state.in_conflict or state.count(*FINAL_STATES) < state.rows:
+            state = self.log.state_of(run.record)
+            self._refuse_conflict(run, state)
+            self._listener_of(run)  # before anything is reopened
+            if attempts := state.attempts(*_NEVER_HAPPENED):
+                attempt = next(iter(attempts)) + 1
+                rows = self._reopen(run, attempt - 1, _NEVER_HAPPENED, attempt, "rolled back by a check")
+                yield from self._run_attempt(run, attempt, rows)
+                continue
+            if attempts := state.attempts(*_NOBODY_KNOWS):
+                attempt = next(iter(attempts))
+                self._reopen(run, attempt, _NOBODY_KNOWS, attempt, "asked again by a replay")
+                continue
+            to_check = self._not_executed_here(run, state)
+            if not to_check:
+                break
+            unknown = []
+            for attempt, rows in to_check:
+                unknown.append((yield from self._check(run, state, attempt, rows)))
+            if all(unknown):
+                if self.log.machine.monotonic() >= deadline:
+                    raise UnresolvedTransactionError(self._unresolved(run))
+                if not warned:
+                    warned = True
+                    waiting = self._waiting(run, sum(rows.count for _, rows in to_check))
+                    logger.warning("%s", waiting, extra=of_header(run.record.header))
+                yield Wait(pause_s)
+                pause_s = min(pause_s * 2, REPLAY_BACKOFF_S_MAX)
+        run.end_with(state)
+
+    def _is_settled(self, run: Run) -> bool:
+        """Whether nothing is left to be done, by what was read last. Then the outcome says what became of it."""
+        state = self.log.state_of(run.record, refresh=False)
+        if state.in_conflict or state.count(*FINAL_STATES) < state.rows:
+            return False
+        run.end_with(state)
+        return True
+
+    def _refuse_conflict(self, run: Run, state: BatchState) -> None:
+        if state.in_conflict:
+            raise VerdictConflictError(
+                f"half batch {run.record.half_id!r} has two verdicts that contradict each other: find out which "
+                "is true, then log.resolve(half_id, verdict, reason=…) and start the query again"
+            )
+
+    def _reopen(self, run: Run, attempt: int, states: tuple[RowState, ...], as_attempt: int, reason: str) -> RowSet:
+        """Make rows pending again."""
+        return self.log.reopen(run.record, attempt, states, as_attempt, Who.EXECUTE, reason)
+
+    def _not_executed_here(self, run: Run, state: BatchState) -> list[tuple[int, RowSet]]:
+        """Pending rows that another run prepared or reopened: it may have executed them, or may do so yet."""
+        found: list[tuple[int, RowSet]] = []
+        for attempt in state.attempts(RowState.PENDING):
+            rows = state.rows_in((RowState.PENDING,), attempt)
+            for executed_attempt, executed in run.executed:
+                if executed_attempt == attempt:
+                    rows -= executed
+            if rows:
+                found.append((attempt, rows))
+        return found
+
+    def _check(self, run: Run, state: BatchState, attempt: int, rows: RowSet) -> StepsTo[bool]:
+        """Ask what became of rows that somebody else may have executed. True when part of them stays UNKNOWN."""
+        reach("replay asks")
+        listener = self._listener_of(run)
+        batch = self.log.half_batch(run.record, state, attempt, rows)
+        batch.restarted = run.record.header.query_id is not None  # a query runs once at a time; a send may be repeated
+        try:
+            verdicts = normalize_verdicts(returned(listener.check_local_transaction, batch), batch)
+        except Exception as problem:  # not an answer; the next one may be
+            logger.warning("check of %r failed: %s", batch, traceback_of(problem), extra=of_batch(batch))
+            run.outcome.error = problem
+            return True
+        split = split_by_verdict(self.log, run.record, rows, batch, verdicts)
+        try:
+            return (yield from self._decide(run, attempt, split, Who.CHECK))
+        except StaleAttemptError:  # somebody reopened or quarantined the rows while we asked: look again
+            return False
+
+    def _waiting(self, run: Run, messages: int) -> str:
+        age_s = max(0.0, (self.log.machine.now() - run.record.prepared_at).total_seconds())
+        after_s = getattr(self.listener, "rollback_after_s", None)
+        ends = "An answer of the listener ends the wait"
+        if after_s is not None:
+            ends += f"; it rolls back what did not happen once the batch is {after_s:g} s old (rollback_after)"
+        earlier, limit = ("run", "replayCheckTimeout") if run.numbered else ("send", "replay_check_timeout")
+        return (
+            f"half batch {run.record.half_id!r} was prepared {age_s:.0f} s ago by an earlier {earlier}, and its "
+            f"listener does not know yet what became of {count_of(messages, 'message')}. Asking again for up to "
+            f"{self.replay_check_timeout_s:g} s ({limit}). {ends}; so does txmq resolve"
+        )
+
+    def _unresolved(self, run: Run) -> str:
+        error = run.outcome.error
+        why = f"the last check raised {type(error).__name__}: {text_of(error)}" if error else "UNKNOWN"
+        earlier, again = "send", "send it again later, under the same idempotency key"
+        if run.numbered:
+            earlier, again = "run", "start the query again later, raise replayCheckTimeout"
+        return (
+            f"half batch {run.record.half_id!r} was prepared by an earlier {earlier}, and its listener could not say "
+            f"within {self.replay_check_timeout_s:g} s what became of it ({why}). Nothing is lost: {again}, let a "
+            f"check settle it, or log.resolve({run.record.half_id!r}, verdict, reason=…)"
+        )
+
+
+def held_by(files: Sequence[Stageable]) -> HalfRows | None:
+    """All rows of what was staged, when they are in memory."""
+    one = files[0] if len(files) == 1 else None
+    rows = one.rows if isinstance(one, OneMessage) else one
+    return rows if isinstance(rows, HalfRows) else None

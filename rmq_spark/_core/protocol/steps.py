@@ -1,0 +1,79 @@
+"""The steps of a send that a driver does for it. :mod:`rmq_spark._core.protocol.send` yields them in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, TypeAlias
+
+from rmq_spark._core.listeners.half_batch import HalfBatch
+from rmq_spark._core.log.op import Who
+from rmq_spark._core.log.op_table import Decision
+from rmq_spark._core.protocol.group_commit import Prepare
+from rmq_spark._core.protocol.half_batch import Split
+from rmq_spark._core.protocol.outcome import Outcome, Run
+from rmq_spark._core.vocabulary.rows import RowSet
+from rmq_spark._core.vocabulary.verdicts import VerdictArray
+
+
+class Execute(NamedTuple):
+    """Run the local transaction of rows that nobody but this run may execute. The answer is :class:`Answered`, or None
+    when a check was faster."""
+
+    run: Run
+    attempt: int
+    rows: RowSet
+
+
+class Answered(NamedTuple):
+    """What a listener was asked about, its rows, its verdicts, and who gave them."""
+
+    batch: HalfBatch
+    rows: RowSet
+    verdicts: VerdictArray
+    who: Who
+
+
+class Decide(NamedTuple):
+    """Commit op markers. The answer is what they place."""
+
+    run: Run
+    attempt: int
+    split: Split
+    who: Who
+
+    @property
+    def decision(self) -> Decision:
+        return self.split.decision(self.run.record, self.attempt, self.who)
+
+
+class Wait(NamedTuple):
+    """Wait for so many seconds. All that follows reads tables and may wait, so it needs a thread for itself."""
+
+    seconds: float
+
+
+Step: TypeAlias = Prepare | Execute | Decide | Wait
+Steps: TypeAlias = Generator[Step, Any, Outcome]
+
+
+def finish(steps: Steps, do: Callable[[Step], Any]) -> Outcome:
+    """Do every step in this thread, and return what became of the half batch.
+
+    Parameters
+    ----------
+    steps : Steps
+        From where they stand.
+    do : callable
+        Does one step, and returns its answer.
+    """
+    answer, problem = None, None
+    while True:
+        try:
+            step = steps.send(answer) if problem is None else steps.throw(problem)
+        except StopIteration as end:
+            outcome: Outcome = end.value
+            return outcome
+        try:
+            answer, problem = do(step), None
+        except BaseException as raised:
+            answer, problem = None, raised
