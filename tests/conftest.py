@@ -17,8 +17,10 @@ from tests.support.half_batches import make_log
 from tests.support.limits import Limit, set_limits
 from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, running
 
-TOGETHER = tuple(f"tests/{name}/" for name in "spark crash process kafka torture/s3 torture/damage".split())
-"""Each has one Spark session, one server of a kind, one log to damage, or one story of killed processes at a time."""
+TOGETHER = tuple(f"tests/{name}/" for name in "kafka torture/s3 torture/damage".split())
+"""Each folder has one server, or one log to damage, and stays with one worker."""
+BY_FILE = tuple(f"tests/{name}/" for name in "spark crash process".split())
+"""Each file of these folders stays with one worker, which starts one Spark session, and one server of a kind."""
 
 ON_EVERY_LOG = ("test_commit_log", "test_two_phase", "test_leaving", "test_push_consumer")
 """`make test` runs these on each kind of log. Others it runs on the first kind of their mark: the kinds share all
@@ -65,9 +67,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFolder(LoadScopeScheduling):
-        """Folders of :data:`TOGETHER` go to one worker each, as a whole; any other test to whichever is free."""
+        """Folders of :data:`TOGETHER` go to one worker each, as a whole, and files of :data:`BY_FILE`; any other test to
+        whichever is free."""
 
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(BY_FILE):
+                return nodeid.partition("::")[0]
             return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid)
 
     return ByFolder(config, log)

@@ -123,4 +123,4 @@ def test_without_sqlalchemy_the_extra_is_named() -> None:
         "try:\n    rmq_spark.listeners.SqlTransactionListener\n"
         "except Exception as problem:\n    print(problem)\n"
     )
-    assert "needs SQLAlchemy 2: install rmq_spark with its extra sql" in said
+    assert "SqlTransactionListener needs sqlalchemy: install rmq_spark with its extra sql" in said

@@ -15,6 +15,7 @@ _LIVES_IN = {
     "rmq_spark._core.checks.drains": "Draining",
     "rmq_spark._core.checks.maintainer": "Maintainer",
     "rmq_spark._core.checks.report": "LEASED",
+    "rmq_spark._core.checks.round": "Checker",
     "rmq_spark._core.checks.settings": "JobSettings",
     "rmq_spark._core.client": "log=commit_log",
     "rmq_spark._core.consumers": "push_module=push",

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -806,7 +807,7 @@ def test_a_hung_listener_ends_the_round_in_time_and_the_next_begins_with_the_res
     assert time.monotonic() - started < DEADLINE_S / 2
     assert report.skipped["left_over"] == 2
     assert "has not answered" in report.problems[0][1]
-    checker.round_timeout = DEADLINE_S
+    checker._checker.rules = replace(checker._checker.rules, round_timeout=DEADLINE_S)
     report = checker.run_once()
     assert listener.asked == [hung.half_id, second.half_id, third.half_id]
     assert states(log, third) == {RowState.COMMITTED: 4}

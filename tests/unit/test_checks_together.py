@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,7 @@ def test_a_hung_question_ends_the_round_and_its_answers_are_used_later(log: Comm
     assert [half_id for half_id, _ in report.problems] == [r.half_id for r in records]
     assert "has not answered" in report.problems[0][1]
     new = prepare(log, 0, 2, app="new")
-    checker.round_timeout = DEADLINE_S
+    checker._checker.rules = replace(checker._checker.rules, round_timeout=DEADLINE_S)
     assert checker.run_once().committed.transactions == 1  # the new one
     answer.let_come()
     assert checker.run_once().committed.transactions == 3

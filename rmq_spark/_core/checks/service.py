@@ -1,7 +1,7 @@
 """The check service: asks listeners what became of open transactions, and makes their answers final.
 
-It speaks to a ``CommitLog`` and to listeners, and knows neither Spark nor Delta. Any number of checkers may run at
-once: each decision is a compare-and-set, and the first one stands.
+``round.py`` has a round. Any number of checkers may run at once: each decision is a compare-and-set, and the first one
+stands.
 """
 
 from __future__ import annotations
@@ -9,47 +9,23 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
-from enum import Enum
-from functools import partial
 
-import pyarrow as pa
-
-from rmq_spark._core.checks.calls import Answer, Asker, NoAnswer, Question
-from rmq_spark._core.checks.decisions import TOGETHER_MAX, Decisions
-from rmq_spark._core.checks.immunity import COLUMNS, due_rows
 from rmq_spark._core.checks.policy import TransactionCheckListener, require_policy
-from rmq_spark._core.checks.probe import Probe
-from rmq_spark._core.checks.report import CHECKED, IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport, Tally
+from rmq_spark._core.checks.report import CheckReport, Tally
+from rmq_spark._core.checks.round import Checker, Rules
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.inspect.overview import conflicts
-from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
 from rmq_spark._core.listeners.listener import (
-    NO_LISTENER_FENCE,
-    CommitOncePrepared,
     TransactionListener,
-    Verdicts,
-    answers_many,
     require_listener,
-    require_same_fence,
-    store_id_of,
 )
-from rmq_spark._core.log.half_table import HalfRecord
-from rmq_spark._core.log.op import BatchState, RowState, Who
-from rmq_spark._core.log.op_table import TOO_LATE, AnsweredCheck, Decision
 from rmq_spark._core.protocol.engine import Engine
-from rmq_spark._core.protocol.half_batch import Split, split_by_verdict
 from rmq_spark._core.runtime import observer
-from rmq_spark._core.runtime.machine import Machine
-from rmq_spark._core.runtime.spans import tracing
 from rmq_spark._core.vocabulary.message import require_group_name
 from rmq_spark._core.vocabulary.options import (
     CHECK_ROUND_TIMEOUT_S,
     CHECKS_MAX,
-    CLOCK_SKEW_S_MAX,
     FILE_RESERVED_TIME_S,
     TRANSACTION_CHECK_INTERVAL_S,
     TRANSACTION_CHECK_MAX,
@@ -58,20 +34,9 @@ from rmq_spark._core.vocabulary.options import (
     seconds,
     whole_number,
 )
-from rmq_spark._core.vocabulary.redaction import sentence_of, traceback_of
-from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet
-from rmq_spark._core.vocabulary.verdicts import (
-    COMMIT_MESSAGE,
-    ROLLBACK_MESSAGE,
-    UNKNOWN,
-    LocalTransactionState,
-    Rollback,
-    VerdictArray,
-    kept_reason,
-    returned,
-)
-from rmq_spark.errors import HalfBatchLeftError, OptionError
-from rmq_spark.logs import failure, of_batch, of_header
+from rmq_spark._core.vocabulary.redaction import sentence_of
+from rmq_spark.errors import OptionError
+from rmq_spark.logs import failure
 
 __all__ = ["CheckReport", "CheckService", "Tally"]
 
@@ -159,26 +124,23 @@ class CheckService:
             require_group_name(group): require_listener(listener, f"listeners[{group!r}]")
             for group, listener in listeners.items()
         }
-        self.transaction_timeout = seconds(transaction_timeout, "transaction_timeout")
         self.transaction_check_interval = seconds(transaction_check_interval, "transaction_check_interval", above=True)
-        self.file_reserved_time = seconds(file_reserved_time, "file_reserved_time", above=True)
-        self.round_timeout = None if round_timeout is None else seconds(round_timeout, "round_timeout", above=True)
-        self.transaction_check_max = whole_number(transaction_check_max, "transaction_check_max", 1, CHECKS_MAX)
         self.discard_policy = require_policy(discard_policy)
-        self.only_groups = only_groups
-        self._pause_s = OWN_CHECK_PAUSE * self.transaction_check_interval if only_groups else 0.0
-        self.elsewhere = frozenset(elsewhere)
+        rules = Rules(
+            listeners=self.listeners,
+            transaction_timeout=seconds(transaction_timeout, "transaction_timeout"),
+            transaction_check_max=whole_number(transaction_check_max, "transaction_check_max", 1, CHECKS_MAX),
+            file_reserved_time=seconds(file_reserved_time, "file_reserved_time", above=True),
+            round_timeout=None if round_timeout is None else seconds(round_timeout, "round_timeout", above=True),
+            discard_policy=self.discard_policy,
+            only_groups=only_groups,
+            elsewhere=frozenset(elsewhere),
+            pause_s=OWN_CHECK_PAUSE * self.transaction_check_interval if only_groups else 0.0,
+            clock=clock,
+        )
         self.log = engine_of(log_or_path, storage_options)
-        self._clock = clock or self.log.machine.now
-        self._is_believed = clock is not None
-        self._doubt_s: float | None = None  # in this round
-        self._without_fence = CommitOncePrepared()
-        self._asker = Asker(self.log.machine, in_threads=self.round_timeout is not None)
-        self._probe = Probe(self.log.machine, self.listeners, in_threads=self.round_timeout is not None)
-        self._not_reached: list[str] = []
-        self._foreign: set[str] = set()  # open half batches of other groups (only_groups)
+        self._checker = Checker(self.log, rules)
 
-    # ------------------------------------------------------------------ rounds
     def run(self, stop_event: threading.Event, on_report: Callable[[CheckReport], None] | None = None) -> None:
         """Rounds until the event is set: the first at once, then one every ``transaction_check_interval``.
 
@@ -191,7 +153,7 @@ class CheckService:
             Is given the report of each round.
         """
         while not stop_event.is_set():
-            started_at = self._clock()
+            started_at = self._checker.clock()
             try:
                 report = self._round(stop_event)
             except Exception as problem:
@@ -212,429 +174,11 @@ class CheckService:
         return self._round(self.log.machine.event())
 
     def _round(self, stop: threading.Event) -> CheckReport:
-        report = CheckReport(self._clock())
-        self._doubt_s = None
-        decisions = Decisions(self.log, lambda decision, problem: _not_decided(decision, problem, report))
-        round_ = _Round(report, decisions, self.round_timeout, stop, self.log.machine)
-        half_ids = self._open_half_ids()
-        self._not_reached = []
-        together: set[str] = set()
-        for at, half_id in enumerate(half_ids):
-            if stop.is_set() or (at > 0 and round_.seconds_left() <= 0):
-                self._not_reached = [h for h in half_ids[at:] if h not in together]
-                report.skip(LEFT_OVER, len(self._not_reached))
-                break
-            if at % TOGETHER_MAX == 0:
-                together = self._check_together(half_ids[at : at + TOGETHER_MAX], round_)
-            if half_id in together:
-                continue
-            try:
-                self._check_half_batch(half_id, round_)
-            except Exception as problem:  # unreadable, corrupt: the others must not wait for it
-                _cannot_check(half_id, problem, report)
-        round_.decisions.make()
-        self._finish(report, stop)
-        report.seconds = round_.seconds()
+        report = self._checker.round(stop)
         self._tell(report)
         return report
 
     def _tell(self, report: CheckReport) -> None:
         if observer.observers():
-            checker = "producer" if self.only_groups else "job"
+            checker = "producer" if self._checker.rules.only_groups else "job"
             observer.tell(lambda o: o.checked(self.log.path, checker, report))
-
-    # ------------------------------------------------------------------ one half batch: what is due, what to do, do it
-    def _check_half_batch(self, half_id: str, round_: _Round) -> None:
-        with suppress(HalfBatchLeftError):  # settled by somebody else, long ago by now
-            self._look_at(half_id, round_)
-
-    def _look_at(self, half_id: str, round_: _Round) -> None:
-        record = self.log.get(half_id)
-        listener = self._listener_of(record)
-        if listener is None and self.only_groups:
-            self._foreign.add(half_id)
-            return
-        self._check_record(record, self.log.state_of(record), listener, round_, self._ask, None)
-
-    def _check_together(self, half_ids: Sequence[str], round_: _Round) -> set[str]:
-        """Check the small half batches among these whose listener answers many with one question; returns those that
-        are done with. All others are looked at alone, also those about which it gave no answer."""
-        if not any(answers_many(listener) for listener in self.listeners.values()):
-            return set()
-        asked: list[Question] = []
-        done: set[str] = set()
-
-        def keep(question: Question, *_: object) -> None:
-            asked.append(question)
-
-        try:
-            for record, state, rows in self.log.small_batches(half_ids):
-                listener = self._listener_of(record)
-                if listener is not None and answers_many(listener):
-                    with suppress(HalfBatchLeftError):  # settled by somebody else, long ago by now
-                        self._check_record(record, state, listener, round_, keep, rows)
-                    done.add(record.half_id)
-            for group in dict.fromkeys(question.record.header.producer_group for question in asked):
-                some = [question for question in asked if question.record.header.producer_group == group]
-                done -= self._ask_many(some, self.listeners[group], round_)
-        except Exception as problem:
-            logger.info("%d half batches are looked at one by one: %s", len(half_ids), failure(problem))
-            done -= {question.record.half_id for question in asked}
-        return done
-
-    def _check_record(
-        self,
-        record: HalfRecord,
-        state: BatchState,
-        listener: TransactionListener | None,
-        round_: _Round,
-        ask: Callable[[Question, TransactionListener, _Round], None],
-        held: pa.Table | None,
-    ) -> None:
-        half_id = record.half_id
-        if state.settled:  # by somebody else, meanwhile
-            return
-        if state.in_conflict:
-            round_.report.problem(half_id, _IN_CONFLICT)
-            return
-        if state.leased(self._clock()):
-            round_.report.skip(LEASED)
-            return
-        if state.checked_lately(self._clock(), self._pause_s):
-            round_.report.skip(CHECKED)
-            return
-        for attempt in state.attempts(RowState.PENDING):
-            pending = state.rows_in((RowState.PENDING,), attempt)
-            try:
-                self._check_attempt(self._question(record, state, attempt, pending, held), listener, round_, ask, held)
-            except TOO_LATE as problem:
-                _came_too_late(record, attempt, problem, round_.report)
-
-    def _check_attempt(
-        self,
-        pending: Question,
-        listener: TransactionListener | None,
-        round_: _Round,
-        ask: Callable[[Question, TransactionListener, _Round], None],
-        held: pa.Table | None,
-    ) -> None:
-        for todo, rows in self._due(pending, listener, round_.report):
-            question = pending
-            if rows.count < pending.rows.count:
-                question = self._question(pending.record, pending.state, pending.attempt, rows, held)
-            match todo:
-                case _Todo.ASK:
-                    ask(question, listener or self._without_fence, round_)
-                case _Todo.DISCARD:
-                    self._discard(question, round_.report)
-                case _Todo.EXPIRE:
-                    self._expire(question, round_.report)
-
-    def _listener_of(self, record: HalfRecord) -> TransactionListener | None:
-        if record.header.fence_id == NO_LISTENER_FENCE:
-            return self._without_fence
-        return self.listeners.get(record.header.producer_group)
-
-    def _question(
-        self, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, held: pa.Table | None
-    ) -> Question:
-        return Question(record, state, attempt, rows, self.log.half_batch(record, state, attempt, rows, held=held))
-
-    # ------------------------------------------------------------------ what is due
-    def _due(
-        self, pending: Question, listener: TransactionListener | None, report: CheckReport
-    ) -> list[tuple[_Todo, RowSet]]:
-        """What to do with which pending rows now. Rows that are left alone are in none of the sets, and in the report.
-
-        ==============================================  =======
-        older than ``file_reserved_time``               EXPIRE
-        checked ``transaction_check_max`` times         DISCARD
-        too young, or immune; or nobody can be asked    --
-        all others                                      ASK
-        ==============================================  =======
-        """
-        age_s = self._age_s(pending, report)
-        expires = listener is not self._without_fence and self._is_expired(age_s)
-        if expires:
-            rows = pending.rows
-        else:
-            rows = self._old_enough(pending, age_s, report)
-            if listener is None and rows:
-                group = pending.record.header.producer_group
-                report.skip(NO_LISTENER)
-                report.without_listener[group] = report.without_listener.get(group, 0) + 1
-                return []
-        # Without a listener here nobody has asked: that is not a discard.
-        worn_out = NO_ROWS if listener is None else pending.state.checked_at_least(rows, self.transaction_check_max)
-        found = [(_Todo.DISCARD, worn_out), (_Todo.EXPIRE if expires else _Todo.ASK, rows - worn_out)]
-        return [(todo, chosen) for todo, chosen in found if chosen]
-
-    def _is_expired(self, age_s: float) -> bool:
-        """Whether it is older than ``file_reserved_time``, by more than one clock's word."""
-        if age_s < self.file_reserved_time:
-            return False
-        if self._doubt_s is None:
-            self._doubt_s = 0.0 if self._is_believed else self.log.clock_doubt_s()
-        return age_s >= self.file_reserved_time + self._doubt_s
-
-    def _age_s(self, pending: Question, report: CheckReport) -> float:
-        prepared_at = pending.record.prepared_at
-        ahead_s = (prepared_at - self._clock()).total_seconds()
-        if ahead_s > CLOCK_SKEW_S_MAX:
-            report.problem(
-                pending.record.half_id,
-                f"it says that it was prepared at {prepared_at}, which is {ahead_s:.0f} s in the future: the clock of "
-                "this machine, or of one that wrote to the log, is wrong. It is checked all the same",
-            )
-        return (self._clock() - pending.batch.prepared_at).total_seconds()
-
-    def _old_enough(self, pending: Question, age_s: float, report: CheckReport) -> RowSet:
-        messages = pending.batch.messages(COLUMNS)
-        due = due_rows(messages, pending.record.header.transaction_per, age_s, self.transaction_timeout)
-        if due is True:
-            return pending.rows
-        rows = NO_ROWS if due is False else pending.rows.where(due)
-        if rows.count < pending.rows.count:
-            report.skip(IMMUNE if age_s >= self.transaction_timeout or due is not False else YOUNG)
-        return rows
-
-    # ------------------------------------------------------------------ what is done
-    def _ask(self, question: Question, listener: TransactionListener, round_: _Round) -> None:
-        """Ask the listener, make its verdicts final, and count the check for what stays UNKNOWN."""
-        record, batch = question.record, question.batch
-
-        def call() -> VerdictArray:
-            if listener is not self._without_fence:
-                require_same_fence(record.half_id, record.header.fence_id, store_id_of(listener))
-            return normalize_verdicts(returned(listener.check_local_transaction, batch), batch)
-
-        def seconds_left() -> float:
-            round_.decisions.make_if_old()  # a listener that hangs holds up nothing that was decided before
-            return round_.seconds_left()
-
-        asks_nobody = listener is self._without_fence
-        here = listener.requires_spark or not self._asker.in_threads
-        try:
-            answer = self._asker.ask(question, call, here or asks_nobody, seconds_left)
-        except NoAnswer as reason:
-            round_.report.problem(record.half_id, str(reason))
-            return
-        # The next call of a listener may hang in this very thread. And each span is one of its own.
-        at_once = (here and not asks_nobody) or tracing() is not None
-        unknown = self._take(answer, listener, round_, at_once)
-        if unknown is not None:
-            self.log.record_checks([unknown], self._pause_s)
-        round_.decisions.make_if_old()
-
-    def _take(
-        self, answer: Answer, listener: TransactionListener, round_: _Round, at_once: bool
-    ) -> AnsweredCheck | None:
-        """Decide what an answer decides, and return the check to count for what stays UNKNOWN."""
-        asked = answer.question
-        split = split_by_verdict(self.log, asked.record, asked.rows, asked.batch, answer.verdicts)
-        _tally(round_.report, asked.batch, split, answer.verdicts)
-        if split.decides:
-            round_.decisions.add(split.decision(asked.record, asked.attempt, Who.CHECK), asked.batch, at_once)
-        if not split.unknown:
-            return None
-        return AnsweredCheck(asked.record, asked.attempt, split.unknown, _why(listener, asked.batch))
-
-    def _ask_many(self, questions: Sequence[Question], listener: TransactionListener, round_: _Round) -> set[str]:
-        """Ask about several half batches at once, make the verdicts final, and count the checks of what stays UNKNOWN.
-        Returns those about which the listener is to be asked alone."""
-
-        def call(new: Sequence[Question]) -> list[VerdictArray | Exception]:
-            store_id = store_id_of(listener)
-            mine = [q for q in new if q.record.header.fence_id == store_id]
-            said = listener.check_local_transactions([q.batch for q in mine]) if mine else []
-            found = {q.key: _normalized(answer, q.batch) for answer, q in zip(said, mine, strict=True)}
-            return [found.get(q.key, _OF_ANOTHER_STORE) for q in new]
-
-        def seconds_left() -> float:
-            round_.decisions.make_if_old()  # a listener that hangs holds up nothing that was decided before
-            return round_.seconds_left()
-
-        here = listener.requires_spark or not self._asker.in_threads
-        answers = self._asker.ask_many(questions, call, here, seconds_left)
-        alone: set[str] = set()
-        unknown: list[AnsweredCheck] = []
-        for question, answer in zip(questions, answers, strict=True):
-            if answer is None:
-                alone.add(question.record.half_id)
-            elif isinstance(answer, NoAnswer):
-                round_.report.problem(question.record.half_id, str(answer))
-            else:
-                check = self._take(answer, listener, round_, tracing() is not None)
-                unknown += [check] if check is not None else []
-        round_.decisions.make()
-        if unknown:
-            self.log.record_checks(unknown, self._pause_s)
-        return alone
-
-    def _discard(self, question: Question, report: CheckReport) -> None:
-        """Leave what was checked too often to the discard policy."""
-        record, attempt, rows, batch = question.record, question.attempt, question.rows, question.batch
-        limit = self.transaction_check_max
-        checks = "1 check was" if batch.check_times == 1 else f"{batch.check_times} checks were"
-        reason = f"{checks} answered with UNKNOWN; transactionCheckMax is {limit}"
-        try:
-            answer = self.discard_policy.resolve_discarded(batch, reason)
-            verdict = UNKNOWN if answer is None else LocalTransactionState(answer)
-        except Exception as problem:
-            report.problem(record.half_id, f"the discard policy did not answer: {sentence_of(problem)}")
-            return
-        if verdict is UNKNOWN:
-            self.log.quarantine(record, attempt, rows, Who.DISCARD, reason, checks_min=limit)
-            logger.info("%r is quarantined: %s", batch, reason, extra=of_batch(batch))
-            report.quarantined.add(batch.transactions.num_rows, rows.count)
-            return
-        commit, rollback = (rows, NO_ROWS) if verdict is COMMIT_MESSAGE else (NO_ROWS, rows)
-        decision = Decision(record, attempt, commit, rollback, Who.DISCARD, reason, checks_min=limit)
-        (decided,) = self.log.decide([decision])
-        decided.or_raise()
-        report.discarded.add(batch.transactions.num_rows, rows.count)
-
-    def _expire(self, question: Question, report: CheckReport) -> None:
-        """Hide what is older than fileReservedTime, whatever the policy: it may never have been asked about."""
-        age_s = (self._clock() - question.batch.prepared_at).total_seconds()
-        limit_h = self.file_reserved_time / 3600
-        reason = f"open for {age_s / 3600:.1f} h, which is not less than fileReservedTime ({limit_h:g} h)"
-        self.log.quarantine(question.record, question.attempt, question.rows, Who.DISCARD, reason)
-        logger.info("%r is quarantined: %s", question.batch, reason, extra=of_batch(question.batch))
-        report.quarantined.add(question.batch.transactions.num_rows, question.rows.count)
-
-    # ------------------------------------------------------------------ what is open, before a round and after it
-    def _open_half_ids(self) -> list[str]:
-        """Half batches to look at: first those that the last round did not reach, then the oldest first."""
-        ids = self.log.open_half_ids()
-        self._foreign &= set(ids)
-        ids = [i for i in ids if i not in self._foreign]
-        first = [i for i in self._not_reached if i in set(ids)]
-        return first + [i for i in ids if i not in set(first)]
-
-    def _finish(self, report: CheckReport, stop: threading.Event) -> None:
-        for group, count in report.without_listener.items():
-            if group in self.elsewhere:
-                continue
-            batches = "1 half batch stays" if count == 1 else f"{count} half batches stay"
-            extra = {"producer_group": group}
-            logger.warning("producer group %r has no listener here: %s pending", group, batches, extra=extra)
-        steps = [self._place_due, self._move_mark, self._count_pending]
-        if not self.only_groups:
-            steps += [self._report_conflicts, partial(self._probe.look, stop)]
-        for step in steps:
-            try:
-                step(report)
-            except Exception as problem:  # what the round has done must still be told
-                logger.warning("the end of a round of checks failed: %s", traceback_of(problem))
-                report.problem(None, f"the end of the round failed with {sentence_of(problem)}")
-
-    def _place_due(self, report: CheckReport) -> None:
-        report.placed = sum(p.count for p in self.log.place_due())
-
-    def _move_mark(self, report: CheckReport) -> None:
-        self.log.move_mark()
-
-    def _count_pending(self, report: CheckReport) -> None:
-        still_open = self._open_half_ids()
-        report.pending = len(still_open)
-        self._asker.forget_all_but(still_open)
-
-    def _report_conflicts(self, report: CheckReport) -> None:
-        """Name every half batch that waits for a person, also those with nothing pending."""
-        reported = {half_id for half_id, _ in report.problems}
-        for half_id in conflicts(self.log):
-            if half_id not in reported:
-                report.problem(half_id, _IN_CONFLICT)
-
-
-def _normalized(said: Verdicts | Exception, batch: HalfBatch) -> VerdictArray | Exception:
-    """A listener's answer about one of several half batches; what is wrong with it concerns that one alone."""
-    try:
-        if isinstance(said, Exception) and not isinstance(said, Rollback):
-            return said
-        return normalize_verdicts(said, batch)
-    except Exception as problem:
-        return problem
-
-
-def _not_decided(decision: Decision, problem: Exception, report: CheckReport) -> None:
-    if isinstance(problem, TOO_LATE):
-        _came_too_late(decision.record, decision.attempt, problem, report)
-    elif not isinstance(problem, HalfBatchLeftError):  # that one was settled by somebody else, long ago by now
-        _cannot_check(decision.record.half_id, problem, report)
-
-
-def _came_too_late(record: HalfRecord, attempt: int, problem: Exception, report: CheckReport) -> None:
-    """Somebody else was faster."""
-    logger.warning(
-        "verdicts for half batch %r came too late: %s", record.half_id, problem,
-        extra={**of_header(record.header), "attempt": attempt},
-    )  # fmt: skip
-    report.problem(record.half_id, str(problem))
-
-
-def _cannot_check(half_id: str, problem: Exception, report: CheckReport) -> None:
-    logger.warning("check of half batch %r failed: %s", half_id, traceback_of(problem), extra={"half_id": half_id})
-    report.problem(half_id, f"it cannot be checked: {sentence_of(problem)}")
-
-
-def _why(listener: TransactionListener, batch: HalfBatch) -> str:
-    """Why a check changed nothing, for those who ask later."""
-    said = f"UNKNOWN from {type(listener).__name__}"
-    why = kept_reason(batch.reason)
-    return said if why is None else f"{said}: {why}"
-
-
-_OF_ANOTHER_STORE = NoAnswer("it is of another store than the listener: asked alone, that is reported")
-
-_IN_CONFLICT = (
-    "two of its verdicts contradict each other, and it waits for a person: find out which is true, then "
-    "log.resolve(half_id, verdict, reason=…)"
-)
-
-
-class _Todo(Enum):
-    """What a round does with rows that are due."""
-
-    ASK = "ask"
-    DISCARD = "discard"
-    EXPIRE = "expire"
-
-
-@dataclass
-class _Round:
-    """The report, the decisions and the time limit of one round."""
-
-    report: CheckReport
-    decisions: Decisions
-    timeout_s: float | None
-    stop: threading.Event
-    machine: Machine
-    _started: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._started = self.machine.monotonic()
-
-    def seconds(self) -> float:
-        return self.machine.monotonic() - self._started
-
-    def seconds_left(self) -> float:
-        """0 when the checker is to stop."""
-        if self.stop.is_set():
-            return 0.0
-        return float("inf") if self.timeout_s is None else self.timeout_s - self.seconds()
-
-
-def _tally(
-    report: CheckReport,
-    batch: HalfBatch,
-    split: Split,
-    verdicts: VerdictArray,
-) -> None:
-    transactions = batch.transactions.num_rows
-    report.checked.add(transactions, split.commit.count + split.rollback.count + split.unknown.count)
-    counts = verdicts.counts(transactions)
-    report.committed.add(counts[COMMIT_MESSAGE], split.commit.count)
-    report.rolled_back.add(counts[ROLLBACK_MESSAGE], split.rollback.count)
-    report.unknown.add(counts[UNKNOWN], split.unknown.count)

@@ -42,7 +42,6 @@ from rmq_spark._core.client.input import message_list
 from rmq_spark._core.inspect.history import kept_batches
 from rmq_spark._core.listeners.listener import CommitOncePrepared, ExecutedAttempt, TransactionListener
 from rmq_spark._core.log.half import HalfHeader, HalfWriter, Naming
-from rmq_spark._core.log.half_table import HalfRecord
 from rmq_spark._core.log.op import Kind, RowState, Who
 from rmq_spark._core.protocol.identity import ID_FILE, input_hash_of
 from rmq_spark._core.protocol.send import TwoPhase
@@ -50,14 +49,16 @@ from rmq_spark._core.storage.files import filesystem
 from rmq_spark._core.vocabulary.message import to_table
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S, FENCE_RETENTION_S_MIN, IDEMPOTENCY_S
 from rmq_spark._core.vocabulary.redaction import cause_of, sentence_of
-from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark._core.vocabulary.verdicts import BATCH
 from rmq_spark.errors import HalfBatchLeftError, ListenerError, OptionError, TxmqError
 
 if TYPE_CHECKING:
+    from rmq_spark._core.log.half_table import HalfRecord
+    from rmq_spark._core.protocol.engine import Engine
+    from rmq_spark._core.vocabulary.rows import RowSet
+
     pass
-from rmq_spark._core.protocol.engine import Engine
 
 GROUP = "txmq-reconcile"
 """The producer group of half batches whose messages were made again from rows."""

@@ -17,12 +17,12 @@ import pyarrow as pa
 
 from rmq_spark._core.listeners.listener import CommitOncePrepared
 from rmq_spark._core.log.half import HalfHeader, HalfRows, HalfWriter, Naming, name_of
-from rmq_spark._core.log.half_table import HalfRecord
+from rmq_spark._core.log.half_table import HalfRecord, Staged
 from rmq_spark._core.log.op import RowState, Who
 from rmq_spark._core.log.op_table import Decision
 from rmq_spark._core.log.single_messages import rows_of_each
 from rmq_spark._core.protocol.engine import Engine
-from rmq_spark._core.protocol.group_commit import AT_ONCE_MAX, Prepare
+from rmq_spark._core.protocol.group_commit import AT_ONCE_MAX
 from rmq_spark._core.protocol.identity import Identity
 from rmq_spark._core.protocol.observe import tell_not_sent, tell_sent
 from rmq_spark._core.protocol.outcome import Outcome
@@ -89,7 +89,7 @@ def _send(group: str, rows: Sequence[HalfRows], two_phase: TwoPhase) -> int:
     """Prepare and commit half batches, and return how many of them were new."""
     log, commits = two_phase.log, two_phase.commits
     began_s = log.machine.monotonic()
-    prepared = commits.prepare([Prepare(one.writer.header, [one]) for one in rows])
+    prepared = commits.prepare([Staged(one.writer.header, [one]) for one in rows])
     new = {found.header.name: found for found in prepared if isinstance(found, HalfRecord)}
     left = {one.writer.header.name: one for one in rows}
     if known := left.keys() - new:

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 from rmq_spark._core.kafka.positions import Last, Queue
 from rmq_spark._core.kafka.records import COLUMNS, Handed, microseconds, pieces, to_records
-from rmq_spark._core.kafka.settings import RelaySettings
 from rmq_spark._core.log.input import require_known_topic
 from rmq_spark._core.log.placements import MessageRange, Placements
 from rmq_spark._core.messages.reading import read_ranges
 
 if TYPE_CHECKING:
+    from rmq_spark._core.kafka.settings import RelaySettings
+    from rmq_spark._core.protocol.engine import Engine
+
     pass
-from rmq_spark._core.protocol.engine import Engine
 
 Gap = tuple[Queue, int, int]
 """Offsets of a queue, from the first (included) to the second (excluded), that the log does not hold."""

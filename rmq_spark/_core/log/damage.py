@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
-from rmq_spark._core.storage.table import Table
 from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError
+
+if TYPE_CHECKING:
+    from rmq_spark._core.storage.table import Table  # executors import this module, without deltalake
 
 
 class Looks(Protocol):

@@ -25,11 +25,11 @@ from rmq_spark._core.log.single_messages import OneMessage
 from rmq_spark._core.producer.admission import Turns
 from rmq_spark._core.producer.future import SendFuture
 from rmq_spark._core.producer.result import result_of
-from rmq_spark._core.protocol.group_commit import GroupCommit, Prepare
+from rmq_spark._core.protocol.group_commit import GroupCommit
 from rmq_spark._core.protocol.observe import tell_not_sent, tell_sent
 from rmq_spark._core.protocol.outcome import Outcome
 from rmq_spark._core.protocol.send import TwoPhase
-from rmq_spark._core.protocol.steps import Decide, Execute, Step, Wait, finish
+from rmq_spark._core.protocol.steps import Decide, Execute, Prepare, Step, Wait, finish
 from rmq_spark._core.runtime.pools import Crew
 from rmq_spark.errors import TxmqError
 

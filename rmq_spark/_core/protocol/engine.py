@@ -231,7 +231,8 @@ class Engine:
         return self.another().archived(half_id) is not None
 
     def prepare(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
-        """Commit the staged files of several half batches at once: see :meth:`HalfStore.prepare`."""
+        """Commit the staged files of several half batches at once: see :meth:`HalfStore.prepare`. Then read what
+        ``op`` says now."""
         if staged:
             reach("staged", header=staged[0].header)
         half_ids = [batch.header.half_id for batch in staged]
@@ -247,7 +248,8 @@ class Engine:
             for batch, is_there in zip(staged, done, strict=True):
                 if is_there and batch.header.numbered:
                     self._prepared[batch.header.app_id] = batch.header
-            return prepared
+        self.refresh()
+        return prepared
 
     def still_in_half(self, half_ids: Collection[str]) -> set[str]:
         """Those of these half batches that the table ``half`` has now. Of all others nobody is asked any more: they

@@ -17,9 +17,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
-from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfRows
+from rmq_spark._core.log.half import HalfFile, HalfRows
 from rmq_spark._core.log.half_table import HalfRecord, PrepareError, Staged
 from rmq_spark._core.log.op_table import Decided, Decision
 from rmq_spark._core.log.single_messages import OneMessage, arrange
@@ -61,41 +61,14 @@ Stageable = HalfFile | HalfRows | OneMessage
 """A half file, or what will be one."""
 
 
-class Prepare(NamedTuple):
-    """A half batch to be prepared: its staged files, or rows that are to be written. As a step of a send, the answer is
-    a HalfRecord; AlreadyPreparedError when somebody was faster."""
-
-    header: HalfHeader
-    files: Sequence[Stageable]
-
-
 class Commits(Protocol):
-    """How a sender commits: alone, or together with other threads."""
+    """How a sender commits: alone, as an :class:`Engine` does, or together with other threads."""
 
-    def prepare(self, staged: Sequence[Prepare]) -> Sequence[HalfRecord | PrepareError]:
+    def prepare(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
         """Commit the staged files of half batches, and read what ``op`` says afterwards. As ``Engine.prepare``."""
 
     def decide(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
         """Make verdicts final. As ``Engine.decide``."""
-
-
-class Alone:
-    """Commits are made in the caller's thread, and are shared with no other one.
-
-    Parameters
-    ----------
-    log : Engine
-    """
-
-    def __init__(self, log: Engine) -> None:
-        self._log = log
-        self.decide = log.decide
-
-    def prepare(self, staged: Sequence[Prepare]) -> Sequence[HalfRecord | PrepareError]:
-        """Commit the staged files of half batches."""
-        prepared = self._log.prepare([Staged(one.header, [_arranged(f) for f in one.files]) for one in staged])
-        self._log.refresh()
-        return prepared
 
 
 class GroupCommit:
@@ -116,7 +89,7 @@ class GroupCommit:
         self.holds: Callable[[], bool] = bool
         """Whether this thread holds a lock that whoever is given an answer takes."""
         machine, needs = log.machine, log.lock
-        self._prepares: Lane[OneMessage | Prepare, HalfRecord | TxmqError] = Lane(
+        self._prepares: Lane[OneMessage | Staged, HalfRecord | TxmqError] = Lane(
             machine, "txmq-prepare", self._prepare, linger_s, at_once_max, needs=needs
         )
         self._decides: Lane[Decision, Decided] = Lane(
@@ -143,7 +116,7 @@ class GroupCommit:
                 "message to another thread"
             )
 
-    def prepare(self, staged: Sequence[Prepare]) -> Sequence[HalfRecord | PrepareError]:
+    def prepare(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
         """Commit staged files together with those of other threads. What is in no file yet is written first.
 
         Raises
@@ -178,7 +151,7 @@ class GroupCommit:
         """As :meth:`decide`, and nobody waits; see :meth:`prepare_and_go_on`."""
         self._decides.put(decision, decision.record.half_id, then)
 
-    def _prepare(self, waiting: Sequence[OneMessage | Prepare]) -> list[HalfRecord | TxmqError]:
+    def _prepare(self, waiting: Sequence[OneMessage | Staged]) -> list[HalfRecord | TxmqError]:
         wrong = arrange([f for one in waiting for f in one.files if isinstance(f, OneMessage)])
         ready = [
             Staged(one.header, [_arranged(f) for f in one.files]) for one in waiting if one.header.half_id not in wrong
@@ -186,7 +159,6 @@ class GroupCommit:
         prepared: Iterator[HalfRecord | PrepareError] = iter(())
         if ready:
             prepared = iter(self._log.prepare(ready))
-            self._log.refresh()
         return [wrong.get(one.header.half_id) or next(prepared) for one in waiting]
 
 

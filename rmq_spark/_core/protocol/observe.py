@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rmq_spark._core.log.op import RowState
@@ -14,18 +15,15 @@ if TYPE_CHECKING:
     from rmq_spark._core.protocol.outcome import Outcome
 
 
-def told(log: Engine, producer_group: str, bring: Callable[[], Outcome]) -> Outcome:
-    """Call what brings a half batch to its end, and tell observers how long it took, or what it raised."""
-    if not observer.observers():
-        return bring()
+@contextmanager
+def observed(log: Engine, producer_group: str) -> Iterator[Callable[[Outcome], None]]:
+    """Tell observers how long a send took, whose outcome is handed in, or what it raised."""
     began_s = log.machine.monotonic()
     try:
-        outcome = bring()
+        yield lambda outcome: tell_sent(log, producer_group, outcome, began_s)
     except Exception as problem:
         tell_not_sent(log, producer_group, problem)
         raise
-    tell_sent(log, producer_group, outcome, began_s)
-    return outcome
 
 
 def tell_not_sent(log: Engine, producer_group: str, problem: Exception) -> None:

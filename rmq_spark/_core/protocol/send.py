@@ -21,7 +21,7 @@ import logging
 from asyncio import CancelledError
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
 from rmq_spark._core.listeners.listener import (
@@ -31,20 +31,20 @@ from rmq_spark._core.listeners.listener import (
     is_coroutine,
     require_same_fence,
 )
-from rmq_spark._core.log.half import HalfHeader, HalfRows
+from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfRows
 from rmq_spark._core.log.half_table import HalfRecord
 from rmq_spark._core.log.op import BatchState, RowState, Who
 from rmq_spark._core.log.single_messages import OneMessage
 from rmq_spark._core.protocol.engine import Engine
-from rmq_spark._core.protocol.group_commit import Alone, Commits, Prepare, Stageable
+from rmq_spark._core.protocol.group_commit import Commits, Stageable
 from rmq_spark._core.protocol.half_batch import Split, split_by_verdict
 from rmq_spark._core.protocol.identity import Lineage
 from rmq_spark._core.protocol.leases import LeaseKeeper
 from rmq_spark._core.protocol.limits import NO_LIMITS, PendingGuard, PendingLimits
-from rmq_spark._core.protocol.observe import told
+from rmq_spark._core.protocol.observe import observed
 from rmq_spark._core.protocol.outcome import OF_THE_LOG, Outcome, Run, left_open, outcome_of_left
 from rmq_spark._core.protocol.replay import Replays, following
-from rmq_spark._core.protocol.steps import Answered, Decide, Execute, Step, Steps, Wait, finish
+from rmq_spark._core.protocol.steps import Answered, Decide, Execute, Prepare, Step, Steps, Wait, finish
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.spans import settling
 from rmq_spark._core.vocabulary.options import LEASE_S, LEASE_S_MAX, REPLAY_CHECK_TIMEOUT_S, seconds
@@ -125,7 +125,7 @@ class TwoPhase:
         self.replay_check_timeout_s = seconds(replay_check_timeout_s, "replay_check_timeout")
         self.pending = PendingGuard(log, pending_limits)
         self._replays = Replays(log)
-        self.commits = Alone(log) if commits is None else commits
+        self.commits: Commits = log if commits is None else commits
         self.leases = LeaseKeeper(log, seconds(lease_s, "lease_s", above=True))
 
     def with_listener(self, listener: TransactionListener, on_listener_error: str = "fail") -> TwoPhase:
@@ -183,7 +183,9 @@ class TwoPhase:
             )
         reach("send begins", header=header)
         steps = self.steps(header, stage, arg, lineage)
-        outcome = told(self.log, header.producer_group, lambda: finish(steps, self.do))
+        with observed(self.log, header.producer_group) as tell:
+            outcome = finish(steps, self.do)
+            tell(outcome)
         reach("sent", header=header)
         return outcome
 
@@ -230,7 +232,8 @@ class TwoPhase:
                     return Outcome()
             # 2 prepare
             try:
-                record = yield Prepare(following(header, last, lineage), files)
+                # A GroupCommit arranges messages that are in no rows yet.
+                record = yield Prepare(following(header, last, lineage), cast("Sequence[HalfFile | HalfRows]", files))
             except AlreadyPreparedError:  # another run of the same batch was faster
                 replayed = record = self._replays.find(header) if header.numbered else self._replays.require(header)
             except OF_THE_LOG as problem:  # its commit may have been made

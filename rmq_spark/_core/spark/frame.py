@@ -12,7 +12,8 @@ from rmq_spark.errors import MessageError
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
 
-from rmq_spark._core.protocol.engine import Engine
+    from rmq_spark._core.protocol.engine import Engine
+
 
 KEY_TYPES = "a string, an integer or a date"
 NO_TEXTS = ("queue_id", "born_timestamp", "deliver_at", "delay_level")

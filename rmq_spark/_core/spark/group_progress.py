@@ -6,13 +6,14 @@ import logging
 from typing import TYPE_CHECKING
 
 from rmq_spark._core.log.groups import Place, Session
-from rmq_spark._core.reads.offsets import Again, Positions, Queue
 from rmq_spark._core.vocabulary.redaction import traceback_of
 from rmq_spark.errors import GroupInUseError
 
 if TYPE_CHECKING:
+    from rmq_spark._core.protocol.engine import Engine
+    from rmq_spark._core.reads.offsets import Again, Positions, Queue
+
     pass
-from rmq_spark._core.protocol.engine import Engine
 
 logger = logging.getLogger(__name__)
 

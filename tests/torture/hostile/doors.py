@@ -406,7 +406,8 @@ def check_settings(rng: random.Random) -> bool:
     ok, service = attempt(lambda: CheckService(_LOG, listeners, **given), *words)
     if ok:
         assert service is not None
-        require(service.transaction_timeout >= 0 and 1 <= service.transaction_check_max <= 250, f"accepted {given}")
+        rules = service._checker.rules
+        require(rules.transaction_timeout >= 0 and 1 <= rules.transaction_check_max <= 250, f"accepted {given}")
     return ok
 
 

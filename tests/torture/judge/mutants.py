@@ -22,8 +22,8 @@ from unittest.mock import patch
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark import CheckService, CommitLog, HalfBatch
-from rmq_spark._core.checks import service as service_module
+from rmq_spark import CommitLog, HalfBatch
+from rmq_spark._core.checks import round as round_module
 from rmq_spark._core.checks.calls import Answer, Asker
 from rmq_spark._core.consumers import send_back as sending_back
 from rmq_spark._core.consumers.progress import ProcessQueue
@@ -50,6 +50,7 @@ from tests.support.inside import (
     Archived,
     BatchState,
     Change,
+    Checker,
     Decide,
     Drained,
     Drainer,
@@ -561,7 +562,7 @@ def _checks_say(refused: bool) -> ExitStack:
         found = normalize(result, batch)
         return VerdictArray(tuple(replace(v, refused=refused) for v in found.distinct), found.which)
 
-    return replaced((two_phase, "normalize_verdicts", one_kind), (service_module, "normalize_verdicts", one_kind))
+    return replaced((two_phase, "normalize_verdicts", one_kind), (round_module, "normalize_verdicts", one_kind))
 
 
 @mutant(
@@ -591,7 +592,7 @@ def _unknown_commits() -> Iterator[None]:
         split = split_by_verdict(log, record, rows, batch, verdicts)
         return replace(split, commit=rows - split.rollback, unknown=NO_ROWS)
 
-    with replaced((two_phase, "split_by_verdict", hasty), (service_module, "split_by_verdict", hasty)):
+    with replaced((two_phase, "split_by_verdict", hasty), (round_module, "split_by_verdict", hasty)):
         yield
 
 
@@ -734,7 +735,7 @@ def _half_of_the_work() -> Iterator[None]:
 def _wrong_database() -> Iterator[None]:
     # The check service compares before the listener does.
     with replaced(
-        (service_module, "require_same_fence", lambda half_id, prepared_with, found: None),
+        (round_module, "require_same_fence", lambda half_id, prepared_with, found: None),
         (FencedListener, "require_same_fence", lambda self, batch: None),
     ):
         yield
@@ -745,7 +746,7 @@ def _wrong_database() -> Iterator[None]:
     checkers=0, crash=0.04, **CALM, pause=0.0, zombies=0.0, person=False, check_timeout_s=30.0, temper_refuses=0.0,
 )  # fmt: skip
 def _another_store_answers() -> Iterator[None]:
-    with replaced((service_module, "require_same_fence", lambda half_id, prepared_with, found: None)):
+    with replaced((round_module, "require_same_fence", lambda half_id, prepared_with, found: None)):
         yield
 
 
@@ -820,15 +821,15 @@ def _lease_ignored() -> Iterator[None]:
     checkers=2, rounds=4, checks_max=2, temper_check_fails=0.8, temper_says_unknown=0.8, crash=0.0,
 )  # fmt: skip
 def _unanswered_counts() -> Iterator[None]:
-    ask = CheckService._ask
+    ask = Checker._ask
 
-    def counting(self: CheckService, question: Any, listener: Any, round_: Any) -> None:
+    def counting(self: Checker, question: Any, listener: Any, round_: Any) -> None:
         problems = len(round_.report.problems)
         ask(self, question, listener, round_)
         if len(round_.report.problems) > problems:
             count_check(self.log, question.record, question.attempt, question.rows, "no answer")
 
-    with replaced((CheckService, "_ask", counting)):
+    with replaced((Checker, "_ask", counting)):
         yield
 
 
@@ -837,16 +838,16 @@ def _unanswered_counts() -> Iterator[None]:
     checkers=2, rounds=4, checks_max=2, temper_says_unknown=0.9, crash=0.0, check_timeout_s=45.0,
 )  # fmt: skip
 def _immunity_counts() -> Iterator[None]:
-    old_enough = CheckService._old_enough
+    old_enough = Checker._old_enough
 
-    def counting(self: CheckService, pending: Any, age_s: float, report: Any) -> Any:
+    def counting(self: Checker, pending: Any, age_s: float, report: Any) -> Any:
         chosen = old_enough(self, pending, age_s, report)
         young = pending.rows - chosen
         if young:
             count_check(self.log, pending.record, pending.attempt, young, "young")
         return chosen
 
-    with replaced((CheckService, "_old_enough", counting)):
+    with replaced((Checker, "_old_enough", counting)):
         yield
 
 
@@ -863,18 +864,20 @@ def _one_stops_all() -> Iterator[None]:
         except Exception as problem:
             raise OSError("the round ends here") from problem
 
-    check_half_batch = CheckService._check_half_batch
+    check, do = Checker._check, Checker._do
 
-    def at_once(self: CheckService, half_id: str, work: Any) -> None:
-        if getattr(work, "ended", False):
-            return
+    def unless_ended(self: Checker, half_id: str, round_: Any) -> None:
+        if not getattr(round_, "ended", False):
+            check(self, half_id, round_)
+
+    def ends(self: Checker, todo: Any, question: Any, listener: Any, round_: Any) -> None:
         try:
-            check_half_batch(self, half_id, work)
+            do(self, todo, question, listener, round_)
         except OSError:
-            work.ended = True
+            round_.ended = True
             raise
 
-    with replaced((Asker, "ask", ask), (CheckService, "_check_half_batch", at_once)):
+    with replaced((Asker, "ask", ask), (Checker, "_check", unless_ended), (Checker, "_do", ends)):
         yield
 
 
@@ -886,18 +889,18 @@ def _one_stops_all() -> Iterator[None]:
 def _border_forgotten() -> Iterator[None]:
     """RocketMQ's round went on past such a message, and never came back to it."""
     passed: set[str] = set()
-    old_enough, open_ids = CheckService._old_enough, CheckService._open_half_ids
+    old_enough, open_ids = Checker._old_enough, Checker._open_half_ids
 
-    def strict(self: CheckService, pending: Any, age_s: float, report: Any) -> Any:
-        if age_s == self.transaction_timeout:
+    def strict(self: Checker, pending: Any, age_s: float, report: Any) -> Any:
+        if age_s == self.rules.transaction_timeout:
             passed.add(pending.record.half_id)
             return NO_ROWS
         return old_enough(self, pending, age_s, report)
 
-    def left(self: CheckService) -> list[str]:
+    def left(self: Checker) -> list[str]:
         return [half_id for half_id in open_ids(self) if half_id not in passed]
 
-    with replaced((CheckService, "_old_enough", strict), (CheckService, "_open_half_ids", left)):
+    with replaced((Checker, "_old_enough", strict), (Checker, "_open_half_ids", left)):
         yield
 
 
