@@ -1,11 +1,11 @@
 """RocketMQ's transactional messages for Spark: ``import rmq_spark as txmq``.
 
-Here is what a program names every day. Results, reports and statuses live in the public modules beside it.
+This module has the names that programs use most. Results, reports and statuses are in the public modules beside it.
 """
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401  it cannot be imported any more when the main thread has ended
+import concurrent.futures.thread  # noqa: F401  after the main thread's end it can no longer be imported
 import importlib
 from typing import TYPE_CHECKING, Any
 

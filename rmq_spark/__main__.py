@@ -1,4 +1,4 @@
-"""``python -m rmq_spark`` runs the ``txmq`` command when its script is not on the path."""
+"""Runs the ``txmq`` command as ``python -m rmq_spark``, for when its script is not on the path."""
 
 from rmq_spark.cli import app
 

@@ -1,4 +1,4 @@
-"""Consumers, with Spark and without: listeners of messages, groups, dead letters, and the inbox."""
+"""Consumers with and without Spark: listeners of messages, groups, dead letters, and the inbox."""
 
 from __future__ import annotations
 

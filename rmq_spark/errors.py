@@ -1,7 +1,7 @@
-"""All errors of rmq_spark. They have one base class, and each says what was found and what to do.
+"""All errors of rmq_spark. They have one base class, and each text says what was found and what to do.
 
-The docstring of each class says what happened, and then what to do about it. The reference of the documentation is made
-from these.
+The docstring of each class has a paragraph about the problem, and one about the remedy. The documentation's reference
+is built from them.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from rmq_spark._core.vocabulary.redaction import redacted, shortened
 
 
 class TxmqError(Exception):
-    """The base of every error that rmq_spark raises on purpose. Its text never has a secret in it."""
+    """The base of every error that rmq_spark raises on purpose. Its text never contains a secret."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(shortened(redacted(a)) if isinstance(a, str) else a for a in args))
 
 
 def find_cause(problem: BaseException | str | None) -> TxmqError | None:
-    """Find the error of rmq_spark in what Spark raised: its text has hundreds of lines, and this one says what to do.
+    """Find the error of rmq_spark in an exception of Spark's, whose text may have hundreds of lines.
 
     Parameters
     ----------
     problem : exception, str or None
-        What an action or ``awaitTermination()`` raised, or ``query.exception()``, or its text.
+        The exception of an action or of ``awaitTermination()``, or ``query.exception()``, or its text.
 
     Returns
     -------
     TxmqError or None
-        The error, of its own class; None when rmq_spark did not raise one.
+        The error, of its own class; None when rmq_spark raised none.
 
     Examples
     --------
@@ -47,32 +47,32 @@ def find_cause(problem: BaseException | str | None) -> TxmqError | None:
         chain.append(link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     text = str(problem)[-TEXT_SEARCHED_MAX:]
-    for name, said in reversed(_RAISED.findall(text)):
+    for name, message in reversed(_RAISED.findall(text)):
         kind = globals().get(name)
         if isinstance(kind, type) and issubclass(kind, TxmqError):
-            return kind(said.strip())
-    for of_spark, advice in _SPARK_S.items():
-        if of_spark in text and "txmq" in text:
+            return kind(message.strip())
+    for spark_error, advice in _ADVICE.items():
+        if spark_error in text and "txmq" in text:
             return OptionError(advice)
     return None
 
 
 TEXT_SEARCHED_MAX = 1_000_000
-"""Characters; the end of a longer text is looked at."""
+"""The most characters that are searched, at the end of a text."""
 _RAISED = re.compile(
     r"^[ \t|]*rmq_spark\.errors\.(\w+): (.+?)(?=\n\s*\n|\n\s*at |\nTraceback| SQLSTATE: |\Z)", re.MULTILINE | re.DOTALL
 )
-"""The end of a traceback. A database's words may have several lines."""
-_SPARK_S = {
+"""Matches the last lines of a traceback. A database's message may have several lines."""
+_ADVICE = {
     "DATA_SOURCE_NOT_FOUND": "Spark's Python workers have no rmq_spark: txmq.register(spark) says what to set",
     "UNSUPPORTED_DATA_SOURCE_SAVE_MODE": "a batch write to format('txmq') needs .mode('append'): it has no other mode",
 }
-"""Errors of Spark before it asks this package anything."""
+"""Advice for errors of Spark that occur before Spark calls this package."""
 
 
-# ---------------------------------------------------------------- what a user asked for
+# ---------------------------------------------------------------- arguments of a user
 class OptionError(TxmqError, ValueError):
-    """An option is missing, unknown, contradicts another one, or has a value that cannot be used.
+    """An option is missing, unknown or invalid, or contradicts another one.
 
     Set the option as the message says; it names the nearest right one.
     """
@@ -96,21 +96,21 @@ class MessageError(TxmqError, ValueError):
 class TopicNotFoundError(TxmqError, LookupError):
     """A topic is not in the commit log.
 
-    Correct the name, or make the topic with ``log.create_topic`` or ``txmq topic create``.
+    Correct the name, or create the topic with ``log.create_topic`` or ``txmq topic create``.
     """
 
 
 class GroupNotFoundError(TxmqError, LookupError):
     """A consumer group has no progress in the commit log.
 
-    Correct the name. A group is there once a consumer of it has run.
+    Correct the name. A group exists once a consumer of it has run.
     """
 
 
 class GroupInUseError(TxmqError):
     """Another query reads the same queues for the same consumer group.
 
-    Stop the other one, or use a group of its own. ``txmq group hand-over`` frees a group that nobody reads for any
+    Stop the other query, or use a separate group. ``txmq group hand-over`` frees a group that no query reads for any
     more.
     """
 
@@ -126,14 +126,14 @@ class ConsumeError(TxmqError):
 class InboxConflictError(TxmqError):
     """Two processes write the results of one queue for one consumer group, or its positions belong to another log.
 
-    Stop the second process of the group. For a log that was made anew use another group.
+    Stop the second process of the group. For a recreated log use another group.
     """
 
 
 class TopicExistsError(TxmqError):
-    """A topic is in the commit log already.
+    """A topic already exists in the commit log.
 
-    Use the topic that is there (``exist_ok=True``), choose another name, or change its retention with
+    Use the existing topic (``exist_ok=True``), choose another name, or change its retention with
     ``log.set_retention``.
     """
 
@@ -141,20 +141,20 @@ class TopicExistsError(TxmqError):
 class ListenerError(TxmqError):
     """A listener is missing, cannot be loaded, is not a TransactionListener, or breaks a rule for its work.
 
-    Correct the listener or its path as the message says. What was prepared stays pending until a check settles it.
+    Correct the listener or its path as the message says. Prepared messages stay pending until a check settles them.
     """
 
 
 class TransactionEndedError(ListenerError):
-    """``work`` ended the database transaction that it was given. A part of what it wrote may be committed.
+    """``work`` ended the database transaction that it was given. A part of its writes may be committed.
 
-    Look what is in the database, undo or finish it, and settle the half batch with ``log.resolve``. No check
-    answers for it.
+    Look into the database, undo or finish the writes, and settle the half batch with ``log.resolve``. No check can
+    settle it.
     """
 
 
 class VerdictError(TxmqError, ValueError):
-    """A listener did not return a verdict for each transaction that it was asked about.
+    """A listener did not return a verdict for every transaction of its half batch.
 
     Return one verdict for each row of ``batch.transactions``, or one for all.
     """
@@ -168,23 +168,23 @@ class OffsetError(TxmqError, ValueError):
 
 
 class OffsetOutOfRangeError(OffsetError):
-    """Somebody wants messages at offsets that the commit log does not have.
+    """A read asks for offsets that the commit log does not have.
 
-    Start at ``earliest``, or pass ``failOnDataLoss=false`` to skip what has expired. Keep messages longer than a
+    Start at ``earliest``, or pass ``failOnDataLoss=false`` to skip expired messages. Keep messages longer than a
     consumer may be away.
     """
 
 
-# ---------------------------------------------------------------- what the commit log is
+# ---------------------------------------------------------------- the commit log
 class NotACommitLogError(TxmqError):
     """The path has no commit log, or only a part of one.
 
-    Correct the path, make a log with ``txmq create``, or open it again when it was made anew.
+    Correct the path, create a log with ``txmq create``, or open the log again when it was recreated.
     """
 
 
 class CommitLogExistsError(TxmqError):
-    """The path has a commit log already.
+    """The path already has a commit log.
 
     Open it, or pass ``exist_ok=True``.
     """
@@ -194,13 +194,12 @@ class LogFormatError(TxmqError):
     """The commit log has another format than this version of rmq_spark reads and writes, or its tables were changed by
     hand.
 
-    Use the version that made the log, or a new log. Restore tables that were changed from a copy.
+    Use the version that made the log, or a new log. Restore changed tables from a copy.
     """
 
 
 class CorruptLogError(TxmqError):
-    """The commit log is damaged: a file or a row differs from what was written, contradicts the rest, or points outside
-    the log.
+    """The commit log is damaged: a file or a row was altered, contradicts the rest, or points outside the log.
 
     Stop writers, and restore the log from a copy. The message names the file.
     """
@@ -210,7 +209,7 @@ class ForeignChangeError(CorruptLogError):
     """Another program committed to a table of the commit log: it changed rows, files, columns, properties or table
     features.
 
-    Keep that program away, and undo what it did as the message says. Nothing is committed to the table until then.
+    Keep that program away, and undo its changes as the message says. Until then nothing is committed to the table.
     """
 
 
@@ -222,7 +221,7 @@ class LostFileError(CorruptLogError, FileNotFoundError):
 
 
 class StrippedError(LostFileError):
-    """A half file has no payload any more of rows that were drained. Readers look into the table ``messages``.
+    """A half file no longer has the payload of drained rows, which are in the table ``messages``.
 
     Read the messages from the table ``messages``. Readers of rmq_spark do that by themselves.
     """
@@ -236,28 +235,28 @@ class UnreadableFileError(CorruptLogError, OSError):
 
 
 class StorageError(TxmqError):
-    """The store cannot be reached, or cannot do what a commit log needs.
+    """The store cannot be reached, or lacks a feature that a commit log needs.
 
     Correct the address, credentials or rights. Use a store with conditional puts.
     """
 
 
 class OutOfThreadsError(TxmqError, RuntimeError):
-    """There is no room for one more thread.
+    """The system allows no more threads.
 
-    Raise the number that the user or the container may have: ``ulimit -u``, ``--pids-limit`` of Docker.
+    Raise the limit of the user or the container: ``ulimit -u``, ``--pids-limit`` of Docker.
     """
 
 
 class ClockError(TxmqError):
     """This machine's clock is too far from the store's.
 
-    Set this machine's clock (NTP), and run it again. What was prepared before is settled by a check.
+    Set this machine's clock (NTP), and run the program again. A check settles what was prepared before.
     """
 
 
 class UnreachableStoreError(StorageError, OSError):
-    """The store failed while an open commit log was read or written. It may answer next time.
+    """The store failed during a read or write of an open commit log. It may answer next time.
 
     Try again. When permission is denied, give the program the right to read. When a disk is full, make room.
     """
@@ -266,32 +265,32 @@ class UnreachableStoreError(StorageError, OSError):
 class CommitError(TxmqError):
     """A commit to a Delta table did not succeed within its tries.
 
-    Run it again. When races are lost, use fewer writers, or let threads share one producer.
+    Run it again. When it loses races, use fewer writers, or let threads share one producer.
     """
 
 
 class LostCommitError(CommitError):
     """A commit was acknowledged, but the table does not have its rows.
 
-    Start the process again: it slept for longer than entries of the Delta log stay.
+    Restart the process: it slept for longer than entries of the Delta log stay.
     """
 
 
 class StagedFilesTooOldError(TxmqError):
-    """Staged files are so old that vacuum may soon remove them.
+    """Staged files are so old that vacuum may soon delete them.
 
     Run the batch again.
     """
 
 
 class LostStagedFileError(TxmqError):
-    """A staged file was removed before its commit, so the commit was not made.
+    """A staged file was deleted before its commit, so nothing was committed.
 
     Run the batch again. Keep other programs from vacuuming the table ``half``.
     """
 
 
-# ---------------------------------------------------------------- what became of a transaction
+# ---------------------------------------------------------------- transactions
 class HalfBatchNotFoundError(TxmqError, LookupError):
     """No half batch has this id.
 
@@ -300,33 +299,34 @@ class HalfBatchNotFoundError(TxmqError, LookupError):
 
 
 class HalfBatchLeftError(HalfBatchNotFoundError):
-    """A half batch was settled and has left the table ``half``: its outcome is kept for a time, not its messages.
+    """A half batch was settled and has left the table ``half``. Its outcome is kept for a time, its messages are not.
 
-    Read committed messages from the table ``messages``. Send what was rolled back as new messages, under a new key.
+    Read committed messages from the table ``messages``. Send rolled back messages as new ones, under a new key.
     """
 
     def __init__(self, message: str, archived: Any = None) -> None:
         super().__init__(message)
         self.archived = archived
-        """The :class:`~rmq_spark._core.log.archive.Archived` that is kept of it; None when that is gone, too."""
+        """Its :class:`~rmq_spark._core.log.archive.Archived`; None when that is no longer kept."""
 
 
 class PendingLimitError(TxmqError):
-    """A producer group has so much pending that its own limit refuses more: does a checker run?
+    """A producer group has reached its own limit of pending half batches or bytes.
 
-    Run a checker for the group. ``txmq pending`` lists what waits, and ``txmq resolve`` settles it by hand.
+    Run a checker for the group. ``txmq pending`` lists the half batches, and ``txmq resolve`` settles one by hand.
     """
 
 
 class AlreadyPreparedError(TxmqError):
     """A half batch with this appId and batch id was prepared before.
 
-    Do nothing: the sink takes it for a replay. It reaches a program that prepares half batches itself.
+    Do nothing: the sink treats the batch as a replay. Only programs that prepare half batches themselves see this
+    error.
     """
 
 
 class CheckpointMismatchError(TxmqError):
-    """A batch id comes again with another query or other input, so it is no replay.
+    """A batch id comes again with another query or other input, so the batch is no replay.
 
     Go back to the query's own newest checkpoint, or send under another ``appId``. Nothing was sent.
     """
@@ -354,7 +354,7 @@ class VerdictConflictError(TxmqError):
 class LocalTransactionError(TxmqError):
     """The local transaction failed. Its half batch stays pending, and a check or a replay settles it.
 
-    Correct what the message names, and start again. Do not send the messages anew before a check has settled them.
+    Correct the problem in the message, and start again. Do not send the messages anew before a check has settled them.
     """
 
 
@@ -362,51 +362,51 @@ class UnresolvedTransactionError(TxmqError):
     """A half batch is prepared and could not be settled: its verdict could not be written, or its listener answered
     UNKNOWN for as long as replayCheckTimeout.
 
-    Mend what the message names. Then a check settles the half batch. You may also send it again under its idempotency
-    key, start the query again, or call ``log.resolve``. Do not send its messages anew: they could come twice.
+    Correct the problem in the message. Then a check settles the half batch. You may also send it again under its
+    idempotency key, start the query again, or call ``log.resolve``. Do not send its messages anew: they could come
+    twice.
     """
 
 
 class FenceError(TxmqError):
-    """A fence (a table in the user's database, or the Delta table's txn) is missing, or a listener is of another store.
+    """A fence (a table in the user's database, or the Delta table's txn) is missing, or belongs to another store.
 
-    Point the listener to the store that the batch was prepared with. Call ``create_fence()`` once for a new
+    Point the listener to the store with which the batch was prepared. Call ``create_fence()`` once for a new
     database.
     """
 
 
 class FencedError(TxmqError):
-    """This attempt was rolled back by a check before its local transaction could commit.
+    """A check rolled this attempt back before its local transaction could commit.
 
     Do nothing: the next attempt runs the local transaction.
     """
 
 
-# ---------------------------------------------------------------- what was handed over to another broker
+# ---------------------------------------------------------------- the relay to another broker
 class RelayError(TxmqError):
-    """A relay cannot go on. A broker did not answer, or nobody knows what became of a commit.
+    """A relay cannot go on: a broker did not answer, or the outcome of a commit is unknown.
 
-    Start the relay again. It goes on where Kafka's positions say.
+    Start the relay again. It continues at the positions in Kafka.
     """
 
 
 class RelayRefusedError(RelayError):
-    """A relay must not go on until a person has decided: the log, its messages or the topics of the other broker are
-    not what they must be.
+    """A relay must not go on until a person has decided: the log, its messages or the other broker's topics are wrong.
 
-    Do what the message says, and only then start the relay again.
+    Follow the message, and only then start the relay again.
     """
 
 
 class PoisonMessageError(RelayRefusedError):
     """The other broker refuses a message: it is too large, or its time is too far away.
 
-    Let the topic of the other broker take the message, or go on with ``on_poison="park"``.
+    Let the other broker's topic accept the message, or go on with ``on_poison="park"``.
     """
 
 
 class RelayFencedError(RelayError):
     """Another process runs this relay now.
 
-    Leave this process stopped. Find out why two were started.
+    Do not restart this process. Find out why two were started.
     """

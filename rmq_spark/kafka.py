@@ -1,4 +1,4 @@
-"""The relay to Kafka: hands committed messages over, exactly once."""
+"""The relay to Kafka, which hands over committed messages exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listeners of local transactions, their verdicts, and the half batch that they are asked about."""
+"""Listeners of local transactions, their verdicts, and their half batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commit log, as programs hold it, and what it answers."""
+"""The commit log's public handle, and its results."""
 
 from __future__ import annotations
 

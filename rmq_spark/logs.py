@@ -1,7 +1,7 @@
-"""Logs for machines: the fields that our records have, and a formatter that writes a line of JSON for each.
+"""Logs for machines: the fields of log records, and a formatter that writes each record as a line of JSON.
 
-All loggers are below ``rmq_spark``. A record about a half batch says which one in fields of its own (``extra``), see
-:data:`FIELDS`. So a log search finds all that was ever said of one.
+All loggers are below ``rmq_spark``. A record about a half batch names it in its fields (``extra``), see
+:data:`FIELDS`. So a log search finds all records about a half batch.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ FIELDS = (
     "queue_id",
     "queue_offset",
 )
-"""Fields of our records. Each has those that are known where it is made."""
+"""Fields of the package's records. A record has the fields that are known at its place."""
 FORMAT_ENV = "TXMQ_LOG_FORMAT"
 """``json`` makes the commands write their logs as lines of JSON."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
 class Header(Protocol):
-    """What names a half batch (:class:`rmq_spark._core.log.half.HalfHeader`)."""
+    """The names of a half batch (:class:`rmq_spark._core.log.half.HalfHeader`)."""
 
     @property
     def half_id(self) -> str: ...
@@ -55,7 +55,7 @@ class Header(Protocol):
 
 
 def of_batch(batch: HalfBatch) -> dict[str, Any]:
-    """The fields of a record about a half batch. The transaction's id is the one that all ids in it begin with."""
+    """Return the fields of a record about a half batch. All transaction ids in it begin with ``transaction_id``."""
     from rmq_spark._core.vocabulary.ids import batch_transaction_id
 
     return {
@@ -69,20 +69,20 @@ def of_batch(batch: HalfBatch) -> dict[str, Any]:
 
 
 def of_header(header: Header) -> dict[str, Any]:
-    """The fields of a record about a half batch where no attempt is meant."""
+    """Return the fields of a record about a half batch, without an attempt."""
     return {name: getattr(header, name) for name in ("half_id", "app_id", "batch_id", "producer_group")}
 
 
 def failure(problem: BaseException) -> str:
-    """What a log says of a failure: the sentence of one of our errors, and the traceback of any other."""
+    """Return a failure's text for a log: the sentence of a TxmqError, and the traceback of any other exception."""
     return one_line(redacted(problem)) if isinstance(problem, TxmqError) else traceback_of(problem)
 
 
 class JsonFormatter(logging.Formatter):
     """Writes a log record as one line of JSON: ``time`` (ISO, UTC), ``level``, ``logger``, ``message``, its fields, and
-    ``exception`` where there is one; within a span of OpenTelemetry also ``trace_id`` and ``span_id``.
+    any ``exception``; within a span of OpenTelemetry also ``trace_id`` and ``span_id``.
 
-    Nothing in it shows a secret that rmq_spark knows or recognizes: credentials in URIs, storage options, signatures.
+    The line shows no secret that rmq_spark knows or recognizes: credentials in URIs, storage options, signatures.
 
     Examples
     --------
@@ -93,26 +93,26 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        said: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": redacted(record.getMessage()),
         }
         for name, value in vars(record).items():
-            if name not in _STANDARD and name not in said and value is not None:
-                said[name] = _plain(value)
-        said.update(_trace())
+            if name not in _STANDARD and name not in fields and value is not None:
+                fields[name] = _plain(value)
+        fields.update(_trace())
         if record.exc_info:
-            said["exception"] = redacted(self.formatException(record.exc_info))
-        return json.dumps(said, ensure_ascii=False)
+            fields["exception"] = redacted(self.formatException(record.exc_info))
+        return json.dumps(fields, ensure_ascii=False)
 
 
 def _plain(value: object) -> object:
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, dict):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, float):
@@ -121,7 +121,7 @@ def _plain(value: object) -> object:
 
 
 def _trace() -> dict[str, str]:
-    """The ids of the current span, where the program uses OpenTelemetry."""
+    """Return the ids of the current span, if the program uses OpenTelemetry."""
     api: Any = sys.modules.get("opentelemetry.trace")
     if api is None or not hasattr(api, "get_current_span"):
         return {}
@@ -132,14 +132,14 @@ def _trace() -> dict[str, str]:
 
 
 def open_closed_streams() -> None:
-    """Put an empty file in the place of each standard stream that is closed (``>&-``), where Python has None."""
+    """Replace each closed standard stream (``>&-``), for which Python has None, by an empty file."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def json_handler() -> logging.Handler | None:
-    """A handler that writes lines of JSON to standard error, where the environment asks for that."""
+    """Return a handler that writes lines of JSON to standard error, if the environment asks for it; else None."""
     if os.environ.get(FORMAT_ENV, "").lower() != "json":
         return None
     handler = logging.StreamHandler(sys.stderr)

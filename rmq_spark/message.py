@@ -1,4 +1,4 @@
-"""Messages: what a program sends, and what it gets."""
+"""Messages as programs send and receive them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Figures of commit logs and of this process, for Prometheus, and for logs of Spark's queries.
+"""Metrics of commit logs and of this process, for Prometheus and for logs of Spark's queries.
 
-``LogCollector`` reads a commit log at each scrape. ``ProcessMetrics`` counts what this process does. Both need the
-extra ``metrics``."""
+``LogCollector`` reads commit logs at each scrape. ``ProcessMetrics`` counts this process's work. Both need the extra
+``metrics``."""
 
 from __future__ import annotations
 

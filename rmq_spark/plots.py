@@ -31,7 +31,7 @@ Log = CommitLog | str | os.PathLike[str]
 
 
 def throughput(log: Log, since: str = SINCE) -> Chart:
-    """Messages that appeared, by topic and time.
+    """Messages that became visible, by topic and time.
 
     Parameters
     ----------
@@ -44,38 +44,38 @@ def throughput(log: Log, since: str = SINCE) -> Chart:
     OptionError
         When ``since`` is no duration, or Altair is not installed.
     """
-    opened = _open(log)
-    _, span = look_back(opened, Span.of(opened, since))
-    return charts.throughput(over_time.throughput(opened, span), span).chart
+    engine = _open(log)
+    _, span = look_back(engine, Span.of(engine, since))
+    return charts.throughput(over_time.throughput(engine, span), span).chart
 
 
 def verdicts(log: Log, since: str = SINCE) -> Chart:
     """Messages by their verdict and time. The parameters are those of :func:`throughput`."""
-    opened = _open(log)
-    happened, span = look_back(opened, Span.of(opened, since))
-    return charts.verdicts(over_time.verdicts(happened, span), span).chart
+    engine = _open(log)
+    history, span = look_back(engine, Span.of(engine, since))
+    return charts.verdicts(over_time.verdicts(history, span), span).chart
 
 
 def checks(log: Log, since: str = SINCE) -> Chart:
     """Half batches that checks asked about, by answer and time. The parameters are those of :func:`throughput`."""
-    opened = _open(log)
-    happened, span = look_back(opened, Span.of(opened, since))
-    return charts.checks(over_time.checks(happened, span), span).chart
+    engine = _open(log)
+    history, span = look_back(engine, Span.of(engine, since))
+    return charts.checks(over_time.checks(history, span), span).chart
 
 
 def pending(log: Log) -> Chart:
-    """Messages that have no verdict yet, by age.
+    """Messages without a verdict, by age.
 
     Parameters
     ----------
     log : CommitLog or path
     """
-    opened = _open(log)
-    return charts.pending(standing.ages(open_now(opened), opened.machine.now())).chart
+    engine = _open(log)
+    return charts.pending(standing.ages(open_now(engine), engine.machine.now())).chart
 
 
 def lag(log: Log) -> Chart:
-    """How far consumer groups are behind: messages, and for how long the oldest has waited.
+    """The lag of consumer groups: messages, and the time for which the oldest has waited.
 
     Parameters
     ----------
@@ -86,19 +86,19 @@ def lag(log: Log) -> Chart:
 
 def largest(log: Log, since: str = SINCE) -> Chart:
     """The settled half batches with the most messages. The parameters are those of :func:`throughput`."""
-    opened = _open(log)
-    return charts.largest(listed(opened, settled_in(opened, Span.of(opened, since)), "messages")).chart
+    engine = _open(log)
+    return charts.largest(listed(engine, settled_in(engine, Span.of(engine, since)), "messages")).chart
 
 
 def slowest(log: Log, since: str = SINCE) -> Chart:
     """The settled half batches that waited longest for their last verdict. The parameters are those of
     :func:`throughput`."""
-    opened = _open(log)
-    return charts.slowest(listed(opened, settled_in(opened, Span.of(opened, since)), "seconds")).chart
+    engine = _open(log)
+    return charts.slowest(listed(engine, settled_in(engine, Span.of(engine, since)), "seconds")).chart
 
 
 def topics(log: Log) -> Chart:
-    """How large topics are in the table messages.
+    """The sizes of topics in the table messages.
 
     Parameters
     ----------
@@ -108,30 +108,30 @@ def topics(log: Log) -> Chart:
 
 
 def timeline(log: Log, transaction: str | None = None) -> Chart:
-    """What happened to a transaction: prepared, checked, decided (by whom), drained.
+    """The events of a transaction: prepared, checked, decided (by whom), drained.
 
     Parameters
     ----------
     log : CommitLog or path
     transaction : str, optional
-        The id of a transaction, half batch or message; the slowest of the last seven days when not given.
+        The id of a transaction, half batch or message; by default the slowest of the last seven days.
 
     Raises
     ------
     OptionError
-        When it is no id; or none is given and nothing was settled.
+        When the id is invalid, or none is given and nothing was settled.
     HalfBatchNotFoundError
-        When the log has no such thing.
+        When the log does not have it.
     """
-    opened = _open(log)
+    engine = _open(log)
     if transaction is None:
-        slow = listed(opened, settled_in(opened, Span.of(opened, SINCE)), "seconds")
-        if slow.num_rows == 0:
+        slowest_batches = listed(engine, settled_in(engine, Span.of(engine, SINCE)), "seconds")
+        if slowest_batches.num_rows == 0:
             raise OptionError(f"nothing was settled in the last {SINCE}: name a transaction")
-        transaction = str(slow["half_id"][0].as_py())
-    return charts.timeline(trace_of(opened, transaction)).chart
+        transaction = str(slowest_batches["half_id"][0].as_py())
+    return charts.timeline(trace_of(engine, transaction)).chart
 
 
 def _open(log: Log) -> Engine:
-    """A handle of our own, so that those who use the log need not wait."""
+    """Return a separate handle, so that users of the log need not wait."""
     return engine_of(log).another()

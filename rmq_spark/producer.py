@@ -1,4 +1,4 @@
-"""The producer without Spark, and what becomes of a send."""
+"""The producer without Spark, and the result of a send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a commit log: its figures, and one page of HTML that shows them."""
+"""The report of a commit log: its figures and findings, and one page of HTML with them."""
 
 from __future__ import annotations
 

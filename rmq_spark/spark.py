@@ -1,4 +1,4 @@
-"""What a Spark session needs: the data source, and messages as a DataFrame."""
+"""For Spark sessions: the data source, and messages as a DataFrame."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A commit log in memory, for tests of listeners and of programs that send messages. It needs no folder and no Spark.
 
-It runs the same code as a commit log on Delta tables. Only its tables are of another kind.
+It runs the same code as a commit log on Delta tables. Only its tables are in memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["InMemoryCommitLog", "Machine", "MemoryTable"]
 
 
 class _Files:
-    """As much of a pyarrow file system as Parquet files in memory need."""
+    """The part of a pyarrow file system that Parquet files in memory need."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -63,8 +63,8 @@ class _Files:
         return pa.BufferReader(self.content[path])
 
     def get_file_info(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
-        inside = [p for p in self.content if p.startswith(f"{selector.base_dir}/")]
-        return [pafs.FileInfo(p, pafs.FileType.File, mtime=self.written[p]) for p in inside]
+        inside = [path for path in self.content if path.startswith(f"{selector.base_dir}/")]
+        return [pafs.FileInfo(path, pafs.FileType.File, mtime=self.written[path]) for path in inside]
 
     def delete_file(self, path: str) -> None:
         if self.content.pop(path, None) is None:
@@ -91,7 +91,7 @@ class _State:
 
 
 class _Versions:
-    """The newest state of a table, which all its handles share. A commit replaces the state and never changes it."""
+    """The newest state of a table, shared by all its handles. A commit replaces the state and never changes it."""
 
     def __init__(self, table_id: str) -> None:
         self.id = table_id
@@ -101,7 +101,7 @@ class _Versions:
 
 
 class _SameClock:
-    """The clock of a store in memory, which is the machine's own."""
+    """The clock of a store in memory: the machine's own."""
 
     def require_near(self) -> None:
         pass
@@ -114,7 +114,7 @@ class MemoryTable:
         self, name: str, schema: pa.Schema, machine: Machine = MACHINE, versions: _Versions | None = None
     ) -> None:
         self.name, self.schema, self.folder = name, schema, name
-        self.history_s = 0.0  # nobody can go back to an older version
+        self.history_s = 0.0  # older versions cannot be read
         self.machine = machine
         self.lock = machine.lock()
         self.fs: Any = _Files(machine)
@@ -124,7 +124,7 @@ class MemoryTable:
         self._actions: tuple[int, pa.Table] | None = None
 
     def another(self) -> MemoryTable:
-        """Return another handle on this table, as another process would have."""
+        """Return another handle on this table, as another process would have it."""
         twin = MemoryTable(self.name, self.schema, self.machine, self._versions)
         twin.fs = self.fs
         return twin
@@ -153,21 +153,21 @@ class MemoryTable:
         return version
 
     def actions(self) -> pa.Table:
-        state, known = self._state, self._actions
-        if known is None or known[0] != state.version:
+        state, cached = self._state, self._actions
+        if cached is None or cached[0] != state.version:
             rows = pa.Table.from_pylist(list(state.files.values()), schema=actions_schema(self.name))
-            self._actions = known = (state.version, rows)
-        return known[1]
+            self._actions = cached = (state.version, rows)
+        return cached[1]
 
     def removed_since(self, age_s: float | None = None) -> set[str]:
         now = self.machine.time()
-        return {p for p, at in self._versions.removed.items() if age_s is None or now - at < age_s}
+        return {path for path, removed_s in self._versions.removed.items() if age_s is None or now - removed_s < age_s}
 
     def transaction_version(self, app_id: str) -> int | None:
         return self._state.transactions.get(app_id)
 
     def changed_by_others(self, since: int) -> Changed | None:
-        return None  # nobody else can reach it
+        return None  # no foreign program can reach the table
 
     def write(
         self,
@@ -185,7 +185,7 @@ class MemoryTable:
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
         content = self.fs.content
-        return [f for f in files if len(content.get(f"{self.folder}/{f.path}", b"")) != f.size_bytes]
+        return [file for file in files if len(content.get(f"{self.folder}/{file.path}", b"")) != file.size_bytes]
 
     def read(
         self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None
@@ -216,14 +216,14 @@ class MemoryTable:
             if self._state is not self._versions.head or change.is_stale(self._state.version):
                 return False
             removed = set(change.remove)
-            files = {p: a for p, a in self._state.files.items() if p not in removed}
-            for f in change.add:
-                files[f.path] = {
-                    "path": f.path,
+            files = {path: action for path, action in self._state.files.items() if path not in removed}
+            for added in change.add:
+                files[added.path] = {
+                    "path": added.path,
                     "modification_time": change.modification_time_ms or self.machine.time_ms(),
-                    "num_records": f.rows,
-                    "size_bytes": f.size_bytes,
-                    **bounds_of(self.name, f.stats),
+                    "num_records": added.rows,
+                    "size_bytes": added.size_bytes,
+                    **bounds_of(self.name, added.stats),
                 }
             transactions = {**self._state.transactions, **change.transactions}
             removed_s = self.machine.time() - change.removed_earlier_s
@@ -266,7 +266,7 @@ class InMemoryCommitLog(CommitLog):
     Parameters
     ----------
     queues : int
-        Queues of a topic that is created without a number of its own.
+        Default number of queues of a topic.
     topics : mapping of str to int, optional
         Topics to create at once.
     machine : Machine, optional
@@ -298,7 +298,7 @@ class InMemoryCommitLog(CommitLog):
         super().__init__(tables)
 
     def another(self) -> InMemoryCommitLog:
-        """Return another handle on the same content, as another process would have."""
+        """Return another handle on the same content, as another process would have it."""
         return self._on(self._tables.another())
 
     def copy(self) -> InMemoryCommitLog:

@@ -1,1 +1,1 @@
-"""The commit log as programs hold it, and its copies."""
+"""The commit log's public handle, its copies, and reconciliation after a restore."""

@@ -1,26 +1,26 @@
-"""Copies a commit log while programs use it, so that the copy is the log as it was at one moment.
+"""Copies a commit log while programs use it. The copy is the log's state at one moment.
 
-``op`` says what became of every message, so all that one version of ``op`` names must be in the copy. The tables are
-looked at in this order, each at its newest version::
+``op`` has the outcome of every message, so the copy must contain all that one version of ``op`` names. The tables are
+read in this order, each at its newest version::
 
     half (first look)   groups   messages   op   half   topics
 
     groups    has positions in op            → before op
-    messages  has what op placed             → before op, or it would be ahead of it
-    op        names rows of half             → before half, which only grows meanwhile: a half batch about which op
-                                               says nothing yet is pending in the copy, as after a crash
+    messages  has rows that op placed        → before op, or it would be ahead of op
+    op        names rows of half             → before half, which only grows meanwhile: a half batch without op rows
+                                               is pending in the copy, as after a crash
     topics    are named by messages          → last
 
-``half`` does not only grow: upkeep lets half batches leave that are drained. One that left between the look at
-``messages`` and the look at ``half`` would be in neither. So all looks are repeated when a file left ``half`` between
-its two looks.
+But ``half`` also shrinks, because upkeep lets drained half batches leave. A half batch that left between the looks at
+``messages`` and ``half`` would be in neither. So all looks are repeated when a file left ``half`` between its two
+looks.
 
-A copy that is there is brought up to date::
+An existing copy is updated in these steps::
 
-    data files that it lacks ─▶ one file with all Delta logs ─▶ topics away ─▶ Delta logs ─▶ topics ─▶ old files away
+    missing data files ─▶ one file with all Delta logs ─▶ delete topics ─▶ Delta logs ─▶ topics ─▶ delete old files
 
-Whoever dies before the second arrow leaves the older copy as it was. Later that one file has all that is needed, and
-the next call goes on from there. Without ``topics`` nobody takes what is there for a log.
+A crash before the second arrow leaves the older copy as it was. After it, that one file has all that is needed, and
+the next call continues. Without ``topics`` no program opens the half-updated copy as a log.
 """
 
 from __future__ import annotations
@@ -54,37 +54,37 @@ if TYPE_CHECKING:
     from rmq_spark._core.storage.table import Table
 
 MANIFEST = "txmq_backup.json"
-"""In a copy: of which log it is, when it was taken, and the versions of its tables."""
+"""The file in a copy with its log's id, its time, and its tables' versions."""
 SWITCH = "txmq_backup.zip"
-"""In a copy that is being brought up to date: the manifest, and the Delta logs of all tables."""
+"""The file in a copy during an update, with the manifest and the Delta logs of all tables."""
 TABLES = frozenset({"half", "op", "topics", "groups", "messages"})
 _DATA_FILE = re.compile(rf"({'|'.join(sorted(TABLES))})/[^/]+\.parquet")
-"""Whatever else lies there is somebody else's."""
+"""Matches data files. Other files there are foreign."""
 LOOKS_MAX = 50
-"""So often the tables are looked at again because half batches left between two looks."""
+"""The most rounds of looks at the tables, repeated because half batches left in between."""
 PINS_MAX = 10
-"""So often a copy begins anew because upkeep deleted files that it was about to copy. Those that it has stay."""
+"""The most restarts of a copy, because upkeep deleted files before they were copied. Copied files stay."""
 
 Progress = Callable[[int, int], None]
-"""Is told how many bytes are copied, and of how many."""
+"""Called with the number of copied bytes, and the total."""
 
 
 @dataclass(frozen=True)
 class BackupReport:
-    """What a backup did.
+    """The result of a backup.
 
     Attributes
     ----------
     target : str
-        Where the copy is.
+        The copy's place.
     taken_at : datetime
-        When the log was as the copy has it (UTC). Whatever was sent later is not in it.
+        The moment of the copied state (UTC). Later sends are not in the copy.
     versions : mapping of str to int
         The tables of the copy and their versions.
     files_copied, bytes_copied : int
         Data files that the target lacked.
     files_kept : int
-        Data files that an older copy had already.
+        Data files that an older copy already had.
     files_deleted : int
         Files that only the older copy needed.
     """
@@ -106,13 +106,13 @@ class BackupReport:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a copy says of itself.
+    """The content of a copy's manifest.
 
     Attributes
     ----------
     log_id : str
     taken_at : datetime or None
-        None, as are the versions, while the first copy is not finished.
+        None, like the versions, while the first copy is unfinished.
     versions : mapping of str to int, or None
     """
 
@@ -122,25 +122,29 @@ class Manifest:
 
     @classmethod
     def of(cls, content: bytes, where: str) -> Manifest:
-        """From a file's content.
+        """Parse a manifest's content.
 
         Raises
         ------
         CorruptLogError
         """
         try:
-            said = json.loads(content)
-            at = said["taken_at"]
-            return cls(str(said["log_id"]), None if at is None else datetime.fromisoformat(at), said["versions"])
+            fields = json.loads(content)
+            taken_at = fields["taken_at"]
+            return cls(
+                str(fields["log_id"]),
+                None if taken_at is None else datetime.fromisoformat(taken_at),
+                fields["versions"],
+            )
         except (ValueError, KeyError, TypeError):
             raise CorruptLogError(
                 f"{where}/{MANIFEST} is damaged, so nobody knows of which log this is a copy: back up to another place"
             ) from None
 
     def content(self) -> bytes:
-        """As a file has it."""
-        at = None if self.taken_at is None else self.taken_at.isoformat()
-        return json.dumps({"log_id": self.log_id, "taken_at": at, "versions": self.versions}).encode()
+        """Return the manifest as a file's content."""
+        taken_at = None if self.taken_at is None else self.taken_at.isoformat()
+        return json.dumps({"log_id": self.log_id, "taken_at": taken_at, "versions": self.versions}).encode()
 
 
 def back_up(
@@ -159,26 +163,26 @@ def back_up(
         require_no_log_around(where, options)
         copy = _Copy(where, options)
         copy.begin(source.id)
-        had = copy.files()
+        files_before = copy.files()
         taken_at, pins = _fetch(source, copy, progress)
         copy.switch(Manifest(source.id, taken_at, {p.name: p.version for p in pins}), pins)
         _verify(where, options, pins)
         deleted = copy.clean(pins)
-    every = {f"{p.name}/{path}": size for p in pins for path, size in p.files.items()}
-    new = {name: size for name, size in every.items() if had.get(name) != size}
+    all_files = {f"{p.name}/{path}": size for p in pins for path, size in p.files.items()}
+    new_files = {name: size for name, size in all_files.items() if files_before.get(name) != size}
     return BackupReport(
         where,
         taken_at,
         {p.name: p.version for p in pins},
-        files_copied=len(new),
-        bytes_copied=sum(new.values()),
-        files_kept=len(every) - len(new),
+        files_copied=len(new_files),
+        bytes_copied=sum(new_files.values()),
+        files_kept=len(all_files) - len(new_files),
         files_deleted=deleted,
     )
 
 
 def finish(path: str | os.PathLike[str], storage_options: Mapping[str, str] | None) -> None:
-    """Finish a copy that a crash left half-way, so that it can be opened. Nothing else is touched."""
+    """Finish a half-finished copy, so that it can be opened. This changes nothing else."""
     where = location(path)
     require_storage_options(where, storage_options)
     with reaching(where, storage_options):
@@ -186,70 +190,70 @@ def finish(path: str | os.PathLike[str], storage_options: Mapping[str, str] | No
 
 
 def manifest_of(path: str, storage_options: Mapping[str, str] | None) -> Manifest | None:
-    """What a copy says of itself, also after it was put in the place of its log; None for a log that is no copy."""
+    """Return a copy's manifest, even after the copy replaced its log; None for a log that is no copy."""
     with reaching(path, storage_options):
-        said = Folder(path, storage_options).read(MANIFEST)
-    return None if said is None else Manifest.of(said, path)
+        content = Folder(path, storage_options).read(MANIFEST)
+    return None if content is None else Manifest.of(content, path)
 
 
 def _require_apart(log: str, target: str) -> None:
-    """Raise OptionError when one lies in the other, or is the other."""
-    one, other = (path if is_uri(path) else os.path.realpath(path) for path in (log, target))
-    if one == other:
+    """Raise OptionError when the log and the target are the same, or one lies in the other."""
+    log_path, target_path = (path if is_uri(path) else os.path.realpath(path) for path in (log, target))
+    if log_path == target_path:
         raise OptionError(f"{target} is the commit log itself: name another place for its copy")
-    for inner, outer in ((other, one), (one, other)):
+    for inner, outer in ((target_path, log_path), (log_path, target_path)):
         if inner.startswith(f"{outer}/"):
             raise OptionError(
                 f"{inner} lies inside {outer}: a commit log and its copy lie side by side, best on two disks"
             )
 
 
-# ---------------------------------------------------------------- one moment
+# ---------------------------------------------------------------- the state at one moment
 def _fetch(source: Engine, copy: _Copy, progress: Progress | None) -> tuple[datetime, list[Pin]]:
-    """Copy the data files that the copy lacks. Returns when the log was so, and its tables."""
-    gone = ""
+    """Copy the missing data files. Return the moment of the copied state, and the tables."""
+    lost = ""
     for _ in range(PINS_MAX):
         taken_at = source.machine.now()
         pins = _pins(source)
-        if any(f"{p.name}/{path}" == gone for p in pins for path in p.files):
+        if any(f"{p.name}/{path}" == lost for p in pins for path in p.files):
             raise LostFileError(
-                f"file {gone} is not there, and its table names it: the log is damaged, and the copy was left as it was"
+                f"file {lost} is not there, and its table names it: the log is damaged, and the copy was left as it was"
             )
         copy.require_older(pins)
         try:
             copy.fetch(pins, progress)
         except FileGoneError as problem:
-            gone = problem.name
+            lost = problem.name
             continue
-        older = manifest_of(source.path, source.storage_options)  # a copy that is copied, as a restore does
+        older = manifest_of(source.path, source.storage_options)  # set when the source is a copy, as in a restore
         if older is not None and older.taken_at and older.versions == {p.name: p.version for p in pins}:
             taken_at = older.taken_at
-        return min(taken_at, _newest(pins)), pins  # this machine's clock may be ahead
+        return min(taken_at, _newest(pins)), pins  # this machine's clock may be ahead of the writers' clocks
     raise CorruptLogError(
-        f"upkeep deleted files before they were copied, {PINS_MAX} times, the last one was {gone}: stop upkeep for the "
+        f"upkeep deleted files before they were copied, {PINS_MAX} times, the last one was {lost}: stop upkeep for the "
         "time of a backup"
     )
 
 
 def _newest(pins: Sequence[Pin]) -> datetime:
-    """When somebody has written to a table last, by the writers' clocks."""
+    """Return the time of the last write to a table, by the writers' clocks."""
     times = [pc.max(p.table.actions()["modification_time"]).as_py() or 0 for p in pins]
     return datetime.fromtimestamp(max(times) / 1000, timezone.utc)
 
 
 def _pins(log: Engine) -> list[Pin]:
-    """The tables as they were at one moment; ``topics`` is the last of them."""
+    """Return the tables' state at one moment, with ``topics`` last."""
     half = log.half.table
     for _ in range(LOOKS_MAX):
         half.refresh()
-        before = _state_of(half)
+        first_look = _state_of(half)
         groups = [pin(log.groups.table)] if log.has_groups() else []
         messages = pin(log.messages_table)
         require_own(log.messages_table)
         op = pin(log.op)
         lost = _not_in_half(log, op.version)
         pins = [*groups, messages, op, pin(half), pin(log.topics_table)]
-        if not _has_left(half, before):
+        if not _has_left(half, first_look):
             if lost:
                 raise CorruptLogError(
                     f"op places messages of half batch {lost[0]!r}, and neither half nor messages has them: the log is "
@@ -265,14 +269,14 @@ def _state_of(half: Table) -> tuple[set[str], set[str]]:
     return set(half.actions()["path"].to_pylist()), half.removed_since()
 
 
-def _has_left(half: Table, before: tuple[set[str], set[str]]) -> bool:
-    """Whether files left ``half`` since."""
-    (live, removed), (live_before, removed_before) = _state_of(half), before
-    return bool(live_before - live or removed - removed_before)
+def _has_left(half: Table, first_look: tuple[set[str], set[str]]) -> bool:
+    """Return True when files have left ``half`` since the first look."""
+    (live, removed), (first_live, first_removed) = _state_of(half), first_look
+    return bool(first_live - live or removed - first_removed)
 
 
 def _not_in_half(log: Engine, until: int) -> list[str]:
-    """Half batches of which messages are placed and not drained, and that ``half`` does not have."""
+    """Return half batches that have placed messages which are not drained, and that ``half`` lacks."""
     placed: set[str] = set()
     position = drained_up_to(log.messages_table)
     while position < until:
@@ -291,12 +295,12 @@ def _verify(where: str, storage_options: Mapping[str, str], pins: Sequence[Pin])
     from rmq_spark._core.protocol.engine import Engine
 
     tables = {table.name: table for table in Engine(DeltaTables.open(where, storage_options or None)).tables()}
-    for wanted in pins:
-        table = tables[wanted.name]
+    for copied in pins:
+        table = tables[copied.name]
         version, files = table.refresh(), table.actions()
-        if version != wanted.version or set(files["path"].to_pylist()) != wanted.files.keys():
+        if version != copied.version or set(files["path"].to_pylist()) != copied.files.keys():
             raise CorruptLogError(
-                f"table {wanted.name} of the copy {where} is at version {version}, and {wanted.version} was copied, or "
+                f"table {copied.name} of the copy {where} is at version {version}, and {copied.version} was copied, or "
                 "it names other files: somebody wrote to the copy. Back up to another place"
             )
         table.read(files.sort_by("modification_time")["path"].to_pylist()[-1:])
@@ -304,7 +308,7 @@ def _verify(where: str, storage_options: Mapping[str, str], pins: Sequence[Pin])
 
 # ---------------------------------------------------------------- the copy
 class _Copy:
-    """A copy of a commit log, in its place.
+    """A copy of a commit log at ``where``.
 
     Parameters
     ----------
@@ -318,57 +322,59 @@ class _Copy:
         self._versions: Mapping[str, int] = {}
 
     def begin(self, log_id: str) -> None:
-        """Require that this place is empty, or has an older copy of the log, and finish what a crash left half-way.
+        """Finish an interrupted update, and require an empty place or an older copy of the log.
 
         Raises
         ------
         CommitLogExistsError
-            For another log, a place with something else, and a copy to which somebody has written.
+            For another log, foreign content, and a copy to which a program has written.
         """
         self.finish()
-        said = self._folder.read(MANIFEST)
-        if said is None:
+        content = self._folder.read(MANIFEST)
+        if content is None:
             if not self._folder.is_empty():
                 raise CommitLogExistsError(
                     f"{self._where} is not empty, and is no copy that a backup made: name an empty place"
                 )
             self._folder.put(MANIFEST, Manifest(log_id).content())
             return
-        found = Manifest.of(said, self._where)
-        if found.log_id != log_id:
+        older = Manifest.of(content, self._where)
+        if older.log_id != log_id:
             raise CommitLogExistsError(
-                f"{self._where} has a copy of another commit log (its id is {found.log_id}, and this one's {log_id}): "
+                f"{self._where} has a copy of another commit log (its id is {older.log_id}, and this one's {log_id}): "
                 "name another place"
             )
-        self._versions = found.versions or {}
-        now = self._newest()
-        if now != self._versions:
+        self._versions = older.versions or {}
+        versions = self._newest()
+        if versions != self._versions:
             raise CommitLogExistsError(
                 f"{self._where} was written to since it was copied (a backup left its tables at {self._versions}, and "
-                f"they are at {now}): it is in use as a log of its own. Back up to another place"
+                f"they are at {versions}): it is in use as a log of its own. Back up to another place"
             )
 
     def _newest(self) -> dict[str, int]:
-        """The tables that are there, and their versions by the names of the entries."""
-        found: dict[str, int] = {}
+        """Return the present tables, and their versions by the names of their log entries."""
+        versions: dict[str, int] = {}
         for name in self._folder.sizes(""):
             table, _, entry = name.partition(f"/{LOG}/")
             if entry.endswith(".json") and entry[:-5].isdigit():
-                found[table] = max(int(entry[:-5]), found.get(table, 0))
-        return found
+                versions[table] = max(int(entry[:-5]), versions.get(table, 0))
+        return versions
 
     def require_older(self, pins: Sequence[Pin]) -> None:
-        """Raise CommitLogExistsError when the copy has what the log does not have."""
-        for now in pins:
-            version = self._versions.get(now.name)
+        """Raise CommitLogExistsError when the copy has versions that the log does not have."""
+        for log_pin in pins:
+            version = self._versions.get(log_pin.name)
             if version is None:
                 continue
-            if version > now.version:
-                raise self._is_newer(f"its table {now.name} is at version {version}, and the log's at {now.version}")
+            if version > log_pin.version:
+                raise self._is_newer(
+                    f"its table {log_pin.name} is at version {version}, and the log's at {log_pin.version}"
+                )
             entry = f"{LOG}/{version:020d}.json"
-            ours = self._folder.read(f"{now.name}/{entry}")
-            if ours != (_entry_of(now, entry) or ours):
-                raise self._is_newer(f"version {version} of its table {now.name} is another one than the log's")
+            copied_entry = self._folder.read(f"{log_pin.name}/{entry}")
+            if copied_entry != (_entry_of(log_pin, entry) or copied_entry):
+                raise self._is_newer(f"version {version} of its table {log_pin.name} is another one than the log's")
 
     def _is_newer(self, why: str) -> CommitLogExistsError:
         return CommitLogExistsError(
@@ -377,35 +383,36 @@ class _Copy:
         )
 
     def files(self) -> dict[str, int]:
-        """The data files, as ``<table>/<file>``, and their sizes."""
-        every = self._folder.sizes("")
-        return {name: size for name, size in every.items() if _DATA_FILE.fullmatch(name) is not None}
+        """Return the data files, as ``<table>/<file>``, and their sizes."""
+        sizes = self._folder.sizes("")
+        return {name: size for name, size in sizes.items() if _DATA_FILE.fullmatch(name) is not None}
 
     def fetch(self, pins: Sequence[Pin], progress: Progress | None) -> None:
-        """Copy the data files that are not here, or only a part of them.
+        """Copy the data files that are missing here or incomplete.
 
         Raises
         ------
         FileGoneError
         """
-        here = self.files()
+        existing = self.files()
         missing = {
-            p.name: {path: size for path, size in p.files.items() if here.get(f"{p.name}/{path}") != size} for p in pins
+            p.name: {path: size for path, size in p.files.items() if existing.get(f"{p.name}/{path}") != size}
+            for p in pins
         }
         total = sum(sum(files.values()) for files in missing.values())
         copied = 0
 
-        def done(size: int) -> None:
+        def add_copied(size: int) -> None:
             nonlocal copied
             copied += size
             if progress is not None:
                 progress(copied, total)
 
         for p in pins:
-            self._folder.copy(p.table, missing[p.name], done)
+            self._folder.copy(p.table, missing[p.name], add_copied)
 
     def switch(self, manifest: Manifest, pins: Sequence[Pin]) -> None:
-        """Let the tables be what was copied. Whoever dies within is followed by :meth:`finish`."""
+        """Switch the tables to the copied state. After a crash within, :meth:`finish` completes it."""
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w") as file:
             file.writestr(MANIFEST, manifest.content())
@@ -413,17 +420,17 @@ class _Copy:
                 for name, content in p.log.items():
                     file.writestr(f"{p.name}/{LOG}/{name}", content)
         self._folder.put(SWITCH, packed.getvalue())
-        self._folder.delete([MANIFEST])  # from here on the switch is finished, whoever does it
+        self._folder.delete([MANIFEST])  # from here on a crash leads to finish()
         self._apply(packed.getvalue())
 
     def finish(self) -> None:
-        """Go on with a switch that was begun and not finished."""
+        """Complete an interrupted switch."""
         packed = self._folder.read(SWITCH)
         if packed is None:
             return
-        said = self._folder.read(MANIFEST)
-        with suppress(CorruptLogError):  # whoever wrote it died over it
-            if said is not None and Manifest.of(said, self._where):  # not begun, or all but this file is done
+        content = self._folder.read(MANIFEST)
+        with suppress(CorruptLogError):  # a crash may have cut the manifest's write
+            if content is not None and Manifest.of(content, self._where):  # not begun, or done except for this file
                 self._folder.delete([SWITCH])
                 return
         versions = Manifest.of(self._unpacked(packed)[0], self._where).versions or {}
@@ -431,51 +438,51 @@ class _Copy:
             self._apply(packed)
 
     def _unpacked(self, packed: bytes) -> tuple[bytes, dict[str, bytes]]:
-        """The manifest, and the files of the Delta logs by name.
+        """Return the manifest, and the Delta logs' files by name.
 
         Raises
         ------
         CorruptLogError
-            When it cannot be read, or has another file: that one could lie anywhere.
+            When it is unreadable, or has any other file, whose name could be any path.
         """
         try:
             with zipfile.ZipFile(io.BytesIO(packed)) as file:
-                found = {name: file.read(name) for name in file.namelist()}
-            manifest = found.pop(MANIFEST)
+                log_files = {name: file.read(name) for name in file.namelist()}
+            manifest = log_files.pop(MANIFEST)
         except (zipfile.BadZipFile, KeyError, ValueError, OSError):
             raise CorruptLogError(f"{self._where}/{SWITCH} is damaged: back up to another place") from None
-        for name in found:
+        for name in log_files:
             table, _, entry = name.partition(f"/{LOG}/")
             if table not in TABLES or LOG_FILE.fullmatch(entry) is None:
                 raise CorruptLogError(
                     f"{self._where}/{SWITCH} has {name!r}, which is no file of a Delta log: somebody else wrote it. "
                     "Back up to another place"
                 )
-        return manifest, found
+        return manifest, log_files
 
     def _apply(self, packed: bytes) -> None:
         manifest, logs = self._unpacked(packed)
-        there = [name for name in self._folder.sizes("") if f"/{LOG}/" in name]
-        # Without topics nobody opens it: from here until topics is there again, the tables are of two moments.
-        self._folder.delete(name for name in there if name.startswith("topics/"))
-        self._folder.delete(name for name in there if name not in logs)
+        existing = [name for name in self._folder.sizes("") if f"/{LOG}/" in name]
+        # Without topics no program opens the copy. Until topics is back, the tables have states of two moments.
+        self._folder.delete(name for name in existing if name.startswith("topics/"))
+        self._folder.delete(name for name in existing if name not in logs)
         for name in sorted(logs, key=lambda name: (name.startswith("topics/"), name)):
             self._folder.put(name, logs[name])
         self._folder.put(MANIFEST, manifest)
         self._folder.delete([SWITCH])
 
     def clean(self, pins: Sequence[Pin]) -> int:
-        """Delete data files that the copy does not need any more; returns how many."""
+        """Delete data files that the copy no longer needs, and return their number."""
         needed = {f"{p.name}/{path}" for p in pins for path in p.files}
         old = [name for name in self.files() if name not in needed]
         self._folder.delete(old)
         return len(old)
 
 
-def _entry_of(now: Pin, entry: str) -> bytes | None:
-    """An entry of the log's Delta log; None when it is there no more."""
+def _entry_of(log_pin: Pin, entry: str) -> bytes | None:
+    """Return an entry of the log's Delta log; None when it no longer exists."""
     try:
-        with now.table.fs.open_input_stream(f"{now.table.folder}/{entry}") as stream:
+        with log_pin.table.fs.open_input_stream(f"{log_pin.table.folder}/{entry}") as stream:
             return bytes(stream.readall())
     except FileNotFoundError:
         return None

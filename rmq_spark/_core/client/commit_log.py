@@ -1,4 +1,4 @@
-"""The commit log: a folder with the Delta tables ``half``, ``op`` and ``topics``."""
+"""The commit log, as programs hold it: a folder with Delta tables such as ``half``, ``op`` and ``topics``."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ logger = logging.getLogger(__name__)
 class CommitLog:
     """A commit log. Make one with :meth:`create`, open one with :meth:`open`.
 
-    An object serves one process and any of its threads. A fork (os.fork) of the process can use no log, and open none.
+    An object serves one process and all its threads. A fork (os.fork) of the process can neither use nor open a log.
     """
 
     def __init__(self, tables: LogTables) -> None:
         if not isinstance(tables, LogTables):
             raise TypeError("CommitLog.open(path) opens a commit log, and CommitLog.create(path) makes one")
         self.engine = Engine(tables)
-        """The protocol on the tables of this log: for the package itself. It may change with any version."""
+        """The protocol on this log's tables. Internal to the package: it may change with any version."""
 
     @property
     def path(self) -> str:
@@ -71,12 +71,12 @@ class CommitLog:
 
     @property
     def id(self) -> str:
-        """Made once, with the log: a log that is made anew in its place has another one, and counts from 0 again."""
+        """The log's id. A log that is created anew at the same path has another id, and counts from 0 again."""
         return self.engine.id
 
     @property
     def storage_options(self) -> dict[str, str]:
-        """What the log was opened with: it may hold secrets."""
+        """The storage options with which the log was opened. They may hold secrets."""
         return self.engine.storage_options
 
     def __repr__(self) -> str:
@@ -85,7 +85,7 @@ class CommitLog:
     def __getstate__(self) -> object:
         return self.engine.__getstate__()
 
-    # ------------------------------------------------------------------ making and opening
+    # ------------------------------------------------------------------ creating and opening
     @classmethod
     @named
     def create(
@@ -96,28 +96,28 @@ class CommitLog:
         storage_options: Mapping[str, str] | None = None,
         log_retention: str = LOG_RETENTION,
     ) -> CommitLog:
-        """Make a commit log and open it.
+        """Create a commit log and open it.
 
         Parameters
         ----------
         path : str or path
             A local folder or an object-store URI.
         queues : int
-            Queues of a topic that is created without a number of its own.
+            Default number of queues of a topic.
         exist_ok : bool
-            Open a log that is there already, instead of raising.
+            Open an existing log, instead of raising.
         storage_options : mapping, optional
             Passed to delta-rs: credentials, endpoint, region.
         log_retention : str
-            How long entries of the Delta logs stay, such as ``"1m"`` (default); those of ``messages``, and the files
-            that it replaced, for 7 days at least. A foreign Delta *stream* reader that lags more needs a longer one.
+            How long entries of the Delta logs stay, such as ``"1m"`` (default). Those of ``messages``, and the files
+            that it replaced, stay for at least 7 days. A foreign Delta *stream* reader that lags more needs longer.
 
         Raises
         ------
         CommitLogExistsError
-            When there is one and ``exist_ok`` is false, or when the place lies inside one.
+            When a log exists there and ``exist_ok`` is false, or when the path lies inside a log.
         CorruptLogError
-            When there is one that has lost its table ``topics``.
+            When an existing log has lost its table ``topics``.
         StorageError
             When the store cannot be reached, or would let two writers overwrite each other's commits.
         """
@@ -140,14 +140,14 @@ class CommitLog:
     @classmethod
     @named
     def open(cls, path: str | os.PathLike[str], storage_options: Mapping[str, str] | None = None) -> CommitLog:
-        """Open a commit log. ``half`` opens in the background: what is wrong with it shows at its first use.
+        """Open a commit log. ``half`` opens in the background, so its errors show at its first use.
 
         Raises
         ------
         NotACommitLogError
-            When the path holds none.
+            When the path holds no commit log.
         LogFormatError
-            When it has another format than this version of rmq_spark reads and writes.
+            When the log has another format than this version of rmq_spark reads and writes.
         StorageError
             When the store cannot be reached.
         """
@@ -160,7 +160,7 @@ class CommitLog:
     def of(
         cls, log_or_path: CommitLog | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
     ) -> CommitLog:
-        """Return a commit log that is given open, or open the one at a path.
+        """Return an open commit log as it is, or open the one at a path.
 
         Raises
         ------
@@ -179,7 +179,7 @@ class CommitLog:
         exist_ok: bool = False,
         retention: str | None = None,
     ) -> None:
-        """Add a topic: :meth:`create_topics` with one name says what the arguments are, and what is raised."""
+        """Add a topic. For arguments and errors see :meth:`create_topics`."""
         self.create_topics([name], queues, fifo, exist_ok, retention)
 
     @named
@@ -191,43 +191,43 @@ class CommitLog:
         exist_ok: bool = False,
         retention: str | None = None,
     ) -> None:
-        """Add topics of one kind, all in one commit. When one is refused, none is added.
+        """Add topics of one kind in one commit: all of them or none.
 
         Parameters
         ----------
         names : collection of str
         queues : int, optional
-            1 to 1024; the commit log's default when not given. The number never changes.
+            1 to 1024; by default the commit log's default. The number never changes.
         fifo : bool
-            A FIFO topic: messages of one sharding key appear in the order in which they were sent, also when an
-            earlier one is settled by a check. Every message needs a sharding key, and none may be delayed.
+            A FIFO topic: messages of one sharding key become visible in the order in which they were sent, even when
+            a check settles an earlier one. Every message needs a sharding key, and none may be delayed.
         exist_ok : bool
-            Leave a topic as it is that is there already. One with another retention than asked for is refused.
+            Leave an existing topic as it is. One with another retention is refused.
         retention : str, optional
-            How long messages are kept after their commit, such as ``"7d"``: at least an hour, for ever when not given.
+            How long messages are kept after their commit, such as ``"7d"``: at least an hour, by default for ever.
             Upkeep (:meth:`maintain`) lets older ones expire. See :meth:`set_retention`.
 
         Raises
         ------
         MessageError
-            When the name breaks RocketMQ's rules.
+            When a name breaks RocketMQ's rules.
         TopicExistsError
-            When it is there already, unless ``exist_ok`` and of the same kind.
+            When a topic exists already, unless ``exist_ok`` and it is of the same kind.
         OptionError
             When the retention is no duration, or too short, or ``names`` is one text.
         """
         if isinstance(names, str):
             raise OptionError(f"names={names!r} is one text: a list of topic names is expected, such as [{names!r}]")
-        wanted = list(names)
-        for name in wanted:
+        topic_names = list(names)
+        for name in topic_names:
             require_topic_name(name)
         self.engine.topic_store.create(
-            wanted, queues, flag(fifo, "fifo"), flag(exist_ok, "exist_ok"), _retention_s(retention)
+            topic_names, queues, flag(fifo, "fifo"), flag(exist_ok, "exist_ok"), _retention_s(retention)
         )
 
     @named
     def set_retention(self, name: str, retention: str | None) -> None:
-        """Change how long messages of a topic are kept after their commit (RocketMQ: ``fileReservedTime``).
+        """Set how long a topic's messages are kept after their commit (RocketMQ: ``fileReservedTime``).
 
         Parameters
         ----------
@@ -244,7 +244,7 @@ class CommitLog:
         self.engine.topic_store.set_retention(name, retention_s)
 
     def retentions(self) -> dict[str, float | None]:
-        """Topics and for how many seconds their messages are kept (None: for ever)."""
+        """Topics and the seconds for which their messages are kept (None: for ever)."""
         return {name: topic.retention_s for name, topic in self.engine.topic_store.all().items()}
 
     def topics(self) -> dict[str, int]:
@@ -252,11 +252,11 @@ class CommitLog:
         return self.engine.topics()
 
     def fifo_topics(self) -> frozenset[str]:
-        """The FIFO topics among those that this handle knows: all there were when it last looked (:meth:`topics`)."""
+        """The FIFO topics as of this handle's last look at the topics (:meth:`topics`)."""
         return self.engine.topic_store.seen().fifo
 
     def refresh(self) -> int:
-        """Read what is new in ``op``, and return its version."""
+        """Read new rows of ``op``, and return its version."""
         return self.engine.refresh()
 
     @property
@@ -264,7 +264,7 @@ class CommitLog:
         """The version of ``op`` that was read last."""
         return self.engine.version
 
-    # ------------------------------------------------------------------ what is open
+    # ------------------------------------------------------------------ unsettled half batches
     def pending(self) -> pa.Table:
         """Half batches with pending messages, a row per attempt, oldest first.
 
@@ -272,14 +272,14 @@ class CommitLog:
         -------
         pyarrow.Table
             ``half_id, app_id, batch_id, producer_group, attempt, messages`` (pending ones), ``check_times``,
-            ``prepared_at`` and ``lease_until`` (UTC), and ``bytes`` of the half batch's files (of a file with others
-            too, its share).
+            ``prepared_at`` and ``lease_until`` (UTC), and ``bytes`` of the half batch's files (its share of shared
+            ones).
         """
         return overview.pending(self.engine)
 
     def open_messages(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """By (topic, queue_id): how many messages are pending, and how many are committed but wait for their time or
-        for an earlier one of their sharding key."""
+        """By (topic, queue_id): the number of pending messages, and of committed ones that wait for their time or for
+        an earlier message of their sharding key."""
         return overview.open_messages(self.engine)
 
     def quarantined(self) -> pa.Table:
@@ -287,12 +287,12 @@ class CommitLog:
         return overview.quarantined(self.engine)
 
     def conflicts(self) -> list[str]:
-        """Half batches with a verdict that came too late and that no person has resolved yet."""
+        """Half batches with a verdict that came too late and that no person has resolved."""
         return overview.conflicts(self.engine)
 
     @named
     def resolve(self, half_id: str, verdict: LocalTransactionState, reason: str) -> list[Placed]:
-        """A person's verdict on what is pending, quarantined or in conflict in a half batch.
+        """Settle a half batch's pending, quarantined and conflicting messages by a person's verdict.
 
         Parameters
         ----------
@@ -315,7 +315,7 @@ class CommitLog:
 
     @named
     def resume(self, half_id: str, reason: str = "resumed") -> int:
-        """Make quarantined messages pending again, so that checks go on; returns how many."""
+        """Make quarantined messages pending again, so that checks go on, and return their number."""
         record = self.engine.get(half_id)
         states = (RowState.QUARANTINED,)
         return sum(
@@ -326,7 +326,7 @@ class CommitLog:
     def trace(
         self, transaction_id: str | None = None, *, half_id: str | None = None, message_id: str | None = None
     ) -> Trace:
-        """The story of a transaction, a half batch or a message: prepared, checked, decided (by whom and why), placed,
+        """Trace a transaction, a half batch or a message: prepared, checked, decided (by whom and why), placed,
         drained, archived (RocketMQ: ``queryMsgTraceById``).
 
         Parameters
@@ -337,14 +337,14 @@ class CommitLog:
         Returns
         -------
         Trace
-            ``print`` it. Upkeep takes away what nobody needs any more; its ``unknown`` says what cannot be told.
+            ``print`` it. Upkeep removes old rows; ``unknown`` says what is no longer known.
 
         Raises
         ------
         OptionError
-            When none or several are given, or it is no id.
+            When not exactly one id is given, or it is invalid.
         HalfBatchNotFoundError
-            When the log has no such thing, or nothing is left of it.
+            When the log does not have it, or nothing is left of it.
         """
         return tracing.trace(self.engine, transaction_id, half_id, message_id)
 
@@ -359,18 +359,18 @@ class CommitLog:
         tags: str | None = None,
         selector: str | None = None,
     ) -> pa.Table:
-        """Committed messages of a topic, without Spark.
+        """Read committed messages of a topic, without Spark.
 
         Parameters
         ----------
         topic : str
         start : mapping of int to int or datetime, optional
-            First offset of each queue (one that is not named: from the first that is kept). Or a time with a time zone:
-            each queue's first message that was committed then or later.
+            First offset of each queue (by default the first kept one). Or a time with a time zone: each queue's first
+            message that was committed then or later.
         limit : int, optional
-            At most so many messages, from the lowest queues first; with a filter, so many of those that it keeps.
+            The most messages, from the lowest queues first. A filter is applied before the limit.
         columns : sequence of str, optional
-            Some of the source's columns; all of them when not given.
+            Some of the source's columns; by default all of them.
         tags : str, optional
             ``"TagA || TagB"``: only messages with one of these tags (RocketMQ: ``MessageSelector.byTag``).
         selector : str, optional
@@ -390,14 +390,14 @@ class CommitLog:
     # ------------------------------------------------------------------ upkeep
     @named
     def vacuum(self, older_than: str | None = None, dry_run: bool = False) -> list[str]:
-        """Remove files that no table names (orphans of crashes, leftovers of compaction) and return their paths.
+        """Delete files that no table names (orphans of crashes, leftovers of compaction), and return their paths.
 
         Parameters
         ----------
         older_than : str, optional
-            At least ``"7d"`` (default): younger files may belong to a batch that is being prepared.
+            At least ``"7d"`` (default), because younger files may belong to a batch that is being prepared.
         dry_run : bool
-            Only list them.
+            Only list the files.
         """
         age_s = ORPHAN_AGE_S if older_than is None else parse_duration(older_than, "older_than")
         if age_s < ORPHAN_AGE_S:
@@ -416,25 +416,24 @@ class CommitLog:
         audit: str | None = None,
         idempotency: str | None = None,
     ) -> MaintenanceReport:
-        """Do all the upkeep, so that the log does not grow with its age: drain, let settled half batches leave, prune
-        what ``op`` says of them, merge small files, delete files that no table names any more.
+        """Do all upkeep, so that the log does not grow with its age: drain, let settled half batches leave, prune their
+        op rows, merge small files, delete files that no table names.
 
-        It is safe beside sinks, checkers, readers and other maintainers. What a crash leaves undone the next call does.
+        It is safe beside sinks, checkers, readers and other maintainers. After a crash the next call finishes the work.
 
         Parameters
         ----------
         dry_run : bool
-            Only say what would be done now. What a round does after its own drain, such as archiving what it has
-            drained, is not in it.
+            Only report the present work, without the steps that follow a drain, such as archiving the drained messages.
         grace : str, optional
-            How long a half batch stays after its last op row, and its op rows after it has left: readers and producers
-            at work may need them. ``"10m"`` (default) or another duration of a minute or more.
+            How long a half batch stays after its last op row, and its op rows after it has left: active readers and
+            producers may need them. ``"10m"`` (default) or another duration of a minute or more.
         audit : str, optional
-            How long messages stay that were rolled back, ``"7d"`` by default. Meanwhile a person can still look at
-            them, and a late verdict can be resolved.
+            How long rolled back messages stay, ``"7d"`` by default. Meanwhile a person can inspect them, and a late
+            verdict can be resolved.
         idempotency : str, optional
             How long the outcome of a half batch is kept after it left, ``"7d"`` by default. Meanwhile a retry under its
-            idempotency key, or of an old batch id, gets that outcome; afterwards a key can be used again.
+            idempotency key, or of an old batch id, gets that outcome. Afterwards the key can be used again.
 
         Returns
         -------
@@ -444,13 +443,13 @@ class CommitLog:
         Raises
         ------
         OptionError
-            For a duration that is none, or a grace under a minute.
+            For an invalid duration, or a grace under a minute.
         """
         return upkeep.maintain(self.engine, Graces.of(grace, audit, idempotency), dry_run)
 
     def drain(self) -> int:
-        """Copy messages that are placed and not yet in the table ``messages`` into it, so that every reader of Delta
-        sees them. Any number of processes may drain at once.
+        """Copy placed messages into the table ``messages``, so that every Delta reader sees them. Any number of
+        processes may drain at once.
 
         Returns
         -------
@@ -460,7 +459,7 @@ class CommitLog:
         Raises
         ------
         LostFileError, CorruptLogError
-            When messages cannot be read; those before them are drained.
+            When messages cannot be read. Earlier messages are drained.
         """
         return drain(self.engine)
 
@@ -471,18 +470,19 @@ class CommitLog:
         storage_options: Mapping[str, str] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> BackupReport:
-        """Copy the log to another place as it is at one moment, while programs go on to send, read and keep it up. What
-        is copied can be opened as a commit log; it has the same id. An older copy there is brought up to date: only
-        files that it lacks are copied, and it stays whole until these are there.
+        """Copy the log's state at one moment to another place, while programs send, read and do upkeep.
+
+        The copy can be opened as a commit log with the same id. An older copy is updated: only missing files are
+        copied, and it stays intact until they are there.
 
         Parameters
         ----------
         target : str or path
-            A local folder or an object-store URI: empty, or an older copy that a backup made.
+            A local folder or an object-store URI: empty, or an older copy by a backup.
         storage_options : mapping, optional
-            For the target's store; those of the log when not given.
+            For the target's store; by default those of the log.
         progress : callable, optional
-            ``progress(copied, total)`` is called after each file, with bytes.
+            ``progress(copied, total)`` is called with bytes after each file.
 
         Returns
         -------
@@ -494,20 +494,20 @@ class CommitLog:
         OptionError
             When the target is the log, lies inside it, or around it.
         CommitLogExistsError
-            When the target has something else than an older copy of this log, or lies inside another log.
+            When the target holds anything but an older copy of this log, or lies inside another log.
         CorruptLogError, ForeignChangeError
-            When the log is damaged, or another writer has changed it; an older copy then stays as it was.
+            When the log is damaged, or a foreign writer has changed it. An older copy then stays unchanged.
         StorageError
             When a store cannot be reached.
         """
         return back_up(self.engine, target, storage_options, progress)
 
     def another(self) -> CommitLog:
-        """Another handle on this log, which has read nothing yet: what another process would open."""
+        """Open another, fresh handle on this log."""
         return type(self).open(self.path, self.storage_options)
 
     def close(self) -> None:
-        """Wait for upkeep that is under way."""
+        """Wait for running upkeep."""
         self.engine.close()
 
 
@@ -526,7 +526,7 @@ def _retention_s(retention: str | None) -> float | None:
 def engine_of(
     log_or_path: CommitLog | Engine | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
 ) -> Engine:
-    """The engine of a commit log that is given open, or of the one at a path; an engine is its own.
+    """Return the engine of an open commit log or of the one at a path; an engine is returned as it is.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What the caller of a producer gives: a message, some, or a table of them."""
+"""The input of a producer: a message, a list of messages, or a table of them."""
 
 from __future__ import annotations
 
@@ -16,42 +16,43 @@ from rmq_spark.errors import MessageError
 
 SHARED_ROWS_MAX = 100
 SHARED_BYTES_MAX = 64 * 1024
-"""A send of no more messages and bytes than these may share a half file with sends of other threads."""
+"""The most messages and bytes of a send that may share a half file with sends of other threads."""
 UTF8_BYTES_MAX = 4
-"""Of a character."""
+"""The most bytes of a character."""
 
 
 def require_message(message: object) -> None:
-    """Refuse what is no message."""
+    """Raise MessageError for anything but a Message."""
     if not isinstance(message, Message):
         several = "; send_messages_in_transaction takes several" if isinstance(message, list | tuple | pa.Table) else ""
         raise MessageError(f"found {type(message).__name__}: rmq_spark.Message is expected{several}")
 
 
 def topics_in(given: list[Message] | pa.Table, default: str | None) -> set[str]:
-    """The topics that messages name, and the one of those that name none."""
+    """Return the topics of messages, and the default topic."""
     if isinstance(given, pa.Table):
-        named = distinct(given["topic"]) if "topic" in given.column_names else []
+        names = distinct(given["topic"]) if "topic" in given.column_names else []
     else:
-        named = [message.topic for message in given]
-    return {name for name in [*named, default] if isinstance(name, str)}
+        names = [message.topic for message in given]
+    return {name for name in [*names, default] if isinstance(name, str)}
 
 
 def message_list(messages: object) -> list[Message]:
-    """A list of messages, made from one that may be consumed once or filled anew."""
+    """Return messages as a new list, because an iterable may be consumed once and a list may change later."""
     if isinstance(messages, (Message, str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise MessageError(
             f"found {type(messages).__name__}: a list of rmq_spark.Message or a pyarrow.Table is expected"
         )
-    found = list(messages)
-    for message in found:
+    result = list(messages)
+    for message in result:
         if not isinstance(message, Message):
             raise MessageError(f"found {type(message).__name__} in the list of messages: rmq_spark.Message is expected")
-    return found
+    return result
 
 
 def stage(log: Engine, writer: HalfWriter, given: list[Message] | pa.Table) -> Sequence[Stageable]:
-    """Check the messages. Few of them wait for those of other threads, to share a file; many are written now."""
+    """Check and stage the messages. A small send waits to share a file with other threads. A large one is written
+    now."""
     if isinstance(given, list) and writer.transaction_key is None and is_small(given):
         return [OneMessage(writer, given[0])]
     table = given if isinstance(given, pa.Table) else to_table(given)
@@ -61,17 +62,17 @@ def stage(log: Engine, writer: HalfWriter, given: list[Message] | pa.Table) -> S
 
 
 def is_small(given: list[Message]) -> bool:
-    """Whether it is one message, which may share a file as it is."""
+    """Return True for one message that may share a file."""
     return len(given) == 1 and _size_of(given[0]) <= SHARED_BYTES_MAX
 
 
 def _size_of(message: Message) -> int:
-    """The bytes that a message has at most."""
+    """Return an upper bound of a message's bytes."""
     try:
         properties = message.properties or {}
         characters = sum(len(name) + len(value) for name, value in properties.items())
         characters += sum(len(str(label)) for label in (message.tags, message.keys, message.sharding_key) if label)
         return len(message.body) + UTF8_BYTES_MAX * characters
-    except Exception as problem:  # its properties were changed after it was made
-        said = f"the message cannot be sent as it is now ({type(problem).__name__}: {problem})"
-        raise MessageError(said) from cause_of(problem)
+    except Exception as problem:  # the message's properties were changed after its construction
+        text = f"the message cannot be sent as it is now ({type(problem).__name__}: {problem})"
+        raise MessageError(text) from cause_of(problem)

@@ -1,7 +1,7 @@
-"""After a restore: compares a commit log with the database of its local transactions, and with checkpoints of streams.
+"""After a restore: compares a commit log with the database of its local transactions, and with streams' checkpoints.
 
-The log was set back to a backup, and the database was not. What the database has executed since is told by the fence,
-and looked for in the log by its name::
+The log was set back to a backup, and the database was not. The fence has the attempts that the database executed
+since. Each is looked up in the log by its half batch's name::
 
     the fence: attempt a of half batch h is executed
     │
@@ -18,8 +18,8 @@ and looked for in the log by its name::
 
     the log: half batch h is committed, and the fence has not executed it ──▶ UNKNOWN_TO_THE_DATABASE
 
-Nothing is changed without ``apply``. What that did is in the log by the half batch's own name, so a second run finds it
-settled.
+Without ``apply`` nothing is changed. With it, messages get the name of their own half batch, so a second run finds
+them settled.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ if TYPE_CHECKING:
     pass
 
 GROUP = "txmq-reconcile"
-"""The producer group of half batches whose messages were made again from rows."""
+"""The producer group of half batches whose messages were recreated from rows."""
 MARGIN_S = 3600.0
-"""The fence is read from so long before the backup: its times are of other clocks."""
+"""The fence is read from this many seconds before the backup, because its times come from other clocks."""
 REASON = "reconciled after a restore: the database has executed it"
 COMMITTED = (RowState.COMMITTED, RowState.DECIDED)
 REFUSED = (RowState.ROLLED_BACK,)
 FENCES_LOOKED_AT = 100
-"""Half batches, the newest ones, whose fences are compared with the listener's."""
+"""Number of newest half batches whose fences are compared with the listener's."""
 OF_ONE_SEND = "."
-"""Is in the app of a producer's send, and in no stream's."""
+"""Occurs in the app id of every producer's send, and in no stream's."""
 
 
 class Standing(str, Enum):
-    """How an attempt, or a half batch, stands."""
+    """The standing of an attempt or a half batch."""
 
     SETTLED = "settled"
     REPLAYED = "replayed"
@@ -88,21 +88,21 @@ class Standing(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What the comparison found of one attempt.
+    """The comparison's result for one attempt.
 
     Attributes
     ----------
     standing : Standing
     half_id, app_id, batch_id, attempt :
-        Of the half batch. The attempt is None of one that the database does not know.
+        Of the half batch. ``attempt`` is None when the database does not know it.
     messages : int or None
-        How many of its messages it is about, as far as that is known.
+        Number of its affected messages, if known.
     at : datetime or None
         When the database executed it, or when the log prepared it (UTC).
     what : str
-        What it is, and what is to be done.
+        The finding, and the action to take.
     done : str or None
-        What ``apply`` did; None when it did nothing.
+        The action of ``apply``; None without one.
     """
 
     standing: Standing
@@ -125,24 +125,24 @@ class Finding:
 
 @dataclass(frozen=True)
 class ReconcileReport:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes
     ----------
     log, log_id : str
     since, made_at : datetime
-        From when on the database's executions were looked at, and when (UTC).
+        The start of the compared executions, and the time of the comparison (UTC).
     applied : bool
     executed : int
         Attempts that the database executed since.
     settled : int
-        Those with which nothing is to be done.
+        Attempts that need no action.
     findings : tuple of Finding
-        All others.
+        All other attempts.
     streams : tuple of str
         A sentence for each checkpoint.
     careful : tuple of str
-        Sentences about what the comparison may not have seen.
+        Sentences about possible blind spots of the comparison.
     """
 
     log: str
@@ -158,7 +158,7 @@ class ReconcileReport:
 
     @property
     def left(self) -> tuple[Finding, ...]:
-        """What is left to be done by ``apply`` or a person."""
+        """The findings that still need ``apply`` or a person."""
         return tuple(f for f in self.findings if f.done is None and f.standing is not Standing.REPLAYED)
 
     def __str__(self) -> str:
@@ -169,18 +169,18 @@ class ReconcileReport:
             *self.streams,
             *map(str, self.findings),
         ]
-        again = [f for f in self.left if f.standing is Standing.LOST]
-        if again and not self.applied:
+        recoverable = [f for f in self.left if f.standing is Standing.LOST]
+        if recoverable and not self.applied:
             lines.append("nothing was changed: --apply makes visible what can be made visible")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        found: dict[str, Any] = json.loads(self.content())
-        return found
+        """Return the report for JSON."""
+        report: dict[str, Any] = json.loads(self.content())
+        return report
 
     def content(self) -> bytes:
-        """As a file keeps it, in JSON."""
+        """Return the report as a JSON file's content."""
         return json.dumps(asdict(self), default=_plain, indent=1).encode()
 
 
@@ -190,7 +190,7 @@ def _plain(value: object) -> str:
 
 @dataclass(frozen=True)
 class Stream:
-    """The checkpoint of a streaming query, which is stopped.
+    """The checkpoint of a stopped streaming query.
 
     Attributes
     ----------
@@ -199,11 +199,11 @@ class Stream:
     next_batch : int
         The batch that runs when the query starts.
     planned : bool
-        True when its input is fixed already: it ran, or began to.
+        True when its input is already fixed, because it ran or began to.
     query_id : str
-        By which the log knows the checkpoint's batches.
+        The query's id, which the log has with the checkpoint's batches.
     input_hashes : mapping of int to str
-        Of the batches of which the checkpoint still has the input.
+        Input hashes of the batches whose input the checkpoint still has.
     """
 
     app_id: str
@@ -215,7 +215,7 @@ class Stream:
 
     @classmethod
     def read(cls, given: str, storage_options: Mapping[str, str] | None = None) -> Stream:
-        """From a checkpoint's place, or ``<appId>=<place>`` for a query with the option ``appId``.
+        """Read a checkpoint at a place, given as ``<place>``, or ``<appId>=<place>`` for a query with option ``appId``.
 
         Raises
         ------
@@ -228,20 +228,20 @@ class Stream:
             fs, root = filesystem(place, storage_options)
 
             def numbers(folder: str) -> list[int]:
-                found = fs.get_file_info(pafs.FileSelector(f"{root}/{folder}", allow_not_found=folder == "commits"))
-                return [int(i.base_name) for i in found if i.base_name.isdigit()]
+                infos = fs.get_file_info(pafs.FileSelector(f"{root}/{folder}", allow_not_found=folder == "commits"))
+                return [int(info.base_name) for info in infos if info.base_name.isdigit()]
 
             query_id = _id_of(fs, root)
             batches = numbers("offsets")
-            planned, done = max(batches, default=-1), max(numbers("commits"), default=-1)
+            planned, committed = max(batches, default=-1), max(numbers("commits"), default=-1)
             hashes = {batch_id: _input_hash(fs, f"{root}/offsets/{batch_id}") for batch_id in batches}
         except (OSError, ValueError, KeyError, TypeError) as problem:
             raise OptionError(
                 f"checkpoint {place!r} cannot be read ({sentence_of(problem)}): the checkpointLocation of a query that "
                 "is stopped is expected"
             ) from cause_of(problem)
-        runs = planned if planned > done else planned + 1
-        return cls(app_id or query_id, place, runs, planned > done, query_id, hashes)
+        next_batch = planned if planned > committed else planned + 1
+        return cls(app_id or query_id, place, next_batch, planned > committed, query_id, hashes)
 
 
 def _id_of(fs: Any, root: str) -> str:
@@ -267,20 +267,20 @@ class Reconciler:
     Parameters
     ----------
     log : Engine
-        Nobody sends to it, and no checks run.
+        No program sends to it, and no checks run.
     listener : TransactionListener
-        One with a fence that can be read: :class:`~rmq_spark.SqlTransactionListener`.
+        A listener with a readable fence: :class:`~rmq_spark.SqlTransactionListener`.
     streams : sequence of Stream
         The checkpoints of the queries that send to the log.
     since : datetime, optional
-        When the log was as it is now (UTC): the time of the backup. A copy that ``txmq backup`` made says it.
+        The time of the backup (UTC). By default from the manifest of a copy by ``txmq backup``.
 
     Raises
     ------
     OptionError
-        When nobody says it.
+        When the time of the backup is unknown.
     ListenerError
-        When the listener has no fence that can be read.
+        When the listener has no readable fence.
     """
 
     log: Engine
@@ -289,7 +289,7 @@ class Reconciler:
     since: datetime | None = None
     _by_app: dict[str, Stream] = field(init=False, default_factory=dict)
     _in_messages: frozenset[str] = field(init=False, default=frozenset())
-    """Those half batches that the database has executed, and of which the table ``messages`` has messages."""
+    """Half batches that the database has executed and that have messages in the table ``messages``."""
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.listener, "executed_since", None)):
@@ -298,30 +298,30 @@ class Reconciler:
                 "the store of another one, and settle with log.resolve"
             )
         if self.since is None:
-            found = manifest_of(self.log.path, self.log.storage_options)
-            if found is None or found.log_id != self.log.id or found.taken_at is None:
+            manifest = manifest_of(self.log.path, self.log.storage_options)
+            if manifest is None or manifest.log_id != self.log.id or manifest.taken_at is None:
                 raise OptionError(
                     "nobody knows from when this log is, since txmq backup did not make it: say when the copy was "
                     "taken, as --since 2026-11-27T01:00:00Z"
                 )
-            self.since = found.taken_at
+            self.since = manifest.taken_at
         self._by_app = {stream.app_id: stream for stream in self.streams}
 
     def run(self, apply: bool = False) -> ReconcileReport:
-        """Compare, and say what was found; with ``apply`` make visible what can be made visible."""
+        """Compare log and database. With ``apply``, also make recoverable messages visible."""
         since = self.since
-        assert since is not None  # __post_init__ has seen to it
+        assert since is not None  # __post_init__ has set it
         self.log.refresh()
         executed: list[ExecutedAttempt] = list(
             self.listener.executed_since(self.log.id, since - timedelta(seconds=MARGIN_S))  # type: ignore[attr-defined]
         )
         self._in_messages = self._among_messages({attempt.half_id for attempt in executed})
-        streams = tuple(self._said(stream, executed) for stream in self.streams)
+        streams = tuple(self._stream_sentence(stream, executed) for stream in self.streams)
         findings: list[Finding] = []
         settled = 0
-        executed.sort(key=lambda a: (a.app_id, a.batch_id, a.half_id, a.attempt))  # as they were sent
-        for _, some in groupby(executed, key=lambda attempt: attempt.half_id):
-            for finding in self._looked_at(list(some), apply):
+        executed.sort(key=lambda a: (a.app_id, a.batch_id, a.half_id, a.attempt))  # in the order of sending
+        for _, attempts in groupby(executed, key=lambda attempt: attempt.half_id):
+            for finding in self._compare_safely(list(attempts), apply):
                 if finding.standing is Standing.SETTLED:
                     settled += 1
                 else:
@@ -337,7 +337,7 @@ class Reconciler:
             settled,
             tuple(findings),
             streams,
-            tuple(self._careful(since)),
+            tuple(self._blind_spots(since)),
         )
 
     def _among_messages(self, half_ids: Collection[str]) -> frozenset[str]:
@@ -349,19 +349,19 @@ class Reconciler:
         return frozenset(pc.unique(rows["half_id"]).to_pylist())
 
     def _is_forgotten(self, executed_at: datetime) -> bool:
-        """Whether the log may have settled and forgotten what was executed then, and its messages may have expired."""
+        """Return True when the log may have forgotten a batch executed then, and its messages may have expired."""
         return self.log.machine.now() - executed_at > timedelta(seconds=IDEMPOTENCY_S)
 
-    # ------------------------------------------------------------------ what the database has executed
-    def _looked_at(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> list[Finding]:
-        """What is found of one half batch. One that is damaged does not hide the others."""
+    # ------------------------------------------------------------------ executed by the database
+    def _compare_safely(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> list[Finding]:
+        """Return the findings of one half batch. A damaged half batch does not prevent those of others."""
         try:
-            return list(self._of_half_batch(attempts, apply))
+            return list(self._compare(attempts, apply))
         except TxmqError as problem:
             what = f"it cannot be looked at: {sentence_of(problem)}"
             return [_finding(Standing.PERSON, attempt, what) for attempt in attempts]
 
-    def _of_half_batch(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Finding]:
+    def _compare(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Finding]:
         first = attempts[0]
         record = self.log.find(first.app_id, first.batch_id)
         if record is not None and record.half_id == first.half_id and record.header.producer_group != GROUP:
@@ -369,19 +369,20 @@ class Reconciler:
                 yield self._known(record, attempt, apply)
         elif record is not None:
             for attempt in attempts:
-                yield self._same_name(record, attempt)
+                yield self._other_of_same_name(record, attempt)
         else:
-            yield from self._absent(attempts, apply)
+            yield from self._compare_unknown(attempts, apply)
 
     def _known(self, record: HalfRecord, attempt: ExecutedAttempt, apply: bool) -> Finding:
-        """The log knows this very half batch."""
+        """Return the finding of an attempt whose half batch the log knows."""
         if not attempt.is_whole:
             return _finding(Standing.PERSON, attempt, _ENDED)
         if record.left is not None:
-            by_hand = any(
-                d.kind == Kind.ROLLBACK.value and d.decided_by == Who.ADMIN.value for d in record.left.decisions
+            by_person = any(
+                decision.kind == Kind.ROLLBACK.value and decision.decided_by == Who.ADMIN.value
+                for decision in record.left.decisions
             )
-            if record.left.final and not by_hand:  # what is not committed was refused
+            if record.left.final and not by_person:  # messages that are not committed were refused
                 return _finding(Standing.SETTLED, attempt, "it is committed")
             what = (
                 "the log has rolled some of its messages back, and they have left it: look which, and send them again"
@@ -396,29 +397,29 @@ class Reconciler:
             what = "the log says that it was refused, or a person has rolled it back, and the database has executed it"
             return _finding(Standing.PERSON, attempt, f"{what}: look, and send its messages again if they are missing")
         count = count_of(missing.count, "message")
-        found = _finding(
+        finding = _finding(
             Standing.LOST, attempt, f"{count} did not become visible; the log has them, and can make them visible"
         )
         if not apply:
-            return found
+            return finding
         self.log.ledger.commit_executed(record, attempt.attempt, missing, REASON)
-        return replace(found, done=f"{count} became visible")
+        return replace(finding, done=f"{count} became visible")
 
     def _rows_of(self, record: HalfRecord, attempt: ExecutedAttempt) -> RowSet:
-        """The messages of the transactions that were executed under an attempt."""
+        """Return the rows of the transactions that were executed under an attempt."""
         return record.all_rows if attempt.rows is None else record.all_rows & attempt.rows
 
-    def _same_name(self, record: HalfRecord, attempt: ExecutedAttempt) -> Finding:
-        """The log knows another half batch of this name."""
+    def _other_of_same_name(self, record: HalfRecord, attempt: ExecutedAttempt) -> Finding:
+        """Return the finding of an attempt when the log knows another half batch of this name."""
         if record.header.producer_group == GROUP:
             return _finding(Standing.SETTLED, attempt, "its messages were made again")
         what = f"the log has half batch {record.half_id!r} of the same app and number: it was sent again since, and "
         return _finding(Standing.PERSON, attempt, f"{what}executed twice. Look whether its rows are there twice")
 
-    def _absent(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Finding]:
-        """The log does not know the half batch's name."""
+    def _compare_unknown(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Finding]:
+        """Yield the findings of a half batch whose name the log does not know."""
         first = attempts[0]
-        if first.half_id in self._in_messages:  # settled so long ago that nothing else is kept of it
+        if first.half_id in self._in_messages:  # settled so long ago that only its messages are kept
             yield from (_finding(Standing.SETTLED, a, "its messages are visible") for a in attempts)
             return
         if any(self._is_forgotten(a.executed_at) for a in attempts):
@@ -440,45 +441,45 @@ class Reconciler:
             return
         lost = [_finding(Standing.LOST, a, "its messages are lost, and its rows are in the database") for a in attempts]
         if stream is None and OF_ONE_SEND not in first.app_id:
-            # Made again now, they would stand in the way of a stream that runs the batch again.
-            more = "a stream sent them: name its checkpoint (--checkpoint); or a batch write: run it again"
-            yield from (replace(f, what=f"{f.what}; {more}") for f in lost)
+            # Recreated now, the messages would block a stream that runs the batch again.
+            advice = "a stream sent them: name its checkpoint (--checkpoint); or a batch write: run it again"
+            yield from (replace(f, what=f"{f.what}; {advice}") for f in lost)
             return
         try:
             messages = self._messages(attempts)
-        except Exception as problem:  # of the user's own function
+        except Exception as problem:  # raised by the user's function
             yield from (replace(f, what=f"{f.what}; making them again failed: {sentence_of(problem)}") for f in lost)
             return
         if messages is None:
             yield from (replace(f, what=f"{f.what}: send them again, without a local transaction") for f in lost)
             return
         count = count_of(messages.num_rows, "message")
-        found = [replace(f, what=f"{f.what}; the listener makes {count} again from its rows") for f in lost]
+        recoverable = [replace(f, what=f"{f.what}; the listener makes {count} again from its rows") for f in lost]
         if not apply:
-            yield from found
+            yield from recoverable
             return
         try:
             self._send(first, stream, messages)
         except TxmqError as problem:
-            yield from (replace(f, what=f"{f.what}; sending them failed: {sentence_of(problem)}") for f in found)
+            yield from (replace(f, what=f"{f.what}; sending them failed: {sentence_of(problem)}") for f in recoverable)
             return
-        yield from (replace(f, done=f"{count} became visible") for f in found)
+        yield from (replace(f, done=f"{count} became visible") for f in recoverable)
 
     def _messages(self, attempts: Sequence[ExecutedAttempt]) -> pa.Table | None:
-        """The messages of a half batch again, of all its attempts; None when the listener cannot make them all."""
-        again = getattr(self.listener, "messages_again", None)
-        if again is None:
+        """Recreate the messages of a half batch, for all its attempts; None when the listener cannot make them all."""
+        messages_again = getattr(self.listener, "messages_again", None)
+        if messages_again is None:
             return None
         tables: list[pa.Table] = []
         for attempt in attempts:
-            found = again(attempt)
-            if found is None:
+            messages = messages_again(attempt)
+            if messages is None:
                 return None
-            tables.append(found if isinstance(found, pa.Table) else to_table(message_list(found)))
+            tables.append(messages if isinstance(messages, pa.Table) else to_table(message_list(messages)))
         return pa.concat_tables(tables, promote_options="default")
 
     def _send(self, attempt: ExecutedAttempt, stream: Stream | None, messages: pa.Table) -> None:
-        """Send messages under the name of their half batch: a retry, and a stream's next batch, find it."""
+        """Send messages under the name of their half batch, where a retry and a stream's next batch find them."""
         header = HalfHeader(
             half_id=attempt.half_id,
             app_id=attempt.app_id,
@@ -494,21 +495,21 @@ class Reconciler:
         writer = log.with_machine(HalfWriter(header, log.topics(), None, None, log.topic_store.seen().fifo))
         TwoPhase(log, CommitOncePrepared()).send(header, lambda: log.stage(writer, messages.to_batches()))
 
-    # ------------------------------------------------------------------ what the log has made visible
+    # ------------------------------------------------------------------ committed in the log
     def _unknown_to_the_database(self, executed: Collection[str], since: datetime) -> Iterator[Finding]:
-        kept = kept_batches(self.log)
-        at = pa.scalar(since, kept.schema.field("prepared_at").type)
-        kept = kept.filter(pc.greater_equal(kept["prepared_at"], at)).sort_by("prepared_at")
-        for row in kept.select(["half_id", "prepared_at"]).to_pylist():
+        batches = kept_batches(self.log)
+        since_scalar = pa.scalar(since, batches.schema.field("prepared_at").type)
+        batches = batches.filter(pc.greater_equal(batches["prepared_at"], since_scalar)).sort_by("prepared_at")
+        for row in batches.select(["half_id", "prepared_at"]).to_pylist():
             if row["half_id"] in executed:
                 continue
             try:
-                app_id, batch_id, fence_id, by_listeners = self._committed(row["half_id"])
+                app_id, batch_id, fence_id, by_listener = self._committed(row["half_id"])
             except TxmqError as problem:
                 what = f"it cannot be looked at: {sentence_of(problem)}"
                 yield Finding(Standing.PERSON, row["half_id"], None, None, None, None, row["prepared_at"], what)
                 continue
-            if fence_id is not None and fence_id == self.listener.store_id and by_listeners:
+            if fence_id is not None and fence_id == self.listener.store_id and by_listener:
                 yield Finding(
                     Standing.UNKNOWN_TO_THE_DATABASE, row["half_id"], app_id, batch_id, None, None,
                     row["prepared_at"],
@@ -517,33 +518,35 @@ class Reconciler:
                 )  # fmt: skip
 
     def _committed(self, half_id: str) -> tuple[str | None, int | None, str | None, bool]:
-        """The app and number of a half batch, its fence, and whether messages of it were committed by its listener."""
+        """Return a half batch's app id, batch id and fence id, and whether its listener committed messages of it."""
         try:
             record = self.log.get(half_id)
         except HalfBatchLeftError as left:
-            kept = left.archived
-            if kept is None:
+            archived = left.archived
+            if archived is None:
                 return None, None, None, False
-            by_listeners = _by_listeners((d.kind, d.decided_by) for d in kept.decisions)
-            return kept.app_id, kept.batch_id, kept.fence_id, by_listeners
+            by_listener = _committed_by_listener(
+                (decision.kind, decision.decided_by) for decision in archived.decisions
+            )
+            return archived.app_id, archived.batch_id, archived.fence_id, by_listener
         header = record.header
         history = self.log.state_of(record, refresh=False).history
-        by_listeners = _by_listeners((row.kind, row.decided_by) for row in history)
-        return header.app_id, header.batch_id, header.fence_id, by_listeners
+        by_listener = _committed_by_listener((row.kind, row.decided_by) for row in history)
+        return header.app_id, header.batch_id, header.fence_id, by_listener
 
-    # ------------------------------------------------------------------ what may be missing
-    def _careful(self, since: datetime) -> Iterator[str]:
+    # ------------------------------------------------------------------ blind spots
+    def _blind_spots(self, since: datetime) -> Iterator[str]:
         age = self.log.machine.now() - since
         if age > timedelta(seconds=FENCE_RETENTION_S_MIN):
             yield (
                 f"the copy is {age.days} days old, and upkeep deletes rows of the fence that are older than fences "
                 f"({FENCE_RETENTION_S / 86_400:g}d by default): what they told is not seen"
             )
-        kept = kept_batches(self.log).sort_by([("prepared_at", "descending")])
-        newest = kept["half_id"].to_pylist()[:FENCES_LOOKED_AT]
+        batches = kept_batches(self.log).sort_by([("prepared_at", "descending")])
+        newest = batches["half_id"].to_pylist()[:FENCES_LOOKED_AT]
         fences: set[str | None] = set()
         for half_id in newest:
-            with suppress(TxmqError):  # one that is damaged is told elsewhere
+            with suppress(TxmqError):  # a damaged half batch is reported elsewhere
                 fences.add(self._committed(half_id)[2])
         fences -= {None, CommitOncePrepared.store_id}
         if fences and self.listener.store_id not in fences:
@@ -554,14 +557,14 @@ class Reconciler:
             )
 
     # ------------------------------------------------------------------ checkpoints
-    def _said(self, stream: Stream, executed: Sequence[ExecutedAttempt]) -> str:
-        mine = [a.batch_id for a in executed if a.app_id == stream.app_id]
+    def _stream_sentence(self, stream: Stream, executed: Sequence[ExecutedAttempt]) -> str:
+        batch_ids = [a.batch_id for a in executed if a.app_id == stream.app_id]
         last = self.log.last_batch_id(stream.app_id)
         in_log = "no batch" if last is None else f"batches up to {last}"
-        in_database = f", the database has executed batches up to {max(mine)} since" if mine else ""
-        again = "again" if stream.planned else "next"
+        in_database = f", the database has executed batches up to {max(batch_ids)} since" if batch_ids else ""
+        when = "again" if stream.planned else "next"
         return (
-            f"stream {stream.app_id} ({stream.place}) runs batch {stream.next_batch} {again}; the log has {in_log} of "
+            f"stream {stream.app_id} ({stream.place}) runs batch {stream.next_batch} {when}; the log has {in_log} of "
             f"it{in_database}"
         )
 
@@ -576,10 +579,10 @@ _ENDED = (
 )
 
 
-def _by_listeners(decisions: Iterable[tuple[object, object]]) -> bool:
-    """Whether a commit among decisions was a listener's answer, and no person's or policy's."""
+def _committed_by_listener(decisions: Iterable[tuple[object, object]]) -> bool:
+    """Return True when a commit among the decisions was a listener's answer, not a person's or a policy's."""
     answers = (Who.EXECUTE.value, Who.CHECK.value)
-    return any(str(kind) == Kind.COMMIT.value and str(who) in answers for kind, who in decisions)
+    return any(str(kind) == Kind.COMMIT.value and str(decided_by) in answers for kind, decided_by in decisions)
 
 
 def _finding(standing: Standing, attempt: ExecutedAttempt, what: str) -> Finding:

@@ -1,4 +1,4 @@
-"""The tables of a commit log on a store: made once, and opened by every process."""
+"""The tables of a commit log on a store: created once, and opened by every process."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LogFormatError, NotACommitLogError, StorageError
 
 FORMAT = 1
-"""The layout of the tables. A log of another one is not opened."""
+"""The version of the tables' layout. A log with another one is not opened."""
 LOG_RETENTION = "1m"
-"""How long Delta's own log entries stay: nothing here needs them, and commits slow down with their number."""
+"""How long Delta's log entries stay. Nothing here needs them, and commits slow down with their number."""
 
 OF_REPLACED_FILES = {
-    # Of op and groups, which replace their own files all the time: their tombstones would make every checkpoint long
-    # for a week.
+    # op and groups replace their own files constantly. By default the tombstones would lengthen every checkpoint for a
+    # week.
     "delta.deletedFileRetentionDuration": "interval 5 minutes",
 }
 
 
 OF_LEAVING_FILES = {
-    # Of half, which every settled half batch leaves: its log forgets a file some hours after that. Upkeep has deleted
-    # the file by then, or a vacuum does it later.
+    # Every settled half batch leaves half. Its Delta log forgets the file hours later. By then upkeep has deleted the
+    # file, or a vacuum does so later.
     "delta.deletedFileRetentionDuration": "interval 6 hours",
 }
 
@@ -47,22 +47,22 @@ def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | 
         "delta.dataSkippingStatsColumns": ",".join(op_module.STATS_COLUMNS),
         **OF_REPLACED_FILES,
     }
-    # topics comes last: it carries the format, so a log that a crash left half-made is not opened, but made again.
-    for name, schema, more in (
+    # topics comes last and carries the format: a half-created log is created again, and never opened.
+    for name, schema, own_settings in (
         ("half", HALF_SCHEMA, half_settings),
         ("op", OP_SCHEMA, op_settings),
         ("messages", MESSAGES_SCHEMA, _messages_settings(retention_s)),
         ("topics", TOPICS_SCHEMA, {"txmq.format": str(FORMAT), "txmq.queues": str(queues)}),
     ):
         reach("table made", table=name)
-        DeltaLogTable.create(f"{where}/{name}", name, schema, storage_options, {**settings, **more})
+        DeltaLogTable.create(f"{where}/{name}", name, schema, storage_options, {**settings, **own_settings})
 
 
 def _messages_settings(retention_s: int) -> dict[str, str]:
     kept_s = max(retention_s, messages.KEPT_S)
     return {
         "delta.logRetentionDuration": f"interval {kept_s} seconds",
-        # Upkeep has deleted a replaced file by the time at which the log forgets it.
+        # By then upkeep has deleted a replaced file.
         "delta.deletedFileRetentionDuration": f"interval {kept_s + 86_400} seconds",
         "delta.dataSkippingStatsColumns": ",".join(messages.STATS_COLUMNS),
     }
@@ -80,8 +80,8 @@ def _require_log(where: str, storage_options: Mapping[str, str] | None) -> None:
 
 
 def require_no_log_around(where: str, storage_options: Mapping[str, str] | None) -> None:
-    """Raise CommitLogExistsError for a place inside a commit log, or inside one of its tables: upkeep and VACUUM would
-    take the files of a log there for their own."""
+    """Raise CommitLogExistsError for a place inside a commit log or one of its tables, whose upkeep and VACUUM would
+    delete the files of a log there."""
     outer = where
     for _ in range(2):
         outer = outer.rpartition("/")[0]
@@ -92,13 +92,13 @@ def require_no_log_around(where: str, storage_options: Mapping[str, str] | None)
 
 
 def require_no_rest(where: str, storage_options: Mapping[str, str] | None) -> None:
-    """Raise CorruptLogError for a place without the table ``topics`` where others have been written to. A log that a
-    crash left half-made has empty ones."""
+    """Raise CorruptLogError for a place without the table ``topics`` whose other tables have commits. A half-created
+    log has empty tables."""
     for name, schema in (("op", OP_SCHEMA), ("half", HALF_SCHEMA), ("messages", MESSAGES_SCHEMA)):
         if (
             DeltaLogTable.exists(f"{where}/{name}", storage_options)
             and DeltaLogTable(f"{where}/{name}", name, schema, storage_options).version > 0
-            and not DeltaLogTable.exists(f"{where}/topics", storage_options)  # another process has just made it
+            and not DeltaLogTable.exists(f"{where}/topics", storage_options)  # another process may have just created it
         ):
             raise CorruptLogError(
                 f"{where} has no table 'topics', and its table {name!r} has been written to: the log has lost it, or "
@@ -108,22 +108,22 @@ def require_no_rest(where: str, storage_options: Mapping[str, str] | None) -> No
 
 
 def _require_format(where: str, topics: DeltaLogTable) -> None:
-    found = topics.configuration.get("txmq.format")
-    if found is None:
+    format_ = topics.configuration.get("txmq.format")
+    if format_ is None:
         raise NotACommitLogError(f"{where} is not a commit log: its table 'topics' has no property txmq.format")
-    if found != str(FORMAT):
+    if format_ != str(FORMAT):
         raise LogFormatError(
-            f"{where} has format {found}, and this version of rmq_spark reads and writes format {FORMAT} alone: use "
+            f"{where} has format {format_}, and this version of rmq_spark reads and writes format {FORMAT} alone: use "
             "the version that made the log, or a new log"
         )
 
 
 class DeltaTables(LogTables):
-    """The Delta tables of a commit log on a store; ``half`` opens in the background."""
+    """The Delta tables of a commit log on a store. ``half`` opens in the background."""
 
     @classmethod
     def open(cls, where: str, storage_options: Mapping[str, str] | None) -> DeltaTables:
-        """Open the tables of the commit log at a place.
+        """Open the tables of the commit log at ``where``.
 
         Raises
         ------

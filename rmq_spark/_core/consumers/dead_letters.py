@@ -1,4 +1,4 @@
-"""Dead letters: lists the messages that a consumer group gave up, and sends them again."""
+"""Dead letters: lists the messages that a consumer group gave up on, and sends them again."""
 
 from __future__ import annotations
 
@@ -54,86 +54,91 @@ class DeadLetters:
         self.group = require_group_name(group, "consumerGroup")
 
     def list(self, limit: int | None = None) -> pa.Table:
-        """Return the dead letters, oldest first; GroupNotFoundError for a group that has read nothing here.
+        """Return the dead letters, oldest first.
 
         Returns
         -------
         pyarrow.Table
             ``queue_offset`` (identifies the letter), ``topic`` and ``msg_id`` of the original message, ``tags, keys,
-            sharding_key, properties, body, born_timestamp``, ``reconsume_times``, ``reason``, ``died`` (when the group
-            gave it up) and ``resent`` (when somebody sent it again).
+            sharding_key, properties, body, born_timestamp``, ``reconsume_times``, ``reason``, ``died`` (when it
+            became a dead letter) and ``resent`` (when it was sent again).
+
+        Raises
+        ------
+        GroupNotFoundError
+            When the log does not know the group.
         """
-        read = self._read(limit)
-        maps = [dict(m or ()) for m in read["properties"].to_pylist()]
-        own = [{k: m.get(k) for k in OWN_PROPERTIES} for m in maps]
-        kept = [[(k, v) for k, v in m.items() if k not in OWN_PROPERTIES] or None for m in maps]
+        letters = self._read(limit)
+        properties = [dict(m or ()) for m in letters["properties"].to_pylist()]
+        own_properties = [{k: m.get(k) for k in OWN_PROPERTIES} for m in properties]
+        user_properties = [[(k, v) for k, v in m.items() if k not in OWN_PROPERTIES] or None for m in properties]
         columns = {
-            "queue_offset": read["queue_offset"],
-            "topic": pa.array([m[DLQ_ORIGIN_TOPIC] for m in own], pa.string()),
-            "msg_id": pa.array([m[DLQ_ORIGIN_MESSAGE_ID] for m in own], pa.string()),
-            **{name: read[name] for name in ("tags", "keys", "sharding_key")},
-            "properties": pa.array(kept, PROPERTIES),
-            "body": read["body"],
-            "born_timestamp": read["born_timestamp"],
-            "reconsume_times": pa.array([int(m[RECONSUME_TIME] or 0) for m in own], pa.int32()),
-            "reason": pa.array([m[REASON] for m in own], pa.string()),
-            "died": read["commit_timestamp"],
-            "resent": pa.array(self._resent(read["queue_offset"].to_pylist()), TIMESTAMP),
+            "queue_offset": letters["queue_offset"],
+            "topic": pa.array([m[DLQ_ORIGIN_TOPIC] for m in own_properties], pa.string()),
+            "msg_id": pa.array([m[DLQ_ORIGIN_MESSAGE_ID] for m in own_properties], pa.string()),
+            **{name: letters[name] for name in ("tags", "keys", "sharding_key")},
+            "properties": pa.array(user_properties, PROPERTIES),
+            "body": letters["body"],
+            "born_timestamp": letters["born_timestamp"],
+            "reconsume_times": pa.array([int(m[RECONSUME_TIME] or 0) for m in own_properties], pa.int32()),
+            "reason": pa.array([m[REASON] for m in own_properties], pa.string()),
+            "died": letters["commit_timestamp"],
+            "resent": pa.array(self._resend_times_at(letters["queue_offset"].to_pylist()), TIMESTAMP),
         }
         return pa.table(columns)
 
     def waiting(self) -> int:
-        """Return how many letters are kept that nobody has sent again. It reads none."""
+        """Return how many dead letters have not been sent again. It reads no message."""
         topic, firsts, tails = DLQ_PREFIX + self.group, self.log.firsts(), self.log.tails()
-        kept = [range(firsts.get(queue, 0), tail) for queue, tail in tails.items() if queue[0] == topic]
-        if not any(kept):
+        kept_offsets = [range(firsts.get(queue, 0), tail) for queue, tail in tails.items() if queue[0] == topic]
+        if not any(kept_offsets):
             return 0
-        sent = self._sent_again()
-        return sum(len(offsets) - sum(offset in offsets for offset in sent) for offsets in kept)
+        resent_offsets = self._resend_times()
+        return sum(len(offsets) - sum(offset in offsets for offset in resent_offsets) for offsets in kept_offsets)
 
-    def _resent(self, offsets: Sequence[int]) -> Sequence[datetime | None]:
-        """When each letter was sent again."""
-        at = self._sent_again() if offsets else {}
-        return [at.get(offset) for offset in offsets]
+    def _resend_times_at(self, offsets: Sequence[int]) -> Sequence[datetime | None]:
+        """Return the time at which each letter was sent again, or None."""
+        times = self._resend_times() if offsets else {}
+        return [times.get(offset) for offset in offsets]
 
-    def _sent_again(self) -> dict[int, datetime]:
-        """The letters that were sent again, by their offsets, and when."""
+    def _resend_times(self) -> dict[int, datetime]:
+        """Return the times at which letters were sent again, by the letters' offsets."""
         prefix, batches = resend_name(self.group, ""), kept_batches(self.log)
-        mine = batches.filter(pc.starts_with(batches["half_id"], prefix)).select(["half_id", "prepared_at"])
-        rows = ((row["half_id"].removeprefix(prefix).partition(":")[0], row["prepared_at"]) for row in mine.to_pylist())
-        return {int(offset): at for offset, at in rows if offset.isdecimal()}  # another group's name may go on
+        sent = batches.filter(pc.starts_with(batches["half_id"], prefix)).select(["half_id", "prepared_at"])
+        rows = ((row["half_id"].removeprefix(prefix).partition(":")[0], row["prepared_at"]) for row in sent.to_pylist())
+        return {int(offset): time for offset, time in rows if offset.isdecimal()}  # a longer group name may begin alike
 
     def resend(self, offsets: Iterable[int] | None = None) -> int:
-        """Send dead letters to the group again. No other group gets them, and their count of retries begins anew.
+        """Send dead letters to this group again, and to no other group. Their retries are counted from 0 again.
 
         Parameters
         ----------
         offsets : iterable of int, optional
-            ``queue_offset`` of each letter; all letters when not given. A letter is sent again only once, however often
-            this is called, and however long ago that was: the log knows it for as long as the letter is there.
+            ``queue_offset`` of each letter; all letters when not given. A letter is sent again at most once, for as
+            long as the log keeps it.
 
         Returns
         -------
         int
-            How many letters this call sent.
+            Number of letters that this call sent.
 
         Raises
         ------
         OffsetError
-            When there is no letter at an offset; nothing is sent.
+            When an offset has no letter; nothing is sent.
         """
-        read = self._read(None)
-        there = read["queue_offset"].to_pylist()
+        table = self._read(None)
+        kept = table["queue_offset"].to_pylist()
         if not (offsets is None or isinstance(offsets, Iterable)):
             raise OffsetError(f"offsets={offsets!r} is no list: each letter's queue_offset is expected, as in [0, 2]")
-        wanted = there if offsets is None else sorted({whole_number(o, "offset", 0) for o in offsets})
-        unknown = [o for o in wanted if o not in set(there)]
+        chosen = kept if offsets is None else sorted({whole_number(o, "offset", 0) for o in offsets})
+        unknown = [o for o in chosen if o not in set(kept)]
         if unknown:
-            known = f"it has those from {there[0]} to {there[-1]}" if there else "it has none"
-            raise OffsetError(f"group {self.group!r} has no dead letter {unknown[0]}: {known}")
-        letters = read.filter(pc.is_in(read["queue_offset"], value_set=pa.array(wanted, pa.int64())))
-        names = [resend_name(self.group, offset) for offset in wanted]
-        return send_each(self.log, self.group, names, _alive(letters, self.group))
+            kept_range = f"it has those from {kept[0]} to {kept[-1]}" if kept else "it has none"
+            raise OffsetError(f"group {self.group!r} has no dead letter {unknown[0]}: {kept_range}")
+        letters = table.filter(pc.is_in(table["queue_offset"], value_set=pa.array(chosen, pa.int64())))
+        names = [resend_name(self.group, offset) for offset in chosen]
+        return send_each(self.log, self.group, names, _messages_to_resend(letters, self.group))
 
     def _read(self, limit: int | None) -> pa.Table:
         topics = self.log.topics()
@@ -143,18 +148,18 @@ class DeadLetters:
         return read_topic(self.log, dlq_topic(self.group), limit=limit)
 
     def _require_group(self, topics: Iterable[str]) -> None:
-        own = (RETRY_PREFIX, DLQ_PREFIX)
-        known = {*groups(self.log), *(t.removeprefix(p) for t in topics for p in own if t.startswith(p))}
+        own_prefixes = (RETRY_PREFIX, DLQ_PREFIX)
+        known = {*groups(self.log), *(t.removeprefix(p) for t in topics for p in own_prefixes if t.startswith(p))}
         if self.group not in known:
             hint = nearest(self.group, known) if known else "no group has read from this commit log yet"
             raise GroupNotFoundError(f"consumer group {self.group!r} is not known in this commit log ({hint})")
 
 
-def _alive(letters: pa.Table, group: str) -> pa.Table:
-    """Dead letters as they are sent again."""
-    dropped = (DLQ_ORIGIN_TOPIC, DLQ_ORIGIN_MESSAGE_ID, REASON)
-    properties = [{**dict(found or ()), RECONSUME_TIME: "0"} for found in letters["properties"].to_pylist()]
-    kept = [[(k, v) for k, v in found.items() if k not in dropped] for found in properties]
-    again = letters.select(["tags", "keys", "sharding_key", "body", "born_timestamp"])
-    again = again.append_column("topic", pa.array([retry_topic(group)] * letters.num_rows, pa.string()))
-    return again.append_column("properties", pa.array(kept, PROPERTIES))
+def _messages_to_resend(letters: pa.Table, group: str) -> pa.Table:
+    """Return the messages that send these dead letters again."""
+    dropped_names = (DLQ_ORIGIN_TOPIC, DLQ_ORIGIN_MESSAGE_ID, REASON)
+    with_count = [{**dict(row or ()), RECONSUME_TIME: "0"} for row in letters["properties"].to_pylist()]
+    properties = [[(k, v) for k, v in row.items() if k not in dropped_names] for row in with_count]
+    messages = letters.select(["tags", "keys", "sharding_key", "body", "born_timestamp"])
+    messages = messages.append_column("topic", pa.array([retry_topic(group)] * letters.num_rows, pa.string()))
+    return messages.append_column("properties", pa.array(properties, PROPERTIES))

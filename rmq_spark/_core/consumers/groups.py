@@ -1,4 +1,4 @@
-"""Consumer groups: tells how far they have read and how far they are behind, and moves their positions."""
+"""Consumer groups: reports their positions and lag, and moves their positions."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ _OF_PROGRESS = ("updated", "updated_by", "suspended_until", "owner", "generation
 class ConsumerGroup:
     """One consumer group of a commit log (RocketMQ: ``mqadmin consumerProgress``, ``resetOffsetByTime``).
 
-    A stream with the option ``consumerGroup`` publishes its positions here. Without a checkpoint it starts at them.
+    A stream with the option ``consumerGroup`` publishes its positions here, and starts at them when it has no
+    checkpoint.
 
     Parameters
     ----------
@@ -92,38 +93,38 @@ class ConsumerGroup:
         return self.log.groups.positions(self.name)
 
     def lag(self) -> pa.Table:
-        """Return how far the group is behind, with a row for each queue of the topics that it reads.
+        """Return how far the group is behind, one row for each queue of the topics that it reads.
 
         Returns
         -------
         pyarrow.Table
-            ``consumer_group, topic, queue_id, next_offset, end_offset``; ``lag``, the messages that are visible and not
-            read; ``lag_seconds`` since the first of them was committed (0 when there is none); ``pending`` half
-            messages and ``waiting`` messages (committed, but delayed or held for order), neither of which is in the
-            lag; ``updated`` and ``updated_by``; ``suspended_until`` of a queue that an orderly listener has suspended;
-            of a group of ``PushConsumer`` s the ``owner`` of the queue, its ``generation``, and ``heartbeat_seconds``
-            since the owner's newest heartbeat and its ``lease_seconds`` (null: it has no heartbeat). An owner with more
-            seconds than its lease is dead.
+            ``consumer_group, topic, queue_id, next_offset, end_offset``; ``lag``, the visible messages that are not
+            read; ``lag_seconds`` since the first of them was committed (0 without lag); ``pending`` half messages and
+            ``waiting`` messages (committed, but delayed or held for order), neither of which counts as lag;
+            ``updated`` and ``updated_by``; ``suspended_until`` of a queue that an orderly listener has suspended; for a
+            group of ``PushConsumer`` s, the queue's ``owner`` and ``generation``, ``heartbeat_seconds`` since the
+            owner's newest heartbeat, and the owner's ``lease_seconds`` (null without a heartbeat). An owner whose
+            heartbeat is older than its lease is dead.
 
         Raises
         ------
         GroupNotFoundError
             When the group has no progress.
         """
-        known = {(r["topic"], r["queue_id"]): r for r in self._rows().to_pylist()}
+        progress = {(r["topic"], r["queue_id"]): r for r in self._progress_rows().to_pylist()}
         open_messages = open_messages_of(self.log)
         beats = self.members()
-        found = self._behind(known)
-        for row in found:
+        rows = self._lag_rows(progress)
+        for row in rows:
             queue = (row["topic"], row["queue_id"])
             row["pending"], row["waiting"] = open_messages.get(queue, (0, 0))
-            row.update({name: known[queue][name] if queue in known else None for name in _OF_PROGRESS})
+            row.update({name: progress[queue][name] if queue in progress else None for name in _OF_PROGRESS})
             row["heartbeat_seconds"], row["lease_seconds"] = beats.get(row["owner"], (None, None))
-        return pa.Table.from_pylist(found, schema=LAG_SCHEMA)
+        return pa.Table.from_pylist(rows, schema=LAG_SCHEMA)
 
     def behind(self) -> pa.Table:
-        """Return how far the group is behind, as :meth:`lag` does, and nothing else. It reads no half batch, so it is
-        quick also when many are pending.
+        """Return how far the group is behind, without the other columns of :meth:`lag`. It reads no half batch, so it
+        is quick even when many are pending.
 
         Returns
         -------
@@ -135,57 +136,56 @@ class ConsumerGroup:
         GroupNotFoundError
             When the group has no progress.
         """
-        known = {(r["topic"], r["queue_id"]): r for r in self._rows().to_pylist()}
-        return pa.Table.from_pylist(self._behind(known), schema=BEHIND_SCHEMA)
+        progress = {(r["topic"], r["queue_id"]): r for r in self._progress_rows().to_pylist()}
+        return pa.Table.from_pylist(self._lag_rows(progress), schema=BEHIND_SCHEMA)
 
-    def _behind(self, known: Mapping[Queue, Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """For each queue of the topics of a group with this progress, how far it is behind."""
+    def _lag_rows(self, rows: Mapping[Queue, Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return a row of :data:`BEHIND_SCHEMA` for each queue of the topics in ``rows``."""
         queues_of = self.log.topics()
-        names = sorted({topic for topic, _ in known})
+        topics = sorted({topic for topic, _ in rows})
         tails = self.log.tails()
-        queues = [(t, q) for t in names for q in range(queues_of.get(t, 0))]
+        queues = [(t, q) for t in topics for q in range(queues_of.get(t, 0))]
         firsts = self.log.firsts()
-        start = {queue: known[queue]["next_offset"] if queue in known else firsts.get(queue, 0) for queue in queues}
-        left = {queue: max(offset, firsts.get(queue, 0)) for queue, offset in start.items()}  # what expired is not
-        since = waiting_since(self.log, {q: n for q, n in left.items() if n < tails.get(q, 0)})
+        reached = {queue: rows[queue]["next_offset"] if queue in rows else firsts.get(queue, 0) for queue in queues}
+        unread = {queue: max(offset, firsts.get(queue, 0)) for queue, offset in reached.items()}  # without expired ones
+        waits_since = waiting_since(self.log, {q: n for q, n in unread.items() if n < tails.get(q, 0)})
         now = self.log.machine.now()
         return [
             {
                 "consumer_group": self.name,
                 "topic": queue[0],
                 "queue_id": queue[1],
-                "next_offset": start[queue],
+                "next_offset": reached[queue],
                 "end_offset": tails.get(queue, 0),
-                "lag": max(0, tails.get(queue, 0) - left[queue]),
-                "lag_seconds": max(0.0, (now - since[queue]).total_seconds()) if queue in since else 0.0,
+                "lag": max(0, tails.get(queue, 0) - unread[queue]),
+                "lag_seconds": max(0.0, (now - waits_since[queue]).total_seconds()) if queue in waits_since else 0.0,
             }
             for queue in queues
         ]
 
     def members(self) -> dict[str, Heartbeat]:
-        """Return the members of the group and each one's newest heartbeat: those of a :class:`PushConsumer` or a
-        :class:`PullConsumer`.
+        """Return the newest heartbeat of each :class:`PushConsumer` and :class:`PullConsumer` of the group.
 
         Returns
         -------
         dict of str to Heartbeat
-            ``age_s`` and the member's own ``lease_s``, both in seconds, and ``is_alive``. A member that was killed
-            stays here for a few leases, and is not alive.
+            ``age_s`` and the member's own ``lease_s``, both in seconds, and ``is_alive``. A killed member
+            is listed for a few more leases, and is not alive.
         """
         beats = heartbeats(self.log.groups.table, self.name, self.log.machine.now())
         return dict(sorted(beats.items()))
 
-    def _rows(self) -> pa.Table:
+    def _progress_rows(self) -> pa.Table:
         rows = self.log.groups.rows(self.name)
         if rows.num_rows == 0:
-            names = pc.unique(self.log.groups.rows()["consumer_group"]).to_pylist()
-            hint = nearest(self.name, names) if names else "no group has read from this commit log yet"
+            known_groups = pc.unique(self.log.groups.rows()["consumer_group"]).to_pylist()
+            hint = nearest(self.name, known_groups) if known_groups else "no group has read from this commit log yet"
             raise GroupNotFoundError(f"consumer group {self.name!r} has no progress ({hint})")
         return rows
 
     def _topics_read(self) -> set[str]:
         try:
-            return set(self._rows()["topic"].to_pylist())
+            return set(self._progress_rows()["topic"].to_pylist())
         except GroupNotFoundError as problem:
             raise GroupNotFoundError(f"{problem}. Name its topics to say where a new group begins") from None
 
@@ -193,11 +193,11 @@ class ConsumerGroup:
     def reset(
         self, to: str | datetime | JsonOffsets, topics: Iterable[str] | None = None, others_stay: bool = False
     ) -> Positions:
-        """Move the group's positions forwards or backwards, and return those that were moved to.
+        """Move the group's positions forwards or backwards, and return the new ones.
 
-        A query that has a checkpoint goes on where the checkpoint says. So stop the query, reset the group, and start
-        the query with a new ``checkpointLocation``. A :class:`PushConsumer` need not stop: it notices at its next
-        progress or heartbeat, and goes on at the new position.
+        A query with a checkpoint continues from its checkpoint. So stop the query, reset the group, and start the query
+        with a new ``checkpointLocation``. A :class:`PushConsumer` need not stop: it notices the reset when it next
+        writes progress or a heartbeat, and continues from the new position.
 
         Parameters
         ----------
@@ -208,7 +208,7 @@ class ConsumerGroup:
         topics : iterable of str, optional
             When not given: the topics of the offsets in ``to``, else those that the group has read.
         others_stay : bool
-            True: a queue that the offsets do not name stays where it is, as with ``kafka-consumer-groups`` and
+            True: a queue that the offsets do not name keeps its position, as with ``kafka-consumer-groups`` and
             ``txmq group reset``. False: it is an error.
 
         Raises
@@ -216,34 +216,34 @@ class ConsumerGroup:
         OptionError, OffsetError, OffsetOutOfRangeError, TopicNotFoundError, GroupNotFoundError
         """
         if topics is not None:
-            listed = isinstance(topics, Iterable) and not isinstance(topics, (str, bytes))
+            is_list = isinstance(topics, Iterable) and not isinstance(topics, (str, bytes))
             topics = (
                 [require_topic_name(name, own=True) for name in topics]
-                if listed
+                if is_list
                 else [require_topic_name(topics, own=True)]
             )
-        given: str | datetime | Positions
+        target: str | datetime | Positions
         if isinstance(to, datetime):
-            given = require_time(to, "to")
+            target = require_time(to, "to")
         elif isinstance(to, str):
             if to not in (EARLIEST, LATEST):
                 raise OptionError(f"to={to!r} is neither 'earliest' nor 'latest', nor a datetime, nor offsets")
-            given = to
+            target = to
         else:
-            given = given_positions(to, "to")
-        if isinstance(given, dict) and topics is None:
-            names: Sequence[str] = sorted({topic for topic, _ in given})
+            target = given_positions(to, "to")
+        if isinstance(target, dict) and topics is None:
+            topic_names: Sequence[str] = sorted({topic for topic, _ in target})
         else:
-            names = sorted(set(topics) if topics is not None else self._topics_read())
-        if not names:
+            topic_names = sorted(set(topics) if topics is not None else self._topics_read())
+        if not topic_names:
             raise OptionError("no topic is named: there is nothing to reset")
-        subscription = Subscription(tuple(require_topic_name(name, own=True) for name in names))
+        subscription = Subscription(tuple(require_topic_name(name, own=True) for name in topic_names))
         planner = Planner(self.log, subscription)
-        if others_stay and isinstance(given, dict):
-            positions = self._only_named(planner, given)
+        if others_stay and isinstance(target, dict):
+            positions = self._resolve_named(planner, target)
         else:
-            positions = planner.resolve("to", given)
-        if isinstance(given, dict):
+            positions = planner.resolve("to", target)
+        if isinstance(target, dict):
             firsts = self.log.firsts(refresh=False)
             for queue, offset in positions.items():
                 if offset < firsts.get(queue, 0):
@@ -252,18 +252,18 @@ class ConsumerGroup:
         return positions
 
     @staticmethod
-    def _only_named(planner: Planner, given: Positions) -> Positions:
-        """Return these offsets, after a look at whether the log has them. A topic without any is an error."""
+    def _resolve_named(planner: Planner, offsets: Positions) -> Positions:
+        """Resolve these offsets, and leave other queues out. A topic without an offset is an error."""
         queues = planner.queues()
         for topic in queues:
-            if not any(queue[0] == topic for queue in given):
+            if not any(queue[0] == topic for queue in offsets):
                 raise OptionError(f"to names no queue of topic {topic!r}: give offsets of it, or leave out the topic")
-        every = copy(given)  # a CountedPositions says of which log
+        all_offsets = copy(offsets)  # it may be a CountedPositions, which names its log
         for topic, count in queues.items():
             for queue_id in range(count):
-                every.setdefault((topic, queue_id), LATEST_OFFSET)
-        resolved = planner.resolve("to", every)
-        return {queue: offset for queue, offset in resolved.items() if queue in given}
+                all_offsets.setdefault((topic, queue_id), LATEST_OFFSET)
+        resolved = planner.resolve("to", all_offsets)
+        return {queue: offset for queue, offset in resolved.items() if queue in offsets}
 
     def clone(self, name: str) -> ConsumerGroup:
         """Give another group the progress of this one (RocketMQ: ``cloneGroupOffset``).
@@ -275,20 +275,20 @@ class ConsumerGroup:
         GroupNotFoundError
             When this group has no progress.
         """
-        other = ConsumerGroup(self.log, name)
+        target = ConsumerGroup(self.log, name)
         positions = dict(self.positions())
-        self._rows()
-        if other.positions():
+        self._progress_rows()
+        if target.positions():
             raise OptionError(
                 f"consumer group {name!r} has progress of its own: delete it first, or choose another name"
             )
         self.log.groups.set(name, positions, f"cloned from {self.name}")
-        return other
+        return target
 
     def hand_over(self) -> bool:
-        """Let others read for the group: Spark after a :class:`PushConsumer`, or the other way round.
+        """Let another kind of consumer read for the group: Spark after a :class:`PushConsumer`, or the reverse.
 
-        Stop those that read for it until now. Their progress stays, and what they still report is refused.
+        Stop the group's consumers first. Their progress is kept, and what they report later is refused.
 
         Returns
         -------
@@ -298,29 +298,29 @@ class ConsumerGroup:
         return self.log.groups.hand_over(self.name, "handed over")
 
     def delete(self) -> bool:
-        """Forget the group: its progress, and its members' heartbeats. Returns False when it had no progress."""
-        known = self.log.groups.delete(self.name)
+        """Delete the group's progress and its members' heartbeats; False when it had no progress."""
+        had_progress = self.log.groups.delete(self.name)
         forget(self.log.groups.table, self.name)
-        return known
+        return had_progress
 
 
 def waiting_since(log: Engine, behind: Mapping[Queue, int]) -> dict[Queue, datetime]:
-    """Return when the message at each of these offsets was committed. ``op`` must have been read before."""
-    found: dict[Queue, datetime] = {}
+    """Return the commit time of the message at each queue's offset. The caller must have read ``op``."""
+    commit_times: dict[Queue, datetime] = {}
     border = log.drained.border() if behind else {}
-    found |= log.drained.times_of({q: offset for q, offset in behind.items() if offset < border.get(q, 0)})
-    left = {queue: offset for queue, offset in behind.items() if queue not in found}
-    for rows, _ in log.placements(above=min(left.values(), default=0)) if left else ():
-        for (topic, queue_id), offset in list(left.items()):
+    commit_times |= log.drained.times_of({q: offset for q, offset in behind.items() if offset < border.get(q, 0)})
+    unresolved = {queue: offset for queue, offset in behind.items() if queue not in commit_times}
+    for rows, _ in log.placements(above=min(unresolved.values(), default=0)) if unresolved else ():
+        for (topic, queue_id), offset in list(unresolved.items()):
             of_queue = pc.and_(pc.equal(rows["topic"], topic), pc.equal(rows["queue_id"], queue_id))
-            holds = pc.and_(pc.less_equal(rows["queue_offset"], offset), pc.greater(rows["next_offset"], offset))
-            times = rows.filter(pc.and_(of_queue, holds))["op_time"]
+            covers = pc.and_(pc.less_equal(rows["queue_offset"], offset), pc.greater(rows["next_offset"], offset))
+            times = rows.filter(pc.and_(of_queue, covers))["op_time"]
             if len(times):
-                found[(topic, queue_id)] = times[0].as_py()
-                del left[(topic, queue_id)]
-        if not left:
+                commit_times[(topic, queue_id)] = times[0].as_py()
+                del unresolved[(topic, queue_id)]
+        if not unresolved:
             break
-    return found
+    return commit_times
 
 
 def groups(log: Engine) -> list[str]:

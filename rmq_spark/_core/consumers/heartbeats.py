@@ -1,9 +1,9 @@
 """Heartbeats: which members of a consumer group are alive, as one member sees it.
 
-A heartbeat is a small file that its member overwrites, ``groups/_members/<group>/<member>``. It has a counter. Nobody
-compares clocks: an observer notes when it last saw the counter move, by its own monotonic clock. A member whose counter
-has not moved for its lease, which the heartbeat names, is dead. Heartbeats are no commits. They cost a put each, and
-nobody waits for another one.
+A heartbeat is a small file, ``groups/_members/<group>/<member>``, which its member overwrites with a rising counter.
+No clocks are compared: an observer notes, by its own monotonic clock, when it last saw the counter change. A member
+whose counter has not changed for its lease, which the heartbeat names, is dead. A heartbeat is no commit: it costs one
+put, and no member waits for another.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from rmq_spark.errors import OptionError
 logger = logging.getLogger(__name__)
 
 FOLDER = "_members"
-"""In the folder of the table ``groups``. Delta and its VACUUM leave names with an underscore alone."""
+"""In the folder of the table ``groups``. Delta and its VACUUM ignore names that begin with an underscore."""
 LEASE_S = 30.0
-"""Three heartbeats: one that is late or lost costs no queue."""
+"""Three heartbeat intervals, so that one late or lost heartbeat costs no queue."""
 FORGOTTEN_LEASES = 3.0
-"""A heartbeat that has not moved for so many leases is removed. A member that comes later trusts the store's times."""
+"""Leases after which an unchanged heartbeat is removed. A new member judges its age by the store's times."""
 
 
 def new_member_name(unique_id: str) -> str:
-    """Return a name that no other member has or had: host, process and something unique (RocketMQ: ``clientId``)."""
+    """Return a name that no other member has or had: host, process and a unique part (RocketMQ: ``clientId``)."""
     host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:64]
     return f"{host}@{os.getpid()}.{unique_id[:8]}"
 
 
 class Heartbeat(NamedTuple):
-    """The newest heartbeat of a member, for people to look at.
+    """The newest heartbeat of a member, for display.
 
     Attributes
     ----------
     age_s : float
-        Seconds since it was put: the store's clock then, and this machine's now.
+        Seconds since it was put: from the store's time of the put to this machine's time now.
     lease_s : float
-        The member's own lease, in seconds, which the heartbeat names.
+        The member's own lease in seconds, as the heartbeat names it.
     """
 
     age_s: float
@@ -60,13 +60,13 @@ class Heartbeat(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the member's lease lasts."""
+        """Whether the heartbeat is no older than the lease."""
         return self.age_s <= self.lease_s
 
 
 @dataclass
 class _Seen:
-    """What an observer saw of a member, and since when."""
+    """A heartbeat, and when an observer first saw this content; no content when there is no file."""
 
     content: bytes | None
     since_s: float
@@ -76,7 +76,7 @@ class _Seen:
 
 
 class Members:
-    """The members of a group, as one of them sees them.
+    """The members of a group, as one member sees them.
 
     Parameters
     ----------
@@ -84,13 +84,13 @@ class Members:
         The table ``groups``.
     group, member : str
     topics : collection of str
-        Those that this member reads. The shares of a topic's queues are counted among members that read it.
+        Topics that this member reads. The members that read a topic share its queues.
     lease_s : float
-        Seconds without a heartbeat after which a member is dead.
+        Seconds without a heartbeat after which this member is dead.
     margin_s : float
-        A member starts no listener call in the last so many seconds of its own lease.
+        Seconds before the end of its own lease in which a member starts no listener call.
     chooses : str
-        The tags or the selector of this member, empty when it wants all messages.
+        Tags or selector of this member; empty when it reads all messages.
     """
 
     def __init__(
@@ -111,17 +111,17 @@ class Members:
         self.chooses = chooses
         self._lease_s, self._margin_s = lease_s, margin_s
         self._counter = 0
-        self._beat_s: float | None = None  # when the newest heartbeat that arrived was begun
+        self._beat_s: float | None = None  # when the put of the newest stored heartbeat began
         self._seen: dict[str, _Seen] = {}
         self.of_all_groups = 1
-        """Heartbeats of all groups of the log that the last look found."""
+        """Number of heartbeats of all groups of the log, at the last look."""
 
-    # ------------------------------------------------------------------ its own
+    # ------------------------------------------------------------------ its own heartbeat
     def beat(self) -> float:
-        """Put a heartbeat, and return when that began. It counts only once :meth:`renew` was told so."""
+        """Put a heartbeat, and return the monotonic time at which the put began, for :meth:`renew`."""
         began_s = self._machine.monotonic()
         self._counter += 1
-        told = {
+        fields = {
             "counter": self._counter, "topics": sorted(self.topics), "chooses": self.chooses, "lease": self._lease_s
         }  # fmt: skip
         path = self._path(self.member)
@@ -129,15 +129,15 @@ class Members:
             if isinstance(self._table.fs, pafs.LocalFileSystem):
                 self._table.fs.create_dir(path.rpartition("/")[0], recursive=True)
             with self._table.fs.open_output_stream(path) as stream:
-                stream.write(json.dumps(told).encode())
+                stream.write(json.dumps(fields).encode())
         return began_s
 
     def renew(self, began_s: float) -> None:
-        """The member's own lease runs from here."""
+        """Begin the member's own lease at this time."""
         self._beat_s = began_s
 
     def may_start(self) -> bool:
-        """Return True while no other member may think that this one is dead, now or within the margin."""
+        """Return True while no other member can take this one for dead, now or within the margin."""
         return self._beat_s is not None and self._machine.monotonic() - self._beat_s < self._lease_s - self._margin_s
 
     def leave(self) -> None:
@@ -146,123 +146,122 @@ class Members:
         with suppress(FileNotFoundError), writing(self._folder):
             self._table.fs.delete_file(self._path(self.member))
 
-    # ------------------------------------------------------------------ the others'
+    # ------------------------------------------------------------------ all heartbeats
     def look(self) -> None:
-        """Read the heartbeats of all members."""
+        """Read the heartbeats of all members of the group."""
         now_s = self._machine.monotonic()
-        infos = _listed(self._table)
+        infos = _list_heartbeats(self._table)
         self.of_all_groups = max(1, len(infos))
-        found = _read(self._table, infos, self.group)
-        _, own = found.get(self.member, (b"", None))
-        for member, (content, written) in found.items():
-            known = self._seen.get(member)
-            if known is None and _is_forgotten(content, written, own):
-                self._seen[member] = _seen(content, -math.inf, self._lease_s)
-            elif known is None or known.content != content:
-                self._seen[member] = _seen(content, now_s, self._lease_s)
-            elif self._old(known, FORGOTTEN_LEASES) and member != self.member:
-                with suppress(OSError):  # another member may do it
+        contents = _read_content(self._table, infos, self.group)
+        _, own_put = contents.get(self.member, (b"", None))
+        for member, (content, put_at) in contents.items():
+            seen = self._seen.get(member)
+            if seen is None and _is_overdue(content, put_at, own_put):
+                self._seen[member] = _parsed(content, -math.inf, self._lease_s)
+            elif seen is None or seen.content != content:
+                self._seen[member] = _parsed(content, now_s, self._lease_s)
+            elif self._is_expired(seen, FORGOTTEN_LEASES) and member != self.member:
+                with suppress(OSError):  # another member may have removed it
                     self._table.fs.delete_file(self._path(member))
-        for member, known in list(self._seen.items()):
-            if member not in found and known.content is not None:
-                self._seen[member] = _Seen(None, now_s, known.lease_s)  # it has left, or somebody removed the file
-            elif known.content is None and self._old(known, FORGOTTEN_LEASES):
+        for member, seen in list(self._seen.items()):
+            if member not in contents and seen.content is not None:
+                self._seen[member] = _Seen(None, now_s, seen.lease_s)  # the member left, or its file was removed
+            elif seen.content is None and self._is_expired(seen, FORGOTTEN_LEASES):
                 del self._seen[member]
 
     def live(self, topic: str) -> list[str]:
-        """Return the living members that read a topic, this one among them, in the order that all of them see."""
-        others = {member for member, seen in self._living() if topic in seen.topics}
+        """Return the living members that read a topic, this one included, in the order that all members share."""
+        others = {member for member, seen in self._live_members() if topic in seen.topics}
         return sorted({self.member, *others} if topic in self.topics else others)
 
     def unlike(self) -> dict[str, tuple[frozenset[str], str]]:
-        """Return the topics and the filter of each living member that subscribes to something else than this one."""
-        mine = self.topics, self.chooses
+        """Return the topics and the filter of each living member whose subscription differs from this one's."""
+        own_subscription = self.topics, self.chooses
         return {
             member: (seen.topics, seen.chooses)
-            for member, seen in self._living()
-            if seen.chooses is not None and (seen.topics, seen.chooses) != mine
+            for member, seen in self._live_members()
+            if seen.chooses is not None and (seen.topics, seen.chooses) != own_subscription
         }
 
-    def _living(self) -> Iterator[tuple[str, _Seen]]:
-        return ((m, seen) for m, seen in self._seen.items() if seen.content is not None and not self._old(seen))
+    def _live_members(self) -> Iterator[tuple[str, _Seen]]:
+        return ((m, seen) for m, seen in self._seen.items() if seen.content is not None and not self._is_expired(seen))
 
     def is_dead(self, owner: str) -> bool:
-        """Return True when the owner of a queue has not moved its counter for its lease. One without a heartbeat has
-        this member's lease, from the first time that somebody asks."""
+        """Return True when a queue's owner has not changed its counter for its lease. For an owner without a heartbeat,
+        this member's lease runs from the first call."""
         if owner == self.member:
             return False
         if owner not in self._seen:
             self._seen[owner] = _Seen(None, self._machine.monotonic(), self._lease_s)
-        return self._old(self._seen[owner])
+        return self._is_expired(self._seen[owner])
 
-    def _old(self, seen: _Seen, leases: float = 1.0) -> bool:
+    def _is_expired(self, seen: _Seen, leases: float = 1.0) -> bool:
         return self._machine.monotonic() - seen.since_s > leases * seen.lease_s
 
     def _path(self, member: str) -> str:
         return f"{self._folder}/{self.group}/{member}"
 
 
-def _listed(table: Table) -> list[pafs.FileInfo]:
-    """Return the heartbeats of all groups."""
+def _list_heartbeats(table: Table) -> list[pafs.FileInfo]:
+    """Return the heartbeat files of all groups."""
     selector = pafs.FileSelector(f"{table.folder}/{FOLDER}", allow_not_found=True, recursive=True)
     with asking(redacted(selector.base_dir), None):
         return [info for info in table.fs.get_file_info(selector) if info.type == pafs.FileType.File]
 
 
-def _read(table: Table, infos: Iterable[pafs.FileInfo], group: str) -> dict[str, tuple[bytes, datetime | None]]:
-    """Return what the heartbeats of a group's members say, and when each was put by the store's clock."""
-    found: dict[str, tuple[bytes, datetime | None]] = {}
-    for member, info in _of_group(table, infos, group):
-        where = redacted(info.path)
-        with asking(where, None), suppress(FileNotFoundError), table.fs.open_input_file(info.path) as stream:
-            found[member] = bytes(stream.read()), info.mtime
-    return found
+def _read_content(table: Table, infos: Iterable[pafs.FileInfo], group: str) -> dict[str, tuple[bytes, datetime | None]]:
+    """Return the content of each heartbeat of a group, and when it was put by the store's clock."""
+    contents: dict[str, tuple[bytes, datetime | None]] = {}
+    for member, info in _files_of_group(table, infos, group):
+        shown_path = redacted(info.path)
+        with asking(shown_path, None), suppress(FileNotFoundError), table.fs.open_input_file(info.path) as stream:
+            contents[member] = bytes(stream.read()), info.mtime
+    return contents
 
 
-def _of_group(table: Table, infos: Iterable[pafs.FileInfo], group: str) -> Iterator[tuple[str, pafs.FileInfo]]:
-    """Yield the members of a group, and their heartbeats."""
-    mine = f"{table.folder}/{FOLDER}/{group}/"
+def _files_of_group(table: Table, infos: Iterable[pafs.FileInfo], group: str) -> Iterator[tuple[str, pafs.FileInfo]]:
+    """Yield the members of a group, and their heartbeat files."""
+    prefix = f"{table.folder}/{FOLDER}/{group}/"
     for info in infos:
-        if info.path.startswith(mine):
-            yield info.path.removeprefix(mine), info
+        if info.path.startswith(prefix):
+            yield info.path.removeprefix(prefix), info
 
 
-def _seen(content: bytes, since_s: float, lease_s: float) -> _Seen:
-    """Return what a heartbeat says. One that was read while it was written says nothing, and has this lease."""
+def _parsed(content: bytes, since_s: float, lease_s: float) -> _Seen:
+    """Parse a heartbeat. One that was read during its write has no topics, and the given lease."""
     try:
-        told = json.loads(content)
-        topics = frozenset(str(topic) for topic in told["topics"])
-        return _Seen(content, since_s, _lease(content, lease_s), topics, str(told["chooses"]))
+        fields = json.loads(content)
+        topics = frozenset(str(topic) for topic in fields["topics"])
+        return _Seen(content, since_s, _lease_of(content, lease_s), topics, str(fields["chooses"]))
     except (ValueError, KeyError, TypeError, AttributeError):
         return _Seen(content, since_s, lease_s)
 
 
-def _lease(content: bytes, otherwise_s: float) -> float:
-    """Return the lease that a heartbeat names, in seconds."""
+def _lease_of(content: bytes, default_s: float) -> float:
+    """Return the lease in seconds that a heartbeat names, or the default."""
     try:
         return seconds(json.loads(content)["lease"], "lease", above=True)
     except (ValueError, KeyError, TypeError, OptionError):
-        return otherwise_s
+        return default_s
 
 
-def _is_forgotten(content: bytes, written: datetime | None, now: datetime | None) -> bool:
-    """Whether a heartbeat was put so long ago, by the store's clock, that its member is dead and nobody cleaned up."""
-    age_s = 0.0 if written is None or now is None else (now - written).total_seconds()
-    return age_s > FORGOTTEN_LEASES * _lease(content, LEASE_S)
+def _is_overdue(content: bytes, put_at: datetime | None, now: datetime | None) -> bool:
+    """Whether a heartbeat is so old, by the store's clock, that it should have been removed."""
+    age_s = 0.0 if put_at is None or now is None else (now - put_at).total_seconds()
+    return age_s > FORGOTTEN_LEASES * _lease_of(content, LEASE_S)
 
 
 def heartbeats(table: Table, group: str, now: datetime) -> dict[str, Heartbeat]:
-    """Return the newest heartbeat of each member of a group. Members that were killed so long ago that only the
-    clean-up is missing are left out."""
+    """Return the newest heartbeat of each member of a group, without those that should have been removed."""
     return {
-        member: Heartbeat(max(0.0, (now - written).total_seconds()), _lease(content, LEASE_S))
-        for member, (content, written) in _read(table, _listed(table), group).items()
-        if written is not None and not _is_forgotten(content, written, now)
+        member: Heartbeat(max(0.0, (now - put_at).total_seconds()), _lease_of(content, LEASE_S))
+        for member, (content, put_at) in _read_content(table, _list_heartbeats(table), group).items()
+        if put_at is not None and not _is_overdue(content, put_at, now)
     }
 
 
 def forget(table: Table, group: str) -> None:
-    """Remove the heartbeats of a group. A member that lives puts its own again, within one heartbeat's interval."""
-    for _, info in _of_group(table, _listed(table), group):
+    """Remove the heartbeats of a group. A living member puts its own again within one heartbeat interval."""
+    for _, info in _files_of_group(table, _list_heartbeats(table), group):
         with suppress(FileNotFoundError):
             table.fs.delete_file(info.path)

@@ -7,7 +7,7 @@ One pass over a queue whose group stands at position 7, with a listener that doe
 
     result      next_offset=8  stopped_at=<message 8>  seen_to=10
 
-The consumer writes 8 as the group's new position, and a later pass begins there.
+The consumer writes 8 as the group's new position, and the next pass begins there.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class QueueResult:
     next_offset : int
         The first offset that was not consumed.
     seen_to : int
-        The offset after the last message that the pass got, consumed or not.
+        The offset after the last message that the pass received, consumed or not.
     stopped_at : bytes or None
         The message that was not consumed, as an Arrow stream.
     reason : str or None
-        The exception that the listener raised for it, in words.
+        Why it was not consumed: the listener's exception, or its status.
     """
 
     next_offset: int
@@ -59,31 +59,31 @@ def consume_queue(
 ) -> None:
     """Give the messages of a queue to the listener, from ``position`` on to the first one that it does not consume.
 
-    ``stopped`` tells which offset has stopped the queue before, and how often. The result goes into ``found``. A queue
-    that has stopped in this pass gets no more messages.
+    ``stopped`` is the offset that stopped the queue before, and how often it did. The result is put into ``found``. A
+    queue that has stopped in this pass gets no more messages.
     """
-    known = found.get(queue)
+    earlier = found.get(queue)
     offsets = messages["queue_offset"].to_pylist()
-    if known is not None and known.stopped_at is not None:
-        known.seen_to = max(known.seen_to, offsets[-1] + 1)
+    if earlier is not None and earlier.stopped_at is not None:
+        earlier.seen_to = max(earlier.seen_to, offsets[-1] + 1)
         return
-    if offsets != sorted(offsets) or (known is not None and offsets[0] < known.seen_to):
+    if offsets != sorted(offsets) or (earlier is not None and offsets[0] < earlier.seen_to):
         raise ConsumeError(
             f"queue {queue[1]} of topic {queue[0]!r} came out of order: read the stream with the option ordered=true"
         )
     skip = sum(offset < position for offset in offsets)
     found[queue] = QueueResult(max(position, offsets[-1] + 1), offsets[-1] + 1)
-    todo = restored(messages.slice(skip))
-    if not todo.num_rows:
+    unread = restored(messages.slice(skip))
+    if not unread.num_rows:
         return
     if stopped is not None and stopped[0] == offsets[skip]:
-        todo = tried(todo, stopped[1])
-    for at, (consumed, reason) in enumerate(answers(listener, todo, orderly=True)):
+        unread = tried(unread, stopped[1])
+    for row, (consumed, reason) in enumerate(answers(listener, unread, orderly=True)):
         if not consumed:
             sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, todo.schema) as stream:
-                stream.write_table(todo.slice(at, 1))
-            found[queue] = QueueResult(offsets[skip + at], offsets[-1] + 1, sink.getvalue().to_pybytes(), reason)
+            with pa.ipc.new_stream(sink, unread.schema) as stream:
+                stream.write_table(unread.slice(row, 1))
+            found[queue] = QueueResult(offsets[skip + row], offsets[-1] + 1, sink.getvalue().to_pybytes(), reason)
             return
 
 
@@ -91,7 +91,7 @@ def by_queue(messages: pa.Table) -> Iterator[tuple[Queue, pa.Table]]:
     """Yield the messages in runs of consecutive rows that belong to one queue."""
     queues = list(zip(messages["topic"].to_pylist(), messages["queue_id"].to_pylist(), strict=True))
     start = 0
-    for at in range(1, len(queues) + 1):
-        if at == len(queues) or queues[at] != queues[start]:
-            yield queues[start], messages.slice(start, at - start)
-            start = at
+    for end in range(1, len(queues) + 1):
+        if end == len(queues) or queues[end] != queues[start]:
+            yield queues[start], messages.slice(start, end - start)
+            start = end

@@ -45,18 +45,18 @@ Work = Callable[[sa.Connection, pa.Table], Any]
 
 
 class _Position(NamedTuple):
-    """Up to where the results of a queue are written.
+    """The position of a queue: results are written for all messages below it.
 
-    Along a queue the times of commit never fall. So an offset below the position with a newer time is another message:
+    Commit times never fall along a queue. So a message below the position with a newer commit time is another message:
     the log was restored from a copy, and has given the offset again.
     """
 
     next_offset: int
     committed_us: int | None = None
-    """The newest time of commit among the messages below it, in microseconds since 1970; None when nobody knows."""
+    """The newest commit time of the messages below it, in microseconds since 1970; None when unknown."""
 
     def under_way(self) -> _Position:
-        """What stands for this position while work runs, or the position for such a one."""
+        """Return the negative mark of this position, which is stored while ``work`` runs, or the position of a mark."""
         return self._replace(next_offset=-1 - self.next_offset)
 
 
@@ -76,7 +76,7 @@ class SqlInbox(Database):
         The database, as for :class:`~rmq_spark.SqlTransactionListener`. Over Spark Connect, which pickles the inbox:
         a URL, ``"env:NAME"``, or a function that returns the URL.
     group : str
-        The consumer group that has these positions.
+        The consumer group.
     work : callable
         ``work(connection, messages)`` gets the open database transaction and a ``pyarrow.Table`` of messages that it
         has not had before, in (topic, queue, offset) order. An exception rolls everything back.
@@ -85,8 +85,8 @@ class SqlInbox(Database):
     schema : str, optional
         The database schema of both tables.
     log : CommitLog or path, optional
-        The log that the messages come from. With it, positions of another log are an error. A log that was made anew
-        counts its offsets from 0 again; without ``log`` its messages would be taken for old ones.
+        The log of the messages. With it, positions of another log are an error. A log that was made anew counts its
+        offsets from 0 again; without ``log``, its messages would count as old ones.
 
     Examples
     --------
@@ -96,7 +96,7 @@ class SqlInbox(Database):
     """
 
     keeps_positions = True
-    """Tells a ``PushConsumer`` that messages of a queue must come in order, and by the queue that they came in."""
+    """Tells a ``PushConsumer`` to give the messages of a queue in order, each with the queue that it was read from."""
 
     @named
     def __init__(
@@ -117,7 +117,7 @@ class SqlInbox(Database):
         self.group = require_group_name(group, "consumerGroup")
         self._work = work
         self._log_id = None if log is None else engine_of(log).id
-        self._tried = False  # the table is known to compare names exactly and to undo what is rolled back
+        self._tried = False  # the table was tested: it compares names exactly, and undoes a rollback
         metadata = sa.MetaData(schema=schema)
         self._table = sa.Table(
             table,
@@ -141,13 +141,13 @@ class SqlInbox(Database):
         return f"SqlInbox({self.where!r}, {self.group!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The log's id goes with it, and the log itself, which may be open, does not.
-        make, given = super().__reduce__()
+        # The pickle has the log's id, and not the log itself, which may be open.
+        make, arguments = super().__reduce__()
         make.keywords.pop("log", None)
-        return make, given, {"_log_id": self._log_id}
+        return make, arguments, {"_log_id": self._log_id}
 
     def create(self) -> None:
-        """Make the two tables. Tables that are there already are left as they are."""
+        """Create the two tables, unless they exist."""
         try:
             self._create()
         except sa.exc.DBAPIError:
@@ -158,15 +158,15 @@ class SqlInbox(Database):
         with self.transaction() as connection:
             for table in (self._table, self._log_table):
                 connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
-            self._try_once(connection)
+            self._test_table_once(connection)
 
     def require_created(self) -> None:
-        """Raise ListenerError when a table is not there. A database that does not answer is taken for a ready one."""
-        needed = (self._table,) if self._log_id is None else (self._table, self._log_table)
-        for table in needed:
+        """Raise ListenerError when a table is missing. A database that does not answer counts as ready."""
+        tables = (self._table,) if self._log_id is None else (self._table, self._log_table)
+        for table in tables:
             with suppress(sa.exc.DBAPIError, sa.exc.TimeoutError), self.transaction(write=False) as connection:
                 if not sa.inspect(connection).has_table(table.name, schema=table.schema):
-                    raise self._missing(table)
+                    raise self._missing_table_error(table)
 
     def positions(self) -> dict[tuple[str, int], int]:
         """Return the next offset of every queue for which results were written."""
@@ -174,53 +174,53 @@ class SqlInbox(Database):
             return {queue: position.next_offset for queue, position in self._positions(connection).items()}
 
     def set_position(self, topic: str, queue_id: int, next_offset: int) -> None:
-        """Say from which offset on results of a queue are to be written: messages below it count as written.
+        """Set the offset from which results of a queue are to be written. Messages below it count as written.
 
-        ``txmq group reset`` moves the group and not its inbox, which takes what comes again for what it has written
-        already. A position that was marked, because ``work`` ended its transaction, is set anew, too.
+        ``txmq group reset`` moves the group but not its inbox, which skips the messages that come again as written.
+        This also replaces a position that was marked because ``work`` ended its transaction.
 
         Parameters
         ----------
         topic : str
         queue_id : int
         next_offset : int
-            Of the first message whose result is still to be written.
+            Offset of the first message whose result is still to be written.
 
         Raises
         ------
         InboxConflictError
-            When a consumer moved it at the same moment.
+            When a consumer moved the position at the same moment.
         """
         queue = (require_topic_name(topic, own=True), whole_number(queue_id, "queue_id", 0))
         with self.transaction() as connection:
-            same = (self._table.c.consumer_group == self.group, self._table.c.topic == queue[0])
-            now = sa.select(self._table.c.next_offset).where(*same, self._table.c.queue_id == queue[1])
-            before = connection.execute(now).scalar()
-            known = {} if before is None else {queue: _Position(int(before))}
-            self._move(connection, known, {queue: _Position(whole_number(next_offset, "next_offset", 0))})
+            of_topic = (self._table.c.consumer_group == self.group, self._table.c.topic == queue[0])
+            query = sa.select(self._table.c.next_offset).where(*of_topic, self._table.c.queue_id == queue[1])
+            old_offset = connection.execute(query).scalar()
+            before = {} if old_offset is None else {queue: _Position(int(old_offset))}
+            self._move(connection, before, {queue: _Position(whole_number(next_offset, "next_offset", 0))})
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
         """Write the results of one micro-batch. ``foreachBatch`` calls this."""
         self.apply(batch.toArrow())
 
     def apply(self, messages: pa.Table) -> int:
-        """Write the results of the messages that are new, and return how many those are.
+        """Write the results of new messages, and return the number of these messages.
 
         Parameters
         ----------
         messages : pyarrow.Table
-            Has at least the source's columns ``topic``, ``queue_id`` and ``queue_offset``: a micro-batch, or what
-            ``CommitLog.read`` returned. For each queue it must have all messages that the group wants, from its
-            position to the last one given. With ``commit_timestamp``, too, the inbox notices a restored log.
+            A micro-batch, or a result of ``CommitLog.read``, with at least the source's columns ``topic``, ``queue_id``
+            and ``queue_offset``. For each queue it must have all of the group's messages from the position on to the
+            last one given. With the column ``commit_timestamp``, the inbox notices a restored log.
 
         Raises
         ------
         InboxConflictError
             When another process wrote results of the same queues at the same time, the positions belong to another
-            log, or the log was restored from a copy and has other messages below a position; nothing was written.
+            log, or the log was restored from a copy and has other messages below a position. Nothing was written.
         TransactionEndedError
-            When ``work`` ended the database transaction. A part of the results may be committed. Every later call is an
-            error until somebody has set the positions right.
+            When ``work`` ended the database transaction. Some of the results may be committed. Every later call is an
+            error until the positions are set with :meth:`set_position`.
         """
         missing = [name for name in POSITION_COLUMNS if name not in messages.column_names]
         if missing:
@@ -229,47 +229,47 @@ class SqlInbox(Database):
             )
         if messages.num_rows == 0:
             return 0
-        messages = _each_once(messages.sort_by([(name, "ascending") for name in POSITION_COLUMNS]))
+        messages = _without_duplicates(messages.sort_by([(name, "ascending") for name in POSITION_COLUMNS]))
         try:
             with self.transaction() as connection:
                 before = self._positions(connection)
                 self._require_same_log(connection)
-                starts = pc.fill_null(_of_each(messages, {q: p.next_offset for q, p in before.items()}), 0)
+                starts = pc.fill_null(_values_of_queues(messages, {q: p.next_offset for q, p in before.items()}), 0)
                 is_new = pc.greater_equal(messages["queue_offset"], starts)
                 self._require_written(messages.filter(pc.invert(is_new)), before)
                 new = messages.filter(is_new)
-                ends = _end_of_each(new)
+                ends = _end_positions(new)
                 if new.num_rows:
-                    self._try_once(connection)
-                    self._run(connection, before, ends, new)
+                    self._test_table_once(connection)
+                    self._run_work(connection, before, ends, new)
                 return int(new.num_rows)
         except TransactionEndedError as problem:
-            self._keep_started(before, ends)
+            self._mark_positions(before, ends)
             raise TransactionEndedError(
                 f"{problem}. The positions of group {self.group!r} are marked (below 0), and no later call goes on: "
                 "look what is there, undo or finish it, and call set_position(topic, queue_id, next_offset)"
             ) from cause_of(problem)
 
     def _require_written(self, old: pa.Table, before: Positions) -> None:
-        """Require that messages below the positions are those whose results were written."""
-        newest = _of_each(old, {queue: position.committed_us for queue, position in before.items()})
-        others = old.filter(pc.fill_null(pc.greater(_committed_us(old), newest), False))
-        if others.num_rows:
-            first = others.slice(0, 1).to_pylist()[0]
-            topic, queue_id, at = (first[name] for name in POSITION_COLUMNS)
+        """Require that the messages below the positions are those whose results were written."""
+        newest_us = _values_of_queues(old, {queue: position.committed_us for queue, position in before.items()})
+        unknown = old.filter(pc.fill_null(pc.greater(_committed_us(old), newest_us), False))
+        if unknown.num_rows:
+            first = unknown.slice(0, 1).to_pylist()[0]
+            topic, queue_id, offset = (first[name] for name in POSITION_COLUMNS)
             raise InboxConflictError(
-                f"topic {topic!r}, queue {queue_id}: the message at offset {at} was committed at "
+                f"topic {topic!r}, queue {queue_id}: the message at offset {offset} was committed at "
                 f"{first['commit_timestamp']}, after all whose results group {self.group!r} has written in "
                 f"{self.where}, and its position is {before[topic, queue_id].next_offset}: the log was restored from a "
                 "copy, and counts on from its older end. Nothing was written. Look which results came from messages "
-                f"that the log lost, and call set_position({topic!r}, {queue_id}, {at}) to go on with this message"
+                f"that the log lost, and call set_position({topic!r}, {queue_id}, {offset}) to go on with this message"
             )
 
-    def _run(self, connection: sa.Connection, before: Positions, ends: Positions, new: pa.Table) -> None:
-        """Run ``work`` and move the positions.
+    def _run_work(self, connection: sa.Connection, before: Positions, ends: Positions, new: pa.Table) -> None:
+        """Run ``work``, and move the positions.
 
-        The positions are below 0 while ``work`` runs. If it ends the transaction in its middle, they stay so, and no
-        later call goes on. ::
+        The positions are negative while ``work`` runs. If ``work`` ends the transaction, they stay negative, and every
+        later call is refused. ::
 
             next_offset   23  ──▶  -24  ── work ──▶  31
         """
@@ -277,22 +277,22 @@ class SqlInbox(Database):
         self._move(connection, before, under_way)
         begin_savepoint(connection)
         with no_commit_within(connection):
-            called_here(self._work, connection, new)  # a fork would commit on the connection of this process
+            called_here(self._work, connection, new)  # a forked process would commit on this connection
             end_savepoint(connection, keep=True)
         self._move(connection, under_way, ends)
 
-    def _keep_started(self, before: Positions, ends: Positions) -> None:
+    def _mark_positions(self, before: Positions, ends: Positions) -> None:
         try:
             with self.transaction() as connection:
                 self._move(connection, before, {q: before.get(q, _Position(0)).under_way() for q in ends})
         except InboxConflictError:
-            pass  # work committed them, below 0
+            pass  # work committed the negative positions
         except sa.exc.DBAPIError as problem:
             logger.error(
                 "%r: could not note that its work ended the database transaction: %s", self, traceback_of(problem)
             )
 
-    def _try_once(self, connection: sa.Connection) -> None:
+    def _test_table_once(self, connection: sa.Connection) -> None:
         if self._tried:
             return
         trial = f"trial-{self.machine.unique_id()}"
@@ -302,43 +302,43 @@ class SqlInbox(Database):
         self._tried = True
 
     def _require_same_log(self, connection: sa.Connection) -> None:
-        """Require that the positions belong to the given log. The first caller who gives a log writes its id down."""
+        """Require that the positions belong to the inbox's log. The first inbox that has a log stores the log's id."""
         if self._log_id is None:
             return
         columns = self._log_table.c
-        with self._saying_what_is_missing(self._log_table):
+        with self._naming_missing_table(self._log_table):
             insert_absent(connection, self._log_table, [{"consumer_group": self.group, "log_id": self._log_id}])
         query = sa.select(columns.log_id).where(columns.consumer_group == self.group)
-        found = connection.execute(query.with_for_update(read=True)).scalar_one()
-        if found != self._log_id:
+        stored_id = connection.execute(query.with_for_update(read=True)).scalar_one()
+        if stored_id != self._log_id:
             raise InboxConflictError(
-                f"the positions of group {self.group!r} in {self.where} count the offsets of log {found}, and the "
+                f"the positions of group {self.group!r} in {self.where} count the offsets of log {stored_id}, and the "
                 f"messages come from log {self._log_id}: it was made anew, or it is another one. Nothing was written. "
                 "Use another group, or delete the group's rows in "
                 f"{self._table.fullname!r} and {self._log_table.fullname!r} to begin anew"
             )
 
     @contextmanager
-    def _saying_what_is_missing(self, table: sa.Table) -> Iterator[None]:
+    def _naming_missing_table(self, table: sa.Table) -> Iterator[None]:
         try:
             yield
         except (sa.exc.OperationalError, sa.exc.ProgrammingError) as problem:
             if sa.inspect(self.engine).has_table(table.name, schema=table.schema):
                 raise
-            raise self._missing(table) from cause_of(problem)
+            raise self._missing_table_error(table) from cause_of(problem)
 
-    def _missing(self, table: sa.Table) -> ListenerError:
+    def _missing_table_error(self, table: sa.Table) -> ListenerError:
         return ListenerError(
             f"{self.where} has no table {table.fullname!r}: call create() once, when the database is set up"
         )
 
     def _positions(self, connection: sa.Connection) -> dict[tuple[str, int], _Position]:
         columns = self._table.c
-        wanted = sa.select(columns.topic, columns.queue_id, columns.next_offset, columns.committed_us)
-        with self._saying_what_is_missing(self._table):
-            rows = connection.execute(wanted.where(columns.consumer_group == self.group)).all()
-        found = {(topic, queue_id): _Position(*position) for topic, queue_id, *position in rows}
-        for (topic, queue_id), position in found.items():
+        query = sa.select(columns.topic, columns.queue_id, columns.next_offset, columns.committed_us)
+        with self._naming_missing_table(self._table):
+            rows = connection.execute(query.where(columns.consumer_group == self.group)).all()
+        positions = {(topic, queue_id): _Position(*position) for topic, queue_id, *position in rows}
+        for (topic, queue_id), position in positions.items():
             if position.next_offset < 0:
                 raise ListenerError(
                     f"work ended the database transaction of group {self.group!r}, topic {topic!r}, queue {queue_id} "
@@ -346,23 +346,23 @@ class SqlInbox(Database):
                     f"in {self.where}. Look there, undo or finish that part, and call set_position({topic!r}, "
                     f"{queue_id}, next_offset) with the first offset to go on with"
                 )
-        return found
+        return positions
 
     def _move(self, connection: sa.Connection, before: Positions, after: Positions) -> None:
         """Move every queue's position from ``before`` to ``after``, or raise when another process has moved it.
 
-        The first move is made before ``work``: of two processes at the same queue one waits, and then gets the error.
+        The first move precedes ``work``: of two processes at the same queue, one waits here, and then gets the error.
         """
         columns = self._table.c
         for queue, end in sorted(after.items()):
-            mine = {"consumer_group": self.group, "topic": queue[0], "queue_id": queue[1]}
+            key = {"consumer_group": self.group, "topic": queue[0], "queue_id": queue[1]}
             if queue in before:
-                same = sa.and_(*(columns[name] == value for name, value in mine.items()))
-                update = self._table.update().where(same, columns.next_offset == before[queue].next_offset)
+                has_key = sa.and_(*(columns[name] == value for name, value in key.items()))
+                update = self._table.update().where(has_key, columns.next_offset == before[queue].next_offset)
                 moved = connection.execute(update.values(**end._asdict())).rowcount == 1
             else:
                 try:
-                    connection.execute(self._table.insert().values(**mine, **end._asdict()))
+                    connection.execute(self._table.insert().values(**key, **end._asdict()))
                     moved = True
                 except sa.exc.IntegrityError:
                     moved = False
@@ -373,33 +373,33 @@ class SqlInbox(Database):
                 )
 
 
-def _each_once(messages: pa.Table) -> pa.Table:
-    """Return the sorted messages without duplicates."""
-    first, rest = messages.slice(0, messages.num_rows - 1), messages.slice(1)
-    same = [pc.equal(rest[name].combine_chunks(), first[name].combine_chunks()) for name in POSITION_COLUMNS]
-    again = pc.and_(pc.and_(same[0], same[1]), same[2])
-    return messages.filter(pa.concat_arrays([pa.array([True]), pc.invert(again)]))
+def _without_duplicates(messages: pa.Table) -> pa.Table:
+    """Remove duplicates from sorted messages."""
+    previous, following = messages.slice(0, messages.num_rows - 1), messages.slice(1)
+    same = [pc.equal(following[name].combine_chunks(), previous[name].combine_chunks()) for name in POSITION_COLUMNS]
+    is_repeated = pc.and_(pc.and_(same[0], same[1]), same[2])
+    return messages.filter(pa.concat_arrays([pa.array([True]), pc.invert(is_repeated)]))
 
 
-def _end_of_each(messages: pa.Table) -> dict[tuple[str, int], _Position]:
+def _end_positions(messages: pa.Table) -> dict[tuple[str, int], _Position]:
     """Return the position after the last message of each queue."""
     timed = messages.select(["topic", "queue_id", "queue_offset"]).append_column(
         "committed_us", _committed_us(messages)
     )
-    most = timed.group_by(["topic", "queue_id"], use_threads=False)
-    ends = most.aggregate([("queue_offset", "max"), ("committed_us", "max")]).to_pylist()
+    by_queue = timed.group_by(["topic", "queue_id"], use_threads=False)
+    ends = by_queue.aggregate([("queue_offset", "max"), ("committed_us", "max")]).to_pylist()
     return {(e["topic"], e["queue_id"]): _Position(e["queue_offset_max"] + 1, e["committed_us_max"]) for e in ends}
 
 
 def _committed_us(messages: pa.Table) -> pa.Array | pa.ChunkedArray:
-    """When each was committed, in microseconds since 1970; null when the messages do not say."""
+    """Return each message's commit time in microseconds since 1970; null without ``commit_timestamp``."""
     if "commit_timestamp" not in messages.column_names:
         return pa.nulls(messages.num_rows, pa.int64())
     return messages["commit_timestamp"].cast(pa.timestamp("us", "UTC")).cast(pa.int64())
 
 
-def _of_each(messages: pa.Table, values: Mapping[tuple[str, int], int | None]) -> pa.ChunkedArray:
-    """Return for each message what its queue has; null for a queue that has nothing."""
-    names = pa.array([f"{queue_id} {topic}" for topic, queue_id in values], pa.string())
-    mine = pc.binary_join_element_wise(pc.cast(messages["queue_id"], pa.string()), messages["topic"], " ")
-    return pa.array(list(values.values()), pa.int64()).take(pc.index_in(mine, value_set=names))
+def _values_of_queues(messages: pa.Table, values: Mapping[tuple[str, int], int | None]) -> pa.ChunkedArray:
+    """Return for each message the value of its queue; null for a queue without a value."""
+    known_queues = pa.array([f"{queue_id} {topic}" for topic, queue_id in values], pa.string())
+    queues = pc.binary_join_element_wise(pc.cast(messages["queue_id"], pa.string()), messages["topic"], " ")
+    return pa.array(list(values.values()), pa.int64()).take(pc.index_in(queues, value_set=known_queues))

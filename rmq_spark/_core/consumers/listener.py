@@ -53,8 +53,8 @@ class EachMessage:
     Parameters
     ----------
     function : callable
-        Gets a :class:`~rmq_spark.MessageExt` and returns a status. An exception is a failure of that message
-        alone, and its reason.
+        Gets a :class:`~rmq_spark.MessageExt` and returns a status. An exception fails this message alone, and
+        is the reason.
     """
 
     def __init__(self, function: Callable[[MessageExt], Status | None]) -> None:
@@ -64,14 +64,14 @@ class EachMessage:
         self.function = function
 
     def each(self, messages: pa.Table) -> Iterator[tuple[Status | None, str | None]]:
-        """Yield status and reason of one message after the other, lazily: a consumer can stop at a failure."""
+        """Yield the status and the reason of each message in turn, lazily: a consumer can stop at a failure."""
         for message in messages_of(messages):
             status, reason = None, None
             try:
                 status = called_here(self.function, message)
             except KeyboardInterrupt:
                 raise
-            except BaseException as problem:  # what one message causes must not end the consumers of all others
+            except BaseException as problem:  # one message must not end the consumer
                 reason = reason_of(problem)
             yield status, reason
 
@@ -87,7 +87,7 @@ class EachBatch:
     """
 
     batch_rows = 1
-    """Messages of one call of a ``PushConsumer``, unless told otherwise (RocketMQ: ``consumeMessageBatchMaxSize``)."""
+    """Default number of messages in a ``PushConsumer``'s call (RocketMQ: ``consumeMessageBatchMaxSize``)."""
 
     def __init__(self, function: Callable[[list[MessageExt]], Statuses]) -> None:
         if not callable(function):
@@ -102,56 +102,56 @@ class EachBatch:
 
 
 def answers(listener: Listen | EachMessage, messages: pa.Table, orderly: bool) -> Iterator[tuple[bool, str | None]]:
-    """Yield for one message after the other whether it was consumed, and the reason when it was not.
+    """Yield for each message in turn whether it was consumed, and the reason when it was not.
 
-    A listener that returns anything else, or not as many statuses as there are messages, has failed.
+    Another return value, or a wrong number of statuses, counts as a failure.
 
     Raises
     ------
     ListenerError
-        When the listener takes the table for one message.
+        When the listener uses the table as if it were one message.
     """
     kind = ConsumeOrderlyStatus if orderly else ConsumeConcurrentlyStatus
     if isinstance(listener, EachMessage):
         for status, reason in listener.each(messages):
-            yield _answer(status, kind, reason)
+            yield _consumed_and_reason(status, kind, reason)
         return
     try:
-        found = called_here(listener, messages)
+        returned = called_here(listener, messages)
     except KeyboardInterrupt:
         raise
-    except BaseException as problem:  # RocketMQ counts every Throwable so
-        _require_not_meant_for_one(problem)
+    except BaseException as problem:  # RocketMQ counts every Throwable as a failure
+        _require_not_taken_for_message(problem)
         yield from [(False, reason_of(problem))] * messages.num_rows
         return
-    if not isinstance(found, list | tuple):
-        yield from [_answer(found, kind)] * messages.num_rows
-    elif len(found) != messages.num_rows:
-        said = f"the listener returned {len(found)} statuses for {messages.num_rows} messages: return one for each"
-        yield from [(False, said)] * messages.num_rows
+    if not isinstance(returned, list | tuple):
+        yield from [_consumed_and_reason(returned, kind)] * messages.num_rows
+    elif len(returned) != messages.num_rows:
+        text = f"the listener returned {len(returned)} statuses for {messages.num_rows} messages: return one for each"
+        yield from [(False, text)] * messages.num_rows
     else:
-        for status in found:
-            yield _answer(status, kind)
+        for status in returned:
+            yield _consumed_and_reason(status, kind)
 
 
 def require_table_listener(listener: Callable[..., object]) -> None:
-    """Refuse a function that says that it takes a message, or a list of messages, and is not wrapped.
+    """Refuse an unwrapped function whose annotation names a message or a list of messages.
 
     Raises
     ------
     ListenerError
-        It names the class that makes a message listener of it.
+        Names the class to wrap the function in.
     """
     _require_no_coroutine(listener, "the message listener")
     try:
         parameters = list(inspect.signature(listener).parameters.values())
     except (TypeError, ValueError):  # a builtin
         return
-    said = parameters[0].annotation if parameters else inspect.Parameter.empty
-    text = said if isinstance(said, str) else getattr(said, "__name__", "") if isinstance(said, type) else str(said)
+    hint = parameters[0].annotation if parameters else inspect.Parameter.empty
+    text = hint if isinstance(hint, str) else getattr(hint, "__name__", "") if isinstance(hint, type) else str(hint)
     if re.search(r"\bMessage(Ext)?\b", text):
-        one = re.fullmatch(r"(\w+\.)*Message(Ext)?", text) is not None
-        raise _not_wrapped(f"{_name(listener)} takes {text}", EachMessage if one else EachBatch, _name(listener))
+        is_single = re.fullmatch(r"(\w+\.)*Message(Ext)?", text) is not None
+        raise _not_wrapped(f"{_name(listener)} takes {text}", EachMessage if is_single else EachBatch, _name(listener))
 
 
 def _require_no_coroutine(function: Callable[..., object], what: str) -> None:
@@ -162,9 +162,9 @@ def _require_no_coroutine(function: Callable[..., object], what: str) -> None:
         )
 
 
-def _require_not_meant_for_one(problem: BaseException) -> None:
-    """Raise ListenerError for what a function does with a table that it takes for one message: ``table.body``. All of
-    its messages would fail, one retry after the other, up to the dead letters."""
+def _require_not_taken_for_message(problem: BaseException) -> None:
+    """Raise ListenerError when a function took the table for one message (``table.body``). Otherwise all its messages
+    would be retried in vain, and become dead letters."""
     if isinstance(problem, AttributeError) and isinstance(problem.obj, pa.Table) and problem.name in _DEFAULTS:
         raise _not_wrapped(f"the message listener asked a pyarrow.Table for .{problem.name}", EachMessage) from problem
 
@@ -186,7 +186,7 @@ COMES_AGAIN = "What has a try left comes again, the rest becomes dead letters"
 def tell_failed(
     group: str, queue: tuple[str, int], failed: int, of: int, reason: str | None, then: str = COMES_AGAIN
 ) -> None:
-    """Log that a message listener failed, with the first reason: who waits for retries must not wait in the dark."""
+    """Log that a message listener failed, with the first reason, so that its retries are explained."""
     logger.warning(
         "message listener of group %r: %d of %d messages of topic %r, queue %d failed. %s. The first: %s",
         group, failed, of, *queue, then, reason,
@@ -194,20 +194,20 @@ def tell_failed(
     )  # fmt: skip
 
 
-def _answer(status: object, kind: type[Enum], reason: str | None = None) -> tuple[bool, str | None]:
+def _consumed_and_reason(status: object, kind: type[Enum], reason: str | None = None) -> tuple[bool, str | None]:
     if reason is not None:
         return False, reason
     if isinstance(status, kind):
         consumed = status in (CONSUME_SUCCESS, SUCCESS)
         return consumed, None if consumed else f"the listener returned {status.name}"
     success = CONSUME_SUCCESS if kind is ConsumeConcurrentlyStatus else SUCCESS
-    said = "None" if status is None else f"something of the type {type(status).__name__}"
-    return False, f"the listener returned {said}: {success.name} is expected of what is done"
+    returned = "None" if status is None else f"something of the type {type(status).__name__}"
+    return False, f"the listener returned {returned}: {success.name} is expected of what is done"
 
 
 def reason_of(problem: BaseException) -> str:
     """Return an exception as text that fits into a property, without secrets."""
-    text = f"{type(problem).__name__}: {text_of(problem)}".encode(errors="backslashreplace").decode()  # no half pair
+    text = f"{type(problem).__name__}: {text_of(problem)}".encode(errors="backslashreplace").decode()  # no surrogate
     return redacted(text)[:REASON_CHARS_MAX]
 
 
@@ -224,41 +224,41 @@ _DEFAULTS: dict[str, Any] = {
     "transaction_key": None, "producer_group": "", "store_timestamp": None, "check_times": 0, "queue_offset": None,
     "reconsume_times": 0,
 }  # fmt: skip
-"""All fields of a message, in their order."""
+"""All fields of a message in their order, with defaults."""
 
 
 def messages_of(table: pa.Table) -> Iterator[MessageExt]:
-    """Yield the rows of a table of messages as messages.
+    """Yield the rows of a table as messages.
 
-    Stored messages were validated when they were sent, so they are not again: that would take half of the time.
+    They are not validated: stored messages were validated when they were sent.
     """
     names = [name for name in _FIELDS if name in table.column_names]
-    columns = [_values(table[name]) for name in names]
+    columns = [_python_values(table[name]) for name in names]
     if "properties" in table.column_names:
         names.append("properties")
-        columns.append([None if p is None else dict(p) for p in _values(table["properties"])])
-    new, put = MessageExt.__new__, object.__setattr__
+        columns.append([None if p is None else dict(p) for p in _python_values(table["properties"])])
+    new, set_field = MessageExt.__new__, object.__setattr__
     for values in zip(*columns, strict=True):
         message = new(MessageExt)
-        put(message, "__dict__", {**_DEFAULTS, **dict(zip(names, values, strict=True))})
+        set_field(message, "__dict__", {**_DEFAULTS, **dict(zip(names, values, strict=True))})
         yield message
 
 
-def _values(column: pa.ChunkedArray) -> list[Any]:
-    """Return a column as Python values. Those that repeat are made once, and times without a look for their zone."""
+def _python_values(column: pa.ChunkedArray) -> list[Any]:
+    """Return a column as Python values. A repeated value is made once, and a time without a look-up of its zone."""
     n = len(column)
     if column.null_count == n:
         return [None] * n
     kind = column.type
     if pa.types.is_timestamp(kind):
         microseconds = pc.cast(pc.cast(column, pa.timestamp("us", "UTC")), pa.int64())
-        known: dict[int, datetime] = {}
-        found: list[Any] = []
+        time_of: dict[int, datetime] = {}
+        times: list[Any] = []
         for value in microseconds.to_pylist():
-            if value is not None and value not in known:
-                known[value] = _EPOCH + timedelta(microseconds=value)
-            found.append(None if value is None else known[value])
-        return found
+            if value is not None and value not in time_of:
+                time_of[value] = _EPOCH + timedelta(microseconds=value)
+            times.append(None if value is None else time_of[value])
+        return times
     if (pa.types.is_string(kind) or pa.types.is_integer(kind)) and n > 1 and column[0].equals(column[n - 1]):
         bounds = pc.min_max(column).as_py() if not column.null_count else {"min": 0, "max": 1}
         if bounds["min"] == bounds["max"]:

@@ -1,4 +1,4 @@
-"""A queue as its member works on it: what is fetched, what runs, and how far all is finished.
+"""A claimed queue: the messages that are fetched, those that run, and the offset up to which all are finished.
 
 ::
 
@@ -6,7 +6,7 @@
                   │ runs    │ done    │ runs, or waits │ not fetched yet
     progress      40: the lowest unfinished offset     fetched_to
 
-After a crash the messages from there on come again, those that were done as well. ``max_span`` bounds how many.
+After a crash, all messages from the progress on come again, finished ones too. ``max_span`` limits their number.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Queue = tuple[str, int]
 
 @dataclass(eq=False)
 class Take:
-    """Messages of one queue that are out since a time of the monotonic clock, in offset order. They are unfinished from
-    ``first`` on."""
+    """Messages of one queue, in offset order, that were taken at a time of the monotonic clock. Those from the offset
+    ``first`` on are unfinished."""
 
     queue: ProcessQueue
     messages: pa.Table
@@ -34,13 +34,13 @@ class Take:
 
     @property
     def finished(self) -> int:
-        """How many of its messages lie below ``first``."""
+        """Number of its messages below ``first``."""
         return int(pc.sum(pc.less(self.messages["queue_offset"], self.first)).as_py() or 0)
 
 
 @dataclass(frozen=True)
 class HeldUp:
-    """Why a queue could not be read, for how many seconds it waits, and until when by the monotonic clock."""
+    """Why a queue could not be read, its pause in seconds, and the monotonic time at which the pause ends."""
 
     problem: Exception
     pause_s: float
@@ -48,24 +48,24 @@ class HeldUp:
 
 
 class ProcessQueue:
-    """A claimed queue (RocketMQ: ``ProcessQueue``). Who uses it holds its member's lock.
+    """A claimed queue (RocketMQ: ``ProcessQueue``). Its callers hold the member's lock.
 
     Attributes
     ----------
     fetched_to : int
         The next offset to fetch.
     written : int
-        The progress that the log has.
+        The progress that was written to the log.
     lost : bool
-        True when somebody else has the queue. What is still running ends, and is not counted.
+        True when another member has the queue. Calls that still run do not count.
     releasing : bool
-        True when it is released as soon as nothing of it runs.
+        True when it is to be released as soon as none of its messages run.
     again_s : float
-        By the monotonic clock, until when an orderly queue is suspended.
+        The monotonic time until which an orderly queue is suspended.
     tries : int
-        How often in a row an orderly queue has stopped at its first message.
+        How many times in a row an orderly queue has stopped at its first message.
     held_up : HeldUp, optional
-        Set when it could not be read the last time.
+        Set when the last fetch could not read it.
     """
 
     def __init__(self, queue: Queue, claim: Claim) -> None:
@@ -82,37 +82,37 @@ class ProcessQueue:
 
     @property
     def is_open(self) -> bool:
-        """Whether more may be fetched and taken."""
+        """Whether more messages may be fetched and taken."""
         return not (self.lost or self.releasing)
 
     def is_held_up(self, now_s: float) -> bool:
-        """Whether it is not read yet, for it could not be read the last time."""
+        """Whether its pause after a failed fetch lasts."""
         return self.held_up is not None and now_s < self.held_up.again_s
 
     @property
     def running(self) -> int:
-        """Takes that are not finished."""
+        """Number of unfinished takes."""
         return len(self._out)
 
     @property
     def lowest(self) -> int:
         """The lowest unfinished offset."""
-        waiting = [_first(self._waiting[0])] if self._waiting else []
+        waiting = [_first_offset(self._waiting[0])] if self._waiting else []
         return min([take.first for take in self._out] + waiting + [self.fetched_to])
 
     def put(self, messages: pa.Table, fetched_to: int) -> None:
-        """Add what was fetched; a filter may have left none of it."""
+        """Add fetched messages; a filter may have left none."""
         self.fetched_to = fetched_to
         if messages.num_rows:
             self._waiting.append(messages)
             self.rows += messages.num_rows
 
     def runs_since(self, since_s: float) -> bool:
-        """Whether a take is not finished that began at this time or later."""
+        """Whether an unfinished take began at this time or later."""
         return any(take.since_s >= since_s for take in self._out)
 
     def take(self, count: int, now_s: float = 0.0) -> Take | None:
-        """Take at most so many messages; None when none wait."""
+        """Take at most ``count`` messages; None when none wait."""
         if not self._waiting:
             return None
         messages = self._waiting.popleft()
@@ -120,37 +120,37 @@ class ProcessQueue:
             self._waiting.appendleft(messages.slice(count))
             messages = messages.slice(0, count)
         self.rows -= messages.num_rows
-        take = Take(self, messages, _first(messages), now_s)
+        take = Take(self, messages, _first_offset(messages), now_s)
         self._out.append(take)
         return take
 
     def give_back(self, take: Take, at: int) -> None:
-        """A take is finished up to a row. The messages from there on come again, before later ones that wait."""
+        """End a take before the row ``at``. The messages from there on come again, before later ones that wait."""
         self._out.remove(take)
-        self._wait_again(take.messages.slice(at))
+        self._put_back(take.messages.slice(at))
 
     def cut(self, take: Take, at: int) -> None:
-        """A take ends before a row. The messages from there on come again, and those before it are still out."""
+        """Shorten a take to the rows before ``at``. The messages from there on come again."""
         rest, take.messages = take.messages.slice(at), take.messages.slice(0, at)
-        self._wait_again(rest)
+        self._put_back(rest)
 
-    def _wait_again(self, rest: pa.Table) -> None:
+    def _put_back(self, rest: pa.Table) -> None:
         if rest.num_rows and self.is_open:
-            # Takes come back in any order, and the first that waits must stay the lowest.
-            first = _first(rest)
-            at = next((n for n, other in enumerate(self._waiting) if _first(other) > first), len(self._waiting))
+            # Takes come back in any order, and the lowest offset must stay first.
+            first = _first_offset(rest)
+            at = next((i for i, table in enumerate(self._waiting) if _first_offset(table) > first), len(self._waiting))
             self._waiting.insert(at, rest)
             self.rows += rest.num_rows
-        elif rest.num_rows:  # nobody takes them here any more, and the progress stays below them
-            self.fetched_to = min(self.fetched_to, _first(rest))
+        elif rest.num_rows:  # this member takes no more of them, and its progress stays below them
+            self.fetched_to = min(self.fetched_to, _first_offset(rest))
 
     def drop_waiting(self) -> None:
-        """Forget what nobody has taken: the queue is read from there again, by whoever has it then."""
+        """Drop the messages that were not taken. The queue's next owner reads them again."""
         if self._waiting:
-            self.fetched_to = min(self.fetched_to, _first(self._waiting[0]))
+            self.fetched_to = min(self.fetched_to, _first_offset(self._waiting[0]))
         self._waiting.clear()
         self.rows = 0
 
 
-def _first(messages: pa.Table) -> int:
+def _first_offset(messages: pa.Table) -> int:
     return int(messages["queue_offset"][0].as_py())

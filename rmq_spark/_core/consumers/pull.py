@@ -1,4 +1,4 @@
-"""PullConsumer: messages for a script, which asks for them (RocketMQ: ``DefaultLitePullConsumer``)."""
+"""PullConsumer: gives messages to a script on request (RocketMQ: ``DefaultLitePullConsumer``)."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from rmq_spark.errors import ConsumeError
 POLL_TIMEOUT_S = 5.0
 PULL_BATCH_SIZE = 10_000
 OTHERS_LOOK_S = 0.5
-"""A consumer that waits for its group to reach the end looks so often how far the other members are."""
+"""Seconds between two looks at the other members' positions, while a consumer waits for its group to reach the end."""
 
 
 class PullConsumer:
     """Gives committed messages to a script that asks for them (RocketMQ: ``DefaultLitePullConsumer``).
 
-    One thread at a time may ask it. Its members share the group's queues, as those of :class:`PushConsumer` do. The
-    group's retries are not read: what becomes of a message that fails is the script's business.
+    Only one thread at a time may use it. Consumers of one group share its queues, as those of :class:`PushConsumer` do.
+    The group's retries are not read: the script itself handles a message that fails.
 
     Parameters
     ----------
@@ -51,15 +51,15 @@ class PullConsumer:
     tags, selector : str, optional
         As for :class:`PushConsumer`.
     tables : bool
-        Iterating gives ``pyarrow.Table`` s of messages of one queue (the source's columns) in place of single ones.
+        True: iterating gives ``pyarrow.Table`` s of messages of one queue (the source's columns), else single messages.
     stop_at_end : bool
-        Iterating ends when the group has come to where the log ended at the start. Else it goes on until somebody ends
-        it.
+        True: iterating ends when the group has read all that the log held at the start. False: it ends with
+        :meth:`shutdown`.
     auto_commit : bool
-        True: what was given out counts as consumed when the script asks for more. So a script that raises over a
-        message gets it again; one that is killed, what it had in the last second. False: when it calls :meth:`commit`.
+        True: messages count as consumed when the script asks for more. So a script that raises over a message gets it
+        again, and a killed one gets those of its last second. False: they count as consumed at :meth:`commit`.
     pull_batch_size : int
-        Messages of one :meth:`poll`, at most.
+        Maximum number of messages of one :meth:`poll`.
     consume_from_where : ConsumeFromWhere or str
         Where a new group begins: at the first message, unlike a ``PushConsumer``.
     consume_timestamp, pull_interval, max_span, persist_consumer_offset_interval, heartbeat_interval, lease, take_over
@@ -113,14 +113,14 @@ class PullConsumer:
         self.member = GroupMember(opened, settings, reads_retries=False)
         self._machine = opened.machine
         self._given: list[Take] = []  # given out, and not committed
-        self._handing: tuple[Take, int] | None = None  # given out one by one, and the offset after the last given
+        self._handing: tuple[Take, int] | None = None  # the take that is given out one by one, and the next offset
         self._dropped = False
         self._is_asked_to_end = False
         self._ending = opened.machine.lock()
         self._within: int | None = None  # the thread that is in a call, or asks for the next message of a loop
         self._is_iterated = False
         self._ends: dict[Queue, int] = {}
-        self._others: dict[Queue, int] = {}  # how far the group is, when it was looked at last
+        self._others: dict[Queue, int] = {}  # the positions of the group, at the last look
         self._others_at_s = 0.0
         self._open = False
         self._turn = 0
@@ -130,7 +130,7 @@ class PullConsumer:
 
     # ------------------------------------------------------------------ life
     def start(self) -> PullConsumer:
-        """Join the group (``with``, and the first message that is asked for, do it).
+        """Join the group (``with``, and the first request for messages, do it).
 
         Raises
         ------
@@ -143,30 +143,30 @@ class PullConsumer:
         if (self._is_asked_to_end or self.member.stopping.is_set()) and not self._open:
             raise ConsumeError("this consumer was shut down: make a new one")
         if not self._open:
-            if self._stop_at_end:  # what is due was there when the script started
+            if self._stop_at_end:  # messages that are due now count as present at the start
                 self.member.place_due()
             self._ends = dict(self.member.log.tails())
-            self.member.start(_weakly(self._at_exit))
+            self.member.start(_weak_caller(self._at_exit))
             self._open = True
         return self
 
     def shutdown(self) -> None:
-        """Write progress, and leave the group. What was given out and not committed comes again, at any member.
+        """Write progress, and leave the group. Messages given out and not committed come again, at any member.
 
-        A loop over the consumer ends, and a :meth:`poll` that waits returns None. Another thread may call it, too. A
-        signal handler may: when it comes in the midst of a call of the consumer or of its log, the loop or the next
-        :meth:`poll` does the rest. A consumer that was shut down cannot be started any more.
+        A loop over the consumer ends, and a waiting :meth:`poll` returns None. Another thread or a signal handler may
+        call it. When a handler interrupts a call of the consumer or of its log, the loop or the next :meth:`poll` does
+        the rest. A consumer cannot be started again.
         """
         self._is_asked_to_end = True
         if not self._is_interrupted():
             self._end()
 
     def _is_interrupted(self) -> bool:
-        """Whether this call came in the midst of one that has what the end needs, as from a signal handler."""
+        """Whether this call interrupts one that holds what the end needs, as a signal handler may."""
         return self._within == threading.get_ident() or is_held(self.member.changed) or is_held(self.member.log.lock)
 
     def _end(self, at_exit: bool = False) -> None:
-        with self._ending:  # whoever comes while another thread does this waits for it
+        with self._ending:  # a second thread waits for the first
             if self._open or self.member.is_running:
                 self._open = False
                 with self.member.changed:
@@ -192,7 +192,7 @@ class PullConsumer:
 
     # ------------------------------------------------------------------ messages
     def poll(self, timeout: float = POLL_TIMEOUT_S) -> pa.Table | list[MessageExt] | None:
-        """Return messages of one queue, in order; None when none came within so many seconds.
+        """Return messages of one queue, in order; None when none come before the timeout.
 
         Parameters
         ----------
@@ -206,27 +206,27 @@ class PullConsumer:
         Raises
         ------
         ConsumeError
-            When so much was given out without a :meth:`commit` that there is nothing left to give; or when another
-            thread asks at the same time.
+            When ``max_span`` messages of every queue were given out and not committed, or when another thread asks at
+            the same time.
         TxmqError
             When the log cannot be read.
         """
         end_s = self._machine.monotonic() + seconds(timeout, "timeout")
-        with self._inside():
+        with self._one_call():
             self._begin()
-            found = self._next_before(end_s)
-        if found is None or self._is_asked_to_end:
+            take = self._next_before(end_s)
+        if take is None or self._is_asked_to_end:
             return None
-        return found.messages if self._tables else list(messages_of(found.messages))
+        return take.messages if self._tables else list(messages_of(take.messages))
 
     def __iter__(self) -> Iterator[Any]:
-        """Give messages (``tables=True``: tables) one by one, and shut down at the end.
+        """Yield messages (``tables=True``: tables) one by one, and shut down at the end.
 
         Raises
         ------
         ConsumeError
-            For a second iteration beside one that has not ended: each would count as consumed what the other was given.
-            When another thread asks at the same time.
+            When an earlier iteration has not ended: each would count the other's messages as consumed. When another
+            thread asks at the same time.
         """
         with self.member.changed:
             if self._is_iterated:
@@ -241,7 +241,7 @@ class PullConsumer:
             while not self._is_asked_to_end:
                 take = self._next_before(self._machine.monotonic() + POLL_TIMEOUT_S)
                 if take is not None and not self._is_asked_to_end:
-                    yield from self._one_by_one(take)
+                    yield from self._hand_out_take(take)
                 elif self._stop_at_end and self._is_at_end():
                     return
         finally:
@@ -251,15 +251,15 @@ class PullConsumer:
             self.shutdown()
 
     def commit(self) -> None:
-        """All that was given out is consumed: write that down.
+        """Count all messages given out as consumed, and write the progress.
 
         Raises
         ------
         ConsumeError
-            When the group was reset, or another member has claimed a queue of which something was given out: the
-            messages of that queue come again, and the progress of the others is written. Also after :meth:`shutdown`,
-            when something was given out and not committed before. The end of an iteration shuts down, too. When another
-            thread asks for messages at the same time.
+            When the group was reset, or another member has claimed a queue of which messages were given out: these
+            messages come again, and the progress of the other queues is written. After :meth:`shutdown`, or the end of
+            an iteration, when messages were given out and not committed. When another thread asks for messages at the
+            same time.
         TxmqError
             When the progress could not be written; the messages may come again.
         """
@@ -269,12 +269,12 @@ class PullConsumer:
                 "this consumer was shut down, as at the end of an iteration: what was given out and not committed "
                 "comes again. Call commit() within the loop, or poll() in place of iterating"
             )
-        with self._inside():
+        with self._one_call():
             with self.member.changed:
-                given = [take.queue for take in self._given]
+                queues = [take.queue for take in self._given]
             self._finish_given()
             self.member.persist()
-        lost = sorted({queue.queue for queue in given if queue.lost})
+        lost = sorted({queue.queue for queue in queues if queue.lost})
         if lost:
             names = ", ".join(f"queue {queue_id} of topic {topic!r}" for topic, queue_id in lost)
             raise ConsumeError(
@@ -289,17 +289,17 @@ class PullConsumer:
             self._finish_given()
 
     def _enter(self) -> None:
-        me = threading.get_ident()
-        if self._within not in (None, me):
+        thread_id = threading.get_ident()
+        if self._within not in (None, thread_id):
             raise ConsumeError(
                 "another thread is asking this consumer just now: what it gives to one thread would count as consumed "
                 "when the other asks. Give each thread a consumer of its own"
             )
-        self._within = me
+        self._within = thread_id
 
     @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """A signal handler that shuts down meanwhile leaves that to the end."""
+    def _one_call(self) -> Iterator[None]:
+        """Run one call of the consumer. A shutdown that a signal handler asks for meanwhile comes at its end."""
         is_nested = self._within == threading.get_ident()
         self._enter()
         try:
@@ -310,14 +310,14 @@ class PullConsumer:
                 if self._is_asked_to_end:
                     self.shutdown()
 
-    def _handed(self, what: Any) -> Iterator[Any]:
+    def _hand_out(self, item: Any) -> Iterator[Any]:
         self._within = None
-        yield what
+        yield item
         self._enter()
 
-    def _one_by_one(self, take: Take) -> Iterator[Any]:
+    def _hand_out_take(self, take: Take) -> Iterator[Any]:
         if self._tables:
-            yield from self._handed(take.messages)
+            yield from self._hand_out(take.messages)
         else:
             for count, message in enumerate(messages_of(take.messages)):
                 if count and (self._is_asked_to_end or not (take.queue.is_open and self.member.may_start())):
@@ -326,7 +326,7 @@ class PullConsumer:
                             take.queue.cut(take, count)
                     break
                 self._handing = take, (message.queue_offset or 0) + 1
-                yield from self._handed(message)
+                yield from self._hand_out(message)
                 if self._auto_commit:
                     with self.member.changed:
                         take.first = (message.queue_offset or 0) + 1
@@ -336,17 +336,17 @@ class PullConsumer:
 
     def _finish_given(self) -> None:
         with self.member.changed:
-            left = []
+            unfinished = []
             for take in self._given:
                 if self._handing is not None and self._handing[0] is take:  # the script has not seen all of it
                     take.first = self._handing[1]
-                    left.append(take)
+                    unfinished.append(take)
                 else:
                     take.queue.give_back(take, take.messages.num_rows)
-            self._given = left
+            self._given = unfinished
 
     def _next_before(self, end_s: float) -> Take | None:
-        """The next messages; None when none come until a time, or the end is reached."""
+        """Return the next messages; None when none come until a time, or the end is reached."""
         member = self.member
         while not self._is_asked_to_end:
             if member.problem is not None:
@@ -380,22 +380,22 @@ class PullConsumer:
         span = self.member.settings.max_span
         with self.member.changed:
             full = [q.queue for q in self.member.queues.values() if q.is_open and q.fetched_to - q.lowest >= span]
-            given = sum(take.messages.num_rows for take in self._given)
+            rows = sum(take.messages.num_rows for take in self._given)
         if full and self._given and len(full) == len(self.member.queues):
             raise ConsumeError(
-                f"{given} messages were given out and not committed, {span} or more of each queue: call commit(), or "
+                f"{rows} messages were given out and not committed, {span} or more of each queue: call commit(), or "
                 "raise max_span"
             )
 
     def _is_at_end(self) -> bool:
-        """Whether the group has come to where the log ended when this consumer started."""
+        """Whether the group has read all that the log held when this consumer started."""
         member = self.member
         with member.changed:
-            mine = {q.queue: (q.rows, q.fetched_to) for q in member.queues.values() if q.is_open}
+            own = {q.queue: (q.rows, q.fetched_to) for q in member.queues.values() if q.is_open}
         ends = {queue: end for queue, end in self._ends.items() if queue[0] in member.topics}
-        if any(mine[queue][0] or mine[queue][1] < end for queue, end in ends.items() if queue in mine):
+        if any(own[queue][0] or own[queue][1] < end for queue, end in ends.items() if queue in own):
             return False
-        others = [queue for queue in ends if queue not in mine]
+        others = [queue for queue in ends if queue not in own]
         if not others:
             return True
         now_s = self._machine.monotonic()
@@ -405,13 +405,13 @@ class PullConsumer:
         return all(self._others.get(queue, 0) >= ends[queue] for queue in others)
 
 
-def _weakly(method: Callable[[], object]) -> Callable[[], object]:
-    """Return a function that calls a method while somebody has its object."""
-    weak = weakref.WeakMethod(method)
+def _weak_caller(method: Callable[[], object]) -> Callable[[], object]:
+    """Return a function that calls a method as long as its object lives."""
+    reference = weakref.WeakMethod(method)
 
     def call() -> None:
-        found = weak()
-        if found is not None:
-            found()
+        live_method = reference()
+        if live_method is not None:
+            live_method()
 
     return call

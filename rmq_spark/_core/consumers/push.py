@@ -50,21 +50,20 @@ SUSPEND_S = 1.0
 RECONSUME_TIMES_MAX = 2**31 - 1
 THREADS = 20
 TABLE_ROWS = 16_384
-"""Messages of a table listener's call, unless told otherwise."""
+"""Default number of messages in a table listener's call."""
 EACH_ROWS_MAX = 2_048
 TAKE_S = 0.005
-"""A thread takes about so much work at a time for a listener of single messages, judged by the calls before: takes cost
-some 100 µs, and what one thread has taken no other one helps with."""
+"""Seconds of work that a thread aims to take at a time for a listener of single messages, estimated from earlier
+calls. Every take has a cost, and other threads cannot help with its messages."""
 TAKE_S_MAX = 0.05
-"""After so long it gives back what is left of a take, so that other threads may take it."""
+"""Seconds after which a thread gives back the rest of its take, so that other threads may take it."""
 QUICK_S = 50e-6
-"""While a message costs less, one thread at a time calls a listener of single messages. Such a listener waits for
-nobody, so Python runs one call at a time anyway: 20 threads were four times as slow as one."""
+"""Seconds per message below which only one thread at a time calls a listener of single messages. Such a listener does
+not wait, so Python runs one call at a time anyway, and more threads slow it down."""
 HANGS_S = 1.0
-"""When a thread has not come back for so long, a call hangs, and another thread goes on beside it as if it were not
-there."""
+"""Seconds after which a call of a quick listener counts as hanging, and another thread works beside it."""
 IDLE_S = 5.0
-"""A thread that waits for a notice looks itself after so long."""
+"""Seconds after which a thread that waits for a notice looks for work itself."""
 AWAIT_TERMINATION_S = 30.0
 STOP_LOOK_S = 0.2
 SEND_AGAIN_S = 1.0
@@ -74,7 +73,7 @@ class PushConsumer:
     """Hands committed messages to a message listener, in threads of this program (RocketMQ: ``DefaultMQPushConsumer``).
 
     Consumers of one group, in any number of processes, share its queues. A message is consumed at least once: after a
-    crash, what was not finished comes again, at a member that lives.
+    crash, unfinished messages come again at a living member.
 
     Parameters
     ----------
@@ -82,29 +81,30 @@ class PushConsumer:
     group : str
         The consumer group. Spark must not read for it.
     listener : callable, EachBatch, EachMessage or SqlInbox
-        A function of a ``pyarrow.Table`` of messages (the source's columns and ``reconsume_times``), all of one queue,
-        which returns one status for all of them or one for each. :class:`EachBatch` makes one from a function of a list
-        of messages, :class:`EachMessage` from a function of one message. A :class:`SqlInbox` needs ``mode="orderly"``.
-        In mode ``concurrently`` it is called in several threads at once.
+        A function of a ``pyarrow.Table`` of messages of one queue (the source's columns and ``reconsume_times``), which
+        returns one status for all of them or one for each. :class:`EachBatch` wraps a function of a list of messages,
+        :class:`EachMessage` a function of one message. A :class:`SqlInbox` needs ``mode="orderly"``. In mode
+        ``concurrently``, several threads call the listener at once.
     topics : str or iterable of str
         Topics to read. The group's retries are read as well.
     tags : str, optional
-        ``"TagA || TagB"``. All members of a group must want the same messages.
+        ``"TagA || TagB"``. All members of a group must choose the same messages.
     selector : str, optional
         SQL92. Contradicts ``tags``.
     mode : {"concurrently", "orderly"}
-        ``concurrently``: messages of a queue are consumed by several threads. One that is not CONSUME_SUCCESS goes to
-        ``%RETRY%group`` and comes again after 10 s, 30 s, 1 min and so on, and at last goes to ``%DLQ%group``.
+        ``concurrently``: several threads consume the messages of a queue. A message without CONSUME_SUCCESS goes to
+        ``%RETRY%group``, comes again after 10 s, 30 s, 1 min and so on, and at last goes to ``%DLQ%group``.
         ``orderly``: one call at a time for each queue. SUSPEND_CURRENT_QUEUE_A_MOMENT stops the queue at that message.
-        The order holds up to the loss of the lease: a member that was paused within a call may end it while another one
-        has the queue already.
+        The order holds until the lease is lost: a member that was paused within a call may end it when another member
+        already has the queue.
     consume_thread_max : int
         Threads that call the listener.
     consume_message_batch_max_size : int, optional
-        Messages of one call: 16,384 for a function of a table, 1 for :class:`EachBatch`, as in RocketMQ.
+        Messages of one call; when not given, 16,384 for a function of a table, and 1 for :class:`EachBatch`, as in
+        RocketMQ.
     max_reconsume_times : int, optional
-        Retries of a message before it is a dead letter: 16 for ``concurrently``, no limit for ``orderly`` when not
-        given.
+        Retries of a message before it is a dead letter; when not given, 16 for ``concurrently``, and no limit for
+        ``orderly``.
     delay_level_when_next_consume : int, optional
         Delay level of every retry, 1 to 18. When not given, it rises with each retry.
     suspend_current_queue_time : float
@@ -114,20 +114,20 @@ class PushConsumer:
     consume_timestamp : datetime, optional
         For ``CONSUME_FROM_TIMESTAMP``: the first message that was committed then or later.
     pull_interval : float, optional
-        Seconds between two looks for new messages: 0.02 on a local disk, 1 on an object store when not given.
+        Seconds between two looks for new messages; when not given, 0.02 on a local disk, and 1 on an object store.
     max_span : int
-        Messages of a queue that may be under way: so many come again after a crash, at most. One that a thread does
-        not come to an end with stops its queue after so many.
+        Maximum number of messages of a queue under way, and so of those that come again after a crash. A message that
+        is never finished stops its queue after this many.
     persist_consumer_offset_interval : float
-        Progress is written at most once in so many seconds.
+        Minimum seconds between two writes of progress.
     heartbeat_interval, lease : float
-        Seconds between two heartbeats, and without one after which a member's queues are claimed by others.
+        Seconds between two heartbeats, and seconds without one after which other members claim a member's queues.
     await_termination : float
         Seconds for which :meth:`shutdown` waits for running calls.
     message_model : {"clustering"}
         RocketMQ's ``BROADCASTING`` is refused.
     take_over : bool
-        True takes a group that Spark's queries have read. Stop them first.
+        True takes over a group that Spark's queries have read. Stop them first.
 
     Raises
     ------
@@ -195,7 +195,7 @@ class PushConsumer:
         self.member = GroupMember(opened, settings, reads_retries=True)
         self._machine = opened.machine
         self._two_phase = TwoPhase(opened, CommitOncePrepared(), commits=GroupCommit(opened))
-        self._each_s: float | None = None  # what a call of the listener has taken lately, for each message
+        self._each_s: float | None = None  # recent seconds per message of the listener's calls
         self._open = self._stop_asked = False
         self._opening = opened.machine.lock()
         self._turn = 0
@@ -254,16 +254,16 @@ class PushConsumer:
         return self
 
     def shutdown(self) -> None:
-        """Stop: fetch nothing more, wait for running listener calls, write progress, and leave the group.
+        """Stop fetching, wait for running listener calls, write progress, and leave the group.
 
         It waits for ``await_termination`` seconds at most. It may be called again.
 
         Raises
         ------
         ConsumeError
-            In a call of the listener, for which it would wait.
+            When a call of the listener calls it: it would wait for itself.
         TxmqError
-            What ended the consumer before, unless it was raised already.
+            The error that ended the consumer, unless it was raised already.
         """
         if self.member.is_own_thread():
             raise ConsumeError(
@@ -297,68 +297,68 @@ class PushConsumer:
     def run(self) -> None:
         """Consume until SIGTERM or SIGINT (Ctrl-C) comes, or :meth:`stop` is called, and then shut down.
 
-        In the main thread it takes both signals while it runs. In another thread it ends by :meth:`stop` alone.
+        In the main thread it handles both signals while it runs. In another thread only :meth:`stop` ends it.
 
         Raises
         ------
         TxmqError
-            What ended the consumer.
+            The error that ended the consumer.
         """
-        before: dict[signal.Signals, Any] = {}
+        old_handlers: dict[signal.Signals, Any] = {}
         self.member.require_own_process()
         try:
             if threading.current_thread() is threading.main_thread():
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    before[number] = signal.signal(number, lambda *_: self.stop())
+                for signum in (signal.SIGTERM, signal.SIGINT):
+                    old_handlers[signum] = signal.signal(signum, lambda *_: self.stop())
             self.start()
             while not self._stop_asked and not self.member.stopping.wait(STOP_LOOK_S):
                 pass
         finally:
             self._end()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for signum, handler in old_handlers.items():
+                signal.signal(signum, handler)
         self.shutdown()
 
     def stop(self) -> None:
         """Let :meth:`run` come to its end, from another thread or a signal handler."""
-        self._stop_asked = True  # an event has a lock, which a signal handler may find taken by its own thread
+        self._stop_asked = True  # no event: a signal handler may interrupt the holder of its lock
 
     @property
     def is_running(self) -> bool:
-        """Whether it consumes. False before :meth:`start`, after :meth:`shutdown`, and when a problem has ended it:
-        what a health check asks. A consumer that cannot fetch tries again, and runs: :attr:`problem` tells it."""
+        """Whether the consumer runs, for a health check. False before :meth:`start`, after :meth:`shutdown`, and when a
+        problem has ended it. One that cannot fetch tries again, and counts as running: see :attr:`problem`."""
         return self._open and not self.member.stopping.is_set()
 
     @property
     def problem(self) -> BaseException | None:
-        """What has ended the consumer, until :meth:`shutdown` or :meth:`run` has raised it; None when nothing has.
+        """The error that ended the consumer, until :meth:`shutdown` or :meth:`run` has raised it; None without one.
 
-        Of a consumer that runs: what keeps it from fetching the messages of a queue, or of all (a file is lost or
-        damaged, the store fails). It tries again, the problem is None when it has fetched them, and nothing raises it.
+        Of a running consumer: the error that keeps it from fetching the messages of a queue, or of all (a file is lost
+        or damaged, the store fails). It tries again. Nothing raises this error, and a successful fetch clears it.
         """
         return self.member.problem or (self.member.held_up_by if self.is_running else None)
 
     def queues(self) -> dict[tuple[str, int], int]:
-        """Return the queues that this member has now, and the next offset of each that is not finished."""
+        """Return this member's queues, and the lowest unfinished offset of each."""
         with self.member.changed:
-            return {queue: known.lowest for queue, known in sorted(self.member.queues.items()) if known.is_open}
+            return {queue: state.lowest for queue, state in sorted(self.member.queues.items()) if state.is_open}
 
     def in_flight(self) -> dict[str, int]:
-        """Return by topic how many messages this member has fetched and not finished. With a filter it also counts
-        those between them that the filter left out."""
-        found: dict[str, int] = {}
+        """Return by topic how many messages this member has fetched and not finished. Messages between them that a
+        filter left out count too."""
+        counts: dict[str, int] = {}
         with self.member.changed:
-            for (topic, _), known in self.member.queues.items():
-                found[topic] = found.get(topic, 0) + known.fetched_to - known.lowest
-        return found
+            for (topic, _), state in self.member.queues.items():
+                counts[topic] = counts.get(topic, 0) + state.fetched_to - state.lowest
+        return counts
 
     # ------------------------------------------------------------------ a thread's work
     def consume_on(self) -> None:
-        """Consume until the end: the work of a thread."""
+        """Consume until the consumer stops: the work of a thread."""
         member = self.member
         while not member.stopping.is_set():
             with member.changed:
-                if member.stopping.is_set():  # its notice came before this thread waits for one
+                if member.stopping.is_set():  # the notice of it came before this thread waits
                     return
                 take = self._take()
                 if take is None:
@@ -375,7 +375,7 @@ class PushConsumer:
         return take is not None
 
     def _take(self) -> Take | None:
-        """The next messages for a thread, from each queue in turn. The caller holds the lock."""
+        """Take the next messages for a thread, from each queue in turn. The caller holds the lock."""
         queues = [q for q in self.member.queues.values() if q.is_open and q.rows]
         now_s = self._machine.monotonic()
         if self.orderly:
@@ -386,14 +386,14 @@ class PushConsumer:
             return None
         self._turn += 1
         queue = queues[self._turn % len(queues)]
-        return queue.take(self._rows(queue), now_s)
+        return queue.take(self._rows_to_take(queue), now_s)
 
     def _is_quick(self) -> bool:
         return self._is_each and self._each_s is not None and self._each_s < QUICK_S
 
-    def _rows(self, queue: ProcessQueue) -> int:
+    def _rows_to_take(self, queue: ProcessQueue) -> int:
         if queue.tries and not self._is_each:
-            return 1  # the last call failed as a whole: find the message that it cannot do
+            return 1  # the last call failed as a whole: find the message that fails
         if not self._is_each:
             return self._batch_rows
         if self._each_s is None:
@@ -401,17 +401,17 @@ class PushConsumer:
         return max(1, min(EACH_ROWS_MAX, int(TAKE_S / max(self._each_s, 1e-9))))
 
     def _until_next(self) -> float:
-        """Seconds until a suspended queue may go on, or the one thread that calls a quick listener may hang. What else
-        there is to do comes with a notice."""
-        most = HANGS_S if self._is_quick() and any(q.rows for q in self.member.queues.values()) else IDLE_S
-        again = [q.again_s for q in self.member.queues.values() if q.rows and not q.running] if self.orderly else []
-        left = min(again, default=0.0) - self._machine.monotonic()
-        return left if 0 < left < most else most
+        """Return the seconds until a suspended queue continues, or the one call of a quick listener counts as hanging.
+        All other work comes with a notice."""
+        longest_s = HANGS_S if self._is_quick() and any(q.rows for q in self.member.queues.values()) else IDLE_S
+        resumes = [q.again_s for q in self.member.queues.values() if q.rows and not q.running] if self.orderly else []
+        left_s = min(resumes, default=0.0) - self._machine.monotonic()
+        return left_s if 0 < left_s < longest_s else longest_s
 
     def consume(self, take: Take) -> None:
-        """Let the listener consume a take, and bring it to its end."""
-        # An inbox counts positions in the queues that messages come in, and not in those where they came from first.
-        messages = _with_no_retries(take.messages) if self._takes_positions else restored(take.messages)
+        """Let the listener consume a take, and finish it."""
+        # An inbox keeps positions of the queues that messages are read from, and not of a retry's original queue.
+        messages = _with_zero_retries(take.messages) if self._takes_positions else restored(take.messages)
         try:
             if self.orderly:
                 self._consume_orderly(take, messages)
@@ -424,36 +424,36 @@ class PushConsumer:
     def _consume_concurrently(self, take: Take, messages: pa.Table) -> None:
         began_s = self._machine.monotonic()
         listener = self._listener_of_take()
-        found: list[tuple[bool, str | None]] = []
-        for answer in answers(listener, messages, orderly=False):
-            found.append(answer)
-            if self._is_each and self._has_enough(take.queue, began_s):
+        results: list[tuple[bool, str | None]] = []
+        for result in answers(listener, messages, orderly=False):
+            results.append(result)
+            if self._is_each and self._stops_early(take.queue, began_s):
                 break
-        failed = [at for at, (consumed, _) in enumerate(found) if not consumed]
-        self._note_cost(take.queue, listener, began_s, len(found), len(found) - len(failed), len(failed))
-        done = len(found)
+        failed = [row for row, (consumed, _) in enumerate(results) if not consumed]
+        self._note_cost(take.queue, listener, began_s, len(results), len(results) - len(failed), len(failed))
+        done = len(results)
         if failed:
-            reasons = [found[at][1] for at in failed]
-            tell_failed(self.member.group, take.queue.queue, len(failed), len(found), reasons[0])
+            reasons = [results[row][1] for row in failed]
+            tell_failed(self.member.group, take.queue.queue, len(failed), len(results), reasons[0])
             if not self._send_back(take.queue, messages.take(pa.array(failed)), reasons, "retry"):
-                done = failed[0]  # the end has come, or the queue is lost: they come again
+                done = failed[0]  # the consumer ends, or the queue is lost: they come again
         self._give_back(take, done)
 
     def _consume_orderly(self, take: Take, messages: pa.Table) -> None:
         queue, began_s = take.queue, self._machine.monotonic()
         listener = self._listener_of_take()
         offsets = take.messages["queue_offset"].to_pylist()
-        done = consumed_ones = failed = 0
-        found = answers(listener, tried(messages, queue.tries), orderly=True)
-        for consumed, reason in found:
+        done = consumed_rows = failed = 0
+        results = answers(listener, tried(messages, queue.tries), orderly=True)
+        for consumed, reason in results:
             if not consumed:
-                failed = 1 if self._is_each else 1 + sum(not also for also, _ in found)
-                queue.tries += 1  # nobody else has the queue meanwhile
+                failed = 1 if self._is_each else 1 + sum(not is_consumed for is_consumed, _ in results)
+                queue.tries += 1  # no other thread works on the queue meanwhile
                 then = "The first one becomes a dead letter"
-                if not self._is_dead(queue.tries):
+                if not self._is_out_of_retries(queue.tries):
                     then = f"The queue waits {self._suspend_s:g} s and goes on there"
                 tell_failed(self.member.group, queue.queue, failed, messages.num_rows, reason, then)
-                if self._is_dead(queue.tries) and self._send_back(
+                if self._is_out_of_retries(queue.tries) and self._send_back(
                     queue, messages.slice(done, 1), [reason], "dead", queue.tries - 1
                 ):
                     queue.tries = 0
@@ -462,59 +462,59 @@ class PushConsumer:
                     queue.again_s = self._machine.monotonic() + self._suspend_s
                 break
             queue.tries = 0
-            done, consumed_ones = done + 1, consumed_ones + 1
+            done, consumed_rows = done + 1, consumed_rows + 1
             if self._is_each:
                 take.first = offsets[done - 1] + 1
-                if self._has_enough(queue, began_s):
+                if self._stops_early(queue, began_s):
                     break
-        self._note_cost(queue, listener, began_s, max(1, done), consumed_ones, failed)
+        self._note_cost(queue, listener, began_s, max(1, done), consumed_rows, failed)
         self._give_back(take, done)
 
     def _listener_of_take(self) -> Listen | EachMessage:
-        here, listener = tracing(), self._listener
-        if here is not None:
-            listener = traced(listener, here, self.member.log.path, self.member.group)
+        tracer, listener = tracing(), self._listener
+        if tracer is not None:
+            listener = traced(listener, tracer, self.member.log.path, self.member.group)
         return _Timed(listener, self._machine) if isinstance(listener, EachMessage) else listener
 
-    def _is_dead(self, tries: int) -> bool:
+    def _is_out_of_retries(self, tries: int) -> bool:
         return self._reconsume_max is not None and tries > self._reconsume_max
 
-    def _has_enough(self, queue: ProcessQueue, began_s: float) -> bool:
-        """Whether a thread stops within its take: the calls take longer than expected, so that others may help; or the
-        member may start no call any more."""
-        slow = self._machine.monotonic() - began_s > TAKE_S_MAX
-        return slow or not queue.is_open or not self.member.may_start()
+    def _stops_early(self, queue: ProcessQueue, began_s: float) -> bool:
+        """Whether a thread gives back the rest of its take: its calls take longer than expected and others may help, or
+        the member may start no more calls."""
+        is_slow = self._machine.monotonic() - began_s > TAKE_S_MAX
+        return is_slow or not queue.is_open or not self.member.may_start()
 
     def _note_cost(
         self,
         queue: ProcessQueue,
         listener: Listen | EachMessage,
         began_s: float,
-        tried: int,
+        answered: int,
         consumed: int,
         failed: int,
     ) -> None:
         took_s = self._machine.monotonic() - began_s
         if observer.observers():
             log, group, topic = self.member.log.path, self.member.group, queue.queue[0]
-            what = observer.Consumed(log, group, topic, consumed, failed, took_s)
-            observer.tell(lambda o: o.consumed(what))
-        each_s = (listener.took_s if isinstance(listener, _Timed) else took_s) / tried
+            event = observer.Consumed(log, group, topic, consumed, failed, took_s)
+            observer.tell(lambda o: o.consumed(event))
+        each_s = (listener.took_s if isinstance(listener, _Timed) else took_s) / answered
         self._each_s = each_s if self._each_s is None else 0.8 * self._each_s + 0.2 * each_s
 
     def _give_back(self, take: Take, done: int) -> None:
-        """So many messages of a take are finished, and the rest comes again."""
+        """End a take of which ``done`` messages are finished. The rest comes again."""
         with self.member.changed:
             take.queue.give_back(take, done)
             if take.queue.releasing:
                 self.member.changed.notify_all()
             elif done < take.messages.num_rows or not self._is_quick():
-                self.member.changed.notify()  # another thread may help, now that calls take long
+                self.member.changed.notify()  # another thread may help when calls take long
 
     def _send_back(
         self, queue: ProcessQueue, messages: pa.Table, reasons: list[str | None], kind: str, tries: int = 0
     ) -> bool:
-        """Send what failed to the retries or the dead letters; False when that was given up, and it comes again."""
+        """Send failed messages to the retries or the dead letters; False when they were not sent, and come again."""
         member = self.member
         retries_max = MAX_RECONSUME_TIMES if self._reconsume_max is None else self._reconsume_max
         while not queue.lost:
@@ -534,13 +534,13 @@ class PushConsumer:
         return False
 
 
-def _with_no_retries(messages: pa.Table) -> pa.Table:
+def _with_zero_retries(messages: pa.Table) -> pa.Table:
     return messages.append_column("reconsume_times", pa.repeat(pa.scalar(0, pa.int32()), messages.num_rows))
 
 
 class _Timed(EachMessage):
-    """Counts how long the calls of a listener of single messages take. What is done around them does not count: with
-    many threads it is waiting for Python's lock, which would make the quickest listener look slow."""
+    """Measures the calls of a listener of single messages. The work around them does not count: with many threads it
+    waits for Python's lock, which would make the quickest listener look slow."""
 
     def __init__(self, listener: EachMessage, machine: Machine) -> None:
         super().__init__(self._call)

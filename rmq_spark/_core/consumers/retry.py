@@ -1,10 +1,10 @@
 """Turns messages that were not consumed into retries (topic ``%RETRY%group``), and at last into dead letters.
 
-With the defaults, a message that fails each time takes this way::
+With the defaults, a message that fails each time takes these steps::
 
     reconsume_times   0          1          2          ...   15         16
     fails, goes to    %RETRY%    %RETRY%    %RETRY%          %RETRY%    %DLQ%
-    comes again in    10 s       30 s       1 min            2 h        never, unless somebody resends it
+    comes again in    10 s       30 s       1 min            2 h        never, unless it is resent
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ def dlq_topic(group: str) -> str:
 
 
 def restored(messages: pa.Table) -> pa.Table:
-    """Return messages with the column ``reconsume_times``. Retries get back their first topic, id and properties."""
-    again = pc.fill_null(pc.starts_with(messages["topic"], RETRY_PREFIX), False)
-    if not pc.any(again).as_py():
+    """Return messages with the column ``reconsume_times``. Retries get back their original topic, id and properties."""
+    is_retry = pc.fill_null(pc.starts_with(messages["topic"], RETRY_PREFIX), False)
+    if not pc.any(is_retry).as_py():
         return messages.append_column("reconsume_times", pa.repeat(pa.scalar(0, pa.int32()), messages.num_rows))
     columns = {name: messages[name].to_pylist() for name in ("topic", "msg_id", "properties")}
     times: list[int] = []
-    for at, is_again in enumerate(again.to_pylist()):
-        properties = dict(columns["properties"][at] or ())
-        times.append(int(properties.get(RECONSUME_TIME, 0)) if is_again else 0)
-        if is_again:
-            columns["topic"][at] = properties.get(RETRY_TOPIC, columns["topic"][at])
-            columns["msg_id"][at] = properties.get(ORIGIN_MESSAGE_ID, columns["msg_id"][at])
+    for row, row_is_retry in enumerate(is_retry.to_pylist()):
+        properties = dict(columns["properties"][row] or ())
+        times.append(int(properties.get(RECONSUME_TIME, 0)) if row_is_retry else 0)
+        if row_is_retry:
+            columns["topic"][row] = properties.get(RETRY_TOPIC, columns["topic"][row])
+            columns["msg_id"][row] = properties.get(ORIGIN_MESSAGE_ID, columns["msg_id"][row])
             kept = [(k, v) for k, v in properties.items() if k not in OWN_PROPERTIES]
-            columns["properties"][at] = kept or None
+            columns["properties"][row] = kept or None
     for name, values in columns.items():
-        kind = PROPERTIES if name == "properties" else pa.string()
-        messages = messages.set_column(messages.column_names.index(name), name, pa.array(values, kind))
+        column_type = PROPERTIES if name == "properties" else pa.string()
+        messages = messages.set_column(messages.column_names.index(name), name, pa.array(values, column_type))
     return messages.append_column("reconsume_times", pa.array(times, pa.int32()))
 
 
 def tried(messages: pa.Table, times: int) -> pa.Table:
-    """Count in ``reconsume_times`` how often the first message was tried in its place, as in mode ``orderly``."""
+    """Add to the first message's ``reconsume_times`` its tries in its place, as in mode ``orderly``."""
     if not times:
         return messages
     name = "reconsume_times"
@@ -93,18 +93,18 @@ def sent_back(
     rows: list[dict[str, Any]] = []
     for row, reason in zip(messages.to_pylist(), reasons, strict=True):
         times = row["reconsume_times"]
-        dead = times >= reconsume_max
+        is_dead = times >= reconsume_max
         properties = {k: v for k, v in (row["properties"] or ()) if k not in OWN_PROPERTIES}
-        origin = {DLQ_ORIGIN_TOPIC: row["topic"], DLQ_ORIGIN_MESSAGE_ID: row["msg_id"]} if dead else {}
-        own = {RETRY_TOPIC: row["topic"], ORIGIN_MESSAGE_ID: row["msg_id"]}
-        own |= {RECONSUME_TIME: str(times if dead else times + 1), REASON: reason or ""}
+        origin = {DLQ_ORIGIN_TOPIC: row["topic"], DLQ_ORIGIN_MESSAGE_ID: row["msg_id"]} if is_dead else {}
+        retry_properties = {RETRY_TOPIC: row["topic"], ORIGIN_MESSAGE_ID: row["msg_id"]}
+        retry_properties |= {RECONSUME_TIME: str(times if is_dead else times + 1), REASON: reason or ""}
         level = delay_level or min(FIRST_DELAY_LEVEL + times, len(DELAY_LEVELS_S))
         rows.append(
             {
                 **{name: row[name] for name in columns},
-                "topic": dlq_topic(group) if dead else retry_topic(group),
-                "properties": list({**properties, **own, **origin}.items()),
-                "delay_level": None if dead else level,
+                "topic": dlq_topic(group) if is_dead else retry_topic(group),
+                "properties": list({**properties, **retry_properties, **origin}.items()),
+                "delay_level": None if is_dead else level,
             }
         )
     schema = pa.schema(

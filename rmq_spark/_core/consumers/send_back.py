@@ -1,17 +1,16 @@
-"""Sends the messages back that a member's listener did not consume.
+"""Sends back the messages that a member's listener did not consume.
 
-Each is a half batch of its own, and is named after the place of the message that failed: group, topic, queue and
-offset, and the queue's epoch, which a reset makes anew::
+Each is a half batch of its own, named after the place of the failed message: group, topic, queue and offset, and the
+queue's epoch, which a reset changes::
 
     orders, queue 0, offset 5 fails      back.points.orders.0.5.<epoch>            a retry
     that retry comes, and fails          back.points.%RETRY%points.0.17.<epoch>    the next retry
     that one fails, and was the last     back.points.%RETRY%points.0.23.<epoch>    a dead letter
 
-After a crash the messages come again, to whoever has the queue then, in takes that are cut otherwise, and not all of
-them need fail again. None of that is in a name. So what was sent back is found, message by message, and the rest is
-sent. A retry has a place of its own in its topic, so its place says whose retry it is, and the how-manieth. What became
-of a message is no part of its name either: a member with other settings does not make a dead letter of what has been
-given a retry.
+After a crash the messages come again, perhaps at another member and in other takes, and some may not fail again. Names
+depend on none of that: each message that was sent back is found, and only the rest is sent. A retry has a place of its
+own in its topic, so the place identifies the message and the retry. The outcome is no part of the name
+either: a member with other settings does not make a dead letter of a message that already has a retry.
 """
 
 from __future__ import annotations
@@ -48,6 +47,6 @@ def send_back(
     tries : int
         How often the first message was tried again in its place.
     """
-    again = sent_back(tried(messages, tries), reasons, group, reconsume_max, delay_level)
-    names = [back_name(group, queue.queue, n, queue.epoch) for n in messages["queue_offset"].to_pylist()]
-    return send_each(log, group, names, again, two_phase)
+    rows = sent_back(tried(messages, tries), reasons, group, reconsume_max, delay_level)
+    names = [back_name(group, queue.queue, offset, queue.epoch) for offset in messages["queue_offset"].to_pylist()]
+    return send_each(log, group, names, rows, two_phase)

@@ -13,8 +13,8 @@ from rmq_spark._core.vocabulary.message import MessageExt
 
 
 def traced(listener: Listen | EachMessage, here: Tracing, log: str, group: str) -> Listen | EachMessage:
-    """Return a listener that makes a span for each call: for a message a child of its own span, for several messages
-    one with links to theirs."""
+    """Return a listener that runs each call in a span: for one message, a child of the message's span; for several
+    messages, a span with links to theirs."""
     if isinstance(listener, EachMessage):
         function = listener.function
 
@@ -22,7 +22,7 @@ def traced(listener: Listen | EachMessage, here: Tracing, log: str, group: str) 
             with here.processing_one(log, group, message) as span:
                 status = function(message)
                 if not _is_success(status):
-                    here.failed(span, _word(status))
+                    here.failed(span, _status_name(status))
                 return status
 
         return EachMessage(consume)
@@ -30,11 +30,11 @@ def traced(listener: Listen | EachMessage, here: Tracing, log: str, group: str) 
 
     def listen(messages: pa.Table) -> Statuses:
         with here.processing(log, group, messages) as span:
-            found = call(messages)
-            failed = [s for s in (found if isinstance(found, Sequence) else [found]) if not _is_success(s)]
+            statuses = call(messages)
+            failed = [s for s in (statuses if isinstance(statuses, Sequence) else [statuses]) if not _is_success(s)]
             if failed:
-                here.failed(span, _word(failed[0]))
-            return found
+                here.failed(span, _status_name(failed[0]))
+            return statuses
 
     return listen
 
@@ -43,5 +43,5 @@ def _is_success(status: object) -> bool:
     return status in (CONSUME_SUCCESS, SUCCESS)
 
 
-def _word(status: object) -> str:
+def _status_name(status: object) -> str:
     return str(getattr(status, "name", status))

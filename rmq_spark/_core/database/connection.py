@@ -28,9 +28,9 @@ except ImportError as problem:  # pragma: no cover - the test runs this in anoth
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("sqlite", "postgresql", "mariadb", "mysql")
-"""Databases that the tests run on, by SQLAlchemy's names (MariaDB has both of the last two)."""
+"""Databases that the tests run on, by SQLAlchemy's names (MariaDB may have either of the last two)."""
 
-# PostgreSQL: lock_not_available, serialization_failure, deadlock_detected. Another transaction is at work: ask later.
+# PostgreSQL: lock_not_available, serialization_failure, deadlock_detected. Another transaction is running: try later.
 _LOCK_STATES = frozenset({"55P03", "40001", "40P01"})
 # MariaDB and MySQL: lock wait timeout, deadlock, and a row that was taken or changed since the snapshot.
 _LOCK_NUMBERS = frozenset({1205, 1213, 1020, 3572})
@@ -47,7 +47,7 @@ _UTF8_BYTES_MAX = 4
 
 PLACE_CHARS_MAX = 64
 IDLE_S_MAX = 1.0
-"""A pooled connection that was not used for so long is tested before use."""
+"""A pooled connection that was idle for this many seconds is tested before use."""
 
 IN_INNODB: dict[str, Any] = {"mysql_engine": "InnoDB", "mariadb_engine": "InnoDB"}
 """Makes a table whose changes a transaction can undo, whatever the default engine of a MariaDB or MySQL server is."""
@@ -76,28 +76,28 @@ def exact_text(chars: int) -> sa.String:
 
 
 Address: TypeAlias = "str | sa.URL | sa.Engine | Callable[[], str | sa.URL | sa.Engine]"
-"""Names a database: a URL, an engine, ``env:NAME`` or ``file:/path`` for where the URL lies, or a function that returns
-it. The last three are looked up by each process that uses the database."""
+"""Names a database: a URL, an engine, the place of a URL (``env:NAME`` or ``file:/path``), or a function that returns a
+URL or an engine. Each process that uses the database looks up the place, or calls the function, by itself."""
 
 
 class Database:
-    """A database. It connects when it is first used.
+    """A database, which connects at first use.
 
-    It is pickled as the arguments that it was made from, and the other process connects by itself.
+    It is pickled as its arguments, and the other process connects by itself.
 
     Raises
     ------
     ListenerError
-        When the argument is no :data:`Address`, no test runs on this kind of database, or SQLAlchemy cannot make an
-        engine of it. When it is pickled, and was made of an engine.
+        When the argument is no :data:`Address`, the kind of database is untested, or SQLAlchemy cannot make an engine
+        of it. When a database that was made of an engine is pickled.
     """
 
-    _given: tuple[tuple[Any, ...], dict[str, Any]]
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
-    def __new__(cls, *given: Any, **named: Any) -> Any:
-        made = super().__new__(cls)
-        made._given = given, named
-        return made
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        database = super().__new__(cls)
+        database._arguments = args, kwargs
+        return database
 
     def __init__(self, url_or_engine: Address) -> None:
         self._engine: sa.Engine | None = None
@@ -108,18 +108,18 @@ class Database:
         self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given, named = self._given
-        if any(isinstance(one, sa.Engine) for one in (*given, *named.values())):
+        args, kwargs = self._arguments
+        if any(isinstance(argument, sa.Engine) for argument in (*args, *kwargs.values())):
             raise ListenerError(
                 f"the engine of {self.where} cannot go to another process, because it holds connections: in its place "
                 "give the database's URL, 'env:NAME', or a function that returns the URL"
             )
-        return partial(type(self), **named), given
+        return partial(type(self), **kwargs), args
 
     @property
     def where(self) -> str:
-        """The database's URL for people to read, without the password and the query part, which may hold one; or what
-        gives the URL."""
+        """The database's URL for people, without the password and the query part, which may hold one; or the name of
+        what gives the URL."""
         if self._url is None:
             assert self._lookup is not None
             return self._lookup.name
@@ -128,11 +128,11 @@ class Database:
     @property
     def engine(self) -> sa.Engine:
         if self._engine is None:
-            made, url = None, self._url
+            engine, url = None, self._url
             if url is None:
                 assert self._lookup is not None
-                made, url = _engine_or_url(self._lookup.find())
-            self._engine, self._url = made or _make_engine(url), url
+                engine, url = _engine_or_url(self._lookup.find())
+            self._engine, self._url = engine or _make_engine(url), url
         if self._pid != os.getpid():
             # This process was forked, and the connections are its parent's: forget them without closing them.
             self._engine.dispose(close=False)
@@ -164,11 +164,11 @@ class Database:
                     if not connection.invalidated:
                         connection.connection.rollback()
                         if isinstance(problem, TransactionEndedError):
-                            connection.invalidate()  # its session may hold more: LOCK TABLES
+                            connection.invalidate()  # its session may hold other locks: LOCK TABLES
                     raise
 
     def connect(self) -> sa.Connection:
-        """Return a connection; an error says which database could not be reached."""
+        """Return a connection; an error names the database."""
         try:
             return self.engine.connect()
         except sa.exc.DBAPIError as problem:
@@ -176,7 +176,7 @@ class Database:
             raise
 
     def refuse_unsafe(self, connection: sa.Connection) -> None:
-        """Refuse a connection that commits each statement by itself, or reads what others may still undo."""
+        """Refuse a connection that commits each statement by itself, or that reads uncommitted rows."""
         if _commits_by_itself(connection.connection.dbapi_connection):
             raise ListenerError(
                 f"the engine of {self.where} is set to AUTOCOMMIT: the work and its fence rows must commit together"
@@ -190,8 +190,8 @@ class Database:
 
 
 class Owner:
-    """Who commits the transaction of a driver's connection. A connection has one owner at a time, whichever objects of
-    SQLAlchemy it is reached by: sessions bound to it, or those that a pool hands one connection out to."""
+    """The right to commit the transaction of a driver's connection. A connection has one owner at a time, even when
+    several objects of SQLAlchemy share it: sessions bound to it, or users of a pool that shares one connection."""
 
     def __init__(self) -> None:
         self._held: tuple[sa.PoolProxiedConnection, object] | None = None
@@ -202,13 +202,13 @@ class Owner:
         Raises
         ------
         ListenerError
-            When another one owns it.
+            When the connection has another owner.
         """
         checked_out = connection.connection
         driver = checked_out.dbapi_connection
         self._held = checked_out, driver
-        other = _OWNERS.setdefault(id(driver), self)
-        if other is not self and other._has(driver):
+        owner = _OWNERS.setdefault(id(driver), self)
+        if owner is not self and owner._has(driver):
             self._held = None
             raise ListenerError(
                 "the connection is in another transaction() of a producer, or in that of a listener or an inbox: one "
@@ -217,7 +217,7 @@ class Owner:
         _OWNERS[id(driver)] = self
 
     def _has(self, driver: object) -> bool:
-        """Whether the connection was not given back to its pool, from where others may have it."""
+        """Whether the connection is still checked out of its pool, from which others could get it."""
         held = self._held
         return held is not None and held[0].dbapi_connection is driver
 
@@ -238,7 +238,7 @@ class Owner:
 
 
 _OWNERS: dict[int, Owner] = {}
-"""By the id of a driver's connection, which the owner keeps alive. No lock: a fork could copy it while it is held."""
+"""By the id of a driver's connection, which the owner keeps alive. Without a lock, which a fork could copy held."""
 
 
 def insert_absent(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -251,9 +251,9 @@ def insert_absent(connection: sa.Connection, table: sa.Table, rows: Sequence[dic
 
 @lru_cache(maxsize=64)
 def _insert_absent(table: sa.Table, dialect: str) -> sa.Insert:
-    """Made once: SQLAlchemy then looks up its compiled form at once."""
-    make = postgresql.insert if dialect == "postgresql" else sqlite.insert
-    return make(table).on_conflict_do_nothing().returning(*table.primary_key)
+    """Return the statement, built once, so that SQLAlchemy finds its compiled form quickly."""
+    dialect_insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
+    return dialect_insert(table).on_conflict_do_nothing().returning(*table.primary_key)
 
 
 def _inserts(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> bool:
@@ -263,7 +263,7 @@ def _inserts(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str
     except sa.exc.IntegrityError:
         savepoint.rollback()
         return False
-    # Other errors pass: a deadlock has ended the transaction, and its savepoints with it.
+    # Other errors propagate: a deadlock has ended the transaction, and its savepoints with it.
     savepoint.commit()
     return True
 
@@ -271,26 +271,26 @@ def _inserts(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str
 def require_exact(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
     """Require that a table tells apart rows whose keys are alike, and that a rollback removes them.
 
-    It inserts such rows and undoes the insert. A table that somebody else made may ignore case, accents or spaces at
-    the end of a key, or belong to a storage engine without transactions (MyISAM).
+    It inserts such rows and undoes the insert. A table that was not made here may ignore case, accents or spaces at the
+    end of a key, or belong to a storage engine without transactions (MyISAM).
 
     Raises
     ------
     ListenerError
-        When the table does either. Rows that could not be undone are deleted.
+        When the table fails either test. Rows that were not undone are deleted.
     """
     name, keys = table.fullname, list(table.primary_key)
     savepoint = connection.begin_nested()
-    differs = _inserts(connection, table, rows)
+    are_distinct = _inserts(connection, table, rows)
     savepoint.rollback()
-    mine = sa.or_(*(sa.and_(*(key == row[key.name] for key in keys)) for row in rows))
-    if connection.execute(sa.select(sa.func.count()).select_from(table).where(mine)).scalar_one():
-        connection.execute(table.delete().where(mine))
+    own_rows = sa.or_(*(sa.and_(*(key == row[key.name] for key in keys)) for row in rows))
+    if connection.execute(sa.select(sa.func.count()).select_from(table).where(own_rows)).scalar_one():
+        connection.execute(table.delete().where(own_rows))
         raise ListenerError(
             f"table {name!r} has a storage engine without transactions: what is undone stays in it. Make it InnoDB "
             f"(ALTER TABLE {name} ENGINE=InnoDB), and the tables that work writes to as well"
         )
-    if not differs:
+    if not are_distinct:
         raise ListenerError(
             f"table {name!r} takes keys for equal that differ in case, in an accent or in a space at the end: its "
             "collation is wrong. Rename it, have a new one made, and copy its rows"
@@ -298,7 +298,7 @@ def require_exact(connection: sa.Connection, table: sa.Table, rows: Sequence[dic
 
 
 def alike(prefix: str) -> list[str]:
-    """Return names that a careless collation takes for one."""
+    """Return names that a careless collation takes for equal."""
     return [f"{prefix}a", f"{prefix}A", f"{prefix}a ", f"{prefix}\u00e4"]
 
 
@@ -307,10 +307,10 @@ _TELLS_NO_PLACE = frozenset({"42501", "42883", "0A000"})
 
 
 def _sqlstate_of(cause: BaseException | None) -> str | None:
-    """Return the SQLSTATE of a driver's exception: psycopg, psycopg2 and pg8000 name it otherwise. None: it is not the
-    server's answer."""
-    said = cause.args[0] if cause is not None and cause.args else None
-    of_pg8000 = said.get("C") if isinstance(said, dict) else None
+    """Return the SQLSTATE of a driver's exception, which psycopg, psycopg2 and pg8000 name differently; None when the
+    server sent none."""
+    first_argument = cause.args[0] if cause is not None and cause.args else None
+    of_pg8000 = first_argument.get("C") if isinstance(first_argument, dict) else None
     return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None) or of_pg8000
 
 
@@ -332,7 +332,7 @@ def place_of(connection: sa.Connection) -> str | None:
             cluster, database = connection.exec_driver_sql(query).one()
         except sa.exc.DBAPIError as problem:
             if _sqlstate_of(problem.orig) not in _TELLS_NO_PLACE:
-                raise  # a fence that was made without its place would not notice a copy of its database
+                raise  # a fence made without its place would not notice a copy of its database
             savepoint.rollback()
             logger.warning(
                 "the database does not say which one it is, so a fence in a copy of it would not be noticed: %s",
@@ -350,7 +350,7 @@ def _sqlite_transaction(connection: sa.Connection, lock_timeout: float | None, w
     """Run a SQLite transaction with its own BEGIN and COMMIT: Python's sqlite3 begins late and without the write lock.
 
     A writer takes the write lock at once (BEGIN IMMEDIATE). If it read first and wrote later, it would fail without
-    waiting when another one wrote in between. Every setting is set back at the end, because the connection may belong
+    waiting when another writer came in between. Every setting is restored at the end, because the connection may belong
     to a user's engine.
     """
     driver = connection.connection.dbapi_connection
@@ -365,7 +365,7 @@ def _sqlite_transaction(connection: sa.Connection, lock_timeout: float | None, w
         yield
         connection.commit()
     finally:
-        # Does nothing after a commit. The driver itself rolls back too: SQLAlchemy may take it for done already.
+        # Does nothing after a commit. The driver itself rolls back too: SQLAlchemy may believe that this is done.
         driver.rollback()
         connection.rollback()
         if lock_timeout is not None:
@@ -376,11 +376,11 @@ def _sqlite_transaction(connection: sa.Connection, lock_timeout: float | None, w
 
 @contextmanager
 def _mysql_lock_timeout(connection: sa.Connection, seconds: float | None) -> Iterator[None]:
-    """Set a session's lock timeouts in MariaDB and MySQL, in whole seconds, and set them back at the end."""
+    """Set a session's lock timeouts in MariaDB and MySQL, in whole seconds, and restore them at the end."""
     if seconds is None or connection.dialect.name not in ("mariadb", "mysql"):
         yield
         return
-    # The timeouts for rows, and for tables that somebody alters.
+    # The timeouts for rows, and for tables that another session alters.
     names = ("innodb_lock_wait_timeout", "lock_wait_timeout")
     before = connection.exec_driver_sql(f"SELECT {', '.join(f'@@{name}' for name in names)}").one()
     _set_session(connection, names, [max(1, math.ceil(seconds))] * len(names))
@@ -391,7 +391,7 @@ def _mysql_lock_timeout(connection: sa.Connection, seconds: float | None) -> Ite
             try:
                 _set_session(connection, names, before)
             except sa.exc.DBAPIError:
-                connection.invalidate()  # nobody else must get a connection with our settings
+                connection.invalidate()  # no other user may get a connection with our settings
 
 
 def _set_session(connection: sa.Connection, names: Sequence[str], values: Sequence[int]) -> None:
@@ -401,8 +401,8 @@ def _set_session(connection: sa.Connection, names: Sequence[str], values: Sequen
 
 
 def _commits_by_itself(driver: Any) -> bool:
-    ask = getattr(driver, "get_autocommit", None)  # of MariaDB's and MySQL's drivers
-    return bool(ask()) if ask is not None else getattr(driver, "autocommit", False) is True
+    get_autocommit = getattr(driver, "get_autocommit", None)  # of MariaDB's and MySQL's drivers
+    return bool(get_autocommit()) if get_autocommit is not None else getattr(driver, "autocommit", False) is True
 
 
 # ---------------------------------------------------------------- one transaction for work
@@ -415,29 +415,29 @@ ENDED = (
 
 @contextmanager
 def no_commit_within(connection: sa.Connection) -> Iterator[None]:
-    """Keep ``work`` from committing, rolling back or closing its connection, whose transaction has the fence rows too.
+    """Keep ``work`` from committing, rolling back or closing its connection, whose transaction the caller commits.
 
     Raises
     ------
     ListenerError
-        When ``work`` asks SQLAlchemy to do so; nothing has happened.
+        When ``work`` asks SQLAlchemy to do so. Nothing has happened then.
     TransactionEndedError
         When ``work`` runs a statement after the transaction has ended in some other way.
     """
-    info = connection.info  # of the driver's connection, so whichever object of SQLAlchemy work reaches it by
+    info = connection.info  # the driver connection's, which all objects of SQLAlchemy share
     info[_AT_WORK] = True
     _WORKING.add(connection)
     try:
         yield
     finally:
         _WORKING.discard(connection)
-        for each in (info, {} if connection.invalidated or connection.closed else connection.info):
-            each.pop(_AT_WORK, None)  # it is cleared when the connection is lost, and copied when work detaches it
+        for marked in (info, {} if connection.invalidated or connection.closed else connection.info):
+            marked.pop(_AT_WORK, None)  # info is cleared when the connection is lost, and copied when work detaches it
 
 
 _AT_WORK = "txmq_at_work"
 _WORKING: WeakSet[sa.Connection] = WeakSet()
-"""Those that work was given: one that loses its driver's connection gets another, without the mark."""
+"""Connections that ``work`` has. One that loses its driver's connection gets a new one without the mark."""
 
 
 def _refuse_end(connection: sa.Connection) -> None:
@@ -458,12 +458,12 @@ _GUARDS = (("commit", _refuse_end), ("rollback", _refuse_end), ("before_cursor_e
 
 
 def _guard(engine: sa.Engine) -> None:
-    """Let an engine's connections look whether work is in hand. Once for each engine: SQLAlchemy takes a fifth of a
-    short transaction to add and remove what it calls."""
+    """Let an engine's connections call the guards of ``work``. They stay with the engine, because SQLAlchemy adds and
+    removes them slowly."""
     if engine not in _GUARDED:
-        for event, look in _GUARDS:
-            sa.event.listen(engine, event, look)
-        _GUARDED.add(engine)  # last: others may use the engine already
+        for event, guard in _GUARDS:
+            sa.event.listen(engine, event, guard)
+        _GUARDED.add(engine)  # last: another thread may use the engine at once
 
 
 _SAVEPOINT = "txmq_work"
@@ -512,14 +512,14 @@ def _is_idle(driver: Any) -> bool:
 
 
 class _Lookup(NamedTuple):
-    """What gives a database's URL in the process that needs it: its name for people to read, and the call."""
+    """Gives a database's URL in the process that needs it: its name for people, and the call."""
 
     name: str
     find: Callable[[], object]
 
 
 def _lookup_of(address: object) -> _Lookup | None:
-    """Return what gives the URL; None when the address is one, or an engine."""
+    """Return the lookup of a place or a function; None for a URL or an engine."""
     if isinstance(address, str) and is_place(address):
         return _Lookup(address, partial(look_up, address))
     if not callable(address):
@@ -536,14 +536,14 @@ def _lookup_of(address: object) -> _Lookup | None:
 
 def _from_function(function: Callable[[], object], name: str) -> object:
     try:
-        found = function()
+        address = function()
     except Exception as problem:
         raise ListenerError(f"{name}, which gives the database's URL, raised {sentence_of(problem)}") from cause_of(
             problem
         )
-    if not isinstance(found, (str, sa.URL, sa.Engine)):
-        raise ListenerError(f"{name} returned {type(found).__name__}: the database's URL is expected")
-    return found
+    if not isinstance(address, (str, sa.URL, sa.Engine)):
+        raise ListenerError(f"{name} returned {type(address).__name__}: the database's URL is expected")
+    return address
 
 
 def _engine_or_url(url_or_engine: object) -> tuple[sa.Engine | None, sa.URL]:
@@ -586,28 +586,28 @@ def _require_tested(backend: str) -> None:
 
 def _make_engine(url: sa.URL) -> sa.Engine:
     try:
-        # A pooler (PgBouncer) gives the session to others after each transaction, so no statement stays prepared in it.
-        in_session = {"prepare_threshold": None} if url.get_driver_name() == "psycopg" else {}
-        # An error's text goes into logs, so it has no values of rows in it.
-        engine = sa.create_engine(url, hide_parameters=True, connect_args=in_session)
+        # A pooler (PgBouncer) gives the session to others after each transaction, so no statement may stay prepared.
+        driver_args = {"prepare_threshold": None} if url.get_driver_name() == "psycopg" else {}
+        # Error texts go into logs, so they must not have values of rows.
+        engine = sa.create_engine(url, hide_parameters=True, connect_args=driver_args)
     except sa.exc.NoSuchModuleError:
         raise ListenerError(f"SQLAlchemy knows no database {url.drivername!r}: install its dialect") from None
     except ModuleNotFoundError as problem:
         raise ListenerError(
             f"the driver of {url.drivername!r} is not installed: pip install {problem.name}"
         ) from problem
-    _test_what_idled(engine)
+    _test_idle_connections(engine)
     return engine
 
 
-def _test_what_idled(engine: sa.Engine) -> None:
-    """Test a pooled connection before use that was not used for a while: it may idle for hours between two
-    micro-batches. SQLAlchemy's own ``pool_pre_ping`` tests each time, which is a third of a short transaction."""
+def _test_idle_connections(engine: sa.Engine) -> None:
+    """Test a pooled connection before use after an idle time, such as hours between two micro-batches. SQLAlchemy's own
+    ``pool_pre_ping`` tests before each use, which is slow for short transactions."""
 
-    def given_back(_: object, record: sa.pool.ConnectionPoolEntry) -> None:
+    def checked_in(_: object, record: sa.pool.ConnectionPoolEntry) -> None:
         record.info["txmq_used_s"] = time.monotonic()
 
-    def taken(driver: Any, record: sa.pool.ConnectionPoolEntry, _: object) -> None:
+    def checked_out(driver: Any, record: sa.pool.ConnectionPoolEntry, _: object) -> None:
         used_s = record.info.get("txmq_used_s")
         if used_s is None or time.monotonic() - used_s < IDLE_S_MAX:
             return
@@ -618,12 +618,12 @@ def _test_what_idled(engine: sa.Engine) -> None:
         if not is_alive:
             raise sa.exc.DisconnectionError  # SQLAlchemy connects anew
 
-    sa.event.listen(engine, "checkin", given_back)
-    sa.event.listen(engine, "checkout", taken)
+    sa.event.listen(engine, "checkin", checked_in)
+    sa.event.listen(engine, "checkout", checked_out)
 
 
 def has_one_connection(pool: sa.Pool) -> bool:
-    """Whether a pool that has given a connection lets the next one wait until it is back."""
+    """Whether a pool has one connection, so that a second user waits until the first gives it back."""
     return isinstance(pool, sa.QueuePool) and pool.size() == 1 and pool._max_overflow == 0
 
 
@@ -637,7 +637,7 @@ def is_lock_problem(problem: sa.exc.DBAPIError) -> bool:
 
 
 def is_refused_value(problem: sa.exc.StatementError) -> bool:
-    """Return True when the database, or SQLAlchemy, refuses a value of a row: others may be taken."""
+    """Return True when the database or SQLAlchemy refuses a value of a row, and may accept other rows."""
     cause = problem.orig
     if not isinstance(problem, sa.exc.DBAPIError):
         return type(problem) is sa.exc.StatementError

@@ -1,13 +1,13 @@
-"""Inserts rows of Arrow into a table of a database, in the database transaction that is open.
+"""Inserts Arrow rows into a table of a database, in the open database transaction.
 
-PostgreSQL takes them by COPY in its binary format, made from Arrow without a loop over rows::
+PostgreSQL gets them by COPY in its binary format, encoded from Arrow without a loop over rows::
 
-    each column has just the table's type        rows ─▶ COPY ─▶ the table
-    the server has to convert some, or a key     rows ─▶ COPY ─▶ a temporary table ─▶ INSERT … SELECT ─▶ the table
+    each column has exactly the table's type     rows ─▶ COPY ─▶ the table
+    the server must convert columns, or a key    rows ─▶ COPY ─▶ a temporary table ─▶ INSERT … SELECT ─▶ the table
     may be in the table already
-    lists and structs; no psycopg, no pgpq       rows ─▶ INSERT of many rows
+    lists and structs; no psycopg or no pgpq     rows ─▶ INSERT of many rows
 
-The encoder does not know the table: bytes of another type would be stored as a wrong value, and no error. So each
+The encoder does not know the table: bytes of another type would be stored as a wrong value, without an error. So each
 column is compared with the catalogue first.
 """
 
@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as kinds
 
-import rmq_spark._core.database.connection  # noqa: F401 - it says what to install when SQLAlchemy is missing
+import rmq_spark._core.database.connection  # noqa: F401 - its error says what to install when SQLAlchemy is missing
 from rmq_spark.errors import ListenerError, MessageError
 
 import sqlalchemy as sa  # isort: skip
@@ -47,9 +47,9 @@ _TYPES: Mapping[str, tuple[pa.DataType, Callable[[pa.DataType], bool]]] = {
     "timestamptz": (_UTC_TIME, lambda t: kinds.is_timestamp(t) and t.tz is not None),
     "timestamp": (_NAIVE_TIME, lambda t: kinds.is_timestamp(t) and t.tz is None),
 }
-"""PostgreSQL's types, the Arrow type whose bytes they have, and which columns become that without a loss."""
+"""By PostgreSQL's type: the Arrow type with the same bytes, and which Arrow types become that without a loss."""
 _CARRIERS = ("bool", "int8", "float8", "text", "bytea", "date", "timestamptz", "timestamp")
-"""In a temporary table, from which the server converts."""
+"""Types of a temporary table, from which the server converts."""
 _FIRST_US, _LAST_US = -62_135_596_800_000_000, 253_402_300_799_999_999
 _COLUMNS = sa.text(
     "SELECT a.attname, t.typname, CASE t.typname WHEN 'bpchar' THEN 'text' WHEN 'bit' THEN 'bit varying' "
@@ -60,26 +60,25 @@ _COLUMNS = sa.text(
 
 
 class _Column(NamedTuple):
-    """A column of the table: PostgreSQL's short name of its type, and the type without a length to which a cast brings
-    a value. (A cast to ``char`` or ``bit`` would cut it to one character.)"""
+    """A column's type: PostgreSQL's short name, and the type without a length for a cast. (A cast to ``char`` or
+    ``bit`` would cut a value to one character.)"""
 
     kind: str
     written: str
 
 
 class Conflict(NamedTuple):
-    """What becomes of a row whose key is in the table already. No two rows may have the same key.
+    """What happens to a row whose key is already in the table. No two inserted rows may have the same key.
 
     Attributes
     ----------
     key : sequence of str
-        The columns of the unique key. MariaDB and MySQL look at every unique key of the table; so do others where it is
-        empty, which is possible without an update.
+        The columns of the unique key. MariaDB and MySQL consider every unique key of the table. So do others when it is
+        empty, which is possible without ``update``.
     update : sequence of str
-        The columns of the row that is there which get the values of the new one. When there are none, the new row is
-        left out.
+        The columns of the existing row that get the new row's values. When there are none, the new row is left out.
     keeps : bool
-        A column stays as it is where the new row has null.
+        Whether a column keeps its value where the new row has null.
     """
 
     key: Sequence[str]
@@ -95,35 +94,35 @@ def insert(
     conflict: Conflict | None = None,
     known: sa.Table | None = None,
 ) -> int:
-    """Insert rows into a table. They are there when the open database transaction commits.
+    """Insert rows into a table, in the open database transaction.
 
     Parameters
     ----------
     connection : sqlalchemy.Connection
-        The one that ``work`` is given.
+        The connection that ``work`` gets.
     table : str
     rows : pyarrow.Table
-        Its columns are some of the table's, by name. Columns that it lacks get the table's defaults.
+        Its columns are matched by name. Columns that it lacks get the table's defaults.
     schema : str, optional
         The database schema of the table.
     conflict : Conflict, optional
-        Without it the database refuses a row whose key is there.
+        Without it the database refuses a row whose key exists.
     known : sqlalchemy.Table, optional
-        What :func:`as_table` made of the table, which need not be looked up again then.
+        The result of :func:`as_table`, so that the table is not looked up again.
 
     Returns
     -------
     int
-        How many rows.
+        The number of rows.
 
     Raises
     ------
     ListenerError
-        When there is no such table, or it lacks a column.
+        When the table does not exist, or lacks a column.
     MessageError
         For text with a NUL character, or a time outside of the years 1 to 9999, which PostgreSQL cannot keep.
     sqlalchemy.exc.DBAPIError
-        For whatever the database refuses.
+        When the database refuses a row.
     """
     if not rows.num_columns:
         raise MessageError("the rows have no column: name those that are to be inserted")
@@ -140,15 +139,15 @@ def insert(
 
 
 def columns_of(connection: sa.Connection, table: str, schema: str | None) -> list[ReflectedColumn]:
-    """Return the table's columns, as the database's catalogue has them, or raise ListenerError when there is none."""
+    """Return the table's columns from the database's catalogue, or raise ListenerError when there is no table."""
     try:
         return sa.inspect(connection).get_columns(table, schema=schema)
     except sa.exc.NoSuchTableError:
-        raise _no_table(connection, table, schema) from None
+        raise _no_table_error(connection, table, schema) from None
 
 
 def as_table(table: str, schema: str | None, columns: Sequence[ReflectedColumn]) -> sa.Table:
-    """Return a table of SQLAlchemy with these columns, and no more of the catalogue."""
+    """Return a table of SQLAlchemy with these columns, and nothing else of the catalogue."""
     return sa.Table(
         table, sa.MetaData(), *(sa.Column(c["name"], _bound_type(c["type"])) for c in columns), schema=schema
     )
@@ -168,13 +167,13 @@ def _insert_many(
 ) -> None:
     target = as_table(table, schema, columns_of(connection, table, schema)) if known is None else known
     _require_columns(rows, table, [column.name for column in target.columns])
-    statement = _statement(connection.dialect.name, _taking_texts(target, rows), rows.column_names, conflict)
+    statement = _statement(connection.dialect.name, _with_json_texts(target, rows), rows.column_names, conflict)
     for start in range(0, rows.num_rows, AT_ONCE):
         connection.execute(statement, rows.slice(start, AT_ONCE).to_pylist())
 
 
 class _JsonText(sa.TypeDecorator[Any]):
-    """JSON that is a text already, as COPY takes it. SQLAlchemy's own type would make a JSON string of the text."""
+    """JSON that is already text, as for COPY. SQLAlchemy's own type would encode the text as a JSON string."""
 
     impl = sa.JSON
     cache_ok = True
@@ -183,13 +182,13 @@ class _JsonText(sa.TypeDecorator[Any]):
         return None
 
 
-def _taking_texts(target: sa.Table, rows: pa.Table) -> sa.Table:
-    """The table for rows whose JSON columns are texts."""
-    texts = [f.name for f in rows.schema if kinds.is_string(f.type) or kinds.is_large_string(f.type)]
-    if not any(isinstance(target.columns[name].type, sa.JSON) for name in texts):
+def _with_json_texts(target: sa.Table, rows: pa.Table) -> sa.Table:
+    """Return the table for rows that have text in its JSON columns."""
+    text_names = [f.name for f in rows.schema if kinds.is_string(f.type) or kinds.is_large_string(f.type)]
+    if not any(isinstance(target.columns[name].type, sa.JSON) for name in text_names):
         return target
     columns = [
-        sa.Column(c.name, _JsonText() if c.name in texts and isinstance(c.type, sa.JSON) else c.type)
+        sa.Column(c.name, _JsonText() if c.name in text_names and isinstance(c.type, sa.JSON) else c.type)
         for c in target.columns
     ]
     return sa.Table(target.name, sa.MetaData(), *columns, schema=target.schema)
@@ -198,63 +197,63 @@ def _taking_texts(target: sa.Table, rows: pa.Table) -> sa.Table:
 def _statement(dialect: str, target: sa.Table, names: Sequence[str], conflict: Conflict | None) -> sa.Insert:
     if conflict is None:
         return target.insert()
-    there = target.columns
+    existing = target.columns
     update = [name for name in conflict.update if name in names]
     if dialect in ("mariadb", "mysql"):
-        into = mysql.insert(target)
-        new = into.inserted
-        # Nothing changes when a column of the row that is there gets the value that it has.
-        values = {name: sa.func.coalesce(new[name], there[name]) if conflict.keeps else new[name] for name in update}
-        return into.on_duplicate_key_update(values or {names[0]: there[names[0]]})
-    made = (postgresql.insert if dialect == "postgresql" else sqlite.insert)(target)
+        mysql_insert = mysql.insert(target)
+        new = mysql_insert.inserted
+        # Nothing changes when a column of the existing row gets its own value.
+        values = {name: sa.func.coalesce(new[name], existing[name]) if conflict.keeps else new[name] for name in update}
+        return mysql_insert.on_duplicate_key_update(values or {names[0]: existing[names[0]]})
+    statement = (postgresql.insert if dialect == "postgresql" else sqlite.insert)(target)
     if not update:
-        return made.on_conflict_do_nothing(index_elements=list(conflict.key) or None)
-    new = made.excluded
-    values = {name: sa.func.coalesce(new[name], there[name]) if conflict.keeps else new[name] for name in update}
-    return made.on_conflict_do_update(index_elements=list(conflict.key), set_=values)
+        return statement.on_conflict_do_nothing(index_elements=list(conflict.key) or None)
+    new = statement.excluded
+    values = {name: sa.func.coalesce(new[name], existing[name]) if conflict.keeps else new[name] for name in update}
+    return statement.on_conflict_do_update(index_elements=list(conflict.key), set_=values)
 
 
-def _require_columns(rows: pa.Table, table: str, there: Sequence[str]) -> None:
+def _require_columns(rows: pa.Table, table: str, known_names: Sequence[str]) -> None:
     for name in rows.column_names:
-        if name not in there:
-            raise ListenerError(f"table {table!r} has no column {name!r}: it has {', '.join(there)}")
+        if name not in known_names:
+            raise ListenerError(f"table {table!r} has no column {name!r}: it has {', '.join(known_names)}")
         if rows.column_names.count(name) > 1:
             raise ListenerError(f"the rows for table {table!r} have two columns {name!r}")
 
 
-def _no_table(connection: sa.Connection, table: str, schema: str | None) -> ListenerError:
-    there = sorted(sa.inspect(connection).get_table_names(schema=schema))
+def _no_table_error(connection: sa.Connection, table: str, schema: str | None) -> ListenerError:
+    tables = sorted(sa.inspect(connection).get_table_names(schema=schema))
     return ListenerError(
         f"the database has no table {table!r}{'' if schema is None else f' in schema {schema!r}'}: it has "
-        f"{', '.join(there[:20]) or 'none'}{' and others' if len(there) > 20 else ''}"
+        f"{', '.join(tables[:20]) or 'none'}{' and others' if len(tables) > 20 else ''}"
     )
 
 
 def _require_storable(rows: pa.Table) -> None:
-    """Raise MessageError for what PostgreSQL cannot keep, with the first row that has it."""
-    for name, what, wrong in unstorable(rows):
-        if (row := pc.index(wrong, True).as_py()) >= 0:
-            raise MessageError(f"column {name!r} has {what} in row {row}, which PostgreSQL cannot keep")
+    """Raise MessageError for a value that PostgreSQL cannot keep, with its first row."""
+    for name, flaw, has_flaw in unstorable(rows):
+        if (row := pc.index(has_flaw, True).as_py()) >= 0:
+            raise MessageError(f"column {name!r} has {flaw} in row {row}, which PostgreSQL cannot keep")
 
 
 def unstorable(rows: pa.Table) -> Iterator[tuple[str, str, pa.ChunkedArray]]:
-    """Yield what a column may have that PostgreSQL cannot keep, and which rows have it: the column's name, words and
+    """Yield, for each column, which rows PostgreSQL cannot keep: the column's name, the kind of value in words, and
     booleans."""
     for name, column in zip(rows.column_names, rows.columns, strict=True):
         if kinds.is_string(column.type) or kinds.is_large_string(column.type):
             yield name, "a NUL character", pc.fill_null(pc.match_substring(column, "\x00"), False)
         elif kinds.is_timestamp(column.type):
-            at = pc.cast(pc.cast(column, pa.timestamp("us", column.type.tz), safe=False), pa.int64())
-            wrong = pc.or_(pc.less(at, _FIRST_US), pc.greater(at, _LAST_US))
-            yield name, "a time outside of 1 to 9999", pc.fill_null(wrong, False)
+            times_us = pc.cast(pc.cast(column, pa.timestamp("us", column.type.tz), safe=False), pa.int64())
+            is_outside = pc.or_(pc.less(times_us, _FIRST_US), pc.greater(times_us, _LAST_US))
+            yield name, "a time outside of 1 to 9999", pc.fill_null(is_outside, False)
 
 
 # ------------------------------------------------------------------ COPY
 def _columns_of(connection: sa.Connection, table: str, schema: str | None) -> dict[str, _Column]:
-    found = connection.execute(_COLUMNS, {"name": _as_sent(_quoted(connection, table, schema))}).all()
-    if not found:
-        raise _no_table(connection, table, schema)
-    return {name: _Column(kind, written) for name, kind, written in found}
+    rows = connection.execute(_COLUMNS, {"name": _as_sent(_quoted(connection, table, schema))}).all()
+    if not rows:
+        raise _no_table_error(connection, table, schema)
+    return {name: _Column(kind, written) for name, kind, written in rows}
 
 
 def _quoted(connection: sa.Connection, table: str, schema: str | None) -> str:
@@ -263,18 +262,17 @@ def _quoted(connection: sa.Connection, table: str, schema: str | None) -> str:
 
 
 def _as_sent(statement: str) -> str:
-    """A statement, or a part, as the server shall get it: quoted names have each % twice, for a driver that reads
-    parameters."""
+    """Undo the doubled % of quoted names, which only a driver that reads parameters needs."""
     return statement.replace("%%", "%")
 
 
 def _can_copy(connection: sa.Connection, rows: pa.Table) -> bool:
-    plain = all(_carrier_of(column.type) is not None for column in rows.columns)
-    return plain and connection.dialect.driver == "psycopg" and find_spec("pgpq") is not None
+    has_carriers = all(_carrier_of(column.type) is not None for column in rows.columns)
+    return has_carriers and connection.dialect.driver == "psycopg" and find_spec("pgpq") is not None
 
 
 def _carrier_of(kind: pa.DataType) -> str | None:
-    """The type in a temporary table that takes a column without a loss; None when there is none."""
+    """Return the type in a temporary table that holds a column without a loss; None when there is none."""
     kind = _plain(kind)
     if kinds.is_decimal(kind) or kind == pa.uint64() or kinds.is_null(kind):
         return "text"
@@ -291,33 +289,33 @@ def _copy(
 ) -> None:
     quote = connection.dialect.identifier_preparer.quote_identifier
     target, names = _quoted(connection, table, schema), [quote(name) for name in rows.column_names]
-    wanted = [columns[name].kind for name in rows.column_names]
-    same = all(kind in _TYPES and _TYPES[kind][1](_plain(c.type)) for kind, c in zip(wanted, rows.columns, strict=True))
+    types = [columns[name].kind for name in rows.column_names]
+    same = all(kind in _TYPES and _TYPES[kind][1](_plain(c.type)) for kind, c in zip(types, rows.columns, strict=True))
     if same and conflict is None:
-        _copy_into(connection, target, names, wanted, rows)
+        _copy_into(connection, target, names, types, rows)
         return
-    staged, source = _stage(connection, rows, columns)
-    into = f"INSERT INTO {target} AS txmq_there ({', '.join(names)}) {source}"
-    connection.exec_driver_sql(into + _on_conflict(quote, rows.column_names, conflict))
-    connection.exec_driver_sql(f"DROP TABLE {staged}")
+    temporary, source = _stage(connection, rows, columns)
+    statement = f"INSERT INTO {target} AS txmq_there ({', '.join(names)}) {source}"
+    connection.exec_driver_sql(statement + _on_conflict(quote, rows.column_names, conflict))
+    connection.exec_driver_sql(f"DROP TABLE {temporary}")
 
 
 def _stage(
     connection: sa.Connection, rows: pa.Table, columns: Mapping[str, _Column], units: pa.Array | None = None
 ) -> tuple[str, str]:
-    """Copy rows into a temporary table, with a number for each where these are given, which is its column ``unit``.
-    Returns its name, and the SELECT of what it has with the types of the columns."""
-    staged = connection.dialect.identifier_preparer.quote_identifier(f"txmq_{uuid4().hex[:16]}")
-    numbers = [f"c{i}" for i in range(rows.num_columns)]
+    """Copy rows into a temporary table, with ``units`` as its column ``unit`` if given. Return its name, and a SELECT
+    of its rows with the types of ``columns``."""
+    temporary = connection.dialect.identifier_preparer.quote_identifier(f"txmq_{uuid4().hex[:16]}")
+    names = [f"c{i}" for i in range(rows.num_columns)]
     carriers = [str(_carrier_of(column.type)) for column in rows.columns]
-    # Without its length: what is longer than a varchar(n) is refused when it is assigned, and a cast would cut it.
-    casts = [f"CAST({n} AS {columns[c].written})" for n, c in zip(numbers, rows.column_names, strict=True)]
+    # Types without a length: a cast would cut a value too long for varchar(n), and an assignment refuses it.
+    casts = [f"CAST({n} AS {columns[c].written})" for n, c in zip(names, rows.column_names, strict=True)]
     if units is not None:
-        numbers, carriers, rows = [*numbers, "unit"], [*carriers, "int8"], rows.append_column("", units)
-    fields = ", ".join(f"{n} {carrier}" for n, carrier in zip(numbers, carriers, strict=True))
-    connection.exec_driver_sql(f"CREATE TEMPORARY TABLE {staged} ({fields}) ON COMMIT DROP")
-    _copy_into(connection, staged, numbers, carriers, rows)
-    return staged, f"SELECT {', '.join(casts)} FROM {staged}"
+        names, carriers, rows = [*names, "unit"], [*carriers, "int8"], rows.append_column("", units)
+    fields = ", ".join(f"{n} {carrier}" for n, carrier in zip(names, carriers, strict=True))
+    connection.exec_driver_sql(f"CREATE TEMPORARY TABLE {temporary} ({fields}) ON COMMIT DROP")
+    _copy_into(connection, temporary, names, carriers, rows)
+    return temporary, f"SELECT {', '.join(casts)} FROM {temporary}"
 
 
 def can_insert_each(connection: sa.Connection, rows: pa.Table) -> bool:
@@ -338,34 +336,34 @@ def insert_each(
     Parameters
     ----------
     units : pyarrow.Array of int32
-        The unit of each row. They are inserted in the order in which they first appear.
+        The unit of each row. Units are inserted in the order in which they first appear.
 
     Returns
     -------
     dict
-        What PostgreSQL said of the units that it refused.
+        PostgreSQL's error text, by refused unit.
     """
     quote = connection.dialect.identifier_preparer.quote_identifier
     target, names = _quoted(connection, table, schema), ", ".join(quote(name) for name in rows.column_names)
     distinct = pc.unique(units)
-    staged, source = _stage(
+    temporary, source = _stage(
         connection, rows, _columns_of(connection, table, schema), pc.cast(pc.index_in(units, distinct), pa.int64())
     )
-    refused, body = quote(f"txmq_{uuid4().hex[:16]}"), f"$txmq_{uuid4().hex}$"
+    refused_table, quote_tag = quote(f"txmq_{uuid4().hex[:16]}"), f"$txmq_{uuid4().hex}$"
     insert_one = f"INSERT INTO {target} AS txmq_there ({names}) {source} WHERE unit = at"
     for statement in (
-        f"CREATE INDEX ON {staged} (unit)",
-        f"ANALYZE {staged}",
-        f"CREATE TEMPORARY TABLE {refused} (unit bigint, said text) ON COMMIT DROP",
-        f"DO {body} BEGIN FOR at IN 0..{len(distinct) - 1} LOOP "
+        f"CREATE INDEX ON {temporary} (unit)",
+        f"ANALYZE {temporary}",
+        f"CREATE TEMPORARY TABLE {refused_table} (unit bigint, said text) ON COMMIT DROP",
+        f"DO {quote_tag} BEGIN FOR at IN 0..{len(distinct) - 1} LOOP "
         f"BEGIN {insert_one}{_on_conflict(quote, rows.column_names, conflict)}; "
         "EXCEPTION WHEN data_exception OR integrity_constraint_violation THEN "
-        f"INSERT INTO {refused} VALUES (at, SQLERRM); END; END LOOP; END {body}",
+        f"INSERT INTO {refused_table} VALUES (at, SQLERRM); END; END LOOP; END {quote_tag}",
     ):
         connection.exec_driver_sql(statement)
-    found = connection.exec_driver_sql(f"SELECT unit, said FROM {refused} ORDER BY unit").all()
-    connection.exec_driver_sql(f"DROP TABLE {staged}, {refused}")
-    return {distinct[unit].as_py(): said for unit, said in found}
+    refusals = connection.exec_driver_sql(f"SELECT unit, said FROM {refused_table} ORDER BY unit").all()
+    connection.exec_driver_sql(f"DROP TABLE {temporary}, {refused_table}")
+    return {distinct[unit].as_py(): text for unit, text in refusals}
 
 
 def _on_conflict(quote: Callable[[str], str], names: Sequence[str], conflict: Conflict | None) -> str:
@@ -384,19 +382,21 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _copy_into(
-    connection: sa.Connection, target: str, names: Sequence[str], wanted: Sequence[str], rows: pa.Table
+    connection: sa.Connection, target: str, names: Sequence[str], types: Sequence[str], rows: pa.Table
 ) -> None:
     from pgpq import ArrowToPostgresBinaryEncoder
     from pgpq.encoders import StringEncoderBuilder
     from pgpq.schema import Jsonb
 
-    arrow = pa.schema([pa.field(f"c{i}", _TYPES[kind][0]) for i, kind in enumerate(wanted)])
-    encoders = {field.name: ArrowToPostgresBinaryEncoder.infer_encoder(field) for field in arrow}
-    for field, kind in zip(arrow, wanted, strict=True):
+    layout = pa.schema([pa.field(f"c{i}", _TYPES[kind][0]) for i, kind in enumerate(types)])
+    encoders = {field.name: ArrowToPostgresBinaryEncoder.infer_encoder(field) for field in layout}
+    for field, kind in zip(layout, types, strict=True):
         if kind == "jsonb":
             encoders[field.name] = StringEncoderBuilder.new_with_output(field, Jsonb())
-    encoder = ArrowToPostgresBinaryEncoder.new_with_encoders(arrow, encoders)
-    cast = pa.table([_as(column, field.type) for column, field in zip(rows.columns, arrow, strict=True)], schema=arrow)
+    encoder = ArrowToPostgresBinaryEncoder.new_with_encoders(layout, encoders)
+    cast = pa.table(
+        [_as(column, field.type) for column, field in zip(rows.columns, layout, strict=True)], schema=layout
+    )
     statement = _as_sent(f"COPY {target} ({', '.join(names)}) FROM STDIN (FORMAT BINARY)")
     driver: Any = connection.connection.dbapi_connection
     try:

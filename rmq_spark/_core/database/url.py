@@ -1,4 +1,4 @@
-"""Where a database's URL lies, for the process that uses the database: ``env:NAME`` or ``file:/path``."""
+"""Places of a database's URL, which each process that uses the database looks up: ``env:NAME`` or ``file:/path``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _ENVIRONMENT, _FILE = "env:", "file:"
 
 
 def is_place(address: str) -> bool:
-    """Whether a text says where the URL lies; else it is the URL.
+    """Whether an address is the place of a URL; else it is the URL.
 
     Raises
     ------
     ListenerError
-        No name of an environment variable follows.
+        ``env:`` is not followed by the name of an environment variable.
     """
     variable = address.removeprefix(_ENVIRONMENT)
     if variable != address and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable) is None:
@@ -26,12 +26,12 @@ def is_place(address: str) -> bool:
 
 
 def look_up(address: str) -> str:
-    """Return the URL that lies in this place, or that this is.
+    """Return the URL from its place, or the address itself when it is the URL.
 
     Raises
     ------
     ListenerError
-        There is none in this process, or on this machine.
+        The environment variable or the file has no URL.
     """
     if not is_place(address):
         return address
@@ -47,8 +47,8 @@ def look_up(address: str) -> str:
     try:
         url = Path(name).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as problem:
-        why = problem.strerror if isinstance(problem, OSError) else "it is no text"
-        raise ListenerError(f"file {name}, which has the database's URL, cannot be read: {why}") from None
+        reason = problem.strerror if isinstance(problem, OSError) else "it is no text"
+        raise ListenerError(f"file {name}, which has the database's URL, cannot be read: {reason}") from None
     if not url:
         raise ListenerError(f"file {name} is empty: the database's URL is expected in it")
     return url

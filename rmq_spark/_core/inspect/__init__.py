@@ -1,1 +1,1 @@
-"""Looks at a commit log: traces, searches, its history. Nothing below exists for reports."""
+"""Inspects a commit log: traces, searches, history. No room below depends on it."""

@@ -1,4 +1,4 @@
-"""Finds messages by what a person knows of them: a key, an offset, a time, or an id."""
+"""Finds messages by a key, an offset, a time, or an id."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
 
 FOUND_SCHEMA = pa.schema([*SOURCE_SCHEMA, ("half_id", pa.string()), ("state", pa.string()), ("reason", pa.string())])
-"""The source's columns, and what became of the message: ``committed``, or another word of :data:`COUNTED`; and why, of
-one that is not visible."""
+"""The source's columns, the half batch, the state (``committed``, or another word of :data:`COUNTED`), and the reason
+why a message is not visible."""
 HELD = ("tags", "keys", "sharding_key", "properties", "body", "born_timestamp", "store_timestamp")
 NOT_COMMITTED = [state for state in RowState if state is not RowState.COMMITTED]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which visible messages are looked for; what is None does not matter.
+    """Criteria of a search for visible messages. A criterion of None matches all.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class Wanted:
     queue_id, offset : int
         An offset needs a queue.
     since, until : datetime
-        Of the commit: ``since`` included, ``until`` excluded.
+        The commit's time: ``since`` included, ``until`` excluded.
     """
 
     topic: str | None = None
@@ -82,9 +82,9 @@ class Wanted:
 
 
 def find(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
-    """Visible messages, at most so many, in the order of topics, queues and offsets: :data:`FOUND_SCHEMA`.
+    """Return up to ``limit`` visible messages in the order of topics, queues and offsets: :data:`FOUND_SCHEMA`.
 
-    Only the small columns are read of messages that are not wanted.
+    Of messages that do not match, only the small columns are read.
 
     Raises
     ------
@@ -107,37 +107,38 @@ def find(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
     ends = placements.latest()
     start = {queue: log.firsts(refresh=False).get(queue, 0) for queue in ends}
     if wanted.since is not None:
-        late = placements.first_since(wanted.since)
-        start = {queue: max(first, late.get(queue, ends[queue])) for queue, first in start.items()}
+        first_offsets = placements.first_since(wanted.since)
+        start = {queue: max(first, first_offsets.get(queue, ends[queue])) for queue, first in start.items()}
     if wanted.until is not None:
-        late = placements.first_since(wanted.until)
-        ends = {queue: min(end, late.get(queue, end)) for queue, end in ends.items()}
+        first_offsets = placements.first_since(wanted.until)
+        ends = {queue: min(end, first_offsets.get(queue, end)) for queue, end in ends.items()}
     if wanted.queue_id is not None:
         ends = {queue: end for queue, end in ends.items() if queue[1] == wanted.queue_id}
     if wanted.offset is not None:
-        at = wanted.offset
-        ends = {q: at + 1 if start[q] <= at < end else start[q] for q, end in ends.items()}
-        start = {queue: at for queue, end in ends.items() if end == at + 1}
+        offset = wanted.offset
+        ends = {q: offset + 1 if start[q] <= offset < end else start[q] for q, end in ends.items()}
+        start = {queue: offset for queue, end in ends.items() if end == offset + 1}
         ends = {queue: ends[queue] for queue in start}
     condition = wanted.where
     where = None if condition is None else Filter(condition, log.machine.time_ms())
-    if where is None:  # no queue has more of them than the limit
+    if where is None:  # then no queue contributes more than the limit
         ends = {queue: min(end, start.get(queue, 0) + limit) for queue, end in ends.items()}
-    parts, left = [], limit
+    parts, remaining = [], limit
     ranges, _ = placements.between(start, ends)
     for messages in read_ranges(ranges, log.read_range, log.find_again, SOURCE_SCHEMA.names, where):
-        parts.append(messages.slice(0, left))
-        left -= parts[-1].num_rows
-        if left <= 0:
+        parts.append(messages.slice(0, remaining))
+        remaining -= parts[-1].num_rows
+        if remaining <= 0:
             break
     return _committed(pa.concat_tables(parts) if parts else SOURCE_SCHEMA.empty_table())
 
 
 def find_not_visible(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
-    """The same for messages that are not committed, while ``half`` has them: pending, rolled back and others that
-    nobody sees. They have no offset and no time of a commit, so ``wanted`` names a key, tags or a topic alone.
+    """Return up to ``limit`` messages that are not visible, such as pending or rolled back ones, while ``half`` has
+    them.
 
-    The keys of all half messages are read.
+    They have no offset and no commit time, so ``wanted`` may have only a key, tags or a topic. The keys of all half
+    messages are read.
     """
     condition = wanted.where
     where = None if condition is None else Filter(condition, log.machine.time_ms())
@@ -146,7 +147,7 @@ def find_not_visible(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
     columns = ["half_id", "file_no", "row_no", "topic", "tags", "keys"]
     rows = half.read(half.actions()["path"].to_pylist(), columns)
     topics = pc.unique(rows["topic"]).to_pylist()
-    names = [wanted.topic] if wanted.topic else [t for t in topics if not t.startswith(SYSTEM_PREFIXES)]
+    names = [wanted.topic] if wanted.topic else [topic for topic in topics if not topic.startswith(SYSTEM_PREFIXES)]
     rows = rows.filter(pc.is_in(rows["topic"], value_set=pa.array(names, pa.string())))
     if where is not None and rows.num_rows:
         rows = rows.filter(where.keeps(rows))
@@ -157,20 +158,20 @@ def find_not_visible(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
     for half_id, numbers in chosen.items():
         if limit <= 0:
             break
-        with suppress(HalfBatchNotFoundError):  # it has left meanwhile
+        with suppress(HalfBatchNotFoundError):  # the half batch has left meanwhile
             record = log.half.get(half_id)
-            parts.append(_held(log, record, _rows_of(record, numbers), limit))
+            parts.append(_not_visible(log, record, _rows_of(record, numbers), limit))
             limit -= parts[-1].num_rows
     return pa.concat_tables(parts) if parts else FOUND_SCHEMA.empty_table()
 
 
 def _rows_of(record: HalfRecord, numbers: Mapping[int, Sequence[int]]) -> RowSet:
-    """Rows of a half batch by file number and row number."""
-    found = {file_no: bytearray(record.files[file_no].rows) for file_no in numbers}
-    for file_no, bits in found.items():
+    """Return rows of a half batch by file number and row number."""
+    bits_by_file = {file_no: bytearray(record.files[file_no].rows) for file_no in numbers}
+    for file_no, bits in bits_by_file.items():
         for row_no in numbers[file_no]:
             bits[row_no] = 1
-    return RowSet(found)
+    return RowSet(bits_by_file)
 
 
 def find_by_id(
@@ -181,30 +182,31 @@ def find_by_id(
     half_id: str | None = None,
     message_id: str | None = None,
 ) -> pa.Table:
-    """The messages of a transaction, of a half batch, or one message: also those that are not visible, while ``half``
-    has them. At most so many: :data:`FOUND_SCHEMA`.
+    """Return up to ``limit`` messages of a transaction or half batch, or one message: :data:`FOUND_SCHEMA`.
+
+    Messages that are not visible are included while ``half`` has them.
 
     Raises
     ------
     OptionError, HalfBatchNotFoundError
     """
-    found = trace(log, transaction_id, half_id, message_id)
-    parts = list(_at(log, found, limit))
-    left = limit - sum(part.num_rows for part in parts)
-    if found.where == "half" and left > 0:
-        with suppress(HalfBatchNotFoundError):  # it has left meanwhile
-            record = log.half.get(found.half_id)
-            parts.append(_held(log, record, chosen_rows(log, found, record), left))
+    traced = trace(log, transaction_id, half_id, message_id)
+    parts = list(_messages_at(log, traced, limit))
+    remaining = limit - sum(part.num_rows for part in parts)
+    if traced.where == "half" and remaining > 0:
+        with suppress(HalfBatchNotFoundError):  # the half batch has left meanwhile
+            record = log.half.get(traced.half_id)
+            parts.append(_not_visible(log, record, chosen_rows(log, traced, record), remaining))
     return pa.concat_tables(parts).slice(0, limit) if parts else FOUND_SCHEMA.empty_table()
 
 
-def _at(log: Engine, found: Trace, limit: int) -> Iterator[pa.Table]:
-    """The messages at the places of a trace."""
-    places = sorted({place for event in found.events for place in event.places})
+def _messages_at(log: Engine, traced: Trace, limit: int) -> Iterator[pa.Table]:
+    """Yield the messages at the places of a trace."""
+    places = sorted({place for event in traced.events for place in event.places})
     placements = Placements(log, {place.topic for place in places}.__contains__)
     placements.latest()
     firsts = log.firsts(refresh=False)
-    for place in _few(places, limit):
+    for place in _limited(places, limit):
         queue = (place.topic, place.queue_id)
         first = max(place.first_offset, firsts.get(queue, 0))
         ranges, _ = placements.between({queue: first}, {queue: place.last_offset + 1})
@@ -212,8 +214,8 @@ def _at(log: Engine, found: Trace, limit: int) -> Iterator[pa.Table]:
             yield _committed(messages)
 
 
-def _few(places: Sequence[TracePlace], limit: int) -> Iterator[TracePlace]:
-    """Places with so many messages at most."""
+def _limited(places: Sequence[TracePlace], limit: int) -> Iterator[TracePlace]:
+    """Yield places with at most ``limit`` messages."""
     for place in places:
         if limit <= 0:
             return
@@ -222,33 +224,33 @@ def _few(places: Sequence[TracePlace], limit: int) -> Iterator[TracePlace]:
 
 
 def _committed(messages: pa.Table) -> pa.Table:
-    n = messages.num_rows
+    count = messages.num_rows
     half_ids = pc.replace_substring_regex(messages["msg_id"], r":[^:]*$", "")
-    states = pa.repeat(pa.scalar("committed"), n)
-    found = messages.append_column("half_id", half_ids).append_column("state", states)
-    return found.append_column("reason", pa.nulls(n, pa.string()))
+    states = pa.repeat(pa.scalar("committed"), count)
+    result = messages.append_column("half_id", half_ids).append_column("state", states)
+    return result.append_column("reason", pa.nulls(count, pa.string()))
 
 
-def _held(log: Engine, record: HalfRecord, chosen: RowSet, limit: int) -> pa.Table:
-    """Those of some rows of a half batch that are not visible, as ``half`` has them."""
+def _not_visible(log: Engine, record: HalfRecord, chosen: RowSet, limit: int) -> pa.Table:
+    """Return those of the chosen rows of a half batch that are not visible, read from ``half``."""
     state = log.state_of(record)
     rows = (state.rows_in(NOT_COMMITTED) & chosen).first(limit)
     columns = [*HELD, "file_no", "row_no", "transaction_key", "topic", "queue_id"]
     held = log.half.read(record, rows, columns)
-    n = held.num_rows
-    marks = state.files
+    count = held.num_rows
+    row_states = state.files
     addresses = list(zip(held["file_no"].to_pylist(), held["row_no"].to_pylist(), strict=True))
-    words = [COUNTED[RowState(marks[file_no].state[row_no])] for file_no, row_no in addresses]
-    attempts = pa.array([marks[file_no].attempt[row_no] for file_no, row_no in addresses], pa.int32())
-    made = {
+    words = [COUNTED[RowState(row_states[file_no].state[row_no])] for file_no, row_no in addresses]
+    attempts = pa.array([row_states[file_no].attempt[row_no] for file_no, row_no in addresses], pa.int32())
+    columns_by_name = {
         **{name: held[name] for name in (*HELD, "topic", "queue_id")},
-        "queue_offset": pa.nulls(n, pa.int64()),
+        "queue_offset": pa.nulls(count, pa.int64()),
         "msg_id": message_ids(pa.scalar(record.half_id), held["file_no"], held["row_no"]),
         "transaction_id": transaction_ids(record.half_id, attempts, record.header.transaction_per, held),
-        "producer_group": pa.repeat(pa.scalar(record.header.producer_group), n),
-        "commit_timestamp": pa.nulls(n, SOURCE_SCHEMA.field("commit_timestamp").type),
-        "half_id": pa.repeat(pa.scalar(record.half_id), n),
+        "producer_group": pa.repeat(pa.scalar(record.header.producer_group), count),
+        "commit_timestamp": pa.nulls(count, SOURCE_SCHEMA.field("commit_timestamp").type),
+        "half_id": pa.repeat(pa.scalar(record.half_id), count),
         "state": pa.array(words, pa.string()),
         "reason": pa.array([state.reason_of(*address) for address in addresses], pa.string()),
     }
-    return pa.table({name: made[name] for name in FOUND_SCHEMA.names}).cast(FOUND_SCHEMA)
+    return pa.table({name: columns_by_name[name] for name in FOUND_SCHEMA.names}).cast(FOUND_SCHEMA)

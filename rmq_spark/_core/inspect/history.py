@@ -1,8 +1,8 @@
-"""What happened in a commit log since a time: verdicts, checks and messages that appeared. Reports are made of it.
+"""The history of a commit log since a time, for reports: verdicts, checks, and messages that became visible.
 
-``op`` tells of the recent past. Of a half batch that has left, its ``archived`` row has the decisions. Both are read a
-column at a time, and no message is read: the number of messages that were placed stands in the Delta log of
-``messages``, but for files in which two periods meet, of which two columns are read.
+``op`` has the recent past. The decisions on a half batch that has left are in its ``archived`` row. Both are read by
+columns, and no messages are read: the Delta log of ``messages`` has the numbers of placed messages. Only files that
+span two periods are opened, for two columns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TOLD = (*SETTLING, Kind.REOPEN, Kind.CHECK)
 """Kinds of op rows that are events of a half batch."""
 CLOCKS_S = 120.0
-"""By so much the time of a file may differ from the times of its rows: two clocks."""
+"""Largest difference in seconds between a file's time and its rows' times, which come from two clocks."""
 EVENT_SCHEMA = pa.schema(
     [
         ("half_id", pa.string()),
@@ -50,22 +50,22 @@ BATCH_SCHEMA = pa.schema(
 )
 OPEN_SCHEMA = BATCH_SCHEMA.remove(1)
 _READ_SCHEMA = EVENT_SCHEMA.remove(EVENT_SCHEMA.get_field_index("standing"))
-_OF_EVENT = ["half_id", "op_time", "kind", "decided_by", "count", "refused"]
+_EVENT_COLUMNS = ["half_id", "op_time", "kind", "decided_by", "count", "refused"]
 
 
 class Told(NamedTuple):
-    """What ``op`` tells of half batches.
+    """The events and half batches in ``op``.
 
     Attributes
     ----------
     events : pyarrow.Table
         ``half_id, at, kind, decided_by, messages, refused, standing``: verdicts, quarantines, reopenings and answered
-        checks. A verdict on messages of several queues may have several rows with one time. ``standing`` counts those
-        of the messages that no later reopen took back. So over verdicts and quarantines it counts each message once at
-        most, with the last word on it.
+        checks. A verdict on messages of several queues may have several rows with the same time. ``standing`` counts
+        the messages that no later reopen took back. So over verdicts and quarantines it counts each message at most
+        once, with its last verdict.
     batches : pyarrow.Table
-        ``half_id, producer_group, prepared_at, messages`` of every half batch that is kept: those in ``half``, of which
-        the group is null here (it stands in their files), and archived ones.
+        ``half_id, producer_group, prepared_at, messages`` of every kept half batch: those in ``half``, whose group is
+        null here because their files hold it, and archived ones.
     """
 
     events: pa.Table
@@ -73,7 +73,7 @@ class Told(NamedTuple):
 
 
 def told(log: Engine, since: datetime) -> Told:
-    """What ``op`` tells of half batches since a time.
+    """Return the events and half batches in ``op`` since a time.
 
     Parameters
     ----------
@@ -82,22 +82,22 @@ def told(log: Engine, since: datetime) -> Told:
         With a time zone.
     """
     log.refresh()
-    counted = log.half.counted()  # before op: what leaves half meanwhile is archived there
+    counted = log.half.counted()  # read before op, where half batches that leave meanwhile are archived
     archived = _archived(log)
-    happened = pa.concat_tables([_decisions(archived), _events(log, since, archived["half_id"])])
-    late = pc.greater_equal(happened["at"], pa.scalar(since, TIMESTAMP))
-    events = _with_standing(log, happened.filter(late), archived, since)
-    return Told(events, _batches(counted, archived))
+    all_events = pa.concat_tables([_archived_decisions(archived), _events(log, since, archived["half_id"])])
+    in_range = pc.greater_equal(all_events["at"], pa.scalar(since, TIMESTAMP))
+    events = _with_standing(log, all_events.filter(in_range), archived, since)
+    return Told(events, _all_batches(counted, archived))
 
 
 def kept_batches(log: Engine) -> pa.Table:
-    """Every half batch that is kept, as :class:`Told` has them: those in ``half``, and archived ones."""
+    """Return every kept half batch, in ``half`` or archived, as in :class:`Told`."""
     log.refresh()
     counted = log.half.counted()
-    return _batches(counted, _archived(log))
+    return _all_batches(counted, _archived(log))
 
 
-def _batches(counted: pa.Table, archived: pa.Table) -> pa.Table:
+def _all_batches(counted: pa.Table, archived: pa.Table) -> pa.Table:
     in_half = pa.table(
         {
             "half_id": counted["half_id"],
@@ -107,8 +107,8 @@ def _batches(counted: pa.Table, archived: pa.Table) -> pa.Table:
         },
         schema=BATCH_SCHEMA,
     )
-    gone = pc.is_in(in_half["half_id"], value_set=archived["half_id"].combine_chunks())
-    left = pa.table(
+    has_left = pc.is_in(in_half["half_id"], value_set=archived["half_id"].combine_chunks())
+    archived_batches = pa.table(
         {
             "half_id": archived["half_id"],
             "producer_group": archived["producer_group"],
@@ -117,7 +117,7 @@ def _batches(counted: pa.Table, archived: pa.Table) -> pa.Table:
         },
         schema=BATCH_SCHEMA,
     )
-    return pa.concat_tables([in_half.filter(pc.invert(gone)), left])
+    return pa.concat_tables([in_half.filter(pc.invert(has_left)), archived_batches])
 
 
 def _times(ms: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -130,58 +130,67 @@ def _archived(log: Engine) -> pa.Table:
     return rows.filter(of_kind(rows, Kind.ARCHIVED))
 
 
-def _decisions(archived: pa.Table) -> pa.Table:
-    """The decisions that are kept of half batches that have left, as events."""
+def _archived_decisions(archived: pa.Table) -> pa.Table:
+    """Return the archived decisions on half batches that have left, as events."""
     rows = archived.combine_chunks()
     if rows.num_rows == 0:
         return _READ_SCHEMA.empty_table()
     decisions = pc.struct_field(rows["archived"].chunk(0), "decisions")
-    of_row = pc.list_parent_indices(decisions)
-    each = pc.list_flatten(decisions)
+    row_numbers = pc.list_parent_indices(decisions)
+    flat = pc.list_flatten(decisions)
     return pa.table(
         {
-            "half_id": rows["half_id"].chunk(0).take(of_row),
-            "at": pc.struct_field(each, "at"),
-            "kind": pc.struct_field(each, "kind"),
-            "decided_by": pc.struct_field(each, "decided_by"),
-            "messages": pc.struct_field(each, "count"),
-            "refused": pc.struct_field(each, "refused"),
+            "half_id": rows["half_id"].chunk(0).take(row_numbers),
+            "at": pc.struct_field(flat, "at"),
+            "kind": pc.struct_field(flat, "kind"),
+            "decided_by": pc.struct_field(flat, "decided_by"),
+            "messages": pc.struct_field(flat, "count"),
+            "refused": pc.struct_field(flat, "refused"),
         },
         schema=_READ_SCHEMA,
     )
 
 
 def _events(log: Engine, since: datetime, archived: pa.ChunkedArray) -> pa.Table:
-    """The op rows since a time that tell of half batches which are not archived."""
+    """Return the op rows since a time about half batches that are not archived, as events."""
     actions = log.op.actions()
-    late = pc.greater_equal(actions["modification_time"], int((since.timestamp() - CLOCKS_S) * 1000))
-    rows = log.op.read(actions.filter(late)["path"].to_pylist(), _OF_EVENT)
-    told = pc.is_in(rows["kind"], value_set=pa.array([kind.value for kind in TOLD]))
-    gone = pc.is_in(rows["half_id"], value_set=archived.combine_chunks())
-    rows = rows.filter(pc.and_(told, pc.invert(gone)))
-    return pa.table([rows[name] for name in _OF_EVENT], schema=_READ_SCHEMA)
+    recent = pc.greater_equal(actions["modification_time"], int((since.timestamp() - CLOCKS_S) * 1000))
+    rows = log.op.read(actions.filter(recent)["path"].to_pylist(), _EVENT_COLUMNS)
+    is_event = pc.is_in(rows["kind"], value_set=pa.array([kind.value for kind in TOLD]))
+    is_archived = pc.is_in(rows["half_id"], value_set=archived.combine_chunks())
+    rows = rows.filter(pc.and_(is_event, pc.invert(is_archived)))
+    return pa.table([rows[name] for name in _EVENT_COLUMNS], schema=_READ_SCHEMA)
 
 
-# ---------------------------------------------------------------- what a reopen took back
+# ---------------------------------------------------------------- reopened messages
 def _with_standing(log: Engine, events: pa.Table, archived: pa.Table, since: datetime) -> pa.Table:
-    """Events with the column ``standing``. Only half batches with a reopen are looked at one by one."""
+    """Add the column ``standing``. Only half batches with a reopen are read one by one."""
     reopened = pc.unique(events.filter(of_kind(events, Kind.REOPEN))["half_id"])
-    left = archived.filter(pc.is_in(archived["half_id"], value_set=reopened)).to_pylist()
-    anew = {row["half_id"]: list(_settling_of_archived(row["archived"]["decisions"])) for row in left}
-    for half_id in set(reopened.to_pylist()) - anew.keys():
-        with suppress(TxmqError):  # it has left meanwhile, or cannot be read, which a check reports: all of it counts
-            anew[half_id] = list(_settling_of_state(log.state_of(log.get(half_id))))
+    archived_rows = archived.filter(pc.is_in(archived["half_id"], value_set=reopened)).to_pylist()
+    settling_events = {
+        row["half_id"]: list(_settling_of_archived(row["archived"]["decisions"])) for row in archived_rows
+    }
+    for half_id in set(reopened.to_pylist()) - settling_events.keys():
+        with suppress(TxmqError):  # it has left meanwhile, or is unreadable, which a check reports: count all of it
+            settling_events[half_id] = list(_settling_of_state(log.state_of(log.get(half_id))))
     kinds = pa.array([kind.value for kind in SETTLING])
-    mine = pc.is_in(events["half_id"], value_set=pa.array(list(anew), pa.string()))
-    others = events.filter(pc.invert(pc.and_(mine, pc.is_in(events["kind"], value_set=kinds))))
+    is_recounted = pc.is_in(events["half_id"], value_set=pa.array(list(settling_events), pa.string()))
+    others = events.filter(pc.invert(pc.and_(is_recounted, pc.is_in(events["kind"], value_set=kinds))))
     others = others.append_column(EVENT_SCHEMA.field("standing"), others["messages"])
-    rows = [{"half_id": half_id, **row} for half_id, found in anew.items() for row in found if row["at"] >= since]
+    rows = [
+        {"half_id": half_id, **row}
+        for half_id, recounted in settling_events.items()
+        for row in recounted
+        if row["at"] >= since
+    ]
     return pa.concat_tables([others, pa.Table.from_pylist(rows, schema=EVENT_SCHEMA)])
 
 
 def _settling_of_state(state: BatchState) -> Iterator[dict[str, Any]]:
-    """The verdicts and quarantines of a half batch, as events. The history is read backwards: a row stands that no
-    later reopen names."""
+    """Yield the verdicts and quarantines of a half batch, as events.
+
+    The history is read backwards: a row stands when no later reopen names it.
+    """
     reopened = {n: bytearray(file.rows) for n, file in state.files.items()}
     for row in reversed(state.history):
         spans = list(_spans(state, row))
@@ -196,29 +205,35 @@ def _settling_of_state(state: BatchState) -> Iterator[dict[str, Any]]:
 
 
 def _settling_of_archived(decisions: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The same of the decisions that are kept of a half batch that has left. They say how many messages and not which.
-    A reopen takes back the newest that it can have named."""
+    """Yield the same events from the archived decisions on a half batch that has left.
+
+    Decisions have counts of messages, not their rows. So a reopen is assumed to take back the newest decisions that it
+    can name.
+    """
     standing = [d["count"] for d in decisions]
-    for at, reopen in enumerate(decisions):
+    for position, reopen in enumerate(decisions):
         rest = reopen["count"] if reopen["kind"] == Kind.REOPEN.value else 0
-        for before in reversed(range(at)):
-            if rest and _takes_back(reopen, decisions[before]):
-                less = min(rest, standing[before])
-                standing[before] -= less
-                rest -= less
+        for earlier in reversed(range(position)):
+            if rest and _can_take_back(reopen, decisions[earlier]):
+                taken = min(rest, standing[earlier])
+                standing[earlier] -= taken
+                rest -= taken
     for d, count in zip(decisions, standing, strict=True):
         if d["kind"] != Kind.REOPEN.value:
             yield {"at": d["at"], "kind": d["kind"], "decided_by": d["decided_by"], "messages": d["count"],
                    "refused": d["refused"], "standing": count}  # fmt: skip
 
 
-def _takes_back(reopen: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Whether a reopen can name rows of a decision: under the next attempt what never happened, else of the same
-    attempt what nobody knew, and by a person any rollback (see :meth:`Ledger.reopen` and :meth:`Ledger.overrule`)."""
-    kind, by = before["kind"], before["decided_by"]
-    if reopen["attempt"] == before["attempt"] + 1:
-        return bool(kind == Kind.ROLLBACK.value and by == Who.CHECK.value and not before["refused"])
-    if reopen["attempt"] != before["attempt"]:
+def _can_take_back(reopen: Mapping[str, Any], decision: Mapping[str, Any]) -> bool:
+    """Return True when a reopen can name rows of a decision (see :meth:`Ledger.reopen` and :meth:`Ledger.overrule`).
+
+    Under the next attempt it names rows whose transaction never happened. Under the same attempt it names rows with an
+    unknown outcome, and for a person any rollback.
+    """
+    kind, by = decision["kind"], decision["decided_by"]
+    if reopen["attempt"] == decision["attempt"] + 1:
+        return bool(kind == Kind.ROLLBACK.value and by == Who.CHECK.value and not decision["refused"])
+    if reopen["attempt"] != decision["attempt"]:
         return False
     by_person = reopen["decided_by"] == Who.ADMIN.value
     return bool(
@@ -227,29 +242,29 @@ def _takes_back(reopen: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 
 
 def rolled_back_again(state: BatchState) -> Iterator[tuple[datetime | None, RowSet]]:
-    """When rows of a half batch were rolled back that had been rolled back before, and which: a reopen came between."""
-    seen = {n: bytearray(file.rows) for n, file in state.files.items()}
+    """Yield the time and the rows of each rollback that repeats an earlier one, after a reopen between them."""
+    rolled_back = {file_number: bytearray(file.rows) for file_number, file in state.files.items()}
     for row in state.history:
         if row.kind is Kind.ROLLBACK:
-            named = {n: bytearray(len(bits)) for n, bits in seen.items()}
+            repeated = {file_number: bytearray(len(bits)) for file_number, bits in rolled_back.items()}
             for file_no, first, end in _spans(state, row):
-                named[file_no][first:end] = seen[file_no][first:end]
-                seen[file_no][first:end] = b"\x01" * (end - first)
-            if again := RowSet(named):
-                yield row.op_time, again
+                repeated[file_no][first:end] = rolled_back[file_no][first:end]
+                rolled_back[file_no][first:end] = b"\x01" * (end - first)
+            if rows_again := RowSet(repeated):
+                yield row.op_time, rows_again
 
 
 def _spans(state: BatchState, row: OpRow) -> Iterator[tuple[int, int, int]]:
-    """The rows that an op row names: file number, first and end."""
+    """Yield the rows that an op row names: file number, first row, and end (excluded)."""
     for file_no, file in state.files.items():
         if row.file_no in (None, file_no):
             for first, last in row.ranges or ((0, file.rows - 1),):
                 yield file_no, first, last + 1
 
 
-# ---------------------------------------------------------------- messages that appeared
+# ---------------------------------------------------------------- messages that became visible
 def placed(log: Engine, since: datetime, period_s: int) -> pa.Table:
-    """How many messages appeared since a time, by topic and period. Those that have expired are not counted.
+    """Return the numbers of messages that became visible since a time, by topic and period, without expired ones.
 
     Parameters
     ----------
@@ -262,18 +277,18 @@ def placed(log: Engine, since: datetime, period_s: int) -> pa.Table:
     Returns
     -------
     pyarrow.Table
-        ``topic, at`` (when the period begins) ``, messages``, in no order.
+        ``topic, at`` (the period's start) ``, messages``, unordered.
     """
     log.refresh()
     log.drained.border()
-    parts = _drained(log, since, period_s)
+    parts = _drained_counts(log, since, period_s)
     for rows, _ in log.placements(log.drained.position + 1):
         parts.append(_by_period(rows["topic"], rows["op_time"], rows["count"], since, period_s))
     sums = pa.concat_tables(parts).group_by(["topic", "at"], use_threads=False).aggregate([("messages", "sum")])
     return sums.rename_columns(["topic", "at", "messages"])
 
 
-def _drained(log: Engine, since: datetime, period_s: int) -> list[pa.Table]:
+def _drained_counts(log: Engine, since: datetime, period_s: int) -> list[pa.Table]:
     table = log.messages_table
     files = table.actions()
     first, last = (files[f"{side}.commit_timestamp"] for side in ("min", "max"))
@@ -282,15 +297,19 @@ def _drained(log: Engine, since: datetime, period_s: int) -> list[pa.Table]:
     files = files.filter(pc.fill_null(pc.greater_equal(last, since_us), True))
     first, last = (files[f"{side}.commit_timestamp"] for side in ("min", "max"))
     topic = files["min.topic"]
-    in_one = pc.and_(pc.equal(topic, files["max.topic"]), pc.equal(_period(first, period_s), _period(last, period_s)))
-    in_one = pc.and_(in_one, pc.and_(pc.greater_equal(first, since_us), pc.is_valid(files["num_records"])))
-    in_one = pc.fill_null(in_one, False)
-    whole = files.filter(in_one)
+    in_one_period = pc.and_(
+        pc.equal(topic, files["max.topic"]), pc.equal(_period_start(first, period_s), _period_start(last, period_s))
+    )
+    in_one_period = pc.and_(
+        in_one_period, pc.and_(pc.greater_equal(first, since_us), pc.is_valid(files["num_records"]))
+    )
+    in_one_period = pc.fill_null(in_one_period, False)
+    whole = files.filter(in_one_period)
     parts = [_by_period(whole["min.topic"], whole["min.commit_timestamp"], whole["num_records"], since, period_s)]
-    for path in files.filter(pc.invert(in_one))["path"].to_pylist():
+    for path in files.filter(pc.invert(in_one_period))["path"].to_pylist():
         rows = table.read([path], ["topic", "commit_timestamp"])
-        one = pa.chunked_array([pa.repeat(pa.scalar(1, pa.int64()), rows.num_rows)])
-        parts.append(_by_period(rows["topic"], rows["commit_timestamp"], one, since, period_s))
+        ones = pa.chunked_array([pa.repeat(pa.scalar(1, pa.int64()), rows.num_rows)])
+        parts.append(_by_period(rows["topic"], rows["commit_timestamp"], ones, since, period_s))
     return parts
 
 
@@ -299,54 +318,58 @@ def _by_period(
 ) -> pa.Table:
     rows = pa.table({"topic": topic, "at": pc.cast(at, TIMESTAMP), "messages": messages})
     rows = rows.filter(pc.greater_equal(rows["at"], pa.scalar(since, TIMESTAMP)))
-    rows = rows.set_column(1, "at", pc.cast(_period(rows["at"], period_s), TIMESTAMP))
+    rows = rows.set_column(1, "at", pc.cast(_period_start(rows["at"], period_s), TIMESTAMP))
     sums = rows.group_by(["topic", "at"], use_threads=False).aggregate([("messages", "sum")])
     return sums.rename_columns(["topic", "at", "messages"])
 
 
-def _period(at: pa.ChunkedArray, period_s: int) -> pa.ChunkedArray:
-    """When the period begins that has a time: microseconds since 1970."""
-    us, step = pc.cast(pc.cast(at, TIMESTAMP), pa.int64()), period_s * 1_000_000
-    return pc.multiply(pc.divide(us, step), step)
+def _period_start(at: pa.ChunkedArray, period_s: int) -> pa.ChunkedArray:
+    """Return the start of each time's period: microseconds since 1970."""
+    time_us, period_us = pc.cast(pc.cast(at, TIMESTAMP), pa.int64()), period_s * 1_000_000
+    return pc.multiply(pc.divide(time_us, period_us), period_us)
 
 
 def first_drained(log: Engine, since: datetime) -> datetime | None:
-    """When the first message was committed that is drained and not older than a time, about: a file that has messages
-    of before says that time itself. None when there is none."""
+    """Return the approximate commit time of the first drained message since a time; None when there is none.
+
+    For a file that also holds earlier messages it is ``since``.
+    """
     files = log.messages_table.actions()
     since_us = pa.scalar(since, TIMESTAMP)
-    late = files.filter(pc.greater_equal(files["max.commit_timestamp"], since_us))
-    first: datetime | None = pc.min(late["min.commit_timestamp"]).as_py()
+    recent = files.filter(pc.greater_equal(files["max.commit_timestamp"], since_us))
+    first: datetime | None = pc.min(recent["min.commit_timestamp"]).as_py()
     return None if first is None else max(first, since)
 
 
 def sizes(log: Engine) -> pa.Table:
-    """What the table ``messages`` holds of each topic: ``topic, messages, bytes``. A topic without drained messages is
-    not there."""
+    """Return the size of each topic in the table ``messages``: ``topic, messages, bytes``. Topics without drained
+    messages are left out."""
     log.messages_table.refresh()
     files = log.messages_table.actions()
     sums = files.group_by("min.topic", use_threads=False).aggregate([("num_records", "sum"), ("size_bytes", "sum")])
     return sums.rename_columns(["topic", "messages", "bytes"])
 
 
-# ---------------------------------------------------------------- what is open
+# ---------------------------------------------------------------- open half batches
 def open_now(log: Engine) -> pa.Table:
-    """Half batches with pending messages, oldest first: ``half_id, prepared_at, messages`` (pending ones). No half file
-    is read for it, so it is quick when many are open."""
+    """Return half batches with pending messages, oldest first: ``half_id, prepared_at, messages`` (pending ones).
+
+    Reads no half file, so it is quick when many are open.
+    """
     with log.lock:
         half_ids = log.open_half_ids()
         prepared = log.ledger.prepared()
-        net = settled_rows(log.ledger.followed.rows)
+        settled = settled_rows(log.ledger.followed.rows)
         reopened = log.ledger.followed.reopened_rows()
-    ms: list[int | None] = []
+    prepared_ms: list[int | None] = []
     messages: list[int] = []
     for half_id in half_ids:
         batch = prepared.get(half_id)
-        ms.append(None if batch is None else batch.ms)
-        messages.append(reopened.get(half_id, 0) if batch is None else batch.rows - net.get(half_id, 0))
+        prepared_ms.append(None if batch is None else batch.ms)
+        messages.append(reopened.get(half_id, 0) if batch is None else batch.rows - settled.get(half_id, 0))
     columns: Sequence[object] = [
         pa.array(half_ids, pa.string()),
-        pc.cast(pc.multiply(pa.array(ms, pa.int64()), 1000), TIMESTAMP),
+        pc.cast(pc.multiply(pa.array(prepared_ms, pa.int64()), 1000), TIMESTAMP),
         pc.max_element_wise(pa.array(messages, pa.int64()), 1) if messages else pa.array([], pa.int64()),
     ]
     return pa.table(columns, schema=OPEN_SCHEMA)

@@ -1,4 +1,4 @@
-"""What is not settled in a commit log, as people and programs ask for it."""
+"""The unsettled messages of a commit log: pending, quarantined, in conflict, waiting."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ PENDING_SCHEMA = pa.schema(
 def pending(log: Engine) -> pa.Table:
     """See :meth:`CommitLog.pending`."""
     rows = [
-        _summary(log, r, s, a, RowState.PENDING) for r, s in log.open_batches() for a in s.attempts(RowState.PENDING)
+        _summary(log, record, state, attempt, RowState.PENDING)
+        for record, state in log.open_batches()
+        for attempt in state.attempts(RowState.PENDING)
     ]
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
@@ -70,23 +72,23 @@ def open_messages(log: Engine) -> dict[tuple[str, int], tuple[int, int]]:
     for half_id in set(log.ledger.waiting).difference(batches):
         record = log.get(half_id)
         batches[half_id] = (record, log.state_of(record))
-    found: dict[tuple[str, int], tuple[int, int]] = {}
+    counts: dict[tuple[str, int], tuple[int, int]] = {}
     for record, state in batches.values():
         for file_no, file in record.files.items():
             for segment in file.segments:
                 states = state.files[file_no].state[segment.first : segment.last + 1]
                 queue = (segment.topic, segment.queue_id)
-                pending, waiting = found.get(queue, (0, 0))
-                found[queue] = (pending + states.count(RowState.PENDING), waiting + states.count(RowState.DECIDED))
-    return found
+                pending, waiting = counts.get(queue, (0, 0))
+                counts[queue] = (pending + states.count(RowState.PENDING), waiting + states.count(RowState.DECIDED))
+    return counts
 
 
 def _ids_in_op(log: Engine, where: pc.Expression) -> list[str]:
     with log.lock:
         log.ledger.refresh()
         paths = log.op.actions()["path"].to_pylist()
-    found: list[str] = pc.unique(log.op.read(paths, ["half_id"], where)["half_id"]).to_pylist()
-    return found
+    half_ids: list[str] = pc.unique(log.op.read(paths, ["half_id"], where)["half_id"]).to_pylist()
+    return half_ids
 
 
 def _with_kind(log: Engine, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
@@ -96,8 +98,10 @@ def _with_kind(log: Engine, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState
             yield record, log.state_of(record)
 
 
-def _summary(log: Engine, record: HalfRecord, state: BatchState, attempt: int, wanted: RowState) -> dict[str, object]:
-    rows = state.rows_in((wanted,), attempt)
+def _summary(
+    log: Engine, record: HalfRecord, state: BatchState, attempt: int, row_state: RowState
+) -> dict[str, object]:
+    rows = state.rows_in((row_state,), attempt)
     return {
         "half_id": record.half_id,
         "app_id": record.header.app_id,

@@ -1,6 +1,6 @@
-"""Puts the story of a transaction or a half batch together from ``half``, ``op`` and ``messages``.
+"""Assembles the trace of a transaction or a half batch from ``half``, ``op`` and ``messages``.
 
-What a half batch still tells, by what upkeep has taken::
+Upkeep removes rows over time. What remains of a half batch::
 
     in half                        everything
     archived, op rows not pruned   everything; the rows of a transaction by key only when they were committed
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
 
 LOOKS = 3
-"""A half batch may leave while it is looked at: then it is looked at again."""
+"""Number of tries, because a half batch may leave while it is read."""
 EPOCH = datetime.fromtimestamp(0, timezone.utc)
 IN_MESSAGES = (
     "half_id", "file_no", "row_no", "attempt", "topic", "queue_id", "queue_offset", "commit_timestamp", "op_version",
@@ -50,9 +50,9 @@ COUNTED = {
     RowState.ROLLED_BACK_BY_DISCARD: "rolled_back_by_discard",
     RowState.QUARANTINED: "quarantined",
 }
-"""Names of what became of messages. ``waiting`` ones are committed, and wait for their time or for an earlier message
-of their sharding key."""
-_OF_KIND = {
+"""Names of the states of messages. ``waiting`` messages are committed, and wait for their time or for an earlier
+message of their sharding key."""
+_TRACE_KINDS = {
     Kind.COMMIT.value: TraceKind.COMMITTED,
     Kind.PLACE.value: TraceKind.PLACED,
     Kind.ROLLBACK.value: TraceKind.ROLLED_BACK,
@@ -65,31 +65,31 @@ _OF_KIND = {
 }
 _DECISIONS = (Kind.COMMIT.value, Kind.ROLLBACK.value, Kind.QUARANTINE.value, Kind.REOPEN.value)
 OUTCOMES = ("committed", "rolled_back", "rolled_back_by_check", "rolled_back_by_discard")
-"""Of a half batch that has left."""
+"""Counts that are kept of a half batch that has left."""
 
 
-# ---------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------- the traced id
 @dataclass(frozen=True)
-class _Asked:
+class _Target:
     half_id: str
     transaction_id: str | None = None
     message_id: str | None = None
     attempt: int | None = None
-    rest: str | None = None  # of a transaction id: the key, or the address
+    rest: str | None = None  # the end of a transaction id: the key, or the address
     address: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, transaction_id: str | None, half_id: str | None, message_id: str | None) -> _Asked:
-        given = {"transaction_id": transaction_id, "half_id": half_id, "message_id": message_id}
-        named = [name for name, value in given.items() if value is not None]
-        if len(named) != 1:
-            raise OptionError(f"trace needs one of {', '.join(given)}: {' and '.join(named) or 'none'} was given")
+    def of(cls, transaction_id: str | None, half_id: str | None, message_id: str | None) -> _Target:
+        ids = {"transaction_id": transaction_id, "half_id": half_id, "message_id": message_id}
+        names = [name for name, value in ids.items() if value is not None]
+        if len(names) != 1:
+            raise OptionError(f"trace needs one of {', '.join(ids)}: {' and '.join(names) or 'none'} was given")
         if message_id is not None:
-            of, file_no, row_no = parse_message_id(message_id)
-            return cls(of, message_id=message_id, address=(file_no, row_no))
+            half_batch, file_no, row_no = parse_message_id(message_id)
+            return cls(half_batch, message_id=message_id, address=(file_no, row_no))
         if transaction_id is not None:
-            of, attempt, rest = parse_transaction_id(transaction_id)
-            return cls(of, transaction_id, attempt=attempt, rest=rest)
+            half_batch, attempt, rest = parse_transaction_id(transaction_id)
+            return cls(half_batch, transaction_id, attempt=attempt, rest=rest)
         return cls(str(half_id))
 
     @property
@@ -97,7 +97,7 @@ class _Asked:
         return self.message_id or self.transaction_id or self.half_id
 
     def is_whole(self, per: str | None) -> bool:
-        """True when all messages of the half batch are asked for.
+        """Return True when all messages of the half batch are traced.
 
         Raises
         ------
@@ -117,7 +117,7 @@ class _Asked:
         return per == BATCH
 
     def row(self) -> tuple[int, int] | None:
-        """The address of the one message that is asked for, when the id says it."""
+        """Return the address of the traced message, when the id contains it."""
         if self.address is not None:
             return self.address
         file_no, dot, row_no = (self.rest or "").partition(".")
@@ -129,7 +129,7 @@ class _Asked:
 
 
 def _is_utf8(text: str) -> bool:
-    """Whether UTF-8 can write a text: it cannot write a lone surrogate."""
+    """Return True when UTF-8 can encode a text: it cannot encode a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -138,7 +138,7 @@ def _is_utf8(text: str) -> bool:
 
 
 Chosen = Mapping[int, bytes]
-"""Of each half file, a byte for each row: 1 for those that are traced."""
+"""By half file, a byte for each row: 1 for a traced row."""
 
 
 @looks_again
@@ -146,68 +146,68 @@ def trace(
     log: Engine, transaction_id: str | None = None, half_id: str | None = None, message_id: str | None = None
 ) -> Trace:
     """See :meth:`CommitLog.trace`."""
-    asked = _Asked.of(transaction_id, half_id, message_id)
+    target = _Target.of(transaction_id, half_id, message_id)
     for _ in range(LOOKS - 1):
         try:
-            return _look(log, asked)
+            return _look(log, target)
         except HalfBatchLeftError:
             continue
-    return _look(log, asked)
+    return _look(log, target)
 
 
-def _look(log: Engine, asked: _Asked) -> Trace:
-    if not asked.half_id.isascii():  # no half batch is called so
-        raise _not_found(log, asked)
-    if not _is_utf8(asked.name):  # every key is
-        raise asked.nothing()
+def _look(log: Engine, target: _Target) -> Trace:
+    if not target.half_id.isascii():  # no half batch has such an id
+        raise _not_found(log, target)
+    if not _is_utf8(target.name):  # every key is UTF-8
+        raise target.nothing()
     with log.lock:
         try:
-            record = log.half.get(asked.half_id)
+            record = log.half.get(target.half_id)
         except HalfBatchNotFoundError:
             record = None
-        # op after half: what has left half by now was archived in op before.
-        kept = log.ledger.archived(asked.half_id)
-        rows = log.ledger.scan([asked.half_id])
+        # Read op after half: a half batch that has left half was archived in op before.
+        archived = log.ledger.archived(target.half_id)
+        rows = log.ledger.scan([target.half_id])
         log.drained.border()
-    if kept is not None:
-        return _of_archived(log, asked, record, kept, rows)
-    return _of_forgotten(log, asked) if record is None else _of_half(log, asked, record, rows)
+    if archived is not None:
+        return _trace_of_archived(log, target, record, archived, rows)
+    return _trace_of_forgotten(log, target) if record is None else _trace_in_half(log, target, record, rows)
 
 
 # ---------------------------------------------------------------- still in half
-def _of_half(log: Engine, asked: _Asked, record: HalfRecord, rows: pa.Table) -> Trace:
+def _trace_in_half(log: Engine, target: _Target, record: HalfRecord, rows: pa.Table) -> Trace:
     state = log.state_of(record, refresh=False)
-    chosen = _chosen_in_half(log, asked, record)
+    chosen = _chosen_in_half(log, target, record)
     traced = _row_set(record, chosen)
-    attempt = max(a for a in state.attempts(*RowState) if state.rows_under(a) & traced)
-    if asked.attempt is not None and asked.attempt > attempt:
+    attempt = max(number for number in state.attempts(*RowState) if state.rows_under(number) & traced)
+    if target.attempt is not None and target.attempt > attempt:
         raise HalfBatchNotFoundError(
-            f"{asked.name!r} names attempt {asked.attempt}, and the newest one of these messages is {attempt}"
+            f"{target.name!r} names attempt {target.attempt}, and the newest one of these messages is {attempt}"
         )
     events = [TraceEvent(record.prepared_at, TraceKind.PREPARED, traced.count), *_events(rows, chosen, record.rows)]
     return replace(
-        _headed(asked, record),
+        _bare_trace(target, record),
         messages=traced.count,
-        outcome=_outcome(state, traced),
+        outcome=_count_outcomes(state, traced),
         attempt=attempt,
         in_conflict=bool(state.conflicting() & traced),
         lease_until=state.lease_until if state.leased(log.machine.now()) else None,
         waits_for=tuple(log.ledger.holding_up(record)),
         topics=tuple(sorted({s.topic for n in traced for s in record.files[n].segments if _has(traced[n], s)})),
-        events=_in_order([*events, *_drained_event(log, events)]),
+        events=_by_time([*events, *_drained_event(log, events)]),
     )
 
 
-def _headed(asked: _Asked, record: HalfRecord) -> Trace:
-    """A trace with the header of a half batch, and nothing else yet."""
+def _bare_trace(target: _Target, record: HalfRecord) -> Trace:
+    """Return a trace with only the header of a half batch."""
     header = record.header
     return Trace(
         half_id=record.half_id,
         where="half",
         messages=0,
         outcome={},
-        transaction_id=asked.transaction_id,
-        message_id=asked.message_id,
+        transaction_id=target.transaction_id,
+        message_id=target.message_id,
         app_id=header.app_id,
         batch_id=header.batch_id,
         producer_group=header.producer_group,
@@ -219,11 +219,11 @@ def _headed(asked: _Asked, record: HalfRecord) -> Trace:
 
 
 def chosen_rows(log: Engine, of: Trace, record: HalfRecord) -> RowSet:
-    """The rows of a half batch that a trace is about."""
+    """Return the rows of a half batch that a trace covers."""
     if of.transaction_id is None and of.message_id is None:
         return _row_set(record, None)
-    asked = _Asked.of(of.transaction_id, None, of.message_id)
-    return _row_set(record, _chosen_in_half(log, asked, record))
+    target = _Target.of(of.transaction_id, None, of.message_id)
+    return _row_set(record, _chosen_in_half(log, target, record))
 
 
 def _row_set(record: HalfRecord, chosen: Chosen | None) -> RowSet:
@@ -235,105 +235,109 @@ def _has(bits: bytes, segment: Segment) -> bool:
     return b"\x01" in bits[segment.first : segment.last + 1]
 
 
-def _outcome(state: BatchState, traced: RowSet) -> dict[str, int]:
-    counts = {name: (state.rows_in((s,)) & traced).count for s, name in COUNTED.items()}
+def _count_outcomes(state: BatchState, traced: RowSet) -> dict[str, int]:
+    counts = {name: (state.rows_in((row_state,)) & traced).count for row_state, name in COUNTED.items()}
     return {name: count for name, count in counts.items() if count}
 
 
-def _chosen_in_half(log: Engine, asked: _Asked, record: HalfRecord) -> Chosen | None:
+def _chosen_in_half(log: Engine, target: _Target, record: HalfRecord) -> Chosen | None:
     per = record.header.transaction_per
-    if asked.is_whole(per):
+    if target.is_whole(per):
         return None
-    if (at := asked.row()) is not None and (per == MESSAGE or asked.address is not None):
-        file_no, row_no = at
+    if (address := target.row()) is not None and (per == MESSAGE or target.address is not None):
+        file_no, row_no = address
         if file_no not in record.files or row_no >= record.files[file_no].rows:
-            raise asked.nothing()
-        return {file_no: _one(row_no)}
-    where = (pc.field("half_id") == record.half_id) & (pc.field("transaction_key") == asked.rest)
+            raise target.nothing()
+        return {file_no: _one_row(row_no)}
+    where = (pc.field("half_id") == record.half_id) & (pc.field("transaction_key") == target.rest)
     paths = list(dict.fromkeys(file.path for file in record.files.values()))
-    found = _bits(log.half.table.read(paths, ["file_no", "row_no"], where))
-    if not found:
-        raise asked.nothing()
-    return found
+    chosen = _bits(log.half.table.read(paths, ["file_no", "row_no"], where))
+    if not chosen:
+        raise target.nothing()
+    return chosen
 
 
-def _one(row_no: int) -> bytes:
+def _one_row(row_no: int) -> bytes:
     return bytes(row_no) + b"\x01"
 
 
 def _bits(rows: pa.Table) -> dict[int, bytes]:
-    """Rows by their address (``file_no, row_no``)."""
-    found: dict[int, bytearray] = {}
+    """Return rows, given by their addresses (``file_no, row_no``), as bytes by file."""
+    bits_by_file: dict[int, bytearray] = {}
     for file_no, row_no in zip(rows["file_no"].to_pylist(), rows["row_no"].to_pylist(), strict=True):
-        bits = found.setdefault(file_no, bytearray())
+        bits = bits_by_file.setdefault(file_no, bytearray())
         bits.extend(bytes(max(0, row_no + 1 - len(bits))))
         bits[row_no] = 1
-    return {file_no: bytes(bits) for file_no, bits in found.items()}
+    return {file_no: bytes(bits) for file_no, bits in bits_by_file.items()}
 
 
-# ---------------------------------------------------------------- settled, and gone from half
-def _of_archived(log: Engine, asked: _Asked, record: HalfRecord | None, kept: Archived, rows: pa.Table) -> Trace:
-    """The story of a half batch that is about to leave (then there is a record), or has left."""
-    visible = _visible(log, asked, kept)
-    chosen = _chosen_of_archived(log, asked, record, kept, visible)
+# ---------------------------------------------------------------- settled, no longer in half
+def _trace_of_archived(
+    log: Engine, target: _Target, record: HalfRecord | None, archived: Archived, rows: pa.Table
+) -> Trace:
+    """Return the trace of a half batch that is about to leave (then ``record`` is given), or has left."""
+    visible = _visible_messages(log, target, archived)
+    chosen = _chosen_of_archived(log, target, record, archived, visible)
     unknown: list[str] = []
     decided = rows.filter(pc.is_in(rows["kind"], value_set=pa.array(_DECISIONS)))
-    if sum(decided["count"].to_pylist()) < sum(d.count for d in kept.decisions):
-        old = pc.is_in(rows["kind"], value_set=pa.array([*_DECISIONS, Kind.PLACE.value]))
-        rows = rows.filter(pc.invert(old))
-        events = [*_of_archive(kept), *_placed_events(visible), *_events(rows, chosen, kept.rows)]
+    if sum(decided["count"].to_pylist()) < sum(decision.count for decision in archived.decisions):
+        is_old = pc.is_in(rows["kind"], value_set=pa.array([*_DECISIONS, Kind.PLACE.value]))
+        rows = rows.filter(pc.invert(is_old))
+        events = [*_archived_events(archived), *_placed_events(visible), *_events(rows, chosen, archived.rows)]
         unknown.append("checks and leases are forgotten: upkeep pruned what op said of it, but for the decisions")
         if chosen is not None:
-            whole = message_count(kept.rows)
-            unknown.append(f"the decisions are those on its half batch as a whole, which had {whole}")
+            batch_size = message_count(archived.rows)
+            unknown.append(f"the decisions are those on its half batch as a whole, which had {batch_size}")
     else:
-        events = list(_events(rows, chosen, kept.rows))
-    messages, outcome = kept.rows, {name: getattr(kept, name) for name in OUTCOMES if getattr(kept, name)}
+        events = list(_events(rows, chosen, archived.rows))
+    messages, outcome = archived.rows, {name: getattr(archived, name) for name in OUTCOMES if getattr(archived, name)}
     if chosen is not None:
         messages, outcome = (
             visible.num_rows,
-            {"committed": visible.num_rows} if visible.num_rows else _last_word(events),
+            {"committed": visible.num_rows} if visible.num_rows else _last_outcome(events),
         )
         messages = messages or sum(outcome.values())
     if chosen is not None and not messages:
-        were = "was" if kept.committed == 1 else "were"
+        were = "was" if archived.committed == 1 else "were"
         unknown.append(
-            f"table messages does not have it. Of the {message_count(kept.rows)} of its half batch "
-            f"{kept.committed} {were} committed: it was rolled back, or has expired, or there never was such a one"
+            f"table messages does not have it. Of the {message_count(archived.rows)} of its half batch "
+            f"{archived.committed} {were} committed: it was rolled back, or has expired, or there never was such a one"
         )
-    elif chosen is None and visible.num_rows < kept.committed:
-        gone = kept.committed - visible.num_rows
-        unknown.append(f"of its {kept.committed} committed messages {gone} {'has' if gone == 1 else 'have'} expired")
-    found = _headed(asked, record or HalfRecord.of_archived(kept))
-    prepared = TraceEvent(found.prepared_at or kept.at or EPOCH, TraceKind.PREPARED, messages)
-    places = {p.topic for event in events for p in event.places}
+    elif chosen is None and visible.num_rows < archived.committed:
+        expired = archived.committed - visible.num_rows
+        unknown.append(
+            f"of its {archived.committed} committed messages {expired} {'has' if expired == 1 else 'have'} expired"
+        )
+    bare = _bare_trace(target, record or HalfRecord.of_archived(archived))
+    prepared = TraceEvent(bare.prepared_at or archived.at or EPOCH, TraceKind.PREPARED, messages)
+    places = {place.topic for event in events for place in event.places}
     return replace(
-        found,
+        bare,
         where="left" if record is None else "leaving",
         messages=messages,
         outcome=outcome,
-        attempt=kept.attempt,
+        attempt=archived.attempt,
         topics=tuple(sorted({*pc.unique(visible["topic"]).to_pylist(), *places})),
-        events=_in_order([prepared, *events, *_drained_event(log, events)]),
+        events=_by_time([prepared, *events, *_drained_event(log, events)]),
         unknown=tuple(unknown),
     )
 
 
-def _of_forgotten(log: Engine, asked: _Asked) -> Trace:
-    """The story that the visible messages of a half batch tell of which nothing else is kept."""
-    visible = _visible(log, asked, None)
+def _trace_of_forgotten(log: Engine, target: _Target) -> Trace:
+    """Return the trace of a half batch of which only visible messages are left."""
+    visible = _visible_messages(log, target, None)
     if visible.num_rows == 0:
-        raise _not_found(log, asked)
+        raise _not_found(log, target)
     first = visible.slice(0, 1).to_pylist()[0]
-    app_id, _, batch_id = name_of(asked.half_id).rpartition(":")
+    app_id, _, batch_id = name_of(target.half_id).rpartition(":")
     events = list(_placed_events(visible))
     return Trace(
-        half_id=asked.half_id,
+        half_id=target.half_id,
         where="forgotten",
         messages=visible.num_rows,
         outcome={"committed": visible.num_rows},
-        transaction_id=asked.transaction_id,
-        message_id=asked.message_id,
+        transaction_id=target.transaction_id,
+        message_id=target.message_id,
         app_id=app_id,
         batch_id=int(batch_id),
         producer_group=first["producer_group"],
@@ -341,155 +345,175 @@ def _of_forgotten(log: Engine, asked: _Asked) -> Trace:
         prepared_at=pc.max(visible["store_timestamp"]).as_py(),
         attempt=pc.max(visible["attempt"]).as_py(),
         topics=tuple(sorted(pc.unique(visible["topic"]).to_pylist())),
-        events=_in_order([*events, *_drained_event(log, events)]),
+        events=_by_time([*events, *_drained_event(log, events)]),
         unknown=("only its visible messages are left: what was decided, why, and what was rolled back, is forgotten",),
     )
 
 
 def _chosen_of_archived(
-    log: Engine, asked: _Asked, record: HalfRecord | None, kept: Archived, visible: pa.Table
+    log: Engine, target: _Target, record: HalfRecord | None, archived: Archived, visible: pa.Table
 ) -> Chosen | None:
-    """The rows that are asked for: half tells while it has them, then the visible messages, or the id itself."""
-    if asked.is_whole(kept.transaction_per):
+    """Return the traced rows: from half while it has them, then from the visible messages or the id."""
+    if target.is_whole(archived.transaction_per):
         return None
     if record is not None:
-        return _chosen_in_half(log, asked, record)
-    at = asked.row()
-    return {at[0]: _one(at[1])} if at is not None and visible.num_rows == 0 else _bits(visible)
+        return _chosen_in_half(log, target, record)
+    address = target.row()
+    return {address[0]: _one_row(address[1])} if address is not None and visible.num_rows == 0 else _bits(visible)
 
 
-def _last_word(events: Sequence[TraceEvent]) -> dict[str, int]:
-    """What became of a transaction that is not visible, by the last decision on it."""
-    for event in reversed(_in_order(events)):
+def _last_outcome(events: Sequence[TraceEvent]) -> dict[str, int]:
+    """Return the outcome of a transaction that is not visible, by the last decision on it."""
+    for event in reversed(_by_time(events)):
         if event.kind is TraceKind.ROLLED_BACK and event.op_version is not None:
             return {COUNTED[rolled_back_as(event.decided_by, event.refused)]: event.messages}
     return {}
 
 
-def _not_found(log: Engine, asked: _Asked) -> HalfBatchNotFoundError:
-    app_id, _, batch_id = name_of(asked.half_id).rpartition(":")
+def _not_found(log: Engine, target: _Target) -> HalfBatchNotFoundError:
+    app_id, _, batch_id = name_of(target.half_id).rpartition(":")
     last = log.last_batch_id(app_id) if app_id.isascii() and app_id and batch_id.isdecimal() else None
     if last is not None and int(batch_id) <= last:
         return HalfBatchNotFoundError(
-            f"nothing is kept of half batch {asked.half_id!r}: application {app_id!r} has prepared batches up to "
+            f"nothing is kept of half batch {target.half_id!r}: application {app_id!r} has prepared batches up to "
             f"{last}, so it was settled and has been forgotten, and none of its messages is visible any more"
         )
     return HalfBatchNotFoundError(
-        f"no half batch {asked.half_id!r} in this commit log. log.pending() lists the open ones; one that was settled "
+        f"no half batch {target.half_id!r} in this commit log. log.pending() lists the open ones; one that was settled "
         "long ago, and has no visible messages, is forgotten"
     )
 
 
-def _visible(log: Engine, asked: _Asked, kept: Archived | None) -> pa.Table:
-    """Those messages that are in the table ``messages``: :data:`IN_MESSAGES`."""
+def _visible_messages(log: Engine, target: _Target, archived: Archived | None) -> pa.Table:
+    """Return the traced messages in the table ``messages``, with the columns :data:`IN_MESSAGES`."""
     table = log.messages_table
     with log.lock:
         table.refresh()
         actions = table.actions()
-    if kept is not None:
-        since = datetime.fromtimestamp(kept.prepared_ms / 1000, timezone.utc) - timedelta(seconds=2 * CLOCK_SKEW_S_MAX)
+    if archived is not None:
+        since = datetime.fromtimestamp(archived.prepared_ms / 1000, timezone.utc) - timedelta(
+            seconds=2 * CLOCK_SKEW_S_MAX
+        )
         kind = actions.schema.field("max.commit_timestamp").type
         may_hold = pc.and_(
             pc.fill_null(pc.greater_equal(actions["max.commit_timestamp"], pa.scalar(since, kind)), True),
-            pc.fill_null(pc.less_equal(actions["min.op_version"], kept.last_version), True),
+            pc.fill_null(pc.less_equal(actions["min.op_version"], archived.last_version), True),
         )
         actions = actions.filter(may_hold)
-    where = pc.field("half_id") == asked.half_id
-    if asked.address is not None:
-        where &= (pc.field("file_no") == asked.address[0]) & (pc.field("row_no") == asked.address[1])
-    elif asked.transaction_id is not None:
-        where &= pc.field("transaction_id") == asked.transaction_id
-    found = table.read(actions["path"].to_pylist(), IN_MESSAGES, where)
-    return found.sort_by([("op_version", "ascending"), ("topic", "ascending"), ("queue_id", "ascending"),
+    where = pc.field("half_id") == target.half_id
+    if target.address is not None:
+        where &= (pc.field("file_no") == target.address[0]) & (pc.field("row_no") == target.address[1])
+    elif target.transaction_id is not None:
+        where &= pc.field("transaction_id") == target.transaction_id
+    rows = table.read(actions["path"].to_pylist(), IN_MESSAGES, where)
+    return rows.sort_by([("op_version", "ascending"), ("topic", "ascending"), ("queue_id", "ascending"),
                           ("queue_offset", "ascending")])  # fmt: skip
 
 
-def _of_archive(kept: Archived | None) -> Iterator[TraceEvent]:
-    for d in () if kept is None else kept.decisions:
-        yield TraceEvent(d.at, _OF_KIND[d.kind], d.count, d.attempt, d.decided_by, d.reason, refused=d.refused)
+def _archived_events(archived: Archived | None) -> Iterator[TraceEvent]:
+    for d in () if archived is None else archived.decisions:
+        yield TraceEvent(d.at, _TRACE_KINDS[d.kind], d.count, d.attempt, d.decided_by, d.reason, refused=d.refused)
 
 
 def _placed_events(visible: pa.Table) -> Iterator[TraceEvent]:
-    """Placements as the messages themselves tell them."""
+    """Yield the placements that the messages themselves record."""
     by_commit: dict[tuple[int, datetime, int], list[TracePlace]] = {}
     names = ["op_version", "commit_timestamp", "attempt", "topic", "queue_id", "queue_offset"]
-    for version, at, attempt, topic, queue_id, offset in zip(*(visible[n].to_pylist() for n in names), strict=True):
+    for version, at, attempt, topic, queue_id, offset in zip(
+        *(visible[name].to_pylist() for name in names), strict=True
+    ):
         by_commit.setdefault((version, at, attempt), []).append(TracePlace(topic, queue_id, offset, offset))
     for (version, at, attempt), places in by_commit.items():
-        yield TraceEvent(at, TraceKind.PLACED, len(places), attempt, places=_joined(places), op_version=version)
+        yield TraceEvent(at, TraceKind.PLACED, len(places), attempt, places=_merged(places), op_version=version)
 
 
 # ---------------------------------------------------------------- events
-def _events(rows: pa.Table, chosen: Chosen | None, every: int | None) -> Iterator[TraceEvent]:
-    """What op rows say of the chosen messages: an event for those of a commit that say the same."""
-    found: dict[tuple[Any, ...], tuple[int, list[TracePlace]]] = {}
-    conflicts: set[OpRow] = set()  # a mark repeats those that are open
-    for read in rows.to_pylist():
-        row = OpRow.of(read)
-        count, places = _named(row, chosen, every)
+def _events(rows: pa.Table, chosen: Chosen | None, all_rows: int | None) -> Iterator[TraceEvent]:
+    """Yield the events of the chosen messages. Equal op rows of one commit make one event."""
+    merged: dict[tuple[Any, ...], tuple[int, list[TracePlace]]] = {}
+    conflicts: set[OpRow] = set()  # a mark repeats open conflicts
+    for fields in rows.to_pylist():
+        row = OpRow.of(fields)
+        count, places = _named_messages(row, chosen, all_rows)
         if chosen is not None and not count and row.kind not in (Kind.LEASE, Kind.ARCHIVED):
             continue
-        kind = _OF_KIND[row.kind]
+        kind = _TRACE_KINDS[row.kind]
         if row.kind is Kind.CONFLICT:
-            said_once = replace(row, op_time=None)
+            timeless = replace(row, op_time=None)
             if row.attempt is None:
                 kind = TraceKind.RESOLVED
                 conflicts.clear()
-            elif said_once in conflicts:
+            elif timeless in conflicts:
                 continue
-            conflicts.add(said_once)
-        who = None if row.decided_by is None else str(row.decided_by)
-        said = (read["version"], row.op_time, kind, row.attempt, who, row.reason, row.until, row.verdict, row.refused)
-        before, more = found.get(said, (0, []))
-        found[said] = (before + count, [*more, *places])
-    for (version, at, kind, attempt, who, reason, until, verdict, refused), (count, places) in found.items():
-        yield TraceEvent(at, kind, count, attempt, who, reason, _joined(places), until, verdict, version, refused)
+            conflicts.add(timeless)
+        decided_by = None if row.decided_by is None else str(row.decided_by)
+        event_key = (
+            fields["version"],
+            row.op_time,
+            kind,
+            row.attempt,
+            decided_by,
+            row.reason,
+            row.until,
+            row.verdict,
+            row.refused,
+        )
+        earlier_count, earlier_places = merged.get(event_key, (0, []))
+        merged[event_key] = (earlier_count + count, [*earlier_places, *places])
+    for (version, at, kind, attempt, decided_by, reason, until, verdict, refused), (count, places) in merged.items():
+        yield TraceEvent(
+            at, kind, count, attempt, decided_by, reason, _merged(places), until, verdict, version, refused
+        )
 
 
-def _named(row: OpRow, chosen: Chosen | None, every: int | None) -> tuple[int, list[TracePlace]]:
-    """How many of the chosen messages an op row names, and where it places them."""
+def _named_messages(row: OpRow, chosen: Chosen | None, all_rows: int | None) -> tuple[int, list[TracePlace]]:
+    """Return how many of the chosen messages an op row names, and their places."""
     queue = None if row.topic is None or row.queue_id is None else (row.topic, row.queue_id)
-    at = None if queue is None else row.queue_offset
+    first_offset = None if queue is None else row.queue_offset
     if chosen is None:
-        count = row.count or (every or 0 if row.kind in (Kind.LEASE, Kind.ARCHIVED) else 0)
-        places = [] if at is None or queue is None else [TracePlace(*queue, at, at + row.count - 1)]
+        count = row.count or (all_rows or 0 if row.kind in (Kind.LEASE, Kind.ARCHIVED) else 0)
+        places = (
+            []
+            if first_offset is None or queue is None
+            else [TracePlace(*queue, first_offset, first_offset + row.count - 1)]
+        )
         return count, places
     files = chosen.items() if row.file_no is None else [(row.file_no, chosen.get(row.file_no, b""))]
-    count, found = 0, []
+    count, chosen_places = 0, []
     for _, bits in files:
         passed = 0
         for first, last in row.ranges or ((0, len(bits) - 1),):
-            for start in _ones(bits, first, last):
+            for start in _set_positions(bits, first, last):
                 count += 1
-                if at is not None and queue is not None:
-                    offset = at + passed + start - first
-                    found.append(TracePlace(*queue, offset, offset))
+                if first_offset is not None and queue is not None:
+                    offset = first_offset + passed + start - first
+                    chosen_places.append(TracePlace(*queue, offset, offset))
             passed += last - first + 1
-    return count, found
+    return count, chosen_places
 
 
-def _ones(bits: bytes, first: int, last: int) -> Iterator[int]:
-    """The positions of the bytes that are 1, both ends included."""
-    at = bits.find(1, first, last + 1)
-    while at >= 0:
-        yield at
-        at = bits.find(1, at + 1, last + 1)
+def _set_positions(bits: bytes, first: int, last: int) -> Iterator[int]:
+    """Yield the positions from ``first`` to ``last`` (included) whose byte is 1."""
+    position = bits.find(1, first, last + 1)
+    while position >= 0:
+        yield position
+        position = bits.find(1, position + 1, last + 1)
 
 
-def _joined(places: Sequence[TracePlace]) -> tuple[TracePlace, ...]:
-    """Places by queue and offset; those that follow each other are one."""
-    found: list[TracePlace] = []
+def _merged(places: Sequence[TracePlace]) -> tuple[TracePlace, ...]:
+    """Return places by queue and offset. Adjacent places are merged."""
+    merged: list[TracePlace] = []
     for place in sorted(places):
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last is not None and last[:2] == place[:2] and last.last_offset + 1 == place.first_offset:
-            found[-1] = last._replace(last_offset=place.last_offset)
+            merged[-1] = last._replace(last_offset=place.last_offset)
         else:
-            found.append(place)
-    return tuple(found)
+            merged.append(place)
+    return tuple(merged)
 
 
 def _drained_event(log: Engine, events: Iterable[TraceEvent]) -> Iterator[TraceEvent]:
-    """When the placed messages came into the table ``messages``; nothing when none is there, or all have expired."""
+    """Yield the event of draining, unless none of the placed messages is in the table ``messages``."""
     position = log.drained.position
     count = 0
     paths: set[str] = set()
@@ -498,16 +522,16 @@ def _drained_event(log: Engine, events: Iterable[TraceEvent]) -> Iterator[TraceE
             if event.op_version is None or event.op_version > position:
                 continue
             for place in event.places:
-                there, _ = log.drained.ranges(place[:2], place.first_offset, place.last_offset + 1)
-                count += sum(part.count for part in there)
-                paths.update(part.rows.path for part in there)
+                ranges, _ = log.drained.ranges(place[:2], place.first_offset, place.last_offset + 1)
+                count += sum(drained.count for drained in ranges)
+                paths.update(drained.rows.path for drained in ranges)
         actions = log.messages_table.actions()
-    mine = actions.filter(pc.is_in(actions["path"], value_set=pa.array(sorted(paths), pa.string())))
-    newest_ms = pc.max(mine["modification_time"]).as_py()
+    holding_files = actions.filter(pc.is_in(actions["path"], value_set=pa.array(sorted(paths), pa.string())))
+    newest_ms = pc.max(holding_files["modification_time"]).as_py()
     if newest_ms is not None:
         yield TraceEvent(datetime.fromtimestamp(newest_ms / 1000, timezone.utc), TraceKind.DRAINED, count)
 
 
-def _in_order(events: Iterable[TraceEvent]) -> tuple[TraceEvent, ...]:
-    """Events by time. It begins with the preparation, whatever clock wrote its time."""
+def _by_time(events: Iterable[TraceEvent]) -> tuple[TraceEvent, ...]:
+    """Return events by time, the preparation first, because another clock may have written its time."""
     return tuple(sorted(events, key=lambda e: (e.kind is not TraceKind.PREPARED, e.at)))

@@ -1,4 +1,4 @@
-"""The story of a transaction, a message or a half batch, as values. ``tracing`` puts it together."""
+"""The trace of a transaction, a message or a half batch, as values. ``inspect/story.py`` assembles it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rmq_spark._core.vocabulary.text import message_count
 
 
 class TraceKind(str, Enum):
-    """What happened to messages."""
+    """The kinds of events of messages."""
 
     PREPARED = "prepared"
     LEASED = "leased"
@@ -32,7 +32,7 @@ class TraceKind(str, Enum):
 
 
 class TracePlace(NamedTuple):
-    """Messages that stand in a queue one after the other: the offsets of the first and of the last one."""
+    """Adjacent messages in a queue: the offsets of the first and of the last one."""
 
     topic: str
     queue_id: int
@@ -42,31 +42,31 @@ class TracePlace(NamedTuple):
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Something that happened to messages of a half batch.
+    """An event of messages of a half batch.
 
     Attributes
     ----------
     at : datetime
-        UTC. Of ``drained``: since when, at the latest, the messages are in the table ``messages``; a merge of its
-        files makes that later.
+        UTC. For ``drained``: the latest time at which the messages came into the table ``messages``; a merge of its
+        files makes it later.
     kind : TraceKind
     messages : int
-        How many of those that are traced. Of decisions on a half batch of which the op rows are pruned: of all.
+        Number of traced messages. For decisions on a half batch whose op rows are pruned: of all its messages.
     attempt : int or None
     decided_by : str or None
-        ``execute`` (its local transaction), ``check``, ``discard`` (the policy for what was checked too often) or
+        ``execute`` (its local transaction), ``check``, ``discard`` (the policy for messages checked too often) or
         ``admin`` (a person).
     reason : str or None
     places : tuple of TracePlace
-        Where messages became visible.
+        The places where messages became visible.
     until : datetime or None
-        Of ``leased``: until when checkers leave it alone. Of ``committed``: when delayed messages are due.
+        For ``leased``: the lease's end. For ``committed``: the due time of delayed messages.
     verdict : str or None
-        Of ``conflict``: the verdict that came too late. Of ``conflict_resolved``: the one that counts.
+        For ``conflict``: the verdict that came too late. For ``conflict_resolved``: the verdict that counts.
     op_version : int or None
-        The version of table ``op`` that says so.
+        The version of table ``op`` with this event.
     refused : bool or None
-        Of ``rolled_back``: True when the local transaction ran and said no, which is final.
+        For ``rolled_back``: True when the local transaction ran and refused, which is final.
     """
 
     at: datetime
@@ -83,11 +83,11 @@ class TraceEvent:
 
     @property
     def word(self) -> str:
-        """What happened, for people: a check's final rollback is told from one that a replay runs again."""
+        """The event for people: ``refused`` for a check's final rollback, which no replay runs again."""
         return "refused" if self.refused and self.decided_by == "check" else self.kind.value
 
     def to_dict(self) -> dict[str, Any]:
-        """The event for JSON: times as ISO texts."""
+        """Return the event for JSON, with times as ISO texts."""
         return {
             "at": self.at.isoformat(),
             "kind": self.kind.value,
@@ -105,36 +105,37 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class Trace:
-    """The story of a transaction, a message or a half batch, as far as the commit log still tells it.
+    """The trace of a transaction, a message or a half batch, as far as the commit log still has it.
 
     Attributes
     ----------
     half_id : str
     transaction_id, message_id : str or None
-        What was asked for; both None for a half batch as a whole.
+        The requested id; both None for a half batch as a whole.
     producer_group, app_id, batch_id, transaction_per, query_id, fence_id :
-        Its header; None where nothing is kept of it.
+        The header; None where it is no longer kept.
     prepared_at : datetime or None
-        UTC; of a half batch that is forgotten, when its newest visible message was staged.
+        UTC; for a forgotten half batch, the time at which its newest visible message was staged.
     attempt : int or None
-        The newest one.
+        The newest attempt.
     messages : int
-        How many messages this is about.
+        Number of traced messages.
     outcome : mapping of str to int
-        What became of them (see ``tracing.COUNTED``); empty where that cannot be told any more.
+        Number of messages by state (see ``story.COUNTED``); empty where it is no longer known.
     topics : tuple of str
     where : {"half", "leaving", "left", "forgotten"}
-        ``leaving`` and ``left`` half batches are settled for good. Of ``forgotten`` ones only visible messages tell.
+        ``leaving`` and ``left`` half batches are settled for good. Of ``forgotten`` ones only visible messages are
+        left.
     in_conflict : bool
-        True when a verdict came too late, and no person has resolved that.
+        True when a verdict came too late, and no person has resolved the conflict.
     lease_until : datetime or None
-        Set while its local transaction is known to run.
+        Set while the local transaction is known to run.
     waits_for : tuple of str
-        Half batches that hold committed messages up: pending ones, sent before with the same sharding key.
+        Half batches that hold back committed messages: pending ones, sent before with the same sharding key.
     events : tuple of TraceEvent
-        In their order.
+        Ordered by time.
     unknown : tuple of str
-        Sentences about what cannot be told any more.
+        Sentences about what is no longer known.
     """
 
     half_id: str
@@ -159,7 +160,7 @@ class Trace:
     unknown: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The trace for JSON: times as ISO texts."""
+        """Return the trace for JSON, with times as ISO texts."""
         shown = {name: getattr(self, name) for name in self.__dataclass_fields__}
         for name in ("prepared_at", "lease_until"):
             shown[name] = None if shown[name] is None else shown[name].isoformat()
@@ -174,10 +175,10 @@ class Trace:
 
     def __str__(self) -> str:
         name = self.message_id or self.transaction_id or self.half_id
-        outcome = ", ".join(f"{count} {what}" for what, count in self.outcome.items()) or "not known any more"
+        outcome = ", ".join(f"{count} {state}" for state, count in self.outcome.items()) or "not known any more"
         lines = [f"{name}: {message_count(self.messages)} of {self.producer_group}, {outcome}"]
         for event in self.events:
             by = f" by {event.decided_by}" if event.decided_by else ""
-            why = f": {event.reason}" if event.reason else ""
-            lines.append(f"  {event.at:%Y-%m-%d %H:%M:%S} {event.word}{by}, {message_count(event.messages)}{why}")
+            reason = f": {event.reason}" if event.reason else ""
+            lines.append(f"  {event.at:%Y-%m-%d %H:%M:%S} {event.word}{by}, {message_count(event.messages)}{reason}")
         return "\n".join([*lines, *(f"  ({sentence})" for sentence in self.unknown)])

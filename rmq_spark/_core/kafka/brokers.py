@@ -1,4 +1,4 @@
-"""What a relay asks Kafka beside its transactions: topics, and what stands in the positions topic."""
+"""A relay's requests to Kafka outside its transactions: topics, and the content of the positions topic."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ logger = logging.getLogger(__name__)
 ANSWER_S, TRY_S = 30.0, 5.0
 POLL_S = 0.5
 RECORD_BYTES = 1_000_000
-"""What Kafka's client puts into one request by default."""
-_PASSING = frozenset(
+"""The default request size of Kafka's client."""
+_TEMPORARY = frozenset(
     {
         ck.KafkaError._TRANSPORT,
         ck.KafkaError._ALL_BROKERS_DOWN,
-        getattr(ck.KafkaError, "_DESTROY_BROKER", ck.KafkaError._TRANSPORT),  # older clients say the latter
+        getattr(ck.KafkaError, "_DESTROY_BROKER", ck.KafkaError._TRANSPORT),  # older clients report the latter
         ck.KafkaError._TIMED_OUT,
         ck.KafkaError._UNKNOWN_PARTITION,
         ck.KafkaError.UNKNOWN_TOPIC_OR_PART,
         ck.KafkaError.GROUP_AUTHORIZATION_FAILED,
     }
 )
-"""Errors that pass: a broker is away, or has not heard of a new topic yet. So does a missing right on the group. The
-client must be given one, and the relay does not use it."""
+"""Temporary errors: a broker is away, or does not know a new topic yet. A missing right on the group counts too,
+because the client requires a group and the relay does not use it."""
 POSITIONS_CONFIG: Mapping[str, str] = {
     "cleanup.policy": "compact",
     "min.cleanable.dirty.ratio": "0.1",
     "segment.bytes": str(16 * 1024 * 1024),
 }
-"""Of a positions topic that the relay makes: it is read at each start, so it is kept small."""
+"""Settings of a new positions topic. Each start reads the topic, so it is kept small."""
 
 
 class Brokers:
@@ -53,7 +53,7 @@ class Brokers:
         self._machine = machine
         self._heard = Heard()
         self._admin = with_settings(admin.AdminClient, settings.client(), self._heard)
-        self._enough: set[str] = set()
+        self._large_enough: set[str] = set()
 
     # ------------------------------------------------------------------ topics
     def require_topics(self, topics: Mapping[str, int]) -> None:
@@ -67,42 +67,42 @@ class Brokers:
         Raises
         ------
         OptionError
-            When Kafka takes no topic of this name.
+            When Kafka accepts no topic of this name.
         RelayRefusedError
-            When a topic is missing, and the relay is not to create topics; or has too few partitions.
+            When a topic is missing and the relay may not create topics, or has too few partitions.
         """
-        new = {require_kafka_topic(self._settings.kafka_topic(t)): n for t, n in topics.items()}
-        new = {name: queues for name, queues in new.items() if name not in self._enough}
-        if not new:
+        unchecked = {require_kafka_topic(self._settings.kafka_topic(topic)): n for topic, n in topics.items()}
+        unchecked = {name: queues for name, queues in unchecked.items() if name not in self._large_enough}
+        if not unchecked:
             return
-        there = self._partitions()
-        missing = {name: queues for name, queues in new.items() if name not in there}
+        counts = self._partitions()
+        missing = {name: queues for name, queues in unchecked.items() if name not in counts}
         if missing and not self._settings.create_topics:
             raise RelayRefusedError(
                 f"Kafka has no topic {_listed(missing)}: create it with as many partitions as the log's topic has "
                 f"queues ({_counts(missing)}), or let the relay do that with create_topics=True. If it is there, "
                 "Kafka does not show it to this user, who needs Describe on it"
             )
-        for name, queues in new.items():
-            if there.get(name, queues) < queues:
+        for name, queues in unchecked.items():
+            if counts.get(name, queues) < queues:
                 raise RelayRefusedError(
-                    f"topic {name!r} of Kafka has {there[name]} partitions, and the log's topic has {queues} queues: "
+                    f"topic {name!r} of Kafka has {counts[name]} partitions, and the log's topic has {queues} queues: "
                     "each queue has a partition of its own, so add partitions"
                 )
         self._create(missing, {})
-        self._enough.update(new)
+        self._large_enough.update(unchecked)
 
     def require_own_topics(self, parking: bool) -> None:
-        """Require the positions topic, and the parking topic where it is needed; make them when they are missing.
+        """Require the positions topic, and the parking topic if needed. Missing ones are created.
 
         Raises
         ------
         RelayRefusedError
-            When records of the positions topic would not stay.
+            When the positions topic would lose records.
         """
         name = self._settings.positions_topic
-        there = self._partitions()
-        if name not in there:
+        existing = self._partitions()
+        if name not in existing:
             self._create({name: 1}, POSITIONS_CONFIG)
         else:
             policy = self._configs([name], _POLICY_UNSEEN).get(name, {}).get("cleanup.policy", "compact")
@@ -111,14 +111,14 @@ class Brokers:
                     f"topic {name!r} of Kafka has cleanup.policy={policy}, so positions would be deleted, and messages "
                     "handed over again: set it to compact"
                 )
-        if parking and self._settings.parking_topic not in there:
+        if parking and self._settings.parking_topic not in existing:
             self._create({self._settings.parking_topic: 1}, {})
 
     def batch_bytes(self, topics: Iterable[str]) -> int | None:
-        """How much all of these topics of the log take in one request; None where Kafka does not tell."""
+        """Return the request size that all of these topics of the log accept; None where Kafka does not show it."""
         if "batch.size" in self._settings.kafka:
             return None
-        configs = self._configs([self._settings.kafka_topic(t) for t in topics], _SIZE_UNSEEN)
+        configs = self._configs([self._settings.kafka_topic(topic) for topic in topics], _SIZE_UNSEEN)
         for name, config in configs.items():
             if config.get("message.timestamp.type") == "LogAppendTime":
                 logger.warning("topic %r of Kafka has times of its own (message.timestamp.type=LogAppendTime)", name)
@@ -127,36 +127,36 @@ class Brokers:
 
     def _partitions(self) -> dict[str, int]:
         try:
-            found = self._answer(lambda: self._admin.list_topics(timeout=TRY_S)).topics
+            topics = self._answer(lambda: self._admin.list_topics(timeout=TRY_S)).topics
         except ck.KafkaException as problem:
             doing = f"its topics were listed ({self._settings.bootstrap_servers})"
             raise problem_of(problem, doing, self._heard) from None
-        return {name: len(topic.partitions) for name, topic in found.items() if topic.error is None}
+        return {name: len(topic.partitions) for name, topic in topics.items() if topic.error is None}
 
-    def _answer(self, ask: Callable[[], Any]) -> Any:
-        """Ask until a broker answers, for some time, unless one refuses the connection."""
+    def _answer(self, request: Callable[[], Any]) -> Any:
+        """Repeat a request until a broker answers, refuses the connection, or ``ANSWER_S`` are over."""
         deadline = self._machine.monotonic() + ANSWER_S
         while True:
             try:
-                found = ask()
-                self._heard.error = None  # another broker takes us
-                return found
+                answer = request()
+                self._heard.error = None  # another broker accepts the connection
+                return answer
             except ck.KafkaException as problem:
-                self._admin.poll(0)  # then the client says why
-                passes = _passes(error_of(problem)) and not self._heard.refuses
-                if not passes or self._machine.monotonic() > deadline:
+                self._admin.poll(0)  # lets the client report the reason
+                temporary = _is_temporary(error_of(problem)) and not self._heard.refuses
+                if not temporary or self._machine.monotonic() > deadline:
                     raise
             self._machine.sleep(PAUSE_S)
 
     def _configs(self, names: list[str], unseen: str) -> dict[str, dict[str, str]]:
-        """The settings of topics; without those that Kafka does not show to this user."""
-        found: dict[str, dict[str, str]] = {}
+        """Return the settings of the topics whose settings Kafka shows to this user."""
+        configs: dict[str, dict[str, str]] = {}
         if not names:
-            return found
+            return configs
         resources = [admin.ConfigResource(admin.ResourceType.TOPIC, name) for name in names]
         for resource, answer in self._admin.describe_configs(resources, request_timeout=ANSWER_S).items():
             try:
-                found[resource.name] = {key: entry.value for key, entry in answer.result(ANSWER_S).items()}
+                configs[resource.name] = {key: entry.value for key, entry in answer.result(ANSWER_S).items()}
             except ck.KafkaException as problem:
                 if error_of(problem).code() != ck.KafkaError.TOPIC_AUTHORIZATION_FAILED:
                     raise problem_of(problem, f"the settings of topic {resource.name!r} were read") from None
@@ -164,10 +164,10 @@ class Brokers:
                     "Kafka does not show the settings of topic %r to this user, so %s. Grant DescribeConfigs on it",
                     resource.name, unseen,
                 )  # fmt: skip
-        return found
+        return configs
 
     def _create(self, topics: Mapping[str, int], config: Mapping[str, str]) -> None:
-        factor = self._settings.replication_factor or -1  # -1: the broker's own
+        factor = self._settings.replication_factor or -1  # -1: the broker's default
         new = [admin.NewTopic(name, count, factor, config=dict(config)) for name, count in topics.items()]
         if not new:
             return
@@ -182,15 +182,15 @@ class Brokers:
 
     # ------------------------------------------------------------------ positions
     def stored(self, end: int | None = None, committed: bool = False) -> Stored:
-        """What the positions topic says of this relay.
+        """Read this relay's records from the positions topic.
 
         Parameters
         ----------
         end : int, optional
-            Only what was committed before this offset of the topic: transactions that stand before it are waited for.
-            When not given, all that stands there now, also what is not committed yet or was aborted.
+            Only committed records before this offset of the topic. Waits for open transactions before it. By default
+            all present records, even those of open and aborted transactions.
         committed : bool
-            Without an end: what is known to be committed now, and waits for nothing. Some of it may be missing.
+            Without an end: only records that are known as committed now, without waiting. Some may be missing.
 
         Raises
         ------
@@ -203,7 +203,7 @@ class Brokers:
         consumer = with_settings(ck.Consumer, self._settings.consumer(isolation), self._heard)
         deadline = self._machine.monotonic() + self._settings.transaction_timeout + 2 * SLACK_S
         try:
-            # Asked first also where it is not needed: it finds the broker, which an assignment looks for each 0.5 s.
+            # Always asked first, because this finds the broker. An assignment looks for it only every 0.5 s.
             partition = ck.TopicPartition(topic, PARTITION)
             last = self._answer(lambda: consumer.get_watermark_offsets(partition, timeout=TRY_S))[1]
             end = last if end is None else end
@@ -221,7 +221,7 @@ class Brokers:
             consumer.close()
 
     def _read(self, consumer: Any, stored: Stored, end: int) -> bool:
-        """Take in the next record; True when all before the end are."""
+        """Add the next record. Return True when all records before the end are added."""
         message = consumer.poll(POLL_S)
         if message is None:
             return False
@@ -232,14 +232,14 @@ class Brokers:
             return bool(message.offset() >= end - 1)
         if error.code() == ck.KafkaError._PARTITION_EOF:
             return bool(message.offset() >= end)
-        if _passes(error):
+        if _is_temporary(error):
             return False
         raise ck.KafkaException(error)
 
 
-def _passes(error: Any) -> bool:
-    """Whether to ask again, or go on reading."""
-    return bool(error.retriable() or error.code() in _PASSING)
+def _is_temporary(error: Any) -> bool:
+    """Return True when the request should be repeated."""
+    return bool(error.retriable() or error.code() in _TEMPORARY)
 
 
 _POLICY_UNSEEN = "nobody sees whether positions stay there (cleanup.policy=compact)"

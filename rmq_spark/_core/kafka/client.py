@@ -1,4 +1,4 @@
-"""Kafka's client: whether it is there, what its errors mean, and its own log."""
+"""Kafka's client: its import, its errors, and its log."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ except ModuleNotFoundError as missing:
 __all__ = ["CLIENT_LOG", "POISON", "Heard", "admin", "ck", "error_of", "problem_of", "with_settings"]
 
 CLIENT_LOG = logging.getLogger("rmq_spark.kafka.librdkafka")
-"""What Kafka's client has to say."""
+"""The log of Kafka's client."""
 
 LOGGED_AGAIN_S = 30.0
-"""A line of its log is shown no more often."""
+"""Seconds until an equal line of the client's log is shown again."""
 LINES_MAX = 1_000
-"""So many are remembered for that."""
+"""The most lines that are remembered for this."""
 
 POISON = frozenset({ck.KafkaError.MSG_SIZE_TOO_LARGE, ck.KafkaError.INVALID_TIMESTAMP, ck.KafkaError.INVALID_RECORD})
-"""Answers of a broker that it will give again to the same message."""
+"""Errors that a broker will report again for the same message."""
 
 _FOR_A_PERSON = frozenset(
     {
@@ -47,21 +47,21 @@ _FOR_A_PERSON = frozenset(
         ck.KafkaError.POLICY_VIOLATION,
     }
 )
-"""Answers that do not change by themselves, and that no message caused."""
+"""Lasting errors that no message caused: a person must change something."""
 _RIGHTS = {
     ck.KafkaError.TOPIC_AUTHORIZATION_FAILED: "Write and Describe on each topic, and Read too on the positions topic",
     ck.KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "Write and Describe on the ids that begin with txmq.",
     ck.KafkaError.CLUSTER_AUTHORIZATION_FAILED: "Create on topics that it is to create",
 }
-"""What the relay's user needs in Kafka."""
+"""The rights in Kafka that the relay's user needs."""
 
 _UNREACHED = frozenset(
     {ck.KafkaError._TRANSPORT, ck.KafkaError._ALL_BROKERS_DOWN, ck.KafkaError._RESOLVE, ck.KafkaError._TIMED_OUT}
 )
 _NO_RIGHT = re.compile(r'partition "([^"]+)" .*Topic authorization failed')
-"""In the client's log, of a topic in which a transaction may not write."""
+"""Matches the client's log line about a topic to which a transaction may not write."""
 _ERROR_NAME = re.compile(r"\((\w+)\)$")
-"""In the client's log, of the error that has failed a transaction."""
+"""Matches the error name in the client's log line about a failed transaction."""
 _NO_ANSWER = _UNREACHED | {ck.KafkaError._MSG_TIMED_OUT}
 _NO_BROKER = (
     ". No broker answered: does bootstrap_servers name brokers that run, and that this machine reaches (host, port, "
@@ -70,16 +70,16 @@ _NO_BROKER = (
 
 
 class Heard:
-    """What Kafka's client says beside the errors of its calls, which do not tell why they fail.
+    """Errors that Kafka's client reports outside its calls. The calls themselves fail without the cause.
 
     Attributes
     ----------
     error : KafkaError or None
-        Of a login or a certificate. The call that fails of it is told that no broker answers.
+        A failed login or certificate. The call itself reports that no broker answers.
     denied : KafkaError or None
-        A right that a transaction lacks. The delivery of its records is told that they were given up.
+        A right that a transaction lacks. The delivery itself reports that the records were purged.
     topic : str
-        In which it lacks the right.
+        The topic for which the right is missing.
     """
 
     def __init__(self) -> None:
@@ -89,40 +89,42 @@ class Heard:
         self._logged_s: dict[str, float] = {}
 
     def __call__(self, error: Any) -> None:
-        """Take an error (the client's ``error_cb``)."""
+        """Record an error (the client's ``error_cb``)."""
         if error.code() in (ck.KafkaError._AUTHENTICATION, ck.KafkaError._SSL):
             self.error = error
 
     def log(self, level: int, form: str, facility: str, *texts: str) -> None:
-        """Take a line of the client's log (its ``logger``), and hand it on. While a broker is away, the same line comes
-        twenty times a second."""
+        """Record a line of the client's log (its ``logger``), and pass it on.
+
+        While a broker is away, the same line comes twenty times a second.
+        """
         line, now_s = re.sub(r"\d+ms", "", f"{facility} {texts[-1]}"), time.monotonic()
         if now_s - self._logged_s.get(line, -math.inf) > LOGGED_AGAIN_S:
             if len(self._logged_s) >= LINES_MAX:
                 self._logged_s.clear()
             self._logged_s[line] = now_s
             CLIENT_LOG.log(level, form, facility, *texts)
-        if facility == "ADDPARTS" and (found := _NO_RIGHT.search(texts[-1])):
-            self.topic = found[1]
-        elif facility == "TXNERR" and (found := _ERROR_NAME.search(texts[-1])):
-            code = getattr(ck.KafkaError, found[1], None)
+        if facility == "ADDPARTS" and (match := _NO_RIGHT.search(texts[-1])):
+            self.topic = match[1]
+        elif facility == "TXNERR" and (match := _ERROR_NAME.search(texts[-1])):
+            code = getattr(ck.KafkaError, match[1], None)
             self.denied = ck.KafkaError(code) if code in _FOR_A_PERSON else None
 
     @property
     def refuses(self) -> bool:
-        """Whether it stays so until a person changes it."""
+        """Return True when the error lasts until a person acts."""
         if self.error is None:
             return False
         return self.error.code() == ck.KafkaError._AUTHENTICATION or "verify" in self.error.str()
 
 
 def error_of(problem: BaseException) -> Any:
-    """The KafkaError in an exception of Kafka's client."""
+    """Return the KafkaError in an exception of Kafka's client."""
     return problem.args[0] if problem.args else None
 
 
 def problem_of(problem: BaseException, doing: str, heard: Heard | None = None) -> RelayError:
-    """Return the error of this package for one of Kafka's client."""
+    """Return this package's error for an exception of Kafka's client."""
     error = error_of(problem)
     code = error.code() if isinstance(error, ck.KafkaError) else None
     why = "" if heard is None else why_no_answer(problem, heard)
@@ -136,30 +138,30 @@ def problem_of(problem: BaseException, doing: str, heard: Heard | None = None) -
 
 
 def why_no_answer(problem: BaseException, heard: Heard) -> str:
-    """What the client has heard of why no broker answers; nothing when it fails of something else."""
+    """Return the reported reason why no broker answers; empty for any other failure."""
     error = error_of(problem)
     if heard.error is None or not isinstance(error, ck.KafkaError) or error.code() not in _NO_ANSWER:
         return ""
-    return f". A broker refuses the connection: {_said(heard.error)}"
+    return f". A broker refuses the connection: {_error_text(heard.error)}"
 
 
 def said(problem: BaseException) -> str:
-    """What Kafka's client says, with the name of its error."""
+    """Return the message of Kafka's client, with the error's name."""
     error = error_of(problem)
-    return _said(error) if isinstance(error, ck.KafkaError) else redacted(problem)
+    return _error_text(error) if isinstance(error, ck.KafkaError) else redacted(problem)
 
 
-def _said(error: Any) -> str:
+def _error_text(error: Any) -> str:
     return f"{redacted(error.str())} ({error.name()})"
 
 
 def with_settings(kind: Callable[..., Any], settings: dict[str, Any], heard: Heard) -> Any:
-    """Make a client with settings, some of which a user gave. It tells ``heard`` what it says of logins.
+    """Make a client with settings, some of them the user's. The client reports failed logins to ``heard``.
 
     Raises
     ------
     OptionError
-        When the client does not know a setting, or cannot use its value.
+        When the client does not know a setting, or refuses its value.
     """
     try:
         return kind({"error_cb": heard, **settings}, logger=heard)

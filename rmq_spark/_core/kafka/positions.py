@@ -1,13 +1,13 @@
-"""The positions topic: how far each queue is handed over, who runs each shard, and what was skipped.
+"""The positions topic: each queue's position, each shard's process, and skipped messages.
 
 Keys and values are JSON objects. The topic is compacted, so the newest record of each key stays. Only partition 0 is
-used: a key would move if the number of partitions changed.
+used, because a key would move to another partition if their number changed.
 
 =====================================  =================================================================
 key                                    value
 =====================================  =================================================================
-relay, log                             shards, topic_template: what the relay's processes must agree on
-relay, log, shard                      run, host, pid, at: who runs the shard (a claim)
+relay, log                             shards, topic_template: equal in all processes of the relay
+relay, log, shard                      run, host, pid, at: the process that runs the shard (a claim)
 relay, log, topic, queue               next_offset; msg_id and committed (microseconds since 1970) of the last
                                        message, both null when there is none
 relay, log, topic, queue, gap          next_offset, at: offsets from ``gap`` up to it had expired
@@ -32,10 +32,10 @@ Queue = tuple[str, int]
 
 
 class Last(NamedTuple):
-    """A message as its queue has it, now and in no other history of the log.
+    """Identifies a message in one history of the log.
 
-    Its id alone does not say that: a half batch that was pending in a copy has the same identity when it is committed
-    again, perhaps behind other messages. Its time of commit is then another.
+    The id alone does not: a half batch that was pending in a copy keeps its identity when it is committed again,
+    perhaps behind other messages. But its commit time differs.
     """
 
     msg_id: str
@@ -47,13 +47,13 @@ class Last(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Up to where a queue is handed over.
+    """The position up to which a queue is handed over.
 
     Attributes
     ----------
     next_offset : int
     last : Last or None
-        The message before it; None when the queue has none below, because they have expired or none was sent.
+        The message before ``next_offset``. None when there is none, because messages expired or none was sent.
     """
 
     next_offset: int
@@ -62,7 +62,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all processes of a relay must have in common."""
+    """The settings that all processes of a relay must share."""
 
     shards: int
     topic_template: str
@@ -70,16 +70,17 @@ class Agreed:
 
 @dataclass
 class Stored:
-    """What the positions topic says of one relay.
+    """One relay's records in the positions topic.
 
     Attributes
     ----------
     agreed : dict
-        By log id. A relay belongs to one log, so there is one, or none before its first start.
+        The shared settings by log id. A relay belongs to one log, so there is one entry, or none before the first
+        start.
     positions : dict
-        Of its queues, by log id and queue.
+        The queues' positions by log id and queue.
     runs : dict
-        The newest run that claimed a shard, and at which offset of the positions topic, by log id and shard.
+        By log id and shard: the newest run that claimed the shard, and the claim's offset in the positions topic.
     """
 
     relay: str
@@ -88,29 +89,29 @@ class Stored:
     runs: dict[tuple[str, int], tuple[str, int]] = field(default_factory=dict)
 
     def add(self, key: bytes | None, value: bytes | None, offset: int) -> None:
-        """Take in a record of the topic. Those of other relays are left out.
+        """Add a record of the topic. Records of other relays are ignored.
 
         Raises
         ------
         RelayRefusedError
-            When no relay wrote it.
+            When a foreign program wrote the record.
         """
         try:
-            name: dict[str, Any] = json.loads(key or b"")
-            if name["relay"] != self.relay:
+            key_fields: dict[str, Any] = json.loads(key or b"")
+            if key_fields["relay"] != self.relay:
                 return
-            said: dict[str, Any] = json.loads(value or b"")
-            log = str(name["log"])
-            if "gap" in name:
+            fields: dict[str, Any] = json.loads(value or b"")
+            log = str(key_fields["log"])
+            if "gap" in key_fields:
                 return
-            if "topic" in name:
-                last = None if said["msg_id"] is None else Last(str(said["msg_id"]), int(said["committed"]))
-                position = Position(int(said["next_offset"]), last)
-                self.positions[log, (str(name["topic"]), int(name["queue"]))] = position
-            elif "shard" in name:
-                self.runs[log, int(name["shard"])] = (str(said["run"]), offset)
+            if "topic" in key_fields:
+                last = None if fields["msg_id"] is None else Last(str(fields["msg_id"]), int(fields["committed"]))
+                position = Position(int(fields["next_offset"]), last)
+                self.positions[log, (str(key_fields["topic"]), int(key_fields["queue"]))] = position
+            elif "shard" in key_fields:
+                self.runs[log, int(key_fields["shard"])] = (str(fields["run"]), offset)
             else:
-                self.agreed[log] = Agreed(int(said["shards"]), str(said["topic_template"]))
+                self.agreed[log] = Agreed(int(fields["shards"]), str(fields["topic_template"]))
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise RelayRefusedError(
                 f"the record at offset {offset} of the positions topic was not written by a relay ({problem!r}): give "
@@ -118,7 +119,7 @@ class Stored:
             ) from None
 
     def of_log(self, log_id: str) -> dict[Queue, Position]:
-        """The positions in a log, by queue."""
+        """Return the positions in a log, by queue."""
         return {queue: position for (log, queue), position in self.positions.items() if log == log_id}
 
 
@@ -133,7 +134,7 @@ class PositionRecords:
 
     def __init__(self, topic: str, relay: str, log_id: str) -> None:
         self._topic = topic
-        self._of = {"relay": relay, "log": log_id}
+        self._common_key = {"relay": relay, "log": log_id}
 
     def agreed(self, shards: int, topic_template: str) -> Record:
         return self._record({}, {"shards": shards, "topic_template": topic_template})
@@ -143,14 +144,14 @@ class PositionRecords:
 
     def position(self, queue: Queue, position: Position) -> Record:
         msg_id, committed_us = position.last or (None, None)
-        said = {"next_offset": position.next_offset, "msg_id": msg_id, "committed": committed_us}
-        return self._record({"topic": queue[0], "queue": queue[1]}, said)
+        value = {"next_offset": position.next_offset, "msg_id": msg_id, "committed": committed_us}
+        return self._record({"topic": queue[0], "queue": queue[1]}, value)
 
     def gap(self, queue: Queue, first: int, stop: int, at: str) -> Record:
         return self._record({"topic": queue[0], "queue": queue[1], "gap": first}, {"next_offset": stop, "at": at})
 
     def _record(self, key: Mapping[str, Any], value: Mapping[str, Any]) -> Record:
-        return Record(self._topic, PARTITION, _json({**self._of, **key}), _json(value))
+        return Record(self._topic, PARTITION, _json({**self._common_key, **key}), _json(value))
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

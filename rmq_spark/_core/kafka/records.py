@@ -8,12 +8,12 @@ partition               ``queue_id``
 key                     ``sharding_key``, or else ``keys``, or else none
 value                   ``body``
 timestamp               ``born_timestamp`` (Kafka's CreateTime), in milliseconds
-headers                 each property under its own name; then, where the message has them, ``txmq.msg_id``,
+headers                 each property under its own name, and then, when not null, ``txmq.msg_id``,
                         ``txmq.transaction_id``, ``txmq.tags``, ``txmq.keys``, ``txmq.sharding_key``,
                         ``txmq.producer_group``, ``txmq.queue_offset`` and ``txmq.commit_timestamp`` (milliseconds)
 ======================  ==============================================================================================
 
-Texts are UTF-8 and numbers are decimal digits. A NUL in the name of a property becomes ``\\0``.
+Texts are UTF-8, and numbers are decimal digits. A NUL in a property's name becomes ``\\0``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HEADER_COLUMNS = (
     "queue_offset",
     "commit_timestamp",
 )
-"""Columns of the source that become headers, in this order, after the properties."""
+"""Columns of the source that become headers after the properties, in this order."""
 COLUMNS = (*HEADER_COLUMNS, "topic", "queue_id", "properties", "body", "born_timestamp")
 """Columns of the source that a relay reads."""
 
@@ -44,7 +44,7 @@ PARKED_TOPIC = "txmq.parked.topic"
 PARKED_QUEUE = "txmq.parked.queue_id"
 PARKED_TIME = "txmq.parked.born_timestamp"
 PARKED_BYTES = "txmq.parked.body_bytes"
-"""Headers of a parked record, beside those of the message."""
+"""Additional headers of a parked record."""
 
 Headers = tuple[tuple[str, bytes], ...]
 
@@ -56,7 +56,7 @@ class Record:
     Attributes
     ----------
     timestamp_ms : int or None
-        None lets Kafka's client take the time of sending.
+        With None, Kafka's client sets the time of sending.
     """
 
     topic: str
@@ -69,7 +69,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """A message on its way: where it stands in the log, and its record."""
+    """A message to hand over: its place in the log, and its record."""
 
     topic: str
     queue_id: int
@@ -84,70 +84,70 @@ class Handed:
 
 
 def to_records(messages: pa.Table, kafka_topic: Callable[[str], str]) -> list[Handed]:
-    """Return messages with the columns of :data:`COLUMNS` as records, in their order.
+    """Return messages, which have the columns :data:`COLUMNS`, as records in the same order.
 
     Parameters
     ----------
     kafka_topic : callable
-        The topic of Kafka for one of the log.
+        Returns Kafka's topic for a topic of the log.
     """
     topics = {topic: kafka_topic(topic) for topic in pc.unique(messages["topic"]).to_pylist()}
     key = pc.coalesce(messages["sharding_key"], messages["keys"])
     names = [HEADER_PREFIX + name for name in HEADER_COLUMNS]
-    ours = zip(*(_text(messages[name]).to_pylist() for name in HEADER_COLUMNS), strict=True)
+    header_values = zip(*(_text(messages[name]).to_pylist() for name in HEADER_COLUMNS), strict=True)
     rows = zip(
         *(messages[name].to_pylist() for name in ("topic", "queue_id", "queue_offset", "msg_id", "body", "properties")),
         microseconds(messages["commit_timestamp"]).to_pylist(),
         _text(key).to_pylist(),
         _milliseconds(messages["born_timestamp"]).to_pylist(),
-        ours,
+        header_values,
         strict=True,
     )
-    found: list[Handed] = []
+    handed: list[Handed] = []
     for topic, queue_id, offset, msg_id, body, properties, committed_us, key_bytes, born_ms, values in rows:
         headers = [(_header_of(name), value.encode()) for name, value in properties or () if value is not None]
         headers += [(name, value) for name, value in zip(names, values, strict=True) if value is not None]
         record = Record(topics[topic], queue_id, key_bytes, body, tuple(headers), born_ms)
-        found.append(Handed(topic, queue_id, offset, msg_id, committed_us, record))
-    return found
+        handed.append(Handed(topic, queue_id, offset, msg_id, committed_us, record))
+    return handed
 
 
 def _header_of(name: str) -> str:
-    """The name of a property as one of a header: Kafka's client would cut it at a NUL."""
+    """Return the header name of a property. Kafka's client would cut the name at a NUL."""
     return name.replace("\0", r"\0")
 
 
 def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column as text in UTF-8: numbers as digits, times as milliseconds."""
+    """Return a column as UTF-8 text: numbers as digits, times as milliseconds."""
     plain = _milliseconds(column) if pa.types.is_timestamp(column.type) else column
     return plain.cast(pa.string()).cast(pa.binary())
 
 
 def microseconds(times: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Times as microseconds since 1970."""
+    """Return times as microseconds since 1970."""
     return times.cast(pa.timestamp("us", "UTC")).cast(pa.int64())
 
 
 def _milliseconds(times: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Times as whole milliseconds since 1970."""
+    """Return times as whole milliseconds since 1970."""
     return pc.floor_temporal(times, unit="millisecond").cast(pa.timestamp("ms", "UTC")).cast(pa.int64())
 
 
 def parked(message: Handed, parking_topic: str, reason: str, with_body: bool) -> Record:
-    """Return the record that stands in the parking topic for a message that Kafka refused.
+    """Return the parking topic's record for a message that Kafka refused.
 
-    Its time is that of sending, for the message's own may be what Kafka refuses. Without its body it is a note: the log
-    has the message.
+    Its time is the time of sending, because Kafka may refuse the message's own. Without its body it is a note, and the
+    message remains in the log.
     """
     refused = message.record
-    said = {
+    notes = {
         PARKED_REASON: reason,
         PARKED_TOPIC: message.topic,
         PARKED_QUEUE: message.queue_id,
         PARKED_TIME: refused.timestamp_ms,
         PARKED_BYTES: len(refused.value or b""),
     }
-    headers = (*refused.headers, *((name, str(value).encode()) for name, value in said.items()))
+    headers = (*refused.headers, *((name, str(value).encode()) for name, value in notes.items()))
     return replace(
         refused,
         topic=parking_topic,
@@ -160,7 +160,7 @@ def parked(message: Handed, parking_topic: str, reason: str, with_body: bool) ->
 
 
 def pieces(messages: pa.Table, rows_max: int, bytes_max: int) -> Iterator[pa.Table]:
-    """Cut a table so that no part has more rows or bytes than this, unless a single row has."""
+    """Cut a table into parts of at most ``rows_max`` rows and ``bytes_max`` bytes. A larger single row is a part."""
     rows = messages.num_rows
     if rows == 0:
         return

@@ -49,21 +49,22 @@ from rmq_spark.errors import (
 logger = logging.getLogger(__name__)
 
 PLAN_MESSAGES = 65_536
-"""So many messages are planned together: as many as a row group has, which is decoded as a whole."""
+"""Messages that are planned together: the size of a row group, which is decoded as a whole."""
 BACKOFF_S, BACKOFF_S_MAX = 0.1, 5.0
 LOOKS, LOOK_AGAIN_S = 3, 1.0
-"""Who was fenced looks so often for the one who did it: that one's claim may be on its way."""
+"""Number of looks of a fenced relay for the other process's claim, which may still be on its way, and the seconds
+between them."""
 
 
 class _StoppedError(Exception):
-    """The relay was told to stop while Kafka aborted its transactions."""
+    """The relay was stopped while Kafka aborted its transactions."""
 
 
 class KafkaRelay:
     """Hands the committed messages of a commit log over to Kafka: each of them once, in the order of its queue.
 
     A consumer of Kafka must read with ``isolation.level=read_committed``. Queue n of a topic is partition n of Kafka's
-    topic. ``_core/kafka/records.py`` says what a record holds, ``_core/kafka/__init__.py`` how it stays exactly once.
+    topic. ``_core/kafka/records.py`` lists a record's fields. ``_core/kafka/__init__.py`` explains exactly-once.
 
     Parameters
     ----------
@@ -71,50 +72,50 @@ class KafkaRelay:
     bootstrap_servers : str
         Kafka's brokers, ``"broker1:9092,broker2:9092"``.
     relay : str
-        Its name. Its positions are kept under this name and the log's id, so it belongs to one log for good.
+        The relay's name. Its positions are kept under this name and the log's id, so it always belongs to one log.
     topics : sequence of str, optional
-        Topics of the log. All that users made when neither this nor ``topic_pattern`` is given, also later ones.
+        Topics of the log. Without this and ``topic_pattern``: all that users made, including later ones.
     topic_pattern : str, optional
         A regular expression for whole names.
     topic_template : str
         The name of Kafka's topic: ``"shop.{topic}"``.
     shards, shard : int
-        Several processes share the queues: each is one shard, from 0 to ``shards`` - 1. All give the same ``shards``.
+        Several processes share the queues: each is one shard, from 0 to ``shards`` - 1. All pass the same ``shards``.
     reshard : bool
-        Change the number of shards: fences all shards of the old number.
+        Change the number of shards. This fences all old shards.
     start : {"earliest", "latest"}
         Where the relay begins when it is started for the first time. Topics that are made or chosen later begin at
         their first message.
     on_poison : {"refuse", "park"}
-        A message that Kafka refuses ends the relay, after all before it were handed over; or it is put into
+        ``refuse``: a message that Kafka refuses ends the relay, after all messages before it. ``park``: it goes to
         ``parking_topic`` in the same transaction, without its body when that is too large.
     parking_topic : str
     on_expired : {"stop", "skip"}
-        Messages that expired before they were handed over end the relay; or they are skipped, and the positions topic
-        keeps which.
+        ``stop``: messages that expired before they were handed over end the relay. ``skip``: they are skipped, and
+        recorded in the positions topic.
     positions_topic : str
-        Made when it is missing, compacted.
+        Created, compacted, when it is missing.
     create_topics : bool
         Create missing topics in Kafka, with as many partitions as the log's topic has queues.
     replication_factor : int, optional
-        Of topics that the relay makes; the broker's own when not given.
+        For topics that the relay creates. By default the broker's.
     max_batch_messages, max_batch_bytes : int
-        Of one Kafka transaction; bytes also as ``"16m"``.
+        Limits of one Kafka transaction; bytes also as ``"16m"``.
     transaction_timeout : float
-        Seconds after which Kafka aborts the transaction of a process that is gone (``transaction.timeout.ms``).
+        Seconds after which Kafka aborts the transaction of a dead process (``transaction.timeout.ms``).
     retry_timeout : float
-        Seconds for which transactions that Kafka aborts are tried again.
+        Seconds for which aborted transactions are retried.
     poll_interval : float
         Seconds between two looks at the log when nothing is new.
     kafka : mapping, optional
-        More settings of Kafka's client, by its names: ``{"security.protocol": "SASL_SSL", …}``.
+        More settings of Kafka's client, by its own names: ``{"security.protocol": "SASL_SSL", …}``.
     storage_options : mapping, optional
         For the log.
 
     Raises
     ------
     OptionError
-        When a value cannot be used, or confluent-kafka is not installed.
+        When a value is invalid, or confluent-kafka is not installed.
 
     Examples
     --------
@@ -196,7 +197,7 @@ class KafkaRelay:
         self.close()
 
     def close(self) -> None:
-        """Let go of Kafka. What was not committed is left to the next start."""
+        """Disconnect from Kafka. The next start ends an open transaction."""
         if self._transactions is not None:
             self._transactions.close()
         self._transactions = None
@@ -208,38 +209,38 @@ class KafkaRelay:
 
     # ------------------------------------------------------------------ running
     def run_once(self, stop_event: threading.Event | None = None) -> RelayReport:
-        """Hand over all that is committed now.
+        """Hand over all messages that are committed now.
 
         Parameters
         ----------
         stop_event : threading.Event, optional
-            Ends it earlier, after the transaction that is under way.
+            Ends the call after the current transaction.
 
         Raises
         ------
         RelayFencedError
             Another process runs this relay and shard: do not start this one again.
         RelayRefusedError, PoisonMessageError
-            A person has to decide.
+            A person must decide.
         RelayError
-            Something failed. All is right when the relay is started again.
+            Something failed. Starting the relay again is safe.
         """
         self._stop = stop_event or threading.Event()
         return self._sweep()
 
     def run(self, stop_event: threading.Event, on_report: Callable[[RelayReport], None] | None = None) -> None:
-        """Hand over what is committed, until the event is set; then the transaction that is under way is finished.
+        """Hand over committed messages until the event is set, and then finish the current transaction.
 
         Parameters
         ----------
         stop_event : threading.Event
         on_report : callable, optional
-            Gets a report each time that something was handed over.
+            Gets each report that is not empty.
 
         Raises
         ------
         RelayError
-            And its kinds, as :meth:`run_once`.
+            And its subclasses, as :meth:`run_once`.
         """
         self._stop = stop_event
         while not stop_event.is_set():
@@ -274,7 +275,7 @@ class KafkaRelay:
 
     # ------------------------------------------------------------------ handing over
     def _goal(self) -> dict[Queue, int]:
-        """Where this shard's queues end now. Topics that are new begin at their first message."""
+        """Return the present ends of this shard's queues. New topics begin at their first message."""
         ends = self._source.ends()
         new = {topic for topic, _ in ends} - self._topics
         if new:
@@ -282,13 +283,15 @@ class KafkaRelay:
             self._brokers.require_topics(topics)
             self._topics |= topics.keys()
             for topic in sorted(new & topics.keys()):
-                mine = [(topic, q) for q in range(topics[topic]) if self.settings.is_mine(topic, q)]
-                self._positions |= {queue: Position(0) for queue in mine}
+                own_queues = [
+                    (topic, queue_id) for queue_id in range(topics[topic]) if self.settings.is_mine(topic, queue_id)
+                ]
+                self._positions |= {queue: Position(0) for queue in own_queues}
         require_not_behind(ends, self._positions)
         return {queue: ends.get(queue, 0) for queue in self._positions}
 
     def _pass(self, goal: dict[Queue, int]) -> bool:
-        """Hand over some messages of each queue; False when the goal is reached."""
+        """Hand over some messages of each queue. Return False when the goal is reached."""
         start = self.positions
         if all(offset >= goal[queue] for queue, offset in start.items()):
             return False
@@ -305,7 +308,7 @@ class KafkaRelay:
         except LostFileError:
             self._source.ends()
             if not any(first > self._positions[q].next_offset for q, first in self._firsts().items()):
-                raise  # it is lost, and has not expired meanwhile
+                raise  # the file is lost, and has not expired meanwhile
         self._source.forget(self.positions)
         return True
 
@@ -313,7 +316,7 @@ class KafkaRelay:
         return {queue: first for queue, first in self._source.firsts().items() if queue in self._positions}
 
     def _skip(self, missing: Sequence[Gap]) -> None:
-        """Move over messages that have expired, and keep which they were."""
+        """Move past expired messages, and record their offsets."""
         firsts, at = self._firsts(), self._machine.now().isoformat()
         records: list[Record] = []
         moved: dict[Queue, Position] = {}
@@ -332,17 +335,17 @@ class KafkaRelay:
             records += [self._records.gap(queue, first, stop, at), self._records.position(queue, moved[queue])]
             skipped += stop - first
             logger.warning("%s have expired before they were handed over: skipped", where)
-        self._until_committed(records)
+        self._commit_with_retries(records)
         self._positions |= moved
         self.report.skipped += skipped
 
     def _hand_over(self, batch: list[Handed]) -> None:
-        """Hand a batch over, in one transaction or, while Kafka refuses one of its messages, in several."""
+        """Hand over a batch in one transaction, or in several while Kafka refuses one of its messages."""
         while batch:
             part = batch[: self._limit]
             moved = _positions_after(part)
             try:
-                self._until_committed(
+                self._commit_with_retries(
                     [message.record for message in part],
                     [self._records.position(queue, position) for queue, position in moved.items()],
                 )
@@ -352,10 +355,10 @@ class KafkaRelay:
                         f"Kafka refuses a position in {self.settings.positions_topic!r}: {refused.reason}"
                     ) from None
                 if len(part) > 1:
-                    # What stands before the first that may be refused is good. Of the rest, the half is tried.
+                    # Messages before the first suspect are good. Of the rest, half are tried.
                     self._limit = refused.first or max(1, min(refused.suspects, len(part)) // 2)
                     continue
-                self._refused(part[0], refused)
+                self._park_or_raise(part[0], refused)
             else:
                 self.report.messages += len(part)
                 self.report.bytes += sum(len(message.record.value or b"") for message in part)
@@ -367,12 +370,12 @@ class KafkaRelay:
             if self._stop.is_set():
                 return
 
-    def _refused(self, message: Handed, refused: AbortedError) -> None:
-        """Kafka refuses this message, and no other: park it, or end."""
-        what = f"Kafka refuses {message.where} with {len(message.record.value or b'')} bytes: {refused.reason}"
+    def _park_or_raise(self, message: Handed, refused: AbortedError) -> None:
+        """Park the one message that Kafka refuses, or raise PoisonMessageError."""
+        description = f"Kafka refuses {message.where} with {len(message.record.value or b'')} bytes: {refused.reason}"
         if self.settings.on_poison != PARK:
             raise PoisonMessageError(
-                f"{what}. Let Kafka's topic {message.record.topic!r} take it (max.message.bytes, "
+                f"{description}. Let Kafka's topic {message.record.topic!r} take it (max.message.bytes, "
                 "message.timestamp.before.max.ms, message.timestamp.after.max.ms), or go on with on_poison='park'"
             )
         record = parked(
@@ -383,16 +386,16 @@ class KafkaRelay:
         )
         moved = _positions_after([message])
         try:
-            self._until_committed([record], [self._records.position(queue, p) for queue, p in moved.items()])
-        except AbortedError as again:
+            self._commit_with_retries([record], [self._records.position(queue, p) for queue, p in moved.items()])
+        except AbortedError as second:
             raise PoisonMessageError(
-                f"{what}; and it cannot be parked in {self.settings.parking_topic!r}: {again.reason}"
+                f"{description}; and it cannot be parked in {self.settings.parking_topic!r}: {second.reason}"
             ) from None
-        logger.warning("%s: parked in %r", what, self.settings.parking_topic)
+        logger.warning("%s: parked in %r", description, self.settings.parking_topic)
         self.report.parked += 1
 
-    def _until_committed(self, *parts: Sequence[Record]) -> None:
-        """Send records in one transaction, again and again while Kafka aborts it without refusing a message.
+    def _commit_with_retries(self, *parts: Sequence[Record]) -> None:
+        """Send records in one transaction, and repeat it while Kafka aborts it without refusing a message.
 
         Raises
         ------
@@ -400,7 +403,7 @@ class KafkaRelay:
             When Kafka refuses a message. Nothing was handed over.
         """
         assert self._transactions is not None
-        end = self._machine.monotonic() + self.settings.retry_timeout
+        deadline = self._machine.monotonic() + self.settings.retry_timeout
         pause_s = BACKOFF_S
         while True:
             try:
@@ -411,7 +414,7 @@ class KafkaRelay:
                 self.report.aborted += 1
                 if aborted.suspects:
                     raise
-                if self._machine.monotonic() > end:
+                if self._machine.monotonic() > deadline:
                     raise (RelayRefusedError if aborted.stays else RelayError)(
                         f"Kafka has aborted each transaction for {self.settings.retry_timeout:g} s: {aborted.reason}"
                     ) from None
@@ -422,8 +425,10 @@ class KafkaRelay:
 
     # ------------------------------------------------------------------ the end
     def _why_fenced(self, problem: FencedByKafkaError) -> RelayError:
-        """Tell another process, which has taken over, from a transaction that took too long: Kafka's answer to both is
-        the same, and only one of them is no reason to start again."""
+        """Return RelayFencedError when another process took over, or RelayError when a transaction timed out.
+
+        Kafka reports both alike, but the relay may start again only after a timeout.
+        """
         settings = self.settings
         for look in range(LOOKS):
             if look:
@@ -450,5 +455,5 @@ def _mapping(kafka: object) -> dict[str, Any]:
 
 
 def _positions_after(batch: Sequence[Handed]) -> dict[Queue, Position]:
-    """Where the queues stand after these messages, which are in the order of each queue."""
+    """Return the queues' positions after these messages, which are in the order of each queue."""
     return {(m.topic, m.queue_id): Position(m.queue_offset + 1, Last(m.msg_id, m.committed_us)) for m in batch}

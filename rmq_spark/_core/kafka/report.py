@@ -1,4 +1,4 @@
-"""What a relay did, for people and for programs."""
+"""The report of a relay, for people and for programs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rmq_spark._core.vocabulary.text import count_of
 
 @dataclass
 class RelayReport:
-    """What a relay did since its last report.
+    """A relay's work since its last report.
 
     Attributes
     ----------
     messages : int
-        Messages that Kafka committed, by topic of the log in ``by_topic``; without those that were parked.
+        Messages that Kafka committed, without parked ones; ``by_topic`` has them by topic of the log.
     bytes : int
-        Of their bodies.
+        Size of their bodies.
     parked : int
-        Messages that Kafka refused, and that stand in the parking topic now.
+        Messages that Kafka refused, and that are now in the parking topic.
     skipped : int
-        Offsets that had expired before they were handed over. The positions topic says which.
+        Offsets that expired before they were handed over. The positions topic names them.
     transactions, aborted : int
-        Kafka transactions that were committed, and that were aborted and done again.
+        Kafka transactions that were committed, and those that were aborted and repeated.
     seconds : float
     """
 
@@ -37,7 +37,7 @@ class RelayReport:
     by_topic: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """True when it handed over, parked or skipped something."""
+        """Return True when messages were handed over, parked or skipped."""
         return bool(self.messages or self.parked or self.skipped)
 
     def __str__(self) -> str:
@@ -49,5 +49,5 @@ class RelayReport:
         return ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the report for JSON."""
         return asdict(self)

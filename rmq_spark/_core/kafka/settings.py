@@ -1,4 +1,4 @@
-"""The settings of a relay to Kafka, and what they become for Kafka's client."""
+"""The settings of a relay to Kafka, and the settings of its Kafka clients."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ PARKING_TOPIC = "txmq-parked"
 TOPIC = "{topic}"
 BATCH_MESSAGES = 10_000
 BATCH_MESSAGES_MAX = 100_000
-"""As many as Kafka's client keeps in its queue by default."""
+"""The default queue size of Kafka's client."""
 BATCH_BYTES = 16 * 1024 * 1024
 TRANSACTION_TIMEOUT_S = 60.0
 RETRY_TIMEOUT_S = 300.0
 POLL_INTERVAL_S = 1.0
 SHARDS_MAX = 1024
 MESSAGE_BYTES_MAX = 6 * 1024 * 1024
-"""What the client lets through: the largest body, labels and properties. The broker decides what it takes."""
+"""The client's limit: the largest body, labels and properties. The broker has a limit of its own."""
 
 EARLIEST, LATEST = "earliest", "latest"
 REFUSE, PARK = "refuse", "park"
 STOP, SKIP = "stop", "skip"
 
 _TOPIC_NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")
-_OURS: Mapping[str, str] = {
+_RESERVED: Mapping[str, str] = {
     "bootstrap.servers": "give it as bootstrap_servers",
     "transactional.id": "it follows from the log, the relay and the shard",
     "transaction.timeout.ms": "give it in seconds, as transaction_timeout",
@@ -44,18 +44,18 @@ _OURS: Mapping[str, str] = {
         "without the relay's own value, messages would not be handed over exactly once",
     ),
 }
-"""Settings of Kafka's client that the relay sets itself, and why nobody else does."""
+"""Settings of Kafka's client that only the relay sets, with the reason or the parameter to use."""
 _SECRET = re.compile(r"password|secret|token|jaas|\.pem$|\.key$|username", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class RelaySettings:
-    """What a relay to Kafka is told; see :class:`~rmq_spark.KafkaRelay`.
+    """The settings of a relay to Kafka; see :class:`~rmq_spark.KafkaRelay`.
 
     Raises
     ------
     OptionError
-        When a value cannot be used, or two contradict each other.
+        When a value is invalid, or two values contradict each other.
     """
 
     bootstrap_servers: str
@@ -87,9 +87,9 @@ class RelaySettings:
         self._check_topics()
         whole_number(self.shards, "shards", 1, SHARDS_MAX)
         whole_number(self.shard, "shard", 0, self.shards - 1)
-        _one_of(self.start, "start", (EARLIEST, LATEST))
-        _one_of(self.on_poison, "on_poison", (REFUSE, PARK))
-        _one_of(self.on_expired, "on_expired", (STOP, SKIP))
+        _require_one_of(self.start, "start", (EARLIEST, LATEST))
+        _require_one_of(self.on_poison, "on_poison", (REFUSE, PARK))
+        _require_one_of(self.on_expired, "on_expired", (STOP, SKIP))
         if self.replication_factor is not None:
             whole_number(self.replication_factor, "replication_factor", 1, 32_767)
         whole_number(self.max_batch_messages, "max_batch_messages", 1, BATCH_MESSAGES_MAX)
@@ -98,8 +98,8 @@ class RelaySettings:
         seconds(self.retry_timeout, "retry_timeout")
         seconds(self.poll_interval, "poll_interval", above=True)
         for name, value in self.kafka.items():
-            if name in _OURS:
-                raise OptionError(f"Kafka's setting {name!r} cannot be given here: {_OURS[name]}")
+            if name in _RESERVED:
+                raise OptionError(f"Kafka's setting {name!r} cannot be given here: {_RESERVED[name]}")
             if not isinstance(name, str) or not name:
                 raise OptionError(f"Kafka's settings have names such as 'security.protocol': found {name!r}")
             if is_secret(name):
@@ -129,20 +129,20 @@ class RelaySettings:
         if self.positions_topic == self.parking_topic:
             raise OptionError(f"{self.positions_topic!r} is the topic of positions and of what is parked: name two")
 
-    # ------------------------------------------------------------------ what they mean
+    # ------------------------------------------------------------------ derived values
     @property
     def subscription(self) -> Subscription:
-        """The topics that are handed over. All of them are those that users make, without retries and dead letters."""
+        """The topics to hand over. By default all that users made, without those of retries and dead letters."""
         if self.topics is not None:
             return Subscription(tuple(self.topics))
         return Subscription(pattern=r"[^%].*" if self.topic_pattern is None else self.topic_pattern)
 
     def kafka_topic(self, topic: str) -> str:
-        """The topic of Kafka for one of the log."""
+        """Return Kafka's topic for a topic of the log."""
         return self.topic_template.replace(TOPIC, topic)
 
     def is_mine(self, topic: str, queue_id: int) -> bool:
-        """Whether this shard hands the queue over. Queues of one topic are dealt out evenly."""
+        """Return True when this shard hands the queue over. A topic's queues are spread evenly."""
         return (zlib.crc32(topic.encode()) + queue_id) % self.shards == self.shard
 
     @property
@@ -150,12 +150,12 @@ class RelaySettings:
         return byte_count(self.max_batch_bytes, "max_batch_bytes")
 
     def transactional_id(self, log_id: str, shard: int | None = None) -> str:
-        """Kafka lets one process at a time write under it."""
+        """Return the id under which Kafka lets one process at a time write."""
         return f"txmq.{log_id}.{self.relay}.{self.shard if shard is None else shard}"
 
     # ------------------------------------------------------------------ Kafka's client
     def client(self) -> dict[str, Any]:
-        """Settings of any client."""
+        """Return the settings of every client."""
         return {
             "client.id": f"txmq-{self.relay}-{self.shard}",
             **self.kafka,
@@ -163,7 +163,7 @@ class RelaySettings:
         }
 
     def producer(self, log_id: str, batch_bytes: int | None, shard: int | None = None) -> dict[str, Any]:
-        """Settings of the producer of a shard; with ``batch_bytes``, what Kafka's topics take in one request."""
+        """Return the settings of a shard's producer. ``batch_bytes`` is the request size that Kafka's topics accept."""
         limits = {} if batch_bytes is None else {"batch.size": batch_bytes}
         return {
             "message.max.bytes": MESSAGE_BYTES_MAX,
@@ -175,9 +175,9 @@ class RelaySettings:
         }
 
     def consumer(self, isolation: str) -> dict[str, Any]:
-        """Settings of a consumer of the positions. It joins no group: the name is only asked for by the client."""
+        """Return the settings of a consumer of positions. It joins no group, but the client requires a group's name."""
         return {
-            "fetch.wait.max.ms": 50,  # the end of the topic is told by a fetch that has waited
+            "fetch.wait.max.ms": 50,  # only a fetch that has waited reports the end of the topic
             **self.client(),
             "group.id": f"txmq.{self.relay}",
             "isolation.level": isolation,
@@ -188,12 +188,12 @@ class RelaySettings:
 
 
 def is_secret(name: str) -> bool:
-    """Whether the value of a setting of Kafka's client must not be shown."""
+    """Return True when the value of a client setting must not be shown."""
     return _SECRET.search(name) is not None
 
 
 def require_kafka_topic(name: str) -> str:
-    """Return the name, or raise OptionError when Kafka would not take it for a topic."""
+    """Return the name, or raise OptionError when Kafka does not accept it as a topic."""
     if not isinstance(name, str) or _TOPIC_NAME.fullmatch(name) is None or name in (".", ".."):
         raise OptionError(
             f"{name!r} cannot be a topic of Kafka: up to 249 of the letters a to z and A to Z, digits, '.', '_' and "
@@ -202,6 +202,6 @@ def require_kafka_topic(name: str) -> str:
     return name
 
 
-def _one_of(value: object, name: str, known: Sequence[str]) -> None:
+def _require_one_of(value: object, name: str, known: Sequence[str]) -> None:
     if value not in known:
         raise OptionError(f"{name}={value!r} cannot be used: {nearest(value, known)}")

@@ -1,4 +1,4 @@
-"""What a relay reads: committed messages of its queues, a batch at a time, in the order of each queue."""
+"""A relay's input: committed messages of its queues in batches, in the order of each queue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     pass
 
 Gap = tuple[Queue, int, int]
-"""Offsets of a queue, from the first (included) to the second (excluded), that the log does not hold."""
+"""A queue, and the first (included) and last (excluded) offset of a range that the log does not hold."""
 
 
 class RelaySource:
@@ -37,12 +37,12 @@ class RelaySource:
         self._placements = Placements(log, self._subscription.matches)
 
     def topics(self) -> dict[str, int]:
-        """The topics that are handed over, by all shards, and their number of queues.
+        """Return the topics that all shards hand over, with their numbers of queues.
 
         Raises
         ------
         TopicNotFoundError
-            When a topic is named that is not in the log.
+            When the settings name a topic that the log does not have.
         """
         topics = self._log.topics()
         for name in self._subscription.topics:
@@ -50,27 +50,27 @@ class RelaySource:
         return {name: count for name, count in topics.items() if self._subscription.matches(name)}
 
     def wants(self, topic: str) -> bool:
-        """Whether a topic is one that is handed over."""
+        """Return True when the relay hands the topic over."""
         return self._subscription.matches(topic)
 
     def ends(self, refresh: bool = True) -> dict[Queue, int]:
-        """The next offset of each queue of this relay that has messages."""
+        """Return the next offset of each of the relay's queues that has messages."""
         return self._placements.latest(refresh)
 
     def firsts(self) -> Mapping[Queue, int]:
-        """The first offset that is kept, of queues of which messages have expired."""
+        """Return the first kept offset of each queue from which messages have expired."""
         return self._log.firsts(refresh=False)
 
     def ranges(self, start: Mapping[Queue, int], end: Mapping[Queue, int]) -> tuple[list[MessageRange], list[Gap]]:
-        """Where the messages between these offsets lie, by queue and offset; and what the log does not hold."""
+        """Return the places of the messages between these offsets, by queue and offset, and the log's gaps."""
         return self._placements.between(start, end)
 
     def forget(self, start: Mapping[Queue, int]) -> None:
-        """Drop what was handed over, so that memory does not grow with it."""
+        """Drop the places below these offsets, so that memory does not grow."""
         self._placements.forget(start)
 
     def batches(self, ranges: list[MessageRange]) -> Iterator[list[Handed]]:
-        """Messages in batches of at most ``max_batch_messages`` and ``max_batch_bytes``; a larger message is alone."""
+        """Yield batches of at most ``max_batch_messages`` and ``max_batch_bytes``. A larger message is a batch."""
         rows_max, bytes_max = self._settings.max_batch_messages, self._settings.batch_bytes
         batch: list[Handed] = []
         size = 0
@@ -85,12 +85,12 @@ class RelaySource:
             yield batch
 
     def lasts(self, offsets: Mapping[Queue, int]) -> dict[Queue, Last]:
-        """The messages at some offsets; those that the log does not hold are left out."""
+        """Return the messages at these offsets, as far as the log holds them."""
         ranges, _ = self.ranges(offsets, {queue: offset + 1 for queue, offset in offsets.items()})
         columns = ("topic", "queue_id", "msg_id", "commit_timestamp")
-        found: dict[Queue, Last] = {}
+        lasts_by_queue: dict[Queue, Last] = {}
         for messages in read_ranges(ranges, self._log.read_range, self._log.find_again, columns):
             times = microseconds(messages["commit_timestamp"]).to_pylist()
             for row, committed_us in zip(messages.to_pylist(), times, strict=True):
-                found[row["topic"], row["queue_id"]] = Last(row["msg_id"], committed_us)
-        return found
+                lasts_by_queue[row["topic"], row["queue_id"]] = Last(row["msg_id"], committed_us)
+        return lasts_by_queue

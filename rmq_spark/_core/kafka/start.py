@@ -1,6 +1,6 @@
-"""The start of a relay to Kafka: it becomes the one process of its shard, and learns where its queues stand.
+"""The start of a relay to Kafka: it becomes the only process of its shard, and reads its queues' positions.
 
-Read :mod:`rmq_spark._core.kafka` first: it has the steps, and why they are in this order.
+:mod:`rmq_spark._core.kafka` explains the steps and their order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Start:
     source : RelaySource
     brokers : Brokers
     run : str
-        The id of this run, which nobody else has.
+        The unique id of this run.
     """
 
     def __init__(self, log: Engine, settings: RelaySettings, source: RelaySource, brokers: Brokers, run: str) -> None:
@@ -58,7 +58,7 @@ class Start:
         topics = self._source.topics()
         self._brokers.require_own_topics(parking=settings.on_poison == PARK)
         self._brokers.require_topics(topics)
-        self._require_fit(self._brokers.stored(committed=True))  # so that a process that cannot run fences nobody
+        self._require_fit(self._brokers.stored(committed=True))  # a process that cannot run must fence nobody
         transactions = self._opened(settings.shard, self._brokers.batch_bytes(topics))
         try:
             stored = self._claim(transactions, topics) or self._claim(transactions, topics)
@@ -68,9 +68,16 @@ class Start:
             transactions.close()
             raise
         known = stored.of_log(self._log.id)
-        mine = [(t, q) for t, count in topics.items() for q in range(count) if settings.is_mine(t, q)]
-        logger.info("relay %r, shard %d of %d: %d queues", settings.relay, settings.shard, settings.shards, len(mine))
-        return transactions, {queue: known.get(queue, Position(0)) for queue in mine}
+        own_queues = [
+            (topic, queue_id)
+            for topic, count in topics.items()
+            for queue_id in range(count)
+            if settings.is_mine(topic, queue_id)
+        ]
+        logger.info(
+            "relay %r, shard %d of %d: %d queues", settings.relay, settings.shard, settings.shards, len(own_queues)
+        )
+        return transactions, {queue: known.get(queue, Position(0)) for queue in own_queues}
 
     def _opened(self, shard: int, batch_bytes: int | None) -> Transactions:
         settings = self._settings.producer(self._log.id, batch_bytes, shard)
@@ -80,13 +87,14 @@ class Start:
 
     # ------------------------------------------------------------------ the claim
     def _claim(self, transactions: Transactions, topics: Mapping[str, int]) -> Stored | None:
-        """Claim the shard, and read all positions that were committed before the claim. None: the number of shards
-        was changed, and the shard is to be claimed again.
+        """Claim the shard, and return all positions that were committed before the claim.
+
+        Returns None when this changed the number of shards: then the shard must be claimed again.
 
         Raises
         ------
         RelayRefusedError
-            When the relay belongs to another log, or its processes were told different things.
+            When the relay belongs to another log, or its processes have different settings.
         """
         settings = self._settings
         who = {"host": socket.gethostname(), "pid": os.getpid(), "at": self._log.machine.now().isoformat()}
@@ -97,8 +105,12 @@ class Start:
             stored = self._brokers.stored(end=transactions.offset_of(0))
             agrees = self._agrees(stored)
             if agrees and self._log.id not in stored.agreed:
-                stored.positions = {(self._log.id, q): p for q, p in self._beginnings(topics).items()}
-                transactions.send([self._records.position(q, p) for q, p in stored.of_log(self._log.id).items()])
+                stored.positions = {
+                    (self._log.id, queue): position for queue, position in self._beginnings(topics).items()
+                }
+                transactions.send(
+                    [self._records.position(queue, position) for queue, position in stored.of_log(self._log.id).items()]
+                )
             if not agrees:
                 self._fence_others(max(stored.agreed[self._log.id].shards, settings.shards))
             if not agrees or self._log.id not in stored.agreed:
@@ -112,12 +124,12 @@ class Start:
                 raise RelayError(f"the relay's claim was aborted: {ended.reason}") from None
             raise ended from None
         except Exception:
-            with suppress(ck.KafkaException):  # what is left open, the next start ends
+            with suppress(ck.KafkaException):  # the next start ends an open transaction
                 transactions.abort()
             raise
 
     def _agrees(self, stored: Stored) -> bool:
-        """Whether the number of shards is the one that was agreed on, or this is the relay's first start."""
+        """Return True when the number of shards is the agreed one, or at the relay's first start."""
         settings, log_id = self._settings, self._log.id
         if stored.agreed and log_id not in stored.agreed:
             raise RelayRefusedError(
@@ -141,14 +153,17 @@ class Start:
         return agreed.shards == settings.shards
 
     def _fence_others(self, shards: int) -> None:
-        """End what the other shards do. The claim stands in the positions topic already, not committed: a process that
-        starts from now on waits for it, and then sees the new number."""
+        """Fence the other shards.
+
+        The uncommitted claim is in the positions topic already. So a process that starts now waits for it, and then
+        sees the new number of shards.
+        """
         for shard in range(shards):
             if shard != self._settings.shard:
                 self._opened(shard, None).close()
 
     def _beginnings(self, topics: Mapping[str, int]) -> dict[Queue, Position]:
-        """Where the queues of all shards begin at the relay's first start."""
+        """Return the start of the queues of all shards, for the relay's first start."""
         ends, firsts = self._source.ends(), self._source.firsts()
         queues = [(topic, queue_id) for topic, count in sorted(topics.items()) for queue_id in range(count)]
         if self._settings.start != LATEST:
@@ -157,26 +172,26 @@ class Start:
         lasts = self._source.lasts(last)
         return {queue: Position(ends.get(queue, 0), lasts.get(queue)) for queue in queues}
 
-    # ------------------------------------------------------------------ is it the same log?
+    # ------------------------------------------------------------------ the same log
     def _require_fit(self, stored: Stored) -> None:
-        """Require that the log has the messages that this shard handed over last."""
+        """Require that the log holds the last messages that this shard handed over."""
         self._agrees(stored)
-        mine = {
+        own_positions = {
             queue: p
             for queue, p in stored.of_log(self._log.id).items()
             if self._settings.is_mine(*queue) and self._source.wants(queue[0])
         }
         ends, firsts = self._source.ends(), self._source.firsts()
-        require_not_behind(ends, mine)
-        above = {queue: p for queue, p in mine.items() if p.next_offset > firsts.get(queue, 0)}
-        found = self._source.lasts({q: p.next_offset - 1 for q, p in above.items() if p.last is not None})
-        for queue, p in above.items():
+        require_not_behind(ends, own_positions)
+        unexpired = {queue: p for queue, p in own_positions.items() if p.next_offset > firsts.get(queue, 0)}
+        lasts = self._source.lasts({q: p.next_offset - 1 for q, p in unexpired.items() if p.last is not None})
+        for queue, p in unexpired.items():
             if p.last is None:
                 seen = f"all messages below offset {p.next_offset} had expired, and now the log has them"
-            elif p.last != found.get(queue):
+            elif p.last != lasts.get(queue):
                 seen = (
                     f"message {p.last}, was handed over from offset {p.next_offset - 1}, and now the log has "
-                    f"{found.get(queue)} there"
+                    f"{lasts.get(queue)} there"
                 )
             else:
                 continue
@@ -187,7 +202,7 @@ class Start:
 
 
 def require_not_behind(ends: Mapping[Queue, int], positions: Mapping[Queue, Position]) -> None:
-    """Require that the queues of the log reach as far as was handed over."""
+    """Require that the log's queues reach at least these positions."""
     for (topic, queue_id), position in positions.items():
         end = ends.get((topic, queue_id), 0)
         if end < position.next_offset:

@@ -1,4 +1,4 @@
-"""Kafka transactions of one ``transactional.id``: begin, send, commit; or abort and say why."""
+"""Kafka transactions of one ``transactional.id``: begin, send, commit; or abort with a reason."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from rmq_spark.errors import RelayError, RelayRefusedError
 logger = logging.getLogger(__name__)
 
 TRY_S = 5.0
-"""A call of Kafka's client comes back after so long, and is repeated until its own time is over."""
+"""Timeout in seconds of one call of Kafka's client. The call is repeated until its deadline."""
 PAUSE_S = 0.02
-"""Between two such calls: some errors come at once."""
+"""Seconds between two such calls, because some errors come at once."""
 DELIVER_S = 0.1
 FULL_S = 0.05
 SLACK_S = 30.0
-"""Beyond the transaction's timeout: then the broker has ended a transaction that nobody else will."""
+"""Seconds beyond the transaction's timeout. By then the broker has ended an abandoned transaction."""
 
 
 class FencedByKafkaError(Exception):
-    """Kafka takes nothing more of this producer: another one has its transactional.id, or its transaction timed out."""
+    """Kafka has fenced this producer: another one took its transactional.id, or its transaction timed out."""
 
 
 class UndeliveredError(Exception):
-    """Kafka has not taken every record of a transaction, so it must not be committed. The argument is Kafka's error."""
+    """Kafka did not accept every record of a transaction, so it must not commit. The argument is Kafka's error."""
 
 
 FAILURES = (ck.KafkaException, SystemError, UndeliveredError)
-"""What the steps of a transaction raise, and :meth:`Transactions.ended` takes."""
+"""The exceptions of a transaction's steps, which :meth:`Transactions.ended` handles."""
 
 
 class AbortedError(Exception):
-    """The transaction was aborted: nothing of it will ever be seen.
+    """The transaction was aborted: none of its records will become visible.
 
     Attributes
     ----------
     first, suspects : int
-        When Kafka refused messages: the place of the first of those among all that were sent, and how many they may be.
-        ``suspects`` is 0 when something else was the reason.
+        For refused messages: the index of the first one in the transaction, and the largest possible number of them.
+        ``suspects`` is 0 for any other reason.
     code : int or None
-        Kafka's error, for messages that were refused.
+        Kafka's error code for refused messages.
     reason : str
     stays : bool
-        Whether the reason stays until a person changes it.
+        Whether the reason lasts until a person acts.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Transactions:
     Parameters
     ----------
     settings : dict
-        Of Kafka's client, with a ``transactional.id``.
+        Settings of Kafka's client, with a ``transactional.id``.
     timeout_s : float
         The transaction's timeout.
     """
@@ -77,20 +77,20 @@ class Transactions:
         self._machine = machine
         self._producer: Any = None
         self._heard = Heard()
-        self._number = 0  # of the transaction
+        self._number = 0  # counts transactions
         self._sent = 0
-        self._refused: dict[int, Any] = {}  # by the place of a record among those of its transaction
+        self._refused: dict[int, Any] = {}  # by a record's index in its transaction
         self._offsets: dict[int, int] = {}
 
     def open(self) -> None:
-        """Fence whoever had this ``transactional.id`` before, and end that producer's transaction.
+        """Fence the previous producer with this ``transactional.id``, and end its transaction.
 
         Raises
         ------
         OptionError, RelayError, RelayRefusedError
         """
         self._producer = with_settings(ck.Producer, self._settings, self._heard)
-        end = self._machine.monotonic() + self._timeout_s + SLACK_S
+        deadline = self._machine.monotonic() + self._timeout_s + SLACK_S
         while True:
             try:
                 self._producer.init_transactions(TRY_S)
@@ -98,7 +98,7 @@ class Transactions:
                 return
             except ck.KafkaException as problem:
                 error = error_of(problem)
-                if error.fatal() or not error.retriable() or self._machine.monotonic() > end:
+                if error.fatal() or not error.retriable() or self._machine.monotonic() > deadline:
                     raise problem_of(problem, "the relay's transactions were opened", self._heard) from None
             self._machine.sleep(PAUSE_S)
 
@@ -109,10 +109,9 @@ class Transactions:
         Raises
         ------
         AbortedError
-            When it was aborted.
         FencedByKafkaError
         RelayError
-            When it is not known whether it was committed.
+            When it is unknown whether the transaction was committed.
         """
         try:
             self.begin()
@@ -131,7 +130,7 @@ class Transactions:
         reach("relay step", step="begun")
 
     def send(self, records: Sequence[Record]) -> None:
-        """Hand records to the client, which sends them in the background. It stops early once Kafka has refused one."""
+        """Pass records to the client, which sends them in the background. Stops after Kafka has refused one."""
         producer, answered = self._producer, self._answered
         for record in records:
             if self._refused:
@@ -158,42 +157,42 @@ class Transactions:
             producer.poll(0)
         reach("relay step", step="sent")
 
-    def _answered(self, number: int, place: int, error: Any, message: Any) -> None:
-        if number != self._number:
-            return  # of a transaction that was aborted
+    def _answered(self, transaction: int, place: int, error: Any, message: Any) -> None:
+        if transaction != self._number:
+            return  # an answer for an aborted transaction
         if error is None:
             self._offsets[place] = message.offset()
         else:
             self._refused[place] = error
 
     def deliver(self) -> None:
-        """Wait until Kafka has taken each record.
+        """Wait until Kafka has accepted every record.
 
         Raises
         ------
         UndeliveredError
-            When it refuses one, or does not answer.
+            When Kafka refuses a record, or does not answer.
         """
-        end = self._machine.monotonic() + self._timeout_s + SLACK_S
-        while self._producer.flush(DELIVER_S) and not self._refused and self._machine.monotonic() < end:
+        deadline = self._machine.monotonic() + self._timeout_s + SLACK_S
+        while self._producer.flush(DELIVER_S) and not self._refused and self._machine.monotonic() < deadline:
             pass
         if len(self._offsets) < self._sent:
             raise UndeliveredError(next(iter(self._refused.values()), "Kafka does not answer"))
         reach("relay step", step="delivered")
 
     def offset_of(self, place: int) -> int:
-        """At which offset of its partition a delivered record stands."""
+        """Return a delivered record's offset in its partition."""
         return self._offsets[place]
 
     def commit(self) -> None:
-        """Commit. A commit that Kafka does not answer is repeated: it is the same one.
+        """Commit. A commit without an answer is repeated, which is safe.
 
         Raises
         ------
         RelayError
-            When it is not known whether it was committed.
+            When it is unknown whether the transaction was committed.
         """
-        end = self._machine.monotonic() + self._timeout_s + SLACK_S
+        deadline = self._machine.monotonic() + self._timeout_s + SLACK_S
         while True:
             try:
                 self._producer.commit_transaction(TRY_S)
@@ -204,7 +203,7 @@ class Transactions:
                 error = error_of(problem)
                 if error.fatal() or error.txn_requires_abort():
                     raise
-                if not error.retriable() or self._machine.monotonic() > end:
+                if not error.retriable() or self._machine.monotonic() > deadline:
                     raise RelayError(
                         f"nobody knows whether Kafka committed the last transaction: {said(problem)}. Start the relay "
                         "again: it reads the positions, which are in that transaction"
@@ -213,33 +212,33 @@ class Transactions:
             self._machine.sleep(PAUSE_S)
 
     def ended(self, problem: BaseException) -> Exception:
-        """End a transaction of which a step failed, and return what that means.
+        """End a transaction after a failed step, and return the error to raise.
 
-        The client raises a fatal error in whatever it is asked next. In the midst of a callback that is a SystemError,
-        which does not say which error it was. It is raised again when the transaction is to be aborted.
+        The client raises a fatal error in its next call. Within a callback that is a SystemError, which hides the
+        error. Aborting the transaction raises it again.
         """
         if isinstance(problem, ck.KafkaException) and error_of(problem).fatal():
             return self._fatal(problem)
-        refused = {place: e for place, e in sorted(self._refused.items()) if e.code() in POISON}
-        self._producer.poll(0)  # then the client says why
+        refused = {place: error for place, error in sorted(self._refused.items()) if error.code() in POISON}
+        self._producer.poll(0)  # lets the client report the reason
         if self._heard.denied is not None:
             problem = ck.KafkaException(self._heard.denied)
         reason = said(problem) + why_no_answer(problem, self._heard)
         where = f" to topic {self._heard.topic!r}" if self._heard.topic else ""
-        meant = problem_of(problem, f"messages were handed over{where}", self._heard)
-        is_meant = not refused and isinstance(meant, RelayRefusedError) and not self._heard.refuses
+        lasting = problem_of(problem, f"messages were handed over{where}", self._heard)
+        is_lasting = not refused and isinstance(lasting, RelayRefusedError) and not self._heard.refuses
         try:
             self.abort()
-        except ck.KafkaException as worse:
-            if error_of(worse).fatal():
-                ended = self._fatal(worse)
-                # Kafka knows nothing of a transaction in whose topics this user may not write.
-                return meant if is_meant and not isinstance(ended, FencedByKafkaError) else ended
-            return problem_of(worse, "a transaction was aborted", self._heard)
+        except ck.KafkaException as abort_problem:
+            if error_of(abort_problem).fatal():
+                fatal = self._fatal(abort_problem)
+                # Kafka does not know a transaction if this user may not write to its topics.
+                return lasting if is_lasting and not isinstance(fatal, FencedByKafkaError) else fatal
+            return problem_of(abort_problem, "a transaction was aborted", self._heard)
         if not refused:
-            return meant if is_meant else AbortedError(reason, stays=self._heard.refuses)
-        first, e = next(iter(refused.items()))
-        return AbortedError(f"{e.str()} ({e.name()})", first, len(refused), e.code())
+            return lasting if is_lasting else AbortedError(reason, stays=self._heard.refuses)
+        first, error = next(iter(refused.items()))
+        return AbortedError(f"{error.str()} ({error.name()})", first, len(refused), error.code())
 
     def _fatal(self, problem: BaseException) -> Exception:
         error = error_of(problem)
@@ -249,27 +248,27 @@ class Transactions:
 
     def abort(self) -> None:
         """Abort the transaction."""
-        end = self._machine.monotonic() + self._timeout_s + SLACK_S
+        deadline = self._machine.monotonic() + self._timeout_s + SLACK_S
         while True:
             try:
                 self._producer.abort_transaction(TRY_S)
                 return
             except ck.KafkaException as problem:
                 error = error_of(problem)
-                if error.fatal() or not error.retriable() or self._machine.monotonic() > end:
+                if error.fatal() or not error.retriable() or self._machine.monotonic() > deadline:
                     raise
-            except SystemError:  # a fatal error in the midst of a callback: the next call raises it
-                if self._machine.monotonic() > end:
+            except SystemError:  # a fatal error within a callback: the next call raises it
+                if self._machine.monotonic() > deadline:
                     raise
             self._machine.sleep(PAUSE_S)
 
     def listen(self) -> None:
-        """Let the client say what it has to say, when nothing is sent."""
+        """Let the client run its callbacks when nothing is sent."""
         if self._producer is not None:
             self._producer.poll(0)
 
     def close(self) -> None:
-        """Forget what was not sent. A transaction that is open is left to the next start."""
+        """Drop unsent records. The next start ends an open transaction."""
         if self._producer is not None:
             with suppress(ck.KafkaException, SystemError):
                 self._producer.purge()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 from typing import TYPE_CHECKING
 
 RAISE, NULL = "raise", "null"
+"""What :meth:`HalfBatch.decode` does with a body that is not a JSON object of the schema."""
 
 if TYPE_CHECKING:
     pass
@@ -54,7 +55,7 @@ def _arrow_type(kind: str, ddl: str) -> pa.DataType:
 
 
 BAD_COUNTED_MAX = 1_000
-"""So many bad bodies are counted for an error. To look for more could take minutes, when all of a million are bad."""
+"""Bad bodies that an error counts at most. When all of a million are bad, a full count could take minutes."""
 
 
 def decode_json(
@@ -68,7 +69,7 @@ def decode_json(
     Parameters
     ----------
     name_of : callable, optional
-        The name of the message of a row, for the error.
+        Returns the name of a row's message, for the error.
     """
     if on_error not in (RAISE, NULL):
         raise OptionError(f"on_error={on_error!r} is not one of {RAISE!r}, {NULL!r}")
@@ -88,94 +89,97 @@ def decode_json(
 def read_bodies(
     bodies: pa.ChunkedArray, target: pa.Schema, bad_max: int | None = None
 ) -> tuple[pa.Table, dict[int, str]]:
-    """Return a row for each JSON body, and why some bodies cannot be read: by their rows, all whose fields are null.
+    """Return a row for each JSON body, and why bodies cannot be read, by row. All fields of such a row are null.
 
-    With ``bad_max`` it looks for no more than so many of these, and takes what follows for null.
+    The search ends after ``bad_max`` bad bodies. Rows of bodies that were not read by then are null, too.
     """
     if len(bodies) == 0:
         return target.empty_table(), {}
-    text = pa.chunked_array(bodies).combine_chunks() if isinstance(bodies, list) else bodies.combine_chunks()
-    bad = _no_objects(text)
+    array = pa.chunked_array(bodies).combine_chunks() if isinstance(bodies, list) else bodies.combine_chunks()
+    bad = _find_non_objects(array)
     if not bad:
         with suppress(pa.ArrowInvalid):
-            return _read_objects(text, target), bad
-    parts, rows = _read_good(text, target, bad, len(text) if bad_max is None else bad_max)
-    # Rows of which nothing was read get a null index, and so nulls.
-    index = pc.index_in(pa.array(range(len(text)), pa.int64()), value_set=pa.array(rows, pa.int64()))
-    return pa.concat_tables([*parts, target.empty_table()]).take(index) if rows else _nulls(target, len(text)), bad
+            return _read_objects(array, target), bad
+    parts, good_rows = _read_good(array, target, bad, len(array) if bad_max is None else bad_max)
+    # Rows that were not read get a null index, and so nulls.
+    index = pc.index_in(pa.array(range(len(array)), pa.int64()), value_set=pa.array(good_rows, pa.int64()))
+    return pa.concat_tables([*parts, target.empty_table()]).take(index) if good_rows else _nulls(
+        target, len(array)
+    ), bad
 
 
-def _no_objects(bodies: pa.Array) -> dict[int, str]:
-    """Return the rows of bodies that are not one JSON object each, and why. Python looks only at those that may be
-    none.
+def _find_non_objects(bodies: pa.Array) -> dict[int, str]:
+    """Return why bodies are not exactly one JSON object, by row. Regular expressions pick suspects for Python to parse.
 
     pyarrow ends the process with a segmentation fault when it finds ``null`` instead of an object.
     """
-    begins = pc.match_substring_regex(bodies, r"^\s*\{")
-    goes_on = pc.match_substring_regex(bodies, r"\}\s*[^\s,\]}]")  # something follows a }, which may be in a string
-    found = _no_texts(bodies)
-    for row in pc.indices_nonzero(pc.or_(pc.invert(begins), goes_on)).to_pylist():
+    begins_object = pc.match_substring_regex(bodies, r"^\s*\{")
+    has_more = pc.match_substring_regex(bodies, r"\}\s*[^\s,\]}]")  # text follows a }, which may be in a string
+    reasons = _find_non_utf8(bodies)
+    for row in pc.indices_nonzero(pc.or_(pc.invert(begins_object), has_more)).to_pylist():
         body = bodies[row].as_py()
         try:
-            made = json.loads(body.decode() if isinstance(body, bytes) else body)
-            if not isinstance(made, dict):
-                found[row] = f"it is {type(made).__name__}" if made is not None else "it is null"
+            value = json.loads(body.decode() if isinstance(body, bytes) else body)
+            if not isinstance(value, dict):
+                reasons[row] = f"it is {type(value).__name__}" if value is not None else "it is null"
         except (ValueError, RecursionError) as problem:
-            found[row] = str(problem)
-    return found
+            reasons[row] = str(problem)
+    return reasons
 
 
-def _no_texts(bodies: pa.Array) -> dict[int, str]:
-    """Return the rows of bodies that are no UTF-8, which pyarrow's reader takes for texts."""
+def _find_non_utf8(bodies: pa.Array) -> dict[int, str]:
+    """Return why bodies are not UTF-8, by row. pyarrow's reader would accept them as text."""
     with suppress(pa.ArrowInvalid):
         pc.cast(bodies, pa.string())
         return {}
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for row, body in enumerate(bodies.cast(pa.binary()).to_pylist()):
         try:
             (body or b"").decode()
         except UnicodeDecodeError as problem:
-            found[row] = f"it is not UTF-8: {problem.reason} at byte {problem.start}"
-    return found
+            reasons[row] = f"it is not UTF-8: {problem.reason} at byte {problem.start}"
+    return reasons
 
 
-def _read_objects(text: pa.Array, target: pa.Schema) -> pa.Table:
-    """Read bodies, each of which begins as an object does, or raise ArrowInvalid."""
+def _read_objects(bodies: pa.Array, target: pa.Schema) -> pa.Table:
+    """Read bodies that each begin as an object does, or raise ArrowInvalid."""
     import pyarrow.json as pj
 
-    whole = pa.ListArray.from_arrays(pa.array([0, len(text)], pa.int32()), pc.cast(text, pa.binary()))
-    joined = pc.binary_join(whole, b"\n")[0].as_py()
+    as_one_list = pa.ListArray.from_arrays(pa.array([0, len(bodies)], pa.int32()), pc.cast(bodies, pa.binary()))
+    joined = pc.binary_join(as_one_list, b"\n")[0].as_py()
     options = pj.ParseOptions(explicit_schema=target, newlines_in_values=True, unexpected_field_behavior="ignore")
     table = pj.read_json(pa.BufferReader(joined), parse_options=options,
                          read_options=pj.ReadOptions(block_size=max(len(joined) + 1, 1 << 16)))  # fmt: skip
-    if table.num_rows != len(text):
-        raise pa.ArrowInvalid(f"{len(text)} bodies hold {table.num_rows} JSON objects: one in each is expected")
+    if table.num_rows != len(bodies):
+        raise pa.ArrowInvalid(f"{len(bodies)} bodies hold {table.num_rows} JSON objects: one in each is expected")
     return table.select(target.names)
 
 
 def _read_good(
-    text: pa.Array, target: pa.Schema, bad: dict[int, str], bad_max: int
+    bodies: pa.Array, target: pa.Schema, bad: dict[int, str], bad_max: int
 ) -> tuple[list[pa.Table], list[int]]:
-    """Read the bodies that can be read, by halves; returns them and their rows. Adds the others to ``bad``, from left
-    to right, until it has so many."""
+    """Read the good bodies, halving each part that fails, and return them with their rows.
+
+    Adds the bad rows to ``bad``, from left to right, until it has ``bad_max``.
+    """
     parts: list[pa.Table] = []
-    rows: list[int] = []
-    left = [[row for row in range(len(text)) if row not in bad]]
-    while left and len(bad) < bad_max:
-        some = left.pop()
-        if not some:
+    good_rows: list[int] = []
+    remaining = [[row for row in range(len(bodies)) if row not in bad]]
+    while remaining and len(bad) < bad_max:
+        part = remaining.pop()
+        if not part:
             continue
         try:
-            parts.append(_read_objects(text.take(pa.array(some, pa.int64())), target))
-            rows += some
+            parts.append(_read_objects(bodies.take(pa.array(part, pa.int64())), target))
+            good_rows += part
         except pa.ArrowInvalid as problem:
-            if len(some) == 1:
-                said = re.sub(r" in row \d+", "", str(problem).removeprefix("JSON parse error: ").strip())
-                bad[some[0]] = said[:200]
+            if len(part) == 1:
+                reason = re.sub(r" in row \d+", "", str(problem).removeprefix("JSON parse error: ").strip())
+                bad[part[0]] = reason[:200]
             else:
-                half = len(some) // 2
-                left += [some[half:], some[:half]]
-    return parts, rows
+                half = len(part) // 2
+                remaining += [part[half:], part[:half]]
+    return parts, good_rows
 
 
 def _nulls(target: pa.Schema, rows: int) -> pa.Table:
@@ -184,6 +188,3 @@ def _nulls(target: pa.Schema, rows: int) -> pa.Table:
 
 def _in_words(schema: pa.Schema) -> str:
     return ", ".join(f"{field.name} {field.type}" for field in schema)
-
-
-"""What :meth:`HalfBatch.decode` does about a body that is no JSON object of the schema."""

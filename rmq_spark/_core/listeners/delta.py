@@ -1,8 +1,8 @@
-"""Runs a local transaction on a Delta table: one commit of the user's own, fenced by Delta's idempotent writes.
+"""Runs a local transaction as one commit to a Delta table, fenced by Delta's idempotent writes.
 
 Execute and check commit to the table under the *same* ``txnAppId`` and ``txnVersion``. Delta skips the second such
-commit, or refuses it when both come at once. So the table's log never has both, and ``userMetadata`` says whose commit
-it has. See :class:`DeltaTransactionListener`. ::
+commit, or refuses it when both come at once. So the table's log never has both, and ``userMetadata`` tells which one it
+has. See :class:`DeltaTransactionListener`. ::
 
     execute first    execute   work commits (executed)     looks: executed        COMMIT_MESSAGE
                      check                                 looks: executed        COMMIT_MESSAGE
@@ -10,14 +10,14 @@ it has. See :class:`DeltaTransactionListener`. ::
     check first      check     empty commit (tombstone)    looks: tombstone       ROLLBACK_MESSAGE
                      execute                               work writes: skipped   looks: tombstone: FencedError
 
-What a check makes of the attempt's commit in the table's log:
+What a check answers, by the attempt's commit in the table's log:
 
 ===============  ===========================================  ==========================================================
 ``userMetadata`` committed by                                 a check answers
 ===============  ===========================================  ==========================================================
 no such commit   nobody                                       UNKNOWN; after ``rollback_after`` it commits a tombstone
 ``executed``     work                                         COMMIT
-``rolled_back``  execute, an empty commit: work rolled back   ROLLBACK, refused: it is final, with the reason of work
+``rolled_back``  execute, an empty commit: work rolled back   ROLLBACK, refused: it is final, with work's reason
 ``tombstone``    a check, an empty commit                     ROLLBACK: it never happened, and a replay runs it again
 ===============  ===========================================  ==========================================================
 """
@@ -64,7 +64,7 @@ _STATES = (EXECUTED, ROLLED_BACK, TOMBSTONE)
 
 _APP_ID = "spark.databricks.delta.write.txnAppId"
 _VERSION = "spark.databricks.delta.write.txnVersion"
-# Delta takes the version out of the session when a write uses it. A second write finds half of the setting and fails.
+# Delta removes the version from the session when a write uses it. A second write finds txnAppId alone, and fails.
 _AUTO_RESET = "spark.databricks.delta.write.txnVersion.autoReset.enabled"
 _USER_METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _SECOND_WRITE = "DELTA_INVALID_IDEMPOTENT_WRITES_OPTIONS"
@@ -76,17 +76,17 @@ _HOUSEKEEPING = frozenset({"OPTIMIZE", "VACUUM START", "VACUUM END"})
 
 # How many of the newest commits to read: first 100, then 1000, then the whole log.
 _HISTORY_PAGES = (100, 1000, None)
-# A table's times come from its store's clock. Ours may differ by this much: looks go back so much further.
+# Commit times come from the store's clock, which may differ from ours by this much. Searches go that much further back.
 _CLOCK_SKEW_S = 3600.0
 
 Work: TypeAlias = Callable[["DataFrame", "DeltaTable"], Verdicts]
 
 
 class DeltaTransactionListener(TransactionListener):
-    """Runs ``work`` as exactly one commit to a Delta table, which the half batch's messages must agree with.
+    """Runs ``work`` as exactly one commit to a Delta table. The half batch's messages commit only with it.
 
     It needs Spark: use it with ``foreachBatch(TransactionalSink(...))`` and the check job. A half batch must be one
-    transaction (neither ``transactionKey`` nor ``transactionPer=message``), because a Delta commit happens as a whole.
+    transaction (neither ``transactionKey`` nor ``transactionPer=message``), because a Delta commit is atomic.
 
     Parameters
     ----------
@@ -96,39 +96,39 @@ class DeltaTransactionListener(TransactionListener):
         ``work(batch_df, delta_table)`` gets the messages with the columns of ``half``, and the
         :class:`delta.tables.DeltaTable`. It makes **exactly one** commit to that table, by a write (append or
         overwrite), MERGE, UPDATE or DELETE, through ``batch_df``, ``delta_table`` or ``batch_df.sparkSession``. These
-        belong to a session of their own, a copy of ``spark`` with its temporary views. A commit through any other
-        session is not fenced. ``work`` writes to no other Delta table and sets no ``txnAppId`` and no
-        ``userMetadata``. What it returns:
+        belong to a private copy of ``spark``, with its temporary views. A commit through any other session is not
+        fenced. ``work`` must not write to another Delta table, nor set ``txnAppId`` or ``userMetadata``. What it
+        returns:
 
         ============================== ======================================================================
         returned or raised             meaning
         ============================== ======================================================================
         ``None``, ``COMMIT_MESSAGE``   its commit is in the table, so the messages commit
         ``ROLLBACK_MESSAGE``           it made no commit; the messages are rolled back
-        ``raise txmq.Rollback(why)``   the same; the op marker and the table's history keep why
-        ``UNKNOWN``                    refused (VerdictError): the commit is in the table or it is not
+        ``raise txmq.Rollback(why)``   the same; the op marker and the table's history keep the reason
+        ``UNKNOWN``                    refused (VerdictError): the table has the commit or has not
         an exception                   the half batch stays pending; a check looks for the commit
         ============================== ======================================================================
 
-        ``None`` means COMMIT here, while a listener's own ``None`` means UNKNOWN.
+        ``None`` from ``work`` means COMMIT. ``None`` from a listener's own method means UNKNOWN.
     spark : SparkSession, optional
         The session; the active one when not given. Its settings are never changed.
     rollback_after : float, default 60.0
-        Seconds from prepare (or reopen). A check that finds no commit answers UNKNOWN while the half batch is younger.
-        Later it writes a tombstone (an empty commit) and answers ROLLBACK.
+        Seconds from prepare (or reopen). Until then a check that finds no commit answers UNKNOWN. After that it writes
+        a tombstone (an empty commit) and answers ROLLBACK.
 
     Notes
     -----
-    The fence is the table itself. Each half batch keeps the table's id. So a check against another table, or one that
-    was made anew, is an error instead of a wrong answer.
+    The table itself is the fence. Each half batch keeps the table's id, so a check against another or a recreated table
+    raises an error instead of giving a wrong answer.
 
-    Delta keeps the transaction (``txn``) in its checkpoints, and who wrote it only in the log's JSON files, which
-    clean-up removes (``delta.logRetentionDuration``, 30 days by default). A check that finds the first without the
-    second raises FenceError, because nobody can say who wrote it. ``delta.setTransactionRetentionDuration`` makes Delta
-    forget transactions: leave it unset, or set it longer than half batches are kept.
+    Delta keeps the transaction (``txn``) in its checkpoints, but ``userMetadata`` only in the log's JSON files, which
+    clean-up removes (``delta.logRetentionDuration``, 30 days by default). A check that finds a transaction without its
+    ``userMetadata`` raises FenceError. ``delta.setTransactionRetentionDuration`` makes Delta forget transactions: leave
+    it unset, or set it longer than half batches are kept.
 
-    When another writer's commit conflicts with that of ``work``, Delta raises an error of its own and writes nothing.
-    The half batch stays pending, and a check or a replay settles it.
+    When another writer's commit conflicts with that of ``work``, Delta raises its own error and writes nothing. The
+    half batch stays pending, and a check or a replay settles it.
     """
 
     requires_spark = True
@@ -155,178 +155,181 @@ class DeltaTransactionListener(TransactionListener):
 
     @property
     def store_id(self) -> str:  # type: ignore[override]
-        """The table's id, which Delta gave it when it was made.
+        """The id that Delta gave the table when it was created.
 
         Raises
         ------
         FenceError
-            When there is no such Delta table.
+            When the Delta table does not exist.
         """
         return self._read_id(self._session())
 
     # ------------------------------------------------------------------ execute
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        """Run ``work`` under the attempt's Delta transaction, then look whose commit the table has.
+        """Run ``work`` under the attempt's Delta transaction, then read which commit the table has.
 
         Returns
         -------
         LocalTransactionState or Rollback
-            COMMIT_MESSAGE when ``work`` made the commit, in this run or in an earlier one of the same attempt.
-            A rollback, with its reason, when ``work`` returned that, in this run or in an earlier one.
+            COMMIT_MESSAGE when ``work`` made the commit, and a rollback with its reason when ``work`` rolled back: in
+            this run, or in an earlier one of the same attempt.
 
         Raises
         ------
         FencedError
             A check rolled this attempt back. Delta skipped what ``work`` wrote.
         FenceError
-            There is no such table, or another one than when the half batch was prepared.
+            The table does not exist, or is not the one that the half batch was prepared with.
         ListenerError
             ``work`` made no commit, or more than one, or one that is not fenced.
         """
         spark = self._session()
         self._require_fit(spark, batch)
-        with _fenced_session(spark, batch, EXECUTED) as own:
-            table = self._open(own)
+        with _fenced_session(spark, batch, EXECUTED) as session:
+            table = self._open(session)
             try:
-                result = returned(self._work, batch.to_spark(own), table)
+                result = returned(self._work, batch.to_spark(session), table)
             except Exception as problem:
-                self._explain(problem, self._look(table, batch), batch)
+                self._explain(problem, self._read_history(table, batch), batch)
                 raise
             verdict = _verdict(result, batch)
-            unused = own.conf.get(_VERSION, None) is not None
+            is_version_unused = session.conf.get(_VERSION, None) is not None
         if verdict.state is ROLLBACK_MESSAGE:
-            return self._refuse(spark, batch, unused, verdict.reason)
-        return self._require_one_commit(self._look(self._open(spark), batch), batch, unused)
+            return self._record_rollback(spark, batch, is_version_unused, verdict.reason)
+        return self._require_one_commit(self._read_history(self._open(spark), batch), batch, is_version_unused)
 
-    def _explain(self, problem: Exception, found: _Found, batch: HalfBatch) -> None:
+    def _explain(self, problem: Exception, history: _AttemptHistory, batch: HalfBatch) -> None:
         """Raise a clearer error when Delta refused what ``work`` wrote; else return."""
-        if found.state == TOMBSTONE:
-            raise self._fenced(batch) from problem
+        if history.state == TOMBSTONE:
+            raise self._fenced_error(batch) from problem
         if _SECOND_WRITE in str(problem):
-            first = "is in the table, so a check will answer COMMIT" if found.state == EXECUTED else "is not in it"
+            first_write = (
+                "is in the table, so a check will answer COMMIT" if history.state == EXECUTED else "is not in it"
+            )
             raise ListenerError(
                 f"work for {self._table!r} writes to Delta more than once, in half batch {batch.half_id!r}: "
                 f"it must make exactly one commit, to this table, and set no txnAppId. Its second write was "
-                f"refused; the first {first}"
+                f"refused; the first {first_write}"
             ) from problem
 
-    def _refuse(
-        self, spark: SparkSession, batch: HalfBatch, unused: bool, reason: str | None
+    def _record_rollback(
+        self, spark: SparkSession, batch: HalfBatch, is_version_unused: bool, reason: str | None
     ) -> LocalTransactionState | Rollback:
         """Record in the table that ``work`` rolled back, so that a check answers the same."""
-        if not unused:
+        if not is_version_unused:
             raise LocalTransactionError(
                 f"work for {self._table!r} returned ROLLBACK_MESSAGE for half batch {batch.half_id!r}, but "
                 "it has made a Delta commit, which stands: decide before the write"
             )
-        found = self._commit_fence_alone(spark, batch, ROLLED_BACK, reason)
-        if found.state == TOMBSTONE:
-            raise self._fenced(batch)
-        return self._verdict_of(found, batch)
+        history = self._commit_fence_alone(spark, batch, ROLLED_BACK, reason)
+        if history.state == TOMBSTONE:
+            raise self._fenced_error(batch)
+        return self._verdict_of(history, batch)
 
-    def _verdict_of(self, found: _Found, batch: HalfBatch) -> LocalTransactionState | Rollback:
-        if found.state is None:
-            raise self._forgotten(batch)
-        if found.state == EXECUTED:
+    def _verdict_of(self, history: _AttemptHistory, batch: HalfBatch) -> LocalTransactionState | Rollback:
+        if history.state is None:
+            raise self._forgotten_error(batch)
+        if history.state == EXECUTED:
             return COMMIT_MESSAGE
-        if found.state == ROLLED_BACK:
-            return Rollback(found.reason, refused=True)
+        if history.state == ROLLED_BACK:
+            return Rollback(history.reason, refused=True)
         return Rollback("it never happened: a check found no commit of it, and made a tombstone")
 
-    def _require_one_commit(self, found: _Found, batch: HalfBatch, unused: bool) -> LocalTransactionState | Rollback:
-        if found.state == TOMBSTONE:
-            raise self._fenced(batch)
-        if found.state == ROLLED_BACK:
-            return self._verdict_of(found, batch)
-        if unused or found.state is None or found.unfenced:
-            also = f", and {', '.join(found.unfenced)}, which Delta does not fence" if found.unfenced else ""
-            made = "one commit" if found.state == EXECUTED else "no commit that is fenced"
+    def _require_one_commit(
+        self, history: _AttemptHistory, batch: HalfBatch, is_version_unused: bool
+    ) -> LocalTransactionState | Rollback:
+        if history.state == TOMBSTONE:
+            raise self._fenced_error(batch)
+        if history.state == ROLLED_BACK:
+            return self._verdict_of(history, batch)
+        if is_version_unused or history.state is None or history.unfenced:
+            unfenced = f", and {', '.join(history.unfenced)}, which Delta does not fence" if history.unfenced else ""
+            fenced = "one commit" if history.state == EXECUTED else "no commit that is fenced"
             raise ListenerError(
-                f"work for {self._table!r} made {made}{also}, in half batch {batch.half_id!r}: it must make "
+                f"work for {self._table!r} made {fenced}{unfenced}, in half batch {batch.half_id!r}: it must make "
                 "exactly one commit to this table, by a write, MERGE, UPDATE or DELETE through batch_df, "
                 "delta_table or batch_df.sparkSession, with no userMetadata of its own. (A DELETE or UPDATE "
                 "that matches nothing makes no commit: return ROLLBACK_MESSAGE, or use MERGE)"
             )
-        return self._verdict_of(found, batch)
+        return self._verdict_of(history, batch)
 
     # ------------------------------------------------------------------ check
     def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        """Return a verdict by the commit that the table has. An old half batch without one gets a tombstone.
+        """Return the verdict that the table's history shows. An old half batch without a commit gets a tombstone.
 
         Returns
         -------
         LocalTransactionState or Rollback
-            COMMIT_MESSAGE (``work`` committed), a rollback (``work`` rolled back: refused, with its reason; or a
-            check has committed a tombstone, and ``work`` never will commit), or UNKNOWN (no commit, and younger than
-            ``rollback_after``).
+            COMMIT_MESSAGE: ``work`` committed. Rollback: ``work`` rolled back (refused, with its reason), or a check
+            wrote a tombstone, so ``work`` can never commit. UNKNOWN: there is no commit, and the half batch is younger
+            than ``rollback_after`` and not ``restarted``.
 
         Raises
         ------
         FenceError
-            There is no such table, another one, or one whose log no longer tells whose commit it was.
+            The table does not exist, is another one, or its log no longer tells who committed.
         """
         spark = self._session()
         self._require_fit(spark, batch)
-        found = self._look(self._open(spark), batch)
-        if found.state is None:
+        history = self._read_history(self._open(spark), batch)
+        if history.state is None:
             young = self.machine.now() - _utc(batch.prepared_at) < timedelta(seconds=self.rollback_after_s)
             if young and not batch.restarted:
                 wait = f"rollback_after ({self.rollback_after_s:g} s) is not over"
                 batch.reason = f"the table has no commit of it yet, and {wait}"
                 return UNKNOWN
-            found = self._commit_fence_alone(spark, batch, TOMBSTONE)
-        return self._verdict_of(found, batch)
+            history = self._commit_fence_alone(spark, batch, TOMBSTONE)
+        return self._verdict_of(history, batch)
 
     def _commit_fence_alone(
         self, spark: SparkSession, batch: HalfBatch, state: str, reason: str | None = None
-    ) -> _Found:
-        """Make an empty commit with this state, and return whose commit the table has then.
+    ) -> _AttemptHistory:
+        """Make an empty commit with this state, and return the attempt's history after it.
 
-        Delta skips the commit when the attempt has one already.
+        Delta skips the commit when the attempt already has one.
         """
         try:
-            with _fenced_session(spark, batch, state, reason) as own:
+            with _fenced_session(spark, batch, state, reason) as session:
                 # This MERGE matches nothing and reads no file. A table with an identity column refuses an empty append.
-                self._open(own).merge(own.range(1).toDF("txmq"), "false").whenMatchedDelete().execute()
+                self._open(session).merge(session.range(1).toDF("txmq"), "false").whenMatchedDelete().execute()
         except Exception:
-            # The other side may have committed in between (ConcurrentTransactionException): its commit is the answer.
-            found = self._look(self._open(spark), batch)
-            if found.state is None:
+            # If the other side committed in between (ConcurrentTransactionException), its commit is the answer.
+            history = self._read_history(self._open(spark), batch)
+            if history.state is None:
                 raise
-            return found
-        return self._look(self._open(spark), batch, thorough=True)
+            return history
+        return self._read_history(self._open(spark), batch, whole_log=True)
 
-    def _look(self, table: DeltaTable, batch: HalfBatch, thorough: bool = False) -> _Found:
-        """Return which commits of this attempt the table's history has.
+    def _read_history(self, table: DeltaTable, batch: HalfBatch, whole_log: bool = False) -> _AttemptHistory:
+        """Return the attempt's commits in the table's history.
 
-        It reads the newest commits first, and goes back to when the half batch was prepared; with ``thorough`` to the
-        beginning of the log.
+        It reads from the newest commit back to the time of prepare; with ``whole_log``, to the beginning of the log.
         """
         since = _utc(batch.prepared_at).timestamp() - _CLOCK_SKEW_S
-        ours: list[tuple[str, str | None, str]] = []
+        own_commits: list[tuple[str, str | None, str]] = []
         for limit in _HISTORY_PAGES:
-            history = table.history() if limit is None else table.history(limit)
-            rows = history.selectExpr(
+            commits = table.history() if limit is None else table.history(limit)
+            rows = commits.selectExpr(
                 "operation", "userMetadata AS said", "unix_millis(timestamp) / 1000 AS seconds"
             ).collect()
-            read = ((_state_in(row.said, batch), row.operation) for row in rows)
-            ours = [(*said, operation) for said, operation in read if said is not None]
+            states = ((_state_in(row.said, batch), row.operation) for row in rows)
+            own_commits = [(*state, operation) for state, operation in states if state is not None]
             seen_all = limit is None or len(rows) < limit
-            if ours or seen_all or (not thorough and rows[-1].seconds < since):
+            if own_commits or seen_all or (not whole_log and rows[-1].seconds < since):
                 break
-        return self._judge(ours, batch)
+        return self._summarize(own_commits, batch)
 
-    def _judge(self, ours: list[tuple[str, str | None, str]], batch: HalfBatch) -> _Found:
-        fenced = [(state, reason) for state, reason, operation in ours if operation in _FENCED_OPERATIONS]
+    def _summarize(self, own_commits: list[tuple[str, str | None, str]], batch: HalfBatch) -> _AttemptHistory:
+        fenced = [(state, reason) for state, reason, operation in own_commits if operation in _FENCED_OPERATIONS]
         if len(fenced) > 1:
             raise FenceError(
                 f"{self._table!r} has {len(fenced)} commits for one attempt of half batch {batch.half_id!r} "
                 f"({', '.join(sorted(state for state, _ in fenced))}): its transactions were lost, by a restored log "
                 "or by delta.setTransactionRetentionDuration. Look at the table, then settle it with log.resolve"
             )
-        others = {op for _, _, op in ours if op not in _FENCED_OPERATIONS and op not in _HOUSEKEEPING}
+        unfenced = {op for _, _, op in own_commits if op not in _FENCED_OPERATIONS and op not in _HOUSEKEEPING}
         state, reason = fenced[0] if fenced else (None, None)
-        return _Found(state, reason, tuple(sorted(others)))
+        return _AttemptHistory(state, reason, tuple(sorted(unfenced)))
 
     # ------------------------------------------------------------------ the table
     def _session(self) -> SparkSession:
@@ -383,22 +386,22 @@ class DeltaTransactionListener(TransactionListener):
                 f"half batch {batch.half_id!r} was prepared without a fence, so {self._table!r} cannot speak "
                 "for it: use the listener that it was prepared with, or settle it with log.resolve"
             )
-        found = self._read_id(spark)
-        if batch.fence_id != found:
+        table_id = self._read_id(spark)
+        if batch.fence_id != table_id:
             raise FenceError(
                 f"half batch {batch.half_id!r} was prepared with table id {batch.fence_id}, but "
-                f"{self._table!r} has the id {found}: another table, or it was made anew. Point the listener "
+                f"{self._table!r} has the id {table_id}: another table, or it was made anew. Point the listener "
                 "to the right one"
             )
 
-    def _fenced(self, batch: HalfBatch) -> FencedError:
+    def _fenced_error(self, batch: HalfBatch) -> FencedError:
         return FencedError(
             f"attempt {batch.attempt} of half batch {batch.half_id!r} came too late: a check has put a "
             f"tombstone into {self._table!r}, so Delta skipped what work wrote. The check's verdict stands, "
             "and the next attempt runs it"
         )
 
-    def _forgotten(self, batch: HalfBatch) -> FenceError:
+    def _forgotten_error(self, batch: HalfBatch) -> FenceError:
         return FenceError(
             f"{self._table!r} has a transaction {_app_id(batch)!r}, but its log no longer says whose commit "
             "it was (clean-up after delta.logRetentionDuration, or work set userMetadata itself). Look at "
@@ -407,9 +410,9 @@ class DeltaTransactionListener(TransactionListener):
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What a table's history has of one attempt: the state in its fenced commit, why ``work`` rolled back, and its
-    unfenced operations."""
+class _AttemptHistory:
+    """One attempt in a table's history: the state in its fenced commit, why ``work`` rolled back, and its unfenced
+    operations."""
 
     state: str | None
     reason: str | None
@@ -417,37 +420,37 @@ class _Found:
 
 
 def _app_id(batch: HalfBatch) -> str:
-    log = "" if batch.log_id is None else f"{batch.log_id}:"
-    return f"txmq:{log}{batch.half_id}:{batch.attempt}"
+    log_prefix = "" if batch.log_id is None else f"{batch.log_id}:"
+    return f"txmq:{log_prefix}{batch.half_id}:{batch.attempt}"
 
 
 def _user_metadata(batch: HalfBatch, state: str, reason: str | None = None) -> str:
-    log = {} if batch.log_id is None else {"log": batch.log_id}
+    of_log = {} if batch.log_id is None else {"log": batch.log_id}
     why = {} if reason is None else {"reason": reason}
-    return json.dumps({"txmq": state, **log, "half_id": batch.half_id, "attempt": batch.attempt, **why})
+    return json.dumps({"txmq": state, **of_log, "half_id": batch.half_id, "attempt": batch.attempt, **why})
 
 
 def _state_in(user_metadata: str | None, batch: HalfBatch) -> tuple[str, str | None] | None:
-    """The state of this attempt that a commit's userMetadata says, and why; None when it speaks of something else."""
+    """Return the attempt's state and reason in a commit's userMetadata; None when it is of something else."""
     try:
-        said = json.loads(user_metadata or "")
-        state, reason = said["txmq"], said.get("reason")
+        fields = json.loads(user_metadata or "")
+        state, reason = fields["txmq"], fields.get("reason")
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    known = state in _STATES and user_metadata == _user_metadata(batch, state, reason)
-    return (state, reason) if known else None
+    is_ours = state in _STATES and user_metadata == _user_metadata(batch, state, reason)
+    return (state, reason) if is_ours else None
 
 
 @contextmanager
 def _fenced_session(
     spark: SparkSession, batch: HalfBatch, state: str, reason: str | None = None
 ) -> Iterator[SparkSession]:
-    """Give a copy of the session, whose one Delta commit carries the attempt's transaction and this state.
+    """Yield a copy of the session whose one Delta commit carries the attempt's transaction and this state.
 
-    Other threads may use ``spark`` itself: they would write under our transaction, and Delta would skip their data
-    silently. At the end the copy loses these settings, because ``work`` may keep it.
+    Other threads may use ``spark`` itself. With these settings they would write under our transaction, and Delta would
+    silently skip their data. The copy loses the settings at the end, because ``work`` may keep the copy.
     """
-    own = _copy(spark)
+    copy = _copy(spark)
     settings = {
         _APP_ID: _app_id(batch),
         _VERSION: "1",
@@ -456,12 +459,12 @@ def _fenced_session(
     }
     try:
         for name, value in settings.items():
-            own.conf.set(name, value)
-        with _active(own):
-            yield own
+            copy.conf.set(name, value)
+        with _active(copy):
+            yield copy
     finally:
         for name in settings:
-            own.conf.unset(name)
+            copy.conf.unset(name)
 
 
 def _is_classic(spark: SparkSession) -> bool:
@@ -479,26 +482,27 @@ def _copy(spark: Any) -> SparkSession:
 
 @contextmanager
 def _active(spark: Any) -> Iterator[None]:
-    """Make this session the thread's active one, for code in ``work`` that asks for it, and at the end the old one.
+    """Make this session the thread's active one, and restore the former one at the end.
 
-    Spark's createDataFrame makes its session the active one for good. The copy must not stay active.
+    Code in ``work`` may ask for the active session. Spark's createDataFrame activates its session for good, but the
+    copy must not stay active.
     """
     if not _is_classic(spark):
         yield
         return
-    kind = type(spark)
-    jvm_kind = kind._get_j_spark_session_class(spark._jvm)
-    before, jvm_before = kind._activeSession, jvm_kind.getActiveSession()
-    kind._activeSession = spark
-    jvm_kind.setActiveSession(spark._jsparkSession)
+    session_class = type(spark)
+    jvm_class = session_class._get_j_spark_session_class(spark._jvm)
+    before, jvm_before = session_class._activeSession, jvm_class.getActiveSession()
+    session_class._activeSession = spark
+    jvm_class.setActiveSession(spark._jsparkSession)
     try:
         yield
     finally:
-        kind._activeSession = before
+        session_class._activeSession = before
         if jvm_before.isDefined():
-            jvm_kind.setActiveSession(jvm_before.get())
+            jvm_class.setActiveSession(jvm_before.get())
         else:
-            jvm_kind.clearActiveSession()
+            jvm_class.clearActiveSession()
 
 
 def _verdict(result: object, batch: HalfBatch) -> Verdict:

@@ -1,7 +1,7 @@
-"""A fence: a table in the user's database with one row for each attempt of a half batch, beside what its work writes.
+"""A fence: a table in the user's database, beside those of ``work``, with one row for each attempt of a half batch.
 
-``half_id, attempt`` is the primary key, so of execute and check one is first. ``sql.py`` says what
-they make of a row, and ``fence_row.py`` what the row says.
+Its primary key is ``half_id, attempt``, so either execute or a check inserts the row. ``fence_row.py`` says what a row
+records, and ``sql.py`` what execute and a check do with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
-# Imported first: it says what to install when SQLAlchemy is missing.
+# Imported first: its error says what to install when SQLAlchemy is missing.
 from rmq_spark._core.database.connection import (
     IN_INNODB,
     PLACE_CHARS_MAX,
@@ -37,9 +37,9 @@ from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S_MIN
 from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError, OptionError
 
 PRUNED_AT_ONCE = 10_000
-"""Rows that prune looks at in one database transaction, and that others read at once."""
+"""Rows that ``prune`` reads in one database transaction, and that ``executed_since`` fetches at once."""
 PRUNED = "pruned"
-"""The state of a row that belongs to no half batch: when rows of a log were last pruned."""
+"""State of a row that belongs to no half batch, and keeps the time when a log's rows were last pruned."""
 
 _IDS_PER_SELECT = 500
 # Rows of the table <fence_table>_id.
@@ -62,11 +62,11 @@ class Fence(Database):
             sa.Column("half_id", exact_text(700), primary_key=True),
             sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
             sa.Column("log_id", sa.String(64)),
-            # Its name in the log, by which a restored log is compared with the fence.
+            # With batch_id the name in the log, by which a restored log is compared with the fence.
             sa.Column("app_id", exact_text(700)),
             sa.Column("batch_id", sa.BigInteger),
             sa.Column("state", sa.String(16), nullable=False),
-            # Which rows it is about, where the state does not say it all: Recorded.encoded().
+            # Recorded.encoded(): the states of single rows, where the column state does not tell them.
             sa.Column("outcome", sa.LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")),
             sa.Column("changed_at", sa.DateTime, nullable=False),  # UTC, by the writer's clock
             **IN_INNODB,
@@ -79,21 +79,21 @@ class Fence(Database):
             sa.Column("created_at", sa.DateTime, nullable=False),
             **IN_INNODB,
         )
-        # Statements are made once: SQLAlchemy then looks up its compiled form at once.
+        # Each statement is built once, so that SQLAlchemy finds its compiled form quickly.
         columns = self._rows.c
-        said = (columns.half_id, columns.attempt, columns.log_id, columns.state, columns.outcome)
+        row_columns = (columns.half_id, columns.attempt, columns.log_id, columns.state, columns.outcome)
         of_attempt = sa.and_(columns.half_id == sa.bindparam("of"), columns.attempt == sa.bindparam("at"))
         self._read_ids = sa.select(self._id.c.one, self._id.c.fence_id)
-        self._read_some = sa.select(*said).where(columns.half_id.in_(sa.bindparam("ids", expanding=True)))
-        self._read_one = sa.select(*said).where(of_attempt)
-        # A shared lock: who was refused by the key has one in MariaDB already, and two that want more are a deadlock.
+        self._read_many = sa.select(*row_columns).where(columns.half_id.in_(sa.bindparam("ids", expanding=True)))
+        self._read_one = sa.select(*row_columns).where(of_attempt)
+        # A shared lock: in MariaDB a transaction that the key refused has one already, and two upgrades would deadlock.
         self._hold_one = self._read_one.with_for_update(read=True)
         self._update = (
             self._rows.update()
             .where(of_attempt)
             .values(state=sa.bindparam("word"), outcome=sa.bindparam("sets"), changed_at=sa.bindparam("now"))
         )
-        # A row is inserted where the fence has the id that the half batch was prepared with, in one statement.
+        # One statement inserts the row and requires that the fence's id is that of the prepare.
         self._values = (
             sa.select(*(sa.bindparam(f"new_{c.name}", type_=c.type) for c in columns))
             .where(self._id.c.one == _THE_ID)
@@ -101,8 +101,8 @@ class Fence(Database):
         )
         self._insert_plain = self._rows.insert().from_select(columns.keys(), self._values)
         self._inserts: dict[str, Any] = {}
-        self._is_known = False  # the database is known to be the one where the fence was made
-        self._tried = False  # the table of rows is known to compare ids exactly and to undo what is rolled back
+        self._is_known = False  # whether this is known to be the database where the fence was made
+        self._tried = False  # whether the table is known to compare ids exactly and to undo rolled back rows
 
     # ------------------------------------------------------------------ the id
     def create(self, moved: bool) -> str:
@@ -123,8 +123,8 @@ class Fence(Database):
                 rows.append({"one": _THE_PLACE, "fence_id": place, "created_at": now})
             insert_absent(connection, self._id, rows)
             if moved and place is not None:
-                here = self._id.update().where(self._id.c.one == _THE_PLACE)
-                connection.execute(here.values(fence_id=place, created_at=now))
+                update_place = self._id.update().where(self._id.c.one == _THE_PLACE)
+                connection.execute(update_place.values(fence_id=place, created_at=now))
             self._try_once(connection)
             return self.read_id(connection)
 
@@ -141,9 +141,9 @@ class Fence(Database):
         self._tried = True
 
     def read_id(self, connection: sa.Connection, anywhere: bool = False) -> str:
-        """Return the fence's id, or raise FenceError when there is none; must be the transaction's first statement.
+        """Return the fence's id, or raise FenceError when there is none. It must be the transaction's first statement.
 
-        With ``anywhere`` the connection may be of another database than this fence's.
+        ``anywhere`` allows a connection of another database than this fence's.
         """
         try:
             rows = connection.execute(self._read_ids).all()
@@ -151,18 +151,18 @@ class Fence(Database):
             if anywhere or is_lock_problem(problem) or self._exists():
                 raise
             rows = []
-        said = {row.one: row.fence_id for row in rows}
-        found = said.get(_THE_ID)
-        if found is None:
+        values = {row.one: row.fence_id for row in rows}
+        fence_id = values.get(_THE_ID)
+        if fence_id is None:
             raise FenceError(
                 f"{self.where} has no fence {self._id.fullname!r}: call create_fence() once, when the "
                 "database is set up. If it has one, that is in another schema (name it), this is another database, or "
                 "its tables were dropped"
             )
         if anywhere or not self._is_known:
-            self._require_same_place(connection, said.get(_THE_PLACE))
+            self._require_same_place(connection, values.get(_THE_PLACE))
             self._is_known = self._is_known or not anywhere
-        return str(found)
+        return str(fence_id)
 
     def _require_same_place(self, connection: sa.Connection, made_in: str | None) -> None:
         if made_in is None:
@@ -182,15 +182,15 @@ class Fence(Database):
 
     # ------------------------------------------------------------------ the rows
     def claim(self, connection: sa.Connection, batch: HalfBatch, state: State) -> Recorded | None:
-        """Insert the row of an attempt: all that is asked about has this state. Return None, or what the row says that
-        was there, which is locked until the database transaction ends.
+        """Insert the attempt's row, with this state for the batch's undecided transactions, and return None. If the row
+        exists, lock it until the database transaction ends, and return what it records.
 
         It waits for another database transaction that has inserted or locked the row.
 
         Raises
         ------
         FenceError
-            The fence is not that of the prepare, or nothing can be said.
+            The half batch was prepared with another fence, or the existing row cannot be read.
         """
         if not self._is_known:
             self.require_id_of(batch, self.read_id(connection))
@@ -199,14 +199,14 @@ class Fence(Database):
             reach("fence row written" if state.word == STARTED else "tombstone written")
             return None
         self.require_id_of(batch, self.read_id(connection))
-        found = self._newest(connection, batch)
-        if found is None:
+        row = self._newest(connection, batch)
+        if row is None:
             raise FenceError(
                 f"{self.where} refuses a second fence row for half batch {batch.half_id!r}, attempt {batch.attempt}, "
                 "and does not show the first: it answers from an older snapshot, or takes another id for the same. "
                 "Nothing can be said; nothing was done"
             )
-        return self.recorded(found, batch)
+        return self.recorded(row, batch)
 
     def _insert(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> bool:
         recorded = recorded.of_batch(batch)
@@ -220,13 +220,13 @@ class Fence(Database):
             "outcome": recorded.encoded(),
             "changed_at": self._now(),
         }
-        given = {"fence": batch.fence_id, **{f"new_{name}": value for name, value in row.items()}}
+        values = {"fence": batch.fence_id, **{f"new_{name}": value for name, value in row.items()}}
         if connection.dialect.name in ("postgresql", "sqlite"):
-            return connection.execute(self._insert_absent(connection.dialect.name), given).one_or_none() is not None
+            return connection.execute(self._insert_absent(connection.dialect.name), values).one_or_none() is not None
         try:
-            return connection.execute(self._insert_plain, given).rowcount == 1
+            return connection.execute(self._insert_plain, values).rowcount == 1
         except sa.exc.IntegrityError:
-            return False  # MariaDB undoes the statement alone, and the database transaction goes on
+            return False  # MariaDB undoes the statement alone; the database transaction goes on
 
     def _insert_absent(self, dialect: str) -> Any:
         if dialect not in self._inserts:
@@ -236,37 +236,37 @@ class Fence(Database):
         return self._inserts[dialect]
 
     def _newest(self, connection: sa.Connection, batch: HalfBatch) -> Any:
-        """The row of an attempt, which nobody else changes until the database transaction ends.
+        """Return the attempt's newest row, locked until the database transaction ends.
 
-        At REPEATABLE READ a SELECT that does not lock answers from the transaction's snapshot, which may be older.
+        At REPEATABLE READ a SELECT without a lock answers from the transaction's snapshot, which may be older.
         """
         query = self._read_one if connection.dialect.name == "sqlite" else self._hold_one
         return connection.execute(query, {"of": batch.half_id, "at": batch.attempt}).one_or_none()
 
     def read(self, connection: sa.Connection, batches: Sequence[HalfBatch]) -> dict[tuple[str, int], sa.Row[Any]]:
-        """Return the rows that half batches have, by half id and attempt, as others have committed them.
+        """Return the committed rows of half batches, by half id and attempt.
 
         Raises
         ------
         FenceError
-            The fence is not that of their prepare.
+            A half batch was prepared with another fence.
         """
-        found = self.read_id(connection)
+        fence_id = self.read_id(connection)
         for batch in batches:
-            self.require_id_of(batch, found)
+            self.require_id_of(batch, fence_id)
         ids = list(dict.fromkeys(batch.half_id for batch in batches))
         rows: list[sa.Row[Any]] = []
         for start in range(0, len(ids), _IDS_PER_SELECT):
-            rows += connection.execute(self._read_some, {"ids": ids[start : start + _IDS_PER_SELECT]})
+            rows += connection.execute(self._read_many, {"ids": ids[start : start + _IDS_PER_SELECT]})
         return {(row.half_id, row.attempt): row for row in rows}
 
     def recorded(self, row: sa.Row[Any], batch: HalfBatch) -> Recorded:
-        """Return what a row says of a half batch.
+        """Return what a row records of a half batch.
 
         Raises
         ------
         FenceError
-            It is of another log, the database is damaged, or somebody changed the row by hand.
+            The row is of another log, has positions in other half files, or is damaged.
         """
         if row.log_id and batch.log_id and row.log_id != batch.log_id:
             raise FenceError(
@@ -275,24 +275,24 @@ class Fence(Database):
                 "keys of their own, or a fence_table each; a log that was made anew is another one"
             )
         try:
-            found = Recorded.read(row.state, row.outcome)
+            recorded = Recorded.read(row.state, row.outcome)
         except FenceError as problem:
             where = f"the fence row of half batch {batch.half_id!r}, attempt {batch.attempt}"
             raise FenceError(f"{where}: {problem}") from problem
-        found.require_of(batch)
-        return found
+        recorded.require_of(batch)
+        return recorded
 
     def write(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> None:
-        """Change the row of an attempt, which this database transaction has claimed.
+        """Update the attempt's row, which this database transaction has claimed.
 
         Raises
         ------
         FenceError
-            When the row is not there any more. Then no check would find what was done.
+            The row is gone, so no check would find what was done.
         """
         recorded = recorded.of_batch(batch)
-        said = {"word": recorded.state, "sets": recorded.encoded(), "now": self._now()}
-        changed = connection.execute(self._update, {"of": batch.half_id, "at": batch.attempt, **said}).rowcount
+        values = {"word": recorded.state, "sets": recorded.encoded(), "now": self._now()}
+        changed = connection.execute(self._update, {"of": batch.half_id, "at": batch.attempt, **values}).rowcount
         if changed != 1:
             raise FenceError(
                 f"the fence row of half batch {batch.half_id!r}, attempt {batch.attempt}, is not in "
@@ -319,7 +319,7 @@ class Fence(Database):
             )
 
     def require_not_too_late(self, batch: HalfBatch) -> None:
-        """Raise LocalTransactionError when a check may have left a row that is pruned by now: absence says nothing."""
+        """Raise LocalTransactionError for an attempt so old that the row of a check may have been pruned."""
         age = self.machine.now() - utc(batch.prepared_at)
         if age >= timedelta(seconds=FENCE_RETENTION_S_MIN):
             raise LocalTransactionError(
@@ -328,20 +328,20 @@ class Fence(Database):
             )
 
     def executed_since(self, log_id: str, since: datetime) -> Iterator[ExecutedAttempt]:
-        """Yield the attempts of a log that were executed since a time, or ended in their middle."""
+        """Yield the attempts of a log that were executed since a time, also those that ended in their middle."""
         columns = self._rows.c
-        wanted = sa.and_(
+        condition = sa.and_(
             columns.state.in_((EXECUTED, STARTED, MIXED)),
             columns.changed_at >= utc(since).astimezone(timezone.utc).replace(tzinfo=None),
             columns.log_id == log_id,
         )
-        query = sa.select(self._rows).where(wanted).order_by(columns.half_id, columns.attempt)
+        query = sa.select(self._rows).where(condition).order_by(columns.half_id, columns.attempt)
         with self.transaction(write=False) as connection:
             self.read_id(connection)
             for row in connection.execute(query.execution_options(yield_per=PRUNED_AT_ONCE)):
-                said = Recorded.read(row.state, row.outcome)
-                is_whole = all(state.word != STARTED for state in said.states)
-                rows = said.rows_in(EXECUTED if is_whole else STARTED)
+                recorded = Recorded.read(row.state, row.outcome)
+                is_whole = all(state.word != STARTED for state in recorded.states)
+                rows = recorded.rows_in(EXECUTED if is_whole else STARTED)
                 if rows is None or rows:
                     yield ExecutedAttempt(
                         row.half_id, row.app_id, row.batch_id, row.attempt, utc(row.changed_at), is_whole, rows
@@ -349,19 +349,19 @@ class Fence(Database):
 
     # ------------------------------------------------------------------ pruning
     def prune(self, older_than_s: float, logs: Mapping[str, Callable[[Collection[str]], set[str]]]) -> Iterator[int]:
-        """Go through all rows in the order of their ids, and yield of each page how many were deleted.
+        """Go through all rows in the order of their ids, and yield the number of deleted rows of each page.
 
-        ``logs`` says by the id of a log which of some half batches it still has. A log is asked after the rows were
-        read: a half batch is in its log before it has a row. Each database transaction is short, so nobody waits long
-        for its locks.
+        ``logs`` has, by a log's id, a function that returns which half batches are still in the log. It is called after
+        the rows were read, because a half batch is in its log before it has a row. Each database transaction is short,
+        so that others do not wait long for its locks.
         """
         with self.transaction(write=False) as connection:
             self.read_id(connection)
             before = min(self.machine.now(), _time_of(connection)) - timedelta(seconds=older_than_s)
         columns = self._rows.c
         key, is_old = columns.half_id, columns.changed_at < before.replace(tzinfo=None)
-        some = sa.and_(columns.log_id == sa.bindparam("log"), key.in_(sa.bindparam("ids", expanding=True)))
-        delete = self._rows.delete().where(some, is_old)
+        of_log = sa.and_(columns.log_id == sa.bindparam("log"), key.in_(sa.bindparam("ids", expanding=True)))
+        delete = self._rows.delete().where(of_log, is_old)
         last: str | None = ""
         while last is not None:
             after, page_end = key > last, sa.select(key).order_by(key).offset(PRUNED_AT_ONCE - 1).limit(1)
@@ -371,36 +371,39 @@ class Fence(Database):
                 rows = connection.execute(sa.select(key, columns.log_id).where(page, is_old).distinct()).all()
             deleted = 0
             for log_id, still_has in logs.items():
-                found = [row.half_id for row in rows if row.log_id == log_id]
-                stay = still_has(found) if found else set()
-                ids = [half_id for half_id in found if half_id not in stay]
-                for start in range(0, len(ids), _IDS_PER_SELECT):
+                half_ids = [row.half_id for row in rows if row.log_id == log_id]
+                kept = still_has(half_ids) if half_ids else set()
+                gone = [half_id for half_id in half_ids if half_id not in kept]
+                for start in range(0, len(gone), _IDS_PER_SELECT):
                     with self.transaction() as connection:
-                        done = connection.execute(delete, {"log": log_id, "ids": ids[start : start + _IDS_PER_SELECT]})
-                        deleted += done.rowcount
+                        result = connection.execute(
+                            delete, {"log": log_id, "ids": gone[start : start + _IDS_PER_SELECT]}
+                        )
+                        deleted += result.rowcount
             yield deleted
 
     def take_turn(self, log_id: str, every_s: float) -> bool:
-        """Whether nobody has taken the turn to prune a log's rows in the last so many seconds: then it is ours.
+        """Take the turn to prune a log's rows, unless another process took it in the last ``every_s`` seconds. Return
+        whether it was taken.
 
-        A row of the fence says when, under an id that no half batch has.
+        A row of the fence keeps the time, under an id that no half batch has.
         """
         now = self._now()
-        columns, turn = self._rows.c, f"{PRUNED}@{log_id}"
-        row = {"half_id": turn, "attempt": 0, "state": PRUNED, "changed_at": now}
+        columns, turn_id = self._rows.c, f"{PRUNED}@{log_id}"
+        row = {"half_id": turn_id, "attempt": 0, "state": PRUNED, "changed_at": now}
         ago = now - timedelta(seconds=every_s)
-        lately = columns.changed_at.between(ago, now + timedelta(seconds=every_s))
-        take = self._rows.update().where(columns.half_id == turn, ~lately).values(changed_at=now)
+        is_recent = columns.changed_at.between(ago, now + timedelta(seconds=every_s))
+        take = self._rows.update().where(columns.half_id == turn_id, ~is_recent).values(changed_at=now)
         with self.transaction() as connection:
-            taken = insert_absent(connection, self._rows, [row])
-            return not taken or connection.execute(take).rowcount == 1
+            present = insert_absent(connection, self._rows, [row])
+            return not present or connection.execute(take).rowcount == 1
 
 
 def _time_of(connection: sa.Connection) -> datetime:
-    """The time by the clock of the database's server."""
+    """Return the time by the database server's clock."""
     queries = {"sqlite": "SELECT strftime('%s', 'now')", "postgresql": "SELECT extract(epoch FROM now())"}
-    said = connection.exec_driver_sql(queries.get(connection.dialect.name, "SELECT unix_timestamp()")).scalar_one()
-    return datetime.fromtimestamp(float(said), timezone.utc)
+    epoch_s = connection.exec_driver_sql(queries.get(connection.dialect.name, "SELECT unix_timestamp()")).scalar_one()
+    return datetime.fromtimestamp(float(epoch_s), timezone.utc)
 
 
 def utc(moment: datetime) -> datetime:

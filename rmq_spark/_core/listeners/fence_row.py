@@ -1,7 +1,7 @@
-"""What a fence row says of an attempt of a half batch: what became of its transactions, by the places of their rows.
+"""What a fence row records of an attempt: the states of its transactions, by the positions of their messages.
 
-All of an attempt is one database transaction most of the time, so a word says it all, and nothing grows with the number
-of transactions. Only where they differ does a row name the places of each: as runs, some bytes for thousands.
+Most attempts end as a whole, so one word is enough, whatever the number of transactions. Only where their states differ
+does the row list positions, as runs: a few bytes for thousands of messages.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from rmq_spark._core.listeners.half_batch import HalfBatch
 
 STARTED = "started"
-"""Committed only when work ended the database transaction in its middle. Then no check can answer."""
+"""Committed only when ``work`` ended the database transaction in its middle. Then no check can answer."""
 EXECUTED = "executed"
 ROLLED_BACK = "rolled_back"
 TOMBSTONE = "tombstone"
 WORDS = (STARTED, EXECUTED, ROLLED_BACK, TOMBSTONE)
 MIXED = "mixed"
-"""In the column ``state``: its transactions differ."""
+"""In the column ``state``: the attempt's transactions have different states."""
 
 STATES_MAX = 1_000
-"""So many different reasons are kept; the others become one, so that a database's longest statement holds them."""
+"""Distinct states in a row. Further reasons become one, so that the row fits into a database's longest statement."""
 SAME_MS = 2
-"""Times of staging that differ by less are one, rounded otherwise."""
+"""Times of staging that differ by no more are one time, rounded differently."""
 _CODE = pa.int32()
 _UNREADABLE = (
     zlib.error, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, pa.ArrowException
@@ -41,26 +41,26 @@ _UNREADABLE = (
 
 
 class State(NamedTuple):
-    """What became of a transaction: one of :data:`WORDS`, and why ``work`` rolled it back."""
+    """The state of a transaction: one of :data:`WORDS`, and why ``work`` rolled it back."""
 
     word: str
     reason: str | None = None
 
 
 class Recorded:
-    """What became of rows of an attempt; it never changes.
+    """The states of an attempt's rows; immutable.
 
     Parameters
     ----------
     states : sequence of State
-        Distinct ones.
+        Distinct states.
     files : mapping of int to pyarrow.Int32Array, optional
-        By file number, for each row of the half file the position of its state, null where nothing is known. None: all
-        rows of the half batch have the first state.
+        By file number, for each row of the half file the position of its state in ``states``; null where it is unknown.
+        None: all rows of the half batch have the first state.
     staged_ms : int, optional
-        When the half files were written whose rows these are.
+        When the half files of these rows were written (milliseconds since 1970).
     layout : str, optional
-        :meth:`~rmq_spark.HalfBatch.layout` of these.
+        The :meth:`~rmq_spark.HalfBatch.layout` of these half files.
     """
 
     __slots__ = ("files", "layout", "staged_ms", "states")
@@ -87,34 +87,34 @@ class Recorded:
 
     @classmethod
     def of(cls, state: State, rows: RowSet, is_all: bool) -> Recorded:
-        """These rows have one state; ``is_all`` says that the half batch has no others."""
+        """Record one state for these rows; ``is_all`` says that the half batch has no others."""
         return cls([state]) if is_all else NOTHING.with_rows(rows, [state])
 
     def with_rows(self, rows: RowSet, states: Sequence[State], which: pa.Int32Array | None = None) -> Recorded:
-        """The same, and what became of these rows. ``which`` has the position in ``states`` for each of them in send
-        order; None: all have the first."""
+        """Return a copy with the states of these rows added. ``which`` has the position in ``states`` for each of them,
+        in send order; None: all have the first."""
         if self.files is None:
             raise FenceError("a fence row that speaks for all rows of a half batch was to be added to")
-        at: dict[State, int] = {state: n for n, state in enumerate(self.states)}
-        codes = pa.array([_position(state, at) for state in states], _CODE)
-        of_rows = pa.repeat(codes[0], rows.count) if which is None else codes.take(which)
+        positions: dict[State, int] = {state: n for n, state in enumerate(self.states)}
+        codes = pa.array([_position(state, positions) for state in states], _CODE)
+        row_codes = pa.repeat(codes[0], rows.count) if which is None else codes.take(which)
         files, start = dict(self.files), 0
         for file_no, bits in rows.items():
-            mine = of_rows.slice(start, bits.count(1))
-            start += len(mine)
-            before = files.get(file_no)
+            file_codes = row_codes.slice(start, bits.count(1))
+            start += len(file_codes)
+            old_codes = files.get(file_no)
             files[file_no] = pc.replace_with_mask(
-                pa.nulls(len(bits), _CODE) if before is None else before, booleans_of(bits), mine
+                pa.nulls(len(bits), _CODE) if old_codes is None else old_codes, booleans_of(bits), file_codes
             )
-        return Recorded(list(at), files, self.staged_ms, self.layout)
+        return Recorded(list(positions), files, self.staged_ms, self.layout)
 
     def of_batch(self, batch: HalfBatch) -> Recorded:
-        """The same, with what tells its half files from others."""
+        """Return a copy with the staging time and the layout, which identify the half files of the batch."""
         return self if self.files is None else Recorded(self.states, self.files, batch.staged_ms, batch.layout())
 
     def require_of(self, batch: HalfBatch) -> None:
-        """Raise FenceError when the places are those of other half files: a restored log has staged the half batch once
-        more, and its rows may have been dealt out otherwise."""
+        """Raise FenceError when the positions are those of other half files: a restored log has staged the half batch
+        again, and its messages may have other positions."""
         if self.files is None or self.staged_ms is None or abs(self.staged_ms - batch.staged_ms) <= SAME_MS:
             return
         if self.layout is not None and self.layout == batch.layout():
@@ -126,7 +126,7 @@ class Recorded:
         )
 
     def among(self, rows: RowSet) -> pa.Int32Array:
-        """For each of some rows, in send order, the position of its state; null where nothing is known.
+        """Return the position of the state of each row, in send order; null where the state is unknown.
 
         Raises
         ------
@@ -135,22 +135,22 @@ class Recorded:
         """
         if self.files is None:
             return pa.repeat(pa.scalar(0, _CODE), rows.count)
-        found = []
+        parts = []
         for file_no, bits in rows.items():
             codes = self.files.get(file_no)
             if codes is None:
-                found.append(pa.nulls(bits.count(1), _CODE))
+                parts.append(pa.nulls(bits.count(1), _CODE))
                 continue
             if len(codes) != len(bits):
                 raise FenceError(
                     f"the fence knows {len(codes)} rows of half file {file_no}, which has {len(bits)}: the database is "
                     "damaged, or the row was changed by hand"
                 )
-            found.append(codes.filter(booleans_of(bits)))
-        return pa.concat_arrays(found) if found else pa.array([], _CODE)
+            parts.append(codes.filter(booleans_of(bits)))
+        return pa.concat_arrays(parts) if parts else pa.array([], _CODE)
 
     def rows_in(self, word: str) -> RowSet | None:
-        """The rows of one state; None: all rows of the half batch."""
+        """Return the rows whose state has this word; None: all rows of the half batch."""
         codes = pa.array([n for n, state in enumerate(self.states) if state.word == word], _CODE)
         if self.files is None:
             return None if len(codes) else RowSet()
@@ -159,21 +159,21 @@ class Recorded:
     # ------------------------------------------------------------------ as columns
     @property
     def state(self) -> str:
-        """The column ``state``, for people: the word of all that is known, or :data:`MIXED`."""
+        """The column ``state``, for people: the word of all recorded states, or :data:`MIXED`."""
         words = {state.word for state in self.states}
         return words.pop() if len(words) == 1 else MIXED
 
     def encoded(self) -> bytes | None:
-        """The column ``outcome``: runs of rows, compressed; None where :attr:`state` says it all."""
+        """The column ``outcome``: runs of rows, compressed; None where :attr:`state` is enough."""
         if self.files is None and self.states[0].reason is None:
             return None
         files = None if self.files is None else {n: _runs(codes) for n, codes in self.files.items()}
-        said = {"states": self.states, "files": files, "staged_ms": self.staged_ms, "layout": self.layout}
-        return zlib.compress(json.dumps(said).encode())
+        fields = {"states": self.states, "files": files, "staged_ms": self.staged_ms, "layout": self.layout}
+        return zlib.compress(json.dumps(fields).encode())
 
     @classmethod
     def read(cls, state: object, outcome: bytes | None) -> Recorded:
-        """From the columns of a fence row.
+        """Decode the columns of a fence row.
 
         Raises
         ------
@@ -185,47 +185,47 @@ class Recorded:
                 raise _damaged(f"it says {state!r}, which is not one of {', '.join(WORDS)}")
             return cls([State(str(state))])
         try:
-            said = json.loads(zlib.decompress(outcome))
-            states = [State(word, reason) for word, reason in said["states"]]
-            files = said["files"]
-            codes = None if files is None else {int(n): _of_runs(*runs) for n, runs in files.items()}
-            found = cls(states, codes, said["staged_ms"], said["layout"])
+            fields = json.loads(zlib.decompress(outcome))
+            states = [State(word, reason) for word, reason in fields["states"]]
+            files = fields["files"]
+            codes = None if files is None else {int(n): _from_runs(*runs) for n, runs in files.items()}
+            recorded = cls(states, codes, fields["staged_ms"], fields["layout"])
             if not all(isinstance(word, str) and isinstance(why, str | None) for word, why in states):
                 raise ValueError("a state is no text")
-            if not (isinstance(found.staged_ms, int | None) and isinstance(found.layout, str | None)):
+            if not (isinstance(recorded.staged_ms, int | None) and isinstance(recorded.layout, str | None)):
                 raise ValueError("what tells half files apart is of another type")
         except _UNREADABLE as problem:
             raise _damaged(f"its outcome cannot be read ({type(problem).__name__})") from problem
         words = {state.word for state in states}
-        used = {0} if codes is None else {c for of_file in codes.values() for c in pc.unique(of_file).to_pylist()}
-        if not (used <= {None, *range(len(states))} and words <= set(WORDS) and found.state == state):
+        used = {0} if codes is None else {code for of_file in codes.values() for code in pc.unique(of_file).to_pylist()}
+        if not (used <= {None, *range(len(states))} and words <= set(WORDS) and recorded.state == state):
             raise _damaged(f"it says {state!r}, and its outcome {sorted(words)}")
-        return found
+        return recorded
 
 
 NOTHING = Recorded([], {})
 _MORE = "one of so many reasons that the database does not keep each"
 
 
-def _position(state: State, at: dict[State, int]) -> int:
-    """The position of a state, which is added when there is room."""
-    if state not in at and len(at) >= STATES_MAX and state.reason is not None:
+def _position(state: State, positions: dict[State, int]) -> int:
+    """Return the position of a state, which is added. When there is no room, its reason is replaced."""
+    if state not in positions and len(positions) >= STATES_MAX and state.reason is not None:
         state = State(state.word, _MORE)
-    return at.setdefault(state, len(at))
+    return positions.setdefault(state, len(positions))
 
 
-def _damaged(what: str) -> FenceError:
-    return FenceError(f"{what}: the database is damaged, or the row was changed by hand")
+def _damaged(contradiction: str) -> FenceError:
+    return FenceError(f"{contradiction}: the database is damaged, or the row was changed by hand")
 
 
 def _runs(codes: pa.Int32Array) -> tuple[list[int], list[int | None]]:
-    """The length and the code of each run."""
+    """Return the length and the code of each run."""
     runs = pc.run_end_encode(codes)
     ends = runs.run_ends.to_pylist()
     return [end - start for start, end in pairwise([0, *ends])], runs.values.to_pylist()
 
 
-def _of_runs(lengths: Sequence[int], codes: Sequence[int | None]) -> pa.Int32Array:
+def _from_runs(lengths: Sequence[int], codes: Sequence[int | None]) -> pa.Int32Array:
     if len(lengths) != len(codes) or any(type(length) is not int or length <= 0 for length in lengths):
         raise ValueError("the runs of rows have no length")
     if any(code is not None and type(code) is not int for code in codes):

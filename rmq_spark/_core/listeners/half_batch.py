@@ -1,4 +1,4 @@
-"""The half batch for which a listener gives verdicts, and what a listener may return as verdicts."""
+"""The half batch that a listener decides about, and the verdicts that a listener may return."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class HalfRows(Protocol):
     Attributes
     ----------
     rows : RowSet
-        Which rows are undecided.
+        The undecided rows.
     is_all : bool
         Whether these are all rows of the half batch.
     """
@@ -68,7 +68,7 @@ class HalfBatch:
     ----------
     half_id, app_id : str
     batch_id : int
-        The micro-batch, or the number that a batch write or a producer gave.
+        The number of the micro-batch, or the one that a batch write or a producer gave.
     attempt : int
         1 at first. A new attempt has new transaction ids.
     producer_group : str
@@ -80,19 +80,19 @@ class HalfBatch:
     fence_id : str or None
         The fence that the listener had when the half batch was prepared.
     staged_ms : int
-        When its half files were written (milliseconds since 1970). A log that was restored may have a half batch with
-        the same id, whose rows were dealt out otherwise to its half files.
+        When its half files were written (milliseconds since 1970). A restored log may have a half batch with the same
+        id, and its messages in other positions.
     log_id : str or None
         The id of the commit log. Another log may have a half batch with the same id.
     arg : object
         The argument of ``send_message_in_transaction(message, arg)``; None in checks and streams.
     restarted : bool
-        True in a check by the very query that prepared the half batch, after a restart: whoever ran this attempt is
-        dead, or has been replaced. A listener with a fence need not wait for it, because the fence ends its work. One
-        without a fence must not answer ROLLBACK for that reason: the run before may still be at work.
+        True in a check by the query that prepared the half batch, after the query's restart: the process that ran this
+        attempt is dead or replaced. A listener with a fence need not wait for it, because the fence stops its work. A
+        listener without a fence must not answer ROLLBACK for that reason: the old process may still be at work.
     reason : str or None
-        None at first. A listener may set it: a few words why it answers UNKNOWN in a check, or why it rolls back. They
-        are kept with the check, or with the rollbacks that have no reason of their own, and ``txmq trace`` shows them.
+        None at first. A listener may set it to a few words: why it answers UNKNOWN in a check, or why it rolls back.
+        The check keeps them, or each rollback without a reason of its own, and ``txmq trace`` shows them.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class HalfBatch:
     @property
     def transactions(self) -> pa.Table:
         """A row for each undecided transaction: ``transaction_id`` and ``transaction_key`` (strings; the key is null
-        when ``transactionKey`` is not set) and ``messages`` (int64, how many messages it has)."""
+        when ``transactionKey`` is not set) and ``messages`` (int64, the number of its messages)."""
         if self._transactions is None:
             self._transactions = self._read_transactions()
         return self._transactions
@@ -172,18 +172,18 @@ class HalfBatch:
         pyarrow.Table
             ``body`` is binary; timestamps are microseconds in UTC.
         """
-        wanted = list(MESSAGE_COLUMNS if columns is None else columns)
-        unknown = [c for c in wanted if c not in MESSAGE_COLUMNS]
+        names = list(MESSAGE_COLUMNS if columns is None else columns)
+        unknown = [name for name in names if name not in MESSAGE_COLUMNS]
         if unknown:
             raise MessageError(f"no column {unknown[0]!r} in a half batch's messages: {', '.join(MESSAGE_COLUMNS)}")
         derived = {"msg_id", "transaction_id"}
-        stored = [c for c in wanted if c not in derived]
-        if derived & set(wanted):
-            stored += [c for c in ("file_no", "row_no") if c not in stored]
-        if "transaction_id" in wanted and self.transaction_per == KEY and "transaction_key" not in stored:
+        stored = [name for name in names if name not in derived]
+        if derived & set(names):
+            stored += [name for name in ("file_no", "row_no") if name not in stored]
+        if "transaction_id" in names and self.transaction_per == KEY and "transaction_key" not in stored:
             stored.append("transaction_key")
         table = self._rows.read(stored or ["file_no"])
-        return pa.table({c: self._derived(c, table) if c in derived else table[c] for c in wanted})
+        return pa.table({name: self._derived(name, table) if name in derived else table[name] for name in names})
 
     def _derived(self, column: str, table: pa.Table) -> pa.Array | pa.ChunkedArray:
         if column == "msg_id":
@@ -199,57 +199,57 @@ class HalfBatch:
             Spark's DDL, such as ``"order_id long, total double"``, or an Arrow schema. A field that a body lacks is
             null. A field that the schema does not name is left out.
         on_error : {"raise", "null"}
-            What becomes of a body that is not a JSON object with this schema. ``"null"``: all fields of its row are
-            null. A body without any of the fields looks the same. So name a field that each good body has, such as the
-            order's id: the rows in which it is null are the bad ones.
+            What to do with a body that is not a JSON object with this schema. ``"null"``: all fields of its row are
+            null, as for a body without any of the fields. So name a field that each good body has, such as the order's
+            id: the rows in which it is null are the bad ones.
 
         Raises
         ------
         MessageError
-            With ``"raise"``, when there is such a body. It names the first one's row and transaction, and how many
-            there are. Rows are those of :meth:`messages`.
+            With ``"raise"``, for a bad body. It has the row and the transaction of the first one, and the number of bad
+            bodies. Rows are those of :meth:`messages`.
         OptionError
-            For another ``on_error``.
+            For any other ``on_error``.
         """
         return decode_json(self.messages(["body"])["body"], schema, on_error, self._name_of)
 
     def insert(
         self, connection: sa.Connection, table: str, rows: str | pa.Schema | pa.Table, schema: str | None = None
     ) -> int:
-        """Insert a row for each message into a table of the database, in its open transaction, as fast as it takes
-        them: by binary COPY on PostgreSQL (with the extra ``postgres``), by an INSERT of many rows elsewhere.
+        """Insert a row for each message into a table, in the open database transaction: by binary COPY on PostgreSQL
+        (with the extra ``postgres``), by an INSERT of many rows elsewhere.
 
         Parameters
         ----------
         connection : sqlalchemy.Connection
-            The one that ``work`` is given.
+            The connection that ``work`` gets.
         table : str
         rows : str, pyarrow.Schema or pyarrow.Table
-            The fields of the JSON bodies, as :meth:`decode` takes them; or the rows themselves, such as some of those
-            that ``decode`` returned. Columns go by their names; those that are not given get the table's defaults.
+            The fields of the JSON bodies, as for :meth:`decode`; or the rows themselves, such as a part of what
+            ``decode`` returned. Columns are matched by name; missing ones get the table's defaults.
         schema : str, optional
             The database schema of the table.
 
         Returns
         -------
         int
-            How many rows.
+            The number of rows.
 
         Raises
         ------
         ListenerError
-            When there is no such table, or it lacks a column.
+            When the table does not exist, or lacks a column.
         MessageError
-            For a body that does not fit the fields, and for what the database cannot keep, with its row.
+            For a body that does not fit the fields, or a value that the database cannot keep; it has the row.
         sqlalchemy.exc.DBAPIError
-            For whatever the database refuses.
+            When the database refuses a row.
         """
         from rmq_spark._core.database.insert import insert
 
         return insert(connection, table, rows if isinstance(rows, pa.Table) else self.decode(rows), schema)
 
     def _name_of(self, row: int) -> str:
-        """Return the name of a message in an error, by its row."""
+        """Name the message of a row, for an error."""
         return message_name(self.messages(["transaction_key", "transaction_id", "msg_id"]), row)
 
     def to_spark(self, spark: SparkSession) -> DataFrame:
@@ -261,7 +261,7 @@ class HalfBatch:
 
     @property
     def rows(self) -> RowSet:
-        """Where the undecided messages lie in the half batch: an address of a message never changes."""
+        """The positions of the undecided messages in the half batch. A message's position never changes."""
         return self._rows.rows
 
     @property
@@ -270,38 +270,38 @@ class HalfBatch:
         return self._rows.is_all
 
     def layout(self) -> str | None:
-        """A digest of which row is of which transaction; None when the undecided rows do not tell that of all."""
+        """A digest of the key of every row. None without transaction keys, or when some rows are decided."""
         if not self.is_all or self.transaction_per != KEY:
             return None
         keys = self._rows.read(["transaction_key"])["transaction_key"].combine_chunks()
         sizes = [(file_no, len(bits)) for file_no, bits in self.rows.items()]
-        said = blake2b(json.dumps(sizes).encode(), digest_size=16)
+        digest = blake2b(json.dumps(sizes).encode(), digest_size=16)
         for column in (pc.cast(pc.binary_length(keys), pa.string()), keys):
             whole = pa.ListArray.from_arrays(pa.array([0, len(column)], pa.int32()), column)
-            said.update(pc.binary_join(whole, " ")[0].as_buffer())
-        return said.hexdigest()
+            digest.update(pc.binary_join(whole, " ")[0].as_buffer())
+        return digest.hexdigest()
 
     def by_row(self, of_transactions: pa.Array) -> pa.Array:
-        """A value for each row of :attr:`transactions`, as one for each message in send order."""
+        """Spread a value for each row of :attr:`transactions` to its messages, in send order."""
         if self.transaction_per == MESSAGE:
             return of_transactions
         if self.transaction_per == BATCH:
             return pa.repeat(of_transactions[0], self.rows.count)
-        return of_transactions.take(self._transaction_of_each())
+        return of_transactions.take(self._transaction_positions())
 
     def by_transaction(self, of_rows: pa.Array) -> pa.Array:
-        """A value for each message in send order, as one for each row of :attr:`transactions`. Messages of one
-        transaction have one value; a null says that they do not."""
+        """Reduce a value for each message, in send order, to one for each row of :attr:`transactions`. It is null where
+        the messages of a transaction have different values."""
         if self.transaction_per == MESSAGE:
             return of_rows
-        owner = pa.repeat(0, len(of_rows)) if self.transaction_per == BATCH else self._transaction_of_each()
+        owner = pa.repeat(0, len(of_rows)) if self.transaction_per == BATCH else self._transaction_positions()
         table = pa.table({"owner": owner, "value": of_rows})
-        found = table.group_by("owner").aggregate([("value", "min"), ("value", "max")]).sort_by("owner")
-        first, last = (found[name].combine_chunks() for name in ("value_min", "value_max"))
+        bounds = table.group_by("owner").aggregate([("value", "min"), ("value", "max")]).sort_by("owner")
+        first, last = (bounds[name].combine_chunks() for name in ("value_min", "value_max"))
         return pc.if_else(pc.equal(first, last), first, pa.scalar(None, of_rows.type))
 
-    def _transaction_of_each(self) -> pa.Array:
-        """For each message, in send order, the position of its transaction."""
+    def _transaction_positions(self) -> pa.Array:
+        """Return the position of each message's transaction, in send order."""
         if self._owners is None:
             keys = self._rows.read(["transaction_key"])["transaction_key"].combine_chunks()
             self._owners = pc.index_in(keys, value_set=self.transactions["transaction_key"].combine_chunks())
@@ -316,7 +316,7 @@ class HalfBatch:
         refused: Iterable[object] | Mapping[Any, object] = (),
         otherwise: LocalTransactionState = COMMIT_MESSAGE,
     ) -> VerdictArray:
-        """Return a verdict for each row of :attr:`transactions`, from the keys that have a verdict.
+        """Return a verdict for each row of :attr:`transactions`, from keys.
 
         Parameters
         ----------
@@ -326,15 +326,15 @@ class HalfBatch:
             ROLLBACK_MESSAGE. Up to 200 characters of a reason (str) are kept with the op marker. In a check it promises
             that these transactions never happened and never will: a replay runs them as the next attempt.
         refused : iterable of keys, or mapping of keys to reasons
-            ROLLBACK_MESSAGE for local transactions that *ran and said no*: final, also in a check. From
-            ``execute_local_transaction`` every rollback is.
+            ROLLBACK_MESSAGE for local transactions that *ran and said no*: final, also in a check. Every rollback from
+            ``execute_local_transaction`` is final.
         otherwise : LocalTransactionState
             The verdict of every transaction that is not named.
 
         Raises
         ------
         VerdictError
-            When a key is not in this half batch, or is named for two verdicts; or for a single key without a list.
+            When a key is not in this half batch or is named for two verdicts, or a single key is not in a list.
         """
         column = "transaction_key" if self.transaction_per == KEY else "transaction_id"
         distinct = {Verdict(state_of(otherwise)): 0}
@@ -353,7 +353,7 @@ class HalfBatch:
             reasons = keys if isinstance(keys, Mapping) else None
             if reasons is not None and state is not ROLLBACK_MESSAGE:
                 raise VerdictError(f"{state} was given a mapping: its keys alone are expected, for it has no reasons")
-            codes: dict[str | None, int] = {}  # thousands of keys may have one reason
+            codes: dict[str | None, int] = {}  # by reason: thousands of keys may have the same
             for key in keys:
                 reason = reasons[key] if reasons else None
                 if type(reason) is not str:
@@ -362,35 +362,35 @@ class HalfBatch:
                 if code is None:
                     verdict = Verdict(state, kept_reason(reason), final)
                     code = codes[reason] = distinct.setdefault(verdict, len(distinct))
-                before = named.setdefault(str(key), code)
-                if before != code:
-                    one, other = (list(distinct)[of] for of in (before, code))
-                    if (one.state, one.refused) != (other.state, other.refused):
+                earlier = named.setdefault(str(key), code)
+                if earlier != code:
+                    first, second = (list(distinct)[position] for position in (earlier, code))
+                    if (first.state, first.refused) != (second.state, second.refused):
                         raise VerdictError(
-                            f"{column} {key!r} is named for two verdicts: {_said(one)} and {_said(other)}"
+                            f"{column} {key!r} is named for two verdicts: {_in_words(first)} and {_in_words(second)}"
                         )
                     named[str(key)] = code
-        return VerdictArray(tuple(distinct), self._of_named(column, named))
+        return VerdictArray(tuple(distinct), self._codes_of_keys(column, named))
 
-    def _of_named(self, column: str, named: Mapping[str, int]) -> pa.Array:
-        """For each row of :attr:`transactions` the number that its key is named with; 0 where it is not named."""
+    def _codes_of_keys(self, column: str, named: Mapping[str, int]) -> pa.Array:
+        """Return the code of the key of each row of :attr:`transactions`; 0 for keys that are not named."""
         known, keys = self.transactions[column].combine_chunks(), pa.array(named, pa.string())
-        which = pc.index_in(known, value_set=keys)
-        if len(which) - which.null_count < len(keys):
+        positions = pc.index_in(known, value_set=keys)
+        if len(positions) - positions.null_count < len(keys):
             absent = keys.filter(pc.invert(pc.is_in(keys, value_set=known)))[0].as_py()
             raise VerdictError(f"{absent!r} is not a {column} of half batch {self.half_id!r}")
-        return pc.fill_null(pa.array(named.values(), pa.int32()).take(which), 0)
+        return pc.fill_null(pa.array(named.values(), pa.int32()).take(positions), 0)
 
 
 _ARGUMENTS = {COMMIT_MESSAGE: "commit", ROLLBACK_MESSAGE: "rollback", UNKNOWN: "unknown"}
 
 
-def _said(verdict: Verdict) -> str:
+def _in_words(verdict: Verdict) -> str:
     return f"{verdict.state} (refused)" if verdict.refused else str(verdict.state)
 
 
 def message_name(messages: pa.Table, row: int) -> str:
-    """Return the name of a message in an error: its transaction's key or id, and its own id."""
+    """Name a message for an error: by its transaction's key or id, and its own id."""
     key, transaction_id, msg_id = (
         messages[name][row].as_py() for name in ("transaction_key", "transaction_id", "msg_id")
     )
@@ -405,8 +405,7 @@ MESSAGE_COLUMNS = (
 
 
 def normalize_verdicts(result: object, batch: HalfBatch) -> VerdictArray:
-    """Turn what a listener returned into a verdict for each transaction. Rollbacks without a reason get that of the
-    batch.
+    """Convert a listener's result to a verdict for each transaction. Rollbacks without a reason get ``batch.reason``.
 
     ``None`` means UNKNOWN, as in RocketMQ.
 
@@ -422,25 +421,25 @@ def _verdicts(result: object, batch: HalfBatch) -> VerdictArray:
     if result is None or isinstance(result, (str, Rollback)):
         return VerdictArray((verdict_of(result),))
     if isinstance(result, VerdictArray):
-        found = result
+        verdicts = result
     elif isinstance(result, (pa.Array, pa.ChunkedArray)):
-        found = _of_array(result, batch)
+        verdicts = _of_array(result, batch)
     elif isinstance(result, Sequence):
-        found = VerdictArray.of([verdict_of(one) for one in result])
+        verdicts = VerdictArray.of([verdict_of(value) for value in result])
     else:
         raise VerdictError(
             f"the listener of {batch.producer_group!r} returned {type(result).__name__}: a LocalTransactionState, "
             "a Rollback, None, or one of these per transaction is expected"
         )
-    if found.which is None:
-        return found
+    if verdicts.which is None:
+        return verdicts
     expected = batch.transactions.num_rows
-    if len(found.which) != expected:
+    if len(verdicts.which) != expected:
         raise VerdictError(
-            f"the listener of {batch.producer_group!r} returned {len(found.which)} verdicts for {expected} "
+            f"the listener of {batch.producer_group!r} returned {len(verdicts.which)} verdicts for {expected} "
             f"transactions of half batch {batch.half_id!r}: return one per row of batch.transactions"
         )
-    return VerdictArray(found.distinct) if len(found.distinct) == 1 and expected else found
+    return VerdictArray(verdicts.distinct) if len(verdicts.distinct) == 1 and expected else verdicts
 
 
 def _of_array(values: pa.Array | pa.ChunkedArray, batch: HalfBatch) -> VerdictArray:

@@ -1,4 +1,4 @@
-"""Listeners, which run and check local transactions, and finding a listener by its name."""
+"""Listeners, which run and check local transactions, and the import of a listener by its path."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class ExecutedAttempt:
     half_id, app_id, batch_id, attempt :
         Of the half batch. ``app_id`` and ``batch_id`` are its name in the log.
     executed_at : datetime
-        When that was (UTC), by the clock of the machine that executed it.
+        UTC, by the clock of the machine that executed it.
     is_whole : bool
-        False when the local transaction ended the store's transaction in its middle: nobody knows what was done.
+        False when the local transaction ended the store's transaction in its middle, so that its effect is unknown.
     rows : RowSet or None
-        The places of the messages whose transactions were executed; None: all of the half batch.
+        The positions of the messages whose transactions were executed; None: all of the half batch.
     """
 
     half_id: str
@@ -63,11 +63,11 @@ class ExecutedAttempt:
 class TransactionListener(ABC):
     """Runs a half batch's local transaction, and later tells a check what became of it.
 
-    It mirrors RocketMQ's ``org.apache.rocketmq.client.producer.TransactionListener``, but takes a half batch at a time.
+    It mirrors RocketMQ's ``org.apache.rocketmq.client.producer.TransactionListener``, for a half batch at a time.
     """
 
     requires_spark = False
-    """True for a listener that needs a Spark session. ``format("txmq")`` refuses it, because it commits without one."""
+    """True for a listener that needs a Spark session. ``format("txmq")``, which commits without one, refuses it."""
 
     needs_single_transactions = False
     """True for a listener that rolls back some messages of a half batch: sinks refuse it for half batches that are one
@@ -77,63 +77,62 @@ class TransactionListener(ABC):
     """True for a listener that answers checks and has no local transaction to run. Sends that need one refuse it."""
 
     store_id: str | None = None
-    """Names the store that the local transactions change: a database, a table, a partner's account. Each half batch
-    keeps it, and only a listener of the same store is asked about that. Of a listener with a fence it is the fence's
-    id. None: listeners of the group that name no store answer for each other. A class or an instance sets it, to at
-    most 200 printable characters."""
+    """Names the store that the local transactions change: a database, a table, a partner's account. A class or an
+    instance sets it, to at most 200 printable characters. A listener with a fence has the fence's id. Each half batch
+    keeps the name, and only a listener with the same name is asked about it. None: the group's listeners without a name
+    answer for each other."""
 
-    def require_ready(self) -> None:  # noqa: B027 - most have nothing to look at
-        """Raise when the local transaction could not run: a table is missing. It is called before each half batch is
-        prepared, and never for a check."""
+    def require_ready(self) -> None:  # noqa: B027 - most have nothing to check
+        """Raise when the local transaction cannot run, such as for a missing table. It is called before each prepare,
+        and never for a check."""
 
-    def require_reachable(self) -> None:  # noqa: B027 - most have no cheap question
-        """Raise when no check could be answered now: the store does not answer. A check job calls it once a round, also
-        when nothing is pending, so override it with a cheap question that changes nothing."""
+    def require_reachable(self) -> None:  # noqa: B027 - most have no cheap query
+        """Raise when the store does not answer, so that no check can be answered now. A check job calls it once a
+        round, even when nothing is pending. Override it with a cheap query that changes nothing."""
 
     @abstractmethod
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
         """Do the work that must agree with the messages, and return the verdict(s).
 
-        A rollback is final: the local transaction ran and said no. ``txmq.Rollback("why")`` in its place, returned or
-        raised, says why, and so do ``batch.reason`` and ``batch.verdicts(rollback={key: why})``. Any other
-        exception leaves the half batch pending, and a check or a replay settles it. It may be a coroutine function
-        for :meth:`TransactionMQProducer.send_message_in_transaction_async`, and for nothing else.
+        A rollback is final: the local transaction ran and said no. Give a reason by ``txmq.Rollback("why")``, returned
+        or raised, by ``batch.reason``, or by ``batch.verdicts(rollback={key: why})``. Any other exception leaves the
+        half batch pending, and a check or a replay settles it. The method may be a coroutine function only for
+        :meth:`TransactionMQProducer.send_message_in_transaction_async`.
         """
 
     @abstractmethod
     def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        """Return what became of the local transaction(s) of ``batch.transactions``.
+        """Return the outcome of the local transaction(s) of ``batch.transactions``.
 
         ROLLBACK_MESSAGE is a promise: the local transaction did not happen *and never will*. A replay of a micro-batch
-        runs it as the next attempt. A listener without a fence cannot keep a late driver from committing, nor know of a
-        store that it does not look into: see :attr:`store_id`. It should answer UNKNOWN until it is sure, and may say
-        why in ``batch.reason``: a few words, which ``txmq trace`` shows.
+        runs it as the next attempt. A listener without a fence cannot keep a late driver from committing, and knows no
+        store but its own (:attr:`store_id`). It should answer UNKNOWN until it is sure, and may set ``batch.reason`` to
+        a few words, which ``txmq trace`` shows.
 
-        When a record tells that the local transaction *ran and said no*, the answer is
+        When a record shows that the local transaction *ran and said no*, answer
         ``txmq.Rollback("why", refused=True)``, or ``batch.verdicts(refused={key: why})`` for some of several. Then the
         rollback is final, and nothing runs again.
         """
 
     def check_local_transactions(self, batches: Sequence[HalfBatch]) -> Sequence[Verdicts | Exception]:
-        """Return for each half batch what :meth:`check_local_transaction` returns: those that a round of checks found.
+        """Return the answer of :meth:`check_local_transaction` for each half batch of a round of checks.
 
-        A listener that can answer many with one question overrides it. The half batches are small, of one group, store
-        and commit log. An exception that is returned in the place of an answer stands for that half batch alone.
-        :meth:`check_local_transaction` is then asked about it, and about all of them when this method raises.
+        A listener that can answer for many with one query overrides it. The half batches are small, and of one group,
+        store and commit log. An exception may stand in place of an answer: :meth:`check_local_transaction` is then
+        called for that half batch, and for all of them when this method raises.
         """
         return [returned(self.check_local_transaction, batch) for batch in batches]
 
 
 class PerMessageListener(TransactionListener):
-    """Makes a TransactionListener from a listener with RocketMQ's own signature, which answers message by message.
+    """Adapts a listener with RocketMQ's own signature, which answers message by message.
 
     Parameters
     ----------
     listener : object
         Has ``execute_local_transaction(msg, arg)`` and ``check_local_transaction(msg)``, where ``msg`` is a
         :class:`~rmq_spark.MessageExt`. Each returns a LocalTransactionState or None, or returns or raises a
-        :class:`~rmq_spark.Rollback`, which says why. It may have a ``store_id``; see
-        :attr:`TransactionListener.store_id`.
+        :class:`~rmq_spark.Rollback` with a reason. It may have a :attr:`~TransactionListener.store_id`.
 
     Notes
     -----
@@ -147,8 +146,8 @@ class PerMessageListener(TransactionListener):
         self.store_id = getattr(listener, "store_id", None)
 
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        ask = self._listener.execute_local_transaction
-        return [returned(ask, msg, batch.arg) for msg in self._messages(batch)]
+        execute = self._listener.execute_local_transaction
+        return [returned(execute, msg, batch.arg) for msg in self._messages(batch)]
 
     def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
         return [returned(self._listener.check_local_transaction, msg) for msg in self._messages(batch)]
@@ -166,7 +165,7 @@ class PerMessageListener(TransactionListener):
 
 
 def require_executing(listener: TransactionListener, where: str) -> TransactionListener:
-    """Return the listener, or raise ListenerError when it only answers checks; ``where`` says what it would run."""
+    """Return the listener, or raise ListenerError when it only answers checks; ``where`` begins the error."""
     if listener.only_checks:
         raise ListenerError(
             f"{where}: {listener!r} has no work, so it answers checks and has no local transaction to run. Give it "
@@ -186,8 +185,7 @@ def require_transactions_for(listener: TransactionListener, transaction_per: str
 
 
 NO_LISTENER_FENCE = "none"
-"""Kept as the store of half batches with ``transactionListener=none``. Any check commits them, whichever listeners it
-has."""
+"""The store of half batches with ``transactionListener=none``. Any check commits them, whatever its listeners are."""
 STORE_ID_CHARS_MAX = 200
 
 
@@ -204,41 +202,40 @@ class CommitOncePrepared(TransactionListener):
 
 
 def store_id_of(listener: TransactionListener) -> str | None:
-    """Return the store of a listener's local transactions. A fence's id is looked up now, in its database.
+    """Return the listener's store id. The id of a fence is read from its database now.
 
     Raises
     ------
     ListenerError
         When it is not the name of a store.
     """
-    found = listener.store_id
-    if found is not None and not isinstance(listener, CommitOncePrepared):
-        _require_store_id(found, type(listener).__name__)
-    return found
+    store_id = listener.store_id
+    if store_id is not None and not isinstance(listener, CommitOncePrepared):
+        _require_store_id(store_id, type(listener).__name__)
+    return store_id
 
 
 def store_id_to_send(listener: TransactionListener) -> str | None:
-    """Return the store of a listener whose local transaction is to run."""
+    """Return the listener's store id, or raise when its local transaction cannot run."""
     listener.require_ready()
     return store_id_of(listener)
 
 
-def _require_store_id(found: object, where: str) -> None:
-    good = isinstance(found, str) and 0 < len(found) <= STORE_ID_CHARS_MAX and found.isprintable()
-    if not good or found != str(found).strip() or found == NO_LISTENER_FENCE:
+def _require_store_id(store_id: object, where: str) -> None:
+    is_text = isinstance(store_id, str) and 0 < len(store_id) <= STORE_ID_CHARS_MAX and store_id.isprintable()
+    if not is_text or store_id != str(store_id).strip() or store_id == NO_LISTENER_FENCE:
         raise ListenerError(
-            f"{where}.store_id={str(found)[:STORE_ID_CHARS_MAX]!r} is not the name of a store: a text of 1 to "
+            f"{where}.store_id={str(store_id)[:STORE_ID_CHARS_MAX]!r} is not the name of a store: a text of 1 to "
             f"{STORE_ID_CHARS_MAX} printable characters is expected, without blanks at its ends, and not "
             f"{NO_LISTENER_FENCE!r}; or None for a store without a name"
         )
 
 
 def require_same_fence(half_id: str, prepared_with: str | None, found: str | None) -> None:
-    """Raise FenceError when a listener of the store ``found`` cannot know what became of a half batch.
+    """Raise FenceError when a half batch was not prepared with a listener of the store ``found``.
 
-    Only a listener of the store of the prepare knows its local transaction. One of another store, one that names none
-    where the half batch has one (or the other way round), and ``transactionListener=none`` would answer without
-    knowing.
+    Only a listener of the same store knows the local transaction. A named and an unnamed store differ, and both differ
+    from ``transactionListener=none``.
     """
     if prepared_with != found:
         raise FenceError(
@@ -255,19 +252,19 @@ def _store(store_id: str | None) -> str:
     return "no store_id and no fence" if store_id is None else f"store_id {store_id!r}"
 
 
-def _require_methods(listener: object, what: str) -> None:
+def _require_methods(listener: object, caller: str) -> None:
     for method in ("execute_local_transaction", "check_local_transaction"):
         if not callable(getattr(listener, method, None)):
-            raise ListenerError(f"{what} got {type(listener).__name__}, which has no method {method}")
+            raise ListenerError(f"{caller} got {type(listener).__name__}, which has no method {method}")
 
 
 def require_work(work: object, call: str) -> None:
-    """Raise ListenerError when ``work`` is no function of two arguments; ``call`` shows how it is called."""
+    """Raise ListenerError unless ``work`` is a function of two arguments; ``call`` shows the call in the error."""
     if not callable(work):
         raise ListenerError(f"work is {type(work).__name__}: a function {call} is expected")
     try:
         signature = inspect.signature(work)
-    except (TypeError, ValueError):  # some functions written in C do not tell
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     try:
         signature.bind(None, None)
@@ -277,7 +274,7 @@ def require_work(work: object, call: str) -> None:
 
 
 def require_listener(listener: object, where: str) -> TransactionListener:
-    """Return the listener, or raise ListenerError when it is no TransactionListener; ``where`` says whence it came."""
+    """Return the listener, or raise ListenerError unless it is a TransactionListener; ``where`` begins the error."""
     if listener is None:
         raise ListenerError(f"{where}: no listener was given; pass a TransactionListener")
     if isinstance(listener, type) and issubclass(listener, TransactionListener):
@@ -295,9 +292,9 @@ def require_listener(listener: object, where: str) -> TransactionListener:
                 f"{where}: {type(listener).__name__}.{method.__name__}{inspect.signature(method)} does not take one "
                 "argument, the half batch; wrap a listener with the arguments of RocketMQ in PerMessageListener"
             ) from problem
-    found = inspect.getattr_static(listener, "store_id")
-    if found is not None and not hasattr(type(found), "__get__") and not isinstance(listener, CommitOncePrepared):
-        _require_store_id(found, f"{where}: {type(listener).__name__}")  # what a property says shows when it is needed
+    store_id = inspect.getattr_static(listener, "store_id")
+    if store_id is not None and not hasattr(type(store_id), "__get__") and not isinstance(listener, CommitOncePrepared):
+        _require_store_id(store_id, f"{where}: {type(listener).__name__}")  # a property is read when it is needed
     if inspect.iscoroutinefunction(listener.check_local_transaction):
         raise ListenerError(
             f"{where}: {type(listener).__name__}.check_local_transaction is a coroutine function, and a check has no "
@@ -307,14 +304,16 @@ def require_listener(listener: object, where: str) -> TransactionListener:
 
 
 def answers_many(listener: TransactionListener) -> bool:
-    """Whether a listener has an answer of its own for many half batches: one that a subclass changes for one half batch
-    does not count."""
-    one, many = "check_local_transaction", "check_local_transactions"
-    if one in vars(listener):
+    """Whether a listener answers for many half batches itself. It does not when a subclass or an instance overrides
+    ``check_local_transaction`` alone."""
+    single, many = "check_local_transaction", "check_local_transactions"
+    if single in vars(listener):
         return False
-    kinds = type(listener).__mro__
-    first = {name: next(at for at, kind in enumerate(kinds) if name in vars(kind)) for name in (one, many)}
-    return first[many] <= first[one]
+    classes = type(listener).__mro__
+    first_class = {
+        name: next(position for position, cls in enumerate(classes) if name in vars(cls)) for name in (single, many)
+    }
+    return first_class[many] <= first_class[single]
 
 
 def is_coroutine(listener: TransactionListener) -> bool:
@@ -340,37 +339,37 @@ def load_listener(path: str, allowed_prefixes: Sequence[str] | None = None) -> T
     ListenerError
         When the path is malformed, not allowed, cannot be imported, or names no TransactionListener.
     """
-    found = load_object(path, allowed_prefixes)
-    if not isinstance(found, TransactionListener) and callable(found):
+    listener = load_object(path, allowed_prefixes)
+    if not isinstance(listener, TransactionListener) and callable(listener):
         try:
-            found = found()
+            listener = listener()
         except Exception as problem:
             raise ListenerError(
                 f"listener {path!r} cannot be made: calling it raised {type(problem).__name__}: {problem}"
             ) from cause_of(problem)
-    return require_listener(found, f"listener {path!r}")
+    return require_listener(listener, f"listener {path!r}")
 
 
 def see_working_folder() -> None:
-    """Let listeners be imported from the working folder, last on the path. The allow-list of modules still holds."""
+    """Add the working folder to the end of the import path, for listeners. The allow-list of modules still holds."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
 
 
 def load_object(path: str, allowed_prefixes: Sequence[str] | None = None) -> Any:
-    """Import what ``module:attribute`` names, and return it as it is; see :func:`load_listener`."""
+    """Import and return the object that ``module:attribute`` names; see :func:`load_listener`."""
     module_name, attribute = require_object_path(path, allowed_prefixes)
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except Exception as problem:
         raise import_error(path, module_name, problem) from cause_of(problem)
     for name in attribute.split("."):
-        if not hasattr(found, name):
+        if not hasattr(target, name):
             raise ListenerError(f"listener {path!r}: {module_name!r} has no {attribute!r}")
-        found = getattr(found, name)
-        if isinstance(found, ModuleType):  # it may not be among the allowed modules
-            raise ListenerError(f"listener {path!r} goes through the module {found.__name__!r}: name that one itself")
-    return found
+        target = getattr(target, name)
+        if isinstance(target, ModuleType):  # which may not be allowed
+            raise ListenerError(f"listener {path!r} goes through the module {target.__name__!r}: name that one itself")
+    return target
 
 
 def require_object_path(path: str, allowed_prefixes: Sequence[str] | None = None) -> tuple[str, str]:
@@ -379,7 +378,8 @@ def require_object_path(path: str, allowed_prefixes: Sequence[str] | None = None
         raise ListenerError(f"listener {path!r} is not 'module:attribute', such as 'shop.orders:listener'")
     module_name, _, attribute = path.partition(":")
     if allowed_prefixes is not None and not any(
-        module_name == p.rstrip(".") or module_name.startswith(p.rstrip(".") + ".") for p in allowed_prefixes
+        module_name == prefix.rstrip(".") or module_name.startswith(prefix.rstrip(".") + ".")
+        for prefix in allowed_prefixes
     ):
         raise ListenerError(
             f"listener {path!r} is outside the allowed modules ({', '.join(allowed_prefixes) or 'none'}): "
@@ -389,7 +389,7 @@ def require_object_path(path: str, allowed_prefixes: Sequence[str] | None = None
 
 
 def import_error(path: str, module_name: str, problem: Exception) -> ListenerError:
-    """Return what to raise when the module of ``module:attribute`` cannot be imported."""
+    """Return the error for a module of ``module:attribute`` that cannot be imported."""
     missing = problem.name if isinstance(problem, ModuleNotFoundError) else None
     remedy = "put its folder on the PYTHONPATH, install it, or hand it over with spark-submit --py-files"
     if missing is None:

@@ -1,7 +1,7 @@
 """Runs a local transaction in a database, together with a fence row for each attempt of a half batch.
 
-With the fence a check can promise that a local transaction *never will* happen. Execute and check both insert the
-attempt's row, and its primary key lets only one of them do so. See :class:`SqlTransactionListener`. ::
+The fence lets a check promise that a local transaction *never will* happen. Execute and a check both try to insert the
+attempt's row, and its primary key lets only one of them succeed. See :class:`SqlTransactionListener`. ::
 
     execute first    execute   BEGIN  insert row (started)  work  set executed  COMMIT
                      check                                  insert row, which waits    finds executed: COMMIT_MESSAGE
@@ -10,15 +10,15 @@ attempt's row, and its primary key lets only one of them do so. See :class:`SqlT
     check first      check     BEGIN  insert row (tombstone)  COMMIT                   ROLLBACK_MESSAGE
                      execute                                         BEGIN  insert row  finds tombstone: FencedError
 
-A row says of all transactions of the attempt what became of them, or of each of them where they differ
-(:class:`~rmq_spark._core.listeners.fence_row.Recorded`). What a check makes of the committed state of a transaction:
+A row has one state for all transactions of the attempt, or one for each where they differ
+(:class:`~rmq_spark._core.listeners.fence_row.Recorded`). What a check answers, by the committed state of a transaction:
 
 ===============  ======================================  ===========================================================
 state            written by                              a check answers
 ===============  ======================================  ===========================================================
 nothing          nobody                                  UNKNOWN; after ``rollback_after`` it writes a tombstone
 ``executed``     execute, when work's rows commit        COMMIT
-``rolled_back``  execute, when work rolled back          ROLLBACK, refused: it is final, with the reason of work
+``rolled_back``  execute, when work rolled back          ROLLBACK, refused: it is final, with work's reason
 ``tombstone``    a check, or execute after that check    ROLLBACK: it never happened, and a replay runs it again
 ``started``      execute, before work                    nothing (FenceError): work ended the database transaction
 ===============  ======================================  ===========================================================
@@ -38,7 +38,7 @@ import pyarrow.compute as pc
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-# Imported first: it says what to install when SQLAlchemy is missing.
+# Imported first: its error says what to install when SQLAlchemy is missing.
 from rmq_spark._core.database.connection import (
     Address,
     Owner,
@@ -98,26 +98,26 @@ LOCK_TIMEOUT_S_MAX = 24 * 3600.0
 """PostgreSQL and SQLite keep a lock timeout as milliseconds in an int32, which holds 24 days."""
 FENCE_TABLE = "txmq_fence"
 CLAIMS_MAX = 4
-"""So often execute begins anew when another one changes its row at the same moment."""
+"""Tries of execute to claim its row while others change it."""
 
 _T = TypeVar("_T")
 _COMMIT = Verdict(COMMIT_MESSAGE)
 _UNKNOWN = Verdict(UNKNOWN)
-_BURIED = rollback("it never happened: a check found no fence row of it, and put a tombstone there")
+_NEVER_HAPPENED = rollback("it never happened: a check found no fence row of it, and put a tombstone there")
 
 
-def _once_more(ask: Callable[[Sequence[HalfBatch]], _T], batches: Sequence[HalfBatch]) -> _T:
-    """Ask the database, and once more when the pool's connection was lost: a check does nothing twice."""
+def _with_one_retry(query: Callable[[Sequence[HalfBatch]], _T], batches: Sequence[HalfBatch]) -> _T:
+    """Query the database, and once more when the pool's connection was lost: a check may run twice."""
     try:
-        return ask(batches)
+        return query(batches)
     except sa.exc.DBAPIError as problem:
         if not problem.connection_invalidated:
             raise
-    return ask(batches)
+    return query(batches)
 
 
 def _verdict(state: State, batch: HalfBatch) -> Verdict:
-    """Return the verdict of a state.
+    """Return the verdict that a check gives for a state.
 
     Raises
     ------
@@ -131,22 +131,22 @@ def _verdict(state: State, batch: HalfBatch) -> Verdict:
             "finish that part, and settle the half batch with log.resolve"
         )
     if state.word == TOMBSTONE:
-        return _BURIED
+        return _NEVER_HAPPENED
     return _COMMIT if state.word == EXECUTED else rollback(state.reason, refused=True)
 
 
 def _state(verdict: Verdict) -> State:
-    """Return the state of a transaction of which ``work`` has said this."""
+    """Return the state to record for a verdict of ``work``."""
     return State(EXECUTED) if verdict.state is COMMIT_MESSAGE else State(ROLLED_BACK, verdict.reason)
 
 
 def _verdicts(batch: HalfBatch, recorded: Recorded) -> VerdictArray:
-    """Return what is recorded, as a verdict for each transaction; UNKNOWN where nothing is.
+    """Return the recorded verdict of each transaction; UNKNOWN where nothing is recorded.
 
     Raises
     ------
     FenceError
-        When work ended the database transaction in its middle, or the fence says two things of one transaction.
+        When work ended the database transaction in its middle, or one transaction has two states.
     """
     codes = recorded.among(batch.rows)
     used = pc.unique(codes)
@@ -188,20 +188,20 @@ class HalfTransaction:
         return table.slice(self._start, self._length)
 
     def decode(self, schema: str | pa.Schema, on_error: str = "raise") -> pa.Table:
-        """Return its messages' JSON bodies as columns; see :meth:`HalfBatch.decode`. An error counts its own bodies
-        alone."""
+        """Return its messages' JSON bodies as columns; see :meth:`HalfBatch.decode`. An error counts only the
+        bodies of this transaction."""
         return self._all.decode(schema, on_error, self._start, self._length)
 
 
 class _GroupedMessages:
-    """All messages of a half batch, those of one transaction together."""
+    """All messages of a half batch, grouped by transaction."""
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table
         self._decoded: dict[tuple[str | pa.Schema, str], pa.Table | None] = {}
 
     def decode(self, schema: str | pa.Schema, on_error: str, start: int, length: int) -> pa.Table:
-        # Decode once for all transactions: small ones would spend most of their time in a JSON reader each.
+        # Decode once for all transactions: starting a JSON reader for each small one would take most of the time.
         if (schema, on_error) not in self._decoded:
             try:
                 self._decoded[schema, on_error] = decode_json(self.table["body"], schema, on_error)
@@ -209,9 +209,9 @@ class _GroupedMessages:
                 self._decoded[schema, on_error] = None
         decoded = self._decoded[schema, on_error]
         if decoded is None:
-            # A wrong body must fail for its own transaction, not for all.
-            mine = self.table.slice(start, length)
-            return decode_json(mine["body"], schema, on_error, partial(message_name, mine))
+            # A bad body must fail its own transaction alone.
+            own_messages = self.table.slice(start, length)
+            return decode_json(own_messages["body"], schema, on_error, partial(message_name, own_messages))
         return decoded.slice(start, length)
 
 
@@ -221,15 +221,15 @@ MessagesAgain: TypeAlias = Callable[[sa.Connection, ExecutedAttempt], "pa.Table 
 
 
 class SqlTransactionListener(TransactionListener):
-    """Runs ``work`` in one database transaction with the fence rows of a half batch.
+    """Runs ``work`` in one database transaction with the fence row of a half batch.
 
     Parameters
     ----------
     url_or_engine : str, sqlalchemy.URL, callable or sqlalchemy.Engine
-        The database that ``work`` writes to: SQLite, PostgreSQL, MariaDB or MySQL. Another database is refused. From a
-        URL the listener makes an engine when it first needs one, in the process that needs it. ``"env:NAME"`` is the
-        URL in that process's environment variable, and a function without arguments returns it: so a listener can go
-        to another process (Spark Connect pickles it) without a password. One that was made of an Engine cannot.
+        The database that ``work`` writes to: SQLite, PostgreSQL, MariaDB or MySQL. Other databases are refused. From a
+        URL the listener makes an engine when it first needs one, in the process that needs it. ``"env:NAME"`` reads the
+        URL from that process's environment variable, and a function without arguments returns it. So a listener can be
+        pickled to another process, as Spark Connect does, without a password. A listener with an Engine cannot.
     work : callable, optional
         ``work(connection, batch)`` gets the open :class:`sqlalchemy.Connection` and the :class:`~rmq_spark.HalfBatch`.
         It must not commit, roll back or close the connection, nor end its transaction in another way. Without work the
@@ -241,51 +241,50 @@ class SqlTransactionListener(TransactionListener):
         ============================== ======================================================================
         ``None``, ``COMMIT_MESSAGE``   the database transaction commits, and so do all messages
         ``ROLLBACK_MESSAGE``           all that it wrote is undone, all messages are rolled back
-        ``batch.verdicts(...)``        a verdict per transaction. All that it wrote stays, also when each is rolled
-                                       back: for those it writes nothing, or what records the refusal
-        ``raise txmq.Rollback(why)``   as ``ROLLBACK_MESSAGE``; the op marker and the fence keep why
+        ``batch.verdicts(...)``        a verdict per transaction. All that it wrote stays, even when each is rolled
+                                       back: for those it writes nothing, or a record of the refusal
+        ``raise txmq.Rollback(why)``   as ``ROLLBACK_MESSAGE``; the op marker and the fence keep the reason
         ``UNKNOWN``                    refused (VerdictError): a database transaction commits or it does not
         any other exception            the database transaction is undone, the half batch stays pending
         the transaction is ended       TransactionEndedError; a part may be committed, so no check answers
         ============================== ======================================================================
 
-        ``None`` means COMMIT here, while a listener's own ``None`` means UNKNOWN. Work that returned without an error
-        has written its rows, and they commit with the fence.
+        ``None`` from ``work`` means COMMIT, because its rows commit with the fence. ``None`` from a listener's own
+        method means UNKNOWN.
     per_transaction : bool, default False
         Calls ``work(connection, transaction)`` for each transaction (a key's messages, a message, or the half batch),
         with a :class:`HalfTransaction`, in a savepoint of its own. ROLLBACK_MESSAGE or ``raise txmq.Rollback(why)``
         undoes that transaction alone. This is easier than one call for all keys, and slower.
     rollback_after : float, default 60.0
-        Seconds from prepare (or reopen). A check that finds no fence row answers UNKNOWN while the half batch is
-        younger. Later it inserts a tombstone and answers ROLLBACK. Give it the time that ``work`` usually needs: a
-        check that comes too early costs another attempt, never correctness. A query that starts again does not wait
-        for its own half batch.
+        Seconds from prepare (or reopen). Until then a check that finds no fence row answers UNKNOWN. After that it
+        inserts a tombstone and answers ROLLBACK. Set it to the time that ``work`` usually needs: a check that comes too
+        early costs another attempt, never correctness. A restarted query does not wait for its own half batch.
     lock_timeout : float, default 5.0
-        Seconds that a check waits for a fence row which a running local transaction holds. Then it answers UNKNOWN.
+        Seconds that a check waits for a fence row that a running local transaction locks. Then it answers UNKNOWN.
     fence_table : str, default "txmq_fence"
         Name of the fence table. The table ``<fence_table>_id`` keeps the fence's id.
     schema : str, optional
         The database schema of both tables.
     messages : callable, optional
-        ``messages(connection, attempt)`` returns the messages of an
-        :class:`~rmq_spark.listeners.ExecutedAttempt` again, out of the rows that ``work`` wrote for it: a table with
-        the columns that the sink takes, or a list of :class:`~rmq_spark.Message`; None when it cannot.
-        ``txmq reconcile`` calls it after a restore for messages that the log has lost.
+        ``messages(connection, attempt)`` rebuilds the messages of an :class:`~rmq_spark.listeners.ExecutedAttempt` from
+        the rows that ``work`` wrote for it: a table with the columns that the sink takes, or a list of
+        :class:`~rmq_spark.Message`; None when it cannot. ``txmq reconcile`` calls it after a restore for messages that
+        the log has lost.
 
     Notes
     -----
     Call :meth:`create_fence` once for a database (or :func:`create_fence` in a script, with a user that may create
-    tables). Each half batch keeps the fence's random id. So a check against another database, or an empty one, is an
-    error instead of a wrong answer. So is a check against a copy, as far as a database can tell: a SQLite file knows
-    its inode, PostgreSQL its cluster and database, MariaDB and MySQL only the database's name. A database restored
-    from a backup has the id but not the newest rows: settle what is pending first, then call
+    tables). Each half batch keeps the fence's random id, so a check against another or an empty database raises an
+    error instead of giving a wrong answer. So does a check against a copy, as far as a database can tell: a SQLite file
+    knows its inode, PostgreSQL its cluster and database, MariaDB and MySQL only the database's name. A database
+    restored from a backup has the id but not the newest rows: settle what is pending first, then call
     ``create_fence(moved=True)``.
 
-    In one database transaction, execute inserts the transaction ids, runs ``work``, records what it rolled back, and
-    commits. When the connection breaks at the commit, nobody knows whether it was made. The exception leaves the half
-    batch pending, and the check reads what the database has. For a transaction that a check has rolled back, execute
-    raises :class:`~rmq_spark.errors.FencedError` *before* ``work`` runs. The check's verdict stands, and the next
-    attempt runs the work.
+    In one database transaction, execute inserts the fence row, runs ``work``, records its verdicts, and commits. When
+    the connection breaks at the commit, the outcome is unknown. The exception leaves the half batch pending, and a
+    check reads what the database has. For a transaction that a check has rolled back, execute raises
+    :class:`~rmq_spark.errors.FencedError` *before* ``work`` runs. The check's verdict stands, and the next attempt runs
+    the work.
 
     Fence rows must outlive their half batches: see :meth:`prune`.
     """
@@ -310,7 +309,7 @@ class SqlTransactionListener(TransactionListener):
         self._messages = messages
         self._fence = Fence(url_or_engine, fence_table, schema)
         self.only_checks = work is None
-        self._work: Callable[[sa.Connection, Any], Any] = self._refuse if work is None else work
+        self._work: Callable[[sa.Connection, Any], Any] = self._refuse_to_execute if work is None else work
         self._per_transaction = flag(per_transaction, "per_transaction")
         self.rollback_after_s = seconds(rollback_after, "rollback_after")
         self._lock_timeout = seconds(lock_timeout, "lock_timeout", LOCK_TIMEOUT_S_MIN, maximum=LOCK_TIMEOUT_S_MAX)
@@ -320,7 +319,7 @@ class SqlTransactionListener(TransactionListener):
         return f"SqlTransactionListener({self._fence.where!r}{work})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Over Spark Connect a listener is pickled. The other process connects by itself, and reads the fence's id.
+        # Spark Connect pickles a listener. The other process connects by itself, and reads the fence's id.
         return {name: value for name, value in self.__dict__.items() if name != "store_id"}
 
     # ------------------------------------------------------------------ the fence
@@ -339,17 +338,17 @@ class SqlTransactionListener(TransactionListener):
     def create_fence(self, *, moved: bool = False) -> str:
         """Make the fence's tables and its id unless they exist, and return the id.
 
-        ``moved=True`` says that the fence belongs to this database from now on: the database was moved, upgraded or
-        restored, and is not a copy beside another one.
+        ``moved=True`` binds the fence to this database: it was moved, upgraded or restored, and is not a copy beside
+        another one.
         """
         self.store_id = self._fence.create(moved)
         return self.store_id
 
     def prune(self, older_than: float, *logs: Engine) -> int:
-        """Delete fence rows older than ``older_than`` seconds, and return how many were deleted.
+        """Delete fence rows older than ``older_than`` seconds, and return the number of deleted rows.
 
-        It deletes rows of half batches that have left the table ``half`` of these logs: those are settled, and neither
-        a check nor a replay asks about them. Without upkeep nothing leaves. Rows of other logs stay.
+        It deletes only rows of half batches that have left the table ``half`` of these logs: they are settled, and
+        neither a check nor a replay asks about them. Without upkeep nothing leaves. Rows of other logs stay.
 
         Parameters
         ----------
@@ -367,7 +366,7 @@ class SqlTransactionListener(TransactionListener):
         return sum(self.pruning(older_than, *logs))
 
     def pruning(self, older_than: float, *logs: Engine) -> Iterator[int]:
-        """Do what :meth:`prune` does, a page of rows at a time; yields how many rows of each were deleted."""
+        """Do what :meth:`prune` does, a page of rows at a time, and yield the number of deleted rows of each page."""
         seconds(older_than, "older_than")
         if older_than < FENCE_RETENTION_S_MIN:
             raise OptionError(
@@ -386,7 +385,7 @@ class SqlTransactionListener(TransactionListener):
         return self._fence.prune(older_than + doubt_s, {log.id: log.still_in_half for log in logs})
 
     def pruning_in_turn(self, older_than: float, log: Engine, every: float) -> Iterator[int]:
-        """Do what :meth:`pruning` does, unless somebody has begun it for this log in the last ``every`` seconds."""
+        """Do what :meth:`pruning` does, unless a process has begun it for this log in the last ``every`` seconds."""
         pages = self.pruning(older_than, log)
         if self._fence.take_turn(log.id, every):
             yield from pages
@@ -396,7 +395,7 @@ class SqlTransactionListener(TransactionListener):
         return self._fence.executed_since(log_id, since)
 
     def messages_again(self, attempt: ExecutedAttempt) -> pa.Table | Sequence[Message] | None:
-        """Return the messages of an attempt again, from the rows that it wrote; None when nobody can make them."""
+        """Rebuild the messages of an attempt from the rows that it wrote; None when that is not possible."""
         if self._messages is None:
             return None
         with self._fence.transaction(write=False) as connection:
@@ -412,30 +411,30 @@ class SqlTransactionListener(TransactionListener):
         self._fence.machine = machine
 
     def enlist(self, session: sa.Connection | Session) -> EnlistedSession:
-        """The listener of one half batch, whose local transaction is what an open session holds."""
+        """Return the listener of one half batch, whose local transaction is that of an open session."""
         return EnlistedSession(self, session)
 
     # ------------------------------------------------------------------ execute
-    def _refuse(self, connection: sa.Connection, batch: HalfBatch | HalfTransaction) -> None:
+    def _refuse_to_execute(self, connection: sa.Connection, batch: HalfBatch | HalfTransaction) -> None:
         require_executing(self, repr(batch))
 
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        """Claim the fence rows, run ``work`` and commit, in one database transaction.
+        """Claim the fence row, run ``work`` and commit, in one database transaction.
 
         Returns
         -------
         VerdictArray
             COMMIT_MESSAGE or ROLLBACK_MESSAGE for each row of ``batch.transactions``. For an attempt that ran before,
-            it is what that run recorded; ``work`` does not run again.
+            the verdicts that it recorded; ``work`` does not run again.
 
         Raises
         ------
         FencedError
-            A check rolled back one of these transactions. ``work`` did not run, and none of them ever will under this
+            A check rolled back one of these transactions. ``work`` did not run for any of them, and never will in this
             attempt.
         FenceError
-            The database has no fence, or another one than when the half batch was prepared; or an earlier run of
-            ``work`` ended its transaction in the middle.
+            The database has no fence, or not that of the prepare; or an earlier run of ``work`` ended its transaction
+            in the middle.
         TransactionEndedError
             ``work`` ended the database transaction. A part of what it wrote may be committed.
         """
@@ -443,9 +442,9 @@ class SqlTransactionListener(TransactionListener):
             fenced, verdicts = self._execute(batch)
         except TransactionEndedError as problem:
             noted = self._keep_started(batch)
-            answers = "no check answers for it" if noted else "a check may say that it never happened (see the log)"
+            effect = "no check answers for it" if noted else "a check may say that it never happened (see the log)"
             raise TransactionEndedError(
-                f"{problem}. Half batch {batch.half_id!r} stays pending, and {answers}: look what is in the database, "
+                f"{problem}. Half batch {batch.half_id!r} stays pending, and {effect}: look what is in the database, "
                 "undo or finish it, and settle the half batch with log.resolve"
             ) from problem
         if fenced:
@@ -457,15 +456,15 @@ class SqlTransactionListener(TransactionListener):
         return verdicts
 
     def _execute(self, batch: HalfBatch) -> tuple[list[str], VerdictArray]:
-        """Return the ids that a check rolled back; when there are none, the verdicts."""
+        """Return the ids of transactions that a check rolled back, and the verdicts when there are none."""
         tries = 1
         while True:
             claimed: list[bool] = []
             try:
                 return self._try_to_execute(batch, claimed)
             except sa.exc.DBAPIError as problem:
-                # Another one has changed the row since this transaction's snapshot was taken, or the pool's connection
-                # was lost. Before the claim nothing is done.
+                # Another transaction changed the row after this one's snapshot, or the pool's connection was lost.
+                # Before the claim nothing is done, so it can begin again.
                 may_begin_anew = is_lock_problem(problem) or problem.connection_invalidated
                 if claimed or tries == CLAIMS_MAX or not may_begin_anew:
                     raise
@@ -479,12 +478,12 @@ class SqlTransactionListener(TransactionListener):
             if recorded is None:
                 self._fence.require_not_too_late(batch)
                 return [], self._run_all_anew(connection, batch)
-            fenced = self._fenced(connection, batch, recorded)
+            fenced = self._fenced_ids(connection, batch, recorded)
             return fenced, VerdictArray(()) if fenced else self._run_rest(connection, batch, recorded)
 
     def _keep_started(self, batch: HalfBatch) -> bool:
-        """Record as started what has lost its state, so that no check answers "it never happened". Return whether that
-        could be recorded."""
+        """Record as started the transactions without a state, so that no check answers "it never happened". Return
+        whether that succeeded."""
         try:
             with self._fence.transaction(self._lock_timeout) as connection:
                 self._fill(connection, batch, State(STARTED))
@@ -496,7 +495,7 @@ class SqlTransactionListener(TransactionListener):
             return False
 
     def _fill(self, connection: sa.Connection, batch: HalfBatch, state: State) -> Recorded:
-        """Give a state to all transactions that have none, and return what is recorded then."""
+        """Record a state for all transactions that have none, and return the states of all."""
         recorded = self._fence.claim(connection, batch, state)
         if recorded is None:
             return Recorded.of(state, batch.rows, batch.is_all)
@@ -506,16 +505,16 @@ class SqlTransactionListener(TransactionListener):
             self._fence.write(connection, batch, recorded)
         return recorded
 
-    def _fenced(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> list[str]:
-        """Return the ids that a check has rolled back. Then all are: FencedError says of *all* that they never run."""
+    def _fenced_ids(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> list[str]:
+        """Return the ids that a check rolled back. If any, bury the rest too: FencedError says that none ever runs."""
         codes = recorded.among(batch.rows)
         buried = {n for n, state in enumerate(recorded.states) if state.word == TOMBSTONE}
         if buried.isdisjoint(pc.unique(codes).to_pylist()):
             return []
         ids = batch.transactions["transaction_id"].to_pylist()
-        of_each = batch.by_transaction(pc.fill_null(codes, -1)).to_pylist()
-        fenced = [i for i, code in zip(ids, of_each, strict=True) if code in buried]
-        others = sum(code != -1 for code in of_each) - len(fenced)
+        transaction_codes = batch.by_transaction(pc.fill_null(codes, -1)).to_pylist()
+        fenced = [transaction_id for transaction_id, code in zip(ids, transaction_codes, strict=True) if code in buried]
+        others = sum(code != -1 for code in transaction_codes) - len(fenced)
         if others:
             raise LocalTransactionError(
                 f"{len(fenced)} of the {len(ids)} transactions of half batch {batch.half_id!r}, attempt "
@@ -528,25 +527,25 @@ class SqlTransactionListener(TransactionListener):
         return fenced
 
     def _run_all_anew(self, connection: sa.Connection, batch: HalfBatch) -> VerdictArray:
-        """Run ``work`` for transactions of which the fence knew nothing."""
+        """Run ``work`` for a half batch that had no fence row, and record its verdicts."""
         verdicts = self._run(connection, batch)
         states = [_state(verdict) for verdict in verdicts.distinct]
         if verdicts.which is None:
-            ended = Recorded.of(states[0], batch.rows, batch.is_all)
+            outcome = Recorded.of(states[0], batch.rows, batch.is_all)
         else:
-            ended = NOTHING.with_rows(batch.rows, states, batch.by_row(verdicts.which))
-        self._fence.write(connection, batch, ended)
+            outcome = NOTHING.with_rows(batch.rows, states, batch.by_row(verdicts.which))
+        self._fence.write(connection, batch, outcome)
         return verdicts
 
     def _run_rest(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> VerdictArray:
-        """Run ``work`` for the transactions that did not run before, and return a verdict for each transaction."""
-        said = _verdicts(batch, recorded)
+        """Run ``work`` for the transactions that have no state, and return a verdict for each transaction."""
+        earlier = _verdicts(batch, recorded)
         count = batch.transactions.num_rows
-        before = said.each(count)
+        before = earlier.each(count)
         fresh = [verdict is _UNKNOWN for verdict in before]
         if not any(fresh):
             logger.info("%r ran before: what it recorded is answered, its work does not run again", batch)
-            return said
+            return earlier
         self._fence.require_not_too_late(batch)
         if not self._per_transaction and not all(fresh):
             raise LocalTransactionError(
@@ -560,13 +559,13 @@ class SqlTransactionListener(TransactionListener):
         verdicts = [new if is_fresh else old for new, old, is_fresh in zip(ran.each(count), before, fresh, strict=True)]
         result = VerdictArray.of(verdicts)
         assert result.which is not None
-        ended = batch.by_row(result.which).filter(pc.is_null(recorded.among(batch.rows)))
+        which = batch.by_row(result.which).filter(pc.is_null(recorded.among(batch.rows)))
         states = [_state(verdict) for verdict in result.distinct]
-        self._fence.write(connection, batch, recorded.with_rows(absent, states, ended))
+        self._fence.write(connection, batch, recorded.with_rows(absent, states, which))
         return result
 
     def _run(self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool] | None = None) -> VerdictArray:
-        """Run ``work``, and return its verdict for each transaction; those that are not fresh do not run."""
+        """Run ``work``, and return a verdict for each transaction. ``fresh`` tells which of them run; None: all."""
         with no_commit_within(connection):
             return (
                 self._run_each(connection, batch, fresh) if self._per_transaction else self._run_all(connection, batch)
@@ -577,18 +576,18 @@ class SqlTransactionListener(TransactionListener):
         result = returned(self._work, connection, batch)
         verdicts = normalize_verdicts(COMMIT_MESSAGE if result is None else result, batch)
         _refuse_unknown(verdicts, batch)
-        whole = result is None or isinstance(result, (str, Rollback))
-        end_savepoint(connection, keep=not whole or verdicts.distinct[0].state is COMMIT_MESSAGE)
+        is_one_verdict = result is None or isinstance(result, (str, Rollback))
+        end_savepoint(connection, keep=not is_one_verdict or verdicts.distinct[0].state is COMMIT_MESSAGE)
         return verdicts
 
     def _run_each(self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool] | None) -> VerdictArray:
         verdicts = [_COMMIT] * batch.transactions.num_rows
-        for at, transaction in enumerate(split(batch)):
-            if fresh is not None and not fresh[at]:
+        for position, transaction in enumerate(split(batch)):
+            if fresh is not None and not fresh[position]:
                 continue
             begin_savepoint(connection)
-            verdicts[at] = _one_verdict(returned(self._work, connection, transaction), transaction)
-            end_savepoint(connection, keep=verdicts[at].state is COMMIT_MESSAGE)
+            verdicts[position] = _transaction_verdict(returned(self._work, connection, transaction), transaction)
+            end_savepoint(connection, keep=verdicts[position].state is COMMIT_MESSAGE)
         return VerdictArray.of(verdicts)
 
     # ------------------------------------------------------------------ check
@@ -598,37 +597,37 @@ class SqlTransactionListener(TransactionListener):
         Raises
         ------
         FenceError, sqlalchemy.exc.DBAPIError
-            The database has no fence, or does not answer. A lock that somebody holds is an answer.
+            The database has no fence, or does not answer. A lock error counts as an answer.
         """
         try:
-            _once_more(self._read_rows, [])
+            _with_one_retry(self._read_rows, [])
         except sa.exc.DBAPIError as problem:
             if not is_lock_problem(problem):
                 raise
 
     def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        """Return what the fence says of each transaction. An old half batch without a fence row gets a tombstone.
+        """Return the fence's verdict for each transaction. An old half batch without a fence row gets a tombstone.
 
         Returns
         -------
         VerdictArray
-            For each row of ``batch.transactions``: COMMIT_MESSAGE (executed), ROLLBACK_MESSAGE (``work`` rolled back:
-            refused, with its reason; or a check has inserted a tombstone, and ``work`` never will run), or UNKNOWN
-            (younger than ``rollback_after`` and not the asking query's own, or the local transaction is running right
-            now and holds the lock).
+            For each row of ``batch.transactions``. COMMIT_MESSAGE: it was executed. ROLLBACK_MESSAGE: ``work`` rolled
+            it back (refused, with its reason), or a check inserted a tombstone, so ``work`` never runs. UNKNOWN: it has
+            no state, and the half batch is younger than ``rollback_after`` and not ``restarted``; or the running local
+            transaction holds the lock.
 
         Raises
         ------
         FenceError
-            The database has no fence, or another one than when the half batch was prepared, or ``work`` ended its
-            transaction in the middle: no check can answer.
+            The database has no fence, or not that of the prepare, or ``work`` ended its transaction in the middle: no
+            check can answer.
         """
         try:
-            (answer,) = self._checked([batch])
+            (answer,) = self._check_all([batch])
         except sa.exc.DBAPIError as problem:
             if not is_lock_problem(problem):
                 raise
-            # Somebody holds the lock, so the local transaction is running, and nobody knows yet how it ends.
+            # Another transaction holds the lock, so the local transaction is still running.
             logger.info("%r: another transaction holds its fence rows; the answer is UNKNOWN", batch)
             batch.reason = "another database transaction holds its fence rows, so its local transaction is running"
             return UNKNOWN
@@ -637,37 +636,37 @@ class SqlTransactionListener(TransactionListener):
         return answer
 
     def check_local_transactions(self, batches: Sequence[HalfBatch]) -> Sequence[Verdicts | Exception]:
-        """Return what :meth:`check_local_transaction` returns for each half batch, or its FenceError in that place. The
+        """Return the answer of :meth:`check_local_transaction` for each half batch, or a FenceError in its place. The
         fence is read once for all, and all tombstones are inserted in one database transaction.
 
         Raises
         ------
         FenceError, sqlalchemy.exc.DBAPIError
-            One of them has rows of another log, or somebody holds a row: ask about each alone.
+            One was prepared with another fence, or a row is locked: ask about each alone.
         """
-        return self._checked(batches)
+        return self._check_all(batches)
 
-    def _checked(self, batches: Sequence[HalfBatch]) -> list[VerdictArray | FenceError]:
+    def _check_all(self, batches: Sequence[HalfBatch]) -> list[VerdictArray | FenceError]:
         reach("asked")
-        found: dict[HalfBatch, Recorded | FenceError] = {}
-        rows = _once_more(self._read_rows, batches)
+        records: dict[HalfBatch, Recorded | FenceError] = {}
+        rows = _with_one_retry(self._read_rows, batches)
         for batch in batches:
             row = rows.get((batch.half_id, batch.attempt))
             try:
-                found[batch] = NOTHING if row is None else self._fence.recorded(row, batch)
+                records[batch] = NOTHING if row is None else self._fence.recorded(row, batch)
             except FenceError as problem:
-                found[batch] = problem
+                records[batch] = problem
         now, wait = self.machine.now(), timedelta(seconds=self.rollback_after_s)
-        absent = [
+        to_bury = [
             batch
-            for batch, recorded in found.items()
+            for batch, recorded in records.items()
             if (batch.restarted or now - utc(batch.prepared_at) >= wait)
             and isinstance(recorded, Recorded)
             and recorded.among(batch.rows).null_count
         ]
-        if absent:
-            found |= _once_more(self._bury, absent)
-        answers = [self._answer(batch, found[batch]) for batch in batches]
+        if to_bury:
+            records |= _with_one_retry(self._bury, to_bury)
+        answers = [self._answer(batch, records[batch]) for batch in batches]
         reach("answered")
         return answers
 
@@ -687,19 +686,19 @@ class SqlTransactionListener(TransactionListener):
             batch.reason = f"the database has no fence row of it yet, and {wait}"
         return verdicts
 
-    def _bury(self, absent: Sequence[HalfBatch]) -> dict[HalfBatch, Recorded]:
-        """Write a tombstone for each transaction that has no state, unless execute was faster, and return what is
-        recorded then."""
+    def _bury(self, batches: Sequence[HalfBatch]) -> dict[HalfBatch, Recorded]:
+        """Record a tombstone for each transaction that has no state, unless execute was faster, and return the states
+        of all."""
         with self._fence.transaction(self._lock_timeout) as connection:
-            # Everybody inserts in the same order. So of two database transactions one waits for the other, never both.
-            in_order = sorted(absent, key=lambda batch: (batch.half_id, batch.attempt))
-            found = {batch: self._fill(connection, batch, State(TOMBSTONE)) for batch in in_order}
+            # All insert in the same order, so that two database transactions never wait for each other.
+            in_order = sorted(batches, key=lambda batch: (batch.half_id, batch.attempt))
+            records = {batch: self._fill(connection, batch, State(TOMBSTONE)) for batch in in_order}
         reach("tombstones commit")
-        return found
+        return records
 
 
 class EnlistedSession(TransactionListener):
-    """The local transaction of one half batch is what an open session holds: the fence row joins it, and it commits.
+    """A listener whose local transaction is that of an open session. The fence row joins it and commits with it.
 
     Parameters
     ----------
@@ -730,7 +729,7 @@ class EnlistedSession(TransactionListener):
         return self._session.connection() if isinstance(self._session, Session) else self._session
 
     def begin(self) -> None:
-        """Begin the session's database transaction, unless it has begun, and require that this can be enlisted.
+        """Begin the session's database transaction unless it has begun, and require that it can be enlisted.
 
         Raises
         ------
@@ -765,7 +764,7 @@ class EnlistedSession(TransactionListener):
         sa.event.listen(connection, "commit", _refuse_commit)
 
     def _begin_in_database(self) -> None:
-        """Begin a transaction where the driver has not, and set a savepoint, which is there for as long as that is."""
+        """Begin a transaction unless the driver has, and set a savepoint, which lives as long as the transaction."""
         connection = self._connection
         driver: Any = connection.connection.dbapi_connection
         if connection.dialect.name == "sqlite" and not driver.in_transaction:
@@ -773,13 +772,13 @@ class EnlistedSession(TransactionListener):
         begin_savepoint(connection)
 
     def _require_whole(self) -> None:
-        """Require that a commit of the session is the commit of one database transaction, and of the one that began."""
+        """Require that a commit of the session commits one database transaction: the one that began."""
         if self._session.get_transaction() is not self._transaction:
             raise ListenerError(
                 "the session was committed, rolled back or closed within transaction(): what it held is not known any "
                 "more. Nothing was sent; leave the end of the session to transaction()"
             )
-        begun = getattr(self._transaction, "_connections", {}).values()  # of a Session: with whether it commits them
+        begun = getattr(self._transaction, "_connections", {}).values()  # of a Session, with whether it commits each
         if len({id(connection) for connection, *_ in begun}) > 1:
             raise ListenerError(
                 "the session has several databases, which do not commit together: use one of the fence's"
@@ -797,12 +796,12 @@ class EnlistedSession(TransactionListener):
             )
 
     def end(self) -> None:
-        """The session may be committed by others, and enlisted again."""
+        """Release the session: others may commit it, and it may be enlisted again."""
         self.let_commit()
         self._owner.release()
 
     def let_commit(self) -> None:
-        """The session may be committed now."""
+        """Allow a commit of the session."""
         connection, self._committed_through = self._committed_through, None
         if connection is not None:
             sa.event.remove(connection, "commit", _refuse_commit)
@@ -810,22 +809,23 @@ class EnlistedSession(TransactionListener):
     def _require_same_fence(self) -> None:
         connection, fence = self._connection, self._listener._fence
         try:
-            found = fence.read_id(connection, anywhere=True)
+            fence_id = fence.read_id(connection, anywhere=True)
         except sa.exc.DBAPIError as problem:
             if is_lock_problem(problem) or problem.connection_invalidated:
                 raise
-            with fence.connect() as own:
-                fence.read_id(own)  # raises when nobody has made the fence
+            with fence.connect() as own_connection:
+                fence.read_id(own_connection)  # raises when there is no fence
             raise FenceError(
                 f"the session's database has no fence like that of {fence.where}: it is another database"
             ) from problem
-        if found != self.store_id:
+        if fence_id != self.store_id:
             raise FenceError(
-                f"the session's database has fence {found}, and the listener's {self.store_id}: it is another database"
+                f"the session's database has fence {fence_id}, and the listener's {self.store_id}: it is another "
+                "database"
             )
 
     def flush(self) -> None:
-        """Send what the session holds to the database, so that what is wrong with it shows before anything is sent.
+        """Flush the session to the database, so that its errors show before messages are sent.
 
         Raises
         ------
@@ -837,7 +837,7 @@ class EnlistedSession(TransactionListener):
         self._require_whole()
         if isinstance(self._session, Session):
             self._session.flush()
-            self._require_whole()  # a flush may have begun with another database
+            self._require_whole()  # the flush may have begun with another database
         try:
             end_savepoint(self._connection, keep=True)
         except TransactionEndedError as problem:
@@ -845,16 +845,16 @@ class EnlistedSession(TransactionListener):
                 "the session's database transaction ended within transaction(): by a statement that does it (ON "
                 "CONFLICT ROLLBACK, MariaDB's DDL), or by an error after which the session went on. Nothing was sent"
             ) from problem
-        # Not before the session's own statements: in SQLite, who reads first cannot wait for the lock to write.
+        # After the session's own statements: in SQLite a transaction that reads first cannot wait for the write lock.
         self._require_same_fence()
 
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        """Let the fence rows join the session's database transaction, and commit it.
+        """Insert the fence row in the session's database transaction, and commit it.
 
         Raises
         ------
         LocalTransactionError
-            When a check was faster, or the session has ended: what it held is gone, and is not run again.
+            When a check was faster, or the session has ended: its changes are gone, and nothing runs again.
         """
         if self._ended:
             raise LocalTransactionError(
@@ -876,7 +876,7 @@ class EnlistedSession(TransactionListener):
         return COMMIT_MESSAGE
 
     def _require_committed(self, batch: HalfBatch) -> None:
-        """Another connection must see the fence row: what commit() said may be of a savepoint, or of less than all."""
+        """Require that another connection sees the fence row: commit() may have ended only a savepoint, or a part."""
         fence = self._listener._fence
         with fence.transaction(self._listener._lock_timeout, write=False) as connection:
             row = fence.read(connection, [batch]).get((batch.half_id, batch.attempt))
@@ -907,8 +907,8 @@ def create_fence(
 ) -> str:
     """Make a database's fence from a script: its tables and a random id, unless they exist.
 
-    ``moved=True`` says that the fence belongs to this database from now on: the database was moved, upgraded or
-    restored, and is not a copy beside another one.
+    ``moved=True`` binds the fence to this database: it was moved, upgraded or restored, and is not a copy beside
+    another one.
 
     Returns
     -------
@@ -931,7 +931,7 @@ def split(batch: HalfBatch) -> Iterator[HalfTransaction]:
         start += length
 
 
-def _one_verdict(result: object, transaction: HalfTransaction) -> Verdict:
+def _transaction_verdict(result: object, transaction: HalfTransaction) -> Verdict:
     if result is None:
         return _COMMIT
     if isinstance(result, (str, Rollback)):

@@ -2,12 +2,12 @@
 
 What ``work`` does with the messages of a half batch::
 
-    bodies ─▶ rows ─▶ those that cannot fit    ─▶ the others, all at once, in a savepoint ─▶ verdicts
-                      (no JSON object, another     │ refused by the database
-                      type, a null)                ▼
-                                                   without those whose key is there; then by halves, until what
-                                                   is refused is one transaction, or a loop within PostgreSQL is
-                                                   faster
+    bodies ─▶ rows ─▶ refuse rows that cannot fit ─▶ insert the others at once, in a savepoint ─▶ verdicts
+                      (no JSON object, another       │ refused by the database
+                      type, a null)                  ▼
+                                                     insert without rows whose key exists; then by halves, until
+                                                     one transaction is refused, or a loop within PostgreSQL is
+                                                     faster
 """
 
 from __future__ import annotations
@@ -56,13 +56,11 @@ ON_CONFLICT = ERROR, IGNORE, UPDATE = ("error", "ignore", "update")
 ON_BAD_ROW = FAIL, ROLLBACK = ("fail", "rollback")
 
 EACH_MAX = 4_000
-"""So many transactions, of which the database refuses one, are not halved any more where PostgreSQL can insert them one
-by one: it does 40,000 a second, and each half takes some milliseconds."""
+"""Transactions up to which PostgreSQL inserts them one by one after a refusal, instead of by halves."""
 KEYS_AT_ONCE = 5_000
-"""Values of keys that one SELECT looks for."""
+"""Key values that one SELECT looks for."""
 EXACT_DIGITS = 15
-"""A double keeps so many decimal digits. A numeric column that may have more is read digit by digit, which takes 0.3 s
-more for 100,000 rows."""
+"""Decimal digits that a double keeps. A numeric column that may have more is read as decimals, which takes longer."""
 _DECIMAL = pa.decimal256(76, 38)
 _UTC, _NAIVE = pa.timestamp("us", "UTC"), pa.timestamp("us")
 _BLANK = re.compile(r"[ \t\n\r]*")
@@ -76,17 +74,16 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 class TableListener(SqlTransactionListener):
-    """Inserts a row for each message into a table, in the database transaction of the fence: without a function.
+    """Inserts a row for each message into a table, in the database transaction of the fence, without a function.
 
     Parameters
     ----------
     url_or_engine : str, sqlalchemy.URL, callable or sqlalchemy.Engine
         As for :class:`SqlTransactionListener`.
     table : str
-        The table. It must be there. The listener looks at it once, when it is first used.
+        The table, which must exist. The listener inspects it once, at first use.
     columns : str, pyarrow.Schema or sequence of str, optional
-        The fields of the JSON bodies, which are columns of the table by their names. Fields that are not named, or of
-        which the table has no column, are left out.
+        The fields to read from the JSON bodies, by the names of the table's columns. Other fields are left out.
 
         ======================================= ========================================================================
         ``columns``                             meaning
@@ -94,24 +91,24 @@ class TableListener(SqlTransactionListener):
         not given                               all columns of the table. A field that is null or missing counts as not
                                                 given: an insert takes the column's default, an update leaves the column
                                                 as it is
-        ``"order_id, total"``, or a list        these. Their types are the table's. A field that is null or missing is
-                                                NULL
-        ``"order_id long, total double"``, or   these, with the types that :meth:`HalfBatch.decode` shall read. The
+        ``"order_id, total"``, or a list        these columns, with the types of the table. A field that is null or
+                                                missing is NULL
+        ``"order_id long, total double"``, or   these columns, read with these types as by :meth:`HalfBatch.decode`. The
         a pyarrow.Schema                        database converts them. A field that is null or missing is NULL
         ======================================= ========================================================================
 
     key : str or sequence of str, optional
-        The columns of a unique key of the table. No field of it may be null. It has nothing to do with
+        The columns of a unique key of the table. None of its fields may be null. It is independent of
         ``transactionKey``.
     on_conflict : {"error", "ignore", "update"}
-        What becomes of a row whose key is in the table already. ``error``: the row does not fit. ``ignore``: it is left
-        out, and its transaction is committed; of several rows of one half batch with the same key, one is inserted.
-        ``update``, which needs ``key``: the row that is there gets its values; of rows of one half batch with the same
-        key, the last one counts, and the database need not see the others.
+        What happens to a row whose key is already in the table. ``error``: the row does not fit. ``ignore``: it is left
+        out, and its transaction commits; of several rows of a half batch with the same key, one is inserted.
+        ``update``, which needs ``key``: the existing row gets its values; of several rows of a half batch with the same
+        key, the last one counts, and the database may not see the others.
     on_bad_row : {"fail", "rollback"}
-        What becomes of a row that does not fit. ``fail``: MessageError names the first message, nothing is inserted,
+        What happens to a row that does not fit. ``fail``: MessageError names the first message, nothing is inserted,
         and the half batch stays pending. ``rollback``, which needs ``transactionKey`` or ``transactionPer=message``:
-        its transaction is rolled back, with the reason, and the others are committed.
+        its transaction is rolled back, with the reason, and the others commit.
     schema : str, optional
         The database schema of the table.
     fence_table, fence_schema, rollback_after, lock_timeout, messages : optional
@@ -120,14 +117,14 @@ class TableListener(SqlTransactionListener):
     Notes
     -----
     A row does not fit when its body is no JSON object or has no field of the columns; when a field has another type
-    than its column, or is null where the column is NOT NULL or of the key; and when the database refuses it: a key that
-    is there already, a CHECK or FOREIGN KEY constraint, a value that is too long. To find the refused ones, the
-    listener looks which keys are there, and inserts the others by halves, in savepoints. What the database refuses
-    only when it commits (a deferred constraint), and what a trigger raises, fails the half batch.
+    than its column, or is null in a column that is NOT NULL or part of the key; or when the database refuses it, for a
+    key that exists, a CHECK or FOREIGN KEY constraint, or a value that is too long. To find refused rows, the listener
+    looks up which keys exist, and inserts the other rows by halves, in savepoints. A refusal at the commit (a deferred
+    constraint) and an error of a trigger fail the half batch.
 
-    Fields have the JSON type of their column. A number is no text, and 1.0 no integer. Times are ISO 8601; one with a
-    zone goes into a column without one as UTC. A date may have a time of midnight. Binary columns have no form in JSON:
-    name the others, or say with a schema what to read.
+    Fields must have the JSON type of their column: a number is not text, and 1.0 is not an integer. Times are ISO 8601;
+    a time with a zone is stored as UTC in a column without one. A date may have a time of midnight. Binary columns have
+    no form in JSON: name the other columns, or give a schema to read.
 
     Raises
     ------
@@ -188,10 +185,10 @@ class TableListener(SqlTransactionListener):
         return f"TableListener({self._fence.where!r}, {self.table!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_target": None}  # the other process looks at the table by itself
+        return {**super().__getstate__(), "_target": None}  # the other process inspects the table by itself
 
     def require_ready(self) -> None:
-        """Look at the table, once in a process.
+        """Inspect the table, once in a process.
 
         Raises
         ------
@@ -200,23 +197,23 @@ class TableListener(SqlTransactionListener):
         """
         if self._target is None:
             with self._fence.transaction(write=False) as connection:
-                self._looked_at(connection)
+                self._inspected(connection)
 
     # ------------------------------------------------------------------ the table
-    def _looked_at(self, connection: sa.Connection) -> _Target:
+    def _inspected(self, connection: sa.Connection) -> _Target:
         if self._target is None:
-            self._target = self._look_at(connection)
+            self._target = self._inspect(connection)
         return self._target
 
-    def _look_at(self, connection: sa.Connection) -> _Target:
-        there = {column["name"]: column for column in columns_of(connection, self.table, self._schema)}
+    def _inspect(self, connection: sa.Connection) -> _Target:
+        columns = {column["name"]: column for column in columns_of(connection, self.table, self._schema)}
         for name in (*(self._names or ()), *self._key):
-            if name not in there:
-                raise ListenerError(f"table {self.table!r} has no column {name!r}: it has {', '.join(there)}")
-        _require_undone(connection, self.table, self._schema)
+            if name not in columns:
+                raise ListenerError(f"table {self.table!r} has no column {name!r}: it has {', '.join(columns)}")
+        _require_undoable(connection, self.table, self._schema)
         unique = _unique_keys(connection, self.table, self._schema)
         if self._key and set(self._key) not in unique:
-            shown = "; ".join(", ".join(sorted(some)) for some in unique) or "none"
+            shown = "; ".join(", ".join(sorted(key)) for key in unique) or "none"
             raise ListenerError(
                 f"table {self.table!r} has no unique key of the columns {', '.join(self._key)}: its unique keys are "
                 f"{shown}"
@@ -228,29 +225,29 @@ class TableListener(SqlTransactionListener):
                 f"conflicts with, so another row than that of key={', '.join(self._key)} could be changed: only "
                 "on_conflict='error' can be used"
             )
-        types = self._types(there, dialect)
+        types = self._types(columns, dialect)
         names = list(types)
         return _Target(
-            as_table(self.table, self._schema, list(there.values())),
+            as_table(self.table, self._schema, list(columns.values())),
             self._schema,
             types,
             is_postgres=dialect == "postgresql",
-            never_null=tuple(n for n in names if n in self._key or self._is_required(there[n])),
-            defaults=() if self._names is not None else tuple(n for n in names if _has_default(there[n])),
+            never_null=tuple(n for n in names if n in self._key or self._is_required(columns[n])),
+            defaults=() if self._names is not None else tuple(n for n in names if _has_default(columns[n])),
             lookup=self._key or _primary_key(connection, self.table, self._schema),
             conflict=self._conflict(names),
         )
 
-    def _types(self, there: dict[str, ReflectedColumn], dialect: str) -> dict[str, pa.DataType | str]:
-        """What to read of the bodies: each field's type in Arrow, or one of this module's words."""
+    def _types(self, columns: dict[str, ReflectedColumn], dialect: str) -> dict[str, pa.DataType | str]:
+        """Return what each field is read as: an Arrow type, or ``_JSON`` or ``_DATE``."""
         if self._fields is not None:
             return {field.name: field.type for field in self._fields}
         types: dict[str, pa.DataType | str] = {}
-        for name in self._names or [name for name, column in there.items() if not _is_made(column)]:
-            kind = _type_in_json(there[name]["type"], dialect)
+        for name in self._names or [name for name, column in columns.items() if not _is_generated(column)]:
+            kind = _type_in_json(columns[name]["type"], dialect)
             if kind is None:
                 raise ListenerError(
-                    f"column {name!r} of table {self.table!r} is {there[name]['type']}, which has no form in JSON: "
+                    f"column {name!r} of table {self.table!r} is {columns[name]['type']}, which has no form in JSON: "
                     "name the other columns in columns; or say there what to read, as a pyarrow.Schema or Spark's DDL"
                 )
             types[name] = kind
@@ -267,8 +264,8 @@ class TableListener(SqlTransactionListener):
 
     # ------------------------------------------------------------------ work
     def _write(self, connection: sa.Connection, batch: HalfBatch) -> VerdictArray | None:
-        """Insert a row for each message whose transaction has none that does not fit."""
-        target = self._looked_at(connection)
+        """Insert the rows of each transaction whose rows all fit."""
+        target = self._inspected(connection)
         column = "transaction_key" if batch.transaction_per == KEY else "transaction_id"
         messages = batch.messages(["body", column])
         rows, bad = target.read(messages["body"])
@@ -286,7 +283,7 @@ class TableListener(SqlTransactionListener):
             target.insert(connection, rows, units, refused)
         if not refused.reasons:
             return None
-        return batch.verdicts(rollback={owners[unit].as_py(): why for unit, why in refused.reasons.items()})
+        return batch.verdicts(rollback={owners[unit].as_py(): reason for unit, reason in refused.reasons.items()})
 
     def _require_single(self, batch: HalfBatch, count: int) -> None:
         if batch.transaction_per == BATCH and count > 1:
@@ -297,7 +294,7 @@ class TableListener(SqlTransactionListener):
 
 
 class _Refused:
-    """The transactions, or messages, whose rows do not fit, and why."""
+    """The transactions, or the messages, whose rows do not fit, and why."""
 
     def __init__(self, listener: TableListener, batch: HalfBatch, units: pa.Array) -> None:
         self._listener, self._batch, self._units = listener, batch, units
@@ -315,7 +312,7 @@ class _Refused:
         ) from problem
 
     def others(self, rows: pa.Table, units: pa.Array) -> tuple[pa.Table, pa.Array]:
-        """The rows of transactions that are not refused."""
+        """Return the rows of transactions that are not refused."""
         if not self.reasons:
             return rows, units
         keep = pc.invert(pc.is_in(units, value_set=pa.array(list(self.reasons), units.type)))
@@ -324,7 +321,7 @@ class _Refused:
 
 @dataclass(frozen=True)
 class _Target:
-    """The table, and what is read of a body for it."""
+    """The table, and what is read from a body for it."""
 
     table: sa.Table
     schema: str | None
@@ -332,60 +329,59 @@ class _Target:
     is_postgres: bool
     never_null: tuple[str, ...]
     defaults: tuple[str, ...]
-    """The columns that are left out where a row has null."""
+    """Columns that an insert leaves out where a row has null."""
     lookup: tuple[str, ...]
-    """A unique key, by which rows that are there can be found."""
+    """A unique key, by which existing rows can be found."""
     conflict: Conflict | None
 
     # ------------------------------------------------------------------ reading
     def read(self, bodies: pa.ChunkedArray) -> tuple[pa.Table, dict[int, str]]:
-        """A row for each body, and why some do not fit, by their rows."""
+        """Return a row for each body, and why rows do not fit, by row."""
         plain = {name: _read_as(kind) for name, kind in self.types.items() if kind != _JSON}
         # The reader needs a field. No body has this one.
         fields = pa.schema(list(plain.items()) or [("\x00", pa.null())])
-        found, bad = read_bodies(bodies, fields)
-        columns = {name: found[name] for name in plain}
+        decoded, bad = read_bodies(bodies, fields)
+        columns = {name: decoded[name] for name in plain}
         if len(plain) < len(self.types):
             columns |= self._read_json(bodies, bad)
-        made = {name: _made_of(columns[name], kind) for name, kind in self.types.items()}
-        rows = pa.table({name: column for name, (column, _) in made.items()})
-        for name, (_, wrong) in made.items():
-            if wrong is not None:
-                _note(bad, wrong, f"column {name!r} is a {self.types[name]}, and the field is none")
-        absent = [pc.is_null(column) for column in rows.columns]
-        nothing = absent[0]
-        for one in absent[1:]:
-            nothing = pc.and_(nothing, one)
-        _note(bad, nothing, f"the body has none of the fields {', '.join(rows.column_names)}")
-        for name, one in zip(rows.column_names, absent, strict=True):
+        converted = {name: _converted(columns[name], kind) for name, kind in self.types.items()}
+        rows = pa.table({name: column for name, (column, _) in converted.items()})
+        for name, (_, misfits) in converted.items():
+            if misfits is not None:
+                _note(bad, misfits, f"column {name!r} is a {self.types[name]}, and the field is none")
+        null_masks = [pc.is_null(column) for column in rows.columns]
+        all_null = null_masks[0]
+        for is_null in null_masks[1:]:
+            all_null = pc.and_(all_null, is_null)
+        _note(bad, all_null, f"the body has none of the fields {', '.join(rows.column_names)}")
+        for name, is_null in zip(rows.column_names, null_masks, strict=True):
             if name in self.never_null:
-                _note(bad, one, f"column {name!r} cannot be null, and the field is null or missing")
-        for name, what, wrong in unstorable(rows):
+                _note(bad, is_null, f"column {name!r} cannot be null, and the field is null or missing")
+        for name, flaw, misfits in unstorable(rows):
             if self.is_postgres or kinds.is_timestamp(rows[name].type):
-                _note(bad, wrong, f"column {name!r} has {what}, which the database cannot keep")
+                _note(bad, misfits, f"column {name!r} has {flaw}, which the database cannot keep")
         return rows, bad
 
     def _read_json(self, bodies: pa.ChunkedArray, bad: dict[int, str]) -> dict[str, pa.ChunkedArray]:
-        """The fields of JSON columns, as they are written in the bodies."""
+        """Return the fields of JSON columns, as they are written in the bodies."""
         names = [name for name, kind in self.types.items() if kind == _JSON]
-        found: dict[str, list[str | None]] = {name: [None] * len(bodies) for name in names}
+        texts: dict[str, list[str | None]] = {name: [None] * len(bodies) for name in names}
         for row, body in enumerate(bodies.to_pylist()):
             if row in bad:
                 continue
             try:
                 for name, text in _fields_of(body.decode() if isinstance(body, bytes) else body):
-                    if name in found:
-                        found[name][row] = text
+                    if name in texts:
+                        texts[name][row] = text
             except (ValueError, IndexError, RecursionError) as problem:
                 bad[row] = f"it is not JSON: {problem}"
-        return {name: pa.chunked_array([pa.array(texts, pa.string())]) for name, texts in found.items()}
+        return {name: pa.chunked_array([pa.array(column, pa.string())]) for name, column in texts.items()}
 
     # ------------------------------------------------------------------ inserting
     def insert(self, connection: sa.Connection, rows: pa.Table, units: pa.Array, refused: _Refused) -> None:
-        """Insert the rows. Those that the database refuses are added to ``refused``, with the transactions they are
-        of."""
+        """Insert the rows, and add the transactions whose rows the database refuses to ``refused``."""
         problem = self._try(connection, rows)
-        if problem is not None and self.conflict is None and self._find_taken(connection, rows, units, refused):
+        if problem is not None and self.conflict is None and self._refuse_taken_keys(connection, rows, units, refused):
             rows, units = refused.others(rows, units)
             problem = self._try(connection, rows)
         if problem is None:
@@ -393,7 +389,7 @@ class _Target:
         if self.conflict is None:
             self._insert_parts(connection, rows, units, problem, refused)
             return
-        # Parts were inserted transaction by transaction. Which of two rows with one key counts is said by their order.
+        # Parts change the order of rows, which decides among rows with one key. So parts only find the refused rows.
         trial = connection.begin_nested()
         self._insert_parts(connection, rows, units, problem, refused)
         trial.rollback()
@@ -409,33 +405,33 @@ class _Target:
         problem: sa.exc.StatementError | None,
         refused: _Refused,
     ) -> None:
-        """Insert rows, of which the database refuses some when they come all at once, part by part."""
-        left: list[tuple[pa.Table, pa.Array, sa.exc.StatementError | None]] = [(rows, units, problem)]
-        while left:
-            some, whose, problem = left.pop()
+        """Insert rows part by part, after the database has refused some of them."""
+        remaining: list[tuple[pa.Table, pa.Array, sa.exc.StatementError | None]] = [(rows, units, problem)]
+        while remaining:
+            part, part_units, problem = remaining.pop()
             if problem is None:
-                problem = self._try(connection, some)
+                problem = self._try(connection, part)
             if problem is None:
                 continue
-            distinct = pc.unique(whose)
+            distinct = pc.unique(part_units)
             if len(distinct) == 1:
                 refused.add(distinct[0].as_py(), _reason(problem), problem)
                 continue
-            if len(distinct) <= EACH_MAX and self._insert_each(connection, some, whose, refused):
+            if len(distinct) <= EACH_MAX and self._insert_each(connection, part, part_units, refused):
                 continue
-            first = pc.is_in(whose, value_set=distinct[: len(distinct) // 2])
+            first = pc.is_in(part_units, value_set=distinct[: len(distinct) // 2])
             second = pc.invert(first)
-            for half in (second, first):  # the first one is taken up first
-                left.append((some.filter(half), whose.filter(half), None))
+            for half in (second, first):  # the first half is inserted first
+                remaining.append((part.filter(half), part_units.filter(half), None))
 
     def _try(self, connection: sa.Connection, rows: pa.Table) -> sa.exc.StatementError | None:
-        """Insert rows in a savepoint, or return why the database refuses one of them."""
+        """Insert rows in a savepoint, or return the error with which the database refuses one of them."""
         if not rows.num_rows:
             return None
         savepoint = connection.begin_nested()
         try:
-            for some in self._parts(rows):
-                insert(connection, self.table.name, some, self.schema, self.conflict, self.table)
+            for part in self._parts(rows):
+                insert(connection, self.table.name, part, self.schema, self.conflict, self.table)
         except sa.exc.StatementError as problem:
             if not is_refused_value(problem):
                 raise
@@ -445,61 +441,63 @@ class _Target:
         return None
 
     def _insert_each(self, connection: sa.Connection, rows: pa.Table, units: pa.Array, refused: _Refused) -> bool:
-        """Insert transaction by transaction within the database, where it can. Whether this was done."""
+        """Insert transaction by transaction within the database if it can do so. Return whether it did."""
         parts = self._parts(rows)
-        is_plain = len(parts) == 1 and parts[0].num_rows == rows.num_rows  # no rows with one key, which are one
+        is_plain = len(parts) == 1 and parts[0].num_rows == rows.num_rows  # no rows of one key were merged
         if not is_plain or not can_insert_each(connection, rows):
             return False
-        said = insert_each(connection, self.table.name, parts[0], units, self.schema, self.conflict)
-        for unit, reason in said.items():
+        reasons = insert_each(connection, self.table.name, parts[0], units, self.schema, self.conflict)
+        for unit, reason in reasons.items():
             refused.add(unit, one_line(reason))
         return True
 
     def _parts(self, rows: pa.Table) -> list[pa.Table]:
-        """Rows that take the same columns' defaults."""
+        """Split rows into parts that take the defaults of the same columns."""
         if self.conflict is not None and self.conflict.update:
             rows = _last_of_each(rows, self.conflict.key, self.conflict.keeps)
         parts = [rows]
         for name in self.defaults:
             parts = [part for whole in parts for part in _by_null(whole, name)]
-        return parts  # none is without columns: a row has a value in one of them
+        return parts  # each part has a column: each row has a value
 
-    def _find_taken(self, connection: sa.Connection, rows: pa.Table, units: pa.Array, refused: _Refused) -> bool:
-        """Refuse the transactions with a key that is in the table. Whether there are any."""
+    def _refuse_taken_keys(self, connection: sa.Connection, rows: pa.Table, units: pa.Array, refused: _Refused) -> bool:
+        """Refuse the transactions with a key that is in the table. Return whether there are any."""
         if not self.lookup or not set(self.lookup) <= set(rows.column_names):
             return False
         keys = list(zip(*(rows[name].to_pylist() for name in self.lookup), strict=True))
         columns = [self.table.columns[name] for name in self.lookup]
-        found: set[tuple[Any, ...]] = set()
+        existing: set[tuple[Any, ...]] = set()
         savepoint = connection.begin_nested()
         try:
-            for one_of in self._one_of(columns, keys):
-                found.update(tuple(row) for row in connection.execute(sa.select(*columns).where(one_of)))
-        except sa.exc.StatementError as problem:  # a value that is no value of the key's type, such as a uuid
+            for condition in self._key_conditions(columns, keys):
+                existing.update(tuple(row) for row in connection.execute(sa.select(*columns).where(condition)))
+        except sa.exc.StatementError as problem:  # a value that the key's type refuses, such as a uuid
             if not is_refused_value(problem):
                 raise
             savepoint.rollback()
             return False
         savepoint.commit()
-        taken = [at for at, key in enumerate(keys) if key in found] if found else []
-        for at in taken:
-            refused.add(units[at].as_py(), f"a row with this {', '.join(self.lookup)} is there already")
+        taken = [position for position, key in enumerate(keys) if key in existing] if existing else []
+        for position in taken:
+            refused.add(units[position].as_py(), f"a row with this {', '.join(self.lookup)} is there already")
         return bool(taken)
 
-    def _one_of(self, columns: Sequence[sa.Column[Any]], keys: Sequence[Any]) -> Iterator[sa.ColumnElement[bool]]:
-        """Conditions, each of which holds for the rows of some keys."""
+    def _key_conditions(
+        self, columns: Sequence[sa.Column[Any]], keys: Sequence[Any]
+    ) -> Iterator[sa.ColumnElement[bool]]:
+        """Yield conditions that each select the rows of a part of the keys."""
         if self.is_postgres and len(columns) == 1:  # an array is one parameter
             array = sa.literal([key for (key,) in keys], postgresql.ARRAY(columns[0].type))
             yield columns[0] == sa.func.any(array)
             return
         for start in range(0, len(keys), KEYS_AT_ONCE):
-            some = keys[start : start + KEYS_AT_ONCE]
-            yield sa.tuple_(*columns).in_(some) if len(columns) > 1 else columns[0].in_([key for (key,) in some])
+            part = keys[start : start + KEYS_AT_ONCE]
+            yield sa.tuple_(*columns).in_(part) if len(columns) > 1 else columns[0].in_([key for (key,) in part])
 
 
-# ---------------------------------------------------------------- what the arguments say
+# ---------------------------------------------------------------- arguments
 def _columns_in(columns: object) -> tuple[tuple[str, ...] | None, pa.Schema | None]:
-    """The names of the columns, and their types where these are given; None for all of the table."""
+    """Return the names of the columns, None for all of the table, and the schema if one is given."""
     if columns is None:
         return None, None
     has_types = isinstance(columns, str) and any(len(part.split()) > 1 for part in columns.split(","))
@@ -509,22 +507,22 @@ def _columns_in(columns: object) -> tuple[tuple[str, ...] | None, pa.Schema | No
     return tuple(_names_in(columns, "columns")), None
 
 
-def _names_in(given: object, what: str) -> list[str]:
-    names = [part.strip() for part in given.split(",")] if isinstance(given, str) else given
+def _names_in(value: object, option: str) -> list[str]:
+    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(n, str) and n for n in names):
-        raise OptionError(f"{what}={str(given)[:200]!r}: names of columns are expected, such as 'order_id, total'")
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise OptionError(f"{what} names {twice[0]!r} twice")
+        raise OptionError(f"{option}={str(value)[:200]!r}: names of columns are expected, such as 'order_id, total'")
+    duplicates = [name for name in names if names.count(name) > 1]
+    if duplicates:
+        raise OptionError(f"{option} names {duplicates[0]!r} twice")
     return list(names)
 
 
-# ---------------------------------------------------------------- what the catalogue says
+# ---------------------------------------------------------------- the catalogue
 _JSON, _DATE = "JSON value", "date"
 
 
 def _type_in_json(kind: sa.types.TypeEngine[Any], dialect: str) -> pa.DataType | str | None:
-    """What a field for a column of this type is read as; None for one that has no form in JSON."""
+    """Return what a field of this column type is read as; None for a type that has no form in JSON."""
     postgres, lite = dialect == "postgresql", dialect == "sqlite"
     if isinstance(kind, postgresql.DOMAIN):
         return _type_in_json(kind.data_type, dialect)
@@ -547,7 +545,7 @@ def _type_in_json(kind: sa.types.TypeEngine[Any], dialect: str) -> pa.DataType |
         return pa.list_(item) if isinstance(item, pa.DataType) else None
     if isinstance(kind, sa.LargeBinary) or (lite and isinstance(kind, sa.Time)):
         return None
-    return pa.string()  # of what is no text, PostgreSQL makes a value: uuid, enum, inet, interval, time
+    return pa.string()  # PostgreSQL converts text to other types: uuid, enum, inet, interval, time
 
 
 def _integer(kind: sa.Integer) -> pa.DataType:
@@ -562,12 +560,12 @@ def _integer(kind: sa.Integer) -> pa.DataType:
 
 
 def _has_default(column: ReflectedColumn) -> bool:
-    """Whether a row that does not name the column gets another value than NULL."""
+    """Whether a row without the column gets another value than NULL."""
     return column["default"] is not None or column.get("identity") is not None or column.get("autoincrement") is True
 
 
-def _is_made(column: ReflectedColumn) -> bool:
-    """Whether only the database gives the column a value."""
+def _is_generated(column: ReflectedColumn) -> bool:
+    """Whether only the database may set the column."""
     return column.get("computed") is not None or bool(dict(column.get("identity") or {}).get("always"))
 
 
@@ -576,19 +574,19 @@ def _primary_key(connection: sa.Connection, table: str, schema: str | None) -> t
 
 
 def _unique_keys(connection: sa.Connection, table: str, schema: str | None) -> list[set[str]]:
-    """The columns of each unique key that holds for all rows."""
-    look = sa.inspect(connection)
-    found = [set(_primary_key(connection, table, schema))]
-    found += [set(unique["column_names"]) for unique in look.get_unique_constraints(table, schema=schema)]
-    for index in look.get_indexes(table, schema=schema):
+    """Return the columns of each unique key that holds for all rows."""
+    inspector = sa.inspect(connection)
+    keys = [set(_primary_key(connection, table, schema))]
+    keys += [set(unique["column_names"]) for unique in inspector.get_unique_constraints(table, schema=schema)]
+    for index in inspector.get_indexes(table, schema=schema):
         is_partial = any(name.endswith("_where") for name in index.get("dialect_options", {}))
         if index["unique"] and not is_partial and not index.get("expressions"):
-            found.append({name for name in index["column_names"] if name is not None})
-    return [some for at, some in enumerate(found) if some and some not in found[:at]]
+            keys.append({name for name in index["column_names"] if name is not None})
+    return [key for position, key in enumerate(keys) if key and key not in keys[:position]]
 
 
-def _require_undone(connection: sa.Connection, table: str, schema: str | None) -> None:
-    """Require that MariaDB or MySQL refuses what does not fit, and that a rollback undoes what was written."""
+def _require_undoable(connection: sa.Connection, table: str, schema: str | None) -> None:
+    """Require that MariaDB or MySQL refuses values that do not fit, and undoes what is rolled back."""
     if connection.dialect.name not in ("mariadb", "mysql"):
         return
     options = sa.inspect(connection).get_table_options(table, schema=schema)
@@ -610,13 +608,13 @@ def _read_as(kind: pa.DataType | str) -> pa.DataType:
     return _NAIVE if isinstance(kind, str) else kind
 
 
-def _made_of(column: pa.ChunkedArray, kind: pa.DataType | str) -> tuple[pa.ChunkedArray, pa.ChunkedArray | None]:
-    """The values for the table, and which fields were none of its column's; None where that cannot be."""
+def _converted(column: pa.ChunkedArray, kind: pa.DataType | str) -> tuple[pa.ChunkedArray, pa.ChunkedArray | None]:
+    """Return the values for the table, and which fields do not fit the column; None where all fit."""
     if kind == _DATE:
         day = pc.floor_temporal(column, unit="day")
-        wrong = pc.or_(pc.not_equal(day, column), pc.less(day, pa.scalar(datetime.min, _NAIVE)))
-        return pc.cast(day, pa.date32()), pc.fill_null(wrong, False)
-    if kinds.is_floating(column.type):  # the reader takes NaN, Infinity, and too large a number for 32 bits
+        misfits = pc.or_(pc.not_equal(day, column), pc.less(day, pa.scalar(datetime.min, _NAIVE)))
+        return pc.cast(day, pa.date32()), pc.fill_null(misfits, False)
+    if kinds.is_floating(column.type):  # the reader accepts NaN, Infinity and numbers too large for 32 bits
         return column, pc.fill_null(pc.invert(pc.is_finite(column)), False)
     if kind == _DECIMAL:
         text = pc.replace_substring_regex(pc.cast(column, pa.string()), r"\.?0+$", "")
@@ -624,57 +622,57 @@ def _made_of(column: pa.ChunkedArray, kind: pa.DataType | str) -> tuple[pa.Chunk
     return column, None
 
 
-def _note(bad: dict[int, str], wrong: pa.ChunkedArray, reason: str) -> None:
-    for row in pc.indices_nonzero(wrong).to_pylist():
+def _note(bad: dict[int, str], misfits: pa.ChunkedArray, reason: str) -> None:
+    for row in pc.indices_nonzero(misfits).to_pylist():
         bad.setdefault(row, reason)
 
 
 def _fields_of(body: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the fields of an object and the JSON text of each: so a number keeps all of its digits. None for null."""
-    at = _behind_blanks(body, _behind_blanks(body, 0) + 1)
-    while body[at] != "}":
-        name, at = scanstring(body, at + 1)
-        start = _behind_blanks(body, _behind_blanks(body, at) + 1)
-        value, at = _DECODER.raw_decode(body, start)
-        yield name, None if value is None else body[start:at]
-        at = _behind_blanks(body, at)
-        if body[at] == ",":
-            at = _behind_blanks(body, at + 1)
+    """Yield the name and the JSON text of each field, so that numbers keep all digits; None for null."""
+    position = _after_blanks(body, _after_blanks(body, 0) + 1)
+    while body[position] != "}":
+        name, position = scanstring(body, position + 1)
+        start = _after_blanks(body, _after_blanks(body, position) + 1)
+        value, position = _DECODER.raw_decode(body, start)
+        yield name, None if value is None else body[start:position]
+        position = _after_blanks(body, position)
+        if body[position] == ",":
+            position = _after_blanks(body, position + 1)
 
 
-def _behind_blanks(body: str, at: int) -> int:
-    found = _BLANK.match(body, at)
-    return at if found is None else found.end()
+def _after_blanks(body: str, position: int) -> int:
+    blanks = _BLANK.match(body, position)
+    return position if blanks is None else blanks.end()
 
 
 # ---------------------------------------------------------------- rows
 def _last_of_each(rows: pa.Table, key: Sequence[str], keeps: bool) -> pa.Table:
-    """The last row of each key; with ``keeps`` the last value of each of its columns that is not null."""
-    at = pa.array(range(rows.num_rows), pa.int64())
+    """Return the last row of each key; with ``keeps``, in each column its last value that is not null."""
+    numbers = pa.array(range(rows.num_rows), pa.int64())
     others = [name for name in rows.column_names if name not in key]
-    places = {f"\0{n}": pc.if_else(pc.is_valid(rows[n]), at, None) if keeps else at for n in others}
-    grouped = pa.table({**{name: rows[name] for name in key}, **places}).group_by(list(key), use_threads=False)
-    last = grouped.aggregate([(name, "max") for name in places])
+    number_columns = {f"\0{n}": pc.if_else(pc.is_valid(rows[n]), numbers, None) if keeps else numbers for n in others}
+    grouped = pa.table({**{name: rows[name] for name in key}, **number_columns}).group_by(list(key), use_threads=False)
+    last = grouped.aggregate([(name, "max") for name in number_columns])
     if last.num_rows == rows.num_rows:
         return rows
     return pa.table({n: last[n] if n in key else rows[n].take(last[f"\0{n}_max"]) for n in rows.column_names})
 
 
 def _by_null(rows: pa.Table, name: str) -> list[pa.Table]:
-    """The rows that have a value in a column, and the others without the column."""
+    """Return the rows that have a value in a column, and the other rows without the column."""
     nulls = rows[name].null_count
     if not nulls:
         return [rows]
     if nulls == rows.num_rows:
         return [rows.drop_columns([name])]
-    has = pc.is_valid(rows[name])
-    return [rows.filter(has), rows.filter(pc.invert(has)).drop_columns([name])]
+    has_value = pc.is_valid(rows[name])
+    return [rows.filter(has_value), rows.filter(pc.invert(has_value)).drop_columns([name])]
 
 
 def _reason(problem: sa.exc.StatementError) -> str:
-    """What the database said, without the row's values that PostgreSQL adds in a second line."""
-    said: Any = problem.orig
-    if isinstance(said, BaseException) and len(said.args) == 2 and isinstance(said.args[0], int):
-        return one_line(str(said.args[1]))  # MariaDB and MySQL: behind the number
-    lines = text_of(said).splitlines() if isinstance(said, BaseException) else []
+    """Return the database's error text, without the second line, in which PostgreSQL adds values of the row."""
+    cause: Any = problem.orig
+    if isinstance(cause, BaseException) and len(cause.args) == 2 and isinstance(cause.args[0], int):
+        return one_line(str(cause.args[1]))  # MariaDB and MySQL: the text after the number
+    lines = text_of(cause).splitlines() if isinstance(cause, BaseException) else []
     return one_line(lines[0]) if lines else type(problem).__name__

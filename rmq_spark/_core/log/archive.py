@@ -1,4 +1,4 @@
-"""What is kept of a half batch that has left the table ``half``: who sent it, and what became of it."""
+"""The archive of a half batch that has left the table ``half``: who sent it, and its outcome."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 
 DECISIONS_MAX = 100
-"""So many decisions on one half batch are kept, the newest ones."""
+"""Decisions on one half batch that are kept, the newest ones."""
 
 ARCHIVED = pa.struct(
     [
@@ -48,13 +48,13 @@ ARCHIVED = pa.struct(
 
 _OWN = [field.name for field in ARCHIVED if field.name != "decisions"]
 _SHARED = ("half_id", "attempt", "transaction_per", "producer_group", "prepared_ms")
-"""Columns of ``op`` that other rows have, too."""
+"""Columns of ``op`` that other kinds of rows have, too."""
 
 
 @dataclass(frozen=True)
 class ArchivedDecision:
-    """A decision on a half batch that has left: when, what, by whom, why, and on how many messages. ``refused`` is true
-    of a rollback when the local transaction ran and said no."""
+    """A decision on a half batch that has left. ``refused`` is true of a rollback when the local transaction ran and
+    refused."""
 
     at: datetime
     kind: str
@@ -67,7 +67,7 @@ class ArchivedDecision:
 
 @dataclass(frozen=True)
 class Archived:
-    """What is kept of a half batch that has left.
+    """The archive of a half batch that has left.
 
     Attributes
     ----------
@@ -81,9 +81,9 @@ class Archived:
     attempt : int
         The newest one.
     committed, rolled_back, rolled_back_by_check, rolled_back_by_discard : int
-        Its messages, by what became of them.
+        Its messages, by outcome.
     decisions : tuple of ArchivedDecision
-        In their order; only the last ones when there were many.
+        In their order; only the last :data:`DECISIONS_MAX`.
     at : datetime or None
         When it was archived; None before it is written.
     """
@@ -108,32 +108,33 @@ class Archived:
 
     @property
     def rows(self) -> int:
-        """How many messages it had."""
+        """Number of its messages."""
         return self.committed + self.not_committed
 
     @property
     def not_committed(self) -> int:
-        """How many of them were rolled back, by whomever."""
+        """Number of messages that were rolled back for any reason."""
         return self.rolled_back + self.rolled_back_by_check + self.rolled_back_by_discard
 
     @property
     def final(self) -> bool:
-        """True when a replay has nothing to do: no rollback was a check's, or a guess."""
+        """True when a replay has nothing to do: no rollback came from a check or from the discard policy."""
         return self.rolled_back_by_check + self.rolled_back_by_discard == 0
 
     def agrees(self, commit: int, rollback: int) -> bool:
-        """True when so many messages have each verdict: a decision that comes again."""
+        """True when the outcome has at least this many messages with each verdict, so a repeated decision changes
+        nothing."""
         return commit <= self.committed and rollback <= self.not_committed and commit + rollback <= self.rows
 
     def left_error(self) -> HalfBatchLeftError:
-        """What to raise for those who want more of it than is kept."""
-        found = {
+        """The error for callers that need more of the half batch than is kept."""
+        counts = {
             "committed": self.committed,
             "rolled back": self.rolled_back,
             "rolled back by a check": self.rolled_back_by_check,
             "rolled back by the discard policy": self.rolled_back_by_discard,
         }
-        outcome = ", ".join(f"{count} {what}" for what, count in found.items() if count)
+        outcome = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         return HalfBatchLeftError(
             f"half batch {self.half_id!r} was settled and has left the table half: of its {self.rows} messages "
             f"{outcome}. What was committed is in the table messages; the rest is gone",
@@ -141,31 +142,31 @@ class Archived:
         )
 
     def struct(self) -> dict[str, Any]:
-        """As the column ``archived`` of ``op`` has it."""
+        """The value for the column ``archived`` of ``op``."""
         value = {name: getattr(self, name) for name in _OWN}
         return {**value, "decisions": [asdict(d) for d in self.decisions[-DECISIONS_MAX:]]}
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Archived:
-        """From a row of ``op``.
+        """Make the archive from a row of ``op``.
 
         Raises
         ------
         CorruptLogError
-            When the row does not say what an ``archived`` row says.
+            When the row lacks what an ``archived`` row must have.
         """
-        said = row["archived"]
+        struct = row["archived"]
         try:
-            decisions = tuple(ArchivedDecision(**d) for d in said["decisions"])
-            value = {name: said[name] for name in _OWN} | {name: row[name] for name in _SHARED}
-            found = cls(**value, decisions=decisions, at=row["op_time"])
-            needed = (found.app_id, found.batch_id, found.prepared_ms)
-            whole = found.rows == row["count"] and None not in needed
+            decisions = tuple(ArchivedDecision(**d) for d in struct["decisions"])
+            value = {name: struct[name] for name in _OWN} | {name: row[name] for name in _SHARED}
+            archived = cls(**value, decisions=decisions, at=row["op_time"])
+            needed = (archived.app_id, archived.batch_id, archived.prepared_ms)
+            is_whole = archived.rows == row["count"] and None not in needed
         except TypeError:
-            whole = False
-        if not whole:
+            is_whole = False
+        if not is_whole:
             raise CorruptLogError(
                 f"table op has an archived row of half batch {row['half_id']!r} that does not say what became of it: "
                 "it was changed by hand"
             )
-        return found
+        return archived

@@ -1,4 +1,4 @@
-"""Looks at a log again before anyone speaks of damage."""
+"""Reads a log again before it is reported as damaged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Looks(Protocol):
-    """What reads tables of a log."""
+    """An object that reads tables of a log."""
 
     def looked_at(self) -> Iterable[Table]:
         """The tables that it reads."""
@@ -25,19 +25,19 @@ Found = TypeVar("Found")
 
 
 def looks_again(look: Callable[Concatenate[Looking, P], Found]) -> Callable[Concatenate[Looking, P], Found]:
-    """Let a method that finds damage, or misses offsets, look at the newest state before it says so.
+    """Let a method that finds damage, or misses offsets, run again on the newest state before it raises.
 
-    A process may be stopped (SIGSTOP, a suspended machine) for longer than replaced files, and old entries of a Delta
-    log, are kept. What it goes on from is gone then, and the log is sound.
+    A process may be stopped (SIGSTOP, a suspended machine) for longer than replaced files and old entries of a Delta
+    log are kept. The files that it goes on from are gone then, and the log is sound.
     """
 
     @wraps(look)
-    def call(self: Looking, /, *given: P.args, **named: P.kwargs) -> Found:
+    def call(self: Looking, /, *args: P.args, **kwargs: P.kwargs) -> Found:
         try:
-            return look(self, *given, **named)
+            return look(self, *args, **kwargs)
         except (CorruptLogError, OffsetOutOfRangeError):
             for table in self.looked_at():
                 table.refresh()
-        return look(self, *given, **named)
+        return look(self, *args, **kwargs)
 
     return call

@@ -2,9 +2,9 @@
 
 A file holds all of one group, so that a micro-batch's progress is one small commit that replaces it.
 
-A group is Spark's (queries claim its queues by a session) or a group of members (``PushConsumer``, ``PullConsumer``),
-in which each queue has an owner. A queue's generation rises with each claim and each reset. What an owner reports
-counts only while owner and generation are still those of its claim.
+A group is read by Spark (queries claim its queues by a session) or by members (``PushConsumer``, ``PullConsumer``),
+where each queue has an owner. A queue's generation rises with each claim and each reset. A member's report counts only
+while the queue has the owner and generation of the member's claim.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ GROUPS_SCHEMA = pa.schema(
 )
 
 SPARK, MEMBERS = "spark", "members"
-"""Values of the column ``consumer``: who reads for the group. Null until somebody has read for it."""
+"""Values of the column ``consumer``: what reads for the group. Null until something has read for it."""
 
 Queue = tuple[str, int]
 """A topic and a queue_id."""
@@ -53,25 +53,26 @@ Positions = Mapping[Queue, int]
 
 
 class Place(NamedTuple):
-    """Where a group stands in a queue."""
+    """The position of a group in a queue."""
 
     next_offset: int
     suspended_until: datetime | None = None
-    """Set while an orderly consumer has suspended the queue: then only that consumer moves it."""
+    """Set while an orderly consumer has suspended the queue. Only that consumer moves it then."""
     session: str | None = None
-    """The run of a query that reads the queue for the group."""
+    """The query run that reads the queue for the group."""
     consumer: str | None = None
     """:data:`SPARK` or :data:`MEMBERS`."""
     owner: str | None = None
     """The member that reads the queue; None for a queue that is free."""
     generation: int = 0
-    """Counts the claims and resets of the queue."""
+    """Number of claims and resets of the queue."""
     epoch: str | None = None
-    """Made anew when the queue's position is set and not read up to. What fails again after a reset is sent again."""
+    """Renewed when the queue's position is set rather than read up to. Messages that fail again after a reset are sent
+    again."""
 
 
 class Claim(NamedTuple):
-    """A member's claim of a queue, and where it reads on."""
+    """A member's claim of a queue, and where the member reads on."""
 
     next_offset: int
     generation: int
@@ -79,12 +80,12 @@ class Claim(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a member says of a queue that it owns."""
+    """A member's report on a queue that it owns."""
 
     next_offset: int
     generation: int
     release: bool = False
-    """True makes the queue free."""
+    """True frees the queue."""
 
 
 @dataclass
@@ -92,14 +93,14 @@ class Session:
     """One run of a query, which reads some queues for its group alone."""
 
     by: str = field(default_factory=lambda: f"{socket.gethostname()}@{os.getpid()}")
-    """Who it is."""
+    """The host and process of the session."""
     id: str = field(default_factory=lambda: MACHINE.unique_id()[:8])
     claimed: dict[Queue, str] = field(default_factory=dict)
-    """By queue, the session's name there. It begins with the queue's generation at the session's first claim. So a
+    """The session's name in each queue. It begins with the queue's generation at the session's first claim. So a
     session that claimed the queue earlier has a smaller name, whatever the clocks of the two machines say."""
 
     def name_at(self, generation: int) -> str:
-        """Return the session's name in a queue that it claims first at this generation."""
+        """Return the session's name in a queue that it first claims at this generation."""
         return f"{generation:020d} {self.by} {self.id}"
 
 
@@ -110,25 +111,25 @@ class GroupStore:
         self.table = table
 
     def looked_at(self) -> Iterable[Table]:
-        """The table that this reads."""
+        """The tables that this object reads."""
         return (self.table,)
 
     @looks_again
     def rows(self, group: str | None = None) -> pa.Table:
-        """The progress of one group, or of all, by group, topic and queue."""
+        """The progress of one group, or of all, sorted by group, topic and queue."""
         self.table.refresh()
         return self._rows(group).sort_by([(c, "ascending") for c in ("consumer_group", "topic", "queue_id")])
 
     @looks_again
     def places(self, group: str, refresh: bool = True) -> dict[Queue, Place]:
         """A group's place in every queue that it has read; empty for an unknown group. Without a refresh, as the table
-        was last seen (:meth:`publish` looks at it)."""
+        was last read (:meth:`publish` reads it)."""
         if refresh:
             self.table.refresh()
-        return {queue: _place(row) for queue, row in _by_queue(self._rows(group)).items()}
+        return {queue: _place_of(row) for queue, row in _by_queue(self._rows(group)).items()}
 
     def positions(self, group: str) -> dict[Queue, int]:
-        """A group's next offset of every queue that it has read; empty for a group that is not known."""
+        """A group's next offset in every queue that it has read; empty for an unknown group."""
         return {queue: place.next_offset for queue, place in self.places(group).items()}
 
     def publish(
@@ -138,16 +139,17 @@ class GroupStore:
         session: Session | None = None,
         answered: Mapping[Queue, datetime] | None = None,
     ) -> bool:
-        """Move a group on; a queue never moves backwards (RocketMQ: ``increaseOnly``). False when nothing moved.
+        """Move a group on; a queue never moves backwards (RocketMQ: ``increaseOnly``). Returns False when nothing
+        moved.
 
         Parameters
         ----------
         session : Session, optional
-            The session that reads the queues, and claims them. Two sessions that read one queue claim it in turn,
-            and the one started later fails.
+            The session that reads the queues, and claims them. Two sessions that read one queue claim it in turn, and
+            the one started later fails.
         answered : mapping, optional
-            By queue, the end of the suspension after which it was read again. A queue with another one stays, unless
-            its position is not past the place of that: then it is read again, too.
+            By queue, the end of the suspension after which it was read again. A queue with another suspension stays,
+            unless its position is not past the suspended place: then it is read again, too.
 
         Raises
         ------
@@ -163,15 +165,15 @@ class GroupStore:
             names.clear()
             for queue, offset in positions.items():
                 before = now.get(queue, Place(0))
-                mine = names[queue] = session.claimed.get(queue) or session.name_at(before.generation + 1)
-                if queue in session.claimed and before.session is not None and before.session < mine:
+                name = names[queue] = session.claimed.get(queue) or session.name_at(before.generation + 1)
+                if queue in session.claimed and before.session is not None and before.session < name:
                     raise GroupInUseError(
                         f"consumer group {group!r}: queue {queue[1]} of topic {queue[0]!r} is being read by an older "
                         f"query ({before.session.split(' ')[1]}) as well: stop one of them, or give this one a group "
                         "of its own"
                     )
                 claim = before._replace(
-                    session=mine, consumer=SPARK, generation=before.generation + (before.session != mine)
+                    session=name, consumer=SPARK, generation=before.generation + (before.session != name)
                 )
                 read_from_there = offset <= before.next_offset
                 if before.suspended_until in (None, (answered or {}).get(queue)) or read_from_there:
@@ -187,7 +189,8 @@ class GroupStore:
     def progress(
         self, group: str, positions: Positions, by: str, suspended_until: Mapping[Queue, datetime] | None = None
     ) -> bool:
-        """What an orderly consumer did: it moves queues on, suspends some, and ends the suspension of the others."""
+        """Write the progress of an orderly consumer: move queues on, suspend some, and end the suspension of the
+        others."""
         until = suspended_until or {}
 
         def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
@@ -214,27 +217,27 @@ class GroupStore:
         by: str,
         take_over: bool = False,
     ) -> dict[Queue, Claim]:
-        """Claim queues for a member, and return what it got.
+        """Claim queues for a member, and return the claims that it got.
 
         Parameters
         ----------
         member : str
             Unique among all members that ever were.
         wanted : mapping of queue to int
-            The queues, each with its generation as the member saw it (0: it has no place). A queue that anybody has
-            claimed or reset since is not claimed.
+            The queues, each with its generation as the member saw it (0: no place). A queue that was claimed or reset
+            since is not claimed.
         start : mapping
-            First offsets of queues. Those that have no place yet get it here, claimed or not: so all queues of a group
-            that begins at the end of the log begin at one moment.
+            First offsets of queues. A queue without a place gets it here, claimed or not. So all queues of a group that
+            begins at the end of the log begin at one moment.
         take_over : bool
             True takes a group that Spark's queries read.
 
         Raises
         ------
         GroupInUseError
-            When the group is Spark's.
+            When Spark reads the group.
         """
-        got: dict[Queue, Claim] = {}
+        claims: dict[Queue, Claim] = {}
 
         def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
             if not take_over:
@@ -243,7 +246,7 @@ class GroupStore:
             after = {queue: _freed(place) if spark else place for queue, place in now.items()}
             for queue, offset in start.items():
                 after.setdefault(queue, Place(offset, consumer=MEMBERS, epoch=self._new_epoch()))
-            got.clear()
+            claims.clear()
             for queue, generation in wanted.items():
                 before = now.get(queue, Place(0))
                 if before.generation == generation:
@@ -256,11 +259,11 @@ class GroupStore:
                         epoch=after[queue].epoch or self._new_epoch(),
                     )
                     after[queue] = claimed
-                    got[queue] = Claim(claimed.next_offset, claimed.generation, claimed.epoch or "")
+                    claims[queue] = Claim(claimed.next_offset, claimed.generation, claimed.epoch or "")
             return after
 
         self._change(group, by, moved)
-        return got
+        return claims
 
     def report(self, group: str, member: str, reports: Mapping[Queue, Report], by: str) -> set[Queue]:
         """Write a member's progress, and free the queues that it releases.
@@ -268,21 +271,21 @@ class GroupStore:
         Returns
         -------
         set of Queue
-            Those of which nothing was written, because the member does not own them any more: another one has claimed
-            them, or somebody has reset or deleted the group.
+            The queues for which nothing was written, because the member no longer owns them: another member has claimed
+            them, or the group was reset or deleted.
         """
         refused: set[Queue] = set()
 
         def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
             after = dict(now)
             refused.clear()
-            for queue, told in reports.items():
+            for queue, report in reports.items():
                 before = now.get(queue)
-                if before is None or (before.owner, before.generation) != (member, told.generation):
+                if before is None or (before.owner, before.generation) != (member, report.generation):
                     refused.add(queue)
                     continue
                 after[queue] = before._replace(
-                    next_offset=max(told.next_offset, before.next_offset), owner=None if told.release else member
+                    next_offset=max(report.next_offset, before.next_offset), owner=None if report.release else member
                 )
             return after
 
@@ -290,24 +293,24 @@ class GroupStore:
         return refused
 
     def hand_over(self, group: str, by: str) -> bool:
-        """Free all queues of a group, so that Spark or members, whoever comes next, may read them."""
+        """Free all queues of a group, so that either Spark or members may read them next."""
         return self._change(group, by, lambda now: {queue: _freed(place) for queue, place in now.items()})
 
     # ------------------------------------------------------------------ moving
 
     def set(self, group: str, positions: Positions, by: str) -> bool:
-        """Put queues of a group where they are told to be, also backwards; the others stay."""
+        """Set the positions of queues, also backwards; other queues stay."""
 
         def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
             epoch = self._new_epoch()
             put = {q: _freed(now.get(q, Place(0)))._replace(next_offset=n, epoch=epoch) for q, n in positions.items()}
-            kept = {q: put[q]._replace(consumer=now[q].consumer) if q in now else put[q] for q in put}
-            return {**now, **kept}
+            places = {q: put[q]._replace(consumer=now[q].consumer) if q in now else put[q] for q in put}
+            return {**now, **places}
 
         return self._change(group, by, moved)
 
     def delete(self, group: str) -> bool:
-        """Forget a group; False when it is not known."""
+        """Forget a group; False when it is unknown."""
         return self._change(group, "", lambda now: {})
 
     def _new_epoch(self) -> str:
@@ -319,7 +322,7 @@ class GroupStore:
         def propose(version: int) -> Change | None:
             paths = self._paths(group)
             before = _by_queue(self.table.read(paths))
-            now = {queue: _place(row) for queue, row in before.items()}
+            now = {queue: _place_of(row) for queue, row in before.items()}
             after = change(now)
             if after == now:
                 return None
@@ -366,26 +369,26 @@ def _by_queue(rows: pa.Table) -> dict[Queue, dict[str, Any]]:
     return {(row["topic"], row["queue_id"]): row for row in rows.to_pylist()}
 
 
-def _place(row: Mapping[str, Any]) -> Place:
+def _place_of(row: Mapping[str, Any]) -> Place:
     return Place(*(row[name] for name in Place._fields))
 
 
 def _freed(place: Place) -> Place:
-    """The place, read by nobody. Whoever read it until now finds that its generation is over."""
+    """The place without a reader. Its previous reader finds that its generation is over."""
     return Place(place.next_offset, generation=place.generation + 1, epoch=place.epoch)
 
 
 def kind_of(places: Iterable[Place]) -> str | None:
-    """Return who reads for a group with these places; None when nobody has yet, or somebody has handed it over."""
+    """Return what reads for a group with these places; None when nothing has yet, or the group was handed over."""
     return next((place.consumer for place in places if place.consumer is not None), None)
 
 
 def _require_kind(group: str, now: Mapping[Queue, Place], kind: str) -> None:
-    found = kind_of(now.values())
-    if found in (None, kind):
+    current = kind_of(now.values())
+    if current in (None, kind):
         return
     raise GroupInUseError(
-        f"consumer group {group!r} is read by {_CALLED[found]}, and {_CALLED[kind]} cannot share it: give this one a "
+        f"consumer group {group!r} is read by {_CALLED[current]}, and {_CALLED[kind]} cannot share it: give this one a "
         f"group of its own, or stop the others and run: txmq group hand-over LOG {group}"
     )
 

@@ -1,4 +1,4 @@
-"""Half messages: their table, and the files of them that executors write."""
+"""The schema of half messages, and the half files that executors write."""
 
 from __future__ import annotations
 
@@ -71,48 +71,47 @@ HALF_SCHEMA = pa.schema(
 )
 STATS_COLUMNS = ("half_id",)
 """Statistics of files in the Delta log. delta-rs goes through those of all live files at every commit, so each further
-column slows down a long log: with 5,000 files a commit took 26 ms with seven columns, 15 ms with one."""
+column slows down a long log."""
 FOOTER_COLUMNS = ("app_id", "batch_id", "file_no", "row_no", "topic", "queue_id")
 PLAIN_COLUMNS = ("row_no", "keys", "transaction_key", "sharding_key", "body", "born_timestamp")
 CLOSE_COLUMNS = ("row_no", "born_timestamp")
 
 COMPRESSION = "lz4"
-"""Of half files, which stay for minutes, and which we and Spark alone read: half the processor time of zstd. (Trino
-cannot read it; the table ``messages`` is for everybody.)"""
+"""Of half files, which stay for minutes and which only rmq_spark and Spark read: it costs less processor time than
+zstd. (Trino cannot read it; the table ``messages`` is for every engine.)"""
 PAGE_BYTES = 131_072
-"""Small pages stay in the processor's cache while they are made: a tenth less processor time than with 1 MiB."""
+"""Small pages stay in the processor's cache while they are written."""
 SAVED_MIN = 0.2
-"""Bodies are compressed when a sample shrinks by so much at least. What is compressed or random already would cost
-processor time for nothing: with bodies that are mostly hashes, lz4 saved 13 % of them and took 3 times as long as
-writing them."""
+"""Bodies are compressed when a sample shrinks by at least this share. Bodies that are compressed or random already
+would cost processor time for nothing."""
 SAMPLES = 3
 SAMPLE_ROWS = 64
 SAMPLE_BYTES = 1024
 """A sample is the beginnings of the bodies of some rows."""
 FILE_BYTES_MAX = 256 * 1024 * 1024
-"""An executor ends a half file when the messages in it reach this, so that a partition of any size fits."""
+"""An executor ends a half file when its messages reach this size, so a partition may have any size."""
 FILES_PER_PARTITION_MAX = 1000
 OWN_CHARS = 12
-"""Hexadecimal digits of a half id that are its own."""
+"""Hexadecimal digits at the end of a half id that distinguish half batches of one name."""
 
 
 FIRST = -1
-"""What the first half batch of an application follows."""
+"""The value of ``follows`` for an application's first half batch."""
 
 
 class Naming(Enum):
-    """What the name of a half batch (``app_id`` and ``batch_id``) is, and so how a retry is known."""
+    """How a half batch got its name (``app_id`` and ``batch_id``), and so how a retry is recognised."""
 
     COUNTED = "counted"
-    """The application counts its batches: a stream. Each checkpoint counts from 0, so ``query_id`` must agree, too. The
-    newest number is kept as a Delta transaction."""
+    """The application numbers its batches: a stream. Each checkpoint counts from 0, so ``query_id`` must match, too.
+    The newest number is kept as a Delta transaction."""
     GIVEN = "given"
-    """The same, and a user gave both (a batch write): they alone tell a retry."""
+    """As COUNTED, but a user gave both (a batch write): the name alone identifies a retry."""
     KEY = "key"
-    """``app_id`` names this half batch only: an idempotency key. As Delta transactions, the table would keep every one
-    for ever."""
+    """``app_id`` is an idempotency key and names this half batch only. It is no Delta transaction, because the table
+    would keep each one for ever."""
     MADE_UP = "made up"
-    """``app_id`` was made up for this half batch: it cannot have been prepared before."""
+    """``app_id`` was generated for this half batch, so it cannot have been prepared before."""
 
 
 @value
@@ -120,8 +119,8 @@ class HalfHeader:
     """What all rows of a half batch have in common (the first columns of ``half``)."""
 
     half_id: str
-    """The identity, which no other half batch ever has: see :func:`half_id_of` and :func:`new_half_id`. Whatever must
-    mean this very half batch carries it: op markers, fences, message ids."""
+    """The identity, which no other half batch ever has: see :func:`half_id_of` and :func:`new_half_id`. Op markers,
+    fences and message ids carry it."""
     app_id: str
     batch_id: int
     query_id: str | None
@@ -131,7 +130,7 @@ class HalfHeader:
     producer_group: str
     naming: Naming = field(default=Naming.COUNTED, compare=False)
     follows: int | None = field(default=None, compare=False)
-    """The application's last batch before it, or :data:`FIRST`: else it is not prepared. None: whichever it is."""
+    """The batch that must be the application's last one before, or :data:`FIRST`; None: any."""
 
     @classmethod
     def of(
@@ -158,12 +157,12 @@ class HalfHeader:
 
     @property
     def name(self) -> str:
-        """What a replay finds it by."""
+        """The name by which a replay finds it."""
         return batch_name(self.app_id, self.batch_id)
 
     @property
     def numbered(self) -> bool:
-        """Whether ``batch_id`` is a number among those of the application."""
+        """Whether ``batch_id`` is one of the numbers that the application gives its batches."""
         return self.naming is Naming.COUNTED or self.naming is Naming.GIVEN
 
 
@@ -187,17 +186,17 @@ class HalfFile:
     staged_at: float
     half_id: str
     delayed: bool = False
-    """True when some messages have a time before which they must not appear."""
+    """True when some messages are due later."""
 
     @property
     def rows(self) -> int:
-        """Of this half batch: the file may have those of others, too."""
+        """Its rows of this half batch. A shared file has rows of others, too."""
         return sum(segment.last - segment.first + 1 for segment in self.segments)
 
 
 @value
 class HalfRows:
-    """What will be a half file: checked messages in their order. Several small ones may share a file.
+    """The checked and ordered messages of a future half file. Several small ones may share a file.
 
     Attributes
     ----------
@@ -228,11 +227,11 @@ class HalfRows:
         return self.source.slice(self.at, self.count)
 
     def in_file(self, data: DataFile) -> HalfFile:
-        """The half file, when the rows are written."""
+        """The half file, once the rows are written to ``data``."""
         return HalfFile(data, self.file_no, self.segments, self.staged_at, self.half_id, self.delayed)
 
     def write(self, fs: pafs.FileSystem, folder: str) -> HalfFile:
-        """Write them to a file of their own."""
+        """Write the rows to a file of their own."""
         table = self.table
         one_topic = len({segment.topic for segment in self.segments}) == 1
         data = (self.writer.write_file or write_table)(
@@ -255,47 +254,48 @@ class HalfRows:
 
 
 def together(several: Sequence[HalfRows]) -> pa.Table:
-    """Their rows, one after the other. Those that were arranged together lie so already."""
+    """The rows of several half files, one after the other, without a copy when they lie so in one table already."""
     source, first = several[0].source, several[0].at
-    at = first
-    for one in several:
-        if one.source is not source or one.at != at:
-            return pa.concat_tables([each.table for each in several]).combine_chunks()
-        at += one.count
-    return source.slice(first, at - first)
+    end = first
+    for rows in several:
+        if rows.source is not source or rows.at != end:
+            return pa.concat_tables([part.table for part in several]).combine_chunks()
+        end += rows.count
+    return source.slice(first, end - first)
 
 
 def batch_name(app_id: str, batch_id: int) -> str:
-    """What a replay finds a half batch by. ``app_id`` has no colon (its rules say so), so two batches never share one.
-    A name can come back: an idempotency key after its time, a batch in a log that was restored."""
+    """The name by which a replay finds a half batch. ``app_id`` has no colon, so two batches never share a name. A name
+    can come back: an idempotency key after it expired, or a batch in a restored log."""
     return f"{app_id}:{batch_id}"
 
 
 def half_id_of(app_id: str, batch_id: int, query_id: str | None = None, input_hash: str | None = None) -> str:
-    """The identity of a batch that is counted: its name, and a digest of what is known of its query and its input.
+    """The identity of a half batch without an idempotency key: its name, and a digest of its query and its input as far
+    as they are known.
 
-    The same batch has the same identity in each run, also in a log that was restored: its fence still answers for it.
-    One with other input under the same number has another.
+    The same batch has the same identity in each run, also in a restored log: its fence still answers for it. A batch of
+    the same number with other input has another identity.
     """
     name = batch_name(app_id, batch_id)
-    if query_id is None and input_hash is None:  # the name is all that tells a retry, as its user wants it
+    if query_id is None and input_hash is None:  # the user wants a retry to be known by its name alone
         return name
     return f"{name}-{hashlib.sha256(f'{query_id} {input_hash}'.encode()).hexdigest()[:OWN_CHARS]}"
 
 
 def new_half_id(app_id: str, batch_id: int, machine: Machine = MACHINE) -> str:
-    """An identity for a half batch whose name may come again for another one (an idempotency key, after its time): its
-    name, and digits that no other bearer of the name has."""
+    """An identity for a half batch whose name may come back (an idempotency key): its name, and digits that no other
+    half batch of this name has."""
     return f"{batch_name(app_id, batch_id)}-{machine.unique_id()[:OWN_CHARS]}"
 
 
 def names_of(half_ids: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The names of half batches. Of one without digits of its own, the half id is the name."""
+    """The names of half batches. A half id without digits of its own is the name."""
     return pc.replace_substring_regex(half_ids, "-[^:]*$", "")
 
 
 def after_name(name: str) -> str:
-    """A text that sorts after all half ids of a name, and before those of a greater name."""
+    """A text that sorts after all half ids of a name and before those of greater names."""
     return f"{name}."
 
 
@@ -313,19 +313,19 @@ class HalfWriter:
     ----------
     header : HalfHeader
     topics : mapping of str to int
-        Queues of every topic of the commit log.
+        Number of queues of every topic of the commit log.
     default_topic : str or None
-        For messages without a ``topic`` column.
+        For messages without a topic.
     transaction_key : str or None
-        The column whose equal values make one transaction.
+        The column whose equal values form one transaction.
     fifo : frozenset of str
-        Those of the topics that are FIFO topics.
+        The FIFO topics among ``topics``.
     own : bool
         True for messages that rmq_spark itself sends again: they may have RocketMQ's reserved properties.
     machine : Machine
-        Whose clock says when messages are stored.
+        Its clock gives ``store_timestamp``.
     write_file : callable, optional
-        In the place of :func:`~rmq_spark._core.storage.files.write_table`.
+        Replaces :func:`~rmq_spark._core.storage.files.write_table`.
     """
 
     header: HalfHeader
@@ -341,12 +341,12 @@ class HalfWriter:
     def write(
         self, fs: pafs.FileSystem, folder: str, partition: int, batches: Iterable[pa.RecordBatch]
     ) -> list[HalfFile]:
-        """Write a partition; nothing is visible until a driver commits the files.
+        """Write a partition. Nothing is visible until a driver commits the files.
 
         Raises
         ------
         MessageError, TopicNotFoundError
-            For the first message that breaks a rule; the files written so far stay orphans for vacuum.
+            For the first message that breaks a rule. Files written so far are orphans, which vacuum removes.
         """
         files: list[HalfFile] = []
         waiting: list[pa.RecordBatch] = []
@@ -364,7 +364,7 @@ class HalfWriter:
 
     # ------------------------------------------------------------------ input columns
     def normalize(self, table: pa.Table) -> pa.Table:
-        """Input columns as the message columns of ``half``. It enforces every rule about a single message."""
+        """Convert input columns to the message columns of ``half``. It enforces every rule about a single message."""
         require_message_columns(table.column_names, self.default_topic, self.transaction_key)
         require_utf8(table)
         queue_id = column_of(table, "queue_id", pa.int32())
@@ -405,7 +405,7 @@ class HalfWriter:
 
     def _label(self, texts: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
         longest = pc.max(pc.binary_length(texts)).as_py() or 0
-        if longest > LABEL_BYTES_MAX and not self.own:  # what is sent again was accepted once
+        if longest > LABEL_BYTES_MAX and not self.own:  # messages sent again were accepted once
             raise MessageError(f"{name} of a message has {longest} bytes: at most {LABEL_BYTES_MAX} are allowed")
         return texts
 
@@ -415,14 +415,14 @@ class HalfWriter:
         if not self.fifo:
             return
         in_order = pc.is_in(topic, value_set=pa.array(sorted(self.fifo), pa.string()))
-        for wrong, what in (
+        for wrong, problem in (
             (pc.is_null(sharding_key), "has no sharding_key: messages of one keep their order, so each needs one"),
             (pc.is_valid(deliver_at), "has a deliver_at or a delay_level: it would leave the order; use another topic"),
         ):
             wrong = pc.and_(in_order, wrong)
             if pc.any(wrong).as_py():
                 at = pc.index(wrong, True).as_py()
-                raise MessageError(f"a message of the FIFO topic {topic[at].as_py()!r} {what}")
+                raise MessageError(f"a message of the FIFO topic {topic[at].as_py()!r} {problem}")
 
     def _transaction_key(self, table: pa.Table) -> pa.ChunkedArray:
         if self.transaction_key is None:
@@ -454,7 +454,7 @@ class HalfWriter:
         return key
 
     def _queue_id(self, topic: pa.ChunkedArray, queue_id: pa.ChunkedArray, sharding_key: pa.ChunkedArray) -> pa.Array:
-        """The queue of messages that choose one (queue_id, sharding_key); null for the others."""
+        """The queue of each message that chooses one (by ``queue_id`` or ``sharding_key``); null for the others."""
         if queue_id.null_count == len(queue_id) and sharding_key.null_count == len(sharding_key):
             return queue_id
         names = pa.array(list(self.topics), pa.string())
@@ -487,7 +487,7 @@ class HalfWriter:
         )
 
     def rows_of(self, table: pa.Table, file_no: int = 0) -> HalfRows:
-        """Messages as the rows of one half file, which is not written yet.
+        """Messages as the rows of a half file that is not written yet.
 
         Raises
         ------
@@ -500,8 +500,8 @@ class HalfWriter:
         return HalfRows(self, arranged, file_no, segments, staged_at, delayed)
 
     def arrange(self, messages: pa.Table, file_no: int) -> tuple[pa.Table, tuple[Segment, ...]]:
-        """Rows of ``half`` in (topic, queue, arrival) order, and where each queue's rows stand."""
-        by_topic = [(t, _of(messages, "topic", t)) for t in sorted(pc.unique(messages["topic"]).to_pylist())]
+        """Rows of ``half`` in (topic, queue, arrival) order, and the segment of each queue."""
+        by_topic = [(t, _rows_where(messages, "topic", t)) for t in sorted(pc.unique(messages["topic"]).to_pylist())]
         parts: list[pa.Table] = []
         segments: list[Segment] = []
         first = 0
@@ -512,8 +512,8 @@ class HalfWriter:
                 first += rows.num_rows
         rows_in_order = pa.concat_tables(parts)
         count = rows_in_order.num_rows
-        kind_of = {name: HALF_SCHEMA.field(name).type for name in HEADER_COLUMNS}
-        constants = {name: repeated(getattr(self.header, name), kind, count) for name, kind in kind_of.items()}
+        types = {name: HALF_SCHEMA.field(name).type for name in HEADER_COLUMNS}
+        constants = {name: repeated(getattr(self.header, name), type_, count) for name, type_ in types.items()}
         queue = pa.concat_arrays([pa.repeat(pa.scalar(s.queue_id, pa.int32()), s.last - s.first + 1) for s in segments])
         columns = {
             **constants,
@@ -527,47 +527,47 @@ class HalfWriter:
         return pa.table({f.name: columns[f.name] for f in fields}, schema=pa.schema(fields)), tuple(segments)
 
     def first_queue(self, topic: str, file_no: int) -> int:
-        """The queue at which messages of a topic begin that choose none."""
+        """The first queue for messages of a topic that choose none."""
         partition, number = divmod(file_no, FILES_PER_PARTITION_MAX)
         start = zlib.crc32(self.header.app_id.encode()) + self.header.batch_id + partition + number
         return start % self.topics[topic]
 
     def now(self) -> pa.Scalar:
-        """The time, as ``store_timestamp`` has it."""
+        """The current time, in the type of ``store_timestamp``."""
         return pa.scalar(int(self.machine.time() * 1_000_000), TIMESTAMP)
 
     def _by_queue(self, topic: str, part: pa.Table, file_no: int) -> list[tuple[int, pa.Table]]:
-        """The topic's rows a queue at a time. Rows that choose no queue are dealt out in even slices."""
+        """The topic's rows, queue by queue. Rows that choose no queue are dealt out in even slices."""
         chosen = pc.is_valid(part["queue_id"])
         if pc.all(chosen).as_py():
-            free, bound = part.slice(0, 0), part
+            unassigned, assigned = part.slice(0, 0), part
         elif not pc.any(chosen).as_py():
-            free, bound = part, part.slice(0, 0)
+            unassigned, assigned = part, part.slice(0, 0)
         else:
             part = part.append_column(_ARRIVAL, arange(part.num_rows))
-            free, bound = part.filter(pc.invert(chosen)), part.filter(chosen)
+            unassigned, assigned = part.filter(pc.invert(chosen)), part.filter(chosen)
         queues = self.topics[topic]
-        slices = min(queues, free.num_rows)
+        slices = min(queues, unassigned.num_rows)
         # Each application, batch and file begins at another queue, so that small batches, small partitions and single
-        # sends spread as well. A task that runs again begins at the same one.
+        # sends spread, too. A task that runs again begins at the same queue.
         start = self.first_queue(topic, file_no)
         pieces: dict[int, list[pa.Table]] = {}
         for i in range(slices):
-            a, b = free.num_rows * i // slices, free.num_rows * (i + 1) // slices
-            pieces.setdefault((start + i) % queues, []).append(free.slice(a, b - a))
-        if bound.num_rows:
-            for queue_id in pc.unique(bound["queue_id"]).to_pylist():
-                pieces.setdefault(queue_id, []).append(_of(bound, "queue_id", queue_id))
+            first, end = unassigned.num_rows * i // slices, unassigned.num_rows * (i + 1) // slices
+            pieces.setdefault((start + i) % queues, []).append(unassigned.slice(first, end - first))
+        if assigned.num_rows:
+            for queue_id in pc.unique(assigned["queue_id"]).to_pylist():
+                pieces.setdefault(queue_id, []).append(_rows_where(assigned, "queue_id", queue_id))
         queues_in_order = [(q, pa.concat_tables(pieces[q])) for q in sorted(pieces)]
         if _ARRIVAL in part.column_names:
             queues_in_order = [(q, rows.sort_by(_ARRIVAL).drop_columns([_ARRIVAL])) for q, rows in queues_in_order]
         return queues_in_order
 
 
-_ARRIVAL = "arrival"  # a column of the moment: no column of a message has this name
+_ARRIVAL = "arrival"  # a temporary column; no column of messages has this name
 
 
-def _of(table: pa.Table, column: str, value: object) -> pa.Table:
+def _rows_where(table: pa.Table, column: str, value: object) -> pa.Table:
     mask = pc.equal(table[column], value)
     return table if pc.all(mask).as_py() else table.filter(mask)
 
@@ -575,7 +575,7 @@ def _of(table: pa.Table, column: str, value: object) -> pa.Table:
 def _is_worth_compressing(body: pa.ChunkedArray) -> bool:
     rows = len(body)
     if rows <= SAMPLES * SAMPLE_ROWS:
-        return True  # costs nothing to speak of
+        return True  # too few to cost time
     parts = [body.slice(rows * i // SAMPLES, SAMPLE_ROWS) for i in range(SAMPLES)]
     sample = b"".join(text for part in parts for text in pc.binary_slice(part, 0, SAMPLE_BYTES).to_pylist())
     return len(pa.compress(sample, COMPRESSION, asbytes=True)) <= (1 - SAVED_MIN) * len(sample)

@@ -58,7 +58,7 @@ class StoredFile:
     rows: int
     segments: tuple[Segment, ...]
     delayed: bool = False
-    """True when some of its messages have a time before which they must not appear."""
+    """True when some of its messages are due later."""
 
 
 @value
@@ -69,9 +69,9 @@ class HalfRecord:
     prepared_ms: int
     files: Mapping[int, StoredFile]
     staged_ms: int
-    """When its newest row was staged, by the clock of the machine that did it."""
+    """When its newest row was staged, by the clock of the machine that staged it."""
     left: Archived | None = None
-    """What is kept of it when it has left the table; then it has no files."""
+    """Its archive once it has left the table. It has no files then."""
 
     @property
     def half_id(self) -> str:
@@ -91,12 +91,11 @@ class HalfRecord:
 
     @property
     def topics(self) -> frozenset[str]:
-        """The topics of its messages."""
         return frozenset(segment.topic for file in self.files.values() for segment in file.segments)
 
     @property
     def delayed(self) -> bool:
-        """True when some messages have a time before which they must not appear."""
+        """True when some of its messages are due later."""
         return any(f.delayed for f in self.files.values())
 
     @classmethod
@@ -107,7 +106,6 @@ class HalfRecord:
 
     @property
     def all_rows(self) -> RowSet:
-        """Its rows."""
         return RowSet({n: b"\x01" * f.rows for n, f in self.files.items()})
 
     def fresh_state(self) -> BatchState:
@@ -117,7 +115,7 @@ class HalfRecord:
 
 
 class LargeFile(NamedTuple):
-    """A half file: when it was prepared, and its half batches with the number of their rows (``half_id, rows``)."""
+    """A large half file: its prepare time (ms), and its half batches with their numbers of rows (``half_id, rows``)."""
 
     path: str
     ms: int
@@ -126,14 +124,14 @@ class LargeFile(NamedTuple):
 
 @value
 class Staged:
-    """A half batch that nobody has prepared yet: its files are written, or its rows are few, and share one."""
+    """A half batch to prepare: its files are written, or its rows are few and will share a file."""
 
     header: HalfHeader
     files: Sequence[HalfFile | HalfRows]
 
     @property
     def is_looked_for(self) -> bool:
-        """Whether one of its name may have been prepared before. A numbered one is known by its number."""
+        """Whether the log must be searched for its name. A numbered half batch is known by its number."""
         return self.header.naming is Naming.KEY
 
 
@@ -143,9 +141,9 @@ PrepareError = AlreadyPreparedError | StagedFilesTooOldError
 
 FOUND_COLUMNS = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id", "deliver_at", "store_timestamp"]
 SMALL_COLUMNS = [*FOUND_COLUMNS, "transaction_key", "properties"]
-"""What a check looks at before it asks a listener."""
+"""Columns that a check reads before it asks a listener."""
 SHARED_ROWS_KEPT = 65_536
-"""Of one file with several half batches, so many rows are kept in memory, without their payload."""
+"""The rows of a shared file are kept in memory, without their payload, when it has no more than this."""
 
 
 class HalfStore:
@@ -153,8 +151,8 @@ class HalfStore:
 
     def __init__(self, table: Table) -> None:
         self.table = table
-        self._last_shared = "", pa.table({})  # a shared file: its path, and its rows without their payload
-        self._files = HalfFiles(lambda *asked: self.table.read_range(*asked), self._locate_now)
+        self._last_shared = "", pa.table({})  # path of a shared file, and its rows without payload
+        self._files = HalfFiles(lambda *arguments: self.table.read_range(*arguments), self._locate_now)
         self._shared = SharedFiles(lambda paths: self.table.read(paths, ["half_id"])["half_id"])
 
     def write_shared(self, several: Sequence[HalfRows]) -> list[HalfFile]:
@@ -162,7 +160,7 @@ class HalfStore:
         rows = together(several)
         data = self.table.write(rows, self.table.name, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
         self._shared.keep(data.path, counted(rows["half_id"]))
-        return [one.in_file(data) for one in several]
+        return [half_rows.in_file(data) for half_rows in several]
 
     def prepare(
         self,
@@ -170,36 +168,34 @@ class HalfStore:
         after_ms: Callable[[], int] = lambda: 0,
         left_among: Callable[[Collection[str]], Collection[str]] = lambda names: (),
     ) -> list[HalfRecord | PrepareError]:
-        """Commit the staged files of half batches, at once: from here on they exist, and nobody sees them.
+        """Commit the staged files of half batches in one commit. From here on they exist, and no reader sees them.
 
         Parameters
         ----------
         staged : sequence of Staged
-            Each half batch once, and of each application one that is numbered.
+            Each half batch once, and at most one numbered half batch of each application.
         after_ms : callable
-            Returns the time after which they must be prepared: not below the low-water mark, where no open half batch
-            is looked for.
+            Returns the time (ms) after which they must be prepared: not below the low-water mark, where open half
+            batches are not searched for.
         left_among : callable
-            Takes names and returns those whose half batches were here and have left. It is called with the table
-            refreshed.
+            Takes names and returns those whose half batches have left the table. It is called with the table refreshed.
 
         Returns
         -------
         list of HalfRecord or exception
-            For each half batch. AlreadyPreparedError: this batch id, or a later one of the application, is in the log.
-            StagedFilesTooOldError: vacuum could be about to remove its files. A half batch that drops out does not stop
-            the others.
+            One for each half batch. AlreadyPreparedError: the log has this batch id, or a later one of the application.
+            StagedFilesTooOldError: vacuum may remove its files soon. A refused half batch does not stop the others.
 
         Raises
         ------
         LostStagedFileError
-            When somebody has removed a file; nothing is prepared then.
+            When a file was removed; nothing is prepared then.
         MessageError
-            When one has no files, or files of another half batch.
+            When a half batch has no files, or files of another one.
         ValueError
-            When a name comes twice, or two numbered half batches of an application.
+            When a name comes twice, or an application has two numbered half batches.
 
-        Any other problem, such as a store that does not answer, is raised for all of them.
+        Any other problem, such as a store that does not answer, fails all half batches.
         """
         for batch in staged:
             _require_staged(batch.header, batch.files)
@@ -212,9 +208,9 @@ class HalfStore:
         def propose(version: int) -> Change | None:
             refused.clear()
             looked_for = [batch.header.name for batch in staged if batch.is_looked_for]
-            known = {*self.ids_named(looked_for), *left_among(looked_for)} if looked_for else set[str]()
+            known_names = {*self.ids_named(looked_for), *left_among(looked_for)} if looked_for else set[str]()
             for batch in staged:
-                if (problem := self._refusal(batch, known)) is not None:
+                if (problem := self._refusal(batch, known_names)) is not None:
                     refused[batch.header.half_id] = problem
             chosen = [batch for batch in staged if batch.header.half_id not in refused]
             if not chosen:
@@ -223,37 +219,37 @@ class HalfStore:
             files.update(shared.written(chosen))
             tried_ms.append(max(self.table.machine.time_ms(), self._last_prepared_ms() + 1, after_ms() + 1))
             return Change(
-                add=list({f.data.path: f.data for some in files.values() for f in some}.values()),
+                add=list({f.data.path: f.data for batch_files in files.values() for f in batch_files}.values()),
                 transactions={b.header.app_id: b.header.batch_id for b in chosen if b.header.numbered},
                 modification_time_ms=tried_ms[-1],
             )
 
         def landed(change: Change) -> bool:
             live = {f.path for f in change.add}.intersection(self.table.actions()["path"].to_pylist())
-            return all(self._landed(half_id, some, live) for half_id, some in files.items())
+            return all(self._was_prepared(half_id, batch_files, live) for half_id, batch_files in files.items())
 
         self.table.compare_and_set(propose, landed)
-        times = self._times_of({f.data.path for some in files.values() for f in some})
+        times = self._times_of({f.data.path for batch_files in files.values() for f in batch_files})
         return [
             refused.get(b.header.half_id) or _record(b.header, files[b.header.half_id], min(tried_ms), times)
             for b in staged
         ]
 
-    def _refusal(self, batch: Staged, known: Collection[str]) -> PrepareError | None:
-        """Why a half batch cannot be prepared, as the table is now; ``known`` are names that the log has already."""
-        header, last = batch.header, None
+    def _refusal(self, batch: Staged, known_names: Collection[str]) -> PrepareError | None:
+        """Why a half batch cannot be prepared now; None when it can. The log already has ``known_names``."""
+        header, last_id = batch.header, None
         if header.numbered:
-            last = self.table.transaction_version(header.app_id)
-        elif batch.is_looked_for and header.name in known:
-            last = header.batch_id
-        if last is not None and last >= header.batch_id:
+            last_id = self.table.transaction_version(header.app_id)
+        elif batch.is_looked_for and header.name in known_names:
+            last_id = header.batch_id
+        if last_id is not None and last_id >= header.batch_id:
             return AlreadyPreparedError(
-                f"batch {header.batch_id} of app {header.app_id!r} cannot be prepared: batch {last} is in the log"
+                f"batch {header.batch_id} of app {header.app_id!r} cannot be prepared: batch {last_id} is in the log"
             )
-        if header.follows is not None and header.follows != (FIRST if last is None else last):
+        if header.follows is not None and header.follows != (FIRST if last_id is None else last_id):
             return AlreadyPreparedError(
                 f"batch {header.batch_id} of app {header.app_id!r} cannot be prepared: it was to follow batch "
-                f"{header.follows}, and another process has prepared batch {last}"
+                f"{header.follows}, and another process has prepared batch {last_id}"
             )
         age_s = self.table.machine.time() - min(f.staged_at for f in batch.files)
         if age_s > ORPHAN_AGE_S / 2 and any(isinstance(f, HalfFile) for f in batch.files):
@@ -264,26 +260,26 @@ class HalfStore:
         return None
 
     def _times_of(self, paths: Collection[str]) -> dict[str, int]:
-        """When files were prepared, as :meth:`find` will see it: the try that landed says so."""
+        """When files were prepared (ms), as :meth:`find` will see it: at the try that landed."""
         actions = self.table.actions()
-        mine = actions.filter(pc.is_in(actions["path"], value_set=pa.array(paths, pa.string())))
-        return dict(zip(mine["path"].to_pylist(), mine["modification_time"].to_pylist(), strict=True))
+        own_actions = actions.filter(pc.is_in(actions["path"], value_set=pa.array(paths, pa.string())))
+        return dict(zip(own_actions["path"].to_pylist(), own_actions["modification_time"].to_pylist(), strict=True))
 
     def bytes_of(self, record: HalfRecord) -> int:
-        """The bytes of a half batch's files, as the table is now; of a file with other half batches too, its share."""
+        """The bytes of a half batch's files as the table is now; of a shared file, its share."""
         actions = self.table.actions()
         rows = {file.path: 0 for file in record.files.values()}
         for file in record.files.values():
             rows[file.path] += file.rows
-        mine = actions.filter(pc.is_in(actions["path"], value_set=pa.array(rows, pa.string())))
-        return sum(f["size_bytes"] * rows[f["path"]] // max(f["num_records"] or 1, 1) for f in mine.to_pylist())
+        own_actions = actions.filter(pc.is_in(actions["path"], value_set=pa.array(rows, pa.string())))
+        return sum(f["size_bytes"] * rows[f["path"]] // max(f["num_records"] or 1, 1) for f in own_actions.to_pylist())
 
     def sizes(self, paths: pa.ChunkedArray) -> dict[str, int]:
-        """The bytes of those of some half files that are in the table now."""
+        """The bytes of those half files that are in the table now, by path."""
         self.table.refresh()
         actions = self.table.actions()
-        mine = actions.filter(pc.is_in(actions["path"], value_set=pc.unique(paths)))
-        sizes = zip(mine["path"].to_pylist(), mine["size_bytes"].to_pylist(), strict=True)
+        own_actions = actions.filter(pc.is_in(actions["path"], value_set=pc.unique(paths)))
+        sizes = zip(own_actions["path"].to_pylist(), own_actions["size_bytes"].to_pylist(), strict=True)
         return {path: size or 0 for path, size in sizes}
 
     def holds(self, record: HalfRecord) -> bool:
@@ -295,32 +291,32 @@ class HalfStore:
         return self._find(record.half_id) is not None
 
     def ids_named(self, names: Collection[str]) -> dict[str, str]:
-        """The ids of those half batches in the table that have one of these names, by name. It does not refresh."""
+        """The ids of the half batches in the table that have these names, by name. It does not refresh."""
         actions = self.table.actions()
-        (one, low), high = _of_one(actions), pc.cast(actions["max.half_id"], pa.string())
-        wanted = pa.array(sorted(names), pa.string())
-        apart = pc.or_(pc.less(high, wanted[0]), pc.greater_equal(low, after_name(wanted[-1].as_py())))
-        near = actions.append_column("one", one).filter(pc.invert(pc.fill_null(apart, False)))
+        (is_single, low), high = _single_batch_files(actions), pc.cast(actions["max.half_id"], pa.string())
+        wanted_names = pa.array(sorted(names), pa.string())
+        outside = pc.or_(pc.less(high, wanted_names[0]), pc.greater_equal(low, after_name(wanted_names[-1].as_py())))
+        near = actions.append_column("one", is_single).filter(pc.invert(pc.fill_null(outside, False)))
         parts = [near.filter(near["one"])["min.half_id"]]
         parts += [self._shared.of(path)["half_id"] for path in near.filter(pc.invert(near["one"]))["path"].to_pylist()]
         ids = pa.chunked_array([chunk for part in parts for chunk in pc.cast(part, pa.string()).chunks], pa.string())
-        ids = ids.filter(pc.is_in(names_of(ids), value_set=wanted))
+        ids = ids.filter(pc.is_in(names_of(ids), value_set=wanted_names))
         return {name_of(half_id): half_id for half_id in ids.to_pylist()}
 
     def newest_ms(self) -> int:
-        """When the newest file was prepared."""
+        """When the newest file was prepared (ms)."""
         self.table.refresh()
         return self._last_prepared_ms()
 
     def _last_prepared_ms(self) -> int:
         return pc.max(self.table.actions()["modification_time"]).as_py() or 0
 
-    def _landed(self, half_id: str, files: Sequence[HalfFile], live: Collection[str]) -> bool:
+    def _was_prepared(self, half_id: str, files: Sequence[HalfFile], live: Collection[str]) -> bool:
         paths = {f.data.path for f in files}
         if paths.issubset(live):
             return True
-        # Upkeep may have replaced or removed our files since: then all were in the table. When another process prepared
-        # a batch of this name, ours never were.
+        # Upkeep may have replaced or removed files since, which all were in the table then. When another process
+        # prepared a batch of this name, these files never were.
         return self.table.removed_since().issuperset(paths.difference(live))
 
     # ------------------------------------------------------------------ finding
@@ -329,7 +325,7 @@ class HalfStore:
         return self.table.transaction_version(app_id)
 
     def find(self, app_id: str, batch_id: int) -> HalfRecord | None:
-        """The half batch of an application and batch id."""
+        """The half batch of an application and batch id; None when there is none."""
         self.table.refresh()
         half_ids = self.ids_named([batch_name(app_id, batch_id)]).values()
         return next(map(self._find, half_ids), None)
@@ -337,29 +333,29 @@ class HalfStore:
     def get(self, half_id: str) -> HalfRecord:
         """The half batch of this id; HalfBatchNotFoundError when there is none."""
         self.table.refresh()
-        may_be_one = isinstance(half_id, str) and half_id.isascii()
-        record = self._find(half_id) if may_be_one else None
+        may_be_id = isinstance(half_id, str) and half_id.isascii()
+        record = self._find(half_id) if may_be_id else None
         if record is None:
-            named = self.ids_named([half_id]).get(half_id) if may_be_one else None
+            named = self.ids_named([half_id]).get(half_id) if may_be_id else None
             hint = "log.pending() lists the open ones" if named is None else f"the one of this name is {named!r} now"
             raise HalfBatchNotFoundError(f"no half batch {half_id!r} in this commit log: {hint}")
         return record
 
-    def _candidates(self, half_id: str) -> pa.Table:
+    def _files_that_may_hold(self, half_id: str) -> pa.Table:
         actions = self.table.actions()
         low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
         inside = pc.and_(pc.less_equal(low, half_id), pc.greater_equal(high, half_id))
-        found = actions.filter(pc.fill_null(inside, True))  # without statistics anything may be inside
-        shared = pc.invert(_of_one(found)[0])
-        has = [not is_shared or self._shared.has(p, half_id) for p, is_shared in _pairs(found["path"], shared)]
-        return found if all(has) else found.filter(pa.array(has, pa.bool_()))
+        candidates = actions.filter(pc.fill_null(inside, True))  # a file without statistics may hold any half batch
+        shared = pc.invert(_single_batch_files(candidates)[0])
+        holds = [not is_shared or self._shared.has(p, half_id) for p, is_shared in _pairs(candidates["path"], shared)]
+        return candidates if all(holds) else candidates.filter(pa.array(holds, pa.bool_()))
 
     def _find(self, half_id: str) -> HalfRecord | None:
-        found = self._candidates(half_id).to_pylist()
-        return self._found(half_id, [(action, self._rows_in(action["path"], half_id)) for action in found])
+        actions = self._files_that_may_hold(half_id).to_pylist()
+        return self._record_from(half_id, [(action, self._rows_in(action["path"], half_id)) for action in actions])
 
-    def _found(self, half_id: str, parts: Sequence[tuple[Mapping[str, Any], pa.Table]]) -> HalfRecord | None:
-        """The record of a half batch: files of the table, each with its rows in it."""
+    def _record_from(self, half_id: str, parts: Sequence[tuple[Mapping[str, Any], pa.Table]]) -> HalfRecord | None:
+        """The record of a half batch, from the files that may hold it, each with its rows there; None without rows."""
         files: dict[int, StoredFile] = {}
         header: HalfHeader | None = None
         prepared_ms = staged_ms = 0
@@ -370,10 +366,10 @@ class HalfStore:
                 continue
             if header is None:
                 header = HalfHeader(**{c: rows[c][0].as_py() for c in HEADER_COLUMNS})
-            found = _stored_files(action["path"], rows)
+            stored_files = _stored_files(action["path"], rows)
             staged_ms = max(staged_ms, int(pc.max(rows["store_timestamp"]).as_py().timestamp() * 1000))
             prepared_ms = max(prepared_ms, action["modification_time"])
-            for file_no, stored in found:
+            for file_no, stored in stored_files:
                 if file_no in files:
                     raise CorruptLogError(
                         f"file {file_no} of half batch {half_id!r} lies in {files[file_no].path} and in {stored.path}: "
@@ -385,58 +381,58 @@ class HalfStore:
         return HalfRecord(header, prepared_ms, dict(sorted(files.items())), staged_ms)
 
     def find_small(self, half_ids: Collection[str], rows_max: int) -> dict[str, tuple[HalfRecord, pa.Table]]:
-        """Those of these half batches that have few rows, each with its rows in send order: the columns
-        :data:`SMALL_COLUMNS`. All files are read together; any that is damaged raises CorruptLogError."""
+        """The half batches that have at most ``rows_max`` rows, each with its rows in send order: the columns
+        :data:`SMALL_COLUMNS`. All files are read together; a damaged one raises CorruptLogError."""
         self.table.refresh()
         actions = self.table.actions()
-        one, low = _of_one(actions)
+        is_single, low = _single_batch_files(actions)
         ids = pa.array(sorted(half_ids), pa.string())
-        alone = actions.filter(pc.and_(one, pc.is_in(low, value_set=ids))).to_pylist()
-        large = {a["min.half_id"] for a in alone if a["num_records"] is None or a["num_records"] > rows_max}
-        alone = [a for a in alone if a["min.half_id"] not in large]
+        single = actions.filter(pc.and_(is_single, pc.is_in(low, value_set=ids))).to_pylist()
+        large = {a["min.half_id"] for a in single if a["num_records"] is None or a["num_records"] > rows_max}
+        single = [a for a in single if a["min.half_id"] not in large]
         parts: dict[str, list[tuple[Mapping[str, Any], pa.Table]]] = {}
-        rows = self.table.read([a["path"] for a in alone], SMALL_COLUMNS)
-        if rows["half_id"].to_pylist() != [a["min.half_id"] for a in alone for _ in range(a["num_records"])]:
+        rows = self.table.read([a["path"] for a in single], SMALL_COLUMNS)
+        if rows["half_id"].to_pylist() != [a["min.half_id"] for a in single for _ in range(a["num_records"])]:
             raise CorruptLogError("half files have rows of other half batches than the Delta log of table half says")
-        at = 0
-        for action in alone:
-            part = rows.slice(at, action["num_records"])
-            at += action["num_records"]
+        start = 0
+        for action in single:
+            part = rows.slice(start, action["num_records"])
+            start += action["num_records"]
             parts.setdefault(action["min.half_id"], []).append((action, part))
-        for action in actions.filter(pc.invert(one)).to_pylist():
-            inside = self._shared.of(action["path"])
-            mine = inside["half_id"].filter(pc.is_in(inside["half_id"], value_set=ids)).to_pylist()
-            if not mine:
+        for action in actions.filter(pc.invert(is_single)).to_pylist():
+            batches = self._shared.of(action["path"])
+            own_ids = batches["half_id"].filter(pc.is_in(batches["half_id"], value_set=ids)).to_pylist()
+            if not own_ids:
                 continue
             if not self._shared.is_small(action["path"], SHARED_ROWS_KEPT):
-                large.update(mine)
+                large.update(own_ids)
                 continue
-            every = self.table.read([action["path"]], SMALL_COLUMNS)
-            places: dict[str, list[int]] = {}
-            for place, half_id in enumerate(every["half_id"].to_pylist()):
-                places.setdefault(half_id, []).append(place)
-            for half_id in mine:
-                parts.setdefault(half_id, []).append((action, every.take(places[half_id])))
-        found: dict[str, tuple[HalfRecord, pa.Table]] = {}
+            file_rows = self.table.read([action["path"]], SMALL_COLUMNS)
+            positions: dict[str, list[int]] = {}
+            for position, half_id in enumerate(file_rows["half_id"].to_pylist()):
+                positions.setdefault(half_id, []).append(position)
+            for half_id in own_ids:
+                parts.setdefault(half_id, []).append((action, file_rows.take(positions[half_id])))
+        small: dict[str, tuple[HalfRecord, pa.Table]] = {}
         for half_id in half_ids:
-            its_rows = pa.concat_tables([part for _, part in parts.get(half_id, ())] or [rows.slice(0, 0)])
-            if half_id not in large and 0 < its_rows.num_rows <= rows_max:
-                record = self._found(half_id, parts[half_id])
+            batch_rows = pa.concat_tables([part for _, part in parts.get(half_id, ())] or [rows.slice(0, 0)])
+            if half_id not in large and 0 < batch_rows.num_rows <= rows_max:
+                record = self._record_from(half_id, parts[half_id])
                 if record is not None:
                     in_order = [("file_no", "ascending"), ("row_no", "ascending")]
-                    found[half_id] = record, its_rows.sort_by(in_order) if its_rows.num_rows > 1 else its_rows
-        return found
+                    small[half_id] = record, batch_rows.sort_by(in_order) if batch_rows.num_rows > 1 else batch_rows
+        return small
 
     def _rows_in(self, path: str, half_id: str) -> pa.Table:
         """The rows of a half batch in a file, without their payload."""
-        every = self._shared_rows(path)
-        if every is None:
+        file_rows = self._shared_rows(path)
+        if file_rows is None:
             return self.table.read([path], FOUND_COLUMNS, pc.field("half_id") == half_id)
-        return every.filter(pc.equal(every["half_id"], half_id))
+        return file_rows.filter(pc.equal(file_rows["half_id"], half_id))
 
     def _shared_rows(self, path: str) -> pa.Table | None:
-        """All rows of a small file with several half batches, without their payload; None for another file. The last
-        one is kept: who asks for one of its half batches asks for the others, too."""
+        """All rows of a small shared file, without their payload; None for another file. The last file is kept: its
+        half batches are read one after the other."""
         if not self._shared.is_small(path, SHARED_ROWS_KEPT):
             return None
         if self._last_shared[0] != path:
@@ -444,12 +440,12 @@ class HalfStore:
         return self._last_shared[1]
 
     def locate(self, half_id: str, file_no: int) -> str:
-        """Where a half file's rows lie now, for a reader whose hint is out of date.
+        """The path where a half file's rows lie now, for a reader whose hint is out of date.
 
         Raises
         ------
         LostFileError
-            When this handle does not see the half batch: op names its rows, so it is there, or it is lost.
+            When this handle does not see the half batch: op names its rows, so they are lost.
         """
         try:
             record = self.get(half_id)
@@ -467,65 +463,68 @@ class HalfStore:
         return self.locate(half_id, file_no)
 
     def prepared_after(self, low_water_ms: int) -> PreparedBatches:
-        """Half batches that were prepared after a time, by half id."""
+        """Half batches that were prepared after a time (ms), by half id."""
         self.table.refresh()
         actions = self.table.actions()
-        return PreparedBatches(self._counted(actions.filter(pc.greater(actions["modification_time"], low_water_ms))))
+        return PreparedBatches(self._batches_in(actions.filter(pc.greater(actions["modification_time"], low_water_ms))))
 
     def counted(self) -> pa.Table:
         """All half batches of the table: ``half_id, ms, rows``."""
         self.table.refresh()
-        return self._counted(self.table.actions())
+        return self._batches_in(self.table.actions())
 
-    def _counted(self, actions: pa.Table) -> pa.Table:
-        """The half batches in some files: ``half_id, ms, rows``."""
+    def _batches_in(self, actions: pa.Table) -> pa.Table:
+        """The half batches in these files: ``half_id, ms, rows``."""
         low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
-        whole = pc.and_(pc.fill_null(pc.equal(low, high), False), pc.is_valid(actions["num_records"]))
-        every = pa.table({"half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"]})
-        parts = [every.filter(whole)]
-        mixed = actions.select(["path", "modification_time"])
-        for file in mixed.filter(pc.invert(whole)).to_pylist():
-            inside = self._shared.of(file["path"])
-            ms = pa.repeat(pa.scalar(file["modification_time"], pa.int64()), inside.num_rows)
-            parts.append(inside.append_column("ms", ms).select(every.schema.names))
-        sums = pa.concat_tables(parts).group_by("half_id", use_threads=False)
-        found = sums.aggregate([("ms", "max"), ("rows", "sum")])
-        return found.select(["half_id", "ms_max", "rows_sum"]).rename_columns(every.schema.names)
+        is_single = pc.and_(pc.fill_null(pc.equal(low, high), False), pc.is_valid(actions["num_records"]))
+        files = pa.table({"half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"]})
+        parts = [files.filter(is_single)]
+        shared = actions.select(["path", "modification_time"])
+        for file in shared.filter(pc.invert(is_single)).to_pylist():
+            batches = self._shared.of(file["path"])
+            ms = pa.repeat(pa.scalar(file["modification_time"], pa.int64()), batches.num_rows)
+            parts.append(batches.append_column("ms", ms).select(files.schema.names))
+        groups = pa.concat_tables(parts).group_by("half_id", use_threads=False)
+        totals = groups.aggregate([("ms", "max"), ("rows", "sum")])
+        return totals.select(["half_id", "ms_max", "rows_sum"]).rename_columns(files.schema.names)
 
     def paths_of(self, half_ids: Collection[str]) -> list[tuple[str, int]]:
-        """The files that have rows of some half batches, and how many rows each has. It does not refresh."""
+        """The files that have rows of these half batches, and how many rows each file has. It does not refresh."""
         actions = self.table.actions()
-        one, low = _of_one(actions)
+        is_single, low = _single_batch_files(actions)
         ids = pa.array(sorted(half_ids), pa.string())
-        shared = [is_one is False and self._shared.has_any(path, ids) for path, is_one in _pairs(actions["path"], one)]
-        needed = actions.filter(pc.or_(pa.array(shared, pa.bool_()), pc.and_(one, pc.is_in(low, value_set=ids))))
+        shared = [
+            single is False and self._shared.has_any(path, ids) for path, single in _pairs(actions["path"], is_single)
+        ]
+        needed = actions.filter(pc.or_(pa.array(shared, pa.bool_()), pc.and_(is_single, pc.is_in(low, value_set=ids))))
         rows = pc.fill_null(needed["num_records"], 0).to_pylist()
         return list(zip(needed["path"].to_pylist(), rows, strict=True))
 
     def files_of_only(self, half_ids: pa.Array) -> list[str]:
-        """The files of these half batches alone; one that shares a file lies whole in it. It does not refresh."""
+        """The files that have rows of these half batches alone. A half batch in a shared file has no other file. It
+        does not refresh."""
         actions = self.table.actions()
-        one, low = _of_one(actions)
-        found: list[str] = actions.filter(pc.and_(one, pc.is_in(low, value_set=half_ids)))["path"].to_pylist()
-        for path in actions.filter(pc.invert(one))["path"].to_pylist():
+        is_single, low = _single_batch_files(actions)
+        paths: list[str] = actions.filter(pc.and_(is_single, pc.is_in(low, value_set=half_ids)))["path"].to_pylist()
+        for path in actions.filter(pc.invert(is_single))["path"].to_pylist():
             if pc.all(pc.is_in(self._shared.of(path)["half_id"], value_set=half_ids)).as_py():
-                found.append(path)
-        return found
+                paths.append(path)
+        return paths
 
     def large_files(self, bytes_min: int, low_water_ms: int) -> list[LargeFile]:
-        """Files of some size that were prepared up to a time. It does not refresh."""
+        """Files of at least ``bytes_min`` bytes that were prepared up to a time (ms). It does not refresh."""
         actions = self.table.actions()
         large = pc.and_(
             pc.greater_equal(actions["size_bytes"], bytes_min),
             pc.less_equal(actions["modification_time"], low_water_ms),
         )
         actions = actions.filter(pc.and_(large, pc.is_valid(actions["num_records"])))
-        one, low = _of_one(actions)
+        is_single, low = _single_batch_files(actions)
         return [
-            LargeFile(path, ms, pa.table({"half_id": [half_id], "rows": [rows]}) if is_one else self._shared.of(path))
-            for path, ms, rows, is_one, half_id in zip(
+            LargeFile(path, ms, pa.table({"half_id": [half_id], "rows": [rows]}) if single else self._shared.of(path))
+            for path, ms, rows, single, half_id in zip(
                 *(actions[name].to_pylist() for name in ("path", "modification_time", "num_records")),
-                one.to_pylist(),
+                is_single.to_pylist(),
                 low.to_pylist(),
                 strict=True,
             )
@@ -533,10 +532,11 @@ class HalfStore:
 
     # ------------------------------------------------------------------ rows
     def has_payload(self, wanted: RowRange) -> bool | None:
-        """Whether rows still have their payload in the table as it is now; None when their half batch is not there."""
+        """Whether rows still have their payload in the table as it is now; None when the table lacks their half
+        batch."""
         try:
-            now = replace(wanted, path=self.locate(wanted.half_id, wanted.file_no))
-            for _ in self.table.read_range(now, ["born_timestamp"]):
+            current = replace(wanted, path=self.locate(wanted.half_id, wanted.file_no))
+            for _ in self.table.read_range(current, ["born_timestamp"]):
                 pass
         except StrippedError:
             return False
@@ -547,13 +547,13 @@ class HalfStore:
     def deliver_times(self, record: HalfRecord, rows: RowSet) -> pa.Array:
         """When rows of a half batch are due, in send order."""
         paths = {file.path for file in record.files.values()}
-        every = self._shared_rows(paths.pop()) if len(paths) == 1 else None
-        if every is None:
+        file_rows = self._shared_rows(paths.pop()) if len(paths) == 1 else None
+        if file_rows is None:
             return self.read(record, rows, ["deliver_at"])["deliver_at"].combine_chunks()
-        mine = every.filter(pc.equal(every["half_id"], record.half_id))
-        mine = mine.sort_by([("file_no", "ascending"), ("row_no", "ascending")]) if mine.num_rows > 1 else mine
-        chosen = b"".join(rows.get(n) or bytes(file.rows) for n, file in record.files.items())
-        return mine["deliver_at"].combine_chunks().filter(booleans_of(chosen))
+        part = file_rows.filter(pc.equal(file_rows["half_id"], record.half_id))
+        part = part.sort_by([("file_no", "ascending"), ("row_no", "ascending")]) if part.num_rows > 1 else part
+        bits = b"".join(rows.get(n) or bytes(file.rows) for n, file in record.files.items())
+        return part["deliver_at"].combine_chunks().filter(booleans_of(bits))
 
     def read(self, record: HalfRecord, rows: RowSet, columns: Sequence[str]) -> pa.Table:
         """Rows of a half batch in send order."""
@@ -561,19 +561,20 @@ class HalfStore:
         schema = pa.schema([HALF_SCHEMA.field(c) for c in columns])
         for file_no, ranges in rows.ranges():
             file = record.files[file_no]
-            wanted = RowRange(require_path(file.path, "half"), record.half_id, file_no, file.rows, ranges)
-            parts += [part for _, part in self.read_range(wanted, columns)]
+            row_range = RowRange(require_path(file.path, "half"), record.half_id, file_no, file.rows, ranges)
+            parts += [part for _, part in self.read_range(row_range, columns)]
         return pa.concat_tables([p.cast(schema) for p in parts]) if parts else schema.empty_table()
 
     def read_range(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
     ) -> Iterator[tuple[int, pa.Table]]:
-        """The rows of a range, as ``files.read_range`` has them."""
+        """Yield the rows of a range, as ``files.read_range`` does."""
         return self._files.read(wanted, columns, where)
 
 
 def _record(header: HalfHeader, files: Sequence[HalfFile], tried_ms: int, landed_ms: Mapping[str, int]) -> HalfRecord:
-    """The record of what was prepared: the try that landed says when, as long as upkeep leaves a file of it there."""
+    """The record of a prepared half batch. The files in the table say when the try landed; ``tried_ms`` counts when
+    upkeep has removed them all."""
     stored = {f.file_no: StoredFile(f.data.path, f.rows, f.segments, f.delayed) for f in files}
     staged_ms = int(max(f.staged_at for f in files) * 1000)
     prepared_ms = max((landed_ms[f.data.path] for f in files if f.data.path in landed_ms), default=tried_ms)
@@ -581,11 +582,11 @@ def _record(header: HalfHeader, files: Sequence[HalfFile], tried_ms: int, landed
 
 
 class _Shared:
-    """Writes rows that are in no file yet, for one commit: those of several half batches to one file.
+    """Writes the rows of half batches that have no file yet, for one commit: those of several half batches to one file.
 
-    One that drops out must not lie in a file with the others, so each choice of them has a file of its own. Half
-    batches whose ids their producer made up share a file. These ids follow each other, so that the file's bounds in the
-    Delta log tell which it has; ids that users gave would widen them, and share another one.
+    A half batch that is refused must not lie in a file with the others, so each selection has a file of its own. Half
+    batches with generated ids share a file. These ids ascend, so the file's bounds in the Delta log tell which it has.
+    Ids that users gave would widen the bounds, so their half batches share another file.
     """
 
     def __init__(self, half: HalfStore) -> None:
@@ -595,22 +596,22 @@ class _Shared:
     def written(self, chosen: Sequence[Staged]) -> dict[str, Sequence[HalfFile]]:
         """The half files of half batches, by half id."""
         rows = [f for batch in chosen for f in batch.files if isinstance(f, HalfRows)]
-        mine: dict[str, HalfFile] = {}
+        shared_files: dict[str, HalfFile] = {}
         for is_made_up in (True, False):
-            some = [one for one in rows if (one.writer.header.naming is Naming.MADE_UP) is is_made_up]
-            mine.update({file.half_id: file for file in self._in_one_file(some)})
+            group = [r for r in rows if (r.writer.header.naming is Naming.MADE_UP) is is_made_up]
+            shared_files.update({file.half_id: file for file in self._in_one_file(group)})
         return {
-            batch.header.half_id: [mine[f.half_id] if isinstance(f, HalfRows) else f for f in batch.files]
+            batch.header.half_id: [shared_files[f.half_id] if isinstance(f, HalfRows) else f for f in batch.files]
             for batch in chosen
         }
 
     def _in_one_file(self, rows: Sequence[HalfRows]) -> list[HalfFile]:
-        names = tuple(one.half_id for one in rows)
-        if rows and names not in self._known:
+        half_ids = tuple(r.half_id for r in rows)
+        if rows and half_ids not in self._known:
             table = self._half.table
             alone = len(rows) == 1
-            self._known[names] = [rows[0].write(table.fs, table.folder)] if alone else self._half.write_shared(rows)
-        return self._known[names] if rows else []
+            self._known[half_ids] = [rows[0].write(table.fs, table.folder)] if alone else self._half.write_shared(rows)
+        return self._known[half_ids] if rows else []
 
 
 def _require_staged(header: HalfHeader, files: Sequence[HalfFile | HalfRows]) -> None:
@@ -631,8 +632,8 @@ def _pairs(paths: pa.ChunkedArray, flags: pa.ChunkedArray) -> Iterator[tuple[str
     return zip(paths.to_pylist(), flags.to_pylist(), strict=True)
 
 
-def _of_one(actions: pa.Table) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
-    """Which files have rows of one half batch alone, as far as the Delta log says, and of which."""
+def _single_batch_files(actions: pa.Table) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
+    """By file: whether all its rows are of one half batch, as far as the Delta log says, and the lowest half id."""
     low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
     return pc.fill_null(pc.equal(low, high), False), low
 
@@ -652,7 +653,7 @@ def _stored_files(path: str, rows: pa.Table) -> list[tuple[int, StoredFile]]:
     runs_of_queues = rows.group_by(["file_no", "topic", "queue_id"], use_threads=False).aggregate(
         [("row_no", "min"), ("row_no", "max"), ("row_no", "count"), ("deliver_at", "count")]
     )
-    found: dict[int, list[Segment]] = {}
+    runs: dict[int, list[Segment]] = {}
     delayed: set[int] = set()
     for r in runs_of_queues.sort_by("row_no_min").to_pylist():
         if r["row_no_max"] - r["row_no_min"] + 1 != r["row_no_count"]:
@@ -660,10 +661,10 @@ def _stored_files(path: str, rows: pa.Table) -> list[tuple[int, StoredFile]]:
                 f"{path} lacks rows of file {r['file_no']}, queue {r['queue_id']} of topic {r['topic']!r}: "
                 f"found {r['row_no_count']} between {r['row_no_min']} and {r['row_no_max']}"
             )
-        found.setdefault(r["file_no"], []).append(Segment(r["topic"], r["queue_id"], r["row_no_min"], r["row_no_max"]))
+        runs.setdefault(r["file_no"], []).append(Segment(r["topic"], r["queue_id"], r["row_no_min"], r["row_no_max"]))
         if r["deliver_at_count"]:
             delayed.add(r["file_no"])
     return [
         (file_no, StoredFile(path, sum(s.last - s.first + 1 for s in segments), tuple(segments), file_no in delayed))
-        for file_no, segments in found.items()
+        for file_no, segments in runs.items()
     ]

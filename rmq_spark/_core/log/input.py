@@ -1,4 +1,4 @@
-"""What a table of messages must be like, and its columns as ``half`` keeps them."""
+"""The rules for a table of messages, and its columns in the types of ``half``."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from rmq_spark.errors import MessageError, TopicNotFoundError
 
 
 def require_known_topic(name: object, topics: Mapping[str, int]) -> None:
-    """Raise TopicNotFoundError, which names the nearest topic, unless the commit log has this one."""
+    """Raise TopicNotFoundError, which names the nearest topic, when the commit log lacks this topic."""
     if not isinstance(name, str) or name not in topics:
-        known = nearest(str(name), topics) if topics else "the commit log has none yet"
+        hint = nearest(str(name), topics) if topics else "the commit log has none yet"
         if isinstance(name, str) and name.startswith((RETRY_PREFIX, DLQ_PREFIX)):
             remedy = "txmq.consume makes it when it first runs for a consumer group of this name"
         elif isinstance(name, str):
             remedy = f"make it with log.create_topic({name!r})"
         else:
             remedy = "the name of one topic is expected"
-        raise TopicNotFoundError(f"topic {name!r} is not in the commit log ({known}); {remedy}")
+        raise TopicNotFoundError(f"topic {name!r} is not in the commit log ({hint}); {remedy}")
 
 
 def require_message_columns(names: Sequence[str], default_topic: str | None, transaction_key: str | None) -> None:
     """Raise MessageError unless the columns are those of messages (and the transaction key).
 
-    Called with a DataFrame's columns before anything is written, and with every Arrow batch.
+    It is called with a DataFrame's columns before anything is written, and with every Arrow batch.
     """
     for name in names:
         if names.count(name) > 1:
@@ -66,16 +66,16 @@ def require_message_columns(names: Sequence[str], default_topic: str | None, tra
         raise MessageError(f"transactionKey={transaction_key!r} is not a column: {nearest(transaction_key, names)}")
     for name in names:
         if name not in INPUT_COLUMNS and name != transaction_key:
-            known = [*INPUT_COLUMNS, *([transaction_key] if transaction_key else [])]
+            columns = [*INPUT_COLUMNS, *([transaction_key] if transaction_key else [])]
             raise MessageError(
-                f"column {name!r} is not a column of messages ({nearest(name, known)}); drop or rename it"
+                f"column {name!r} is not a column of messages ({nearest(name, columns)}); drop or rename it"
             )
     if default_topic is None and "topic" not in names:
         raise MessageError("there is neither an option 'topic' nor a column 'topic': set one of them")
 
 
 def column_of(table: pa.Table, name: str, kind: pa.DataType) -> pa.ChunkedArray:
-    """A column of a type, as far as what is found can be one; nulls for one that is not there."""
+    """A column as this type, if its values can have it; nulls when the column is missing."""
     if name not in table.column_names:
         return pa.chunked_array([pa.nulls(table.num_rows, kind)])
     column = table[name]
@@ -93,7 +93,7 @@ def column_of(table: pa.Table, name: str, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def times_of(table: pa.Table, name: str) -> pa.ChunkedArray:
-    """A column of times that every consumer can hold; their own unit is looked at, before a cast could overflow."""
+    """A column of times that every consumer can hold. It is checked in its own unit, before a cast could overflow."""
     column = table[name] if name in table.column_names else None
     if column is not None and pa.types.is_dictionary(column.type):
         column = pc.cast(column, column.type.value_type)
@@ -120,7 +120,7 @@ def _as_unit(time: datetime, unit: str) -> int:
 
 
 def require_utf8(table: pa.Table) -> None:
-    """Raise MessageError for text that is no UTF-8 (Spark makes such from bytes): no consumer could decode it."""
+    """Raise MessageError for text that is not UTF-8 (Spark makes such text from bytes): no consumer could decode it."""
     for name in table.column_names:
         if name != "body":  # which is bytes
             try:
@@ -129,38 +129,38 @@ def require_utf8(table: pa.Table) -> None:
                 raise MessageError(f"column {name!r} holds what Arrow cannot read: {problem}") from problem
 
 
-def _is_like(found: pa.DataType, kind: pa.DataType) -> bool:
-    """True when values of one type mean the same as the other. A cast alone would also turn 1.0 or "1" into a queue."""
-    if pa.types.is_dictionary(found):
-        return _is_like(found.value_type, kind)
-    if pa.types.is_null(found):
+def _is_like(dtype: pa.DataType, kind: pa.DataType) -> bool:
+    """True when values of one type mean the same in the other. A cast alone would also turn 1.0 or "1" into a queue."""
+    if pa.types.is_dictionary(dtype):
+        return _is_like(dtype.value_type, kind)
+    if pa.types.is_null(dtype):
         return True
     if pa.types.is_string(kind):
-        return _is_text(found)
+        return _is_text(dtype)
     if pa.types.is_binary(kind):
-        return _is_text(found) or "binary" in str(found)
+        return _is_text(dtype) or "binary" in str(dtype)
     if pa.types.is_integer(kind):
-        return bool(pa.types.is_integer(found))
+        return bool(pa.types.is_integer(dtype))
     if pa.types.is_map(kind):
-        return bool(pa.types.is_map(found)) and _is_text(found.key_type) and _is_text(found.item_type)
-    return bool(found.id == kind.id)
+        return bool(pa.types.is_map(dtype)) and _is_text(dtype.key_type) and _is_text(dtype.item_type)
+    return bool(dtype.id == kind.id)
 
 
-def _is_text(found: pa.DataType) -> bool:
-    return bool(pa.types.is_string(found) or pa.types.is_large_string(found) or str(found) == "string_view")
+def _is_text(dtype: pa.DataType) -> bool:
+    return bool(pa.types.is_string(dtype) or pa.types.is_large_string(dtype) or str(dtype) == "string_view")
 
 
 def first_of(table: pa.Table, wrong: pa.ChunkedArray) -> str:
-    """Where the first row is for which ``wrong`` is true, in words; a body stays out of errors and logs."""
+    """Describe the first row for which ``wrong`` is true. A body stays out of errors and logs."""
     at = pc.index(wrong, True).as_py()
     names = ("topic", "keys", "tags", "sharding_key", "queue_id")
-    known = {name: table[name][at].as_py() for name in names if name in table.column_names}
-    told = ", ".join(f"{name} {str(value)[:80]!r}" for name, value in known.items() if value is not None)
-    return f"the first is row {at} of its Arrow batch{told and f', with {told}'}"
+    values = {name: table[name][at].as_py() for name in names if name in table.column_names}
+    text = ", ".join(f"{name} {str(value)[:80]!r}" for name, value in values.items() if value is not None)
+    return f"the first is row {at} of its Arrow batch{text and f', with {text}'}"
 
 
 def body_of(table: pa.Table) -> pa.ChunkedArray:
-    """The bodies; none may be null or longer than 4 MiB."""
+    """The bodies. None may be null or longer than 4 MiB."""
     body = column_of(table, "body", pa.binary())
     if body.null_count:
         raise MessageError(
@@ -174,7 +174,7 @@ def body_of(table: pa.Table) -> pa.ChunkedArray:
 
 
 def deliver_at_of(table: pa.Table, now: pa.Scalar) -> pa.ChunkedArray:
-    """When each message is to appear; null for at once. A delay level counts from ``now``."""
+    """When each message is due; null for at once. A delay level counts from ``now``."""
     deliver_at = times_of(table, "deliver_at")
     level = column_of(table, "delay_level", pa.int32())
     if deliver_at.null_count == level.null_count == table.num_rows:
@@ -196,23 +196,23 @@ def deliver_at_of(table: pa.Table, now: pa.Scalar) -> pa.ChunkedArray:
 
 
 def tags_of(table: pa.Table) -> pa.ChunkedArray:
-    """The tags; a consumer can subscribe to each of them (``is_tag`` for a whole column)."""
+    """The tags. A consumer can subscribe to each of them (``is_tag`` for a whole column)."""
     tags = column_of(table, "tags", pa.string())
     if tags.null_count == len(tags) or pc.all(pc.ascii_is_alnum(tags)).as_py():
         return tags
     wrong = pc.or_(pc.match_substring(tags, "|"), pc.not_equal(tags, pc.utf8_trim_whitespace(tags)))
     wrong = pc.or_(wrong, pc.is_in(tags, value_set=pa.array(["", "*"])))
     if pc.any(wrong).as_py():
-        found = tags[pc.index(wrong, True).as_py()].as_py()
+        tag = tags[pc.index(wrong, True).as_py()].as_py()
         raise MessageError(
-            f"tags {found[:80]!r} is no tag, in {message_count(pc.sum(wrong).as_py())} ({first_of(table, wrong)}): "
+            f"tags {tag[:80]!r} is no tag, in {message_count(pc.sum(wrong).as_py())} ({first_of(table, wrong)}): "
             f"{TAG_RULE}"
         )
     return tags
 
 
 def keys_of(table: pa.Table) -> pa.ChunkedArray:
-    """The keys; a list of them as one text."""
+    """The keys; an array of keys becomes one text."""
     kind = table["keys"].type if "keys" in table.column_names else None
     if kind is not None and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         if not _is_like(kind.value_type, pa.string()):
@@ -225,7 +225,7 @@ def keys_of(table: pa.Table) -> pa.ChunkedArray:
 
 
 def _require_whole_keys(table: pa.Table) -> None:
-    """Raise MessageError for a key of an array that would be two in the text of all, or none."""
+    """Raise MessageError when a key of an array would become two keys in the joined text, or none."""
     keys = table["keys"].combine_chunks()
     flat = pc.cast(pc.list_flatten(keys), pa.string())
     wrong = pc.or_(pc.match_substring(flat, KEY_SEPARATOR), pc.equal(flat, ""))
@@ -239,11 +239,11 @@ def _require_whole_keys(table: pa.Table) -> None:
 
 
 def properties_of(table: pa.Table) -> pa.ChunkedArray:
-    """The properties; none may have a name of RocketMQ's own."""
+    """The properties. None may have a name that RocketMQ reserves."""
     column = column_of(table, "properties", PROPERTIES)
     if column.null_count == len(column):
         return column
-    # A list is flattened within its slice. The raw keys of a sliced map are those of the whole map.
+    # Flattening a list respects its slice. The raw keys of a sliced map are those of the whole map.
     maps = column.combine_chunks()
     entries = maps.cast(pa.list_(pa.struct([("key", pa.string()), ("value", pa.string())])))
     flat = entries.flatten()

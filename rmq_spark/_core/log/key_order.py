@@ -1,4 +1,4 @@
-"""The sharding keys of open messages: which half batches wait for each other, and which have nothing to do with it."""
+"""The sharding keys of open messages: which half batches wait for each other, and which are unrelated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYED_ROWS_MAX = 1_000_000
 """Rows of half batches whose keys are kept in memory, at about 75 bytes each."""
 NO_KEYS = pa.array([], pa.string())
 NO_KEYED_ROWS = pa.table({"key": NO_KEYS})
-"""Of a half batch that sends to no FIFO topic."""
+"""The rows of a half batch that sends to no FIFO topic."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Open:
 
 @dataclass
 class _Keyed:
-    """The keys of a half batch: of all its rows, and of those that were open when they were last asked for."""
+    """The keys of a half batch: those of all its rows, and those of the rows that were open at the last query."""
 
     rows: pa.Table
     of: Open | None = None
@@ -44,7 +44,7 @@ class _Keyed:
 
 
 class KeyIndex:
-    """Sharding keys of half batches that send to FIFO topics. What a row's key is never changes, so it is read once.
+    """Sharding keys of half batches that send to FIFO topics. The key of a row never changes, so it is read once.
 
     Parameters
     ----------
@@ -56,36 +56,36 @@ class KeyIndex:
         self._half = half
         self._topics = topics
         self._keyed: OrderedDict[str, _Keyed] = OrderedDict()
-        self._kept = 0  # their rows, and one more for each
+        self._kept = 0  # number of their rows, plus one for each half batch
 
     def fifo_of(self, *records: HalfRecord) -> frozenset[str]:
-        """The FIFO topics to which half batches send."""
+        """The FIFO topics to which these half batches send."""
         names = frozenset[str]().union(*(record.topics for record in records))
         return self._topics.with_names(names).fifo & names
 
     def related(self, to: Sequence[Open], batches: Sequence[Open]) -> list[Open]:
-        """Those half batches that share a key with some others: directly, or through another one that does.
+        """Those of ``batches`` that share a key with one of ``to``, directly or through another of ``batches``.
 
         Parameters
         ----------
         to : sequence of Open
             All their keys count, whatever the state of the rows.
         batches : sequence of Open
-            The keys of their open rows count.
+            Only the keys of their open rows count.
         """
         if not to or not batches:
             return []
-        wanted = _distinct(self._of(batch.record).rows["key"] for batch in to)
+        new_keys = _distinct(self._keyed_of(batch.record).rows["key"] for batch in to)
         keys = [self._open(batch).open_keys for batch in batches]
         ends = list(accumulate(len(k) for k in keys))
-        every = pa.concat_arrays(keys)
-        found: set[int] = set()
-        while len(wanted):
-            hits = pc.indices_nonzero(pc.is_in(every, value_set=wanted)).to_pylist()
-            new = {bisect_right(ends, at) for at in hits} - found
-            found |= new
-            wanted = _distinct(keys[i] for i in new)
-        return [batches[i] for i in sorted(found)]
+        all_keys = pa.concat_arrays(keys)
+        related: set[int] = set()
+        while len(new_keys):
+            hits = pc.indices_nonzero(pc.is_in(all_keys, value_set=new_keys)).to_pylist()
+            added = {bisect_right(ends, at) for at in hits} - related
+            related |= added
+            new_keys = _distinct(keys[i] for i in added)
+        return [batches[i] for i in sorted(related)]
 
     def open_rows(self, batch: Open) -> pa.Table:
         """Rows that are pending, or committed and not placed.
@@ -96,41 +96,41 @@ class KeyIndex:
             ``half_id, file_no, row_no``; ``at``, the row's number in the half batch; ``key`` (null outside FIFO
             topics), ``transaction`` and ``pending``.
         """
-        found = self._open(batch).open_rows
-        assert found is not None
-        return found
+        rows = self._open(batch).open_rows
+        assert rows is not None
+        return rows
 
     def _open(self, batch: Open) -> _Keyed:
-        known = self._of(batch.record)
-        if known.of is not batch:
-            open_rows = _open_rows(known.rows, batch) if known.rows.num_rows else known.rows
-            known = _Keyed(known.rows, batch, open_rows, _distinct([open_rows["key"]]))
-            self._keyed[batch.record.half_id] = known
-        return known
+        keyed = self._keyed_of(batch.record)
+        if keyed.of is not batch:
+            open_rows = _open_rows(keyed.rows, batch) if keyed.rows.num_rows else keyed.rows
+            keyed = _Keyed(keyed.rows, batch, open_rows, _distinct([open_rows["key"]]))
+            self._keyed[batch.record.half_id] = keyed
+        return keyed
 
-    def _of(self, record: HalfRecord) -> _Keyed:
-        known = self._keyed.get(record.half_id)
-        if known is None:
-            known = self._keyed[record.half_id] = _Keyed(self._rows(record))
-            self._kept += 1 + known.rows.num_rows
+    def _keyed_of(self, record: HalfRecord) -> _Keyed:
+        keyed = self._keyed.get(record.half_id)
+        if keyed is None:
+            keyed = self._keyed[record.half_id] = _Keyed(self._rows(record))
+            self._kept += 1 + keyed.rows.num_rows
             while self._kept > KEYED_ROWS_MAX and len(self._keyed) > 1:
                 self._kept -= 1 + self._keyed.popitem(last=False)[1].rows.num_rows
-        return known
+        return keyed
 
     def _rows(self, record: HalfRecord) -> pa.Table:
-        in_order = self.fifo_of(record)
-        if not in_order:
+        fifo_topics = self.fifo_of(record)
+        if not fifo_topics:
             return NO_KEYED_ROWS
-        every = record.all_rows
+        all_rows = record.all_rows
         columns = ["file_no", "row_no", "topic", "queue_id", "sharding_key", "transaction_key"]
-        rows = self._half.read(record, every, columns)
-        fifo = pc.is_in(rows["topic"], value_set=pa.array(sorted(in_order), pa.string()))
+        rows = self._half.read(record, all_rows, columns)
+        fifo = pc.is_in(rows["topic"], value_set=pa.array(sorted(fifo_topics), pa.string()))
         key = pc.binary_join_element_wise(
             rows["topic"], pc.cast(rows["queue_id"], pa.string()), rows["sharding_key"], " "
         )
-        n, per = rows.num_rows, record.header.transaction_per
+        count, per = rows.num_rows, record.header.transaction_per
         if per == BATCH:
-            transaction: pa.Array = pa.repeat(pa.scalar(""), n)
+            transaction: pa.Array = pa.repeat(pa.scalar(""), count)
         elif per == KEY:
             transaction = rows["transaction_key"]
         else:
@@ -138,10 +138,10 @@ class KeyIndex:
             transaction = pc.binary_join_element_wise(*numbers, ".")
         return pa.table(
             {
-                "half_id": pa.repeat(pa.scalar(record.half_id), n),
+                "half_id": pa.repeat(pa.scalar(record.half_id), count),
                 "file_no": rows["file_no"],
                 "row_no": rows["row_no"],
-                "at": arange(n),
+                "at": arange(count),
                 "key": pc.if_else(fifo, key, pa.scalar(None, pa.string())),
                 "transaction": transaction,
             }
@@ -159,6 +159,6 @@ def _open_rows(rows: pa.Table, batch: Open) -> pa.Table:
 
 
 def _distinct(keys: Iterable[pa.Array | pa.ChunkedArray]) -> pa.Array:
-    """The keys that are there, once each."""
+    """The distinct keys, without nulls."""
     chunks = [c for k in keys for c in (k.chunks if isinstance(k, pa.ChunkedArray) else [k])]
     return pc.unique(pa.concat_arrays([NO_KEYS, *chunks]).drop_null())

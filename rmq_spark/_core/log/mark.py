@@ -1,4 +1,4 @@
-"""The low-water mark: how far nobody needs to look again, and what is still open below it.
+"""The low-water mark: up to where nobody needs to look again, and which half batches are still open below it.
 
 A mark is made from what a follower has just read from the table. Take half batches 1 to 5, prepared in this order, of
 which 2 and 5 are open::
@@ -9,7 +9,7 @@ which 2 and 5 are open::
     op      … … … … … … … … … … … … … … mark …
                                         └── since_version: a cold start reads from here, and the older rows of 2 and 5
 
-So what stays open for long costs its own rows, and nothing that came after it.
+So a half batch that stays open for long costs its own rows, and no later ones.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from rmq_spark._core.log.op_reader import Follower
 
 NAMED_MAX = 10_000
-"""Half batches, versions and due times that a mark names. Where more is open, the mark stops before it."""
+"""Half batches, versions and due times that a mark names. When more are open, the mark stops before them."""
 ROWS_LET_GO_MIN = 64
-"""A mark that moves over nothing new is made when so many op rows need not be kept any more."""
+"""A mark that passes no half batch is made when this many op rows no longer need to be kept."""
 
 
 class Marker:
@@ -42,7 +42,7 @@ class Marker:
     Parameters
     ----------
     follower : Follower
-        What op says, read from the table just now.
+        It has just read the state of ``op`` from the table.
     half : HalfStore
     """
 
@@ -51,15 +51,15 @@ class Marker:
         self._half = half
 
     def next_mark(self) -> list[OpRow]:
-        """The row of the next mark, and the conflict rows that it repeats; none when it would say nothing new."""
+        """The row of the next mark, and the conflict rows that it repeats; no row when nothing changed."""
         before = self._follower.followed
         prepared = self._follower.prepared()
         unsettled = {*self._follower.open_among(prepared), *before.waiting}
         low_water = self._low_water(prepared, unsettled)
-        named = {h for h in unsettled if h not in prepared or prepared[h].ms <= low_water}
-        since = self._since(set(prepared.after(low_water)) - named)
-        let_go = pc.sum(pc.less(before.rows["version"], since)).as_py() or 0
-        if not (low_water > before.low_water or named != before.below.keys() or let_go >= ROWS_LET_GO_MIN):
+        named_ids = {half_id for half_id in unsettled if half_id not in prepared or prepared[half_id].ms <= low_water}
+        since = self._since(set(prepared.after(low_water)) - named_ids)
+        dropped = pc.sum(pc.less(before.rows["version"], since)).as_py() or 0
+        if not (low_water > before.low_water or named_ids != before.below.keys() or dropped >= ROWS_LET_GO_MIN):
             return []
         mark = OpRow(
             Kind.MARK,
@@ -68,12 +68,12 @@ class Marker:
             tails=before.tails,
             firsts=before.firsts or None,
             reopened_ms=before.reopened_ms,
-            below=self._all_below(sorted(named), prepared, since),
+            below=self._all_below(sorted(named_ids), prepared, since),
         )
         return [mark, *self._open_conflicts(since)]
 
     def _low_water(self, prepared: PreparedBatches, unsettled: Collection[str]) -> int:
-        """The newest prepare, unless more is open than a mark can name."""
+        """The newest prepare time, unless more half batches are open than a mark can name."""
         before = self._follower.followed
         weights = self._weights(unsettled)
         above = {h: prepared[h].ms for h in unsettled if h in prepared}
@@ -86,87 +86,90 @@ class Marker:
         return max(before.low_water, prepared.newest_ms())
 
     def _weights(self, half_ids: Collection[str]) -> Mapping[str, int]:
-        """How much a mark says of each of these half batches."""
+        """How many entries a mark needs for each of these half batches."""
         followed = self._follower.followed
-        counts = _of_batches(followed.rows, half_ids)["half_id"].value_counts()
+        counts = _rows_of_batches(followed.rows, half_ids)["half_id"].value_counts()
         rows = Counter(dict(zip(counts.field("values").to_pylist(), counts.field("counts").to_pylist(), strict=True)))
         older = {h: len(followed.below[h].versions) if h in followed.below else 0 for h in half_ids}
         return {h: 1 + rows[h] + older[h] + len(followed.waiting.get(h, ())) for h in half_ids}
 
     def _since(self, counted: Collection[str]) -> int:
-        """The first version that a follower must read: op rows tell which half batches above the mark are settled."""
-        kept = _of_batches(self._follower.followed.rows, counted)
+        """The first version that a follower must read. Its op rows tell which half batches above the mark are
+        settled."""
+        kept = _rows_of_batches(self._follower.followed.rows, counted)
         return int(pc.min(kept["version"]).as_py()) if kept.num_rows else self._follower.table.version + 1
 
     # ------------------------------------------------------------------ what a mark names
     def _all_below(self, named: Sequence[str], prepared: PreparedBatches, since: int) -> Mapping[str, OpenBelow]:
-        """By half id. Of thousands that are under way most have no op rows yet, so these are looked for once."""
-        rows = _of_batches(self._follower.followed.rows, named)
+        """The entries of a mark by half id. Most of thousands that are under way have no op rows, so the rows are
+        searched once."""
+        rows = _rows_of_batches(self._follower.followed.rows, named)
         rows = rows.filter(pc.less(rows["version"], since))
-        places: dict[str, list[int]] = {}
+        index: dict[str, list[int]] = {}
         for i, half_id in enumerate(rows["half_id"].to_pylist()):
-            places.setdefault(half_id, []).append(i)
-        return {h: self._open_below(h, prepared, rows.take(places[h]) if h in places else NO_OPS, since) for h in named}
+            index.setdefault(half_id, []).append(i)
+        return {h: self._open_below(h, prepared, rows.take(index[h]) if h in index else NO_OPS, since) for h in named}
 
     def _open_below(self, half_id: str, prepared: PreparedBatches, rows: pa.Table, since: int) -> OpenBelow:
-        """What a mark says of a half batch, of which these op rows are kept that stand before a version."""
+        """The entry of a half batch in a mark. ``rows`` are its op rows in memory that stand before a version."""
         before = self._follower.followed
-        known = before.below.get(half_id)
-        if known is not None and not rows.num_rows:
-            return known
-        place = known or prepared.get(half_id)
+        entry = before.below.get(half_id)
+        if entry is not None and not rows.num_rows:
+            return entry
+        batch = entry or prepared.get(half_id)
         older: Sequence[int]
-        if known is not None:
-            older, waiting = known.versions, known.waiting
-            pending = known.pending - _settled(rows)
+        if entry is not None:
+            older, waiting = entry.versions, entry.waiting
+            pending = entry.pending - _settled_count(rows)
         else:
             older, waiting = self._older_versions(half_id, prepared), {}
             pending = self._pending(half_id, prepared.get(half_id), rows, since)
         return OpenBelow(
-            0 if place is None else place.ms,
+            0 if batch is None else batch.ms,
             pending,
             (*older, *_versions_that_count(rows)),
             still_waiting({half_id: waiting}, rows).get(half_id, {}) if waiting or rows.num_rows else {},
         )
 
     def _older_versions(self, half_id: str, prepared: PreparedBatches) -> Sequence[int]:
-        """Versions before the kept ones: only what was settled below the last mark, and reopened, has op rows there."""
+        """Versions older than the rows in memory. Only a half batch that was settled below the last mark and then
+        reopened has op rows there."""
         return () if half_id in prepared else _versions_that_count(self._follower.older([half_id]))
 
     def _pending(self, half_id: str, prepared: Prepared | None, rows: pa.Table, since: int) -> int:
         """How many rows were pending before a version, of a half batch that the last mark does not name."""
-        if prepared is None:  # it was settled when the last mark was made, and has been reopened since
+        if prepared is None:  # it was settled at the last mark, and reopened since
             return max(0, self._follower.followed.reopened_rows(before=since).get(half_id, 0))
-        return prepared.rows - _settled(rows)
+        return prepared.rows - _settled_count(rows)
 
     # ------------------------------------------------------------------ conflicts
     def _open_conflicts(self, since: int) -> list[OpRow]:
-        """Conflict rows that a mark repeats, because no follower will read those before this version again."""
+        """Conflict rows that a mark repeats, because no follower reads the rows before ``since`` again."""
         followed = self._follower.followed
         rows = followed.rows.filter(of_kind(followed.rows, Kind.CONFLICT))
-        rows = _of_batches(rows, followed.conflicts)
-        found: dict[OpRow, bool] = {}  # → whether it stands at that version or later, too
-        for read in rows.to_pylist():
-            row = replace(OpRow.of(read), op_time=None)
-            if row.attempt is None:  # what was in conflict before was resolved
-                found = {other: later for other, later in found.items() if other.half_id != row.half_id}
+        rows = _rows_of_batches(rows, followed.conflicts)
+        conflicts: dict[OpRow, bool] = {}  # → whether it also stands at that version or later
+        for values in rows.to_pylist():
+            row = replace(OpRow.of(values), op_time=None)
+            if row.attempt is None:  # earlier conflicts of this half batch were resolved
+                conflicts = {c: later for c, later in conflicts.items() if c.half_id != row.half_id}
             else:
-                found[row] = read["version"] >= since
-        return [row for row, later in found.items() if not later]
+                conflicts[row] = values["version"] >= since
+        return [row for row, later in conflicts.items() if not later]
 
 
-def _of_batches(rows: pa.Table, half_ids: Collection[str]) -> pa.Table:
+def _rows_of_batches(rows: pa.Table, half_ids: Collection[str]) -> pa.Table:
     return rows.filter(pc.is_in(rows["half_id"], value_set=pa.array(sorted(half_ids), pa.string())))
 
 
-def _settled(rows: pa.Table) -> int:
+def _settled_count(rows: pa.Table) -> int:
     """How many rows of one half batch these op rows settle."""
     return sum(settled_rows(rows).values()) if rows.num_rows else 0
 
 
 def _versions_that_count(rows: pa.Table) -> list[int]:
-    """The versions of op rows that say what a half batch is now. Of leases the newest says it; conflicts that are open
-    are repeated by the mark."""
+    """The versions of op rows that define a half batch's state. Of leases only the newest counts. Open conflicts are
+    left out, because the mark repeats them."""
     if not rows.num_rows:
         return []
     kinds, versions = rows["kind"].to_pylist(), rows["version"].to_pylist()

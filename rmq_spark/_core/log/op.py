@@ -1,4 +1,4 @@
-"""Op markers: their table, their kinds, and what they say about the rows of a half batch."""
+"""Op markers: their table, their kinds, and the state of a half batch that they add up to."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OP_SCHEMA = pa.schema(
     [
         ("version", pa.int64()),  # of this table, at which the row was committed
         ("op_time", TIMESTAMP),
-        ("commit_id", pa.string()),  # one id per commit: how a writer knows its own rows again
+        ("commit_id", pa.string()),  # one id per commit, by which a writer recognises its own rows
         ("kind", pa.string()),
         ("half_id", pa.string()),
         ("file_no", pa.int64()),  # null = all files of the half batch
@@ -76,9 +76,9 @@ STATS_COLUMNS = ("version", "next_offset", "low_water", "prepared_ms")
 
 
 PRUNED = "txmq.pruned"
-"""The name under which the table keeps the last version of which rows were pruned (Delta's ``txn``)."""
+"""The name under which the table keeps the last version whose rows were pruned (Delta's ``txn``)."""
 PRUNED_PLACED = "txmq.pruned.placed"
-"""The same of rows that placed messages."""
+"""The same for rows that placed messages."""
 
 
 class Kind(str, Enum):
@@ -113,7 +113,7 @@ class Who(str, Enum):
 
 
 class RowState(int, Enum):
-    """What the op markers say of one row; a byte each, so that a half batch's state is one bytearray a file."""
+    """The state of one row. It takes a byte, so the state of a half file is one bytearray."""
 
     PENDING = 0
     COMMITTED = 1
@@ -126,7 +126,7 @@ class RowState(int, Enum):
 
 KINDS = frozenset(k.value for k in Kind)
 SETTLING = (Kind.COMMIT, Kind.ROLLBACK, Kind.QUARANTINE)
-"""Kinds that end a row's being pending; ``reopen`` takes it back."""
+"""Kinds after which a row is no longer pending; ``reopen`` makes it pending again."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class OpenBelow:
     pending : int
         Its pending rows before ``since_version`` of the mark.
     versions : tuple of int
-        Those before ``since_version`` that have op rows of it which still count.
+        Versions before ``since_version`` with op rows of it that still count.
     waiting : mapping of datetime or None to int
         Its committed messages that had no place then, by due time (None: they wait for their sharding key).
     """
@@ -155,7 +155,7 @@ class OpenBelow:
 class OpRow:
     """A row of ``op``, without its version and commit id. See :data:`OP_SCHEMA`.
 
-    It gets its offset last, and does not change after that.
+    It gets its offset last, and does not change afterwards.
     """
 
     kind: Kind
@@ -185,11 +185,11 @@ class OpRow:
     archived: Archived | None = None
     refused: bool | None = None
     op_time: datetime | None = None
-    """None until it is written: the rows of a commit share one."""
+    """None until it is written. The rows of a commit share one time."""
 
     @classmethod
     def of(cls, read: Mapping[str, Any]) -> OpRow:
-        """A row of one half batch, as ``read_op`` has it."""
+        """Make a row of one half batch from a row that ``read_op`` returned."""
         who = read["decided_by"]
         return cls(
             kind=Kind(read["kind"]),
@@ -212,29 +212,29 @@ class OpRow:
 
 
 def pruned_up_to(op: Table, what: str = PRUNED) -> int:
-    """The last version of ``op`` of which rows were pruned; -1 when none were. Whoever has not read so far goes on from
-    the newest mark, which is above it."""
-    found = op.transaction_version(what)
-    return -1 if found is None else found
+    """The last version of ``op`` whose rows were pruned; -1 when none were. A reader that has not come so far goes on
+    from the newest mark, which is later."""
+    version = op.transaction_version(what)
+    return -1 if version is None else version
 
 
 def to_table(rows: Sequence[OpRow], version: int, op_time: datetime, commit_id: str) -> pa.Table:
-    """The rows of one commit, as the table has them."""
-    n = len(rows)
-    made = {
-        "version": pa.repeat(pa.scalar(version, pa.int64()), n),
-        "op_time": pa.repeat(pa.scalar(op_time, TIMESTAMP), n),
-        "commit_id": pa.repeat(pa.scalar(commit_id, pa.string()), n),
+    """The rows of one commit, with the columns of the table."""
+    count = len(rows)
+    columns = {
+        "version": pa.repeat(pa.scalar(version, pa.int64()), count),
+        "op_time": pa.repeat(pa.scalar(op_time, TIMESTAMP), count),
+        "commit_id": pa.repeat(pa.scalar(commit_id, pa.string()), count),
         "ranges": _ranges_array([r.ranges for r in rows]),
         "next_offset": pa.array(
             [None if r.queue_offset is None else r.queue_offset + r.count for r in rows], pa.int64()
         ),
     }
-    return pa.table([made[f.name] if f.name in made else _column(f, rows) for f in OP_SCHEMA], schema=OP_SCHEMA)
+    return pa.table([columns[f.name] if f.name in columns else _column(f, rows) for f in OP_SCHEMA], schema=OP_SCHEMA)
 
 
 def _column(field: pa.Field, rows: Sequence[OpRow]) -> pa.Array:
-    """The values of a column. Most columns are of one kind of row alone: in the others it is null."""
+    """The values of a column. Most columns belong to one kind of row, and are null in the others."""
     values = [*map(attrgetter(field.name), rows)]
     if values.count(None) == len(values):
         return pa.nulls(len(values), field.type)
@@ -272,15 +272,15 @@ _AS_STORED: Mapping[str, Callable[[Any], object]] = {
 
 
 def _ranges_array(values: Sequence[Ranges | None]) -> pa.Array:
-    # Built from flat lists: a marker of alternating rows has a range a row.
+    # Built from flat lists: a marker of every other row has a range for each row.
     offsets: list[int | None] = []
     first: list[int] = []
     last: list[int] = []
     for ranges in values:
         offsets.append(None if ranges is None else len(first))
-        for a, b in ranges or ():
-            first.append(a)
-            last.append(b)
+        for first_row, last_row in ranges or ():
+            first.append(first_row)
+            last.append(last_row)
     offsets.append(len(first))
     structs = pa.StructArray.from_arrays(
         [pa.array(first, pa.int64()), pa.array(last, pa.int64())], fields=list(RANGES.value_type)
@@ -289,7 +289,7 @@ def _ranges_array(values: Sequence[Ranges | None]) -> pa.Array:
 
 
 def ranges_of(value: object) -> Ranges | None:
-    """Ranges as they come out of a table."""
+    """Convert ranges from the form in which a table returns them."""
     return None if value is None else tuple((r["first"], r["last"]) for r in value)  # type: ignore[attr-defined]
 
 
@@ -305,7 +305,7 @@ class FileState:
     checks: bytearray = field(init=False)
     conflict: bytearray = field(init=False)
     due: list[tuple[int, int, datetime]] = field(default_factory=list)
-    """Rows (first, end) that were committed before their time, and that time."""
+    """Rows (first, end) that were committed before they were due, and when they are due."""
     reopened: list[tuple[int, int, datetime]] = field(default_factory=list)
     """Rows (first, end) that were reopened, and when."""
 
@@ -322,12 +322,12 @@ _NOT_FINAL = {Who.CHECK.value: RowState.ROLLED_BACK_BY_CHECK, Who.DISCARD.value:
 
 
 def rolled_back_as(decided_by: Who | str | None, refused: bool | None) -> RowState:
-    """The state of messages after a rollback: who decided it, and whether the local transaction refused them."""
+    """The state of messages after a rollback, by who decided it and whether the local transaction refused them."""
     return RowState.ROLLED_BACK if refused else _NOT_FINAL.get(str(decided_by), RowState.ROLLED_BACK)
 
 
 class BatchState:
-    """What all op markers together say of one half batch.
+    """The state of one half batch, after all its op markers.
 
     Parameters
     ----------
@@ -342,18 +342,18 @@ class BatchState:
         self.lease_until: datetime | None = None
         self.checked_at: datetime | None = None
         self.opened_at: dict[int, datetime] = {}  # attempt → when it was reopened
-        self.history: list[OpRow] = []  # what settled or reopened rows, in its order
+        self.history: list[OpRow] = []  # rows that settled or reopened messages, in version order
 
     def leased(self, now: datetime) -> bool:
-        """True while a local transaction is known to run. A lease that ends far ahead (wrong clock) is ignored."""
+        """True while a local transaction is known to run. A lease that ends far ahead (by a wrong clock) is ignored."""
         return self.lease_until is not None and now < self.lease_until <= now + timedelta(seconds=LEASE_S_MAX)
 
     def checked_lately(self, now: datetime, seconds: float) -> bool:
-        """True when a check was counted in the last seconds. One that lies far ahead (wrong clock) is ignored."""
+        """True when a check was counted in the last seconds. A check far ahead (by a wrong clock) is ignored."""
         return self.checked_at is not None and abs((now - self.checked_at).total_seconds()) < seconds
 
     def fold(self, row: OpRow) -> None:
-        """Apply one op row of this half batch (rows come in version order).
+        """Apply an op row of this half batch. Rows must come in version order.
 
         Raises
         ------
@@ -367,9 +367,9 @@ class BatchState:
             return
         attempt, when = row.attempt or 1, row.op_time
         assert when is not None, "an op row has a time"
-        spans = list(self._spans(row))
+        spans = list(self._named_rows(row))
         if row.kind is Kind.CONFLICT:
-            # Without an attempt it is the end of the conflict: a person has resolved it.
+            # A row without an attempt ends the conflict: a person has resolved it.
             mark = b"\x00" if row.attempt is None else b"\x01"
             for file, first, end in spans:
                 file.conflict[first:end] = mark * (end - first)
@@ -397,9 +397,9 @@ class BatchState:
             else:
                 if row.kind is Kind.COMMIT and row.until is not None:
                     file.due.append((first, end, row.until))
-                file.state[first:end] = bytes([_after(row)]) * rows
+                file.state[first:end] = bytes([_state_after(row)]) * rows
 
-    def _spans(self, row: OpRow) -> Iterator[tuple[FileState, int, int]]:
+    def _named_rows(self, row: OpRow) -> Iterator[tuple[FileState, int, int]]:
         if row.file_no is None:
             files: Iterable[FileState] = self.files.values()
         elif row.file_no in self.files:
@@ -419,7 +419,7 @@ class BatchState:
 
     # ------------------------------------------------------------------ questions
     def reason_of(self, file_no: int, row_no: int) -> str | None:
-        """Why a row is what it is: the reason of the last op row that settled or reopened it."""
+        """The reason of the last op row that settled or reopened a row."""
         for row in reversed(self.history):
             named = row.file_no in (None, file_no)
             if named and (row.ranges is None or any(first <= row_no <= last for first, last in row.ranges)):
@@ -428,7 +428,7 @@ class BatchState:
 
     @property
     def in_conflict(self) -> bool:
-        """True when a verdict came too late for some rows, and no person has resolved that yet."""
+        """True when a verdict came too late for some rows, and no person has resolved that."""
         return any(b"\x01" in f.conflict for f in self.files.values())
 
     def conflicting(self) -> RowSet:
@@ -436,17 +436,19 @@ class BatchState:
         return RowSet({n: f.conflict for n, f in self.files.items()})
 
     def rows_in(self, states: Sequence[RowState], attempt: int | None = None) -> RowSet:
-        """The rows in one of these states (of one attempt)."""
-        wanted = _ones_at(*states)
+        """The rows in one of these states, of one attempt or of all."""
+        in_state = _ones_at(*states)
         if attempt is None:
-            return RowSet({n: f.state.translate(wanted) for n, f in self.files.items()})
-        under = _ones_at(attempt)
-        return RowSet({n: both(f.state.translate(wanted), f.attempt.translate(under)) for n, f in self.files.items()})
+            return RowSet({n: f.state.translate(in_state) for n, f in self.files.items()})
+        in_attempt = _ones_at(attempt)
+        return RowSet(
+            {n: both(f.state.translate(in_state), f.attempt.translate(in_attempt)) for n, f in self.files.items()}
+        )
 
     def rows_under(self, attempt: int) -> RowSet:
         """The rows of one attempt."""
-        wanted = _ones_at(attempt)
-        return RowSet({n: f.attempt.translate(wanted) for n, f in self.files.items()})
+        in_attempt = _ones_at(attempt)
+        return RowSet({n: f.attempt.translate(in_attempt) for n, f in self.files.items()})
 
     def count(self, *states: RowState) -> int:
         """How many rows are in one of these states."""
@@ -462,15 +464,15 @@ class BatchState:
         return self.count(RowState.PENDING) == 0
 
     def attempts(self, *states: RowState) -> list[int]:
-        """The attempts that rows in one of these states are under, ascending."""
-        found: set[int] = set()
+        """The attempts of the rows in one of these states, ascending."""
+        attempts: set[int] = set()
         for file_no, ranges in self.rows_in(states).ranges():
             for first, last in ranges:
-                found.update(set(self.files[file_no].attempt[first : last + 1]))
-        return sorted(found)
+                attempts.update(set(self.files[file_no].attempt[first : last + 1]))
+        return sorted(attempts)
 
     def checked_at_least(self, rows: RowSet, times: int) -> RowSet:
-        """Those of some rows that have had so many answered checks."""
+        """Those of ``rows`` that have had at least this many answered checks."""
         enough = (bytes(times) + b"\x01" * 256)[:256]
         return rows & {n: f.checks.translate(enough) for n, f in self.files.items()}
 
@@ -486,15 +488,15 @@ class BatchState:
 
 @lru_cache(maxsize=1024)
 def _ones_at(*positions: int) -> bytes:
-    """A translation table: 1 for these bytes, 0 for the others."""
+    """A translation table: 1 for these bytes, 0 for all others."""
     table = bytearray(256)
     for position in positions:
         table[position] = 1
     return bytes(table)
 
 
-def _after(row: OpRow) -> RowState:
-    """The state of the rows that a settling or placing row names."""
+def _state_after(row: OpRow) -> RowState:
+    """The state that a settling or placing row gives to the rows it names."""
     if row.kind is Kind.QUARANTINE:
         return RowState.QUARANTINED
     if row.kind is Kind.PLACE:

@@ -1,4 +1,4 @@
-"""Merges small files of ``op`` into one: a cold start then reads few files."""
+"""Merges small files of ``op`` into one, so that a cold start reads few files."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OP_FILES_MAX = 64
-"""So many small op files are merged into one: often enough that a cold start reads few files."""
+"""Small op files are merged when there are this many, so that a cold start reads few files."""
 OP_FILE_ROWS_MAX = 50_000
 OP_FILE_BYTES_MAX = 1024 * 1024
-"""An op file with so many rows, or of this size, is left alone: a row that names each tenth of 250,000 messages is
-large."""
+"""An op file with this many rows or bytes is not merged. One row can be large: it may name each tenth of 250,000
+messages."""
 MERGED_BYTES_MAX = 8 * OP_FILE_BYTES_MAX
-"""So much is merged at once, so that a sink's memory is not taken."""
+"""Bytes that are merged at once, so that the merge does not take a sink's memory."""
 
 
 def _to_merge(table: Table) -> list[str]:
-    """Small op files, the oldest first: no more of them than fit into memory, and none while they are few."""
+    """Small op files, oldest first, as many as fit into memory; none while there are few."""
     actions = table.actions()
     few_rows = pc.less(actions["num_records"], OP_FILE_ROWS_MAX)
     small = actions.filter(pc.and_(few_rows, pc.less(actions["size_bytes"], OP_FILE_BYTES_MAX)))
@@ -41,8 +41,8 @@ def _to_merge(table: Table) -> list[str]:
 
 def _in_version_order(rows: pa.Table) -> pa.Table:
     versions = rows["version"].combine_chunks()
-    ordered = pc.all(pc.greater_equal(versions[1:], versions[:-1])).as_py() is not False
-    return rows if ordered else rows.sort_by("version")
+    is_sorted = pc.all(pc.greater_equal(versions[1:], versions[:-1])).as_py() is not False
+    return rows if is_sorted else rows.sort_by("version")
 
 
 def is_due(table: Table) -> bool:
@@ -51,7 +51,7 @@ def is_due(table: Table) -> bool:
 
 
 def compact_op(table: Table) -> int:
-    """Merge the small files of ``op`` into one, sorted by version; returns how many were merged.
+    """Merge the small files of ``op`` into one, sorted by version. Returns how many were merged.
 
     Op rows carry their version and time, so readers see the same before and after.
     """

@@ -1,4 +1,4 @@
-"""What ``op`` says, followed commit by commit: what is open, what waits, and the next offset of every queue."""
+"""Follows ``op`` commit by commit: which half batches are open, what waits, and the next offset of every queue."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 
 HALF_IDS_KEPT = 10_000
 DECIDING = frozenset(kind.value for kind in (*SETTLING, Kind.REOPEN))
-"""Kinds of op rows that say how a half batch stands; a lease or a counted check does not."""
+"""Kinds of op rows that settle or reopen rows; a lease or a counted check does not."""
 OLDER_KEPT = 512
-"""Half batches of which the op rows before the kept ones are kept in memory until the next mark."""
+"""Half batches whose older op rows are kept in memory until the next mark."""
 OPEN_ROWS_KEPT = 1_000_000
 """Rows of open half batches whose states are kept in memory, at four bytes each."""
 
 
 class Follower:
-    """Follows ``op``. It writes nothing.
+    """Follows ``op`` and writes nothing.
 
     Parameters
     ----------
     table : Table
         ``op``.
     half : HalfStore
-        Which half batches are prepared: those are open until op rows settle them.
+        The prepared half batches; each is open until op rows settle it.
     """
 
     def __init__(self, table: Table, half: HalfStore) -> None:
@@ -46,25 +46,25 @@ class Follower:
         self.machine = table.machine
         self._half = half
         self.followed = Followed()
-        self._open: dict[str, Open] = {}  # of which nothing new has been said; nobody changes these states
-        self._open_rows = 0  # their rows; those of what was let go count on until the next count
-        # Half batches that this process prepares, oldest first, while op has said nothing of them.
+        self._open: dict[str, Open] = {}  # never modified, dropped when a newer op row is read
+        self._open_rows = 0  # their rows; those of dropped half batches count until the next recount
+        # Half batches that this process prepares and that have no op rows yet, oldest first.
         self._untouched: dict[str, None] = {}
-        # A mark's version, and the op rows before the kept ones of half batches that were asked for since.
+        # A mark's version, and the older op rows that were read since, by half id.
         self._older_rows: tuple[int, dict[str, pa.Table]] = (-1, {})
-        self._awaited: str | None = None  # the commit id that is being written
-        self._written: dict[str, pa.Table] = {}  # the rows of its files, by their paths: they need not be read again
-        self._arrived = False  # it was among the rows that were followed
+        self._awaited: str | None = None  # the id of the commit under way
+        self._written: dict[str, pa.Table] = {}  # the rows of its files by path, so that they are not read again
+        self._arrived = False  # whether that commit was among the rows read
 
     # ------------------------------------------------------------------ following the table
     def refresh(self) -> int:
-        """Read the op rows that are new, and return the version they reach."""
+        """Read the new op rows, and return the version they reach."""
         with self.table.lock:
             version = self.table.refresh()
             try:
                 return self._catch_up()
             except CorruptLogError:
-                # This process may have been stopped within: since then rows were pruned, or files deleted.
+                # This process may have been stopped here, while rows were pruned or files deleted.
                 if self.table.refresh() == version:
                     raise
             return self._catch_up()
@@ -81,7 +81,7 @@ class Follower:
             before = self._start()
             rows = self._read_between(before.version + 1, version)
         after = before.after(rows, version)
-        # An exception (an interrupt, a full memory) may end us at any line: each leaves what is true.
+        # An exception (an interrupt, a full memory) may come at any line: each line leaves a true state.
         for half_id in pc.unique(rows["half_id"]).to_pylist():
             self._open.pop(half_id, None)
             self._untouched.pop(half_id, None)
@@ -91,7 +91,7 @@ class Follower:
         return version
 
     def _follow_anew(self) -> None:
-        """Read what op says from the table, whatever was kept: nobody looks again at what a mark passes."""
+        """Read the state from the table, not from memory: nobody looks again at what a mark passes."""
         version = self.table.refresh()
         self._open.clear()
         self._older_rows = (-1, {})
@@ -100,14 +100,14 @@ class Follower:
         self.followed = start.after(self._read_between(start.version + 1, version), version)
 
     def _start(self) -> Followed:
-        """Where a cold start goes on from: the newest mark."""
+        """The state of the newest mark, from which a cold start goes on."""
         actions = self.table.actions()
         marked = pc.max(actions["max.low_water"]).as_py() if actions.num_rows else None
         if marked is None:
             if pruned_up_to(self.table) >= 0:
                 raise CorruptLogError("table op has lost its newest mark: restore the table from a copy")
             return Followed()
-        self._untouched.clear()  # what was expected before may have been decided, and passed by the mark
+        self._untouched.clear()  # they may have been settled since, and passed by the mark
         paths = actions.filter(pc.equal(actions["max.low_water"], marked))["path"].to_pylist()
         return Followed.from_mark(read_op(self.table, paths))
 
@@ -118,9 +118,9 @@ class Follower:
             return NO_OPS
         new = pc.fill_null(pc.greater_equal(actions["max.version"], first), True)
         paths = actions.filter(new)["path"].to_pylist()
-        # The reader does not filter: it would skip rows by a footer's statistics, which no checksum guards from a
-        # flipped bit.
-        parts = [read_op(self.table, others)] if (others := [p for p in paths if p not in self._written]) else []
+        # The reader does not filter: it would skip rows by a footer's statistics, which have no checksum
+        # against flipped bits.
+        parts = [read_op(self.table, unread)] if (unread := [p for p in paths if p not in self._written]) else []
         rows = pa.concat_tables([NO_OPS, *parts, *(self._written[p] for p in paths if p in self._written)])
         between = pc.and_(pc.greater_equal(rows["version"], first), pc.less_equal(rows["version"], last))
         return rows.filter(between).sort_by("version")
@@ -128,19 +128,19 @@ class Follower:
     # ------------------------------------------------------------------ questions
     @property
     def low_water_ms(self) -> int:
-        """Prepare time (ms) up to which every half batch is settled, but for those that the mark names, and those that
-        were reopened later."""
+        """Prepare time (ms) up to which every half batch is settled, except those that the mark names or that were
+        reopened later."""
         return self.followed.low_water
 
     def ms_before_prepare(self) -> int:
-        """The time after which a half batch must be prepared now: nobody looks for open ones below the mark, and what
-        was reopened by now was sent before it, whatever the clocks say."""
+        """The time (ms) after which a half batch must be prepared now. Open half batches below the mark are not
+        searched for, and what was reopened so far counts as sent earlier, whatever the clocks say."""
         self.refresh()
         return max(self.low_water_ms, self.reopened_ms)
 
     @property
     def reopened_ms(self) -> int:
-        """When a transaction was last reopened."""
+        """When a transaction was last reopened (ms)."""
         return self.followed.reopened_ms
 
     @property
@@ -155,13 +155,13 @@ class Follower:
 
     @property
     def waiting(self) -> Waiting:
-        """How many committed messages have no place yet, by half id and due time (None: an earlier message of their
-        sharding key is not decided yet)."""
+        """How many committed messages have no place yet, by half id and due time (None: they wait for an earlier
+        message of their sharding key)."""
         return self.followed.waiting
 
     @property
     def conflicts(self) -> frozenset[str]:
-        """Half batches with a verdict that came too late and that no person has resolved yet."""
+        """Half batches with a verdict that came too late, which no person has resolved yet."""
         return self.followed.conflicts
 
     @property
@@ -171,64 +171,63 @@ class Follower:
 
     @property
     def half_ids_kept(self) -> int:
-        """How many half batches are kept in memory as ones of which op has said nothing."""
+        """How many half batches are known to have no op rows."""
         return len(self._untouched)
 
     def rows_of(self, record: HalfRecord) -> pa.Table:
-        """The op rows of one half batch, in version order. All rows of what was prepared above the mark are kept."""
-        kept = _of_batch(self.followed.rows, record.half_id)
-        return pa.concat_tables([self._older_of(record.half_id), kept]) if self._is_below(record) else kept
+        """The op rows of one half batch, in version order. Those of a half batch above the mark are all in memory."""
+        kept = _rows_of_batch(self.followed.rows, record.half_id)
+        return pa.concat_tables([self._older_rows_of(record.half_id), kept]) if self._is_below(record) else kept
 
     def _is_below(self, record: HalfRecord) -> bool:
-        """Whether a half batch was prepared below the mark: op rows of it may stand before the kept ones."""
+        """Whether a half batch was prepared below the mark, so that it may have op rows older than those in memory."""
         return record.prepared_ms <= self.followed.low_water
 
-    def _older_of(self, half_id: str) -> pa.Table:
-        """The op rows of one half batch before the kept ones. A commit that loses a race asks again, and a scan each
-        time would let it lose the next one, too."""
-        known = self._older_kept()
-        if half_id not in known:
-            known.update(self._read_older([half_id]))
-        return known[half_id]
+    def _older_rows_of(self, half_id: str) -> pa.Table:
+        """The op rows of one half batch that are older than those in memory. They are cached: a commit that loses a
+        race needs them again, and another scan would make it lose the next race, too."""
+        cache = self._older_cache()
+        if half_id not in cache:
+            cache.update(self._read_older([half_id]))
+        return cache[half_id]
 
-    def _older_kept(self, more: int = 1) -> dict[str, pa.Table]:
-        """What is kept for :meth:`_older_of`, with room for more."""
-        marked_at, known = self._older_rows
-        if marked_at != self.followed.marked_at or len(known) + more > OLDER_KEPT:
-            known = {}
-            self._older_rows = (self.followed.marked_at, known)
-        return known
+    def _older_cache(self, more: int = 1) -> dict[str, pa.Table]:
+        """The cache of :meth:`_older_rows_of`, with room for ``more`` half batches."""
+        marked_at, cache = self._older_rows
+        if marked_at != self.followed.marked_at or len(cache) + more > OLDER_KEPT:
+            cache = {}
+            self._older_rows = (self.followed.marked_at, cache)
+        return cache
 
     def read_older(self, records: Iterable[HalfRecord]) -> None:
-        """Read at once what :meth:`state_of` would read of each of some half batches: their op rows before the kept
-        ones."""
+        """Read the older op rows of several half batches at once, which :meth:`state_of` would read one by one."""
         with self.table.lock:
-            wanted = [record.half_id for record in records if self._is_below(record)]
-            if len(wanted) <= OLDER_KEPT:
-                known = self._older_kept(len(wanted))
-                known.update(self._read_older([h for h in wanted if h not in known]))
+            half_ids = [record.half_id for record in records if self._is_below(record)]
+            if len(half_ids) <= OLDER_KEPT:
+                cache = self._older_cache(len(half_ids))
+                cache.update(self._read_older([h for h in half_ids if h not in cache]))
 
     def _read_older(self, half_ids: Sequence[str]) -> dict[str, pa.Table]:
-        """The op rows before the kept ones, in version order. Of a half batch that the mark names, those count that it
-        names."""
+        """The op rows that are older than those in memory, by half id and in version order. Of a half batch that the
+        mark names, only rows of the versions named there count."""
         below = self.followed.below
         versions = sorted({v for h in half_ids if h in below for v in below[h].versions})
-        others = [h for h in half_ids if h not in below]
-        rows = self.older(others) if others else NO_OPS
+        unnamed = [h for h in half_ids if h not in below]
+        rows = self.older(unnamed) if unnamed else NO_OPS
         if versions:
             named = [h for h in half_ids if h in below]
             where = pc.field("half_id").isin(named) & pc.field("version").isin(versions)
-            read = read_op(self.table, self._paths_with(versions), None, where)
-            rows = pa.concat_tables([rows, read.sort_by("version")])
-        places: dict[str, list[int]] = {}
-        ids, at = rows["half_id"].to_pylist(), rows["version"].to_pylist()
-        for place, (half_id, version) in enumerate(zip(ids, at, strict=True)):
+            named_rows = read_op(self.table, self._paths_of_versions(versions), None, where)
+            rows = pa.concat_tables([rows, named_rows.sort_by("version")])
+        positions: dict[str, list[int]] = {}
+        ids, row_versions = rows["half_id"].to_pylist(), rows["version"].to_pylist()
+        for position, (half_id, version) in enumerate(zip(ids, row_versions, strict=True)):
             if half_id not in below or version in below[half_id].versions:
-                places.setdefault(half_id, []).append(place)
-        return {h: rows.take(places[h]) if h in places else NO_OPS for h in half_ids}
+                positions.setdefault(half_id, []).append(position)
+        return {h: rows.take(positions[h]) if h in positions else NO_OPS for h in half_ids}
 
-    def _paths_with(self, versions: Sequence[int]) -> list[str]:
-        """The files that may have rows of some versions, which ascend."""
+    def _paths_of_versions(self, versions: Sequence[int]) -> list[str]:
+        """The files that may have rows of some versions (ascending)."""
         actions = self.table.actions()
         firsts, lasts = actions["min.version"].to_pylist(), actions["max.version"].to_pylist()
         return [
@@ -238,20 +237,20 @@ class Follower:
         ]
 
     def expect(self, half_ids: Sequence[str]) -> None:
-        """Tell of half batches that are about to be prepared. ``op`` has never said anything of them."""
+        """Note half batches that are about to be prepared: ``op`` has no rows of them."""
         with self.table.lock:
             self._untouched.update(dict.fromkeys(half_ids))
             for half_id in list(islice(self._untouched, max(0, len(self._untouched) - HALF_IDS_KEPT))):
                 del self._untouched[half_id]
 
     def forget(self, half_ids: Sequence[str]) -> None:
-        """Take :meth:`expect` back."""
+        """Undo :meth:`expect`."""
         with self.table.lock:
             for half_id in half_ids:
                 self._untouched.pop(half_id, None)
 
     def scan(self, half_ids: Sequence[str], before: int | None = None) -> pa.Table:
-        """The op rows of half batches, read from the table; with ``before`` those below this version."""
+        """Read the op rows of half batches from the table; with ``before``, only those below this version."""
         actions = self.table.actions()
         where = pc.field("half_id").isin(list(half_ids))
         if before is not None:
@@ -260,12 +259,12 @@ class Follower:
         return read_op(self.table, actions["path"].to_pylist(), None, where).sort_by("version")
 
     def older(self, half_ids: Sequence[str]) -> pa.Table:
-        """The op rows of half batches before those that are kept in memory."""
+        """The op rows of half batches that are older than those in memory."""
         since = self.followed.since
         return self.scan(half_ids, before=since) if since else NO_OPS
 
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
-        """What the newest op markers say of one half batch."""
+        """The state of one half batch after its newest op rows."""
         if not refresh and self.is_untouched(record):
             return record.fresh_state()
         with self.table.lock:
@@ -279,12 +278,12 @@ class Follower:
             return state
 
     def is_untouched(self, record: HalfRecord) -> bool:
-        """Whether ``op`` has said nothing of a half batch, as it was last read. This process has prepared it."""
+        """Whether this process prepared a half batch that had no op rows when ``op`` was last read."""
         return record.half_id in self._untouched and not self._is_below(record)
 
     def _require_there(self, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raise HalfBatchLeftError for a half batch that has left ``half``, whose op rows may be gone, too: it would
-        look pending, and its messages would be placed twice."""
+        """Raise HalfBatchLeftError when a half batch has left ``half``. Its op rows may be gone, too: it would look
+        pending, and its messages would be placed twice."""
         for row in rows:
             if row["kind"] == Kind.ARCHIVED.value:
                 raise Archived.of(row).left_error()
@@ -300,22 +299,22 @@ class Follower:
         return self._is_below(record) and not self._half.holds(record)
 
     def _was_settled(self, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a half batch was settled although none of its op rows says how. The mark has passed it then and does
-        not name it."""
+        """Whether a half batch was settled and the op rows that say how are gone: the mark has passed it and does not
+        name it."""
         if not self._is_below(record) or record.half_id in self.followed.below:
             return False
         return not any(row["kind"] in DECIDING for row in rows)
 
     def archived(self, half_id: str) -> Archived | None:
-        """What is kept of a half batch that has left, or is about to; None for any other."""
+        """The archive of a half batch that has left or is about to leave; None for any other."""
         with self.table.lock:
             self.refresh()
             rows = read_op(self.table, self.archive_paths(), None, pc.field("half_id") == half_id)
-            found = rows.filter(of_kind(rows, Kind.ARCHIVED)).to_pylist()
-            return Archived.of(found[-1]) if found else None
+            archive_rows = rows.filter(of_kind(rows, Kind.ARCHIVED)).to_pylist()
+            return Archived.of(archive_rows[-1]) if archive_rows else None
 
     def archived_as(self, app_id: str, batch_id: int) -> Archived | None:
-        """What is kept of the half batch of this name that has left, or is about to; None when there is none."""
+        """The archive of the half batch of this name that has left or is about to leave; None when there is none."""
         name = batch_name(app_id, batch_id)
         with self.table.lock:
             self.refresh()
@@ -324,22 +323,22 @@ class Follower:
         return Archived.of(rows.slice(rows.num_rows - 1).to_pylist()[0]) if rows.num_rows else None
 
     def archived_among(self, names: Collection[str]) -> frozenset[str]:
-        """Those of some names whose half batch has left, or is about to."""
+        """The names whose half batches have left or are about to leave."""
         with self.table.lock:
             self.refresh()
             rows = self.table.read(self.archive_paths(), ["kind", "half_id"], _may_be_named(names))
-        found = names_of(rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"])
-        return frozenset(found.to_pylist()).intersection(names)
+        archived_names = names_of(rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"])
+        return frozenset(archived_names.to_pylist()).intersection(names)
 
     def committed_among(self, names: Collection[str]) -> frozenset[str]:
-        """Those of some names of whose half batch messages are committed, also when it has left."""
+        """The names whose half batches have committed messages, even when they have left."""
         with self.table.lock:
             self.refresh()
             paths = self.table.actions()["path"].to_pylist()
             rows = self.table.read(paths, ["kind", "half_id", "archived"], _may_be_named(names))
-        kept = pc.greater(pc.struct_field(rows["archived"], "committed"), 0)
-        said = pc.or_(of_kind(rows, Kind.COMMIT), pc.fill_null(kept, False))
-        return frozenset(names_of(rows.filter(said)["half_id"]).to_pylist()).intersection(names)
+        archived_commit = pc.greater(pc.struct_field(rows["archived"], "committed"), 0)
+        committed = pc.or_(of_kind(rows, Kind.COMMIT), pc.fill_null(archived_commit, False))
+        return frozenset(names_of(rows.filter(committed)["half_id"]).to_pylist()).intersection(names)
 
     def commit_ids_at(self, version: int) -> list[str]:
         """The ids of the commits that wrote the op rows of a version: one, or none when it has no rows."""
@@ -364,31 +363,31 @@ class Follower:
         return [str(path) for path in actions.filter(pc.is_valid(actions["max.prepared_ms"]))["path"].to_pylist()]
 
     def open_batch(self, half_id: str) -> Open:
-        """A half batch and what op says of it as it was last read. The same object until op says something new; it must
-        not be changed."""
-        found = self._open.get(half_id)
-        if found is None:
+        """A half batch and its state, as ``op`` was last read. It is the same object until a new op row, and must not
+        be changed."""
+        batch = self._open.get(half_id)
+        if batch is None:
             record = self._half.get(half_id)
-            found = self._open[half_id] = Open(record, self.state_of(record, refresh=False))
+            batch = self._open[half_id] = Open(record, self.state_of(record, refresh=False))
             self._open_rows += record.rows
             if self._open_rows > OPEN_ROWS_KEPT:
-                self._keep_the_newest_open()
-        return found
+                self._drop_oldest_open()
+        return batch
 
-    def _keep_the_newest_open(self) -> None:
-        """Let go of the older ones. As many rows may come again before the next time."""
+    def _drop_oldest_open(self) -> None:
+        """Drop the oldest open half batches, and keep about half of :data:`OPEN_ROWS_KEPT`."""
         rows = 0
-        for half_id, kept in reversed(list(self._open.items())):
+        for half_id, batch in reversed(list(self._open.items())):
             if rows > OPEN_ROWS_KEPT // 2:
                 del self._open[half_id]
-            rows += kept.record.rows
-        self._open_rows = sum(kept.record.rows for kept in self._open.values())
+            rows += batch.record.rows
+        self._open_rows = sum(batch.record.rows for batch in self._open.values())
 
     def prepared(self) -> PreparedBatches:
         """Half batches that may be open, by half id: all above the low-water mark, and those that the mark names, with
         their pending rows."""
-        found = self._half.prepared_after(self.low_water_ms)
-        return found.updated({h: Prepared(b.ms, b.pending) for h, b in self.followed.below.items()})
+        above = self._half.prepared_after(self.low_water_ms)
+        return above.updated({h: Prepared(b.ms, b.pending) for h, b in self.followed.below.items()})
 
     def open_half_ids(self) -> list[str]:
         """Half batches that may have pending rows, oldest first."""
@@ -397,12 +396,13 @@ class Follower:
         with self.table.lock:
             self.refresh()
             prepared = self.prepared()
-            found = self.open_among(prepared)
+            open_ids = self.open_among(prepared)
         # What was reopened below the mark is older than all above it.
-        return sorted(found, key=lambda half_id: prepared[half_id].ms if half_id in prepared else 0)
+        return sorted(open_ids, key=lambda half_id: prepared[half_id].ms if half_id in prepared else 0)
 
     def open_among(self, prepared: PreparedBatches) -> list[str]:
-        """Those with pending rows, and those below the mark that were reopened and are still open."""
+        """The half batches of ``prepared`` with pending rows, and those below the mark that were reopened and are still
+        open."""
         opened = dict.fromkeys(self.open_of(prepared))
         if reopened := self.reopened(prepared):
             pending = self.followed.reopened_rows()  # all were settled when the mark was made
@@ -410,20 +410,20 @@ class Follower:
         return list(opened)
 
     def open_of(self, prepared: PreparedBatches) -> list[str]:
-        """Those of ``prepared`` of which some rows are not settled."""
+        """The half batches of ``prepared`` with rows that are not settled."""
         return list(prepared.left_open(settled(self.followed.rows)))
 
     def reopened(self, prepared: PreparedBatches) -> list[str]:
-        """Half batches that were reopened, and that are neither above the mark nor named by it."""
+        """Half batches that were reopened and are not in ``prepared``: neither above the mark nor named by it."""
         rows = self.followed.rows
         ids = pc.unique(rows.filter(of_kind(rows, Kind.REOPEN))["half_id"])
         return prepared.lacks(ids)
 
 
 def _may_be_named(names: Collection[str]) -> pc.Expression:
-    """Holds for the rows of half batches of some names, and for few others: their ids lie between these."""
+    """A filter for the rows of half batches with these names, and of the few others whose ids sort between them."""
     return (pc.field("half_id") >= min(names)) & (pc.field("half_id") < after_name(max(names)))
 
 
-def _of_batch(rows: pa.Table, half_id: str) -> pa.Table:
+def _rows_of_batch(rows: pa.Table, half_id: str) -> pa.Table:
     return rows.filter(pc.equal(rows["half_id"], half_id))

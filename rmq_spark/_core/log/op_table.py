@@ -1,7 +1,7 @@
-"""Every op row is written here.
+"""Writes every op row.
 
-Each goes through :meth:`Ledger.append`, one compare-and-set loop that looks at the newest state first. So a row is
-decided once, no verdict counts for a past attempt, and offsets have no gaps.
+All writes go through :meth:`Ledger.append`, a compare-and-set loop that reads the newest state first. So a row is
+decided once, a verdict on a past attempt never counts, and offsets have no gaps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 from rmq_spark.errors import HalfBatchLeftError, HalfBatchNotFoundError, StaleAttemptError, VerdictConflictError
 
 MARK_TRIES_MAX = 20
-"""A mark that loses so many races is left to the next time: others wait for this handle's lock meanwhile."""
+"""A mark that loses this many races is left to the next round, because it holds the lock of this handle meanwhile."""
 OPEN_STATES = (RowState.PENDING, RowState.QUARANTINED)
 COMMITTED_STATES = (RowState.COMMITTED, RowState.DECIDED)
 ROLLED_BACK_STATES = (RowState.ROLLED_BACK, RowState.ROLLED_BACK_BY_CHECK, RowState.ROLLED_BACK_BY_DISCARD)
@@ -53,7 +53,7 @@ class RolledBack:
     ----------
     reason : str or None
     refused : bool
-        The local transaction ran and said no, so it is final. What ``execute`` rolls back always is.
+        The local transaction ran and refused the rows, so the rollback is final. A rollback by ``execute`` always is.
     ranges : mapping of int to Ranges
         The rows, by file number.
     """
@@ -65,15 +65,14 @@ class RolledBack:
 
 @value
 class Decision:
-    """Verdicts on rows of one half batch, which are under one attempt.
+    """Verdicts on rows of one half batch under one attempt.
 
     Attributes
     ----------
     checks_min : int
-        Answered checks that the rows must have: what was checked too often may have been reopened since, and is then
-        asked about again.
+        Answered checks that each row must have. A row with fewer was reopened after the check and is checked again.
     rolled_back : sequence of RolledBack
-        The rows of ``rollback``, by their reasons. Empty: all have the decision's reason.
+        The rows of ``rollback`` by reason. When it is empty, all have the decision's reason.
     """
 
     record: HalfRecord
@@ -88,13 +87,13 @@ class Decision:
 
 @value
 class Decided:
-    """What became of a decision: what it made visible, or why it does not count."""
+    """The result of a decision: the messages that it made visible, or why it does not count."""
 
     placed: Sequence[Placed] = ()
     problem: DecisionError | None = None
 
     def or_raise(self) -> Sequence[Placed]:
-        """What it made visible.
+        """Return the messages that the decision made visible.
 
         Raises
         ------
@@ -107,7 +106,7 @@ class Decided:
 
 @value
 class AnsweredCheck:
-    """A listener's answer that left rows of a half batch pending, which are under one attempt."""
+    """An answered check that left rows of a half batch pending. The rows are under one attempt."""
 
     record: HalfRecord
     attempt: int
@@ -118,11 +117,11 @@ class AnsweredCheck:
 DecisionError = VerdictConflictError | StaleAttemptError
 """Why a decision does not count."""
 TOO_LATE = (VerdictConflictError, StaleAttemptError)
-"""The same, to catch: somebody else was faster."""
+"""The same classes, for ``except``: another writer was faster."""
 
 
 class Ledger(Follower):
-    """Writes the op markers of a commit log, each from what :class:`Follower` says at that moment.
+    """Writes the op markers of a commit log, each from the newest state that :class:`Follower` has read.
 
     Parameters
     ----------
@@ -135,32 +134,32 @@ class Ledger(Follower):
         self._has_left = has_left
         self._placer = Placer(half, topics)
         self._marker = Marker(self, half)
-        self._op_time = EPOCH  # of the rows that are being built
+        self._op_time = EPOCH  # of the op rows under construction
 
     # ------------------------------------------------------------------ decisions
     def decide(self, decisions: Sequence[Decision]) -> list[Decided]:
         """Make verdicts final, all in one commit: commits with their offsets, rollbacks without. The first marker wins.
 
-        Rows that have the same verdict already are left alone, so a decision may be repeated.
+        Rows that already have the same verdict stay unchanged, so a decision may be repeated.
 
         Parameters
         ----------
         decisions : sequence of Decision
-            Each about another half batch.
+            At most one for each half batch.
 
         Returns
         -------
         list of Decided
-            For each decision. VerdictConflictError: the opposite verdict is final; a ``conflict`` row is left behind.
-            StaleAttemptError: rows are under another attempt, or quarantined, or have too few checks, or left long ago.
-            A decision that drops out does not stop the others.
+            One for each decision. Its problem is a VerdictConflictError when the opposite verdict is final (a
+            ``conflict`` row records this), and a StaleAttemptError when rows are under another attempt, are
+            quarantined, have too few checks, or left long ago. A decision that fails does not stop the others.
 
         Raises
         ------
         ValueError
             When two decisions are about one half batch, or rows get both verdicts.
 
-        Any other problem, such as a half file that is lost, is raised for all of them.
+        Any other problem, such as a lost half file, fails all decisions.
         """
         for d in decisions:
             if d.commit & d.rollback:
@@ -186,40 +185,38 @@ class Ledger(Follower):
                 except StaleAttemptError as problem:
                     problems[decision.record.half_id] = problem
                 except HalfBatchLeftError as left:
-                    if (found := _after_leaving(decision, left)) is not None:
-                        problems[decision.record.half_id] = found
+                    if (outcome := _problem_after_leaving(decision, left)) is not None:
+                        problems[decision.record.half_id] = outcome
             return self._with_places(decided, rows) + self._conflict_rows(late)
 
         placed: dict[str, list[Placed]] = {d.record.half_id: [] for d in decisions}
-        for found in _placed(self.append(build)):  # of other half batches, too, which waited for these
-            if found.half_id in placed:
-                placed[found.half_id].append(found)
+        for outcome in _placed_messages(self.append(build)):  # also of half batches that waited for these
+            if outcome.half_id in placed:
+                placed[outcome.half_id].append(outcome)
         return [Decided(placed[d.record.half_id], problems.get(d.record.half_id)) for d in decisions]
 
     def _decided_rows(self, decision: Decision) -> list[OpRow]:
-        """The op rows of a decision, commits without their places; raises when it does not count."""
+        """The op rows of a decision; its commits have no offsets yet. Raises a DecisionError when it does not count."""
         record, attempt, who, reason = decision.record, decision.attempt, decision.who, decision.reason
         commit, rollback = decision.commit, decision.rollback
         decides_all = commit.count + rollback.count == record.rows
         if not (decides_all and attempt == 1 and not decision.checks_min and self.is_untouched(record)):
-            commit, rollback = _that_count(decision, self.state_of(record, refresh=False))
-        found = self._commit_rows(record, commit, attempt, who, reason) if commit else []
-        return found + _rollback_rows(decision, rollback) if rollback else found
+            commit, rollback = _rows_to_decide(decision, self.state_of(record, refresh=False))
+        op_rows = self._commit_rows(record, commit, attempt, who, reason) if commit else []
+        return op_rows + _rollback_rows(decision, rollback) if rollback else op_rows
 
     # ------------------------------------------------------------------ places
     def _next_op_time(self, reopens: bool) -> datetime:
-        """Not before the newest row's time; when something is reopened, after every prepare and reopen so far. Only the
-        order of these times counts: our own clock tells what is due."""
-        after = max(self.machine.now(), self.followed.last_time)
+        """The time of the next op rows: not before the newest row, and for a reopen after every prepare and reopen so
+        far. Only the order of these times counts; the machine's clock says which messages are due."""
+        earliest = max(self.machine.now(), self.followed.last_time)
         if not reopens:
-            return after
-        prepared_ms = max(self._half.newest_ms(), self.reopened_ms)
-        return max(after, datetime.fromtimestamp((prepared_ms + 1) / 1000, timezone.utc))
+            return earliest
+        last_send_ms = max(self._half.newest_ms(), self.reopened_ms)
+        return max(earliest, datetime.fromtimestamp((last_send_ms + 1) / 1000, timezone.utc))
 
-    def _commit_rows(
-        self, record: HalfRecord, chosen: RowSet, attempt: int, who: Who, reason: str | None
-    ) -> list[OpRow]:
-        """Commit rows, a queue each, without their places."""
+    def _commit_rows(self, record: HalfRecord, rows: RowSet, attempt: int, who: Who, reason: str | None) -> list[OpRow]:
+        """Commit rows without offsets, one for each due time, half file and queue."""
         return [
             OpRow(
                 Kind.COMMIT,
@@ -238,83 +235,83 @@ class Ledger(Follower):
                 producer_group=record.header.producer_group,
                 until=due,
             )
-            for due, due_then in self._placer.by_due(record, chosen, self.machine.now())
-            for file_no, bits in due_then.items()
+            for due, due_rows in self._placer.by_due(record, rows, self.machine.now())
+            for file_no, bits in due_rows.items()
             for file in [record.files[file_no]]
             for segment in file.segments
             if (ranges := runs(bits, segment.first, segment.last + 1))
         ]
 
     def _with_places(self, records: Sequence[HalfRecord], rows: list[OpRow]) -> list[OpRow]:
-        """Settling op rows of half batches, with places for messages that they commit or that need not wait any
-        more."""
+        """Add offsets to settling op rows, or place rows for the messages that they commit or set free."""
         if not rows:
             return rows
         if not (self.waiting or any(r.delayed for r in records) or self._placer.keys.fifo_of(*records)):
             return _with_offsets(rows, self.tails)
         now = self.machine.now()
-        opened = [Open(record, self.state_of(record, refresh=False)) for record in records]
-        states = {o.record.half_id: o.state for o in opened}
+        batches = [Open(record, self.state_of(record, refresh=False)) for record in records]
+        states = {o.record.half_id: o.state for o in batches}
         for row in rows:
             states[row.half_id or ""].fold(replace(row, op_time=self._op_time))
         only_commits = all(row.kind is Kind.COMMIT for row in rows)
-        pieces = self._placer.placeable(self._to_place(opened, now, only_commits), now)
+        pieces = self._placer.placeable(self._to_place(batches, now, only_commits), now)
         commits = [(r.half_id, r.file_no, r.ranges, r.attempt) for r in rows if r.kind is Kind.COMMIT]
-        if [(p.record.half_id, p.file_no, p.ranges, p.attempt) for p in pieces] == commits:  # nobody waits: a row each
+        if [(p.record.half_id, p.file_no, p.ranges, p.attempt) for p in pieces] == commits:  # nothing waits
             return _with_offsets(rows, self.tails)
         return rows + _with_offsets([_place_row(piece) for piece in pieces], self.tails)
 
     def holding_up(self, record: HalfRecord) -> list[str]:
-        """Half batches with pending messages for which committed ones of this half batch wait, in the order in which
-        they were sent."""
+        """Half batches whose pending messages hold up committed messages of this one, in send order."""
         if None not in self.waiting.get(record.half_id, {}):
             return []
         with self.table.lock:
-            mine = self.open_batch(record.half_id)
-            units = in_send_order(self._to_place([mine], EPOCH))
-        sent = list(dict.fromkeys(batch.record.half_id for batch, _ in units))
-        before = sent[: sent.index(record.half_id)]
-        return [h for h in before if self.open_batch(h).state.count(RowState.PENDING)]
+            own_batch = self.open_batch(record.half_id)
+            units = in_send_order(self._to_place([own_batch], EPOCH))
+        sent_ids = list(dict.fromkeys(batch.record.half_id for batch, _ in units))
+        earlier_ids = sent_ids[: sent_ids.index(record.half_id)]
+        return [half_id for half_id in earlier_ids if self.open_batch(half_id).state.count(RowState.PENDING)]
 
     def _to_place(self, opened: Sequence[Open], now: datetime, only_commits: bool = False) -> list[Open]:
-        """These half batches, and others whose messages may be due, or may wait for those of ``opened``.
+        """``opened``, and the half batches whose messages may be due or may wait for those of ``opened``.
 
         Parameters
         ----------
         only_commits : bool
-            Nothing of ``opened`` is rolled back now. When all that it commits has to wait for pending messages, then
-            nothing that waited before waits for less, and it is not looked at: a key with thousands of messages that
-            wait costs each further one no more than the first.
+            True when nothing of ``opened`` is rolled back. If all that it commits then waits for pending messages, no
+            earlier message is set free, and the waiting half batches are not read. So a further message of a key costs
+            the same, however many wait already.
         """
-        mine = {o.record.half_id for o in opened}
-        due_ids = {h for h, counts in self.waiting.items() if any(d is not None and d <= now for d in counts)} - mine
-        due = self._those_there(due_ids)
-        keyed = [o for o in [*opened, *due] if self._placer.keys.fifo_of(o.record)]
+        opened_ids = {o.record.half_id for o in opened}
+        due_ids = {
+            h for h, counts in self.waiting.items() if any(d is not None and d <= now for d in counts)
+        } - opened_ids
+        due_batches = self._open_if_present(due_ids)
+        keyed = [o for o in [*opened, *due_batches] if self._placer.keys.fifo_of(o.record)]
         if not keyed:
-            return [*due, *opened]
+            return [*due_batches, *opened]
         prepared = self.prepared()
-        pending_ids = {*self.open_of(prepared), *self.reopened(prepared)} - mine - due_ids
-        waiting_ids = {h for h, counts in self.waiting.items() if None in counts} - mine - due_ids - pending_ids
-        pending, related = self._those_there(pending_ids), self._placer.keys.related
-        if only_commits and waiting_ids and self._placer.all_wait(keyed, related(keyed, pending)):
-            stay = {o.record.half_id for o in keyed}
-            return [o for o in [*due, *opened] if o.record.half_id not in stay]
-        return [*due, *related(keyed, [*pending, *self._those_there(waiting_ids)]), *opened]
+        pending_ids = {*self.open_of(prepared), *self.reopened(prepared)} - opened_ids - due_ids
+        waiting_ids = {h for h, counts in self.waiting.items() if None in counts} - opened_ids - due_ids - pending_ids
+        pending_batches, related = self._open_if_present(pending_ids), self._placer.keys.related
+        if only_commits and waiting_ids and self._placer.all_wait(keyed, related(keyed, pending_batches)):
+            waiting_keyed_ids = {o.record.half_id for o in keyed}
+            return [o for o in [*due_batches, *opened] if o.record.half_id not in waiting_keyed_ids]
+        return [*due_batches, *related(keyed, [*pending_batches, *self._open_if_present(waiting_ids)]), *opened]
 
-    def _those_there(self, half_ids: Collection[str]) -> list[Open]:
-        """These half batches, without those that have left. ``op`` tells of that at a version that this handle has not
-        read yet. So the commit that is built here is refused, and built anew."""
-        found: list[Open] = []
+    def _open_if_present(self, half_ids: Collection[str]) -> list[Open]:
+        """Open these half batches, except those that have left. ``op`` says so at a version that this handle has not
+        read yet, so the commit that is built here is refused and built again."""
+        batches: list[Open] = []
         for half_id in sorted(half_ids):
             try:
-                found.append(self.open_batch(half_id))
+                batches.append(self.open_batch(half_id))
             except HalfBatchNotFoundError:
                 if not self._has_left(half_id):
                     raise
-        return found
+        return batches
 
     def place_due(self) -> list[Placed]:
-        """Place the delayed messages whose time has come; returns what became visible."""
+        """Place the delayed messages that are due; returns the messages that became visible."""
 
         def build() -> list[OpRow]:
             now = self.machine.now()
@@ -323,7 +320,7 @@ class Ledger(Follower):
             pieces = self._placer.placeable(self._to_place([], now), now)
             return _with_offsets([_place_row(piece) for piece in pieces], self.tails)
 
-        return _placed(self.append(build))
+        return _placed_messages(self.append(build))
 
     # ------------------------------------------------------------------ what stays open
     def quarantine(
@@ -335,26 +332,27 @@ class Ledger(Follower):
         reason: str,
         checks_min: int = 0,
     ) -> None:
-        """Hide pending rows until somebody resumes or resolves them; those that have so many answered checks."""
+        """Hide pending rows with at least ``checks_min`` answered checks, until they are resumed or resolved."""
 
         def build() -> list[OpRow]:
             state = self.state_of(record, refresh=False)
-            still = state.rows_in((RowState.PENDING,), attempt) & rows
+            pending = state.rows_in((RowState.PENDING,), attempt) & rows
             if checks_min:
-                still = state.checked_at_least(still, checks_min)
-            op_rows = _rows_for(Kind.QUARANTINE, record, still, attempt, who, reason)
+                pending = state.checked_at_least(pending, checks_min)
+            op_rows = _rows_for(Kind.QUARANTINE, record, pending, attempt, who, reason)
             return self._with_places([record], op_rows)
 
         self.append(build)
         reach("quarantined")
 
     def record_checks(self, checks: Sequence[AnsweredCheck], pause_s: float = 0.0) -> None:
-        """Count answered checks that left rows pending, all in one commit. Of a half batch of which one was counted in
-        the last seconds none is, and none of one that has left."""
+        """Count answered checks that left rows pending, all in one commit. Skips half batches that had a check counted
+        in the last ``pause_s`` seconds, and those that have left; when the only one has left, HalfBatchLeftError is
+        raised."""
 
         def build() -> list[OpRow]:
             now = self.machine.now()
-            found: list[OpRow] = []
+            op_rows: list[OpRow] = []
             for check in checks:
                 try:
                     state = self.state_of(check.record, refresh=False)
@@ -363,9 +361,9 @@ class Ledger(Follower):
                         raise
                     continue
                 if not state.checked_lately(now, pause_s):
-                    still = state.rows_in((RowState.PENDING,), check.attempt) & check.rows
-                    found += _rows_for(Kind.CHECK, check.record, still, check.attempt, Who.CHECK, check.reason)
-            return found
+                    pending = state.rows_in((RowState.PENDING,), check.attempt) & check.rows
+                    op_rows += _rows_for(Kind.CHECK, check.record, pending, check.attempt, Who.CHECK, check.reason)
+            return op_rows
 
         self.append(build)
         reach("check counted")
@@ -373,10 +371,10 @@ class Ledger(Follower):
     def reopen(
         self, record: HalfRecord, attempt: int, states: Sequence[RowState], new_attempt: int, who: Who, reason: str
     ) -> RowSet:
-        """Make rows pending again; returns those that this call reopened: nobody else has, and may execute them.
+        """Make rows pending again. Returns the rows that this call reopened: only its caller may execute them.
 
-        The same attempt after quarantine or discard (nobody knows what happened), the next one after a rollback by
-        check (it never happened and never will).
+        ``new_attempt`` is the same attempt after quarantine or discard (the outcome is unknown), and the next one after
+        a rollback by check (the transaction never happened and never will).
         """
         if new_attempt > ATTEMPTS_MAX:
             raise StaleAttemptError(
@@ -395,20 +393,20 @@ class Ledger(Follower):
         return reopened
 
     def lease(self, records: Sequence[HalfRecord], seconds: float) -> datetime:
-        """Keep checkers away from half batches whose local transactions are running; returns until when."""
+        """Keep checkers away from half batches whose local transactions are running. Returns when the lease ends."""
         until = self.machine.now() + timedelta(seconds=seconds)
 
         def build() -> list[OpRow]:
-            here = [record for record in records if not self.is_gone(record)]
-            return [OpRow(Kind.LEASE, record.half_id, decided_by=Who.EXECUTE, until=until) for record in here]
+            present = [record for record in records if not self.is_gone(record)]
+            return [OpRow(Kind.LEASE, record.half_id, decided_by=Who.EXECUTE, until=until) for record in present]
 
         self.append(build)
         reach("lease written")
         return until
 
     def commit_executed(self, record: HalfRecord, attempt: int, rows: RowSet, reason: str) -> list[Placed]:
-        """Commit rows whose local transaction a store has, under an attempt of which the log may know nothing (it was
-        restored from an older copy). Rows that are committed already stay as they are."""
+        """Commit rows whose local transaction is known to have committed, under an attempt that a log restored from an
+        older copy may not know. Rows that are committed already stay unchanged."""
 
         def build() -> list[OpRow]:
             state = self.state_of(record, refresh=False)
@@ -418,15 +416,16 @@ class Ledger(Follower):
             op_rows += self._commit_rows(record, chosen, attempt, Who.ADMIN, reason)
             return self._with_places([record], op_rows)
 
-        return _placed(self.append(build, reopens=True))
+        return _placed_messages(self.append(build, reopens=True))
 
     def overrule(self, record: HalfRecord, verdict: LocalTransactionState, reason: str) -> list[Placed]:
-        """A person's verdict, for rows that are pending, quarantined or in conflict.
+        """Apply a person's verdict to rows that are pending, quarantined or in conflict.
 
         Raises
         ------
         VerdictConflictError
-            When messages are to be rolled back that readers may have seen.
+            When readers may have seen the messages to roll back, or when no row is open and the opposite verdict is
+            final.
         """
 
         def build() -> list[OpRow]:
@@ -448,9 +447,9 @@ class Ledger(Follower):
                     rows += self._commit_rows(record, chosen, attempt, Who.ADMIN, reason)
                 else:
                     rows += _rows_for(Kind.ROLLBACK, record, chosen, attempt, Who.ADMIN, reason)
-            if conflict:  # ends here: without an attempt the row says so
-                end = OpRow(Kind.CONFLICT, record.half_id, count=record.rows, decided_by=Who.ADMIN, reason=reason)
-                rows.append(replace(end, verdict=str(verdict)))
+            if conflict:  # a conflict row without an attempt ends it
+                end_row = OpRow(Kind.CONFLICT, record.half_id, count=record.rows, decided_by=Who.ADMIN, reason=reason)
+                rows.append(replace(end_row, verdict=str(verdict)))
             elif not rows and not state.count(*_states_of(verdict)):
                 raise VerdictConflictError(
                     f"{verdict} for half batch {record.half_id!r} comes too late: nothing of it is open, "
@@ -459,20 +458,20 @@ class Ledger(Follower):
                 )
             return self._with_places([record], rows)
 
-        return _placed(self.append(build, reopens=True))
+        return _placed_messages(self.append(build, reopens=True))
 
     def _conflict_rows(self, late: Sequence[tuple[Decision, VerdictConflictError, RowSet]]) -> list[OpRow]:
-        """Op rows that put verdicts on record that came too late, with the rows that have the opposite one."""
-        found: list[OpRow] = []
-        for decision, problem, against in late:
-            new = against - self.state_of(decision.record, refresh=False).conflicting()
-            rows = _rows_for(Kind.CONFLICT, decision.record, new, decision.attempt, decision.who, str(problem))
-            found += [replace(row, verdict=problem.verdict) for row in rows]
-        return found
+        """Op rows that record verdicts which came too late, each with the rows that have the opposite verdict."""
+        op_rows: list[OpRow] = []
+        for decision, problem, opposed in late:
+            new_rows = opposed - self.state_of(decision.record, refresh=False).conflicting()
+            rows = _rows_for(Kind.CONFLICT, decision.record, new_rows, decision.attempt, decision.who, str(problem))
+            op_rows += [replace(row, verdict=problem.verdict) for row in rows]
+        return op_rows
 
     def mark(self) -> bool:
-        """Move the low-water mark as far as it goes; False when there is nothing new to say, or when other writers were
-        faster each time: the next mark says it all."""
+        """Move the low-water mark as far as possible. Returns False when nothing changed, or when other writers won
+        every race; the next mark then catches up."""
         tries = 0
 
         def build() -> Sequence[OpRow]:
@@ -487,13 +486,13 @@ class Ledger(Follower):
         return moves
 
     def append(self, build: Callable[[], Sequence[OpRow]], *, reopens: bool = False) -> Sequence[OpRow]:
-        """The one way to write op rows: build them from the newest state and commit at the next version, or again.
-        Returns those that were written.
+        """Build op rows from the newest state and commit them at the next version, or start again. Returns the rows
+        written. Nothing else writes op rows.
 
         Parameters
         ----------
         reopens : bool
-            Whether there may be ``reopen`` rows among them: what they name is sent after all that is prepared by now.
+            Whether there may be ``reopen`` rows. Their messages are sent after everything that is prepared by now.
         """
         commit_id = self.machine.unique_id()
         rows: Sequence[OpRow] = ()
@@ -525,7 +524,7 @@ class Ledger(Follower):
 
 
 def _with_offsets(rows: list[OpRow], tails: Tails) -> list[OpRow]:
-    """Give commit and place rows, in their order, the next offsets of their queues; those that wait get none."""
+    """Give commit and place rows, in their order, the next offsets of their queues; commits that wait get none."""
     next_offsets = dict(tails)
     for row in rows:
         waits = row.kind is Kind.COMMIT and row.until is not None
@@ -536,8 +535,8 @@ def _with_offsets(rows: list[OpRow], tails: Tails) -> list[OpRow]:
     return rows
 
 
-def _placed(rows: Sequence[OpRow]) -> list[Placed]:
-    """What some op rows make visible."""
+def _placed_messages(rows: Sequence[OpRow]) -> list[Placed]:
+    """The messages that op rows make visible."""
     return [
         Placed(r.topic, r.queue_id, r.queue_offset, r.count, r.half_id or "")
         for r in rows
@@ -569,20 +568,19 @@ def _states_of(verdict: LocalTransactionState) -> tuple[RowState, ...]:
 
 
 def _against(state: BatchState, decision: Decision, verdict: LocalTransactionState) -> RowSet:
-    """The rows that a decision gives this verdict, and for which the opposite one is final."""
+    """The rows to which a decision gives this verdict although the opposite one is final."""
     rows, opposite = (
         (decision.commit, ROLLED_BACK_STATES) if verdict is COMMIT_MESSAGE else (decision.rollback, COMMITTED_STATES)
     )
     return rows and rows & state.rows_in(opposite, decision.attempt)
 
 
-def _that_count(decision: Decision, state: BatchState) -> tuple[RowSet, RowSet]:
-    """The rows that a decision commits and rolls back, without those that it has decided before; raises when it does
-    not count."""
+def _rows_to_decide(decision: Decision, state: BatchState) -> tuple[RowSet, RowSet]:
+    """The rows that a decision still has to commit and to roll back. Raises a DecisionError when it does not count."""
     attempt = decision.attempt
     for verdict in (COMMIT_MESSAGE, ROLLBACK_MESSAGE):
-        if against := _against(state, decision, verdict):
-            raise _too_late(state, against, attempt, verdict)
+        if opposed := _against(state, decision, verdict):
+            raise _too_late_error(state, opposed, attempt, verdict)
     commit = _undecided(state, decision.commit, attempt, COMMIT_MESSAGE)
     rollback = _undecided(state, decision.rollback, attempt, ROLLBACK_MESSAGE)
     for undecided in (commit, rollback):
@@ -594,34 +592,36 @@ def _that_count(decision: Decision, state: BatchState) -> tuple[RowSet, RowSet]:
     return commit, rollback
 
 
-def _too_late(state: BatchState, against: RowSet, attempt: int, verdict: LocalTransactionState) -> VerdictConflictError:
+def _too_late_error(
+    state: BatchState, opposed: RowSet, attempt: int, verdict: LocalTransactionState
+) -> VerdictConflictError:
     kind = Kind.ROLLBACK if verdict is COMMIT_MESSAGE else Kind.COMMIT
-    first = next((row for row in state.history if row.kind is kind and (row.attempt or 1) == attempt), OpRow(kind))
+    final_row = next((row for row in state.history if row.kind is kind and (row.attempt or 1) == attempt), OpRow(kind))
     return VerdictConflictError(
-        f"{verdict} for {message_count(against.count)} of half batch {state.half_id!r}, attempt {attempt}, comes too "
-        f"late: {first.kind} by {first.decided_by} at {first.op_time} is final. "
+        f"{verdict} for {message_count(opposed.count)} of half batch {state.half_id!r}, attempt {attempt}, comes too "
+        f"late: {final_row.kind} by {final_row.decided_by} at {final_row.op_time} is final. "
         "Find out which is true, then log.resolve(half_id, verdict, reason=…)",
         verdict=str(verdict),
     )
 
 
-def _after_leaving(decision: Decision, left: HalfBatchLeftError) -> DecisionError | None:
-    """What a decision means on a half batch that has left: nothing when it comes again, else it is too late."""
-    kept = left.archived
-    if kept is None:
+def _problem_after_leaving(decision: Decision, left: HalfBatchLeftError) -> DecisionError | None:
+    """Why a decision on a half batch that has left does not count; None when it repeats the known outcome."""
+    archived = left.archived
+    if archived is None:
         return StaleAttemptError(str(left))
-    if decision.attempt != kept.attempt:
+    if decision.attempt != archived.attempt:
         return StaleAttemptError(f"a verdict under attempt {decision.attempt} comes too late: {left}")
-    if kept.agrees(decision.commit.count, decision.rollback.count):
-        if kept.committed and kept.not_committed:  # it is not kept which messages had which verdict
+    if archived.agrees(decision.commit.count, decision.rollback.count):
+        if archived.committed and archived.not_committed:  # the archive does not say which messages had which verdict
             return StaleAttemptError(f"nobody can tell any more whether these verdicts are those that count: {left}")
         return None
-    verdict = COMMIT_MESSAGE if decision.commit.count > kept.committed else ROLLBACK_MESSAGE
+    verdict = COMMIT_MESSAGE if decision.commit.count > archived.committed else ROLLBACK_MESSAGE
     return VerdictConflictError(f"{verdict} comes too late: {left}", verdict=str(verdict))
 
 
 def _undecided(state: BatchState, rows: RowSet, attempt: int, verdict: LocalTransactionState) -> RowSet:
-    """Those rows that still wait for this verdict; raises when any is out of its reach."""
+    """The rows that still wait for this verdict. Raises StaleAttemptError when a row can no longer get it."""
     waiting = rows and rows & state.rows_in((RowState.PENDING,), attempt)
     if waiting.count == rows.count:
         return waiting
@@ -636,43 +636,44 @@ def _undecided(state: BatchState, rows: RowSet, attempt: int, verdict: LocalTran
 
 
 def _rollback_rows(decision: Decision, rows: RowSet) -> list[OpRow]:
-    """Op rows that roll back those of a decision's rows which still wait for it, each with its reason."""
-    found: list[OpRow] = []
+    """Op rows that roll back ``rows``, each with its reason. ``rows`` are those of the decision that still wait for
+    it."""
+    rollback_rows: list[OpRow] = []
     for part in decision.rolled_back or [RolledBack(decision.reason, False, dict(rows.ranges()))]:
         refused = True if part.refused or decision.who is Who.EXECUTE else None
-        mine = part.ranges
+        part_ranges = part.ranges
         if rows.count < decision.rollback.count:
-            mine = {n: _within(rows.get(n, b""), ranges) for n, ranges in mine.items()}
-        op_rows = _rows_of(Kind.ROLLBACK, decision.record, mine, decision.attempt, decision.who, part.reason)
-        found += [replace(row, refused=refused) for row in op_rows]
-    return found
+            part_ranges = {n: _ranges_within(rows.get(n, b""), ranges) for n, ranges in part_ranges.items()}
+        op_rows = _op_rows_of(Kind.ROLLBACK, decision.record, part_ranges, decision.attempt, decision.who, part.reason)
+        rollback_rows += [replace(row, refused=refused) for row in op_rows]
+    return rollback_rows
 
 
-def _within(bits: bytes, ranges: Ranges) -> Ranges:
+def _ranges_within(bits: bytes, ranges: Ranges) -> Ranges:
     return tuple(run for first, last in ranges for run in runs(bits, first, last + 1))
 
 
 def _rows_for(kind: Kind, record: HalfRecord, rows: RowSet, attempt: int, who: Who, reason: str | None) -> list[OpRow]:
-    """Op rows that name these rows, as few as possible."""
+    """As few op rows as possible that name these rows."""
     if rows.count == record.rows:
-        return [_row(kind, record, None, None, record.rows, attempt, who, reason)]
-    return _rows_of(kind, record, dict(rows.ranges()), attempt, who, reason)
+        return [_op_row(kind, record, None, None, record.rows, attempt, who, reason)]
+    return _op_rows_of(kind, record, dict(rows.ranges()), attempt, who, reason)
 
 
-def _rows_of(
+def _op_rows_of(
     kind: Kind, record: HalfRecord, ranges: Mapping[int, Ranges], attempt: int, who: Who, reason: str | None
 ) -> list[OpRow]:
-    counts = {file_no: ranges_count(of_file) for file_no, of_file in ranges.items()}
+    counts = {file_no: ranges_count(file_ranges) for file_no, file_ranges in ranges.items()}
     if sum(counts.values()) == record.rows:
-        return [_row(kind, record, None, None, record.rows, attempt, who, reason)]
+        return [_op_row(kind, record, None, None, record.rows, attempt, who, reason)]
     return [
-        _row(kind, record, file_no, ranges[file_no], count, attempt, who, reason)
+        _op_row(kind, record, file_no, ranges[file_no], count, attempt, who, reason)
         for file_no, count in counts.items()
         if count
     ]
 
 
-def _row(
+def _op_row(
     kind: Kind,
     record: HalfRecord,
     file_no: int | None,

@@ -1,7 +1,7 @@
-"""What ``op`` says up to a version, followed commit by commit.
+"""The state of ``op`` up to a version, followed commit by commit.
 
-:class:`Followed` is a value. Whoever follows ``op`` makes the next value aside and takes it in one step. An exception
-on the way (an interrupt in a notebook, a full memory) leaves the last one, which is right.
+:class:`Followed` is a value. A follower builds the next value aside and takes it in one step. An exception on the way
+(an interrupt in a notebook, a full memory) leaves the last value, which is right.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ EPOCH = datetime.fromtimestamp(0, timezone.utc)
 Tails = Mapping[tuple[str, int], int]
 """The next offset of every queue that has messages, by topic and queue."""
 Waiting = Mapping[str, Mapping[datetime | None, int]]
-"""How many committed messages have no place yet, by half id and due time (None: an earlier message of their sharding
-key is not decided yet)."""
+"""How many committed messages have no place yet, by half id and due time (None: they wait for an earlier message of
+their sharding key)."""
 
 
 @dataclass(frozen=True)
 class Followed:
-    """What the op rows up to a version say.
+    """The state after the op rows up to a version.
 
     Attributes
     ----------
     version : int
-        The last one that was followed.
+        The last version that was followed.
     since : int
         ``rows`` holds all op rows from this version on.
     marked_at : int
         The version of the newest mark; -1 before the first one.
     low_water : int
-        Prepare time (ms) up to which every half batch is settled, but for those ``below`` and those reopened later.
+        Prepare time (ms) up to which every half batch is settled, except those ``below`` and those reopened later.
     below : mapping of str to OpenBelow
         Half batches that were open when the newest mark passed them, by half id.
     reopened_ms : int
@@ -51,7 +51,7 @@ class Followed:
     conflicts : frozenset of str
         Half batches in conflict that no person has resolved yet.
     firsts : mapping of (topic, queue_id) to int
-        The first offset that is kept, of queues of which messages have expired.
+        The first offset that is kept, of queues with expired messages.
     """
 
     version: int = -1
@@ -69,7 +69,8 @@ class Followed:
 
     @classmethod
     def from_mark(cls, rows: pa.Table) -> Followed:
-        """Where to go on from the newest of some mark rows: just before the first version that is still needed."""
+        """The state from which to go on after the newest of these mark rows: just before the first version that is
+        still needed."""
         marks = rows.filter(of_kind(rows, Kind.MARK)).sort_by("version")
         if marks.num_rows == 0:
             raise CorruptLogError("table op has lost its newest mark: restore the table from a copy")
@@ -84,12 +85,12 @@ class Followed:
         )  # fmt: skip
 
     def after(self, rows: pa.Table, version: int) -> Followed:
-        """What the op rows up to ``version`` say. ``rows`` are the new ones, in version order.
+        """The state after the op rows up to ``version``. ``rows`` are the new ones, in version order.
 
         Raises
         ------
         CorruptLogError
-            When the rows contradict each other, or what was there before.
+            When the rows contradict each other or the state before.
         """
         if rows.num_rows == 0:
             return replace(self, version=version)
@@ -104,7 +105,7 @@ class Followed:
             kept = kept.filter(pc.greater_equal(kept["version"], since))
         if kept["version"].num_chunks > CHUNKS_MAX:
             kept = kept.combine_chunks()
-        tails = _moved(self.tails, rows.filter(pc.is_valid(rows["next_offset"])))
+        tails = _tails_after(self.tails, rows.filter(pc.is_valid(rows["next_offset"])))
         return Followed(
             version,
             kept,
@@ -113,22 +114,22 @@ class Followed:
             still_waiting(self.waiting, rows),
             max(self.last_time, pc.max(rows["op_time"]).as_py()),
             low_water,
-            _still_in_conflict(self.conflicts, rows),
+            _conflicts_after(self.conflicts, rows),
             below,
             max(self.reopened_ms, _last_reopened_ms(rows)),
             marked_at,
-            _expired(self.firsts, rows, tails),
+            _firsts_after(self.firsts, rows, tails),
         )
 
     def is_behind_mark(self, rows: pa.Table) -> bool:
-        """True when a mark among these new op rows lets go some of them: they may have been pruned before they were
-        read."""
+        """True when a mark among these new op rows makes some of them unnecessary: these may have been pruned before
+        they were read."""
         newest = pc.max(rows.filter(of_kind(rows, Kind.MARK))["since_version"]).as_py()
         return newest is not None and newest > self.version + 1
 
     def reopened_rows(self, before: int | None = None) -> dict[str, int]:
-        """By half id: rows that were reopened since the newest mark, less those that were settled (negative numbers are
-        possible). ``before`` leaves out the versions from there on."""
+        """By half id: rows that were reopened since the newest mark, minus those that were settled; possibly negative.
+        ``before`` leaves out the versions from there on."""
         since_mark = pc.greater(self.rows["version"], self.marked_at)
         if before is not None:
             since_mark = pc.and_(since_mark, pc.less(self.rows["version"], before))
@@ -136,18 +137,18 @@ class Followed:
 
 
 def of_kind(rows: pa.Table, kind: Kind) -> pa.ChunkedArray:
-    """Which op rows are of a kind."""
+    """Which op rows are of this kind."""
     return pc.equal(rows["kind"], kind.value)
 
 
 def settled_rows(rows: pa.Table) -> dict[str, int]:
-    """By half id: rows that op markers settled, less those that were reopened."""
-    found = settled(rows)
-    return dict(zip(found["half_id"].to_pylist(), found["rows"].to_pylist(), strict=True))
+    """By half id: rows that op markers settled, minus those that were reopened."""
+    counts = settled(rows)
+    return dict(zip(counts["half_id"].to_pylist(), counts["rows"].to_pylist(), strict=True))
 
 
 def settled(rows: pa.Table) -> pa.Table:
-    """``half_id, rows``: how many rows op markers settled, less those that were reopened."""
+    """``half_id, rows``: how many rows op markers settled, minus those that were reopened."""
     settling = pc.is_in(rows["kind"], value_set=pa.array([k.value for k in SETTLING]))
     reopening = of_kind(rows, Kind.REOPEN)
     sign = pc.subtract(pc.cast(settling, pa.int64()), pc.cast(reopening, pa.int64()))
@@ -157,20 +158,20 @@ def settled(rows: pa.Table) -> pa.Table:
     return pa.table({"half_id": sums["half_id"], "rows": sums["n_sum"]})
 
 
-def _moved(tails: Tails, placed: pa.Table) -> Tails:
-    """The tails after new placements: gaps or overlaps mean that op rows are lost or doubled."""
+def _tails_after(tails: Tails, placed: pa.Table) -> Tails:
+    """The tails after new placements. Gaps or overlaps mean that op rows are lost or doubled."""
     moved = dict(tails)
     sums = [("queue_offset", "min"), ("next_offset", "max"), ("count", "sum")]
-    for r in placed.group_by(["topic", "queue_id"], use_threads=False).aggregate(sums).to_pylist():
-        queue = (r["topic"], r["queue_id"])
-        known, count, end = tails.get(queue, 0), r["count_sum"], r["next_offset_max"]
-        if r["queue_offset_min"] < known:  # a cold start reads some rows that the mark knows of
-            mine = pc.and_(pc.equal(placed["topic"], queue[0]), pc.equal(placed["queue_id"], queue[1]))
-            new = pc.and_(mine, pc.greater_equal(placed["queue_offset"], known))
-            count, end = pc.sum(placed.filter(new)["count"]).as_py() or 0, max(end, known)
-        if known + count != end:
+    for row in placed.group_by(["topic", "queue_id"], use_threads=False).aggregate(sums).to_pylist():
+        queue = (row["topic"], row["queue_id"])
+        tail, count, end = tails.get(queue, 0), row["count_sum"], row["next_offset_max"]
+        if row["queue_offset_min"] < tail:  # a cold start reads some rows that the mark includes
+            of_queue = pc.and_(pc.equal(placed["topic"], queue[0]), pc.equal(placed["queue_id"], queue[1]))
+            new = pc.and_(of_queue, pc.greater_equal(placed["queue_offset"], tail))
+            count, end = pc.sum(placed.filter(new)["count"]).as_py() or 0, max(end, tail)
+        if tail + count != end:
             raise CorruptLogError(
-                f"table op places {count} messages at offsets {known} to {end - 1} of queue {queue[1]} of topic "
+                f"table op places {count} messages at offsets {tail} to {end - 1} of queue {queue[1]} of topic "
                 f"{queue[0]!r}: op rows are lost or doubled; restore the table from a copy"
             )
         moved[queue] = end
@@ -178,7 +179,7 @@ def _moved(tails: Tails, placed: pa.Table) -> Tails:
 
 
 def still_waiting(waiting: Waiting, rows: pa.Table) -> Waiting:
-    """What waits for a place after these op rows, when this waited before them."""
+    """The messages that wait for a place after these op rows; ``waiting`` are those before them."""
     placing = of_kind(rows, Kind.PLACE)
     committing = pc.and_(of_kind(rows, Kind.COMMIT), pc.is_null(rows["queue_offset"]))
     changes = rows.filter(pc.or_(placing, committing)).select(["kind", "half_id", "count", "until"]).to_pylist()
@@ -193,15 +194,15 @@ def still_waiting(waiting: Waiting, rows: pa.Table) -> Waiting:
     return {half_id: counts for half_id, counts in {**waiting, **changed}.items() if counts}
 
 
-def _still_in_conflict(conflicts: frozenset[str], rows: pa.Table) -> frozenset[str]:
+def _conflicts_after(conflicts: frozenset[str], rows: pa.Table) -> frozenset[str]:
     changes = rows.filter(of_kind(rows, Kind.CONFLICT)).select(["half_id", "attempt"]).to_pylist()
-    found = set(conflicts)
+    still_open = set(conflicts)
     for row in changes:
         if row["attempt"] is None:  # a person has resolved it
-            found.discard(row["half_id"])
+            still_open.discard(row["half_id"])
         else:
-            found.add(row["half_id"])
-    return frozenset(found) if changes else conflicts
+            still_open.add(row["half_id"])
+    return frozenset(still_open) if changes else conflicts
 
 
 def _last_reopened_ms(rows: pa.Table) -> int:
@@ -209,34 +210,34 @@ def _last_reopened_ms(rows: pa.Table) -> int:
     return 0 if newest is None else int(newest.timestamp() * 1000)
 
 
-def _expired(firsts: Tails, rows: pa.Table, tails: Tails) -> Tails:
+def _firsts_after(firsts: Tails, rows: pa.Table, tails: Tails) -> Tails:
     """The first offsets that are kept, after these op rows.
 
     Raises
     ------
     CorruptLogError
-        When messages are to have expired that never were.
+        When the rows expire messages that never existed.
     """
     expired = rows.filter(of_kind(rows, Kind.EXPIRE)).select(["firsts"]).to_pylist()
-    found = dict(firsts)
+    new_firsts = dict(firsts)
     for row in expired:
         for queue, first in _firsts(row).items():
-            found[queue] = max(first, found.get(queue, 0))
+            new_firsts[queue] = max(first, new_firsts.get(queue, 0))
             if first > tails.get(queue, 0):
                 raise CorruptLogError(
                     f"table op lets queue {queue[1]} of topic {queue[0]!r} begin at offset {first}, and it ends at "
                     f"{tails.get(queue, 0)}: it was changed by hand"
                 )
-    return found if expired else firsts
+    return new_firsts if expired else firsts
 
 
 def _firsts(row: Mapping[str, Any]) -> dict[tuple[str, int], int]:
-    said = row["firsts"] or ()
-    if any(None in first.values() or first["first_offset"] < 0 for first in said):
+    entries = row["firsts"] or ()
+    if any(None in first.values() or first["first_offset"] < 0 for first in entries):
         raise CorruptLogError(
-            f"table op has a row with first offsets that cannot be: {said[:3]}; it was changed by hand"
+            f"table op has a row with first offsets that cannot be: {entries[:3]}; it was changed by hand"
         )
-    return {(f["topic"], f["queue_id"]): f["first_offset"] for f in said}
+    return {(f["topic"], f["queue_id"]): f["first_offset"] for f in entries}
 
 
 def _below(mark: Mapping[str, Any]) -> dict[str, OpenBelow]:
@@ -245,30 +246,30 @@ def _below(mark: Mapping[str, Any]) -> dict[str, OpenBelow]:
     Raises
     ------
     CorruptLogError
-        When it says of one what cannot be.
+        When the mark has an impossible entry.
     """
-    return {said["half_id"]: _open_below(said, mark) for said in mark["below"]}
+    return {entry["half_id"]: _open_below(entry, mark) for entry in mark["below"]}
 
 
-def _open_below(said: Mapping[str, Any], mark: Mapping[str, Any]) -> OpenBelow:
+def _open_below(entry: Mapping[str, Any], mark: Mapping[str, Any]) -> OpenBelow:
     try:
-        versions = tuple(int(v) for v in said["versions"])
-        waiting = {w["until"]: int(w["count"]) for w in said["waiting"]}
-        found = OpenBelow(int(said["ms"]), int(said["pending"]), versions, waiting)
-        whole = bool(said["half_id"]) and found.pending >= 0 and min(waiting.values(), default=1) > 0
-        whole = whole and list(versions) == sorted({v for v in versions if 0 <= v < mark["since_version"]})
+        versions = tuple(int(v) for v in entry["versions"])
+        waiting = {w["until"]: int(w["count"]) for w in entry["waiting"]}
+        batch = OpenBelow(int(entry["ms"]), int(entry["pending"]), versions, waiting)
+        is_whole = bool(entry["half_id"]) and batch.pending >= 0 and min(waiting.values(), default=1) > 0
+        is_whole = is_whole and list(versions) == sorted({v for v in versions if 0 <= v < mark["since_version"]})
     except TypeError:
-        whole = False
-    if not whole:
+        is_whole = False
+    if not is_whole:
         raise CorruptLogError(
-            f"table op has a mark at version {mark['version']} that names half batch {said['half_id']!r} without "
+            f"table op has a mark at version {mark['version']} that names half batch {entry['half_id']!r} without "
             "saying what is open: it was changed by hand"
         )
-    return found
+    return batch
 
 
 def _newest_mark(marks: pa.Table) -> dict[str, Any]:
-    """The last of some mark rows, in version order; CorruptLogError when it says nothing that can be used."""
+    """The last of these mark rows, in version order. Raises CorruptLogError when it lacks what every mark has."""
     newest: dict[str, Any] = marks.slice(marks.num_rows - 1).to_pylist()[0]
     lacks = [name for name in _OF_EACH_MARK if newest[name] is None]
     if lacks or any(None in tail.values() for tail in newest["tails"]):

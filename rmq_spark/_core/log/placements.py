@@ -1,8 +1,8 @@
 """Placements: which half rows stand at which offsets of a queue. They are op rows; ``half`` is never listed for them.
 
-A :class:`Placements` follows ``op`` as a reader goes on. It keeps what the reader has not read yet, and reads only op
-rows newer than those. When it starts cold it walks from the newest op file backwards until it has what is asked for. So
-its cost follows what is to be read, not the age of the log.
+A :class:`Placements` follows ``op`` as a reader goes on. It keeps what the reader has not read yet, and reads only
+newer op rows. A cold start walks from the newest op file backwards until it has the offsets asked for. So the cost
+depends on how much is to be read, not on the age of the log.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 NO_PLACEMENTS = pa.schema([OP_SCHEMA.field(name) for name in PLACEMENT_COLUMNS]).empty_table()
 CACHE_ROWS_MAX = 200_000
-"""Placements kept in memory beyond the range that is asked for; a stream far behind reads on from there."""
+"""Placements kept in memory beyond the range asked for. A stream far behind reads on from there."""
 
 Queue = tuple[str, int]
 """A topic and a queue_id."""
 Positions = Mapping[Queue, int]
-"""An offset for each of some queues; 0 for every other one."""
+"""Offsets by queue; 0 for a queue that is not among them."""
 Spans = Mapping[Queue, tuple[int, int]]
 """Offsets from the first (included) to the second (excluded), by queue."""
 
@@ -65,12 +65,12 @@ class MessageRange:
 
     @property
     def stop(self) -> int:
-        """The offset after the last one."""
+        """The offset after the last row."""
         return self.queue_offset + self.count
 
     @property
     def file(self) -> tuple[object, ...]:
-        """The file of the rows. Files are sorted as readers take them: what was committed first comes first."""
+        """The file of the rows, as a sort key: readers take the files that were committed first before the others."""
         return (0, self.since, self.rows.path)
 
     def cut(self: _Range, start: int, end: int) -> _Range:
@@ -79,10 +79,10 @@ class MessageRange:
         ranges: list[tuple[int, int]] = []
         for first, last in self.rows.ranges:
             length = last - first + 1
-            a = max(0, skip)
-            b = min(length, skip + take)
-            if a < b:
-                ranges.append((first + a, first + b - 1))
+            lower = max(0, skip)
+            upper = min(length, skip + take)
+            if lower < upper:
+                ranges.append((first + lower, first + upper - 1))
             skip -= length
             if skip + take <= 0:
                 break
@@ -96,7 +96,7 @@ class PlacedRange(MessageRange):
     Attributes
     ----------
     op_version : int
-        Of ``op``, at which the rows were placed.
+        The version of ``op`` at which the rows were placed.
     """
 
     attempt: int
@@ -113,7 +113,8 @@ class PlacedRange(MessageRange):
 # ---------------------------------------------------------------- following op
 @dataclass(frozen=True)
 class _Kept:
-    """Placements in memory: all above ``floor`` that were committed below version ``until``, and some later ones."""
+    """The placements in memory: all above ``floor`` that were committed below version ``until``, and some later
+    ones."""
 
     rows: pa.Table
     until: int
@@ -123,17 +124,17 @@ class _Kept:
         assert _above(self.rows, self.floor).num_rows == self.rows.num_rows, "a placement is kept that was read"
 
     def holds(self, wanted: Spans) -> bool:
-        """True when every offset of these spans is among the rows."""
+        """True when the rows hold every offset of these spans."""
         missing = _Missing(wanted)
         missing.found(self.rows)
         return missing.nothing
 
     def reaches_down_to(self, wanted: Spans) -> bool:
-        """True when only newer op rows can have what is missing."""
+        """True when missing offsets can only be in newer op rows."""
         return all(first >= self.floor.get(queue, 0) for queue, (first, _) in wanted.items())
 
     def without(self, read: Positions) -> _Kept:
-        """What is left when a reader has read up to these positions."""
+        """The placements that remain when a reader has read up to these positions."""
         floor = {**self.floor, **{queue: max(offset, self.floor.get(queue, 0)) for queue, offset in read.items()}}
         return _Kept(_above(self.rows, read), self.until, floor)
 
@@ -156,135 +157,135 @@ class Placements:
 
     @property
     def rows_kept(self) -> int:
-        """How many placements are kept in memory."""
         return int(self._kept.rows.num_rows)
 
     def latest(self, refresh: bool = True) -> dict[Queue, int]:
         """The next offset of every wanted queue that has messages."""
         tails = self.log.tails(refresh)
-        mine = {topic for topic in {topic for topic, _ in tails} if self._wants(topic)}
-        return {queue: offset for queue, offset in tails.items() if queue[0] in mine}
+        topics = {topic for topic in {topic for topic, _ in tails} if self._wants(topic)}
+        return {queue: offset for queue, offset in tails.items() if queue[0] in topics}
 
     def forget(self, read: Positions) -> None:
-        """Drop what the reader has read, so that memory does not grow with it."""
+        """Drop the placements that the reader has read, so that memory does not grow."""
         self._kept = self._kept.without(read)
 
     def between(self, start: Positions, end: Positions) -> tuple[list[MessageRange], list[tuple[Queue, int, int]]]:
-        """Where the messages of every queue's offsets from ``start`` (included) to ``end`` (excluded) lie, by queue and
-        offset; and the queues and offsets (first, end) that the log does not hold."""
-        wanted = _spans(start, end)
-        if not wanted:
+        """Where the messages with offsets from ``start`` (included) to ``end`` (excluded) of every queue lie, by queue
+        and offset; and the queues and offsets (first, end) that the log does not hold."""
+        spans = _spans(start, end)
+        if not spans:
             return [], []
         border, tail, missing = self.tail(start, end)
-        found: list[MessageRange] = []
-        for queue, (first, stop) in wanted.items():
+        ranges: list[MessageRange] = []
+        for queue, (first, stop) in spans.items():
             drained, lost = self.log.drained.ranges(queue, first, min(stop, border.get(queue, 0)))
-            found += [*drained, *tail.get(queue, ())]
+            ranges += [*drained, *tail.get(queue, ())]
             missing += [(queue, *gap) for gap in lost]
-        return found, sorted(missing)
+        return ranges, sorted(missing)
 
     def tail(
         self, start: Positions, end: Positions
     ) -> tuple[Positions, dict[Queue, list[PlacedRange]], list[tuple[Queue, int, int]]]:
-        """The border; where the messages above it of these offsets lie, by queue; and what the log does not hold of
-        them. What is below the border is in the table ``messages``."""
+        """The border; where the messages of these offsets above it lie, by queue; and the queues and offsets (first,
+        end) that the log does not hold. Messages below the border are in the table ``messages``."""
         border = self.log.drained.border()
-        found, missing = self._above_border(border, start, end)
-        if missing:  # it may have been drained meanwhile, and pruned from op
+        ranges, missing = self._above_border(border, start, end)
+        if missing:  # they may have been drained meanwhile, and pruned from op
             border = self.log.drained.whole_border()
-            found, missing = self._above_border(border, start, end)
-        return border, found, missing
+            ranges, missing = self._above_border(border, start, end)
+        return border, ranges, missing
 
     def _above_border(
         self, border: Positions, start: Positions, end: Positions
     ) -> tuple[dict[Queue, list[PlacedRange]], list[tuple[Queue, int, int]]]:
-        wanted = _spans({queue: max(start.get(queue, 0), border.get(queue, 0)) for queue in end}, end)
-        if not wanted:
+        spans = _spans({queue: max(start.get(queue, 0), border.get(queue, 0)) for queue in end}, end)
+        if not spans:
             return {}, []
         floor = {
             queue: max(offset, border.get(queue, 0)) for queue, offset in {**dict.fromkeys(border, 0), **start}.items()
         }
-        rows = self._holding(wanted, floor)
-        found: dict[Queue, list[PlacedRange]] = {}
+        rows = self._rows_holding(spans, floor)
+        ranges: dict[Queue, list[PlacedRange]] = {}
         missing: list[tuple[Queue, int, int]] = []
-        for queue, (first, stop) in wanted.items():
-            found[queue], gaps = select(rows, *queue, first, stop)
+        for queue, (first, stop) in spans.items():
+            ranges[queue], gaps = select(rows, *queue, first, stop)
             missing += [(queue, *gap) for gap in gaps]
-        return found, missing
+        return ranges, missing
 
-    def _holding(self, wanted: Spans, start: Positions) -> pa.Table:
-        """Placements that hold these spans, and perhaps more; all there are when the log does not hold them."""
-        if not self._kept.holds(wanted):
+    def _rows_holding(self, spans: Spans, start: Positions) -> pa.Table:
+        """Placements that hold these spans, and perhaps more; all there are when the log does not hold the spans."""
+        if not self._kept.holds(spans):
             tails = self.log.tails(refresh=False)
-            if any(stop > tails.get(queue, 0) for queue, (_, stop) in wanted.items()):
+            if any(stop > tails.get(queue, 0) for queue, (_, stop) in spans.items()):
                 self.log.refresh()
             version = self.log.version
-            if self._kept.reaches_down_to(wanted):
-                self._read_newer(wanted, version)
-            if not self._kept.holds(wanted):
-                self._read_anew(wanted, start, version)
+            if self._kept.reaches_down_to(spans):
+                self._read_newer(spans, version)
+            if not self._kept.holds(spans):
+                self._read_anew(spans, start, version)
         return self._kept.rows
 
-    def _read_newer(self, wanted: Spans, version: int) -> None:
-        """Add what was committed since."""
+    def _read_newer(self, spans: Spans, version: int) -> None:
+        """Add the placements that were committed since the last read."""
         kept = self._kept
         rows, until = kept.rows.filter(pc.less(kept.rows["version"], kept.until)), version + 1
         for new, _ in self.log.placements(kept.until):
-            rows, until = _bounded(pa.concat_tables([rows, self._mine(new, kept.floor)]), until, wanted)
+            rows, until = _bounded(pa.concat_tables([rows, self._wanted_above(new, kept.floor)]), until, spans)
         self._kept = _Kept(rows.combine_chunks(), until, kept.floor)
 
-    def _read_anew(self, wanted: Spans, start: Positions, version: int) -> None:
-        """Walk backwards until everything from the start up to the head is there."""
+    def _read_anew(self, spans: Spans, start: Positions, version: int) -> None:
+        """Walk backwards until all placements from ``start`` to the head are read."""
         latest = self.latest(refresh=False)
-        floor = {queue: start.get(queue, 0) for queue in {*start, *wanted, *latest}}
+        floor = {queue: start.get(queue, 0) for queue in {*start, *spans, *latest}}
         to_head = {queue: (floor[queue], end) for queue, end in latest.items()}
         missing = _Missing(to_head)
-        above = min(first for first, end in [*to_head.values(), *wanted.values()] if first < end)
+        above = min(first for first, end in [*to_head.values(), *spans.values()] if first < end)
         rows, until = NO_PLACEMENTS, version + 1
         for new, _ in self.log.placements(0, above):
-            mine = self._mine(new, floor)
-            missing.found(mine)
-            rows, until = _bounded(pa.concat_tables([rows, mine]), until, wanted)
+            own_rows = self._wanted_above(new, floor)
+            missing.found(own_rows)
+            rows, until = _bounded(pa.concat_tables([rows, own_rows]), until, spans)
             if missing.nothing:
                 break
         self._kept = _Kept(rows.combine_chunks(), until, floor)
 
-    def _mine(self, rows: pa.Table, floor: Positions) -> pa.Table:
-        return _above(self._of_wanted(rows), floor)
+    def _wanted_above(self, rows: pa.Table, floor: Positions) -> pa.Table:
+        return _above(self._of_wanted_topics(rows), floor)
 
-    def _of_wanted(self, rows: pa.Table) -> pa.Table:
+    def _of_wanted_topics(self, rows: pa.Table) -> pa.Table:
         topics = pc.unique(rows["topic"]).to_pylist()
-        mine = [topic for topic in topics if topic is None or self._wants(topic)]
-        return rows if len(mine) == len(topics) else rows.filter(pc.is_in(rows["topic"], pa.array(mine, pa.string())))
+        kept = [topic for topic in topics if topic is None or self._wants(topic)]
+        return rows if len(kept) == len(topics) else rows.filter(pc.is_in(rows["topic"], pa.array(kept, pa.string())))
 
     def first_since(self, time: datetime) -> dict[Queue, int]:
-        """Each queue's first offset that was committed at this time or later; queues without one are left out."""
+        """The first offset of each queue that was committed at this time or later. Queues without such an offset are
+        left out."""
         since = pa.scalar(time, OP_SCHEMA.field("op_time").type)
         drained = self.log.drained
         drained.whole_border()
-        found = {queue: offset for queue, offset in drained.first_since(time).items() if self._wants(queue[0])}
+        first_offsets = {queue: offset for queue, offset in drained.first_since(time).items() if self._wants(queue[0])}
         for rows, rest in self.log.placements(drained.position + 1):
-            placed = self._of_wanted(rows.filter(pc.is_valid(rows["queue_offset"])))
+            placed = self._of_wanted_topics(rows.filter(pc.is_valid(rows["queue_offset"])))
             late = placed.filter(pc.greater_equal(placed["op_time"], since))
             first = late.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
-            for r in first.to_pylist():
-                queue = (r["topic"], r["queue_id"])
-                found[queue] = min(found.get(queue, r["queue_offset_min"]), r["queue_offset_min"])
-            # Times never run backwards with the version, so older files than this are too early altogether.
+            for row in first.to_pylist():
+                queue = (row["topic"], row["queue_id"])
+                first_offsets[queue] = min(first_offsets.get(queue, row["queue_offset_min"]), row["queue_offset_min"])
+            # Times ascend with versions, so older files than this are entirely too early.
             early = pc.max(rows.filter(pc.less(rows["op_time"], since))["version"]).as_py()
             if early is not None and rest is not None and rest <= early:
                 break
-        return found
+        return first_offsets
 
 
 def _spans(start: Positions, end: Positions) -> dict[Queue, tuple[int, int]]:
-    """The offsets from a start to an end, of the queues that have some between them."""
+    """The offsets from ``start`` to ``end`` by queue, without queues that have none between them."""
     spans = {queue: (start.get(queue, 0), stop) for queue, stop in sorted(end.items())}
     return {queue: (first, stop) for queue, (first, stop) in spans.items() if first < stop}
 
 
 class _Missing:
-    """Counts how much of some spans no placement was found for yet."""
+    """Counts how many offsets of some spans have no known placement yet."""
 
     def __init__(self, spans: Spans) -> None:
         self._starts = {queue: first for queue, (first, _) in spans.items()}
@@ -295,8 +296,8 @@ class _Missing:
         placed = rows.filter(pc.is_valid(rows["queue_offset"]))
         if placed.num_rows == 0:
             return
-        first = pc.max_element_wise(placed["queue_offset"], _lookup(placed, self._starts))
-        stop = pc.min_element_wise(placed["next_offset"], _lookup(placed, self._ends))
+        first = pc.max_element_wise(placed["queue_offset"], _positions_of(placed, self._starts))
+        stop = pc.min_element_wise(placed["next_offset"], _positions_of(placed, self._ends))
         inside = pa.table({"queue": _queue_names(placed), "n": pc.max_element_wise(pc.subtract(stop, first), 0)})
         sums = inside.group_by("queue", use_threads=False).aggregate([("n", "sum")])
         for queue, n in zip(sums["queue"].to_pylist(), sums["n_sum"].to_pylist(), strict=True):
@@ -309,10 +310,10 @@ class _Missing:
 
 
 def _above(rows: pa.Table, floor: Positions) -> pa.Table:
-    return rows.filter(pc.greater(rows["next_offset"], _lookup(rows, floor))) if rows.num_rows else rows
+    return rows.filter(pc.greater(rows["next_offset"], _positions_of(rows, floor))) if rows.num_rows else rows
 
 
-def _lookup(rows: pa.Table, positions: Positions) -> pa.ChunkedArray:
+def _positions_of(rows: pa.Table, positions: Positions) -> pa.ChunkedArray:
     """The position of each row's queue; 0 for a queue that has none."""
     names = pa.array([f"{topic} {queue_id}" for topic, queue_id in positions], pa.string())
     at = pc.index_in(_queue_names(rows), value_set=names)
@@ -323,20 +324,22 @@ def _queue_names(rows: pa.Table) -> pa.ChunkedArray:
     return pc.binary_join_element_wise(rows["topic"], pc.cast(rows["queue_id"], pa.string()), " ")
 
 
-def _bounded(rows: pa.Table, until: int, wanted: Spans) -> tuple[pa.Table, int]:
-    """Few enough rows to keep: those of the spans, and of the others the oldest; with the version they reach."""
+def _bounded(rows: pa.Table, until: int, spans: Spans) -> tuple[pa.Table, int]:
+    """Limit the rows that are kept to those of the spans and the oldest others. Returns them, and the version below
+    which they are complete."""
     if rows.num_rows <= 2 * CACHE_ROWS_MAX:
         return rows, until
     versions = pc.array_sort_indices(rows["version"])
     cut = rows["version"][versions[CACHE_ROWS_MAX].as_py()].as_py()
-    ends = {queue: stop for queue, (_, stop) in wanted.items()}
-    needed = pc.fill_null(pc.less(rows["queue_offset"], _lookup(rows, ends)), True)
+    ends = {queue: stop for queue, (_, stop) in spans.items()}
+    needed = pc.fill_null(pc.less(rows["queue_offset"], _positions_of(rows, ends)), True)
     return rows.filter(pc.or_(needed, pc.less(rows["version"], cut))), min(until, cut)
 
 
 # ---------------------------------------------------------------- op rows
 def placed_range(row: Mapping[str, Any]) -> PlacedRange:
-    """One placement row, as ``read_op`` has it, as a range; CorruptLogError when it names a file outside the log."""
+    """Convert a placement row, as ``read_op`` returns it. Raises CorruptLogError when it names a file outside the
+    log."""
     ranges = ranges_of(row["ranges"]) or ()
     rows = RowRange(require_path(row["path"], "op"), row["half_id"], row["file_no"], row["file_rows"], ranges)
     return PlacedRange(rows, row["topic"], row["queue_id"], row["queue_offset"], row["attempt"],
@@ -363,26 +366,26 @@ def select(
     of_queue = pc.and_(pc.equal(placements["topic"], topic), pc.equal(placements["queue_id"], queue_id))
     inside = pc.and_(pc.less(placements["queue_offset"], end), pc.greater(placements["next_offset"], start))
     rows = placements.filter(pc.and_(of_queue, inside)).sort_by("queue_offset")
-    found: list[PlacedRange] = []
+    selected: list[PlacedRange] = []
     gaps: list[tuple[int, int]] = []
     position = start
     for row in rows.to_pylist():
         whole = placed_range(row)
-        if whole.queue_offset < position and found:
+        if whole.queue_offset < position and selected:
             raise CorruptLogError(f"offset {whole.queue_offset} of queue {queue_id} of topic {topic!r} is placed twice")
         if whole.queue_offset > position:
             gaps.append((position, whole.queue_offset))
             position = whole.queue_offset
         stop = min(end, whole.queue_offset + whole.count)
-        found.append(whole.cut(position, stop))
+        selected.append(whole.cut(position, stop))
         position = stop
     if position < end:
         gaps.append((position, end))
-    return found, gaps
+    return selected, gaps
 
 
 def out_of_range(topic: str, queue_id: int, start: int, end: int, firsts: Positions | None = None) -> str:
-    """The sentence for offsets (``end`` excluded) that the log does not hold."""
+    """The error text for offsets (``end`` excluded) that the log does not hold."""
     where = f"topic {topic!r}, queue {queue_id}: offsets {start} to {end - 1}"
     first = (firsts or {}).get((topic, queue_id), 0)
     if start < end <= first:

@@ -1,7 +1,7 @@
-"""Which committed messages get their place in a queue now, and which wait.
+"""Which committed messages get their offset now, and which wait.
 
-A message waits for its time (``deliver_at``), or because one with the same sharding key that was sent before it to a
-FIFO topic is not decided yet. A transaction waits as a whole for its keys, so that nobody sees a part of it.
+A message waits until it is due (``deliver_at``), or because a message with the same sharding key that was sent to a
+FIFO topic before it is not decided yet. A transaction waits as a whole for its keys, so no reader sees a part of it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Piece:
     Attributes
     ----------
     due : datetime or None
-        When they were to appear, for delayed messages.
+        When delayed messages were to appear.
     """
 
     record: HalfRecord
@@ -48,7 +48,7 @@ class Piece:
 
 
 class Placer:
-    """Reads what the places of half messages depend on: their sharding keys and delivery times.
+    """Reads what decides the place of half messages: their sharding keys and delivery times.
 
     Parameters
     ----------
@@ -61,24 +61,24 @@ class Placer:
         self.keys = KeyIndex(half, topics)
 
     def by_due(self, record: HalfRecord, rows: RowSet, now: datetime) -> list[tuple[datetime | None, RowSet]]:
-        """Rows by the second in which they are due; None for those that need not wait.
+        """Rows by the second in which they are due; None for rows that need not wait.
 
-        Seconds, as RocketMQ's timer (``timerPrecisionMs``), so that a half batch needs few op rows.
+        Like RocketMQ's timer (``timerPrecisionMs``) it counts in seconds, so that a half batch needs few op rows.
         """
         if not record.delayed:
             return [(None, rows)]
         times = self._half.deliver_times(record, rows)
         dues = pc.ceil_temporal(times, unit="second")
         dues = pc.if_else(pc.greater(dues, pa.scalar(now, TIMESTAMP)), dues, pa.scalar(None, TIMESTAMP))
-        found: list[tuple[datetime | None, RowSet]] = []
+        rows_by_due: list[tuple[datetime | None, RowSet]] = []
         for due in sorted(pc.unique(dues).to_pylist(), key=lambda due: due or EPOCH):
             chosen = pc.is_null(dues) if due is None else pc.fill_null(pc.equal(dues, pa.scalar(due, TIMESTAMP)), False)
-            found.append((due, rows.where(chosen)))
-        return found
+            rows_by_due.append((due, rows.where(chosen)))
+        return rows_by_due
 
     # ------------------------------------------------------------------ what may be placed
     def placeable(self, batches: Sequence[Open], now: datetime) -> list[Piece]:
-        """Committed rows that need not wait any longer: the due ones by their time, all others in send order."""
+        """Committed rows that need not wait any longer: delayed ones by due time, all others in send order."""
         blocked = self._blocked(batches)
         pieces: list[Piece] = []
         for batch, sent in in_send_order(batches):
@@ -89,15 +89,15 @@ class Placer:
         return sorted(pieces, key=lambda piece: piece.due or EPOCH)
 
     def all_wait(self, batches: Sequence[Open], others: Sequence[Open]) -> bool:
-        """Whether these others alone hold up all that is committed, and not placed, of half batches."""
+        """Whether messages of ``others`` alone hold up every row of ``batches`` that is committed and not placed."""
         blocked = self._blocked([*batches, *others])
         return not any(b.state.rows_in((RowState.DECIDED,)) - blocked.get(b.record.half_id, NO_ROWS) for b in batches)
 
     def _blocked(self, batches: Sequence[Open]) -> dict[str, RowSet]:
         """Committed rows that wait for a message sent before them, by half id.
 
-        The largest set of transactions is placed that waits for nobody outside itself: two that wait for each other
-        alone go together.
+        The largest set of transactions is placed that wait for none outside it. So two that wait for each other alone
+        go together.
         """
         units = enumerate(in_send_order(b for b in batches if self.keys.fifo_of(b.record)))
         open_rows = [_ranked(self.keys.open_rows(batch), batch, sent, rank) for rank, (batch, sent) in units]
@@ -111,24 +111,24 @@ class Placer:
         while True:
             held = pc.and_(waiting, pc.is_valid(rows["key"]))
             first = rows.filter(held).group_by("key", use_threads=False).aggregate([("sent", "min")])
-            before = first["sent_min"].take(pc.index_in(rows["key"], value_set=first["key"].combine_chunks()))
-            late = pc.fill_null(pc.less(before, rows["sent"]), False)
-            stopped = pc.unique(rows.filter(pc.and_(late, pc.invert(waiting)))["transaction"])
+            first_sent = first["sent_min"].take(pc.index_in(rows["key"], value_set=first["key"].combine_chunks()))
+            has_earlier = pc.fill_null(pc.less(first_sent, rows["sent"]), False)
+            stopped = pc.unique(rows.filter(pc.and_(has_earlier, pc.invert(waiting)))["transaction"])
             if not len(stopped):
                 break
             waiting = pc.or_(waiting, pc.is_in(rows["transaction"], value_set=stopped))
         stopped_rows = rows.filter(pc.and_(waiting, pc.invert(rows["pending"])))
-        found: dict[str, dict[int, bytearray]] = {}
+        blocked: dict[str, dict[int, bytearray]] = {}
         files = {b.record.half_id: b.state.files for b in batches}
         columns = stopped_rows.select(["half_id", "file_no", "row_no"]).to_pydict()
         for half_id, file_no, row_no in zip(*columns.values(), strict=True):
-            bits = found.setdefault(half_id, {}).setdefault(file_no, bytearray(files[half_id][file_no].rows))
+            bits = blocked.setdefault(half_id, {}).setdefault(file_no, bytearray(files[half_id][file_no].rows))
             bits[row_no] = 1
-        return {half_id: RowSet(bits) for half_id, bits in found.items()}
+        return {half_id: RowSet(bits) for half_id, bits in blocked.items()}
 
 
 def _ranked(open_rows: pa.Table, batch: Open, sent: RowSet, rank: int) -> pa.Table:
-    """Those open rows of a half batch that were sent together, and when among all that are looked at."""
+    """The open rows of a half batch that were sent together, with their rank in send order."""
     if sent.count < batch.record.rows:
         bits = b"".join(sent.get(n) or bytes(file.rows) for n, file in batch.state.files.items())
         open_rows = open_rows.filter(booleans_of(bits).take(open_rows["at"]))
@@ -137,9 +137,9 @@ def _ranked(open_rows: pa.Table, batch: Open, sent: RowSet, rank: int) -> pa.Tab
 
 # ---------------------------------------------------------------- send order
 def in_send_order(batches: Iterable[Open]) -> Iterator[tuple[Open, RowSet]]:
-    """Half batches, each with its rows that were sent together, in the order in which they were sent.
+    """Half batches, each with its rows that were sent together, in send order.
 
-    They go by the time of prepare, and those of one commit by their names; a reopened transaction is sent when it is
+    They are sorted by prepare time, and those of one commit by name. A reopened transaction counts as sent when it is
     reopened.
     """
     units: list[tuple[tuple[int, str, int, int], Open, RowSet]] = []
@@ -153,17 +153,17 @@ def in_send_order(batches: Iterable[Open]) -> Iterator[tuple[Open, RowSet]]:
 
 def _sent_together(state: BatchState, prepared_ms: int) -> Iterator[tuple[int, RowSet]]:
     times: dict[int, dict[int, bytearray]] = {}
-    first = {n: bytearray(b"\x01") * file.rows for n, file in state.files.items()}
+    never_reopened = {n: bytearray(b"\x01") * file.rows for n, file in state.files.items()}
     for n, file in state.files.items():
-        for start, end, when in file.reopened:  # the last one counts
+        for start, end, when in file.reopened:  # the last reopen counts
             for masks in times.values():
                 if n in masks:
                     masks[n][start:end] = bytes(end - start)
             at_ms = int(when.timestamp() * 1000)
             bits = times.setdefault(at_ms, {}).setdefault(n, bytearray(file.rows))
             bits[start:end] = b"\x01" * (end - start)
-            first[n][start:end] = bytes(end - start)
-    yield prepared_ms, RowSet(first)
+            never_reopened[n][start:end] = bytes(end - start)
+    yield prepared_ms, RowSet(never_reopened)
     for at_ms, masks in sorted(times.items()):
         yield at_ms, RowSet(masks)
 
@@ -172,16 +172,16 @@ def _sent_together(state: BatchState, prepared_ms: int) -> Iterator[tuple[int, R
 def _pieces(batch: Open, file_no: int, bits: bytes, now: datetime) -> Iterator[Piece]:
     file = batch.state.files[file_no]
     attempts = sorted(set(pc.unique(bytes_array(file.attempt).filter(booleans_of(bits))).to_pylist()))
-    for due, due_bits in _split_by_due(file, bits, now):
+    for due, due_bits in _split_due_rows(file, bits, now):
         for attempt in attempts:
-            mine = due_bits if len(attempts) == 1 else both(due_bits, _equal_to(file.attempt, attempt))
+            attempt_bits = due_bits if len(attempts) == 1 else both(due_bits, _equal_to(file.attempt, attempt))
             for segment in file.segments:
-                if ranges := runs(mine, segment.first, segment.last + 1):
+                if ranges := runs(attempt_bits, segment.first, segment.last + 1):
                     yield Piece(batch.record, file_no, ranges, segment.topic, segment.queue_id, attempt, due)
 
 
-def _split_by_due(file: FileState, bits: bytes, now: datetime) -> Iterator[tuple[datetime | None, bytes]]:
-    """Rows that need not wait, by their due time (None: they have none)."""
+def _split_due_rows(file: FileState, bits: bytes, now: datetime) -> Iterator[tuple[datetime | None, bytes]]:
+    """Rows that need not wait, by due time; None for rows without one."""
     free = bytearray(bits)
     dues: dict[datetime, bytearray] = {}
     for start, end, due in file.due:

@@ -1,7 +1,7 @@
-"""Which half batches are prepared, as the Delta log of ``half`` says it.
+"""Which half batches are prepared, by the Delta log of ``half``.
 
 A log under load has tens of thousands of them above the mark, and nearly all are settled. So they stay in columns, and
-only those that somebody asks for become objects.
+only those that a caller asks for become objects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCHEMA = pa.schema([
 
 
 class Prepared(NamedTuple):
-    """What the Delta log says of a prepared half batch.
+    """The entry of a prepared half batch in the Delta log.
 
     Attributes
     ----------
@@ -46,13 +46,13 @@ class PreparedBatches(Mapping[str, Prepared]):
 
     @classmethod
     def of(cls, batches: Mapping[str, Prepared]) -> PreparedBatches:
-        """These half batches."""
+        """Put these half batches into columns."""
         columns = list(zip(*batches.values(), strict=True)) or [()] * len(Prepared._fields)
         return cls(pa.table([list(batches), *columns], schema=SCHEMA))
 
     @cached_property
     def _places(self) -> dict[str, int]:
-        return {half_id: i for i, half_id in enumerate(self.table["half_id"].to_pylist())}
+        return {half_id: row for row, half_id in enumerate(self.table["half_id"].to_pylist())}
 
     @cached_property
     def _columns(self) -> tuple[list[int], list[int]]:
@@ -60,9 +60,9 @@ class PreparedBatches(Mapping[str, Prepared]):
         return ms, rows
 
     def __getitem__(self, half_id: str) -> Prepared:
-        i = self._places[half_id]
+        row = self._places[half_id]
         ms, rows = self._columns
-        return Prepared(ms[i], rows[i])
+        return Prepared(ms[row], rows[row])
 
     def __contains__(self, half_id: object) -> bool:
         return half_id in self._places
@@ -74,15 +74,15 @@ class PreparedBatches(Mapping[str, Prepared]):
         return int(self.table.num_rows)
 
     def updated(self, others: Mapping[str, Prepared]) -> PreparedBatches:
-        """These and others, of which what they say counts."""
+        """These half batches with ``others`` added or replaced."""
         if not others:
             return self
         added = PreparedBatches.of(others).table
-        mine = self.table.filter(pc.invert(pc.is_in(self.table["half_id"], value_set=_values(added["half_id"]))))
-        return PreparedBatches(pa.concat_tables([mine, added]))
+        kept = self.table.filter(pc.invert(pc.is_in(self.table["half_id"], value_set=_values(added["half_id"]))))
+        return PreparedBatches(pa.concat_tables([kept, added]))
 
     def left_open(self, settled: pa.Table) -> dict[str, int]:
-        """How many rows are left of each when so many are settled; without those of which none is left.
+        """How many rows of each half batch are not settled, without half batches that are settled entirely.
 
         Parameters
         ----------
@@ -97,16 +97,16 @@ class PreparedBatches(Mapping[str, Prepared]):
         return dict(zip(ids, left.filter(is_open).to_pylist(), strict=True))
 
     def lacks(self, half_ids: pa.Array) -> list[str]:
-        """Those of some half ids that are not among these."""
-        known = pc.is_in(half_ids, value_set=_values(self.table["half_id"]))
-        return [str(half_id) for half_id in half_ids.filter(pc.invert(known)).to_pylist()]
+        """Those of ``half_ids`` that are not here."""
+        is_known = pc.is_in(half_ids, value_set=_values(self.table["half_id"]))
+        return [str(half_id) for half_id in half_ids.filter(pc.invert(is_known)).to_pylist()]
 
     def after(self, ms: int) -> list[str]:
-        """Those that were prepared after a time."""
+        """Those that were prepared after a time (ms)."""
         return [str(h) for h in self.table["half_id"].filter(pc.greater(self.table["ms"], ms)).to_pylist()]
 
     def newest_ms(self, before: int | None = None) -> int:
-        """The newest time at which one of them was prepared, of those before a time; 0 when there is none."""
+        """The newest prepare time, or the newest one before a time; 0 when there is none."""
         times = self.table["ms"] if before is None else self.table["ms"].filter(pc.less(self.table["ms"], before))
         return int(pc.max(times).as_py() or 0)
 

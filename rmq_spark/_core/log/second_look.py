@@ -1,9 +1,9 @@
-"""What destroys takes more than one clock's word, and more than one look at it.
+"""Deleting needs more than one reading of one clock.
 
-On a local disk the machine's clock is the store's, too, so nobody can tell at once that it is wrong. One round of
-upkeep by a clock that was days ahead would destroy for good what is seconds old. So looks at the clock are noted in
-``op``, one every :data:`LOOK_INTERVAL_S` at most. A clock is believed as far as :data:`BELIEVED_S` after the look
-before the last one::
+On a local disk the machine's clock is the store's, too, so a wrong clock cannot be noticed at once. One round of upkeep
+by a clock that is days ahead would delete for good what is seconds old. So readings of the clock, called looks, are
+noted in ``op``, one every :data:`LOOK_INTERVAL_S` at most. A clock is believed up to :data:`BELIEVED_S` after the
+second-newest look::
 
     noted              the clock says     what happened                     believed up to
     10:00, 10:20       10:40              the next look                     10:40
@@ -11,8 +11,8 @@ before the last one::
     10:40, Thursday    Thursday, 11:01    the same round goes on            11:30
     10:40, Thursday    11:02              it is right again                 11:02, and Thursday is forgotten
 
-A clock that is wrong for longer than the interval is believed. Before the first look of a log there is the time at
-which somebody has sent last.
+A clock that is wrong for longer than the interval is believed. Before the first look, the time of the last send takes
+its place.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
 
 LOOK_INTERVAL_S = 1_200.0
-"""Seconds from one noted look to the next."""
+"""Seconds between noted looks."""
 BELIEVED_S = 3_000.0
 """Seconds after a look up to which a later clock is believed: more than two intervals, and less than the shortest
 retention."""
 LOOKED = "txmq.looked"
 BELIEVED = "txmq.believed"
-"""Names under which ``op`` keeps, in seconds since the epoch, the last look and the one before it (Delta's ``txn``)."""
+"""Names under which ``op`` keeps the last look and the one before it, in seconds since the epoch (Delta's ``txn``)."""
 
 
 def doubt_s(log: Engine, note: bool = True) -> float:
-    """Return the seconds by which this machine's clock may be ahead: what is destroyed must be so much older.
+    """Return the seconds by which this machine's clock may be ahead. Only what is older by this much may be deleted.
 
     Parameters
     ----------
     log : Engine
     note : bool
-        Whether this look is noted. One that is not leads to no later one.
+        Whether this look is noted. A look that is not noted does not help later ones.
 
     Returns
     -------
@@ -64,7 +64,7 @@ def _noted(op: Table) -> tuple[int | None, int | None]:
 
 
 def _after_look(log: Engine, op: Table) -> tuple[int, int]:
-    """What is to be noted now: the look that is believed, and the last one."""
+    """The looks to note now: the believed one, and the last one."""
     now = int(log.machine.time())
     believed, looked = _noted(op)
     if believed is None or looked is None:
@@ -77,19 +77,19 @@ def _after_look(log: Engine, op: Table) -> tuple[int, int]:
 
 
 def _newest_s(log: Engine) -> int:
-    """When somebody has sent last, or made a topic: upkeep and checks, whose clock is in doubt, do neither."""
+    """The time of the last send or new topic. Upkeep and checks, whose clock is in doubt, do neither."""
     log.topics_table.refresh()
     made_ms = pc.max(log.topics_table.actions()["modification_time"]).as_py() or 0
     return int(max(made_ms, log.half.newest_ms()) // 1000)
 
 
 def _note(log: Engine, op: Table) -> None:
-    last: list[tuple[int, int]] = []
+    newest: list[tuple[int, int]] = []
 
     def propose(version: int) -> Change | None:
-        last[:] = [_after_look(log, op)]
-        if last[0] == _noted(op):  # another process was faster
+        newest[:] = [_after_look(log, op)]
+        if newest[0] == _noted(op):  # another process was faster
             return None
-        return Change(transactions=dict(zip((BELIEVED, LOOKED), last[0], strict=True)))
+        return Change(transactions=dict(zip((BELIEVED, LOOKED), newest[0], strict=True)))
 
-    op.compare_and_set(propose, lambda change: _noted(op) == last[0])
+    op.compare_and_set(propose, lambda change: _noted(op) == newest[0])

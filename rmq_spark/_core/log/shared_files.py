@@ -1,7 +1,7 @@
 """Half files that several half batches share: those of threads that send at the same moment.
 
-The Delta log says between which half ids such a file lies. Which ones it has, and how many rows of each, stands in the
-file alone. A file never changes, so that is read once.
+The Delta log has the lowest and the highest half id of such a file. The half batches in it, and how many rows each has,
+are known from the file alone. A file never changes, so it is read once.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import pyarrow.compute as pc
 from rmq_spark.errors import CorruptLogError
 
 IDS_KEPT_MAX = 500_000
-"""Half ids that are kept in memory, at about 80 bytes each. Those of files not asked for lately are dropped first."""
+"""Half ids kept in memory, at about 80 bytes each. Those of the least recently used files are dropped first."""
 
 
 class SharedFiles:
-    """What lies in shared files: of each, ``half_id`` and ``rows``.
+    """The contents of shared files: ``half_id`` and ``rows`` of each half batch.
 
     Parameters
     ----------
@@ -40,21 +40,21 @@ class SharedFiles:
         CorruptLogError
             When the file is damaged, or has a row without half_id.
         """
-        found = self._kept.get(path)
-        if found is None:
+        batches = self._kept.get(path)
+        if batches is None:
             ids = self._read([path])
             if ids.null_count:
                 raise CorruptLogError(f"{path} has a row without half_id: table half was changed by hand")
-            found = counted(ids)
-            self.keep(path, found)
+            batches = counted(ids)
+            self.keep(path, batches)
         else:
             self._kept.move_to_end(path)
-        return found
+        return batches
 
     def is_small(self, path: str, rows_max: int) -> bool:
-        """Whether a file of several half batches that was asked for before has at most so many rows."""
-        found = self._kept.get(path)
-        return found is not None and 0 < (pc.sum(found["rows"]).as_py() or 0) <= rows_max
+        """Whether a shared file that was read before has at most ``rows_max`` rows."""
+        batches = self._kept.get(path)
+        return batches is not None and 0 < (pc.sum(batches["rows"]).as_py() or 0) <= rows_max
 
     def has(self, path: str, half_id: str) -> bool:
         """Whether a half batch has rows in a file."""
@@ -65,7 +65,7 @@ class SharedFiles:
         return bool(pc.any(pc.is_in(self.of(path)["half_id"], value_set=half_ids)).as_py())
 
     def keep(self, path: str, found: pa.Table) -> None:
-        """Keep what lies in a file."""
+        """Keep the contents of a file."""
         self._kept[path] = found
         self._ids += found.num_rows
         while self._ids > IDS_KEPT_MAX and len(self._kept) > 1:

@@ -1,5 +1,4 @@
-"""Half batches of one message each, arranged together: what Arrow does once for all would cost each of them
-milliseconds."""
+"""Arranges half batches of one message each together: Arrow calls for each of them would take milliseconds."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ from rmq_spark.errors import MessageError, TxmqError
 
 @dataclass(eq=False, slots=True)
 class OneMessage:
-    """A half batch of one message that has not been checked and arranged yet.
+    """A half batch of one message that is not yet checked and arranged.
 
     Attributes
     ----------
     writer : HalfWriter
     message : Message
     rows : HalfRows or None
-        What becomes of it.
+        The arranged message.
     """
 
     writer: HalfWriter
@@ -46,36 +45,36 @@ class OneMessage:
 
 
 def arrange(ones: Sequence[OneMessage]) -> dict[str, TxmqError]:
-    """Check messages, and set their rows. Returns what is wrong with those that break a rule, by half id."""
+    """Check messages, and set their rows. Returns the errors of messages that break a rule, by half id."""
     if len(ones) > 1:
-        with suppress(Exception):  # of one of them: find which
+        with suppress(Exception):  # one message is wrong: find out which below
             _arrange_together(ones)
             return {}
     problems: dict[str, TxmqError] = {}
-    for one in ones:
+    for single in ones:
         try:
-            one.rows = one.writer.rows_of(to_table([one.message]))
+            single.rows = single.writer.rows_of(to_table([single.message]))
         except TxmqError as problem:
-            problems[one.half_id] = problem
-        except Exception as problem:  # a list or mapping of it was changed after it was made
-            told = MessageError(f"the message cannot be sent as it is now ({type(problem).__name__}: {problem})")
-            told.__cause__ = cause_of(problem)
-            problems[one.half_id] = told
+            problems[single.half_id] = problem
+        except Exception as problem:  # a list or mapping in it was changed after it was made
+            error = MessageError(f"the message cannot be sent as it is now ({type(problem).__name__}: {problem})")
+            error.__cause__ = cause_of(problem)
+            problems[single.half_id] = error
     return problems
 
 
 def _arrange_together(ones: Sequence[OneMessage]) -> None:
-    """As ``HalfWriter.arrange`` does for one."""
-    topics = {name: queues for one in ones for name, queues in one.writer.topics.items()}
-    fifo = frozenset[str]().union(*(one.writer.fifo for one in ones))
+    """Do for all messages at once what ``HalfWriter.arrange`` does for one half batch."""
+    topics = {name: queues for single in ones for name, queues in single.writer.topics.items()}
+    fifo = frozenset[str]().union(*(single.writer.fifo for single in ones))
     checks = replace(ones[0].writer, topics=topics, fifo=fifo)
-    found = rows_of_each(to_table([one.message for one in ones]), [one.writer for one in ones], checks)
-    for one, rows in zip(ones, found, strict=True):
-        one.rows = rows
+    arranged = rows_of_each(to_table([single.message for single in ones]), [single.writer for single in ones], checks)
+    for single, rows in zip(ones, arranged, strict=True):
+        single.rows = rows
 
 
 def rows_of_each(table: pa.Table, writers: Sequence[HalfWriter], checks: HalfWriter) -> list[HalfRows]:
-    """Each message as the rows of a half batch of its own, by its writer. One writer checks them all.
+    """Each message as the rows of its own half batch, by its writer. ``checks`` checks all of them.
 
     Raises
     ------
@@ -89,18 +88,18 @@ def rows_of_each(table: pa.Table, writers: Sequence[HalfWriter], checks: HalfWri
         for writer, (topic, queue) in zip(writers, places, strict=True)
     ]
     headers = [writer.header for writer in writers]
-    made = {
+    values = {
         name: pa.array([getattr(h, name) for h in headers], HALF_SCHEMA.field(name).type) for name in HEADER_COLUMNS
     }
     zeros = pa.repeat(pa.scalar(0, pa.int64()), len(writers))
-    made |= {"file_no": zeros, "row_no": zeros, "queue_id": pa.array(queues, pa.int32())}
+    values |= {"file_no": zeros, "row_no": zeros, "queue_id": pa.array(queues, pa.int32())}
     now = checks.now()
-    made["store_timestamp"] = pa.repeat(now, len(writers))
-    columns = {f.name: made[f.name] if f.name in made else messages[f.name] for f in HALF_SCHEMA}
+    values["store_timestamp"] = pa.repeat(now, len(writers))
+    columns = {f.name: values[f.name] if f.name in values else messages[f.name] for f in HALF_SCHEMA}
     rows = pa.table(columns, schema=HALF_SCHEMA)
     staged_at = now.value / 1_000_000
-    waits = messages["deliver_at"].is_valid().to_pylist()
+    delayed = messages["deliver_at"].is_valid().to_pylist()
     return [
-        HalfRows(writer, rows, 0, (Segment(topic, queue, 0, 0),), staged_at, waits[i], i)
+        HalfRows(writer, rows, 0, (Segment(topic, queue, 0, 0),), staged_at, delayed[i], i)
         for i, (writer, (topic, _), queue) in enumerate(zip(writers, places, queues, strict=True))
     ]

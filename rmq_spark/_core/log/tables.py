@@ -41,16 +41,16 @@ class LogTables(ABC):
 
     @abstractmethod
     def has_groups(self) -> bool:
-        """Whether any consumer group has ever made the table ``groups``."""
+        """Whether the table ``groups`` exists: a consumer group has made it."""
 
     @abstractmethod
     def groups(self) -> Table:
-        """Open the table ``groups``, and make it when it is not there."""
+        """Open the table ``groups``, and make it if it does not exist."""
 
     @abstractmethod
     def another(self) -> LogTables:
-        """The same tables as another process would open them: nothing of them is read yet."""
+        """The same tables as another process would open them, with nothing read yet."""
 
     def in_background(self, work: Callable[[], None]) -> threading.Thread | None:
-        """Run upkeep beside this thread; None when it is done already."""
+        """Run upkeep in another thread; None when it is done already."""
         return self.half.machine.start_thread(work, "txmq-maintenance")

@@ -30,11 +30,11 @@ TOPICS_SCHEMA = pa.schema(
 
 
 TOPICS_FILES_MAX = 16
-"""So many files are merged into one."""
+"""Number of files that are merged into one."""
 
 
 class Topic(NamedTuple):
-    """A topic: how many queues it has, whether messages of a sharding key keep their order, and for how many seconds
+    """A topic: its number of queues, whether messages of a sharding key keep their order, and for how many seconds
     messages are kept (None: for ever)."""
 
     queues: int
@@ -43,7 +43,7 @@ class Topic(NamedTuple):
 
 
 class Known(NamedTuple):
-    """The topics as of a version of the table, their queues, and the names of FIFO topics."""
+    """The topics as of a version of the table, the number of queues of each, and the names of FIFO topics."""
 
     version: int
     topics: dict[str, Topic]
@@ -62,7 +62,7 @@ class TopicStore:
         self.table = table
         self.default_queues = default_queues
         self._known: Known | None = None
-        self._rows: dict[str, pa.Table] = {}  # of the files that were read last, by path
+        self._rows: dict[str, pa.Table] = {}  # of the files read last, by path
 
     def all(self) -> dict[str, Topic]:
         """The topics by name, as the table has them now."""
@@ -71,21 +71,21 @@ class TopicStore:
             return self.known()
 
     def with_names(self, names: Collection[str]) -> Known:
-        """The topics that this handle knows. It looks at the table when one of these names is not among them."""
-        wanted, seen = set(names), self._current()
-        if seen is not None and seen.topics.keys() >= wanted:
+        """The topics that this handle knows. It reads the table when one of these names is unknown."""
+        needed, seen = set(names), self._current()
+        if seen is not None and seen.topics.keys() >= needed:
             return seen
         with self.table.lock:
-            if self._known is None or not self.known().keys() >= wanted:
+            if self._known is None or not self.known().keys() >= needed:
                 self.table.refresh()
             return self.seen()
 
     def known(self) -> dict[str, Topic]:
-        """The topics that this handle has seen when it last looked."""
+        """The topics as of this handle's last read."""
         return self.seen().topics
 
     def seen(self) -> Known:
-        """What this handle has seen of the topics when it last looked."""
+        """The topics as of this handle's last read, with their version."""
         if (seen := self._current()) is not None:
             return seen
         with self.table.lock:
@@ -98,8 +98,8 @@ class TopicStore:
             return self._known
 
     def _read(self) -> pa.Table:
-        """The rows of the version that this handle has seen. Upkeep may have deleted its files long ago, when others
-        have changed topics since; then those of the newest version. A file never changes, so it is read once."""
+        """The rows of the version that this handle has seen. When upkeep has deleted its files meanwhile, those of the
+        newest version. A file never changes, so it is read once."""
         while True:
             version = self.table.version
             try:
@@ -111,52 +111,52 @@ class TopicStore:
                     raise
 
     def _current(self) -> Known | None:
-        """What this handle has read already, without a wait for a commit that is under way."""
+        """What this handle has read already; it does not wait for a commit under way."""
         known = self._known
         return None if known is None or known.version != self.table.version else known
 
     def create(
         self, names: Iterable[str], queues: int | None, fifo: bool, exist_ok: bool, retention_s: float | None = None
     ) -> None:
-        """Add topics of one kind in one commit, or none of them. TopicExistsError when one is there already, unless
-        ``exist_ok`` and of the same kind. One that is there keeps its retention, and another one is refused."""
-        wanted = self.default_queues if queues is None else queues
-        whole_number(wanted, "queues", 1, QUEUES_MAX, " of queues")
-        asked = list(dict.fromkeys(names))
+        """Add topics of one kind in one commit, or none of them. Raises TopicExistsError when a topic exists, unless
+        ``exist_ok`` and its kind is the same. An existing topic keeps its retention, and another one is refused."""
+        queue_count = self.default_queues if queues is None else queues
+        whole_number(queue_count, "queues", 1, QUEUES_MAX, " of queues")
+        topic_names = list(dict.fromkeys(names))
 
         def is_there(name: str) -> bool:
-            there = self.known().get(name)
-            if there is None:
+            topic = self.known().get(name)
+            if topic is None:
                 return False
-            as_asked = queues in (None, there.queues) and there.fifo == bool(fifo)
+            as_asked = queues in (None, topic.queues) and topic.fifo == bool(fifo)
             if exist_ok and as_asked:
-                if retention_s not in (None, there.retention_s):
+                if retention_s not in (None, topic.retention_s):
                     raise TopicExistsError(
-                        f"topic {name!r} is there already, and its messages are kept {_how_long(there.retention_s)}"
+                        f"topic {name!r} is there already, and its messages are kept {_how_long(topic.retention_s)}"
                         f" (asked for: {_how_long(retention_s)}): change that with log.set_retention"
                     )
                 return True
             advice = "takes it only as it is; use another name" if exist_ok else "takes it as it is"
-            there_is = _kind(there.queues, there.fifo)
-            other = "" if as_asked else f" (asked for: {_kind(wanted, bool(fifo))})"
-            raise TopicExistsError(f"topic {name!r} is there already, with {there_is}{other}: exist_ok=True {advice}")
+            current = _kind(topic.queues, topic.fifo)
+            extra = "" if as_asked else f" (asked for: {_kind(queue_count, bool(fifo))})"
+            raise TopicExistsError(f"topic {name!r} is there already, with {current}{extra}: exist_ok=True {advice}")
 
         def propose(version: int) -> Change | None:
-            new = [name for name in asked if not is_there(name)]
-            kind = {"queues": wanted, "fifo": bool(fifo), "retention_s": retention_s}
-            rows = [{"name": name, **kind, "created": self.table.machine.now()} for name in new]
+            new_names = [name for name in topic_names if not is_there(name)]
+            kind = {"queues": queue_count, "fifo": bool(fifo), "retention_s": retention_s}
+            rows = [{"name": name, **kind, "created": self.table.machine.now()} for name in new_names]
             table = pa.Table.from_pylist(rows, schema=TOPICS_SCHEMA)
-            return Change(add=[self.table.write(table, "topics", ("name",))]) if new else None
+            return Change(add=[self.table.write(table, "topics", ("name",))]) if new_names else None
 
         def landed(change: Change) -> bool:
-            # A topic of this name may be another process's: what counts is the file, also when it was merged since.
+            # A topic of this name may be another process's, so only the file counts, even when it was merged since.
             return all(has_held(self.table, file) for file in change.add)
 
         if self.table.compare_and_set(propose, landed) is not None:
             self._merge()
 
     def _merge(self) -> None:
-        """Put many small files together, or each topic would be a file that every process reads for ever."""
+        """Merge small files. Else each topic would be a file that every process reads for ever."""
 
         def choose(table: Table) -> list[str]:
             paths: list[str] = table.actions()["path"].to_pylist()
@@ -168,21 +168,21 @@ class TopicStore:
 
         try:
             compact(self.table, choose, merge)
-        except Exception as problem:  # the topics are there; who makes the next ones tries again
+        except Exception as problem:  # the topics exist; the next create tries again
             logger.info("the files of table topics were not merged: %s", failure(problem))
 
     def set_retention(self, name: str, retention_s: float | None) -> None:
-        """Change how long messages of a topic are kept; None for ever. The topic must be there."""
+        """Change how long messages of a topic are kept; None for ever. The topic must exist."""
 
         def propose(version: int) -> Change | None:
             if self.known()[name].retention_s == retention_s:
                 return None
             for path in self.table.actions()["path"].to_pylist():
                 rows = self.table.read([path])
-                mine = pc.equal(rows["name"], name)
-                if pc.any(mine).as_py():
+                is_topic = pc.equal(rows["name"], name)
+                if pc.any(is_topic).as_py():
                     at = rows.column_names.index("retention_s")
-                    changed = pc.if_else(mine, pa.scalar(retention_s, pa.float64()), rows["retention_s"])
+                    changed = pc.if_else(is_topic, pa.scalar(retention_s, pa.float64()), rows["retention_s"])
                     file = self.table.write(rows.set_column(at, "retention_s", changed), "topics", ("name",))
                     return Change(add=[file], remove=[path], data_change=False)
             return None
@@ -193,8 +193,8 @@ class TopicStore:
 def _how_long(retention_s: float | None) -> str:
     if retention_s is None:
         return "for ever"
-    unit, length = next((u, n) for u, n in (("d", 86_400), ("h", 3_600), ("s", 1)) if retention_s % n == 0 or n == 1)
-    return f"for {retention_s / length:g}{unit}"
+    unit, unit_s = next((u, n) for u, n in (("d", 86_400), ("h", 3_600), ("s", 1)) if retention_s % n == 0 or n == 1)
+    return f"for {retention_s / unit_s:g}{unit}"
 
 
 def _kind(queues: int, fifo: bool) -> str:

@@ -1,4 +1,4 @@
-"""Op rows that place messages, from the newest file of ``op`` backwards; or all rows from a version on, forwards."""
+"""Reads op rows: those that place messages, from the newest file backwards; or all from a version on, forwards."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ PLACEMENT_COLUMNS = [
 ]
 
 FILE_BYTES_MAX = 16 * 1024 * 1024
-"""Of files of ``op`` that are read at once. In memory they take about six times as much: what an op row says of every
-other one of 100,000 messages is large."""
+"""Bytes of files of ``op`` that are read at once. In memory they take about six times as much. One op row that names
+every other one of 100,000 messages is large."""
 
 
 def walk_placements(
     op: Table, since_version: int = 0, above: int = 0, files_min: int = 16
 ) -> Iterator[tuple[pa.Table, int | None]]:
-    """Placements, from the newest op file backwards. A reader near the head of its queues stops early, so its cost
-    does not follow the age of the log.
+    """Placements, from the newest op file backwards. A reader near the head of its queues stops early, so its cost does
+    not depend on the age of the log.
 
     Parameters
     ----------
     files_min : int
-        Files of the first step; every further step takes twice as many.
+        Files of the first step. Each further step takes twice as many.
 
     Yields
     ------
     (rows, rest)
-        With :data:`PLACEMENT_COLUMNS`; and the highest version that a row in the files not read yet can have (-1 when
-        there are none, None when it is not known).
+        Rows with :data:`PLACEMENT_COLUMNS`; and the highest version that rows of the remaining files can have (-1 when
+        no file remains, None when it is unknown).
     """
     files = newest_files(op, since_version, above)
-    wanted = _is_placement() & (pc.field("next_offset") > above)
+    is_wanted = _is_placement() & (pc.field("next_offset") > above)
     step, at = files_min, 0
     while at < len(files):
         paths = [path for path, _ in files[at : at + step]]
         at, step = at + step, step * 2
         rest = files[at][1] if at < len(files) else -1
-        yield read_op(op, paths, PLACEMENT_COLUMNS, wanted & (pc.field("version") >= since_version)), rest
+        yield read_op(op, paths, PLACEMENT_COLUMNS, is_wanted & (pc.field("version") >= since_version)), rest
 
 
 def newest_files(op: Table, since_version: int = 0, above: int = 0) -> list[tuple[str, int | None]]:
-    """Live files of ``op`` by falling highest version (None: without statistics, which come first). Files that can have
-    no row of these versions, or no message above this offset, are left out."""
+    """Live files of ``op`` by descending highest version (None: without statistics, which come first). Files that
+    cannot have a row of these versions, or a message above this offset, are left out."""
     actions = op.actions()
     if actions.num_rows == 0:
         return []
@@ -76,12 +76,12 @@ def newest_files(op: Table, since_version: int = 0, above: int = 0) -> list[tupl
         needed = pc.and_(needed, pc.fill_null(pc.greater(_bound(actions, "max.next_offset"), above), True))
     files = pa.table({"path": actions["path"], "version": version}).filter(needed)
     files = files.sort_by([("version", "descending")])
-    found = list(zip(files["path"].to_pylist(), files["version"].to_pylist(), strict=True))
-    return sorted(found, key=lambda f: f[1] is not None)
+    newest = list(zip(files["path"].to_pylist(), files["version"].to_pylist(), strict=True))
+    return sorted(newest, key=lambda f: f[1] is not None)
 
 
 def _bound(actions: pa.Table, name: str) -> pa.ChunkedArray:
-    # A column without a single value in any file has no statistics at all.
+    # A column without a value in any file has no statistics at all.
     return actions[name] if name in actions.column_names else pa.chunked_array([pa.nulls(actions.num_rows, pa.int64())])
 
 
@@ -90,14 +90,13 @@ def _is_placement() -> pc.Expression:
 
 
 def rows_above(op: Table, position: int, until: int, rows_max: int, columns: Sequence[str]) -> tuple[pa.Table, int]:
-    """All op rows above a version and up to another one, which is returned too: few enough for the memory. It is
+    """All op rows above a version, as many as fit into memory; and the version up to which they are complete. That is
     ``until`` when all were read.
 
     Parameters
     ----------
     rows_max : int
-        Another file of ``op`` is not read when the rows would be more than this, or the files larger than
-        :data:`FILE_BYTES_MAX`.
+        No further file of ``op`` is read when the rows would exceed this, or the files :data:`FILE_BYTES_MAX`.
     """
     actions = op.actions()
     actions = actions.filter(pc.fill_null(pc.greater(actions["max.version"], position), True))
@@ -109,9 +108,9 @@ def rows_above(op: Table, position: int, until: int, rows_max: int, columns: Seq
     for number, file in enumerate(actions.select(["min.version", "num_records", "size_bytes"]).to_pylist()):
         first = file["min.version"]
         rows, size = rows + (file["num_records"] or 0), size + (file["size_bytes"] or 0)
-        # A version may be spread over files that were merged. It is whole below the first one of those left out.
+        # Merged files may share a version. All versions below the first one that is left out are complete.
         if number > 0 and (rows > rows_max or size > FILE_BYTES_MAX) and first > position + 1:
             actions, until = actions.slice(0, number), min(until, first - 1)
             break
-    found = read_op(op, actions["path"].to_pylist(), columns)
-    return found.filter(pc.and_(pc.greater(found["version"], position), pc.less_equal(found["version"], until))), until
+    table = read_op(op, actions["path"].to_pylist(), columns)
+    return table.filter(pc.and_(pc.greater(table["version"], position), pc.less_equal(table["version"], until))), until

@@ -1,1 +1,1 @@
-"""The table ``messages``: what is drained into it, the border to ``op``, and reading messages."""
+"""The table ``messages``: draining into it, its border to ``op``, and reading messages."""

@@ -6,7 +6,7 @@
               in the table messages     │ placed by op, in half
               (first offset kept)
 
-What is drained is read from ``messages``: its op rows may be pruned, and its half files gone.
+Drained messages are read from ``messages``: their op rows may be pruned, and their half files gone.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Queue = tuple[str, int]
 
 HOW_TO_MEND = "Restore the log from a copy"
 RUNS_KEPT = 100_000
-"""Runs of offsets in files of ``messages`` that are kept in memory."""
+"""The most runs of offsets in files of ``messages`` that are kept in memory."""
 
 
 class _Run(NamedTuple):
-    """Rows of a file that stand in a queue one after the other: from which row and offset on, and how many."""
+    """Rows of a file whose offsets in a queue follow each other."""
 
     queue: Queue
     first_row: int
@@ -49,14 +49,14 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True)
 class _Border:
-    """What was drained at a version of ``messages``: up to which version of ``op``, and of which queue how much."""
+    """What was drained at a version of ``messages``: up to which version of ``op``, and where each queue ended."""
 
     position: int = -1
     ends: Mapping[Queue, int] = field(default_factory=dict)
 
 
 class Drained:
-    """What a handle knows of the table ``messages``.
+    """What one handle of a log knows of the table ``messages``.
 
     Parameters
     ----------
@@ -65,19 +65,19 @@ class Drained:
 
     def __init__(self, log: Engine) -> None:
         self._log = log
-        self._asked = (-1, -1)  # the version at which the table's position was asked for, and that position
+        self._asked = (-1, -1)  # a version of the table, and its position then
         self._border = _Border()
         self._runs: OrderedDict[str, tuple[_Run, ...]] = OrderedDict()
 
     @property
     def position(self) -> int:
-        """The version of ``op`` up to which the table had all messages when :meth:`border` was last called."""
+        """The version of ``op`` up to which the table had all messages at the last call of :meth:`border`."""
         return self._asked[1]
 
     def border(self) -> Mapping[Queue, int]:
-        """By queue, the offset at which the tail begins that is not drained yet; 0 for a queue that is not named.
+        """By queue, the offset of its first message that is not drained yet; 0 for a queue that is missing.
 
-        ``op`` must be read before: what was pruned from it by then is in the table now.
+        Read ``op`` before: what was pruned from it by then is in the table now.
 
         Raises
         ------
@@ -100,8 +100,8 @@ class Drained:
             return self._border.ends
 
     def whole_border(self) -> Mapping[Queue, int]:
-        """:meth:`border`; CorruptLogError when ``op`` was pruned of what ``messages`` does not have. (That look takes
-        delta-rs 1.5 ms.)"""
+        """Return :meth:`border`, or raise CorruptLogError when ``op`` was pruned of messages that ``messages`` lacks.
+        This check costs a call of delta-rs."""
         with self._log.lock:
             border = self.border()
             require_drained(self._log.messages_table, pruned_up_to(self._log.op, PRUNED_PLACED), "op was pruned")
@@ -131,7 +131,7 @@ class Drained:
             log.refresh()
             border = self.whole_border()
             counts = log.messages_table.actions()["num_records"]
-            firsts = log.firsts()  # after the files: those that expired were told of before they went
+            firsts = log.firsts()  # read after the files: op moves the first offsets before files expire
         rows, most = pc.sum(counts).as_py() or 0, sum(border.values())
         least = most - sum(min(first, border.get(queue, 0)) for queue, first in firsts.items())
         if counts.null_count or least <= rows <= most:
@@ -143,56 +143,59 @@ class Drained:
         )
 
     def _ends(self) -> dict[Queue, int]:
-        """Where each queue's first placement above the position stands, or else where the queue ends."""
+        """By queue, the offset of its first placement above the position, or else its end."""
         ends = dict(self._log.tails(refresh=False))
         for rows, _ in self._log.placements(self.position + 1):
             firsts = rows.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
-            for r in firsts.to_pylist():
-                queue = (r["topic"], r["queue_id"])
-                ends[queue] = min(ends.get(queue, r["queue_offset_min"]), r["queue_offset_min"])
+            for row in firsts.to_pylist():
+                queue = (row["topic"], row["queue_id"])
+                ends[queue] = min(ends.get(queue, row["queue_offset_min"]), row["queue_offset_min"])
         return ends
 
     # ------------------------------------------------------------------ where they lie
     def ranges(self, queue: Queue, first: int, stop: int) -> tuple[list[MessageRange], list[tuple[int, int]]]:
         """The rows of ``messages`` with a queue's offsets from ``first`` (included) to ``stop`` (excluded), in order;
-        and the offsets (first, end) that it does not hold, or that have expired.
+        and the offsets (first, end) that it lacks, or that have expired.
 
         Raises
         ------
         CorruptLogError
             When an offset is there twice.
         """
-        found: list[MessageRange] = []
+        ranges: list[MessageRange] = []
         missing: list[tuple[int, int]] = []
-        at = max(first, min(stop, self._log.ledger.firsts.get(queue, 0)))
-        if first < at:
-            missing.append((first, at))
-        if at >= stop:
-            return found, missing
+        next_offset = max(first, min(stop, self._log.ledger.firsts.get(queue, 0)))
+        if first < next_offset:
+            missing.append((first, next_offset))
+        if next_offset >= stop:
+            return ranges, missing
         with self._log.lock:
-            runs = [(run.first_offset, path, run, since) for path, run, since in self._overlapping(queue, at, stop)]
+            runs = [
+                (run.first_offset, path, run, since) for path, run, since in self._overlapping(queue, next_offset, stop)
+            ]
         for offset, path, run, since in sorted(runs):
-            if offset < at and found:
+            if offset < next_offset and ranges:
                 raise CorruptLogError(f"offset {offset} of queue {queue[1]} of topic {queue[0]!r} is drained twice")
-            if offset > at:
-                missing.append((at, offset))
-                at = offset
+            if offset > next_offset:
+                missing.append((next_offset, offset))
+                next_offset = offset
             end = min(stop, offset + run.length)
-            skip = run.first_row + at - offset
-            rows = RowRange(path, "", 0, run.file_rows, ((skip, skip + end - at - 1),), NAME)
-            found.append(MessageRange(rows, *queue, at, since=since))
-            at = end
-        if at < stop:
-            missing.append((at, stop))
-        return found, missing
+            skip = run.first_row + next_offset - offset
+            rows = RowRange(path, "", 0, run.file_rows, ((skip, skip + end - next_offset - 1),), NAME)
+            ranges.append(MessageRange(rows, *queue, next_offset, since=since))
+            next_offset = end
+        if next_offset < stop:
+            missing.append((next_offset, stop))
+        return ranges, missing
 
     def _overlapping(self, queue: Queue, first: int, stop: int) -> Iterator[tuple[str, _Run, int]]:
-        """Runs that hold some of these offsets, each with its file and the first version of ``op`` there."""
+        """Runs that hold some of these offsets, each with its file and the file's first version of ``op``."""
         actions = self._log.messages_table.actions()
         may_hold = pc.and_(
-            _between(actions, "topic", queue[0], queue[0]),
+            _may_lie_between(actions, "topic", queue[0], queue[0]),
             pc.and_(
-                _between(actions, "queue_id", queue[1], queue[1]), _between(actions, "queue_offset", first, stop - 1)
+                _may_lie_between(actions, "queue_id", queue[1], queue[1]),
+                _may_lie_between(actions, "queue_offset", first, stop - 1),
             ),
         )
         for file in actions.filter(may_hold).select(["path", "min.op_version"]).to_pylist():
@@ -213,49 +216,49 @@ class Drained:
 
     # ------------------------------------------------------------------ by time
     def first_since(self, time: datetime) -> dict[Queue, int]:
-        """Each queue's first drained offset that was committed at this time or later; queues without one are left
+        """By queue, its first drained offset that was committed at this time or later; queues without one are left
         out."""
         with self._log.lock:
             actions = self._log.messages_table.actions()
             since = pa.scalar(time, actions.schema.field("max.commit_timestamp").type)
             late = actions.filter(pc.fill_null(pc.greater_equal(actions["max.commit_timestamp"], since), True))
-            found: dict[Queue, int] = {}
+            offsets: dict[Queue, int] = {}
             for path in late["path"].to_pylist():
                 rows = self._log.messages_table.read([path], ["topic", "queue_id", "queue_offset", "commit_timestamp"])
                 rows = rows.filter(pc.greater_equal(rows["commit_timestamp"], since))
                 firsts = rows.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
-                for r in firsts.to_pylist():
-                    queue = (r["topic"], r["queue_id"])
-                    found[queue] = min(found.get(queue, r["queue_offset_min"]), r["queue_offset_min"])
-            return found
+                for row in firsts.to_pylist():
+                    queue = (row["topic"], row["queue_id"])
+                    offsets[queue] = min(offsets.get(queue, row["queue_offset_min"]), row["queue_offset_min"])
+            return offsets
 
     def times_of(self, offsets: Mapping[Queue, int]) -> dict[Queue, datetime]:
-        """When the messages at some drained offsets were committed; those that are not there are left out."""
-        found: dict[Queue, datetime] = {}
+        """By queue, the commit time of the message at a drained offset; missing messages are left out."""
+        times: dict[Queue, datetime] = {}
         for queue, offset in offsets.items():
             ranges, _ = self.ranges(queue, offset, offset + 1)
             for part in ranges:
                 for _, rows in self._log.messages_table.read_range(part.rows, ["commit_timestamp"]):
-                    found[queue] = rows["commit_timestamp"][0].as_py()
-        return found
+                    times[queue] = rows["commit_timestamp"][0].as_py()
+        return times
 
 
-def _between(actions: pa.Table, name: str, first: object, last: object) -> pa.ChunkedArray:
-    """Which files may hold a value of a column between these two, both included."""
+def _may_lie_between(actions: pa.Table, name: str, first: object, last: object) -> pa.ChunkedArray:
+    """Which files may hold a value of a column from ``first`` to ``last``, both included."""
     inside = pc.and_(pc.less_equal(actions[f"min.{name}"], last), pc.greater_equal(actions[f"max.{name}"], first))
     return pc.fill_null(inside, True)
 
 
 def _runs(rows: pa.Table) -> Iterator[_Run]:
-    """The runs of offsets in a file, in its order."""
-    n = rows.num_rows
-    if n == 0:
+    """The runs of offsets in a file, in the file's order."""
+    count = rows.num_rows
+    if count == 0:
         return
     rows = rows.combine_chunks()
     topic, queue_id, offset = (rows[name].chunk(0) for name in ("topic", "queue_id", "queue_offset"))
-    goes_on = pc.and_(pc.equal(topic[1:], topic[:-1]), pc.equal(queue_id[1:], queue_id[:-1]))
-    goes_on = pc.and_(goes_on, pc.equal(pc.subtract(offset[1:], offset[:-1]), 1))
-    starts = [0, *(i + 1 for i in pc.indices_nonzero(pc.invert(goes_on)).to_pylist())]
-    for start, end in zip(starts, [*starts[1:], n], strict=True):
+    continues = pc.and_(pc.equal(topic[1:], topic[:-1]), pc.equal(queue_id[1:], queue_id[:-1]))
+    continues = pc.and_(continues, pc.equal(pc.subtract(offset[1:], offset[:-1]), 1))
+    starts = [0, *(i + 1 for i in pc.indices_nonzero(pc.invert(continues)).to_pylist())]
+    for start, end in zip(starts, [*starts[1:], count], strict=True):
         queue = (topic[start].as_py(), queue_id[start].as_py())
-        yield _Run(queue, start, offset[start].as_py(), end - start, n)
+        yield _Run(queue, start, offset[start].as_py(), end - start, count)

@@ -1,4 +1,4 @@
-"""Copies what ``op`` placed into the ``messages`` table, in the order of ``op``.
+"""Copies the messages that ``op`` placed into the table ``messages``, in the order of ``op``.
 
 ::
 
@@ -6,8 +6,8 @@
     half      the messages of 5 to 8 ──────┐
     messages  1 2 3 4 │ position 4         └──▶ large files, a topic each ──▶ one commit: the files, and position 8
 
-Any number of drainers may run at once, and one may die anywhere: the position stands in the table, and a commit goes
-through only from the position that the drainer started from. What a loser wrote is left to a vacuum.
+Any number of drainers may run at once, and each may die anywhere: the position stands in the table, and a commit goes
+through only from the position that its drainer started from. A loser deletes its files, or leaves them to a vacuum.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
 
 OP_ROWS_MAX = 100_000
-"""Op rows that are looked at in one step."""
+"""Op rows that one step reads at most."""
 STEP_MESSAGES_MAX = 4_000_000
-"""So many messages go into one commit, unless one version of ``op`` alone has more."""
+"""The most messages of one commit, unless a single version of ``op`` has more."""
 VERSIONS_SKIPPED_MAX = 1_000
-"""So many versions of ``op`` may place nothing before a commit says that they are done."""
+"""A commit moves the position past this many versions of ``op`` that place nothing. Fewer are left to a later step."""
 COLUMNS = [*PLACEMENT_COLUMNS, "commit_id"]
-"""Those of ``op`` that a drain reads."""
+"""Columns of ``op`` that a drain reads."""
 
 
 class Drainer:
@@ -57,14 +57,14 @@ class Drainer:
         self._log = log
 
     def run(self) -> int:
-        """Drain all that is placed by now, step by step; returns the version of ``op`` that is reached.
+        """Drain everything placed by now, step by step; return the version of ``op`` that is reached.
 
         Raises
         ------
         ForeignChangeError
             When another writer changed the table.
         CorruptLogError
-            When the table is not what ``op`` says, such as when one of the two is an older copy.
+            When the table contradicts ``op``, such as when one of the two is an older copy.
         """
         self._log.messages_table.refresh()
         require_own(self._log.messages_table)
@@ -73,7 +73,9 @@ class Drainer:
         until = self._log.refresh()
         while True:
             table = self._log.messages_table
-            pruned = pruned_up_to(self._log.op, PRUNED_PLACED)  # read before messages, which then has it
+            pruned = pruned_up_to(
+                self._log.op, PRUNED_PLACED
+            )  # read before messages, which then has all that was pruned
             table.refresh()
             position = drained_up_to(table)
             if position > until and position > (until := self._log.refresh()):
@@ -86,7 +88,7 @@ class Drainer:
                 return max(position, until)
 
     def _step(self, table: Table, position: int, until: int) -> bool:
-        """Copy what the next versions of ``op`` placed, in one commit. False when they placed nothing."""
+        """Copy what the next versions of ``op`` placed, in one commit. Return False when they placed nothing."""
         rows, end = self._next_placed(position, until)
         if rows.num_rows == 0 and end - position < VERSIONS_SKIPPED_MAX:
             return False
@@ -94,7 +96,7 @@ class Drainer:
             files = self._write(table, rows)
         except LostFileError as problem:
             table.refresh()
-            if not _is_next(table, position):  # another drainer was faster, and upkeep took away what it had copied
+            if not _is_next(table, position):  # another drainer was faster, and upkeep removed the half files
                 return True
             if not isinstance(problem, StrippedError):
                 raise
@@ -113,7 +115,7 @@ class Drainer:
             return Change(add=files, transactions=transactions_of(end, rows))
 
         def landed(change: Change) -> bool:
-            # Another drainer may have come so far: our files count too. A commit adds all, so one tells of the others.
+            # Another drainer may have come as far, so our files must be there, too. A commit adds all of them or none.
             return drained_up_to(table) >= end and all(has_held(table, file) for file in change.add[:1])
 
         if table.compare_and_set(propose, landed) is None and not tried:
@@ -121,18 +123,18 @@ class Drainer:
         return True
 
     def _write(self, table: Table, rows: pa.Table) -> Sequence[DataFile]:
-        """Write the messages that op rows place as files of ``messages``, each of one topic, by queue and offset. They
-        are in no table yet."""
+        """Write the messages that op rows place as files of ``messages``, each of one topic, by queue and offset. No
+        commit names them yet."""
         half = self._log.half
-        # Threads bring nothing on a local disk, where Python's part of a read takes longer than the disk's.
-        remote = isinstance(table.fs, pafs.FileSystem) and not isinstance(table.fs, pafs.LocalFileSystem)
-        sizes = half.sizes(rows["path"]) if remote else None
+        # Threads gain nothing on a local disk, where Python's part of a read takes longer than the disk's.
+        is_remote = isinstance(table.fs, pafs.FileSystem) and not isinstance(table.fs, pafs.LocalFileSystem)
+        sizes = half.sizes(rows["path"]) if is_remote else None
         return list(message_files(placed_ranges(rows), half.read_range, table, sizes))
 
-    # ------------------------------------------------------------------ what is next
+    # ------------------------------------------------------------------ the next op rows
     def _next_placed(self, position: int, until: int) -> tuple[pa.Table, int]:
-        """Op rows that place messages, of the first versions above the position that have some, and the last of these
-        versions; none and ``until`` when there are none."""
+        """Op rows of the first versions above the position that place messages, and the last of these versions; no rows
+        and ``until`` when no version does."""
         while position < until:
             rows, end = self._op_rows(position, until)
             rows = rows.filter(pc.is_valid(rows["queue_offset"]))
@@ -142,7 +144,7 @@ class Drainer:
         return NO_OPS, until
 
     def _op_rows(self, position: int, until: int) -> tuple[pa.Table, int]:
-        """All op rows above a version and up to another one, which is returned too: few enough for the memory."""
+        """All op rows above a version, as far as they fit into memory, and the version up to which they go."""
         return rows_above(self._log.op, position, until, OP_ROWS_MAX, COLUMNS)
 
 
@@ -169,7 +171,8 @@ def _delete(table: Table, files: Sequence[DataFile]) -> None:
 
 
 def _first_versions(rows: pa.Table, end: int, messages_max: int) -> tuple[pa.Table, int]:
-    """As many versions as have no more messages than a step takes, but at least one; and the last of them."""
+    """Rows of as many versions as have at most ``messages_max`` messages, but of at least one; and the last of these
+    versions."""
     sums = rows.group_by("version", use_threads=False).aggregate([("count", "sum")]).sort_by("version")
     totals = list(accumulate(sums["count_sum"].to_pylist()))
     fitting = max(1, bisect_right(totals, messages_max))

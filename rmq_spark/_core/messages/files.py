@@ -1,4 +1,4 @@
-"""From what ``op`` placed to files of the table ``messages``: what one step of a drain writes.
+"""Turns what ``op`` placed into files of the table ``messages``: what one step of a drain writes.
 
 ::
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from rmq_spark._core.storage.table import Table
 
 FILE_BYTES_MAX = 96 * 1024 * 1024
-"""Messages that are collected before a file is written: its size in memory. On disk it is a fraction of this."""
+"""Collected messages of this size in memory are written as a file, which is a fraction of this size."""
 ROWS_AT_ONCE = 10_000
-"""Op rows that are made into ranges together: as Python objects they take some 3 KB each."""
+"""Op rows that are made into ranges together, as Python objects."""
 RUNS_AT_ONCE = 100_000
-"""Runs of rows that these may name, unless one names more: 300 bytes each."""
+"""The most runs of rows that these op rows name, unless a single one names more."""
 READS_AT_ONCE = 16
-"""Small half files that are read from an object store at the same time. Each takes a few round trips."""
+"""Small half files that are read from an object store at the same time. Each read takes a few round trips."""
 SMALL_FILE_BYTES = 256 * 1024
 
 Read = Callable[["RowRange", Sequence[str]], Iterator[tuple[int, pa.Table]]]
-"""Reads rows of half files, as ``files.read_range`` does."""
+"""Reads rows of a half file, as ``files.read_range`` does."""
 
 
 def placed_ranges(rows: pa.Table) -> Iterator[PlacedRange]:
-    """What op rows place, in the order of ``op``; but all of one half file together, which is then read once (but for a
-    half batch that was decided bit by bit: once for each of them).
+    """What op rows place, in the order of ``op``, but with all ranges of a half file together: the file is then read
+    once. (A half batch that was decided bit by bit is read once for each decision.)
 
     Raises
     ------
@@ -52,19 +52,19 @@ def placed_ranges(rows: pa.Table) -> Iterator[PlacedRange]:
     """
     rows = rows.combine_chunks()
     firsts = rows.group_by("path", use_threads=False).aggregate([("version", "min")])
-    at = firsts["version_min"].take(pc.index_in(rows["path"], value_set=firsts["path"].combine_chunks()))
+    file_at = firsts["version_min"].take(pc.index_in(rows["path"], value_set=firsts["path"].combine_chunks()))
     first_row = pc.struct_field(pc.list_element(rows["ranges"], 0), "first")
     order = ("file_at", "path", "half_id", "file_no", "version", "first_row")
-    keys = pa.table([at, *(rows[name] for name in order[1:-1]), first_row], names=list(order))
+    keys = pa.table([file_at, *(rows[name] for name in order[1:-1]), first_row], names=list(order))
     indices = pc.sort_indices(keys, sort_keys=[(name, "ascending") for name in order])
     ends = list(accumulate(pc.list_value_length(rows["ranges"]).take(indices).to_pylist()))
-    first = before = 0
+    first = runs_before = 0
     while first < len(ends):
-        last = bisect_right(ends, before + RUNS_AT_ONCE, first, min(first + ROWS_AT_ONCE, len(ends)))
+        last = bisect_right(ends, runs_before + RUNS_AT_ONCE, first, min(first + ROWS_AT_ONCE, len(ends)))
         last = max(first + 1, last)
         for row in rows.take(indices.slice(first, last - first)).to_pylist():
             yield placed_range(row)
-        first, before = last, ends[last - 1]
+        first, runs_before = last, ends[last - 1]
 
 
 def message_files(
@@ -73,17 +73,17 @@ def message_files(
     table: Table,
     sizes: Mapping[str, int] | None = None,
 ) -> Iterator[DataFile]:
-    """Write the messages of some ranges as files of ``messages``, a topic each. A commit must add them.
+    """Write the messages of some ranges as files of ``messages``, each of one topic. A commit must add them.
 
     Parameters
     ----------
     ranges : iterable of PlacedRange
-        Those of a half file after each other.
+        The ranges of a half file follow each other.
     read : callable
     table : Table
         ``messages``.
     sizes : mapping of str to int, optional
-        Bytes of half files. Given where each read takes long: the small ones of these are read at the same time.
+        Bytes of half files. Given where each read takes long: small half files are then read at the same time.
     """
     collected: dict[str, _Collected] = {}
     for messages in made_of(_pieces(ranges, read, sizes or {}), MESSAGES_SCHEMA.names):
@@ -92,36 +92,36 @@ def message_files(
         if sum(c.size for c in collected.values()) >= FILE_BYTES_MAX:
             largest = max(collected.values(), key=lambda c: c.size)
             yield write_messages(table, largest.take())
-    for left in collected.values():
-        if left.parts:
-            yield write_messages(table, left.take())
+    for rest in collected.values():
+        if rest.parts:
+            yield write_messages(table, rest.take())
 
 
 # ---------------------------------------------------------------- reading
 def _pieces(ranges: Iterable[PlacedRange], read: Read, sizes: Mapping[str, int]) -> Iterator[Piece[PlacedRange]]:
     if not sizes:
-        for together in by_file(ranges):
-            yield from pieces_of(together, read(rows_of(together), STORED_COLUMNS))
+        for file_ranges in by_file(ranges):
+            yield from pieces_of(file_ranges, read(rows_of(file_ranges), STORED_COLUMNS))
         return
-    reading: deque[tuple[list[PlacedRange], Future[list[tuple[int, pa.Table]]] | None]] = deque()
+    reads: deque[tuple[list[PlacedRange], Future[list[tuple[int, pa.Table]]] | None]] = deque()
 
     def first() -> Iterator[Piece[PlacedRange]]:
-        together, ahead = reading.popleft()
-        tables = read(rows_of(together), STORED_COLUMNS) if ahead is None else ahead.result()
-        return pieces_of(together, tables)
+        file_ranges, future = reads.popleft()
+        tables = read(rows_of(file_ranges), STORED_COLUMNS) if future is None else future.result()
+        return pieces_of(file_ranges, tables)
 
     with ThreadPoolExecutor(READS_AT_ONCE, "txmq-read") as pool:
-        for together in by_file(ranges):
-            small = sizes.get(together[0].rows.path, SMALL_FILE_BYTES) < SMALL_FILE_BYTES
-            reading.append((together, submitted(pool, _read_whole, read, rows_of(together)) if small else None))
-            if len(reading) == READS_AT_ONCE:
+        for file_ranges in by_file(ranges):
+            is_small = sizes.get(file_ranges[0].rows.path, SMALL_FILE_BYTES) < SMALL_FILE_BYTES
+            reads.append((file_ranges, submitted(pool, _read_whole, read, rows_of(file_ranges)) if is_small else None))
+            if len(reads) == READS_AT_ONCE:
                 yield from first()
-        while reading:
+        while reads:
             yield from first()
 
 
-def _read_whole(read: Read, wanted: RowRange) -> list[tuple[int, pa.Table]]:
-    return list(read(wanted, STORED_COLUMNS))
+def _read_whole(read: Read, row_range: RowRange) -> list[tuple[int, pa.Table]]:
+    return list(read(row_range, STORED_COLUMNS))
 
 
 # ---------------------------------------------------------------- collecting
@@ -137,7 +137,7 @@ class _Collected:
         self.size += messages.nbytes
 
     def take(self) -> pa.Table:
-        """All of them by queue and offset."""
+        """Return all of them by queue and offset, and start again with none."""
         parts = sorted(self.parts, key=lambda part: (part["queue_id"][0].as_py(), part["queue_offset"][0].as_py()))
         self.parts, self.size = [], 0
         messages = pa.concat_tables(parts)
@@ -148,7 +148,7 @@ ORDER = ("queue_id", "queue_offset")
 
 
 def _owned(messages: pa.Table) -> pa.Table:
-    """Messages that keep nothing else in memory: a small slice would keep all that was read with it."""
+    """Messages that keep nothing else in memory: a small slice would keep everything read with it."""
     if 2 * messages.nbytes >= messages.get_total_buffer_size():
         return messages
     return pa.concat_tables([messages, messages.slice(0, 0)]).combine_chunks()

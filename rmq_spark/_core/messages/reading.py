@@ -1,4 +1,4 @@
-"""From half rows to messages: what a reader makes of placed ranges.
+"""Turns half rows into messages: what a reader makes of placed ranges.
 
 Executors run it too (:func:`messages_of`), with nothing but pyarrow and this package's files.
 """
@@ -42,23 +42,22 @@ STORED_COLUMNS = (
 )
 """Columns that are read as ``half`` has them."""
 FEW_ROWS = 1_000
-"""Ranges with fewer rows than this are made into messages together: each table of its own costs half a millisecond, and
-20 KB however little is in it."""
+"""Ranges with fewer rows are made into messages together, because each table costs time and memory of its own."""
 TOGETHER_MAX = 1_000
-"""So many of them together."""
+"""The most ranges that are made into messages together."""
 
 
 def by_file(ranges: Iterable[_Range]) -> Iterator[list[_Range]]:
-    """Ranges that follow each other in one file, so that a row group is read once for all its queues, and a file that
-    half batches share once for all of them."""
-    together: list[_Range] = []
+    """Group ranges that follow each other in one file, so that a row group is read once for all its queues, and a file
+    that half batches share once for all of them."""
+    group: list[_Range] = []
     for placed in ranges:
-        if together and not _in_same_file(together[-1].rows, placed.rows):
-            yield together
-            together = []
-        together.append(placed)
-    if together:
-        yield together
+        if group and not _in_same_file(group[-1].rows, placed.rows):
+            yield group
+            group = []
+        group.append(placed)
+    if group:
+        yield group
 
 
 def _in_same_file(last: RowRange, rows: RowRange) -> bool:
@@ -67,10 +66,10 @@ def _in_same_file(last: RowRange, rows: RowRange) -> bool:
     return not last.is_same_half_file(rows) or last.ranges[-1][1] < rows.ranges[0][0]
 
 
-def _cut(together: Sequence[_Range], position: int, table: pa.Table) -> Iterator[Piece[_Range]]:
-    """A table that starts ``position`` rows into these ranges, cut to them."""
+def _cut(ranges: Sequence[_Range], position: int, table: pa.Table) -> Iterator[Piece[_Range]]:
+    """Cut a table that starts ``position`` rows into these ranges into a piece for each range."""
     start = 0
-    for placed in together:
+    for placed in ranges:
         if start >= position + table.num_rows:
             return
         first, end = max(start, position), min(start + placed.count, position + table.num_rows)
@@ -81,36 +80,36 @@ def _cut(together: Sequence[_Range], position: int, table: pa.Table) -> Iterator
 
 def rows_of(together: Sequence[MessageRange]) -> RowRange:
     """The rows of ranges that follow each other in one file."""
-    found: list[RowRange] = []
+    parts: list[RowRange] = []
     for placed in together:
         rows = placed.rows
-        if found and found[-1].is_same_half_file(rows):
-            found[-1] = replace(found[-1], ranges=found[-1].ranges + rows.ranges)
+        if parts and parts[-1].is_same_half_file(rows):
+            parts[-1] = replace(parts[-1], ranges=parts[-1].ranges + rows.ranges)
         else:
-            found.append(rows)
-    return replace(found[0], more=tuple(found[1:]))
+            parts.append(rows)
+    return replace(parts[0], more=tuple(parts[1:]))
 
 
 def messages_of(
     together: Sequence[_Range], tables: Iterable[tuple[int, pa.Table]], columns: Sequence[str]
 ) -> Iterator[pa.Table]:
-    """Rows of :func:`rows_of`, as ``read_range`` yields them, as messages of the source: those that a filter keeps."""
+    """Messages of the source from rows of :func:`rows_of`, as ``read_range`` yields them: those that a filter keeps."""
     return made_of(pieces_of(together, tables), columns)
 
 
 Piece = tuple[_Range, int, pa.Table]
-"""A range, how many rows of it come before, and rows of it."""
+"""A range, the number of its rows before these, and these rows."""
 
 
 def pieces_of(together: Sequence[_Range], tables: Iterable[tuple[int, pa.Table]]) -> Iterator[Piece[_Range]]:
-    """Rows of :func:`rows_of`, as ``read_range`` yields them, cut to their ranges."""
+    """Cut rows of :func:`rows_of`, as ``read_range`` yields them, to their ranges."""
     for position, table in tables:
         yield from _cut(together, position, table)
 
 
 def made_of(pieces: Iterable[Piece[_Range]], columns: Sequence[str]) -> Iterator[pa.Table]:
-    """Pieces as messages of the source, in their order: those that a filter keeps. Small ones that follow each other,
-    also of several files and queues, come in one table.
+    """Messages of the source from pieces, in their order: those that a filter keeps. Small pieces that follow each
+    other, even of several files and queues, come in one table.
 
     Parameters
     ----------
@@ -120,38 +119,38 @@ def made_of(pieces: Iterable[Piece[_Range]], columns: Sequence[str]) -> Iterator
     """
     waiting: list[Piece[PlacedRange]] = []
 
-    def together() -> Iterator[pa.Table]:
+    def flush() -> Iterator[pa.Table]:
         if waiting:
-            yield _kept(*_made(waiting, columns))
+            yield _filtered(*_make_messages(waiting, columns))
             waiting.clear()
 
-    for placed, at, part in pieces:
+    for placed, before, part in pieces:
         if not isinstance(placed, PlacedRange):  # a file of messages has them as they are
-            yield from together()
-            yield _kept(part.select(columns).cast(pa.schema([MESSAGES_SCHEMA.field(c) for c in columns])), part)
+            yield from flush()
+            yield _filtered(part.select(columns).cast(pa.schema([MESSAGES_SCHEMA.field(c) for c in columns])), part)
             continue
-        small = part.num_rows < FEW_ROWS
-        if not small or len(waiting) == TOGETHER_MAX or _per(waiting) != placed.transaction_per:
-            yield from together()
-        waiting.append((placed, at, part))
-        if not small:
-            yield from together()
-    yield from together()
+        is_small = part.num_rows < FEW_ROWS
+        if not is_small or len(waiting) == TOGETHER_MAX or _transaction_per(waiting) != placed.transaction_per:
+            yield from flush()
+        waiting.append((placed, before, part))
+        if not is_small:
+            yield from flush()
+    yield from flush()
 
 
-def _per(waiting: Sequence[Piece[PlacedRange]]) -> str | None:
+def _transaction_per(waiting: Sequence[Piece[PlacedRange]]) -> str | None:
     return waiting[0][0].transaction_per if waiting else None
 
 
-def _kept(messages: pa.Table, rows: pa.Table) -> pa.Table:
-    """The messages that a filter keeps of the rows that they were made of."""
+def _filtered(messages: pa.Table, rows: pa.Table) -> pa.Table:
+    """The messages that a filter keeps. ``rows`` are the rows that they were made of."""
     if KEPT in rows.column_names and not pc.all(rows[KEPT]).as_py():
         return messages.filter(rows[KEPT])
     return messages
 
 
 def require_source_columns(columns: Sequence[str]) -> list[str]:
-    """The columns themselves when the source has them all; OptionError names the nearest right one."""
+    """Return the columns when the source has them all; else raise OptionError, which names the nearest right one."""
     if isinstance(columns, (str, bytes)) or not isinstance(columns, Iterable):
         raise OptionError(f"columns={columns!r} is no list of names: columns of the source are expected")
     for name in columns:
@@ -161,7 +160,7 @@ def require_source_columns(columns: Sequence[str]) -> list[str]:
 
 
 def stored_columns(columns: Sequence[str], together: Sequence[MessageRange]) -> list[str]:
-    """The columns of a file that must be read to make these columns of the source, of ranges that lie in it."""
+    """The columns of a file that must be read to make these columns of the source from the ranges in it."""
     by_key = [isinstance(placed, PlacedRange) and placed.transaction_per == KEY for placed in together]
     if not isinstance(together[0], PlacedRange):
         return list(columns)
@@ -171,13 +170,13 @@ def stored_columns(columns: Sequence[str], together: Sequence[MessageRange]) -> 
     return stored or ["row_no"]
 
 
-def _made(pieces: Sequence[Piece[PlacedRange]], columns: Sequence[str]) -> tuple[pa.Table, pa.Table]:
-    """Pieces that have one ``transaction_per``, as one table of messages; and the rows that it was made of."""
+def _make_messages(pieces: Sequence[Piece[PlacedRange]], columns: Sequence[str]) -> tuple[pa.Table, pa.Table]:
+    """One table of messages from pieces that have one ``transaction_per``; and the rows that it was made of."""
     rows = _one_table([part for _, _, part in pieces])
     ranges = [placed for placed, _, _ in pieces]
     counts = [part.num_rows for _, _, part in pieces]
-    runs = [run for placed, at, part in pieces for run in _runs(placed, at, part.num_rows)]
-    made: dict[str, pa.Array | pa.ChunkedArray] = {}
+    runs = [run for placed, before, part in pieces for run in _runs(placed, before, part.num_rows)]
+    arrays: dict[str, pa.Array | pa.ChunkedArray] = {}
 
     def addressed(heads: Iterable[str]) -> pa.Array:
         numbers = pc.cast(_sequences(runs), pa.string())
@@ -186,47 +185,49 @@ def _made(pieces: Sequence[Piece[PlacedRange]], columns: Sequence[str]) -> tuple
     for name in columns:
         kind = MESSAGES_SCHEMA.field(name).type
         if name in STORED_COLUMNS:
-            made[name] = rows[name]
+            arrays[name] = rows[name]
         elif name == "queue_offset":
-            made[name] = _sequences([(p.queue_offset + at, n) for (p, at, _), n in zip(pieces, counts, strict=True)])
+            arrays[name] = _sequences(
+                [(p.queue_offset + before, n) for (p, before, _), n in zip(pieces, counts, strict=True)]
+            )
         elif name == "row_no":
-            made[name] = _sequences(runs)
+            arrays[name] = _sequences(runs)
         elif name in ("half_id", "file_no"):
-            made[name] = _repeated((getattr(p.rows, name) for p in ranges), counts, kind)
+            arrays[name] = _repeated((getattr(p.rows, name) for p in ranges), counts, kind)
         elif name == "msg_id":
-            made[name] = addressed(f"{p.rows.half_id}:{p.rows.file_no}." for p in ranges)
+            arrays[name] = addressed(f"{p.rows.half_id}:{p.rows.file_no}." for p in ranges)
         elif name != "transaction_id":
-            made[name] = _repeated((getattr(p, name) for p in ranges), counts, kind)
+            arrays[name] = _repeated((getattr(p, name) for p in ranges), counts, kind)
         elif ranges[0].transaction_per == MESSAGE:
-            made[name] = addressed(f"{p.rows.half_id}:{p.attempt}:{p.rows.file_no}." for p in ranges)
+            arrays[name] = addressed(f"{p.rows.half_id}:{p.attempt}:{p.rows.file_no}." for p in ranges)
         else:
             ids = _repeated((batch_transaction_id(p.rows.half_id, p.attempt) for p in ranges), counts, kind)
             by_key = ranges[0].transaction_per == KEY
-            made[name] = pc.binary_join_element_wise(ids, rows["transaction_key"], ":") if by_key else ids
-    return pa.table(made, schema=pa.schema([MESSAGES_SCHEMA.field(c) for c in columns])), rows
+            arrays[name] = pc.binary_join_element_wise(ids, rows["transaction_key"], ":") if by_key else ids
+    return pa.table(arrays, schema=pa.schema([MESSAGES_SCHEMA.field(c) for c in columns])), rows
 
 
 def _one_table(parts: Sequence[pa.Table]) -> pa.Table:
-    """Stored rows of several files, which need not have one type for a column: another writer of messages may
-    have made some."""
+    """Stored rows of several files. A column may have several types: another writer of messages may have made some
+    files."""
     names = parts[0].column_names
-    kinds = [MESSAGES_SCHEMA.field(n).type if n in STORED_COLUMNS else parts[0].schema.field(n).type for n in names]
-    schema = pa.schema(list(zip(names, kinds, strict=True)))
-    same = [p if p.schema.equals(schema) else p.cast(schema) for p in parts]
-    return same[0] if len(same) == 1 else pa.concat_tables(same).combine_chunks()
+    types = [MESSAGES_SCHEMA.field(n).type if n in STORED_COLUMNS else parts[0].schema.field(n).type for n in names]
+    schema = pa.schema(list(zip(names, types, strict=True)))
+    cast_parts = [p if p.schema.equals(schema) else p.cast(schema) for p in parts]
+    return cast_parts[0] if len(cast_parts) == 1 else pa.concat_tables(cast_parts).combine_chunks()
 
 
 def _repeated(values: Iterable[object], counts: Sequence[int], kind: pa.DataType) -> pa.Array:
-    """Each value so many times."""
-    found = list(values)
-    if len(found) == 1:
-        return pa.repeat(pa.scalar(found[0], kind), counts[0])
+    """Each value, repeated as often as its count says."""
+    items = list(values)
+    if len(items) == 1:
+        return pa.repeat(pa.scalar(items[0], kind), counts[0])
     ends = pa.array(accumulate(counts), pa.int32())
-    return pc.run_end_decode(pa.RunEndEncodedArray.from_arrays(ends, pa.array(found, kind)))
+    return pc.run_end_decode(pa.RunEndEncodedArray.from_arrays(ends, pa.array(items, kind)))
 
 
 def _sequences(runs: Sequence[tuple[int, int]]) -> pa.Array:
-    """Numbers that follow each other from a first one on, so many of them; run after run."""
+    """Consecutive numbers, run after run: from the first number of each run (first, length) on."""
     if len(runs) == 1:
         return arange(runs[0][1], runs[0][0])
     lengths = [length for _, length in runs]
@@ -235,7 +236,7 @@ def _sequences(runs: Sequence[tuple[int, int]]) -> pa.Array:
 
 
 def _runs(placed: PlacedRange, position: int, n: int) -> Iterator[tuple[int, int]]:
-    """Runs of row numbers (first, length) of rows of a range, from a position in it on."""
+    """Runs (first, length) of the row numbers of ``n`` rows of a range, from a position in it on."""
     skip, left = position, n
     for first, last in placed.rows.ranges:
         length = last - first + 1
@@ -262,31 +263,31 @@ def read_ranges(
     read : callable
         Reads rows of a file of either table, as ``files.read_range`` does.
     find_again : callable
-        Where messages lie now of which the file is gone: they have been drained, or the drained file was merged.
-        FileNotFoundError when they are nowhere.
+        Returns where messages lie now whose file is gone: they have been drained, or the drained file was merged.
+        Raises FileNotFoundError when they are nowhere.
     columns : sequence of str
         Of the source.
     where : Filter, optional
         Only messages that it keeps.
     """
-    for together in by_file(ranges):
-        done = 0
+    for file_ranges in by_file(ranges):
+        rows_done = 0
         try:
-            for position, table in read(rows_of(together), stored_columns(columns, together), where):
-                yield from messages_of(together, [(position, table)], columns)
-                done = position + table.num_rows
+            for position, table in read(rows_of(file_ranges), stored_columns(columns, file_ranges), where):
+                yield from messages_of(file_ranges, [(position, table)], columns)
+                rows_done = position + table.num_rows
         except FileNotFoundError as lost:
             try:
-                moved = [found for part in _after(together, done) for found in find_again(part)]
+                moved = [new_range for part in _ranges_after(file_ranges, rows_done) for new_range in find_again(part)]
             except FileNotFoundError:  # they are nowhere
                 raise lost from None
             for part in by_file(moved):
                 yield from messages_of(part, read(rows_of(part), stored_columns(columns, part), where), columns)
 
 
-def _after(together: Sequence[MessageRange], done: int) -> Iterator[MessageRange]:
-    """Ranges without their first rows."""
-    for placed in together:
+def _ranges_after(ranges: Sequence[MessageRange], done: int) -> Iterator[MessageRange]:
+    """Ranges without their first ``done`` rows."""
+    for placed in ranges:
         if done < placed.count:
             yield placed.cut(placed.queue_offset + done, placed.stop)
         done = max(0, done - placed.count)
@@ -295,13 +296,13 @@ def _after(together: Sequence[MessageRange], done: int) -> Iterator[MessageRange
 def starts_since(
     log: Engine, tails: Mapping[tuple[str, int], int], topic: str, queues: int, time: datetime
 ) -> dict[int, int]:
-    """Each queue's first offset that was committed at this time or later and is kept, else its end."""
-    first, kept = Placements(log, topic.__eq__).first_since(time), log.firsts(refresh=False)
-    found = {}
+    """By queue, its first kept offset that was committed at this time or later, else its end."""
+    first, first_kept = Placements(log, topic.__eq__).first_since(time), log.firsts(refresh=False)
+    starts = {}
     for queue in ((topic, queue_id) for queue_id in range(queues)):
         end = tails.get(queue, 0)
-        found[queue[1]] = max(kept.get(queue, 0), min(end, first.get(queue, end)))
-    return found
+        starts[queue[1]] = max(first_kept.get(queue, 0), min(end, first.get(queue, end)))
+    return starts
 
 
 def read_messages(
@@ -315,8 +316,8 @@ def read_messages(
     tags: str | None = None,
     selector: str | None = None,
 ) -> pa.Table:
-    """Committed messages of a topic in (queue, offset) order: what ``CommitLog.read`` returns."""
-    where = _wanted(tags, selector, log.machine.time_ms())
+    """Committed messages of a topic in (queue, offset) order: the result of ``CommitLog.read``."""
+    where = _filter_of(tags, selector, log.machine.time_ms())
     names = require_source_columns(SOURCE_SCHEMA.names if columns is None else columns)
     if not names:
         raise OptionError(
@@ -330,14 +331,14 @@ def read_messages(
         if type(offset) is not int or not 0 <= offset <= tail:
             raise OffsetError(f"start names offset {offset!r} of queue {queue_id}: 0 to {tail} are there")
     left = None if limit is None else whole_number(limit, "limit", 0)
-    kept = log.firsts(refresh=False)
-    firsts = {(topic, q): start.get(q, kept.get((topic, q), 0)) for q in range(queues)}
+    first_kept = log.firsts(refresh=False)
+    firsts = {(topic, q): start.get(q, first_kept.get((topic, q), 0)) for q in range(queues)}
     ends = {queue: tails.get(queue, 0) for queue in firsts}
     if left is not None and where is None:
-        ends = _first_of(firsts, ends, left)
+        ends = _limited_ends(firsts, ends, left)
     ranges, missing = Placements(log, topic.__eq__).between(firsts, ends)
     for queue, first, stop in missing:
-        raise OffsetOutOfRangeError(out_of_range(*queue, first, stop, kept))
+        raise OffsetOutOfRangeError(out_of_range(*queue, first, stop, first_kept))
     parts: list[pa.Table] = []
     for messages in read_ranges(ranges, log.read_range, log.find_again, names, where):
         if left == 0:
@@ -349,19 +350,19 @@ def read_messages(
     return pa.concat_tables(parts) if parts else schema.empty_table()
 
 
-def _first_of(
+def _limited_ends(
     firsts: Mapping[tuple[str, int], int], ends: Mapping[tuple[str, int], int], limit: int
 ) -> dict[tuple[str, int], int]:
-    """Where so many messages end, when the lowest queues come first."""
-    found: dict[tuple[str, int], int] = {}
+    """By queue, the end of the first ``limit`` messages, when the lowest queues come first."""
+    limited: dict[tuple[str, int], int] = {}
     for queue, first in firsts.items():
-        found[queue] = min(ends[queue], first + limit)
-        limit -= found[queue] - first
-    return found
+        limited[queue] = min(ends[queue], first + limit)
+        limit -= limited[queue] - first
+    return limited
 
 
-def _wanted(tags: str | None, selector: str | None, now_ms: int) -> Filter | None:
-    """The filter that these expressions mean at a time; None wants all.
+def _filter_of(tags: str | None, selector: str | None, now_ms: int) -> Filter | None:
+    """The filter that these expressions mean at a time; None keeps all.
 
     Raises
     ------
@@ -370,12 +371,12 @@ def _wanted(tags: str | None, selector: str | None, now_ms: int) -> Filter | Non
     """
     if tags is not None and selector is not None:
         raise OptionError("tags and selector contradict each other: give one of them (a selector can say TAGS = 'a')")
-    wanted = (
+    parsed = (
         parse_selector(selector)
         if selector is not None
         else tag_selector(parse_tags(SUB_ALL if tags is None else tags))
     )
-    return None if wanted is None else wanted.at(now_ms)
+    return None if parsed is None else parsed.at(now_ms)
 
 
 @looks_again

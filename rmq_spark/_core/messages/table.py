@@ -1,7 +1,7 @@
 """The ``messages`` table: committed messages at their offsets, for every reader of Delta.
 
-It holds what ``op`` placed, in the order of ``op``, up to one of its versions. So a reader sees whole transactions, and
-of every queue the first messages without a gap. A drainer appends to it (``drain``); nobody else does.
+It holds what ``op`` placed, in the order of ``op``, up to one version of ``op``. So a reader sees whole transactions,
+and the first messages of each queue without a gap. Only drainers append to it (``drain``).
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ MESSAGES_SCHEMA = pa.schema(
     ]
 )
 KEPT_S = 7 * 86_400
-"""Seconds for which other readers can go on where they stand, and go back: entries of the table's Delta log stay so
-long, and files that others replaced. A log that is made with a longer ``log_retention`` keeps them for that."""
+"""Seconds for which entries of the table's Delta log and replaced files stay, so that other readers can go on where
+they stand, and go back. A log with a longer ``log_retention`` keeps them for that."""
 STATS_COLUMNS = ("topic", "queue_id", "queue_offset", "commit_timestamp", "op_version")
 ROW_GROUP_ROWS = 65_536
 POSITION = "txmq.op"
-"""The name under which the table keeps the version of ``op`` up to which it has all messages (Delta's ``txn``)."""
+"""Name under which the table keeps the version of ``op`` up to which it has all messages (Delta's ``txn``)."""
 LAST_PLACED = "txmq.op.placed"
-"""The same for the last version of ``op`` that placed some of them."""
+"""Name for the last version of ``op`` that placed some of them."""
 LAST_COMMIT = "txmq.op.commit"
-"""The same for a hash of that version's commit id. It tells an ``op`` that was set back and has grown again."""
+"""Name for a hash of that version's commit id. It exposes an ``op`` that was set back and has grown again."""
 
 
 def write_messages(table: Table, messages: pa.Table) -> DataFile:
@@ -69,13 +69,14 @@ def write_messages(table: Table, messages: pa.Table) -> DataFile:
 
 
 def drained_up_to(table: Table) -> int:
-    """The version of ``op`` up to which the table has all messages; -1 when nobody has drained yet."""
-    found = table.transaction_version(POSITION)
-    return -1 if found is None else found
+    """The version of ``op`` up to which the table has all messages; -1 before the first drain."""
+    position = table.transaction_version(POSITION)
+    return -1 if position is None else position
 
 
 def transactions_of(end: int, rows: pa.Table) -> dict[str, int]:
-    """What a commit says that has all up to a version of ``op``, of which these are the last op rows."""
+    """What a commit notes that brings the table up to version ``end`` of ``op``. ``rows`` are the last op rows of its
+    messages."""
     if rows.num_rows == 0:
         return {POSITION: end}
     last = rows.sort_by("version").slice(rows.num_rows - 1)
@@ -89,14 +90,14 @@ def commit_number(commit_id: str) -> int:
 
 
 def history_s(table: Table) -> float:
-    """Seconds for which files that left a table stay for readers that do not know this package: of ``messages`` as long
-    as its Delta log names them, and no longer of others."""
+    """Seconds for which files that left a table stay for readers that do not know this package: in ``messages`` as long
+    as its Delta log names them, in other tables none."""
     return table.history_s if table.name == NAME else 0.0
 
 
 def require_drained(table: Table, version: int, why: str) -> None:
-    """Raise CorruptLogError when ``messages``, as it was read after ``op``, lacks what ``op`` placed up to a version.
-    ``why`` says how one knows that it was drained: the middle of the error's sentence."""
+    """Raise CorruptLogError when ``messages``, read after ``op``, lacks what ``op`` placed up to a version. ``why`` is
+    the middle of the error's sentence: how one knows that it was drained."""
     if drained_up_to(table) < version:
         raise CorruptLogError(
             f"table messages has what op placed up to version {drained_up_to(table)}, and {why} up to version "

@@ -1,1 +1,1 @@
-"""Figures of commit logs and of this process, for Prometheus and for logs of Spark's queries."""
+"""Metrics of commit logs and of this process, for Prometheus and for logs of Spark's queries."""

@@ -1,7 +1,7 @@
-"""The figures of a commit log, read from its tables. It writes nothing, and needs no Prometheus.
+"""The figures of a commit log, read from its tables. This module writes nothing, and needs no Prometheus.
 
-A :class:`LogWatch` follows the log. It reads each op row once, and each open half batch again only after ``op`` decided
-something of it. So a look costs what is new, and not what the log holds.
+A :class:`LogWatch` follows the log. It reads each op row once, and an open half batch again only after a new decision
+on it. So the cost of a look depends on new rows, not on the log's size.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from rmq_spark.errors import HalfBatchNotFoundError, TxmqError
 Queue = tuple[str, int]
 
 LOOKS_MAX = 500
-"""Half batches that one look reads. The next look reads others; what was read stays known."""
+"""The most half batches that one look reads. The next look reads others, and earlier ones stay known."""
 OP_ROWS_MAX = 200_000
-"""Op rows that one look reads."""
+"""The most op rows that one look reads."""
 UNDRAINED_BYTES = 1 << 50
 LAG_LOOKS_MAX = 500
-"""Queues for which one look finds out when their next message was committed."""
+"""The most queues for which one look reads the commit time of the next message."""
 COLUMNS = ("version", "op_time", "kind", "half_id", "file_no", "ranges", "count", "decided_by")
 CHECKED_BY = (Who.CHECK.value, Who.DISCARD.value)
 DECIDING = (Kind.COMMIT, Kind.ROLLBACK, Kind.QUARANTINE, Kind.REOPEN)
 
 
 class Open(NamedTuple):
-    """What is open of the half batches of one producer group."""
+    """The open half batches of one producer group: their number, and the oldest one's age."""
 
     half_batches: int
     oldest_s: float
 
 
 class Lag(NamedTuple):
-    """How far a consumer group is behind in a topic: messages, and seconds since the oldest of them was committed."""
+    """A consumer group's lag in a topic: messages, and seconds since the oldest of them was committed."""
 
     messages: int
     seconds: float
@@ -75,27 +75,27 @@ class LogFigures:
     topics : mapping of str to bool
         Topics, and which of them are FIFO topics.
     placed, expired : mapping of str to int
-        By topic, messages that became visible since the log was made, and those of them that have expired.
+        By topic, messages that became visible since the log was made, and expired ones of them.
     half_messages : mapping of str to int
         Pending messages by topic.
     pending : mapping of str to Open
         By producer group.
     not_looked_at : int
-        Pending half batches of which nothing else is known yet.
+        Pending half batches that were not read yet.
     quarantined : mapping of str to int
         Messages by producer group.
     conflicts : int
-        Half batches.
+        Half batches in conflict.
     delayed, ordered : int
         Committed messages that wait for their time, or for an earlier one of their sharding key.
     rolled_back : mapping of str to int
-        Messages by topic, since the watch began; the topic is ``""`` where it is not known any more.
+        Messages by topic, since the watch began. The topic is ``""`` where it is no longer known.
     decided : mapping of (str, str) to int
-        Messages by kind of decision and by whom, since the watch began.
+        Messages by kind of decision and by decider, since the watch began.
     last_check : datetime or None
-        When a check last left an answer in ``op``.
+        The time of the last check's answer in ``op``.
     undrained_messages, undrained_bytes, publish_lag_s
-        What is visible and not in the table ``messages``, and for how long the oldest of it has been so.
+        Visible messages that are not in the table ``messages``, and the age of the oldest of them.
     lags : mapping of (str, str) to Lag
         By consumer group and topic.
     tables : mapping of str to TableFigures
@@ -127,17 +127,17 @@ class LogFigures:
         return max((group.oldest_s for group in self.pending.values()), default=0.0)
 
     def lag_of(self, consumer_group: str) -> Lag:
-        """How far a group is behind, over all its topics."""
-        mine = [lag for (group, _), lag in self.lags.items() if group == consumer_group]
-        return Lag(sum(lag.messages for lag in mine), max((lag.seconds for lag in mine), default=0.0))
+        """Return a group's lag over all its topics."""
+        group_lags = [lag for (group, _), lag in self.lags.items() if group == consumer_group]
+        return Lag(sum(lag.messages for lag in group_lags), max((lag.seconds for lag in group_lags), default=0.0))
 
     def dead_letters(self) -> dict[str, int]:
-        """By consumer group, the letters in its dead letter topic since the log was made."""
+        """Return by consumer group the letters in its dead letter topic since the log was made."""
         return {t.removeprefix(DLQ_PREFIX): self.placed.get(t, 0) for t in self.topics if t.startswith(DLQ_PREFIX)}
 
 
 class _HalfBatch(NamedTuple):
-    """What is known of a half batch until ``op`` decides something new of it."""
+    """A half batch's figures, valid until the next decision on it in ``op``."""
 
     producer_group: str
     prepared_at: datetime
@@ -146,7 +146,7 @@ class _HalfBatch(NamedTuple):
 
 
 class _OpenFigures(NamedTuple):
-    """The part of the figures that says what is open."""
+    """The part of the figures about open half batches."""
 
     half_messages: Mapping[str, int]
     pending: Mapping[str, Open]
@@ -156,27 +156,27 @@ class _OpenFigures(NamedTuple):
 
 @dataclass
 class _Seen:
-    """What one handle on the log has seen. It is made anew with the handle."""
+    """The state of one handle on the log. A new handle starts with a new state."""
 
     log: Engine
     position: int
     undrained: Undrained
     half_batches: dict[str, _HalfBatch] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
-    """Those of them of which ``op`` has decided something since they were read."""
+    """Half batches in ``half_batches`` with decisions in ``op`` since they were read."""
     maybe_quarantined: set[str] = field(default_factory=set)
     reopened: set[str] = field(default_factory=set)
-    """Those that were reopened, and may be rolled back again."""
+    """Half batches that were reopened, and may be rolled back again."""
     times: dict[tuple[Queue, int], datetime] = field(default_factory=dict)
 
 
 class LogWatch:
-    """Reads the figures of a commit log, again and again. One thread at a time may use it.
+    """Reads the figures of a commit log repeatedly. One thread at a time may use it.
 
     Parameters
     ----------
     log_or_path : CommitLog or path
-        It is read through handles of its own, so no sender and no reader waits for it.
+        The watch reads it through its own handles, so no sender and no reader waits for it.
     storage_options : mapping, optional
         For a path: passed to delta-rs.
     """
@@ -184,19 +184,19 @@ class LogWatch:
     def __init__(
         self, log_or_path: CommitLog | Engine | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
     ) -> None:
-        opened = engine_of(log_or_path, storage_options)
-        self.path, self.machine = opened.path, opened.machine
-        self._log = opened
+        engine = engine_of(log_or_path, storage_options)
+        self.path, self.machine = engine.path, engine.machine
+        self._log = engine
         self._seen: _Seen | None = None
-        self._log_id, self._position = opened.id, opened.refresh()
+        self._log_id, self._position = engine.id, engine.refresh()
         self._rolled_back: Counter[str] = Counter()
         self._decided: Counter[tuple[str, str]] = Counter()
         self._last_check: datetime | None = None
 
     def look(self) -> LogFigures:
-        """Read what is new, and return the figures.
+        """Read new rows, and return the figures.
 
-        After an exception the next look opens the log again, and goes on counting where this one stood.
+        After an exception the next look opens the log again, and continues this one's counts.
         """
         try:
             reach("look begins")
@@ -214,13 +214,13 @@ class LogWatch:
         topics, fifo = log.topics(), log.topic_store.seen().fifo
         tails, firsts, waiting = log.tails(refresh=False), log.firsts(refresh=False), log.ledger.waiting
         now = log.machine.now()
-        what = self._open_figures(seen, now)
+        open_figures = self._open_figures(seen, now)
         amount = seen.undrained.look(UNDRAINED_BYTES)
         since = seen.undrained.since
         tables = {table.name: table for table in log.tables()}
         for table in tables.values():
             table.refresh()
-        delayed = sum(n for counts in waiting.values() for due, n in counts.items() if due is not None)
+        delayed = sum(count for counts in waiting.values() for due, count in counts.items() if due is not None)
         return LogFigures(
             at=now,
             topics={name: name in fifo for name in topics},
@@ -228,7 +228,7 @@ class LogWatch:
             expired=_by_topic(firsts),
             conflicts=len(log.ledger.conflicts),
             delayed=delayed,
-            ordered=sum(n for counts in waiting.values() for n in counts.values()) - delayed,
+            ordered=sum(count for counts in waiting.values() for count in counts.values()) - delayed,
             rolled_back=dict(self._rolled_back),
             decided=dict(self._decided),
             last_check=self._last_check,
@@ -242,20 +242,20 @@ class LogWatch:
                 )
                 for name, table in tables.items()
             },
-            half_messages=what.half_messages,
-            pending=what.pending,
-            not_looked_at=what.not_looked_at,
-            quarantined=what.quarantined,
+            half_messages=open_figures.half_messages,
+            pending=open_figures.pending,
+            not_looked_at=open_figures.not_looked_at,
+            quarantined=open_figures.quarantined,
         )
 
     # ------------------------------------------------------------------ following op
     def _open(self) -> _Seen:
         log = self._log.another()
         head = log.refresh()
-        if self._log_id != log.id or self._position > head:  # another log lies there now: all of it is new
+        if self._log_id != log.id or self._position > head:  # another log replaced this one: all its rows are new
             self._log_id, self._position, self._last_check = log.id, -1, None
         seen = _Seen(log, self._position, Undrained(self._log.another()))
-        # What was said before: a quarantine may be old, and so may a reopen and the last answer of a check.
+        # Read earlier rows too: quarantines, reopens and the last answer of a check may be old.
         where = (pc.field("kind").isin([Kind.QUARANTINE.value, Kind.REOPEN.value, Kind.CHECK.value])) | (
             pc.field("decided_by").isin(list(CHECKED_BY))
         )
@@ -266,7 +266,7 @@ class LogWatch:
         return seen
 
     def _note(self, seen: _Seen, rows: pa.Table) -> None:
-        """Remember what op rows say of quarantines, reopens and checks."""
+        """Record the quarantines, reopens and checks among op rows."""
         quarantined = rows.filter(pc.equal(rows["kind"], Kind.QUARANTINE.value))
         seen.maybe_quarantined.update(pc.unique(quarantined["half_id"]).to_pylist())
         seen.reopened.update(pc.unique(rows.filter(pc.equal(rows["kind"], Kind.REOPEN.value))["half_id"]).to_pylist())
@@ -277,36 +277,36 @@ class LogWatch:
             self._last_check = newest
 
     def _follow(self, seen: _Seen) -> None:
-        """Read the op rows that are new."""
+        """Read the new op rows."""
         with seen.log.lock:
             head = seen.log.version
             if head <= seen.position:
                 return
             rows, end = rows_above(seen.log.op, seen.position, head, OP_ROWS_MAX, COLUMNS)
         self._note(seen, rows)
-        deciding = rows.filter(pc.is_in(rows["kind"], value_set=pa.array([k.value for k in DECIDING])))
+        deciding = rows.filter(pc.is_in(rows["kind"], value_set=pa.array([kind.value for kind in DECIDING])))
         seen.changed.update(pc.unique(deciding["half_id"]).to_pylist())
         sums = deciding.group_by(["kind", "decided_by"], use_threads=False).aggregate([("count", "sum")])
         decided = Counter({(r["kind"], r["decided_by"] or ""): int(r["count_sum"]) for r in sums.to_pylist()})
-        rolled_back = self._topics_of(seen.log, rows.filter(pc.equal(rows["kind"], Kind.ROLLBACK.value)))
-        rolled_back -= _topics_again(seen, rows)
-        if end == head:  # what is settled by now needs another reopen first
+        rolled_back = self._count_by_topic(seen.log, rows.filter(pc.equal(rows["kind"], Kind.ROLLBACK.value)))
+        rolled_back -= _count_repeated(seen, rows)
+        if end == head:  # a half batch that is settled now needs another reopen first
             seen.reopened.intersection_update(seen.log.open_half_ids())
-        # Both move together: what is read twice after an exception would be counted twice.
+        # Position and counts advance together: rows that are read twice after an exception would be counted twice.
         seen.position = self._position = end
         self._decided += decided
         self._rolled_back += rolled_back
 
     @staticmethod
-    def _topics_of(log: Engine, rows: pa.Table) -> Counter[str]:
-        """By topic, how many messages op rows name that do not say their topic."""
-        found: Counter[str] = Counter()
+    def _count_by_topic(log: Engine, rows: pa.Table) -> Counter[str]:
+        """Return by topic the number of messages that op rows without a topic name."""
+        counts: Counter[str] = Counter()
         records = {}
         for half_id in pc.unique(rows["half_id"]).to_pylist()[:LOOKS_MAX]:
-            with suppress(TxmqError):  # it has left
+            with suppress(TxmqError):  # the half batch has left
                 records[half_id] = log.get(half_id)
         for row in rows.select(["half_id", "file_no", "ranges", "count"]).to_pylist():
-            record, left = records.get(row["half_id"]), int(row["count"])
+            record, uncounted = records.get(row["half_id"]), int(row["count"])
             files = () if record is None else record.files.items()
             for file_no, file in files:
                 if row["file_no"] not in (None, file_no):
@@ -314,32 +314,34 @@ class LogWatch:
                 ranges = ranges_of(row["ranges"]) or ((0, file.rows - 1),)
                 for segment in file.segments:
                     count = sum(max(0, min(b, segment.last) - max(a, segment.first) + 1) for a, b in ranges)
-                    found[segment.topic] += count
-                    left -= count
-            found[""] += left
-        return +found
+                    counts[segment.topic] += count
+                    uncounted -= count
+            counts[""] += uncounted
+        return +counts
 
-    # ------------------------------------------------------------------ what is open
+    # ------------------------------------------------------------------ open half batches
     def _open_figures(self, seen: _Seen, now: datetime) -> _OpenFigures:
         open_ids = seen.log.open_half_ids()
-        wanted = dict.fromkeys([*open_ids, *seen.maybe_quarantined])
-        seen.half_batches = {half_id: known for half_id, known in seen.half_batches.items() if half_id in wanted}
+        half_ids = dict.fromkeys([*open_ids, *seen.maybe_quarantined])
+        seen.half_batches = {
+            half_id: known_batches for half_id, known_batches in seen.half_batches.items() if half_id in half_ids
+        }
         seen.changed.intersection_update(seen.half_batches)
-        new = [half_id for half_id in wanted if half_id not in seen.half_batches]
-        for half_id in [*new, *(h for h in wanted if h in seen.changed)][:LOOKS_MAX]:
+        unread = [half_id for half_id in half_ids if half_id not in seen.half_batches]
+        for half_id in [*unread, *(h for h in half_ids if h in seen.changed)][:LOOKS_MAX]:
             seen.changed.discard(half_id)
-            with suppress(TxmqError):  # it cannot be read: a check reports that
-                found = _half_batch(seen.log, half_id)
-                if found is not None:
-                    seen.half_batches[half_id] = found
+            with suppress(TxmqError):  # a check reports an unreadable half batch
+                half_batch = _half_batch(seen.log, half_id)
+                if half_batch is not None:
+                    seen.half_batches[half_id] = half_batch
                 else:
                     seen.half_batches.pop(half_id, None)
                     seen.maybe_quarantined.discard(half_id)
         seen.maybe_quarantined = {
             h for h in seen.maybe_quarantined if h not in seen.half_batches or seen.half_batches[h].quarantined
         }
-        known = [seen.half_batches[half_id] for half_id in open_ids if half_id in seen.half_batches]
-        pending = [batch for batch in known if batch.pending]
+        known_batches = [seen.half_batches[half_id] for half_id in open_ids if half_id in seen.half_batches]
+        pending = [batch for batch in known_batches if batch.pending]
         groups: dict[str, list[datetime]] = {}
         for batch in pending:
             groups.setdefault(batch.producer_group, []).append(batch.prepared_at)
@@ -353,7 +355,7 @@ class LogWatch:
         return _OpenFigures(
             half_messages=dict(half_messages),
             pending={group: Open(len(times), ages[group]) for group, times in groups.items()},
-            not_looked_at=len(open_ids) - len(known),
+            not_looked_at=len(open_ids) - len(known_batches),
             quarantined=dict(+quarantined),
         )
 
@@ -367,59 +369,63 @@ class LogWatch:
         now: datetime,
     ) -> dict[tuple[str, str], Lag]:
         rows = seen.log.groups.rows().select(["consumer_group", "topic", "queue_id", "next_offset"]).to_pylist()
-        known = {(r["consumer_group"], r["topic"], r["queue_id"]): int(r["next_offset"]) for r in rows}
-        at = {  # what expired is in nobody's lag
-            (group, (topic, queue_id)): max(known.get((group, topic, queue_id), 0), firsts.get((topic, queue_id), 0))
+        next_offsets = {(r["consumer_group"], r["topic"], r["queue_id"]): int(r["next_offset"]) for r in rows}
+        positions = {  # expired messages are in no group's lag
+            (group, (topic, queue_id)): max(
+                next_offsets.get((group, topic, queue_id), 0), firsts.get((topic, queue_id), 0)
+            )
             for group, topic in dict.fromkeys((r["consumer_group"], r["topic"]) for r in rows)
             for queue_id in range(topics.get(topic, 0))
         }
-        behind = {(queue, offset) for (_, queue), offset in at.items() if offset < tails.get(queue, 0)}
+        behind = {(queue, offset) for (_, queue), offset in positions.items() if offset < tails.get(queue, 0)}
         self._find_times(seen, behind)
-        found: dict[tuple[str, str], Lag] = {}
-        for (group, queue), offset in at.items():
+        lags: dict[tuple[str, str], Lag] = {}
+        for (group, queue), offset in positions.items():
             since = seen.times.get((queue, offset)) if (queue, offset) in behind else None
             seconds = 0.0 if since is None else max(0.0, (now - since).total_seconds())
-            before = found.get((group, queue[0]), Lag(0, 0.0))
+            lag = lags.get((group, queue[0]), Lag(0, 0.0))
             messages = max(0, tails.get(queue, 0) - offset)
-            found[(group, queue[0])] = Lag(before.messages + messages, max(before.seconds, seconds))
-        return found
+            lags[(group, queue[0])] = Lag(lag.messages + messages, max(lag.seconds, seconds))
+        return lags
 
     @staticmethod
     def _find_times(seen: _Seen, behind: Iterable[tuple[Queue, int]]) -> None:
-        """Find out when the messages at some offsets were committed. That never changes."""
+        """Read the commit times of the messages at these offsets. They never change."""
         seen.times = {place: seen.times[place] for place in behind if place in seen.times}
-        new = sorted(place for place in behind if place not in seen.times)[:LAG_LOOKS_MAX]
-        while new:  # groups may stand at several offsets of one queue
-            round_, later = {}, []
-            for queue, offset in new:
-                if queue in round_:
+        missing = sorted(place for place in behind if place not in seen.times)[:LAG_LOOKS_MAX]
+        while missing:  # groups may have several positions in one queue
+            offsets, later = {}, []
+            for queue, offset in missing:
+                if queue in offsets:
                     later.append((queue, offset))
                 else:
-                    round_[queue] = offset
-            for queue, time in waiting_since(seen.log, round_).items():
-                seen.times[(queue, round_[queue])] = time
-            new = later
+                    offsets[queue] = offset
+            for queue, time in waiting_since(seen.log, offsets).items():
+                seen.times[(queue, offsets[queue])] = time
+            missing = later
 
 
-def _topics_again(seen: _Seen, rows: pa.Table) -> Counter[str]:
-    """By topic, how many messages these op rows roll back that were rolled back before: a counter that counted them
-    twice would say more than there are."""
+def _count_repeated(seen: _Seen, rows: pa.Table) -> Counter[str]:
+    """Return by topic the number of messages that these op rows roll back once more, which a counter must not count
+    twice."""
     rolled_back = rows.filter(pc.equal(rows["kind"], Kind.ROLLBACK.value))
-    again = rolled_back.filter(pc.is_in(rolled_back["half_id"], value_set=pa.array(list(seen.reopened), pa.string())))
-    found: Counter[str] = Counter()
-    for half_id in pc.unique(again["half_id"]).to_pylist()[:LOOKS_MAX]:
-        with suppress(TxmqError):  # it has left
+    of_reopened = rolled_back.filter(
+        pc.is_in(rolled_back["half_id"], value_set=pa.array(list(seen.reopened), pa.string()))
+    )
+    counts: Counter[str] = Counter()
+    for half_id in pc.unique(of_reopened["half_id"]).to_pylist()[:LOOKS_MAX]:
+        with suppress(TxmqError):  # the half batch has left
             record = seen.log.get(half_id)
-            times = set(again.filter(pc.equal(again["half_id"], half_id))["op_time"].to_pylist())
-            for at, named in rolled_back_again(seen.log.state_of(record, refresh=False)):
-                for file_no, bits in named.items() if at in times else ():
+            times = set(of_reopened.filter(pc.equal(of_reopened["half_id"], half_id))["op_time"].to_pylist())
+            for rolled_back_at, repeated in rolled_back_again(seen.log.state_of(record, refresh=False)):
+                for file_no, bits in repeated.items() if rolled_back_at in times else ():
                     for segment in record.files[file_no].segments:
-                        found[segment.topic] += bits.count(1, segment.first, segment.last + 1)
-    return +found
+                        counts[segment.topic] += bits.count(1, segment.first, segment.last + 1)
+    return +counts
 
 
 def _half_batch(log: Engine, half_id: str) -> _HalfBatch | None:
-    """What is open of a half batch; None for one that has left."""
+    """Return a half batch's figures; None when it has left."""
     try:
         record = log.get(half_id)
         state = log.state_of(record, refresh=False)

@@ -1,4 +1,4 @@
-"""A collector for Prometheus' client: the figures of a commit log, read when somebody scrapes."""
+"""A collector for Prometheus' client: the figures of commit logs, read at a scrape."""
 
 from __future__ import annotations
 
@@ -24,60 +24,59 @@ from rmq_spark.logs import failure
 logger = logging.getLogger(__name__)
 
 CLUSTER = "DefaultCluster"
-"""RocketMQ's name for a cluster to which nobody gave one."""
+"""RocketMQ's name for a cluster without a name."""
 CACHE_S = 5.0
 NORMAL, TRANSACTION, FIFO = "normal", "transaction", "fifo"
 """RocketMQ's words for the kinds of messages (``message_type``)."""
 
 DECISIONS = {
     (verdict, by.value): 0
-    for verdict, those in {
+    for verdict, deciders in {
         "commit": Who,
         "rollback": Who,
         "quarantine": (Who.DISCARD,),
         "reopen": (Who.EXECUTE, Who.ADMIN),
     }.items()
-    for by in those
+    for by in deciders
 }
-"""Every decision that there may be, and by whom: shown as 0 before the first one, or a rate would miss it."""
+"""Every possible decision and decider: shown as 0 before the first one, which a rate would miss otherwise."""
 
 Sample = tuple[str, Mapping[str, str], float]
 """A metric's name, its labels besides the common ones, and its value."""
 
 
 class LogCollector(prometheus.registry.Collector):
-    """Gives the figures of commit logs to Prometheus, with RocketMQ 5's names where RocketMQ has one.
+    """Exposes the figures of commit logs to Prometheus, under RocketMQ 5's names where they exist.
 
-    Register it in a program's registry, or run ``txmq exporter``. One program a log is enough: the figures are the
-    log's, whoever reads them. docs/monitoring.md lists all of them.
+    Register it in a program's registry, or run ``txmq exporter``. One program a log is enough, because the figures are
+    the log's. docs/monitoring.md lists all of them.
 
     Parameters
     ----------
     *logs : CommitLog or path
-        Each is read through handles of its own. A registry takes one collector, so give it all logs.
+        Each is read through its own handles. A registry accepts one collector, so pass it all logs.
     cluster : str
         The label ``cluster`` of every metric.
     node_id : str, optional
-        The label ``node_id``, of a single log. When not given: the path of the log, without secrets.
+        The label ``node_id`` of a single log. By default the log's path, without secrets.
     cache_seconds : float
-        A scrape within so many seconds of the last look gets its figures. Scrapes at the same time share one look.
+        Seconds for which scrapes reuse the figures of the last look. Simultaneous scrapes share one look.
     storage_options : mapping, optional
         For paths: passed to delta-rs.
     once : bool
-        True for a program that ends at once: what is counted since the program started is left out, or it would be
-        near 0 each time.
+        True for a short program: counts since the program's start, which would be near 0 each time, are left out.
 
     Raises
     ------
     OptionError
-        When prometheus-client is not installed, no log is given, or one of them twice.
+        When prometheus-client is not installed, no log is given, or a log is given twice.
     NotACommitLogError, StorageError
-        When there is no log to read.
+        When a log cannot be opened.
 
     Notes
     -----
-    A look that fails is logged and shown as ``txmq_up 0``, without other figures; the next one tries again. A scrape of
-    other collectors in the registry is not harmed.
+    A failed look is logged and shown as ``txmq_up 0``, without other figures. The next look tries again. Other
+    collectors in the registry are not affected.
 
     Examples
     --------
@@ -102,7 +101,7 @@ class LogCollector(prometheus.registry.Collector):
         if twice := next((path for path in paths if paths.count(path) > 1), None):
             raise OptionError(f"the log {redacted(twice)} is given twice: its figures would be shown twice")
         self._cluster, self._node_id = cluster, node_id
-        self._left_out = OF_A_WATCH if once else frozenset[str]()
+        self._omitted = OF_A_WATCH if once else frozenset[str]()
         self._cache_s = seconds(cache_seconds, "cache_seconds")
         self._lock = threading.RLock()
         self._known: list[tuple[str, list[Sample]]] = []
@@ -110,11 +109,11 @@ class LogCollector(prometheus.registry.Collector):
 
     @property
     def is_up(self) -> bool:
-        """Whether the last look at all logs succeeded."""
+        """True when the last look at every log succeeded."""
         return bool(self._known) and all(("txmq_up", {}, 1.0) in samples for _, samples in self._known)
 
     def describe(self) -> Iterable[Any]:
-        """Name the metrics. A registry asks for that, so that registering does not read the log."""
+        """Name the metrics. With this method, registering does not read the log."""
         return [family(metric) for metric in METRICS if metric.origin == LOG]
 
     def collect(self) -> Iterator[Any]:
@@ -122,7 +121,7 @@ class LogCollector(prometheus.registry.Collector):
         yield from families((self._cluster, node_id, samples) for node_id, samples in self._samples())
 
     def _samples(self) -> list[tuple[str, list[Sample]]]:
-        """By log, its samples."""
+        """Return the samples by log."""
         with self._lock:
             if self._looked_s is None or MACHINE.monotonic() - self._looked_s >= self._cache_s:
                 self._known = [(self._node_id or redacted(watch.path), self._look(watch)) for watch in self._watches]
@@ -130,11 +129,11 @@ class LogCollector(prometheus.registry.Collector):
             return self._known
 
     def _look(self, watch: LogWatch) -> list[Sample]:
-        return [sample for sample in _all_of(watch) if sample[0] not in self._left_out]
+        return [sample for sample in _samples_or_down(watch) if sample[0] not in self._omitted]
 
 
 class Unreadable(prometheus.registry.Collector):
-    """What is shown of a log that cannot be opened: ``txmq_up 0``."""
+    """Shows ``txmq_up 0`` for a log that cannot be opened."""
 
     def __init__(self, path: str, cluster: str = CLUSTER) -> None:
         self._path, self._cluster = path, cluster
@@ -146,7 +145,7 @@ class Unreadable(prometheus.registry.Collector):
 DOWN: list[Sample] = [("txmq_up", {}, 0.0)]
 
 
-def _all_of(watch: LogWatch) -> list[Sample]:
+def _samples_or_down(watch: LogWatch) -> list[Sample]:
     began_s = MACHINE.monotonic()
     try:
         figures = watch.look()
@@ -187,17 +186,17 @@ def _of_topics(figures: LogFigures) -> Iterator[Sample]:
 
 
 def _of_open(figures: LogFigures) -> Iterator[Sample]:
-    for group, found in figures.pending.items():
-        yield "txmq_pending_half_batches", {"producer_group": group}, found.half_batches
-        yield "txmq_oldest_pending_age_seconds", {"producer_group": group}, found.oldest_s
+    for group, open_batches in figures.pending.items():
+        yield "txmq_pending_half_batches", {"producer_group": group}, open_batches.half_batches
+        yield "txmq_oldest_pending_age_seconds", {"producer_group": group}, open_batches.oldest_s
     yield "txmq_pending_not_looked_at", {}, figures.not_looked_at
     for group, messages in figures.quarantined.items():
         yield "txmq_quarantined_messages", {"producer_group": group}, messages
     yield "txmq_conflicts", {}, figures.conflicts
     yield "txmq_waiting_messages", {"reason": "delayed"}, figures.delayed
     yield "txmq_waiting_messages", {"reason": "ordered"}, figures.ordered
-    for (verdict, by), messages in {**DECISIONS, **figures.decided}.items():
-        yield "txmq_decided_messages_total", {"verdict": verdict, "decided_by": by}, messages
+    for (verdict, decided_by), messages in {**DECISIONS, **figures.decided}.items():
+        yield "txmq_decided_messages_total", {"verdict": verdict, "decided_by": decided_by}, messages
     if figures.last_check is not None:
         yield "txmq_last_check_timestamp_seconds", {}, figures.last_check.timestamp()
 
@@ -222,14 +221,14 @@ def _of_groups(figures: LogFigures) -> Iterator[Sample]:
 
 
 def group_labels(group: str, topic: str) -> dict[str, str]:
-    """RocketMQ's labels of a consumer group's metric."""
+    """Return RocketMQ's labels of a consumer group's metric."""
     retry = "true" if topic.startswith(RETRY_PREFIX) else "false"
     return {"consumer_group": group, "topic": topic, "is_retry": retry, "is_system": "false"}
 
 
-# ---------------------------------------------------------------- from samples to what Prometheus' client wants
+# ---------------------------------------------------------------- from samples to families of Prometheus' client
 def family(metric: Metric) -> Any:
-    """An empty family of Prometheus' client for a metric."""
+    """Return an empty family of Prometheus' client for a metric."""
     kind: Any = prometheus.metrics_core.GaugeMetricFamily
     if metric.kind == "counter":
         kind = prometheus.metrics_core.CounterMetricFamily
@@ -237,12 +236,12 @@ def family(metric: Metric) -> Any:
 
 
 def families(of_logs: Iterable[tuple[str, str, Iterable[Sample]]]) -> Iterator[Any]:
-    """Samples as families of Prometheus' client: by log its cluster, its node_id and its samples."""
-    found: dict[str, Any] = {}
+    """Yield families of Prometheus' client for each log's cluster, node_id and samples."""
+    by_name: dict[str, Any] = {}
     for cluster, node_id, samples in of_logs:
         for name, labels, value in samples:
             metric = BY_NAME[name]
-            if name not in found:
-                found[name] = family(metric)
-            found[name].add_metric([cluster, node_id, *(labels[n] for n in metric.labels)], value)
-    yield from found.values()
+            if name not in by_name:
+                by_name[name] = family(metric)
+            by_name[name].add_metric([cluster, node_id, *(labels[label] for label in metric.labels)], value)
+    yield from by_name.values()

@@ -1,6 +1,6 @@
-"""All metrics: their names, kinds, labels and words. RocketMQ 5's names stand for what they mean there, in its units.
+"""All metrics: their names, kinds, labels and help texts. RocketMQ 5's names have their meaning and units there.
 
-The exporter, the alert rules, the dashboard and the table in docs/monitoring.md are held to this list by tests.
+Tests hold the exporter, the alert rules, the dashboard and the table in docs/monitoring.md to this list.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ LOG, PROCESS = "log", "process"
 EVER, START = "since the log was made", "since the exporter started"
 
 COMMON = ("cluster", "node_id")
-"""Labels of every metric: a name that the user gives, and the path of the commit log."""
+"""Labels of every metric: a name by the user, and the path of the commit log."""
 TABLES = ("half", "op", "messages", "topics", "groups")
 """Values of the label ``table``."""
 ANSWERS = ("committed", "rolled_back", "unknown", "discarded", "quarantined")
-"""Values of the label ``verdict`` of what checks did, which are names of tallies in a report of checks."""
+"""Values of the label ``verdict`` of checks, which are names of tallies in a report of checks."""
 ROUNDS = ("ok", "problems")
-"""Values of the label ``result``."""
-_OF_GROUP = ("consumer_group", "topic", "is_retry", "is_system")
+"""Values of the label ``result``: of a round of checks."""
+_GROUP_LABELS = ("consumer_group", "topic", "is_retry", "is_system")
 
 
 class Metric(NamedTuple):
@@ -27,14 +27,14 @@ class Metric(NamedTuple):
     Attributes
     ----------
     name : str
-        As Prometheus shows it.
+        The name in Prometheus.
     kind : str
         ``gauge``, ``counter`` or ``histogram``.
     labels : tuple of str
-        Those besides :data:`COMMON`.
+        The labels besides :data:`COMMON`.
     help : str
     origin : str
-        :data:`LOG`: read from the log, by any process that can read it. :data:`PROCESS`: counted where it happens.
+        :data:`LOG`: read from the log, by any process. :data:`PROCESS`: counted in the acting process.
     """
 
     name: str
@@ -60,9 +60,9 @@ METRICS: tuple[Metric, ...] = (
         f"Messages that became visible, with retries and dead letters, {EVER}",
     ),
     Metric("rocketmq_topic_number", "gauge", (), "Topics"),
-    Metric("rocketmq_consumer_lag_messages", "gauge", _OF_GROUP, "Visible messages that a group has not read"),
+    Metric("rocketmq_consumer_lag_messages", "gauge", _GROUP_LABELS, "Visible messages that a group has not read"),
     Metric(
-        "rocketmq_consumer_lag_latency", "gauge", _OF_GROUP,
+        "rocketmq_consumer_lag_latency", "gauge", _GROUP_LABELS,
         "Milliseconds since the commit of the oldest message that a group has not read",
     ),
     Metric(
@@ -111,9 +111,9 @@ METRICS: tuple[Metric, ...] = (
         "rocketmq_finish_message_latency", "histogram", ("topic",),
         "Milliseconds from the prepare of a half batch to its verdict", PROCESS,
     ),
-    Metric("rocketmq_messages_out_total", "counter", _OF_GROUP, "Messages that a PushConsumer consumed", PROCESS),
+    Metric("rocketmq_messages_out_total", "counter", _GROUP_LABELS, "Messages that a PushConsumer consumed", PROCESS),
     Metric(
-        "rocketmq_consumer_inflight_messages", "gauge", _OF_GROUP,
+        "rocketmq_consumer_inflight_messages", "gauge", _GROUP_LABELS,
         "Messages that a PushConsumer has fetched and not finished", PROCESS,
     ),
     Metric("txmq_sent_messages_total", "counter", ("producer_group", "topic"), "Messages that were sent", PROCESS),
@@ -142,4 +142,4 @@ METRICS: tuple[Metric, ...] = (
 )  # fmt: skip
 BY_NAME = {metric.name: metric for metric in METRICS}
 OF_A_WATCH = frozenset(metric.name for metric in METRICS if metric.origin == LOG and START in metric.help)
-"""What only a program that stays can count. One that ends at once would say 0 each time."""
+"""Metrics that only a long-running program can count. A short program would report 0 each time."""

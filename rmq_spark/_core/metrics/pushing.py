@@ -1,4 +1,4 @@
-"""For programs that end before anybody scrapes them: the metrics of a registry, pushed or written to a file."""
+"""Pushes the metrics of a registry, or writes them to a file, for programs that end before a scrape."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def push(
     grouping_key: Mapping[str, str] | None = None,
     timeout: float = PUSH_S_MAX,
 ) -> None:
-    """Push the metrics of a registry to Prometheus' Pushgateway, where they replace those of the last push of this job.
+    """Push the metrics of a registry to Prometheus' Pushgateway, where they replace this job's last push.
 
     Parameters
     ----------
@@ -37,16 +37,16 @@ def push(
     job : str
         The label ``job``.
     grouping_key : mapping of str to str, optional
-        More labels that tell this program from others of the job.
+        More labels, which distinguish this program from others of the job.
     timeout : float
-        Seconds after which it is given up.
+        Seconds after which the push fails.
 
     Raises
     ------
     OptionError
-        When the gateway's address is none.
+        When the gateway's address is invalid.
     StorageError
-        When the gateway cannot be reached within the time, or refuses the metrics.
+        When the gateway does not answer within ``timeout``, or refuses the metrics.
     """
     limit_s = seconds(timeout, "timeout", above=True)
     if not job.strip():
@@ -55,7 +55,7 @@ def push(
         raise OptionError("gateway is empty: a Pushgateway's host:port or URL is expected")
     try:
         _within(limit_s, lambda: prometheus.push_to_gateway(gateway, job, registry, dict(grouping_key or {}), limit_s))
-    except HTTPException as problem:  # what it says may be a part of a password
+    except HTTPException as problem:  # its text may contain a part of a password
         raise OptionError(f"{redacted(gateway)} is no address of a Pushgateway ({type(problem).__name__})") from None
     except (OSError, ValueError) as problem:
         raise StorageError(
@@ -64,8 +64,8 @@ def push(
 
 
 def _within(limit_s: float, work: Callable[[], None]) -> None:
-    """Do it in a thread that is not waited for when the time is over: urllib's limit is for each wait, and a gateway
-    that sends a byte a second would hold a program for ever."""
+    """Run ``work`` in a thread, and abandon the thread after ``limit_s``: urllib limits each single wait, so a gateway
+    that sends a byte a second would block a program for ever."""
     done: Future[None] = Future()
 
     def run() -> None:
@@ -90,12 +90,12 @@ def write_textfile(registry: Any, path: str | os.PathLike[str]) -> None:
     Parameters
     ----------
     path : str or path
-        Must end in ``.prom``: the node exporter reads no other.
+        Must end in ``.prom``, because the node exporter reads no other files.
 
     Raises
     ------
     OptionError
-        When the file cannot be written, or its name ends otherwise.
+        When the file cannot be written, or its name does not end in ``.prom``.
     """
     file = Path(path)
     if file.suffix != ".prom":

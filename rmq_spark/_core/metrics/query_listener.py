@@ -28,27 +28,26 @@ EVERY_S = 10.0
 
 
 class QueryListener(StreamingQueryListener):
-    """Logs, with the progress of Spark's streaming queries, what is pending, how far a group is behind, and what is not
-    drained.
+    """Logs pending half batches, a group's lag and undrained messages with the progress of Spark's streaming queries.
 
-    Each record has the figures as fields (``extra``), so that a JSON formatter keeps them. A query that stands still
-    because something is pending, or a backlog that grows, is so seen beside Spark's own numbers.
+    Each record has the figures as fields (``extra``), so that a JSON formatter keeps them. So a blocked query, or a
+    growing backlog, shows beside Spark's own numbers.
 
     Parameters
     ----------
     log_or_path : CommitLog or path
     consumer_group : str, optional
-        The group whose lag is told; the largest of all groups when not given.
+        The group whose lag is logged. By default the largest lag of all groups.
     every : float
-        Figures are read at most once in so many seconds, whatever many queries report.
+        Least seconds between two reads of the figures, for any number of queries.
     on_figures : callable, optional
-        Is given the figures of each record as a mapping, for another system of metrics.
+        Called with the figures of each record as a mapping, for another system of metrics.
     storage_options : mapping, optional
         For a path: passed to delta-rs.
 
     Notes
     -----
-    A look that fails is logged, and harms no query.
+    A failed look is logged, and affects no query.
 
     Examples
     --------
@@ -69,17 +68,17 @@ class QueryListener(StreamingQueryListener):
         self._on_figures = on_figures
         self._watch = LogWatch(log_or_path, storage_options)
         self._lock = threading.RLock()
-        self._told_s: float | None = None
+        self._logged_s: float | None = None
         self._machine = self._watch.machine
 
     def onQueryStarted(self, event: Any) -> None:
         """Do nothing: there are no figures before the first progress."""
 
     def onQueryProgress(self, event: Any) -> None:
-        """Log the figures, when it is time for them."""
+        """Log the figures, at most once in ``every`` seconds."""
         try:
             if self._is_time():
-                self._tell(event.progress)
+                self._log_figures(event.progress)
         except Exception as problem:
             logger.warning("the figures of a query's progress were not told: %s", traceback_of(problem))
 
@@ -92,24 +91,24 @@ class QueryListener(StreamingQueryListener):
     def _is_time(self) -> bool:
         with self._lock:
             now_s = self._machine.monotonic()
-            if self._told_s is not None and now_s - self._told_s < self._every_s:
+            if self._logged_s is not None and now_s - self._logged_s < self._every_s:
                 return False
-            self._told_s = now_s
+            self._logged_s = now_s
             return True
 
-    def _tell(self, progress: Any) -> None:
+    def _log_figures(self, progress: Any) -> None:
         with self._lock:
             figures = self._watch.look()
-        told = {**_of_query(progress), **fields_of(figures, self._group)}
+        fields = {**_of_query(progress), **fields_of(figures, self._group)}
         logger.info(
             "query %s, batch %d: %d half batches are pending (the oldest for %.0f s), %s is behind by %d messages "
             "(%.0f s), %d messages are not drained",
-            told["query_name"] or told["query_id"], told["batch_id"], told["pending_half_batches"],
-            told["oldest_pending_seconds"], self._group or "the slowest group", told["lag_messages"],
-            told["lag_seconds"], told["undrained_messages"], extra=told,
+            fields["query_name"] or fields["query_id"], fields["batch_id"], fields["pending_half_batches"],
+            fields["oldest_pending_seconds"], self._group or "the slowest group", fields["lag_messages"],
+            fields["lag_seconds"], fields["undrained_messages"], extra=fields,
         )  # fmt: skip
         if self._on_figures is not None:
-            self._on_figures(told)
+            self._on_figures(fields)
 
 
 def _of_query(progress: Any) -> dict[str, Any]:
@@ -123,7 +122,7 @@ def _of_query(progress: Any) -> dict[str, Any]:
 
 
 def fields_of(figures: LogFigures, consumer_group: str | None = None) -> dict[str, float | int]:
-    """Return figures as flat fields, for logs. Names end in their unit where it is not a number of things."""
+    """Return figures as flat fields, for logs. Names end in their unit, except for counts."""
     groups = {group for group, _ in figures.lags} if consumer_group is None else {consumer_group}
     lags = [figures.lag_of(group) for group in groups]
     return {

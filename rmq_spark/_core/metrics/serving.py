@@ -1,4 +1,4 @@
-"""Shows metrics to whoever scrapes: over HTTP, or in a file for Prometheus' node exporter."""
+"""Serves metrics over HTTP, or writes them to a file for Prometheus' node exporter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def serving(registry: Any, address: str, port: int) -> Iterator[str]:
     Raises
     ------
     OptionError
-        When nothing can listen there.
+        When the address or port cannot be used.
     """
     try:
         server, thread = prometheus.start_http_server(port, address, registry)
@@ -40,7 +40,7 @@ def serving(registry: Any, address: str, port: int) -> Iterator[str]:
 
 
 def write_unreadable(textfile: str | Path, path: str, cluster: str = CLUSTER) -> None:
-    """Write the file of metrics for a log that cannot be opened: ``txmq_up`` is 0, and nothing else is said."""
+    """Write the file of metrics for a log that cannot be opened: only ``txmq_up``, which is 0."""
     registry = prometheus.CollectorRegistry()
     registry.register(Unreadable(path, cluster))
     write_textfile(registry, textfile)
@@ -62,20 +62,20 @@ def showing(
     ----------
     log : Engine
     port : int, optional
-        Where Prometheus scrapes; nothing is served when not given.
+        The port that Prometheus scrapes. By default nothing is served.
     address, cluster : str
     textfile : str
-        A file that what is yielded writes; none when empty.
+        The file for the yielded function; none when empty.
     once : bool
-        Whether the program ends at once.
+        True for a short program.
 
     Yields
     ------
     callable
-        Writes the file. That it failed is logged.
+        Writes the file. Failures are logged.
     """
     registry = prometheus.CollectorRegistry()
-    cache_s = 0.0 if port is None else CACHE_S  # a file is written when there is news
+    cache_s = 0.0 if port is None else CACHE_S  # each write of a file needs fresh figures
     registry.register(LogCollector(log, cluster=cluster, cache_seconds=cache_s, once=once))
     counting = ProcessMetrics(registry, cluster=cluster)
 

@@ -1,4 +1,4 @@
-"""Who may send, and when: what a producer has under way, and the turns of local transactions in its own threads."""
+"""Admission: the sends that a producer has under way, and the turns of local transactions in its threads."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rmq_spark._core.runtime.machine import Machine
 from rmq_spark.errors import ListenerError
 
 WAITING_PART = 0.25
-"""What is prepared begins within this part of ``transaction_timeout``, as far as the last transactions can tell."""
+"""Part of ``transaction_timeout`` within which a prepared send should begin, estimated from earlier transactions."""
 SMOOTHING = 0.2
-"""The part of the newest time in the mean of how long a local transaction takes."""
+"""Weight of the newest duration in the mean duration of a local transaction."""
 LOOP_LOOKED_AT_S = 1.0
-"""So often who waits for a coroutine looks whether its event loop is still there."""
+"""Seconds between checks that the coroutine's event loop is alive."""
 
 
 class UnderWay:
-    """Knows what is under way while the door is open, and waits for its end when it is closed. :meth:`leave` is right
-    after an interrupted :meth:`enter`, too.
+    """Registers sends while the producer is open, and waits for their end when it closes. :meth:`leave` may also follow
+    an interrupted :meth:`enter`.
 
     Parameters
     ----------
@@ -35,51 +35,52 @@ class UnderWay:
 
     def __init__(self, machine: Machine) -> None:
         self.lock = machine.lock()
-        """Who leaves takes it."""
-        self._over = machine.event()  # set when the door is closed and nothing is under way
+        """Taken by :meth:`leave`, too."""
+        self._over = machine.event()  # set when closed with nothing under way
         self._inside: set[object] = set()
         self.is_open = False
 
     def open(self) -> None:
-        """Let everybody in."""
+        """Accept sends."""
         self._over.clear()
         self.is_open = True
 
     def enter(self, who: object) -> bool:
-        """One more is under way; False when the door is closed."""
+        """Register a send; False when closed."""
         with self.lock:
             if self.is_open:
                 self._inside.add(who)
             return self.is_open
 
     def leave(self, who: object) -> None:
-        """One has come to its end, or has not entered."""
+        """Remove a send, if it is registered."""
         with self.lock:
             if who in self._inside:
                 self._inside.remove(who)
-                self._tell()
+                self._set_when_over()
 
     def close(self, seconds: float) -> int:
-        """Let nobody in any more, wait for those who are, and return how many are left when the time is over."""
+        """Accept no more sends, wait for those under way, and return how many are left when the time is over."""
         with self.lock:
             self.is_open = False
-            self._tell()
+            self._set_when_over()
         self._over.wait(seconds)
         return len(self._inside)
 
-    def _tell(self) -> None:
+    def _set_when_over(self) -> None:
         if not (self._inside or self.is_open):
             self._over.set()
 
 
 class InFlight:
-    """Lets in so many at once; the others wait.
+    """Gives a place to a limited number of sends at once; others wait.
 
     Parameters
     ----------
     most : int
+        The number of places.
     left : callable
-        Is told who has left.
+        Called with each send that leaves.
     """
 
     def __init__(self, most: int, left: Callable[[object], object]) -> None:
@@ -87,10 +88,10 @@ class InFlight:
         self._left = left
         self._inside: set[object] = set()
         self.changed = threading.Condition()
-        """Whose lock :meth:`leave` takes."""
+        """:meth:`leave` takes its lock."""
 
     def enter(self, who: object, may_wait: Callable[[], bool]) -> None:
-        """Take room, and wait for it where that is allowed; else one more is let in."""
+        """Take a place. Without a free one, wait for it if ``may_wait()``, or go on without a place."""
         with self.changed:
             if has_room := len(self._inside) < self._most:
                 self._inside.add(who)
@@ -100,7 +101,7 @@ class InFlight:
                 self._inside.add(who)
 
     def leave(self, who: object) -> None:
-        """Give up the room, if there is any to give up."""
+        """Give up the place, if the send has one."""
         with self.changed:
             self._inside.discard(who)
             self.changed.notify()
@@ -108,7 +109,7 @@ class InFlight:
 
 
 class Keys:
-    """Those who come with the same key come one after the other, and others at once.
+    """Lets sends with the same key run one after another, and others at once.
 
     Parameters
     ----------
@@ -122,7 +123,7 @@ class Keys:
 
     @contextmanager
     def one_by_one(self, key: str | None) -> Iterator[None]:
-        """Wait for those who came with this key before; None waits for nobody."""
+        """Wait for earlier sends with this key; None waits for none."""
         if key is None:
             yield
             return
@@ -140,46 +141,46 @@ class Keys:
 
 
 class Turns:
-    """Lets sends be prepared, and their local transactions run, as many at once as is good.
+    """Limits how many sends are prepared, and how many of their local transactions run, at once.
 
-    A half batch that is prepared and then waits for a free thread would be checked after ``transaction_timeout``,
-    before its local transaction has begun. So it waits before it is prepared.
+    A half batch that waited for a free thread after its prepare could be checked, after ``transaction_timeout``,
+    before its local transaction begins. So it waits before its prepare.
 
     Parameters
     ----------
     threads : int
-        Local transactions that run at once. So many sends may be prepared too, and more when local transactions are
-        short: as many as can begin soon.
+        Local transactions that run at once. At least as many sends may be prepared, and more when local transactions
+        are short: as many as can begin soon.
     transaction_timeout_s : float
-        After which a pending half batch is checked.
+        Seconds after which a pending half batch is checked.
     """
 
     def __init__(self, threads: int, transaction_timeout_s: float) -> None:
         self._threads = threads
         self._within_s = transaction_timeout_s * WAITING_PART
         self._free = threading.BoundedSemaphore(threads)
-        self.lock = threading.RLock()  # what Python calls in our midst may send, too
-        """Who begins and who ends takes it."""
+        self.lock = threading.RLock()  # __del__ or a signal handler within it may send, too
+        """Taken by :meth:`admit` and :meth:`leave`."""
         self._waiting: deque[tuple[object, Callable[[], bool], Callable[[], object] | None]] = deque()
         self._admitted: set[object] = set()
-        self._mean_s: float | None = None  # how long a local transaction takes
-        self._is_over = False  # nobody waits for those that still run
+        self._mean_s: float | None = None  # mean seconds of a local transaction
+        self._is_over = False  # the producer waits no more for running sends
 
     @property
     def room(self) -> int:
-        """How many may be prepared, or run."""
+        """How many sends may be prepared, or run."""
         if self._mean_s is None:
             return self._threads
         return max(self._threads, int(self._threads * self._within_s / max(self._mean_s, 1e-6)))
 
     def admit(self, who: object, begin: Callable[[], bool], give_up: Callable[[], object] | None = None) -> None:
-        """Call ``begin`` when one more send may be prepared, and ``give_up`` when that will never be. When ``begin``
-        returns False, the next one may begin in its place. After an interrupt in here, call :meth:`leave`."""
+        """Call ``begin`` when one more send may be prepared, or ``give_up`` when it never may. When ``begin`` returns
+        False, the next send may begin instead. After an interrupt in here, call :meth:`leave`."""
         with self.lock:
             has_room = len(self._admitted) < self.room
             if has_room:
                 self._admitted.add(who)
-            elif give_up is None or not self._is_over:  # the next one that leaves lets it begin
+            elif give_up is None or not self._is_over:  # a later leave() lets it begin
                 self._waiting.append((who, begin, give_up))
                 return
         if not has_room and give_up is not None:
@@ -188,26 +189,26 @@ class Turns:
             self.leave(who)
 
     def leave(self, who: object) -> None:
-        """One that was admitted has ended its local transaction, or will have none. Others may begin."""
+        """Free the room of a send whose local transaction has ended or will not run, and let others begin."""
         with self.lock:
             self._admitted.discard(who)
         while True:
             with self.lock:
                 if not self._waiting or len(self._admitted) >= self.room:
                     return
-                other, begin, _ = self._waiting.popleft()
-                self._admitted.add(other)
+                next_one, begin, _ = self._waiting.popleft()
+                self._admitted.add(next_one)
             if not begin():
                 with self.lock:
-                    self._admitted.discard(other)
+                    self._admitted.discard(next_one)
 
     def close(self) -> None:
-        """Nobody waits any more for those that still run: those that can give up do so."""
+        """Stop waiting for running sends: waiting sends that can give up do so."""
         with self.lock:
             self._is_over = True
-            left = list(self._waiting)
-            self._waiting = deque(w for w in left if w[2] is None)
-        for _, _, give_up in left:
+            waiting = list(self._waiting)
+            self._waiting = deque(waiter for waiter in waiting if waiter[2] is None)
+        for _, _, give_up in waiting:
             if give_up is not None:
                 give_up()
 
@@ -215,12 +216,12 @@ class Turns:
     def admitted(
         self, listener: TransactionListener, loop: asyncio.AbstractEventLoop | None = None
     ) -> Iterator[TransactionListener]:
-        """Wait until one more send may be prepared. Its room is free again when the local transaction has ended.
+        """Wait until one more send may be prepared. Its room is freed when its local transaction has ended.
 
         Parameters
         ----------
         loop : asyncio.AbstractEventLoop, optional
-            Runs the local transaction when that is a coroutine.
+            Runs the local transaction when it is a coroutine.
 
         Returns
         -------
@@ -242,9 +243,9 @@ class Turns:
             in_turn.leave()
 
     def require_alive(self, loop: asyncio.AbstractEventLoop, running: futures.Future[Any]) -> None:
-        """Raise ListenerError when an event loop will never go on with a local transaction: nobody would hear of it."""
-        is_left = not loop.is_running() and (self._is_over or not threading.main_thread().is_alive())
-        if loop.is_closed() or is_left:
+        """Raise ListenerError when the event loop will never finish a local transaction, which would hang its send."""
+        is_abandoned = not loop.is_running() and (self._is_over or not threading.main_thread().is_alive())
+        if loop.is_closed() or is_abandoned:
             running.cancel()
             raise ListenerError(
                 "the event loop ended while the local transaction ran in it: let the loop run until its sends are "
@@ -253,7 +254,7 @@ class Turns:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Wait for a free thread, and run a local transaction."""
+        """Wait for a turn, and measure the local transaction that runs within it."""
         with self._free:
             began_s = time.monotonic()
             try:

@@ -1,4 +1,4 @@
-"""Asynchronous sends that need no thread of their own: each goes from one thread at work to the next.
+"""Asynchronous sends without threads of their own: each passes from one working thread to the next.
 
 ::
 
@@ -6,8 +6,8 @@
     a message ──▶  one commit of many ──▶ local transaction ──▶ one commit of ──▶ callbacks
                                                                 many, results
 
-A thread for each of 4,096 sends under way spends more time on waking up than on the send. Steps that wait, such as a
-check that was faster, go on in a thread that may.
+A thread for each send would spend more time on waking up than on the send. A send that must wait, as after a check that
+was faster, continues in a thread that may wait.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ Done = TypeVar("Done")
 
 
 class AsyncSends:
-    """What the asynchronous sends of a producer share.
+    """State that the asynchronous sends of a producer share.
 
     Parameters
     ----------
     commits : GroupCommit
     turns : Turns
-        Of local transactions.
+        The turns of local transactions.
     senders : Crew
-        Threads for the waiting steps of sends without a local transaction. There is one for each send.
+        Threads for the waiting steps of sends without a local transaction, one for each send.
     listeners : Crew
         Threads for local transactions, and for the waiting steps of their sends.
     callers : Crew
-        Threads for callbacks, which may wait for other sends: so nothing that a send needs is done in them.
+        Threads for callbacks. A callback may wait for other sends, so no step of a send runs in them.
     """
 
     def __init__(self, commits: GroupCommit, turns: Turns, senders: Crew, listeners: Crew, callers: Crew) -> None:
@@ -60,12 +60,12 @@ class AsyncSends:
         self.callers = callers
 
     def start(self, two_phase: TwoPhase, message: OneMessage, arg: Any, future: SendFuture) -> None:
-        """Send a message, and wait for nothing.
+        """Start to send a message, without waiting.
 
         Parameters
         ----------
         two_phase : TwoPhase
-            With the listener to be asked.
+            Has the listener to ask.
         message : OneMessage
         arg : object
             Handed to the local transaction.
@@ -82,12 +82,12 @@ class AsyncSends:
             raise
 
     def give_up(self, future: SendFuture) -> None:
-        """Cancel a send that has not begun. Who closes the producer must not call its callbacks: one may block."""
+        """Cancel a send that has not begun. The caller does not run its callbacks, because one may block."""
         if future.give_up():
             self.callers.put(future.call_back)
 
     def end(self, future: SendFuture) -> None:
-        """The send has come to its end: see to its callbacks."""
+        """Have the callbacks of an ended send called."""
         if future.end():
             self.callers.put(future.call_back)
 
@@ -112,18 +112,18 @@ class AsyncSend:
         self._steps = two_phase.steps(self._header, lambda: [message], arg)
         self._future = future
         self.asks_nobody = type(two_phase.listener) is CommitOncePrepared
-        self._context = None if self.asks_nobody else copy_context()  # what the caller has set, its listener sees
+        self._context = None if self.asks_nobody else copy_context()  # the listener sees the caller's context variables
         self._began_s = two_phase.log.machine.monotonic()
 
     def begin(self) -> bool:
-        """Go up to the prepare; False when the send is cancelled."""
-        begins = self._future.begin()
-        if begins:
+        """Begin the send, up to its prepare; False when it is cancelled."""
+        has_begun = self._future.begin()
+        if has_begun:
             self._go_on()
-        return begins
+        return has_begun
 
     def _go_on(self, answer: Any = None, problem: BaseException | None = None) -> None:
-        """Take the next step, with the answer to the last one or the problem with it."""
+        """Go to the next step, with the answer or the problem of the last one."""
         try:
             step = self._steps.send(answer) if problem is None else self._steps.throw(problem)
             self._start(step)
@@ -133,7 +133,7 @@ class AsyncSend:
             self._fail(raised)
 
     def _start(self, step: Step) -> None:
-        """Start a step, and wait for nothing: whoever does it goes on."""
+        """Start a step, without waiting. The thread that does the step calls :meth:`_go_on`."""
         match step:
             case Prepare(files=[OneMessage() as message]):
                 self._shared.commits.prepare_and_go_on(message, self._prepared)
@@ -151,9 +151,9 @@ class AsyncSend:
     def _crew(self) -> Crew:
         return self._shared.senders if self.asks_nobody else self._shared.listeners
 
-    def _prepared(self, found: HalfRecord | TxmqError | None, problem: BaseException | None) -> None:
-        refused = problem or (None if isinstance(found, HalfRecord) else found or AssertionError())
-        self._go_on(found, refused)
+    def _prepared(self, record: HalfRecord | TxmqError | None, problem: BaseException | None) -> None:
+        error = problem or (None if isinstance(record, HalfRecord) else record or AssertionError())
+        self._go_on(record, error)
 
     def _decided(self, decided: Decided | None, problem: BaseException | None) -> None:
         if decided is None:
@@ -162,7 +162,7 @@ class AsyncSend:
             self._go_on(decided.placed, decided.problem)
 
     def _execute(self, step: Execute) -> None:
-        """Run the local transaction in its turn, and go on in this thread."""
+        """Run the local transaction in its turn, and continue in this thread."""
         answer, problem = None, None
         try:
             with self._turn():
@@ -191,7 +191,7 @@ class AsyncSend:
 
     # ------------------------------------------------------------------ the end
     def _leave_turn(self) -> None:
-        """There is no local transaction to come: others may be prepared."""
+        """Let others be prepared: this send has no local transaction to come."""
         if not self.asks_nobody:
             self._shared.turns.leave(self)
 

@@ -20,25 +20,25 @@ logger = logging.getLogger(__name__)
 
 
 _METHODS = (__file__, concurrent.futures._base.__file__)
-"""Where the methods of a future are."""
+"""Files with the methods of a future."""
 
 
 def holds_a_future() -> bool:
-    """Whether this call came in the midst of a method that has the lock of a future of a send, which the end of that
-    send needs: from ``__del__``, a signal handler."""
+    """Whether this call, from ``__del__`` or a signal handler, interrupts a method that holds the lock of a send's
+    future. The end of that send needs the lock."""
     for frame in callers():
         if frame.f_code.co_filename in _METHODS:
-            condition = getattr(frame.f_locals.get("self"), "_condition", None)  # there is none yet while it is made
+            condition = getattr(frame.f_locals.get("self"), "_condition", None)  # not set while it is created
             if isinstance(condition, _Quiet) and is_held(condition.lock):
                 return True
     return False
 
 
 class _Quiet:
-    """The condition of a future for which nobody waits yet: a lock and nothing more.
+    """The condition of a future: only a lock, until a thread waits for it.
 
-    Python's look for cycles goes through all objects of the thousands of futures that may be under way, and a
-    ``threading.Condition`` is eight of them.
+    The garbage collector visits every object of the thousands of futures that may be under way, and a
+    ``threading.Condition`` is eight objects.
     """
 
     __slots__ = ("_condition", "lock")
@@ -69,27 +69,27 @@ class _Quiet:
             self._condition.notify_all()
 
 
-def _look_at(waited: asyncio.Future[TransactionSendResult]) -> None:
-    """Who was cancelled does not look any more, and asyncio logs an exception that nobody has looked at."""
-    if not waited.cancelled():
-        waited.exception()
+def _retrieve_exception(waiter: asyncio.Future[TransactionSendResult]) -> None:
+    """Retrieve the exception for a cancelled coroutine: asyncio logs those that are never retrieved."""
+    if not waiter.cancelled():
+        waiter.exception()
 
 
 class Room(Protocol):
-    """What a future takes a place in."""
+    """Holds places for futures."""
 
     def leave(self, who: object) -> object:
         """Give up the place."""
 
 
 class SendFuture(Future[TransactionSendResult]):
-    """The future of a send. Who waits for it hears of the result at once. Its callbacks are called in a thread in which
-    they may wait, once :meth:`call_back` is.
+    """The future of a send. Waiting threads get the result at once. Its callbacks run in the thread that calls
+    :meth:`call_back`, in which they may wait.
 
     Parameters
     ----------
     room : Room
-        Which the future leaves, when the send has come to its end or is cancelled.
+        The future leaves it when the send ends or is cancelled.
     """
 
     _condition: Any
@@ -104,21 +104,21 @@ class SendFuture(Future[TransactionSendResult]):
         """The callback that is being called."""
 
     def add_done_callback(self, fn: Callable[[Future[TransactionSendResult]], object]) -> None:
-        """Call a function when the send has come to its end; at once when it has."""
+        """Call a function when the send has ended; at once if it has."""
         with self._condition:
             if self._left is None:
                 self._left = deque()
         self._left.append(fn)
         if self._is_over:
-            with suppress(ValueError):  # when it is being called already
+            with suppress(ValueError):  # it is being called already
                 self._left.remove(fn)
                 super().add_done_callback(fn)
 
     def __await__(self) -> Generator[Any, None, TransactionSendResult]:
-        """In a coroutine: ``await producer.send_async(message)``. Who is cancelled ends its waiting, not the send."""
-        waits = asyncio.wrap_future(self)
-        waits.add_done_callback(_look_at)
-        return asyncio.shield(waits).__await__()
+        """In a coroutine: ``await producer.send_async(message)``. Cancelling the coroutine does not cancel the send."""
+        waiter = asyncio.wrap_future(self)
+        waiter.add_done_callback(_retrieve_exception)
+        return asyncio.shield(waiter).__await__()
 
     def begin(self) -> bool:
         """Begin the send; False when it is cancelled."""
@@ -132,28 +132,28 @@ class SendFuture(Future[TransactionSendResult]):
         return self.cancelled()
 
     def give_up(self) -> bool:
-        """Cancel the send, unless it has begun, and leave the callbacks to the caller. True for who has done it."""
+        """Cancel the send, unless it has begun, without its callbacks; True for the call that has cancelled it."""
         with self._condition:
             if self.cancelled() or not super().cancel():
                 return False
-            self.set_running_or_notify_cancel()  # nobody else would tell those who wait for it
+            self.set_running_or_notify_cancel()  # wakes up the waiting threads
         self.end()
         return True
 
     def end(self) -> bool:
-        """Give up the room among those in flight. True when there are callbacks to be called."""
+        """Give up the place in the room; True when there are callbacks to call."""
         self._room.leave(self)
         self._is_over = True
         return bool(self._left)
 
     def call_back(self) -> None:
-        """Call the callbacks, all of them whatever one of them raises."""
+        """Call all callbacks, even when one of them raises."""
         interrupt: KeyboardInterrupt | None = None
         while self._left:
             try:
                 self.calls = self._left.popleft()
-                super().add_done_callback(self.calls)  # it is done, so this calls, and logs an Exception
-            except IndexError:  # another thread calls it
+                super().add_done_callback(self.calls)  # the send has ended, so this calls it now, and logs an Exception
+            except IndexError:  # another thread has taken it
                 break
             except KeyboardInterrupt as problem:
                 interrupt = problem

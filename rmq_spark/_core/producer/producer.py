@@ -60,9 +60,9 @@ LISTENER_THREADS = 32
 IN_FLIGHT_MAX = 256
 AWAIT_TERMINATION_S = 30.0
 AT_EXIT_S_MAX = 10.0
-"""Seconds for which the end of Python waits for a thread of a producer that was not closed."""
+"""Seconds for which the end of Python waits for each thread of a producer that was not closed."""
 LATE_S = 0.5
-"""The threads for checks and for upkeep have so long to end when sends have used up ``await_termination``."""
+"""Seconds that the threads of checks and upkeep have to end when sends have used up ``await_termination``."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class SessionTransaction:
     Attributes
     ----------
     result : TransactionSendResult or None
-        What became of them, after the ``with`` statement; None when none were sent.
+        Their result, after the ``with`` statement; None when none were sent.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -85,7 +85,7 @@ class SessionTransaction:
         Raises
         ------
         OptionError
-            After the ``with`` statement: nothing would send them.
+            After the ``with`` statement, when nothing would send them.
         """
         if self.ended:
             raise OptionError(
@@ -96,7 +96,7 @@ class SessionTransaction:
 
 
 class TransactionMQProducer:
-    """Sends messages from any Python program, transactional ones too, and answers its own checks while it is open.
+    """Sends messages, transactional or not, from any Python program, and answers its own checks while it is open.
 
     Mirrors RocketMQ's ``org.apache.rocketmq.client.producer.TransactionMQProducer``.
 
@@ -105,7 +105,7 @@ class TransactionMQProducer:
     log_or_path : CommitLog or str
     producer_group : str
     listener : TransactionListener, optional
-        Runs local transactions and answers checks. A producer without one has :meth:`send` and :meth:`send_async` alone
+        Runs local transactions and answers checks. A producer without one has only :meth:`send` and :meth:`send_async`
         (RocketMQ: ``DefaultMQProducer``).
     on_listener_error : {"unknown", "fail"}
         An exception of the listener counts as UNKNOWN, as in RocketMQ (default), or is raised.
@@ -115,27 +115,27 @@ class TransactionMQProducer:
         Seconds before a transaction is checked.
     maintenance_interval : float or None
         Seconds between two rounds of the log's upkeep (:meth:`CommitLog.maintain`, with its defaults, and pruning of
-        the listener's fence), in a thread of this program; None (default) where the check job does it.
+        the listener's fence), in a thread of this program; None (default) when the check job does it.
     max_pending_batches : int, optional
-        Refuse new transactions, with PendingLimitError, while so many of the group's half batches are pending.
+        Refuse new transactions, with PendingLimitError, while this many of the group's half batches are pending.
     max_pending_bytes : int or str, optional
-        The same for the bytes of their files: ``"500m"``, ``"10g"``.
+        The same limit for the bytes of their files: ``"500m"``, ``"10g"``.
     listener_threads : int
-        Local transactions of asynchronous sends that run at once. A send waits before it is prepared while too many
-        wait for one of these threads.
+        Local transactions of asynchronous sends that run at once. A send is not prepared while too many others wait for
+        one of these threads.
     max_in_flight : int
-        Asynchronous sends that have not come to their end. One more waits in the caller's thread; in an event loop it
+        Maximum number of unfinished asynchronous sends. Another send waits in the caller's thread; in an event loop it
         is accepted, and waits in the producer.
     linger : float
-        Seconds for which a send waits for those of other threads, to share its commit: 0 as in Kafka's producer, which
-        shares what comes together by itself.
+        Seconds for which a send waits for sends of other threads, to share its commit. With 0, as in Kafka's producer,
+        only sends that come together anyway share one.
     max_batch_messages : int
-        Sends that share a commit, at most.
+        Maximum number of sends that share a commit.
     replay_check_timeout : float
-        Seconds for which a repeated send (``idempotency_key``) asks the listener what became of the first one, before
+        Seconds for which a repeated send (``idempotency_key``) asks the listener about the first one, before
         UnresolvedTransactionError.
     await_termination : float
-        Seconds for which :meth:`shutdown` waits for sends that are under way, with their callbacks, and for a check.
+        Seconds for which :meth:`shutdown` waits for sends under way, their callbacks, and a check.
 
     Examples
     --------
@@ -197,11 +197,11 @@ class TransactionMQProducer:
         self._await_s = seconds(await_termination, "await_termination")
         self._under_way = UnderWay(self.log.machine)
         self._plainly = self.two_phase.with_listener(CommitOncePrepared())
-        self._commits.holds = self._holds
-        self._forget_others()
+        self._commits.holds = self._holds_send_lock
+        self._reset_sends()
         self._forks = forks()
         self._started = self.log.machine.unique_id()
-        self._sends = count(1)  # ids that follow each other lie close together in a file, and are found by its bounds
+        self._sends = count(1)  # consecutive ids lie close together in a file, so its bounds find them
         self._opening = self.log.machine.lock()
         self._closing = self.log.machine.event()
         self._threads: list[threading.Thread] = []
@@ -212,21 +212,21 @@ class TransactionMQProducer:
         self._require_own_process()
         with self._opening:
             if not self._under_way.is_open:
-                self._closing.set()  # a start that was interrupted has begun threads, too
-                self._closing = self.log.machine.event()  # what an earlier shutdown left has seen its own
+                self._closing.set()  # ends the threads of an interrupted start
+                self._closing = self.log.machine.event()  # threads of an earlier start keep the event that ended them
                 atexit.register(self._end)
                 self._commits.hurry(False)
-                self._forget_others()
+                self._reset_sends()
                 start = self.log.machine.start_thread
                 if self.check_interval is not None:
                     self._threads.append(start(partial(self._answer_checks, self._closing), "txmq-checks", daemon=True))
                 if self.maintenance_interval is not None:
-                    self._threads.append(start(partial(self._keep_up, self._closing), "txmq-maintainer", daemon=True))
+                    self._threads.append(start(partial(self._maintain, self._closing), "txmq-maintainer", daemon=True))
                 self._under_way.open()
         return self
 
-    def _forget_others(self) -> None:
-        """Sends that an earlier shutdown left under way keep no room, and no key."""
+    def _reset_sends(self) -> None:
+        """Begin with free rooms and keys: sends that an earlier shutdown left under way hold none of them."""
         self._turns = Turns(self._listener_threads, self.transaction_timeout)
         self._in_flight = InFlight(self._in_flight_max, self._under_way.leave)
         self._keys = Keys(self.log.machine)
@@ -241,34 +241,34 @@ class TransactionMQProducer:
             *(crew.lock for crew in (self._senders, listeners, callers)),
         )  # fmt: skip
 
-    def _holds(self) -> bool:
-        """Whether this thread has a lock that the end of a send takes. It is in the midst of a call then, and this call
-        came from ``__del__``, or a signal handler."""
+    def _holds_send_lock(self) -> bool:
+        """Whether this thread holds a lock that the end of a send takes: ``__del__`` or a signal handler interrupts the
+        holder."""
         return any(map(is_held, self._locks)) or holds_a_future()
 
     def shutdown(self) -> None:
-        """Close the producer: accept no more, and wait for sends, callbacks, a check, or upkeep, that are under way.
+        """Close the producer: accept no more sends, and wait for sends, callbacks, a check and upkeep under way.
 
-        It waits for ``await_termination`` seconds at most, and then logs what it leaves under way. Sends that have not
-        begun by then are cancelled and leave nothing; a check settles what the others leave.
+        It waits for ``await_termination`` seconds at most, and then logs what still runs. Sends that have not begun by
+        then are cancelled and leave nothing; a check settles what the others leave.
         """
         if forks() != self._forks:  # a forked copy has none of the threads
             self._under_way.is_open = False
             return
-        until_s = self.log.machine.monotonic() + self._await_s
+        end_s = self.log.machine.monotonic() + self._await_s
 
         def seconds_left() -> float:
-            return max(0.0, until_s - self.log.machine.monotonic())
+            return max(0.0, end_s - self.log.machine.monotonic())
 
         self._commits.hurry()
         left = self._under_way.close(self._await_s)
         late: list[str] = []
         if left:
             self._turns.close()
-            for sent in list(self._with_thread):
-                self._async_sends.give_up(sent)
+            for future in list(self._with_thread):
+                self._async_sends.give_up(future)
             late += self._running_transactions()
-        # A callback may close the producer in one of its threads, which cannot wait for itself.
+        # A callback that closes the producer runs in one of its threads, which cannot wait for itself.
         elif not is_in_crew():
             for crew in (self._senders, self._async_sends.listeners):
                 crew.wait(seconds_left())
@@ -281,11 +281,11 @@ class TransactionMQProducer:
         if not self._threads:
             atexit.unregister(self._end)
         if left or late:
-            self._tell_late(left, late)
-        else:  # what runs still needs the log
+            self._warn_of_late(left, late)
+        else:  # a send that still ran would need the log
             self.log.close()
 
-    def _tell_late(self, left: int, late: Sequence[str]) -> None:
+    def _warn_of_late(self, left: int, late: Sequence[str]) -> None:
         names = f" Still running: {'; '.join(sorted(set(late)))}." if late else ""
         logger.warning(
             "producer %r was closed with %d under way (await_termination=%g s).%s Sends that had not begun were "
@@ -295,12 +295,12 @@ class TransactionMQProducer:
         )  # fmt: skip
 
     def _running_transactions(self) -> list[str]:
-        """The local transactions that run in threads of the producer."""
+        """Name the local transaction, if any still runs in the producer's threads."""
         running = self._async_sends.listeners.under_way()
         return [f"local transaction of {name_of(self.listener)}"] if running else []
 
     def _end(self) -> None:
-        """Python ends, and the producer was not closed: a thread that is within delta-rs would end it with a crash."""
+        """Stop the threads at the end of Python, which a thread within delta-rs would crash."""
         self._under_way.is_open = False
         if forks() != self._forks:  # a forked copy has none of the threads
             return
@@ -319,14 +319,14 @@ class TransactionMQProducer:
 
         service = CheckService(
             self.log,
-            {self.producer_group: self.listener} if self._has_listener else {},  # what send() left, anybody may settle
+            {self.producer_group: self.listener} if self._has_listener else {},  # anyone may settle what send() left
             transaction_timeout=self.transaction_timeout,
             transaction_check_interval=self.check_interval or TRANSACTION_CHECK_INTERVAL_S,
             only_groups=True,
         )
         service.run(closing)
 
-    def _keep_up(self, closing: threading.Event) -> None:
+    def _maintain(self, closing: threading.Event) -> None:
         from rmq_spark._core.checks.fences import FencePruner
         from rmq_spark._core.checks.maintainer import Maintainer
 
@@ -370,7 +370,7 @@ class TransactionMQProducer:
         Parameters
         ----------
         messages : iterable of Message, or pyarrow.Table
-            A table has the columns of the sink (``body``, ``topic``, ``tags``, …) and the transaction key's.
+            A table has the columns of the sink (``body``, ``topic``, ``tags``, …) and that of ``transaction_key``.
         topic : str, optional
             For rows of a table without a ``topic``.
         transaction_key : str, optional
@@ -401,19 +401,19 @@ class TransactionMQProducer:
         idempotency_key : str, optional
             A retry with the same key sends nothing twice.
         """
-        given = [messages] if isinstance(messages, Message) else messages
-        return self._send(self._plainly, given, None, topic, None, BATCH, idempotency_key)
+        batch = [messages] if isinstance(messages, Message) else messages
+        return self._send(self._plainly, batch, None, topic, None, BATCH, idempotency_key)
 
     # ------------------------------------------------------------------ sending, and not waiting
     def send_message_in_transaction_async(
         self, message: Message, arg: Any = None, *, idempotency_key: str | None = None
     ) -> SendFuture:
-        """:meth:`send_message_in_transaction`, and the caller does not wait.
+        """:meth:`send_message_in_transaction`, without waiting.
 
         Returns
         -------
         concurrent.futures.Future
-            Of the result, which a coroutine may await. A send that is cancelled before it began leaves nothing; one
+            Of the result. A coroutine may await it. A send that is cancelled before it begins leaves nothing; a send
             that has begun goes on.
 
         Raises
@@ -435,7 +435,7 @@ class TransactionMQProducer:
             return self._send_in_shared_threads(self.two_phase, message, arg, None)
 
         def send() -> TransactionSendResult:
-            # Who waits for an earlier send of its key must not take the room of others.
+            # A send that waits for an earlier one of its key must not take room from others.
             with self._keys.one_by_one(idempotency_key), self._turns.admitted(self.listener, loop) as listener:
                 two_phase = self.two_phase.with_listener(listener, self.two_phase.on_listener_error)
                 return self._send_admitted(two_phase, [message], arg, None, None, BATCH, idempotency_key)
@@ -445,90 +445,89 @@ class TransactionMQProducer:
     def send_async(
         self, messages: Message | Iterable[Message], *, topic: str | None = None, idempotency_key: str | None = None
     ) -> SendFuture:
-        """:meth:`send`, and the caller does not wait; see :meth:`send_message_in_transaction_async`."""
-        # A copy: the caller may fill its list anew before the thread reads it.
-        given = [messages] if isinstance(messages, Message) else messages
-        given = given if isinstance(given, pa.Table) else message_list(given)
-        if self._needs_no_thread(given, idempotency_key):
-            return self._send_in_shared_threads(self._plainly, given[0], None, topic)
+        """:meth:`send`, without waiting; see :meth:`send_message_in_transaction_async`."""
+        # A copy: the caller may change its list before the thread reads it.
+        batch = [messages] if isinstance(messages, Message) else messages
+        batch = batch if isinstance(batch, pa.Table) else message_list(batch)
+        if self._needs_no_thread(batch, idempotency_key):
+            return self._send_in_shared_threads(self._plainly, batch[0], None, topic)
         return self._start_thread(
-            lambda: self._send_admitted(self._plainly, given, None, topic, None, BATCH, idempotency_key)
+            lambda: self._send_admitted(self._plainly, batch, None, topic, None, BATCH, idempotency_key)
         )
 
-    def _needs_no_thread(self, given: list[Message] | pa.Table, idempotency_key: str | None) -> bool:
-        """Whether a send needs no thread that may wait: for an earlier one of its key, for room among what is pending,
-        or in a span."""
+    def _needs_no_thread(self, batch: list[Message] | pa.Table, idempotency_key: str | None) -> bool:
+        """Whether a send needs no thread that may wait: it has no key, no pending limit and no span, and is small."""
         return (
             idempotency_key is None
             and self.two_phase.pending.limits == NO_LIMITS
             and tracing() is None
-            and isinstance(given, list)
-            and is_small(given)
+            and isinstance(batch, list)
+            and is_small(batch)
         )
 
     def _send_in_shared_threads(self, two_phase: TwoPhase, message: Message, arg: Any, topic: str | None) -> SendFuture:
         in_flight = self._in_flight
-        sent = SendFuture(in_flight)
+        future = SendFuture(in_flight)
         try:
-            self._take_room(in_flight, sent)
+            self._take_room(in_flight, future)
         except BaseException:
-            sent.end()
+            future.end()
             raise
         try:
             writer = self._writer(two_phase, [message], topic, None, BATCH, None)
-            one = OneMessage(writer, message)
-            self._async_sends.start(two_phase, one, arg, sent)
+            single = OneMessage(writer, message)
+            self._async_sends.start(two_phase, single, arg, future)
         except Exception as problem:
-            sent.set_exception(problem)
-            sent.end()
+            future.set_exception(problem)
+            future.end()
         except BaseException:
-            sent.end()
+            future.end()
             raise
-        return sent
+        return future
 
     def _start_thread(self, send: Callable[[], TransactionSendResult]) -> SendFuture:
         """Send in a thread that may wait."""
         in_flight, with_thread = self._in_flight, self._with_thread
-        sent = SendFuture(in_flight)
-        context, shared = copy_context(), self._async_sends  # a trace goes on there
+        future = SendFuture(in_flight)
+        context, shared = copy_context(), self._async_sends  # the thread continues the caller's trace
 
         def work() -> None:
-            if not sent.begin():
-                with_thread.discard(sent)
+            if not future.begin():
+                with_thread.discard(future)
                 return
             try:
-                sent.set_result(context.run(send))
+                future.set_result(context.run(send))
             except BaseException as problem:
-                sent.set_exception(problem)
+                future.set_exception(problem)
             finally:
-                with_thread.discard(sent)
-                shared.end(sent)
+                with_thread.discard(future)
+                shared.end(future)
 
         try:
-            self._take_room(in_flight, sent)
-            with_thread.add(sent)
+            self._take_room(in_flight, future)
+            with_thread.add(future)
             self._senders.put(work)
         except BaseException:
-            with_thread.discard(sent)
-            sent.end()
+            with_thread.discard(future)
+            future.end()
             raise
-        return sent
+        return future
 
-    def _take_room(self, in_flight: InFlight, who: object) -> None:
-        """Take a place among those in flight."""
-        self._enter(who)
-        in_flight.enter(who, self._may_wait_for_room)
+    def _take_room(self, in_flight: InFlight, future: object) -> None:
+        """Register a send, and take a place among those in flight."""
+        self._enter(future)
+        in_flight.enter(future, self._may_wait_for_room)
 
     def _may_wait_for_room(self) -> bool:
-        """Whether this call may wait until a send has come to its end. That may need an event loop, or this thread, in
-        which a listener or a callback runs, or a commit, or a send that has taken its room."""
+        """Whether this call may wait until a send has ended. That send may need this thread: its event loop, the
+        listener, callback or commit that runs in it, or the send that this call has interrupted."""
         return _event_loop() is None and not is_in_crew() and self._commits.may_wait and not _is_within_a_send()
 
     # ------------------------------------------------------------------ with a session
     @named
     @contextmanager
     def transaction(self, session: Any) -> Iterator[SessionTransaction]:
-        """Send messages with what an open session of SQLAlchemy holds: both become final, or neither does.
+        """Send messages with the changes of an open SQLAlchemy session: both become final, or neither does.
 
         At the end of the ``with`` statement the session is flushed, the messages are prepared, the listener's fence row
         joins the session's database transaction, the session commits, and the messages become visible. An exception
@@ -537,17 +536,17 @@ class TransactionMQProducer:
         Parameters
         ----------
         session : sqlalchemy.orm.Session or sqlalchemy.Connection
-            Of the database of the producer's :class:`~rmq_spark.SqlTransactionListener`.
+            On the database of the producer's :class:`~rmq_spark.SqlTransactionListener`.
 
         Raises
         ------
         ListenerError
-            When the producer's listener has no fence in a database, or the session cannot be used: another
-            ``transaction()`` within, on the same database connection, is refused.
+            When the producer's listener has no fence in a database, or the session cannot be used, as within another
+            ``transaction()`` on the same database connection.
         FenceError
             When the session is of another database than the listener's fence.
         LocalTransactionError
-            When the commit failed: the messages stay pending, and a check finds out whether it was made.
+            When the commit failed: the messages stay pending, and a check finds out whether the session committed.
 
         Examples
         --------
@@ -557,10 +556,10 @@ class TransactionMQProducer:
         """
         enlist = getattr(self.listener, "enlist", None)
         if enlist is None:
-            found = type(self.listener).__name__ if self._has_listener else "no listener"
+            listener_name = type(self.listener).__name__ if self._has_listener else "no listener"
             raise ListenerError(
                 f"transaction() needs a SqlTransactionListener, whose fence row joins the session: this producer has "
-                f"{found}"
+                f"{listener_name}"
             )
         enlisted = enlist(session)
         enlisted.begin()
@@ -578,7 +577,7 @@ class TransactionMQProducer:
                 enlisted.let_commit()
                 session.commit()
         except BaseException:
-            with suppress(Exception):  # after a commit there is nothing to undo; what was raised says more
+            with suppress(Exception):  # after a commit there is nothing to undo; the first error says more
                 session.rollback()
             raise
         finally:
@@ -598,34 +597,34 @@ class TransactionMQProducer:
         try:
             self._enter(place)
             self._commits.require_may_wait()
-            given = messages if isinstance(messages, pa.Table) else message_list(messages)
-            return self._send_admitted(two_phase, given, arg, topic, transaction_key, per, idempotency_key)
+            batch = messages if isinstance(messages, pa.Table) else message_list(messages)
+            return self._send_admitted(two_phase, batch, arg, topic, transaction_key, per, idempotency_key)
         finally:
             self._under_way.leave(place)
 
     def _send_admitted(
         self,
         two_phase: TwoPhase,
-        given: list[Message] | pa.Table,
+        batch: list[Message] | pa.Table,
         arg: Any,
         topic: str | None,
         transaction_key: str | None,
         per: str,
         idempotency_key: str | None,
     ) -> TransactionSendResult:
-        count = len(given)
-        if count == 0:
+        rows = len(batch)
+        if rows == 0:
             raise MessageError("no messages were given: a half batch has at least one")
-        here = tracing()
-        if here is None:
-            return self._send_now(two_phase, given, arg, topic, transaction_key, per, idempotency_key)
+        tracer = tracing()
+        if tracer is None:
+            return self._send_now(two_phase, batch, arg, topic, transaction_key, per, idempotency_key)
         is_plain = isinstance(two_phase.listener, CommitOncePrepared)
         fifo = self.log.topic_store.seen().fifo
-        with here.sending(self.log.path, self.producer_group, given, topic, not is_plain, fifo) as (with_context, span):
-            result = self._send_now(two_phase, with_context, arg, topic, transaction_key, per, idempotency_key)
+        with tracer.sending(self.log.path, self.producer_group, batch, topic, not is_plain, fifo) as (traced, span):
+            result = self._send_now(two_phase, traced, arg, topic, transaction_key, per, idempotency_key)
             span.set_attribute("txmq.half_id", result.half_id)
             span.set_attribute("txmq.verdict", str(result.local_transaction_state))
-            if count == 1:
+            if rows == 1:
                 span.set_attribute("messaging.message.id", f"{result.half_id}:0.0")
             if len(result.queue_offsets) == 1:
                 span.set_attribute("messaging.destination.partition.id", str(result.queue_id))
@@ -634,37 +633,37 @@ class TransactionMQProducer:
     def _send_now(
         self,
         two_phase: TwoPhase,
-        given: list[Message] | pa.Table,
+        batch: list[Message] | pa.Table,
         arg: Any,
         topic: str | None,
         transaction_key: str | None,
         per: str,
         idempotency_key: str | None,
     ) -> TransactionSendResult:
-        writer = self._writer(two_phase, given, topic, transaction_key, per, idempotency_key)
-        with self._keys.one_by_one(idempotency_key):  # the second one finds what became of the first
-            outcome = two_phase.send(writer.header, lambda: stage(self.log, writer, given), arg)
-        return result_of(writer.header, outcome, len(given))
+        writer = self._writer(two_phase, batch, topic, transaction_key, per, idempotency_key)
+        with self._keys.one_by_one(idempotency_key):  # a repeated send finds the outcome of the first
+            outcome = two_phase.send(writer.header, lambda: stage(self.log, writer, batch), arg)
+        return result_of(writer.header, outcome, len(batch))
 
     def _writer(
         self,
         two_phase: TwoPhase,
-        given: list[Message] | pa.Table,
+        batch: list[Message] | pa.Table,
         topic: str | None,
         transaction_key: str | None,
         per: str,
         idempotency_key: str | None,
     ) -> HalfWriter:
-        listener = two_phase.listener if two_phase is self._plainly else self.listener  # not one that wraps it
+        listener = two_phase.listener if two_phase is self._plainly else self.listener  # not the one that wraps it
         header = self._header(per, idempotency_key, store_id_to_send(listener))
-        topics = self.log.topic_store.with_names(topics_in(given, topic))
+        topics = self.log.topic_store.with_names(topics_in(batch, topic))
         machine = self.log.machine
         writer = HalfWriter(header, topics.queues, topic, transaction_key, topics.fifo, machine=machine)
         return self.log.with_machine(writer)
 
-    def _enter(self, who: object) -> None:
+    def _enter(self, entry: object) -> None:
         self._require_own_process()
-        if not self._under_way.enter(who):
+        if not self._under_way.enter(entry):
             raise OptionError("the producer is not open: use it in a with statement, or call start()")
 
     def _require_own_process(self) -> None:
@@ -683,12 +682,12 @@ class TransactionMQProducer:
         require_executing(self.listener, f"producer {self.producer_group!r}")
 
     def _header(self, per: str, idempotency_key: str | None, fence_id: str | None) -> HalfHeader:
-        # A dot is in no group, key or appId: so a key is its group's own, and is never taken for a stream's batch.
+        # No group, key or appId has a dot. So keys of two groups differ, and none is taken for a stream's batch.
         if idempotency_key is None:
-            one_send = f"{self._started}-{next(self._sends):09d}"
+            send_name = f"{self._started}-{next(self._sends):09d}"
         else:
-            one_send = require_app_id(idempotency_key, "idempotency_key")
-        app_id = f"send.{self.producer_group}.{one_send}"
+            send_name = require_app_id(idempotency_key, "idempotency_key")
+        app_id = f"send.{self.producer_group}.{send_name}"
         return HalfHeader.of(
             Naming.MADE_UP if idempotency_key is None else Naming.KEY,
             app_id,
@@ -701,13 +700,13 @@ class TransactionMQProducer:
 
 
 def _callback_of(work: Callable[[], object]) -> str:
-    """The name of the callback that a piece of work of the callers calls."""
-    sent = getattr(work, "__self__", None)
-    return name_of(sent.calls if isinstance(sent, SendFuture) and sent.calls is not None else work)
+    """Return the name of the callback that a piece of work of the callback threads calls."""
+    future = getattr(work, "__self__", None)
+    return name_of(future.calls if isinstance(future, SendFuture) and future.calls is not None else work)
 
 
 def _is_within_a_send() -> bool:
-    """Whether Python calls this, as ``__del__`` or a signal handler, in the midst of a send that takes room."""
+    """Whether this call, from ``__del__`` or a signal handler, interrupts a send that takes room."""
     return sum(frame.f_code in _DOORS for frame in callers()) > 1  # one is this send's own
 
 
@@ -715,7 +714,7 @@ _DOORS = (TransactionMQProducer._send_in_shared_threads.__code__, TransactionMQP
 
 
 def _event_loop() -> asyncio.AbstractEventLoop | None:
-    """The one that runs in this thread."""
+    """Return the event loop that runs in this thread."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""What the caller of a producer is told: what became of a send."""
+"""The result of a send."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class SendStatus(str, Enum):
 
 @dataclass(frozen=True)
 class TransactionSendResult:
-    """What became of a send (RocketMQ: ``TransactionSendResult``).
+    """The result of a send (RocketMQ: ``TransactionSendResult``).
 
     Attributes
     ----------
     send_status : SendStatus
     half_id : str
     transaction_id : str
-        Of the half batch's only transaction; with ``transaction_key`` the part that all of them begin with.
+        The id of the half batch's only transaction; with ``transaction_key``, the common beginning of all its ids.
     local_transaction_state : LocalTransactionState
         COMMIT_MESSAGE or ROLLBACK_MESSAGE when all messages share it, else UNKNOWN.
     queue_offsets : mapping of (topic, queue_id) to (first, last)
-        Offsets of the messages that this send made visible; empty when none is.
+        Offsets of the messages that this send made visible; empty when there are none.
     messages : int
     replayed : bool
         True when ``idempotency_key`` had been sent before.
@@ -61,7 +61,7 @@ class TransactionSendResult:
 
 
 def result_of(header: HalfHeader, outcome: Outcome, rows: int) -> TransactionSendResult:
-    """Return what the caller of a send of so many messages is told."""
+    """Return the result of a send of ``rows`` messages."""
     states = set(outcome.messages)
     verdict = LocalTransactionState.UNKNOWN
     if states and states <= set(COMMITTED_STATES):
@@ -69,10 +69,10 @@ def result_of(header: HalfHeader, outcome: Outcome, rows: int) -> TransactionSen
     elif states and states <= set(ROLLED_BACK_STATES):
         verdict = LocalTransactionState.ROLLBACK_MESSAGE
     offsets: dict[tuple[str, int], tuple[int, int]] = {}
-    for p in outcome.placed:
-        first, _ = offsets.get((p.topic, p.queue_id), (p.queue_offset, 0))
-        offsets[(p.topic, p.queue_id)] = (first, p.queue_offset + p.count - 1)
-    half_id = (outcome.record or header).half_id  # the one that is in the log, of a send that came again
+    for placed in outcome.placed:
+        first, _ = offsets.get((placed.topic, placed.queue_id), (placed.queue_offset, 0))
+        offsets[(placed.topic, placed.queue_id)] = (first, placed.queue_offset + placed.count - 1)
+    half_id = (outcome.record or header).half_id  # a repeated send has the id that is in the log
     return TransactionSendResult(
         send_status=SendStatus.SEND_OK,
         half_id=half_id,

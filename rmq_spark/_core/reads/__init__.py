@@ -1,1 +1,1 @@
-"""What a reader asks for: options, offsets, and the plan of a read. The source and consumers use it."""
+"""Options, offsets and plans of reads, for the source and for consumers."""

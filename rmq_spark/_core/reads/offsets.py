@@ -1,7 +1,7 @@
 """Reads and writes offsets in the form of Spark's Kafka source, ``{"orders": {"0": 23, "1": -1}}``.
 
-Options and checkpoints have this form. An offset is that of the next message to read. A queue that a checkpoint does
-not name starts at 0, so that a new topic joins a running stream.
+Options and checkpoints have this form. An offset is that of the next message to read. A queue that is missing in a
+checkpoint starts at 0, so that a new topic joins a running stream.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ Queue = tuple[str, int]
 Positions = dict[Queue, int]
 """The next offset of every queue."""
 Again = dict[Queue, tuple[int, datetime]]
-"""Suspended queues that a micro-batch reads again: the offset it begins at, and when the suspension was over."""
+"""Suspended queues that a micro-batch reads again: the first offset, and the suspension's end."""
 JsonOffsets = dict[str, dict[str, int]]
 """Positions in JSON: queue_id and offset by topic."""
 AGAIN = "@again"
-"""A key in a checkpoint, beside the topics (none has this name): what the micro-batch that ends here read again."""
+"""A checkpoint's key, which no topic has: the queues that the micro-batch ending here read again."""
 LOG = "@log"
-"""Another key beside the topics: the id of the commit log whose offsets these are."""
+"""A checkpoint's key: the id of the offsets' commit log."""
 BEGIN = "@begin"
-"""A third key, in a query's first offset: where its first micro-batch begins. Spark writes the ends alone."""
+"""A key in a query's first offset: the start of the first micro-batch. Spark itself stores only ends."""
 OWN_KEYS = frozenset({AGAIN, LOG, BEGIN})
 
 OFFSET_MAX = INT64_MAX
 EPOCH_MS_MIN = 100_000_000_000
-"""Milliseconds, in March 1973. A smaller number is taken for seconds and refused."""
+"""A time in March 1973. A smaller number is probably in seconds, so it is refused."""
 
 
 class CountedPositions(dict[Queue, int]):
-    """Positions that a person gave, perhaps from the progress report of a stream."""
+    """Positions by a person, perhaps from the progress report of a stream."""
 
     log_id: str | None = None
-    """The id of the commit log whose offsets these are, if the person gave it."""
+    """The id of the offsets' commit log, if the person gave it."""
     marks: tuple[int, ...] = ()
-    """Which of -2 (earliest) and -1 (latest) may be given here in the place of an offset."""
+    """The allowed marks in place of an offset: of -2 (earliest) and -1 (latest)."""
 
 
 class StreamOffset(NamedTuple):
@@ -61,7 +61,7 @@ class StreamOffset(NamedTuple):
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _QUEUE_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 _EXAMPLE = '{"orders": {"0": 23, "1": 7}}'
-_MEANT = {LATEST_OFFSET: LATEST, EARLIEST_OFFSET: EARLIEST}
+_WORD_OF_MARK = {LATEST_OFFSET: LATEST, EARLIEST_OFFSET: EARLIEST}
 
 
 def to_json(
@@ -70,24 +70,26 @@ def to_json(
     log_id: str | None = None,
     begin: Mapping[Queue, int] | None = None,
 ) -> JsonOffsets:
-    """Return positions for JSON, in order of topic and queue: Spark compares texts, so equal ones must look alike."""
-    found: JsonOffsets = {}
+    """Return positions for JSON, ordered by topic and queue, because Spark compares offsets as text."""
+    json_offsets: JsonOffsets = {}
     for (topic, queue_id), offset in sorted(positions.items()):
-        found.setdefault(topic, {})[str(queue_id)] = offset
+        json_offsets.setdefault(topic, {})[str(queue_id)] = offset
     if again:
-        found[AGAIN] = {
+        json_offsets[AGAIN] = {
             json.dumps([topic, queue_id, (until - _EPOCH) // timedelta(microseconds=1)]): offset
             for (topic, queue_id), (offset, until) in sorted(again.items())
         }
     if log_id is not None:
-        found[LOG] = {log_id: 0}
+        json_offsets[LOG] = {log_id: 0}
     if begin is not None:
-        found[BEGIN] = {json.dumps([topic, queue_id]): offset for (topic, queue_id), offset in sorted(begin.items())}
-    return found
+        json_offsets[BEGIN] = {
+            json.dumps([topic, queue_id]): offset for (topic, queue_id), offset in sorted(begin.items())
+        }
+    return json_offsets
 
 
 def first_begin(value: object, what: str) -> Positions | None:
-    """Where a query's first micro-batch begins, from the offset at which it ends; None from any other offset.
+    """Return the start of a query's first micro-batch, from the offset of its end; None from any other offset.
 
     Raises
     ------
@@ -96,20 +98,20 @@ def first_begin(value: object, what: str) -> Positions | None:
     """
     if not isinstance(value, dict) or BEGIN not in value:
         return None
-    found: Positions = {}
+    positions: Positions = {}
     try:
         for text, offset in value[BEGIN].items():
             topic, queue_id = json.loads(text)
-            found |= from_json({topic: {str(queue_id): offset}}, what)
+            positions |= from_json({topic: {str(queue_id): offset}}, what)
     except (AttributeError, TypeError, ValueError) as problem:
         raise OffsetError(
             f"{what} has {str(value[BEGIN])[:200]} under {BEGIN!r}, which no stream wrote: {problem}"
         ) from problem
-    return found
+    return positions
 
 
 def from_checkpoint(value: object, what: str = "the checkpoint") -> StreamOffset:
-    """Read what :func:`to_json` wrote.
+    """Read an offset that :func:`to_json` wrote.
 
     Raises
     ------
@@ -122,8 +124,8 @@ def from_checkpoint(value: object, what: str = "the checkpoint") -> StreamOffset
     try:
         for text, offset in value.get(AGAIN, {}).items():
             topic, queue_id, until_us = json.loads(text)
-            found = from_json({topic: {str(queue_id): offset}}, what)
-            again |= {queue: (n, _EPOCH + timedelta(microseconds=until_us)) for queue, n in found.items()}
+            positions = from_json({topic: {str(queue_id): offset}}, what)
+            again |= {queue: (start, _EPOCH + timedelta(microseconds=until_us)) for queue, start in positions.items()}
     except (AttributeError, TypeError, ValueError, OverflowError) as problem:
         raise OffsetError(
             f"{what} has {str(value[AGAIN])[:200]} under {AGAIN!r}, which no stream wrote: {problem}"
@@ -132,10 +134,10 @@ def from_checkpoint(value: object, what: str = "the checkpoint") -> StreamOffset
     return StreamOffset(from_json(topics, what), again, _log_id(value.get(LOG), what))
 
 
-def _log_id(said: object, what: str) -> str:
-    if not isinstance(said, dict) or len(said) != 1:
-        raise OffsetError(f"{what} has {str(said)[:200]} under {LOG!r}, which no stream wrote")
-    return str(*said)
+def _log_id(value: object, what: str) -> str:
+    if not isinstance(value, dict) or len(value) != 1:
+        raise OffsetError(f"{what} has {str(value)[:200]} under {LOG!r}, which no stream wrote")
+    return str(*value)
 
 
 def from_json(value: object, what: str, marks: tuple[int, ...] = ()) -> Positions:
@@ -144,9 +146,9 @@ def from_json(value: object, what: str, marks: tuple[int, ...] = ()) -> Position
     Parameters
     ----------
     what : str
-        Where the value comes from, for the error's text.
+        The value's origin, for the error's text.
     marks : tuple of int
-        Which of -2 (earliest) and -1 (latest) are allowed in the place of an offset.
+        The allowed marks in place of an offset: of -2 (earliest) and -1 (latest).
 
     Raises
     ------
@@ -157,7 +159,7 @@ def from_json(value: object, what: str, marks: tuple[int, ...] = ()) -> Position
         raise OffsetError(f"{what} is not of the form {_EXAMPLE}: found {str(value)[:200]}")
     positions: Positions = {}
     for topic, queues in value.items():
-        if not isinstance(topic, str) or any("\ud800" <= c <= "\udfff" for c in topic):
+        if not isinstance(topic, str) or any("\ud800" <= character <= "\udfff" for character in topic):
             raise OffsetError(f"{what} names the topic {topic!r}, which is no text: a name is expected")
         for queue_id, offset in queues.items():
             if _QUEUE_ID.fullmatch(str(queue_id)) is None:
@@ -171,9 +173,11 @@ def from_json(value: object, what: str, marks: tuple[int, ...] = ()) -> Position
             if offset > OFFSET_MAX:
                 raise OffsetError(f"{what} has {offset} for topic {topic!r}, queue {queue_id}: no offset is that large")
             if offset < 0 and offset not in marks:
-                also = "".join(f", or {mark} for {meant}" for mark, meant in _MEANT.items() if mark in marks)
+                alternatives = "".join(
+                    f", or {mark} for {word}" for mark, word in _WORD_OF_MARK.items() if mark in marks
+                )
                 raise OffsetError(
-                    f"{what} has {offset} for topic {topic!r}, queue {queue_id}: at least 0 is expected{also}"
+                    f"{what} has {offset} for topic {topic!r}, queue {queue_id}: at least 0 is expected{alternatives}"
                 )
             positions[(topic, int(queue_id))] = offset
     return positions
@@ -185,9 +189,9 @@ def parse_offsets(text: str, option: str, keywords: tuple[str, ...], marks: tupl
     Parameters
     ----------
     keywords : tuple of str
-        Which of ``earliest`` and ``latest`` the option allows here.
+        The allowed keywords: of ``earliest`` and ``latest``.
     marks : tuple of int
-        Which of -2 (earliest) and -1 (latest) it allows in JSON.
+        The allowed marks in JSON: of -2 (earliest) and -1 (latest).
 
     Returns
     -------
@@ -221,21 +225,21 @@ def parse_offsets(text: str, option: str, keywords: tuple[str, ...], marks: tupl
 def given_positions(
     value: object, what: str, marks: tuple[int, ...] = (EARLIEST_OFFSET, LATEST_OFFSET)
 ) -> CountedPositions:
-    """Read positions that a person wrote, or took from the progress report of a stream."""
-    own = {t: q for t, q in value.items() if t not in OWN_KEYS} if isinstance(value, dict) else value
-    found = CountedPositions(from_json(own, what, marks))
-    found.marks = marks
+    """Read positions that a person wrote, or copied from the progress report of a stream."""
+    topics = {t: q for t, q in value.items() if t not in OWN_KEYS} if isinstance(value, dict) else value
+    positions = CountedPositions(from_json(topics, what, marks))
+    positions.marks = marks
     if isinstance(value, dict) and LOG in value:
-        found.log_id = _log_id(value[LOG], what)
-    return found
+        positions.log_id = _log_id(value[LOG], what)
+    return positions
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} stands there twice")
-    return found
+    return members
 
 
 def resolve(
@@ -246,25 +250,25 @@ def resolve(
     firsts: Mapping[Queue, int] | None = None,
     marks: tuple[int, ...] = (),
 ) -> Positions:
-    """Return the offset of each queue for what :func:`parse_offsets` returned.
+    """Return the offset of each queue for a result of :func:`parse_offsets`.
 
     Parameters
     ----------
     queues : mapping of str to int
-        The topics subscribed to, and the number of queues of each.
+        The subscribed topics, and their numbers of queues.
     tails : mapping
         The next offset of every queue that has messages.
     firsts : mapping, optional
-        The first offset that is kept, of queues of which messages have expired.
+        The first kept offset of queues from which messages have expired.
     marks : tuple of int
-        Which of -2 and -1 could have been given, for the error's text.
+        The allowed marks, for the error's text.
 
     Raises
     ------
     OffsetError
-        When JSON names a topic or queue that is not read, or leaves one out.
+        When JSON names a topic or queue that is not read, or omits one.
     OffsetOutOfRangeError
-        When it names an offset past the end of a queue.
+        When an offset is past the end of its queue.
     """
     ends = {(t, q): tails.get((t, q), 0) for t, n in queues.items() for q in range(n)}
     starts = {queue: (firsts or {}).get(queue, 0) for queue in ends}
@@ -287,8 +291,8 @@ def resolve(
             )
     for topic, queue_id in ends:
         if (topic, queue_id) not in given:
-            other = " or ".join(f"{mark} for {meant}" for mark, meant in _MEANT.items() if mark in marks)
-            hint = f", with {other} where you have no offset" if other else ""
+            alternatives = " or ".join(f"{mark} for {word}" for mark, word in _WORD_OF_MARK.items() if mark in marks)
+            hint = f", with {alternatives} where you have no offset" if alternatives else ""
             raise OffsetError(
                 f"{option} leaves out queue {queue_id} of topic {topic!r}: name every queue that is subscribed to{hint}"
             )
@@ -318,12 +322,12 @@ def parse_timestamp(text: str, option: str) -> datetime:
         except (OverflowError, ValueError, OSError) as problem:
             raise OptionError(f"{option}={text!r} is not a time: {example}") from problem
     try:
-        found = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", value))
+        time = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", value))
     except ValueError as problem:
         raise OptionError(f"{option}={text!r} is not a time: {example}") from problem
-    if found.tzinfo is None:
+    if time.tzinfo is None:
         raise OptionError(f"{option}={text!r} has no time zone: {example}")
-    return require_time(found, option)
+    return require_time(time, option)
 
 
 def _from_ms(milliseconds: int) -> datetime:

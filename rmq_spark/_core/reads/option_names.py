@@ -1,7 +1,4 @@
-"""The source: reads committed messages of topics, as a batch or a stream.
-
-Spark imports this module whenever it looks up ``txmq``, so it holds names only.
-"""
+"""The names of the source's options. Spark imports this module at each lookup of ``txmq``, so it holds nothing else."""
 
 from __future__ import annotations
 
@@ -31,5 +28,5 @@ SOURCE_TABLE = {
         "Streams: publish the progress of this group, start where it stands, and read its retries.",
     ),
 }
-"""Options of ``spark.read`` and ``spark.readStream``, besides ``storage.<key>``: their default, and what they mean."""
+"""Options of ``spark.read`` and ``spark.readStream``, besides ``storage.<key>``: their default and their meaning."""
 SOURCE_OPTIONS = tuple(SOURCE_TABLE)

@@ -27,16 +27,16 @@ from rmq_spark.errors import OptionError
 
 @dataclass(frozen=True)
 class Subscription:
-    """The topics that are read: by name, or by a pattern that the whole name must match.
+    """The topics to read: by name, or by a pattern that the whole name must match.
 
     Attributes
     ----------
     topics : tuple of str
-        Empty when there is a pattern.
+        Empty with a pattern.
     pattern : str or None
-        Retries and dead letters are read only when it has their prefix in it, ``%RETRY%`` or ``%DLQ%``.
+        Matches topics of retries and dead letters only if it contains their prefix, ``%RETRY%`` or ``%DLQ%``.
     retry : str or None
-        The topic of a consumer group's retries, which is also read when it exists.
+        The topic of a consumer group's retries, which is also read if it exists.
     """
 
     topics: tuple[str, ...] = ()
@@ -48,8 +48,10 @@ class Subscription:
             return True
         if self.pattern is None:
             return topic in self.topics
-        # ".*" means what users made: with retries and dead letters each message that failed once would come twice.
-        prefix = next((p for p in (RETRY_PREFIX, DLQ_PREFIX) if topic.startswith(p)), "")
+        # ".*" means the users' topics: with retries and dead letters, every failed message would come twice.
+        prefix = next(
+            (system_prefix for system_prefix in (RETRY_PREFIX, DLQ_PREFIX) if topic.startswith(system_prefix)), ""
+        )
         return prefix in self.pattern and re.fullmatch(self.pattern, topic) is not None
 
 
@@ -60,11 +62,11 @@ class ReadOptions:
     Attributes
     ----------
     starting, ending : str, dict or datetime
-        ``earliest``, ``latest``, offsets by (topic, queue), or a time of commit.
+        ``earliest``, ``latest``, offsets by (topic, queue), or a commit time.
     tags : tuple of str or None
         None reads messages with any tag.
     selector : Selector or None
-        Keeps the messages that ``tags`` or the option ``selector`` want; None reads all.
+        The filter by ``tags`` or the option ``selector``; None reads all.
     """
 
     path: str
@@ -88,7 +90,7 @@ def read_options(given: Mapping[str, str], streaming: bool) -> ReadOptions:
     Raises
     ------
     OptionError
-        When an option is missing, unknown, contradicts another one, or has a value that cannot be used.
+        When an option is missing, unknown or invalid, or contradicts another one.
     OffsetError
         When offsets are malformed.
     """
@@ -154,7 +156,7 @@ def _starting(options: Options, streaming: bool) -> str | Positions | datetime:
     if streaming:
         text = options.get("startingOffsets", LATEST) or ""
         return parse_offsets(text, "startingOffsets", (EARLIEST, LATEST), (EARLIEST_OFFSET, LATEST_OFFSET))
-    # A batch that starts at the end would always be empty. Spark's Kafka source does not allow it either.
+    # A batch that starts at the end would always be empty. Spark's Kafka source forbids it too.
     text = options.get("startingOffsets", EARLIEST) or ""
     return parse_offsets(text, "startingOffsets", (EARLIEST,), (EARLIEST_OFFSET,))
 

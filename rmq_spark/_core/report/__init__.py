@@ -1,1 +1,1 @@
-"""A report of a commit log: its figures, the charts of them, and one page that holds all."""
+"""A report of a commit log: figures, charts, and one page with all of them."""

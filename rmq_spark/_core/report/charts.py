@@ -1,4 +1,4 @@
-"""The charts of a report, drawn by Altair from its figures. No chart has more than some hundred rows."""
+"""The charts of a report, drawn by Altair from its figures. A chart has a few hundred rows at most."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 BLUE, ORANGE, TEAL, VIOLET, BROWN, RED, GREY = (
     "#3d84c6", "#cf6a12", "#1c9f9f", "#8541e9", "#9a6949", "#d8324a", "#868d98",
 )  # fmt: skip
-"""They stand out from a white page and from a dark one (3 to 1 or more). Those that touch in a chart also differ for
-eyes that see no red or no green."""
+"""Colours with a contrast of at least 3 to 1 on white and dark pages. Adjacent colours of a chart also differ for
+colour-blind people."""
 OF_TOPICS = (BLUE, ORANGE, TEAL, VIOLET)
 OF_WORDS: Mapping[str, str] = {
     COMMITTED: BLUE,
@@ -51,20 +51,20 @@ OF_WORDS: Mapping[str, str] = {
 }
 AGE_COLOURS = (BLUE, BLUE, BLUE, ORANGE, RED, RED)
 BARS_MAX = 12
-"""Bars of one chart: consumer groups, topics."""
+"""The most bars of one chart: consumer groups, topics."""
 TICKS = 5
 EXACT_MAX = 10_000
-"""Numbers on an axis are written out up to here."""
+"""Smaller numbers on an axis are written out."""
 NAME_CHARS_MAX = 18
 HEIGHT = 220
 BAR_HEIGHT = 26
 WIDTH = 520
-"""Of a chart in a notebook; on the page a chart is as wide as its card."""
+"""The width of a chart in a notebook. On the page a chart is as wide as its card."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart, and what its colours mean."""
+    """A chart, and the meaning of its colours."""
 
     chart: Chart
     legend: Sequence[tuple[str, str]] = ()
@@ -72,31 +72,34 @@ class Drawn:
 
 # ---------------------------------------------------------------- over time
 def throughput(figures: pa.Table, span: Span) -> Drawn:
-    """Messages that appeared, by topic."""
+    """Draw the messages that became visible, by topic."""
     sums = figures.group_by("topic", use_threads=False).aggregate([("messages", "sum")])
     largest = sums.sort_by([("messages_sum", "descending"), ("topic", "ascending")])["topic"].to_pylist()
-    named = [topic for topic in largest if topic not in OF_WORDS]
-    legend = [*zip(named, OF_TOPICS, strict=False), *((w, c) for w, c in OF_WORDS.items() if w in largest)]
+    user_topics = [topic for topic in largest if topic not in OF_WORDS]
+    legend = [
+        *zip(user_topics, OF_TOPICS, strict=False),
+        *((word, colour) for word, colour in OF_WORDS.items() if word in largest),
+    ]
     description = f"Messages that appeared, by topic and {period(span)}"
     return _columns(figures, "topic", "messages", legend, span, "message", description)
 
 
 def verdicts(figures: pa.Table, span: Span) -> Drawn:
-    """Messages that got a verdict."""
+    """Draw the messages that got a verdict."""
     legend = _legend(figures, VERDICTS)
     description = f"Messages that got a verdict, by verdict and {period(span)}"
     return _columns(figures, "verdict", "messages", legend, span, "message", description)
 
 
 def checks(figures: pa.Table, span: Span) -> Drawn:
-    """What checks made of half batches."""
+    """Draw the half batches that checks asked about, by answer."""
     legend = _legend(figures, ANSWERS)
     description = f"Half batches that a check asked about, by answer and {period(span)}"
     return _columns(figures, "verdict", "batches", legend, span, "half batch", description)
 
 
 def period(span: Span) -> str:
-    """What one column stands for: ``hour``, ``10 minutes``."""
+    """Return the period of one column: ``hour``, ``10 minutes``."""
     for length_s, unit in _UNITS:
         if span.period_s >= length_s and span.period_s % length_s == 0:
             count = span.period_s // length_s
@@ -108,8 +111,8 @@ _UNITS = ((7 * 86400, "week"), (86400, "day"), (3600, "hour"), (60, "minute"), (
 
 
 def _legend(figures: pa.Table, words: Sequence[str]) -> list[tuple[str, str]]:
-    there = set(pc.unique(figures["verdict"]).to_pylist())
-    return [(word, OF_WORDS[word]) for word in words if word in there]
+    present = set(pc.unique(figures["verdict"]).to_pylist())
+    return [(word, OF_WORDS[word]) for word in words if word in present]
 
 
 def _columns(
@@ -126,8 +129,8 @@ def _columns(
     names = [name for name, _ in legend]
     rows = []
     heights: dict[datetime, int] = {}
-    order = {name: at for at, name in enumerate(names)}
-    for row in sorted(figures.to_pylist(), key=lambda row: order[row[by]]):
+    rank = {name: at for at, name in enumerate(names)}
+    for row in sorted(figures.to_pylist(), key=lambda row: rank[row[by]]):
         at, low = row["at"], heights.get(row["at"], 0)
         heights[at] = low + row[value]
         end = at + timedelta(seconds=span.period_s)
@@ -143,10 +146,10 @@ def _columns(
                 "said": f"{row[by]}, {at:%Y-%m-%d %H:%M:%S}: {count_of(row[value], noun)}",
             }
         )
-    # Columns without height make the axis span the whole time, also the part in which nothing happened.
+    # Columns without height extend the axis over the whole span, even where nothing happened.
     ends = (_ms(span.period_start(span.since)), _ms(span.until))
     rows += [{"at": at, "end": at, "what": name, "low": 0, "high": 0} for at in ends for name in names[:1]]
-    most = max(heights.values(), default=0)
+    highest = max(heights.values(), default=0)
     chart = (
         alt.Chart(alt.Data(values=rows), title=description, description=description, width=WIDTH, height=HEIGHT)
         .mark_rect(xOffset=0.5, x2Offset=-0.5)
@@ -156,7 +159,7 @@ def _columns(
             y=alt.Y(
                 "low:Q",
                 title=unit,
-                axis=alt.Axis(format=",d" if most < EXACT_MAX else "~s", **_whole_ticks(most)),
+                axis=alt.Axis(format=",d" if highest < EXACT_MAX else "~s", **_whole_ticks(highest)),
             ),
             y2="high:Q",
             color=alt.Color(
@@ -176,15 +179,15 @@ def _columns(
 
 
 def _whole_ticks(most: int) -> dict[str, Any]:
-    """Whole numbers on an axis: Vega gives a short one halves, and rounds them to the same number twice."""
+    """Return whole numbers for an axis. Vega puts halves on a short axis, and rounds them to equal labels."""
     return {"values": list(range(most + 1))} if most < TICKS else {"tickCount": TICKS}
 
 
 def _time_axis(alt: Any) -> Any:
-    return alt.Axis(grid=False, labelOverlap=True, labelSeparation=10, tickCount=6, labelExpr=_TIME)
+    return alt.Axis(grid=False, labelOverlap=True, labelSeparation=10, tickCount=6, labelExpr=_TIME_LABEL)
 
 
-_TIME = (
+_TIME_LABEL = (
     "utcseconds(datum.value) ? utcFormat(datum.value, '%H:%M:%S') : "
     "utchours(datum.value) || utcminutes(datum.value) ? utcFormat(datum.value, '%H:%M') : "
     "utcFormat(datum.value, '%e %b')"
@@ -192,14 +195,14 @@ _TIME = (
 
 
 def _ms(at: datetime) -> int:
-    """A time for Vega. Scales have no explicit domain of times: where scripts may not be made of text, Vega cannot read
-    one."""
+    """Return a time for Vega. Scales get no explicit domain of times, which Vega cannot read where eval is
+    forbidden."""
     return int(at.timestamp() * 1000)
 
 
 # ---------------------------------------------------------------- now
 def pending(ages: pa.Table) -> Drawn:
-    """What is pending, by age."""
+    """Draw the pending messages by age."""
     rows = [
         {
             "name": row["age"],
@@ -214,7 +217,7 @@ def pending(ages: pa.Table) -> Drawn:
 
 
 def lag(figures: pa.Table) -> Drawn:
-    """How far consumer groups are behind."""
+    """Draw the lag of consumer groups."""
     rows = [
         {
             "name": row["group"],
@@ -229,19 +232,19 @@ def lag(figures: pa.Table) -> Drawn:
 
 
 def largest(figures: pa.Table) -> Drawn:
-    """The half batches with the most messages."""
-    rows = [_of_batch(row, row["messages"], amount(row["messages"])) for row in figures.to_pylist()]
+    """Draw the half batches with the most messages."""
+    rows = [_batch_row(row, row["messages"], amount(row["messages"])) for row in figures.to_pylist()]
     return _bars(rows, "Half batches with the most messages", "half batch", "what")
 
 
 def slowest(figures: pa.Table) -> Drawn:
-    """The half batches that waited longest for their last verdict."""
-    rows = [_of_batch(row, row["seconds"], duration(row["seconds"])) for row in figures.to_pylist()]
+    """Draw the half batches that waited longest for their last verdict."""
+    rows = [_batch_row(row, row["seconds"], duration(row["seconds"])) for row in figures.to_pylist()]
     return _bars(rows, "Half batches that waited longest for their last verdict", "half batch", "what")
 
 
 def topics(figures: pa.Table) -> Drawn:
-    """How large topics are in the table messages."""
+    """Draw the sizes of topics in the table messages."""
     rows = [
         {
             "name": row["topic"],
@@ -255,7 +258,7 @@ def topics(figures: pa.Table) -> Drawn:
     return _bars(rows, "Bytes of topics in the table messages", "topic", "holds")
 
 
-def _of_batch(row: Mapping[str, Any], value: float, label: str) -> dict[str, Any]:
+def _batch_row(row: Mapping[str, Any], value: float, label: str) -> dict[str, Any]:
     return {
         "name": row["half_id"],
         "value": value,
@@ -269,20 +272,20 @@ def _of_batch(row: Mapping[str, Any], value: float, label: str) -> dict[str, Any
 def _bars(
     rows: Sequence[dict[str, Any]], description: str, what: str, more: str, order: Sequence[str] | None = None
 ) -> Drawn:
-    """Bars that lie, each with its name before it and its value behind it."""
+    """Draw horizontal bars, each with its name before it and its value after it."""
     alt = altair()
     rows = [{**row, "said": f"{row['name']}: {row['label']}"} for row in rows]
-    most = max((row["value"] for row in rows), default=0)
+    longest = max((row["value"] for row in rows), default=0)
     names = list(order or [row["name"] for row in rows])
     base = alt.Chart(alt.Data(values=rows)).encode(
         y=alt.Y(
             "name:N",
             title=None,
             sort=names,
-            axis=alt.Axis(domain=False, ticks=False, labelPadding=8, labelExpr=_SHORT),
+            axis=alt.Axis(domain=False, ticks=False, labelPadding=8, labelExpr=_SHORT_LABEL),
         ),
-        # Room for the value behind the longest bar.
-        x=alt.X("value:Q", axis=None, scale=alt.Scale(domain=[0, most * 1.55 if most else 1], nice=False)),
+        # Leaves room for the value after the longest bar.
+        x=alt.X("value:Q", axis=None, scale=alt.Scale(domain=[0, longest * 1.55 if longest else 1], nice=False)),
         description="said:N",
         tooltip=[
             alt.Tooltip("name:N", title=what),
@@ -299,11 +302,11 @@ def _bars(
     return Drawn(chart)
 
 
-_SHORT = (
+_SHORT_LABEL = (
     f"length(datum.label) > {NAME_CHARS_MAX} ? slice(datum.label, 0, {NAME_CHARS_MAX // 2 - 1}) + '…' + "
     f"slice(datum.label, -{NAME_CHARS_MAX // 2}) : datum.label"
 )
-"""The middle is left out: the beginning of a half id is its application, the end the number of its batch."""
+"""Cuts out the middle: a half id begins with the application and ends with the batch number."""
 
 
 # ---------------------------------------------------------------- one transaction
@@ -322,44 +325,44 @@ EVENT_COLOURS: Mapping[str, str] = {
     "archived": GREY,
 }
 EVENTS_MAX = 40
-"""Events that are drawn; of more the first and the last ones."""
+"""The most events in a timeline. Of more, the first and the last ones are drawn."""
 
 
 def timeline(trace: Trace) -> Drawn:
-    """What happened to a transaction, in its order: each event has a line of its own, and stands at its time."""
+    """Draw the events of a transaction in order, each on its own line and at its time."""
     alt = altair()
     events = list(trace.events)
-    left_out = 0
+    omitted = 0
     if len(events) > EVENTS_MAX:
-        left_out = len(events) - EVENTS_MAX
+        omitted = len(events) - EVENTS_MAX
         events = [*events[: EVENTS_MAX // 2], *events[-EVENTS_MAX // 2 :]]
     began = events[0].at if events else datetime.fromtimestamp(0)
     rows: list[dict[str, Any]] = []
-    before = began
+    previous = began
     for number, event in enumerate(events):
         by = f" by {event.decided_by}" if event.decided_by else ""
         rows.append(
             {
-                "before": _ms(before),
+                "before": _ms(previous),
                 "at": _ms(event.at),
                 "number": f"{number:03}",
                 "label": f"{event.kind.value.replace('_', ' ')}{by}",
                 "colour": EVENT_COLOURS.get(event.kind.value, GREY),
-                "after": f"+{duration((event.at - before).total_seconds())}" if number else "",
+                "after": f"+{duration((event.at - previous).total_seconds())}" if number else "",
                 "what": f"{count_of(event.messages, 'message')}{f', attempt {event.attempt}' if event.attempt else ''}",
                 "why": event.reason or "",
                 "when": f"{event.at:%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC",
                 "said": f"{event.at:%Y-%m-%d %H:%M:%S}: {event.kind.value.replace('_', ' ')}{by}",
             }
         )
-        before = event.at
+        previous = event.at
     lines = {row["number"]: row["label"] for row in rows}
     base = alt.Chart(alt.Data(values=rows)).encode(
         y=alt.Y(
             "number:N",
             title=None,
             sort=list(lines),
-            axis=alt.Axis(domain=False, ticks=False, grid=True, labelPadding=8, labelExpr=_names(lines)),
+            axis=alt.Axis(domain=False, ticks=False, grid=True, labelPadding=8, labelExpr=_label_expression(lines)),
         ),
         description="said:N",
         tooltip=[
@@ -370,17 +373,17 @@ def timeline(trace: Trace) -> Drawn:
             alt.Tooltip("why:N", title="reason"),
         ],
     )
-    at = alt.X("at:T", title=None, scale=alt.Scale(type="utc", nice=False), axis=_time_axis(alt))
-    # A point that nobody sees makes room for the words behind the last one.
-    room_ms = max(1000, _ms(before) - _ms(began)) * 70 // 100
-    room = alt.Chart(alt.Data(values=[{"at": _ms(before) + room_ms}])).mark_point(opacity=0).encode(x=at)
+    time_axis = alt.X("at:T", title=None, scale=alt.Scale(type="utc", nice=False), axis=_time_axis(alt))
+    # An invisible point makes room for the label after the last point.
+    space_ms = max(1000, _ms(previous) - _ms(began)) * 70 // 100
+    space = alt.Chart(alt.Data(values=[{"at": _ms(previous) + space_ms}])).mark_point(opacity=0).encode(x=time_axis)
     colour = alt.Color("colour:N", scale=None, legend=None)
     waits = base.mark_bar(height=3, opacity=0.45).encode(x="before:T", x2="at:T", color=colour)
-    points = base.mark_circle(size=130, opacity=1).encode(x=at, color=colour)
-    labels = base.mark_text(align="left", dx=11, baseline="middle").encode(x=at, text="after:N")
-    more = f"; {left_out} events between are left out" if left_out else ""
-    title = f"Timeline of {trace.transaction_id or trace.message_id or trace.half_id}{more}"
-    chart = alt.layer(waits, points, labels, room).properties(
+    points = base.mark_circle(size=130, opacity=1).encode(x=time_axis, color=colour)
+    labels = base.mark_text(align="left", dx=11, baseline="middle").encode(x=time_axis, text="after:N")
+    omission = f"; {omitted} events between are left out" if omitted else ""
+    title = f"Timeline of {trace.transaction_id or trace.message_id or trace.half_id}{omission}"
+    chart = alt.layer(waits, points, labels, space).properties(
         title=title,
         description=title,
         width=WIDTH,
@@ -389,6 +392,6 @@ def timeline(trace: Trace) -> Drawn:
     return Drawn(chart)
 
 
-def _names(lines: Mapping[str, str]) -> str:
-    """An expression that shows the words of a line in the place of its number."""
+def _label_expression(lines: Mapping[str, str]) -> str:
+    """Return a Vega expression that shows a line's label in place of its number."""
     return f"{json.dumps(lines)}[datum.value]"

@@ -1,4 +1,4 @@
-"""Which transaction a timeline is about."""
+"""Chooses the transaction of a timeline."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rmq_spark.errors import HalfBatchNotFoundError, OptionError
 
 
 def trace_of(log: Engine, name: str) -> Trace:
-    """The story of a transaction, or of a half batch or a message, by its id.
+    """Return the trace of a transaction, a half batch or a message, by its id.
 
     Raises
     ------
     OptionError
-        When it is no id.
+        When the id is invalid.
     HalfBatchNotFoundError
-        When the log has no such thing.
+        When the log does not have it.
     """
     if name.count(":") == 1:
         return trace(log, half_id=name)
@@ -31,8 +31,8 @@ def trace_of(log: Engine, name: str) -> Trace:
 
 
 def slowest_of(log: Engine, figures: Figures) -> Trace | None:
-    """The story of the half batch that waited longest for its last verdict; None when none was settled, or upkeep has
-    taken it since."""
+    """Return the trace of the half batch that waited longest for its last verdict; None when none was settled, or
+    upkeep has removed it since."""
     for half_id in figures.slowest["half_id"].to_pylist():
         try:
             return trace(log, half_id=half_id)

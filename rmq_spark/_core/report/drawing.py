@@ -1,4 +1,4 @@
-"""The packages that draw: whether they are there."""
+"""Imports the packages that draw charts."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 
 
 def altair() -> Any:
-    """Altair, which is imported when the first chart is drawn.
+    """Return Altair, imported for the first chart.
 
     Raises
     ------
     OptionError
-        When it is not installed.
+        When Altair is not installed.
     """
-    return _of_extra("altair")
+    return _import_from_extra("altair")
 
 
 def scripts() -> str:
-    """The scripts that draw charts in a browser: Vega, Vega-Lite and Vega-Embed as one text.
+    """Return the scripts that draw charts in a browser, Vega, Vega-Lite and Vega-Embed, as one text.
 
     Raises
     ------
     OptionError
         When vl-convert is not installed.
     """
-    bundle: str = _of_extra("vl_convert").javascript_bundle()
+    bundle: str = _import_from_extra("vl_convert").javascript_bundle()
     return bundle
 
 
-def _of_extra(module: str) -> Any:
+def _import_from_extra(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:

@@ -1,4 +1,4 @@
-"""The figures of a report, summed up with Arrow: their size does not follow the number of transactions."""
+"""The figures of a report, aggregated with Arrow. Their size does not depend on the number of transactions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark.errors import HalfBatchNotFoundError
 
 LISTED_MAX = 10
-"""Rows of a list: the largest, the slowest, the oldest."""
+"""The most rows of a list: of the largest, slowest or oldest half batches."""
 LISTED = pa.schema(
     [
         ("half_id", pa.string()),
@@ -34,42 +34,42 @@ LISTED = pa.schema(
 
 @dataclass(frozen=True)
 class Figures:
-    """What a report shows.
+    """The figures of a report.
 
     Attributes
     ----------
     path : str
         The commit log.
     span : Span
-        The time that it is about.
+        The report's time.
     throughput : pyarrow.Table
-        ``at, topic, messages``: messages that appeared, by period and topic.
+        ``at, topic, messages``: messages that became visible, by period and topic.
     verdicts : pyarrow.Table
         ``at, verdict, messages, batches``: by period and verdict, messages and half batches.
     checks : pyarrow.Table
-        The same of what checks made of half batches.
+        The same columns for the results of checks.
     ages : pyarrow.Table
-        ``age, messages, batches``: what is pending.
+        ``age, messages, batches``: pending messages and half batches.
     pending : pyarrow.Table
         The oldest pending half batches: ``half_id, producer_group, prepared_at, messages, seconds, check_times,
         leased``.
     lag : pyarrow.Table
         ``group, messages, seconds, topics``, the furthest behind first.
     largest, slowest : pyarrow.Table
-        Half batches that were settled in the time: ``half_id, producer_group, prepared_at, settled_at, messages`` and
+        Half batches that were settled in the span: ``half_id, producer_group, prepared_at, settled_at, messages`` and
         ``seconds`` from the prepare to the last verdict.
     topics : pyarrow.Table
         ``topic, queues, fifo, retention_s, committed, expired, drained, bytes``, the largest first.
     settled : int
-        Half batches that got a verdict in the time.
+        Half batches that got a verdict in the span.
     quarantined, conflicts : tuple of str
         Half batches that wait for a person.
     dead_letters : int
-        Messages that became dead letters in the time.
+        Messages that became dead letters in the span.
     dead_letters_waiting : int
-        Dead letters that are kept, and that nobody has sent again.
+        Kept dead letters that were not sent again.
     undrained_s : float
-        For so many seconds the oldest committed message has not been in the table messages.
+        Seconds since the commit of the oldest message that is not in the table messages.
     """
 
     path: str
@@ -92,54 +92,54 @@ class Figures:
 
     @property
     def committed(self) -> int:
-        """Messages that appeared in the time, without retries and dead letters, which are copies."""
+        """Messages that became visible in the span, without retries and dead letters, which are copies."""
         copies = pc.is_in(self.throughput["topic"], value_set=pa.array([over_time.RETRIES, over_time.DEAD_LETTERS]))
         return _sum(self.throughput.filter(pc.invert(copies))["messages"])
 
     @property
     def rolled_back(self) -> int:
-        """Messages that were rolled back in the time, by whomever."""
-        wanted = pa.array([over_time.ROLLED_BACK, over_time.BY_CHECK])
-        return _sum(self.verdicts.filter(pc.is_in(self.verdicts["verdict"], value_set=wanted))["messages"])
+        """Messages that were rolled back in the span."""
+        rollbacks = pa.array([over_time.ROLLED_BACK, over_time.BY_CHECK])
+        return _sum(self.verdicts.filter(pc.is_in(self.verdicts["verdict"], value_set=rollbacks))["messages"])
 
     @property
     def pending_messages(self) -> int:
-        """Messages that are pending now."""
+        """Pending messages."""
         return _sum(self.ages["messages"])
 
     @property
     def is_empty(self) -> bool:
-        """True when nothing was ever sent, or all of it long before the time."""
+        """True when nothing is pending and nothing happened in the span."""
         return not (self.throughput.num_rows or self.verdicts.num_rows or self.checks.num_rows or self.pending_messages)
 
 
 def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SINCE) -> Figures:
-    """The figures of a commit log.
+    """Return the figures of a commit log.
 
     Parameters
     ----------
     log : CommitLog or path
-        It is read by a handle of its own, so that those who use this one need not wait.
+        Read through a separate handle, so that users of this one need not wait.
     since : str
         How far back: ``"7d"``, ``"12h"``.
 
     Raises
     ------
     OptionError
-        When ``since`` is no duration, or no time at all.
+        When ``since`` is no duration, or is not positive.
     """
     log = engine_of(log).another()
-    happened, span = look_back(log, Span.of(log, since))
-    settled = _settled(happened)
+    history, span = look_back(log, Span.of(log, since))
+    settled = _settled(history)
     open_batches = open_now(log)
-    appeared = over_time.throughput(log, span)
-    dead = pc.equal(appeared["topic"], over_time.DEAD_LETTERS)
+    visible = over_time.throughput(log, span)
+    is_dead_letter = pc.equal(visible["topic"], over_time.DEAD_LETTERS)
     return Figures(
         path=log.path,
         span=span,
-        throughput=appeared,
-        verdicts=over_time.verdicts(happened, span),
-        checks=over_time.checks(happened, span),
+        throughput=visible,
+        verdicts=over_time.verdicts(history, span),
+        checks=over_time.checks(history, span),
         ages=standing.ages(open_batches, span.until),
         pending=standing.pending(log, open_batches.slice(0, LISTED_MAX), span.until),
         lag=standing.lag(log),
@@ -149,58 +149,58 @@ def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SI
         settled=settled.num_rows,
         quarantined=tuple(dict.fromkeys(overview.quarantined(log)["half_id"].to_pylist())),
         conflicts=tuple(overview.conflicts(log)),
-        dead_letters=_sum(appeared.filter(dead)["messages"]),
+        dead_letters=_sum(visible.filter(is_dead_letter)["messages"]),
         dead_letters_waiting=standing.dead_letters_waiting(log),
         undrained_s=standing.undrained_s(log, span.until),
     )
 
 
 def look_back(log: Engine, span: Span) -> tuple[Told, Span]:
-    """What ``op`` tells of a time, and that time from the first thing on that happened in it."""
-    happened = told(log, span.since)
+    """Return the history in a span, and the span from the first event in it."""
+    history = told(log, span.since)
     log.messages_table.refresh()
-    firsts = (pc.min(happened.events["at"]).as_py(), first_drained(log, span.since))
-    return happened, span.around(min((first for first in firsts if first is not None), default=None))
+    firsts = (pc.min(history.events["at"]).as_py(), first_drained(log, span.since))
+    return history, span.around(min((first for first in firsts if first is not None), default=None))
 
 
 def settled_in(log: Engine, span: Span) -> pa.Table:
-    """Half batches that got a verdict in a time: ``half_id, producer_group, prepared_at, settled_at, messages,
-    seconds``. The group of one that is still in ``half`` is null."""
+    """Return half batches that got a verdict in a span: ``half_id, producer_group, prepared_at, settled_at, messages,
+    seconds``. The group is null for a half batch that is still in ``half``."""
     return _settled(told(log, span.since))
 
 
-def _settled(happened: Told) -> pa.Table:
+def _settled(history: Told) -> pa.Table:
     kinds = pa.array([Kind.COMMIT.value, Kind.ROLLBACK.value])
-    decided = pc.and_(pc.is_in(happened.events["kind"], value_set=kinds), pc.greater(happened.events["standing"], 0))
-    decisions = happened.events.filter(decided)
+    decided = pc.and_(pc.is_in(history.events["kind"], value_set=kinds), pc.greater(history.events["standing"], 0))
+    decisions = history.events.filter(decided)
     last = decisions.group_by("half_id", use_threads=False).aggregate([("at", "max")])
-    found = last.join(happened.batches, "half_id", join_type="inner", use_threads=False)
-    us = pc.subtract(pc.cast(found["at_max"], pa.int64()), pc.cast(found["prepared_at"], pa.int64()))
-    seconds = pc.divide(pc.cast(us, pa.float64()), 1e6)
+    settled = last.join(history.batches, "half_id", join_type="inner", use_threads=False)
+    waited_us = pc.subtract(pc.cast(settled["at_max"], pa.int64()), pc.cast(settled["prepared_at"], pa.int64()))
+    seconds = pc.divide(pc.cast(waited_us, pa.float64()), 1e6)
     return pa.table(
         {
-            "half_id": found["half_id"],
-            "producer_group": found["producer_group"],
-            "prepared_at": found["prepared_at"],
-            "settled_at": found["at_max"],
-            "messages": found["messages"],
-            "seconds": pc.if_else(pc.less(seconds, 0.0), 0.0, seconds),  # by two clocks
+            "half_id": settled["half_id"],
+            "producer_group": settled["producer_group"],
+            "prepared_at": settled["prepared_at"],
+            "settled_at": settled["at_max"],
+            "messages": settled["messages"],
+            "seconds": pc.if_else(pc.less(seconds, 0.0), 0.0, seconds),  # the times come from two clocks
         }
     )
 
 
 def listed(log: Engine, settled: pa.Table, by: str) -> pa.Table:
-    """Those with the most of something, with their producer group."""
+    """Return the settled half batches with the largest values of the column ``by``, with their producer groups."""
     order = [(by, "descending"), ("settled_at", "descending"), ("half_id", "ascending")]
     top = settled.take(pc.select_k_unstable(settled, LISTED_MAX, order)) if settled.num_rows else settled
-    known = top.select(["half_id", "producer_group"]).to_pylist()
-    groups = [one["producer_group"] or _group(log, one["half_id"]) for one in known]
+    rows = top.select(["half_id", "producer_group"]).to_pylist()
+    groups = [row["producer_group"] or _group(log, row["half_id"]) for row in rows]
     top = top.set_column(top.column_names.index("producer_group"), "producer_group", pa.array(groups, pa.string()))
     return top.select(LISTED.names).cast(LISTED)
 
 
 def _group(log: Engine, half_id: str) -> str | None:
-    """The producer group of a half batch in ``half``; None when it has left since it was counted."""
+    """Return the producer group of a half batch in ``half``; None when it has left since it was counted."""
     try:
         return log.get(half_id).header.producer_group
     except HalfBatchNotFoundError:

@@ -1,4 +1,4 @@
-"""What ``txmq doctor`` and the report find: how things stand, and what to do."""
+"""The findings of ``txmq doctor`` and of the report: a problem, and its remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Level(str, Enum):
-    """How bad it is, from good to bad."""
+    """The severity of a finding, from good to bad."""
 
     OK = "ok"
     NOTE = "note"
@@ -21,18 +21,18 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found, and what to do about it.
+    """A finding, and its remedy.
 
     Attributes
     ----------
     check : str
-        What was looked at.
+        The subject of the check.
     level : Level
-        ``note``: nothing need be done. ``warning``: look at it today. ``critical``: messages are stuck, hidden or at
+        ``note``: no action is needed. ``warning``: look at it today. ``critical``: messages are stuck, hidden or at
         risk.
     what : str
     remedy : str or None
-        A command, or what else to do.
+        A command, or another action.
     """
 
     check: str
@@ -48,6 +48,6 @@ class Finding:
 
 
 def worst(findings: Sequence[Finding]) -> Level:
-    """Return the worst level of some findings."""
+    """Return the worst level of the findings."""
     order = list(Level)
     return max((f.level for f in findings), key=order.index, default=Level.OK)

@@ -1,4 +1,4 @@
-"""One sentence that says whether all is well with a commit log, and what to do if not."""
+"""The headline of a report: one sentence about the commit log's health, and the action to take."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from rmq_spark._core.vocabulary.options import GRACE_S, TRANSACTION_CHECK_INTERV
 from rmq_spark._core.vocabulary.text import count_of
 
 PENDING_S_MAX = 10 * TRANSACTION_CHECK_INTERVAL_S
-"""What is pending for longer should have been settled by a check."""
+"""By this age a check should have settled a pending half batch."""
 UNDRAINED_S_MAX = 2 * GRACE_S
-"""What is not in the table messages after that is waiting for upkeep that nobody does."""
+"""Messages that are not in the table messages after this time show that no upkeep runs."""
 PENDING_S_CRITICAL = 3600.0
-"""What checks have asked about, and is pending for longer, is critical, as in ``txmq doctor``."""
+"""Half batches that were checked, and are pending for longer, are critical, as in ``txmq doctor``."""
 LAG_S_MAX = 3600.0
-"""A consumer group that is further behind is named."""
+"""A consumer group with a larger lag is a finding."""
 
 
 def findings_of(figures: Figures) -> list[Finding]:
-    """What a person should know, the most pressing first. The first one is the headline; there is always one."""
-    found = [*_to_act(figures), *_to_watch(figures)]
-    return found or [_well(figures)]
+    """Return the findings, the most urgent first. The first is the headline; there is at least one."""
+    problems = [*_actions(figures), *_warnings(figures)]
+    return problems or [_all_is_well(figures)]
 
 
-def _to_act(figures: Figures) -> Iterator[Finding]:
+def _actions(figures: Figures) -> Iterator[Finding]:
     if count := len(figures.conflicts):
         yield Finding(
             "conflicts",
@@ -52,40 +52,40 @@ def _old_pending(figures: Figures) -> Iterator[Finding]:
     old = old.filter(pc.invert(old["leased"]))
     if old.num_rows == 0:
         return
-    first = old.slice(0, 1).to_pylist()[0]
-    asked = first["check_times"]
-    said = f"A half batch of {first['producer_group']} has been pending for {duration(first['seconds'])}"
-    if asked:
-        times = "once" if asked == 1 else f"{asked} times"
+    oldest = old.slice(0, 1).to_pylist()[0]
+    check_times = oldest["check_times"]
+    sentence = f"A half batch of {oldest['producer_group']} has been pending for {duration(oldest['seconds'])}"
+    if check_times:
+        times = "once" if check_times == 1 else f"{check_times} times"
         yield Finding(
             "pending",
-            Level.CRITICAL if first["seconds"] > PENDING_S_CRITICAL else Level.WARNING,
-            f"{said}: it was asked about {times}, and its listener does not know.",
+            Level.CRITICAL if oldest["seconds"] > PENDING_S_CRITICAL else Level.WARNING,
+            f"{sentence}: it was asked about {times}, and its listener does not know.",
             "Find out why its listener answers UNKNOWN, or decide with txmq resolve.",
         )
     else:
         yield Finding(
             "pending",
             Level.CRITICAL,
-            f"{said}, and no check has asked about it (or none since it was resumed).",
-            f"See that a check job runs (txmq check) which has a listener for {first['producer_group']}.",
+            f"{sentence}, and no check has asked about it (or none since it was resumed).",
+            f"See that a check job runs (txmq check) which has a listener for {oldest['producer_group']}.",
         )
 
 
-def _to_watch(figures: Figures) -> Iterator[Finding]:
+def _warnings(figures: Figures) -> Iterator[Finding]:
     if (count := figures.dead_letters) and (waiting := figures.dead_letters_waiting):
-        kept = "1 of those that are kept was" if waiting == 1 else f"{waiting:,} of those that are kept were"
+        kept_letters = "1 of those that are kept was" if waiting == 1 else f"{waiting:,} of those that are kept were"
         yield Finding(
             "dead letters",
             Level.WARNING,
             ("1 message became a dead letter" if count == 1 else f"{count:,} messages became dead letters")
-            + f" in this time; {kept} not sent again.",
+            + f" in this time; {kept_letters} not sent again.",
             "Look at them with txmq dlq list GROUP, and send them again with txmq dlq resend GROUP --all when the "
             "cause is gone.",
         )
-    behind = figures.lag.sort_by([("seconds", "descending")]).slice(0, 1).to_pylist()
-    if behind and behind[0]["seconds"] > LAG_S_MAX:
-        group = behind[0]
+    slowest = figures.lag.sort_by([("seconds", "descending")]).slice(0, 1).to_pylist()
+    if slowest and slowest[0]["seconds"] > LAG_S_MAX:
+        group = slowest[0]
         yield Finding(
             "lag",
             Level.WARNING,
@@ -102,7 +102,7 @@ def _to_watch(figures: Figures) -> Iterator[Finding]:
         )
 
 
-def _well(figures: Figures) -> Finding:
+def _all_is_well(figures: Figures) -> Finding:
     if not figures.topics.num_rows:
         return Finding(
             "log", Level.OK, "This commit log is new: it has no topic yet.", "Make one with txmq topic create."
@@ -110,11 +110,13 @@ def _well(figures: Figures) -> Finding:
     if figures.is_empty:
         return Finding("log", Level.OK, "Nothing was sent in this time, and nothing is pending.")
     if figures.pending_messages:
-        rest = f"{count_of(figures.pending_messages, 'message')} {are(figures.pending_messages)} pending, none for long"
+        pending = (
+            f"{count_of(figures.pending_messages, 'message')} {are(figures.pending_messages)} pending, none for long"
+        )
     else:
-        rest = "nothing is pending"
+        pending = "nothing is pending"
     return Finding(
         "log",
         Level.OK,
-        f"All is well: {count_of(figures.committed, 'message')} appeared, {rest}, and nothing waits for a person.",
+        f"All is well: {count_of(figures.committed, 'message')} appeared, {pending}, and nothing waits for a person.",
     )

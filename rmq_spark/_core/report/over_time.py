@@ -1,4 +1,4 @@
-"""What happened in the time of a report, summed up by period."""
+"""The events in the span of a report, aggregated by period."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rmq_spark._core.report.span import Span
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, RETRY_PREFIX, TIMESTAMP
 
 TOPICS_MAX = 4
-"""Topics that have a colour of their own; the smaller ones are summed up. So are retries, and dead letters."""
+"""The most topics with a colour of their own. Smaller topics are summed up, and so are retries and dead letters."""
 OTHERS, RETRIES, DEAD_LETTERS = "other topics", "retries", "dead letters"
 
 COMMITTED = "committed"
@@ -30,24 +30,24 @@ BY_TIME = pa.schema([("at", TIMESTAMP), ("verdict", pa.string()), ("messages", p
 
 
 def throughput(log: Engine, span: Span) -> pa.Table:
-    """Messages that appeared: ``at, topic, messages``."""
-    found = placed(log, span.since, span.period_s)
-    topic = found["topic"]
+    """Return the messages that became visible: ``at, topic, messages``."""
+    placed_counts = placed(log, span.since, span.period_s)
+    topic = placed_counts["topic"]
     topic = pc.if_else(pc.starts_with(topic, DLQ_PREFIX), DEAD_LETTERS, topic)
     topic = pc.if_else(pc.starts_with(topic, RETRY_PREFIX), RETRIES, topic)
-    by_topic = pa.table({"topic": topic, "n": found["messages"]}).group_by("topic", use_threads=False)
+    by_topic = pa.table({"topic": topic, "n": placed_counts["messages"]}).group_by("topic", use_threads=False)
     largest = by_topic.aggregate([("n", "sum")]).sort_by([("n_sum", "descending"), ("topic", "ascending")])
-    named = [t for t in largest["topic"].to_pylist() if t not in (DEAD_LETTERS, RETRIES)]
-    if len(named) > TOPICS_MAX:
-        small = pa.array(named[TOPICS_MAX:], pa.string())
-        topic = pc.if_else(pc.is_in(topic, value_set=small), OTHERS, topic)
-    rows = pa.table({"at": found["at"], "topic": topic, "messages": found["messages"]})
+    user_topics = [name for name in largest["topic"].to_pylist() if name not in (DEAD_LETTERS, RETRIES)]
+    if len(user_topics) > TOPICS_MAX:
+        small_topics = pa.array(user_topics[TOPICS_MAX:], pa.string())
+        topic = pc.if_else(pc.is_in(topic, value_set=small_topics), OTHERS, topic)
+    rows = pa.table({"at": placed_counts["at"], "topic": topic, "messages": placed_counts["messages"]})
     sums = rows.group_by(["at", "topic"], use_threads=False).aggregate([("messages", "sum")])
     return _in_order(sums.rename_columns(["at", "topic", "messages"]), THROUGHPUT)
 
 
 def verdicts(happened: Told, span: Span) -> pa.Table:
-    """Messages and half batches that got a verdict, by period: the last one of each message."""
+    """Return the messages and half batches with a verdict, by period: the last verdict of each message."""
     events = happened.events.drop_columns("messages").rename_columns({"standing": "messages"})
     events = events.filter(pc.greater(events["messages"], 0))
     rolled_back = pc.equal(events["kind"], Kind.ROLLBACK.value)
@@ -67,12 +67,12 @@ def verdicts(happened: Told, span: Span) -> pa.Table:
 
 
 def checks(happened: Told, span: Span) -> pa.Table:
-    """What checks made of half batches, by period. An answered check that is older than the upkeep's grace is known by
-    its verdict only."""
+    """Return the results of checks of half batches, by period. Of checks older than the upkeep's grace, only verdicts
+    are known."""
     events = happened.events
-    asked = pc.or_(_by(events, Who.CHECK), pc.equal(events["kind"], Kind.CHECK.value))
-    asked = pc.or_(asked, _by(events, Who.DISCARD))
-    events = events.filter(asked)
+    by_check = pc.or_(_by(events, Who.CHECK), pc.equal(events["kind"], Kind.CHECK.value))
+    by_check = pc.or_(by_check, _by(events, Who.DISCARD))
+    events = events.filter(by_check)
     label = case(
         [
             (pc.equal(events["kind"], Kind.CHECK.value), UNKNOWN),
@@ -90,11 +90,11 @@ def _by(events: pa.Table, who: Who) -> pa.ChunkedArray:
 
 
 def case(cases: Sequence[tuple[pa.ChunkedArray, str]]) -> pa.ChunkedArray:
-    """The word of the first condition that holds; null when none does."""
-    found = pa.chunked_array([pa.nulls(len(cases[0][0]), pa.string())])
+    """Return the word of the first condition that holds; null when none holds."""
+    words = pa.chunked_array([pa.nulls(len(cases[0][0]), pa.string())])
     for condition, word in reversed(cases):
-        found = pc.if_else(condition, word, found)
-    return found
+        words = pc.if_else(condition, word, words)
+    return words
 
 
 def _by_time(events: pa.Table, label: pa.ChunkedArray, span: Span) -> pa.Table:

@@ -1,4 +1,4 @@
-"""One page of HTML that holds a report: the scripts and the figures are in it, and nothing is fetched."""
+"""A report as one page of HTML, which contains scripts and figures and loads nothing."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from rmq_spark._core.inspect.trace import Trace
 
 ROWS_MAX = 60
-"""Rows of a table on the page."""
+"""The most rows of a table on the page."""
 EXACT_MAX = 1_000_000
-"""Numbers of a tile are written out below this."""
+"""Smaller numbers of a tile are written out."""
 _SIGNS = {
     Level.OK: '<path d="M5 12.5l4.5 4.5L19 7.5"/>',
     Level.WARNING: '<path d="M12 6v7"/><path d="M12 17.2v.3"/>',
@@ -42,7 +42,7 @@ _LEVELS = {Level.OK: "all is well", Level.WARNING: "watch this", Level.CRITICAL:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its head, and what it makes of a row."""
+    """A column of a table: its head, and the function that formats its cell of a row."""
 
     head: str
     cell: Callable[[Any], str]
@@ -51,7 +51,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Card:
-    """A part of the page: a chart, what it shows, and its numbers as a table."""
+    """A card of the page: a chart, its explanation, and its numbers as a table."""
 
     name: str
     title: str
@@ -63,24 +63,24 @@ class Card:
 
 
 def escape(text: str) -> str:
-    """Text as HTML. What others sent may hold characters that a page must not have, or that turn its lines around."""
-    return html.escape("".join(c if c.isprintable() else "\ufffd" for c in text))
+    """Escape text for HTML. Foreign text may contain characters that are invalid or reverse the line's direction."""
+    return html.escape("".join(character if character.isprintable() else "\ufffd" for character in text))
 
 
 def page(figures: Figures, trace: Trace | None = None) -> str:
-    """The report as HTML.
+    """Return the report as HTML.
 
     Parameters
     ----------
     figures : Figures
     trace : Trace, optional
-        The transaction of which there is a timeline.
+        The transaction of the timeline.
     """
     cards = _cards(figures, trace)
-    drawn = {card.name: _spec(card.drawn) for card in cards if card.drawn is not None}
+    chart_specs = {card.name: _spec(card.drawn) for card in cards if card.drawn is not None}
     bundle = _script(scripts())
-    own = _script(_asset("page.js"))
-    allowed = " ".join(f"'sha256-{_sha256(script)}'" for script in (bundle, own))
+    own_script = _script(_asset("page.js"))
+    allowed = " ".join(f"'sha256-{_sha256(script)}'" for script in (bundle, own_script))
     policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
     name = redacted(figures.path)
     return f"""<!DOCTYPE html>
@@ -109,9 +109,9 @@ def page(figures: Figures, trace: Trace | None = None) -> str:
 sees its messages before they have a verdict. Times are UTC.</p>
 <p>Made by rmq_spark {__version__} on {figures.span.until:%Y-%m-%d at %H:%M:%S} UTC. The page needs no network.</p>
 </footer>
-<script type="application/json" id="charts">{_json(drawn)}</script>
+<script type="application/json" id="charts">{_json(chart_specs)}</script>
 <script>{bundle}</script>
-<script>{own}</script>
+<script>{own_script}</script>
 </body>
 </html>
 """
@@ -131,25 +131,27 @@ def _time(at: datetime) -> str:
 
 def _headline(findings: Sequence[Finding]) -> str:
     first, *others = findings
-    more = "".join(f"<li><b>{escape(f.what)}</b> {_commands(f.remedy or '')}</li>" for f in others)
+    further_items = "".join(
+        f"<li><b>{escape(finding.what)}</b> {_commands(finding.remedy or '')}</li>" for finding in others
+    )
     ring = '<circle cx="12" cy="12" r="10.5"/>'
     return f"""<section class="headline {first.level}" aria-label="{_LEVELS[first.level]}">
 <svg class="sign" viewBox="0 0 24 24" fill="none" stroke="currentColor" stroke-width="2.2" stroke-linecap="round"
  stroke-linejoin="round" aria-hidden="true">{ring}{_SIGNS[first.level]}</svg>
 <div><p class="says">{escape(first.what)}</p>
 {f'<p class="do">{_commands(first.remedy)}</p>' if first.remedy else ""}
-{f'<ul class="also">{more}</ul>' if more else ""}</div>
+{f'<ul class="also">{further_items}</ul>' if further_items else ""}</div>
 </section>"""
 
 
 def _commands(text: str) -> str:
-    """Text with its commands in the letters of a terminal."""
+    """Return text as HTML, with its commands in monospace."""
     words = escape(text).split("txmq ")
-    said = [words[0]]
+    parts = [words[0]]
     for rest in words[1:]:
         command, tail = _command(rest.split(" "))
-        said.append(f"<code>txmq {command}</code>{tail}")
-    return "".join(said)
+        parts.append(f"<code>txmq {command}</code>{tail}")
+    return "".join(parts)
 
 
 def _command(words: Sequence[str]) -> tuple[str, str]:
@@ -165,11 +167,11 @@ def _command(words: Sequence[str]) -> tuple[str, str]:
 
 
 def _tiles(figures: Figures) -> str:
-    done = figures.committed + figures.rolled_back
-    share = f"{100 * figures.rolled_back / done:.1f} % of all" if done else ""
+    settled = figures.committed + figures.rolled_back
+    share = f"{100 * figures.rolled_back / settled:.1f} % of all" if settled else ""
     oldest = max(figures.pending["seconds"].to_pylist(), default=0.0)
-    waiting = len(figures.quarantined) + len(figures.conflicts)
-    behind = figures.lag.sort_by([("seconds", "descending")]).slice(0, 1).to_pylist()
+    to_settle = len(figures.quarantined) + len(figures.conflicts)
+    slowest = figures.lag.sort_by([("seconds", "descending")]).slice(0, 1).to_pylist()
     length_s = (figures.span.until - figures.span.since).total_seconds()
     tiles = [
         ("Messages appeared", _number(figures.committed), rate(figures.committed, length_s)),
@@ -182,22 +184,22 @@ def _tiles(figures: Figures) -> str:
         ),
         (
             "For a person to settle",
-            str(waiting),
-            f"{len(figures.quarantined)} quarantined, {len(figures.conflicts)} in conflict" if waiting else "nothing",
+            str(to_settle),
+            f"{len(figures.quarantined)} quarantined, {len(figures.conflicts)} in conflict" if to_settle else "nothing",
         ),
         (
             "Furthest behind",
-            _number(behind[0]["messages"]) if behind else "–",
-            f"{behind[0]['group']}, for {duration(behind[0]['seconds'])}"
-            if behind and behind[0]["messages"]
-            else ("every group is up to date" if behind else "no consumer group"),
+            _number(slowest[0]["messages"]) if slowest else "–",
+            f"{slowest[0]['group']}, for {duration(slowest[0]['seconds'])}"
+            if slowest and slowest[0]["messages"]
+            else ("every group is up to date" if slowest else "no consumer group"),
         ),
     ]
-    each = "".join(
-        f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}<div class="more">{escape(more)}</div></dd></div>'
-        for name, value, more in tiles
+    items = "".join(
+        f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}<div class="more">{escape(note)}</div></dd></div>'
+        for name, value, note in tiles
     )
-    return f'<dl class="tiles">{each}</dl>'
+    return f'<dl class="tiles">{items}</dl>'
 
 
 def _number(count: int) -> str:
@@ -206,7 +208,7 @@ def _number(count: int) -> str:
 
 def _card(card: Card) -> str:
     if card.drawn is None:
-        inside = f'<p class="nothing">{escape(card.nothing)}</p>'
+        content = f'<p class="nothing">{escape(card.nothing)}</p>'
     else:
         marks = "".join(
             f'<li><svg viewBox="0 0 12 12" aria-hidden="true"><rect width="12" height="12" rx="3" fill="{colour}"/>'
@@ -214,7 +216,7 @@ def _card(card: Card) -> str:
             for word, colour in card.drawn.legend
         )
         legend = f'<ul class="legend">{marks}</ul>' if len(card.drawn.legend) > 1 else ""
-        inside = (
+        content = (
             f'{legend}<div class="chart" id="{card.name}"></div>'
             '<details><summary>The numbers</summary><div class="scroll" tabindex="0" role="region" '
             f'aria-label="{escape(card.title)}: the numbers">{card.table}</div></details>'
@@ -222,7 +224,7 @@ def _card(card: Card) -> str:
     return f"""<section class="card{" wide" if card.wide else ""}">
 <h2>{escape(card.title)}</h2>
 <p class="hint">{escape(card.hint)}</p>
-{inside}
+{content}
 </section>
 """
 
@@ -318,23 +320,26 @@ def _timeline(trace: Trace) -> Card:
     name = trace.transaction_id or trace.message_id or trace.half_id
     outcome = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in trace.outcome.items() if count)
     columns = [
-        Column("when (UTC)", lambda e: f"{e['at']:%Y-%m-%d %H:%M:%S.%f}"[:-3]),
-        Column("what", lambda e: e["kind"]),
-        Column("messages", lambda e: f"{e['messages']:,}", "number"),
-        Column("attempt", lambda e: str(e["attempt"] or ""), "number"),
-        Column("by", lambda e: e["decided_by"] or ""),
-        Column("why", lambda e: e["reason"] or "", "text"),
+        Column("when (UTC)", lambda event: f"{event['at']:%Y-%m-%d %H:%M:%S.%f}"[:-3]),
+        Column("what", lambda event: event["kind"]),
+        Column("messages", lambda event: f"{event['messages']:,}", "number"),
+        Column("attempt", lambda event: str(event["attempt"] or ""), "number"),
+        Column("by", lambda event: event["decided_by"] or ""),
+        Column("why", lambda event: event["reason"] or "", "text"),
     ]
     events = [
-        {**{n: getattr(e, n) for n in ("at", "messages", "attempt", "decided_by", "reason")}, "kind": str(e.kind)}
-        for e in trace.events[:ROWS_MAX]
+        {
+            **{field: getattr(event, field) for field in ("at", "messages", "attempt", "decided_by", "reason")},
+            "kind": str(event.kind),
+        }
+        for event in trace.events[:ROWS_MAX]
     ]
     group = trace.producer_group or "an unknown group"
-    said = f"{count_of(trace.messages, 'message')} of {group}: {outcome or 'not known'}."
+    summary = f"{count_of(trace.messages, 'message')} of {group}: {outcome or 'not known'}."
     return Card(
         "timeline",
         f"Timeline of {name}",
-        " ".join([said, *(f"{s[:1].upper()}{s[1:]}." for s in trace.unknown)]),
+        " ".join([summary, *(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in trace.unknown)]),
         charts.timeline(trace) if trace.events else None,
         "Nothing is known of its events any more.",
         _table(events, columns),
@@ -342,14 +347,14 @@ def _timeline(trace: Trace) -> Card:
 
 
 def _over_time(figures: pa.Table, by: str, value: str) -> str:
-    """A table of periods, with a column for each word."""
+    """Return a table of periods, with a column for each word."""
     words = sorted(set(figures[by].to_pylist()))
-    found: dict[datetime, dict[str, int]] = {}
+    values_by_time: dict[datetime, dict[str, int]] = {}
     for row in figures.to_pylist():
-        found.setdefault(row["at"], {})[row[by]] = row[value]
+        values_by_time.setdefault(row["at"], {})[row[by]] = row[value]
     columns = [Column("from (UTC)", lambda r: f"{r[0]:%Y-%m-%d %H:%M:%S}")]
     columns += [Column(w, lambda r, w=w: f"{r[1].get(w, 0):,}", "number") for w in words]  # type: ignore[misc]
-    return _table(found.items(), columns)
+    return _table(values_by_time.items(), columns)
 
 
 def _pending_table(pending: pa.Table) -> str:
@@ -406,13 +411,13 @@ def _topics_table(topics: pa.Table) -> str:
     )
 
 
-# ---------------------------------------------------------------- what is inlined
+# ---------------------------------------------------------------- inlined content
 def _spec(drawn: Drawn) -> dict[str, Any]:
-    """A chart for the page: as wide as its card, in the page's colours, without the title that its card has."""
+    """Return a chart's spec for the page: as wide as its card, in the page's colours, without a title."""
     spec: dict[str, Any] = drawn.chart.to_dict()
     for name in ("config", "$schema", "title"):
         spec.pop(name, None)
-    if drawn.legend:  # the page has its own, which folds on a phone
+    if drawn.legend:  # the page has its own legend, which folds on a phone
         spec["encoding"]["color"]["legend"] = None
     return {**spec, "width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
 
@@ -422,7 +427,7 @@ def _asset(name: str) -> str:
 
 
 def _script(text: str) -> str:
-    """A script that can stand between tags."""
+    """Escape a script for use between tags."""
     return "\n" + text.replace("</script", "<\\/script").replace("<!--", "<\\!--") + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The time that a report is about, in periods that are few enough to be drawn."""
+"""The span of a report, and its periods, which are few enough to be drawn."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rmq_spark.errors import OptionError
 
 SINCE = "7d"
 PERIODS_MAX = 60
-"""Columns of a chart over time."""
+"""The most columns of a chart over time."""
 PERIODS_MIN = 20
 PERIODS_S = (1, 5, 10, 30, 60, 300, 600, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400, 7 * 86400, 28 * 86400)
 
 
 @dataclass(frozen=True)
 class Span:
-    """The time that a report is about.
+    """The span of a report.
 
     Attributes
     ----------
     since, until : datetime
     period_s : int
-        Seconds of a column of a chart. Periods begin at multiples of it since 1970.
+        Seconds of a chart's column. Periods begin at multiples of it since 1970.
     """
 
     since: datetime
@@ -37,12 +37,12 @@ class Span:
 
     @classmethod
     def of(cls, log: Engine, since: str) -> Span:
-        """The last so many days, hours or minutes, by the log's clock.
+        """Return the span of a duration up to now, by the log's clock.
 
         Raises
         ------
         OptionError
-            When ``since`` is no duration, or no time at all.
+            When ``since`` is no duration, or is not positive.
         """
         length_s = parse_duration(since, "since")
         if length_s <= 0:
@@ -51,18 +51,18 @@ class Span:
         return cls(max(datetime.fromtimestamp(0, timezone.utc), now - timedelta(seconds=length_s)), now)
 
     def around(self, first: datetime | None) -> Span:
-        """From the first thing that happened, in the shortest periods of which not too many are needed."""
+        """Return the span from the first event, with the shortest periods of which few enough are needed."""
         begin = self.since if first is None else max(first, self.since)
         begin = max(self.since, min(begin, self.until - timedelta(seconds=PERIODS_MIN * PERIODS_S[0])))
         length_s = (self.until - begin).total_seconds()
-        fitting = (p for p in PERIODS_S if length_s / p <= PERIODS_MAX - 1)
+        fitting = (period for period in PERIODS_S if length_s / period <= PERIODS_MAX - 1)
         return replace(self, since=begin, period_s=next(fitting, int(-(-length_s // (PERIODS_MAX - 1)))))
 
     def period_of(self, at: pa.ChunkedArray) -> pa.ChunkedArray:
-        """When the periods begin that have these times."""
+        """Return the start of each time's period."""
         step = self.period_s * 1_000_000
         return pc.cast(pc.multiply(pc.divide(pc.cast(at, pa.int64()), step), step), TIMESTAMP)
 
     def period_start(self, at: datetime) -> datetime:
-        """When the period begins that has a time."""
+        """Return the start of a time's period."""
         return datetime.fromtimestamp(at.timestamp() // self.period_s * self.period_s, timezone.utc)

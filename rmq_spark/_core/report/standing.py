@@ -1,4 +1,4 @@
-"""How a commit log stands now: what is pending, who is behind, what lies in which topic."""
+"""The present state of a commit log: pending half batches, lags of consumer groups, sizes of topics."""
 
 from __future__ import annotations
 
@@ -50,49 +50,49 @@ TOPIC_SCHEMA = pa.schema(
 
 
 def ages(open_batches: pa.Table, now: datetime) -> pa.Table:
-    """What is pending by age, every age with a row: ``age, messages, batches``."""
+    """Return pending messages by age, with a row for every age: ``age, messages, batches``."""
     seconds = since(open_batches["prepared_at"], now)
     cases = [(pc.fill_null(pc.less(seconds, limit), False), name) for limit, name in AGES]
-    age = pc.fill_null(case(cases), OLDEST)  # what was reopened below the mark has no time, and is older than all
+    age = pc.fill_null(case(cases), OLDEST)  # half batches reopened below the mark have no time, and are the oldest
     rows = pa.table({"age": age, "messages": open_batches["messages"]})
     sums = rows.group_by("age", use_threads=False).aggregate([("messages", "sum"), ("messages", "count")])
-    found = {r["age"]: r for r in sums.to_pylist()}
-    every = [
-        {"age": age, "messages": found[age]["messages_sum"], "batches": found[age]["messages_count"]}
-        if age in found
+    sums_by_age = {row["age"]: row for row in sums.to_pylist()}
+    age_rows = [
+        {"age": age, "messages": sums_by_age[age]["messages_sum"], "batches": sums_by_age[age]["messages_count"]}
+        if age in sums_by_age
         else {"age": age, "messages": 0, "batches": 0}
         for age in EVERY_AGE
     ]
-    return pa.Table.from_pylist(every, schema=AGE_SCHEMA)
+    return pa.Table.from_pylist(age_rows, schema=AGE_SCHEMA)
 
 
 def since(times: pa.ChunkedArray, now: datetime) -> pa.ChunkedArray:
-    """Seconds since some times, at least 0; null for null."""
-    us = pc.subtract(int(now.timestamp() * 1_000_000), pc.cast(times, pa.int64()))
-    seconds = pc.divide(pc.cast(us, pa.float64()), 1e6)
+    """Return the seconds since these times, at least 0; null for null."""
+    age_us = pc.subtract(int(now.timestamp() * 1_000_000), pc.cast(times, pa.int64()))
+    seconds = pc.divide(pc.cast(age_us, pa.float64()), 1e6)
     return pc.if_else(pc.less(seconds, 0.0), 0.0, seconds)
 
 
 def pending(log: Engine, open_batches: pa.Table, now: datetime) -> pa.Table:
-    """Some pending half batches, with their group and how often they were asked about."""
+    """Return pending half batches, with their groups and their numbers of checks."""
     rows = []
     for half_id in open_batches["half_id"].to_pylist():
         try:
             record = log.get(half_id)
-        except HalfBatchNotFoundError:  # it was settled meanwhile, and has left
+        except HalfBatchNotFoundError:  # the half batch was settled meanwhile, and has left
             continue
         state = log.state_of(record, refresh=False)
-        waiting = state.rows_in((RowState.PENDING,))
-        if not waiting.count:
+        pending_rows = state.rows_in((RowState.PENDING,))
+        if not pending_rows.count:
             continue
         rows.append(
             {
                 "half_id": half_id,
                 "producer_group": record.header.producer_group,
                 "prepared_at": record.prepared_at,
-                "messages": waiting.count,
+                "messages": pending_rows.count,
                 "seconds": max(0.0, (now - record.prepared_at).total_seconds()),
-                "check_times": state.check_times(waiting),
+                "check_times": state.check_times(pending_rows),
                 "leased": state.leased(now),
             }
         )
@@ -100,42 +100,44 @@ def pending(log: Engine, open_batches: pa.Table, now: datetime) -> pa.Table:
 
 
 def dead_letters_waiting(log: Engine) -> int:
-    """How many dead letters nobody has sent again, of all groups."""
+    """Return the number of all groups' dead letters that were not sent again."""
     groups = [topic.removeprefix(DLQ_PREFIX) for topic in log.topics() if topic.startswith(DLQ_PREFIX)]
     return sum(DeadLetters(log, group).waiting() for group in groups)
 
 
 def lag(log: Engine) -> pa.Table:
-    """How far consumer groups are behind, the furthest first: ``group, messages, seconds, topics``. The seconds are
-    those since the oldest message was committed that the group has not read."""
+    """Return the lags of consumer groups, the furthest behind first: ``group, messages, seconds, topics``.
+
+    ``seconds`` is the time since the commit of the oldest message that the group has not read.
+    """
     rows = []
     for name in groups(log):
         try:
-            of_group = ConsumerGroup(log, name).behind()
-        except GroupNotFoundError:  # deleted meanwhile
+            queue_lags = ConsumerGroup(log, name).behind()
+        except GroupNotFoundError:  # the group was deleted meanwhile
             continue
         rows.append(
             {
                 "group": name,
-                "messages": pc.sum(of_group["lag"]).as_py() or 0,
-                "seconds": pc.max(of_group["lag_seconds"]).as_py() or 0.0,
-                "topics": ", ".join(sorted(pc.unique(of_group["topic"]).to_pylist())),
+                "messages": pc.sum(queue_lags["lag"]).as_py() or 0,
+                "seconds": pc.max(queue_lags["lag_seconds"]).as_py() or 0.0,
+                "topics": ", ".join(sorted(pc.unique(queue_lags["topic"]).to_pylist())),
             }
         )
-    found = pa.Table.from_pylist(rows, schema=LAG_SCHEMA)
-    return found.sort_by([("messages", "descending"), ("group", "ascending")])
+    table = pa.Table.from_pylist(rows, schema=LAG_SCHEMA)
+    return table.sort_by([("messages", "descending"), ("group", "ascending")])
 
 
 def topics(log: Engine) -> pa.Table:
-    """What is known of each topic, the largest first: ``topic, queues, fifo, retention_s, committed, expired``; and
-    ``drained`` messages and their ``bytes`` in the table messages."""
+    """Return the topics, the largest first: ``topic, queues, fifo, retention_s, committed, expired``, and ``drained``
+    messages and their ``bytes`` in the table messages."""
     names, retentions, fifo = (
         log.topics(),
         {name: topic.retention_s for name, topic in log.topic_store.all().items()},
         log.topic_store.seen().fifo,
     )
     ends, firsts = log.tails(), log.firsts(refresh=False)
-    found = {r["topic"]: r for r in sizes(log).to_pylist()}
+    sizes_by_topic = {row["topic"]: row for row in sizes(log).to_pylist()}
     committed, expired = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     for sums, offsets in ((committed, ends), (expired, firsts)):
         for (topic, _), offset in offsets.items():
@@ -148,8 +150,8 @@ def topics(log: Engine) -> pa.Table:
             "retention_s": retentions.get(name),
             "committed": committed[name],
             "expired": expired[name],
-            "drained": found[name]["messages"] if name in found else 0,
-            "bytes": found[name]["bytes"] if name in found else 0,
+            "drained": sizes_by_topic[name]["messages"] if name in sizes_by_topic else 0,
+            "bytes": sizes_by_topic[name]["bytes"] if name in sizes_by_topic else 0,
         }
         for name, queues in names.items()
     ]
@@ -158,8 +160,7 @@ def topics(log: Engine) -> pa.Table:
 
 
 def undrained_s(log: Engine, now: datetime) -> float:
-    """For so many seconds the oldest message that is committed and not in the table messages has been committed; 0
-    when there is none."""
+    """Return the seconds since the commit of the oldest message that is not in the table messages; 0 without one."""
     log.refresh()
     log.drained.border()
     oldest = now

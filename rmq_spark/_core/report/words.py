@@ -1,4 +1,4 @@
-"""Numbers, sizes and times as people read them."""
+"""Formats numbers, sizes and times for people."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ _AMOUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def duration(seconds: float) -> str:
-    """``0.2 s``, ``45 s``, ``2 min 30 s``, ``3 h 5 min``, ``2 d 6 h``: two units at most."""
+    """Format seconds in at most two units: ``0.2 s``, ``45 s``, ``2 min 30 s``, ``3 h 5 min``, ``2 d 6 h``."""
     if seconds < 1:
         return f"{seconds:.2f} s" if seconds >= 0.005 else "0 s"
     if seconds < 10 and seconds != int(seconds):
         return f"{seconds:.1f} s"
     rest = round(seconds)
-    for at, (length, unit) in enumerate(_DURATIONS):
+    for index, (length, unit) in enumerate(_DURATIONS):
         if rest >= length:
             whole, rest = divmod(rest, int(length))
-            smaller = _DURATIONS[at + 1] if at + 1 < len(_DURATIONS) else None
+            smaller = _DURATIONS[index + 1] if index + 1 < len(_DURATIONS) else None
             part = int(rest // smaller[0]) if smaller else 0
             return f"{whole} {unit}" + (f" {part} {smaller[1]}" if smaller and part else "")
     return "0 s"
 
 
 def size(count: float) -> str:
-    """``0 B``, ``812 B``, ``4.2 MB``: powers of 1000."""
-    at = 0
-    while count >= 999.5 and at < len(_SIZES) - 1:
-        count, at = count / 1000, at + 1
-    return f"{count:.0f} {_SIZES[at]}" if at == 0 or count >= 99.5 else f"{count:.1f} {_SIZES[at]}"
+    """Format bytes in powers of 1000: ``0 B``, ``812 B``, ``4.2 MB``."""
+    power = 0
+    while count >= 999.5 and power < len(_SIZES) - 1:
+        count, power = count / 1000, power + 1
+    return f"{count:.0f} {_SIZES[power]}" if power == 0 or count >= 99.5 else f"{count:.1f} {_SIZES[power]}"
 
 
 def amount(count: float) -> str:
-    """``950``, ``12.4k``, ``3.1M``."""
+    """Format a number: ``950``, ``12.4k``, ``3.1M``."""
     for length, unit in _AMOUNTS:
         if count >= length:
             shown = count / length
@@ -41,26 +41,28 @@ def amount(count: float) -> str:
 
 
 def rate(count: float, seconds: float) -> str:
-    """``3.2 a second``, ``150 an hour``: in the smallest unit that gives a number of 1 or more, and is no longer than
-    the time; else ``0.6 a minute``."""
+    """Format a rate: ``3.2 a second``, ``150 an hour``.
+
+    The unit is the smallest that gives 1 or more and is not longer than the time. Without one: ``0.6 a minute``.
+    """
     if count == 0 or seconds <= 0:
         return ""
     for length, unit in ((1.0, "a second"), (60.0, "a minute"), (3600.0, "an hour"), (86400.0, "a day")):
-        each = count * length / max(seconds, length)
+        per_unit = count * length / max(seconds, length)
         if length > max(seconds, 60.0):
             break
-        if each >= 1:
-            number = f"{each:.1f}".removesuffix(".0") if each < 10 else amount(round(each))
+        if per_unit >= 1:
+            number = f"{per_unit:.1f}".removesuffix(".0") if per_unit < 10 else amount(round(per_unit))
             return f"{number} {unit}"
-    each = count * 60 / max(seconds, 60.0)
-    return f"{each:.1f} a minute" if each >= 0.1 else ""
+    per_unit = count * 60 / max(seconds, 60.0)
+    return f"{per_unit:.1f} a minute" if per_unit >= 0.1 else ""
 
 
 def have(count: int) -> str:
-    """The verb of so many."""
+    """Return "has" or "have" for a count."""
     return "has" if count == 1 else "have"
 
 
 def are(count: int) -> str:
-    """The verb of so many."""
+    """Return "is" or "are" for a count."""
     return "is" if count == 1 else "are"

@@ -1,1 +1,1 @@
-"""What the protocol asks of the process it runs in: time, threads, failpoints, observers, spans."""
+"""What the protocol needs from the process it runs in: time, threads, failpoints, observers, spans."""

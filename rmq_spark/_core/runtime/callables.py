@@ -1,4 +1,4 @@
-"""What the user has given to be called, by a name that a person finds in a program."""
+"""Names the callables of users, so that a person finds them in a program."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def name_of(called: object) -> str:
     function = inspect.unwrap(called) if callable(called) else called
     code = getattr(function, "__code__", None)
     where = "" if code is None else f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
-    named = called if hasattr(called, "__qualname__") else type(called)
-    return f"{named.__module__}.{named.__qualname__}{where}"
+    owner = called if hasattr(called, "__qualname__") else type(called)
+    return f"{owner.__module__}.{owner.__qualname__}{where}"

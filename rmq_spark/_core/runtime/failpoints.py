@@ -1,7 +1,7 @@
 """Failpoints: the named places of the protocol at which a test lets a process die, stop, fail or wait.
 
-Each name stands where the code comes to that place: ``reach("prepared", ...)``. In a program that does nothing. A test
-sets a hook that is called with the name and with what the place knows.
+At each place the code calls ``reach("prepared", ...)``. In a program that does nothing. A test sets a hook, which gets
+the name and the values that are known there.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ POINTS: Mapping[str, str] = {
     "progress begins": "the progress of an orderly group is to be written",
     "progress written": "the progress of an orderly group is written",
 }
-"""What is known there stands behind the semicolon: arguments of the hook."""
+"""By name, where the failpoint stands, and behind a semicolon the values that the hook gets."""
 
 _hook: Callable[..., None] | None = None
 
 
 def reach(point: str, **known: Any) -> None:
-    """The code comes to a failpoint."""
+    """Call the hook, if there is one, with a failpoint and the values that are known there."""
     if _hook is not None:
         _hook(point, **known)
 
 
 @contextmanager
 def hooked(hook: Callable[..., None]) -> Iterator[None]:
-    """Call a hook at each failpoint, in this process, in all of its threads: ``hook(point, **known)``."""
+    """Call a hook at each failpoint, in all threads of this process: ``hook(point, **known)``."""
     before = set_hook(hook)
     try:
         yield
@@ -80,7 +80,7 @@ def hooked(hook: Callable[..., None]) -> Iterator[None]:
 
 
 def set_hook(hook: Callable[..., None] | None) -> Callable[..., None] | None:
-    """Set the hook of this process, and return the one before. None: there is none."""
+    """Set the hook of this process, or none, and return the previous one."""
     global _hook
     before, _hook = _hook, hook
     return before

@@ -1,4 +1,4 @@
-"""Tells a fork (``os.fork``) from the process that it is a copy of, without a system call."""
+"""Tells a fork (``os.fork``) from its parent process, without a system call."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ def _count() -> None:
 
 
 def forks() -> int:
-    """How many forks lie between this process and its first Python program. Kept, it tells later whether this is still
-    the process that has kept it."""
+    """How many forks lie between this process and its first Python program. A stored number tells later whether this is
+    still the process that stored it."""
     return _forks
 
 
 def called_here(function: Callable[..., T], *given: object) -> T:
-    """Call a function of the user. A process that it forks, and in which it returns or raises, ends there.
+    """Call a function of the user. If it forks, the fork ends here when the function returns or raises in it.
 
-    The fork is no second consumer. It ends with the code 0, with what SystemExit says, or with 1 after another
+    The fork is no second consumer. It ends with the code 0, with the code of SystemExit, or with 1 after another
     exception, which is printed.
     """
     before = _forks
     try:
-        found = function(*given)
+        result = function(*given)
     except BaseException as problem:
         if _forks != before:
             _end(problem)
         raise
     if _forks != before:
         _end(None)
-    return found
+    return result
 
 
 def _end(problem: BaseException | None) -> NoReturn:

@@ -1,7 +1,8 @@
-"""What the protocol asks of the machine it runs on: the time, a pause, chance, locks and threads.
+"""What the protocol needs from the machine it runs on: the time, a pause, chance, locks and threads.
 
-Each table holds a machine and passes it on, so a commit log has one: ``log.machine``. A test gives a log another one
-with ``InMemoryCommitLog(machine=…)``. So a simulation can run the same code on another clock, one thread at a time.
+Each table holds a machine and passes it on, so a commit log has one: ``log.machine``. A test gives a log another
+machine with ``InMemoryCommitLog(machine=…)``. So a simulation runs the same code on another clock, one thread at a
+time.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _SINCE_BOOT: int | None = getattr(time, "CLOCK_BOOTTIME", None)
 
 
 def is_held(lock: object) -> bool:
-    """Whether this thread holds a lock, as far as that can be known."""
+    """Whether this thread holds a lock, as far as Python can tell."""
     is_owned = getattr(lock, "_is_owned", None)
     return is_owned is not None and bool(is_owned())
 
 
 def callers() -> Iterator[FrameType]:
-    """The frames that led to this call, the nearest first: so code finds out in the midst of what Python calls it."""
+    """The frames that led to this call, the nearest first: code finds out in the midst of what Python called it."""
     frame = sys._getframe().f_back
     while frame is not None:
         yield frame
@@ -38,10 +39,10 @@ def callers() -> Iterator[FrameType]:
 
 
 class Machine:
-    """This machine. A test overrides :meth:`time`, :meth:`monotonic` and :meth:`sleep` to have a clock of its own."""
+    """This machine. A test overrides :meth:`time`, :meth:`monotonic` and :meth:`sleep` to have its own clock."""
 
     def time(self) -> float:
-        """Seconds since the epoch, as the machine's clock says; it may be wrong, and may be set back."""
+        """Seconds since the epoch by the machine's clock, which may be wrong and may be set back."""
         return time.time()
 
     def time_ms(self) -> int:
@@ -53,7 +54,8 @@ class Machine:
         return datetime.fromtimestamp(self.time(), timezone.utc)
 
     def monotonic(self) -> float:
-        """Seconds since some moment; never set back. On Linux those count, too, in which the machine was suspended."""
+        """Seconds since some moment; never set back. On Linux the time counts, too, in which the machine was
+        suspended."""
         return time.monotonic() if _SINCE_BOOT is None else time.clock_gettime(_SINCE_BOOT)
 
     def sleep(self, seconds: float) -> None:
@@ -61,15 +63,15 @@ class Machine:
         time.sleep(seconds)
 
     def random(self) -> float:
-        """A number from 0 up to 1, without 1."""
+        """A random number from 0 (included) to 1 (excluded)."""
         return random.random()
 
     def unique_id(self) -> str:
-        """32 hexadecimal digits that nobody else has."""
+        """32 hexadecimal digits, which no other call returns."""
         return uuid4().hex
 
     def lock(self) -> AbstractContextManager[object]:
-        """A lock that its thread may take again."""
+        """A lock that the thread that holds it may take again."""
         return threading.RLock()
 
     def event(self) -> threading.Event:
@@ -77,12 +79,12 @@ class Machine:
         return threading.Event()
 
     def start_thread(self, work: Callable[[], object], name: str, daemon: bool = False) -> threading.Thread:
-        """Run something beside this thread.
+        """Run ``work`` in a new thread.
 
         Raises
         ------
         OutOfThreadsError
-            Also a RuntimeError, as of Python: when there is no room for one more, or Python ends.
+            When there is no room for another thread, or Python ends. It is also a RuntimeError, like Python's own.
         """
         thread = threading.Thread(target=work, name=name, daemon=daemon)
         try:
@@ -96,4 +98,4 @@ class Machine:
 
 
 MACHINE = Machine()
-"""The real one."""
+"""The real machine."""

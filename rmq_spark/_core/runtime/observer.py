@@ -1,7 +1,7 @@
-"""What happens in this process, for whoever wants to count it: sends, consumed messages, checks, commits.
+"""Tells observers what happens in this process: sends, consumed messages, checks, commits.
 
-The layers above tell an observer. They do not know what it does with that, and while nobody observes they only look at
-an empty tuple::
+The layers above call :func:`tell`, and do not know what an observer does with the news. While there is no observer they
+only look at an empty tuple::
 
     if observer.observers():
         observer.tell(lambda o: o.lost_race("op"))
@@ -44,7 +44,7 @@ class Sent(NamedTuple):
 
 
 class Consumed(NamedTuple):
-    """What one call of a listener, or a row of calls, did with messages of one queue.
+    """What one call of a listener, or a series of calls, did with messages of one queue.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class Consumed(NamedTuple):
         The path of the commit log.
     consumer_group, topic : str
     consumed, failed : int
-        Messages.
+        Numbers of messages.
     seconds : float
     """
 
@@ -65,7 +65,7 @@ class Consumed(NamedTuple):
 
 
 class Observer:
-    """Is told what happens. Each method does nothing here, and is called in the thread in which it happened."""
+    """Is told what happens. The methods do nothing here. Each is called in the thread in which the event happened."""
 
     def sent(self, sent: Sent) -> None:
         """A half batch came to its end."""
@@ -77,18 +77,18 @@ class Observer:
         """A ``PushConsumer``'s listener came back."""
 
     def checked(self, log: str, checker: str, report: Any) -> None:
-        """A round of checks came to its end, with a ``CheckReport``. ``checker`` is ``job``, or ``producer`` for a
-        producer's own checks."""
+        """A round of checks ended, with a ``CheckReport``. ``checker`` is ``job``, or ``producer`` for a producer's own
+        checks."""
 
     def committed(self, table: str) -> None:
         """A commit to a table was made."""
 
     def lost_race(self, table: str) -> None:
-        """A commit was not made, because another writer had the version: it is tried again."""
+        """A commit was not made, because another writer took the version. It is tried again."""
 
 
 CONSUMERS: WeakSet[Any] = WeakSet()
-"""The ``PushConsumer`` s of this process that are started. ``in_flight()`` of each says what it has fetched."""
+"""The started ``PushConsumer`` s of this process. ``in_flight()`` of each says what it has fetched."""
 
 _observers: tuple[Observer, ...] = ()
 _lock = threading.RLock()
@@ -109,12 +109,12 @@ def remove(observer: Observer) -> None:
 
 
 def observers() -> tuple[Observer, ...]:
-    """Return those who are told."""
+    """Return the observers that are told."""
     return _observers
 
 
 def tell(what: Callable[[Observer], None]) -> None:
-    """Call each observer. What one of them does wrong is logged, and changes nothing for whoever tells it."""
+    """Call each observer. An observer's error is logged, and does not reach the caller."""
     for observer in _observers:
         try:
             what(observer)

@@ -1,7 +1,7 @@
-"""Work in the threads of a pool, or in the caller's when there are no more threads.
+"""Runs work in the threads of a pool, or in the caller's thread when no other can be started.
 
-A machine may have no room for one more. And once the main thread of a program has ended, pools are closed and Python
-(from 3.12 on) starts no thread, although other threads may still send.
+A machine may have no room for another thread. And once the main thread of a program has ended, pools are closed and
+Python (from 3.12 on) starts no thread, although other threads may still send.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from rmq_spark._core.vocabulary.redaction import traceback_of
 logger = logging.getLogger(__name__)
 
 LINGERS_S = 0.05
-"""A thread with nothing to do waits so long for more."""
+"""Seconds for which an idle thread waits for more work."""
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
 class Once(Generic[Result]):
-    """Work that is done by whoever comes first. A pool keeps what it was given also when it has found no thread for
-    it and said so: a thread of it may still come to it, later.
+    """Work that is done once, by the first thread that comes to it. A pool that reports that it has no thread for some
+    work keeps it all the same: one of its threads may still come to it later.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class Once(Generic[Result]):
         self.done: Future[Result] = Future()
 
     def __call__(self) -> Result | None:
-        """Do it, unless somebody else does. What becomes of it is in ``done``, too."""
+        """Do the work, unless another thread does. ``done`` gets its outcome, too."""
         if not self._taken.acquire(blocking=False):
             return None
         try:
@@ -53,24 +53,24 @@ class Once(Generic[Result]):
         return result
 
     def now(self) -> Future[Result]:
-        """Do it in this thread, for want of another."""
+        """Do the work in this thread, for want of another."""
         with suppress(BaseException):  # the future has it
             self()
         return self.done
 
 
 class Crew:
-    """Does what comes in threads of its own. A thread goes on with the next piece, since to wake one up for each takes
-    longer than a short piece, and ends soon after nothing is left.
+    """Does pieces of work in threads of its own. A thread goes on with the next piece, since to wake one up for each
+    takes longer than a short piece. It ends soon after nothing is left.
 
-    The caller's thread does it when there is no other one to be had.
+    The caller's thread does the work when no other can be started.
 
     Parameters
     ----------
     most : int
-        Threads at once.
+        The most threads at once.
     name : str
-        Of the threads.
+        Name of the threads.
     machine : Machine
     """
 
@@ -79,44 +79,44 @@ class Crew:
         self._name = name
         self._machine = machine
         self.lock = threading.RLock()  # a signal handler may send, too
-        """Who puts something takes it."""
+        """:meth:`put` takes it."""
         self._more = threading.Condition(self.lock)
         self._done = threading.Condition(self.lock)
         self._waiting: deque[Callable[[], object]] = deque()
         self._under_way: set[Callable[[], object]] = set()
         self._threads = 0
-        self._comes = False  # one of them is on its way: it was started, or woken up
-        self._idle = 0  # so many of them wait for more
+        self._comes = False  # a thread is on its way: it was started, or woken up
+        self._idle = 0  # threads that wait for more
 
     def put(self, work: Callable[[], object]) -> None:
-        """Do it in a thread in which it may wait."""
+        """Do some work in a thread in which it may wait."""
         with self.lock:
             self._waiting.append(work)
             try:
                 has_thread = self._one_more()
             except BaseException:  # an interrupt
                 self._waiting.remove(work)
-                self._one_more()  # for what Python called in our midst has put there
+                self._one_more()  # for the work that a call in our midst has put there
                 raise
         if not has_thread:
             self._work_off()
 
     def wait(self, seconds: float) -> list[Callable[[], object]]:
-        """Wait until all is done, and return what is still under way when the time is over."""
+        """Wait until all work is done, and return what is still under way when the time is over."""
         with self.lock:
             is_done = self._done.wait_for(lambda: not self._waiting and self._threads == self._idle, seconds)
         return [] if is_done else self.under_way()
 
     def under_way(self) -> list[Callable[[], object]]:
-        """What is being done now."""
+        """The work that is being done now."""
         return list(self._under_way)
 
     def _one_more(self) -> bool:
-        """Call one more thread when there is something for it to do; False when it cannot start."""
+        """Wake up or start one more thread when there is work for it; False when it cannot start."""
         if not self._waiting or self._comes:
             return True
         if self._idle:
-            self._comes = True  # to wake up all of them takes longer than many a piece
+            self._comes = True  # to wake up all takes longer than many a piece of work
             self._more.notify()
             return True
         if self._threads >= self._most:
@@ -125,7 +125,7 @@ class Crew:
         self._threads += 1
         try:
             self._machine.start_thread(self._run, self._name)
-        except BaseException as problem:  # there is no room for one, or Python ends
+        except BaseException as problem:  # there is no room for a thread, or Python ends
             self._comes = False
             self._threads -= 1
             self._done.notify_all()
@@ -140,14 +140,15 @@ class Crew:
         self._work_off(own_thread=True)
 
     def _gets_more(self) -> bool:
-        """Wait for more, in a thread of the crew; False when it is to end: who puts something then starts another."""
+        """Wait for more work, in a thread of the crew; False when the thread is to end: the next ``put`` then starts
+        another."""
         if not self._waiting:
             self._idle += 1
             self._done.notify_all()
             self._more.wait(LINGERS_S)
             self._idle -= 1
             self._comes = False
-        # Python may call us in our midst (__del__, a signal handler): this one goes before it looks for the last time.
+        # Python may call us in our midst (__del__, a signal handler): this thread resigns before its last look.
         self._threads -= 1
         if not self._waiting:
             return False
@@ -155,7 +156,7 @@ class Crew:
         return True
 
     def _work_off(self, own_thread: bool = False) -> None:
-        """Work until nothing is left. A piece may wait: the thread that comes next goes on meanwhile."""
+        """Work until nothing is left. A piece of work may wait: the next thread goes on meanwhile."""
         while True:
             with self.lock:
                 if not (self._gets_more() if own_thread else self._waiting):
@@ -166,15 +167,15 @@ class Crew:
             try:
                 self._under_way.add(work)
                 work()
-            except BaseException as problem:  # the others must be done, too
+            except BaseException as problem:  # other work must be done, too
                 logger.error("a piece of work ended: %s", traceback_of(problem))
             finally:
                 self._under_way.discard(work)
-                del work  # what it drops, such as an object with __del__, is not dropped with our lock held
+                del work  # its objects, which may have a __del__, must not be dropped while we hold our lock
 
 
 def is_in_crew() -> bool:
-    """Whether this call came from within a piece of work of a crew, or in the midst of a thread of one."""
+    """Whether this call came from a piece of work of a crew, or from the midst of a thread of one."""
     codes = (Crew._run.__code__, Crew._work_off.__code__)
     return any(frame.f_code in codes for frame in callers())
 

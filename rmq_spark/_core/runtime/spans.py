@@ -1,7 +1,7 @@
 """Spans and trace context by OpenTelemetry, for programs that use it.
 
-A program that has not set a tracer provider pays a look into ``sys.modules`` for each send or take. Nothing here
-imports opentelemetry before the program has.
+For each send or take, a program without a tracer provider pays a look into ``sys.modules``. Nothing here imports
+opentelemetry before the program has.
 
 The context of a message travels in its property ``traceparent`` (W3C), as with RocketMQ's own instrumentation::
 
@@ -12,7 +12,7 @@ The context of a message travels in its property ``traceparent`` (W3C), as with 
                  process a (a's child) or, of many messages at once, process ── links to a, b
                  settle (ack, or retry)
 
-Baggage is not sent along: messages stay, and are read by others than those who were called.
+Baggage is not sent: messages stay in the log, where others than the callee read them.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ SYSTEM = "rocketmq"
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
 """The properties that carry a message's context."""
 LINKS_MAX = 128
-"""Links of a span, and messages of one send that get a span of their own. OpenTelemetry's SDK drops more links."""
+"""The most links of a span, and the most messages of a send that get a span each. OpenTelemetry's SDK drops more
+links."""
 NORMAL, TRANSACTION, FIFO, DELAY = "normal", "transaction", "fifo", "delay"
 
 _made: tuple[Any, Tracing] | None = None
 
 
 def tracing() -> Tracing | None:
-    """Return what makes spans; None while this program has no tracer provider."""
+    """Return what makes spans in this program; None while it has no tracer provider."""
     global _made
     api: Any = sys.modules.get("opentelemetry.trace")
     get = getattr(api, "get_tracer_provider", None)  # None while it is being imported
@@ -129,8 +130,8 @@ class Tracing:
     def _created(
         self, common: Mapping[str, Any], messages: Sequence[Message], transactional: bool, fifo: frozenset[str]
     ) -> tuple[list[Message], list[Any]]:
-        """Messages with a context each, and the links to these contexts. One that has a context keeps it."""
-        found: list[Message] = []
+        """Messages with a context each, and the links to these contexts. A message that has a context keeps it."""
+        traced: list[Message] = []
         links: list[Any] = []
         for message in messages:
             properties = message.properties or {}
@@ -145,20 +146,20 @@ class Tracing:
                 links.append(self._api.Link(span.get_span_context()))
             else:
                 links += self.links([properties])
-            found.append(message)
-        return found, links
+            traced.append(message)
+        return traced, links
 
-    def _with_context(self, given: list[Message] | pa.Table) -> list[Message] | pa.Table:
-        """The messages with the current context, unless they have one. The rows of a table that has properties keep
-        them as they are."""
-        if isinstance(given, list):
-            return [m if TRACEPARENT in (m.properties or {}) else self._injected(m, None) for m in given]
-        if "properties" in given.column_names or not given.num_rows:
-            return given
+    def _with_context(self, messages: list[Message] | pa.Table) -> list[Message] | pa.Table:
+        """The messages with the current context, unless they have one. Rows of a table that has properties stay as they
+        are."""
+        if isinstance(messages, list):
+            return [m if TRACEPARENT in (m.properties or {}) else self._injected(m, None) for m in messages]
+        if "properties" in messages.column_names or not messages.num_rows:
+            return messages
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier)
-        same = pa.repeat(pa.scalar(list(carrier.items()), PROPERTIES), given.num_rows)
-        return given.append_column("properties", same)
+        same = pa.repeat(pa.scalar(list(carrier.items()), PROPERTIES), messages.num_rows)
+        return messages.append_column("properties", same)
 
     def _injected(self, message: Message, context: Any) -> Message:
         carrier: dict[str, str] = {}
@@ -183,7 +184,7 @@ class Tracing:
 
     # ------------------------------------------------------------------ consuming
     def received(self, log: str, group: str, tables: Sequence[pa.Table], began_ns: int) -> None:
-        """The span of a fetch that began then and has come back with messages."""
+        """The span of a fetch that began at ``began_ns`` and has returned messages."""
         topics = sorted({name for table in tables for name in pc.unique(table["topic"]).to_pylist()})
         span = self._tracer.start_span(
             _name("receive", topics),
@@ -199,7 +200,7 @@ class Tracing:
 
     @contextmanager
     def processing(self, log: str, group: str, messages: pa.Table) -> Iterator[Span]:
-        """The span of a listener's call for a table of messages, with links to theirs."""
+        """The span of a listener's call for a table of messages, with links to their spans."""
         topics = sorted(pc.unique(messages["topic"]).to_pylist())
         attributes = self._consuming(log, group, topics, "process", "process")
         attributes["messaging.batch.message_count"] = messages.num_rows
@@ -210,7 +211,7 @@ class Tracing:
 
     @contextmanager
     def processing_one(self, log: str, group: str, message: Any) -> Iterator[Span]:
-        """The span of a listener's call for one message: a child of the message's own."""
+        """The span of a listener's call for one message: a child of the message's own span."""
         attributes = self._consuming(log, group, [message.topic], "process", "process")
         attributes |= {**_of_message(message, None, frozenset()), "messaging.message.id": message.msg_id}
         attributes |= _partition([message.queue_id])
@@ -255,7 +256,7 @@ class Tracing:
         links: Sequence[Any] = (),
         context: Any = None,
     ) -> Iterator[Span]:
-        """The current span of a ``with`` statement. What is raised in it is told without secrets."""
+        """The current span of a ``with`` statement. It records what is raised, without secrets."""
         span = self._tracer.start_span(
             _name(operation, topics), context, kind=kind, attributes=attributes, links=links, record_exception=False
         )
@@ -267,19 +268,21 @@ class Tracing:
                 raise
 
     def failed(self, span: Span, problem: BaseException | str) -> None:
-        """Say in a span what went wrong."""
-        kind, said = (problem, problem) if isinstance(problem, str) else (type(problem).__name__, sentence_of(problem))
+        """Record in a span what went wrong."""
+        kind, description = (
+            (problem, problem) if isinstance(problem, str) else (type(problem).__name__, sentence_of(problem))
+        )
         span.set_attribute("error.type", kind)
-        span.set_status(self._api.Status(self._api.StatusCode.ERROR, said))
+        span.set_status(self._api.Status(self._api.StatusCode.ERROR, description))
 
     @staticmethod
     def _consuming(
         log: str, group: str | int | None, topics: Sequence[str], operation: str, name: str
     ) -> dict[str, Any]:
-        found: dict[str, Any] = {"messaging.system": SYSTEM, "messaging.rocketmq.namespace": redacted(log)}
+        attributes: dict[str, Any] = {"messaging.system": SYSTEM, "messaging.rocketmq.namespace": redacted(log)}
         if group is not None:
-            found["messaging.consumer.group.name"] = group
-        return {**found, **_operation(operation, name), **_destination(topics)}
+            attributes["messaging.consumer.group.name"] = group
+        return {**attributes, **_operation(operation, name), **_destination(topics)}
 
     def _context(self, properties: Mapping[str, str]) -> Any:
         carrier = {name: properties[name] for name in (TRACEPARENT, TRACESTATE) if name in properties}
@@ -287,29 +290,29 @@ class Tracing:
 
     def links(self, many: Iterable[Mapping[str, str]]) -> list[Any]:
         """Links to the contexts in some messages' properties, each once."""
-        found: dict[int, Any] = {}
+        links: dict[int, Any] = {}
         for properties in many:
             context = self._context(properties)
             if context is not None:
                 span = self._api.get_current_span(context).get_span_context()
-                if span.is_valid and len(found) < LINKS_MAX:
-                    found[span.span_id] = self._api.Link(span)
-        return list(found.values())
+                if span.is_valid and len(links) < LINKS_MAX:
+                    links[span.span_id] = self._api.Link(span)
+        return list(links.values())
 
     def links_of(self, tables: Iterable[pa.Table]) -> list[Any]:
-        """Links to the contexts of some messages, of the first ones when there are many."""
+        """Links to the contexts of some messages; when there are many, of the first ones."""
         return self.links(dict(p) for p in _properties(tables))
 
 
 @contextmanager
 def sending_batch(log: str, half_id: str, topic: str | None) -> Iterator[None]:
-    """The span of a sink's micro-batch, where this program traces. Its messages have the context that their
-    ``properties`` carry: nothing is done for each row."""
-    here = tracing()
-    if here is None:
+    """The span of a sink's micro-batch, where this program traces. Its messages have the context in their
+    ``properties``: nothing is done for each row."""
+    tracer = tracing()
+    if tracer is None:
         yield
         return
-    with here.sending_batch(log, half_id, topic):
+    with tracer.sending_batch(log, half_id, topic):
         yield
 
 
@@ -324,7 +327,7 @@ def settling(
     topics: Iterable[str],
     messages: Callable[[], pa.Table] | None = None,
 ) -> Iterator[None]:
-    """The span of verdicts on so many messages of a half batch, where this program traces. It links to the spans of
+    """The span of verdicts on messages of a half batch, where this program traces. It links to the spans of
     ``messages``; within the span of their send it needs no links."""
     verdict = "settle" if commit and rollback else "commit" if commit else "rollback"
     ids: dict[str, str | int] = {"half_id": half_id, "attempt": attempt, "decided_by": who}
@@ -341,14 +344,14 @@ def acknowledging(
     linked: Callable[[], pa.Table] | None = None,
     **more: str | int,
 ) -> Iterator[None]:
-    """The span of what is said of messages, such as ``ack`` or ``retry``, where this program traces, with links to
-    them."""
-    here = tracing()
-    if here is None or not messages:  # who gives a queue back that he has read nothing of says nothing of messages
+    """The span of an action on messages, such as ``ack`` or ``retry``, where this program traces, with links to their
+    spans."""
+    tracer = tracing()
+    if tracer is None or not messages:  # a queue given back unread concerns no messages
         yield
         return
-    links = [] if linked is None else here.links_of([linked()])
-    with here.settling(log, what, topics, messages, links, **more):
+    links = [] if linked is None else tracer.links_of([linked()])
+    with tracer.settling(log, what, topics, messages, links, **more):
         yield
 
 
@@ -370,41 +373,41 @@ def _partition(queues: Sequence[int | None]) -> dict[str, Any]:
 
 
 def _of_message(message: Message, transactional: bool | None, fifo: frozenset[str]) -> dict[str, Any]:
-    """The attributes of one message. ``transactional`` is None where nobody knows any more how it was sent."""
-    found: dict[str, Any] = {"messaging.message.body.size": len(message.body)}
+    """The attributes of one message. ``transactional`` is None where nobody knows any more how the message was sent."""
+    attributes: dict[str, Any] = {"messaging.message.body.size": len(message.body)}
     keys = message.keys_text
     if message.tags is not None:
-        found["messaging.rocketmq.message.tag"] = message.tags
+        attributes["messaging.rocketmq.message.tag"] = message.tags
     if keys:
-        found["messaging.rocketmq.message.keys"] = keys.split()
+        attributes["messaging.rocketmq.message.keys"] = keys.split()
     if message.sharding_key is not None:
-        found["messaging.rocketmq.message.group"] = message.sharding_key
+        attributes["messaging.rocketmq.message.group"] = message.sharding_key
     if message.deliver_at is not None:
-        found["messaging.rocketmq.message.delivery_timestamp"] = int(message.deliver_at.timestamp() * 1_000)
+        attributes["messaging.rocketmq.message.delivery_timestamp"] = int(message.deliver_at.timestamp() * 1_000)
     if message.delay_level is not None:
-        found["messaging.rocketmq.message.delay_time_level"] = message.delay_level
+        attributes["messaging.rocketmq.message.delay_time_level"] = message.delay_level
     if transactional is not None:
         delayed = message.deliver_at is not None or message.delay_level is not None
         kind = TRANSACTION if transactional else DELAY if delayed else FIFO if message.topic in fifo else NORMAL
-        found["messaging.rocketmq.message.type"] = kind
-    return found
+        attributes["messaging.rocketmq.message.type"] = kind
+    return attributes
 
 
-def _topics(given: list[Message] | pa.Table, topic: str | None) -> list[str]:
-    if isinstance(given, list):
-        return sorted({message.topic for message in given})
-    named = distinct(given["topic"]) if "topic" in given.column_names else [topic]
-    return sorted({name if isinstance(name, str) else str(topic) for name in named if name or topic})
+def _topics(messages: list[Message] | pa.Table, topic: str | None) -> list[str]:
+    if isinstance(messages, list):
+        return sorted({message.topic for message in messages})
+    names = distinct(messages["topic"]) if "topic" in messages.column_names else [topic]
+    return sorted({name if isinstance(name, str) else str(topic) for name in names if name or topic})
 
 
 def _properties(tables: Iterable[pa.Table]) -> Iterator[Sequence[tuple[str, str]]]:
-    """The properties of messages that have a context, of the first ones."""
+    """The properties of messages that have a context; when there are many, of the first ones."""
     left = LINKS_MAX
     for table in tables:
         column = table["properties"]
         if left <= 0 or column.null_count == len(column):
             continue
-        has = pc.is_valid(pc.map_lookup(column, pa.scalar(TRACEPARENT), "first"))
-        found = column.filter(has).slice(0, left)
-        left -= len(found)
-        yield from found.to_pylist()
+        has_context = pc.is_valid(pc.map_lookup(column, pa.scalar(TRACEPARENT), "first"))
+        properties = column.filter(has_context).slice(0, left)
+        left -= len(properties)
+        yield from properties.to_pylist()

@@ -37,7 +37,7 @@ def parse_tags(expression: str) -> tuple[str, ...] | None:
 
 
 def tag_selector(tags: tuple[str, ...] | None) -> Selector | None:
-    """Return the selector that wants messages with one of these tags, or None, which wants all."""
+    """Return the selector of messages with one of these tags; None, which keeps all, when ``tags`` is None."""
     return None if tags is None else Selector(" || ".join(tags), In(Property("TAGS"), tags))
 
 
@@ -52,8 +52,8 @@ def parse_selector(text: str) -> Selector:
     Raises
     ------
     OptionError
-        When the text is no selector; the error says where, what was found there, and what was expected. Also when the
-        package lark is not installed.
+        When the text is no selector; the error names the place, what was found there, and what was expected. Also when
+        the package lark is not installed.
     """
     if not isinstance(text, str):
         raise OptionError(f"selector is {type(text).__name__}: a string such as \"region = 'eu'\" is expected")

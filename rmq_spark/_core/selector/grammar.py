@@ -123,7 +123,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class _Parsed:
-    """A node, and its place in the text."""
+    """A node and its place in the text."""
 
     node: Node
     start: int
@@ -188,9 +188,9 @@ class _Builder:
         for side in (left, right):
             if side.node == Truth(None):
                 raise _Refused(side, "a value: IS NULL and IS NOT NULL ask for a missing one")
-        for one, other in ((left, right), (right, left)):
-            if is_condition(one.node) and isinstance(other.node, (Number, Now)):
-                raise _Refused(other, "TRUE, FALSE, a property or a condition: no number is equal to a condition")
+        for condition, number in ((left, right), (right, left)):
+            if is_condition(condition.node) and isinstance(number.node, (Number, Now)):
+                raise _Refused(number, "TRUE, FALSE, a property or a condition: no number is equal to a condition")
         equal = Compare("=", left.node, right.node)
         return _parsed(equal if operator == "=" else Not(equal), parts)
 
@@ -233,7 +233,7 @@ class _Builder:
 
 
 class _Refused(Exception):
-    """Raised for something that the grammar allows and RocketMQ's types do not."""
+    """Raised for text that the grammar allows and RocketMQ's types do not."""
 
     def __init__(self, where: _Parsed | Token, expected: str) -> None:
         super().__init__(expected)
@@ -262,17 +262,17 @@ def _pattern(token: Token, escape: str | None) -> str:
     """Return the pattern with a backslash as its escape character, as Arrow's ``match_like`` wants it."""
     if len(token) > PATTERN_CHARS_MAX + 2:
         raise _Refused(token, f"a pattern of at most {PATTERN_CHARS_MAX} characters behind LIKE")
-    made: list[str] = []
+    escaped: list[str] = []
     characters = iter(_literal(token))
     for c in characters:
         if c == escape:
             c = next(characters, "")
             if c not in ("%", "_", escape):
                 raise _Refused(token, f"'%', '_' or {escape!r} behind each {escape!r}")
-            made.append(f"\\{c}" if c in "%_\\" else c)
+            escaped.append(f"\\{c}" if c in "%_\\" else c)
         else:
-            made.append("\\\\" if c == "\\" else c)
-    return "".join(made)
+            escaped.append("\\\\" if c == "\\" else c)
+    return "".join(escaped)
 
 
 # ---------------------------------------------------------------- what fits where
@@ -329,17 +329,17 @@ def parse(text: str) -> Condition:
     except _Refused as problem:
         raise _error(text, problem.start, repr(_short(text[problem.start : problem.end])), problem.expected) from None
     except UnexpectedCharacters as problem:
-        at = problem.pos_in_stream or 0
-        found = "a string without its closing quote" if text[at] == "'" else repr(text[at])
-        raise _error(text, at, found, "a word, a number, a string in single quotes or an operator") from None
+        position = problem.pos_in_stream or 0
+        found = "a string without its closing quote" if text[position] == "'" else repr(text[position])
+        raise _error(text, position, found, "a word, a number, a string in single quotes or an operator") from None
     except UnexpectedToken as problem:
         token = problem.token
         ended = token.type == "$END"
         found = "the end" if ended else repr(_short(str(token)))
-        raise _error(text, len(text) if ended else _span(token)[0], found, _words(problem.accepts)) from None
+        raise _error(text, len(text) if ended else _span(token)[0], found, _terminal_names(problem.accepts)) from None
 
 
-def _words(terminals: Iterable[str]) -> str:
+def _terminal_names(terminals: Iterable[str]) -> str:
     *words, last = sorted({_WORDS.get(t, t) for t in terminals})
     return f"{', '.join(words)} or {last}" if words else last
 

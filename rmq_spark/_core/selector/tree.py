@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from rmq_spark._core.vocabulary.message import PROPERTIES
 
 STORED_COLUMNS: Mapping[str, str] = {"TAGS": "tags", "KEYS": "keys"}
-"""What RocketMQ keeps as properties, and the columns that have it here."""
+"""The columns that hold what RocketMQ keeps as properties."""
 
 LONG_MAX = 2**63 - 1
 
@@ -150,15 +150,15 @@ class Filter:
 
     @property
     def columns(self) -> list[str]:
-        """The stored columns that the selector needs, in a fixed order; a small one when it needs none."""
-        found: set[str] = set()
+        """The stored columns that the selector needs, in a fixed order; when it needs none, a small one."""
+        columns: set[str] = set()
         nodes: list[Node] = [self.tree]
         while nodes:
             node = nodes.pop()
             if isinstance(node, Property):
-                found.add(STORED_COLUMNS.get(node.name, "properties"))
+                columns.add(STORED_COLUMNS.get(node.name, "properties"))
             nodes.extend(_children(node))
-        return sorted(found) or ["tags"]
+        return sorted(columns) or ["tags"]
 
     def evaluate(self, rows: pa.Table) -> pa.ChunkedArray:
         """Return TRUE, FALSE or null for each row.
@@ -195,7 +195,7 @@ def is_condition(node: Node) -> bool:
 # ---------------------------------------------------------------- its value
 @dataclass(frozen=True)
 class _Numbers:
-    """Values as numbers. ``floats`` has all numbers, ``ints`` those that a long holds exactly; the rest is null."""
+    """Values as numbers. ``floats`` has all numbers, ``ints`` those that a long holds exactly. All else is null."""
 
     ints: Any
     floats: Any
@@ -232,8 +232,8 @@ class _Evaluation:
             value = self._string(node.operand)
             if not node.text:
                 return self._spread(pa.scalar(False))
-            found = SEARCHES[node.operator](value, node.text)
-            return self._spread(pc.fill_null(pc.invert(found) if node.negated else found, False))
+            matches = SEARCHES[node.operator](value, node.text)
+            return self._spread(pc.fill_null(pc.invert(matches) if node.negated else matches, False))
         if isinstance(node, Like):
             return self._spread(pc.match_like(self._string(node.operand), node.pattern))
         raise TypeError(f"{type(node).__name__} is no condition")
@@ -244,15 +244,19 @@ class _Evaluation:
     def _equal(self, left: Node, right: Node) -> Any:
         """Evaluate ``=``. A missing side means what it does in ``ComparisonExpression.doCreateEqual``."""
         if is_condition(left) or is_condition(right):
-            a, b = self._as_truth(left), self._as_truth(right)
-            same, lost, missing = pc.equal(a, b), pc.is_null(b), pc.is_null(a)
+            left_truth, right_truth = self._as_truth(left), self._as_truth(right)
+            equal, right_missing, left_missing = (
+                pc.equal(left_truth, right_truth),
+                pc.is_null(right_truth),
+                pc.is_null(left_truth),
+            )
         else:
-            missing, lost = self._missing(left), self._missing(right)
+            left_missing, right_missing = self._missing(left), self._missing(right)
             if isinstance(left, (Property, Text)) and isinstance(right, (Property, Text)):
-                same = pc.equal(self._string(left), self._string(right))
+                equal = pc.equal(self._string(left), self._string(right))
             else:
-                same = _compare("=", self._number(left), self._number(right))
-        return self._spread(pc.if_else(lost, missing, same))
+                equal = _compare("=", self._number(left), self._number(right))
+        return self._spread(pc.if_else(right_missing, left_missing, equal))
 
     def _ordered(self, node: Compare) -> Any:
         return self._spread(_compare(node.operator, self._number(node.left), self._number(node.right)))
@@ -288,8 +292,8 @@ class _Evaluation:
                 self._numbers[node] = _numbers(self._string(node))
             return self._numbers[node]
         if isinstance(node, Text):
-            one = _numbers(pa.array([node.value]))
-            return _Numbers(one.ints[0], one.floats[0])
+            parsed = _numbers(pa.array([node.value]))
+            return _Numbers(parsed.ints[0], parsed.floats[0])
         if not isinstance(node, (Number, Now)):
             raise TypeError(f"{type(node).__name__} is no number")
         value = self._now_ms if isinstance(node, Now) else node.value
@@ -302,7 +306,7 @@ _FLOAT = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 
 def _numbers(strings: pa.Array) -> _Numbers:
-    """Read strings as numbers; those that are none are null. Nothing overflows and nothing raises."""
+    """Read strings as numbers; other strings become null. Nothing overflows and nothing raises."""
     longest = pc.max(pc.binary_length(strings)).as_py() or 0
     if longest < len(str(LONG_MAX)) and pc.all(pc.ascii_is_decimal(strings)).as_py():  # the usual case is faster
         ints = pc.cast(strings, pa.int64())

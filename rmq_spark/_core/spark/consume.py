@@ -88,7 +88,7 @@ def consume(
         30 s, 1 min and so on, and at last goes to ``%DLQ%group``. ``orderly``: SUSPEND_CURRENT_QUEUE_A_MOMENT stops the
         queue at that message, and the listener gets it again a moment later. The other queues go on.
     log : CommitLog or path, optional
-        The log that gets retries and dead letters; the one that the stream reads when not given.
+        The log for retries and dead letters. By default the log that the stream reads.
     max_reconsume_times : int, optional
         Retries of a message before it is a dead letter. When not given: 16 for ``concurrently`` and no limit for
         ``orderly``, where a message that cannot be consumed holds up its queue.
@@ -97,7 +97,7 @@ def consume(
     suspend_s : float
         Seconds for which a queue is suspended.
     app_id : str, optional
-        Identifies what the query sends again, together with the query's id.
+        Names the retries that the query sends, together with the query's id.
     checkpoint_location : str, optional
         The query's ``checkpointLocation``, as for :class:`TransactionalSink`; needed over Spark Connect.
 
@@ -155,19 +155,19 @@ def _log_of(
     log: CommitLog | str | os.PathLike[str] | None,
     storage_options: Mapping[str, str] | None,
 ) -> Engine:
-    """Return the log that gets the retries, or raise OptionError when the stream's options do not fit."""
-    mine = [source for source in sources if source.consumer_group == group]
-    if not mine:
+    """Return the log for the retries, or raise OptionError when the stream's options do not fit."""
+    group_sources = [source for source in sources if source.consumer_group == group]
+    if not group_sources:
         raise OptionError(
             f"the stream is not read for consumer group {group!r}, so what fails would not come again: load it with "
             f".option('consumerGroup', {group!r})"
         )
-    if mode == ORDERLY and not all(source.ordered for source in mine):
+    if mode == ORDERLY and not all(source.ordered for source in group_sources):
         raise OptionError("mode='orderly' needs a stream that is loaded with .option('ordered', 'true')")
     if log is None:
-        if len({source.path for source in mine}) > 1:
+        if len({source.path for source in group_sources}) > 1:
             raise OptionError("the stream reads several commit logs: pass log=..., the one for retries")
-        return engine_of(mine[0].path, {**mine[0].storage_options, **(storage_options or {})})
+        return engine_of(group_sources[0].path, {**group_sources[0].storage_options, **(storage_options or {})})
     return engine_of(log, storage_options)
 
 
@@ -184,9 +184,9 @@ class _Consumer:
     app_id: str | None
     checkpoint_location: str | None
     alone: bool
-    """Whether the stream reads this log and no other, so that its messages say where the group stands."""
+    """Whether the stream reads this log and no other. Then its messages show the group's positions."""
     tries: dict[Queue, tuple[int, int]] = field(default_factory=dict)
-    """In mode ``orderly``: the offset that stopped each queue last, and how many times in a row."""
+    """In mode ``orderly``: the offset at which each queue stopped last, and how many times in a row."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Over Spark Connect the function is pickled and sent to the server, which opens the log again.
@@ -203,10 +203,10 @@ class _Consumer:
         return identity_of(batch, batch_id, self.checkpoint_location, self.log.storage_options, "consume", or_else)
 
     def query_name(self, identity: Identity) -> str:
-        """Return the name under which a query sends messages again.
+        """Return the name under which a query sends retries and dead letters.
 
-        It has the query's id. A query that reads again after a reset has a new checkpoint and so another id: what it
-        sends is not taken for what was sent before.
+        It contains the query's id. After a reset the query has a new checkpoint and another id, so its sends are not
+        mistaken for earlier ones.
         """
         return identity.query_id if self.app_id is None else f"{self.app_id}.{identity.query_id}"
 
@@ -236,7 +236,7 @@ class _Concurrently(_Consumer):
             return sorted(files, key=lambda f: f.file_no)
 
         outcome = TwoPhase(self.log, CommitOncePrepared()).send(header, consume, lineage=identity.lineage)
-        if not STREAM_TELLS_START and self.alone:  # the source hears of a run's last micro-batch in the next run only
+        if not STREAM_TELLS_START and self.alone:  # the source learns of a run's last micro-batch only in the next run
             self.log.groups.progress(self.group, ends, f"{self.query_name(identity)} batch {batch_id}")
         if outcome.replayed:
             return
@@ -262,14 +262,16 @@ class _Concurrently(_Consumer):
                     if not STREAM_TELLS_START:
                         seen.update(_ends(pa.table(batch), seen))
                     messages = restored(pa.table(batch))
-                    found = list(answers(listener, messages, orderly=False))
-                    lost = [at for at, (consumed, _) in enumerate(found) if not consumed]
-                    if lost:
-                        reasons = [found[at][1] for at in lost]
-                        topic, queue_id = (messages[name][lost[0]].as_py() for name in ("topic", "queue_id"))
-                        tell_failed(group, (topic, queue_id), len(lost), len(found), reasons[0])
-                        again = sent_back(messages.take(pa.array(lost)), reasons, group, reconsume_max, delay_level)
-                        yield from again.to_batches()
+                    results = list(answers(listener, messages, orderly=False))
+                    failures = [row for row, (consumed, _) in enumerate(results) if not consumed]
+                    if failures:
+                        reasons = [results[row][1] for row in failures]
+                        topic, queue_id = (messages[name][failures[0]].as_py() for name in ("topic", "queue_id"))
+                        tell_failed(group, (topic, queue_id), len(failures), len(results), reasons[0])
+                        retries = sent_back(
+                            messages.take(pa.array(failures)), reasons, group, reconsume_max, delay_level
+                        )
+                        yield from retries.to_batches()
 
             context = TaskContext.get()
             fs, folder = filesystem(half_folder, storage_options)
@@ -279,76 +281,78 @@ class _Concurrently(_Consumer):
         return work
 
 
-def _ends(messages: pa.Table, before: Mapping[Queue, int]) -> dict[Queue, int]:
-    """The offset after the last of these messages, by queue, unless it was higher before."""
-    last = messages.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "max")]).to_pylist()
-    ends = {(row["topic"], row["queue_id"]): row["queue_offset_max"] + 1 for row in last}
-    return {queue: max(end, before.get(queue, 0)) for queue, end in ends.items()}
+def _ends(messages: pa.Table, known_ends: Mapping[Queue, int]) -> dict[Queue, int]:
+    """The next offset of each queue after these messages, and at least the queue's known end."""
+    highest = (
+        messages.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "max")]).to_pylist()
+    )
+    ends = {(row["topic"], row["queue_id"]): row["queue_offset_max"] + 1 for row in highest}
+    return {queue: max(end, known_ends.get(queue, 0)) for queue, end in ends.items()}
 
 
 # ---------------------------------------------------------------- orderly
 class _Orderly(_Consumer):
     """Consumes each micro-batch in order, in one pass over its queues.
 
-    A queue that stops is suspended at that message. The stream keeps it back until the suspension is over, and then
-    reads it again from there. The group's positions are written after each pass, so a micro-batch that runs again
-    skips what was consumed.
+    A queue that stops is suspended at that message. The stream holds the queue back until the suspension is over, and
+    then reads it again from that message. The group's positions are written after each pass, so a micro-batch that
+    runs again skips consumed messages.
     """
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
         query_name = self.query_name(self.identity(batch, batch_id))
         results = self._pass(batch, self.log.groups.positions(self.group))
-        done = {queue: found.next_offset for queue, found in results.items()}
-        until: dict[Queue, datetime] = {}
-        for queue, found in results.items():
-            if found.stopped_at is None:
+        next_offsets = {queue: result.next_offset for queue, result in results.items()}
+        suspended_until: dict[Queue, datetime] = {}
+        for queue, result in results.items():
+            if result.stopped_at is None:
                 continue
-            dead = self._dies(query_name, queue, found, found.stopped_at)
-            done[queue] += dead
-            if done[queue] < found.seen_to:
-                until[queue] = self.log.machine.now() + timedelta(seconds=0 if dead else self.suspend_s)
-        self.log.groups.progress(self.group, done, f"{query_name} batch {batch_id}", until)
+            is_dead = self._count_stop(query_name, queue, result, result.stopped_at)
+            next_offsets[queue] += is_dead
+            if next_offsets[queue] < result.seen_to:
+                suspended_until[queue] = self.log.machine.now() + timedelta(seconds=0 if is_dead else self.suspend_s)
+        self.log.groups.progress(self.group, next_offsets, f"{query_name} batch {batch_id}", suspended_until)
 
     def _pass(self, frame: DataFrame, positions: Mapping[Queue, int]) -> dict[Queue, QueueResult]:
-        found: dict[Queue, QueueResult] = {}
+        results: dict[Queue, QueueResult] = {}
         for row in frame.mapInArrow(self._work(dict(positions)), "result binary").collect():
             for queue, result in pickle.loads(bytes(row["result"])).items():
-                if queue in found:
+                if queue in results:
                     raise ConsumeError(
                         f"queue {queue[1]} of topic {queue[0]!r} came in two partitions: read the stream with the "
                         "option ordered=true, and do not repartition it"
                     )
-                found[queue] = result
-        return found
+                results[queue] = result
+        return results
 
     def _work(self, positions: Mapping[Queue, int]) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-        listener, stopped = self.listener, dict(self.tries)
+        listener, tries = self.listener, dict(self.tries)
 
         def work(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            found: dict[Queue, QueueResult] = {}
+            results: dict[Queue, QueueResult] = {}
             for batch in batches:
                 for queue, messages in by_queue(pa.table(batch)):
-                    consume_queue(listener, queue, messages, positions.get(queue, 0), found, stopped.get(queue))
-            yield pa.record_batch({"result": [pickle.dumps(found)]}, schema=RESULT)
+                    consume_queue(listener, queue, messages, positions.get(queue, 0), results, tries.get(queue))
+            yield pa.record_batch({"result": [pickle.dumps(results)]}, schema=RESULT)
 
         return work
 
-    def _dies(self, query_name: str, queue: Queue, found: QueueResult, message: bytes) -> bool:
-        """Count a stop of a queue. When its message has come too often, send it to the dead letters and return True."""
-        offset = found.next_offset
-        before, times = self.tries.get(queue, (offset, 0))
-        times = times + 1 if before == offset else 1
+    def _count_stop(self, query_name: str, queue: Queue, result: QueueResult, message: bytes) -> bool:
+        """Count a stop of the queue. Send the message to the dead letters and return True after too many stops."""
+        offset = result.next_offset
+        last_stop, times = self.tries.get(queue, (offset, 0))
+        times = times + 1 if last_stop == offset else 1
         self.tries[queue] = (offset, times)
         logger.warning(
-            "queue %s stops at offset %d, time %d: %s", queue, offset, times, redacted(found.reason),
+            "queue %s stops at offset %d, time %d: %s", queue, offset, times, redacted(result.reason),
             extra={
                 "consumer_group": self.group, "topic": queue[0], "queue_id": queue[1], "queue_offset": offset
             },
         )  # fmt: skip
         if self.reconsume_max is None or times <= self.reconsume_max:
             return False
-        # The name has the query and the message. So a pass that runs again does not send the letter again, but a query
-        # after a reset does.
-        letter = sent_back(pa.ipc.open_stream(message).read_all(), [found.reason], self.group, 0, None)
+        # The name contains the query and the message. So a pass that runs again does not send the letter twice, but a
+        # query after a reset sends it again.
+        letter = sent_back(pa.ipc.open_stream(message).read_all(), [result.reason], self.group, 0, None)
         send_each(self.log, self.group, [dead_name(self.group, query_name, queue, offset)], letter)
         return True

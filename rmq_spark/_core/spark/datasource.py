@@ -16,15 +16,14 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 OF_SPARK = frozenset({"queryname"})
-"""Options that Spark adds by itself to those of a stream's sink: the name of a query that has one, as every flow of a
-declarative pipeline."""
+"""Options that Spark adds to those of a stream's sink: the query's name, which every flow of a declarative pipeline
+has."""
 
 
 class TxmqDataSource(DataSource):
     """``format("txmq")`` of ``read``, ``readStream``, ``write`` and ``writeStream``.
 
-    Spark looks it up and pickles it for every query. So it is light, and leaves the work to ``reader.py`` and
-    ``writers.py``.
+    Spark pickles it for every query, so it is light: ``reader.py`` and ``writers.py`` do the work.
     """
 
     @classmethod
@@ -66,23 +65,23 @@ class TxmqDataSource(DataSource):
         from rmq_spark._core.spark.writers import TxmqStreamWriter
         from rmq_spark._core.vocabulary.options import Options
 
-        given = {name: value for name, value in self.options.items() if name.lower() not in OF_SPARK}
-        return TxmqStreamWriter(Options(given, SINK_OPTIONS), schema)
+        options = {name: value for name, value in self.options.items() if name.lower() not in OF_SPARK}
+        return TxmqStreamWriter(Options(options, SINK_OPTIONS), schema)
 
 
-def _require_read_options(given: Mapping[str, str]) -> None:
-    """Refuse options when they are loaded: neither a batch nor a stream, which Spark does not tell, could use them."""
+def _require_read_options(options: Mapping[str, str]) -> None:
+    """Refuse options that neither a batch nor a stream can use: Spark does not tell here which of them loads."""
     from rmq_spark._core.reads.options import read_options
     from rmq_spark.errors import TxmqError
 
     problems: list[TxmqError] = []
     for streaming in (True, False):
         try:
-            read_options(given, streaming)
+            read_options(options, streaming)
         except TxmqError as problem:
             problems.append(problem)
     if len(problems) == 2:
-        for_batches = any(name.lower().startswith("ending") for name in given)
+        for_batches = any(name.lower().startswith("ending") for name in options)
         raise problems[for_batches]
 
 
@@ -92,13 +91,13 @@ _registered: WeakSet[SparkSession] = WeakSet()
 def register(spark: SparkSession) -> None:
     """Make ``format("txmq")`` known to a session, and require that its workers can use it.
 
-    Spark finds the format by itself where the package was installed before Spark looked for data sources. A notebook's
-    ``%pip install`` comes later. In any case this tells at once what would fail later. A second call does nothing.
+    Spark finds the format by itself when the package was installed before Spark looked for data sources. A notebook's
+    ``%pip install`` comes later. A second call does nothing.
 
     Raises
     ------
     OptionError
-        When the workers of a local session run a Python without the package; it says what to set.
+        When the workers of a local session run a Python without the package. The error says what to set.
     """
     if spark in _registered:
         return
@@ -109,7 +108,7 @@ def register(spark: SparkSession) -> None:
 
 
 def _is_found(spark: SparkSession) -> bool:
-    """Whether Spark has found the format by itself: to register it once more is a warning, and an error in 4.0."""
+    """Return True when Spark has found the format by itself: registering it again warns, and fails in 4.0."""
     session: Any = spark
     try:
         return bool(session._jsparkSession.sessionState().dataSourceManager().dataSourceExists(TxmqDataSource.name()))

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 class LogFiles:
-    """The files of ``half`` and ``messages`` as an executor reads them: it opens the commit log for a file that is
-    gone, and else not.
+    """The files of ``half`` and ``messages`` as an executor reads them. Only a lost file makes it open the commit log.
 
     Parameters
     ----------
@@ -39,23 +38,23 @@ class LogFiles:
     def read(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
     ) -> Iterator[tuple[int, pa.Table]]:
-        """Rows of a file of either table, as ``files.read_range`` has them."""
+        """Read rows of a file of either table, as ``files.read_range`` does."""
         return (self._half.read if wanted.half_id else self._read)(wanted, columns, where)
 
     def find_again(self, lost: MessageRange) -> list[MessageRange]:
-        """Where messages lie now of which the file is gone."""
+        """Return the present place of messages whose file is gone."""
         return self._opened().find_again(lost)
 
     def folder(self, table: str) -> tuple[Any, str]:
-        """The file system of a table's folder, and the path on it."""
+        """Return the file system of a table's folder, and the folder's path on it."""
         if table not in self._folders:
             self._folders[table] = filesystem(f"{self._path}/{table}", self._storage_options)
         return self._folders[table]
 
     def _read(
-        self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
+        self, row_range: RowRange, columns: Sequence[str], where: Filter | None = None
     ) -> Iterator[tuple[int, pa.Table]]:
-        return read_range(*self.folder(wanted.table), wanted, columns, where)
+        return read_range(*self.folder(row_range.table), row_range, columns, where)
 
     def _opened(self) -> Engine:
         if self._log is None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 _sent: dict[tuple[str, str], tuple[str | None, int]] = {}
-"""The run of a query and its batch that this process has sent last, by commit log and appId."""
+"""The query run and the batch that this process sent last, by commit log and appId."""
 
 
 class TransactionalSink:
@@ -57,18 +57,18 @@ class TransactionalSink:
     transaction_per : {"batch", "message"}, optional
         What makes a transaction without a ``transaction_key``: the whole batch by default.
     app_id : str, optional
-        The query's id when not given. Then the sink has to see the query's first batch, or it refuses later ones: they
-        may have been sent under an id that Spark has lost.
+        By default the query's id. Then the sink must see the query's first batch, or it refuses later ones: they may
+        have been sent under an id that Spark has lost.
     checkpoint_location : str, optional
-        The query's ``checkpointLocation``, as a path that Python can read where Spark runs. It is needed over Spark
-        Connect, which hides the query's id, and wherever Spark does not tell where the checkpoint lies.
+        The query's ``checkpointLocation``, as a path that Python can read where Spark runs. Needed over Spark Connect,
+        which hides the query's id, and where Spark does not show the checkpoint's path.
     on_listener_error : {"fail", "unknown"}
     replay_check_timeout : str or float
         ``"60s"``, or seconds.
     max_pending_batches : int, optional
-        Refuse a new batch, with PendingLimitError, while so many of the group's half batches are pending.
+        Refuse a new batch, with PendingLimitError, while this many of the group's half batches are pending.
     max_pending_bytes : int or str, optional
-        The same for the bytes of their files: ``"500m"``, ``"10g"``.
+        The same limit for the bytes of their files: ``"500m"``, ``"10g"``.
     storage_options : mapping, optional
 
     Examples
@@ -149,7 +149,7 @@ class TransactionalSink:
                 header, lambda: self._stage(batch_df, header), lineage=identity.lineage
             )
         if identity.lineage is not None and identity.input_hash is not None and self.last_outcome.record is not None:
-            # A function may call its sink for batches with messages alone, and Spark cleans their offsets meanwhile.
+            # A function may skip its sink for batches without messages, and Spark may clean up offsets meanwhile.
             identity.lineage.keep(batch_id, identity.input_hash)
         _sent[self.log.path, header.app_id] = sending
 
@@ -173,7 +173,7 @@ class TransactionalSink:
         )
 
     def _stage(self, batch_df: DataFrame, header: HalfHeader) -> list[HalfFile]:
-        """Write the half files on the executors, and return what a commit needs to add them."""
+        """Write the half files on the executors, and return them for the commit."""
         half_folder = f"{self.log.path}/half"
         storage_options = dict(self.log.storage_options)
         topics = topics_for(self.log, batch_df.columns, self.topic)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 KEY_TYPES = "a string, an integer or a date"
 NO_TEXTS = ("queue_id", "born_timestamp", "deliver_at", "delay_level")
-"""Columns of which no value is text."""
+"""Columns whose values are never text."""
 
 
 def require_message_types(schema: StructType, topic: str | None, transaction_key: str | None) -> None:
@@ -44,8 +44,8 @@ def require_message_types(schema: StructType, topic: str | None, transaction_key
             fits, expected = isinstance(f.dataType, allowed[f.name]) and _holds_text(f.dataType), INPUT_COLUMNS[f.name]
         if not fits:
             column = f"transactionKey {f.name!r}" if f.name == transaction_key else f"column {f.name!r}"
-            found = f.dataType.simpleString()
-            raise MessageError(f"{column} has type {found}: {expected} is expected; {_remedy(f.name, f.dataType)}")
+            type_name = f.dataType.simpleString()
+            raise MessageError(f"{column} has type {type_name}: {expected} is expected; {_remedy(f.name, f.dataType)}")
 
 
 def _holds_text(kind: DataType) -> bool:
@@ -58,7 +58,7 @@ def _holds_text(kind: DataType) -> bool:
 
 
 def _remedy(name: str, kind: DataType) -> str:
-    """Return what makes a column right."""
+    """Return the expression that gives a column the right type."""
     from pyspark.sql import types as T
 
     if name == "properties":
@@ -74,9 +74,9 @@ def _remedy(name: str, kind: DataType) -> str:
 
 
 def topics_for(log: Engine, columns: Sequence[str], topic: str | None) -> Mapping[str, int]:
-    """Return the topics to which rows with these columns can go, with their number of queues.
+    """Return the possible topics of rows with these columns, with their numbers of queues.
 
-    It raises TopicNotFoundError when the log does not have ``topic``.
+    Raises TopicNotFoundError when the log does not have ``topic``.
     """
     topics = log.topics() if topic is None or "topic" in columns else log.topics_with([topic])
     if topic is not None:

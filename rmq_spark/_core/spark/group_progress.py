@@ -1,4 +1,4 @@
-"""Publishes a stream's progress for its consumer group, and finds the suspended queues that it has to read again."""
+"""Publishes a stream's progress for its consumer group, and finds the suspended queues that it must read again."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class GroupProgress:
             raise
         except Exception as problem:  # the query goes on by its checkpoint, and the next micro-batch publishes again
             logger.warning("progress of consumer group %r was not published: %s", self._group, traceback_of(problem))
-            # But only the group tells where a queue is suspended. A stream that did not know would skip messages.
+            # Suspended queues are recorded only in the group. A stream that missed one would skip messages.
             self._places = self._log.groups.places(self._group)
 
     def suspended(self, positions: Positions) -> Again:
-        """Return the suspended queues in which the group's position is below these: the stream reads them again."""
+        """Return the suspended queues where the group is behind these positions: the stream reads them again."""
         return {
             queue: (place.next_offset, place.suspended_until)
             for queue, place in self._places.items()
@@ -61,7 +61,7 @@ class GroupProgress:
         }
 
     def place_due(self) -> None:
-        """Place the delayed messages whose time has come: a group's retries must come even if nobody else writes."""
+        """Place the delayed messages that are due: a group's retries must arrive even if nobody else writes."""
         try:
             self._log.place_due()
         except Exception as problem:  # a round of checks, or the next trigger, places them

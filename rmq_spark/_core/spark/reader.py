@@ -1,6 +1,6 @@
 """``spark.read.format("txmq")`` and ``spark.readStream.format("txmq")``.
 
-The driver plans (``plan``), executors read half files with pyarrow and hand whole Arrow batches to Spark.
+The driver plans (``reads/plan.py``). Executors read half files with pyarrow, and pass whole Arrow batches to Spark.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ __all__ = ["SOURCE_OPTIONS", "TxmqPartition", "TxmqReader", "TxmqStreamReader"]
 logger = logging.getLogger(__name__)
 
 BATCH_ROWS_MIN = 8_192
-"""Smaller pieces (of small half batches) are put together before they go to Spark."""
+"""Smaller tables, from small half batches, are joined before they go to Spark."""
 BATCH_BYTES_MAX = 32 * 1024 * 1024
-"""An Arrow batch is cut when it holds more: Spark copies batches whole."""
+"""Larger Arrow batches are cut, because Spark copies a batch as a whole."""
 SUSPENDED_WAIT_S_MAX = 60.0
-"""``availableNow`` waits so long for a suspended queue. Spark waits meanwhile, and cannot stop the query."""
+"""Longest wait of ``availableNow`` for a suspended queue. Spark cannot stop the query meanwhile."""
 
 
 @dataclass(frozen=True)
 class TxmqPartition(InputPartition):
-    """What one task reads, and what a selector's ``now`` is: a task that is tried again must find the same."""
+    """The ranges that one task reads, and the selector's ``now``, so that a retried task finds the same rows."""
 
     ranges: tuple[MessageRange, ...]
     now_ms: int = 0
 
 
 class _Reader:
-    """What both readers share: the options, the schema, and reading a partition. Pickled to executors."""
+    """The common part of both readers: options, schema, and reading a partition. Pickled to executors."""
 
     streaming: bool
 
@@ -80,12 +80,12 @@ class _Reader:
         self._planner: Planner | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # An open commit log stays where it is: Delta's engine must not reach a process that was forked.
+        # An open commit log is not pickled: Delta's engine must not reach a forked process.
         return {**self.__dict__, "_planner": None, "_group_progress": None}
 
     @property
     def planner(self) -> Planner:
-        """Opened when it is first needed."""
+        """Return the planner. Its first use opens the log."""
         if self._planner is None:
             planner = Planner(_open(self.options), self.options.subscription, self.options.fail_on_data_loss)
             planner.queues()  # a topic that is not in the log is an error at once
@@ -100,12 +100,12 @@ class _Reader:
         return [TxmqPartition(tuple(part), now_ms) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The messages of a partition as Arrow batches; runs on an executor.
+        """Read the messages of a partition as Arrow batches, on an executor.
 
         Raises
         ------
         OffsetOutOfRangeError
-            When the rows are not in the log any more, unless ``failOnDataLoss=false``.
+            When the log no longer has the rows, unless ``failOnDataLoss=false``.
         """
         if not isinstance(partition, TxmqPartition):  # Spark's stand-in when there is nothing to read
             return iter(())
@@ -113,7 +113,7 @@ class _Reader:
 
 
 class TxmqReader(_Reader, DataSourceReader):
-    """Reads committed messages up to where the log stands now, or to ``endingOffsets``.
+    """Reads committed messages up to the log's present end, or to ``endingOffsets``.
 
     Parameters
     ----------
@@ -162,37 +162,37 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         self._stop_at: Positions | None = None
         self._initial: JsonOffsets | None = None
         self._planned: JsonOffsets | None = None
-        self._told = False
+        self._warned = False
         self._group_progress: GroupProgress | None = None
 
     def initialOffset(self) -> JsonOffsets:
-        """Where a new query starts; one that has a checkpoint starts there.
+        """Return the start of a new query. A query with a checkpoint starts there.
 
-        A new one takes its group's positions. Queues that the group has not read, or all of them without a group,
-        start at ``startingOffsets`` (default ``latest``) or ``startingTimestamp``.
+        A new query starts at its group's positions. Queues that the group has not read, and all queues without a
+        group, start at ``startingOffsets`` (default ``latest``) or ``startingTimestamp``.
         """
-        if self._initial is None:  # "latest" is one moment, however often Spark asks
-            self._initial = self._where_it_starts()
+        if self._initial is None:  # "latest" stays one moment, however often Spark calls this
+            self._initial = self._start_positions()
         return self._initial
 
-    def _where_it_starts(self) -> JsonOffsets:
+    def _start_positions(self) -> JsonOffsets:
         starting = self.options.starting
         name = "startingOffsets" if isinstance(starting, (str, dict)) else "startingTimestamp"
         positions = self.planner.resolve(name, starting)
         if self.options.consumer_group is not None:
-            known = self.planner.log.groups.positions(self.options.consumer_group)
-            mine = {queue: offset for queue, offset in known.items() if queue in positions}
+            group_positions = self.planner.log.groups.positions(self.options.consumer_group)
+            of_queues = {queue: offset for queue, offset in group_positions.items() if queue in positions}
             what = f"consumer group {self.options.consumer_group!r}"
-            positions |= self.planner.require_start(mine, self.planner.latest(), what)
+            positions |= self.planner.require_start(of_queues, self.planner.latest(), what)
         return to_json(positions, log_id=self.planner.log.id)
 
-    def _known(self, offset: JsonOffsets, what: str = "the checkpoint") -> tuple[Positions, Again]:
-        """What an offset says. One of another commit log says nothing of this one, which is read from its start then.
+    def _from_this_log(self, offset: JsonOffsets, what: str = "the checkpoint") -> tuple[Positions, Again]:
+        """Parse an offset. An offset of another commit log means nothing here: this log is then read from its start.
 
         Raises
         ------
         OffsetOutOfRangeError
-            When it is one of another commit log, unless ``failOnDataLoss=false``.
+            For an offset of another commit log, unless ``failOnDataLoss=false``.
         """
         positions, again, log_id = from_checkpoint(offset, what)
         if log_id == self.planner.log.id:
@@ -206,9 +206,9 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
                 f"{made_anew}. To read it from its start, begin with a new checkpoint and startingOffsets=earliest, or "
                 "go on with failOnDataLoss=false"
             )
-        if not self._told:
+        if not self._warned:
             logger.warning("%s. It is read from its start, because failOnDataLoss=false", made_anew)
-        self._told = True
+        self._warned = True
         return {}, {}
 
     def getDefaultReadLimit(self) -> ReadLimit:
@@ -216,34 +216,34 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         return ReadAllAvailable() if limit is None else ReadMaxRows(limit)
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """Take what is committed now as the end of the query."""
+        """Fix the end of the query at the log's present end."""
         self._stop_at = self.planner.latest()
 
     def latestOffset(self, start: JsonOffsets | None = None, limit: ReadLimit | None = None) -> JsonOffsets:
-        """The end of the next micro-batch; ``start`` itself when nothing new is there.
+        """Return the end of the next micro-batch, or ``start`` itself when nothing is new.
 
-        Before 4.2 Spark gives neither ``start`` nor ``limit``. Then the query stands at the end of what was planned
-        last: Spark plans that again, or plans nothing from there to there, when a query starts again. Nothing was
-        planned in a new query.
+        Before 4.2 Spark passes neither ``start`` nor ``limit``. Then the query stands at the end of the micro-batch
+        that was planned last: when a query restarts, Spark plans that micro-batch again, or an empty one at its end. A
+        new query has planned none.
 
-        A queue that an orderly consumer has suspended stays where it is, while the others go on. When its moment is
-        over, the next micro-batch reads it again from the message that was not consumed.
+        A queue that an orderly consumer has suspended stands still, while the others advance. After the suspension, the
+        next micro-batch reads it again from the message that was not consumed.
         """
         if start is None or limit is None:
             start, limit = self._planned or self.initialOffset(), ReadAllAvailable()
         latest = self._latest()
-        before, answered = self._known(start)
-        begin = self.planner.require_start(before, latest)
+        stored, answered = self._from_this_log(start)
+        begin = self.planner.require_start(stored, latest)
         suspended = self._suspended(begin, answered)
         self.planner.forget({**begin, **{queue: offset for queue, (offset, _) in suspended.items()}})
         end = admit(begin, {**latest, **{queue: begin[queue] for queue in suspended}}, _rows_max(limit))
         again = self._read_again(suspended, or_end=self._stop_at is not None and end == begin)
-        if end == before and not again:
+        if end == stored and not again:
             return start
         return to_json(end, again, self.planner.log.id, begin if start == self._initial else None)
 
     def _latest(self) -> Positions:
-        """Where the log ends, or where it stood when ``availableNow`` began."""
+        """Return the log's end: the present one, or that at the beginning of ``availableNow``."""
         group = self._progress()
         if group is not None:
             group.place_due()
@@ -251,7 +251,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         return latest if self._stop_at is None else self._stop_at
 
     def _suspended(self, begin: Positions, answered: Again) -> Again:
-        """Publish what Spark has done; returns the queues that an orderly consumer has suspended."""
+        """Publish Spark's progress, and return the queues that an orderly consumer has suspended."""
         group = self._progress()
         if group is None:
             return {}
@@ -259,8 +259,11 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         return group.suspended(begin)
 
     def _read_again(self, suspended: Again, or_end: bool) -> Again:
-        """The queues whose suspension is over. ``or_end``: without one the query ends, so one that is over soon is
-        waited for; a later one is left to the next run."""
+        """Return the queues whose suspension is over.
+
+        With ``or_end`` the query ends when there is none. So this waits for a suspension that is over soon, and leaves
+        a longer one to the next run.
+        """
         machine = self.planner.log.machine
         again = due(suspended, machine.now())
         if again or not suspended or not or_end:
@@ -273,26 +276,28 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         return due(suspended, machine.now())
 
     def reportLatestOffset(self) -> JsonOffsets | None:
-        """How far the log reached when it was last looked at, for the progress report."""
+        """Return the log's end as last seen, for the progress report."""
         if self._planner is None:
             return None
         return to_json(self._planner.latest(refresh=False), log_id=self._planner.log.id)
 
     def partitions(self, start: JsonOffsets, end: JsonOffsets) -> Sequence[InputPartition]:
         self._planned = end
-        begin, _ = self._known(start, "the start offset")
-        # Spark keeps no start of the first micro-batch. When that runs again, `start` is what "latest" means by then.
+        begin, _ = self._from_this_log(start, "the start offset")
+        # Spark stores no start of the first micro-batch. When it runs again, `start` is the present "latest".
         first = first_begin(end, "the end offset") if start == self._initial != end else None
         begin = begin if first is None else first
-        finish, again = self._known(end, "the end offset")
+        finish, again = self._from_this_log(end, "the end offset")
         return self._plan({**begin, **{queue: offset for queue, (offset, _) in again.items()}}, finish)
 
     def commit(self, end: JsonOffsets) -> None:
-        """Spark has done everything below ``end``. It says so when it plans the next micro-batch. So it never does for
-        the last one, but then calls :meth:`latestOffset`."""
+        """Publish that Spark has processed everything below ``end``.
+
+        Spark calls this when it plans the next micro-batch. So after the last one it calls only :meth:`latestOffset`.
+        """
         if self._planner is None:
             return
-        positions, answered = self._known(end, "the committed offset")
+        positions, answered = self._from_this_log(end, "the committed offset")
         group = self._progress()
         if group is None:
             self.planner.forget(positions)
@@ -326,31 +331,33 @@ def _open(options: ReadOptions) -> Engine:
 
 # ---------------------------------------------------------------- the schema
 def arrow_schema(schema: StructType) -> pa.Schema:
-    """The Arrow schema that Spark expects for a schema of the source's columns.
+    """Return the Arrow schema that Spark expects for a schema of the source's columns.
 
     Raises
     ------
     OptionError
-        For a column or a type that the source does not have; the nearest right one is named.
+        For a column or a type that the source does not have. The error names the nearest right one.
     """
     if not len(schema.fields):
         columns = ", ".join(SOURCE_SCHEMA.names)
         raise OptionError(f"the schema has no columns: leave .schema(...) out, or take some of {columns}")
     require_source_columns(schema.names)
-    ours = spark_schema(SOURCE_SCHEMA)
+    source_schema = spark_schema(SOURCE_SCHEMA)
     for field in schema.fields:
-        wanted, found = ours[field.name].dataType, field.dataType
-        if found != wanted and not (field.name == "body" and found == StringType()):
-            also = " (or string, for bodies in UTF-8)" if field.name == "body" else ""
-            raise OptionError(f"column {field.name!r} is asked for as {_ddl(found)}: its type is {_ddl(wanted)}{also}")
+        source_type, asked_type = source_schema[field.name].dataType, field.dataType
+        if asked_type != source_type and not (field.name == "body" and asked_type == StringType()):
+            hint = " (or string, for bodies in UTF-8)" if field.name == "body" else ""
+            raise OptionError(
+                f"column {field.name!r} is asked for as {_ddl(asked_type)}: its type is {_ddl(source_type)}{hint}"
+            )
     if len(set(schema.names)) < len(schema.names):
         raise OptionError(f"the schema names a column twice: {', '.join(schema.names)}")
     return arrow_schema_in_utc(schema)
 
 
 def _ddl(kind: DataType) -> str:
-    """A type's name in DDL that means the same in every session: ``timestamp`` is what ``spark.sql.timestampType``
-    says."""
+    """Return a type's DDL name that means the same in every session: ``timestamp`` depends on
+    ``spark.sql.timestampType``."""
     return "timestamp_ltz" if isinstance(kind, TimestampType) else kind.simpleString()
 
 
@@ -358,26 +365,26 @@ def _ddl(kind: DataType) -> str:
 def _messages(
     options: ReadOptions, schema: pa.Schema, ranges: Sequence[MessageRange], now_ms: int
 ) -> Iterator[pa.Table]:
-    """The messages of some ranges that tags or a selector want, a row group and queue at a time."""
+    """Yield the messages of the ranges that match tags or selector, by row group and queue."""
     files = LogFiles(options.path, options.storage_options)
-    where = None if options.selector is None else options.selector.at(now_ms)
-    for together in by_file(ranges):
-        rows = rows_of(together)
+    condition = None if options.selector is None else options.selector.at(now_ms)
+    for file_ranges in by_file(ranges):
+        rows = rows_of(file_ranges)
         try:
-            for messages in read_ranges(together, files.read, files.find_again, schema.names, where):
+            for messages in read_ranges(file_ranges, files.read, files.find_again, schema.names, condition):
                 yield _as_asked(messages, schema)
         except (FileNotFoundError, HalfBatchNotFoundError) as problem:
-            for placed in together:
-                what = out_of_range(placed.topic, placed.queue_id, placed.queue_offset, placed.stop)
-                lost = f"half batch {rows.half_id!r} has lost its file {rows.file_no}"
-                what += f": {lost if rows.half_id else f'file {rows.path} of table messages is gone'}"
+            for placed in file_ranges:
+                reason = out_of_range(placed.topic, placed.queue_id, placed.queue_offset, placed.stop)
+                lost_file = f"half batch {rows.half_id!r} has lost its file {rows.file_no}"
+                reason += f": {lost_file if rows.half_id else f'file {rows.path} of table messages is gone'}"
                 if options.fail_on_data_loss:
-                    raise OffsetOutOfRangeError(f"{what}. failOnDataLoss=false skips them, for good") from problem
-                logger.warning("skipped, because failOnDataLoss=false: %s", what)
+                    raise OffsetOutOfRangeError(f"{reason}. failOnDataLoss=false skips them, for good") from problem
+                logger.warning("skipped, because failOnDataLoss=false: %s", reason)
 
 
 def _as_asked(messages: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The columns and types that Spark expects; only the type of ``body`` can differ."""
+    """Return the columns with the types that Spark expects. Only the type of ``body`` can differ."""
     columns: list[pa.ChunkedArray] = []
     for field in schema:
         column = messages[field.name]
@@ -393,7 +400,7 @@ def _as_asked(messages: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def to_batches(tables: Iterator[pa.Table]) -> Iterator[pa.RecordBatch]:
-    """Tables as Arrow batches of a good size for Spark: small tables put together, large ones cut."""
+    """Yield tables as Arrow batches of a good size for Spark: small tables joined, large ones cut."""
     waiting: list[pa.Table] = []
     rows = size = 0
     for table in tables:

@@ -51,7 +51,7 @@ SINK_TABLE: Mapping[str, tuple[str, str]] = {
     "checkpointLocation": ("required for streams", "The query's; its id names the application."),
     **TABLE_OPTIONS,
 }
-"""The options of the sink, besides ``storage.<key>``: their default, and what they mean."""
+"""The options of the sink, besides ``storage.<key>``: their default and their meaning."""
 SINK_OPTIONS = tuple(SINK_TABLE)
 NO_LISTENER = "none"
 

@@ -12,27 +12,27 @@ OPEN_FILES = "/proc/self/fd"
 
 
 def acknowledge_at_once() -> None:
-    """Tell Spark at once that what it has sent is here: a small micro-batch ends 25 ms sooner.
+    """Acknowledge received data without TCP's delay, so that a small micro-batch ends sooner.
 
     Spark sends a task's command, and then its rows. Spark's kernel holds the rows until the command is acknowledged.
-    The worker's kernel delays that by up to 40 ms, for an answer might carry it::
+    The worker's kernel delays the acknowledgement by up to 40 ms, in case an answer can carry it::
 
         Spark    command ─▶                      rows ─▶
-        worker             (says nothing, 40 ms) ◀─ got it
+        worker             (silent, 40 ms)   ◀─ ACK
 
-    It does nothing where the kernel has no ``TCP_QUICKACK``, and for Unix domain sockets, which do not wait.
+    This does nothing where the kernel has no ``TCP_QUICKACK``, and for Unix domain sockets, which have no delay.
     """
     if not hasattr(socket, "TCP_QUICKACK") or socket.getdefaulttimeout() is not None:
         return  # with a default timeout, Python would switch the socket to one that does not block
     with suppress(OSError):
         for number in map(int, os.listdir(OPEN_FILES)):
-            with suppress(OSError, ValueError):  # it is not connected, or was closed meanwhile
+            with suppress(OSError, ValueError):  # the socket is not connected, or was closed meanwhile
                 _acknowledge(number)
 
 
 def _acknowledge(number: int) -> None:
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
         return
-    with socket.socket(fileno=os.dup(number)) as ours:
-        if ours.family in (socket.AF_INET, socket.AF_INET6) and ip_address(ours.getpeername()[0]).is_loopback:
-            ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+    with socket.socket(fileno=os.dup(number)) as duplicate:
+        if duplicate.family in (socket.AF_INET, socket.AF_INET6) and ip_address(duplicate.getpeername()[0]).is_loopback:
+            duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)

@@ -15,8 +15,8 @@ FORMAT = "txmq"
 
 def sources_of(stream: DataFrame) -> list[ReadOptions]:
     """Return the options of every ``readStream.format("txmq")`` that a stream comes from."""
-    found = _in_plan(stream._plan) if hasattr(stream, "_plan") else _in_java_plan(stream)
-    return [read_options(options, streaming=True) for options in found]
+    plan_options = _in_plan(stream._plan) if hasattr(stream, "_plan") else _in_java_plan(stream)
+    return [read_options(options, streaming=True) for options in plan_options]
 
 
 def _in_java_plan(stream: DataFrame) -> Iterator[dict[str, str]]:

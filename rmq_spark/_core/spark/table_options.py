@@ -1,4 +1,4 @@
-"""The options ``table.*`` of the sink, of which ``transactionListener=txmq.table`` makes a TableListener."""
+"""The options ``table.*`` of the sink, from which ``transactionListener=txmq.table`` makes a TableListener."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ TABLE_OPTIONS: Mapping[str, tuple[str, str]] = {
     "table.schema": ("the user's default", "The database schema of the table."),
     "table.fenceSchema": ("the user's default", "The database schema of the fence."),
 }
-"""The options of a TableListener: their default, and what they mean."""
+"""The options of a TableListener: their default and their meaning."""
 _SECRET = re.compile(r"passw|pwd|secret|token|credential", re.IGNORECASE)
-"""In the name of a URL's parameter."""
+"""Matches the name of a URL parameter that holds a secret."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TableSettings:
     """The validated options of a TableListener. They hold no secret, and can be pickled."""
 
     url: str = field(repr=False)
-    """Without a password; or where the URL is."""
+    """A URL without a password, or the place of a URL."""
     name: str
     columns: str | None
     key: str | None
@@ -55,14 +55,17 @@ class TableSettings:
 
     @classmethod
     def of(cls, options: Options, listener: str) -> TableSettings | None:
-        """Read the options, or raise an OptionError that says what is missing or wrong; None for another listener."""
-        given = [name for name in TABLE_OPTIONS if name in options]
+        """Read the options. Return None for another listener.
+
+        Raises OptionError, which says what is missing or wrong.
+        """
+        names = [name for name in TABLE_OPTIONS if name in options]
         if listener.lower() != TABLE_LISTENER:
-            if given:
-                raise OptionError(f"option {given[0]!r} is for transactionListener={TABLE_LISTENER}, not {listener!r}")
+            if names:
+                raise OptionError(f"option {names[0]!r} is for transactionListener={TABLE_LISTENER}, not {listener!r}")
             return None
         url = options.require("table.url", "a database URL without a password, env:NAME or file:/path").strip()
-        if not _said_of_url(is_place, url):
+        if not _call_with_url(is_place, url):
             _require_no_password(url)
         return cls(
             url=url,
@@ -76,13 +79,13 @@ class TableSettings:
         )
 
     def listener(self) -> TableListener:
-        """Return the listener; the URL is looked up now, in this process."""
-        return _listener(self, _said_of_url(look_up, self.url))
+        """Return the listener. Its URL is looked up now, in this process."""
+        return _listener(self, _call_with_url(look_up, self.url))
 
 
 @lru_cache(maxsize=8)
 def _listener(settings: TableSettings, url: str) -> TableListener:
-    """Kept: Spark uses the process again for the next micro-batches, and the listener has the connections."""
+    """Return a cached listener: Spark reuses the process, and the listener holds its connections."""
     from rmq_spark._core.listeners.table import TableListener
 
     return TableListener(
@@ -97,23 +100,23 @@ def _listener(settings: TableSettings, url: str) -> TableListener:
     )
 
 
-def _said_of_url(ask: Callable[[str], _T], url: str) -> _T:
-    """What is said of ``table.url``; an error names the option."""
+def _call_with_url(function: Callable[[str], _T], url: str) -> _T:
+    """Return ``function(url)``. An error names the option ``table.url``."""
     try:
-        return ask(url)
+        return function(url)
     except ListenerError as problem:
         raise OptionError(f"table.url: {problem}") from None
 
 
 def _require_no_password(url: str) -> None:
-    """Raise OptionError for a URL with a password, which would stand in Spark's plans; the error does not show it."""
+    """Raise OptionError for a URL with a password, which Spark's plans would show. The error does not show it."""
     from rmq_spark._core.database.connection import Database
 
-    Database(url)  # it says what is wrong with a URL that cannot be read
+    Database(url)  # raises for a URL that cannot be parsed
     from sqlalchemy import make_url
 
-    found = make_url(url)
-    if found.password is not None or any(_SECRET.search(name) for name in found.query):
+    parsed = make_url(url)
+    if parsed.password is not None or any(_SECRET.search(name) for name in parsed.query):
         raise OptionError(
             "table.url has a password in it, which Spark's plans and logs would show: write table.url=env:NAME or "
             "table.url=file:/path, where the driver finds the URL"

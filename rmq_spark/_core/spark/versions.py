@@ -1,7 +1,7 @@
-"""What differs between Spark 4.0, 4.1 and 4.2, in one place. The rest of the package asks no version.
+"""The differences between Spark 4.0, 4.1 and 4.2. The rest of the package tests no version.
 
 ========================  ==========================  =========================  ======================
-what                      4.0                         4.1                        4.2
+subject                   4.0                         4.1                        4.2
 ========================  ==========================  =========================  ======================
 a stream's Arrow writer   a batch writer's class      its own class              its own class
 ``latestOffset()``        gets nothing                gets nothing               gets start and limit
@@ -10,9 +10,9 @@ Arrow batches from Python as they come                as they come              
 ========================  ==========================  =========================  ======================
 
 4.2.0 cuts an Arrow batch that has more rows than ``spark.sql.execution.arrow.maxRecordsPerOutputBatch`` (unset by
-default), and each piece but the first has all rows of the pieces before it. So ours are never longer.
+default), and each piece but the first repeats all rows of the pieces before it. So this package never exceeds it.
 
-Before 4.2 a source is not told where its query stands, nor how much a trigger may take.
+Before 4.2 a source does not learn its query's position, nor the trigger's limit.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ __all__ = [
 ]
 
 STREAM_TELLS_START: bool
-"""Whether Spark tells a streaming source where its query stands, and how much the next micro-batch may take."""
+"""Whether Spark tells a streaming source its query's position and the next micro-batch's limit."""
 
 try:
     from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
     STREAM_TELLS_START = True
-except ImportError:  # before 4.2, which makes none of these and asks for none
+except ImportError:  # Spark before 4.2 has none of these
 
     class ReadLimit:  # type: ignore[no-redef]
-        """How much a micro-batch may take."""
+        """The most that a micro-batch may take."""
 
     @dataclass
     class ReadAllAvailable(ReadLimit):  # type: ignore[no-redef]
-        """All there is."""
+        """No limit."""
 
     @dataclass
     class ReadMaxRows(ReadLimit):  # type: ignore[no-redef]
-        """At most so many rows."""
+        """At most ``max_rows`` rows."""
 
         max_rows: int
 
     class SupportsTriggerAvailableNow:  # type: ignore[no-redef]
-        """A source that takes what is there when ``availableNow`` begins."""
+        """A source that ends at the state at which ``availableNow`` began."""
 
     STREAM_TELLS_START = False
 
 try:
     from pyspark.sql.datasource import DataSourceStreamArrowWriter
-except ImportError:  # 4.0 hands Arrow batches to instances of DataSourceArrowWriter, also in a stream
+except ImportError:  # 4.0 passes Arrow batches to instances of DataSourceArrowWriter, also in a stream
     from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamWriter
 
     class DataSourceStreamArrowWriter(DataSourceStreamWriter, DataSourceArrowWriter):  # type: ignore[no-redef, misc]
@@ -79,14 +79,16 @@ _TIME_ZONE: dict[str, Any] = {"timezone": "UTC"} if "timezone" in inspect.signat
 
 
 def arrow_schema_in_utc(schema: StructType) -> pa.Schema:
-    """The Arrow schema of a Spark schema, with times in UTC."""
+    """Return the Arrow schema of a Spark schema, with times in UTC."""
     return to_arrow_schema(schema, **_TIME_ZONE)
 
 
 def batch_rows_max() -> int:
-    """The most rows that an Arrow batch may have which a task hands to Spark, as the query's session says."""
+    """Return the most rows of an Arrow batch that a task passes to Spark, by the query's session."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
-    said = None if context is None else context.getLocalProperty("spark.sql.execution.arrow.maxRecordsPerOutputBatch")
-    return int(said) if said is not None and int(said) > 0 else sys.maxsize
+    setting = (
+        None if context is None else context.getLocalProperty("spark.sql.execution.arrow.maxRecordsPerOutputBatch")
+    )
+    return int(setting) if setting is not None and int(setting) > 0 else sys.maxsize

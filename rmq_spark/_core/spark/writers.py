@@ -1,7 +1,7 @@
 """The writers of ``format("txmq")``. Executors stage half files, and ``commit()`` runs the rest of the protocol.
 
-The driver makes a writer for each micro-batch. Spark pickles it and sends it to the executors and to the process that
-runs ``commit()``. So it holds settings, and never an open log.
+The driver makes a writer for each micro-batch. Spark pickles it for the executors and for the process that runs
+``commit()``. So a writer holds settings, and never an open log.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Writer:
         require_message_types(schema, self.settings.topic, self.settings.transaction_key)
         try:
             self._plan(options, schema)
-        except NotACommitLogError:  # the log may have been made anew since this process opened it: open it again
+        except NotACommitLogError:  # the log may have been recreated since this process opened it: open it again
             self._plan(options, schema)
 
     def _plan(self, options: Options, schema: StructType) -> None:
@@ -69,8 +69,8 @@ class _Writer:
             topics = topics_for(log, schema.names, self.settings.topic)
             self.header = self._header(options, listener)
             self._require_same_log(options, log)
-            self.replayed = log.is_replay(self.header)  # executors need not write its messages again
-            if not self.replayed:  # here, so that executors write nothing that is refused
+            self.replayed = log.is_replay(self.header)  # then executors skip its messages
+            if not self.replayed:  # checked here, before executors write
                 PendingGuard(log, self.settings.pending_limits).require_room(self.header.producer_group)
             self.half_folder = f"{log.path}/half"
             self.half_writer = HalfWriter(
@@ -104,14 +104,14 @@ class _Writer:
         )
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedPartition:
-        """Write the partition's half files on an executor. They are not in the log yet."""
+        """Write the partition's half files on an executor. No commit names them yet."""
         context = TaskContext.get()
         partition = context.partitionId() if context is not None else 0
         self._require_same_batch(context)
         acknowledge_at_once()
         keep_freed_memory()
         if self.replayed:
-            for _ in iterator:  # Spark wants its input to be read
+            for _ in iterator:  # Spark requires that its input is read
                 pass
             return StagedPartition(self.header, [])
         fs, folder = filesystem(self.half_folder, self.settings.storage_options)
@@ -142,7 +142,7 @@ class _Writer:
                 two_phase.send(self.header, lambda: self._staged(files), lineage=self._lineage())
 
     def _lineage(self) -> Lineage | None:
-        """What the checkpoint knows of earlier batches; None without one."""
+        """Return the checkpoint's record of earlier batches; None without a checkpoint."""
         return None
 
     def _staged(self, files: list[HalfFile]) -> list[HalfFile]:
@@ -154,8 +154,8 @@ class _Writer:
         return sorted(files, key=lambda f: f.file_no)
 
     def _abort(self) -> None:
-        # abort() deletes nothing. It also runs, in another process, when commit() raised; and a commit that timed out
-        # may still land. vacuum removes orphans when they are old.
+        # abort() deletes nothing, because it also runs, in another process, after commit() raised, and a commit that
+        # timed out may still land. vacuum removes old orphans.
         logger.info(
             "half batch %r was aborted; what it staged stays until vacuum", self.header.half_id,
             extra=of_header(self.header),
@@ -192,7 +192,7 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
         location, name = options.get("checkpointLocation"), options.get("appId")
         checkpoint = read_checkpoint(location, options.storage_options)
         or_else = None if name else "or, when it has sent nothing yet, set .option('appId', ...)"
-        self.checkpoint_location = location or ""  # which read_checkpoint has required
+        self.checkpoint_location = location or ""  # read_checkpoint has required it
         query_id = known_query_id(self.checkpoint_location, options.storage_options, checkpoint, or_else)
         app_id = require_app_id(name or query_id)
         batch_id, input_hash = checkpoint.batch_id, checkpoint.input_hash
@@ -205,10 +205,10 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
         return lineage_of(self.checkpoint_location, self.settings.storage_options)
 
     def _require_same_batch(self, context: Any) -> None:
-        running = context.getLocalProperty(BATCH_ID_PROPERTY) if context is not None else None
-        if running is not None and int(running) != self.header.batch_id:
+        running_id = context.getLocalProperty(BATCH_ID_PROPERTY) if context is not None else None
+        if running_id is not None and int(running_id) != self.header.batch_id:
             raise CheckpointMismatchError(
-                f"Spark runs batch {running}, but the newest one in the checkpoint is {self.header.batch_id}: two "
+                f"Spark runs batch {running_id}, but the newest one in the checkpoint is {self.header.batch_id}: two "
                 "queries use the same checkpointLocation"
             )
 
@@ -226,10 +226,9 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
 
 @contextmanager
 def kept_log(settings: SinkSettings) -> Iterator[Engine]:
-    """Give an open commit log, and keep it open: Spark uses the process again for the next micro-batches.
+    """Provide an open commit log, and keep it open: Spark reuses the process for the next micro-batches.
 
-    After an exception all kept logs are dropped. So a log that was made anew fails once, and its next use opens it
-    again.
+    An exception drops all kept logs. So a recreated log fails once, and its next use opens it again.
     """
     try:
         yield _open(settings.path, tuple(sorted(settings.storage_options.items())))

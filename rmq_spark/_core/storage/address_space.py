@@ -1,18 +1,18 @@
-"""Requires the address space that Delta's engine takes, before it is loaded: without it the engine ends the process, or
-its libraries "fail to map a segment". Importing this module looks; ``_core/storage/table.py`` does so first of all.
-"""
+"""Requires the address space that Delta's engine needs, before the engine is loaded: with less, the engine ends the
+process, or its libraries "fail to map a segment". Importing this module makes the check; ``_core/storage/table.py``
+imports it first."""
 
 from __future__ import annotations
 
 from rmq_spark.errors import OptionError
 
 ADDRESS_SPACE_MIN = 2_560 << 20
-"""Bytes. On two cores the engine's threads reserved 2.6 GB (with less, every try ended in an abort), and on more cores
-they reserve more. Little of it becomes memory."""
+"""Bytes that the engine's threads reserve on two cores. On more cores they reserve more. Little of it becomes
+memory."""
 
 
 def require_address_space() -> None:
-    """Raise OptionError when this process may not reserve what the engine needs."""
+    """Raise OptionError when this process may not reserve as much as the engine needs."""
     try:
         import resource
     except ImportError:  # Windows has no such limits

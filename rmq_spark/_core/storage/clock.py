@@ -1,4 +1,4 @@
-"""Compares a writer's clock with the store's, because ages in the log come from the clocks of many machines."""
+"""Compares a writer's clock with the store's: the ages in a log come from the clocks of many machines."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
 from rmq_spark.errors import ClockError, CorruptLogError
 
 PROBE = "_clock"
-"""A small file in a table's folder, which each comparison writes anew. Delta ignores names that begin with ``_``."""
+"""A small file in a table's folder that each comparison rewrites. Delta ignores names that begin with ``_``."""
 STEP_S = 1.0
-"""Seconds that a clock may gain or lose on the monotonic clock before it is compared with the store's again."""
+"""A clock that gains or loses this many seconds on the monotonic clock is compared with the store's again."""
 
 
 class StoreClock:
-    """Compares this machine's clock with that of the store in which a table lies.
+    """Compares this machine's clock with that of the store that holds a table.
 
-    It asks the store before the process's first write, and again when the machine's clock was set or has drifted. On a
-    local disk the two are one clock and always agree.
+    The first comparison precedes the process's first write. Another follows when the machine's clock was set or has
+    drifted. On a local disk the two are one clock and always agree.
     """
 
     def __init__(self, fs: Any, folder: str, machine: Machine) -> None:
@@ -29,32 +29,32 @@ class StoreClock:
 
     def require_near(self) -> None:
         """Raise ClockError when the two clocks are more than :data:`CLOCK_SKEW_S_MAX` apart."""
-        began = self._machine.time()
-        from_monotonic = began - self._machine.monotonic()
-        if self._looked_at is not None and abs(from_monotonic - self._looked_at) < STEP_S:
+        before_s = self._machine.time()
+        offset_s = before_s - self._machine.monotonic()
+        if self._looked_at is not None and abs(offset_s - self._looked_at) < STEP_S:
             return
-        stored = self.stored_at()
-        if not began - CLOCK_SKEW_S_MAX <= stored <= self._machine.time() + CLOCK_SKEW_S_MAX:
-            ahead_s = began - stored
+        store_s = self.stored_at()
+        if not before_s - CLOCK_SKEW_S_MAX <= store_s <= self._machine.time() + CLOCK_SKEW_S_MAX:
+            ahead_s = before_s - store_s
             raise ClockError(
-                f"this machine's clock says {_when(began)}, the store's says {_when(stored)}: "
+                f"this machine's clock says {_utc_text(before_s)}, the store's says {_utc_text(store_s)}: "
                 f"{abs(ahead_s):.0f} s {'less' if ahead_s > 0 else 'more'}, and {CLOCK_SKEW_S_MAX:.0f} s are allowed. "
                 "This commit was not made; set this machine's clock (NTP). What was prepared before stays pending, and "
                 "a check settles it: send it again only under the same appId or idempotency key"
             )
-        self._looked_at = from_monotonic
+        self._looked_at = offset_s
 
     def stored_at(self) -> float:
-        """Write the probe file and return the store's time of it, in seconds since the epoch.
+        """Write the probe file and return the time that the store gives it, in seconds since the epoch.
 
-        A store that tells no time is believed to have this machine's.
+        For a store that gives no time, return this machine's.
 
         Raises
         ------
         CorruptLogError
             When the folder is gone.
         StorageError
-            When it cannot be written to.
+            When the folder cannot be written to.
         """
         path = f"{self._folder}/{PROBE}"
         try:
@@ -69,5 +69,5 @@ class StoreClock:
         return self._machine.time() if written is None else float(written.timestamp())
 
 
-def _when(seconds: float) -> str:
+def _utc_text(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(sep=" ", timespec="seconds")

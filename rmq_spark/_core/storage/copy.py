@@ -1,7 +1,7 @@
-"""Copies a Delta table as it is at one version, from one store to another.
+"""Copies a Delta table at one version from one store to another.
 
-Nothing here reads ``_last_checkpoint``: it may be newer than a listing of the Delta log. A copy has none, and every
-reader of Delta then lists the log.
+Nothing here reads ``_last_checkpoint``, which may be newer than a listing of the Delta log. A copy has none, so every
+reader of Delta lists its log.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOG_FILE = re.compile(r"(\d{20})\.(json|checkpoint(\.[\w-]+)*\.parquet)")
 
 
 class FileGoneError(Exception):
-    """A file of the source is not there any more. Its table has gone on, so it is looked at again.
+    """A file of the source is gone, because its table has moved on. The caller must look at the table again.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class Pin:
     log : mapping of str to bytes
         The files of its Delta log that make up this version, by name: a checkpoint, and the entries after it.
     files : mapping of str to int
-        The live data files, and their sizes in bytes.
+        The live data files and their sizes in bytes.
     """
 
     table: Table
@@ -82,7 +82,7 @@ def pin(table: Table) -> Pin:
     """
     if not isinstance(table.fs, pafs.FileSystem):
         raise OptionError("a commit log in memory has no files that could be copied")
-    for _ in range(LISTS_MAX):  # upkeep removes old entries, perhaps between a listing and the reading
+    for _ in range(LISTS_MAX):  # upkeep may remove old entries between a listing and the reads
         version = table.refresh()
         actions = table.actions()
         with suppress(FileNotFoundError):
@@ -96,7 +96,7 @@ def pin(table: Table) -> Pin:
 
 
 def _log_files(fs: pafs.FileSystem, folder: str, version: int) -> dict[str, bytes] | None:
-    """The files that make up a version; None when the listing does not have them all."""
+    """The files that make up a version, by name; None when the listing lacks some."""
     listed = [LOG_FILE.fullmatch(info.base_name) for info in fs.get_file_info(pafs.FileSelector(folder))]
     numbers = {found[0]: int(found[1]) for found in listed if found and int(found[1]) <= version}
     first = max((n for name, n in numbers.items() if not name.endswith(".json")), default=-1)
@@ -111,7 +111,7 @@ def _log_files(fs: pafs.FileSystem, folder: str, version: int) -> dict[str, byte
 
 
 class Folder:
-    """A folder in a store, into which files are copied.
+    """A folder on a store, into which files are copied.
 
     Parameters
     ----------
@@ -123,17 +123,17 @@ class Folder:
         self._fs, self.path = filesystem(uri, storage_options)
 
     def is_empty(self) -> bool:
-        """Return True when nothing is there."""
+        """Return True when the folder holds nothing, or does not exist."""
         return not self._fs.get_file_info(pafs.FileSelector(self.path, allow_not_found=True))
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return the files below a folder in this one, by their path in it, and their sizes."""
+        """Return the sizes of the files below one of its folders, by their path in that folder."""
         folder = f"{self.path}/{name}".rstrip("/")
-        found = self._fs.get_file_info(pafs.FileSelector(folder, allow_not_found=True, recursive=True))
-        return {i.path.removeprefix(f"{folder}/"): i.size for i in found if i.type == pafs.FileType.File}
+        infos = self._fs.get_file_info(pafs.FileSelector(folder, allow_not_found=True, recursive=True))
+        return {i.path.removeprefix(f"{folder}/"): i.size for i in infos if i.type == pafs.FileType.File}
 
     def read(self, name: str) -> bytes | None:
-        """Return what a file holds; None when it is not there."""
+        """Return a file's content; None when there is no such file."""
         try:
             with self._fs.open_input_stream(f"{self.path}/{name}") as stream:
                 return bytes(stream.readall())
@@ -141,13 +141,13 @@ class Folder:
             return None
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a file, in the place of one that is there."""
+        """Write a file, and replace one that is there."""
         reach("copy changes", name=name)
-        with writing(self.path), self._opened(name) as stream:
+        with writing(self.path), self._open_output(name) as stream:
             stream.write(content)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files, those that are still there."""
+        """Delete those of the files that are still there."""
         for name in names:
             self._delete(name)
 
@@ -157,19 +157,19 @@ class Folder:
             self._fs.delete_file(f"{self.path}/{name}")
 
     def copy(self, table: Table, files: Mapping[str, int], done: Callable[[int], None]) -> None:
-        """Copy data files of a table, ``done`` being told the size of each.
+        """Copy data files of a table, and call ``done`` with the size of each.
 
         Raises
         ------
         FileGoneError
-            When one is not there any more.
+            When a file is gone.
         CorruptLogError
-            When one has another size than the Delta log says.
+            When a file has another size than the Delta log says, or cannot be read.
         """
         pool = ThreadPoolExecutor(COPIES_AT_ONCE, "txmq-copy")
         try:
-            for work in [submitted(pool, self._copy, table, path, size) for path, size in files.items()]:
-                done(work.result())
+            for copying in [submitted(pool, self._copy, table, path, size) for path, size in files.items()]:
+                done(copying.result())
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -183,7 +183,7 @@ class Folder:
         copied = 0
         with source:
             with writing(self.path):
-                stream = self._opened(name)
+                stream = self._open_output(name)
             with stream:
                 while chunk := source.read(CHUNK_BYTES):
                     with writing(self.path):
@@ -194,17 +194,17 @@ class Folder:
         try:
             self._require_readable(name, table.name)
         except CorruptLogError:
-            self._delete(name)  # the next backup would take it for copied
+            self._delete(name)  # else the next backup would count it as copied
             raise
         return copied
 
     def _require_readable(self, name: str, table: str) -> None:
-        """Read all pages of a copied file, and their checksums."""
+        """Read every page of a copied file, which verifies its checksums."""
         with reading(name, table), self._fs.open_input_file(f"{self.path}/{name}") as file:
             for _ in pq.ParquetFile(file, page_checksum_verification=True).iter_batches(batch_size=ROWS_AT_ONCE):
                 pass
 
-    def _opened(self, name: str) -> Any:
+    def _open_output(self, name: str) -> Any:
         path = f"{self.path}/{name}"
         if isinstance(self._fs, pafs.LocalFileSystem):
             self._fs.create_dir(path.rpartition("/")[0])

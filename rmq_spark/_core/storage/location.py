@@ -15,11 +15,12 @@ _ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 _NO_SLASH = re.compile(r"(file|dbfs|hdfs|s3a?|gc?s|az|abfss?|wasbs?):(?!/)", re.IGNORECASE)
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?=:/)")
 _OF_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
-"""Schemes of stores that keep everything in buckets or containers, whose name follows the scheme."""
+"""Schemes of stores that keep everything in buckets or containers. The bucket's name follows the scheme."""
 _CREDENTIALS = re.compile(r"s3a?://[^/]*@|[A-Za-z][A-Za-z0-9+.-]*://[^@]*:[^@]*@")
 _READ_OTHERWISE = re.compile(r"%[0-9A-Fa-f]{2}|[\\\[\]^|*?{}\x00-\x1f\x7f]")
-"""What delta-rs, pyarrow and Spark read differently. delta-rs decodes percent escapes once more than pyarrow, and takes
-a backslash for a slash. It cannot write or read the other characters. Spark takes some of them for patterns."""
+"""Characters that delta-rs, pyarrow and Spark read differently. delta-rs decodes percent escapes once more than
+pyarrow, and takes a backslash for a slash. It can neither write nor read the other characters. Spark takes some of them
+for patterns."""
 
 
 def is_uri(path: str) -> bool:
@@ -27,7 +28,7 @@ def is_uri(path: str) -> bool:
 
 
 def spark_path(root: str, table: str) -> str:
-    """Return the folder of a log's table as Spark takes it: as it is, where a URI has percent escapes."""
+    """Return the folder of a log's table in Spark's spelling: a URI without percent escapes."""
     return unquote(f"{root}/{table}") if is_uri(root) else f"{root}/{table}"
 
 
@@ -37,14 +38,14 @@ def location(path: object) -> str:
     Parameters
     ----------
     path : str or path
-        A local path, which is taken as it is and may be relative to the working folder; ``file://`` and a path in
+        A local path, which is taken literally and may be relative to the working folder; ``file://`` and a path in
         percent encoding; or another URI.
 
     Raises
     ------
     OptionError
-        When it is no path, has credentials in it, does not mean the same folder to delta-rs, pyarrow and Spark, or
-        leads into a loop of symbolic links.
+        When it is no path, contains credentials, does not mean the same folder to delta-rs, pyarrow and Spark, or leads
+        into a loop of symbolic links.
     NotACommitLogError
         When it is a file.
     """
@@ -60,11 +61,11 @@ def location(path: object) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise OptionError(f"path {text!r} has characters that UTF-8 cannot write: use another folder") from None
-    if found := _SCHEME.match(text):
-        text = found[0].lower() + text[found.end() :]
+    if match := _SCHEME.match(text):
+        text = match[0].lower() + text[match.end() :]
     if text.startswith("file:/"):
-        text = _local_of(text)
-    elif text.startswith("dbfs:/"):  # Spark alone knows it
+        text = _local_path(text)
+    elif text.startswith("dbfs:/"):  # only Spark knows this scheme
         raise OptionError(f"path {text!r} is not a folder; write /dbfs/{text.removeprefix('dbfs:').lstrip('/')}")
     elif _NO_SLASH.match(text):
         raise OptionError(
@@ -72,7 +73,7 @@ def location(path: object) -> str:
             "name is meant"
         )
     elif is_uri(text):
-        return _plain_uri(text)
+        return _checked_uri(text)
     elif _ONE_SLASH.match(text):
         scheme, _, rest = text.partition(":/")
         raise OptionError(f"path {text!r} is neither a folder nor a URI, which has ://; write {scheme}://{rest}")
@@ -90,25 +91,25 @@ def location(path: object) -> str:
     return absolute
 
 
-def _require_no_file(path: str, given: str) -> None:
+def _require_no_file(path: str, text: str) -> None:
     try:
         is_file = stat.S_ISREG(os.stat(path).st_mode)
-    except OSError as problem:  # all others are told by whoever needs the folder
+    except OSError as problem:  # the first use of the folder reports other errors
         if problem.errno == errno.ELOOP:
             raise OptionError(
-                f"path {given!r} leads nowhere: a symbolic link on it leads back to itself (ls -l shows where it "
+                f"path {text!r} leads nowhere: a symbolic link on it leads back to itself (ls -l shows where it "
                 "points); remove the link, or name another folder"
             ) from None
         is_file = problem.errno == errno.ENOTDIR
     if is_file:
         raise NotACommitLogError(
-            f"path {given!r} has no commit log, and one cannot be created there: this is a file, or leads through one. "
+            f"path {text!r} has no commit log, and one cannot be created there: this is a file, or leads through one. "
             "A commit log is a folder: name another"
         )
 
 
 def require_no_tilde(name: str, path: str) -> None:
-    """Raise OptionError for a path that means the home folder to a shell, and a folder named ``~`` to all others."""
+    """Raise OptionError for a path that a shell would expand to a home folder: all others read ``~`` as a name."""
     if re.match(r"~[^/]*(/|$)", path):
         raise OptionError(
             f"{name} {path!r} begins with ~, which only a shell replaces: pass os.path.expanduser({name}), or "
@@ -116,7 +117,7 @@ def require_no_tilde(name: str, path: str) -> None:
         )
 
 
-def _local_of(uri: str) -> str:
+def _local_path(uri: str) -> str:
     if re.match(r"file:/(?!/)", uri):  # as Hadoop writes it
         uri = uri.replace("file:", "file://", 1)
     if "?" in uri or "#" in uri:
@@ -129,7 +130,7 @@ def _local_of(uri: str) -> str:
     return "/" + unquote(rest)
 
 
-def _plain_uri(uri: str) -> str:
+def _checked_uri(uri: str) -> str:
     if _CREDENTIALS.match(uri):
         raise OptionError(
             "the path has credentials in it, which logs and errors would show: give them as storage options"
@@ -149,11 +150,11 @@ def _plain_uri(uri: str) -> str:
     return uri.rstrip("/")
 
 
-def _require_characters(path: str, given: str) -> None:
-    found = _READ_OTHERWISE.search(path)
-    if found:
-        space = ", or write a space if that is meant" if found[0] == "%20" else ""
+def _require_characters(path: str, text: str) -> None:
+    match = _READ_OTHERWISE.search(path)
+    if match:
+        space = ", or write a space if that is meant" if match[0] == "%20" else ""
         raise OptionError(
-            f"path {given!r} has {found[0]!r} in it, which delta-rs, pyarrow and Spark do not read alike, so that "
+            f"path {text!r} has {match[0]!r} in it, which delta-rs, pyarrow and Spark do not read alike, so that "
             f"one table would lie in two folders: use another name{space}"
         )

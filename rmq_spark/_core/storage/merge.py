@@ -1,4 +1,4 @@
-"""Merges small files of a table into larger ones: the same rows, in fewer files."""
+"""Merges small files of a table into larger ones with the same rows."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ logger = logging.getLogger(__name__)
 
 
 def compact(table: Table, choose: Callable[[Table], list[str]], merge: Callable[[list[str]], Change]) -> int:
-    """Replace the files that are chosen by one; returns how many they were."""
-    made: Change | None = None
+    """Replace the files that ``choose`` returns by one, and return how many they were."""
+    merged: Change | None = None
 
     def propose(version: int) -> Change | None:
-        nonlocal made
-        # A race lost to an append leaves the merged file good. Merging anew each time would never win against a busy
+        nonlocal merged
+        # A merged file stays valid when an append wins the race. Merging anew each time would never win against a busy
         # writer, and op would grow without end.
-        if made is not None and set(table.actions()["path"].to_pylist()).issuperset(made.remove):
-            return made
-        small = choose(table)
-        if not small:
+        if merged is not None and set(table.actions()["path"].to_pylist()).issuperset(merged.remove):
+            return merged
+        paths = choose(table)
+        if not paths:
             return None
-        made = merge(small)
-        return made
+        merged = merge(paths)
+        return merged
 
     def landed(change: Change) -> bool:
         live = set(table.actions()["path"].to_pylist())
         return live.isdisjoint(change.remove)
 
-    done = table.compare_and_set(propose, landed)
-    return 0 if done is None else len(done.remove)
+    committed = table.compare_and_set(propose, landed)
+    return 0 if committed is None else len(committed.remove)

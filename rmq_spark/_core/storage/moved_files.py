@@ -1,4 +1,4 @@
-"""Half files that were stripped: their rows are found again by their address. Executors read through it."""
+"""Reads half files wherever they lie now: a stripped file is found again by its address. Executors use this module."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.files import RowRange
 
 MOVED_KEPT = 10_000
-"""New places of half files that are kept in memory."""
+"""The most new places of half files that are kept in memory."""
 
 
 class HalfFiles:
-    """Half files, which are read wherever they lie now: one that was stripped is found again by its address.
+    """Reads half files wherever they lie now: a stripped file is found again by its address.
 
     Parameters
     ----------
     read : callable
         ``files.read_range`` of the table's folder.
     locate : callable
-        Where a file of a half batch lies now. It lists ``half``, so it is asked only when a file is not where ``op``
+        Returns where a half file lies now. It lists ``half``, so it is called only when a file is not where ``op``
         says: the cost of reading must not follow the age of the log.
     """
 
@@ -38,17 +38,17 @@ class HalfFiles:
     def read(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
     ) -> Iterator[tuple[int, pa.Table]]:
-        """The rows of a range, as ``files.read_range`` has them."""
+        """Yield the rows of a range as ``files.read_range`` does."""
         if wanted.more:
             yield from self._read_shared(wanted, columns, where)
             return
         address = (wanted.half_id, wanted.file_no)
-        done = 0
+        rows_read = 0
         try:
             for position, table in self._read(
                 replace(wanted, path=self._moved.get(address, wanted.path)), columns, where
             ):
-                done = position + table.num_rows
+                rows_read = position + table.num_rows
                 yield position, table
             return
         except FileNotFoundError:
@@ -57,21 +57,21 @@ class HalfFiles:
             self._moved.clear()
         self._moved[address] = path
         for position, table in self._read(replace(wanted, path=path), columns, where):
-            seen = max(0, done - position)
-            if seen < table.num_rows:
-                yield position + seen, table.slice(seen)
+            skipped = max(0, rows_read - position)
+            if skipped < table.num_rows:
+                yield position + skipped, table.slice(skipped)
 
     def _read_shared(
-        self, wanted: RowRange, columns: Sequence[str], where: Filter | None
+        self, row_range: RowRange, columns: Sequence[str], where: Filter | None
     ) -> Iterator[tuple[int, pa.Table]]:
-        """The rows of several half batches: at once while their file is there, else one after the other."""
+        """The rows of several half batches: at once while their file is there, else one half batch after the other."""
         try:
-            yield from self._read(wanted, columns, where)  # one table, or none
+            yield from self._read(row_range, columns, where)  # one table, or none
             return
         except FileNotFoundError:
             pass
-        done = 0
-        for one in wanted.each:
-            for position, table in self.read(one, columns, where):
-                yield done + position, table
-            done += one.rows
+        rows_read = 0
+        for part in row_range.each:
+            for position, table in self.read(part, columns, where):
+                yield rows_read + position, table
+            rows_read += part.rows

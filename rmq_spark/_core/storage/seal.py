@@ -1,7 +1,7 @@
-"""Seals: checksums that the files of a commit log carry, so that damage raises an error and never gives a wrong answer.
+"""Seals: checksums in the files of a commit log, so that damage raises an error and never gives a wrong answer.
 
-A Parquet file carries its own name and a checksum of its columns in its footer, and a checksum in every page. A file of
-``messages`` that somebody else wrote has no seal and is taken as it is.
+The footer of a Parquet file carries the file's own name and a checksum of its columns, and each page a checksum. A file
+of ``messages`` that another program wrote has no seal and is taken as it is.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _RESTORE = "restore it from a copy, and write nothing to this commit log before"
 
 # ---------------------------------------------------------------- Parquet files
 def seal(schema: pa.Schema, path: str, rows: str) -> dict[bytes, bytes]:
-    """Return a file's seal, as metadata of its footer. ``rows`` says which rows the file holds."""
+    """Return a file's seal, as metadata of its footer. ``rows`` names the rows that the file holds."""
     return {_NAME: path.encode(), _ROWS: rows.encode(), _COLUMNS: _checksum_of(schema)}
 
 
 def _checksum_of(schema: pa.Schema) -> bytes:
-    text = ",".join(f"{field.name} {_words(field.type)}" for field in schema)
+    text = ",".join(f"{field.name} {_type_text(field.type)}" for field in schema)
     return b"%08x" % zlib.crc32(text.encode())
 
 
-def _words(kind: pa.DataType) -> str:
-    """Return the type as text, without the names that Parquet gives to the insides of lists and maps."""
+def _type_text(kind: pa.DataType) -> str:
+    """Return the type as text, without the names that Parquet gives to the parts of lists and maps."""
     if pa.types.is_map(kind):
-        return f"map<{_words(kind.key_type)},{_words(kind.item_type)}>"
+        return f"map<{_type_text(kind.key_type)},{_type_text(kind.item_type)}>"
     if pa.types.is_list(kind):
-        return f"list<{_words(kind.value_type)}>"
+        return f"list<{_type_text(kind.value_type)}>"
     if pa.types.is_struct(kind):
-        return f"struct<{','.join(f'{field.name} {_words(field.type)}' for field in kind)}>"
+        return f"struct<{','.join(f'{field.name} {_type_text(field.type)}' for field in kind)}>"
     return str(kind)
 
 
@@ -65,17 +65,17 @@ def require_seal(schema: pa.Schema, path: str, table: str, columns: Iterable[str
     CorruptLogError
         When the file was written under another name, has other columns than its seal says, or lacks a column.
     """
-    said = schema.metadata or {}
+    metadata = schema.metadata or {}
     name = path.rpartition("/")[2]
-    found = said.get(_NAME, b"").decode(errors="replace")
-    if found and found != name and _is_ours(name, table):
-        raise CorruptLogError(f"file {path} of table {table} holds what was written as {found}: {_RESTORE}")
-    there = set(schema.names)
-    missing = [c for c in columns if c not in there]
-    if missing or (found == name and said.get(_COLUMNS) != _checksum_of(schema)):
-        what = f"has no column {missing[0]!r}" if missing else "has other columns than it was written with"
-        raise CorruptLogError(f"file {path} of table {table} {what}: {_RESTORE}")
-    return said.get(_ROWS, b"").decode(errors="replace") if found == name else None
+    sealed_name = metadata.get(_NAME, b"").decode(errors="replace")
+    if sealed_name and sealed_name != name and _is_ours(name, table):
+        raise CorruptLogError(f"file {path} of table {table} holds what was written as {sealed_name}: {_RESTORE}")
+    present = set(schema.names)
+    missing = [c for c in columns if c not in present]
+    if missing or (sealed_name == name and metadata.get(_COLUMNS) != _checksum_of(schema)):
+        fault = f"has no column {missing[0]!r}" if missing else "has other columns than it was written with"
+        raise CorruptLogError(f"file {path} of table {table} {fault}: {_RESTORE}")
+    return metadata.get(_ROWS, b"").decode(errors="replace") if sealed_name == name else None
 
 
 def _is_ours(name: str, table: str) -> bool:
@@ -89,29 +89,29 @@ def require_count(found: int, said: int | None, path: str, table: str) -> None:
 
 
 def require_row_groups(footer: pq.FileMetaData, path: str, table: str) -> None:
-    """Raise CorruptLogError when a file's row groups do not have the rows that its footer counts.
+    """Raise CorruptLogError when the row groups of a file do not add up to the footer's row count.
 
-    pyarrow believes each row group. When one says that it is empty, pyarrow reads nothing of it and raises no error.
+    pyarrow believes each row group. It reads nothing of one that claims to be empty, and raises no error.
     """
-    found = sum(footer.row_group(g).num_rows for g in range(footer.num_row_groups))
-    if found != footer.num_rows:
+    counted = sum(footer.row_group(g).num_rows for g in range(footer.num_row_groups))
+    if counted != footer.num_rows:
         raise CorruptLogError(
-            f"file {path} of table {table} has {found} rows in its row groups, its footer says {footer.num_rows}: "
+            f"file {path} of table {table} has {counted} rows in its row groups, its footer says {footer.num_rows}: "
             f"{_RESTORE}"
         )
 
 
 def require_bounds(actions: pa.Table, table: str) -> None:
-    """Raise CorruptLogError when the Delta log gives a file a least value above its greatest.
+    """Raise CorruptLogError when the Delta log gives a file a minimum above its maximum.
 
     In most files the two are equal. Damage that moves one of them past the other would hide the file from a reader.
     """
     for name in actions.column_names:
         if not name.startswith("min."):
             continue
-        wrong = pc.fill_null(pc.greater(actions[name], actions[f"max.{name[4:]}"]), False)
-        if pc.any(wrong).as_py():
-            path = actions["path"].filter(wrong)[0].as_py()
+        inverted = pc.fill_null(pc.greater(actions[name], actions[f"max.{name[4:]}"]), False)
+        if pc.any(inverted).as_py():
+            path = actions["path"].filter(inverted)[0].as_py()
             raise CorruptLogError(f"the Delta log of table {table} has impossible bounds for file {path}: {_RESTORE}")
 
 
@@ -127,13 +127,13 @@ def reading(path: str, table: str) -> Iterator[None]:
     Raises
     ------
     OptionError
-        For text that was asked for and is no UTF-8: no file has it.
+        For a wanted text that is no UTF-8: no file has it.
     LostFileError
         For pyarrow's FileNotFoundError.
     UnreachableStoreError
         For a lack of descriptors, threads or memory: the file is sound.
     UnreadableFileError
-        For every other error of the store or of pyarrow. It says when only permission is missing.
+        For every other error of the store or of pyarrow. Its text says when only permission is missing.
     """
     try:
         yield
@@ -159,7 +159,7 @@ def reading(path: str, table: str) -> Iterator[None]:
 def require_entries(log_folder: Path, table: str, since: int, until: int | None) -> None:
     """Raise CorruptLogError for entries of a local Delta log that are empty or no JSON.
 
-    A power cut can leave an empty entry. delta-rs takes it for a commit that did nothing.
+    A power cut can leave an empty entry, which delta-rs takes for a commit that did nothing.
 
     Parameters
     ----------
@@ -179,12 +179,12 @@ def require_entries(log_folder: Path, table: str, since: int, until: int | None)
             content = entry.read_bytes()
         except FileNotFoundError:
             continue
-        wrong = _wrong_with(content)
-        if wrong:
-            raise CorruptLogError(f"entry {entry.name} of the Delta log of table {table} {wrong}: {_RESTORE}")
+        fault = _fault_of_entry(content)
+        if fault:
+            raise CorruptLogError(f"entry {entry.name} of the Delta log of table {table} {fault}: {_RESTORE}")
 
 
-def _wrong_with(content: bytes) -> str | None:
+def _fault_of_entry(content: bytes) -> str | None:
     try:
         actions = [json.loads(line) for line in content.splitlines() if line]
     except (ValueError, RecursionError) as problem:

@@ -1,7 +1,7 @@
-"""Our Parquet files as Spark reads them, whatever its session says.
+"""Reads our Parquet files in Spark, whatever its session says.
 
-A session's settings decide which files Spark leaves out in silence, what a column's type is, and what an instant means.
-They are the user's, for the user's own files. So each of our reads says by itself what it relies on.
+A session's settings decide which files Spark silently leaves out, what a column's type is, and what an instant means.
+They are the user's, for the user's own files. So each of our reads sets the options that it relies on.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from rmq_spark._core.storage.table import Table
 
 READ_OPTIONS = {
-    # A file that is damaged or gone is an error. Spark would leave it out.
+    # A damaged or missing file is an error. Spark would leave it out.
     "ignoreCorruptFiles": "false",
     "ignoreMissingFiles": "false",
-    # Spark compares no page with its checksum unless it is told to. A flipped bit would be a changed message.
+    # Spark verifies the checksums of pages only on demand. A flipped bit would change a message.
     "parquet.page.verify-checksum.enabled": "true",
-    # Our files have instants of the calendar of today, and one schema.
+    # Our files have instants of today's calendar, and one schema.
     "datetimeRebaseMode": "CORRECTED",
     "int96RebaseMode": "CORRECTED",
     "mergeSchema": "false",
 }
-"""An option of a read comes before the session's setting (``FileSourceOptions`` and ``ParquetOptions`` in Spark)."""
+"""An option of a read overrides the session's setting (``FileSourceOptions`` and ``ParquetOptions`` in Spark)."""
 PATHS_MAX = 32
 """The most paths that Spark lists without a job (``spark.sql.sources.parallelPartitionDiscovery.threshold``)."""
 
 
 def spark_schema(schema: pa.Schema) -> StructType:
-    """The Spark schema of our columns. DDL would leave it to the session what ``timestamp`` and ``string`` are."""
+    """The Spark schema of our columns. In DDL, the session would decide what ``timestamp`` and ``string`` are."""
     from pyspark.sql.pandas.types import from_arrow_schema
 
     return from_arrow_schema(schema)
@@ -57,8 +57,8 @@ def read_files(
 ) -> DataFrame:
     """Rows of some files of a log's table.
 
-    Of many files, Spark would list each in a task of its own: 600 took two seconds. So it lists the folder instead, and
-    keeps what is in these.
+    Spark would list each of many files in a task of its own. So it lists the folder instead, and keeps the rows of
+    these files.
 
     Parameters
     ----------
@@ -78,44 +78,44 @@ def read_files(
     Raises
     ------
     CorruptLogError
-        When a file on a disk of this machine has not the size that the Delta log says.
+        When a file on a local disk has another size than the Delta log says.
     """
     require_sizes(table, files, names)
     reader = spark.read.schema(spark_schema(schema)).options(**READ_OPTIONS)
     folder = spark_path(root, table.name)
     if len(names) > paths_max and all(re.fullmatch(r"[\w.-]+", name) for name in names):
-        found = reader.parquet(folder)
-        there = {file.rpartition("/")[2] for file in found.inputFiles()}
-        if there == set(names):
-            return found
-        if there.issuperset(names) and _tells_file_names(spark):  # without one of them, Spark must say so
-            of_these = ", ".join(f"'{name}'" for name in names)
-            return found.where(f"_metadata.file_name IN ({of_these})")
+        frame = reader.parquet(folder)
+        listed = {file.rpartition("/")[2] for file in frame.inputFiles()}
+        if listed == set(names):
+            return frame
+        if listed.issuperset(names) and _has_file_names(spark):  # else Spark must report the missing file
+            quoted = ", ".join(f"'{name}'" for name in names)
+            return frame.where(f"_metadata.file_name IN ({quoted})")
     return reader.parquet(*[f"{folder}/{name}" for name in names])
 
 
-def _tells_file_names(spark: SparkSession) -> bool:
-    """Whether Spark's reader of Parquet has the column ``_metadata``: the one of its V2 API has not."""
+def _has_file_names(spark: SparkSession) -> bool:
+    """Whether Spark's reader of Parquet has the column ``_metadata``: that of its V2 API has not."""
     v1 = spark.conf.get("spark.sql.sources.useV1SourceList", "parquet") or ""
     return "parquet" in v1.lower().replace(" ", "").split(",")
 
 
 def require_sizes(table: Table, files: pa.Table, names: Sequence[str]) -> None:
-    """Raise CorruptLogError for a file that has not the size that the Delta log says: Spark takes one of no bytes, as a
-    power cut leaves them, for one without rows.
+    """Raise CorruptLogError for a file whose size differs from the Delta log's. Spark takes an empty file, as a power
+    cut leaves it, for one without rows.
 
-    Object stores have a file whole or not at all, and a look costs a request there, so only local disks are looked at
-    (2 µs a file). Of a file that is gone, Spark itself says so.
+    Object stores have a file whole or not at all, and a look costs a request there, so only local disks are checked.
+    Spark itself reports a missing file.
     """
     if not isinstance(table.fs, pafs.LocalFileSystem):
         return
-    mine = files.filter(pc.is_in(files["path"], value_set=pa.array(names, pa.string())))
-    paths, sizes = mine["path"].to_pylist(), mine["size_bytes"].to_pylist()
-    for path, size, found in zip(
+    wanted = files.filter(pc.is_in(files["path"], value_set=pa.array(names, pa.string())))
+    paths, sizes = wanted["path"].to_pylist(), wanted["size_bytes"].to_pylist()
+    for path, size, info in zip(
         paths, sizes, table.fs.get_file_info([f"{table.folder}/{path}" for path in paths]), strict=True
     ):
-        if found.type == pafs.FileType.File and size is not None and found.size != size:
+        if info.type == pafs.FileType.File and size is not None and info.size != size:
             raise CorruptLogError(
-                f"file {path} of table {table.name} has {found.size} bytes, its Delta log says {size}: restore it from "
+                f"file {path} of table {table.name} has {info.size} bytes, its Delta log says {size}: restore it from "
                 "a copy, and write nothing to this commit log before"
             )

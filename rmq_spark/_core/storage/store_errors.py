@@ -10,11 +10,11 @@ from rmq_spark._core.vocabulary.redaction import cause_of, is_secret, redacted
 from rmq_spark.errors import StorageError, TxmqError, UnreachableStoreError
 
 SECRET_CHARS_MIN = 4
-"""Length from which a secret value is hidden in a store's answer. In other text only longer ones are hidden."""
+"""Length of the shortest secret value that is hidden in a store's answer. In other text only longer ones are hidden."""
 
 
 def plainly(text: str, storage_options: Mapping[str, str] | None) -> str:
-    """Return the answer on one line, without the values of options that may be secret."""
+    """Return a store's answer on one line, without the values of options that may be secret."""
     for name, value in (storage_options or {}).items():
         if is_secret(name, value, SECRET_CHARS_MIN):
             text = text.replace(value, "***")
@@ -27,12 +27,12 @@ _DENIED = re.compile(r"permission denied|access[ _]?denied|403 forbidden", re.IG
 
 
 def is_denied(problem: BaseException) -> bool:
-    """Return True when permission is missing, as the operating system or an object store says it."""
+    """Return True when the operating system or an object store says that permission is missing."""
     return isinstance(problem, PermissionError) or _DENIED.search(str(problem)) is not None
 
 
 def denied(where: str) -> StorageError:
-    """The error to raise when this program may not write there."""
+    """The error for a place to which this program may not write."""
     return StorageError(f"{where} cannot be written to (permission denied): give this program the right to write")
 
 
@@ -52,20 +52,20 @@ _OUT_OF: tuple[tuple[re.Pattern[str], str], ...] = (
         "spark.executor.pyspark.memory and spark.sql.planner.pythonExecution.memory",
     ),
 )
-"""What a system or a library says of a resource that is used up, and what to do."""
+"""Texts of systems and libraries about a resource that is used up, and what to do."""
 
 
 def require_resources(problem: BaseException, where: str) -> None:
     """Raise UnreachableStoreError when a problem is a lack of descriptors, threads or memory: the store is sound."""
-    said = str(problem)
-    remedy = next((remedy for pattern, remedy in _OUT_OF if pattern.search(said)), None)
+    text = str(problem)
+    remedy = next((remedy for pattern, remedy in _OUT_OF if pattern.search(text)), None)
     if remedy is not None and not isinstance(problem, TxmqError):
         raise UnreachableStoreError(f"{where} cannot be used: {remedy}") from cause_of(problem)
 
 
 @contextmanager
 def writing(where: str) -> Iterator[None]:
-    """Turn a failure to write into an error which says where. FileNotFoundError passes: the folder is gone.
+    """Turn a failure to write into an error that names the place. FileNotFoundError passes: the folder is gone.
 
     Raises
     ------
@@ -81,15 +81,15 @@ def writing(where: str) -> Iterator[None]:
         require_resources(problem, where)
         if is_denied(problem):
             raise denied(where) from cause_of(problem)
-        said = plainly(str(problem), None)
+        answer = plainly(str(problem), None)
         raise UnreachableStoreError(
-            f"{where} cannot be written to, its store fails: {said}; mend that and try again"
+            f"{where} cannot be written to, its store fails: {answer}; mend that and try again"
         ) from cause_of(problem)
 
 
 @contextmanager
 def asking(where: str, storage_options: Mapping[str, str] | None) -> Iterator[None]:
-    """Turn a failure of the store into an error which says that the store failed, and for which table.
+    """Turn a failure of the store into an error that says so and names the table.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def asking(where: str, storage_options: Mapping[str, str] | None) -> Iterator[No
         raise
     except OSError as problem:
         require_resources(problem, where)
-        said = plainly(str(problem), storage_options)
+        answer = plainly(str(problem), storage_options)
         if is_denied(problem):
-            raise UnreachableStoreError(f"{where} cannot be read (permission denied): {said}") from None
-        raise UnreachableStoreError(f"{where} cannot be read, its store fails: {said}; try again") from None
+            raise UnreachableStoreError(f"{where} cannot be read (permission denied): {answer}") from None
+        raise UnreachableStoreError(f"{where} cannot be read, its store fails: {answer}; try again") from None

@@ -1,6 +1,6 @@
-"""Requires of a store what a commit log needs: it refuses the second put of a file, and lists what was put.
+"""Requires of a store what a commit log needs: the store refuses the second put of a file, and lists what was put.
 
-Amazon S3 does so: it has conditional puts, and its lists are consistent. Not every store that speaks S3 is like that;
+Amazon S3 does both: it has conditional puts and consistent lists. Not every store that speaks S3 does;
 :func:`require_put_if_absent` finds out.
 """
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 CLAIMANTS = 3
 ROUNDS_MAX = 40
-"""Rounds of the probe. A round tells something when two writers come to the same put; about every second one does."""
+"""Rounds of the probe. A round is conclusive when two writers come to the same put, as in about every second round."""
 PROBE = "_probe-"
 
 _YES = ("1", "true", "on", "yes", "y")
@@ -32,7 +32,7 @@ _YES = ("1", "true", "on", "yes", "y")
 
 # ---------------------------------------------------------------- settings
 def require_storage_options(where: str, storage_options: Mapping[str, str] | None) -> None:
-    """Refuse settings, in the options or the environment, with which two writers could overwrite each other's commits.
+    """Refuse settings, in the options or the environment, that let two writers overwrite each other's commits.
 
     Raises
     ------
@@ -49,8 +49,8 @@ def require_storage_options(where: str, storage_options: Mapping[str, str] | Non
                 f"storage_options has {name!r} with a value of the type {type(value).__name__}: names and values are "
                 "texts, such as 'true' or '10'"
             )
-    given = {name.lower(): str(value).strip().lower() for name, value in _settings(storage_options)}
-    for name, value in given.items():
+    settings = {name.lower(): str(value).strip().lower() for name, value in _settings(storage_options)}
+    for name, value in settings.items():
         if name.endswith("allow_unsafe_rename") and value in _YES:
             raise OptionError(
                 f"{name.upper()}={value} lets two writers overwrite each other's commits: leave it out. A store with "
@@ -65,9 +65,9 @@ def require_storage_options(where: str, storage_options: Mapping[str, str] | Non
 
 
 def _settings(storage_options: Mapping[str, str] | None) -> list[tuple[str, str]]:
-    # delta-rs takes options that are not given from the environment.
-    wanted = re.compile(r"allow_unsafe_rename$|locking_provider$|^aws_conditional_put$", re.IGNORECASE)
-    return [(k, v) for k, v in os.environ.items() if wanted.search(k)] + list((storage_options or {}).items())
+    # delta-rs takes missing options from the environment.
+    pattern = re.compile(r"allow_unsafe_rename$|locking_provider$|^aws_conditional_put$", re.IGNORECASE)
+    return [(k, v) for k, v in os.environ.items() if pattern.search(k)] + list((storage_options or {}).items())
 
 
 # ---------------------------------------------------------------- errors
@@ -76,30 +76,30 @@ def reaching(where: str, storage_options: Mapping[str, str] | None) -> Iterator[
     """Turn a store's error into a StorageError of one line, without the values of options that may be secret.
 
     A store's answer may name the access key or the session token. A NotACommitLogError stays one. Errors of local
-    folders are raised unchanged, unless permission is missing.
+    folders pass unchanged, unless permission is missing.
     """
     try:
         yield
     except StorageError:
         raise
     except (OSError, NotACommitLogError) as problem:
-        said = plainly(str(problem), storage_options)
+        answer = plainly(str(problem), storage_options)
         if is_denied(problem) and not isinstance(problem, TxmqError):
-            raise StorageError(f"{where} cannot be used (permission denied): {said}") from None
+            raise StorageError(f"{where} cannot be used (permission denied): {answer}") from None
         if not is_uri(where):
             raise
         if isinstance(problem, NotACommitLogError):
-            raise NotACommitLogError(said) from None
-        raise StorageError(f"{where} cannot be used: {said}") from None
+            raise NotACommitLogError(answer) from None
+        raise StorageError(f"{where} cannot be used: {answer}") from None
 
 
 # ---------------------------------------------------------------- the probe
 def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None) -> None:
-    """Require that the store refuses the second of two puts of one file, and lists what was put. Commits are made by
-    such puts, and found by such lists.
+    """Require that the store refuses the second of two puts of one file, and lists what was put. Commits are such puts,
+    and such lists find them.
 
-    In each round three writers create the same table below ``where`` at once, through delta-rs. A writer that sees the
-    table of another one does not come to its put. What the three are told settles the question, or not::
+    In each round three writers create the same table below ``where`` at once, through delta-rs. A writer that sees
+    another writer's table skips its put. Their three answers settle the question, or not::
 
         created, refused, (any)     the store has put-if-absent
         created, created, (any)     it has not: StorageError
@@ -110,8 +110,8 @@ def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None)
     Raises
     ------
     StorageError
-        When more than one writer was told that it had created the table, when a list taken after that does not show it,
-        or when no round settled the question.
+        When several writers were told that they had created the table, when a later list does not show it, or when no
+        round settled the question.
     """
     for _ in range(ROUNDS_MAX):
         probe = f"{where}/{PROBE}{uuid4().hex}"
@@ -122,8 +122,8 @@ def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None)
         finally:
             try:
                 remove_table(probe, storage_options)
-            except Exception as problem:  # what is left of the probe is in nobody's way
-                if claims:  # else it was never made, and another problem is on its way
+            except Exception as problem:  # remains of the probe do no harm
+                if claims:  # else it was never made, and another error is being raised
                     logger.warning("%s could not be removed, delete it by hand: %s", probe, traceback_of(problem))
         if claims.count(True) > 1:
             raise StorageError(
@@ -147,7 +147,8 @@ def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None)
 
 
 def _claim_at_once(probe: str, storage_options: Mapping[str, str] | None, claims: list[bool | None]) -> None:
-    """Let several writers create one table, and add what each was told. Raises what the first of them raised."""
+    """Let several writers create one table, and append what each was told to ``claims``. Raise the first writer's
+    error."""
     start = threading.Barrier(CLAIMANTS)
     problems: list[BaseException] = []
 
@@ -162,7 +163,7 @@ def _claim_at_once(probe: str, storage_options: Mapping[str, str] | None, claims
     try:
         for thread in threads:
             thread.start()
-    except RuntimeError as problem:  # those that wait for this one must not wait for ever
+    except RuntimeError as problem:  # threads that wait for this one must not wait for ever
         start.abort()
         require_resources(problem, probe)
         raise

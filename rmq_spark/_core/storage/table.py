@@ -86,38 +86,36 @@ PARQUET_WITH_CHECKSUMS = pads.ParquetFileFormat(
 )
 
 COMMIT_TRIES_MAX = 200
-"""Lost races before a commit gives up. After each the writer waits for a random time. Its upper limit doubles each
-time, up to BACKOFF_S_MAX."""
+"""Lost races before a commit gives up. After each the writer waits for a random time, whose upper limit doubles up to
+BACKOFF_S_MAX."""
 UNEXPECTED_ERRORS_MAX = 3
 LISTS_MAX = 3
-"""How often a Delta log is listed when an entry that it had is gone before it is read."""
+"""How often a Delta log is listed when a listed entry is gone before it is read."""
 STAGED_UNSEEN_S = 60.0
-"""Seconds for which a file counts as there after it was written or looked at. A VACUUM that keeps files of this age
+"""Seconds for which a file counts as present after it was written or looked at. A VACUUM that keeps files of this age
 does not remove it. A VACUUM with a shorter retention can remove it between any look and the commit; the look after the
 commit finds that."""
 LOOKS_AT_ONCE = 16
-"""Files that are looked for in an object store at the same time. Each look takes a round trip."""
+"""Files that are looked up in an object store at the same time. Each lookup takes a round trip."""
 BACKOFF_S_MIN = 0.002
 BACKOFF_S_MAX = 0.25
 REFRESHED_S_MAX = 10.0
-"""After so many seconds delta-rs itself looks for new entries, whatever two looks at the disk say."""
+"""Seconds after which delta-rs itself looks for new entries, whatever two looks at the disk say."""
 CHECKPOINT_INTERVAL = 25
 """Commits from one checkpoint to the next, and from one clean-up of old entries to the next. At each commit and each
-refresh, delta-rs reads every entry since the last checkpoint: with 100 that cost more than the checkpoints it saved, at
-any number of live files up to 100,000. A clean-up lists all entries, of which the last minute may have left thousands.
-"""
+refresh, delta-rs reads every entry since the last checkpoint. A clean-up lists all entries, of which the last minute
+may have left thousands."""
 OWN = "txmq.own"
-"""The name under which each commit notes the version that it makes (Delta's ``txn``). A table whose version is above
-that one was changed by another writer last."""
+"""Name under which each commit notes the version that it makes (Delta's ``txn``). If a table's version is higher,
+another writer made it."""
 READ_ALL_THE_SAME = frozenset({"messages"})
-"""Tables that can still be read after another writer changed them. Nothing is committed to them until that is undone. A
-refresh of any other table raises, so nobody reads or decides by what rmq_spark did not write."""
+"""Tables that can still be read after another writer changed them. Nothing is committed to them until the change is
+undone. A refresh of any other table raises, so nobody reads or decides by what rmq_spark did not write."""
 ROW_GROUP_ROWS = 4_096
-"""Rows of a row group of ``op``, which is sorted by version. A reader of the newest rows skips the row groups before
-them."""
+"""Rows of a row group of ``op``, which is sorted by version. A reader of the newest rows skips earlier row groups."""
 
 _LOST_RACE = ("Failed to commit transaction: ", "Tried committing existing table version: ")
-"""How delta-rs begins to say that another writer had the version."""
+"""How delta-rs's message begins when another writer took the version."""
 
 BOUNDS: Mapping[str, Mapping[str, pa.DataType]] = {
     "half": {"half_id": pa.string()},
@@ -131,7 +129,7 @@ BOUNDS: Mapping[str, Mapping[str, pa.DataType]] = {
         "op_version": pa.int64(),
     },
 }
-"""By table, the columns whose least and greatest value in each file are read from the Delta log."""
+"""By table, the columns whose minimum and maximum in each file are read from the Delta log."""
 
 
 @dataclass(frozen=True)
@@ -141,17 +139,17 @@ class Change:
     add: Sequence[DataFile] = ()
     remove: Sequence[str] = ()
     transactions: Mapping[str, int] = field(default_factory=dict)
-    """Of applications, the newest batch id that it has."""
+    """By application, its newest batch id."""
     modification_time_ms: int | None = None
     data_change: bool = True
     removed_earlier_s: float = 0.0
-    """The files that it removes count as removed so many seconds earlier, so upkeep deletes them sooner."""
+    """The removed files count as removed this many seconds earlier, so upkeep deletes them sooner."""
     version: int | None = None
-    """The one that it was proposed for. The loop sets it."""
+    """The version that the change was proposed for. The loop sets it."""
 
     def is_stale(self, version: int) -> bool:
-        """Whether the table is not at the version before this change's: the thread that commits has moved it, in a call
-        that came in the midst of the loop (``__del__``, a signal handler), or has had to open it anew."""
+        """Whether the table is no longer at the version before this change's. The committing thread itself has moved
+        it, in a call in the midst of the loop (``__del__``, a signal handler), or had to open it anew."""
         return self.version is not None and self.version != version + 1
 
 
@@ -163,7 +161,7 @@ class Clock(Protocol):
 
 
 class Table(Protocol):
-    """A table of a commit log. ``DeltaLogTable`` is the real one, ``rmq_spark.testing`` has its twin in memory."""
+    """A table of a commit log: ``DeltaLogTable``, or its twin in memory in ``rmq_spark.testing``."""
 
     name: str
     schema: pa.Schema
@@ -171,17 +169,17 @@ class Table(Protocol):
     fs: Any
     """A ``pyarrow.fs.FileSystem``, or as much of one as the tables need."""
     machine: Machine
-    """Gives the clock, the locks and the threads to the table and to all that is built on it."""
+    """Gives the clock, the locks and the threads to the table and to everything built on it."""
     lock: AbstractContextManager[object]
     """Held while the table moves to another version. If another thread refreshed between ``propose`` and its commit,
-    the commit would stand on a version that ``propose`` never saw. The tables of a commit log share one lock."""
+    the commit would build on a version that ``propose`` never saw. The tables of a commit log share one lock."""
 
     clock: Clock
-    """Compared with the store's before anything is written. The tables of a commit log share one."""
+    """Compared with the store's before each write. The tables of a commit log share one."""
 
     @property
     def id(self) -> str:
-        """The table's id, made with the table. Another table in its place has another id."""
+        """The table's id, made with the table. A table put in its place has another id."""
 
     @property
     def version(self) -> int:
@@ -189,26 +187,26 @@ class Table(Protocol):
 
     @property
     def history_s(self) -> float:
-        """Seconds for which entries of the table's Delta log stay."""
+        """Seconds for which entries of the table's Delta log are kept."""
 
     def refresh(self) -> int:
-        """Move to the newest version and return it. It raises ForeignChangeError when another writer has changed the
-        table, unless that is one of :data:`READ_ALL_THE_SAME`."""
+        """Move to the newest version and return it. Raise ForeignChangeError when another writer has changed the table,
+        unless it is one of :data:`READ_ALL_THE_SAME`."""
 
     def actions(self) -> pa.Table:
-        """Return the live files: ``path, modification_time`` (ms), ``num_records, size_bytes``; and ``min.<column>,
+        """Return the live files: ``path, modification_time`` (ms), ``num_records, size_bytes``, and ``min.<column>,
         max.<column>`` of the table's columns in :data:`BOUNDS`."""
 
     def removed_since(self, age_s: float | None = None) -> set[str]:
         """Return the paths of files that commits removed from the table, as far as its Delta log knows; with ``age_s``
-        only those removed within so many seconds, and perhaps some that were removed up to an hour earlier."""
+        only those removed within that many seconds, and perhaps some removed up to an hour earlier."""
 
     def transaction_version(self, app_id: str) -> int | None:
-        """Return the newest batch id that a commit with ``Change.transactions`` named for this application."""
+        """Return the newest batch id that a commit noted for this application in ``Change.transactions``."""
 
     def changed_by_others(self, since: int) -> Changed | None:
-        """Return what the commits after version ``since`` changed, all of which are other writers'; None when the table
-        is as it was at that version. It raises ForeignChangeError when nobody can tell any more."""
+        """Return what the commits after version ``since``, all by other writers, changed; None when the table is as it
+        was at that version. Raise ForeignChangeError when this cannot be found out any more."""
 
     def write(
         self,
@@ -220,7 +218,7 @@ class Table(Protocol):
         """Write a data file. It belongs to the table once a commit adds it."""
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
-        """Return those of the data files that are gone or have another size."""
+        """Return the data files that are gone or have another size."""
 
     def read(
         self, paths: Sequence[str], columns: Sequence[str] | None = None, where: pc.Expression | None = None
@@ -235,7 +233,8 @@ class Table(Protocol):
     def compare_and_set(
         self, propose: Callable[[int], Change | None], landed: Callable[[Change], bool]
     ) -> Change | None:
-        """Commit what ``propose`` returns at the next version, and ask it anew when another writer takes it."""
+        """Commit what ``propose`` returns at the next version, and ask it again when another writer takes that
+        version."""
 
 
 def compare_and_set(
@@ -260,15 +259,15 @@ def compare_and_set(
     Parameters
     ----------
     propose : callable
-        Takes the next version, with the table refreshed. Returns what to commit, or None when there is nothing (left)
-        to do. When it raises, the loop ends and writes nothing more.
+        Takes the next version, after a refresh. Returns what to commit, or None when there is nothing (left) to do.
+        When it raises, the loop ends and writes nothing more.
     landed : callable
-        Takes a change, with the table refreshed. Returns True when the change's rows are in the table.
+        Takes a change, after a refresh. Returns True when the change's rows are in the table.
     try_commit : callable
-        Returns True when the commit was acknowledged, and False when another writer had the version or nobody knows.
+        Returns True when the commit was acknowledged, and False when another writer took the version or nobody knows.
         An exception leaves open whether the commit was made.
     turns : Turns
-        Of the processes of this machine that write to the table.
+        Turns of this machine's processes that write to the table.
 
     Raises
     ------
@@ -281,7 +280,7 @@ def compare_and_set(
     LostCommitError
         When a commit was acknowledged but the table does not hold its rows: it went below the newest version.
     LostStagedFileError
-        When a file is gone before the commit.
+        When a file of the change is gone before the commit.
     LostFileError
         When such a file is gone after the commit.
     """
@@ -302,7 +301,7 @@ def compare_and_set(
                 return change
             if table.name in READ_ALL_THE_SAME:
                 require_own(table)
-            change, version = _proposed(table, propose)
+            change, version = _proposal(table, propose)
             if change is None:
                 return None
             staged.require(change)
@@ -343,9 +342,9 @@ def compare_and_set(
     raise CommitError(f"a commit to table {table.name} lost {COMMIT_TRIES_MAX} races in a row: too many writers")
 
 
-def _proposed(table: Table, propose: Callable[[int], Change | None]) -> tuple[Change | None, int]:
-    """What a caller proposes, and for which version. Damage that it finds must still be there in the newest state: what
-    it looked at may have been replaced, and then deleted, while this process was stopped."""
+def _proposal(table: Table, propose: Callable[[int], Change | None]) -> tuple[Change | None, int]:
+    """What a caller proposes, and for which version. Damage that it reports must still be there in the newest state:
+    upkeep may have replaced and deleted the files that it read, while this process was stopped."""
     version = table.version + 1
     try:
         return propose(version), version
@@ -359,8 +358,8 @@ def _proposed(table: Table, propose: Callable[[int], Change | None]) -> tuple[Ch
 
 
 class _Staged:
-    """The files that a compare-and-set adds. Until the commit nothing names them, so somebody's VACUUM may remove one
-    that waits for long."""
+    """The files that a compare-and-set adds. Nothing names them before the commit, so somebody's VACUUM may remove a
+    file that waits for long."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -377,9 +376,9 @@ class _Staged:
 
     def require_kept(self, change: Change) -> None:
         """After the commit: raise LostFileError for a file that was removed between the last look and the commit. The
-        files that the commit replaced may be gone by now, so those that it added are the only copy."""
+        files that the commit replaced may be gone by now, so the added files are the only copy."""
         lost = self._live(self._gone(change.add))
-        if lost:  # or upkeep has replaced them since, and then deleted them
+        if lost:  # unless upkeep has replaced and deleted them since
             self._table.refresh()
             lost = self._live(lost)
         if lost:
@@ -389,12 +388,12 @@ class _Staged:
             )
 
     def _live(self, files: Sequence[DataFile]) -> list[DataFile]:
-        """Those that the table names."""
+        """The files that the table names."""
         live = set(self._table.actions()["path"].to_pylist()) if files else set[str]()
         return [file for file in files if file.path in live]
 
     def _gone(self, files: Sequence[DataFile]) -> list[DataFile]:
-        """Those that are gone, of the files that nobody has looked at for long."""
+        """The files that are gone, among those that nobody has looked at for long."""
         now_s = self._table.machine.monotonic()
         seen_s = {f.path: self._seen_s.get(f.path, f.written_s) for f in files}
         doubtful = [f for f in files if (at := seen_s[f.path]) is None or now_s - at > STAGED_UNSEEN_S]
@@ -404,13 +403,13 @@ class _Staged:
 
 
 def has_held(table: Table, file: DataFile) -> bool:
-    """Return True when a commit has added the file: it is in the table, or was there until it was replaced."""
+    """Return True when a commit has added the file: the table holds it, or held it until it was replaced."""
     return file.path in table.actions()["path"].to_pylist() or file.path in table.removed_since()
 
 
 def foreign_change(table: Table) -> str | None:
-    """Return a sentence when another writer's commits have left the table other than it was: what they did, whose they
-    are, and how to undo it. None when the newest commit is ours, or all that followed it is undone."""
+    """Return a sentence when other writers' commits have changed the table: what they did, whose they are, and how to
+    undo it. None when the newest commit is ours, or all later ones are undone."""
     with table.lock:
         own, version = table.transaction_version(OWN) or 0, table.version
         if own == version:
@@ -421,29 +420,29 @@ def foreign_change(table: Table) -> str | None:
             return str(problem)
     if changed is None:
         return None
-    stands = "Nothing is drained, merged or deleted"
+    consequence = "Nothing is drained, merged or deleted"
     if table.name not in READ_ALL_THE_SAME:
-        stands = "Nobody goes on with it"
-    how = f"put version {own} back with the package deltalake: DeltaTable('<log>/{table.name}').restore({own}, "
-    how += "protocol_downgrade_allowed=True)"
+        consequence = "Nobody goes on with it"
+    remedy = f"put version {own} back with the package deltalake: DeltaTable('<log>/{table.name}').restore({own}, "
+    remedy += "protocol_downgrade_allowed=True)"
     if changed.features:  # delta-rs refuses the RESTORE, too
-        how = f"take that back {dropping(changed.features)}"
+        remedy = f"take that back {dropping(changed.features)}"
     elif not changed.restorable:
-        how = f'cut its Delta log back to version {own} (docs/maintenance.md, "When another writer changed a table")'
+        remedy = f'cut its Delta log back to version {own} (docs/maintenance.md, "When another writer changed a table")'
     return (
-        f"table {table.name} is not what rmq_spark left in version {own}: another writer {changed.said}. {stands} "
-        f"until that is undone, so nothing is lost. Keep that writer away, and {how}"
+        f"table {table.name} is not what rmq_spark left in version {own}: another writer {changed.said}. {consequence} "
+        f"until that is undone, so nothing is lost. Keep that writer away, and {remedy}"
     )
 
 
 def require_own(table: Table) -> None:
-    """Raise ForeignChangeError when another writer's commits have left the table other than it was."""
-    if said := foreign_change(table):
-        raise ForeignChangeError(said)
+    """Raise ForeignChangeError when other writers' commits have changed the table."""
+    if sentence := foreign_change(table):
+        raise ForeignChangeError(sentence)
 
 
 def take_out(table: Table, paths: Sequence[str], removed_earlier_s: float = 0.0) -> None:
-    """Take files out of a table, those that are still in it: another process may take out the same ones.
+    """Remove those of the files that are still in the table: another process may remove the same ones.
 
     The commit says that no data changes. Delta refuses any other removal from an append-only table.
     """
@@ -452,14 +451,14 @@ def take_out(table: Table, paths: Sequence[str], removed_earlier_s: float = 0.0)
         return set(table.actions()["path"].to_pylist())
 
     def propose(version: int) -> Change | None:
-        still = sorted(live().intersection(paths))
-        return Change(remove=still, data_change=False, removed_earlier_s=removed_earlier_s) if still else None
+        remaining = sorted(live().intersection(paths))
+        return Change(remove=remaining, data_change=False, removed_earlier_s=removed_earlier_s) if remaining else None
 
     table.compare_and_set(propose, lambda change: live().isdisjoint(change.remove))
 
 
 def actions_schema(table: str) -> pa.Schema:
-    """Return the columns of :meth:`Table.actions` for a table of this name."""
+    """Return the schema of :meth:`Table.actions` for a table of this name."""
     numbers = ("modification_time", "num_records", "size_bytes")
     fields = [("path", pa.string()), *((name, pa.int64()) for name in numbers)]
     bounds = BOUNDS.get(table, {}).items()
@@ -467,19 +466,19 @@ def actions_schema(table: str) -> pa.Schema:
 
 
 def bounds_of(table: str, stats: str) -> dict[str, Any]:
-    """Return what :meth:`Table.actions` says of a file with these statistics (JSON, as a Delta log has them)."""
-    said, kinds = json.loads(stats), BOUNDS.get(table, {})
-    found: dict[str, Any] = {}
+    """Return the bounds in :meth:`Table.actions` of a file with these statistics (JSON, as in a Delta log)."""
+    statistics, types = json.loads(stats), BOUNDS.get(table, {})
+    bounds: dict[str, Any] = {}
     for side in ("min", "max"):
-        for name, value in said[f"{side}Values"].items():
-            is_time = name in kinds and pa.types.is_timestamp(kinds[name])
-            found[f"{side}.{name}"] = datetime.fromisoformat(value.replace("Z", "+00:00")) if is_time else value
-    return found
+        for name, value in statistics[f"{side}Values"].items():
+            is_time = name in types and pa.types.is_timestamp(types[name])
+            bounds[f"{side}.{name}"] = datetime.fromisoformat(value.replace("Z", "+00:00")) if is_time else value
+    return bounds
 
 
 _engine_process: tuple[int, int] | None = None
-"""The process in which delta-rs was used first, as :func:`forks` counts it, and its id. Its threads do not come along
-into a fork."""
+"""The process in which delta-rs was used first: its number of :func:`forks`, and its id. The engine's threads do not
+survive a fork."""
 
 
 def _require_store(uri: str, storage_options: dict[str, str] | None) -> None:
@@ -497,7 +496,7 @@ def _require_store(uri: str, storage_options: dict[str, str] | None) -> None:
 
 
 def require_no_fork() -> None:
-    """Raise OptionError in a fork of a process that has used delta-rs: its calls end in a panic there, or hang."""
+    """Raise OptionError in a fork of a process that has used delta-rs: its calls would panic there, or hang."""
     global _engine_process
     if _engine_process is None:
         require_address_space()  # it may have been limited since this module was imported
@@ -533,15 +532,15 @@ class DeltaLogTable:
         self.clock: Clock = StoreClock(self.fs, self.folder, machine)
         self._turns = Turns(Path(self.folder) if isinstance(self.fs, pafs.LocalFileSystem) else None, machine)
         self._actions: tuple[int, pa.Table] | None = None
-        self._changed: tuple[int, int, Changed | None] | None = None  # after one version, up to another: what
-        self._own_seen = -1  # a version in which the table is known to be as rmq_spark left it
+        self._changed: tuple[int, int, Changed | None] | None = None  # since a version, until another: what
+        self._own_seen = -1  # a version that is known to be free of foreign changes
         self._id: str | None = None
         self._seen = -1  # the newest version that this handle knows of
-        self._newest: tuple[int, object] | None = None  # a version, and what `_entry` says of it
+        self._newest: tuple[int, object] | None = None  # a version, and the stamp of its entry
         self._newest_sum: int | None = None  # the checksum of that entry, on a local disk
         self._refreshed_s = -math.inf  # when delta-rs last looked for new entries
         # half has at least one file for each transaction and opens slowly. So it opens in the background while op is
-        # read, and whoever reads op alone never waits for it.
+        # read, and readers of op alone never wait for it.
         self._opening: Future[DeltaTable] | None = self._open_in_background()
 
     @staticmethod
@@ -552,13 +551,13 @@ class DeltaLogTable:
         storage_options: Mapping[str, str] | None,
         configuration: Mapping[str, str],
     ) -> None:
-        """Make the empty table. A table that is there already is left as it is."""
+        """Make the empty table. An existing table is left as it is."""
         require_no_fork()
         settings: dict[str, str | None] = {
             "delta.appendOnly": "true",
             "delta.checkpointInterval": str(CHECKPOINT_INTERVAL),
-            # Only our commits clean up. Another writer's clean-up could remove our last version: the table is compared
-            # with it, and a RESTORE puts it back.
+            # Only our commits clean up. Another writer's clean-up could remove our last version, with which the table
+            # is compared, and which a RESTORE puts back.
             "delta.enableExpiredLogCleanup": "false",
             **WITHOUT_FEATURES,
             **configuration,
@@ -594,7 +593,7 @@ class DeltaLogTable:
         require_no_fork()
         options = dict(storage_options or {}) or None
         try:
-            found = bool(DeltaTable.is_deltatable(uri, options))
+            is_table = bool(DeltaTable.is_deltatable(uri, options))
         except BaseException as problem:
             if not is_panic(problem):
                 raise
@@ -603,9 +602,9 @@ class DeltaLogTable:
                 f"{redacted(uri)} cannot be read: delta-rs cannot work with these storage options (an endpoint is a "
                 f"URL such as https://host:9000 or http://host): {plainly(str(problem), options)}"
             ) from None
-        if not found and is_uri(uri):
+        if not is_table and is_uri(uri):
             _require_store(uri, options)
-        return found
+        return is_table
 
     @property
     def _table(self) -> DeltaTable:
@@ -614,7 +613,7 @@ class DeltaLogTable:
     def wait_until_open(self) -> DeltaTable:
         """Wait until the table is open, and return it. The first use of the table does the same.
 
-        A table that cannot be opened raises its error here. The next use tries to open it again.
+        A table that cannot be opened raises its error here. The next use tries again.
         """
         require_no_fork()
         opening = self._opening
@@ -630,7 +629,7 @@ class DeltaLogTable:
             raise
 
     def _lose(self) -> None:
-        """Forget the table and all that was read from it. The next use opens it again."""
+        """Forget the table and everything read from it. The next use opens it again."""
         self._opening = None
         self._own_seen = -1
         self._actions = self._changed = None
@@ -641,42 +640,42 @@ class DeltaLogTable:
     def _open(self) -> DeltaTable:
         require_no_fork()
         try:
-            table = self._loaded()
+            table = self._load()
         except TableNotFoundError as problem:
-            said = f"no Delta table {self.name!r} at {self._uri}: is it a commit log?"
-            raise NotACommitLogError(said) from cause_of(problem)
+            text = f"no Delta table {self.name!r} at {self._uri}: is it a commit log?"
+            raise NotACommitLogError(text) from cause_of(problem)
         except BaseException as problem:  # a panic of delta-rs is no Exception
             if not isinstance(problem, DeltaError) and not is_panic(problem):
                 raise
             require_resources(problem, self._uri)
-            said = plainly(str(problem), self._storage_options)
+            text = plainly(str(problem), self._storage_options)
             if self._id is None:
                 raise NotACommitLogError(
-                    f"the Delta table {self.name!r} at {self._uri} cannot be opened: {said}"
+                    f"the Delta table {self.name!r} at {self._uri} cannot be opened: {text}"
                 ) from cause_of(problem)
             self._require_entries(-1, None)
             raise self._unreadable(problem) from cause_of(problem)
         with asking(self._uri, self._storage_options):
             self._require_entries(-1, int(table.version()))
-        have = set(pa.schema(table.schema().to_arrow()).names)
-        missing = [n for n in self.schema.names if n not in have]
+        present = set(pa.schema(table.schema().to_arrow()).names)
+        missing = [n for n in self.schema.names if n not in present]
         if missing:
             raise LogFormatError(
                 f"table {self.name} has no column {missing[0]!r}: it was changed by hand, or is no log"
             )
         self._require_same(table)
-        self._note_newest(int(table.version()), self._entry(int(table.version())))
+        self._note_newest(int(table.version()), self._entry_stamp(int(table.version())))
         return table
 
     def _unreadable(self, problem: BaseException) -> CorruptLogError:
         require_resources(problem, self._uri)
-        said = plainly(str(problem), self._storage_options)
-        return CorruptLogError(f"the Delta log of table {self.name} cannot be read any more: {said}")
+        answer = plainly(str(problem), self._storage_options)
+        return CorruptLogError(f"the Delta log of table {self.name} cannot be read any more: {answer}")
 
-    def _asked(self, question: Callable[[DeltaTable], Answer]) -> Answer:
-        """What delta-rs answers of the table. It reads some parts of the Delta log only now, and upkeep may have
-        removed them while this process was stopped. So the table is opened anew, and asked again, before anyone speaks
-        of damage. The caller holds the lock; the table may be at a newer version afterwards."""
+    def _query(self, question: Callable[[DeltaTable], Answer]) -> Answer:
+        """What delta-rs answers about the table. It reads some parts of the Delta log only now, and upkeep may have
+        removed them while this process was stopped. So the table is opened anew, and asked again, before damage is
+        reported. The caller holds the lock; the table may be at a newer version afterwards."""
         try:
             return question(self._table)
         except BaseException as problem:  # a panic of delta-rs is no Exception
@@ -690,16 +689,16 @@ class DeltaLogTable:
                 raise
             raise self._unreadable(problem) from cause_of(problem)
 
-    def _loaded(self) -> DeltaTable:
-        """Read the Delta log. Upkeep removes old entries of it, and may do so after this process listed them and before
-        it read them, when the process was paused in between. Then it lists them again."""
+    def _load(self) -> DeltaTable:
+        """Read the Delta log. Upkeep may remove old entries between the listing and the reads, when this process was
+        paused in between. Then the log is listed again."""
         for lists in range(LISTS_MAX):
             try:
                 with asking(self._uri, self._storage_options):
                     return DeltaTable(self._uri, storage_options=self._storage_options or None)
             except DeltaError as problem:
-                gone = not isinstance(problem, TableNotFoundError) and "not found" in str(problem).lower()
-                if not gone or lists == LISTS_MAX - 1:
+                is_entry_gone = not isinstance(problem, TableNotFoundError) and "not found" in str(problem).lower()
+                if not is_entry_gone or lists == LISTS_MAX - 1:
                     raise
         raise AssertionError
 
@@ -718,7 +717,7 @@ class DeltaLogTable:
                 "entries of its Delta log were removed, or an older copy put in its place. Restore it from a copy"
             )
         version, entry = self._newest or (0, None)
-        now = self._entry(version)
+        now = self._entry_stamp(version)
         if None not in (entry, now, self._newest_sum) and entry != now and self._checksum(version) != self._newest_sum:
             raise CorruptLogError(
                 f"version {version} of table {self.name} is another one than this process has seen: an older copy was "
@@ -729,7 +728,7 @@ class DeltaLogTable:
         self._newest, self._newest_sum = (version, entry), self._checksum(version)
 
     def _checksum(self, version: int) -> int | None:
-        """Return a checksum of an entry of the Delta log on a local disk; None for others, and one that is gone."""
+        """Return a checksum of an entry of a local Delta log; None on other stores, and for an entry that is gone."""
         if not isinstance(self.fs, pafs.LocalFileSystem):
             return None
         try:
@@ -748,8 +747,8 @@ class DeltaLogTable:
 
     @property
     def history_s(self) -> float:
-        said = re.fullmatch(r"interval (\d+) seconds", self.configuration.get("delta.logRetentionDuration", ""))
-        return float(said[1]) if said else 0.0
+        match = re.fullmatch(r"interval (\d+) seconds", self.configuration.get("delta.logRetentionDuration", ""))
+        return float(match[1]) if match else 0.0
 
     @property
     def configuration(self) -> dict[str, str]:
@@ -758,41 +757,41 @@ class DeltaLogTable:
 
     def refresh(self) -> int:
         with self.lock:
-            version = self._moved()
+            version = self._move_to_newest()
             if self.name not in READ_ALL_THE_SAME and self._own_seen != version:
                 require_own(self)
                 self._own_seen = version
         reach("table seen", table=self.name)
         return version
 
-    def _moved(self) -> int:
+    def _move_to_newest(self) -> int:
         with self.lock:
             table = self._table
             before = self._seen = int(table.version())
             if self._is_newest(before):
                 return before
             self._id = self._id or str(table.metadata().id)
-            whole = False
+            is_continuous = False
             try:
                 with asking(self._uri, self._storage_options):
                     table.update_incremental()
                     self._require_entries(before, int(table.version()))
-                    # delta-rs does not notice a lost log or a new one. Where no entry is left it sees no new entries,
-                    # and it takes the entries of a log that was made anew for those that follow.
-                    whole = self._goes_on(before, int(table.version()))
+                    # delta-rs notices neither a lost log nor a recreated one. Where no entry is left it sees no new
+                    # entries, and it takes the entries of a recreated log for the next ones.
+                    is_continuous = self._goes_on(before, int(table.version()))
             except BaseException as problem:  # a panic of delta-rs is no Exception
-                # The entries after ours were cleaned up, and the table has to be opened anew from a checkpoint. Or one
-                # of them is damaged, and opening says so.
+                # The entries after ours were cleaned up, so the table must be opened anew from a checkpoint. Or one of
+                # them is damaged, which opening reports.
                 if not isinstance(problem, (DeltaError, CorruptLogError)) and not is_panic(problem):
                     raise
             finally:
-                if not whole:
+                if not is_continuous:
                     self._lose()
             return self.version
 
     def _is_newest(self, version: int) -> bool:
-        """Return True when no entry follows this version, and its own is still there: two looks at a local disk, where
-        delta-rs takes fifty times as long. (Entries are cleaned up from the oldest on, so none above it is gone.)"""
+        """Return True when no entry follows this version, and its own is still there. Two looks at a local disk are
+        much faster than delta-rs. (Clean-up removes the oldest entries first, so no later entry is gone.)"""
         now_s = self.machine.monotonic()
         if now_s - self._refreshed_s > REFRESHED_S_MAX or not isinstance(self.fs, pafs.LocalFileSystem):
             self._refreshed_s = now_s
@@ -800,24 +799,24 @@ class DeltaLogTable:
         known = self._newest
         if known is None or known[0] != version or known[1] is None or self._id is None:
             return False
-        return self._entry(version + 1) is None and self._entry(version) == known[1]
+        return self._entry_stamp(version + 1) is None and self._entry_stamp(version) == known[1]
 
     def _goes_on(self, before: int, version: int) -> bool:
-        """Return True when the entry ``before`` is still the same, or was cleaned up and newer entries follow it."""
-        entry = self._entry(before)
+        """Return True when the entry ``before`` is unchanged, or was cleaned up and newer entries follow it."""
+        entry = self._entry_stamp(before)
         if entry is None:
             return version > before
         known = self._newest
         if known is not None and known[0] == before and known[1] not in (None, entry):
             return False
         if known is None or known != (version, entry):
-            self._note_newest(version, self._entry(version) if version > before else entry)
+            self._note_newest(version, self._entry_stamp(version) if version > before else entry)
         return True
 
-    def _entry(self, version: int) -> object:
+    def _entry_stamp(self, version: int) -> object:
         """Return what tells an entry of the Delta log from another of that version; None when it is not there."""
         path = f"{self.folder}/_delta_log/{version:020d}.json"
-        if isinstance(self.fs, pafs.S3FileSystem):  # its times are whole seconds: the ETag tells entries apart
+        if isinstance(self.fs, pafs.S3FileSystem):  # S3's times are whole seconds: the ETag tells entries apart
             try:
                 with self.fs.open_input_stream(path) as stream:  # costs one HEAD request
                     return stream.metadata()
@@ -834,7 +833,7 @@ class DeltaLogTable:
 
     def actions(self) -> pa.Table:
         known = self._actions
-        if known is not None and known[0] == self.version:  # nobody need wait for a commit that is under way
+        if known is not None and known[0] == self.version:  # no reader need wait for a commit under way
             return known[1]
         with self.lock:
             if self._actions is None or self._actions[0] != self.version:
@@ -842,9 +841,9 @@ class DeltaLogTable:
             return self._actions[1]
 
     def _read_actions(self) -> tuple[int, pa.Table]:
-        version, live = self._asked(lambda t: (int(t.version()), pa.table(t.get_add_actions(flatten=True))))
+        version, live = self._query(lambda t: (int(t.version()), pa.table(t.get_add_actions(flatten=True))))
         schema = actions_schema(self.name)
-        # A column without a single value in any file has no statistics at all.
+        # A column that is null in all files has no statistics.
         columns = {
             f.name: pc.cast(live[f.name], f.type) if f.name in live.column_names else pa.nulls(live.num_rows, f.type)
             for f in schema
@@ -855,7 +854,7 @@ class DeltaLogTable:
 
     def removed_since(self, age_s: float | None = None) -> set[str]:
         def removed_before(hours: int) -> set[str]:
-            listed = self._asked(
+            listed = self._query(
                 lambda t: t.vacuum(retention_hours=hours, dry_run=True, enforce_retention_duration=False)
             )
             return {unquote(p) for p in listed}
@@ -866,7 +865,7 @@ class DeltaLogTable:
 
     def transaction_version(self, app_id: str) -> int | None:
         with self.lock:
-            return self._asked(lambda t: t.transaction_version(app_id))
+            return self._query(lambda t: t.transaction_version(app_id))
 
     def changed_by_others(self, since: int) -> Changed | None:
         with self.lock:
@@ -889,11 +888,11 @@ class DeltaLogTable:
             ) from cause_of(problem)
 
     def _entries(self, since: int, until: int) -> list[Entry]:
-        found: list[Entry] = []
+        entries: list[Entry] = []
         for version in range(since + 1, until + 1):
             with self.fs.open_input_stream(f"{self.folder}/_delta_log/{version:020d}.json") as stream:
-                found.append(Entry.of(version, stream.readall()))
-        return found
+                entries.append(Entry.of(version, stream.readall()))
+        return entries
 
     def write(
         self,
@@ -914,7 +913,7 @@ class DeltaLogTable:
         with asking(self._uri, self._storage_options):
             if len(paths) == 1 or isinstance(self.fs, pafs.LocalFileSystem):
                 infos = self.fs.get_file_info(paths)
-            else:  # pyarrow would ask for one after the other
+            else:  # pyarrow would look them up one after the other
                 with ThreadPoolExecutor(min(LOOKS_AT_ONCE, len(paths)), "txmq-look") as pool:
                     looks = [submitted(pool, self.fs.get_file_info, path) for path in paths]
                     infos = [look.result() for look in looks]
@@ -927,21 +926,23 @@ class DeltaLogTable:
         if not paths:
             return pa.schema([self.schema.field(n) for n in names]).empty_table()
         reach("files read", table=self.name, paths=paths)
-        full = [f"{self.folder}/{require_path(p, self.name)}" for p in paths]
-        said = self._rows_said(paths)
-        if where is None and self._are_small(said, paths):
-            return pa.concat_tables([self._read_small(path, names, said) for path in paths])
+        full_paths = [f"{self.folder}/{require_path(p, self.name)}" for p in paths]
+        row_counts = self._row_counts(paths)
+        if where is None and self._are_small(row_counts, paths):
+            return pa.concat_tables([self._read_small(path, names, row_counts) for path in paths])
         try:
-            dataset = pads.dataset(full, schema=self.schema, format=PARQUET_WITH_CHECKSUMS, filesystem=self.fs)
-            self._require_files(dataset, said)
+            dataset = pads.dataset(full_paths, schema=self.schema, format=PARQUET_WITH_CHECKSUMS, filesystem=self.fs)
+            self._require_files(dataset, row_counts)
             return dataset.to_table(columns=names, filter=where)
         except (OSError, pa.ArrowException, ValueError) as problem:
             require_resources(problem, f"table {self.name}")
-            for path, file in zip(paths, full, strict=True):  # find the file that fails
+            for path, file in zip(paths, full_paths, strict=True):  # find the file that fails
                 with reading(path, self.name):
-                    one = pads.dataset([file], schema=self.schema, format=PARQUET_WITH_CHECKSUMS, filesystem=self.fs)
-                    self._require_files(one, said)
-                    one.to_table(columns=names, filter=where)
+                    file_dataset = pads.dataset(
+                        [file], schema=self.schema, format=PARQUET_WITH_CHECKSUMS, filesystem=self.fs
+                    )
+                    self._require_files(file_dataset, row_counts)
+                    file_dataset.to_table(columns=names, filter=where)
             raise
 
     def read_range(
@@ -949,40 +950,42 @@ class DeltaLogTable:
     ) -> Iterator[tuple[int, pa.Table]]:
         return read_range(self.fs, self.folder, wanted, columns, where)
 
-    def _are_small(self, said: Mapping[str, int | None], paths: Sequence[str]) -> bool:
-        """Return True for files that are read one after the other sooner than by the threads of a dataset."""
-        at_once = len(paths) == 1 or isinstance(self.fs, pafs.LocalFileSystem)
-        return at_once and all((said.get(path) or THREADS_ROWS_MIN + 1) <= THREADS_ROWS_MIN for path in paths)
+    def _are_small(self, row_counts: Mapping[str, int | None], paths: Sequence[str]) -> bool:
+        """Return True for files that are read faster one after the other than by the threads of a dataset."""
+        has_no_latency = len(paths) == 1 or isinstance(self.fs, pafs.LocalFileSystem)
+        return has_no_latency and all(
+            (row_counts.get(path) or THREADS_ROWS_MIN + 1) <= THREADS_ROWS_MIN for path in paths
+        )
 
-    def _read_small(self, path: str, names: Sequence[str], said: Mapping[str, int | None]) -> pa.Table:
+    def _read_small(self, path: str, names: Sequence[str], row_counts: Mapping[str, int | None]) -> pa.Table:
         fields = [self.schema.field(name) for name in names]
         with reading(path, self.name), self.fs.open_input_file(f"{self.folder}/{path}") as source:
             file = pq.ParquetFile(source, page_checksum_verification=True)
-            self._require_file(path, file.schema_arrow, file.metadata, said)
-            found = file.read(names, use_threads=False)
+            self._require_file(path, file.schema_arrow, file.metadata, row_counts)
+            table = file.read(names, use_threads=False)
             columns = [
                 column if column.type == field_.type else pc.cast(column, field_.type)
-                for column, field_ in zip((found[name] for name in names), fields, strict=True)
+                for column, field_ in zip((table[name] for name in names), fields, strict=True)
             ]
         return pa.table(columns, schema=pa.schema(fields))
 
-    def _rows_said(self, paths: Sequence[str]) -> dict[str, int | None]:
-        """How many rows some files have, as the Delta log says."""
+    def _row_counts(self, paths: Sequence[str]) -> dict[str, int | None]:
+        """Row counts of some files, by path, from the Delta log."""
         actions = self.actions()
         named = actions.filter(pc.is_in(actions["path"], value_set=pa.array(paths, pa.string())))
         return dict(zip(named["path"].to_pylist(), named["num_records"].to_pylist(), strict=True))
 
-    def _require_files(self, dataset: pads.Dataset, said: Mapping[str, int | None]) -> None:
+    def _require_files(self, dataset: pads.Dataset, row_counts: Mapping[str, int | None]) -> None:
         """Raise CorruptLogError for files that differ from their seal or from what the Delta log says of them."""
         for fragment in dataset.get_fragments():
             path = fragment.path.removeprefix(f"{self.folder}/")
-            self._require_file(path, fragment.physical_schema, fragment.metadata, said)
+            self._require_file(path, fragment.physical_schema, fragment.metadata, row_counts)
 
     def _require_file(
-        self, path: str, schema: pa.Schema, footer: pq.FileMetaData, said: Mapping[str, int | None]
+        self, path: str, schema: pa.Schema, footer: pq.FileMetaData, row_counts: Mapping[str, int | None]
     ) -> None:
         require_seal(schema, path, self.name, self.schema.names)
-        require_count(footer.num_rows, said.get(path), path, self.name)
+        require_count(footer.num_rows, row_counts.get(path), path, self.name)
         require_row_groups(footer, path, self.name)
 
     def compare_and_set(
@@ -1031,9 +1034,9 @@ def _snapshot(table: DeltaTable) -> Snapshot:
     live = pa.table(table.get_add_actions(flatten=True))
     metadata, protocol = table.metadata(), table.protocol()
     return Snapshot(
-        # When a file was added, or added again, is no part of what it holds; neither are columns that came later.
+        # Neither the time of a file's last add nor columns that came later are part of what it holds.
         {
-            file.pop("path"): {name: said for name, said in file.items() if said is not None}
+            file.pop("path"): {name: value for name, value in file.items() if value is not None}
             for file in live.drop_columns(["modification_time"]).to_pylist()
         },
         f"{table.schema().to_json()} {metadata.partition_columns}",
@@ -1044,7 +1047,7 @@ def _snapshot(table: DeltaTable) -> Snapshot:
 
 
 _FIRST_ENTRY = "_delta_log/00000000000000000000.json"
-"""The one file of a table that is empty."""
+"""The only file of an empty table."""
 
 
 def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | None:
@@ -1054,7 +1057,7 @@ def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | N
     -------
     bool or None
         True when it was created. False when the store refused the put of its first entry, because another writer's
-        entry is there. None when delta-rs saw another writer's table first, and did not try the put.
+        entry is there. None when delta-rs saw another writer's table first, and skipped the put.
     """
     require_no_fork()
     options = dict(storage_options or {}) or None
@@ -1073,8 +1076,8 @@ def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | N
             return None
         if is_denied(problem):
             raise denied(redacted(uri)) from None
-        said = plainly(str(problem), storage_options)
-        raise NotACommitLogError(f"a table cannot be created at {redacted(uri)}: {said}") from cause_of(problem)
+        answer = plainly(str(problem), storage_options)
+        raise NotACommitLogError(f"a table cannot be created at {redacted(uri)}: {answer}") from cause_of(problem)
     return True
 
 
@@ -1085,6 +1088,6 @@ def remove_table(uri: str, storage_options: Mapping[str, str] | None) -> None:
         if Path(folder).is_dir():
             fs.delete_dir(folder)
     else:
-        # By its name: a store that answers with old lists would not list it. And pyarrow would put empty objects in the
-        # place of folders.
+        # By its name, since a store with stale lists would not list it. pyarrow would put empty objects in the place
+        # of folders.
         DeltaStorageHandler(uri, dict(storage_options or {}) or None).delete_file(_FIRST_ENTRY)

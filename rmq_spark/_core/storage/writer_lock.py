@@ -1,10 +1,9 @@
-"""Turns: processes of a machine that write to a table all the time commit one after the other.
+"""Turns: processes of one machine that write to a table all the time commit one after the other.
 
-Each commit is made against the newest version, and whoever loses the race begins anew. Of four processes that only race
-one may win most of the time: of four with 16 threads each, one sent 134 messages a second, and another one 8. So who
-has lost a race takes turns for a while.
+Each commit is made against the newest version, and the loser of a race begins again. Of several processes that only
+race, one may win most of the time. So a process that has lost a race takes turns for a while.
 
-A turn is a courtesy: a commit is right without it. Nobody waits long for one, since who has it may be stopped.
+A turn is a courtesy: a commit is right without it. Nobody waits long for a turn, since its holder may be stopped.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 TAKES_TURNS_S = 10.0
-"""So long after a lost race."""
+"""Seconds for which a process takes turns after a lost race."""
 WAITS_S_MAX = 1.0
-"""For a turn. Who has waited in vain takes no turns for TAKES_TURNS_S."""
+"""Longest wait for a turn. A process that has waited in vain takes no turns for TAKES_TURNS_S."""
 LOOKS_S = 0.001
-"""A process that waits looks so often."""
+"""Seconds between two tries of a process that waits for a turn."""
 
 
 class Turns:
@@ -36,7 +35,7 @@ class Turns:
     Parameters
     ----------
     folder : Path or None
-        The table's, on a local disk; None where no turns can be taken.
+        The table's folder, on a local disk; None where no turns can be taken.
     machine : Machine
     """
 
@@ -47,45 +46,45 @@ class Turns:
         self._not_before_s = -math.inf
 
     def lost(self) -> None:
-        """A race was lost: take turns from now on."""
+        """Take turns from now on, after a lost race."""
         now_s = self._machine.monotonic()
         if now_s >= self._not_before_s:
             self._until_s = now_s + TAKES_TURNS_S
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Wait for a turn, if turns are taken, and have it."""
-        held = self._take()
+        """Wait for a turn and hold it, while turns are taken."""
+        lock_file = self._take()
         try:
             yield
         finally:
-            if held is not None:
-                fcntl.flock(held, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open, too
-                held.close()
+            if lock_file is not None:
+                fcntl.flock(lock_file, fcntl.LOCK_UN)  # a process forked meanwhile has the file open, too
+                lock_file.close()
 
     def _take(self) -> IO[bytes] | None:
-        began_s = self._machine.monotonic()
-        if self._file is None or began_s >= self._until_s:
+        started_s = self._machine.monotonic()
+        if self._file is None or started_s >= self._until_s:
             return None
         try:
-            held = self._file.open("ab")
-        except OSError:  # who may not write here hears of it from the commit
+            lock_file = self._file.open("ab")
+        except OSError:  # the commit reports a missing permission
             return None
         while True:
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if self._machine.monotonic() >= began_s + WAITS_S_MAX:
-                    held.close()
+                if self._machine.monotonic() >= started_s + WAITS_S_MAX:
+                    lock_file.close()
                     self._until_s, self._not_before_s = -math.inf, self._machine.monotonic() + TAKES_TURNS_S
                     return None
                 self._machine.sleep(LOOKS_S)
             except OSError:  # a file system without locks
-                held.close()
+                lock_file.close()
                 self._file = None
                 return None
             else:
-                return held
+                return lock_file
 
 
 NO_TURNS = Turns(None, MACHINE)

@@ -1,6 +1,6 @@
-"""Messages that are older than their topic's retention expire: whole files leave the table ``messages``.
+"""Lets messages expire that are older than their topic's retention: whole files leave the table ``messages``.
 
-An ``expire`` row of ``op`` moves the queues' first offsets first. So a reader knows what is gone before it is.
+First an ``expire`` row of ``op`` moves the queues' first offsets. So readers know what is gone before it goes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Expirer:
     ----------
     log : Engine
     doubt_s : float
-        So much older than their retention must messages be: see :mod:`~rmq_spark._core.log.second_look`.
+        Messages expire this much later than their retention says: see :mod:`~rmq_spark._core.log.second_look`.
     """
 
     def __init__(self, log: Engine, doubt_s: float) -> None:
@@ -35,7 +35,7 @@ class Expirer:
         self._doubt_s = doubt_s
 
     def run(self, dry_run: bool = False) -> list[str]:
-        """Let all expire that may; returns the files that left the table ``messages``."""
+        """Let all messages expire that may; return the files that left the table ``messages``."""
         log = self._log
         with log.lock:
             kept_s = {name: t.retention_s for name, t in log.topic_store.all().items() if t.retention_s is not None}
@@ -50,22 +50,22 @@ class Expirer:
             return paths
 
     def _expired(self, topic: str, seconds: float) -> list[str]:
-        """The files of a topic of which all messages are too old, and that hold the first messages of their queues."""
+        """The files of a topic whose messages are all too old, and that hold the first messages of their queues."""
         actions = self._log.messages_table.actions()
         of_topic = pc.and_(pc.equal(actions["min.topic"], topic), pc.equal(actions["max.topic"], topic))
         files = actions.filter(pc.fill_null(of_topic, False))
         limit = self._log.machine.now() - timedelta(seconds=seconds + self._doubt_s)
         old = files.filter(pc.fill_null(pc.less(files["max.commit_timestamp"], limit), False))
         young = files.filter(pc.invert(pc.is_in(files["path"], value_set=old["path"].combine_chunks())))
-        # Files may overlap after a merge. One that holds anything behind what stays must stay, too, or a queue would
-        # have a hole. op places in the order of its versions.
+        # Files may overlap after a merge. A file that holds anything behind a kept message must stay, too, or a queue
+        # would have a hole. op places in the order of its versions.
         while young.num_rows:
             first_kept = pc.min(young["min.op_version"])
-            behind = pc.fill_null(pc.greater_equal(old["max.op_version"], first_kept), True)
-            if not pc.any(behind).as_py():
+            is_behind = pc.fill_null(pc.greater_equal(old["max.op_version"], first_kept), True)
+            if not pc.any(is_behind).as_py():
                 break
-            young = pa.concat_tables([young, old.filter(behind)])
-            old = old.filter(pc.invert(behind))
+            young = pa.concat_tables([young, old.filter(is_behind)])
+            old = old.filter(pc.invert(is_behind))
         return [str(path) for path in old["path"].to_pylist()]
 
     def _move_firsts(self, paths: Sequence[str]) -> None:

@@ -1,13 +1,13 @@
-"""Half batches that are settled and drained leave the table ``half``.
+"""Takes half batches that are settled and drained out of the table ``half``.
 
 ::
 
     settled ─▶ drained ─▶ a grace ─▶ archived in op ─▶ its files leave half ─▶ another grace ─▶ its op rows are pruned
-                                     from here on nobody                                       (``pruning``)
+                                     from here on nobody                                       (``prune``)
                                      decides on it again
 
-The ``archived`` row is written by compare-and-set, so nothing is said of a half batch between the look at it and the
-row. A process may die anywhere: the next one goes on with what is archived and still in ``half``.
+The ``archived`` row is written by compare-and-set, so ``op`` gets no row of a half batch between the look at it and
+this row. A process may die anywhere: the next one goes on with half batches that are archived and still in ``half``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
 
 AT_ONCE = 10_000
-"""Half batches that are looked at together."""
+"""Half batches that are examined together."""
 HEADER_ROWS_MAX = 1_000_000
-"""Half rows of which the header is read together."""
+"""Half rows whose headers are read together."""
 MORE_REASONS = "other reasons, which are not kept"
 FILES_REMOVED_MAX = 10_000
 """Half files that leave in one commit."""
@@ -45,21 +45,21 @@ LOOKED_AT = (
 )  # fmt: skip
 DECIDING = (Kind.COMMIT, Kind.ROLLBACK, Kind.QUARANTINE, Kind.REOPEN)
 NOT_SIMPLE = (Kind.QUARANTINE, Kind.REOPEN)
-"""Where one of these was, counts alone do not tell what became of a rolled back half batch."""
+"""After an op row of these kinds, counts alone do not tell what became of a half batch that was rolled back."""
 
 
 @dataclass(frozen=True)
 class Graces:
-    """How long what is settled stays.
+    """How long settled half batches stay.
 
     Attributes
     ----------
     reader_s : float
-        Seconds from the last op row of a half batch until it leaves, and from then until its op rows are pruned.
+        Seconds from a half batch's last op row until it leaves, and from then until its op rows are pruned.
     audit_s : float
-        Seconds for which messages that were rolled back stay, so that a person can still look at them and overrule.
+        Seconds for which rolled-back messages stay, so that a person can still look at them and overrule.
     idempotency_s : float
-        Seconds for which the outcome of a half batch is kept after it left.
+        Seconds for which a half batch's outcome is kept after it left.
     """
 
     reader_s: float = GRACE_S
@@ -68,33 +68,33 @@ class Graces:
 
     @classmethod
     def of(cls, grace: str | None, audit: str | None, idempotency: str | None) -> Graces:
-        """Graces from durations such as ``"7d"``; None for the default.
+        """Graces from durations such as ``"7d"``; None stands for the default.
 
         Raises
         ------
         OptionError
-            For a duration that is none, or a grace under a minute.
+            For a text that is no duration, or a grace under a minute.
         """
-        given = {
+        texts = {
             "reader_s": ("grace", grace),
             "audit_s": ("audit", audit),
             "idempotency_s": ("idempotency", idempotency),
         }
-        found = cls(**{field: parse_duration(text, name) for field, (name, text) in given.items() if text is not None})
-        if found.reader_s < GRACE_S_MIN:
+        graces = cls(**{field: parse_duration(text, name) for field, (name, text) in texts.items() if text is not None})
+        if graces.reader_s < GRACE_S_MIN:
             raise OptionError(
                 f"grace={grace!r} is under {GRACE_S_MIN:g} seconds: readers and producers at work may need what leaves"
             )
-        return found
+        return graces
 
     def and_later(self, seconds: float) -> Graces:
-        """These, each so much longer."""
+        """These graces, each longer by ``seconds``."""
         return Graces(self.reader_s + seconds, self.audit_s + seconds, self.idempotency_s + seconds)
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """A half batch that may leave, by counts: what the op rows say of it."""
+    """A half batch that may leave: the sums of its op rows."""
 
     rows: int
     placed: int
@@ -117,10 +117,10 @@ class Leaver:
     def __init__(self, log: Engine, graces: Graces) -> None:
         self._log = log
         self._graces = graces
-        self._newest: dict[str, int] = {}  # by application: what is lower is not its last half batch
+        self._newest: dict[str, int] = {}  # by application: lower batch ids are not its last half batch
 
     def archive(self, dry_run: bool = False) -> int:
-        """Archive the half batches that may leave; returns how many. With ``dry_run`` only count them."""
+        """Archive the half batches that may leave; return how many. With ``dry_run`` only count them."""
         log = self._log
         with log.lock:
             version = log.ledger.refresh()
@@ -135,19 +135,19 @@ class Leaver:
         )
 
     def _below_the_mark(self) -> pa.Table:
-        """Half batches of which all files lie at or below the mark, but for those that are open or needed: ``half_id,
-        rows, ms``, the oldest first."""
+        """Half batches whose files all lie at or below the mark, except those that are open or needed: ``half_id, rows,
+        ms``, the oldest first."""
         log = self._log
         low_water = log.ledger.low_water_ms
         counted = log.half.counted()
-        kept = {*log.ledger.followed.below, *log.ledger.waiting, *log.ledger.conflicts}
+        needed = {*log.ledger.followed.below, *log.ledger.waiting, *log.ledger.conflicts}
         below = counted.filter(pc.less_equal(counted["ms"], low_water)).sort_by("ms")
-        return below.filter(pc.invert(pc.is_in(below["half_id"], value_set=pa.array(sorted(kept), pa.string()))))
+        return below.filter(pc.invert(pc.is_in(below["half_id"], value_set=pa.array(sorted(needed), pa.string()))))
 
     def _is_newest(self, header: Mapping[str, Any]) -> bool:
-        """True for the last half batch of a stream: a restart replays it."""
+        """True for the last half batch of a stream, which a restart replays."""
         app_id, batch_id = header["app_id"], header["batch_id"]
-        if batch_id == 0 and header["query_id"] is None:  # of a program that sends, which has one half batch
+        if batch_id == 0 and header["query_id"] is None:  # a producer's send: its app id has one half batch
             return False
         if app_id not in self._newest or batch_id > self._newest[app_id]:
             self._newest[app_id] = self._log.half.table.transaction_version(app_id) or 0
@@ -158,16 +158,16 @@ class Leaver:
         if not ids:
             return 0
         rows = self._op_rows(ids)
-        gone = set(rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"].to_pylist())
-        counted = dict(zip(ids, live["rows"].to_pylist(), strict=True))
+        archived_ids = set(rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"].to_pylist())
+        row_counts = dict(zip(ids, live["rows"].to_pylist(), strict=True))
         leaving = {
             half_id: batch
-            for half_id, batch in _batches(rows, counted).items()
-            if half_id not in gone and batch.last_placed <= drained and self._may_leave(batch)
+            for half_id, batch in _batches(rows, row_counts).items()
+            if half_id not in archived_ids and batch.last_placed <= drained and self._may_leave(batch)
         }
         prepared_ms = dict(zip(ids, live["ms"].to_pylist(), strict=True))
-        found = list(self._archived(rows, leaving, prepared_ms))
-        return len(found) if dry_run or not found else len(self._append(found, version))
+        records = list(self._archived(rows, leaving, prepared_ms))
+        return len(records) if dry_run or not records else len(self._append(records, version))
 
     def _op_rows(self, half_ids: Sequence[str]) -> pa.Table:
         op = self._log.op
@@ -175,13 +175,13 @@ class Leaver:
         return read_op(op, op.actions()["path"].to_pylist(), LOOKED_AT, where).sort_by("version")
 
     def _may_leave(self, batch: _Batch) -> bool:
-        """Whether all is settled, and the grace is over."""
+        """Whether all messages are settled, and the grace is over."""
         settled = batch.placed == batch.rows or batch.settled == batch.rows
         audit_s = 0.0 if batch.placed == batch.rows else self._graces.audit_s
         grace_s = max(self._graces.reader_s, audit_s)
         return settled and batch.last_time <= self._log.machine.now() - timedelta(seconds=grace_s)
 
-    # ------------------------------------------------------------------ what is kept of them
+    # ------------------------------------------------------------------ archived records
     def _archived(
         self, rows: pa.Table, leaving: Mapping[str, _Batch], prepared_ms: Mapping[str, int]
     ) -> Iterator[Archived]:
@@ -207,23 +207,23 @@ class Leaver:
                 )
 
     def _headers(self, leaving: Collection[str]) -> Iterator[dict[str, Any]]:
-        """The headers of half batches, as their files have them."""
+        """The headers of half batches, from their files."""
         paths = self._log.half.paths_of(leaving)
         while paths:
-            some: list[str] = []
+            chunk: list[str] = []
             size = 0
-            while paths and (not some or size + paths[-1][1] <= HEADER_ROWS_MAX):
+            while paths and (not chunk or size + paths[-1][1] <= HEADER_ROWS_MAX):
                 path, rows = paths.pop()
-                some.append(path)
+                chunk.append(path)
                 size += rows
-            read = self._log.half.table.read(some, HEADER_COLUMNS)
-            others = [(name, "first") for name in HEADER_COLUMNS if name != "half_id"]
-            found = read.group_by("half_id", use_threads=False).aggregate(others)
-            found = found.rename_columns([name.removesuffix("_first") for name in found.column_names])
-            yield from (header for header in found.to_pylist() if header["half_id"] in leaving)
+            stored = self._log.half.table.read(chunk, HEADER_COLUMNS)
+            aggregates = [(name, "first") for name in HEADER_COLUMNS if name != "half_id"]
+            headers = stored.group_by("half_id", use_threads=False).aggregate(aggregates)
+            headers = headers.rename_columns([name.removesuffix("_first") for name in headers.column_names])
+            yield from (header for header in headers.to_pylist() if header["half_id"] in leaving)
 
     def _counts(self, half_id: str) -> dict[str, int] | None:
-        """What became of the messages of a half batch, from its whole state; None when it is not settled for good."""
+        """What became of a half batch's messages, from its whole state; None when it is not settled for good."""
         try:
             state = self._log.state_of(self._log.get(half_id), refresh=False)
         except HalfBatchLeftError:
@@ -238,21 +238,21 @@ class Leaver:
         }
 
     # ------------------------------------------------------------------ the commits
-    def _append(self, found: Sequence[Archived], version: int) -> Sequence[OpRow]:
-        """Write ``archived`` rows for those of which ``op`` has said nothing since a version."""
+    def _append(self, records: Sequence[Archived], version: int) -> Sequence[OpRow]:
+        """Write ``archived`` rows for those half batches of which ``op`` has said nothing since a version."""
         ledger = self._log.ledger
 
         def build() -> list[OpRow]:
             rows = ledger.followed.rows
-            if ledger.followed.since > version + 1:  # a mark has let go what was said meanwhile: the next time
+            if ledger.followed.since > version + 1:  # a mark has dropped newer rows: try again next time
                 return []
-            said = set(rows.filter(pc.greater(rows["version"], version))["half_id"].to_pylist())
-            return [_archived_row(kept) for kept in found if kept.half_id not in said]
+            changed_ids = set(rows.filter(pc.greater(rows["version"], version))["half_id"].to_pylist())
+            return [_archived_row(record) for record in records if record.half_id not in changed_ids]
 
         return ledger.append(build)
 
     def remove(self, dry_run: bool = False) -> list[str]:
-        """Take files of archived half batches out of ``half``; returns their paths."""
+        """Take files of archived half batches out of ``half``; return their paths."""
         log = self._log
         with log.lock:
             log.ledger.refresh()
@@ -268,50 +268,50 @@ class Leaver:
         take_out(self._log.half.table, paths)
 
 
-def _batches(rows: pa.Table, counted: Mapping[str, int]) -> dict[str, _Batch]:
-    """What op rows say of half batches, by half id."""
+def _batches(rows: pa.Table, row_counts: Mapping[str, int]) -> dict[str, _Batch]:
+    """Sums of the op rows of half batches, by half id."""
     is_placed = pc.is_valid(rows["queue_offset"])
-    special = pc.is_in(rows["kind"], value_set=pa.array([k.value for k in NOT_SIMPLE]))
+    is_special = pc.is_in(rows["kind"], value_set=pa.array([k.value for k in NOT_SIMPLE]))
     columns = {
         "half_id": rows["half_id"],
         "placed": pc.if_else(is_placed, rows["count"], 0),
         "placed_at": pc.if_else(is_placed, rows["version"], -1),
-        "special": special,
+        "special": is_special,
         "version": rows["version"],
         "op_time": rows["op_time"],
     }
-    wanted = [("placed", "sum"), ("special", "any"), ("placed_at", "max"), ("version", "max"), ("op_time", "max")]
-    sums = pa.table(columns).group_by("half_id", use_threads=False).aggregate(wanted)
+    aggregates = [("placed", "sum"), ("special", "any"), ("placed_at", "max"), ("version", "max"), ("op_time", "max")]
+    sums = pa.table(columns).group_by("half_id", use_threads=False).aggregate(aggregates)
     settled = settled_rows(rows)
-    found: dict[str, _Batch] = {}
-    for r in sums.to_pylist():
-        half_id, simple = r["half_id"], not r["special_any"]
-        found[half_id] = _Batch(
-            counted[half_id], r["placed_sum"], settled.get(half_id, 0), simple, r["placed_at_max"], r["version_max"],
-            r["op_time_max"],
+    batches: dict[str, _Batch] = {}
+    for row in sums.to_pylist():
+        half_id, simple = row["half_id"], not row["special_any"]
+        batches[half_id] = _Batch(
+            row_counts[half_id], row["placed_sum"], settled.get(half_id, 0), simple, row["placed_at_max"],
+            row["version_max"], row["op_time_max"],
         )  # fmt: skip
-    return found
+    return batches
 
 
 def _counts(batch: _Batch, decisions: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """What became of the messages of a half batch that was never reopened or quarantined, or is committed whole."""
+    """What became of the messages of a half batch that was never reopened or quarantined, or is entirely committed."""
     if batch.placed == batch.rows:
         return {"committed": batch.rows}
-    found = {"committed": batch.placed}
+    counts = {"committed": batch.placed}
     for row in decisions:
         if row["kind"] == Kind.ROLLBACK.value:
             name = rolled_back_as(row["decided_by"], row["refused"]).name.lower()
-            found[name] = found.get(name, 0) + row["count"]
-    return found
+            counts[name] = counts.get(name, 0) + row["count"]
+    return counts
 
 
 def _summed(decisions: Sequence[Mapping[str, Any]]) -> Iterator[ArchivedDecision]:
-    """Decisions, one for the rows of a commit that say the same of several files and queues."""
+    """Decisions, summed up over the rows of a commit that differ only in their file and queue."""
     sums: dict[tuple[Any, ...], int] = {}
     for row in decisions:
-        said = (row["op_time"], row["kind"], row["attempt"] or 1, row["decided_by"], row["reason"], row["refused"])
-        sums[said] = sums.get(said, 0) + row["count"]
-    if len(sums) > DECISIONS_MAX:  # of rollbacks that differ in their reasons alone, the first reasons are kept
+        decision = (row["op_time"], row["kind"], row["attempt"] or 1, row["decided_by"], row["reason"], row["refused"])
+        sums[decision] = sums.get(decision, 0) + row["count"]
+    if len(sums) > DECISIONS_MAX:  # of rollbacks that differ only in their reasons, the first reasons stay
         sums = _with_fewer_reasons(sums)
     for (at, kind, attempt, decided_by, reason, refused), count in sums.items():
         yield ArchivedDecision(at, kind, attempt, decided_by, reason, count, refused)
@@ -319,23 +319,23 @@ def _summed(decisions: Sequence[Mapping[str, Any]]) -> Iterator[ArchivedDecision
 
 def _with_fewer_reasons(sums: dict[tuple[Any, ...], int]) -> dict[tuple[Any, ...], int]:
     spare = len(sums) - DECISIONS_MAX
-    found: dict[tuple[Any, ...], int] = {}
-    for said, count in reversed(sums.items()):
-        at, kind, attempt, decided_by, _, refused = said
+    fewer: dict[tuple[Any, ...], int] = {}
+    for decision, count in reversed(sums.items()):
+        at, kind, attempt, decided_by, _, refused = decision
         if kind == Kind.ROLLBACK.value and spare >= 0:  # one more: the sum is a decision of its own
-            said, spare = (at, kind, attempt, decided_by, MORE_REASONS, refused), spare - 1
-        found[said] = found.get(said, 0) + count
-    return dict(reversed(found.items()))
+            decision, spare = (at, kind, attempt, decided_by, MORE_REASONS, refused), spare - 1
+        fewer[decision] = fewer.get(decision, 0) + count
+    return dict(reversed(fewer.items()))
 
 
-def _archived_row(kept: Archived) -> OpRow:
+def _archived_row(record: Archived) -> OpRow:
     return OpRow(
         Kind.ARCHIVED,
-        kept.half_id,
-        count=kept.rows,
-        attempt=kept.attempt,
-        transaction_per=kept.transaction_per,
-        producer_group=kept.producer_group,
-        prepared_ms=kept.prepared_ms,
-        archived=kept,
+        record.half_id,
+        count=record.rows,
+        attempt=record.attempt,
+        transaction_per=record.transaction_per,
+        producer_group=record.producer_group,
+        prepared_ms=record.prepared_ms,
+        archived=record,
     )

@@ -1,4 +1,4 @@
-"""Upkeep: small op files merged into larger ones, and files removed that no table names."""
+"""Merges small files of ``messages`` into larger ones, and deletes files that no table names."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPLACED_FILES_S = 3600.0
-"""Files that left a table are deleted after so many seconds, and up to an hour more: a reader's plan may name them.
-Those of ``messages`` that others replaced stay as long as its Delta log names them."""
+"""Seconds after which files that left a table are deleted, plus up to an hour: a reader's plan may name them. Replaced
+files of ``messages`` stay as long as its Delta log names them."""
 MESSAGES_FILES_MAX = 8
-"""So many small files of a topic are merged into one."""
+"""A topic's small files are merged when there are this many."""
 MESSAGES_FILE_BYTES = 16 * 1024 * 1024
 """A file of ``messages`` of this size is left alone."""
 GROWN = 2
-"""A file that is so many times as large as all later ones together is not merged with them. Without this rule, a topic
-of 28 KB each 30 s wrote each byte 37 times, and with it six times."""
+"""A file this many times as large as all later ones together is not merged with them. Without this rule, each merge
+would rewrite a topic's large file for a few small ones."""
 MESSAGES_MERGED_BYTES_MAX = 24 * 1024 * 1024
 MERGED_ROWS_MAX = 400_000
-"""So many messages are merged at once: they are in memory meanwhile."""
+"""Messages that are merged at once: they are in memory meanwhile."""
 
 
 def compact_messages(table: Table, retentions: Mapping[str, float] | None = None) -> int:
-    """Merge small files of ``messages`` into larger ones, a topic each; returns how many were merged.
+    """Merge small files of ``messages`` into larger ones, each of one topic; return how many were merged.
 
-    Each message keeps its offset and all the rest, so readers see the same before and after.
+    Each message keeps its offset and everything else, so readers see the same before and after.
 
     Parameters
     ----------
@@ -48,10 +48,10 @@ def compact_messages(table: Table, retentions: Mapping[str, float] | None = None
     """
     expires_s = retentions or {}
 
-    def merge(small: list[str]) -> Change:
-        rows = table.read(small).sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")])
+    def merge(paths: list[str]) -> Change:
+        rows = table.read(paths).sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")])
         earlier_s = removed_earlier_s(table, expires_s.get(rows["topic"][0].as_py()))
-        return Change(add=[write_messages(table, rows)], remove=small, data_change=False, removed_earlier_s=earlier_s)
+        return Change(add=[write_messages(table, rows)], remove=paths, data_change=False, removed_earlier_s=earlier_s)
 
     merged = 0
     while done := compact(table, _messages_to_merge, merge):
@@ -60,51 +60,53 @@ def compact_messages(table: Table, retentions: Mapping[str, float] | None = None
 
 
 def _messages_to_merge(table: Table) -> list[str]:
-    """Small files of one topic, the oldest first: no more of them than fit into memory, and none while they are few."""
+    """Small files of one topic, the oldest first, as many as fit into memory; none while they are few."""
     table.refresh()
     actions = table.actions()
     one_topic = pc.fill_null(pc.equal(actions["min.topic"], actions["max.topic"]), False)
-    small = pc.and_(
+    is_small = pc.and_(
         pc.less(actions["size_bytes"], MESSAGES_FILE_BYTES), pc.less(actions["num_records"], MERGED_ROWS_MAX // 2)
     )
-    files = actions.filter(pc.and_(one_topic, small)).sort_by([("min.op_version", "ascending"), ("path", "ascending")])
+    files = actions.filter(pc.and_(one_topic, is_small)).sort_by(
+        [("min.op_version", "ascending"), ("path", "ascending")]
+    )
     for topic in pc.unique(files["min.topic"]).to_pylist():
         of_topic = files.filter(pc.equal(files["min.topic"], topic))
-        of_topic = of_topic.slice(_grown(of_topic["size_bytes"].to_pylist()))
-        fit = pc.and_(
+        of_topic = of_topic.slice(_grown_count(of_topic["size_bytes"].to_pylist()))
+        fits = pc.and_(
             pc.less_equal(pc.cumulative_sum(of_topic["size_bytes"]), MESSAGES_MERGED_BYTES_MAX),
             pc.less_equal(pc.cumulative_sum(of_topic["num_records"]), MERGED_ROWS_MAX),
         )
-        together = of_topic["path"].filter(fit).to_pylist()
-        if of_topic.num_rows >= MESSAGES_FILES_MAX and len(together) > 1:
-            return [str(path) for path in together]
+        paths = of_topic["path"].filter(fits).to_pylist()
+        if of_topic.num_rows >= MESSAGES_FILES_MAX and len(paths) > 1:
+            return [str(path) for path in paths]
     return []
 
 
-def _grown(sizes: Sequence[int]) -> int:
-    """How many of the oldest files are left alone, as each is more than twice as large as all after it. So a message is
-    rewritten each time into a file that is half as large again at least, and no more files than that are left over."""
-    left = sum(sizes)
+def _grown_count(sizes: Sequence[int]) -> int:
+    """How many of the oldest files are left alone, because each is more than twice as large as all after it. So each
+    rewrite of a message makes a file larger by half at least, and only such files are left over."""
+    rest = sum(sizes)
     for count, size in enumerate(sizes):
-        left -= size
-        if size <= GROWN * left:
+        rest -= size
+        if size <= GROWN * rest:
             return count
     return len(sizes)
 
 
 def kept_s(table: Table) -> float:
-    """Seconds for which files that left a table stay."""
+    """Seconds for which files that left a table are kept."""
     return max(REPLACED_FILES_S, history_s(table))
 
 
 def removed_earlier_s(table: Table, useful_s: float | None) -> float:
-    """How much earlier than now files of a table must have left it, so that they stay for so many seconds only: after
-    those nobody wants what is in them. None: for as long as others do."""
+    """How many seconds earlier than now files of a table must count as removed, so that they stay for ``useful_s``
+    only: after that nobody wants their content. None: as long as other files."""
     return 0.0 if useful_s is None else max(0.0, kept_s(table) - max(REPLACED_FILES_S, useful_s))
 
 
 def delete_replaced(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:
-    """Delete files that left a table more than ``age_s`` seconds ago; returns ``<table>/<file>``."""
+    """Delete files that left a table more than ``age_s`` seconds ago; return ``<table>/<file>`` of each."""
     deleted: list[str] = []
     for table in tables:
         table.clock.require_near()
@@ -122,11 +124,11 @@ def delete_replaced(tables: Sequence[Table], age_s: float, dry_run: bool) -> lis
 
 
 def _is_left_alone(table: Table) -> bool:
-    """True for a table that another writer changed: undoing that may need any of its files."""
-    said = foreign_change(table)
-    if said:
-        logger.warning("no file of table %s is deleted: %s", table.name, redacted(said))
-    return said is not None
+    """True for a table that another writer changed: undoing the change may need any of its files."""
+    change = foreign_change(table)
+    if change:
+        logger.warning("no file of table %s is deleted: %s", table.name, redacted(change))
+    return change is not None
 
 
 def _delete(table: Table, name: str) -> None:
@@ -135,20 +137,20 @@ def _delete(table: Table, name: str) -> None:
 
 
 def vacuum(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:
-    """Remove Parquet files older than ``age_s`` that no live state names; returns ``<table>/<file>``."""
+    """Remove Parquet files older than ``age_s`` that no live state names; return ``<table>/<file>`` of each."""
     removed: list[str] = []
     for table in tables:
-        table.clock.require_near()  # by a clock that is ahead, everything would be old
+        table.clock.require_near()  # for a clock that is ahead, everything would be old
         table.refresh()
         if _is_left_alone(table):
             continue
-        # A file that was rewritten lately may be old itself, and a reader's plan may still name it.
+        # A file that was replaced lately may itself be old, and a reader's plan may still name it.
         kept = set(table.actions()["path"].to_pylist()) | table.removed_since(max(age_s, history_s(table)))
         for info in table.fs.get_file_info(pafs.FileSelector(table.folder)):
-            old = info.mtime is not None and table.machine.time() - info.mtime.timestamp() > age_s
+            is_old = info.mtime is not None and table.machine.time() - info.mtime.timestamp() > age_s
             if info.type != pafs.FileType.File or not info.base_name.endswith(".parquet"):
                 continue
-            if old and info.base_name not in kept:
+            if is_old and info.base_name not in kept:
                 removed.append(f"{table.name}/{info.base_name}")
                 if not dry_run:
                     _delete(table, info.base_name)

@@ -1,8 +1,8 @@
-"""Op rows of half batches that have left are pruned: ``op`` is rewritten without them.
+"""Prunes op rows of half batches that have left: ``op`` is rewritten without them.
 
-Of a half batch that left, the ``archived`` row alone stays, for the idempotency window, and for as long as rmq_spark
-itself may send it again (``own_sends``). It goes last.
-Whoever has read ``op`` less far than what was pruned goes on from the newest mark, which is above it.
+Only the ``archived`` row of such a half batch stays, for the idempotency window, and for as long as rmq_spark itself
+may send it again (``own_sends``). It goes last. A reader of ``op`` that has not come as far as the pruned rows goes on
+from the newest mark, which is above them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
 
 PRUNED_SHARE_MIN = 0.5
-"""An op file is rewritten when at least so much of it can go: each row is rewritten a few times at most."""
+"""An op file is rewritten when at least this share of its rows can go, so each row is rewritten a few times at most."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class _Dead:
     Attributes
     ----------
     ids : pyarrow.Array
-        Of which the rows other than ``archived`` may go.
+        Half batches whose rows other than ``archived`` may go.
     forgotten : pyarrow.Array
-        Of which the ``archived`` row may go, too.
+        Half batches whose ``archived`` row may go, too.
     """
 
     ids: pa.Array
     forgotten: pa.Array
 
     def may_go(self, rows: pa.Table) -> pa.ChunkedArray:
-        """Which op rows may go, of those that the newest mark has passed."""
+        """Which op rows may go, among those that the newest mark has passed."""
         is_archived = of_kind(rows, Kind.ARCHIVED)
         of_dead = pc.and_(pc.is_in(rows["half_id"], value_set=self.ids), pc.invert(is_archived))
         of_forgotten = pc.and_(pc.is_in(rows["half_id"], value_set=self.forgotten), is_archived)
@@ -68,7 +68,7 @@ class Pruner:
         self._graces = graces
 
     def run(self, dry_run: bool = False) -> int:
-        """Rewrite the op files of which enough rows can go; returns how many rows went."""
+        """Rewrite the op files of which enough rows can go; return how many rows went."""
         log = self._log
         with log.lock:
             log.ledger.refresh()
@@ -82,21 +82,21 @@ class Pruner:
     def _dead(self) -> _Dead:
         log = self._log
         rows = log.ledger.archived_rows()
-        here = log.half.counted()["half_id"]  # half after op: what it still has was not removed before
-        gone = rows.filter(pc.invert(pc.is_in(rows["half_id"], value_set=here.combine_chunks())))
+        present = log.half.counted()["half_id"]  # half is read after op: what it still has was not removed before
+        gone = rows.filter(pc.invert(pc.is_in(rows["half_id"], value_set=present.combine_chunks())))
         now = log.machine.now()
 
         def older_than(seconds: float) -> pa.Array:
             return gone.filter(pc.less_equal(gone["op_time"], now - timedelta(seconds=seconds)))["half_id"]
 
         dead = older_than(self._graces.reader_s).combine_chunks()
-        old = older_than(max(self._graces.idempotency_s, self._graces.reader_s)).combine_chunks()
-        if len(old):
-            old = self._not_asked_for(self._without_other_rows(old))
-        return _Dead(dead, old)
+        forgotten = older_than(max(self._graces.idempotency_s, self._graces.reader_s)).combine_chunks()
+        if len(forgotten):
+            forgotten = self._not_asked_for(self._without_other_rows(forgotten))
+        return _Dead(dead, forgotten)
 
     def _not_asked_for(self, half_ids: pa.Array) -> pa.Array:
-        """Those half batches that nobody may send again."""
+        """The half batches that nobody may send again."""
         log = self._log
         own = half_ids.filter(reduce(pc.or_, (pc.starts_with(half_ids, prefix) for prefix in PREFIXES)))
         if not len(own):
@@ -108,7 +108,7 @@ class Pruner:
         return half_ids.filter(pc.invert(pc.is_in(half_ids, value_set=asked_for.combine_chunks())))
 
     def _without_other_rows(self, half_ids: pa.Array) -> pa.Array:
-        """Those half batches of which ``op`` has nothing but their ``archived`` row."""
+        """The half batches of which ``op`` has nothing but their ``archived`` row."""
         op = self._log.op
         where = pc.field("half_id").isin(half_ids) & (pc.field("kind") != Kind.ARCHIVED.value)
         others = op.read(op.actions()["path"].to_pylist(), ["half_id"], where)["half_id"]
@@ -118,20 +118,20 @@ class Pruner:
         """The op files to rewrite, in version order, each with ``path, size_bytes, dropped``."""
         actions = self._log.op.actions()
         passed = actions.filter(pc.fill_null(pc.less(actions["max.version"], since), False)).sort_by("min.version")
-        found: list[dict[str, Any]] = []
+        files: list[dict[str, Any]] = []
         for file in passed.select(["path", "size_bytes"]).to_pylist():
             rows = self._log.op.read([file["path"]], ["kind", "half_id"])
             dropped = pc.sum(dead.may_go(rows)).as_py() or 0
             if dropped and dropped >= PRUNED_SHARE_MIN * rows.num_rows:
-                found.append({**file, "dropped": dropped})
-        return found
+                files.append({**file, "dropped": dropped})
+        return files
 
     def _rewrite(self, paths: Sequence[str], dead: _Dead) -> int:
-        """Replace some files by what stays of them; returns how many rows went."""
+        """Replace some files by the rows that stay; return how many rows went."""
         op = self._log.op
         rows = op.read(paths)
-        going = dead.may_go(rows)
-        gone, kept = rows.filter(going), rows.filter(pc.invert(going))
+        goes = dead.may_go(rows)
+        gone, kept = rows.filter(goes), rows.filter(pc.invert(goes))
         placed = gone.filter(pc.is_valid(gone["queue_offset"]))
         last = {PRUNED: pc.max(gone["version"]).as_py(), PRUNED_PLACED: pc.max(placed["version"]).as_py()}
         written = list(self._write(kept))
@@ -145,8 +145,8 @@ class Pruner:
             reached = {name: max(n, pruned_up_to(op, name)) for name, n in last.items() if n is not None}
             return Change(add=written, remove=paths, transactions=reached, data_change=False)
 
-        done = op.compare_and_set(propose, lambda change: live().isdisjoint(change.remove))
-        return 0 if done is None else gone.num_rows
+        committed = op.compare_and_set(propose, lambda change: live().isdisjoint(change.remove))
+        return 0 if committed is None else gone.num_rows
 
     def _write(self, kept: pa.Table) -> Iterator[DataFile]:
         is_archived = of_kind(kept, Kind.ARCHIVED)
@@ -157,7 +157,7 @@ class Pruner:
 
 
 def _groups(files: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    """Files that are rewritten together: few enough for the memory."""
+    """Files that are rewritten together: few enough to fit into memory."""
     group: list[str] = []
     size = 0
     for file in files:

@@ -1,4 +1,4 @@
-"""All the upkeep of a commit log, in the order in which one step makes the next one possible."""
+"""Runs all the upkeep of a commit log, in the order in which one step makes the next one possible."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class MaintenanceReport:
     files_left : int
         Their files, which left the table ``half``.
     files_stripped : int
-        Files of ``half`` that stay for others, of which the drained messages lost their payload.
+        Files of ``half`` that stay for others, and whose drained messages lost their payload.
     rows_pruned : int
         Op rows of half batches that left earlier.
     files_expired : int
-        Files of ``messages`` of which all messages were older than their topic's retention.
+        Files of ``messages`` whose messages were all older than their topic's retention.
     files_merged : int
         Small files of ``op`` and ``messages`` that were merged into larger ones.
     files_deleted : tuple of str
-        ``<table>/<file>``: files that left a table some time ago, and those that no table ever named.
+        ``<table>/<file>`` of files that left a table some time ago, and of files that no table ever named.
     foreign : str or None
-        Of a dry run: what another writer did to the table ``messages``. A run that changes something raises it.
+        In a dry run: what another writer did to the table ``messages``. A run that changes something raises it.
     """
 
     dry_run: bool
@@ -77,7 +77,11 @@ class MaintenanceReport:
             (self.files_merged, "small file", "small files", "merged"),
             (len(self.files_deleted), "file", "files", "deleted"),
         )
-        lines = [f"{count} {one if count == 1 else many} {would}{action}" for count, one, many, action in done if count]
+        lines = [
+            f"{count} {singular if count == 1 else plural} {would}{action}"
+            for count, singular, plural, action in done
+            if count
+        ]
         drained = "nothing is drained yet"
         if self.drained_up_to >= 0:
             drained = f"drained up to version {self.drained_up_to} of op"
@@ -98,12 +102,12 @@ def maintain(
     Parameters
     ----------
     engine : Engine
-        Upkeep works with another one of the same log, which no other thread uses.
+        Upkeep opens another engine on the same log, which no other thread uses.
     graces : Graces
     dry_run : bool
         Change nothing.
     orphans : bool
-        Look for files that no table ever named, too: it lists the tables' folders.
+        Also look for files that no table ever named, by listing the tables' folders.
     turn : context manager, optional
         Entered while messages are in memory.
     """
@@ -111,7 +115,7 @@ def maintain(
     tables = log.tables()
     turn = nullcontext() if turn is None else turn
     reach("upkeep begins")
-    doubt_s = log.clock_doubt_s(note=not dry_run)  # before this clock has said anything in a commit of its own
+    doubt_s = log.clock_doubt_s(note=not dry_run)  # before a commit notes a time of this clock
     graces = graces.and_later(doubt_s)
     foreign = None  # a drain raises it
     if dry_run:

@@ -1,8 +1,8 @@
-"""Drained messages lose their payload in half files that cannot leave yet.
+"""Strips drained messages of their payload in half files that cannot leave yet.
 
-A half file leaves when all half batches in it are settled. One open message, a rollback that is kept for a look, or a
-restart that may replay the last batch of a stream keeps it, with all that was sent beside it. So its drained messages
-are stripped, and keep their address::
+A half file leaves when all its half batches are settled. One open message keeps it, with everything sent beside it; so
+does a rollback that is kept for a look, or the last batch of a stream, which a restart may replay. So its drained
+messages are stripped, and keep their address::
 
     row_no   what became of it         body, before          body, after
     0        committed, drained        {"order_id": 1, …}    –
@@ -10,8 +10,8 @@ are stripped, and keep their address::
     2        rolled back               {"order_id": 3, …}    {"order_id": 3, …}
     3        committed, not drained    {"order_id": 4, …}    {"order_id": 4, …}
 
-The file is replaced by one with the same rows. A reader whose plan is older finds a stripped row by its missing time of
-birth, and looks for the message in the table ``messages``.
+A file with the same rows replaces it. A reader with an older plan recognizes a stripped row by its missing
+``born_timestamp``, and looks for the message in the table ``messages``.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STRIPPED_BYTES_MIN = 64 * 1024
-"""A smaller half file is left alone."""
+"""Smaller half files are left alone."""
 STRIPPED_SHARE_MIN = 0.5
-"""A file is written anew when at least so many of the rows that have a payload lose it: each row is written a few times
-at most."""
+"""A file is rewritten when at least this share of the rows that have a payload lose it, so each row is written a few
+times at most."""
 FILES_AT_ONCE_MAX = 1_000
 """Half files that are stripped in one round."""
 PLACED_COLUMNS = ("half_id", "version", "op_time", "count", "queue_offset")
@@ -63,10 +63,10 @@ class Stripper:
     def __init__(self, log: Engine, graces: Graces) -> None:
         self._log = log
         self._graces = graces
-        self._rows: dict[str, int] = {}  # of half batches, in all their files
+        self._rows: dict[str, int] = {}  # by half batch, in all its files
 
     def run(self, dry_run: bool = False) -> list[str]:
-        """Strip the files of which enough rows are drained; returns the paths that they had."""
+        """Strip the files of which enough rows are drained; return the paths that they had."""
         log = self._log
         log.ledger.refresh()
         log.half.table.refresh()
@@ -76,12 +76,12 @@ class Stripper:
         counted = log.half.counted()
         self._rows = dict(zip(counted["half_id"].to_pylist(), counted["rows"].to_pylist(), strict=True))
         placed = self._placed({h for file in files for h in file.inside["half_id"].to_pylist()})
-        # What is archived is drained, or nobody need look at it any more.
-        left = frozenset(log.ledger.archived_rows()["half_id"].to_pylist())
+        # Archived half batches are drained, or nobody need look at them any more.
+        archived = frozenset(log.ledger.archived_rows()["half_id"].to_pylist())
         done: list[str] = []
         for file in files:
             try:
-                going = self._drained_rows(file, placed, left)
+                going = self._drained_rows(file, placed, archived)
                 if going is not None and self._strip(file, going, dry_run):
                     done.append(file.path)
             except (HalfBatchLeftError, HalfBatchNotFoundError):  # another process let it leave meanwhile
@@ -94,7 +94,8 @@ class Stripper:
 
     # ------------------------------------------------------------------ which rows
     def _placed(self, half_ids: Collection[str]) -> dict[str, int]:
-        """How many messages of half batches are placed: of those of which all these are drained, and the grace over."""
+        """By half id, how many messages are placed, of half batches whose placed messages are all drained and past the
+        grace."""
         log = self._log
         where = pc.field("half_id").isin(sorted(half_ids)) & pc.field("queue_offset").is_valid()
         rows = log.op.read(log.op.actions()["path"].to_pylist(), PLACED_COLUMNS, where)
@@ -108,17 +109,17 @@ class Stripper:
             pc.less_equal(sums["op_time_max"], pa.scalar(latest, sums.schema.field("op_time_max").type)),
         )
         sums = sums.filter(ripe)
-        found = dict(zip(sums["half_id"].to_pylist(), sums["count_sum"].to_pylist(), strict=True))
-        return {half_id: count for half_id, count in found.items() if half_id not in log.ledger.conflicts}
+        counts = dict(zip(sums["half_id"].to_pylist(), sums["count_sum"].to_pylist(), strict=True))
+        return {half_id: count for half_id, count in counts.items() if half_id not in log.ledger.conflicts}
 
-    def _drained_rows(self, file: LargeFile, placed: Mapping[str, int], left: Collection[str]) -> pa.Table | None:
-        """The rows of a file that may go, by the ``half_id`` of those that go whole, or by ``row_no`` in a file of one
-        half batch; None when they are too few."""
+    def _drained_rows(self, file: LargeFile, placed: Mapping[str, int], archived: Collection[str]) -> pa.Table | None:
+        """The rows of a file that may go: a table of ``half_id`` for half batches that go whole, or of ``row_no`` in a
+        file of one half batch; None when they are too few."""
         inside = dict(zip(file.inside["half_id"].to_pylist(), file.inside["rows"].to_pylist(), strict=True))
-        most = sum(rows if h in left else min(rows, placed.get(h, 0)) for h, rows in inside.items())
+        most = sum(rows if h in archived else min(rows, placed.get(h, 0)) for h, rows in inside.items())
         if most < STRIPPED_SHARE_MIN * sum(inside.values()):
             return None
-        whole = [h for h in inside if h in left or placed.get(h) == self._rows.get(h, -1)]
+        whole = [h for h in inside if h in archived or placed.get(h) == self._rows.get(h, -1)]
         if whole or len(inside) > 1:
             return pa.table({"half_id": pa.array(whole, pa.string())})
         (half_id,) = inside
@@ -133,24 +134,26 @@ class Stripper:
         return None
 
     # ------------------------------------------------------------------ one file
-    def _strip(self, file: LargeFile, going: pa.Table, dry_run: bool) -> bool:
-        """Replace a file by one without the payload of some rows. False when too few of them have one."""
+    def _strip(self, file: LargeFile, drained: pa.Table, dry_run: bool) -> bool:
+        """Replace a file by one without the payload of some rows. Return False when too few of them have a payload."""
         table = self._log.half.table
-        (name,) = going.column_names
+        (name,) = drained.column_names
         rows = table.read([file.path], [name, "born_timestamp"])
-        has_one = pc.is_valid(rows["born_timestamp"])
-        fresh = pc.sum(pc.and_(has_one, pc.is_in(rows[name], value_set=going[name].combine_chunks()))).as_py() or 0
-        if not fresh or fresh < STRIPPED_SHARE_MIN * pc.sum(has_one).as_py():
+        has_payload = pc.is_valid(rows["born_timestamp"])
+        fresh_count = (
+            pc.sum(pc.and_(has_payload, pc.is_in(rows[name], value_set=drained[name].combine_chunks()))).as_py() or 0
+        )
+        if not fresh_count or fresh_count < STRIPPED_SHARE_MIN * pc.sum(has_payload).as_py():
             return False
         if dry_run:
             return True
-        as_written = file.inside.num_rows == 1 and pc.all(has_one).as_py()
-        parts = self._row_groups(file) if as_written else [table.read([file.path])]
-        gone = going[name].combine_chunks()
-        left = [_without_payload(part, pc.is_in(part[name], value_set=gone)) for part in parts]
-        if not left:  # another process has stripped the file since we looked
+        is_untouched = file.inside.num_rows == 1 and pc.all(has_payload).as_py()
+        parts = self._row_groups(file) if is_untouched else [table.read([file.path])]
+        keys = drained[name].combine_chunks()
+        stripped = [_without_payload(part, pc.is_in(part[name], value_set=keys)) for part in parts]
+        if not stripped:  # another process has stripped the file since we looked
             return False
-        written = table.write(pa.concat_tables(left), table.name, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
+        written = table.write(pa.concat_tables(stripped), table.name, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
 
         def live() -> set[str]:
             return set(table.actions()["path"].to_pylist())
@@ -158,24 +161,24 @@ class Stripper:
         def propose(version: int) -> Change | None:
             if file.path not in live():  # another process was faster
                 return None
-            # As old as the file that it replaces: its half batches are prepared no later than before.
+            # As old as the replaced file, since its half batches are prepared no later than before.
             return Change(add=[written], remove=[file.path], modification_time_ms=file.ms, data_change=False)
 
-        done = table.compare_and_set(propose, lambda change: all(has_held(table, f) for f in change.add))
-        return done is not None
+        committed = table.compare_and_set(propose, lambda change: all(has_held(table, f) for f in change.add))
+        return committed is not None
 
     def _row_groups(self, file: LargeFile) -> Iterator[pa.Table]:
-        """The rows of a file of one half batch, so that few payloads are in memory together."""
+        """The rows of a file of one half batch, in parts, so that few payloads are in memory together."""
         half = self._log.half
         half_id, count = file.inside["half_id"][0].as_py(), file.inside["rows"][0].as_py()
         for file_no, stored in half.get(half_id).files.items():
             if stored.path == file.path:
-                every = RowRange(file.path, half_id, file_no, count, ((0, count - 1),))
-                yield from (part for _, part in half.table.read_range(every, HALF_SCHEMA.names))
+                whole_file = RowRange(file.path, half_id, file_no, count, ((0, count - 1),))
+                yield from (part for _, part in half.table.read_range(whole_file, HALF_SCHEMA.names))
 
 
-def _without_payload(rows: pa.Table, going: pa.ChunkedArray) -> pa.Table:
-    at = pc.if_else(going, pa.scalar(None, pa.int64()), arange(rows.num_rows))
+def _without_payload(rows: pa.Table, is_drained: pa.ChunkedArray) -> pa.Table:
+    indices = pc.if_else(is_drained, pa.scalar(None, pa.int64()), arange(rows.num_rows))
     for name in PAYLOAD_COLUMNS:
-        rows = rows.set_column(rows.column_names.index(name), name, rows[name].take(at))
+        rows = rows.set_column(rows.column_names.index(name), name, rows[name].take(indices))
     return rows

@@ -1,1 +1,1 @@
-"""The words of the protocol: messages, rows, verdicts, options. They know no table and no Spark."""
+"""The vocabulary of the protocol: messages, rows, verdicts, options. It knows no table and no Spark."""

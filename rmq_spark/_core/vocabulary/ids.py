@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def transaction_ids(half_id: str, attempt: int | pa.Array, per: str, rows: pa.Table) -> pa.Array | pa.ChunkedArray:
-    """Return the transaction ids of rows: ``<half_id>:<attempt>``, and after another colon the key or
-    ``<file_no>.<row_no>``, unless the half batch is one transaction.
+    """Return the transaction ids of rows: ``<half_id>:<attempt>``, then a colon and the key or ``<file_no>.<row_no>``,
+    unless the half batch is one transaction.
 
-    They are not stored, but derived. Every replay of an attempt gives the same ids, and each attempt gives others.
+    Ids are derived, not stored. Every replay of an attempt gives the same ids, and each attempt gives others.
 
     Parameters
     ----------
     attempt : int or pyarrow.Array
-        Of all rows, or of each.
+        One for all rows, or one for each.
     rows : pyarrow.Table
         Has the column ``transaction_key`` (``per="key"``), or ``file_no`` and ``row_no`` (``per="message"``).
     """
@@ -55,29 +55,29 @@ _MESSAGE_ID = re.compile(r"([^:]+:\d{1,19}(?:-[0-9a-f]+)?):(\d{1,18})\.(\d{1,18}
 
 
 def parse_transaction_id(text: str) -> tuple[str, int, str | None]:
-    """Take a transaction id apart: the half id, the attempt, and the key or address (None where a half batch is one
+    """Split a transaction id into the half id, the attempt, and the key or address (None where a half batch is one
     transaction).
 
     Raises
     ------
     OptionError
-        When it is none.
+        When the text is no transaction id.
     """
-    found = _TRANSACTION_ID.fullmatch(text) if isinstance(text, str) else None
-    if found is None:
+    match = _TRANSACTION_ID.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
         raise OptionError(f"{text!r} is not a transaction id: <half_id>:<attempt> is expected, and perhaps :<key>")
-    return found[1], int(found[2]), found[3]
+    return match[1], int(match[2]), match[3]
 
 
 def parse_message_id(text: str) -> tuple[str, int, int]:
-    """Take a message id apart: the half id, the file number and the row number.
+    """Split a message id into the half id, the file number and the row number.
 
     Raises
     ------
     OptionError
-        When it is none.
+        When the text is no message id.
     """
-    found = _MESSAGE_ID.fullmatch(text) if isinstance(text, str) else None
-    if found is None:
+    match = _MESSAGE_ID.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
         raise OptionError(f"{text!r} is not a message id: <half_id>:<file>.<row> is expected")
-    return found[1], int(found[2]), int(found[3])
+    return match[1], int(match[2]), int(match[3])

@@ -81,10 +81,11 @@ def _require_name(value: object, what: str, chars_max: int) -> str:
 
 
 def distinct(topics: pa.ChunkedArray) -> list[object]:
-    """What a column of topics holds. Somebody may have given one that holds no text: it is refused later, in words."""
+    """Return the distinct values of a column of topics. A column that holds no text is refused later, with an
+    explanation."""
     try:
         return list(topics.unique().to_pylist())
-    except pa.ArrowNotImplementedError:  # of lists and maps
+    except pa.ArrowNotImplementedError:  # a column of lists or maps
         return list(topics.to_pylist())
 
 
@@ -94,7 +95,7 @@ def require_topic_name(name: object, own: bool = False) -> str:
     Parameters
     ----------
     own : bool
-        True allows the topics of retries and dead letters. A user may read them, but not make them or send to them.
+        True allows the topics of retries and dead letters. Users may read them, but not create them or send to them.
     """
     topic = _require_name(name, "topic", TOPIC_CHARS_MAX)
     if own and topic.startswith((RETRY_PREFIX, DLQ_PREFIX)):
@@ -110,7 +111,7 @@ def require_group_name(name: object, what: str = "producer group") -> str:
 
 
 def require_app_id(name: object, what: str = "appId") -> str:
-    """Return the application id, which must have the characters of a group name and at most 127 of them."""
+    """Return the application id, which may have the characters of a group name and at most 127 of them."""
     return _require_name(name, what, APP_ID_CHARS_MAX)
 
 
@@ -172,7 +173,7 @@ KEY_RULE = "blanks separate keys, so one of several is not empty and has none in
 
 def is_tag(text: str) -> bool:
     """Return True for a tag to which a consumer can subscribe (RocketMQ: ``FilterAPI.buildSubscriptionData``, which
-    takes a subscription apart at bars and drops the blanks around them)."""
+    splits a subscription at bars and drops the blanks around the tags)."""
     return text not in ("", "*") and "|" not in text and text == text.strip()
 
 

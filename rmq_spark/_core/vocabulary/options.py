@@ -29,9 +29,9 @@ TRANSACTION_KEY_CHARS_MAX = 255
 QUEUES_MAX = 1024
 """Most queues of a topic."""
 QUEUES_DEFAULT = 4
-"""Queues of a topic that is made without a number, unless the log says otherwise."""
+"""Queues of a topic that is created without a number, unless the log sets another one."""
 ATTEMPTS_MAX = 250
-"""A transaction that checks have rolled back so often is not tried again."""
+"""A transaction that checks have rolled back this often is not tried again."""
 CHECKS_MAX = 250
 """Largest ``transactionCheckMax``."""
 
@@ -40,11 +40,11 @@ TRANSACTION_TIMEOUT_S = 6.0
 TRANSACTION_CHECK_INTERVAL_S = 60.0
 """Time between two rounds of checks (RocketMQ: ``transactionCheckInterval``, 30 s there)."""
 TRANSACTION_CHECK_MAX = 15
-"""After so many answers of UNKNOWN the discard policy decides (RocketMQ: ``transactionCheckMax``)."""
+"""After this many answers of UNKNOWN the discard policy decides (RocketMQ: ``transactionCheckMax``)."""
 FILE_RESERVED_TIME_S = 72 * 3600.0
 """A half batch that stays open for longer is quarantined (RocketMQ: ``fileReservedTime``)."""
 CHECK_ROUND_TIMEOUT_S = 60.0
-"""After this a round of checks takes no more half batches."""
+"""Seconds after which a round of checks takes no more half batches."""
 LEASE_S = 60.0
 """Seconds for which a lease keeps checkers away. A sink takes one when its local transaction has run for a third of
 this (20 s), and renews it after every third."""
@@ -53,34 +53,34 @@ LEASE_S_MAX = 300.0
 CLOCK_SKEW_S_MAX = 60.0
 """Seconds that a writer's clock may differ from the store's, and that a time in the log may lie in the future."""
 FROM_THE_FUTURE_AGE_S = 3600.0
-"""Assumed age of a half batch whose times all lie in the future, because some clock was ahead. Nobody knows its age.
-With this age it is old enough to be checked and too young to be given up."""
+"""Assumed age of a half batch whose times all lie in the future, because some clock was ahead. Its real age is unknown.
+At this age it is old enough to be checked and too young to be given up."""
 REPLAY_CHECK_TIMEOUT_S = 60.0
-"""How long a replay asks its listener again while the answer is UNKNOWN."""
+"""How long a replay repeats its question to the listener while the answer is UNKNOWN."""
 MAINTENANCE_INTERVAL_S = 60.0
 """Time between two rounds of upkeep."""
 DRAIN_EVERY_S = 30.0
-"""Seconds between two drains of committed messages. Each drain is a commit to ``messages``, whose Delta log
-keeps a week of them: with 20,000 entries (this, for a week) a commit takes 0.3 s on a local disk, and with 60,000 a
-second."""
+"""Seconds between two drains of committed messages. Each drain is a commit to ``messages``, whose Delta log keeps a
+week of them, and more entries make each commit slower."""
 JITTER = 0.25
-"""Programs that were started together do not work together for long: each pause is up to so much longer, or shorter."""
+"""Each pause is longer or shorter by up to this share, so that programs started together do not work together for
+long."""
 GRACE_S = 600.0
 """How long a half batch stays after its last op row, and its op rows after it has left."""
 GRACE_S_MIN = 60.0
 """Shortest ``grace``."""
 AUDIT_S = 7 * 24 * 3600.0
-"""How long messages stay that were rolled back."""
+"""How long rolled-back messages stay."""
 IDEMPOTENCY_S = 7 * 24 * 3600.0
 """How long the outcome of a half batch is kept after it left (Kafka: ``transactional.id.expiration.ms``)."""
 FENCE_RETENTION_S_MIN = 7 * 24 * 3600.0
-"""Fence rows are kept for at least so long. A local transaction that begins later does not run."""
+"""Fence rows are kept for at least this long. A local transaction that begins later does not run."""
 FENCE_RETENTION_S = 14 * 24 * 3600.0
 """The check job prunes fence rows that are older."""
 RETENTION_S_MIN = 3600.0
-"""Messages of a topic are kept for at least so long after their commit."""
+"""Messages of a topic are kept for at least this long after their commit."""
 ORPHAN_AGE_S = 7 * 24 * 3600.0
-"""vacuum removes staged files that are older and that no commit names. prepare refuses any older than half of it."""
+"""vacuum removes staged files of this age that no commit names. prepare refuses files older than half of it."""
 
 DELAY_LEVELS_S = (1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200)
 """Seconds of the delay levels 1 to 18 (RocketMQ: ``messageDelayLevel``)."""
@@ -95,7 +95,7 @@ time would stop each of its consumers for ever."""
 INT64_MAX = 2**63 - 1
 
 DURATION_S_MAX = 100 * 365.25 * 86400.0
-"""A century. Nobody means or waits for a longer duration."""
+"""A century. Nobody means a longer duration."""
 
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*")
 _BYTES = re.compile(r"\s*(\d{1,19})\s*(?:([kmgt])b?|b)\s*")
@@ -227,7 +227,7 @@ OUT_OF_TIME = (
 
 
 def _short(value: object) -> str:
-    """Return a value for an error's text, cut when it is long: a value may have a megabyte."""
+    """Return a value for an error's text, and cut it when it is long: it may have a megabyte."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
     shown = repr(value)
@@ -235,12 +235,12 @@ def _short(value: object) -> str:
 
 
 PART_CHARS_MIN = 4
-"""A part of a name that is as long as this may stand for the name."""
+"""Length of the shortest part of a name that may stand for the name."""
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Return ``did you mean 'topic'?`` for a name close to a known one, or part of it alone, else a list of the known
-    names."""
+    """Return ``did you mean 'topic'?`` for a name that is close to a known one, or part of it alone; else list the
+    known names."""
     by_lower = {k.lower(): k for k in known}
     lower = str(name).lower()
     close = difflib.get_close_matches(lower, by_lower, n=1, cutoff=0.6) or [
@@ -256,12 +256,12 @@ Made = TypeVar("Made")
 
 
 def named(function: Callable[Taken, Made]) -> Callable[Taken, Made]:
-    """Make a function refuse an argument that it does not have in words that name the nearest one.
+    """Make a function refuse an unknown argument with an error that names the nearest known one.
 
     Raises
     ------
     OptionError
-        From a call with such an argument, in the place of Python's TypeError.
+        From a call with such an argument, in place of Python's TypeError.
     """
     known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
     what = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
@@ -277,7 +277,7 @@ def named(function: Callable[Taken, Made]) -> Callable[Taken, Made]:
 
 
 WORDS_OF_THE_OTHER_SIDE = {"topic": "subscribe", "topics": "subscribe", "subscribe": "topic"}
-"""What a sink calls by one name, a source calls by another."""
+"""Options that a sink calls by one name, and a source by another."""
 
 
 class Options:
@@ -348,6 +348,6 @@ class Options:
 
     def at_most_one(self, *names: str) -> None:
         """Raise OptionError when more than one of these options is set: they contradict each other."""
-        found = [n for n in names if n in self._values]
-        if len(found) > 1:
-            raise OptionError(f"options {' and '.join(map(repr, found))} contradict each other: set one of them")
+        present = [n for n in names if n in self._values]
+        if len(present) > 1:
+            raise OptionError(f"options {' and '.join(map(repr, present))} contradict each other: set one of them")

@@ -1,4 +1,4 @@
-"""Text for people: without secrets (credentials in URIs, storage options, what a store's answer quotes), and without
+"""Cleans text for people: removes secrets (credentials in URIs, storage options, quotes in a store's answer) and
 characters that control a terminal."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from urllib.parse import quote, quote_plus
 HIDDEN = "***"
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 SECRET_CHARS_MIN = 8
-"""Length from which a secret value is hidden. A shorter one, such as 'test', would be found in every path."""
+"""Length of the shortest secret value that is hidden. A shorter one, such as 'test', would be found in every path."""
 
 _PUBLIC = (
     "region",
@@ -29,7 +29,7 @@ _PUBLIC = (
     "provider",
     "rename",
 )
-"""Parts of the names of storage options whose values may be shown, unless the rest of the name is :data:`_SECRET`."""
+"""Parts of names of storage options whose values may be shown, unless the name also matches :data:`_SECRET`."""
 _SECRET = re.compile(r"key|token|secret|passw|pwd|sas|credential|signature", re.IGNORECASE)
 _OF_ENVIRONMENT = re.compile(
     r"TXMQ_STORAGE__.+|(AWS|AZURE|GOOGLE|GCP)_.*(KEY|TOKEN|SECRET|PASSWORD|SAS|CREDENTIAL).*", re.IGNORECASE
@@ -37,7 +37,7 @@ _OF_ENVIRONMENT = re.compile(
 _URI = re.compile(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30}://)([^\s'\"<>]+)", re.IGNORECASE)
 _HTTP = re.compile(r"https?://$", re.IGNORECASE)
 _URI_WITH_PASSWORD = re.compile(r"(://[^\s/@:'\"]*:)(?!\d+\b)(?:(?!://)[^\n@]){1,200}@")
-"""A password may have quotes and spaces in it. A port is no password."""
+"""A password may contain quotes and spaces. A port is no password."""
 _ORACLE = re.compile(
     r"(jdbc:oracle:\w{1,10}:)[^\s@/'\"]{0,128}/(?:\"[^\"\n]{0,200}\"|[^\s@'\"]{1,200})@", re.IGNORECASE
 )
@@ -59,7 +59,8 @@ _UNNAMED = re.compile(
     r"|\bdapi[0-9a-f]{32}\b|\bgh[pousr]_\w{36,255}|\bgithub_pat_\w{22,255}"
     r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[^-]{0,10000}(?:-----END [A-Z ]{0,40}PRIVATE KEY-----)?"
 )
-"""What is a secret by its look: AWS' keys, JSON web tokens, credentials of an HTTP header, tokens, private keys."""
+"""Secrets that are recognized by their form: AWS keys, JSON web tokens, credentials of HTTP headers, tokens, private
+keys."""
 
 _seen: set[str] = set()
 """Secret values in the storage options that this process was given."""
@@ -72,33 +73,35 @@ def is_secret(name: str, value: object, chars_min: int = SECRET_CHARS_MIN) -> bo
 
 
 def remember(storage_options: Mapping[str, str] | None) -> None:
-    """Remember the secret values of storage options: :func:`redacted` hides them from now on."""
+    """Make :func:`redacted` hide the secret values of these storage options from now on."""
     _seen.update(value for name, value in (storage_options or {}).items() if is_secret(name, value))
 
 
 def _spellings(secret: str) -> Iterator[str]:
-    """Yield a value as it is, and as URIs, JSON and Python write it."""
+    """Yield a value as it is, and as URIs, JSON and Python spell it."""
     yield from (secret, quote(secret), quote(secret, safe=""), quote_plus(secret))
     yield from (json.dumps(secret)[1:-1], repr(secret)[1:-1])
 
 
 @lru_cache(maxsize=4096)
-def _is_of_a_store(name: str) -> bool:
-    """Whether delta-rs takes a storage option from this variable of the environment."""
+def _is_store_variable(name: str) -> bool:
+    """Whether delta-rs reads a storage option from this environment variable."""
     return _OF_ENVIRONMENT.fullmatch(name) is not None
 
 
 def redacted(text: object) -> str:
     """Return the text for an error, a log or a ``repr``, with ``***`` for everything in it that may be secret.
 
-    It hides a URI's query part, ``user:password@``, and the user of an http URI, who may be a token; the values of
-    storage options (those given to this process, and those that delta-rs takes from the environment); and what looks
-    like a signature or an access key.
+    It hides a URI's query part, ``user:password@``, and the user of an http URI, which may be a token; the values of
+    storage options (given to this process, or read by delta-rs from the environment); and what looks like a signature
+    or an access key.
     """
     shown = str(text)
-    of_stores = {k: os.environ.get(k, "") for k in os.environ if _is_of_a_store(k)}
-    environment = {v for k, v in of_stores.items() if is_secret(k, v)}
-    for spelling in sorted({s for secret in _seen | environment for s in _spellings(secret)}, key=len, reverse=True):
+    variables = {k: os.environ.get(k, "") for k in os.environ if _is_store_variable(k)}
+    from_environment = {v for k, v in variables.items() if is_secret(k, v)}
+    for spelling in sorted(
+        {s for secret in _seen | from_environment for s in _spellings(secret)}, key=len, reverse=True
+    ):
         shown = shown.replace(spelling, HIDDEN)
     shown = _URI.sub(_redacted_uri, shown)
     shown = _ORACLE.sub(rf"\1{HIDDEN}@", shown)
@@ -107,25 +110,27 @@ def redacted(text: object) -> str:
     return _UNNAMED.sub(HIDDEN, shown)
 
 
-def _redacted_uri(found: re.Match[str]) -> str:
-    rest, query, asked = found[2].partition("?")
-    if "@" in asked and re.match(r"[^/@]*:(?!\d+(/|$))", rest) and "@" not in rest:  # a password with a question mark
-        return f"{found[1]}{HIDDEN}@{HIDDEN}"
+def _redacted_uri(match: re.Match[str]) -> str:
+    rest, query, arguments = match[2].partition("?")
+    if (
+        "@" in arguments and re.match(r"[^/@]*:(?!\d+(/|$))", rest) and "@" not in rest
+    ):  # a password with a question mark
+        return f"{match[1]}{HIDDEN}@{HIDDEN}"
     user, at, place = rest.rpartition("@")
     if ":" in user:  # abfss://container@account has none
         rest = f"{HIDDEN}{at}{place}"
-    elif _HTTP.search(found[1]) and "@" in (host := re.match(r"[^/]*", rest)[0]):  # type: ignore[index]
-        rest = f"{HIDDEN}{rest[host.rindex('@') :]}"  # a token in the place of a user
-    return f"{found[1]}{rest}{query}{HIDDEN if query else ''}"
+    elif _HTTP.search(match[1]) and "@" in (host := re.match(r"[^/]*", rest)[0]):  # type: ignore[index]
+        rest = f"{HIDDEN}{rest[host.rindex('@') :]}"  # a token in place of a user
+    return f"{match[1]}{rest}{query}{HIDDEN if query else ''}"
 
 
 def one_line(text: str) -> str:
-    """Return the text without line ends and control characters: what others sent must not control the terminal."""
+    """Return the text without line ends and control characters: text from others must not control the terminal."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "�" for c in text)
 
 
 TEXT_CHARS_MAX = 10_000
-"""Longest text of an error. One that quotes a longer value is cut."""
+"""Longest text of an error. A text that quotes a longer value is cut."""
 
 
 def shortened(text: str) -> str:
@@ -139,7 +144,8 @@ def cause_of(problem: BaseException) -> BaseException | None:
 
 
 def line_of(problem: BaseException) -> str:
-    """Return where in the user's own code the problem arose, as in `` (shop.py, line 12, in charge)``; or nothing."""
+    """Return where in the user's own code the problem arose, such as `` (shop.py, line 12, in charge)``; empty if
+    nowhere."""
     frames = [f for f in traceback.extract_tb(problem.__traceback__) if not _is_library(f.filename)]
     if not frames:
         return ""
@@ -153,17 +159,17 @@ def _is_library(file: str) -> bool:
 
 
 def text_of(problem: BaseException) -> str:
-    """The problem's message, also when its own ``__str__`` raises."""
+    """The problem's message, even when its own ``__str__`` raises."""
     try:
         return str(problem)
-    except (Exception, SystemExit) as unsaid:
-        return f"(its text cannot be had: {type(unsaid).__name__})"
+    except (Exception, SystemExit) as failure:
+        return f"(its text cannot be had: {type(failure).__name__})"
 
 
 def sentence_of(problem: BaseException) -> str:
-    """The problem's kind and message on one line, for a report."""
-    said = text_of(problem)
-    return f"{type(problem).__name__}: {one_line(redacted(said))}" if said else type(problem).__name__
+    """The problem's class and message on one line, for a report."""
+    text = text_of(problem)
+    return f"{type(problem).__name__}: {one_line(redacted(text))}" if text else type(problem).__name__
 
 
 def traceback_of(problem: BaseException) -> str:

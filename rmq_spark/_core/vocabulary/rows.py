@@ -1,4 +1,4 @@
-"""Rows of a half batch: which of them are pending, which a verdict is for, which an op row names."""
+"""Sets of rows of a half batch: the pending ones, those that a verdict is for, those that an op row names."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _OPPOSITE = bytes([1, 0, *range(2, 256)])
 
 
 class RowSet(Mapping[int, bytes]):
-    """A set of rows of one half batch; it never changes.
+    """An immutable set of rows of one half batch.
 
-    It has a byte for each row of a half file: 1 for a row that is in the set, 0 for another. Files without a row in the
-    set are left out, and an empty set is false.
+    It has a byte for each row of a half file: 1 for a row in the set, 0 for any other. Files without a row in the set
+    are left out, and an empty set is false.
 
     Parameters
     ----------
@@ -30,8 +30,8 @@ class RowSet(Mapping[int, bytes]):
     __slots__ = ("_count", "_files")
 
     def __init__(self, files: Mapping[int, bytes | bytearray] | None = None) -> None:
-        given = (files or {}).items()
-        self._files = {n: bytes(b) for n, b in (given if len(given) < 2 else sorted(given)) if b"\x01" in b}
+        items = (files or {}).items()
+        self._files = {n: bytes(b) for n, b in (items if len(items) < 2 else sorted(items)) if b"\x01" in b}
         self._count = -1
 
     def __getitem__(self, file_no: int) -> bytes:
@@ -41,7 +41,7 @@ class RowSet(Mapping[int, bytes]):
         return iter(self._files)
 
     def __len__(self) -> int:
-        """How many half files have a row in the set; :attr:`count` says how many rows."""
+        """The number of half files with a row in the set; :attr:`count` is the number of rows."""
         return len(self._files)
 
     def __repr__(self) -> str:
@@ -57,7 +57,7 @@ class RowSet(Mapping[int, bytes]):
         return RowSet({n: both(bits, other[n]) for n, bits in self._files.items() if n in other})
 
     def __sub__(self, other: Mapping[int, bytes | bytearray]) -> RowSet:
-        """Rows that are not in the other one."""
+        """Rows that are not in the other set."""
         if not (self._files and other):
             return self
         return RowSet(
@@ -66,7 +66,7 @@ class RowSet(Mapping[int, bytes]):
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         if self._count < 0:
             self._count = sum([bits.count(1) for bits in self._files.values()])
         return self._count
@@ -77,37 +77,37 @@ class RowSet(Mapping[int, bytes]):
             yield file_no, runs(bits)
 
     def first(self, count: int) -> RowSet:
-        """The first so many rows, in send order."""
-        found: dict[int, bytes] = {}
+        """The first ``count`` rows, in send order."""
+        files: dict[int, bytes] = {}
         for file_no, bits in self._files.items():
             end = 0
             while count and (at := bits.find(1, end)) >= 0:
                 end, count = at + 1, count - 1
-            found[file_no] = bits[:end] + bytes(len(bits) - end)
-        return RowSet(found)
+            files[file_no] = bits[:end] + bytes(len(bits) - end)
+        return RowSet(files)
 
     def where(self, chosen: pa.BooleanArray | pa.ChunkedArray) -> RowSet:
-        """Those rows for which a value is true. ``chosen`` has a value for each row of the set, in send order."""
+        """The rows for which ``chosen`` is true. It has a value for each row of the set, in send order."""
         flat = chosen.combine_chunks() if isinstance(chosen, pa.ChunkedArray) else chosen
-        found: dict[int, bytes] = {}
+        files: dict[int, bytes] = {}
         start = 0
         for file_no, bits in self._files.items():
             count = bits.count(1)
-            found[file_no] = _put_back(bits, flat.slice(start, count))
+            files[file_no] = _put_back(bits, flat.slice(start, count))
             start += count
-        return RowSet(found)
+        return RowSet(files)
 
 
 NO_ROWS = RowSet()
 
 
 def runs(bits: bytes | bytearray, start: int = 0, end: int | None = None) -> Ranges:
-    """The runs of bytes that are 1, ``start`` to ``end``."""
+    """The runs of bytes that are 1, from ``start`` to ``end``."""
     return tuple((m.start(), m.end() - 1) for m in _RUN.finditer(bits, start, len(bits) if end is None else end))
 
 
 def ranges_count(ranges: Ranges) -> int:
-    """How many rows they name."""
+    """The number of rows in these ranges."""
     return sum(last - first + 1 for first, last in ranges)
 
 
@@ -133,7 +133,7 @@ def _put_back(bits: bytes, chosen: pa.BooleanArray) -> bytes:
     """A value for each row of a set, as a byte for each row of its file."""
     if bits.count(1) == len(bits):
         return bits_of(chosen)
-    # Of booleans pyarrow before 26 takes the wrong ones when they are a slice.
+    # pyarrow before 26 takes the wrong booleans of a slice.
     return _bytes_in(pc.replace_with_mask(bytes_array(bits), booleans_of(bits), _numbers_of(chosen)))
 
 

@@ -19,7 +19,7 @@ BATCH = "batch"
 MESSAGE = "message"
 KEY = "key"
 TRANSACTION_PER = (BATCH, MESSAGE, KEY)
-"""What makes one transaction of a half batch. ``key`` goes with ``transactionKey``."""
+"""What one transaction of a half batch consists of. ``key`` goes with ``transactionKey``."""
 
 
 class LocalTransactionState(str, Enum):
@@ -40,14 +40,14 @@ UNKNOWN = LocalTransactionState.UNKNOWN
 
 
 REASON_CHARS_MAX = 200
-"""So much of what a listener says about a rollback or an UNKNOWN is kept in the log."""
+"""The log keeps this much of a listener's reason for a rollback or an UNKNOWN."""
 
 
 class Rollback(Exception):
-    """A rollback, and why. ``work`` raises it to undo what it wrote; a listener may return it, or raise it, in place of
+    """A rollback, and why. ``work`` raises it to undo what it wrote; a listener may return or raise it in place of
     ROLLBACK_MESSAGE.
 
-    With ``per_transaction=True`` of a SqlTransactionListener, and in a PerMessageListener, it speaks for one
+    In a SqlTransactionListener with ``per_transaction=True``, and in a PerMessageListener, it stands for one
     transaction, else for the whole half batch. :meth:`HalfBatch.verdicts` gives single transactions a reason.
 
     Parameters
@@ -56,9 +56,9 @@ class Rollback(Exception):
         Why. Up to 200 characters are kept with the op marker, without secrets and control characters; ``txmq trace``
         and ``log.trace`` show them.
     refused : bool, default False
-        For a check: the local transaction *ran and said no*, as a record of it tells. Then the rollback is final, as
-        each one of ``execute_local_transaction`` is. Without it a check's rollback promises that the local transaction
-        never happened and never will, and a replay runs it as the next attempt.
+        For a check: the local transaction *ran and said no*, as a record of it tells. The rollback is then final, like
+        every rollback of ``execute_local_transaction``. Otherwise a check's rollback promises that the local
+        transaction never happened and never will, and a replay runs it as the next attempt.
     """
 
     def __init__(self, reason: object = None, *, refused: bool = False) -> None:
@@ -75,9 +75,9 @@ class Verdict:
     ----------
     state : LocalTransactionState
     reason : str or None
-        Of a rollback: why.
+        Why it was rolled back.
     refused : bool
-        Of a rollback: the local transaction ran and said no, so it is final.
+        For a rollback: the local transaction ran and said no, so it is final.
     """
 
     state: LocalTransactionState
@@ -86,14 +86,14 @@ class Verdict:
 
 
 class VerdictArray:
-    """A verdict for each transaction of a half batch. Each distinct one is stored once, as in a dictionary array.
+    """A verdict for each transaction of a half batch. Each distinct verdict is stored once, as in a dictionary array.
 
     Attributes
     ----------
     distinct : tuple of Verdict
     which : pyarrow.Array or None
         For each transaction, in the order of ``batch.transactions``, the position of its verdict in ``distinct``
-        (int32). None: all have the only one.
+        (int32). None: all transactions have the only verdict.
     """
 
     __slots__ = ("distinct", "which")
@@ -104,7 +104,7 @@ class VerdictArray:
 
     @classmethod
     def of(cls, verdicts: Sequence[Verdict]) -> VerdictArray:
-        """From a verdict for each transaction."""
+        """Make one from a verdict for each transaction."""
         positions: dict[Verdict, int] = {}
         which = [positions.setdefault(verdict, len(positions)) for verdict in verdicts]
         return cls(tuple(positions), pa.array(which, pa.int32()))
@@ -113,23 +113,23 @@ class VerdictArray:
         return f"VerdictArray({self.distinct!r}, {'all' if self.which is None else len(self.which)})"
 
     def each(self, count: int) -> list[Verdict]:
-        """The verdicts of so many transactions."""
+        """The verdicts of ``count`` transactions."""
         if self.which is None:
             return [self.distinct[0]] * count
         return [self.distinct[at] for at in self.which.to_pylist()]
 
     def counts(self, count: int) -> dict[LocalTransactionState, int]:
-        """How many of so many transactions have each state."""
-        found = dict.fromkeys(LocalTransactionState, 0)
+        """How many of ``count`` transactions have each state."""
+        totals = dict.fromkeys(LocalTransactionState, 0)
         if self.which is None:
-            found[self.distinct[0].state] = count
-            return found
+            totals[self.distinct[0].state] = count
+            return totals
         for row in self.which.value_counts().to_pylist():
-            found[self.distinct[row["values"]].state] += row["counts"]
-        return found
+            totals[self.distinct[row["values"]].state] += row["counts"]
+        return totals
 
     def explained(self, reason: str | None) -> VerdictArray:
-        """The same, with a reason for the rollbacks that have none."""
+        """The same verdicts, with a reason for the rollbacks that have none."""
         if reason is None or not any(v.state is ROLLBACK_MESSAGE and v.reason is None for v in self.distinct):
             return self
         distinct = [
@@ -146,7 +146,7 @@ def kept_reason(said: object) -> str | None:
     text = (
         str.__str__(said) if isinstance(said, str) else text_of(said) if isinstance(said, BaseException) else repr(said)
     )
-    text = one_line(redacted(text[:TEXT_CHARS_MAX])).strip()  # a secret that is cut would not be known again
+    text = one_line(redacted(text[:TEXT_CHARS_MAX])).strip()  # a secret that is cut would not be recognized
     return f"{text[: REASON_CHARS_MAX - 1]}…" if len(text) > REASON_CHARS_MAX else text or None
 
 
@@ -156,7 +156,7 @@ def rollback(reason: object = None, refused: bool = False) -> Verdict:
 
 
 def returned(call: Callable[..., Any], *args: Any) -> Any:
-    """What user's code returned. A :class:`Rollback` that it raised counts as returned."""
+    """What the user's code returned. A :class:`Rollback` that it raised counts as returned."""
     try:
         return call(*args)
     except Rollback as raised:
