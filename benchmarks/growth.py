@@ -75,7 +75,7 @@ def staged(log: txmq.CommitLog, number: int, message: txmq.Message, fence_id: st
     header = HalfHeader(batch_name(app_id, 0), app_id, 0, None, None, fence_id, "batch", "bench", naming=Naming.MADE_UP)
     fifo = log.fifo_topics()
     return OneMessage(
-        log.engine.with_machine(HalfWriter(header, log.engine.topics_with([message.topic]), None, None, fifo)), message
+        log.engine.with_runtime(HalfWriter(header, log.engine.topics_with([message.topic]), None, None, fifo)), message
     )
 
 

@@ -71,7 +71,7 @@ def pending(log: Log) -> Chart:
     log : CommitLog or path
     """
     engine = _open(log)
-    return charts.pending(standing.ages(open_now(engine), engine.machine.now())).chart
+    return charts.pending(standing.ages(open_now(engine), engine.runtime.now())).chart
 
 
 def lag(log: Log) -> Chart:

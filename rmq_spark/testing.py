@@ -25,21 +25,21 @@ from rmq_spark._core.log.tables import LogTables
 from rmq_spark._core.log.topics import TOPICS_SCHEMA
 from rmq_spark._core.messages.table import MESSAGES_SCHEMA
 from rmq_spark._core.runtime.failpoints import reach
-from rmq_spark._core.runtime.machine import MACHINE, Machine
+from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.files import DataFile, RowRange, read_range, write_table
 from rmq_spark._core.storage.foreign_commits import Changed
 from rmq_spark._core.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema, bounds_of, compare_and_set
 from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
 
-__all__ = ["InMemoryCommitLog", "Machine", "MemoryTable"]
+__all__ = ["InMemoryCommitLog", "MemoryTable", "Runtime"]
 
 
 class _Files:
     """The part of a pyarrow file system that Parquet files in memory need."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
         self.content: dict[str, bytes] = {}
         self.written: dict[str, datetime] = {}
         self._tables: dict[str, pa.Table] = {}  # files never change, so each is decoded once
@@ -50,7 +50,7 @@ class _Files:
         return self._tables[path]
 
     def copy(self) -> _Files:
-        twin = _Files(self.machine)
+        twin = _Files(self.runtime)
         twin.content, twin.written, twin._tables = dict(self.content), dict(self.written), dict(self._tables)
         return twin
 
@@ -78,7 +78,7 @@ class _Writing(io.BytesIO):
         self._files, self._path = files, path
 
     def __exit__(self, *details: Any) -> None:
-        self._files.written[self._path] = self._files.machine.now()
+        self._files.written[self._path] = self._files.runtime.now()
         self._files.content[self._path] = self.getvalue()
         super().__exit__(*details)
 
@@ -111,27 +111,27 @@ class MemoryTable:
     """A :class:`rmq_spark._core.storage.table.Table` in memory. Handles from :meth:`another` share its content."""
 
     def __init__(
-        self, name: str, schema: pa.Schema, machine: Machine = MACHINE, versions: _Versions | None = None
+        self, name: str, schema: pa.Schema, runtime: Runtime = RUNTIME, versions: _Versions | None = None
     ) -> None:
         self.name, self.schema, self.folder = name, schema, name
         self.history_s = 0.0  # older versions cannot be read
-        self.machine = machine
-        self.lock = machine.lock()
-        self.fs: Any = _Files(machine)
+        self.runtime = runtime
+        self.lock = runtime.lock()
+        self.fs: Any = _Files(runtime)
         self.clock: Clock = _SameClock()
-        self._versions = versions or _Versions(machine.unique_id())
+        self._versions = versions or _Versions(runtime.unique_id())
         self._state = self._versions.head
         self._actions: tuple[int, pa.Table] | None = None
 
     def another(self) -> MemoryTable:
         """Return another handle on this table, as another process would have it."""
-        twin = MemoryTable(self.name, self.schema, self.machine, self._versions)
+        twin = MemoryTable(self.name, self.schema, self.runtime, self._versions)
         twin.fs = self.fs
         return twin
 
     def copy(self) -> MemoryTable:
         """Return another table with the same content."""
-        twin = MemoryTable(self.name, self.schema, self.machine, _Versions(self.id))
+        twin = MemoryTable(self.name, self.schema, self.runtime, _Versions(self.id))
         twin.fs = self.fs.copy()
         twin._versions.head, twin._versions.removed = self._versions.head, dict(self._versions.removed)
         twin.refresh()
@@ -160,7 +160,7 @@ class MemoryTable:
         return cached[1]
 
     def removed_since(self, age_s: float | None = None) -> set[str]:
-        now = self.machine.time()
+        now = self.runtime.time()
         return {path for path, removed_s in self._versions.removed.items() if age_s is None or now - removed_s < age_s}
 
     def transaction_version(self, app_id: str) -> int | None:
@@ -176,7 +176,7 @@ class MemoryTable:
         stats_columns: Sequence[str],
         row_group_rows: int = ROW_GROUP_ROWS,
     ) -> DataFile:
-        began_s = self.machine.monotonic()
+        began_s = self.runtime.monotonic()
         file = write_table(
             self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=row_group_rows,
         )  # fmt: skip
@@ -220,13 +220,13 @@ class MemoryTable:
             for added in change.add:
                 files[added.path] = {
                     "path": added.path,
-                    "modification_time": change.modification_time_ms or self.machine.time_ms(),
+                    "modification_time": change.modification_time_ms or self.runtime.time_ms(),
                     "num_records": added.rows,
                     "size_bytes": added.size_bytes,
                     **bounds_of(self.name, added.stats),
                 }
             transactions = {**self._state.transactions, **change.transactions}
-            removed_s = self.machine.time() - change.removed_earlier_s
+            removed_s = self.runtime.time() - change.removed_earlier_s
             self._versions.removed.update(dict.fromkeys(change.remove, removed_s))
             self._versions.head = _State(self._state.version + 1, files, transactions)
         reach("commit done", table=self.name, change=change)
@@ -280,7 +280,7 @@ class InMemoryCommitLog(CommitLog):
     """
 
     def __init__(
-        self, queues: int = QUEUES_DEFAULT, topics: Mapping[str, int] | None = None, machine: Machine = MACHINE
+        self, queues: int = QUEUES_DEFAULT, topics: Mapping[str, int] | None = None, runtime: Runtime = RUNTIME
     ) -> None:
         schemas = {
             "half": HALF_SCHEMA,
@@ -289,7 +289,7 @@ class InMemoryCommitLog(CommitLog):
             "groups": GROUPS_SCHEMA,
             "messages": MESSAGES_SCHEMA,
         }
-        self._keep(_MemoryTables(queues, [MemoryTable(name, schema, machine) for name, schema in schemas.items()]))
+        self._keep(_MemoryTables(queues, [MemoryTable(name, schema, runtime) for name, schema in schemas.items()]))
         for name, count in (topics or {}).items():
             self.create_topic(name, count)
 

@@ -67,7 +67,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFolder(LoadScopeScheduling):
-        """Folders of :data:`TOGETHER` go to one worker each, as a whole, and files of :data:`BY_FILE`; any other test to
+        """One worker gets all of a folder of :data:`TOGETHER`, or of a file of :data:`BY_FILE`; any other test goes to
         whichever is free."""
 
         def _split_scope(self, nodeid: str) -> str:

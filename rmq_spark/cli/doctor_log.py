@@ -66,7 +66,7 @@ class LogDoctor:
         self._typed = typed
         self._interval = check_interval
         self._answered = answered
-        self._now = self._engine.machine.now()
+        self._now = self._engine.runtime.now()
 
     def look(self) -> Iterator[Finding]:
         """Yield findings. A check that fails is a finding itself, and does not stop the others."""
@@ -129,19 +129,19 @@ class LogDoctor:
         from rmq_spark._core.storage.stores import reaching, require_put_if_absent
 
         options = self._log.storage_options or None
-        began = self._engine.machine.monotonic()
+        began = self._engine.runtime.monotonic()
         with reaching(self._log.path, options):
             require_put_if_absent(self._log.path, options)
-        took_ms = (self._engine.machine.monotonic() - began) * 1000
+        took_ms = (self._engine.runtime.monotonic() - began) * 1000
         yield Finding("store", Level.OK, f"put-if-absent and lists were tried, and hold ({took_ms:.0f} ms)")
 
     def _clock(self) -> Iterator[Finding]:
         from rmq_spark._core.storage.clock import StoreClock
 
         table = self._engine.half.table
-        before = self._engine.machine.time()
-        stored = StoreClock(table.fs, table.folder, table.machine).stored_at()
-        after = self._engine.machine.time()
+        before = self._engine.runtime.time()
+        stored = StoreClock(table.fs, table.folder, table.runtime).stored_at()
+        after = self._engine.runtime.time()
         ahead_s = before - stored if stored < before else min(0.0, after - stored)
         skew = abs(ahead_s)
         if skew <= SKEW_S:

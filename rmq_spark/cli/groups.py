@@ -202,7 +202,7 @@ def reset(
         positions = found.reset(to_json(given, log_id=given.log_id), topic, others_stay=True)
     else:
         try:
-            when = time_of(text, found.log.machine.now(), "--to")
+            when = time_of(text, found.log.runtime.now(), "--to")
         except OptionError:
             if text[:1].isdigit():  # meant as a time
                 raise

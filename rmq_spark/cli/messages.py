@@ -214,7 +214,7 @@ def query(
     if named:
         table = find_by_id(log.engine, limit + 1, **named)
     else:
-        now = log.engine.machine.now()
+        now = log.engine.runtime.now()
         first = None if since is None else time_of(since, now, "since")
         end = None if until is None else time_of(until, now, "until")
         if first is not None and end is not None and first >= end:

@@ -93,7 +93,7 @@ def look(log: CommitLog) -> Overview:
         sizes = table.actions()["size_bytes"].to_pylist()
         files[table.name], held[table.name] = len(sizes), sum(n or 0 for n in sizes)
     return Overview(
-        at=engine.machine.now(),
+        at=engine.runtime.now(),
         topics=topics,
         ends=ends,
         firsts=firsts,
@@ -133,7 +133,7 @@ def expiring(log: Engine, topic: str, retention_s: float) -> int:
     older."""
     log.drained.border()
     actions = log.messages_table.actions()
-    before = log.machine.now() - timedelta(seconds=retention_s)
+    before = log.runtime.now() - timedelta(seconds=retention_s)
     last = actions["max.commit_timestamp"]
     goes = pc.and_(pc.equal(actions["min.topic"], topic), pc.less(last, pa.scalar(before, last.type)))
     return int(pc.sum(actions.filter(goes)["num_records"]).as_py() or 0)

@@ -43,7 +43,7 @@ class Resolving:
 
     def description(self) -> str:
         """Return whose half batch it is, how old, and what of it waits, a line for each."""
-        header, now = self._record.header, self._log.engine.machine.now()
+        header, now = self._record.header, self._log.engine.runtime.now()
         prepared_at = self._record.prepared_at
         age = age_in_words((now - prepared_at).total_seconds())
         lines = {

@@ -103,7 +103,7 @@ def _listed(rows: Sequence[dict[str, Any]], as_json: bool, nothing: str) -> str:
 
 def open_rows(log: CommitLog, table: pa.Table, group: str | None) -> list[dict[str, Any]]:
     """Return rows of pending or quarantined half batches, with their age in seconds."""
-    now = log.engine.machine.now()
+    now = log.engine.runtime.now()
     return [
         {**row, "age_seconds": round(max(0.0, (now - row["prepared_at"]).total_seconds()), 1)}
         for row in table.to_pylist()
@@ -113,7 +113,7 @@ def open_rows(log: CommitLog, table: pa.Table, group: str | None) -> list[dict[s
 
 def conflict_rows(log: CommitLog, group: str | None = None) -> list[dict[str, Any]]:
     """Return the half batches in conflict, each with what was decided on it."""
-    now = log.engine.machine.now()
+    now = log.engine.runtime.now()
     rows: list[dict[str, Any]] = []
     for half_id in log.conflicts():
         record = log.engine.get(half_id)

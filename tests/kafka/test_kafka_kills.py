@@ -22,7 +22,7 @@ from tests.kafka.broker import Broker
 from tests.kafka.handing import Handing, committed
 from tests.kafka.relaying import AT_START, HANDING_OVER
 from tests.support.half_batches import commit, make_log, prepare
-from tests.support.inside import AbortedError, Machine, Record, Transactions
+from tests.support.inside import AbortedError, Record, Runtime, Transactions
 from tests.support.limits import Limit, set_limits
 from tests.support.meanwhile import at
 from tests.support.seeds import first_seed
@@ -114,7 +114,7 @@ def test_a_transaction_of_which_kafka_has_not_taken_every_record_is_not_committe
     topic = handing.topic()
     handing.kafka.create(topic)
     settings = {"bootstrap.servers": handing.kafka.servers, "transactional.id": handing.relay_name}
-    transactions = Transactions(settings, 8.0, Machine())
+    transactions = Transactions(settings, 8.0, Runtime())
     transactions.open()
     records = [Record(topic, 0, None, b"%d" % n) for n in range(3)]
     with pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,6 @@
 """A clock that a test sets, for all logs of the process at once, and also for those on Delta.
 
-A test of one log in memory can give that log a machine of its own: ``InMemoryCommitLog(machine=…)``.
+A test of one log in memory can give that log a machine of its own: ``InMemoryCommitLog(runtime=…)``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 from rmq_spark import CommitLog
 from rmq_spark.testing import InMemoryCommitLog
-from tests.support.inside import LOOK_INTERVAL_S, Machine, StoreClock
+from tests.support.inside import LOOK_INTERVAL_S, Runtime, StoreClock
 
 
 class Clock:
@@ -23,13 +23,13 @@ class Clock:
         self.ahead_s = 0.0
         self.pauses: list[float] = []
 
-    def time(self, machine: Machine) -> float:
+    def time(self, runtime: Runtime) -> float:
         return time.time() + self.ahead_s
 
-    def monotonic(self, machine: Machine) -> float:
+    def monotonic(self, runtime: Runtime) -> float:
         return time.monotonic() + sum(self.pauses)
 
-    def sleep(self, machine: Machine, seconds: float) -> None:
+    def sleep(self, runtime: Runtime, seconds: float) -> None:
         self.pauses.append(seconds)
         self.ahead_s += seconds
 
@@ -68,7 +68,7 @@ def be_every_machine(patch: pytest.MonkeyPatch, instead: object, *names: str, an
     machine first. The time of the stores goes with it."""
     for name in names:
         method = getattr(instead, name)
-        patch.setattr(Machine, name, lambda *arguments, method=method: method(*arguments))
+        patch.setattr(Runtime, name, lambda *arguments, method=method: method(*arguments))
     if and_the_stores:
         patch.setattr(StoreClock, "stored_at", lambda store: store._machine.time())
 
@@ -80,7 +80,7 @@ def let_upkeep_believe(clock: Clock, log: CommitLog) -> None:
     clock.ahead_s += LOOK_INTERVAL_S + 5
 
 
-class Ahead(Machine):
+class Ahead(Runtime):
     """A machine whose clock is so far ahead."""
 
     def __init__(self, seconds: float) -> None:
@@ -90,7 +90,7 @@ class Ahead(Machine):
         return super().time() + self.seconds
 
 
-class Ticking(Machine):
+class Ticking(Runtime):
     """A machine on whose clock nothing happens at the same time as something else, however slow the real one is."""
 
     def __init__(self, at_s: float, step_s: float) -> None:
@@ -106,5 +106,5 @@ def on_a_machine(log: InMemoryCommitLog, ahead_s: float) -> InMemoryCommitLog:
     twin = log.another()
     engine = twin.engine
     for part in (engine.half.table, engine.op, engine.topics_table, engine.ledger, engine):
-        part.machine = Ahead(ahead_s)
+        part.runtime = Ahead(ahead_s)
     return twin

@@ -13,7 +13,7 @@ import pyarrow as pa
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.testing import InMemoryCommitLog
-from tests.support.inside import CommitOncePrepared, Machine
+from tests.support.inside import CommitOncePrepared, Runtime
 
 LATER = txmq.ConsumeConcurrentlyStatus.RECONSUME_LATER
 DONE = txmq.ConsumeConcurrentlyStatus.CONSUME_SUCCESS
@@ -23,7 +23,7 @@ NEXT = txmq.ConsumeOrderlyStatus.SUCCESS
 INTERVAL_S, LEASE_S = 10.0, 30.0
 
 
-class Steps(Machine):
+class Steps(Runtime):
     """A machine whose clocks stand still until somebody sleeps, or the test moves them."""
 
     def __init__(self) -> None:
@@ -58,15 +58,15 @@ class OwnClock(Steps):
     """Another machine: its clocks have nothing to do with the first one's, and the test moves them for itself."""
 
 
-def memory_log(machine: Machine | None = None, **topics: int) -> InMemoryCommitLog:
-    return InMemoryCommitLog(topics=topics or {"orders": 2}, machine=machine or Steps())
+def memory_log(runtime: Runtime | None = None, **topics: int) -> InMemoryCommitLog:
+    return InMemoryCommitLog(topics=topics or {"orders": 2}, runtime=runtime or Steps())
 
 
-def on_own_clock(log: InMemoryCommitLog, machine: Machine) -> InMemoryCommitLog:
+def on_own_clock(log: InMemoryCommitLog, runtime: Runtime) -> InMemoryCommitLog:
     """A handle of another machine."""
     twin = log.another()
     for part in (*twin._tables.all, twin.engine.ledger, twin.engine):
-        part.machine = machine  # and its store's clock stays the store's
+        part.runtime = runtime  # and its store's clock stays the store's
     return twin
 
 
@@ -116,10 +116,10 @@ def go_on(consumer: Any) -> None:
 
 def pass_time(consumers: Sequence[Any], seconds: float) -> None:
     """Let time pass on the clock of the consumers, in steps after which each of them does what is due."""
-    machine = consumers[0].member.machine
-    end_s = machine.since_s + seconds
-    while machine.since_s < end_s:
-        machine.sleep(1.0)
+    runtime = consumers[0].member.runtime
+    end_s = runtime.since_s + seconds
+    while runtime.since_s < end_s:
+        runtime.sleep(1.0)
         for consumer in consumers:
             consumer.member.keep()
 

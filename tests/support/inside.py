@@ -42,7 +42,7 @@ _LIVES_IN = {
         "name_of new_half_id"
     ),
     "rmq_spark._core.inspect.overview": "pending_table=pending",
-    "rmq_spark._core.log.half_table": "HalfRecord HalfStore Staged",
+    "rmq_spark._core.log.half_table": "HalfRecord HalfTable Staged",
     "rmq_spark._core.log.op": (
         "BatchState Kind OP_SCHEMA OP_STATS_COLUMNS=STATS_COLUMNS OpRow RowState Who op_table=to_table"
     ),
@@ -75,7 +75,7 @@ _LIVES_IN = {
     "rmq_spark._core.report.figures": "figures_of",
     "rmq_spark._core.report.finding": "Level",
     "rmq_spark._core.report.page": "page",
-    "rmq_spark._core.runtime.machine": "MACHINE Machine",
+    "rmq_spark._core.runtime.runtime": "RUNTIME Runtime",
     "rmq_spark._core.selector": "parse_selector",
     "rmq_spark._core.spark": "native reader",
     "rmq_spark._core.spark.datasource": "TxmqDataSource",
@@ -90,7 +90,7 @@ _LIVES_IN = {
     "rmq_spark._core.storage.spark_parquet": "spark_schema",
     "rmq_spark._core.storage.stores": "PROBE require_put_if_absent",
     "rmq_spark._core.storage.table": "Change DeltaLogTable Table",
-    "rmq_spark._core.storage.writer_lock": "Turns",
+    "rmq_spark._core.storage.writer_lock": "WriterLock",
     "rmq_spark._core.upkeep": "maintenance=merge pruning=prune stripping=strip upkeep=schedule",
     "rmq_spark._core.upkeep.expire": "Expirer",
     "rmq_spark._core.upkeep.leave": "Graces Leaver",

@@ -20,10 +20,10 @@ from tests.support.inside import (
     HalfRecord,
     HalfWriter,
     Kind,
-    Machine,
     OpRow,
     RowSet,
     RowState,
+    Runtime,
     Who,
     batch_name,
 )
@@ -32,7 +32,7 @@ NOW_S = datetime(2026, 3, 12, 15, 20, tzinfo=timezone.utc).timestamp()
 HOUR_S = 3600.0
 
 
-class AtAnHour(Machine):
+class AtAnHour(Runtime):
     """A machine whose clock stands where a test sets it."""
 
     def __init__(self, at_s: float = NOW_S) -> None:
@@ -54,8 +54,8 @@ class Shop:
     """
 
     def __init__(self, seed: int = 7) -> None:
-        self.machine = AtAnHour()
-        self.log = InMemoryCommitLog(queues=2, machine=self.machine)
+        self.runtime = AtAnHour()
+        self.log = InMemoryCommitLog(queues=2, runtime=self.runtime)
         self.random = random.Random(seed)
         self.batches = 0
 
@@ -94,19 +94,19 @@ def a_shop(days: float = 3.0, trouble: bool = True, every_s: float = 1800.0) -> 
     start_s = NOW_S - days * 24 * HOUR_S
     at_s, kept_up_s = start_s, start_s
     while at_s < NOW_S - 600:
-        shop.machine.at_s = at_s
+        shop.runtime.at_s = at_s
         hour = datetime.fromtimestamp(at_s, timezone.utc).hour
         busy = 1.0 if 8 <= hour < 21 else 0.2
         messages = int(chance.uniform(40, 220) * busy) + 3
         record = shop.prepare(("orders", "payments", "logistics"), messages)
         if chance.random() < 0.12:  # the driver died: a check settled it
-            shop.machine.at_s = at_s + 61
+            shop.runtime.at_s = at_s + 61
             if chance.random() < 0.4:
                 count_check(log.engine, record, 1, shop.pending(record), None)
-                shop.machine.at_s = at_s + 150
+                shop.runtime.at_s = at_s + 150
             shop.settle(record, who=Who.CHECK)
         else:
-            shop.machine.at_s = at_s + chance.uniform(0.2, 4.0)
+            shop.runtime.at_s = at_s + chance.uniform(0.2, 4.0)
             shop.settle(record, rollback_every=chance.choice((0, 0, 9, 17)))
         if at_s - kept_up_s > 12 * HOUR_S and at_s < NOW_S - 6 * HOUR_S:
             kept_up_s = at_s
@@ -116,9 +116,9 @@ def a_shop(days: float = 3.0, trouble: bool = True, every_s: float = 1800.0) -> 
             _trouble(shop, at_s)
         at_s += every_s * chance.uniform(0.6, 1.4)
     if trouble_now:
-        shop.machine.at_s = NOW_S - 4
+        shop.runtime.at_s = NOW_S - 4
         shop.prepare(("orders", "payments"), 90)
-    shop.machine.at_s = NOW_S - 300
+    shop.runtime.at_s = NOW_S - 300
     ends = log.engine.tails()
     for group, behind, topics in (
         ("warehouse", 0, ("logistics",)),
@@ -129,21 +129,21 @@ def a_shop(days: float = 3.0, trouble: bool = True, every_s: float = 1800.0) -> 
         log.engine.groups.set(group, positions, "test")
         assert ConsumerGroup(log, group).lag().num_rows
     log.another().drain()
-    shop.machine.at_s = NOW_S
+    shop.runtime.at_s = NOW_S
     return log
 
 
 def _trouble(shop: Shop, at_s: float) -> None:
     """What a person must look at: a half batch in quarantine, one that nobody can tell about, and two verdicts."""
     log = shop.log
-    shop.machine.at_s = at_s + 5
+    shop.runtime.at_s = at_s + 5
     given_up = shop.prepare(("payments",), 40, "payment-service")
     old = shop.prepare(("orders",), 25, "payment-service")
     late = shop.prepare(("orders",), 12)
-    shop.machine.at_s = at_s + 70
+    shop.runtime.at_s = at_s + 70
     log.engine.quarantine(given_up, 1, shop.pending(given_up), Who.DISCARD, "15 checks, all UNKNOWN")
     for _ in range(4):
-        shop.machine.at_s += 60
+        shop.runtime.at_s += 60
         count_check(log.engine, old, 1, shop.pending(old), "the bank does not answer")
     shop.settle(late, who=Who.CHECK)
     committed = log.engine.state_of(late).rows_in((RowState.COMMITTED,), 1)
@@ -153,8 +153,8 @@ def _trouble(shop: Shop, at_s: float) -> None:
 
 def many(transactions: int) -> InMemoryCommitLog:
     """A log in which so many half batches were settled in the last two days and have left."""
-    machine = AtAnHour()
-    log = InMemoryCommitLog(topics={"orders": 2}, machine=machine)
+    runtime = AtAnHour()
+    log = InMemoryCommitLog(topics={"orders": 2}, runtime=runtime)
     step_s = 48 * HOUR_S / transactions
     size = 5_000
     for first in range(0, transactions, size):

@@ -221,7 +221,7 @@ def as_series(figures: LogFigures, log: str, now_s: float) -> list[dict[str, str
 @needs_promtool
 def test_what_goes_wrong_in_a_log_fires_its_alert_and_the_remedy_shows_it(tmp_path: Path) -> None:
     clock = Ahead(-20 * 60.0)
-    log = InMemoryCommitLog(topics={"orders": 1}, machine=clock)
+    log = InMemoryCommitLog(topics={"orders": 1}, runtime=clock)
     prepare(log, 0, 2, group="shop")
     hidden, late = prepare(log, 1, 3, group="shop"), prepare(log, 2, 1, group="shop")
     quarantine(log, hidden)

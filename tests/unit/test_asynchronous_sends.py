@@ -17,7 +17,7 @@ import pytest
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, CheckService, CommitLog, HalfBatch
 from rmq_spark import TransactionMQProducer as Producer
-from rmq_spark._core.producer.admission import InFlight, Turns
+from rmq_spark._core.producer.admission import Admission, InFlight
 from rmq_spark._core.producer.future import SendFuture
 from rmq_spark.errors import FencedError, ListenerError, LocalTransactionError, OptionError
 from tests.support.half_batches import another
@@ -71,7 +71,7 @@ def test_a_send_whose_local_transaction_would_have_to_wait_is_not_prepared(log: 
 
 
 def test_more_are_prepared_while_local_transactions_are_short_and_fewer_when_they_are_long() -> None:
-    turns = Turns(threads=2, transaction_timeout_s=6.0)
+    turns = Admission(threads=2, transaction_timeout_s=6.0)
     assert turns.room == 2
     with turns.running():
         pass
@@ -450,7 +450,7 @@ def test_a_callback_of_a_cancelled_send_does_not_keep_a_producer_from_closing(
 
 def test_a_send_that_comes_while_the_producer_is_closed_is_cancelled_too() -> None:
     """It waited for ever behind those that were left."""
-    turns = Turns(threads=1, transaction_timeout_s=6.0)
+    turns = Admission(threads=1, transaction_timeout_s=6.0)
     begun, given_up = [], []
     turns.admit("first", lambda: not begun.append("first"))
     turns.close()

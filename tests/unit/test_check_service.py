@@ -312,11 +312,11 @@ def test_a_producers_own_checks_say_nothing_of_other_groups(log: CommitLog, capl
     assert log.pending()["producer_group"].to_pylist() == ["billing"]
 
 
-def own_checks(machine: Steps, answer: Any = UNKNOWN) -> list[CheckService]:
+def own_checks(runtime: Steps, answer: Any = UNKNOWN) -> list[CheckService]:
     """Those of four processes of a service that has left a half batch open."""
-    log = memory_log(machine, orders=1)
+    log = memory_log(runtime, orders=1)
     prepare(log, 0)
-    machine.sleep(10)
+    runtime.sleep(10)
     settings = {"only_groups": True, "transaction_check_interval": 60}
     return [CheckService(log.another(), {"group": Scripted(check=answer)}, **settings) for _ in range(4)]
 
@@ -324,16 +324,16 @@ def own_checks(machine: Steps, answer: Any = UNKNOWN) -> list[CheckService]:
 def test_the_processes_of_a_service_use_up_their_checks_as_one() -> None:
     """Four of them had asked 15 times in 13 s where one would have asked 4 times, and their half batch was given up.
     So did a restart of 16, at once."""
-    machine = Steps()
-    services = own_checks(machine)
+    runtime = Steps()
+    services = own_checks(runtime)
     for minute in range(1, 4):
         reports = [service.run_once() for service in services]
         assert [r.checked.transactions for r in reports] == [1, 0, 0, 0]
         assert [r.skipped.get("checked", 0) for r in reports] == [0, 1, 1, 1]
         assert pending_table(services[0].log.another())["check_times"].to_pylist() == [minute]
-        machine.sleep(15)
+        runtime.sleep(15)
         assert not any(service.run_once().checked for service in services)
-        machine.sleep(45)
+        runtime.sleep(45)
 
 
 def test_two_processes_that_ask_at_the_same_moment_count_one_check() -> None:
@@ -352,11 +352,11 @@ def test_two_processes_that_ask_at_the_same_moment_count_one_check() -> None:
 
 
 def test_a_check_that_was_counted_by_a_clock_far_ahead_stops_no_other() -> None:
-    machine = Steps()
-    services = own_checks(machine)
-    machine.wall_s += 7200
+    runtime = Steps()
+    services = own_checks(runtime)
+    runtime.wall_s += 7200
     services[0].run_once()
-    machine.wall_s -= 7200
+    runtime.wall_s -= 7200
     assert services[1].run_once().checked.transactions == 1
 
 

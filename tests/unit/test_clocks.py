@@ -31,7 +31,7 @@ from tests.support.half_batches import (
     split,
     stage,
 )
-from tests.support.inside import BELIEVED_S, LOOK_INTERVAL_S, MACHINE, HalfRecord, Who
+from tests.support.inside import BELIEVED_S, LOOK_INTERVAL_S, RUNTIME, HalfRecord, Who
 from tests.support.listeners import Scripted
 from tests.support.meanwhile import at
 
@@ -90,7 +90,7 @@ def round_of_checks(log: CommitLog, timeout_s: float = 1.0) -> CheckReport:
     """Nobody knows of any transaction, and what is a minute old is rolled back."""
 
     def roll_back_old(batch: HalfBatch) -> LocalTransactionState:
-        old = MACHINE.now() - batch.prepared_at >= timedelta(seconds=60)
+        old = RUNTIME.now() - batch.prepared_at >= timedelta(seconds=60)
         return ROLLBACK_MESSAGE if old else UNKNOWN
 
     listeners = {"group": Scripted(check=roll_back_old)}
@@ -169,9 +169,9 @@ def test_after_a_clock_that_was_days_ahead_messages_keep_the_order_in_which_they
 def test_the_seconds_count_in_which_the_machine_was_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
     """CLOCK_MONOTONIC stands still then, so a staged file counted as just looked at."""
     monkeypatch.setattr(time, "monotonic", lambda: 0.0)
-    before = MACHINE.monotonic()
+    before = RUNTIME.monotonic()
     time.sleep(0.001)
-    assert MACHINE.monotonic() > before
+    assert RUNTIME.monotonic() > before
 
 
 # ---------------------------------------------------------------- the order of keys, by clocks that differ

@@ -32,7 +32,7 @@ class CommitLogMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Ticking(time.time(), step_s=0.002)
-        self.log: CommitLog = InMemoryCommitLog(topics={"orders": 2}, machine=self.clock)
+        self.log: CommitLog = InMemoryCommitLog(topics={"orders": 2}, runtime=self.clock)
         self.log.create_topic("steps", 1, fifo=True)
         self.log.engine.upkeep = False
         self.follower = another(self.log)

@@ -46,7 +46,7 @@ def log(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TXMQ_PATH", made.path)
     monkeypatch.delenv("TXMQ_CONFIG", raising=False)
-    be_fine(monkeypatch, tmp_path_factory.mktemp("machine"))
+    be_fine(monkeypatch, tmp_path_factory.mktemp("runtime"))
     return made
 
 

@@ -23,7 +23,7 @@ from rmq_spark.errors import (
 )
 from tests.support.clocks import set_clock
 from tests.support.half_batches import let_leave
-from tests.support.inside import MACHINE, Machine, group_commit
+from tests.support.inside import RUNTIME, Runtime, group_commit
 from tests.support.meanwhile import seen_at, unhooked
 from tests.support.sends import DEADLINE_S, Shop, message, producer_of, raising, wait_for
 from tests.support.sends import sent_bodies as bodies
@@ -284,7 +284,7 @@ def test_a_message_that_was_changed_after_it_was_made_troubles_no_other_send(log
 
 # ---------------------------------------------------------------- what goes wrong
 def test_a_lane_whose_thread_ends_answers_those_who_wait_and_begins_again() -> None:
-    class Full(Machine):
+    class Full(Runtime):
         """The memory is full when its first time is asked for."""
 
         full = True
@@ -295,7 +295,7 @@ def test_a_lane_whose_thread_ends_answers_those_who_wait_and_begins_again() -> N
                 raise MemoryError
             return super().monotonic()
 
-    lane = group_commit.Lane[int, int](Full(), "lane", lambda some: some)
+    lane = group_commit.CommitQueue[int, int](Full(), "lane", lambda some: some)
     with pytest.raises(MemoryError):
         ask(lane, 1, "one")
     assert ask(lane, 2, "two") == 2
@@ -346,11 +346,11 @@ def test_an_interrupted_caller_ends_its_waiting_and_not_the_commit() -> None:
             assert within.wait(DEADLINE_S)
             raise Interrupted
 
-    class OneInterrupt(Machine):
+    class OneInterrupt(Runtime):
         def event(self) -> threading.Event:
             return super().event() if within.is_set() else Event()
 
-    lane = group_commit.Lane[int, int](OneInterrupt(), "lane", commit)
+    lane = group_commit.CommitQueue[int, int](OneInterrupt(), "lane", commit)
     with pytest.raises(Interrupted):
         ask(lane, 1, "one")
     later = threading.Thread(target=lambda: ask(lane, 2, "two"))
@@ -368,7 +368,7 @@ def test_no_thread_is_left_when_nobody_sends(log: CommitLog) -> None:
 @IN_MEMORY
 def test_one_half_batch_is_asked_for_once_in_a_commit(log: CommitLog) -> None:
     groups: list[list[int]] = []
-    lane: Any = group_commit.Lane(log.engine.machine, "lane", lambda some: groups.append(list(some)) or some)
+    lane: Any = group_commit.CommitQueue(log.engine.runtime, "lane", lambda some: groups.append(list(some)) or some)
     with lane._lock:  # it cannot begin
         threads = [threading.Thread(target=ask, args=(lane, n, name)) for n, name in enumerate("aabac")]
         for thread in threads:
@@ -401,12 +401,12 @@ def test_a_lone_send_after_a_standstill_does_not_wait_as_long(
     """It waited three times as long as the last commit had taken, for others that never came."""
     clock = set_clock(monkeypatch)
     with producer_of(log) as producer:
-        with together(3), seen_at("commit begins", lambda **_: clock.sleep(MACHINE, 60.0)):
+        with together(3), seen_at("commit begins", lambda **_: clock.sleep(RUNTIME, 60.0)):
             call_all([lambda i=i: producer.send(message(i)) for i in range(3)])
-        clock.sleep(MACHINE, ago_s)
-        before_s = MACHINE.monotonic()
+        clock.sleep(RUNTIME, ago_s)
+        before_s = RUNTIME.monotonic()
         producer.send(message("last"))
-        assert MACHINE.monotonic() - before_s < 5.0
+        assert RUNTIME.monotonic() - before_s < 5.0
 
 
 def test_a_forked_process_is_refused(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:

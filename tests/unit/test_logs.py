@@ -132,7 +132,7 @@ def test_what_a_check_says_of_a_half_batch_names_it(log: CommitLog, caplog: pyte
     service = txmq.CheckService(log, {"shop": fails()}, transaction_timeout=0, file_reserved_time=3600)
     with caplog.at_level("INFO", "rmq_spark"):
         service.run_once()
-        later = log.engine.machine.now().replace(year=log.engine.machine.now().year + 1)
+        later = log.engine.runtime.now().replace(year=log.engine.runtime.now().year + 1)
         service = txmq.CheckService(log, {"shop": fails()}, file_reserved_time=3600, clock=lambda: later)
         service.run_once()
     (unanswered,) = [r for r in caplog.records if "did not answer" in r.getMessage()]

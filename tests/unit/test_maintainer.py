@@ -18,7 +18,7 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Pauses, set_clock, wait_until
 from tests.support.fences import fence_rows, make_older, run
 from tests.support.half_batches import commit, let_leave, make_log, send
-from tests.support.inside import CommitOncePrepared, Machine, Maintainer, MaintenanceReport
+from tests.support.inside import CommitOncePrepared, Maintainer, MaintenanceReport, Runtime
 
 ON_DELTA = pytest.mark.log("delta", orders=1)
 
@@ -28,7 +28,7 @@ def rows_drained(log: CommitLog) -> int:
     return sum(log.engine.messages_table.actions()["num_records"].to_pylist())
 
 
-class Days(Machine):
+class Days(Runtime):
     """A machine on which days pass at once."""
 
     days = 0.0
@@ -102,15 +102,15 @@ class Keeping(CommitOncePrepared):
 
 
 def test_fences_are_pruned_once_a_day_a_piece_at_a_time() -> None:
-    machine = Days()
-    log = InMemoryCommitLog(topics={"orders": 1}, machine=machine)
+    runtime = Days()
+    log = InMemoryCommitLog(topics={"orders": 1}, runtime=runtime)
     first, second = Keeping(1, 2), Keeping(4)
     fences = FencePruner(log.engine, [first, CommitOncePrepared(), second])
     assert fences.run(0.0) == 0
     assert fences.run(60.0, iter([False, True]).__next__) == 1
     assert fences.run(60.0) == 2 + 4
     assert fences.run(60.0) == 0
-    machine.days = 1.1
+    runtime.days = 1.1
     assert fences.run(60.0) == 7
     assert first.asked == second.asked == [(FENCE_RETENTION_S, log.id)] * 2
 

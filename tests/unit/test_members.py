@@ -127,23 +127,23 @@ def write_heartbeat(log: Any, name: str, told: str) -> None:
 
 
 @pytest.fixture
-def machine(log: CommitLog) -> Steps:
+def runtime(log: CommitLog) -> Steps:
     """The clock of the members of ``log``."""
-    log.engine.groups.table.machine = Steps()
-    return log.engine.groups.table.machine
+    log.engine.groups.table.runtime = Steps()
+    return log.engine.groups.table.runtime
 
 
-def test_a_member_is_dead_when_its_counter_has_not_moved_for_the_lease(log: CommitLog, machine: Steps) -> None:
+def test_a_member_is_dead_when_its_counter_has_not_moved_for_the_lease(log: CommitLog, runtime: Steps) -> None:
     a, b = members_of(log, "a"), members_of(log, "b")
     beat_and_look(a, b)
     a.look()
     assert a.live("orders") == b.live("orders") == ["a", "b"]
     assert a.live("returns") == []
-    machine.sleep(LEASE_S - 1)
+    runtime.sleep(LEASE_S - 1)
     a.renew(a.beat())
     for member in (a, b):
         member.look()
-    machine.sleep(2)
+    runtime.sleep(2)
     assert a.live("orders") == ["a"]
     assert a.is_dead("b")
     assert not b.is_dead("a")
@@ -156,31 +156,31 @@ def test_a_member_is_dead_when_its_counter_has_not_moved_for_the_lease(log: Comm
     assert a.live("orders") == ["a"]
     assert not a.is_dead("b"), "who has left has released its queues, or has the lease"
     assert not a.is_dead("never seen")
-    machine.sleep(LEASE_S + 1)
+    runtime.sleep(LEASE_S + 1)
     assert a.is_dead("b")
     assert a.is_dead("never seen")
 
 
-def test_a_member_with_another_lease_is_judged_by_its_own(log: CommitLog, machine: Steps) -> None:
+def test_a_member_with_another_lease_is_judged_by_its_own(log: CommitLog, runtime: Steps) -> None:
     """One with a lease of 2 s took the queues of those with 30 s again and again, and messages came twice."""
     patient, hasty = members_of(log, "a"), Members(log.engine.groups.table, "points", "b", ["orders"], 2.0, 0.5)
     beat_and_look(patient, hasty, patient)
-    machine.sleep(3)
+    runtime.sleep(3)
     assert not hasty.is_dead("a")
     assert hasty.live("orders") == ["a", "b"]
     assert patient.is_dead("b")
-    machine.sleep(LEASE_S)
+    runtime.sleep(LEASE_S)
     assert hasty.is_dead("a")
 
 
 @pytest.mark.parametrize("lease", ["-1", "0", "NaN", "Infinity", "1e300", "null", '"long"'])
-def test_a_lease_that_cannot_be_is_not_believed(log: CommitLog, machine: Steps, lease: str) -> None:
+def test_a_lease_that_cannot_be_is_not_believed(log: CommitLog, runtime: Steps, lease: str) -> None:
     a = members_of(log, "a")
     a.renew(a.beat())
     write_heartbeat(log, "b", f'{{"counter": 1, "topics": ["orders"], "lease": {lease}}}')
     a.look()
     assert not a.is_dead("b")
-    machine.sleep(LEASE_S + 1)
+    runtime.sleep(LEASE_S + 1)
     assert a.is_dead("b")
 
 
@@ -209,7 +209,7 @@ def test_the_heartbeat_of_a_dead_member_is_removed_in_the_end() -> None:
     beat_and_look(b, a)
     assert list(txmq.ConsumerGroup(log, "points").members()) == ["a", "b"]
     for _ in range(4):
-        log.engine.machine.sleep(LEASE_S)
+        log.engine.runtime.sleep(LEASE_S)
         a.renew(a.beat())
         a.look()
     assert list(txmq.ConsumerGroup(log, "points").members()) == ["a"]
@@ -218,9 +218,9 @@ def test_the_heartbeat_of_a_dead_member_is_removed_in_the_end() -> None:
 def test_a_member_that_comes_long_after_another_was_killed_takes_all_queues_at_once() -> None:
     log = memory_log()
     killed = joined(log, seen_by([]))
-    log.engine.machine.sleep(2 * LEASE_S)
+    log.engine.runtime.sleep(2 * LEASE_S)
     assert list(txmq.ConsumerGroup(log, "points").members()) == [killed.member.name]
-    log.engine.machine.sleep(2 * LEASE_S)
+    log.engine.runtime.sleep(2 * LEASE_S)
     assert txmq.ConsumerGroup(log, "points").members() == {}
     late = joined(log.another(), seen_by([]))
     assert queues_of([late]) == [2]
@@ -296,9 +296,9 @@ def test_a_member_that_slept_looks_before_it_goes_on() -> None:
     mine: list[str] = []
     sleeper = joined(log, seen_by(mine))
     sleeper.member.fetch()
-    log.engine.machine.sleep(LEASE_S - 10 - 1)
+    log.engine.runtime.sleep(LEASE_S - 10 - 1)
     assert sleeper.member.may_start()
-    log.engine.machine.sleep(2)
+    log.engine.runtime.sleep(2)
     assert not sleeper.work(), "its heartbeat is older than the lease less a margin"
     other = joined(log, seen_by([]))
     pass_time([other], LEASE_S + 5)

@@ -221,7 +221,7 @@ def test_a_look_is_bounded_and_the_next_one_goes_on(log: CommitLog, limit: Limit
 def test_waiting_messages_are_told_by_their_reason() -> None:
     log = memory_log(orders=1)
     log.create_topic("steps", 1, fifo=True)
-    later = log.engine.machine.now() + timedelta(hours=1)
+    later = log.engine.runtime.now() + timedelta(hours=1)
     commit(log, prepare(log, 0, {"body": ["a", "b"], "deliver_at": [later, None]}))
     prepare(log, 1, {"body": ["c"], "sharding_key": ["k"]}, topic="steps")
     commit(log, prepare(log, 2, {"body": ["d"], "sharding_key": ["k"]}, topic="steps"))
@@ -234,9 +234,9 @@ def test_waiting_messages_are_told_by_their_reason() -> None:
 def test_lag_is_what_a_consumer_group_says(drained: bool) -> None:
     log = memory_log(orders=1)
     send(log, "abc")
-    log.engine.machine.sleep(60)
+    log.engine.runtime.sleep(60)
     send(log, "de")
-    log.engine.machine.sleep(5)
+    log.engine.runtime.sleep(5)
     if drained:
         log.drain()
     watch = LogWatch(log)
@@ -559,7 +559,7 @@ def test_a_query_s_progress_is_logged_with_the_log_s_figures(caplog: pytest.LogC
     log = memory_log(orders=1)
     send(log, "abc")
     prepare(log, 1, 2, group="shop")
-    log.engine.machine.sleep(30)
+    log.engine.runtime.sleep(30)
     log.engine.groups.set("points", {("orders", 0): 1}, "test")
     log.engine.groups.set("idle", {("orders", 0): 3}, "test")
     told: list[Any] = []
@@ -568,7 +568,7 @@ def test_a_query_s_progress_is_logged_with_the_log_s_figures(caplog: pytest.LogC
         listener.onQueryStarted(None)
         listener.onQueryProgress(progress(4))
         listener.onQueryProgress(progress(5))
-        log.engine.machine.sleep(60)
+        log.engine.runtime.sleep(60)
         listener.onQueryProgress(progress(6))
         listener.onQueryTerminated(None)
     first, second = caplog.records

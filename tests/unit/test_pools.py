@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rmq_spark._core.runtime.pools import Crew, is_in_crew, submitted
-from tests.support.inside import MACHINE, Machine
+from rmq_spark._core.runtime.pools import ElasticPool, is_in_crew, submitted
+from tests.support.inside import RUNTIME, Runtime
 
 DEADLINE_S = 20.0
 
@@ -34,7 +34,7 @@ def test_what_work_raises_in_the_callers_thread_is_told_by_the_future(monkeypatc
 
 
 def test_a_crew_does_what_waits_in_as_many_threads_as_it_may_have() -> None:
-    crew, together = Crew(4, "crew", MACHINE), threading.Barrier(4)
+    crew, together = ElasticPool(4, "crew", RUNTIME), threading.Barrier(4)
     at_work: list[str] = []
 
     def work() -> None:
@@ -49,7 +49,7 @@ def test_a_crew_does_what_waits_in_as_many_threads_as_it_may_have() -> None:
 
 
 def test_a_crew_goes_on_after_a_piece_that_raises(caplog: pytest.LogCaptureFixture) -> None:
-    crew, done = Crew(1, "crew", MACHINE), threading.Event()
+    crew, done = ElasticPool(1, "crew", RUNTIME), threading.Event()
 
     def fails() -> None:
         raise KeyboardInterrupt
@@ -62,18 +62,18 @@ def test_a_crew_goes_on_after_a_piece_that_raises(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_piece_of_work_knows_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    crew, found = Crew(2, "crew", MACHINE), list[bool]()
+    crew, found = ElasticPool(2, "crew", RUNTIME), list[bool]()
     crew.put(lambda: found.append(is_in_crew()))
     crew.wait(DEADLINE_S)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", _no_thread)
-        Crew(2, "crew", MACHINE).put(lambda: found.append(is_in_crew()))
+        ElasticPool(2, "crew", RUNTIME).put(lambda: found.append(is_in_crew()))
     assert found == [True, True]
     assert not is_in_crew()
 
 
 def test_a_crew_that_had_no_thread_for_a_moment_has_as_many_as_before_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    crew, found = Crew(2, "crew", MACHINE), list[str]()
+    crew, found = ElasticPool(2, "crew", RUNTIME), list[str]()
     go_on, done = threading.Event(), threading.Event()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", _no_thread)
@@ -88,7 +88,7 @@ def test_a_crew_that_had_no_thread_for_a_moment_has_as_many_as_before_again(monk
 
 
 def test_what_comes_when_the_only_thread_of_a_crew_ends_is_done() -> None:
-    crew, done = Crew(1, "crew", MACHINE), threading.Semaphore(0)
+    crew, done = ElasticPool(1, "crew", RUNTIME), threading.Semaphore(0)
     for _ in range(3000):
         crew.put(done.release)
         assert done.acquire(timeout=DEADLINE_S)
@@ -102,13 +102,13 @@ def test_what_comes_while_a_crew_fails_to_start_a_thread_is_done() -> None:
     def note() -> None:
         found.append(threading.current_thread())
 
-    class Crowded(Machine):
+    class Crowded(Runtime):
         def start_thread(self, work: Callable[[], object], name: str, daemon: bool = False) -> threading.Thread:
             if late.pop():
                 crew.put(note)  # another thread does, and leaves it to the one that is on its way
             raise RuntimeError("can't start new thread")
 
-    crew = Crew(2, "crew", Crowded())
+    crew = ElasticPool(2, "crew", Crowded())
     for _ in range(2):
         late += [False, False, True]
         crew.put(note)

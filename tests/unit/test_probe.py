@@ -17,7 +17,7 @@ from rmq_spark import CheckService, CommitLog, SqlTransactionListener, TableList
 from rmq_spark._core.checks import probe
 from tests.support.checks import DEADLINE_S, Hangs
 from tests.support.consumers import memory_log
-from tests.support.inside import Machine
+from tests.support.inside import Runtime
 from tests.support.limits import Limit
 from tests.support.listeners import Scripted
 
@@ -37,7 +37,7 @@ class Asked(Scripted):
         self.look()
 
 
-class Starts(Machine):
+class Starts(Runtime):
     """Remembers the threads that it was asked for."""
 
     def __init__(self) -> None:
@@ -115,12 +115,12 @@ def test_a_lock_that_somebody_holds_is_an_answer(log: CommitLog, tmp_path: Path)
 
 
 def test_a_listener_without_the_question_is_left_alone() -> None:
-    machine = Starts()
-    log = memory_log(machine)
+    runtime = Starts()
+    log = memory_log(runtime)
     assert problems(log, mail=Scripted()) == []
-    assert "txmq-probe" not in machine.names
+    assert "txmq-probe" not in runtime.names
     assert problems(log, mail=Scripted(), shop=Asked()) == []
-    assert machine.names.count("txmq-probe") == 1
+    assert runtime.names.count("txmq-probe") == 1
 
 
 def test_a_producer_s_own_checks_do_not_look(log: CommitLog) -> None:

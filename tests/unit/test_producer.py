@@ -17,7 +17,7 @@ from rmq_spark.producer import TransactionSendResult
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.consumers import wait_until
 from tests.support.half_batches import header_of, let_leave, prepare_one
-from tests.support.inside import CommitOncePrepared, HalfWriter, Machine
+from tests.support.inside import CommitOncePrepared, HalfWriter, Runtime
 from tests.support.inside import message_table as to_table
 from tests.support.listeners import Scripted
 from tests.support.meanwhile import at
@@ -223,7 +223,7 @@ def test_an_open_producer_answers_its_own_checks_and_leaves_those_of_others_alon
     assert not [t for t in threading.enumerate() if t.name == "txmq-checks"]
 
 
-class SlowToStart(Machine):
+class SlowToStart(Runtime):
     def __init__(self) -> None:
         self.started: list[str] = []
 
@@ -234,12 +234,12 @@ class SlowToStart(Machine):
 
 
 def test_two_threads_that_open_a_producer_start_its_checks_once() -> None:
-    log = InMemoryCommitLog(topics={"orders": 1}, machine=(machine := SlowToStart()))
+    log = InMemoryCommitLog(topics={"orders": 1}, runtime=(runtime := SlowToStart()))
     closed = producer(log, Scripted(None, COMMIT), check_interval=60.0)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: closed.start(), range(2)))
     closed.shutdown()
-    assert machine.started.count("txmq-checks") == 1
+    assert runtime.started.count("txmq-checks") == 1
 
 
 def test_a_producer_can_be_opened_again(log: Any) -> None:

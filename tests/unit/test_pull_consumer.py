@@ -56,7 +56,7 @@ def test_a_script_reads_the_delayed_messages_that_are_due() -> None:
     """It ended before them, and so did all later ones, until something else worked on the log."""
     log = memory_log()
     send(log, "ab", delay_level=pa.array([1, 3], pa.int32()))
-    log.engine.machine.sleep(5)
+    log.engine.runtime.sleep(5)
     assert read_to_the_end(log) == ["a"]
 
 
@@ -200,10 +200,10 @@ def interrupt() -> None:
 
 @pytest.mark.parametrize("has_queues", [False, True])
 def test_an_interrupt_while_a_consumer_joins_leaves_nothing_behind(has_queues: bool) -> None:
-    log = memory_log(machine := Interrupted())
+    log = memory_log(runtime := Interrupted())
     consumer = pull(log)
     if has_queues:
-        machine.comes = lambda: bool(consumer.member.queues)
+        runtime.comes = lambda: bool(consumer.member.queues)
         with pytest.raises(KeyboardInterrupt), consumer:
             raise AssertionError
     else:
@@ -344,12 +344,12 @@ def test_it_waits_for_what_another_member_of_the_group_has() -> None:
     lives = pull(log.another(), stop_at_end=True, heartbeat_interval=10, lease=LEASE_S)
     lives._ends = dict(log.engine.tails())
     lives.member.join()
-    assert lives._next_before(log.engine.machine.monotonic()) is None
+    assert lives._next_before(log.engine.runtime.monotonic()) is None
     assert not lives._is_at_end()
     pass_time([lives], LEASE_S + 15)
     found = []
     while not lives._is_at_end():
-        take = lives._next_before(log.engine.machine.monotonic())
+        take = lives._next_before(log.engine.runtime.monotonic())
         assert take is not None
         found += take.messages["body"].to_pylist()
     assert sorted(found) == [letter.encode() for letter in "abcdef"]

@@ -43,7 +43,7 @@ from tests.support.consumers import (
 )
 from tests.support.half_batches import bodies, in_half, let_leave, make_log
 from tests.support.inboxes import inbox_of, make_database, results
-from tests.support.inside import Machine, push_module, restored, sent_back
+from tests.support.inside import Runtime, push_module, restored, sent_back
 from tests.support.limits import Limit
 from tests.support.meanwhile import at, dies_at, seen_at
 from tests.support.seeds import how_many
@@ -302,7 +302,7 @@ def test_progress_is_written_at_most_once_a_second_and_not_at_all_when_nothing_m
         consumer.member.fetch()
         consumer.work()
         consumer.member.keep()
-        log.engine.machine.sleep(0.25)
+        log.engine.runtime.sleep(0.25)
     assert log.engine.groups.table.refresh() - before == 2
     pass_time([consumer], 20)
     assert log.engine.groups.table.refresh() - before == 3
@@ -323,7 +323,7 @@ def test_on_an_object_store_the_members_of_all_groups_take_turns_with_their_prog
         before = log.engine.groups.table.refresh()
         consumer.member.keep()
         written.append(log.engine.groups.table.refresh() - before)
-        log.engine.machine.sleep(1.0)
+        log.engine.runtime.sleep(1.0)
     assert written == [1, 0, 0, 0] * 3, "20 members, 0.2 s each"
 
 
@@ -347,7 +347,7 @@ def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_
     slow = False
 
     def listen(message: txmq.MessageExt) -> Any:
-        log.engine.machine.since_s += 0.02 if slow else 1e-6
+        log.engine.runtime.since_s += 0.02 if slow else 1e-6
         return DONE
 
     consumer = fetched(log, txmq.EachMessage(listen))
@@ -370,11 +370,11 @@ class Waits(Steps):
 
 
 def test_a_quick_listener_that_20_threads_call_is_not_taken_for_a_slow_one() -> None:
-    log = memory_log(machine := Waits(), orders=1)
+    log = memory_log(runtime := Waits(), orders=1)
     send(log, [str(n) for n in range(50)])
 
     def listen(message: txmq.MessageExt) -> Any:
-        machine.waits_s = 0.1  # when the end of this call is noted
+        runtime.waits_s = 0.1  # when the end of this call is noted
         return DONE
 
     consumer = fetched(log, txmq.EachMessage(listen))
@@ -395,7 +395,7 @@ def test_one_thread_calls_a_quick_listener_unless_its_call_hangs() -> None:
     assert take(consumer) is None
     with consumer.member.changed:
         assert consumer._until_next() == push_module.HANGS_S
-    log.engine.machine.sleep(2 * push_module.HANGS_S)
+    log.engine.runtime.sleep(2 * push_module.HANGS_S)
     beside = take(consumer)
     assert beside is not None, "two calls hang"
     assert take(consumer) is None
@@ -507,7 +507,7 @@ def retries(log: CommitLog) -> list[tuple[str, int]]:
 
 
 def retries_come(log: CommitLog, after_s: float) -> None:
-    log.engine.machine.sleep(after_s)
+    log.engine.runtime.sleep(after_s)
     log.another().engine.place_due()
 
 
@@ -536,7 +536,7 @@ def test_what_was_sent_back_is_there_whatever_the_next_member_makes_of_a_failure
     consumer = joined(log, fails_on("ab", status=STOP, good=NEXT), mode="orderly", max_reconsume_times=0)
     for _ in range(3):
         go_on(consumer)
-        log.engine.machine.sleep(1.1)
+        log.engine.runtime.sleep(1.1)
     retries_come(log, 2)
     assert (retries(log), bodies(log, "%DLQ%points")) == ([("a", 1)], ["b"])
 
@@ -638,14 +638,14 @@ def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
     consumer = consume_all(log, fails_on(bad, found, STOP, NEXT), mode="orderly")
     assert sorted(found) == ["a", "b", "c", "d", "f"]
     assert log.engine.groups.positions("points") == {QUEUE: 1, ("orders", 1): 3, ("%RETRY%points", 0): 0}
-    log.engine.machine.sleep(0.5)
+    log.engine.runtime.sleep(0.5)
     assert not consumer.work()
-    log.engine.machine.sleep(0.6)
+    log.engine.runtime.sleep(0.6)
     go_on(consumer)
     assert found.count("c") == 2
     assert "e" not in found
     bad.clear()
-    log.engine.machine.sleep(1.1)
+    log.engine.runtime.sleep(1.1)
     go_on(consumer)
     assert [body for body in found if body in "ace"] == ["a", "c", "c", "c", "e"]
     assert log.engine.groups.positions("points")[QUEUE] == 3
@@ -678,7 +678,7 @@ def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end(caplog:
     caplog.set_level(logging.WARNING)
     for _ in range(6):
         go_on(consumer)
-        log.engine.machine.sleep(1.1)
+        log.engine.runtime.sleep(1.1)
     # A call that failed as a whole is tried again with single messages, so that the right one dies.
     assert found == [["a", "b", "c", "d"], ["a"], ["b", "c", "d"], ["b"], ["b"], ["c", "d"]]
     assert times == [[0, 0, 0, 0], [1], [0, 0, 0], [1], [2], [0, 0]]
@@ -707,7 +707,7 @@ def test_an_inbox_takes_every_message_once_whoever_has_the_queue(tmp_path: Path)
     go_on(lives)
     assert results(url) == list("abcdef")
     # One that woke up late has the messages still: the inbox knows them.
-    late.member._members.renew(late.member.machine.monotonic())
+    late.member._members.renew(late.member.runtime.monotonic())
     assert late.work()
     assert results(url) == list("abcdef")
     assert txmq.DeadLetters(log, "points").list().num_rows == 0
@@ -947,7 +947,7 @@ def test_what_holds_up_a_queue_is_not_raised_at_the_end_of_the_consumer(
 
 
 def test_a_store_that_fails_is_told_until_it_answers() -> None:
-    log = memory_log(Machine(), orders=1)
+    log = memory_log(Runtime(), orders=1)
     found: list[str] = []
     consumer = push(log, seen_by(found))
     with seen_at("fetch begins", fails_with(txmq.errors.UnreachableStoreError("no answer"))):
@@ -971,7 +971,7 @@ def test_a_queue_that_is_held_up_is_tried_again_later_each_time() -> None:
 
     def lacks_a_queue(starts: Any) -> None:
         if starts[QUEUE][1]:
-            tried.append(log.engine.machine.since_s)
+            tried.append(log.engine.runtime.since_s)
             raise txmq.errors.OffsetOutOfRangeError("a hole")
 
     with seen_at("fetch begins", lacks_a_queue):
@@ -979,7 +979,7 @@ def test_a_queue_that_is_held_up_is_tried_again_later_each_time() -> None:
         assert consumer.work()
         for _ in range(200):
             consumer.member.fetch_past_damage()
-            log.engine.machine.sleep(0.5)
+            log.engine.runtime.sleep(0.5)
     assert [later - sooner for sooner, later in pairwise(sorted(set(tried)))] == [1, 2, 4, 8, 16, 30, 30]
 
 
@@ -991,7 +991,7 @@ def test_a_script_is_told_of_a_hole_at_once(tmp_path: Path) -> None:
 
 def test_the_end_of_the_process_waits_once_for_all_calls_that_hang(limit: Limit) -> None:
     limit(AT_EXIT_S_MAX=0.3)
-    log = memory_log(Machine(), orders=1)
+    log = memory_log(Runtime(), orders=1)
     send(log, "abcdefgh")
     listener = Holds()
     consumer = push(log, txmq.EachMessage(listener), consume_thread_max=8).start()

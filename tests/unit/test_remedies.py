@@ -299,7 +299,7 @@ def test_each_of_a_member_s_settings_that_contradict_is_mended_as_advised(log: C
     def consumer(**options: Any) -> Callable[[], Any]:
         return lambda: txmq.PullConsumer(log, "points", "orders", **options)
 
-    when = log.engine.machine.now()
+    when = log.engine.runtime.now()
     for wrong, advised, right in (
         ({"tags": "a", "selector": "TAGS = 'a'"}, "give one of them", {"selector": "TAGS = 'a'"}),
         ({"message_model": "BROADCASTING"}, "give each consumer a group of its own", {"message_model": "CLUSTERING"}),

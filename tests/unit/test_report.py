@@ -74,11 +74,11 @@ def test_figures_are_the_same_before_and_after_upkeep() -> None:
     log.create_topic("orders", 2)
     log.create_topic("points", 2)
     for n in range(12):
-        shop.machine.at_s = NOW_S - 7200 + 300 * n
+        shop.runtime.at_s = NOW_S - 7200 + 300 * n
         record = shop.prepare(("orders", "points"), 10 + n)
-        shop.machine.at_s += 1 + n / 10
+        shop.runtime.at_s += 1 + n / 10
         shop.settle(record, rollback_every=n % 4, who=Who.CHECK if n % 3 == 0 else Who.EXECUTE)
-    shop.machine.at_s = NOW_S
+    shop.runtime.at_s = NOW_S
     before = figures_of(log)
     log.maintain(grace="1m", audit="1m")
     after = figures_of(log)
@@ -114,7 +114,7 @@ def test_a_rollback_that_a_person_confirms_is_counted_once_before_and_after_upke
 def test_a_transaction_counts_by_its_last_verdict_whatever_a_replay_or_a_person_took_back(verdict: str) -> None:
     """A crashed batch that a check rolled back, and whose replay was refused, had its messages rolled back twice."""
     # Checks are counted for each second, so all of them are within one.
-    log = InMemoryCommitLog(topics={"orders": 2}, machine=Ticking(time.time() // 60 * 60, 0.001))
+    log = InMemoryCommitLog(topics={"orders": 2}, runtime=Ticking(time.time() // 60 * 60, 0.001))
     replayed, asked_again, resumed, pending_again = (prepare(log, n, 5, per="message") for n in (1, 2, 3, 4))
     in_part, rest = split(pending_rows(log, replayed), every=2)
 
@@ -263,10 +263,10 @@ def test_only_what_happened_since_is_counted() -> None:
     shop = Shop()
     shop.log.create_topic("orders", 1)
     for hours in (30, 2):
-        shop.machine.at_s = NOW_S - hours * 3600
+        shop.runtime.at_s = NOW_S - hours * 3600
         shop.settle(shop.prepare(("orders",), hours))
         shop.log.drain()
-    shop.machine.at_s = NOW_S
+    shop.runtime.at_s = NOW_S
     assert figures_of(shop.log, "1d").committed == 2
     assert figures_of(shop.log, "7d").committed == 32
 

@@ -38,9 +38,9 @@ def sends_back_and_dies(log: CommitLog) -> None:
 def months_pass(log: CommitLog) -> None:
     """Everything leaves that may, and is forgotten."""
     for _ in range(3):
-        log.engine.machine.sleep(MONTHS_S)
+        log.engine.runtime.sleep(MONTHS_S)
         log.another().engine.clock_doubt_s()  # a later round believes the clock
-        log.engine.machine.sleep(LOOK_INTERVAL_S + 5)
+        log.engine.runtime.sleep(LOOK_INTERVAL_S + 5)
         log.another().engine.place_due()
         let_leave(log, idempotency_s=0)
     assert in_half(log) == set()

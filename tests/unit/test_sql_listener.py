@@ -750,7 +750,7 @@ def test_a_pruner_whose_clock_is_ahead_of_the_database_s_deletes_nothing(
     orders_listener = listener(url, nothing)
     commit(log, ran(orders_listener, log, "new"))
     let_leave(log)
-    orders_listener.machine = Ahead(30 * 86400)
+    orders_listener.runtime = Ahead(30 * 86400)
     assert orders_listener.prune(8 * 86400, log.engine) == 0
     assert fence_rows(url) == {"new:0:1": "executed"}
 

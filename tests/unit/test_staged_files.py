@@ -25,7 +25,7 @@ from tests.support.half_batches import (
     prepare_one,
     stage,
 )
-from tests.support.inside import HalfFile, Machine, op_merge
+from tests.support.inside import HalfFile, Runtime, op_merge
 from tests.support.limits import set_limits
 from tests.support.meanwhile import at
 
@@ -107,7 +107,7 @@ def test_who_slept_between_its_look_at_staged_files_and_their_commit_hears_that_
         prepare_one(log.engine, header_of(0), files)
 
 
-class Sleeps(Machine):
+class Sleeps(Runtime):
     """A machine that is suspended when it is asked for its clock the next time, after it was told so."""
 
     def __init__(self) -> None:
@@ -122,16 +122,16 @@ class Sleeps(Machine):
 
 def test_who_slept_while_its_files_were_moved_is_not_told_that_they_are_lost() -> None:
     """The table that it had read before it looked for them still had their names."""
-    machine = Sleeps()
-    log = InMemoryCommitLog(topics={"orders": 1}, machine=machine)
+    runtime = Sleeps()
+    log = InMemoryCommitLog(topics={"orders": 1}, runtime=runtime)
     files = staged(log, 2)
 
     def are_moved() -> None:
         move_half(log)
         vacuum(log.engine.half.table)
 
-    with at("commit done", lambda: machine.meanwhile.append(are_moved), table="half"):
+    with at("commit done", lambda: runtime.meanwhile.append(are_moved), table="half"):
         record = prepare_one(log.engine, header_of(0), files)
-    assert not machine.meanwhile
+    assert not runtime.meanwhile
     commit(log, record)
     assert bodies(another(log)) == ["0", "1"]

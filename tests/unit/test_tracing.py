@@ -163,7 +163,7 @@ def test_a_message_without_room_for_a_context_is_sent_without(log: CommitLog, sp
 def test_the_kind_of_a_message_is_rocketmq_s(spans: InMemorySpanExporter) -> None:
     log = memory_log(orders=1)
     log.create_topic("steps", 1, fifo=True)
-    at = datetime.fromtimestamp(log.engine.machine.time() + 60, timezone.utc)
+    at = datetime.fromtimestamp(log.engine.runtime.time() + 60, timezone.utc)
     with txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None) as producer:
         producer.send(txmq.Message("orders", b"a"))
         producer.send(txmq.Message("steps", b"a", sharding_key="k"))
@@ -265,7 +265,7 @@ def test_a_failed_message_says_so_and_its_retry_is_in_the_same_trace(spans: InMe
     consumer = joined(log, txmq.EachMessage(listen))
     for _ in range(3):
         go_on(consumer)
-        log.engine.machine.sleep(60)
+        log.engine.runtime.sleep(60)
         consumer.member.keep()
     first, second, third = named(spans, "process orders")
     assert tries == [0, 1, 2]

@@ -17,13 +17,13 @@ from rmq_spark import CommitLog
 from rmq_spark._core.storage import writer_lock as turns
 from rmq_spark._core.storage.writer_lock import TAKES_TURNS_S, WAITS_S_MAX
 from tests.support.half_batches import another, bodies, check_offsets
-from tests.support.inside import MACHINE, Machine, Turns
+from tests.support.inside import RUNTIME, Runtime, WriterLock
 from tests.support.sends import message, producer_of
 
 DEADLINE_S = 20.0
 
 
-class Clock(Machine):
+class Clock(Runtime):
     """A machine whose time passes when somebody waits."""
 
     def __init__(self) -> None:
@@ -37,14 +37,14 @@ class Clock(Machine):
 
 
 def test_who_has_lost_no_race_waits_for_nobody(tmp_path: Path) -> None:
-    busy, free = Turns(tmp_path, MACHINE), Turns(tmp_path, clock := Clock())
+    busy, free = WriterLock(tmp_path, RUNTIME), WriterLock(tmp_path, clock := Clock())
     busy.lost()
     with busy.taken(), free.taken():
         assert clock.now_s == 1000.0
 
 
 def test_who_has_lost_a_race_waits_until_the_other_one_has_committed(tmp_path: Path) -> None:
-    first, second = Turns(tmp_path, MACHINE), Turns(tmp_path, MACHINE)
+    first, second = WriterLock(tmp_path, RUNTIME), WriterLock(tmp_path, RUNTIME)
     done: list[str] = []
     second_waits = threading.Event()
 
@@ -66,7 +66,7 @@ def test_who_has_lost_a_race_waits_until_the_other_one_has_committed(tmp_path: P
 
 
 def test_one_that_is_stopped_in_its_turn_holds_up_others_once(tmp_path: Path) -> None:
-    stopped, other = Turns(tmp_path, MACHINE), Turns(tmp_path, clock := Clock())
+    stopped, other = WriterLock(tmp_path, RUNTIME), WriterLock(tmp_path, clock := Clock())
     stopped.lost()
     with stopped.taken():
         for _ in range(5):
@@ -82,7 +82,7 @@ def test_one_that_is_stopped_in_its_turn_holds_up_others_once(tmp_path: Path) ->
 
 
 def test_a_process_that_was_forked_in_a_turn_does_not_keep_it(tmp_path: Path) -> None:
-    first, second = Turns(tmp_path, MACHINE), Turns(tmp_path, clock := Clock())
+    first, second = WriterLock(tmp_path, RUNTIME), WriterLock(tmp_path, clock := Clock())
     first.lost()
     second.lost()
     with first.taken():
@@ -97,7 +97,7 @@ def test_a_process_that_was_forked_in_a_turn_does_not_keep_it(tmp_path: Path) ->
 
 
 def test_turns_end_some_time_after_the_last_lost_race(tmp_path: Path) -> None:
-    busy, other = Turns(tmp_path, MACHINE), Turns(tmp_path, clock := Clock())
+    busy, other = WriterLock(tmp_path, RUNTIME), WriterLock(tmp_path, clock := Clock())
     busy.lost()
     other.lost()
     clock.now_s += TAKES_TURNS_S
@@ -108,18 +108,18 @@ def test_turns_end_some_time_after_the_last_lost_race(tmp_path: Path) -> None:
 def test_without_file_locks_or_a_folder_to_write_to_nobody_takes_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nowhere = Turns(tmp_path / "missing", clock := Clock())
+    nowhere = WriterLock(tmp_path / "missing", clock := Clock())
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", _no_locks)
-        unlocked = Turns(tmp_path, clock)
+        unlocked = WriterLock(tmp_path, clock)
         for _ in range(2):
             unlocked.lost()
             with unlocked.taken():
                 assert clock.now_s == 1000.0
     (tmp_path / "_turn").unlink()
     monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
-    elsewhere = runpy.run_path(turns.__file__)["Turns"](tmp_path, clock)
-    for each in (nowhere, elsewhere, turns.NO_TURNS):
+    elsewhere = runpy.run_path(turns.__file__)["WriterLock"](tmp_path, clock)
+    for each in (nowhere, elsewhere, turns.NO_LOCK):
         each.lost()
         with each.taken():
             assert clock.now_s == 1000.0

@@ -31,7 +31,7 @@ PRODUCT = str(Path(txmq.__file__).parent)
 SENDING = (
     "_core/protocol/group_commit.py", "_core/producer/async_send.py", "_core/producer/future.py",
     "_core/producer/producer.py", "_core/producer/admission.py", "_core/protocol/leases.py", "_core/runtime/pools.py",
-    "_core/runtime/machine.py", "_core/runtime/forks.py",
+    "_core/runtime/runtime.py", "_core/runtime/forks.py",
 )  # fmt: skip
 """What a send goes through, and what has its locks."""
 

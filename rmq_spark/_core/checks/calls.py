@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.half_table import HalfRecord
 from rmq_spark._core.log.op import BatchState
-from rmq_spark._core.runtime.machine import Machine
+from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.vocabulary.redaction import sentence_of, traceback_of
 from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark._core.vocabulary.verdicts import VerdictArray
@@ -70,8 +70,8 @@ class Asker:
         False: every call is made in the caller's thread, and waited for.
     """
 
-    def __init__(self, machine: Machine, in_threads: bool) -> None:
-        self._machine = machine
+    def __init__(self, runtime: Runtime, in_threads: bool) -> None:
+        self._machine = runtime
         self.in_threads = in_threads
         self._calls: dict[tuple[str, int], _Call] = {}
         self._told: set[str] = set()  # half batches of which a warning was logged

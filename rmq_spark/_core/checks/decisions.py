@@ -42,14 +42,14 @@ class Decisions:
         if decision.record.half_id in self._waiting:
             self.make()
         if not self._waiting:
-            self._since_s = self._log.machine.monotonic()
+            self._since_s = self._log.runtime.monotonic()
         self._waiting[decision.record.half_id] = (decision, batch)
         if at_once or len(self._waiting) >= TOGETHER_MAX:
             self.make()
 
     def make_if_old(self) -> None:
         """Decide what has waited long enough."""
-        if self._waiting and self._log.machine.monotonic() >= self._since_s + WAITS_S_MAX:
+        if self._waiting and self._log.runtime.monotonic() >= self._since_s + WAITS_S_MAX:
             self.make()
 
     def make(self) -> None:

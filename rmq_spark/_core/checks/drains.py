@@ -33,7 +33,7 @@ class Draining:
     def __init__(self, log: CommitLog | Engine, every: float = DRAIN_EVERY_S) -> None:
         self.log = engine_of(log)
         self.every = seconds(every, "every", above=True)
-        self.turn = self.log.machine.lock()
+        self.turn = self.log.runtime.lock()
         """Held while messages are in this process's memory. Who does the same beside it, such as a maintainer, takes
         it too."""
         self._handle: Engine | None = None
@@ -58,4 +58,4 @@ class Draining:
                 pause_s = max(pause_s, AFTER_FAILURE_S)
 
     def _pause(self) -> float:
-        return self.every * (1 + JITTER * (2 * self.log.machine.random() - 1))
+        return self.every * (1 + JITTER * (2 * self.log.runtime.random() - 1))

@@ -43,13 +43,13 @@ class FencePruner:
 
     def run(self, seconds_max: float, is_over: Callable[[], bool] = lambda: False) -> int:
         """Go on for about so many seconds, and return how many rows were deleted. What fails waits for the next day."""
-        machine = self._log.machine
-        began_s = machine.monotonic()
+        runtime = self._log.runtime
+        began_s = runtime.monotonic()
         if not self._left and self._listeners and began_s - self._begun_s >= EVERY_S:
             self._begun_s, log = began_s, self._log.another_on_the_same_log()
             self._left = [(each, each.pruning_in_turn(self._older_than, log, TURN_S)) for each in self._listeners]
         deleted = 0
-        while self._left and machine.monotonic() - began_s < seconds_max and not is_over():
+        while self._left and runtime.monotonic() - began_s < seconds_max and not is_over():
             listener, pages = self._left[0]
             try:
                 deleted += next(pages)

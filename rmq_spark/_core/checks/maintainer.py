@@ -63,7 +63,7 @@ class Maintainer:
         return report
 
     def _keep_up(self) -> MaintenanceReport:
-        now_s = self.log.machine.monotonic()
+        now_s = self.log.runtime.monotonic()
         orphans = self._looked_s is None or now_s - self._looked_s >= ORPHANS_EVERY_S
         report = maintain(self.log, self.graces, orphans=orphans, turn=self.turn)
         self._looked_s = now_s if orphans else self._looked_s
@@ -97,4 +97,4 @@ class Maintainer:
             logger.warning("pruning of fence rows failed: %s", failure(problem))
 
     def _pause(self) -> float:
-        return self.interval * (1 + JITTER * (2 * self.log.machine.random() - 1))
+        return self.interval * (1 + JITTER * (2 * self.log.runtime.random() - 1))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from rmq_spark._core.checks.calls import STOP_POLL_S
 from rmq_spark._core.checks.report import CheckReport
 from rmq_spark._core.listeners.listener import TransactionListener
-from rmq_spark._core.runtime.machine import Machine
+from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.vocabulary.redaction import one_line, redacted, sentence_of
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ class Probe:
         False: every call is made in the caller's thread, and waited for.
     """
 
-    def __init__(self, machine: Machine, listeners: Mapping[str, TransactionListener], in_threads: bool) -> None:
-        self._machine = machine
+    def __init__(self, runtime: Runtime, listeners: Mapping[str, TransactionListener], in_threads: bool) -> None:
+        self._machine = runtime
         self._in_threads = in_threads
         no_question = TransactionListener.require_reachable
         self._listeners = {g: one for g, one in listeners.items() if type(one).require_reachable is not no_question}

@@ -45,7 +45,7 @@ from rmq_spark._core.log.op import BatchState, RowState, Who
 from rmq_spark._core.log.op_table import TOO_LATE, AnsweredCheck, Decision
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.half_batch import Split, split_by_verdict
-from rmq_spark._core.runtime.machine import Machine
+from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.runtime.spans import tracing
 from rmq_spark._core.vocabulary.options import (
     CLOCK_SKEW_S_MAX,
@@ -112,12 +112,12 @@ class Checker:
     def __init__(self, log: Engine, rules: Rules) -> None:
         self.log = log
         self.rules = rules
-        self.clock = rules.clock or log.machine.now
+        self.clock = rules.clock or log.runtime.now
         self._doubt_s: float | None = None  # in this round
         self._without_fence = CommitOncePrepared()
         in_threads = rules.round_timeout is not None
-        self._asker = Asker(log.machine, in_threads=in_threads)
-        self._probe = Probe(log.machine, rules.listeners, in_threads=in_threads)
+        self._asker = Asker(log.runtime, in_threads=in_threads)
+        self._probe = Probe(log.runtime, rules.listeners, in_threads=in_threads)
         self._not_reached: list[str] = []
         self._foreign: set[str] = set()  # open half batches of other groups (only_groups)
 
@@ -126,7 +126,7 @@ class Checker:
         report = CheckReport(self.clock())
         self._doubt_s = None
         decisions = Decisions(self.log, lambda decision, problem: _not_decided(decision, problem, report))
-        round_ = _Round(report, decisions, self.rules.round_timeout, stop, self.log.machine)
+        round_ = _Round(report, decisions, self.rules.round_timeout, stop, self.log.runtime)
         half_ids = self._open_half_ids()
         self._not_reached = []
         done: set[str] = set()
@@ -497,14 +497,14 @@ class _Round:
     decisions: Decisions
     timeout_s: float | None
     stop: threading.Event
-    machine: Machine
+    runtime: Runtime
     _started: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._started = self.machine.monotonic()
+        self._started = self.runtime.monotonic()
 
     def seconds(self) -> float:
-        return self.machine.monotonic() - self._started
+        return self.runtime.monotonic() - self._started
 
     def seconds_left(self) -> float:
         """0 when the checker is to stop."""

@@ -171,7 +171,7 @@ class CheckService:
 
         Nothing that a single half batch or its listener does wrong ends the round; the report's ``problems`` say it.
         """
-        return self._round(self.log.machine.event())
+        return self._round(self.log.runtime.event())
 
     def _round(self, stop: threading.Event) -> CheckReport:
         report = self._checker.round(stop)

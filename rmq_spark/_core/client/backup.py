@@ -213,7 +213,7 @@ def _fetch(source: Engine, copy: _Copy, progress: Progress | None) -> tuple[date
     """Copy the missing data files. Return the moment of the copied state, and the tables."""
     lost = ""
     for _ in range(PINS_MAX):
-        taken_at = source.machine.now()
+        taken_at = source.runtime.now()
         pins = _pins(source)
         if any(f"{p.name}/{path}" == lost for p in pins for path in p.files):
             raise LostFileError(

@@ -350,7 +350,7 @@ class Reconciler:
 
     def _is_forgotten(self, executed_at: datetime) -> bool:
         """Return True when the log may have forgotten a batch executed then, and its messages may have expired."""
-        return self.log.machine.now() - executed_at > timedelta(seconds=IDEMPOTENCY_S)
+        return self.log.runtime.now() - executed_at > timedelta(seconds=IDEMPOTENCY_S)
 
     # ------------------------------------------------------------------ executed by the database
     def _compare_safely(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> list[Finding]:
@@ -492,7 +492,7 @@ class Reconciler:
             naming=Naming.KEY if stream is None else Naming.COUNTED,
         )
         log = self.log
-        writer = log.with_machine(HalfWriter(header, log.topics(), None, None, log.topic_store.seen().fifo))
+        writer = log.with_runtime(HalfWriter(header, log.topics(), None, None, log.topic_store.seen().fifo))
         TwoPhase(log, CommitOncePrepared()).send(header, lambda: log.stage(writer, messages.to_batches()))
 
     # ------------------------------------------------------------------ committed in the log
@@ -536,7 +536,7 @@ class Reconciler:
 
     # ------------------------------------------------------------------ blind spots
     def _blind_spots(self, since: datetime) -> Iterator[str]:
-        age = self.log.machine.now() - since
+        age = self.log.runtime.now() - since
         if age > timedelta(seconds=FENCE_RETENTION_S_MIN):
             yield (
                 f"the copy is {age.days} days old, and upkeep deletes rows of the fence that are older than fences "

@@ -79,7 +79,7 @@ class Fetcher:
         ranges, missing = self._placements.between(all_starts, ends)
         self._skip_expired(missing)
         ranges.sort(key=lambda r: r.file)  # stable, so a file with several queues is read once
-        row_filter = None if self._selector is None else self._selector.at(self._log.machine.time_ms())
+        row_filter = None if self._selector is None else self._selector.at(self._log.runtime.time_ms())
         parts: dict[Queue, list[pa.Table]] = {queue: [] for queue in ends}
         rows = size = 0
         for table in read_ranges(ranges, self._log.read_range, self._log.find_again, SOURCE_SCHEMA.names, row_filter):

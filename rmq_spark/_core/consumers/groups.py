@@ -149,7 +149,7 @@ class ConsumerGroup:
         reached = {queue: rows[queue]["next_offset"] if queue in rows else firsts.get(queue, 0) for queue in queues}
         unread = {queue: max(offset, firsts.get(queue, 0)) for queue, offset in reached.items()}  # without expired ones
         waits_since = waiting_since(self.log, {q: n for q, n in unread.items() if n < tails.get(q, 0)})
-        now = self.log.machine.now()
+        now = self.log.runtime.now()
         return [
             {
                 "consumer_group": self.name,
@@ -172,7 +172,7 @@ class ConsumerGroup:
             ``age_s`` and the member's own ``lease_s``, both in seconds, and ``is_alive``. A killed member
             is listed for a few more leases, and is not alive.
         """
-        beats = heartbeats(self.log.groups.table, self.name, self.log.machine.now())
+        beats = heartbeats(self.log.groups.table, self.name, self.log.runtime.now())
         return dict(sorted(beats.items()))
 
     def _progress_rows(self) -> pa.Table:

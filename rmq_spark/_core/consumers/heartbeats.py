@@ -104,7 +104,7 @@ class Members:
         chooses: str = "",
     ) -> None:
         self._table = table
-        self._machine = table.machine
+        self._machine = table.runtime
         self._folder = f"{table.folder}/{FOLDER}"
         self.group, self.member = group, member
         self.topics = frozenset(topics)

@@ -27,7 +27,7 @@ from rmq_spark._core.database.connection import (
 )
 from rmq_spark._core.listeners.listener import require_work
 from rmq_spark._core.runtime.forks import called_here
-from rmq_spark._core.runtime.machine import MACHINE, Machine
+from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.vocabulary.message import require_group_name, require_topic_name
 from rmq_spark._core.vocabulary.options import GROUP_CHARS_MAX, TOPIC_CHARS_MAX, named, whole_number
 from rmq_spark._core.vocabulary.redaction import cause_of, traceback_of
@@ -113,7 +113,7 @@ class SqlInbox(Database):
         if not isinstance(table, str) or not table.isidentifier() or not table.isascii():
             raise OptionError(f"table={table!r} is not a plain table name of letters, digits and _")
         super().__init__(url_or_engine)
-        self.machine: Machine = MACHINE
+        self.runtime: Runtime = RUNTIME
         self.group = require_group_name(group, "consumerGroup")
         self._work = work
         self._log_id = None if log is None else engine_of(log).id
@@ -295,7 +295,7 @@ class SqlInbox(Database):
     def _test_table_once(self, connection: sa.Connection) -> None:
         if self._tried:
             return
-        trial = f"trial-{self.machine.unique_id()}"
+        trial = f"trial-{self.runtime.unique_id()}"
         names = [(group, "t") for group in alike(f"{trial}-g")] + [(trial, topic) for topic in alike("t-")]
         rows = [{"consumer_group": g, "topic": t, "queue_id": 0, "next_offset": 0} for g, t in names]
         require_exact(connection, self._table, rows)

@@ -190,7 +190,7 @@ class GroupMember:
 
     def __init__(self, log: Engine, settings: MemberSettings, reads_retries: bool) -> None:
         self.log, self.settings = log, settings
-        self.machine = log.machine
+        self.runtime = log.runtime
         self.group = settings.group
         for topic in settings.topics:
             log.require_topic(topic)
@@ -199,7 +199,7 @@ class GroupMember:
             for topic in (retry_topic(self.group), dlq_topic(self.group)):
                 log.create_own_topic(topic)
         self.topics = (*settings.topics, *((self._retry,) if self._retry else ()))
-        self.name = new_member_name(self.machine.unique_id())
+        self.name = new_member_name(self.runtime.unique_id())
         self.by = self.name.rpartition(".")[0]
         self._fields = {"consumer_group": self.group, "member": self.name}
         self.changed = threading.Condition()
@@ -223,7 +223,7 @@ class GroupMember:
         self._claims = 0  # counts claims: after a new one, the next fetch must look
         self._take_over = settings.take_over
         self._pid = os.getpid()
-        self._persisting = log.machine.lock()
+        self._persisting = log.runtime.lock()
         self._threads: dict[str, threading.Thread] = {}
         self._stop_at_exit: Callable[[], object] = self.stopping.set
         self._abandoned: Sequence[Take] | None = None
@@ -249,7 +249,7 @@ class GroupMember:
             self._stop_at_exit = at_exit
             atexit.register(self._at_exit)
             for name, function in {"member": self._keep_until_stopped, **work}.items():
-                thread = self.machine.start_thread(self._or_fail(function), f"txmq-{name}", daemon=True)
+                thread = self.runtime.start_thread(self._or_fail(function), f"txmq-{name}", daemon=True)
                 self._threads[name] = thread
         except BaseException:  # an interrupt, or a thread could not start
             self.stop(0.0)
@@ -292,15 +292,15 @@ class GroupMember:
             return
         with self.changed:
             is_first, self._is_ending = not self._is_ending, True
-        end_s = self.machine.monotonic() + (min(timeout_s, AT_EXIT_S_MAX) if at_exit else timeout_s)
-        at_exit_s = self.machine.monotonic() + AT_EXIT_S_MAX if at_exit else None
+        end_s = self.runtime.monotonic() + (min(timeout_s, AT_EXIT_S_MAX) if at_exit else timeout_s)
+        at_exit_s = self.runtime.monotonic() + AT_EXIT_S_MAX if at_exit else None
         if not is_first:  # another call of stop() is at work, perhaps in the member's thread
             self._wait_for_threads(at_exit_s, self._threads)
             return
         try:
             self.stopping.set()
             late = self._wait_for_listeners(end_s)
-            late_s = max(end_s, self.machine.monotonic() + LATE_S)
+            late_s = max(end_s, self.runtime.monotonic() + LATE_S)
             # A call may still run for a queue that another member has claimed.
             late_calls = self._wait_for_threads(late_s, self._threads.keys() - OF_THE_STORE)
             if late or late_calls:
@@ -322,8 +322,8 @@ class GroupMember:
                 queue.releasing = True
                 queue.drop_waiting()
             self.changed.notify_all()
-            while any(q.running for q in self.queues.values()) and self.machine.monotonic() < end_s:
-                self.changed.wait(max(0.0, min(1.0, end_s - self.machine.monotonic())))
+            while any(q.running for q in self.queues.values()) and self.runtime.monotonic() < end_s:
+                self.changed.wait(max(0.0, min(1.0, end_s - self.runtime.monotonic())))
             return [q.queue for q in self.queues.values() if q.running]
 
     def _warn_of_late_calls(self, listener: str, timeout_s: float, late: list[Queue]) -> None:
@@ -338,7 +338,7 @@ class GroupMember:
         """Wait for threads, until a time if one is given, and return the names of those that still run."""
         others = {name: t for name, t in self._threads.items() if name in names and t is not threading.current_thread()}
         for thread in others.values():
-            thread.join(None if end_s is None else max(0.0, end_s - self.machine.monotonic()))
+            thread.join(None if end_s is None else max(0.0, end_s - self.runtime.monotonic()))
         return {name for name, thread in others.items() if thread.is_alive()}
 
     def _at_exit(self) -> None:
@@ -381,7 +381,7 @@ class GroupMember:
                 self.note(problem, "messages were not fetched")
                 fetched, pause_s = False, min(BACKOFF_S_MAX, max(1.0, 2 * pause_s))
             if not fetched and pause_s <= SLEEP_S_MAX:
-                self.machine.sleep(pause_s)  # cheaper than a wait
+                self.runtime.sleep(pause_s)  # cheaper than a wait
             elif not fetched:
                 self.stopping.wait(pause_s)
 
@@ -430,7 +430,7 @@ class GroupMember:
                 with suppress(Exception):  # the lease ends the membership
                     self._members.leave()
             raise
-        self._beat_at_s = self.machine.monotonic() + self.settings.heartbeat_interval_s
+        self._beat_at_s = self.runtime.monotonic() + self.settings.heartbeat_interval_s
 
     def keep(self) -> None:
         """Do what is due: heartbeat, claims and releases, progress, delayed messages."""
@@ -463,7 +463,7 @@ class GroupMember:
         return self._members.may_start()
 
     def _beat_when_due(self) -> None:
-        now_s = self.machine.monotonic()
+        now_s = self.runtime.monotonic()
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + self.settings.heartbeat_interval_s
             self._balance_at_s = now_s
@@ -488,7 +488,7 @@ class GroupMember:
             self._lose([q for q, p in owned if p is None or (p.owner, p.generation) != (self.name, q.generation)])
 
     def _balance_when_due(self) -> None:
-        if self.machine.monotonic() >= self._balance_at_s:
+        if self.runtime.monotonic() >= self._balance_at_s:
             self._balance()
 
     def _balance(self) -> None:
@@ -512,7 +512,7 @@ class GroupMember:
         if changes.claim or unplaced:
             self._claim(changes, unplaced)
         every_s = self.settings.heartbeat_interval_s
-        self._balance_at_s = self.machine.monotonic() + (every_s / 10 if changes.is_short else every_s)
+        self._balance_at_s = self.runtime.monotonic() + (every_s / 10 if changes.is_short else every_s)
 
     def _warn_of_unlike(self) -> None:
         """Warn once about each member whose subscription differs."""
@@ -532,7 +532,7 @@ class GroupMember:
 
     def _claim(self, changes: Moves, unplaced: list[Queue]) -> None:
         if any(len(self._members.live(topic)) > 1 for topic in self.topics):
-            self.machine.sleep(self.machine.random() * min(0.5, self.settings.heartbeat_interval_s / 20))
+            self.runtime.sleep(self.runtime.random() * min(0.5, self.settings.heartbeat_interval_s / 20))
         start = self._start_offsets(unplaced)
         with self.changed:
             # A queue that is being released can be claimed again only after that.
@@ -565,7 +565,7 @@ class GroupMember:
 
     # ------------------------------------------------------------------ progress
     def _persist_when_due(self) -> None:
-        now_s = self.machine.monotonic()
+        now_s = self.runtime.monotonic()
         if now_s >= self._persist_at_s:
             apart_s = PUTS_APART_S * self._members.of_all_groups if self._is_remote else 0.0
             self._persist_at_s = now_s + max(self.settings.persist_interval_s, apart_s)
@@ -617,7 +617,7 @@ class GroupMember:
 
     def _place_when_due(self) -> None:
         """Place delayed messages that are due: retries must come even if nothing is written to the log."""
-        now_s = self.machine.monotonic()
+        now_s = self.runtime.monotonic()
         if now_s >= self._place_at_s:
             self._place_at_s = now_s + max(1.0, self.pull_interval_s)
             self.log.place_due()
@@ -650,7 +650,7 @@ class GroupMember:
         with self.changed:
             before = queue.held_up
             pause_s = HELD_UP_S_MIN if before is None else min(BACKOFF_S_MAX, 2 * before.pause_s)
-            queue.held_up = HeldUp(problem, pause_s, self.machine.monotonic() + pause_s)
+            queue.held_up = HeldUp(problem, pause_s, self.runtime.monotonic() + pause_s)
         topic, queue_id = queue.queue
         self.note(problem, f"queue {queue_id} of topic {topic!r} is held up, and tried again in {pause_s:g} s")
 
@@ -665,13 +665,13 @@ class GroupMember:
             if waiting_rows and waiting_rows * self._fetcher.row_bytes > FETCH_BYTES:
                 return False
             open_queues = [q for q in self.queues.values() if q.is_open]
-            now_s = self.machine.monotonic()
+            now_s = self.runtime.monotonic()
             # A queue that is not in starts counts as another member's, and its placements are forgotten.
             left_out = [q for q in open_queues if only not in (None, q) or q.is_held_up(now_s)]
             starts = {
                 q.queue: (q.fetched_to, 0 if q in left_out else span - (q.fetched_to - q.lowest)) for q in open_queues
             }
-        tracer, began_ns = tracing(), int(self.machine.time() * 1e9)
+        tracer, began_ns = tracing(), int(self.runtime.time() * 1e9)
         fetched = self._fetcher.fetch(starts)
         tables = [new.messages for new in fetched.values() if new.messages.num_rows]
         if tracer is not None and tables:

@@ -25,7 +25,7 @@ from rmq_spark._core.consumers.member import (
     MemberSettings,
 )
 from rmq_spark._core.consumers.progress import Queue, Take
-from rmq_spark._core.runtime.machine import is_held
+from rmq_spark._core.runtime.runtime import is_held
 from rmq_spark._core.vocabulary.message import MessageExt
 from rmq_spark._core.vocabulary.options import flag, named, seconds, whole_number
 from rmq_spark.errors import ConsumeError
@@ -111,12 +111,12 @@ class PullConsumer:
         self._batch_rows = whole_number(pull_batch_size, "pull_batch_size", 1)
         opened = engine_of(log, storage_options)
         self.member = GroupMember(opened, settings, reads_retries=False)
-        self._machine = opened.machine
+        self._machine = opened.runtime
         self._given: list[Take] = []  # given out, and not committed
         self._handing: tuple[Take, int] | None = None  # the take that is given out one by one, and the next offset
         self._dropped = False
         self._is_asked_to_end = False
-        self._ending = opened.machine.lock()
+        self._ending = opened.runtime.lock()
         self._within: int | None = None  # the thread that is in a call, or asks for the next message of a loop
         self._is_iterated = False
         self._ends: dict[Queue, int] = {}

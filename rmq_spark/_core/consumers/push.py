@@ -39,7 +39,7 @@ from rmq_spark._core.protocol.group_commit import GroupCommit
 from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime import observer
 from rmq_spark._core.runtime.callables import name_of
-from rmq_spark._core.runtime.machine import Machine
+from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.runtime.spans import acknowledging, tracing
 from rmq_spark._core.vocabulary.message import MessageExt
 from rmq_spark._core.vocabulary.options import DELAY_LEVELS_S, named, seconds, whole_number
@@ -193,11 +193,11 @@ class PushConsumer:
         self._await_s = seconds(await_termination, "await_termination")
         opened = engine_of(log, storage_options)
         self.member = GroupMember(opened, settings, reads_retries=True)
-        self._machine = opened.machine
+        self._machine = opened.runtime
         self._two_phase = TwoPhase(opened, CommitOncePrepared(), commits=GroupCommit(opened))
         self._each_s: float | None = None  # recent seconds per message of the listener's calls
         self._open = self._stop_asked = False
-        self._opening = opened.machine.lock()
+        self._opening = opened.runtime.lock()
         self._turn = 0
 
     def _listener_of(self, listener: Any, group: str) -> Listen | EachMessage:
@@ -542,10 +542,10 @@ class _Timed(EachMessage):
     """Measures the calls of a listener of single messages. The work around them does not count: with many threads it
     waits for Python's lock, which would make the quickest listener look slow."""
 
-    def __init__(self, listener: EachMessage, machine: Machine) -> None:
+    def __init__(self, listener: EachMessage, runtime: Runtime) -> None:
         super().__init__(self._call)
         self._called = listener.function
-        self._monotonic = machine.monotonic
+        self._monotonic = runtime.monotonic
         self.took_s = 0.0
 
     def _call(self, message: MessageExt) -> Any:

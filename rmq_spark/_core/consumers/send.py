@@ -47,14 +47,14 @@ def own_header(log: Engine, group: str, app_id: str, batch_id: int = 0, identity
         fence_id=CommitOncePrepared.store_id,
         transaction_per=BATCH,
         producer_group=group,
-        machine=log.machine,
+        runtime=log.runtime,
     )
 
 
 def own_writers(log: Engine, headers: Sequence[HalfHeader]) -> list[HalfWriter]:
     """Return writers for messages that may have RocketMQ's reserved properties."""
     topics = log.topics()
-    return [log.with_machine(HalfWriter(header, topics, None, None, own=True)) for header in headers]
+    return [log.with_runtime(HalfWriter(header, topics, None, None, own=True)) for header in headers]
 
 
 def send_each(
@@ -88,7 +88,7 @@ def send_each(
 def _send(group: str, rows: Sequence[HalfRows], two_phase: TwoPhase) -> int:
     """Prepare and commit half batches, and return how many of them were new."""
     log, commits = two_phase.log, two_phase.commits
-    began_s = log.machine.monotonic()
+    began_s = log.runtime.monotonic()
     prepared = commits.prepare([Staged(message.writer.header, [message]) for message in rows])
     new = {answer.header.name: answer for answer in prepared if isinstance(answer, HalfRecord)}
     remaining = {message.writer.header.name: message for message in rows}

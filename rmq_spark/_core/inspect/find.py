@@ -120,7 +120,7 @@ def find(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
         start = {queue: offset for queue, end in ends.items() if end == offset + 1}
         ends = {queue: ends[queue] for queue in start}
     condition = wanted.where
-    where = None if condition is None else Filter(condition, log.machine.time_ms())
+    where = None if condition is None else Filter(condition, log.runtime.time_ms())
     if where is None:  # then no queue contributes more than the limit
         ends = {queue: min(end, start.get(queue, 0) + limit) for queue, end in ends.items()}
     parts, remaining = [], limit
@@ -141,7 +141,7 @@ def find_not_visible(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
     messages are read.
     """
     condition = wanted.where
-    where = None if condition is None else Filter(condition, log.machine.time_ms())
+    where = None if condition is None else Filter(condition, log.runtime.time_ms())
     half = log.half.table
     half.refresh()
     columns = ["half_id", "file_no", "row_no", "topic", "tags", "keys"]

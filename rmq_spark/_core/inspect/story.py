@@ -191,7 +191,7 @@ def _trace_in_half(log: Engine, target: _Target, record: HalfRecord, rows: pa.Ta
         outcome=_count_outcomes(state, traced),
         attempt=attempt,
         in_conflict=bool(state.conflicting() & traced),
-        lease_until=state.lease_until if state.leased(log.machine.now()) else None,
+        lease_until=state.lease_until if state.leased(log.runtime.now()) else None,
         waits_for=tuple(log.ledger.holding_up(record)),
         topics=tuple(sorted({s.topic for n in traced for s in record.files[n].segments if _has(traced[n], s)})),
         events=_by_time([*events, *_drained_event(log, events)]),

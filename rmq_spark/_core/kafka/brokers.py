@@ -10,7 +10,7 @@ from rmq_spark._core.kafka.client import Heard, admin, ck, error_of, problem_of,
 from rmq_spark._core.kafka.positions import PARTITION, Stored
 from rmq_spark._core.kafka.settings import RelaySettings, require_kafka_topic
 from rmq_spark._core.kafka.transactions import PAUSE_S, SLACK_S
-from rmq_spark._core.runtime.machine import Machine
+from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark.errors import RelayError, RelayRefusedError
 
 logger = logging.getLogger(__name__)
@@ -48,9 +48,9 @@ class Brokers:
     settings : RelaySettings
     """
 
-    def __init__(self, settings: RelaySettings, machine: Machine) -> None:
+    def __init__(self, settings: RelaySettings, runtime: Runtime) -> None:
         self._settings = settings
-        self._machine = machine
+        self._machine = runtime
         self._heard = Heard()
         self._admin = with_settings(admin.AdminClient, settings.client(), self._heard)
         self._large_enough: set[str] = set()

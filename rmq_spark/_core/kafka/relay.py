@@ -175,7 +175,7 @@ class KafkaRelay:
             kafka=_mapping(kafka),
         )
         self.log = engine_of(log_or_path, storage_options)
-        self._machine = self.log.machine
+        self._machine = self.log.runtime
         self._run = self._machine.unique_id()
         self._source = RelaySource(self.log, self.settings)
         self._brokers = Brokers(self.settings, self._machine)

@@ -81,7 +81,7 @@ class Start:
 
     def _opened(self, shard: int, batch_bytes: int | None) -> Transactions:
         settings = self._settings.producer(self._log.id, batch_bytes, shard)
-        transactions = Transactions(settings, self._settings.transaction_timeout, self._log.machine)
+        transactions = Transactions(settings, self._settings.transaction_timeout, self._log.runtime)
         transactions.open()
         return transactions
 
@@ -97,7 +97,7 @@ class Start:
             When the relay belongs to another log, or its processes have different settings.
         """
         settings = self._settings
-        who = {"host": socket.gethostname(), "pid": os.getpid(), "at": self._log.machine.now().isoformat()}
+        who = {"host": socket.gethostname(), "pid": os.getpid(), "at": self._log.runtime.now().isoformat()}
         try:
             transactions.begin()
             transactions.send([self._records.claim(settings.shard, self._run, who)])

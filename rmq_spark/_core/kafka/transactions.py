@@ -11,7 +11,7 @@ from typing import Any
 from rmq_spark._core.kafka.client import POISON, Heard, ck, error_of, problem_of, said, why_no_answer, with_settings
 from rmq_spark._core.kafka.records import Record
 from rmq_spark._core.runtime.failpoints import reach
-from rmq_spark._core.runtime.machine import Machine
+from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark.errors import RelayError, RelayRefusedError
 
 logger = logging.getLogger(__name__)
@@ -71,10 +71,10 @@ class Transactions:
         The transaction's timeout.
     """
 
-    def __init__(self, settings: dict[str, Any], timeout_s: float, machine: Machine) -> None:
+    def __init__(self, settings: dict[str, Any], timeout_s: float, runtime: Runtime) -> None:
         self._settings = settings
         self._timeout_s = timeout_s
-        self._machine = machine
+        self._machine = runtime
         self._producer: Any = None
         self._heard = Heard()
         self._number = 0  # counts transactions

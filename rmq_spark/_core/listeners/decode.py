@@ -6,24 +6,14 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.errors import MessageError, OptionError
 
-if TYPE_CHECKING:
-    pass
-
-from typing import TYPE_CHECKING
-
 RAISE, NULL = "raise", "null"
 """What :meth:`HalfBatch.decode` does with a body that is not a JSON object of the schema."""
-
-if TYPE_CHECKING:
-    pass
-
 
 _TYPES = {
     "long": pa.int64(), "bigint": pa.int64(), "int": pa.int32(), "integer": pa.int32(), "smallint": pa.int16(),

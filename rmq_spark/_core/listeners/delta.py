@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
 from rmq_spark._core.listeners.listener import TransactionListener, Verdicts, require_work
-from rmq_spark._core.runtime.machine import MACHINE, Machine
+from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.vocabulary.options import named, seconds
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark._core.vocabulary.verdicts import (
@@ -132,7 +132,7 @@ class DeltaTransactionListener(TransactionListener):
     """
 
     requires_spark = True
-    machine: Machine = MACHINE
+    runtime: Runtime = RUNTIME
     """The machine whose clock tells the age of half batches."""
 
     @named
@@ -273,7 +273,7 @@ class DeltaTransactionListener(TransactionListener):
         self._require_fit(spark, batch)
         history = self._read_history(self._open(spark), batch)
         if history.state is None:
-            young = self.machine.now() - _utc(batch.prepared_at) < timedelta(seconds=self.rollback_after_s)
+            young = self.runtime.now() - _utc(batch.prepared_at) < timedelta(seconds=self.rollback_after_s)
             if young and not batch.restarted:
                 wait = f"rollback_after ({self.rollback_after_s:g} s) is not over"
                 batch.reason = f"the table has no commit of it yet, and {wait}"

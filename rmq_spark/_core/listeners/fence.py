@@ -32,7 +32,7 @@ from rmq_spark._core.listeners.fence_row import EXECUTED, MIXED, STARTED, Record
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.listener import ExecutedAttempt
 from rmq_spark._core.runtime.failpoints import reach
-from rmq_spark._core.runtime.machine import MACHINE
+from rmq_spark._core.runtime.runtime import RUNTIME
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S_MIN
 from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError, OptionError
 
@@ -54,7 +54,7 @@ class Fence(Database):
         if not isinstance(name, str) or re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,55}", name) is None:
             raise OptionError(f"fence_table={name!r} is not a plain table name of at most 56 letters, digits and _")
         super().__init__(url_or_engine)
-        self.machine = MACHINE
+        self.runtime = RUNTIME
         metadata = sa.MetaData(schema=schema)
         self._rows = sa.Table(
             name,
@@ -302,7 +302,7 @@ class Fence(Database):
             )
 
     def _now(self) -> datetime:
-        return self.machine.now().replace(tzinfo=None)
+        return self.runtime.now().replace(tzinfo=None)
 
     def require_id_of(self, batch: HalfBatch, found: str) -> None:
         """Raise FenceError when a half batch was not prepared with this fence."""
@@ -320,7 +320,7 @@ class Fence(Database):
 
     def require_not_too_late(self, batch: HalfBatch) -> None:
         """Raise LocalTransactionError for an attempt so old that the row of a check may have been pruned."""
-        age = self.machine.now() - utc(batch.prepared_at)
+        age = self.runtime.now() - utc(batch.prepared_at)
         if age >= timedelta(seconds=FENCE_RETENTION_S_MIN):
             raise LocalTransactionError(
                 f"attempt {batch.attempt} of half batch {batch.half_id!r} began {age.days} days ago, and fence rows "
@@ -357,7 +357,7 @@ class Fence(Database):
         """
         with self.transaction(write=False) as connection:
             self.read_id(connection)
-            before = min(self.machine.now(), _time_of(connection)) - timedelta(seconds=older_than_s)
+            before = min(self.runtime.now(), _time_of(connection)) - timedelta(seconds=older_than_s)
         columns = self._rows.c
         key, is_old = columns.half_id, columns.changed_at < before.replace(tzinfo=None)
         of_log = sa.and_(columns.log_id == sa.bindparam("log"), key.in_(sa.bindparam("ids", expanding=True)))

@@ -60,7 +60,7 @@ from rmq_spark._core.listeners.listener import (
     require_work,
 )
 from rmq_spark._core.runtime.failpoints import reach
-from rmq_spark._core.runtime.machine import Machine
+from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.vocabulary.message import Message
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S_MIN, flag, named, seconds
 from rmq_spark._core.vocabulary.redaction import traceback_of
@@ -402,13 +402,13 @@ class SqlTransactionListener(TransactionListener):
             return self._messages(connection, attempt)
 
     @property
-    def machine(self) -> Machine:
+    def runtime(self) -> Runtime:
         """The machine whose clock tells the age of half batches and fence rows."""
-        return self._fence.machine
+        return self._fence.runtime
 
-    @machine.setter
-    def machine(self, machine: Machine) -> None:
-        self._fence.machine = machine
+    @runtime.setter
+    def runtime(self, runtime: Runtime) -> None:
+        self._fence.runtime = runtime
 
     def enlist(self, session: sa.Connection | Session) -> EnlistedSession:
         """Return the listener of one half batch, whose local transaction is that of an open session."""
@@ -656,7 +656,7 @@ class SqlTransactionListener(TransactionListener):
                 records[batch] = NOTHING if row is None else self._fence.recorded(row, batch)
             except FenceError as problem:
                 records[batch] = problem
-        now, wait = self.machine.now(), timedelta(seconds=self.rollback_after_s)
+        now, wait = self.runtime.now(), timedelta(seconds=self.rollback_after_s)
         to_bury = [
             batch
             for batch, recorded in records.items()

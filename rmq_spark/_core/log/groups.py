@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.log.damage import looks_again
 from rmq_spark._core.runtime.failpoints import reach
-from rmq_spark._core.runtime.machine import MACHINE
+from rmq_spark._core.runtime.runtime import RUNTIME
 from rmq_spark._core.storage.table import Change, Table
 from rmq_spark._core.vocabulary.message import TIMESTAMP, require_group_name
 from rmq_spark.errors import GroupInUseError
@@ -94,7 +94,7 @@ class Session:
 
     by: str = field(default_factory=lambda: f"{socket.gethostname()}@{os.getpid()}")
     """The host and process of the session."""
-    id: str = field(default_factory=lambda: MACHINE.unique_id()[:8])
+    id: str = field(default_factory=lambda: RUNTIME.unique_id()[:8])
     claimed: dict[Queue, str] = field(default_factory=dict)
     """The session's name in each queue. It begins with the queue's generation at the session's first claim. So a
     session that claimed the queue earlier has a smaller name, whatever the clocks of the two machines say."""
@@ -104,7 +104,7 @@ class Session:
         return f"{generation:020d} {self.by} {self.id}"
 
 
-class GroupStore:
+class GroupTable:
     """The ``groups`` table of a commit log."""
 
     def __init__(self, table: Table) -> None:
@@ -314,7 +314,7 @@ class GroupStore:
         return self._change(group, "", lambda now: {})
 
     def _new_epoch(self) -> str:
-        return self.table.machine.unique_id()[:8]
+        return self.table.runtime.unique_id()[:8]
 
     def _change(self, group: str, by: str, change: Callable[[dict[Queue, Place]], Mapping[Queue, Place]]) -> bool:
         require_group_name(group, "consumerGroup")
@@ -326,7 +326,7 @@ class GroupStore:
             after = change(now)
             if after == now:
                 return None
-            updated = self.table.machine.now()
+            updated = self.table.runtime.now()
             rows = [
                 before[queue]
                 if now.get(queue) == place

@@ -26,7 +26,7 @@ from rmq_spark._core.log.input import (
     times_of,
 )
 from rmq_spark._core.runtime.failpoints import reach
-from rmq_spark._core.runtime.machine import MACHINE, Machine
+from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.storage.files import DataFile, arange, repeated, rows_of_half_file, write_table
 from rmq_spark._core.vocabulary.message import PROPERTIES, TIMESTAMP, require_topic_name
 from rmq_spark._core.vocabulary.options import LABEL_BYTES_MAX, TRANSACTION_KEY_CHARS_MAX
@@ -144,11 +144,11 @@ class HalfHeader:
         fence_id: str | None,
         transaction_per: str,
         producer_group: str,
-        machine: Machine = MACHINE,
+        runtime: Runtime = RUNTIME,
     ) -> HalfHeader:
         """The header of a half batch, with its identity."""
         if naming is Naming.KEY:
-            half_id = new_half_id(app_id, batch_id, machine)
+            half_id = new_half_id(app_id, batch_id, runtime)
         else:
             half_id = half_id_of(app_id, batch_id, query_id, input_hash)
         return cls(
@@ -283,10 +283,10 @@ def half_id_of(app_id: str, batch_id: int, query_id: str | None = None, input_ha
     return f"{name}-{hashlib.sha256(f'{query_id} {input_hash}'.encode()).hexdigest()[:OWN_CHARS]}"
 
 
-def new_half_id(app_id: str, batch_id: int, machine: Machine = MACHINE) -> str:
+def new_half_id(app_id: str, batch_id: int, runtime: Runtime = RUNTIME) -> str:
     """An identity for a half batch whose name may come back (an idempotency key): its name, and digits that no other
     half batch of this name has."""
-    return f"{batch_name(app_id, batch_id)}-{machine.unique_id()[:OWN_CHARS]}"
+    return f"{batch_name(app_id, batch_id)}-{runtime.unique_id()[:OWN_CHARS]}"
 
 
 def names_of(half_ids: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -335,7 +335,7 @@ class HalfWriter:
     fifo: frozenset[str] = frozenset()
     own: bool = False
     file_bytes_max: int = field(default=FILE_BYTES_MAX)
-    machine: Machine = MACHINE
+    runtime: Runtime = RUNTIME
     write_file: Callable[..., DataFile] | None = None
 
     def write(
@@ -534,7 +534,7 @@ class HalfWriter:
 
     def now(self) -> pa.Scalar:
         """The current time, in the type of ``store_timestamp``."""
-        return pa.scalar(int(self.machine.time() * 1_000_000), TIMESTAMP)
+        return pa.scalar(int(self.runtime.time() * 1_000_000), TIMESTAMP)
 
     def _by_queue(self, topic: str, part: pa.Table, file_no: int) -> list[tuple[int, pa.Table]]:
         """The topic's rows, queue by queue. Rows that choose no queue are dealt out in even slices."""

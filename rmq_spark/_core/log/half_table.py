@@ -146,7 +146,7 @@ SHARED_ROWS_KEPT = 65_536
 """The rows of a shared file are kept in memory, without their payload, when it has no more than this."""
 
 
-class HalfStore:
+class HalfTable:
     """The ``half`` table of a commit log."""
 
     def __init__(self, table: Table) -> None:
@@ -217,7 +217,7 @@ class HalfStore:
                 return None
             files.clear()
             files.update(shared.written(chosen))
-            tried_ms.append(max(self.table.machine.time_ms(), self._last_prepared_ms() + 1, after_ms() + 1))
+            tried_ms.append(max(self.table.runtime.time_ms(), self._last_prepared_ms() + 1, after_ms() + 1))
             return Change(
                 add=list({f.data.path: f.data for batch_files in files.values() for f in batch_files}.values()),
                 transactions={b.header.app_id: b.header.batch_id for b in chosen if b.header.numbered},
@@ -251,7 +251,7 @@ class HalfStore:
                 f"batch {header.batch_id} of app {header.app_id!r} cannot be prepared: it was to follow batch "
                 f"{header.follows}, and another process has prepared batch {last_id}"
             )
-        age_s = self.table.machine.time() - min(f.staged_at for f in batch.files)
+        age_s = self.table.runtime.time() - min(f.staged_at for f in batch.files)
         if age_s > ORPHAN_AGE_S / 2 and any(isinstance(f, HalfFile) for f in batch.files):
             return StagedFilesTooOldError(
                 f"the files of half batch {header.half_id!r} were staged {age_s / 3600:.0f} h ago: vacuum may "
@@ -589,7 +589,7 @@ class _Shared:
     Ids that users gave would widen the bounds, so their half batches share another file.
     """
 
-    def __init__(self, half: HalfStore) -> None:
+    def __init__(self, half: HalfTable) -> None:
         self._half = half
         self._known: dict[tuple[str, ...], list[HalfFile]] = {}
 

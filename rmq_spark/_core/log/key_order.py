@@ -11,9 +11,9 @@ from itertools import accumulate
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.half_table import HalfRecord, HalfStore
+from rmq_spark._core.log.half_table import HalfRecord, HalfTable
 from rmq_spark._core.log.op import BatchState, RowState
-from rmq_spark._core.log.topics import TopicStore
+from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.storage.files import arange
 from rmq_spark._core.vocabulary.rows import bytes_array
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY
@@ -52,7 +52,7 @@ class KeyIndex:
     topics : TopicStore
     """
 
-    def __init__(self, half: HalfStore, topics: TopicStore) -> None:
+    def __init__(self, half: HalfTable, topics: TopicTable) -> None:
         self._half = half
         self._topics = topics
         self._keyed: OrderedDict[str, _Keyed] = OrderedDict()

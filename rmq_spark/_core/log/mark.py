@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.half_table import HalfStore
+from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.op import NO_OPS, Kind, OpenBelow, OpRow
 from rmq_spark._core.log.op_view import of_kind, settled_rows, still_waiting
 from rmq_spark._core.log.prepared_batches import Prepared, PreparedBatches
 
 if TYPE_CHECKING:
-    from rmq_spark._core.log.op_reader import Follower
+    from rmq_spark._core.log.op_reader import OpReader
 
 NAMED_MAX = 10_000
 """Half batches, versions and due times that a mark names. When more are open, the mark stops before them."""
@@ -46,7 +46,7 @@ class Marker:
     half : HalfStore
     """
 
-    def __init__(self, follower: Follower, half: HalfStore) -> None:
+    def __init__(self, follower: OpReader, half: HalfTable) -> None:
         self._follower = follower
         self._half = half
 

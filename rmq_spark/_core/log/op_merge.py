@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -11,9 +10,6 @@ import pyarrow.compute as pc
 from rmq_spark._core.log.op import STATS_COLUMNS
 from rmq_spark._core.storage.merge import compact
 from rmq_spark._core.storage.table import Change, Table
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

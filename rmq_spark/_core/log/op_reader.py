@@ -12,11 +12,11 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.log.archive import Archived
 from rmq_spark._core.log.half import after_name, batch_name, names_of
-from rmq_spark._core.log.half_table import HalfRecord, HalfStore
+from rmq_spark._core.log.half_table import HalfRecord, HalfTable
 from rmq_spark._core.log.key_order import Open
 from rmq_spark._core.log.op import NO_OPS, SETTLING, BatchState, Kind, OpRow, pruned_up_to
 from rmq_spark._core.log.op_rows import read_op
-from rmq_spark._core.log.op_view import Followed, Tails, Waiting, of_kind, settled
+from rmq_spark._core.log.op_view import OpView, Tails, Waiting, of_kind, settled
 from rmq_spark._core.log.prepared_batches import Prepared, PreparedBatches
 from rmq_spark._core.storage.table import Table
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
@@ -30,7 +30,7 @@ OPEN_ROWS_KEPT = 1_000_000
 """Rows of open half batches whose states are kept in memory, at four bytes each."""
 
 
-class Follower:
+class OpReader:
     """Follows ``op`` and writes nothing.
 
     Parameters
@@ -41,11 +41,11 @@ class Follower:
         The prepared half batches; each is open until op rows settle it.
     """
 
-    def __init__(self, table: Table, half: HalfStore) -> None:
+    def __init__(self, table: Table, half: HalfTable) -> None:
         self.table = table
-        self.machine = table.machine
+        self.runtime = table.runtime
         self._half = half
-        self.followed = Followed()
+        self.followed = OpView()
         self._open: dict[str, Open] = {}  # never modified, dropped when a newer op row is read
         self._open_rows = 0  # their rows; those of dropped half batches count until the next recount
         # Half batches that this process prepares and that have no op rows yet, oldest first.
@@ -99,17 +99,17 @@ class Follower:
         start = self._start()
         self.followed = start.after(self._read_between(start.version + 1, version), version)
 
-    def _start(self) -> Followed:
+    def _start(self) -> OpView:
         """The state of the newest mark, from which a cold start goes on."""
         actions = self.table.actions()
         marked = pc.max(actions["max.low_water"]).as_py() if actions.num_rows else None
         if marked is None:
             if pruned_up_to(self.table) >= 0:
                 raise CorruptLogError("table op has lost its newest mark: restore the table from a copy")
-            return Followed()
+            return OpView()
         self._untouched.clear()  # they may have been settled since, and passed by the mark
         paths = actions.filter(pc.equal(actions["max.low_water"], marked))["path"].to_pylist()
-        return Followed.from_mark(read_op(self.table, paths))
+        return OpView.from_mark(read_op(self.table, paths))
 
     def _read_between(self, first: int, last: int) -> pa.Table:
         """The op rows of these versions, in version order."""
@@ -265,7 +265,7 @@ class Follower:
 
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
         """The state of one half batch after its newest op rows."""
-        if not refresh and self.is_untouched(record):
+        if not refresh and self.has_no_op_rows(record):
             return record.fresh_state()
         with self.table.lock:
             if refresh:
@@ -277,7 +277,7 @@ class Follower:
                 state.fold(OpRow.of(row))
             return state
 
-    def is_untouched(self, record: HalfRecord) -> bool:
+    def has_no_op_rows(self, record: HalfRecord) -> bool:
         """Whether this process prepared a half batch that had no op rows when ``op`` was last read."""
         return record.half_id in self._untouched and not self._is_below(record)
 

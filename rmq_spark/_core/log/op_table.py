@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
 from datetime import datetime, timedelta, timezone
 
-from rmq_spark._core.log.half_table import HalfRecord, HalfStore
+from rmq_spark._core.log.half_table import HalfRecord, HalfTable
 from rmq_spark._core.log.key_order import Open
 from rmq_spark._core.log.mark import Marker
 from rmq_spark._core.log.op import STATS_COLUMNS, BatchState, Kind, OpRow, RowState, Who, to_table
-from rmq_spark._core.log.op_reader import Follower
+from rmq_spark._core.log.op_reader import OpReader
 from rmq_spark._core.log.op_view import Tails
 from rmq_spark._core.log.places import EPOCH, Piece, Placer, in_send_order
-from rmq_spark._core.log.topics import TopicStore
+from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.table import Change, Table
 from rmq_spark._core.vocabulary.options import ATTEMPTS_MAX
@@ -120,8 +120,8 @@ TOO_LATE = (VerdictConflictError, StaleAttemptError)
 """The same classes, for ``except``: another writer was faster."""
 
 
-class Ledger(Follower):
-    """Writes the op markers of a commit log, each from the newest state that :class:`Follower` has read.
+class Ledger(OpReader):
+    """Writes the op markers of a commit log, each from the newest state that :class:`OpReader` has read.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ class Ledger(Follower):
         Whether a half batch has left the table ``half``, as another handle on the log sees it.
     """
 
-    def __init__(self, table: Table, half: HalfStore, topics: TopicStore, has_left: Callable[[str], bool]) -> None:
+    def __init__(self, table: Table, half: HalfTable, topics: TopicTable, has_left: Callable[[str], bool]) -> None:
         super().__init__(table, half)
         self._has_left = has_left
         self._placer = Placer(half, topics)
@@ -200,7 +200,7 @@ class Ledger(Follower):
         record, attempt, who, reason = decision.record, decision.attempt, decision.who, decision.reason
         commit, rollback = decision.commit, decision.rollback
         decides_all = commit.count + rollback.count == record.rows
-        if not (decides_all and attempt == 1 and not decision.checks_min and self.is_untouched(record)):
+        if not (decides_all and attempt == 1 and not decision.checks_min and self.has_no_op_rows(record)):
             commit, rollback = _rows_to_decide(decision, self.state_of(record, refresh=False))
         op_rows = self._commit_rows(record, commit, attempt, who, reason) if commit else []
         return op_rows + _rollback_rows(decision, rollback) if rollback else op_rows
@@ -209,7 +209,7 @@ class Ledger(Follower):
     def _next_op_time(self, reopens: bool) -> datetime:
         """The time of the next op rows: not before the newest row, and for a reopen after every prepare and reopen so
         far. Only the order of these times counts; the machine's clock says which messages are due."""
-        earliest = max(self.machine.now(), self.followed.last_time)
+        earliest = max(self.runtime.now(), self.followed.last_time)
         if not reopens:
             return earliest
         last_send_ms = max(self._half.newest_ms(), self.reopened_ms)
@@ -235,7 +235,7 @@ class Ledger(Follower):
                 producer_group=record.header.producer_group,
                 until=due,
             )
-            for due, due_rows in self._placer.by_due(record, rows, self.machine.now())
+            for due, due_rows in self._placer.by_due(record, rows, self.runtime.now())
             for file_no, bits in due_rows.items()
             for file in [record.files[file_no]]
             for segment in file.segments
@@ -248,7 +248,7 @@ class Ledger(Follower):
             return rows
         if not (self.waiting or any(r.delayed for r in records) or self._placer.keys.fifo_of(*records)):
             return _with_offsets(rows, self.tails)
-        now = self.machine.now()
+        now = self.runtime.now()
         batches = [Open(record, self.state_of(record, refresh=False)) for record in records]
         states = {o.record.half_id: o.state for o in batches}
         for row in rows:
@@ -314,7 +314,7 @@ class Ledger(Follower):
         """Place the delayed messages that are due; returns the messages that became visible."""
 
         def build() -> list[OpRow]:
-            now = self.machine.now()
+            now = self.runtime.now()
             if not any(due is not None and due <= now for counts in self.waiting.values() for due in counts):
                 return []
             pieces = self._placer.placeable(self._to_place([], now), now)
@@ -351,7 +351,7 @@ class Ledger(Follower):
         raised."""
 
         def build() -> list[OpRow]:
-            now = self.machine.now()
+            now = self.runtime.now()
             op_rows: list[OpRow] = []
             for check in checks:
                 try:
@@ -394,7 +394,7 @@ class Ledger(Follower):
 
     def lease(self, records: Sequence[HalfRecord], seconds: float) -> datetime:
         """Keep checkers away from half batches whose local transactions are running. Returns when the lease ends."""
-        until = self.machine.now() + timedelta(seconds=seconds)
+        until = self.runtime.now() + timedelta(seconds=seconds)
 
         def build() -> list[OpRow]:
             present = [record for record in records if not self.is_gone(record)]
@@ -494,7 +494,7 @@ class Ledger(Follower):
         reopens : bool
             Whether there may be ``reopen`` rows. Their messages are sent after everything that is prepared by now.
         """
-        commit_id = self.machine.unique_id()
+        commit_id = self.runtime.unique_id()
         rows: Sequence[OpRow] = ()
 
         def propose(version: int) -> Change | None:

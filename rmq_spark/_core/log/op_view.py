@@ -1,6 +1,6 @@
 """The state of ``op`` up to a version, followed commit by commit.
 
-:class:`Followed` is a value. A follower builds the next value aside and takes it in one step. An exception on the way
+:class:`OpView` is a value. A follower builds the next value aside and takes it in one step. An exception on the way
 (an interrupt in a notebook, a full memory) leaves the last value, which is right.
 """
 
@@ -31,7 +31,7 @@ their sharding key)."""
 
 
 @dataclass(frozen=True)
-class Followed:
+class OpView:
     """The state after the op rows up to a version.
 
     Attributes
@@ -68,7 +68,7 @@ class Followed:
     firsts: Tails = field(default_factory=dict)
 
     @classmethod
-    def from_mark(cls, rows: pa.Table) -> Followed:
+    def from_mark(cls, rows: pa.Table) -> OpView:
         """The state from which to go on after the newest of these mark rows: just before the first version that is
         still needed."""
         marks = rows.filter(of_kind(rows, Kind.MARK)).sort_by("version")
@@ -84,7 +84,7 @@ class Followed:
             reopened_ms=mark["reopened_ms"],
         )  # fmt: skip
 
-    def after(self, rows: pa.Table, version: int) -> Followed:
+    def after(self, rows: pa.Table, version: int) -> OpView:
         """The state after the op rows up to ``version``. ``rows`` are the new ones, in version order.
 
         Raises
@@ -106,7 +106,7 @@ class Followed:
         if kept["version"].num_chunks > CHUNKS_MAX:
             kept = kept.combine_chunks()
         tails = _tails_after(self.tails, rows.filter(pc.is_valid(rows["next_offset"])))
-        return Followed(
+        return OpView(
             version,
             kept,
             since,

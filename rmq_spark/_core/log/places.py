@@ -13,10 +13,10 @@ from datetime import datetime, timezone
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.half_table import HalfRecord, HalfStore
+from rmq_spark._core.log.half_table import HalfRecord, HalfTable
 from rmq_spark._core.log.key_order import KeyIndex, Open
 from rmq_spark._core.log.op import BatchState, FileState, RowState
-from rmq_spark._core.log.topics import TopicStore
+from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.storage.files import arange
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark._core.vocabulary.rows import NO_ROWS, Ranges, RowSet, booleans_of, both, bytes_array, ranges_count, runs
@@ -56,7 +56,7 @@ class Placer:
     topics : TopicStore
     """
 
-    def __init__(self, half: HalfStore, topics: TopicStore) -> None:
+    def __init__(self, half: HalfTable, topics: TopicTable) -> None:
         self._half = half
         self.keys = KeyIndex(half, topics)
 

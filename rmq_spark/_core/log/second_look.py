@@ -56,7 +56,7 @@ def doubt_s(log: Engine, note: bool = True) -> float:
         believed, looked = _after_look(log, op)
         if note and (believed, looked) != _noted(op):
             _note(log, op)
-    return max(0.0, log.machine.time() - believed - BELIEVED_S)
+    return max(0.0, log.runtime.time() - believed - BELIEVED_S)
 
 
 def _noted(op: Table) -> tuple[int | None, int | None]:
@@ -65,7 +65,7 @@ def _noted(op: Table) -> tuple[int | None, int | None]:
 
 def _after_look(log: Engine, op: Table) -> tuple[int, int]:
     """The looks to note now: the believed one, and the last one."""
-    now = int(log.machine.time())
+    now = int(log.runtime.time())
     believed, looked = _noted(op)
     if believed is None or looked is None:
         return min(now, _newest_s(log)), now

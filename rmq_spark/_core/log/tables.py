@@ -53,4 +53,4 @@ class LogTables(ABC):
 
     def in_background(self, work: Callable[[], None]) -> threading.Thread | None:
         """Run upkeep in another thread; None when it is done already."""
-        return self.half.machine.start_thread(work, "txmq-maintenance")
+        return self.half.runtime.start_thread(work, "txmq-maintenance")

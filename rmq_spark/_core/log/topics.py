@@ -55,7 +55,7 @@ _COLUMNS = ["name", *Topic._fields]
 _NO_ROWS = pa.schema([TOPICS_SCHEMA.field(name) for name in _COLUMNS]).empty_table()
 
 
-class TopicStore:
+class TopicTable:
     """The ``topics`` table of a commit log."""
 
     def __init__(self, table: Table, default_queues: int) -> None:
@@ -144,7 +144,7 @@ class TopicStore:
         def propose(version: int) -> Change | None:
             new_names = [name for name in topic_names if not is_there(name)]
             kind = {"queues": queue_count, "fifo": bool(fifo), "retention_s": retention_s}
-            rows = [{"name": name, **kind, "created": self.table.machine.now()} for name in new_names]
+            rows = [{"name": name, **kind, "created": self.table.runtime.now()} for name in new_names]
             table = pa.Table.from_pylist(rows, schema=TOPICS_SCHEMA)
             return Change(add=[self.table.write(table, "topics", ("name",))]) if new_names else None
 

@@ -317,7 +317,7 @@ def read_messages(
     selector: str | None = None,
 ) -> pa.Table:
     """Committed messages of a topic in (queue, offset) order: the result of ``CommitLog.read``."""
-    where = _filter_of(tags, selector, log.machine.time_ms())
+    where = _filter_of(tags, selector, log.runtime.time_ms())
     names = require_source_columns(SOURCE_SCHEMA.names if columns is None else columns)
     if not names:
         raise OptionError(

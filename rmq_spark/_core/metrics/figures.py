@@ -185,7 +185,7 @@ class LogWatch:
         self, log_or_path: CommitLog | Engine | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
     ) -> None:
         engine = engine_of(log_or_path, storage_options)
-        self.path, self.machine = engine.path, engine.machine
+        self.path, self.runtime = engine.path, engine.runtime
         self._log = engine
         self._seen: _Seen | None = None
         self._log_id, self._position = engine.id, engine.refresh()
@@ -213,7 +213,7 @@ class LogWatch:
         self._follow(seen)
         topics, fifo = log.topics(), log.topic_store.seen().fifo
         tails, firsts, waiting = log.tails(refresh=False), log.firsts(refresh=False), log.ledger.waiting
-        now = log.machine.now()
+        now = log.runtime.now()
         open_figures = self._open_figures(seen, now)
         amount = seen.undrained.look(UNDRAINED_BYTES)
         since = seen.undrained.since

@@ -14,7 +14,7 @@ from rmq_spark._core.metrics.client import prometheus
 from rmq_spark._core.metrics.figures import LogFigures, LogWatch
 from rmq_spark._core.metrics.names import BY_NAME, COMMON, LOG, METRICS, OF_A_WATCH, Metric
 from rmq_spark._core.protocol.engine import Engine
-from rmq_spark._core.runtime.machine import MACHINE
+from rmq_spark._core.runtime.runtime import RUNTIME
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark._core.vocabulary.options import seconds
 from rmq_spark._core.vocabulary.redaction import redacted
@@ -123,9 +123,9 @@ class LogCollector(prometheus.registry.Collector):
     def _samples(self) -> list[tuple[str, list[Sample]]]:
         """Return the samples by log."""
         with self._lock:
-            if self._looked_s is None or MACHINE.monotonic() - self._looked_s >= self._cache_s:
+            if self._looked_s is None or RUNTIME.monotonic() - self._looked_s >= self._cache_s:
                 self._known = [(self._node_id or redacted(watch.path), self._look(watch)) for watch in self._watches]
-                self._looked_s = MACHINE.monotonic()
+                self._looked_s = RUNTIME.monotonic()
             return self._known
 
     def _look(self, watch: LogWatch) -> list[Sample]:
@@ -146,13 +146,13 @@ DOWN: list[Sample] = [("txmq_up", {}, 0.0)]
 
 
 def _samples_or_down(watch: LogWatch) -> list[Sample]:
-    began_s = MACHINE.monotonic()
+    began_s = RUNTIME.monotonic()
     try:
         figures = watch.look()
     except Exception as problem:
         logger.warning("the figures of %s could not be read: %s", redacted(watch.path), failure(problem))
         return DOWN
-    took_s = MACHINE.monotonic() - began_s
+    took_s = RUNTIME.monotonic() - began_s
     return [("txmq_up", {}, 1.0), ("txmq_collect_seconds", {}, took_s), *samples_of(figures)]
 
 

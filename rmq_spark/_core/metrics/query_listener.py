@@ -69,7 +69,7 @@ class QueryListener(StreamingQueryListener):
         self._watch = LogWatch(log_or_path, storage_options)
         self._lock = threading.RLock()
         self._logged_s: float | None = None
-        self._machine = self._watch.machine
+        self._machine = self._watch.runtime
 
     def onQueryStarted(self, event: Any) -> None:
         """Do nothing: there are no figures before the first progress."""

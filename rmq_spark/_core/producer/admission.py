@@ -13,7 +13,7 @@ from typing import Any
 
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.listener import TransactionListener, Verdicts, is_coroutine
-from rmq_spark._core.runtime.machine import Machine
+from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark.errors import ListenerError
 
 WAITING_PART = 0.25
@@ -33,10 +33,10 @@ class UnderWay:
     machine : Machine
     """
 
-    def __init__(self, machine: Machine) -> None:
-        self.lock = machine.lock()
+    def __init__(self, runtime: Runtime) -> None:
+        self.lock = runtime.lock()
         """Taken by :meth:`leave`, too."""
-        self._over = machine.event()  # set when closed with nothing under way
+        self._over = runtime.event()  # set when closed with nothing under way
         self._inside: set[object] = set()
         self.is_open = False
 
@@ -116,9 +116,9 @@ class Keys:
     machine : Machine
     """
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._lock = machine.lock()
+    def __init__(self, runtime: Runtime) -> None:
+        self._machine = runtime
+        self._lock = runtime.lock()
         self._known: dict[str, tuple[AbstractContextManager[object], list[None]]] = {}
 
     @contextmanager
@@ -140,7 +140,7 @@ class Keys:
                     self._known.pop(key, None)
 
 
-class Turns:
+class Admission:
     """Limits how many sends are prepared, and how many of their local transactions run, at once.
 
     A half batch that waited for a free thread after its prepare could be checked, after ``transaction_timeout``,
@@ -268,7 +268,7 @@ class Turns:
 class _InTurn(TransactionListener):
     """A listener whose local transaction waits for its turn."""
 
-    def __init__(self, listener: TransactionListener, turns: Turns, loop: asyncio.AbstractEventLoop | None) -> None:
+    def __init__(self, listener: TransactionListener, turns: Admission, loop: asyncio.AbstractEventLoop | None) -> None:
         self._listener = listener
         self._turns = turns
         self._loop = loop

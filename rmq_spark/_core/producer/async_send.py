@@ -22,7 +22,7 @@ from rmq_spark._core.listeners.listener import CommitOncePrepared
 from rmq_spark._core.log.half_table import HalfRecord
 from rmq_spark._core.log.op_table import Decided
 from rmq_spark._core.log.single_messages import OneMessage
-from rmq_spark._core.producer.admission import Turns
+from rmq_spark._core.producer.admission import Admission
 from rmq_spark._core.producer.future import SendFuture
 from rmq_spark._core.producer.result import result_of
 from rmq_spark._core.protocol.group_commit import GroupCommit
@@ -30,7 +30,7 @@ from rmq_spark._core.protocol.observe import tell_not_sent, tell_sent
 from rmq_spark._core.protocol.outcome import Outcome
 from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.protocol.steps import Decide, Execute, Prepare, Step, Wait, finish
-from rmq_spark._core.runtime.pools import Crew
+from rmq_spark._core.runtime.pools import ElasticPool
 from rmq_spark.errors import TxmqError
 
 Done = TypeVar("Done")
@@ -52,7 +52,9 @@ class AsyncSends:
         Threads for callbacks. A callback may wait for other sends, so no step of a send runs in them.
     """
 
-    def __init__(self, commits: GroupCommit, turns: Turns, senders: Crew, listeners: Crew, callers: Crew) -> None:
+    def __init__(
+        self, commits: GroupCommit, turns: Admission, senders: ElasticPool, listeners: ElasticPool, callers: ElasticPool
+    ) -> None:
         self.commits = commits
         self.turns = turns
         self.senders = senders
@@ -113,7 +115,7 @@ class AsyncSend:
         self._future = future
         self.asks_nobody = type(two_phase.listener) is CommitOncePrepared
         self._context = None if self.asks_nobody else copy_context()  # the listener sees the caller's context variables
-        self._began_s = two_phase.log.machine.monotonic()
+        self._began_s = two_phase.log.runtime.monotonic()
 
     def begin(self) -> bool:
         """Begin the send, up to its prepare; False when it is cancelled."""
@@ -148,7 +150,7 @@ class AsyncSend:
                 raise AssertionError(step)
 
     @property
-    def _crew(self) -> Crew:
+    def _crew(self) -> ElasticPool:
         return self._shared.senders if self.asks_nobody else self._shared.listeners
 
     def _prepared(self, record: HalfRecord | TxmqError | None, problem: BaseException | None) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from rmq_spark._core.producer.result import TransactionSendResult
-from rmq_spark._core.runtime.machine import callers, is_held
+from rmq_spark._core.runtime.runtime import callers, is_held
 from rmq_spark._core.vocabulary.redaction import traceback_of
 
 logger = logging.getLogger(__name__)

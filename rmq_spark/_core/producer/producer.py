@@ -29,7 +29,7 @@ from rmq_spark._core.listeners.listener import (
 )
 from rmq_spark._core.log.half import HalfHeader, HalfWriter, Naming
 from rmq_spark._core.log.single_messages import OneMessage
-from rmq_spark._core.producer.admission import InFlight, Keys, Turns, UnderWay
+from rmq_spark._core.producer.admission import Admission, InFlight, Keys, UnderWay
 from rmq_spark._core.producer.async_send import AsyncSends
 from rmq_spark._core.producer.future import SendFuture, holds_a_future
 from rmq_spark._core.producer.result import TransactionSendResult, result_of
@@ -38,8 +38,8 @@ from rmq_spark._core.protocol.limits import NO_LIMITS, PendingLimits
 from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime.callables import name_of
 from rmq_spark._core.runtime.forks import forks
-from rmq_spark._core.runtime.machine import callers, is_held
-from rmq_spark._core.runtime.pools import Crew, is_in_crew
+from rmq_spark._core.runtime.pools import ElasticPool, is_in_crew
+from rmq_spark._core.runtime.runtime import callers, is_held
 from rmq_spark._core.runtime.spans import tracing
 from rmq_spark._core.vocabulary.message import Message, require_app_id, require_group_name
 from rmq_spark._core.vocabulary.options import (
@@ -195,15 +195,15 @@ class TransactionMQProducer:
         self._listener_threads = whole_number(listener_threads, "listener_threads", 1)
         self._in_flight_max = whole_number(max_in_flight, "max_in_flight", 1)
         self._await_s = seconds(await_termination, "await_termination")
-        self._under_way = UnderWay(self.log.machine)
+        self._under_way = UnderWay(self.log.runtime)
         self._plainly = self.two_phase.with_listener(CommitOncePrepared())
         self._commits.holds = self._holds_send_lock
         self._reset_sends()
         self._forks = forks()
-        self._started = self.log.machine.unique_id()
+        self._started = self.log.runtime.unique_id()
         self._sends = count(1)  # consecutive ids lie close together in a file, so its bounds find them
-        self._opening = self.log.machine.lock()
-        self._closing = self.log.machine.event()
+        self._opening = self.log.runtime.lock()
+        self._closing = self.log.runtime.event()
         self._threads: list[threading.Thread] = []
 
     # ------------------------------------------------------------------ life
@@ -213,11 +213,11 @@ class TransactionMQProducer:
         with self._opening:
             if not self._under_way.is_open:
                 self._closing.set()  # ends the threads of an interrupted start
-                self._closing = self.log.machine.event()  # threads of an earlier start keep the event that ended them
+                self._closing = self.log.runtime.event()  # threads of an earlier start keep the event that ended them
                 atexit.register(self._end)
                 self._commits.hurry(False)
                 self._reset_sends()
-                start = self.log.machine.start_thread
+                start = self.log.runtime.start_thread
                 if self.check_interval is not None:
                     self._threads.append(start(partial(self._answer_checks, self._closing), "txmq-checks", daemon=True))
                 if self.maintenance_interval is not None:
@@ -227,13 +227,13 @@ class TransactionMQProducer:
 
     def _reset_sends(self) -> None:
         """Begin with free rooms and keys: sends that an earlier shutdown left under way hold none of them."""
-        self._turns = Turns(self._listener_threads, self.transaction_timeout)
+        self._turns = Admission(self._listener_threads, self.transaction_timeout)
         self._in_flight = InFlight(self._in_flight_max, self._under_way.leave)
-        self._keys = Keys(self.log.machine)
-        name, machine = f"txmq-{self.producer_group}", self.log.machine
-        self._senders = Crew(self._in_flight_max, name, machine)
-        listeners = Crew(self._listener_threads, f"{name}-listener", machine)
-        callers = Crew(self._in_flight_max, f"{name}-callback", machine)
+        self._keys = Keys(self.log.runtime)
+        name, runtime = f"txmq-{self.producer_group}", self.log.runtime
+        self._senders = ElasticPool(self._in_flight_max, name, runtime)
+        listeners = ElasticPool(self._listener_threads, f"{name}-listener", runtime)
+        callers = ElasticPool(self._in_flight_max, f"{name}-callback", runtime)
         self._async_sends = AsyncSends(self._commits, self._turns, self._senders, listeners, callers)
         self._with_thread: set[SendFuture] = set()  # sends that have a thread of their own, or wait for one
         self._locks = (
@@ -255,10 +255,10 @@ class TransactionMQProducer:
         if forks() != self._forks:  # a forked copy has none of the threads
             self._under_way.is_open = False
             return
-        end_s = self.log.machine.monotonic() + self._await_s
+        end_s = self.log.runtime.monotonic() + self._await_s
 
         def seconds_left() -> float:
-            return max(0.0, end_s - self.log.machine.monotonic())
+            return max(0.0, end_s - self.log.runtime.monotonic())
 
         self._commits.hurry()
         left = self._under_way.close(self._await_s)
@@ -657,9 +657,9 @@ class TransactionMQProducer:
         listener = two_phase.listener if two_phase is self._plainly else self.listener  # not the one that wraps it
         header = self._header(per, idempotency_key, store_id_to_send(listener))
         topics = self.log.topic_store.with_names(topics_in(batch, topic))
-        machine = self.log.machine
-        writer = HalfWriter(header, topics.queues, topic, transaction_key, topics.fifo, machine=machine)
-        return self.log.with_machine(writer)
+        runtime = self.log.runtime
+        writer = HalfWriter(header, topics.queues, topic, transaction_key, topics.fifo, runtime=runtime)
+        return self.log.with_runtime(writer)
 
     def _enter(self, entry: object) -> None:
         self._require_own_process()
@@ -695,7 +695,7 @@ class TransactionMQProducer:
             fence_id=fence_id,
             transaction_per=per,
             producer_group=self.producer_group,
-            machine=self.log.machine,
+            runtime=self.log.runtime,
         )
 
 

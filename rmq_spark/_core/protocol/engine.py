@@ -14,9 +14,9 @@ import pyarrow as pa
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.archive import Archived
 from rmq_spark._core.log.damage import looks_again
-from rmq_spark._core.log.groups import GroupStore
+from rmq_spark._core.log.groups import GroupTable
 from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfRows, HalfWriter
-from rmq_spark._core.log.half_table import HalfRecord, HalfStore, PrepareError, Staged
+from rmq_spark._core.log.half_table import HalfRecord, HalfTable, PrepareError, Staged
 from rmq_spark._core.log.input import require_known_topic
 from rmq_spark._core.log.op import BatchState, RowState, Who
 from rmq_spark._core.log.op_table import AnsweredCheck, Decided, Decision, Ledger, Placed
@@ -24,7 +24,7 @@ from rmq_spark._core.log.op_view import Tails
 from rmq_spark._core.log.placements import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.log.second_look import doubt_s
 from rmq_spark._core.log.tables import LogTables
-from rmq_spark._core.log.topics import TopicStore
+from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.log.walk import walk_placements
 from rmq_spark._core.messages.border import Drained
 from rmq_spark._core.messages.table import require_drained
@@ -56,18 +56,18 @@ class Engine:
         self.lock = tables.half.lock
         for table in (tables.op, tables.topics):
             self._with_our_lock(table)
-        self.half = HalfStore(tables.half)
+        self.half = HalfTable(tables.half)
         self.op = tables.op
         self.topics_table = tables.topics
-        self.topic_store = TopicStore(tables.topics, tables.default_queues)
+        self.topic_store = TopicTable(tables.topics, tables.default_queues)
         self.ledger = Ledger(self.op, self.half, self.topic_store, self._has_left_elsewhere)
-        self.machine = tables.half.machine
+        self.runtime = tables.half.runtime
         self.drained = Drained(self)
         self._compaction = Compaction(self)
         self.upkeep = True
         """Whether a decision compacts ``op`` when it has many small files; upkeep by hand goes on."""
         self._prepared: dict[str, HalfHeader] = {}  # of applications that count their batches, the last one
-        self._groups: GroupStore | None = None
+        self._groups: GroupTable | None = None
         self._messages: Table | None = None
 
     def looked_at(self) -> Iterable[Table]:
@@ -124,11 +124,11 @@ class Engine:
             return self._messages
 
     @property
-    def groups(self) -> GroupStore:
+    def groups(self) -> GroupTable:
         """The progress of consumer groups; its table is made when it is first needed."""
         with self.lock:
             if self._groups is None:
-                self._groups = GroupStore(self._with_our_lock(self._tables.groups()))
+                self._groups = GroupTable(self._with_our_lock(self._tables.groups()))
             return self._groups
 
     def has_groups(self) -> bool:
@@ -173,11 +173,11 @@ class Engine:
     # ------------------------------------------------------------------ a half batch, from its files to its verdicts
     def stage(self, writer: HalfWriter, batches: Sequence[pa.RecordBatch], partition: int = 0) -> list[HalfFile]:
         """Write messages as half files from this process (executors do the same with ``HalfWriter`` alone)."""
-        return self.with_machine(writer).write(self.half.table.fs, self.half.table.folder, partition, batches)
+        return self.with_runtime(writer).write(self.half.table.fs, self.half.table.folder, partition, batches)
 
-    def with_machine(self, writer: HalfWriter) -> HalfWriter:
+    def with_runtime(self, writer: HalfWriter) -> HalfWriter:
         """A writer with the clock of this log."""
-        return writer if writer.machine is self.machine else replace(writer, machine=self.machine)
+        return writer if writer.runtime is self.runtime else replace(writer, runtime=self.runtime)
 
     @looks_again
     def last_batch_id(self, app_id: str, refresh: bool = True) -> int | None:
@@ -231,7 +231,7 @@ class Engine:
         return self.another().archived(half_id) is not None
 
     def prepare(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
-        """Commit the staged files of several half batches at once: see :meth:`HalfStore.prepare`. Then read what
+        """Commit the staged files of several half batches at once: see :meth:`HalfTable.prepare`. Then read what
         ``op`` says now."""
         if staged:
             reach("staged", header=staged[0].header)
@@ -290,9 +290,9 @@ class Engine:
                     found.append((record, self.ledger.state_of(record, refresh=False), rows))
         return found
 
-    def is_untouched(self, record: HalfRecord) -> bool:
+    def has_no_op_rows(self, record: HalfRecord) -> bool:
         """Whether ``op``, as it was last read, has said nothing of a half batch that this process has prepared."""
-        return self.ledger.is_untouched(record)
+        return self.ledger.has_no_op_rows(record)
 
     def decide(self, decisions: Sequence[Decision]) -> list[Decided]:
         """Make verdicts on half batches final, all in one commit: see :meth:`Ledger.decide`."""

@@ -24,7 +24,7 @@ from rmq_spark._core.log.half_table import HalfRecord, PrepareError, Staged
 from rmq_spark._core.log.op_table import Decided, Decision
 from rmq_spark._core.log.single_messages import OneMessage, arrange
 from rmq_spark._core.runtime.failpoints import reach
-from rmq_spark._core.runtime.machine import Machine, callers, is_held
+from rmq_spark._core.runtime.runtime import Runtime, callers, is_held
 from rmq_spark._core.vocabulary.message import to_table
 from rmq_spark._core.vocabulary.redaction import traceback_of
 from rmq_spark.errors import (
@@ -88,12 +88,12 @@ class GroupCommit:
         self._log = log
         self.holds: Callable[[], bool] = bool
         """Whether this thread holds a lock that whoever is given an answer takes."""
-        machine, needs = log.machine, log.lock
-        self._prepares: Lane[OneMessage | Staged, HalfRecord | TxmqError] = Lane(
-            machine, "txmq-prepare", self._prepare, linger_s, at_once_max, needs=needs
+        runtime, needs = log.runtime, log.lock
+        self._prepares: CommitQueue[OneMessage | Staged, HalfRecord | TxmqError] = CommitQueue(
+            runtime, "txmq-prepare", self._prepare, linger_s, at_once_max, needs=needs
         )
-        self._decides: Lane[Decision, Decided] = Lane(
-            machine, "txmq-decide", log.decide, at_once_max=at_once_max, beside=self._prepares, needs=needs
+        self._decides: CommitQueue[Decision, Decided] = CommitQueue(
+            runtime, "txmq-decide", log.decide, at_once_max=at_once_max, beside=self._prepares, needs=needs
         )
 
     def hurry(self, hurries: bool = True) -> None:
@@ -217,7 +217,7 @@ class _Wait(Generic[Result]):
         return cast(Result, self._answer) if self._problem is None else self._problem
 
 
-class Lane(Generic[Request, Result]):
+class CommitQueue(Generic[Request, Result]):
     """Hands requests to one commit after the other, as many as have come by then.
 
     Its thread starts with the first request and ends when none is left. So an idle program has no thread, and Python
@@ -242,29 +242,29 @@ class Lane(Generic[Request, Result]):
 
     def __init__(
         self,
-        machine: Machine,
+        runtime: Runtime,
         name: str,
         commit: Callable[[Sequence[Request]], Sequence[Result]],
         linger_s: float = 0.0,
         at_once_max: int = AT_ONCE_MAX,
-        beside: Lane[Any, Any] | None = None,
+        beside: CommitQueue[Any, Any] | None = None,
         needs: object = None,
     ) -> None:
-        self._machine = machine
+        self._machine = runtime
         self.hurries = False
         self._needs = needs
         self._linger_s = linger_s
         self._at_once_max = at_once_max
         self._name = name
         self._commit = commit
-        self._lock = machine.lock()
+        self._lock = runtime.lock()
         self._waiting: deque[_Asked[Request, Result]] = deque()
         self._runs = False
         self._sizes = deque([1], 2)  # of the last groups, with those who were beside this lane
         self._commit_s = 0.0  # how long the last commit took
         self._ended_s = 0.0
         self._under_way = 0  # requests of the commit that is made now
-        self._beside: Lane[Any, Any] = self if beside is None else beside
+        self._beside: CommitQueue[Any, Any] = self if beside is None else beside
         self._beside._beside = self
 
     @property
@@ -392,9 +392,9 @@ class Lane(Generic[Request, Result]):
             asked.tell()
 
 
-def is_within(lanes: Collection[Lane[Any, Any]]) -> bool:
+def is_within(lanes: Collection[CommitQueue[Any, Any]]) -> bool:
     """Whether this call came from within the work of one of some lanes."""
-    return any(f.f_code is Lane._work.__code__ and f.f_locals.get("self") in lanes for f in callers())
+    return any(f.f_code is CommitQueue._work.__code__ and f.f_locals.get("self") in lanes for f in callers())
 
 
 def _one_more(problem: BaseException) -> BaseException:

@@ -71,7 +71,7 @@ def _began_at(log: Engine, record: HalfRecord, state: BatchState, attempt: int) 
     A clock that was ahead has written times in the future, and later half batches come after those: none would be
     old enough for a check. The time of staging counts then, or an assumed age when it is in the future too.
     """
-    now = log.machine.now()
+    now = log.runtime.now()
     for said in (state.opened_at.get(attempt, record.prepared_at), record.staged_at):
         if said <= now + timedelta(seconds=CLOCK_SKEW_S_MAX):
             return said

@@ -40,10 +40,10 @@ class LeaseKeeper:
         self.lease_s = lease_s
         self._log = log
         self._running: dict[Lease, None] = {}
-        self._nothing = log.machine.event()  # set when none runs
-        self._lock = log.machine.lock()  # for the thread's start and end
+        self._nothing = log.runtime.event()  # set when none runs
+        self._lock = log.runtime.lock()  # for the thread's start and end
         self._is_at_work = False
-        self._writing = log.machine.lock()  # held while leases are written
+        self._writing = log.runtime.lock()  # held while leases are written
         self._written: frozenset[Lease] = frozenset()  # perhaps those
 
     def lease(self, record: HalfRecord) -> Lease:
@@ -52,7 +52,7 @@ class LeaseKeeper:
 
     def add(self, lease: Lease) -> None:
         """Renew a lease from now on."""
-        lease.next_s = self._log.machine.monotonic() + self.lease_s / 3
+        lease.next_s = self._log.runtime.monotonic() + self.lease_s / 3
         self._running[lease] = None
         if self._is_at_work:
             return
@@ -60,7 +60,7 @@ class LeaseKeeper:
             if not self._is_at_work:
                 self._is_at_work = True
                 try:
-                    self._log.machine.start_thread(self._work, "txmq-lease", daemon=True)
+                    self._log.runtime.start_thread(self._work, "txmq-lease", daemon=True)
                 except RuntimeError as problem:  # no thread to be had. A check may ask early; the fence keeps that safe
                     self._is_at_work = False
                     is_ending = not threading.main_thread().is_alive()
@@ -85,7 +85,7 @@ class LeaseKeeper:
                     self._renew()
                     continue
                 self._nothing.clear()
-                self._log.machine.sleep(LINGER_S)
+                self._log.runtime.sleep(LINGER_S)
                 if self._may_end():
                     return
         except BaseException:  # the next one starts it anew
@@ -115,12 +115,12 @@ class LeaseKeeper:
                 self._written = frozenset()
 
     def _seconds_to_next(self) -> float:
-        now = self._log.machine.monotonic()
+        now = self._log.runtime.monotonic()
         return max(0.0, min((lease.next_s for lease in list(self._running)), default=now) - now)
 
     def _due(self) -> list[Lease]:
         """The leases to write: now, or so soon that one commit for all is better."""
-        now = self._log.machine.monotonic()
+        now = self._log.runtime.monotonic()
         near = [lease for lease in list(self._running) if lease.next_s <= now + self.lease_s / 6]
         self._written = frozenset(near)
         due = [lease for lease in near if lease in self._running]  # who ends after this waits for the commit

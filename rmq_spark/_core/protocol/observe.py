@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @contextmanager
 def observed(log: Engine, producer_group: str) -> Iterator[Callable[[Outcome], None]]:
     """Tell observers how long a send took, whose outcome is handed in, or what it raised."""
-    began_s = log.machine.monotonic()
+    began_s = log.runtime.monotonic()
     try:
         yield lambda outcome: tell_sent(log, producer_group, outcome, began_s)
     except Exception as problem:
@@ -43,6 +43,6 @@ def tell_sent(log: Engine, producer_group: str, outcome: Outcome, began_s: float
             topics[segment.topic] += segment.last - segment.first + 1
     finish_s = None
     if outcome.messages and not outcome.messages.get(RowState.PENDING):
-        finish_s = max(0.0, (log.machine.now() - record.prepared_at).total_seconds())
-    sent = observer.Sent(log.path, producer_group, topics, log.machine.monotonic() - began_s, finish_s)
+        finish_s = max(0.0, (log.runtime.now() - record.prepared_at).total_seconds())
+    sent = observer.Sent(log.path, producer_group, topics, log.runtime.monotonic() - began_s, finish_s)
     observer.tell(lambda o: o.sent(sent))

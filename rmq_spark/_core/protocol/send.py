@@ -207,7 +207,7 @@ class TwoPhase:
                     return decided.or_raise()
             case Wait():
                 if step.seconds:
-                    self.log.machine.sleep(step.seconds)
+                    self.log.runtime.sleep(step.seconds)
                 return None
 
     def steps(
@@ -265,7 +265,7 @@ class TwoPhase:
         """Execute rows that nobody but this run may execute, and make the verdicts final."""
         record = run.record
         reach("prepared", header=record.header, attempt=attempt)
-        if type(self._listener_of(run)) is CommitOncePrepared and self.log.is_untouched(record):
+        if type(self._listener_of(run)) is CommitOncePrepared and self.log.has_no_op_rows(record):
             run.executed.append((attempt, rows))
             reach("executed", header=record.header, attempt=attempt)
             yield from self._decide(run, attempt, Split(rows, NO_ROWS, NO_ROWS), Who.EXECUTE)
@@ -364,7 +364,7 @@ class TwoPhase:
     # ------------------------------------------------------------------ R replay
     def _settle(self, run: Run) -> StepsTo[None]:
         """Go on until every row is decided, or waits for the check of an UNKNOWN that this run itself got."""
-        deadline = self.log.machine.monotonic() + self.replay_check_timeout_s
+        deadline = self.log.runtime.monotonic() + self.replay_check_timeout_s
         pause_s, warned = REPLAY_BACKOFF_S_MIN, False
         # What this run has just decided was read back with its commit: most batches need no second look.
         state = self.log.state_of(run.record, refresh=run.outcome.replayed)
@@ -388,7 +388,7 @@ class TwoPhase:
             for attempt, rows in to_check:
                 unknown.append((yield from self._check(run, state, attempt, rows)))
             if all(unknown):
-                if self.log.machine.monotonic() >= deadline:
+                if self.log.runtime.monotonic() >= deadline:
                     raise UnresolvedTransactionError(self._unresolved(run))
                 if not warned:
                     warned = True
@@ -448,7 +448,7 @@ class TwoPhase:
             return False
 
     def _waiting(self, run: Run, messages: int) -> str:
-        age_s = max(0.0, (self.log.machine.now() - run.record.prepared_at).total_seconds())
+        age_s = max(0.0, (self.log.runtime.now() - run.record.prepared_at).total_seconds())
         after_s = getattr(self.listener, "rollback_after_s", None)
         ends = "An answer of the listener ends the wait"
         if after_s is not None:

@@ -47,7 +47,7 @@ class Span:
         length_s = parse_duration(since, "since")
         if length_s <= 0:
             raise OptionError(f"since={since!r} is no time: write how far back, such as '7d'")
-        now = log.machine.now()
+        now = log.runtime.now()
         return cls(max(datetime.fromtimestamp(0, timezone.utc), now - timedelta(seconds=length_s)), now)
 
     def around(self, first: datetime | None) -> Span:

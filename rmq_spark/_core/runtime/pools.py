@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Generic, ParamSpec, TypeVar, cast
 
-from rmq_spark._core.runtime.machine import Machine, callers
+from rmq_spark._core.runtime.runtime import Runtime, callers
 from rmq_spark._core.vocabulary.redaction import traceback_of
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Once(Generic[Result]):
         return self.done
 
 
-class Crew:
+class ElasticPool:
     """Does pieces of work in threads of its own. A thread goes on with the next piece, since to wake one up for each
     takes longer than a short piece. It ends soon after nothing is left.
 
@@ -74,10 +74,10 @@ class Crew:
     machine : Machine
     """
 
-    def __init__(self, most: int, name: str, machine: Machine) -> None:
+    def __init__(self, most: int, name: str, runtime: Runtime) -> None:
         self._most = most
         self._name = name
-        self._machine = machine
+        self._machine = runtime
         self.lock = threading.RLock()  # a signal handler may send, too
         """:meth:`put` takes it."""
         self._more = threading.Condition(self.lock)
@@ -176,7 +176,7 @@ class Crew:
 
 def is_in_crew() -> bool:
     """Whether this call came from a piece of work of a crew, or from the midst of a thread of one."""
-    codes = (Crew._run.__code__, Crew._work_off.__code__)
+    codes = (ElasticPool._run.__code__, ElasticPool._work_off.__code__)
     return any(frame.f_code in codes for frame in callers())
 
 

@@ -310,7 +310,7 @@ class _Orderly(_Consumer):
             is_dead = self._count_stop(query_name, queue, result, result.stopped_at)
             next_offsets[queue] += is_dead
             if next_offsets[queue] < result.seen_to:
-                suspended_until[queue] = self.log.machine.now() + timedelta(seconds=0 if is_dead else self.suspend_s)
+                suspended_until[queue] = self.log.runtime.now() + timedelta(seconds=0 if is_dead else self.suspend_s)
         self.log.groups.progress(self.group, next_offsets, f"{query_name} batch {batch_id}", suspended_until)
 
     def _pass(self, frame: DataFrame, positions: Mapping[Queue, int]) -> dict[Queue, QueueResult]:

@@ -156,7 +156,7 @@ def messages(
     if tags is not None and selector is not None:
         raise OptionError("tags and selector contradict each other: give one of them (a selector can say TAGS = 'a')")
     limit = _limit(engine, as_of)
-    condition = None if selector is None else parse_selector(selector).at(engine.machine.time_ms())
+    condition = None if selector is None else parse_selector(selector).at(engine.runtime.time_ms())
     tag_names = parse_tags(SUB_ALL if tags is None else tags)
     planner = Planner(engine, Subscription(_topic_names(engine, topics)))
     start = planner.resolve("starting", _parse_where(starting, "starting", EARLIEST))

@@ -96,7 +96,7 @@ class _Reader:
         ranges = self.planner.ranges(start, end)
         options = self.options
         parts = split(ranges, options.ordered, options.partitions_min, options.partition_records_max)
-        now_ms = self.planner.log.machine.time_ms()
+        now_ms = self.planner.log.runtime.time_ms()
         return [TxmqPartition(tuple(part), now_ms) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -264,16 +264,16 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         With ``or_end`` the query ends when there is none. So this waits for a suspension that is over soon, and leaves
         a longer one to the next run.
         """
-        machine = self.planner.log.machine
-        again = due(suspended, machine.now())
+        runtime = self.planner.log.runtime
+        again = due(suspended, runtime.now())
         if again or not suspended or not or_end:
             return again
-        wait_s = seconds_to_wait(suspended, machine.now())
+        wait_s = seconds_to_wait(suspended, runtime.now())
         if wait_s > SUSPENDED_WAIT_S_MAX:
             logger.warning("the query ends while queues are suspended for %.0f s more: %s", wait_s, sorted(suspended))
             return {}
-        machine.sleep(wait_s)
-        return due(suspended, machine.now())
+        runtime.sleep(wait_s)
+        return due(suspended, runtime.now())
 
     def reportLatestOffset(self) -> JsonOffsets | None:
         """Return the log's end as last seen, for the progress report."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Any
 
-from rmq_spark._core.runtime.machine import Machine
+from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.storage.store_errors import writing
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
 from rmq_spark.errors import ClockError, CorruptLogError
@@ -23,8 +23,8 @@ class StoreClock:
     drifted. On a local disk the two are one clock and always agree.
     """
 
-    def __init__(self, fs: Any, folder: str, machine: Machine) -> None:
-        self._fs, self._folder, self._machine = fs, folder, machine
+    def __init__(self, fs: Any, folder: str, runtime: Runtime) -> None:
+        self._fs, self._folder, self._machine = fs, folder, runtime
         self._looked_at: float | None = None  # clock minus monotonic clock, when the clock last agreed with the store's
 
     def require_near(self) -> None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from rmq_spark._core.storage.table import Change, Table
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,8 @@ from deltalake.transaction import AddAction, PostCommitHookProperties, RemoveAct
 
 from rmq_spark._core.runtime import observer
 from rmq_spark._core.runtime.forks import forks
-from rmq_spark._core.runtime.machine import MACHINE, Machine
 from rmq_spark._core.runtime.pools import submitted
+from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.clock import StoreClock
 from rmq_spark._core.storage.files import (
@@ -61,7 +61,7 @@ from rmq_spark._core.storage.seal import (
     require_seal,
 )
 from rmq_spark._core.storage.store_errors import asking, denied, is_denied, plainly, require_resources
-from rmq_spark._core.storage.writer_lock import NO_TURNS, Turns
+from rmq_spark._core.storage.writer_lock import NO_LOCK, WriterLock
 from rmq_spark._core.vocabulary.redaction import cause_of, redacted
 from rmq_spark.errors import (
     CommitError,
@@ -168,7 +168,7 @@ class Table(Protocol):
     folder: str
     fs: Any
     """A ``pyarrow.fs.FileSystem``, or as much of one as the tables need."""
-    machine: Machine
+    runtime: Runtime
     """Gives the clock, the locks and the threads to the table and to everything built on it."""
     lock: AbstractContextManager[object]
     """Held while the table moves to another version. If another thread refreshed between ``propose`` and its commit,
@@ -242,7 +242,7 @@ def compare_and_set(
     propose: Callable[[int], Change | None],
     landed: Callable[[Change], bool],
     try_commit: Callable[[Change], bool],
-    turns: Turns = NO_TURNS,
+    turns: WriterLock = NO_LOCK,
 ) -> Change | None:
     """Commit a change at the next version, and return it; None when there is nothing to commit.
 
@@ -335,7 +335,7 @@ def compare_and_set(
         if observer.observers():
             observer.tell(lambda o: o.lost_race(table.name))
         turns.lost()
-        table.machine.sleep(table.machine.random() * min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** min(tries, 10)))
+        table.runtime.sleep(table.runtime.random() * min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** min(tries, 10)))
     table.refresh()
     if change is not None and has_landed(change):
         return change
@@ -394,7 +394,7 @@ class _Staged:
 
     def _gone(self, files: Sequence[DataFile]) -> list[DataFile]:
         """The files that are gone, among those that nobody has looked at for long."""
-        now_s = self._table.machine.monotonic()
+        now_s = self._table.runtime.monotonic()
         seen_s = {f.path: self._seen_s.get(f.path, f.written_s) for f in files}
         doubtful = [f for f in files if (at := seen_s[f.path]) is None or now_s - at > STAGED_UNSEEN_S]
         gone = self._table.missing(doubtful) if doubtful else []
@@ -518,9 +518,9 @@ class DeltaLogTable:
         name: str,
         schema: pa.Schema,
         storage_options: Mapping[str, str] | None,
-        machine: Machine = MACHINE,
+        runtime: Runtime = RUNTIME,
     ) -> None:
-        self.machine = machine
+        self.runtime = runtime
         self.name = name
         self.schema = schema
         self._uri = uri
@@ -528,9 +528,9 @@ class DeltaLogTable:
         self._delta_schema = Schema.from_arrow(schema)
         self.fs: pafs.FileSystem
         self.fs, self.folder = filesystem(uri, storage_options)
-        self.lock = machine.lock()
-        self.clock: Clock = StoreClock(self.fs, self.folder, machine)
-        self._turns = Turns(Path(self.folder) if isinstance(self.fs, pafs.LocalFileSystem) else None, machine)
+        self.lock = runtime.lock()
+        self.clock: Clock = StoreClock(self.fs, self.folder, runtime)
+        self._turns = WriterLock(Path(self.folder) if isinstance(self.fs, pafs.LocalFileSystem) else None, runtime)
         self._actions: tuple[int, pa.Table] | None = None
         self._changed: tuple[int, int, Changed | None] | None = None  # since a version, until another: what
         self._own_seen = -1  # a version that is known to be free of foreign changes
@@ -792,7 +792,7 @@ class DeltaLogTable:
     def _is_newest(self, version: int) -> bool:
         """Return True when no entry follows this version, and its own is still there. Two looks at a local disk are
         much faster than delta-rs. (Clean-up removes the oldest entries first, so no later entry is gone.)"""
-        now_s = self.machine.monotonic()
+        now_s = self.runtime.monotonic()
         if now_s - self._refreshed_s > REFRESHED_S_MAX or not isinstance(self.fs, pafs.LocalFileSystem):
             self._refreshed_s = now_s
             return False
@@ -901,7 +901,7 @@ class DeltaLogTable:
         stats_columns: Sequence[str],
         row_group_rows: int = ROW_GROUP_ROWS,
     ) -> DataFile:
-        began_s = self.machine.monotonic()
+        began_s = self.runtime.monotonic()
         file = write_table(
             self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=row_group_rows
         )
@@ -996,7 +996,7 @@ class DeltaLogTable:
 
     def try_commit(self, change: Change) -> bool:
         reach("commit begins", table=self.name, change=change)
-        now_ms = self.machine.time_ms()
+        now_ms = self.runtime.time_ms()
         removed_ms = now_ms - int(change.removed_earlier_s * 1000)
         written_ms = change.modification_time_ms or now_ms
         actions: list[AddAction | RemoveAction] = [

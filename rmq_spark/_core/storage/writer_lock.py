@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from rmq_spark._core.runtime.machine import MACHINE, Machine
+from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 
 try:
     import fcntl
@@ -29,7 +29,7 @@ LOOKS_S = 0.001
 """Seconds between two tries of a process that waits for a turn."""
 
 
-class Turns:
+class WriterLock:
     """The turns of a table.
 
     Parameters
@@ -39,9 +39,9 @@ class Turns:
     machine : Machine
     """
 
-    def __init__(self, folder: Path | None, machine: Machine) -> None:
+    def __init__(self, folder: Path | None, runtime: Runtime) -> None:
         self._file = None if folder is None or fcntl is None else folder / "_turn"  # Delta's VACUUM leaves it
-        self._machine = machine
+        self._machine = runtime
         self._until_s = -math.inf
         self._not_before_s = -math.inf
 
@@ -87,4 +87,4 @@ class Turns:
                 return lock_file
 
 
-NO_TURNS = Turns(None, MACHINE)
+NO_LOCK = WriterLock(None, RUNTIME)

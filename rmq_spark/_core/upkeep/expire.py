@@ -54,7 +54,7 @@ class Expirer:
         actions = self._log.messages_table.actions()
         of_topic = pc.and_(pc.equal(actions["min.topic"], topic), pc.equal(actions["max.topic"], topic))
         files = actions.filter(pc.fill_null(of_topic, False))
-        limit = self._log.machine.now() - timedelta(seconds=seconds + self._doubt_s)
+        limit = self._log.runtime.now() - timedelta(seconds=seconds + self._doubt_s)
         old = files.filter(pc.fill_null(pc.less(files["max.commit_timestamp"], limit), False))
         young = files.filter(pc.invert(pc.is_in(files["path"], value_set=old["path"].combine_chunks())))
         # Files may overlap after a merge. A file that holds anything behind a kept message must stay, too, or a queue

@@ -179,7 +179,7 @@ class Leaver:
         settled = batch.placed == batch.rows or batch.settled == batch.rows
         audit_s = 0.0 if batch.placed == batch.rows else self._graces.audit_s
         grace_s = max(self._graces.reader_s, audit_s)
-        return settled and batch.last_time <= self._log.machine.now() - timedelta(seconds=grace_s)
+        return settled and batch.last_time <= self._log.runtime.now() - timedelta(seconds=grace_s)
 
     # ------------------------------------------------------------------ archived records
     def _archived(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
@@ -14,9 +13,6 @@ from rmq_spark._core.messages.table import history_s, write_messages
 from rmq_spark._core.storage.merge import compact
 from rmq_spark._core.storage.table import Change, Table, foreign_change
 from rmq_spark._core.vocabulary.redaction import redacted
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +143,7 @@ def vacuum(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:
         # A file that was replaced lately may itself be old, and a reader's plan may still name it.
         kept = set(table.actions()["path"].to_pylist()) | table.removed_since(max(age_s, history_s(table)))
         for info in table.fs.get_file_info(pafs.FileSelector(table.folder)):
-            is_old = info.mtime is not None and table.machine.time() - info.mtime.timestamp() > age_s
+            is_old = info.mtime is not None and table.runtime.time() - info.mtime.timestamp() > age_s
             if info.type != pafs.FileType.File or not info.base_name.endswith(".parquet"):
                 continue
             if is_old and info.base_name not in kept:

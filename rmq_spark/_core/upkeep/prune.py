@@ -84,7 +84,7 @@ class Pruner:
         rows = log.ledger.archived_rows()
         present = log.half.counted()["half_id"]  # half is read after op: what it still has was not removed before
         gone = rows.filter(pc.invert(pc.is_in(rows["half_id"], value_set=present.combine_chunks())))
-        now = log.machine.now()
+        now = log.runtime.now()
 
         def older_than(seconds: float) -> pa.Array:
             return gone.filter(pc.less_equal(gone["op_time"], now - timedelta(seconds=seconds)))["half_id"]

@@ -103,7 +103,7 @@ class Stripper:
         sums = rows.group_by("half_id", use_threads=False).aggregate(
             [("count", "sum"), ("version", "max"), ("op_time", "max")]
         )
-        latest = log.machine.now() - timedelta(seconds=self._graces.reader_s)
+        latest = log.runtime.now() - timedelta(seconds=self._graces.reader_s)
         ripe = pc.and_(
             pc.less_equal(sums["version_max"], drained_up_to(log.messages_table)),
             pc.less_equal(sums["op_time_max"], pa.scalar(latest, sums.schema.field("op_time_max").type)),
@@ -147,8 +147,8 @@ class Stripper:
             return False
         if dry_run:
             return True
-        is_untouched = file.inside.num_rows == 1 and pc.all(has_payload).as_py()
-        parts = self._row_groups(file) if is_untouched else [table.read([file.path])]
+        has_no_op_rows = file.inside.num_rows == 1 and pc.all(has_payload).as_py()
+        parts = self._row_groups(file) if has_no_op_rows else [table.read([file.path])]
         keys = drained[name].combine_chunks()
         stripped = [_without_payload(part, pc.is_in(part[name], value_set=keys)) for part in parts]
         if not stripped:  # another process has stripped the file since we looked

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY
 from rmq_spark.errors import OptionError
-
-if TYPE_CHECKING:
-    pass
 
 
 def transaction_ids(half_id: str, attempt: int | pa.Array, per: str, rows: pa.Table) -> pa.Array | pa.ChunkedArray:

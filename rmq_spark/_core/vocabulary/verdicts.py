@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
 from rmq_spark._core.vocabulary.redaction import TEXT_CHARS_MAX, one_line, redacted, text_of
 from rmq_spark._core.vocabulary.value import value
 from rmq_spark.errors import VerdictError
-
-if TYPE_CHECKING:
-    pass
 
 BATCH = "batch"
 MESSAGE = "message"

@@ -54,10 +54,10 @@ from tests.support.inside import (
     Graces,
     HalfRecord,
     Kind,
-    Machine,
     OpRow,
     Planner,
     RowState,
+    Runtime,
     Subscription,
     TwoPhase,
     Who,
@@ -103,13 +103,13 @@ class StoppedClock:
         """Set the clock; ids count from the start."""
         self.hours, self.ids = hours, count(int(hours) * 1_000_000)
 
-    def time(self, machine: Machine) -> float:
+    def time(self, runtime: Runtime) -> float:
         return self.now.timestamp()
 
-    def random(self, machine: Machine) -> float:
+    def random(self, runtime: Runtime) -> float:
         return 0.0
 
-    def unique_id(self, machine: Machine) -> str:
+    def unique_id(self, runtime: Runtime) -> str:
         return f"{next(self.ids):032x}"
 
 

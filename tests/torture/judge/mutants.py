@@ -32,8 +32,8 @@ from rmq_spark._core.log import places as placing
 from rmq_spark._core.log import second_look
 from rmq_spark._core.log.key_order import KeyIndex, Open
 from rmq_spark._core.log.mark import Marker
-from rmq_spark._core.log.op_reader import Follower
-from rmq_spark._core.log.op_view import Followed
+from rmq_spark._core.log.op_reader import OpReader
+from rmq_spark._core.log.op_view import OpView
 from rmq_spark._core.log.places import Placer
 from rmq_spark._core.log.shared_files import SharedFiles
 from rmq_spark._core.protocol import engine as steps
@@ -59,7 +59,7 @@ from tests.support.inside import (
     Graces,
     HalfHeader,
     HalfRecord,
-    HalfStore,
+    HalfTable,
     Kind,
     Leaver,
     Ledger,
@@ -433,7 +433,7 @@ def _early_offsets() -> Iterator[None]:
 def _stale_tails() -> Iterator[None]:
     start = Ledger._start
 
-    def skipping(self: Ledger) -> Followed:
+    def skipping(self: Ledger) -> OpView:
         found = start(self)
         return replace(found, version=self.table.version) if found.tails else found
 
@@ -467,16 +467,16 @@ def _late_commit() -> Iterator[None]:
     **TWO_CHECKERS,
 )
 def _touched() -> Iterator[None]:
-    expect, ever = Follower.expect, set[str]()
+    expect, ever = OpReader.expect, set[str]()
 
-    def remember(self: Follower, half_ids: Sequence[str]) -> None:
+    def remember(self: OpReader, half_ids: Sequence[str]) -> None:
         ever.update(half_ids)
         expect(self, half_ids)
 
-    def untouched(self: Follower, record: HalfRecord) -> bool:
+    def untouched(self: OpReader, record: HalfRecord) -> bool:
         return record.half_id in ever
 
-    with _no_lease(), replaced((Follower, "expect", remember), (Follower, "is_untouched", untouched)):
+    with _no_lease(), replaced((OpReader, "expect", remember), (OpReader, "has_no_op_rows", untouched)):
         yield
 
 
@@ -943,23 +943,23 @@ def _mark_past_open() -> Iterator[None]:
     streams=2, batches=3, upkeep=10, checkers=2, crash=0.0,
 )  # fmt: skip
 def _mark_of_older_half() -> Iterator[None]:
-    follow_anew, prepared_after = Follower._follow_anew, HalfStore.prepared_after
+    follow_anew, prepared_after = OpReader._follow_anew, HalfTable.prepared_after
 
-    def follow_later(self: Follower) -> None:
+    def follow_later(self: OpReader) -> None:
         self._half.table.refresh()
-        self.machine.sleep(30.0)
+        self.runtime.sleep(30.0)
         follow_anew(self)
 
-    def as_read(self: HalfStore, low_water_ms: int) -> Any:
+    def as_read(self: HalfTable, low_water_ms: int) -> Any:
         with patch.object(self.table, "refresh"):
             return prepared_after(self, low_water_ms)
 
     def next_mark(self: Marker) -> Any:
-        with replaced((HalfStore, "prepared_after", as_read)):
+        with replaced((HalfTable, "prepared_after", as_read)):
             return made(self)
 
     made = Marker.next_mark
-    with replaced((Follower, "_follow_anew", follow_later), (Marker, "next_mark", next_mark)):
+    with replaced((OpReader, "_follow_anew", follow_later), (Marker, "next_mark", next_mark)):
         yield
 
 
@@ -1085,7 +1085,7 @@ def _leaves_undrained() -> Iterator[None]:
     **LEAVES | {"pause": 0.08, "switch": 0.6}, streams=1, zombies=0.8, checkers=2,
 )  # fmt: skip
 def _decides_what_left() -> Iterator[None]:
-    with _often_leaving(), replaced((Follower, "_require_there", lambda *_: None)):
+    with _often_leaving(), replaced((OpReader, "_require_there", lambda *_: None)):
         yield
 
 
@@ -1094,7 +1094,7 @@ def _decides_what_left() -> Iterator[None]:
     **LEAVES | {"crash": 0.06}, streams=0, senders=2, rivals=True,
 )  # fmt: skip
 def _key_is_free() -> Iterator[None]:
-    nothing = ((Follower, "archived", lambda *_: None), (Follower, "archived_among", lambda *_: frozenset()))
+    nothing = ((OpReader, "archived", lambda *_: None), (OpReader, "archived_among", lambda *_: frozenset()))
     with _often_leaving(), replaced(*nothing):
         yield
 
@@ -1104,13 +1104,13 @@ def _key_is_free() -> Iterator[None]:
     **LEAVES | {"pause": 0.08}, streams=0, senders=2, rivals=True,
 )  # fmt: skip
 def _key_as_last_read() -> Iterator[None]:
-    archived_among = Follower.archived_among
+    archived_among = OpReader.archived_among
 
-    def as_last_read(self: Follower, names: Collection[str]) -> frozenset[str]:
+    def as_last_read(self: OpReader, names: Collection[str]) -> frozenset[str]:
         with patch.object(self, "refresh"):
             return archived_among(self, names)
 
-    with _often_leaving(), replaced((Follower, "archived_among", as_last_read)):
+    with _often_leaving(), replaced((OpReader, "archived_among", as_last_read)):
         yield
 
 
@@ -1332,9 +1332,9 @@ def _keys_not_looked_for() -> Iterator[None]:
 
 @mutant("a key is looked for before a race, and not after it was lost", A.DUPLICATE, **RIVALS)
 def _keys_looked_for_once() -> Iterator[None]:
-    prepare, ids_named = HalfStore.prepare, HalfStore.ids_named
+    prepare, ids_named = HalfTable.prepare, HalfTable.ids_named
 
-    def once(self: HalfStore, *given: Any) -> Any:
+    def once(self: HalfTable, *given: Any) -> Any:
         first: list[dict[str, str]] = []
 
         def seen(names: Collection[str]) -> dict[str, str]:
@@ -1344,7 +1344,7 @@ def _keys_looked_for_once() -> Iterator[None]:
         with patch.object(self, "ids_named", seen):
             return prepare(self, *given)
 
-    with replaced((HalfStore, "prepare", once)):
+    with replaced((HalfTable, "prepare", once)):
         yield
 
 
@@ -1367,10 +1367,10 @@ SHARED = {"threads": 3, "crash": 0.0, "pause": 0.0, "switch": 0.6, "zombies": 0.
     **SHARED | {"zombies": 0.5}, streams=0, senders=3, rivals=True, rows=2, batches=3, checkers=1, listener="fenced",
 )  # fmt: skip
 def _stays_in_the_file() -> Iterator[None]:
-    prepare, written = HalfStore.prepare, half_store._Shared.written
+    prepare, written = HalfTable.prepare, half_store._Shared.written
     staged: list[Any] = []
 
-    def noted(self: HalfStore, some: Sequence[Any], *arguments: Any) -> Any:
+    def noted(self: HalfTable, some: Sequence[Any], *arguments: Any) -> Any:
         staged[:] = some
         return prepare(self, some, *arguments)
 
@@ -1378,7 +1378,7 @@ def _stays_in_the_file() -> Iterator[None]:
         files = written(self, list(staged))
         return {batch.header.half_id: files[batch.header.half_id] for batch in chosen}
 
-    with replaced((HalfStore, "prepare", noted), (half_store._Shared, "written", with_all)):
+    with replaced((HalfTable, "prepare", noted), (half_store._Shared, "written", with_all)):
         yield
 
 
@@ -1394,7 +1394,7 @@ def _locks_of_their_own() -> Iterator[None]:
 
     def init(self: Engine, *arguments: Any, **options: Any) -> None:
         make(self, *arguments, **options)
-        self.op.lock, self.lock = self.machine.lock(), self.machine.lock()
+        self.op.lock, self.lock = self.runtime.lock(), self.runtime.lock()
 
     with replaced(
         (Engine, "__init__", init),
@@ -1611,7 +1611,7 @@ def _overtaking() -> AbstractContextManager[None]:
 
 
 def _reopened_below_forgotten() -> AbstractContextManager[None]:
-    return replaced((Follower, "reopened", lambda self, prepared: []))
+    return replaced((OpReader, "reopened", lambda self, prepared: []))
 
 
 def _versions_forgotten() -> AbstractContextManager[None]:
@@ -1677,24 +1677,24 @@ def _marker_s_time() -> AbstractContextManager[None]:
 
 
 def _reopened_by_the_clock() -> AbstractContextManager[None]:
-    return replaced((HalfStore, "newest_ms", lambda self: 0), (Ledger, "reopened_ms", 0))
+    return replaced((HalfTable, "newest_ms", lambda self: 0), (Ledger, "reopened_ms", 0))
 
 
 def _first_try() -> AbstractContextManager[None]:
-    return replaced((HalfStore, "_times_of", lambda self, paths: {}))
+    return replaced((HalfTable, "_times_of", lambda self, paths: {}))
 
 
 def _woken_by_a_lease() -> AbstractContextManager[None]:
-    is_gone = Follower.is_gone
+    is_gone = OpReader.is_gone
 
-    def require(self: Follower, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> None:
+    def require(self: OpReader, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> None:
         if not rows and is_gone(self, record):
             raise HalfBatchLeftError("it left long ago")
         for row in rows:
             if row["kind"] == "archived":
                 raise Archived.of(row).left_error()
 
-    return replaced((Follower, "_require_there", require), (Follower, "is_gone", lambda *_: False))
+    return replaced((OpReader, "_require_there", require), (OpReader, "is_gone", lambda *_: False))
 
 
 def _identity_again() -> AbstractContextManager[None]:
@@ -1732,14 +1732,14 @@ def _of_no_epoch() -> AbstractContextManager[None]:
 
 
 def _read_before() -> AbstractContextManager[None]:
-    committed = Follower.committed_among
+    committed = OpReader.committed_among
 
-    def read(self: Follower, names: Collection[str]) -> frozenset[str]:
+    def read(self: OpReader, names: Collection[str]) -> frozenset[str]:
         for record in filter(None, map(self._half._find, self._half.ids_named(names).values())):
             self._half.read(record, record.all_rows, ["body"])
         return committed(self, names)
 
-    return replaced((Follower, "committed_among", read))
+    return replaced((OpReader, "committed_among", read))
 
 
 def _believed_at_once() -> AbstractContextManager[None]:
@@ -1755,7 +1755,7 @@ def _ahead_remembered() -> AbstractContextManager[None]:
 
     def remembered(log: Any, op: Any) -> tuple[int, int]:
         believed, looked = second_look._noted(op)
-        if believed is not None and looked is not None and looked > log.machine.time():
+        if believed is not None and looked is not None and looked > log.runtime.time():
             return believed, looked
         return after(log, op)
 
@@ -1785,7 +1785,7 @@ MUTANTS += [
     ),
     PlayMutant(
         "a retry is new again when it has left half", frozenset({A.DUPLICATE}), play_retries,
-        lambda: replaced((Follower, "archived_among", lambda *_: frozenset())),
+        lambda: replaced((OpReader, "archived_among", lambda *_: frozenset())),
     ),
     PlayMutant(
         "what rmq_spark sent of a message is forgotten like a user's key", frozenset({A.DUPLICATE}), play_retries,

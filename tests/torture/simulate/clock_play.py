@@ -39,11 +39,11 @@ class _Play:
             if self.given_up and self.chance.random() < 0.5:
                 self.resume()
                 if self.chance.random() < 0.5:
-                    self.machine().engine.move_mark()
+                    self.runtime().engine.move_mark()
         while self.given_up:
             self.resume()
         for record in self.chance.sample(self.open, len(self.open)):
-            log = self.machine()
+            log = self.runtime()
             some, others = split(pending(log, record), self.chance.choice((1, 2)))
             for rows in (some, others) if record.header.transaction_per == "message" else (pending(log, record),):
                 decide_one(log.engine, record, 1, commit=rows, rollback={}, who=Who.EXECUTE)
@@ -54,12 +54,12 @@ class _Play:
         note_messages(self.history, Kind.READ, "final", FINAL, self.log.read(TOPIC, columns=READ_COLUMNS))
         return find_anomalies(self.history, Rules(fifo=frozenset({TOPIC}), numbered_when_reopened=True))
 
-    def machine(self) -> InMemoryCommitLog:
+    def runtime(self) -> InMemoryCommitLog:
         return on_a_machine(self.log, self.chance.choice(AHEAD_S))
 
     def send(self, app: str, faster: Callable[[], None] | None = None) -> None:
         """Prepare one or two messages of a key; ``faster`` comes before the first try of the prepare."""
-        log = self.machine()
+        log = self.runtime()
         per = self.chance.choice(("batch", "message"))
         key = self.chance.choice("xy")
         header = HalfHeader(batch_name(app, 0), app, 0, None, None, None, per, "group")
@@ -85,7 +85,7 @@ class _Play:
     def resume(self) -> None:
         """Make something pending again: from now on it counts as sent."""
         record, key = self.given_up.pop(self.chance.randrange(len(self.given_up)))
-        self.machine().resume(record.half_id)
+        self.runtime().resume(record.half_id)
         self.note(record, key)
 
     def note(self, record: HalfRecord, key: str) -> None:

@@ -97,9 +97,9 @@ class _Numbering(Steps):
 
 class _Play:
     def __init__(self, chance: random.Random) -> None:
-        self.chance, self.machine = chance, _Numbering()
+        self.chance, self.runtime = chance, _Numbering()
         self.queues = chance.choice((1, 1, 2))
-        self.log = memory_log(self.machine, **{TOPIC: self.queues})
+        self.log = memory_log(self.runtime, **{TOPIC: self.queues})
         for topic in (retry_topic(GROUP), dlq_topic(GROUP)):
             self.log.engine.create_own_topic(topic)
         self.max = chance.choice((0, 1, 2))
@@ -198,7 +198,7 @@ class _Play:
         member.member._members.leave()
 
     def time(self) -> None:
-        self.machine.sleep(self.chance.choice((2, 10, 30)))
+        self.runtime.sleep(self.chance.choice((2, 10, 30)))
         self.log.another().engine.place_due()
 
     def upkeep(self) -> None:
@@ -237,7 +237,7 @@ class _Play:
             while member.member.fetch() or member.work():
                 pass
             member.member.leave()
-            self.machine.sleep(30)
+            self.runtime.sleep(30)
             log = self.log.another()
             CheckService(log, listeners={}).run_once()
             log.engine.place_due()

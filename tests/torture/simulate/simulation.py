@@ -839,7 +839,7 @@ class Source:
         half_id = batch_name(app_id, 0)
         header = HalfHeader(half_id, app_id, 0, None, None, listener.store_id, "batch", GROUP)
         writer = HalfWriter(header, {TOPIC: self.simulation.scenario.queues}, TOPIC, None)
-        now_us = int(log.engine.machine.time() * 1_000_000)
+        now_us = int(log.engine.runtime.time() * 1_000_000)
         times = pa.array([now_us, NO_TIME_US], pa.int64()).cast(TIMESTAMP)
         columns = {"body": [f"{app_id}.{i}" for i in range(2)]}
         try:
@@ -1020,7 +1020,7 @@ class SendSource(Source):
             columns = self.columns(batch_id)
             idempotency_key = f"{self.name}-{batch_id}"
             if s.unkeyed:  # each has a name of its own, which nothing can have had before, and is not sent again
-                idempotency_key += f"-{simulation.world.machine.unique_id()}"
+                idempotency_key += f"-{simulation.world.runtime.unique_id()}"
                 self.done = max(self.done, batch_id + 1)
             name = batch_name(f"send.{GROUP}.{idempotency_key}", 0)
             self._know_keys(name, columns)

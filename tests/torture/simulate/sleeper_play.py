@@ -44,7 +44,7 @@ def play_sleepers(seed: int) -> list[Anomaly]:
 
 class _Play:
     def __init__(self, chance: random.Random) -> None:
-        self.chance, self.log = chance, InMemoryCommitLog(topics={TOPIC: 1}, machine=Ticking(time.time(), 0.005))
+        self.chance, self.log = chance, InMemoryCommitLog(topics={TOPIC: 1}, runtime=Ticking(time.time(), 0.005))
         self.sent: list[_Sent] = []
         self.found: list[Anomaly] = []
 

@@ -18,7 +18,7 @@ from rmq_spark._core.storage.foreign_commits import Changed
 from rmq_spark._core.storage.table import OWN, Clock, actions_schema, bounds_of, compare_and_set
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
 from rmq_spark.errors import ClockError, CorruptLogError, StrippedError
-from tests.support.inside import PAYLOAD_COLUMNS, Change, DataFile, Machine, RowRange, Turns
+from tests.support.inside import PAYLOAD_COLUMNS, Change, DataFile, RowRange, Runtime, WriterLock
 from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.simulate.scheduler import Scheduler
 
@@ -181,26 +181,26 @@ class SimulatedTable:
         scheduler: Scheduler,
         weather: Weather,
         history: History,
-        machine: Machine,
+        runtime: Runtime,
         files: Files,
         content: Content | None = None,
     ) -> None:
         self.name, self.schema, self.folder = name, schema, name
         self.history_s = 0.0
         self.fs: Any = files
-        self.machine = machine
-        self.lock = machine.lock()
+        self.runtime = runtime
+        self.lock = runtime.lock()
         self.clock: Clock = SimulatedClock(scheduler, weather.on_own_disk)
         self.content = content or Content([State(0, {}, {}, f"{name} is made")])
         self._scheduler, self._weather, self._history = scheduler, weather, history
         self._state = self.content.versions[-1]
         self._acknowledged: int | None = None
         self._tried: list[Change] = []
-        self._turns = Turns(None, machine)
+        self._turns = WriterLock(None, runtime)
 
     def another(self) -> SimulatedTable:
         """The handle of another process."""
-        parts = (self._scheduler, self._weather, self._history, self.machine, self.fs, self.content)
+        parts = (self._scheduler, self._weather, self._history, self.runtime, self.fs, self.content)
         return SimulatedTable(self.name, self.schema, *parts)
 
     # ------------------------------------------------------------------ reading

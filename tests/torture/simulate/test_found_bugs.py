@@ -14,7 +14,7 @@ from tests.support.half_batches import (
     let_leave,
     send,
 )
-from tests.support.inside import Machine
+from tests.support.inside import Runtime
 
 
 @pytest.fixture
@@ -40,6 +40,6 @@ def test_nothing_is_prepared_below_a_mark_that_was_made_since_op_was_read(
 ) -> None:
     """half is empty again, and the clock is behind: op alone says how far the mark is. Below it nobody looks for
     an open half batch."""
-    monkeypatch.setattr(Machine, "time", lambda _: 1_000_000_000.0)
+    monkeypatch.setattr(Runtime, "time", lambda _: 1_000_000_000.0)
     send(behind, "another")
     assert another(behind).engine.open_half_ids() == ["another:0"]

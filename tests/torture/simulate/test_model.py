@@ -17,7 +17,7 @@ from rmq_spark._core.listeners import sql
 from rmq_spark.errors import AlreadyPreparedError, FencedError, StaleAttemptError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import another, bodies, check_offsets, decide_one, merge_op_files, move_half, prepare
-from tests.support.inside import HalfRecord, Machine, RolledBack, RowSet, RowState, Who
+from tests.support.inside import HalfRecord, RolledBack, RowSet, RowState, Runtime, Who
 from tests.support.seeds import how_many
 from tests.torture.simulate import model
 from tests.torture.simulate.model import Rules, State, Step, beginning, search, steps
@@ -77,7 +77,7 @@ def test_the_search_finds_what_is_wrong_without_a_rule(name: str) -> None:
     assert found.trace
 
 
-class _Clock(Machine):
+class _Clock(Runtime):
     """The clocks of all machines; they step together."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = _Clock()
         self.state = beginning((0, 0, 1), crashes=4)
-        log = InMemoryCommitLog(topics={"orders": 1}, machine=self.clock)
+        log = InMemoryCommitLog(topics={"orders": 1}, runtime=self.clock)
         self.log: CommitLog = log
         processes = [("producer", 0), ("producer", 1), ("producer", 2), ("checker", 0), ("checker", 1)]
         self.handles = {process: another(log) for process in processes}
@@ -102,7 +102,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.refuse = False
         engine = sa.create_engine("sqlite://", poolclass=sa.pool.StaticPool)
         self.listener = sql.SqlTransactionListener(engine, self._work, rollback_after=0.0)
-        self.listener.machine = self.clock
+        self.listener.runtime = self.clock
         self.listener.create_fence()
 
     def _work(self, connection: sa.Connection, batch: HalfBatch) -> Any:

@@ -9,7 +9,7 @@ from rmq_spark import CheckService
 from rmq_spark._core.vocabulary.options import FILE_RESERVED_TIME_S
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import another, bodies, commit, send
-from tests.support.inside import BELIEVED_S, IDEMPOTENCY_S, LOOK_INTERVAL_S, Machine, RowState
+from tests.support.inside import BELIEVED_S, IDEMPOTENCY_S, LOOK_INTERVAL_S, RowState, Runtime
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 
 TOPIC = "orders"
@@ -25,7 +25,7 @@ def play_upkeep(seed: int) -> list[Anomaly]:
     return _Play(random.Random(seed)).play()
 
 
-class _Wrong(Machine):
+class _Wrong(Runtime):
     """A clock that may be ahead of the true time."""
 
     def __init__(self) -> None:
@@ -41,8 +41,8 @@ class _Wrong(Machine):
 
 class _Play:
     def __init__(self, chance: random.Random) -> None:
-        self.chance, self.machine = chance, _Wrong()
-        self.log = InMemoryCommitLog(topics={TOPIC: 1}, machine=self.machine)
+        self.chance, self.runtime = chance, _Wrong()
+        self.log = InMemoryCommitLog(topics={TOPIC: 1}, runtime=self.runtime)
         self.log.set_retention(TOPIC, "7d")
         self.sent_s: dict[str, float] = {}  # by key, in true time
         self.open_s: dict[str, float] = {}
@@ -50,7 +50,7 @@ class _Play:
 
     def play(self) -> list[Anomaly]:
         for number in range(STEPS):
-            self.machine.true_s += self.chance.choice(PASSES_S)
+            self.runtime.true_s += self.chance.choice(PASSES_S)
             what = self.chance.choice((self.send, self.leave_open, self.keep_up, self.keep_up_ahead))
             what(f"key{number}")
         self.keep_up_ahead("")
@@ -59,11 +59,11 @@ class _Play:
     def send(self, key: str) -> None:
         commit(self.log, send(self.log, key, 1))
         self.log.drain()
-        self.sent_s[key] = self.machine.true_s
+        self.sent_s[key] = self.runtime.true_s
 
     def leave_open(self, key: str) -> None:
         send(self.log, key, 1)
-        self.open_s[key] = self.machine.true_s
+        self.open_s[key] = self.runtime.true_s
 
     def keep_up(self, key: str) -> None:
         """A round of a check job."""
@@ -72,16 +72,16 @@ class _Play:
 
     def keep_up_ahead(self, key: str) -> None:
         """Some rounds by a clock that is ahead for less than the interval; then it is right again."""
-        self.machine.ahead_s = self.chance.choice(AHEAD_S)
+        self.runtime.ahead_s = self.chance.choice(AHEAD_S)
         for _ in range(self.chance.choice((1, 2, 3))):
             self.keep_up(key)
-            self.machine.true_s += LOOK_INTERVAL_S / 4
-        self.machine.ahead_s = 0.0
+            self.runtime.true_s += LOOK_INTERVAL_S / 4
+        self.runtime.ahead_s = 0.0
         self.look()
         self.keep_up(key)
 
     def look(self) -> None:
-        log, now_s = another(self.log), self.machine.true_s
+        log, now_s = another(self.log), self.runtime.true_s
         visible = set(bodies(log, TOPIC))
         for key, at_s in self.sent_s.items():
             age_s = now_s - at_s

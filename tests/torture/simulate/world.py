@@ -28,9 +28,9 @@ from tests.support.inside import (
     Decision,
     HalfRecord,
     HalfWriter,
-    Machine,
     Placed,
     RowSet,
+    Runtime,
     Staged,
     Table,
     Who,
@@ -59,8 +59,8 @@ class World:
         self.scheduler = scheduler
         self.weather = weather
         self.history = History(clock=lambda: EPOCH_S + scheduler.now)
-        self.machine = SimulatedMachine(scheduler)
-        parts = (scheduler, weather, self.history, self.machine)
+        self.runtime = SimulatedMachine(scheduler)
+        parts = (scheduler, weather, self.history, self.runtime)
         self.half = SimulatedTable("half", HALF_SCHEMA, *parts, Files())
         self.op = SimulatedTable("op", OP_SCHEMA, *parts, Files())
         self.topics = SimulatedTable("topics", TOPICS_SCHEMA, *parts, Files())
@@ -154,8 +154,8 @@ class SimulatedEngine(Engine):
     def another(self) -> SimulatedEngine:
         return SimulatedEngine(self.world)
 
-    def with_machine(self, writer: HalfWriter) -> HalfWriter:
-        return replace(super().with_machine(writer), write_file=store.write_table)
+    def with_runtime(self, writer: HalfWriter) -> HalfWriter:
+        return replace(super().with_runtime(writer), write_file=store.write_table)
 
     def prepare(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
         prepared = super().prepare(staged)
@@ -204,7 +204,7 @@ class SimulatedEngine(Engine):
 
 
 # ---------------------------------------------------------------- the machine
-class SimulatedMachine(Machine):
+class SimulatedMachine(Runtime):
     """The scheduler's clock, locks and threads, and ids that are the same whenever a seed is played."""
 
     def __init__(self, scheduler: Scheduler) -> None:

@@ -1,7 +1,7 @@
 """What the protocol needs from the machine it runs on: the time, a pause, chance, locks and threads.
 
-Each table holds a machine and passes it on, so a commit log has one: ``log.machine``. A test gives a log another
-machine with ``InMemoryCommitLog(machine=…)``. So a simulation runs the same code on another clock, one thread at a
+Each table holds a machine and passes it on, so a commit log has one: ``log.runtime``. A test gives a log another
+machine with ``InMemoryCommitLog(runtime=…)``. So a simulation runs the same code on another clock, one thread at a
 time.
 """
 
@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from rmq_spark.errors import OutOfThreadsError
 
-__all__ = ["MACHINE", "Machine"]
+__all__ = ["RUNTIME", "Runtime"]
 
 _SINCE_BOOT: int | None = getattr(time, "CLOCK_BOOTTIME", None)
 
@@ -38,7 +38,7 @@ def callers() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-class Machine:
+class Runtime:
     """This machine. A test overrides :meth:`time`, :meth:`monotonic` and :meth:`sleep` to have its own clock."""
 
     def time(self) -> float:
@@ -97,5 +97,5 @@ class Machine:
         return thread
 
 
-MACHINE = Machine()
+RUNTIME = Runtime()
 """The real machine."""
