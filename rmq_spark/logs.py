@@ -35,7 +35,7 @@ FIELDS = (
     "queue_id",
     "queue_offset",
 )
-"""Fields of the package's records. A record has the fields that are known at its place."""
+"""Fields of the package's records. A record has those that are known where it is logged."""
 FORMAT_ENV = "TXMQ_LOG_FORMAT"
 """``json`` makes the commands write their logs as lines of JSON."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}

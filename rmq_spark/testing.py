@@ -63,8 +63,8 @@ class _Files:
         return pa.BufferReader(self.content[path])
 
     def get_file_info(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
-        inside = [path for path in self.content if path.startswith(f"{selector.base_dir}/")]
-        return [pafs.FileInfo(path, pafs.FileType.File, mtime=self.written[path]) for path in inside]
+        paths = [path for path in self.content if path.startswith(f"{selector.base_dir}/")]
+        return [pafs.FileInfo(path, pafs.FileType.File, mtime=self.written[path]) for path in paths]
 
     def delete_file(self, path: str) -> None:
         if self.content.pop(path, None) is None:
@@ -269,7 +269,7 @@ class InMemoryCommitLog(CommitLog):
         Default number of queues of a topic.
     topics : mapping of str to int, optional
         Topics to create at once.
-    machine : Machine, optional
+    runtime : Runtime, optional
         Gives the log its clock, locks and threads.
 
     Examples

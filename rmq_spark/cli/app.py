@@ -1,11 +1,11 @@
 """The ``txmq`` command: look into a commit log, settle what waits for a person, run checks.
 
-Exit codes: 0 for success; 1 when something failed (one line says what), or when a person said no; 2 for wrong usage, or
-for a configuration that cannot be used. ``relay`` and ``doctor`` have more (docs/command.md). A reader that closes the
-pipe early, as ``head`` does, has what it wanted: 0.
+Exit codes: 0 for success; 1 when something failed (one line says what), or when a person declined; 2 for wrong usage,
+or for a configuration that cannot be used. ``relay`` and ``doctor`` have more (docs/command.md). A pipe that its reader
+closes early, as ``head`` does, counts as success: 0.
 
-A verb's module is imported when the verb is called, and imports what is heavy (pyarrow, deltalake, rich's tables)
-inside it: ``--help`` answers at once.
+A verb's module is imported when the verb is called, and imports heavy packages (pyarrow, deltalake, rich's tables)
+inside its functions, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"rmq-spark {__version__}")
         raise typer.Exit
 

@@ -45,14 +45,14 @@ def backup(
     finish(path, storage_options(storage))
     log = open_log(path, storage)
     hide((target_options or {}).values())
-    with _bar() as progress:
+    with _progress_bar() as progress:
         report = log.backup(target, target_options, progress)
     say(as_json, asdict(report), str(report))
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal, of bytes."""
+def _progress_bar() -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar of copied bytes on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 

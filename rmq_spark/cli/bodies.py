@@ -1,4 +1,4 @@
-"""Bodies of messages for people to look at: cut, and without anything that could control the terminal."""
+"""Message bodies for a terminal: shortened, and with control characters escaped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rmq_spark.cli.text import escaped, short
 BYTES_SHOWN = 4096
 HEX_WIDTH = 16
 PEEKED_BYTES = 24
-"""Of a body that is not text, in a line."""
+"""Bytes of a binary body that one line shows."""
 
 
 class BodyForm(str, Enum):
@@ -38,10 +38,7 @@ BodyBytes = Annotated[
 
 
 def shown(body: bytes | None, form: BodyForm, bytes_max: int = BYTES_SHOWN) -> str:
-    """Return a body as lines of text, cut to so many bytes.
-
-    No control character stands in it, whatever was sent: they are written as ``\\x1b``. Nothing is printed as it came.
-    """
+    """Return the first ``bytes_max`` bytes of a body as lines of text. Control characters are escaped, as ``\\x1b``."""
     if form is BodyForm.NONE or body is None:
         return ""
     if form is BodyForm.AUTO:
@@ -59,8 +56,8 @@ def shown(body: bytes | None, form: BodyForm, bytes_max: int = BYTES_SHOWN) -> s
 
 
 def peek(body: bytes | None) -> str:
-    """Return the beginning of a body on one line, without anything that could control the terminal: text where it is
-    UTF-8, else the first bytes as numbers."""
+    """Return the beginning of a body on one line: as text with control characters escaped, or in hex when the body is
+    not UTF-8."""
     if body is None:
         return ""
     try:
@@ -71,7 +68,7 @@ def peek(body: bytes | None) -> str:
 
 
 def short_hex(body: bytes) -> str:
-    """Return the first bytes of a body as numbers."""
+    """Return the first bytes of a body in hex."""
     return body[:PEEKED_BYTES].hex(" ") + ("…" if len(body) > PEEKED_BYTES else "")
 
 
@@ -90,11 +87,11 @@ def _form_of(body: bytes) -> BodyForm:
 
 
 def _pretty(body: bytes, bytes_max: int) -> tuple[str, bytes]:
-    """Return JSON with indents; what is not JSON, or too long, as it stands."""
+    """Return a body as indented JSON, and the bytes shown. Text that is not JSON, or too long, is not indented."""
     if len(body) <= bytes_max:
         try:
-            found: Any = json.loads(body)
-            return "\n".join(map(escaped, json.dumps(found, indent=2, ensure_ascii=False).split("\n"))), body
+            value: Any = json.loads(body)
+            return "\n".join(map(escaped, json.dumps(value, indent=2, ensure_ascii=False).split("\n"))), body
         except (ValueError, RecursionError):
             pass
     part = body[:bytes_max]
@@ -102,11 +99,11 @@ def _pretty(body: bytes, bytes_max: int) -> tuple[str, bytes]:
 
 
 def hex_dump(data: bytes) -> str:
-    """Return bytes as ``xxd`` shows them: their position, their numbers, and what of them is ASCII."""
+    """Return bytes as ``xxd`` shows them: offset, hex digits, ASCII characters."""
     lines = []
-    for at in range(0, len(data), HEX_WIDTH):
-        row = data[at : at + HEX_WIDTH]
-        numbers = " ".join(f"{byte:02x}" for byte in row)
-        letters = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
-        lines.append(f"{at:08x}  {numbers:<{HEX_WIDTH * 3 - 1}}  {letters}")
+    for offset in range(0, len(data), HEX_WIDTH):
+        row = data[offset : offset + HEX_WIDTH]
+        digits = " ".join(f"{byte:02x}" for byte in row)
+        characters = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
+        lines.append(f"{offset:08x}  {digits:<{HEX_WIDTH * 3 - 1}}  {characters}")
     return "\n".join(lines)

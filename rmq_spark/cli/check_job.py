@@ -1,8 +1,8 @@
 """The check job: ``python -m rmq_spark.checks.job --config conf/txmq.toml [--once]``.
 
-Exit codes: 0 when it was stopped, or when a single round (``--once``) left nothing to a person; 1 when that round had a
-problem (also that a listener's database does not answer), or half batches wait for a listener that nobody has, or the
-log could not be opened; 2 when the configuration cannot be used.
+Exit codes: 0 when it was stopped, or when a single round (``--once``) left nothing for a person to decide; 1 when that
+round had a problem (for example, a listener's database does not answer), when half batches wait for a listener that no
+check job has, or when the log could not be opened; 2 when the configuration cannot be used.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
     config : str or path
         The TOML file.
     once : bool
-        Run one round; the code is 1 when it had a problem, or quarantined something. Otherwise a round runs every
+        Run one round, and return 1 when it had a problem or quarantined something. Otherwise run a round every
         ``transactionCheckInterval``, until SIGTERM or SIGINT.
     as_json : bool
         Print each round's report as a line of JSON instead of a sentence.
     quiet : bool
-        Say nothing while all is well.
+        Print nothing while all is well.
     """
     open_closed_streams()
     _log_to_stderr(logging.WARNING if quiet else logging.INFO)
@@ -93,24 +93,24 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
     def show(report: CheckReport) -> None:
         reports[:] = [report]
         write_metrics()
-        words = f"{report.started_at:%Y-%m-%d %H:%M:%S}Z {as_commands(str(report))}"
-        line = as_commands(json.dumps(report.to_dict())) if as_json else words
+        text = f"{report.started_at:%Y-%m-%d %H:%M:%S}Z {as_commands(str(report))}"
+        line = as_commands(json.dumps(report.to_dict())) if as_json else text
         if not (quiet and report.ok and not report.quarantined):
             print(line if as_json else one_line(line), flush=True)
         if once:
             stop.set()
 
-    worked: list[bool] = []
+    successes: list[bool] = []
     maintainer = settings.maintainer(service.log, draining, listeners.values())
-    beside = {"txmq-drains": draining, "txmq-maintainer": maintainer}
-    workers = {name: worker for name, worker in beside.items() if worker is not None}
+    optional_workers = {"txmq-drains": draining, "txmq-maintainer": maintainer}
+    workers = {name: worker for name, worker in optional_workers.items() if worker is not None}
     try:
         metrics = _metrics(settings, service.log, once)
         with metrics as write_metrics, stopped_by_signals(stop):
             if once:
                 service.run(stop, show)
-                worked = [_work_once(worker) for worker in workers.values()]
-                write_metrics()  # again: with what these have done
+                successes = [_work_once(worker) for worker in workers.values()]
+                write_metrics()  # again, with the figures of the workers
             else:
                 with running(stop, {name: worker.run for name, worker in workers.items()}):
                     service.run(stop, show)
@@ -120,30 +120,30 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
     service.log.close()
     if not once:
         return OK
-    if not (reports and _all_answered(reports[-1], settings.elsewhere) and all(worked)):
+    if not (reports and _all_answered(reports[-1], settings.elsewhere) and all(successes)):
         return PROBLEMS
     return OK if reports[-1].ok and not reports[-1].quarantined else PROBLEMS
 
 
 def _metrics(settings: JobSettings, log: Engine, once: bool) -> AbstractContextManager[Callable[[], None]]:
-    """Return what shows metrics, where the configuration wants that. Its value writes them to a file."""
-    wanted = settings.metrics
-    if not wanted.wanted:
+    """Return a context that publishes configured metrics. Its value is a function that writes them to a file."""
+    metrics_settings = settings.metrics
+    if not metrics_settings.wanted:
         return nullcontext(lambda: None)
     from rmq_spark._core.metrics.serving import showing
 
     return showing(
         log,
-        port=wanted.port if wanted.port > 0 and not once else None,
-        address=wanted.address,
-        cluster=wanted.cluster,
-        textfile=wanted.textfile,
+        port=metrics_settings.port if metrics_settings.port > 0 and not once else None,
+        address=metrics_settings.address,
+        cluster=metrics_settings.cluster,
+        textfile=metrics_settings.textfile,
         once=once,
     )
 
 
 def _show_unreadable(settings: JobSettings | None) -> None:
-    """Write the file of metrics for a log that cannot be opened: what it said before is not true any more."""
+    """Replace the metrics file of a log that cannot be opened: its old figures are no longer true."""
     if settings is None or not settings.metrics.textfile:
         return
     try:
@@ -155,20 +155,20 @@ def _show_unreadable(settings: JobSettings | None) -> None:
 
 
 def _all_answered(report: CheckReport, elsewhere: Collection[str]) -> bool:
-    """Return False when half batches wait for a listener that neither this job nor another one has."""
-    missing = sorted(report.without_listener.keys() - set(elsewhere))
-    if missing:
+    """Return False when half batches wait for a listener that neither this job nor another check job has."""
+    unanswered = sorted(report.without_listener.keys() - set(elsewhere))
+    if unanswered:
         logger.error(
             "nobody answers for %s: name a listener under [listeners], or write elsewhere = %s when another check job "
             "has one",
-            " and ".join(missing),
-            json.dumps(missing),
+            " and ".join(unanswered),
+            json.dumps(unanswered),
         )
-    return not missing
+    return not unanswered
 
 
 def _work_once(worker: Draining | Maintainer) -> bool:
-    """A drain, or a round of upkeep. That it failed is logged."""
+    """Run one drain, or one round of upkeep. Return False when it failed, and log the failure."""
     try:
         worker.run_once()
         return True
@@ -179,15 +179,15 @@ def _work_once(worker: Draining | Maintainer) -> bool:
 
 
 def _log_to_stderr(level: int) -> None:
-    as_json = json_handler()
-    if as_json is not None:
-        logging.basicConfig(level=logging.WARNING, handlers=[as_json])
+    json_log_handler = json_handler()
+    if json_log_handler is not None:
+        logging.basicConfig(level=logging.WARNING, handlers=[json_log_handler])
     elif sys.stderr.isatty():
         handler: logging.Handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False)
         logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     else:  # rich would wrap long lines
         formatter = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%SZ")
-        formatter.converter = time.gmtime  # as all that txmq prints
+        formatter.converter = time.gmtime  # UTC, as in all output of txmq
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(formatter)
         logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -217,7 +217,7 @@ def _start_spark_if_needed(listeners: Mapping[str, TransactionListener]) -> None
     if SparkSession.getActiveSession() is not None:
         return
     builder = SparkSession.builder.appName(APP_NAME)
-    if "PYSPARK_GATEWAY_PORT" not in os.environ:  # the settings of spark-submit are the user's
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:  # under spark-submit, the user chooses the settings
         from delta import configure_spark_with_delta_pip
 
         builder = builder.config("spark.sql.extensions", "io.delta.sql.DeltaSparkSessionExtension").config(

@@ -1,4 +1,4 @@
-"""What every ``txmq`` command has: a commit log whose path need not be typed, and errors on one line."""
+"""What every ``txmq`` command shares: the commit log's path, typed or configured, and errors on one line."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ P = ParamSpec("P")
 
 _secrets: list[str] = []
 _typed: list[str] = []
-"""The commit log's path when it was typed: commands in errors name it."""
+"""The commit log's path if it was typed. Commands in error messages repeat it."""
 _configured_storage: dict[str, str] = {}
-"""Options for the store of a commit log whose path was not typed."""
+"""The configuration's options for the store, when the commit log's path was not typed."""
 
 LogPath = Annotated[
     str,
     typer.Argument(
         metavar="[PATH]",
         help=f"The commit log: a folder or an object-store URI. May be left out where {WHERE} does.",
-        default_factory=str,  # LogCommand puts one in its place
+        default_factory=str,  # LogCommand replaces it by the path
         show_default=False,
         autocompletion=of_argument,
     ),
@@ -64,7 +64,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table: a
 
 
 class LogCommand(TyperCommand):
-    """A command whose first argument, the path of the commit log, may be left out where it is configured."""
+    """A command whose first argument, the commit log's path, may be left out when it is configured."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         arguments = [p for p in self.params if p.param_type_name == "argument"]
@@ -73,7 +73,7 @@ class LogCommand(TyperCommand):
         if arguments and arguments[0].name == "path" and not ctx.resilient_parsing:
             args = self._with_path(ctx, list(args), [str(a.name) for a in arguments])
         if ctx.resilient_parsing and args and args[-1].startswith("-"):
-            args = args[:-1]  # a shell completes its value: without one nothing before it would be read
+            args = args[:-1]  # the shell completes its value; without a value, click would read no argument
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -83,55 +83,55 @@ class LogCommand(TyperCommand):
         options, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         if any(value is True for name, value in options.items() if name == "help"):
             return args
-        given = [str(options[name]) for name in names if isinstance(options.get(name), str)]
-        if len(given) >= len(names):
-            _typed.append(given[0])
+        typed_values = [str(options[name]) for name in names if isinstance(options.get(name), str)]
+        if len(typed_values) >= len(names):
+            _typed.append(typed_values[0])
             return args
         try:
-            found = configured()
+            configuration = configured()
         except ConfigError as problem:
             fail(problem, BAD_USAGE)
-        for sentence in found.unknown:
+        for sentence in configuration.unknown:
             colour = None if os.environ.get("NO_COLOR") else "yellow"
             typer.secho(one_line(f"warning: {sentence}"), fg=colour, err=True)
-        if found.path is None:
-            wanted = " ".join(str(p.metavar or p.name).upper() for p in self.params if p.name in names)
-            _refuse(ctx, wanted, given)
-        _configured_storage.update(found.storage)
-        return [found.path, *args]
+        if configuration.path is None:
+            expected = " ".join(str(p.metavar or p.name).upper() for p in self.params if p.name in names)
+            _refuse(ctx, expected, typed_values)
+        _configured_storage.update(configuration.storage)
+        return [configuration.path, *args]
 
 
-def _usage_piece(found: re.Match[str]) -> str:
-    """An argument in the line of usage: in brackets when it may be left out."""
-    inner = found[1].strip("[]{}")
-    return f"[{inner}]" if inner in ("PATH", "FILE", "OPTIONS") else inner
+def _usage_piece(match: re.Match[str]) -> str:
+    """Return an argument as the usage line shows it: in brackets when it may be left out."""
+    name = match[1].strip("[]{}")
+    return f"[{name}]" if name in ("PATH", "FILE", "OPTIONS") else name
 
 
-def _refuse(ctx: Any, wanted: str, given: Sequence[str]) -> NoReturn:
+def _refuse(ctx: Any, needed: str, typed: Sequence[str]) -> NoReturn:
     ctx.fail(
-        f"{wanted} is expected, and {' '.join(given) or 'nothing'} was given. [PATH], the commit log, may be left out "
+        f"{needed} is expected, and {' '.join(typed) or 'nothing'} was given. [PATH], the commit log, may be left out "
         f"where {WHERE} does (txmq init writes an example)"
     )
     raise AssertionError  # fail raises
 
 
 class App(typer.Typer):
-    """An app whose commands are :class:`LogCommand` s. A command's help is its docstring, without the line ends that
-    the code has; lists of commands show its first sentence."""
+    """An app whose commands are :class:`LogCommand` s. A command's help is its docstring, each paragraph on one line;
+    lists of commands show its first sentence."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
         def add(function: Any) -> Any:
-            said = str(settings.pop("help", None) or inspect.getdoc(function) or "")
-            paragraphs = [" ".join(part.split()) for part in said.split("\n\n")]
-            words = {"help": "\n\n".join(paragraphs), "short_help": _first_sentence(paragraphs[0])}
-            return super(App, self).command(name, **{"cls": LogCommand, **words, **settings})(function)
+            text = str(settings.pop("help", None) or inspect.getdoc(function) or "")
+            paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
+            help_texts = {"help": "\n\n".join(paragraphs), "short_help": _first_sentence(paragraphs[0])}
+            return super(App, self).command(name, **{"cls": LogCommand, **help_texts, **settings})(function)
 
         return add
 
 
 def _first_sentence(text: str) -> str:
-    found = re.match(r".*?[.](?=\s|$)", text)
-    return (found[0] if found else text).removesuffix(".")
+    match = re.match(r".*?[.](?=\s|$)", text)
+    return (match[0] if match else text).removesuffix(".")
 
 
 # ---------------------------------------------------------------- errors
@@ -150,14 +150,14 @@ def plainly(command: Callable[P, None]) -> Callable[P, None]:
         except Exception as problem:
             if isinstance(problem, BrokenPipeError) and nobody_reads():
                 raise typer.Exit(OK) from None
-            wrong = (OptionError, MessageError)  # the latter of a name that no topic or group can have
-            fail(problem, BAD_USAGE if isinstance(problem, wrong) else FAILED)
+            usage_errors = (OptionError, MessageError)  # MessageError: a name that no topic or group can have
+            fail(problem, BAD_USAGE if isinstance(problem, usage_errors) else FAILED)
 
     return run
 
 
 def _require_text(values: Iterable[object]) -> None:
-    """Refuse arguments that are no text: in a shell of another encoding bytes may come that UTF-8 does not have."""
+    """Refuse arguments that are not UTF-8: a shell with another encoding may pass such bytes."""
     for value in values:
         try:
             if isinstance(value, str):
@@ -167,7 +167,7 @@ def _require_text(values: Iterable[object]) -> None:
 
 
 def fail(problem: Exception, code: int) -> NoReturn:
-    """End with an exit code, and the problem on one line. ``TXMQ_DEBUG=1`` shows the traceback instead."""
+    """Print a problem on one line, and exit with this code. ``TXMQ_DEBUG=1`` shows the traceback instead."""
     if os.environ.get("TXMQ_DEBUG"):
         raise problem
     typer.secho(sentence_of(problem), fg=None if os.environ.get("NO_COLOR") else "red", err=True)
@@ -175,42 +175,42 @@ def fail(problem: Exception, code: int) -> NoReturn:
 
 
 def sentence_of(problem: Exception) -> str:
-    """Return a problem as one line without secrets, in the words of the command."""
-    said = redacted(problem if isinstance(problem, TxmqError) else f"{type(problem).__name__}: {problem}")
+    """Return a problem as one line, without secrets, and with commands in place of Python calls."""
+    message = redacted(problem if isinstance(problem, TxmqError) else f"{type(problem).__name__}: {problem}")
     for secret in _secrets:
-        said = said.replace(secret, "***")
-    return one_line(in_words_of_the_command(said, typed_path()))
+        message = message.replace(secret, "***")
+    return one_line(in_words_of_the_command(message, typed_path()))
 
 
 def path_to_type() -> str:
-    """What a command that is advised has before its other arguments: the path as it was typed, and a space."""
+    """Return the typed path and a space, for a command in an advice; an empty string when the path was configured."""
     return f"{shlex.quote(_typed[0])} " if _typed else ""
 
 
 def typed_path() -> str | None:
-    """The commit log's path as it was typed; None when the configuration named it."""
+    """Return the commit log's path as it was typed; None when it was configured."""
     return _typed[0] if _typed else None
 
 
 def nobody_reads(seconds: float = 0.0) -> bool:
-    """Return True as soon as standard output is a pipe that its reader has closed, within a time. What is left to be
-    written is dropped then."""
+    """Wait at most this many seconds; return True as soon as the reader of standard output has closed the pipe. Output
+    after that is dropped."""
     try:
         stdout = sys.stdout.fileno()
-    except OSError:  # it is no file
+    except OSError:  # standard output is not a file
         time.sleep(seconds)
         return False
     poll = select.poll()
     poll.register(stdout, 0)
     if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(1000 * seconds)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)  # or Python complains when it ends
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)  # or Python reports an error at exit
     return True
 
 
 # ---------------------------------------------------------------- the commit log
 def open_log(path: str, storage: Sequence[str] | None) -> CommitLog:
-    """Open the commit log of a command."""
+    """Open a command's commit log."""
     from rmq_spark._core.client.commit_log import CommitLog
 
     try:
@@ -227,12 +227,12 @@ def open_log(path: str, storage: Sequence[str] | None) -> CommitLog:
 def storage_options(
     given: Sequence[str] | None, environment: str = STORAGE_ENV, option: str = "--storage"
 ) -> dict[str, str] | None:
-    """Return options for the store: those given win over the environment's, and these over the configuration's."""
+    """Return options for the store. Typed ones override the environment, which overrides the configuration."""
     options = {**_configured_storage} if environment == STORAGE_ENV else {}
     options.update({k[len(environment) :]: v for k, v in os.environ.items() if k.startswith(environment)})
     for text in given or ():
-        key, found, value = text.partition("=")
-        if not found or not key:
+        key, equals_sign, value = text.partition("=")
+        if not equals_sign or not key:
             raise typer.BadParameter("KEY=VALUE is expected (what was given is not shown)", param_hint=option)
         options[key] = value
     _secrets[:] = [v for v in options.values() if len(v) > 3]
@@ -240,5 +240,5 @@ def storage_options(
 
 
 def hide(values: Iterable[str]) -> None:
-    """Never show these values in an error."""
+    """Hide these values in error messages."""
     _secrets.extend(v for v in values if len(v) > 3)

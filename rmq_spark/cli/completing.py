@@ -1,7 +1,7 @@
-"""Completes names for a shell from the commit log: topics, consumer groups, half batches that wait for a verdict.
+"""Shell completion of names in the commit log: topics, consumer groups, half batches that wait for a verdict.
 
-A shell waits for it at every Tab, and shows whatever is printed. So it looks for a short time only, and is silent on
-any problem: then the shell completes names of files.
+The shell waits at every Tab, and shows all that is printed. So the time is limited, and errors print nothing. Without
+names, the shell completes file names.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
     from rmq_spark._core.client.commit_log import CommitLog
 
 SECONDS_MAX = 2.0
-"""So long one Tab waits for the commit log."""
+"""Maximum time that one Tab waits for the commit log."""
 
 _before = ""
-"""What of the word at the cursor bash keeps as it is: see :func:`join_words_at_colons`."""
+"""The part of the word at the cursor that bash keeps: see :func:`join_words_at_colons`."""
 
 
 # ---------------------------------------------------------------- what typer calls
 def of_argument(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return names for the argument at the cursor, by its metavar. The first word may be the path of the commit log,
-    or what follows a path that is configured: both are tried."""
+    """Return names for the argument at the cursor, by its metavar. The first word may be the commit log's path, or the
+    argument after a configured path: both are tried."""
     arguments = [p for p in ctx.command.params if p.param_type_name == "argument"]
-    given = [str(ctx.params[str(a.name)]) for a in arguments if ctx.params.get(str(a.name))]
-    found: list[str] = []
-    for path, at in ((None, len(given) + 1), (given[0] if given else "", len(given))):
-        kind = KINDS.get(str(arguments[at].metavar)) if at < len(arguments) else None
+    typed = [str(ctx.params[str(a.name)]) for a in arguments if ctx.params.get(str(a.name))]
+    names: list[str] = []
+    for path, position in ((None, len(typed) + 1), (typed[0] if typed else "", len(typed))):
+        kind = KINDS.get(str(arguments[position].metavar)) if position < len(arguments) else None
         if kind is not None and path != "":
-            found += _names(ctx, path, kind)
-    return _fitting(found, incomplete)
+            names += _find_names(ctx, path, kind)
+    return _matching(names, incomplete)
 
 
 def topics_of_option(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return topics, for an option. The path counts as typed when all arguments are there."""
+    """Return topics for an option. The path counts as typed when no argument is missing."""
     arguments = [p for p in ctx.command.params if p.param_type_name == "argument"]
-    given = [ctx.params.get(str(a.name)) for a in arguments]
-    return _fitting(_names(ctx, str(given[0]) if given and all(given) else None, _topics), incomplete)
+    values = [ctx.params.get(str(a.name)) for a in arguments]
+    return _matching(_find_names(ctx, str(values[0]) if values and all(values) else None, _topics), incomplete)
 
 
 # ---------------------------------------------------------------- names in a commit log
@@ -80,30 +80,30 @@ KINDS: Mapping[str, Callable[[CommitLog], Iterable[str]]] = {
     "HALF_ID|all": _resumable,
     "COMMIT|ROLLBACK": _verdicts,
 }
-"""What arguments of these metavars stand for."""
+"""The names that complete an argument, by its metavar."""
 
 
-def _names(ctx: typer.Context, path: str | None, kind: Callable[[CommitLog], Iterable[str]]) -> list[str]:
-    """Return names in the commit log at a path, or in the configured one: those that were found in time."""
-    found: list[str] = []
+def _find_names(ctx: typer.Context, path: str | None, kind: Callable[[CommitLog], Iterable[str]]) -> list[str]:
+    """Return the names found in time in the commit log at a path, or in the configured one."""
+    names: list[str] = []
 
     def look() -> None:
-        with suppress(BaseException):  # a thread would print it
-            for name in kind(_opened(ctx, path)):
-                found.append(name)
+        with suppress(BaseException):  # the thread would print it
+            for name in kind(_open(ctx, path)):
+                names.append(name)
 
-    before = logging.root.manager.disable
+    disabled_level = logging.root.manager.disable
     logging.disable()
     try:
         thread = threading.Thread(target=look, name="txmq-completion", daemon=True)
         thread.start()
         thread.join(SECONDS_MAX)
     finally:
-        logging.disable(before)
-    return list(found)
+        logging.disable(disabled_level)
+    return list(names)
 
 
-def _opened(ctx: typer.Context, path: str | None) -> CommitLog:
+def _open(ctx: typer.Context, path: str | None) -> CommitLog:
     from rmq_spark._core.client.commit_log import CommitLog
     from rmq_spark.cli.command import storage_options
     from rmq_spark.cli.configuration import configured
@@ -111,31 +111,31 @@ def _opened(ctx: typer.Context, path: str | None) -> CommitLog:
     options = storage_options(ctx.params.get("storage")) or {}
     if path is not None:
         return CommitLog.open(os.path.expanduser(path), options or None)
-    found = configured()
-    return CommitLog.open(str(found.path), {**found.storage, **options} or None)
+    configuration = configured()
+    return CommitLog.open(str(configuration.path), {**configuration.storage, **options} or None)
 
 
-def _fitting(names: Iterable[str], incomplete: str) -> list[str]:
-    """Return the names that begin as the word at the cursor does, without the part that bash keeps."""
-    begun = _before + incomplete
-    return [name[len(_before) :] for name in dict.fromkeys(names) if name.startswith(begun) and name != _before]
+def _matching(names: Iterable[str], incomplete: str) -> list[str]:
+    """Return the names that start with the word at the cursor, without the part that bash keeps."""
+    word = _before + incomplete
+    return [name[len(_before) :] for name in dict.fromkeys(names) if name.startswith(word) and name != _before]
 
 
 # ---------------------------------------------------------------- bash
 def join_words_at_colons() -> None:
-    """Join the words that bash made of one. It parts them at colons, which half ids and URIs have, and it replaces only
-    what follows the last colon before the cursor."""
+    """Join the words that bash splits at colons, which half ids and URIs have. Bash replaces only the part after the
+    last colon before the cursor."""
     global _before
-    words, at = os.environ.get("COMP_WORDS", "").split("\n"), os.environ.get("COMP_CWORD", "")
+    words, index = os.environ.get("COMP_WORDS", "").split("\n"), os.environ.get("COMP_CWORD", "")
     _before = ""
-    if not at.isdecimal() or int(at) >= len(words):
+    if not index.isdecimal() or int(index) >= len(words):
         return
     joined: list[list[str]] = []
-    for word in words[: int(at) + 1]:
+    for word in words[: int(index) + 1]:
         part_of_last = joined and (word.strip(":") == "" != word or joined[-1][-1].strip(":") == "" != joined[-1][-1])
         joined[-1].append(word) if part_of_last else joined.append([word])
-    *others, last = joined
+    *previous, last = joined
     current = "" if last[-1].strip(":") == "" else last[-1]
     _before = "".join(last).removesuffix(current)
-    os.environ["COMP_WORDS"] = "\n".join([*map("".join, others), current])
-    os.environ["COMP_CWORD"] = str(len(others))
+    os.environ["COMP_WORDS"] = "\n".join([*map("".join, previous), current])
+    os.environ["COMP_CWORD"] = str(len(previous))

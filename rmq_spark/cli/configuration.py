@@ -1,4 +1,4 @@
-"""Which commit log ``txmq`` means when its path is not typed: what the environment or a configuration file names."""
+"""The commit log that ``txmq`` uses when no path is typed: from the environment or a configuration file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHERE = f"{PATH_ENV} names it, or path in ./{FILE} (or in the file of {FILE_ENV}
 
 @dataclass(frozen=True)
 class Configured:
-    """What is configured: the path of the commit log, and options for its store.
+    """The configured commit log, and options for its store.
 
     Attributes
     ----------
@@ -26,11 +26,11 @@ class Configured:
     storage : mapping of str to str
         ``[storage]`` of the file.
     file : pathlib.Path or None
-        The file, when there is one.
+        The file that was read, if any.
     check_interval : str or None
-        ``transactionCheckInterval``, as the file has it.
+        ``transactionCheckInterval``, as written in the file.
     unknown : tuple of str
-        A sentence for each name in the file that is no setting.
+        A sentence for each name in the file that is not a setting.
     """
 
     path: str | None = None
@@ -41,18 +41,19 @@ class Configured:
 
 
 def configured() -> Configured:
-    """Read the configuration: the environment's path wins over the file's.
+    """Read the configuration. The environment's path overrides the file's.
 
     Raises
     ------
     ConfigError
-        When the file that ``TXMQ_CONFIG`` names is not there, or a file is no TOML.
+        When the file that ``TXMQ_CONFIG`` names does not exist, or a file is unreadable, is not TOML, or has a value of
+        the wrong type.
     """
-    named = os.environ.get(FILE_ENV)
-    file = Path(named or FILE)
+    named_file = os.environ.get(FILE_ENV)
+    file = Path(named_file or FILE)
     values: dict[str, Any] = {}
-    is_there = bool(named) or file.is_file()
-    if is_there:
+    uses_file = bool(named_file) or file.is_file()
+    if uses_file:
         values = _read(file)
     path = os.environ.get(PATH_ENV) or values.get("path")
     storage, check = values.get("storage", {}), values.get("check", {})
@@ -64,7 +65,7 @@ def configured() -> Configured:
     return Configured(
         path or None,
         {str(name).upper(): str(value) for name, value in storage.items()},
-        file if is_there else None,
+        file if uses_file else None,
         interval if isinstance(interval, str) else None,
         tuple(f"{file}: {sentence}" for sentence in unknown_settings(values)),
     )

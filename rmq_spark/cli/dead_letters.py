@@ -35,8 +35,8 @@ def list_letters(
     from rmq_spark._core.consumers.dead_letters import DeadLetters
 
     letters = DeadLetters(open_log(path, storage), group).list(limit).to_pylist()
-    kept = ("queue_offset", "topic", "msg_id", "keys", "reconsume_times", "reason", "died", "resent")
-    table = [{**{name: row[name] for name in kept}, "body": short(row["body"])} for row in letters]
+    columns = ("queue_offset", "topic", "msg_id", "keys", "reconsume_times", "reason", "died", "resent")
+    table = [{**{name: row[name] for name in columns}, "body": short(row["body"])} for row in letters]
     rows = [json_message(row) for row in letters] if as_json else table
     show(rows, as_json, "there are no dead letters", spare=["resent", "died", "reconsume_times"], table=table)
 

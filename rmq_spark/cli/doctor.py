@@ -1,4 +1,4 @@
-"""``txmq doctor``: looks at this machine and a commit log, and says what to do."""
+"""``txmq doctor``: checks this machine and a commit log, and says what to do."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def doctor(
             typer.echo(json_of(finding.to_dict()) if as_json else _told(finding))
     level = worst(findings)
     if not as_json:
-        bad = [sum(f.level is found for f in findings) for found in (Level.CRITICAL, Level.WARNING)]
-        if not quiet or any(bad):
-            typer.echo(f"{bad[0]} critical, {count_of(bad[1], 'warning')}")
+        counts = [sum(f.level is bad_level for f in findings) for bad_level in (Level.CRITICAL, Level.WARNING)]
+        if not quiet or any(counts):
+            typer.echo(f"{counts[0]} critical, {count_of(counts[1], 'warning')}")
     raise typer.Exit({Level.CRITICAL: CRITICAL, Level.WARNING: WARNINGS}.get(level, 0))
 
 
@@ -61,11 +61,11 @@ def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
 
     yield from look_at_machine()
     try:
-        found = configured()
+        configuration = configured()
     except ConfigError as problem:
         fail(problem, BAD_USAGE)
-    answered, interval, said = _settings(found)
-    yield from said
+    answered_groups, interval_s, findings = _settings(configuration)
+    yield from findings
     try:
         log = open_log(path, storage)
     except Exception as problem:
@@ -74,33 +74,34 @@ def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
     yield Finding(
         "log", Level.OK, f"{one_line(log.path)} is a commit log of format {FORMAT}, which this version writes"
     )
-    yield from LogDoctor(log, path_to_type(), interval, answered).look()
+    yield from LogDoctor(log, path_to_type(), interval_s, answered_groups).look()
 
 
-def _settings(found: Configured) -> tuple[list[str] | None, float, list[Finding]]:
-    """Return who answers for which group, the interval of checks, and findings about the configuration."""
+def _settings(configuration: Configured) -> tuple[list[str] | None, float, list[Finding]]:
+    """Return the producer groups with a listener here or elsewhere (None without a configuration), the seconds between
+    checks, and findings about the configuration."""
     from rmq_spark._core.checks.settings import NEEDED, JobSettings
     from rmq_spark._core.vocabulary.options import TRANSACTION_CHECK_INTERVAL_S
     from rmq_spark.cli.configuration import FILE
 
-    if found.file is None and not os.environ.keys() >= {*NEEDED}:
+    if configuration.file is None and not os.environ.keys() >= {*NEEDED}:
         what = "there is no txmq.toml here, and TXMQ_CONFIG names none: the checker's interval is taken as 60 s"
         return None, TRANSACTION_CHECK_INTERVAL_S, [Finding("configuration", Level.NOTE, what, "txmq init")]
-    where = found.file or "the environment"
+    where = configuration.file or "the environment"
     try:
-        settings = JobSettings.load(found.file or FILE)
+        settings = JobSettings.load(configuration.file or FILE)
     except ConfigError as problem:
         what = sentence_of(problem)
         return None, TRANSACTION_CHECK_INTERVAL_S, [Finding("configuration", Level.WARNING, what, f"edit {where}")]
-    interval = settings.check.transaction_check_interval
+    interval_s = settings.check.transaction_check_interval
     refused, unknown = settings.look()
     remedy = f"mend that, or edit {where}: until then txmq check ends with code {BAD_USAGE}"
     findings = [Finding("configuration", Level.WARNING, f"{where}: {what}", remedy) for what in refused]
     findings += [Finding("configuration", Level.NOTE, f"{where}: {what}") for what in unknown]
     if not refused:
         what = f"{where}: {count_of(len(settings.listeners), 'listener')} (looked for, not run), checks every "
-        findings.append(Finding("configuration", Level.OK, f"{what}{interval:g} s"))
-    return [*settings.listeners, *settings.elsewhere], interval, findings
+        findings.append(Finding("configuration", Level.OK, f"{what}{interval_s:g} s"))
+    return [*settings.listeners, *settings.elsewhere], interval_s, findings
 
 
 def _told(finding: Finding) -> str:

@@ -1,4 +1,4 @@
-"""What ``txmq doctor`` looks at in a commit log: its store, its tables, and what is stuck."""
+"""Checks of ``txmq doctor`` on a commit log: its store, its tables, and stuck messages."""
 
 from __future__ import annotations
 
@@ -32,31 +32,30 @@ if TYPE_CHECKING:
     from rmq_spark._core.storage.table import Table
 
 INTERVALS = 3
-"""A checker that has said nothing for so many of its intervals is silent."""
+"""Check intervals without an op row of the checker after which it counts as silent."""
 OLD_S = 3600.0
-"""A half batch that has waited for so long is critical."""
+"""Age in seconds above which an overdue half batch is critical."""
 SKEW_S = 5.0
 HALF_FILES = 5_000
-"""With 10,000 live files a start of a program takes 35 ms longer."""
+"""Live files of ``half`` above which upkeep counts as behind."""
 OP_FILES = 2_000
 DRAINS = 10
-"""A message that has waited for so many drains (``[drain] every``) waits for nobody."""
+"""Default intervals of ``[drain] every`` after which an undrained message means that no program drains."""
 NAMED = 3
 
 
 class LogDoctor:
-    """Looks at one commit log.
+    """Checks one commit log.
 
     Parameters
     ----------
     log : CommitLog
     typed : str
-        What a command needs to name this log: its path and a blank, or nothing where the configuration names it.
+        The log's path and a space, for commands in remedies; empty when the configuration names the log.
     check_interval : float
         Seconds between two rounds of the checker.
     answered : collection of str or None
-        Producer groups that the configuration has a listener for, or that are answered for elsewhere; None when there
-        is no configuration.
+        Producer groups with a listener in the configuration or elsewhere; None without a configuration.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class LogDoctor:
         self._now = self._engine.runtime.now()
 
     def look(self) -> Iterator[Finding]:
-        """Yield findings. A check that fails is a finding itself, and does not stop the others."""
+        """Yield findings. A check that fails becomes a finding, and the other checks still run."""
         checks: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
             ("permissions", self._permissions),
             ("store", self._store),
@@ -87,7 +86,7 @@ class LogDoctor:
         for name, check in checks:
             try:
                 yield from check()
-            except ForeignChangeError:  # "tables" tells it
+            except ForeignChangeError:  # the check "tables" reports it
                 continue
             except Exception as problem:
                 yield self._failed(name, problem)
@@ -113,12 +112,12 @@ class LogDoctor:
             (os.R_OK | os.X_OK, "read", Level.CRITICAL),
             (os.W_OK, "write to", Level.WARNING),
         ):
-            lacking = [folder for folder in folders if not os.access(folder, right)]
-            if lacking:
+            denied = [folder for folder in folders if not os.access(folder, right)]
+            if denied:
                 yield Finding(
                     "permissions",
                     level,
-                    f"this user cannot {word} {', '.join(lacking[:NAMED])}"
+                    f"this user cannot {word} {', '.join(denied[:NAMED])}"
                     + (": enough for a reader, not for a sender or a checker" if word != "read" else ""),
                     f"chmod u+rwX -R {self._log.path} (as its owner), or run as the user who owns it",
                 )
@@ -129,10 +128,10 @@ class LogDoctor:
         from rmq_spark._core.storage.stores import reaching, require_put_if_absent
 
         options = self._log.storage_options or None
-        began = self._engine.runtime.monotonic()
+        started = self._engine.runtime.monotonic()
         with reaching(self._log.path, options):
             require_put_if_absent(self._log.path, options)
-        took_ms = (self._engine.runtime.monotonic() - began) * 1000
+        took_ms = (self._engine.runtime.monotonic() - started) * 1000
         yield Finding("store", Level.OK, f"put-if-absent and lists were tried, and hold ({took_ms:.0f} ms)")
 
     def _clock(self) -> Iterator[Finding]:
@@ -148,31 +147,33 @@ class LogDoctor:
             yield Finding("clock", Level.OK, f"agrees with the store's within {max(skew, after - before):.1f} s")
             return
         level = Level.CRITICAL if skew > CLOCK_SKEW_S_MAX else Level.WARNING
-        way = "ahead of" if ahead_s > 0 else "behind"
+        direction = "ahead of" if ahead_s > 0 else "behind"
         limit = f"commits are refused from {CLOCK_SKEW_S_MAX:.0f} s on"
-        what = f"this machine's clock is {skew:.0f} s {way} the store's; {limit}"
+        what = f"this machine's clock is {skew:.0f} s {direction} the store's; {limit}"
         yield Finding("clock", level, what, "timedatectl set-ntp true (or set this machine's clock otherwise)")
 
     # ------------------------------------------------------------------ the tables
     def _tables(self) -> Iterator[Finding]:
         engine = self._engine
         tables = engine.tables()
-        if changed := [said for table in tables if (said := _changed(table)) is not None]:
-            for said in changed:
-                yield Finding("tables", Level.CRITICAL, said, "docs/maintenance.md#when-another-writer-changed-a-table")
+        if changes := [change for table in tables if (change := _change_by_others(table)) is not None]:
+            for change in changes:
+                yield Finding(
+                    "tables", Level.CRITICAL, change, "docs/maintenance.md#when-another-writer-changed-a-table"
+                )
             return
         versions = ", ".join(f"{table.name} {table.version}" for table in tables)
-        bad = False
-        odd = engine.drained.odd_rows()
-        if odd is not None:
-            bad = True
-            yield Finding("tables", Level.CRITICAL, odd, "docs/backup.md says how to restore it")
+        has_problem = False
+        odd_rows = engine.drained.odd_rows()
+        if odd_rows is not None:
+            has_problem = True
+            yield Finding("tables", Level.CRITICAL, odd_rows, "docs/backup.md says how to restore it")
         lost = [f"{table.name}/{file}" for table in tables for file in _lost_files(table)]
         if lost:
-            bad = True
+            has_problem = True
             what = f"{count_of(len(lost), 'file')} of the tables gone, cut or unreadable: {', '.join(lost[:NAMED])}"
             yield Finding("tables", Level.CRITICAL, what, "docs/backup.md says how to restore them")
-        if not bad:
+        if not has_problem:
             yield Finding("tables", Level.OK, f"all files are there, and agree; at versions {versions}")
 
     def _files(self) -> Iterator[Finding]:
@@ -195,11 +196,11 @@ class LogDoctor:
             yield Finding("drain", Level.OK, "every committed message is in the table messages")
             return
         engine.drained.border()
-        first: datetime | None = None
+        oldest: datetime | None = None
         for rows, _ in engine.placements(engine.drained.position + 1):
-            times = pc.min(rows["op_time"]).as_py()
-            first = times if first is None or (times is not None and times < first) else first
-        age_s = 0.0 if first is None else (self._now - first).total_seconds()
+            op_time = pc.min(rows["op_time"]).as_py()
+            oldest = op_time if oldest is None or (op_time is not None and op_time < oldest) else oldest
+        age_s = 0.0 if oldest is None else (self._now - oldest).total_seconds()
         amount = f"{count_of(waiting.messages, 'message')} ({size(waiting.bytes)})"
         what = f"{amount} committed and not in the table messages yet, the oldest for {short_age(age_s)}"
         if age_s > DRAINS * DRAIN_EVERY_S:
@@ -235,8 +236,8 @@ class LogDoctor:
         if not overdue:
             yield Finding("checker", Level.OK, "nothing waits for long")
             return
-        said = self._engine.ledger.scan(sorted({row["half_id"] for row in overdue}))
-        newest = pc.max(said.filter(pc.equal(said["decided_by"], "check"))["op_time"]).as_py()
+        op_rows = self._engine.ledger.scan(sorted({row["half_id"] for row in overdue}))
+        newest = pc.max(op_rows.filter(pc.equal(op_rows["decided_by"], "check"))["op_time"]).as_py()
         limit = self._now - timedelta(seconds=INTERVALS * self._interval)
         if newest is not None and newest > limit:
             age = short_age((self._now - newest).total_seconds())
@@ -256,12 +257,12 @@ class LogDoctor:
     def _listeners(self, rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
         if self._answered is None:
             return
-        asked = {
+        groups = {
             row["producer_group"]
             for row in rows
-            if self._engine.get(row["half_id"]).header.fence_id != NO_LISTENER_FENCE  # plain sending needs none
+            if self._engine.get(row["half_id"]).header.fence_id != NO_LISTENER_FENCE  # plain sending needs no listener
         }
-        missing = sorted(asked - set(self._answered))
+        missing = sorted(groups - set(self._answered))
         if missing:
             yield Finding(
                 "listeners",
@@ -292,8 +293,8 @@ class LogDoctor:
         if not rows:
             yield Finding("quarantined", Level.OK, "nothing is quarantined")
             return
-        named = ", ".join(one_line(row["half_id"]) for row in rows[:NAMED])
-        what = f"{count_of(len(rows), 'half batch')} quarantined, and hidden: {named}"
+        half_ids = ", ".join(one_line(row["half_id"]) for row in rows[:NAMED])
+        what = f"{count_of(len(rows), 'half batch')} quarantined, and hidden: {half_ids}"
         remedy = self._command("resume", rows[0]["half_id"])
         yield Finding("quarantined", Level.WARNING, what, f"{remedy} (asks again), or txmq resolve")
 
@@ -302,8 +303,8 @@ class LogDoctor:
         if not rows:
             yield Finding("conflicts", Level.OK, "there are no conflicts")
             return
-        named = ", ".join(one_line(row["half_id"]) for row in rows[:NAMED])
-        what = f"{count_of(len(rows), 'half batch')} with two verdicts that contradict each other: {named}"
+        half_ids = ", ".join(one_line(row["half_id"]) for row in rows[:NAMED])
+        what = f"{count_of(len(rows), 'half batch')} with two verdicts that contradict each other: {half_ids}"
         remedy = self._command("trace", rows[0]["half_id"])
         yield Finding("conflicts", Level.CRITICAL, what, f"{remedy} (tells its story), then txmq resolve")
 
@@ -315,29 +316,29 @@ class LogDoctor:
         if not rows:
             yield Finding("groups", Level.OK, "no consumer group has read yet")
             return
-        bad = False
+        has_problem = False
         for row in rows:
             group = ConsumerGroup(self._log, row["consumer_group"])
             beats = group.members()
             alive = {member for member, beat in beats.items() if beat.is_alive}
             behind = [queue for queue in group.lag().to_pylist() if queue["owner"] and queue["lag"]]
-            if dead := [queue["owner"] for queue in behind if queue["owner"] not in alive]:
-                bad = True
-                beat = beats.get(dead[0])
-                last = "it has no heartbeat"
+            if owners := [queue["owner"] for queue in behind if queue["owner"] not in alive]:
+                has_problem = True
+                beat = beats.get(owners[0])
+                heartbeat = "it has no heartbeat"
                 if beat is not None:
-                    last = f"its heartbeat is {short_age(beat.age_s)} old, its lease {short_age(beat.lease_s)}"
+                    heartbeat = f"its heartbeat is {short_age(beat.age_s)} old, its lease {short_age(beat.lease_s)}"
                 yield Finding(
                     "groups",
                     Level.WARNING,
-                    f"{row['consumer_group']}: {count_of(len(dead), 'queue')} with messages, owned by a dead member "
-                    f"({dead[0]}: {last}): no member lives that could take them",
+                    f"{row['consumer_group']}: {count_of(len(owners), 'queue')} with messages, owned by a dead member "
+                    f"({owners[0]}: {heartbeat}): no member lives that could take them",
                     self._command("group members", row["consumer_group"]),
                 )
-        if not bad:
-            worst = max(rows, key=lambda row: int(row["lag"]))
-            lag = f"{count_of(int(worst['lag']), 'message')}, {short_age(worst['lag_seconds'])}"
-            what = f"{count_of(len(rows), 'group')}; furthest behind {worst['consumer_group']}: {lag}"
+        if not has_problem:
+            furthest = max(rows, key=lambda row: int(row["lag"]))
+            lag = f"{count_of(int(furthest['lag']), 'message')}, {short_age(furthest['lag_seconds'])}"
+            what = f"{count_of(len(rows), 'group')}; furthest behind {furthest['consumer_group']}: {lag}"
             yield Finding("groups", Level.OK, what)
 
     def _dead_letters(self) -> Iterator[Finding]:
@@ -353,8 +354,8 @@ class LogDoctor:
                 yield Finding("dead letters", Level.NOTE, what, self._command("dlq list", group))
 
 
-def _changed(table: Table) -> str | None:
-    """What another writer did to a table."""
+def _change_by_others(table: Table) -> str | None:
+    """Return what another writer did to a table, if anything."""
     try:
         table.refresh()
     except ForeignChangeError as problem:
@@ -363,23 +364,23 @@ def _changed(table: Table) -> str | None:
 
 
 def _lost_files(table: Table) -> list[str]:
-    """Live files that are gone, have another size than their table says, or may not be read."""
+    """Return live files that are gone, cannot be read, or have another size than their table says."""
 
     def live() -> dict[str, int]:
         table.refresh()
         actions = table.actions()
         return dict(zip(actions["path"].to_pylist(), actions["size_bytes"].to_pylist(), strict=True))
 
-    # The table is read before the folder: so a file that comes meanwhile is not missed.
-    said = live()
-    found = {info.base_name: info for info in table.fs.get_file_info(FileSelector(table.folder))}
+    # The table is read before the folder, so that a file written in between does not count as lost.
+    sizes = live()
+    infos = {info.base_name: info for info in table.fs.get_file_info(FileSelector(table.folder))}
 
     def is_lost(path: str) -> bool:
-        info = found.get(path)
-        if info is None or info.size != said[path]:
+        info = infos.get(path)
+        if info is None or info.size != sizes[path]:
             return True
         return isinstance(table.fs, LocalFileSystem) and not os.access(info.path, os.R_OK)
 
-    # A path with a slash or an escape is of somebody else's files, which lie elsewhere.
-    lost = [path for path in said if not re.search("[/%]", path) and is_lost(path)]
+    # A path with a slash or an escape belongs to a file of another program, outside this folder.
+    lost = [path for path in sizes if not re.search("[/%]", path) and is_lost(path)]
     return sorted(set(lost) & live().keys()) if lost else []

@@ -1,4 +1,4 @@
-"""What ``txmq doctor`` looks at on this machine: versions, Java, Spark's jars, Spark's Python. Nothing is started."""
+"""Checks of ``txmq doctor`` on this machine: versions, Java, Spark's jars and Python. They start no program."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ TESTED: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "pyspark": ((4, 0), (4, 2)),
     "delta-spark": ((4, 0), (4, 99)),
 }
-"""Of each package the first and the last version (major, minor) that this one was tried with."""
+"""The oldest and the newest version (major, minor) of each package that rmq_spark was tested with."""
 NEEDED = ("pyarrow", "deltalake")
 IVY = (".ivy2.5.2/jars", ".ivy2/jars")
-"""Where Spark keeps jars that it has fetched, below the home folder."""
+"""Folders below the home folder where Spark keeps downloaded jars."""
 
 
 def look_at_machine() -> Iterator[Finding]:
     """Yield findings about this machine."""
     yield _python()
-    found = {name: _version(name) for name in TESTED}
-    for name, version in found.items():
-        yield from _package(name, version, has_spark=found["pyspark"] is not None)
-    has_spark = found["pyspark"] is not None
+    versions = {name: _version(name) for name in TESTED}
+    for name, version in versions.items():
+        yield from _package(name, version, has_spark=versions["pyspark"] is not None)
+    has_spark = versions["pyspark"] is not None
     yield _java(has_spark)
     if has_spark:
-        yield _jars(found["delta-spark"])
+        yield _jars(versions["delta-spark"])
         yield _workers()
 
 
 def _python() -> Finding:
-    have = sys.version_info[:2]
+    running = sys.version_info[:2]
     text = f"{sys.version.split()[0]} ({sys.executable})"
-    if have < PYTHON_MIN:
+    if running < PYTHON_MIN:
         return Finding("python", Level.CRITICAL, text, f"install Python {_dotted(PYTHON_MIN)} or newer")
-    if have > PYTHON_TESTED:
+    if running > PYTHON_TESTED:
         return Finding("python", Level.NOTE, f"{text} is newer than what was tried: {_dotted(PYTHON_TESTED)}")
     return Finding("python", Level.OK, text)
 
@@ -74,11 +74,11 @@ def _package(name: str, version: str | None, has_spark: bool) -> Iterator[Findin
                 "pip install 'rmq-spark[spark]'",
             )
         return
-    have = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    if have < first:
+    installed = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if installed < first:
         remedy = f"pip install --upgrade '{name}>={_dotted(first)}'"
         yield Finding(name, Level.CRITICAL, f"{version} is older than {_dotted(first)}, which is needed", remedy)
-    elif have > last:
+    elif installed > last:
         yield Finding(name, Level.WARNING, f"{version} is newer than what was tried: {_dotted(last)}")
     else:
         yield Finding(name, Level.OK, version)
@@ -101,19 +101,19 @@ def _java(has_spark: bool) -> Finding:
 
 def java_home() -> Path | None:
     """Return the folder of the Java that Spark would start; None when there is none."""
-    if (named := os.environ.get("JAVA_HOME")) and Path(named).is_dir():
-        return Path(named)
+    if (configured := os.environ.get("JAVA_HOME")) and Path(configured).is_dir():
+        return Path(configured)
     java = shutil.which("java")
     return None if java is None else Path(os.path.realpath(java)).parent.parent
 
 
 def java_version(home: Path) -> int | None:
-    """Return the major version of a Java, which its file ``release`` says."""
+    """Return the major version in a Java's file ``release``, if it has one."""
     try:
-        found = re.search(r'^JAVA_VERSION="(?:1\.)?(\d+)', (home / "release").read_text(errors="replace"), re.MULTILINE)
+        match = re.search(r'^JAVA_VERSION="(?:1\.)?(\d+)', (home / "release").read_text(errors="replace"), re.MULTILINE)
     except OSError:
         return None
-    return None if found is None else int(found[1])
+    return None if match is None else int(match[1])
 
 
 def _jars(delta_spark: str | None) -> Finding:
@@ -125,33 +125,33 @@ def _jars(delta_spark: str | None) -> Finding:
     spec = importlib.util.find_spec("pyspark")  # does not import it
     if spec is not None and spec.submodule_search_locations:
         folders.insert(0, Path(next(iter(spec.submodule_search_locations))) / "jars")
-    found = sorted(jar.name for folder in folders if folder.is_dir() for jar in folder.glob("*delta-spark_*.jar"))
-    right = found if delta_spark is None else [jar for jar in found if jar.endswith(f"-{delta_spark}.jar")]
-    if right:
-        return Finding("jars", Level.OK, ", ".join(dict.fromkeys(right)))
-    if found:
-        others = ", ".join(dict.fromkeys(found))
-        what = f"no jar of Delta {delta_spark} is here yet ({others}): configure_spark_with_delta_pip fetches it once"
+    jars = sorted(jar.name for folder in folders if folder.is_dir() for jar in folder.glob("*delta-spark_*.jar"))
+    matching = jars if delta_spark is None else [jar for jar in jars if jar.endswith(f"-{delta_spark}.jar")]
+    if matching:
+        return Finding("jars", Level.OK, ", ".join(dict.fromkeys(matching)))
+    if jars:
+        names = ", ".join(dict.fromkeys(jars))
+        what = f"no jar of Delta {delta_spark} is here yet ({names}): configure_spark_with_delta_pip fetches it once"
         return Finding("jars", Level.NOTE, what)
     return Finding("jars", Level.NOTE, "no jar of Delta is here yet: configure_spark_with_delta_pip fetches it once")
 
 
 def _workers() -> Finding:
     python = os.environ.get("PYSPARK_PYTHON") or "python3"
-    found = shutil.which(python)
+    path = shutil.which(python)
     remedy = f"export PYSPARK_PYTHON={sys.executable}"
-    if found is None:
+    if path is None:
         return Finding(
             "workers", Level.WARNING, f"Spark's Python workers would run {python!r}, which is not there", remedy
         )
-    if not is_this_python(found):
+    if not is_this_python(path):
         return Finding(
             "workers",
             Level.NOTE,
-            f"Spark's Python workers on this machine would run {found}, which is another Python and may lack rmq_spark",
+            f"Spark's Python workers on this machine would run {path}, which is another Python and may lack rmq_spark",
             remedy,
         )
-    return Finding("workers", Level.OK, found)
+    return Finding("workers", Level.OK, path)
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rmq_spark._core.metrics.log_collector import LogCollector
 
 PORT = 5557
-"""As RocketMQ's brokers and its exporter have it."""
+"""The metrics port of RocketMQ's brokers and its exporter."""
 JOB = "txmq"
 
 
@@ -52,9 +52,9 @@ def exporter(
 
     One exporter a log is enough. docs/monitoring.md lists the metrics, and conf/prometheus has alert rules for them.
     """
-    given = [name for name, wanted in (("--once", once), ("--push", push_to), ("--textfile", textfile)) if wanted]
-    if len(given) > 1:
-        raise typer.BadParameter(f"{' and '.join(given)} contradict each other: give one of them")
+    modes = [name for name, chosen in (("--once", once), ("--push", push_to), ("--textfile", textfile)) if chosen]
+    if len(modes) > 1:
+        raise typer.BadParameter(f"{' and '.join(modes)} contradict each other: give one of them")
     if cluster is not None and not cluster.strip():
         raise typer.BadParameter("it is empty: give the label's value, or leave the option out", param_hint="--cluster")
     from rmq_spark._core.metrics.log_collector import CLUSTER, LogCollector
@@ -64,13 +64,13 @@ def exporter(
     cache_s, options = parse_duration(cache, "cache"), storage_options(storage)
     try:
         collector = LogCollector(
-            path, cluster=cluster or CLUSTER, cache_seconds=cache_s, storage_options=options, once=bool(given)
+            path, cluster=cluster or CLUSTER, cache_seconds=cache_s, storage_options=options, once=bool(modes)
         )
     except TxmqError as problem:
         if textfile is not None and not isinstance(problem, OptionError):
-            write_unreadable(textfile, location(path), cluster or CLUSTER)  # it said before that all was well
+            write_unreadable(textfile, location(path), cluster or CLUSTER)  # the old file says that all is well
         raise
-    if given:
+    if modes:
         _show_once(collector, path, push_to, job, textfile)
     else:
         _serve(collector, path, address, port)
@@ -105,9 +105,9 @@ def _serve(collector: LogCollector, path: str, address: str, port: int) -> None:
     from rmq_spark._core.checks.threads import stopped_by_signals
     from rmq_spark._core.metrics.serving import serving
 
-    as_json = json_handler()
-    if as_json is not None:
-        logging.basicConfig(level=logging.WARNING, handlers=[as_json])
+    json_log_handler = json_handler()
+    if json_log_handler is not None:
+        logging.basicConfig(level=logging.WARNING, handlers=[json_log_handler])
     else:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     stop = threading.Event()

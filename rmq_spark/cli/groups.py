@@ -58,7 +58,7 @@ def list_groups(path: LogPath, watch: Watch = None, as_json: AsJson = False, sto
     )
 
     def text() -> str:
-        log.refresh()  # which raises when the log is gone
+        log.refresh()  # raises when the log is gone
         return _listed(group_rows(log), as_json, nothing)
 
     watched(watch, text)
@@ -71,7 +71,7 @@ def _listed(rows: list[dict[str, Any]], as_json: bool, nothing: str, *spare: str
 
 
 def in_words(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row for people: durations as ages, which JSON has in seconds."""
+    """Return a row for a terminal: durations as ages, which JSON has in seconds."""
     shown: dict[str, Any] = {}
     for name, value in row.items():
         if name == "lag_seconds":
@@ -112,9 +112,9 @@ def lag(path: LogPath, group: GroupName, watch: Watch = None, as_json: AsJson = 
     """Show how far a group is behind, queue by queue; and which member reads each queue."""
     from rmq_spark._core.consumers.groups import ConsumerGroup
 
-    found = ConsumerGroup(open_log(path, storage), group)
+    consumer_group = ConsumerGroup(open_log(path, storage), group)
     spare = ("updated_by", "updated", "suspended_until")
-    watched(watch, lambda: _listed(_lag_rows(found, as_json), as_json, "the group's topics are gone", *spare))
+    watched(watch, lambda: _listed(_lag_rows(consumer_group, as_json), as_json, "the group's topics are gone", *spare))
 
 
 def _lag_rows(group: ConsumerGroup, everything: bool) -> list[dict[str, Any]]:
@@ -124,7 +124,7 @@ def _lag_rows(group: ConsumerGroup, everything: bool) -> list[dict[str, Any]]:
         if row["heartbeat_seconds"] is not None:
             row["heartbeat_seconds"] = round(row["heartbeat_seconds"], 1)
     left_out = {"consumer_group"}
-    if not any(row["owner"] for row in rows):  # Spark reads for it, or nobody
+    if not any(row["owner"] for row in rows):  # Spark's queries read for it, or nothing does
         left_out |= {"owner", "generation", "heartbeat_seconds", "lease_seconds"}
     return rows if everything else [{k: v for k, v in row.items() if k not in left_out} for row in rows]
 
@@ -140,9 +140,9 @@ def members(
     """
     from rmq_spark._core.consumers.groups import ConsumerGroup
 
-    found = ConsumerGroup(open_log(path, storage), group)
+    consumer_group = ConsumerGroup(open_log(path, storage), group)
     nothing = "the group has no members now: Spark's queries read for it, or nobody does"
-    watched(watch, lambda: _listed(member_rows(found, as_json), as_json, nothing))
+    watched(watch, lambda: _listed(member_rows(consumer_group, as_json), as_json, nothing))
 
 
 def member_rows(group: ConsumerGroup, everything: bool) -> list[dict[str, Any]]:
@@ -151,15 +151,15 @@ def member_rows(group: ConsumerGroup, everything: bool) -> list[dict[str, Any]]:
     beats = group.members()
     rows = []
     for member in sorted({*beats, *(q["owner"] for q in queues if q["owner"])}):
-        own = [q for q in queues if q["owner"] == member]
+        own_queues = [q for q in queues if q["owner"] == member]
         beat = beats.get(member)
         rows.append(
             {
                 "member": member,
-                "queues": [f"{q['topic']} {q['queue_id']}" for q in own] if everything else len(own),
-                "topics": ", ".join(sorted({q["topic"] for q in own})) or None,
-                "generation": max((q["generation"] for q in own), default=None),
-                "lag": sum(q["lag"] for q in own),
+                "queues": [f"{q['topic']} {q['queue_id']}" for q in own_queues] if everything else len(own_queues),
+                "topics": ", ".join(sorted({q["topic"] for q in own_queues})) or None,
+                "generation": max((q["generation"] for q in own_queues), default=None),
+                "lag": sum(q["lag"] for q in own_queues),
                 "heartbeat_seconds": None if beat is None else round(beat.age_s, 1),
                 "lease_seconds": None if beat is None else beat.lease_s,
                 "alive": beat is not None and beat.is_alive,
@@ -189,32 +189,32 @@ def reset(
     and the others stay where they are. A query follows its checkpoint, so start it again with a new one."""
     from rmq_spark._core.consumers.groups import ConsumerGroup
 
-    found = ConsumerGroup(open_log(path, storage), group)
+    consumer_group = ConsumerGroup(open_log(path, storage), group)
     text = to.strip()
     if text in (EARLIEST, LATEST):
-        positions = found.reset(text, topic)
+        positions = consumer_group.reset(text, topic)
     elif text.startswith("{"):
         try:
-            given = parse_offsets(text, "--to", (EARLIEST, LATEST), (EARLIEST_OFFSET, LATEST_OFFSET))
-        except OffsetError as problem:  # whatever the log has
+            offsets = parse_offsets(text, "--to", (EARLIEST, LATEST), (EARLIEST_OFFSET, LATEST_OFFSET))
+        except OffsetError as problem:  # wrong for every log
             raise OptionError(str(problem)) from None
-        assert isinstance(given, CountedPositions)  # JSON
-        positions = found.reset(to_json(given, log_id=given.log_id), topic, others_stay=True)
+        assert isinstance(offsets, CountedPositions)  # JSON
+        positions = consumer_group.reset(to_json(offsets, log_id=offsets.log_id), topic, others_stay=True)
     else:
         try:
-            when = time_of(text, found.log.runtime.now(), "--to")
+            when = time_of(text, consumer_group.log.runtime.now(), "--to")
         except OptionError:
             if text[:1].isdigit():  # meant as a time
                 raise
             raise OptionError(_not_a_place(to)) from None
-        positions = found.reset(when, topic)
-    _show_positions(found, positions, as_json)
+        positions = consumer_group.reset(when, topic)
+    _show_positions(consumer_group, positions, as_json)
 
 
 def _not_a_place(to: str) -> str:
-    near = {"first": EARLIEST, "begin": EARLIEST, "beginning": EARLIEST, "start": EARLIEST, "oldest": EARLIEST,
+    meant = {"first": EARLIEST, "begin": EARLIEST, "beginning": EARLIEST, "start": EARLIEST, "oldest": EARLIEST,
             "last": LATEST, "end": LATEST, "newest": LATEST, "now": LATEST}.get(to.strip().lower())  # fmt: skip
-    hint = "" if near is None else f" (did you mean {near}?)"
+    hint = "" if meant is None else f" (did you mean {meant}?)"
     return (
         f"--to {to!r} is no place{hint}: earliest, latest, a time such as 2025-03-01T08:00:00Z, a time ago such as 2h, "
         'or offsets such as {"orders": {"0": 23}} are expected'
@@ -238,13 +238,13 @@ def skip(
     """Skip all that a group has not read yet: it goes on with what is committed from now on."""
     from rmq_spark._core.consumers.groups import ConsumerGroup
 
-    found = ConsumerGroup(open_log(path, storage), group)
-    before = found.positions()
-    positions = found.reset(LATEST, topic)
-    skipped = sum(max(0, n - before.get(queue, 0)) for queue, n in positions.items())
+    consumer_group = ConsumerGroup(open_log(path, storage), group)
+    old_positions = consumer_group.positions()
+    positions = consumer_group.reset(LATEST, topic)
+    skipped = sum(max(0, n - old_positions.get(queue, 0)) for queue, n in positions.items())
     if not as_json:
         typer.echo(f"{count_of(skipped, 'message')} {'is' if skipped == 1 else 'are'} skipped", err=True)
-    _show_positions(found, positions, as_json)
+    _show_positions(consumer_group, positions, as_json)
 
 
 @group_app.command()
@@ -268,8 +268,8 @@ def clone(
 @plainly
 def hand_over(path: LogPath, group: GroupName, as_json: AsJson = False, storage: Storage = None) -> None:
     """Let others read for a group: Spark after PushConsumer, or the other way round. Stop the old ones first."""
-    found = _known(open_log(path, storage), group)
-    found.hand_over()
+    consumer_group = _existing_group(open_log(path, storage), group)
+    consumer_group.hand_over()
     say(as_json, {"consumer_group": group}, f"{group} is free: who reads for it next, has it")
 
 
@@ -277,13 +277,13 @@ def hand_over(path: LogPath, group: GroupName, as_json: AsJson = False, storage:
 @plainly
 def delete(path: LogPath, group: GroupName, as_json: AsJson = False, storage: Storage = None) -> None:
     """Forget a group's progress. Members that still read for it notice, and begin anew."""
-    found = _known(open_log(path, storage), group)
-    if not found.delete():
-        raise _unknown(found)
+    consumer_group = _existing_group(open_log(path, storage), group)
+    if not consumer_group.delete():
+        raise _not_found(consumer_group)
     say(as_json, {"consumer_group": group}, f"{group} is forgotten")
 
 
-def _known(log: CommitLog, name: str) -> ConsumerGroup:
+def _existing_group(log: CommitLog, name: str) -> ConsumerGroup:
     """Return a group that has progress.
 
     Raises
@@ -294,11 +294,11 @@ def _known(log: CommitLog, name: str) -> ConsumerGroup:
 
     group = ConsumerGroup(log, name)
     if not group.positions():
-        raise _unknown(group)
+        raise _not_found(group)
     return group
 
 
-def _unknown(group: ConsumerGroup) -> GroupNotFoundError:
+def _not_found(group: ConsumerGroup) -> GroupNotFoundError:
     from rmq_spark._core.consumers.groups import groups
     from rmq_spark._core.vocabulary.options import nearest
 

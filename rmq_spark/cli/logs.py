@@ -39,20 +39,20 @@ def init(
     if not str(file).isprintable():
         raise OptionError(f"{str(file)!r} has characters that cannot be printed: name another file")
     try:
-        with file.open("x", encoding="utf-8") as there:
-            there.write(_configuration(str(file)))
+        with file.open("x", encoding="utf-8") as output:
+            output.write(_example_for(str(file)))
     except FileExistsError:
         raise OptionError(f"{file} is there already, and is left as it is: name another file") from None
     except FileNotFoundError:
         raise OptionError(f"{file} cannot be written: the folder {file.parent} does not exist") from None
     except (OSError, ValueError) as problem:
         raise OptionError(f"{str(file)!r} cannot be written: {problem}") from None
-    then = f"txmq check --config {file} --once"
-    typer.echo(f"{file} is written: set path, listener_modules and [listeners] in it, then run {then}")
+    next_command = f"txmq check --config {file} --once"
+    typer.echo(f"{file} is written: set path, listener_modules and [listeners] in it, then run {next_command}")
 
 
-def _configuration(file: str) -> str:
-    """Return the example, of this name and for the commit log that the environment names."""
+def _example_for(file: str) -> str:
+    """Return the example configuration, with this file's name and the environment's path."""
     from rmq_spark._core.checks.example import example_configuration
 
     text = example_configuration().replace("conf/txmq.toml", file)
@@ -109,7 +109,7 @@ def maintain(
 
     log = open_log(path, storage)
     graces = Graces.of(grace, audit, idempotency)
-    show = _reports(as_json)
+    show = _report_printer(as_json)
     interval = None if every is None else parse_duration(every, "every")
     if interval == 0:
         raise typer.BadParameter(f"--every {every} is no time: write --every 60s, for instance")
@@ -124,15 +124,15 @@ def maintain(
         return
     drain_every_s = DRAIN_EVERY_S if drain_every is None else parse_duration(drain_every, "drain_every")
     draining = Draining(log, drain_every_s) if drain_every_s else None
-    rounds = Maintainer(log, interval, graces, None if draining is None else draining.turn)
+    maintainer = Maintainer(log, interval, graces, None if draining is None else draining.turn)
     show(keep_up(log.engine, graces))
     stop = threading.Event()
     workers = {} if draining is None else {"txmq-drains": draining.run}
     with stopped_by_signals(stop), running(stop, workers):
-        rounds.run(stop, show)
+        maintainer.run(stop, show)
 
 
-def _reports(as_json: bool) -> Callable[[MaintenanceReport], None]:
+def _report_printer(as_json: bool) -> Callable[[MaintenanceReport], None]:
     return lambda report: typer.echo(json_of(asdict(report)) if as_json else str(report))
 
 

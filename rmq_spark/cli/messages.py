@@ -1,4 +1,4 @@
-"""``txmq read`` and ``txmq query``: messages, as they come or by what is known of them."""
+"""``txmq read`` and ``txmq query``: messages in order, or by key, id, offset or time."""
 
 from __future__ import annotations
 
@@ -81,33 +81,33 @@ def read(
     choice = Choice(log, topic, queue, tags, selector)
     if follow:
         queues = range(log.engine.require_topic(topic)) if queue is None else [queue]
-        _follow(choice, last, _start(start or [], queues) if start else None, interval, as_json)
+        _follow(choice, last, _start_offsets(start or [], queues) if start else None, interval, as_json)
         return
     if last is not None:
         table = choice.newest(last)
     else:
         queues = range(log.engine.require_topic(topic)) if queue is None else [queue]
-        table = choice.first(_start(start or [], queues), limit or READ_LIMIT)
+        table = choice.first(_start_offsets(start or [], queues), limit or READ_LIMIT)
     if as_json:
         _print_json(table)
         return
     rows = [{**row, "body": short(row["body"])} for row in table.select(SHOWN_COLUMNS).to_pylist()]
-    show(rows, False, "" if rows else _nothing(log, topic), spare=["commit_timestamp"])
+    show(rows, False, "" if rows else _no_messages(log, topic), spare=["commit_timestamp"])
     if last is None and limit is None and len(rows) == READ_LIMIT:
         typer.secho(f"stopped at {READ_LIMIT}: --limit N shows more, --last N the newest", dim=True, err=True)
 
 
-def _nothing(log: CommitLog, topic: str) -> str:
-    """Say that nothing is to be seen, and what is there and cannot be seen yet."""
+def _no_messages(log: CommitLog, topic: str) -> str:
+    """Say that a topic shows no messages, and how many of its messages are not visible yet."""
     hidden = [counts for (name, _), counts in log.open_messages().items() if name == topic]
     pending, waiting = (sum(counts) for counts in zip(*hidden, strict=True)) if hidden else (0, 0)
-    told = [f"{pending:,} pending (txmq pending)"] if pending else []
-    told += [f"{waiting:,} waiting for their time or their turn"] if waiting else []
-    return f"topic {topic} has no messages here{': ' if told else ''}{', '.join(told)}"
+    reasons = [f"{pending:,} pending (txmq pending)"] if pending else []
+    reasons += [f"{waiting:,} waiting for their time or their turn"] if waiting else []
+    return f"topic {topic} has no messages here{': ' if reasons else ''}{', '.join(reasons)}"
 
 
 def _follow(choice: Any, last: int | None, start: dict[int, int] | None, interval: float, as_json: bool) -> None:
-    """Print messages, the newest ones first of all, and then what comes."""
+    """Print messages from ``start`` on, or the last ones; then new messages until stopped."""
     ends = choice.ends()
     if start is not None:
         ends = {**{queue: end for queue, end in ends.items() if queue not in start}, **start}
@@ -115,8 +115,8 @@ def _follow(choice: Any, last: int | None, start: dict[int, int] | None, interva
         _print_lines(choice.newest_before(last, ends), as_json)
     with suppress(KeyboardInterrupt):
         while True:
-            found, ends = choice.since(ends)
-            _print_lines(found, as_json)
+            messages, ends = choice.since(ends)
+            _print_lines(messages, as_json)
             if not wait(interval):
                 return
 
@@ -140,8 +140,8 @@ def _print_json(table: pa.Table) -> None:
 def _refuse_contradictions(
     limit: int | None, last: int | None, start: Sequence[str], queue: int | None, tags: str | None, selector: str | None
 ) -> None:
-    for name, given in (("--from", start), ("--limit", limit)):
-        if last is not None and given:
+    for name, value in (("--from", start), ("--limit", limit)):
+        if last is not None and value:
             raise typer.BadParameter(f"--last and {name} contradict each other: --last N counts from the end")
     if tags is not None and selector is not None:
         raise typer.BadParameter(
@@ -152,14 +152,14 @@ def _refuse_contradictions(
             raise typer.BadParameter(f"--from {text} and --queue {queue} contradict each other: they name two queues")
 
 
-def _start(given: Sequence[str], queues: Sequence[int]) -> dict[int, int]:
+def _start_offsets(options: Sequence[str], queues: Sequence[int]) -> dict[int, int]:
     start: dict[int, int] = {}
-    for text in given:
-        queue, _, offset = text.rpartition("=")
+    for option in options:
+        queue, _, offset = option.rpartition("=")
         if not offset.isdecimal() or not (queue == "" or queue.isdecimal()):
-            raise typer.BadParameter(f"{text!r} is neither OFFSET nor QUEUE=OFFSET", param_hint="--from")
-        wanted = [int(queue)] if queue else queues
-        start.update(dict.fromkeys(wanted, int(offset)))
+            raise typer.BadParameter(f"{option!r} is neither OFFSET nor QUEUE=OFFSET", param_hint="--from")
+        chosen = [int(queue)] if queue else queues
+        start.update(dict.fromkeys(chosen, int(offset)))
     return start
 
 
@@ -205,21 +205,21 @@ def query(
     from rmq_spark._core.selector import parse_tags
 
     ids = {"message_id": message_id, "transaction_id": transaction_id, "half_id": half_id}
-    named = {name: value for name, value in ids.items() if value is not None}
-    others = {"--key": key, "--topic": topic, "--queue": queue, "--offset": offset, "--tags": tags, "--since": since,
-              "--until": until}  # fmt: skip
-    given = [name for name, value in others.items() if value is not None]
-    _refuse_contradicting_query(list(named), given, topic, queue, offset)
+    given_ids = {name: value for name, value in ids.items() if value is not None}
+    filters = {"--key": key, "--topic": topic, "--queue": queue, "--offset": offset, "--tags": tags, "--since": since,
+               "--until": until}  # fmt: skip
+    given_filters = [name for name, value in filters.items() if value is not None]
+    _refuse_contradicting_query(list(given_ids), given_filters, topic, queue, offset)
     log = open_log(path, storage)
-    if named:
-        table = find_by_id(log.engine, limit + 1, **named)
+    if given_ids:
+        table = find_by_id(log.engine, limit + 1, **given_ids)
     else:
         now = log.engine.runtime.now()
         first = None if since is None else time_of(since, now, "since")
         end = None if until is None else time_of(until, now, "until")
         if first is not None and end is not None and first >= end:
             raise OptionError(f"--since {since!r} is not before --until {until!r}: no message can be between them")
-        wanted = Wanted(
+        conditions = Wanted(
             topic,
             key,
             None if tags is None else parse_tags(tags),
@@ -228,17 +228,17 @@ def query(
             first,
             end,
         )
-        table = find(log.engine, wanted, limit + 1)
-        if key is not None and not {"--queue", "--offset", "--since", "--until"} & set(given):
-            not_visible = find_not_visible(log.engine, wanted, max(0, limit + 1 - table.num_rows))
+        table = find(log.engine, conditions, limit + 1)
+        if key is not None and not {"--queue", "--offset", "--since", "--until"} & set(given_filters):
+            not_visible = find_not_visible(log.engine, conditions, max(0, limit + 1 - table.num_rows))
             table = pa.concat_tables([table, not_visible])
-    more = table.num_rows > limit
+    has_more = table.num_rows > limit
     rows = table.slice(0, limit).to_pylist()
     if as_json:
         for row in rows:
             typer.echo(json.dumps(json_message(row)))
     elif len(rows) == 1:
-        typer.echo(_whole(rows[0], body, body_bytes), nl=False)
+        typer.echo(_message_text(rows[0], body, body_bytes), nl=False)
     else:
         columns = [
             "topic",
@@ -253,12 +253,12 @@ def query(
             "commit_timestamp",
         ]
         all_visible = all(row["state"] == "committed" for row in rows)
-        if all_visible and not named:
+        if all_visible and not given_ids:
             columns.remove("state")
         if not any(row["reason"] for row in rows):
             columns.remove("reason")
         _show_several(rows, columns, body)
-    if more:
+    if has_more:
         typer.secho(f"stopped at {limit}: --limit N shows more", dim=True, err=True)
     if not rows:
         raise typer.Exit(FAILED)
@@ -277,7 +277,7 @@ def _cell(body: bytes | None, form: BodyForm) -> str | None:
     return short(body)
 
 
-def _whole(row: dict[str, Any], form: BodyForm, body_bytes: int) -> str:
+def _message_text(row: dict[str, Any], form: BodyForm, body_bytes: int) -> str:
     """Return a message as lines of names and values, and its body below them."""
     content = row["body"]
     properties = dict(row["properties"] or ())
@@ -294,12 +294,12 @@ def _whole(row: dict[str, Any], form: BodyForm, body_bytes: int) -> str:
 
 
 def _refuse_contradicting_query(
-    named: Sequence[str], given: Sequence[str], topic: str | None, queue: int | None, offset: int | None
+    ids: Sequence[str], filters: Sequence[str], topic: str | None, queue: int | None, offset: int | None
 ) -> None:
-    options = [f"--{name.replace('_', '-')}" for name in named]
-    if len(options) > 1 or (options and given):
-        raise typer.BadParameter(f"{' and '.join([*options, *given])} contradict each other: an id alone says which")
-    if not options and not given:
+    options = [f"--{name.replace('_', '-')}" for name in ids]
+    if len(options) > 1 or (options and filters):
+        raise typer.BadParameter(f"{' and '.join([*options, *filters])} contradict each other: an id alone says which")
+    if not options and not filters:
         raise typer.BadParameter(
             "say which messages: --key, --message-id, --transaction-id, --half-id, --topic, --since or --until; "
             "txmq read shows a topic from its beginning"

@@ -23,11 +23,11 @@ from rmq_spark.cli.text import one_line as one_line
 from rmq_spark.cli.text import short_time as short_time
 
 TEXT_CHARS_MIN = 20
-"""A column of text is made no narrower than this, or than its longest cell, to fit a table into the terminal."""
+"""Minimum width of a text column that is narrowed to fit a table into the terminal, unless its cells are shorter."""
 TEXT_CHARS_NOT_A_TERMINAL = 120
 
 TEXT = frozenset({"tags", "keys", "body", "reason", "history", "topics", "updated_by", "what", "remedy", "places"})
-"""Columns whose cells may be folded. No other cell is, and none is cut: ids and names are there to be copied."""
+"""Columns whose cells may be folded. Other cells are not, and none is cut, so that ids and names can be copied."""
 
 
 # ---------------------------------------------------------------- tables
@@ -38,8 +38,7 @@ def show(
     spare: Sequence[str] = (),
     table: Sequence[dict[str, Any]] | None = None,
 ) -> None:
-    """Print rows as JSON, an object a line; or as a table, in a terminal that is too narrow for one as blocks of
-    ``name value``. See :func:`rendered`."""
+    """Print rows as JSON, an object a line, or as :func:`rendered` text."""
     if as_json:
         for row in rows:
             typer.echo(json_of(row))
@@ -48,38 +47,38 @@ def show(
 
 
 def say(as_json: bool, row: dict[str, Any], text: str) -> None:
-    """Print what a command did: as an object on one line, or as a sentence."""
+    """Print what a command did: as a JSON object on one line, or as a sentence."""
     typer.echo(json_of(row) if as_json else text)
 
 
 def rendered(rows: Sequence[dict[str, Any]], nothing: str, spare: Sequence[str] = ()) -> str:
-    """Return rows as a table, or as blocks.
+    """Return rows as a table; as blocks of ``name value`` lines in a terminal that is too narrow for a table.
 
     Parameters
     ----------
     nothing : str
-        What to say when there are no rows.
+        The text when there are no rows.
     spare : sequence of str
-        Columns that a table can do without. They are left out before blocks are printed.
+        Columns to leave out of a table that is too wide, before blocks replace it.
     """
     if not rows:
         return f"{nothing}\n"
     width = terminal_width()
     names = _worth_showing(rows)
     cells = [{name: _cell(row[name]) for name in names} for row in rows]
-    fewer = [name for name in names if name not in spare]
+    needed = [name for name in names if name not in spare]
     if width is None or _width(cells, names) <= width:
         chosen = names
-    elif _width(cells, fewer) <= width:
-        chosen = fewer
+    elif _width(cells, needed) <= width:
+        chosen = needed
     else:
         return _blocks(cells, width)
     numbers = {name for name in chosen if all(type(row[name]) in (int, float, type(None)) for row in rows)}
-    found = _table(cells, chosen, numbers, width)
+    text = _table(cells, chosen, numbers, width)
     if len(chosen) < len(names):
         left_out = ", ".join(name for name in names if name not in chosen)
-        found += typer.style(f"left out, for want of room: {left_out} (--json has all)", dim=True) + "\n"
-    return found
+        text += typer.style(f"left out, for want of room: {left_out} (--json has all)", dim=True) + "\n"
+    return text
 
 
 def block(row: dict[str, Any]) -> str:
@@ -88,7 +87,7 @@ def block(row: dict[str, Any]) -> str:
 
 
 def terminal_width() -> int | None:
-    """The width of the terminal; None when standard output is none."""
+    """Return the width of the terminal; None when standard output is not a terminal."""
     from rich.console import Console
 
     console = Console()
@@ -96,7 +95,7 @@ def terminal_width() -> int | None:
 
 
 def _worth_showing(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the columns without those that are empty, or that only repeat the parts of the half_id."""
+    """Return the columns that are not empty and do not only repeat parts of the half_id."""
     names = [name for name in rows[0] if any(row[name] is not None for row in rows)]
     if all(str(row.get("half_id")).startswith(f"{row.get('app_id')}:{row.get('batch_id')}") for row in rows):
         names = [name for name in names if name not in ("app_id", "batch_id")]
@@ -104,7 +103,7 @@ def _worth_showing(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _width(cells: Sequence[dict[str, str]], names: Sequence[str]) -> int:
-    """Return the least width of a table in which nothing but text is folded."""
+    """Return the minimum width of a table in which only text columns are folded."""
     return sum(_column_width(cells, name, TEXT_CHARS_MIN) for name in names) + 2 * (len(names) - 1)
 
 
@@ -123,39 +122,39 @@ def _table(cells: Sequence[dict[str, str]], names: Sequence[str], numbers: set[s
     for name in names:
         justify: Any = "right" if name in numbers else "left"
         if name in TEXT:
-            least = _column_width(cells, name, TEXT_CHARS_MIN)
-            table.add_column(name, justify=justify, overflow="fold", min_width=least)
+            width_min = _column_width(cells, name, TEXT_CHARS_MIN)
+            table.add_column(name, justify=justify, overflow="fold", min_width=width_min)
         else:
             table.add_column(name, justify=justify, no_wrap=True)
     for row in cells:
         table.add_row(*(Text(row[name]) for name in names))
     if width is None:
-        longest = [_column_width(cells, name, TEXT_CHARS_NOT_A_TERMINAL) for name in names]
-        width = sum(longest) + 2 * len(names)
-    return _rendered(table, width)
+        widths = [_column_width(cells, name, TEXT_CHARS_NOT_A_TERMINAL) for name in names]
+        width = sum(widths) + 2 * len(names)
+    return _text_of(table, width)
 
 
 def _blocks(cells: Sequence[dict[str, str]], width: int) -> str:
-    """Return each row as lines of a name and a value, as psql's expanded mode has them, with a line between rows."""
+    """Return each row as lines of a name and a value, as in psql's expanded mode, with an empty line between rows."""
     from rich.table import Table
     from rich.text import Text
 
     blocks = []
     for row in cells:
-        block = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-        block.add_column(style="bold", no_wrap=True)
-        block.add_column(overflow="fold")
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
         for name, value in row.items():
             if value:
-                block.add_row(name, Text(value))
-        head = max(map(len, row)) + 2
-        whole = max((len(value) for name, value in row.items() if name not in TEXT), default=0)
-        blocks.append(_rendered(block, max(width, head + whole + 2)))
+                table.add_row(name, Text(value))
+        name_width = max(map(len, row)) + 2
+        value_width = max((len(value) for name, value in row.items() if name not in TEXT), default=0)
+        blocks.append(_text_of(table, max(width, name_width + value_width + 2)))
     return "\n".join(blocks)
 
 
-def _rendered(table: Any, width: int) -> str:
-    """Return what rich makes of it, without blanks at the ends of lines. rich must not meet a closed pipe itself."""
+def _text_of(table: Any, width: int) -> str:
+    """Return a table as text without spaces at the ends of lines. rich does not print it: the pipe may be closed."""
     from rich.console import Console
 
     console = Console(width=width)

@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     pass
 
 WINDOWS = {"last_minute": 60.0, "last_hour": 3600.0, "last_day": 86_400.0}
-"""Seconds before now in which messages are counted."""
+"""Windows in which messages are counted, in seconds before now."""
 
 
 @dataclass(frozen=True)
 class Overview:
-    """A look at a commit log.
+    """Figures of a commit log at one moment.
 
     Attributes
     ----------
     at : datetime
     ends, firsts : mapping of (topic, queue_id) to int
-        The next offset, and the first that is kept.
+        The next offset, and the first kept offset.
     pending, quarantined, conflicts : list of dict
-        Rows as ``txmq pending`` and so on list them.
+        Rows of ``txmq pending``, ``quarantined`` and ``conflicts``.
     groups : list of dict
-        Rows as ``txmq group list`` lists them.
+        Rows of ``txmq group list``.
     undrained_messages, undrained_bytes : int
     files : dict of str to int
         Live files of each table.
     bytes : dict of str to int
-        The same in bytes.
+        Their bytes.
     dead_letters : dict of str to int
         By consumer group.
     topics : dict of str to int
@@ -66,16 +66,16 @@ class Overview:
         return max((row["age_seconds"] for row in self.pending), default=0.0)
 
     def committed(self, topic: str) -> int:
-        """How many messages were ever committed to a topic."""
+        """Return how many messages were ever committed to a topic."""
         return sum(end for (name, _), end in self.ends.items() if name == topic)
 
     def kept(self, topic: str) -> int:
-        """How many of them have not expired."""
+        """Return how many messages of a topic were committed and have not expired."""
         return self.committed(topic) - sum(first for (name, _), first in self.firsts.items() if name == topic)
 
 
 def look(log: CommitLog) -> Overview:
-    """Look at a commit log."""
+    """Collect the figures of a commit log."""
     from rmq_spark._core.inspect.undrained import Undrained
     from rmq_spark._core.vocabulary.message import DLQ_PREFIX
     from rmq_spark._core.vocabulary.options import INT64_MAX
@@ -83,15 +83,15 @@ def look(log: CommitLog) -> Overview:
     engine = log.engine
     topics = log.topics()
     ends = dict(engine.tails())
-    dead = {name.removeprefix(DLQ_PREFIX): sum(end for (topic, _), end in ends.items() if topic == name)
-            for name in topics if name.startswith(DLQ_PREFIX)}  # fmt: skip
+    dead_letter_counts = {name.removeprefix(DLQ_PREFIX): sum(end for (topic, _), end in ends.items() if topic == name)
+                          for name in topics if name.startswith(DLQ_PREFIX)}  # fmt: skip
     firsts = dict(engine.firsts(refresh=False))
-    waiting = Undrained(engine).look(INT64_MAX)
-    files, held = {}, {}
+    undrained = Undrained(engine).look(INT64_MAX)
+    files, table_bytes = {}, {}
     for table in (engine.half.table, engine.op, engine.messages_table):
         table.refresh()
         sizes = table.actions()["size_bytes"].to_pylist()
-        files[table.name], held[table.name] = len(sizes), sum(n or 0 for n in sizes)
+        files[table.name], table_bytes[table.name] = len(sizes), sum(n or 0 for n in sizes)
     return Overview(
         at=engine.runtime.now(),
         topics=topics,
@@ -101,56 +101,56 @@ def look(log: CommitLog) -> Overview:
         quarantined=open_rows(log, log.quarantined(), None),
         conflicts=conflict_rows(log),
         groups=group_rows(log),
-        undrained_messages=waiting.messages,
-        undrained_bytes=waiting.bytes,
+        undrained_messages=undrained.messages,
+        undrained_bytes=undrained.bytes,
         files=files,
-        bytes=held,
-        dead_letters=dead,
+        bytes=table_bytes,
+        dead_letters=dead_letter_counts,
     )
 
 
 def committed_since(log: Engine, now: datetime) -> dict[str, dict[str, int]]:
     """Return by topic how many messages were committed within each of :data:`WINDOWS`.
 
-    Of drained messages the statistics of their files tell, and only a file in which a window begins is read.
+    Drained messages are counted by the statistics of their files. Only a file in which a window begins is read.
     """
-    found: dict[str, dict[str, int]] = {}
+    counts_by_topic: dict[str, dict[str, int]] = {}
     log.drained.border()
-    longest = now - timedelta(seconds=max(WINDOWS.values()))
+    earliest = now - timedelta(seconds=max(WINDOWS.values()))
     for name, topic, count in _drained_within(log, now):
-        found.setdefault(topic, dict.fromkeys(WINDOWS, 0))[name] += count
+        counts_by_topic.setdefault(topic, dict.fromkeys(WINDOWS, 0))[name] += count
     for rows, _ in log.placements(log.drained.position + 1):
-        late = rows.filter(pc.greater_equal(rows["op_time"], pa.scalar(longest, rows["op_time"].type)))
-        for row in late.select(["topic", "count", "op_time"]).to_pylist():
-            counts = found.setdefault(row["topic"], dict.fromkeys(WINDOWS, 0))
+        recent = rows.filter(pc.greater_equal(rows["op_time"], pa.scalar(earliest, rows["op_time"].type)))
+        for row in recent.select(["topic", "count", "op_time"]).to_pylist():
+            counts = counts_by_topic.setdefault(row["topic"], dict.fromkeys(WINDOWS, 0))
             for name, seconds in WINDOWS.items():
                 counts[name] += row["count"] if row["op_time"] >= now - timedelta(seconds=seconds) else 0
-    return found
+    return counts_by_topic
 
 
 def expiring(log: Engine, topic: str, retention_s: float) -> int:
-    """Return how many messages of a topic go at the next upkeep with this retention: those of whole files that are
-    older."""
+    """Return how many messages of a topic the next upkeep removes with this retention: those of files with no younger
+    message."""
     log.drained.border()
     actions = log.messages_table.actions()
-    before = log.runtime.now() - timedelta(seconds=retention_s)
-    last = actions["max.commit_timestamp"]
-    goes = pc.and_(pc.equal(actions["min.topic"], topic), pc.less(last, pa.scalar(before, last.type)))
-    return int(pc.sum(actions.filter(goes)["num_records"]).as_py() or 0)
+    limit = log.runtime.now() - timedelta(seconds=retention_s)
+    newest = actions["max.commit_timestamp"]
+    expires = pc.and_(pc.equal(actions["min.topic"], topic), pc.less(newest, pa.scalar(limit, newest.type)))
+    return int(pc.sum(actions.filter(expires)["num_records"]).as_py() or 0)
 
 
 def _drained_within(log: Engine, now: datetime) -> Iterator[tuple[str, str, int]]:
-    """Yield names of windows, topics, and how many messages of a file were committed then."""
+    """Yield for each file and window the window's name, the topic, and how many messages were committed in it."""
     table = log.messages_table
     columns = ["path", "num_records", "min.topic", "min.commit_timestamp", "max.commit_timestamp"]
     for file in table.actions().select(columns).to_pylist() if table.actions().num_rows else ():
-        first, last = file["min.commit_timestamp"], file["max.commit_timestamp"]
+        oldest, newest = file["min.commit_timestamp"], file["max.commit_timestamp"]
         times: pa.ChunkedArray | None = None
         for name, seconds in WINDOWS.items():
             since = now - timedelta(seconds=seconds)
-            if last is not None and last < since:
+            if newest is not None and newest < since:
                 continue
-            if first is not None and first >= since:
+            if oldest is not None and oldest >= since:
                 yield name, file["min.topic"], file["num_records"]
                 continue
             if times is None:

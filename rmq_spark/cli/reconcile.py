@@ -1,4 +1,4 @@
-"""``txmq reconcile``: after a restore, what the database has and the log has not, and the other way round."""
+"""``txmq reconcile``: after a restore, the differences between the database and the log."""
 
 from __future__ import annotations
 
@@ -54,29 +54,29 @@ def reconcile(
     from rmq_spark._core.client.reconcile import Reconciler, Stream
     from rmq_spark._core.listeners.listener import load_listener, see_working_folder
 
-    began = None if since is None else time_of(since, datetime.now(timezone.utc), "since")
+    backup_time = None if since is None else time_of(since, datetime.now(timezone.utc), "since")
     see_working_folder()
     log = open_log(path, storage)
-    streams = [Stream.read(given, log.storage_options) for given in checkpoint or ()]
-    found = Reconciler(log.engine, load_listener(listener), streams, began).run(apply)
-    kept = _keep(found, log, report)
+    streams = [Stream.read(checkpoint_text, log.storage_options) for checkpoint_text in checkpoint or ()]
+    result = Reconciler(log.engine, load_listener(listener), streams, backup_time).run(apply)
+    report_path = _save(result, log, report)
     if as_json:
-        typer.echo(json_of({**found.to_dict(), "report": kept}))
+        typer.echo(json_of({**result.to_dict(), "report": report_path}))
     else:
-        typer.echo("\n".join(one_line(line) for line in str(found).splitlines()))
-        typer.secho(f"the report is kept at {kept}", dim=True, err=True)
-    if found.left:
+        typer.echo("\n".join(one_line(line) for line in str(result).splitlines()))
+        typer.secho(f"the report is kept at {report_path}", dim=True, err=True)
+    if result.left:
         raise typer.Exit(LEFT)
 
 
-def _keep(found: ReconcileReport, log: CommitLog, file: Path | None) -> str:
+def _save(report: ReconcileReport, log: CommitLog, file: Path | None) -> str:
     from rmq_spark._core.storage.copy import Folder
 
     if file is not None:
-        file.write_bytes(found.content())
+        file.write_bytes(report.content())
         return str(file)
-    around, _, name = log.path.rpartition("/")
-    at = datetime.now(timezone.utc)
-    name = f"{name}-reconcile-{at:%Y%m%dT%H%M%S.%f}Z.json"
-    Folder(around, log.storage_options).put(name, found.content())
-    return f"{around}/{name}"
+    folder, _, name = log.path.rpartition("/")
+    now = datetime.now(timezone.utc)
+    name = f"{name}-reconcile-{now:%Y%m%dT%H%M%S.%f}Z.json"
+    Folder(folder, log.storage_options).put(name, report.content())
+    return f"{folder}/{name}"

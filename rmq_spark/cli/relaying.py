@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 KAFKA = "kafka"
 KAFKA_ENV = "TXMQ_KAFKA__"
-"""``TXMQ_KAFKA__SASL_PASSWORD`` is Kafka's setting ``sasl.password``."""
+"""Prefix of Kafka's settings in the environment: ``TXMQ_KAFKA__SASL_PASSWORD`` is ``sasl.password``."""
 FAILED, BAD_USAGE, FENCED, REFUSED = 1, 2, 3, 4
 
 HELP = f"""Hand committed messages over to Kafka, each of them once and in the order of its queue.
@@ -112,7 +112,7 @@ def relay(
 
         log = open_log(path, storage)
         hide(value for key, value in settings.items() if is_secret(key))
-        found = KafkaRelay(
+        kafka_relay = KafkaRelay(
             log,
             servers,
             topics=None if topics is None else [t.strip() for t in topics.split(",") if t.strip()],
@@ -136,27 +136,27 @@ def relay(
             poll_interval=parse_duration(poll_interval, "poll_interval"),
             kafka=settings,
         )
-        with found:
-            _run(found, once, as_json)
+        with kafka_relay:
+            _run(kafka_relay, once, as_json)
     except TxmqError as problem:
         fail(problem, _exit_code(problem))
 
 
 def _exit_code(problem: TxmqError) -> int:
-    wrong = (OptionError, NotACommitLogError, TopicNotFoundError)
-    for kind, code in ((RelayFencedError, FENCED), (RelayRefusedError, REFUSED), (wrong, BAD_USAGE)):
+    usage_errors = (OptionError, NotACommitLogError, TopicNotFoundError)
+    for kind, code in ((RelayFencedError, FENCED), (RelayRefusedError, REFUSED), (usage_errors, BAD_USAGE)):
         if isinstance(problem, kind):
             return code
     return FAILED
 
 
 def kafka_settings(given: Sequence[str] | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of Kafka's client: those of the environment, and those given as arguments, which win."""
+    """Return the settings of Kafka's client: those of the environment, overridden by those given as arguments."""
     names = [name for name in environment if name.startswith(KAFKA_ENV)]
     settings = {name[len(KAFKA_ENV) :].lower().replace("_", "."): environment[name] for name in names}
     for text in given or ():
-        key, found, value = text.partition("=")
-        if not found or not key:
+        key, equals_sign, value = text.partition("=")
+        if not equals_sign or not key:
             raise typer.BadParameter("KEY=VALUE is expected (what was given is not shown)", param_hint="--kafka")
         settings[key] = value
     return settings
@@ -165,15 +165,15 @@ def kafka_settings(given: Sequence[str] | None, environment: Mapping[str, str]) 
 def _run(relay: KafkaRelay, once: bool, as_json: bool) -> None:
     stop = threading.Event()
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def request_stop(signum: int, frame: FrameType | None) -> None:
         stop.set()
 
     def show(report: RelayReport) -> None:
         typer.echo(json.dumps(report.to_dict()) if as_json else str(report))
         sys.stdout.flush()
 
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
+    signal.signal(signal.SIGTERM, request_stop)
+    signal.signal(signal.SIGINT, request_stop)
     if once:
         show(relay.run_once(stop))
     else:
@@ -181,9 +181,9 @@ def _run(relay: KafkaRelay, once: bool, as_json: bool) -> None:
 
 
 def _log_to_stderr() -> None:
-    as_json = json_handler()
-    if as_json is not None:
-        logging.basicConfig(level=logging.WARNING, handlers=[as_json])
+    json_log_handler = json_handler()
+    if json_log_handler is not None:
+        logging.basicConfig(level=logging.WARNING, handlers=[json_log_handler])
     else:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("rmq_spark").setLevel(logging.INFO)

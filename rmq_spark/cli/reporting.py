@@ -53,9 +53,9 @@ def report(
     if html is not None:
         from rmq_spark._core.report.page import page
 
-        named = None if transaction is None else trace_of(log.engine, transaction)
+        chosen = None if transaction is None else trace_of(log.engine, transaction)
         figures = figures_of(log, since)
-        html.write_text(page(figures, named or slowest_of(log.engine, figures)), encoding="utf-8")
+        html.write_text(page(figures, chosen or slowest_of(log.engine, figures)), encoding="utf-8")
     else:
         figures = figures_of(log, since)
     findings = findings_of(figures)
@@ -69,7 +69,7 @@ def report(
 
 
 def _summary(figures: Figures, findings: list[Finding]) -> dict[str, Any]:
-    """What a program needs of a report."""
+    """Return a report for programs."""
     oldest = max(figures.pending["seconds"].to_pylist(), default=0.0)
     return {
         "since": short_time(figures.span.since).replace(" ", "T"),

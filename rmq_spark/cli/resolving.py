@@ -1,4 +1,4 @@
-"""What ``txmq resolve`` asks, does and says."""
+"""The question, the decision and the answer of ``txmq resolve``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rmq_spark.cli.text import age_in_words, escaped, one_line, short_text, shor
 from rmq_spark.errors import TxmqError
 
 SHOWN = 3
-"""Messages that a person sees before the question."""
+"""Messages shown before the question."""
 _RUNS_AGAIN = (
     "a restart of its query, or the same send under its idempotency key, runs it again. Resolve it when that has made "
     "it pending"
@@ -39,10 +39,10 @@ class Resolving:
         self._open = self._state.count(*OPEN_STATES)
         self._in_conflict = self._state.conflicting().count
         self.acts = bool(self._open or self._in_conflict)
-        """False when nothing is left to be decided."""
+        """False when nothing is left to decide."""
 
     def description(self) -> str:
-        """Return whose half batch it is, how old, and what of it waits, a line for each."""
+        """Return the half batch's ids, groups, topics, age and undecided messages, one line each."""
         header, now = self._record.header, self._log.engine.runtime.now()
         prepared_at = self._record.prepared_at
         age = age_in_words((now - prepared_at).total_seconds())
@@ -64,26 +64,26 @@ class Resolving:
         return "\n".join(f"{name:<16}{one_line(value)}" for name, value in lines.items())
 
     def messages(self) -> str:
-        """Return the first messages that the verdict is about, a line for each: topic, keys, the body's beginning."""
+        """Return the first messages to decide on, one line each: topic, keys, the beginning of the body."""
         chosen = self._state.rows_in(OPEN_STATES) or self._state.conflicting()
         try:
-            found = self._log.engine.half.read(self._record, chosen.first(SHOWN), ["topic", "keys", "body"])
+            table = self._log.engine.half.read(self._record, chosen.first(SHOWN), ["topic", "keys", "body"])
         except TxmqError as problem:  # a person may still decide
             return f"its messages cannot be shown: {sentence_of(problem)}"
         rows = [
             (one_line(row["topic"]), escaped(short_text(row["keys"] or "")), peek(row["body"]))
-            for row in found.to_pylist()
+            for row in table.to_pylist()
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         more = chosen.count - len(rows)
         if more:
-            at = path_to_type()
-            lines.append(f"and {count_of(more, 'more message')}: txmq query {at}--half-id {self._record.half_id}")
+            path = path_to_type()
+            lines.append(f"and {count_of(more, 'more message')}: txmq query {path}--half-id {self._record.half_id}")
         return "\n".join(f"  {line.rstrip()}" for line in lines)
 
     def question(self) -> str:
-        """Return what a person has to say yes to."""
+        """Return the question that a person has to confirm."""
         if self._commits:
             return "Commit them? Messages that became visible cannot be taken back."
         return "Roll them back? Nobody will see these messages."
@@ -97,28 +97,28 @@ class Resolving:
             When visible messages would have to be taken back.
         """
         placed = self._log.resolve(self._record.half_id, COMMIT_MESSAGE if self._commits else ROLLBACK_MESSAGE, reason)
-        after = self._log.engine.state_of(self._record)
-        return (self._committed(placed, after) if self._commits else self._rolled_back(after)) or self._as_before(after)
+        state = self._log.engine.state_of(self._record)
+        return (self._committed(placed, state) if self._commits else self._rolled_back(state)) or self._as_before(state)
 
-    def _committed(self, placed: list[Placed], after: BatchState) -> str:
-        mine = sum(p.count for p in placed if p.half_id in ("", self._record.half_id))
-        waiting = after.count(RowState.DECIDED) - self._state.count(RowState.DECIDED)
-        said = [f"{count_of(mine, 'message')} became visible"] if mine else []
+    def _committed(self, placed: list[Placed], state: BatchState) -> str:
+        own_count = sum(p.count for p in placed if p.half_id in ("", self._record.half_id))
+        waiting = state.count(RowState.DECIDED) - self._state.count(RowState.DECIDED)
+        parts = [f"{count_of(own_count, 'message')} became visible"] if own_count else []
         if waiting > 0:
-            said.append(
+            parts.append(
                 f"{count_of(waiting, 'message')} {'is' if waiting == 1 else 'are'} committed, and wait"
                 f"{'s' if waiting == 1 else ''} for a time or for an earlier message"
             )
-        return "; ".join(said)
+        return "; ".join(parts)
 
-    def _rolled_back(self, after: BatchState) -> str:
-        count = after.count(*ROLLED_BACK_STATES) - self._state.count(*ROLLED_BACK_STATES)
+    def _rolled_back(self, state: BatchState) -> str:
+        count = state.count(*ROLLED_BACK_STATES) - self._state.count(*ROLLED_BACK_STATES)
         return f"{count_of(count, 'message')} {'was' if count == 1 else 'were'} rolled back" if count > 0 else ""
 
-    def _as_before(self, after: BatchState) -> str:
-        """What to say when every message has the verdict that it had."""
-        committed, rolled_back = after.count(*COMMITTED_STATES), after.count(*ROLLED_BACK_STATES)
-        by_check = after.count(RowState.ROLLED_BACK_BY_CHECK)
+    def _as_before(self, state: BatchState) -> str:
+        """Return the answer for a half batch whose messages all keep their verdicts."""
+        committed, rolled_back = state.count(*COMMITTED_STATES), state.count(*ROLLED_BACK_STATES)
+        by_check = state.count(RowState.ROLLED_BACK_BY_CHECK)
         if committed and rolled_back:
             changed = "the conflict is over, and no message was changed" if self._in_conflict else "nothing was changed"
             counts = " and ".join(

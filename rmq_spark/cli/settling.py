@@ -79,22 +79,22 @@ def conflicts(
 
 
 def _open_listed(log: CommitLog, table: pa.Table, group: str | None, as_json: bool, what: str) -> str:
-    others = sorted(set(table["producer_group"].to_pylist()))
-    whose = "" if group is None else f" of group {group!r}"
-    hint = f" ({what} are half batches of {', '.join(map(repr, others))})" if whose and others else ""
-    return _listed(open_rows(log, table, group), as_json, f"nothing{whose} is {what}{hint}")
+    groups = sorted(set(table["producer_group"].to_pylist()))
+    of_group = "" if group is None else f" of group {group!r}"
+    hint = f" ({what} are half batches of {', '.join(map(repr, groups))})" if of_group and groups else ""
+    return _listed(open_rows(log, table, group), as_json, f"nothing{of_group} is {what}{hint}")
 
 
 def _listed(rows: Sequence[dict[str, Any]], as_json: bool, nothing: str) -> str:
     if as_json:
         return "".join(f"{json_of(row)}\n" for row in rows)
-    last = ("age_seconds", "bytes", "prepared_at", "lease_until", "history")
+    last_columns = ("age_seconds", "bytes", "prepared_at", "lease_until", "history")
     table = [
         {
-            **{k: v for k, v in row.items() if k not in last},
+            **{k: v for k, v in row.items() if k not in last_columns},
             "age": short_age(row["age_seconds"]),
             "size": size(row["bytes"]),
-            **{k: row[k] for k in last[2:] if k in row},
+            **{k: row[k] for k in last_columns[2:] if k in row},
         }
         for row in rows
     ]
@@ -112,7 +112,7 @@ def open_rows(log: CommitLog, table: pa.Table, group: str | None) -> list[dict[s
 
 
 def conflict_rows(log: CommitLog, group: str | None = None) -> list[dict[str, Any]]:
-    """Return the half batches in conflict, each with what was decided on it."""
+    """Return a row for each half batch in conflict, with the history of its decisions."""
     now = log.engine.runtime.now()
     rows: list[dict[str, Any]] = []
     for half_id in log.conflicts():
@@ -153,22 +153,22 @@ def resolve(
     before it acts."""
     from rmq_spark.cli.resolving import Resolving
 
-    wanted = verdict.upper().removesuffix("_MESSAGE")
-    if wanted not in VERDICTS:
+    decision = verdict.upper().removesuffix("_MESSAGE")
+    if decision not in VERDICTS:
         raise typer.BadParameter(f"{verdict!r} is neither COMMIT nor ROLLBACK", param_hint="COMMIT|ROLLBACK")
     if not reason.strip():
         raise typer.BadParameter("it is empty: a reason is kept with the op marker", param_hint="--reason")
-    resolving = Resolving(open_log(path, storage), half_id, wanted)
+    resolving = Resolving(open_log(path, storage), half_id, decision)
     if resolving.acts and not yes:
         typer.echo(f"{resolving.description()}\n{resolving.messages()}", err=True)
         if not sys.stdin.isatty():
-            typer.echo(f"there is no terminal to ask on: pass --yes to {wanted} it unasked", err=True)
+            typer.echo(f"there is no terminal to ask on: pass --yes to {decision} it unasked", err=True)
             raise typer.Exit(2)
         if not typer.confirm(resolving.question(), err=True):
             typer.echo("nothing was changed", err=True)
             raise typer.Exit(1)
-    did = resolving.run(reason)
-    say(as_json, {"half_id": half_id, "verdict": wanted, "what": did}, one_line(f"{half_id}: {did}"))
+    outcome = resolving.run(reason)
+    say(as_json, {"half_id": half_id, "verdict": decision, "what": outcome}, one_line(f"{half_id}: {outcome}"))
 
 
 @plainly
@@ -187,19 +187,19 @@ def resume(
 ) -> None:
     """Take a half batch out of quarantine: the next round of checks asks its listener again, and counts anew."""
     log = open_log(path, storage)
-    at = path_to_type()
+    typed = path_to_type()
     if half_id != EVERYTHING:
         if group is not None:
             raise typer.BadParameter("it goes with all: write txmq resume all --group …", param_hint="--group")
-        wanted = [half_id]
+        half_ids = [half_id]
     else:
         rows = log.quarantined().to_pylist()
-        wanted = list(dict.fromkeys(r["half_id"] for r in rows if group in (None, r["producer_group"])))
-        if not wanted:
+        half_ids = list(dict.fromkeys(r["half_id"] for r in rows if group in (None, r["producer_group"])))
+        if not half_ids:
             say(False, {}, "nothing is quarantined") if not as_json else None
-    for one in wanted:
-        count = log.resume(one, reason)
+    for item in half_ids:
+        count = log.resume(item, reason)
         if not count and half_id != EVERYTHING:
-            fail(OptionError(f"nothing of {one} is quarantined: txmq trace {at}{one} tells how it stands"), FAILED)
-        text = f"{one}: {count_of(count, 'message')} {'is' if count == 1 else 'are'} pending again"
-        say(as_json, {"half_id": one, "messages": count}, one_line(text))
+            fail(OptionError(f"nothing of {item} is quarantined: txmq trace {typed}{item} tells how it stands"), FAILED)
+        text = f"{item}: {count_of(count, 'message')} {'is' if count == 1 else 'are'} pending again"
+        say(as_json, {"half_id": item, "messages": count}, one_line(text))

@@ -32,8 +32,8 @@ def stats(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> No
     from rmq_spark.cli.overview import look
 
     log = open_log(path, storage)
-    found = look(log)
-    rows = list(stat_rows(log, found))
+    overview = look(log)
+    rows = list(stat_rows(log, overview))
     if as_json:
         for row in rows:
             typer.echo(json_of(row))
@@ -45,9 +45,9 @@ def stat_rows(log: CommitLog, found: Overview) -> Iterator[dict[str, Any]]:
     """Yield the objects that ``--json`` prints."""
     from rmq_spark.cli.overview import WINDOWS, committed_since
 
-    lately = committed_since(log.engine, found.at)
+    recent_counts = committed_since(log.engine, found.at)
     for topic, queues in sorted(found.topics.items()):
-        counts = lately.get(topic, dict.fromkeys(WINDOWS, 0))
+        counts = recent_counts.get(topic, dict.fromkeys(WINDOWS, 0))
         yield {"kind": "topic", "topic": topic, "queues": queues, **counts, "committed": found.committed(topic),
                "kept": found.kept(topic)}  # fmt: skip
     for group in found.groups:
@@ -66,14 +66,14 @@ def stat_rows(log: CommitLog, found: Overview) -> Iterator[dict[str, Any]]:
 
 
 def _tables(rows: list[dict[str, Any]]) -> Iterator[str]:
-    def of(kind: str) -> list[dict[str, Any]]:
+    def rows_of(kind: str) -> list[dict[str, Any]]:
         return [{k: v for k, v in row.items() if k != "kind"} for row in rows if row["kind"] == kind]
 
-    yield rendered(of("topic"), "no topics: make one with txmq topic create")
-    if groups := of("group"):
+    yield rendered(rows_of("topic"), "no topics: make one with txmq topic create")
+    if groups := rows_of("group"):
         yield rendered([in_words(group) for group in groups], "", ["updated", "topics"])
-    yield rendered([{**row, "bytes": size(row["bytes"])} for row in of("table")], "")
-    (totals,) = of("transactions")
+    yield rendered([{**row, "bytes": size(row["bytes"])} for row in rows_of("table")], "")
+    (totals,) = rows_of("transactions")
     oldest = f", the oldest for {short_age(totals['oldest_pending_seconds'])}" if totals["pending"] else ""
     yield (
         f"half batches: {totals['pending']:,} pending{oldest}; {totals['quarantined']:,} quarantined; "

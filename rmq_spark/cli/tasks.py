@@ -1,7 +1,6 @@
-"""What a scheduler calls that wants a function, as Databricks' ``python_wheel_task`` does: ``txmq-check`` and
-``txmq-maintain``.
+"""``txmq-check`` and ``txmq-maintain``, for schedulers that call a function, as Databricks' ``python_wheel_task`` does.
 
-They return when all is well, and end with the exit code otherwise, for a run is a failure when its function raises.
+They return on success. Otherwise they raise SystemExit with the exit code, so that the scheduler counts a failure.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _maintain = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def check() -> None:
-    """One round of the check job."""
+    """Run one round of the check job."""
     _run(_check)
 
 
 def maintain() -> None:
-    """One round of upkeep."""
+    """Run one round of upkeep."""
     _run(_maintain)
 
 
@@ -67,12 +66,12 @@ def _maintain_once(
 
 
 def storage_of(scope: str | None) -> dict[str, str]:
-    """The secrets of a Databricks secret scope, as storage options; none without a scope.
+    """Return the secrets of a Databricks secret scope as storage options; none without a scope.
 
     Raises
     ------
     ConfigError
-        When this is no Databricks.
+        Outside Databricks.
     """
     if scope is None:
         return {}
@@ -84,7 +83,7 @@ def storage_of(scope: str | None) -> dict[str, str]:
             "in the environment"
         ) from None
     secrets = dbutils.secrets
-    return {found.key: secrets.get(scope=scope, key=found.key) for found in secrets.list(scope)}
+    return {secret.key: secrets.get(scope=scope, key=secret.key) for secret in secrets.list(scope)}
 
 
 def _run(app: typer.Typer) -> None:

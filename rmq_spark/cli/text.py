@@ -1,4 +1,4 @@
-"""Pieces of text that ``txmq`` prints: what others sent must not control the terminal."""
+"""Text that ``txmq`` prints. The content of messages must not control the terminal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def short_time(value: datetime) -> str:
 
 
 def plain(value: object) -> object:
-    """Return a value as JSON can have it: times as ISO texts, bytes as text, or base64 where they are none."""
+    """Return a value for JSON: a time as ISO text, a timedelta in seconds, others as they are."""
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, timedelta):
@@ -58,12 +58,12 @@ def json_message(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_json(row: dict[str, Any]) -> str:
-    """Return an object on one line."""
+    """Return a row as a JSON object on one line."""
     return json.dumps({k: plain(v) for k, v in row.items()})
 
 
 def age_in_words(seconds: float) -> str:
-    """Return the largest unit that fits, as in ``3 hours``."""
+    """Return a duration in the largest unit that fits, as in ``3 hours``."""
     for unit, length in _UNITS:
         if seconds >= length:
             return count_of(int(seconds // length), unit)
@@ -71,7 +71,7 @@ def age_in_words(seconds: float) -> str:
 
 
 def short_age(seconds: float | None) -> str:
-    """Return two units at most, as in ``3h 12m``, or milliseconds; nothing for None."""
+    """Return a duration in at most two units, as in ``3h 12m``, or in milliseconds; an empty string for None."""
     if seconds is None:
         return ""
     if 0 < seconds < 0.9995:
@@ -88,7 +88,7 @@ def short_age(seconds: float | None) -> str:
 
 
 def size(number: float | None) -> str:
-    """Return bytes in the largest unit that fits, as in ``1.4 MiB``; nothing for None."""
+    """Return bytes in the largest unit that fits, as in ``1.4 MiB``; an empty string for None."""
     if number is None:
         return ""
     for unit in _SIZES:

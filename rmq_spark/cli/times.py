@@ -9,12 +9,12 @@ from rmq_spark.errors import OptionError
 
 
 def time_of(text: str, now: datetime, option: str) -> datetime:
-    """Return a time: a point in time, or a duration before now.
+    """Parse a point in time, or a duration before now.
 
     Raises
     ------
     OptionError
-        When it is neither.
+        When the text is neither.
     """
     from rmq_spark._core.reads.offsets import parse_timestamp
 

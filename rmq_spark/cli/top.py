@@ -1,4 +1,4 @@
-"""``txmq top``: a live screen of what goes on in a commit log; once, where there is no terminal."""
+"""``txmq top``: a live screen of a commit log's figures, printed once when there is no terminal."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def top(
 
 
 def figures(now: Overview, before: Overview) -> dict[str, Any]:
-    """Return what the screen shows, for JSON."""
+    """Return the figures of the screen for JSON."""
     return {
         "at": now.at,
         "pending": len(now.pending),
@@ -101,12 +101,12 @@ def consumer_rows(now: Overview, before: Overview) -> list[dict[str, Any]]:
     rows = []
     for group in now.groups:
         name, topics = group["consumer_group"], group["topics"].split(", ")
-        came = sum(now.committed(topic) - before.committed(topic) for topic in topics)
-        read = max(0, lags.get(name, group["lag"]) + came - group["lag"])
+        committed = sum(now.committed(topic) - before.committed(topic) for topic in topics)
+        consumed = max(0, lags.get(name, group["lag"]) + committed - group["lag"])
         rows.append(
             {
                 "consumer_group": name,
-                "out_per_second": round(read / seconds, 1),
+                "out_per_second": round(consumed / seconds, 1),
                 "lag": group["lag"],
                 "lag_seconds": group["lag_seconds"],
                 "members": group["members"],
@@ -117,7 +117,7 @@ def consumer_rows(now: Overview, before: Overview) -> list[dict[str, Any]]:
 
 
 def headline(now: Overview) -> list[tuple[str, str]]:
-    """Return the figures of the first lines, each with a colour; empty for those that are as they should be."""
+    """Return the figures of the first lines, each with a style, which is empty when all is well."""
     oldest = now.oldest_pending_s
     pending = f"{len(now.pending):,} pending" + (f", the oldest for {short_age(oldest)}" if now.pending else "")
     return [
@@ -130,10 +130,10 @@ def headline(now: Overview) -> list[tuple[str, str]]:
 
 
 def open_half_batches(now: Overview) -> list[dict[str, Any]]:
-    """Return what waits for a verdict, what needs a person first."""
+    """Return half batches that wait for a verdict; those that need a person come first."""
     rows = []
-    for state, found in (("conflict", now.conflicts), ("quarantined", now.quarantined), ("pending", now.pending)):
-        for row in sorted(found, key=lambda r: -r["age_seconds"]):
+    for state, batches in (("conflict", now.conflicts), ("quarantined", now.quarantined), ("pending", now.pending)):
+        for row in sorted(batches, key=lambda batch: -batch["age_seconds"]):
             rows.append(
                 {
                     "half_id": row["half_id"],

@@ -67,11 +67,11 @@ def set_topic(
     log = open_log(path, storage)
     log.set_retention(name, None if retention == FOREVER else retention)
     words = "for ever" if retention == FOREVER else f"for {retention}"
-    kept_s = log.retentions()[name]
-    going = 0 if kept_s is None else expiring(log.engine, name, kept_s)
-    if going:
-        words += f": {count_of(going, 'message')} older than that will go at the next upkeep"
-    row = {"topic": name, "retention_s": kept_s, "expiring": going}
+    retention_s = log.retentions()[name]
+    expiring_count = 0 if retention_s is None else expiring(log.engine, name, retention_s)
+    if expiring_count:
+        words += f": {count_of(expiring_count, 'message')} older than that will go at the next upkeep"
+    row = {"topic": name, "retention_s": retention_s, "expiring": expiring_count}
     say(as_json, row, f"messages of topic {name} are kept {words}")
 
 
@@ -80,9 +80,9 @@ def set_topic(
 def list_topics(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
     """List topics: how many messages were committed to each, how many of those have expired, and what they take."""
     log = open_log(path, storage)
-    found, retentions, fifo = log.topics(), log.retentions(), log.fifo_topics()
+    queue_counts, retentions, fifo = log.topics(), log.retentions(), log.fifo_topics()
     engine = log.engine
-    committed, expired, held = _by_topic(engine.tails()), _by_topic(engine.firsts()), bytes_by_topic(log)
+    committed, expired, topic_bytes = _by_topic(engine.tails()), _by_topic(engine.firsts()), bytes_by_topic(log)
     rows: list[dict[str, Any]] = [
         {
             "topic": name,
@@ -91,9 +91,9 @@ def list_topics(path: LogPath, as_json: AsJson = False, storage: Storage = None)
             "retention_s": retentions[name],
             "committed": committed[name],
             "expired": expired[name],
-            "bytes": held.get(name, 0),
+            "bytes": topic_bytes.get(name, 0),
         }
-        for name, queues in found.items()
+        for name, queues in queue_counts.items()
     ]
     table = [
         {
@@ -125,13 +125,13 @@ def delete_topic(path: LogPath, name: TopicName, storage: Storage = None) -> Non
     """Is refused: a topic is for good. Says how to be rid of its messages."""
     log = open_log(path, storage)
     log.engine.require_topic(name)
-    at = f"{path_to_type()}{name}"
-    said = (
+    topic = f"{path_to_type()}{name}"
+    message = (
         f"topic {name!r} is not deleted, and no topic can be: programs that know it go on writing to it, and its "
         "offsets must never be used again. To be rid of its messages: stop its senders, "
-        f"txmq topic set {at} --retention 1h, and let txmq maintain run until txmq topic status {at} shows none"
+        f"txmq topic set {topic} --retention 1h, and let txmq maintain run until txmq topic status {topic} shows none"
     )
-    fail(OptionError(said), FAILED)
+    fail(OptionError(message), FAILED)
 
 
 def _by_topic(offsets: Mapping[tuple[str, int], int]) -> Counter[str]:
@@ -142,7 +142,7 @@ def _by_topic(offsets: Mapping[tuple[str, int], int]) -> Counter[str]:
 
 
 def bytes_by_topic(log: CommitLog) -> dict[str, int]:
-    """Return what the messages of each topic take in the table ``messages``, of which each file has one topic."""
+    """Return the bytes of each topic in the table ``messages``. Each of its files has one topic."""
     table = log.engine.messages_table
     table.refresh()
     sums: Counter[str] = Counter()
@@ -153,18 +153,18 @@ def bytes_by_topic(log: CommitLog) -> dict[str, int]:
 
 
 def queue_rows(log: CommitLog, name: str) -> list[dict[str, Any]]:
-    """Return what is in each queue of a topic."""
+    """Return a row for each queue of a topic."""
     queues = log.engine.require_topic(name)
-    tails, firsts, opened = log.engine.tails(), log.engine.firsts(), log.open_messages()
-    last = last_commits(log, {(name, q): tails.get((name, q), 0) for q in range(queues)})
+    tails, firsts, open_counts = log.engine.tails(), log.engine.firsts(), log.open_messages()
+    commit_times = last_commits(log, {(name, q): tails.get((name, q), 0) for q in range(queues)})
     border = log.engine.drained.border()
     drained = {q: max(0, border.get((name, q), 0) - firsts.get((name, q), 0)) for q in range(queues)}
-    whole, held = sum(drained.values()), bytes_by_topic(log).get(name, 0)
+    drained_total, topic_bytes = sum(drained.values()), bytes_by_topic(log).get(name, 0)
     rows = []
     for queue_id in range(queues):
         queue = (name, queue_id)
         first, end = firsts.get(queue, 0), tails.get(queue, 0)
-        pending, waiting = opened.get(queue, (0, 0))
+        pending, waiting = open_counts.get(queue, (0, 0))
         rows.append(
             {
                 "topic": name,
@@ -174,15 +174,15 @@ def queue_rows(log: CommitLog, name: str) -> list[dict[str, Any]]:
                 "messages": end - first,
                 "pending": pending,
                 "waiting": waiting,
-                "bytes": held * drained[queue_id] // whole if whole else 0,
-                "last_commit": last.get(queue),
+                "bytes": topic_bytes * drained[queue_id] // drained_total if drained_total else 0,
+                "last_commit": commit_times.get(queue),
             }
         )
     return rows
 
 
 def last_commits(log: CommitLog, ends: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], datetime]:
-    """Return when the last message before each of these offsets was committed; those that are gone are left out."""
+    """Return the commit time of the last message before each of these offsets, unless that message is gone."""
     from rmq_spark._core.consumers.groups import waiting_since
 
     return waiting_since(log.engine, {queue: end - 1 for queue, end in ends.items() if end > 0})

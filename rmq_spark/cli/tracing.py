@@ -60,17 +60,17 @@ def trace(
     """Tell the whole story of a transaction: prepared, leased, checked, decided (by whom and why), placed, drained,
     archived. It says what upkeep has taken. --json prints one object, with its events."""
     log = open_log(path, storage)
-    found = log.trace(**argument_of(name))
-    typer.echo(json.dumps(found.to_dict()) if as_json else _told(found, _advice(found)), nl=as_json)
+    story = log.trace(**argument_of(name))
+    typer.echo(json.dumps(story.to_dict()) if as_json else _text_of(story, _advice(story)), nl=as_json)
 
 
 def argument_of(name: str) -> dict[str, str]:
-    """Return what kind of id this is: an attempt has no dot, an address has one.
+    """Return an id as the argument of :meth:`CommitLog.trace`: by its form a half id, a message id or a transaction id.
 
     Raises
     ------
     OptionError
-        When it is none, such as a key.
+        When the name is not an id, such as a key.
     """
     if _HALF_ID.fullmatch(name):
         return {"half_id": name}
@@ -84,27 +84,27 @@ def argument_of(name: str) -> dict[str, str]:
     )
 
 
-def _told(found: Trace, advice: str | None) -> str:
+def _text_of(story: Trace, advice: str | None) -> str:
     from rmq_spark._core.listeners.listener import NO_LISTENER_FENCE
 
-    outcome = ", ".join(f"{n:,} {OUTCOMES.get(what, what)}" for what, n in found.outcome.items())
+    outcome = ", ".join(f"{n:,} {OUTCOMES.get(what, what)}" for what, n in story.outcome.items())
     head = {
-        ("message" if found.message_id else "transaction" if found.transaction_id else "half batch"): (
-            found.message_id or found.transaction_id or found.half_id
+        ("message" if story.message_id else "transaction" if story.transaction_id else "half batch"): (
+            story.message_id or story.transaction_id or story.half_id
         ),
-        "producer_group": found.producer_group,
-        "store": None if found.fence_id == NO_LISTENER_FENCE else found.fence_id,
-        "messages": f"{found.messages:,}{': ' if outcome else ''}{outcome}",
-        "topics": ", ".join(found.topics) or None,
-        "where": WHERE[found.where],
-        "conflict": "yes: a verdict came too late, and nobody has resolved it" if found.in_conflict else None,
-        "lease_until": found.lease_until,
-        "waits_for": ", ".join(_first_of(found.waits_for)) or None,
+        "producer_group": story.producer_group,
+        "store": None if story.fence_id == NO_LISTENER_FENCE else story.fence_id,
+        "messages": f"{story.messages:,}{': ' if outcome else ''}{outcome}",
+        "topics": ", ".join(story.topics) or None,
+        "where": WHERE[story.where],
+        "conflict": "yes: a verdict came too late, and nobody has resolved it" if story.in_conflict else None,
+        "lease_until": story.lease_until,
+        "waits_for": ", ".join(_first_of(story.waits_for)) or None,
     }
     text = block(head)
     previous: datetime | None = None
     rows = []
-    for event in found.events:
+    for event in story.events:
         after = None if previous is None else max(0.0, (event.at - previous).total_seconds())
         previous = event.at
         rows.append(
@@ -115,28 +115,28 @@ def _told(found: Trace, advice: str | None) -> str:
                 "by": event.decided_by,
                 "attempt": event.attempt,
                 "messages": event.messages,
-                "what": _what(found, event),
+                "what": _event_text(story, event),
             }
         )
     text += f"\n{rendered(rows, '')}"
-    for sentence in found.unknown:
+    for sentence in story.unknown:
         text += f"not known: {one_line(sentence)}\n"
     return text + (f"\n{advice}\n" if advice else "")
 
 
-def _first_of(shown: Sequence[str]) -> list[str]:
-    """The first of many, and how many more there are."""
-    more = len(shown) - PLACES_SHOWN
-    return [*shown[:PLACES_SHOWN], *([f"and {more} more (--json has all)"] if more > 0 else [])]
+def _first_of(items: Sequence[str]) -> list[str]:
+    """Return the first items, and how many more there are."""
+    more = len(items) - PLACES_SHOWN
+    return [*items[:PLACES_SHOWN], *([f"and {more} more (--json has all)"] if more > 0 else [])]
 
 
-def _what(found: Trace, event: TraceEvent) -> str:
+def _event_text(story: Trace, event: TraceEvent) -> str:
     if event.kind == "conflict" and event.verdict:
         return f"{event.verdict} came too late"
     places = [f"{p.topic} queue {p.queue_id}, {_offsets(p.first_offset, p.last_offset)}" for p in event.places]
     parts = _first_of(places)
     if event.kind == "prepared":
-        parts.append(f"batch {found.batch_id} of {found.app_id}")
+        parts.append(f"batch {story.batch_id} of {story.app_id}")
     reason = as_commands(event.reason or "", typed_path())
     if event.verdict and not reason.startswith(event.verdict):
         parts.append(event.verdict)
@@ -151,28 +151,28 @@ def _offsets(first: int, last: int) -> str:
     return f"offset {first}" if first == last else f"offsets {first}-{last}"
 
 
-def _advice(found: Trace) -> str | None:
-    """Return what a person can do about it; None when nothing need be done."""
+def _advice(story: Trace) -> str | None:
+    """Return what a person can do next; None when nothing is to be done."""
     from rmq_spark._core.vocabulary.verdicts import ROLLBACK_MESSAGE
 
-    at = path_to_type()
-    if found.in_conflict:
-        late = {event.verdict for event in found.events if event.kind == "conflict"}
-        if late == {str(ROLLBACK_MESSAGE)}:  # readers may have seen the messages: nothing else can be confirmed
-            return f"confirm what readers have seen: txmq resolve {at}{found.half_id} COMMIT --reason …"
-        return f"settle it: txmq resolve {at}{found.half_id} COMMIT|ROLLBACK --reason …"
-    if found.outcome.get("quarantined"):
+    path = path_to_type()
+    if story.in_conflict:
+        late = {event.verdict for event in story.events if event.kind == "conflict"}
+        if late == {str(ROLLBACK_MESSAGE)}:  # readers may have seen the messages: only COMMIT is possible
+            return f"confirm what readers have seen: txmq resolve {path}{story.half_id} COMMIT --reason …"
+        return f"settle it: txmq resolve {path}{story.half_id} COMMIT|ROLLBACK --reason …"
+    if story.outcome.get("quarantined"):
         return (
-            f"ask its listener again: txmq resume {at}{found.half_id}; or decide yourself: "
-            f"txmq resolve {at}{found.half_id} COMMIT|ROLLBACK --reason …"
+            f"ask its listener again: txmq resume {path}{story.half_id}; or decide yourself: "
+            f"txmq resolve {path}{story.half_id} COMMIT|ROLLBACK --reason …"
         )
-    if found.outcome.get("pending") and found.lease_until is None:
-        asked = any(event.kind == "checked" for event in found.events)
-        nobody = "" if asked else "no check has left an answer yet: when one failed, the checker's log says why\n"
+    if story.outcome.get("pending") and story.lease_until is None:
+        was_checked = any(event.kind == "checked" for event in story.events)
+        hint = "" if was_checked else "no check has left an answer yet: when one failed, the checker's log says why\n"
         return (
-            f"{nobody}a check asks the listener of {found.producer_group}: txmq check {at}--once; or decide yourself: "
-            f"txmq resolve {at}{found.half_id} COMMIT|ROLLBACK --reason …"
+            f"{hint}a check asks the listener of {story.producer_group}: txmq check {path}--once; or decide yourself: "
+            f"txmq resolve {path}{story.half_id} COMMIT|ROLLBACK --reason …"
         )
-    if found.waits_for:
-        return f"see what holds it up: txmq trace {at}{found.waits_for[0]}"
+    if story.waits_for:
+        return f"see what holds it up: txmq trace {path}{story.waits_for[0]}"
     return None

@@ -1,6 +1,6 @@
-"""The verbs of ``txmq`` by name, each imported when it is called: a verb does not wait for the other forty.
+"""The verbs of ``txmq`` by name. Each is imported only when it is called, so that it does not wait for the others.
 
-The words here are those that ``txmq --help`` lists; a test holds them beside each verb's own.
+``txmq --help`` lists the sentences here; a test compares them with each verb's own.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ VERBS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "dlq": ("dead_letters", "Dead letters: messages that a consumer group gave up."),
     },
 }
-"""Panel of the help, verb, and its module and first sentence."""
+"""Module and first sentence of each verb, by panel of the help."""
 
 
 class Verb(TyperCommand):
@@ -120,7 +120,7 @@ class Verb(TyperCommand):
         from rmq_spark.cli.command import App
 
         app = App()
-        app.callback()(_nothing)  # or typer makes no group of a single command
+        app.callback()(_do_nothing)  # without a callback, typer makes no group of a single command
         import_module(f"rmq_spark.cli.{self._module}").register(app)
         return typer.main.get_group(app).commands[str(self.name)]
 
@@ -133,9 +133,9 @@ class Verbs(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         settings["commands"] = {
-            name: Verb(name, module, short_help=said, rich_help_panel=panel)
+            name: Verb(name, module, short_help=sentence, rich_help_panel=panel)
             for panel, verbs in VERBS.items()
-            for name, (module, said) in verbs.items()
+            for name, (module, sentence) in verbs.items()
         }
         super().__init__(**settings)
 
@@ -145,17 +145,17 @@ class Verbs(TyperGroup):
         try:
             return super().main(*args, **settings)
         except SystemExit as end:
-            if end.code == 1 and "--help" in (settings.get("args") or sys.argv):  # the reader of the pipe has enough
+            if end.code == 1 and "--help" in (settings.get("args") or sys.argv):  # the reader has closed the pipe
                 raise SystemExit(0) from None
             raise
 
 
 def whole(app: typer.Typer) -> Any:
-    """Return the command with every verb imported, for who wants to see all arguments and options."""
+    """Return the command with every verb imported, to show all arguments and options."""
     group: Any = typer.main.get_command(app)
     group.commands = {name: verb.real for name, verb in group.commands.items()}
     return group
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass

@@ -1,4 +1,4 @@
-"""``--watch``: shows the same again and again, until it is stopped."""
+"""``--watch``: repeats a command's output until stopped."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 
 def watched(every: str | None, text: Callable[[], str]) -> None:
-    """Print a text; with an interval again and again. A terminal shows the newest one alone."""
+    """Print a text once, or repeatedly at an interval. A terminal shows only the newest text."""
     interval = None if every is None else interval_of(every)
     with nullcontext() if interval is None else suppress(KeyboardInterrupt):
         while True:
-            found = text()
-            typer.echo(f"{CLEAR}{found}" if interval is not None and sys.stdout.isatty() else found, nl=False)
+            output = text()
+            typer.echo(f"{CLEAR}{output}" if interval is not None and sys.stdout.isatty() else output, nl=False)
             sys.stdout.flush()
             if interval is None or not wait(interval):
                 return
 
 
 def interval_of(every: str, option: str = "watch") -> float:
-    """Return the seconds of an interval, which is above 0."""
+    """Return an interval in seconds. It is above 0."""
     seconds = parse_duration(every, option)
     if seconds == 0:
         raise typer.BadParameter(f"{every} is no time: write 2s, for instance", param_hint=f"--{option}")
@@ -40,7 +40,7 @@ def interval_of(every: str, option: str = "watch") -> float:
 
 
 def wait(seconds: float) -> bool:
-    """Wait; False when a person has stopped it, or when nobody reads what is printed any more."""
+    """Wait; return False on Ctrl-C, or when the reader of standard output has closed the pipe."""
     try:
         return not nobody_reads(seconds)
     except KeyboardInterrupt:

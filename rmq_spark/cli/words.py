@@ -1,4 +1,4 @@
-"""Errors advise Python calls. Here they become the commands and options that do the same."""
+"""Replaces Python calls and arguments in error messages by the commands and options that do the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 _PATH = "\0"
-"""Stands for the commit log's path, and the blank after it."""
+"""Placeholder for the commit log's path and the space after it."""
 
 _CALLS: Sequence[tuple[str, str]] = (
     (r"CommitLog\.create\('([^']*)'\)", r"txmq create \1"),
@@ -20,7 +20,7 @@ _CALLS: Sequence[tuple[str, str]] = (
     (r"log\.(pending|quarantined|conflicts)\(\)", rf"txmq \1 {_PATH}"),
     (r" \(log\.firsts\(\)\)", ""),
 )
-"""Python calls that errors advise, as patterns, and the commands that do the same."""
+"""Patterns of Python calls in error messages, and the commands that replace them."""
 _ARGUMENTS: Sequence[tuple[str, str]] = (
     (r"pass os\.path\.expanduser\(path\)", "leave the quotes away"),
     (r"open it, or pass exist_ok=True", "use it as it is, or pass --exist-ok"),
@@ -44,27 +44,27 @@ _ARGUMENTS: Sequence[tuple[str, str]] = (
         r"--\1 ",
     ),
 )
-"""The same of arguments and options."""
+"""Patterns of Python arguments in error messages, and the options that replace them."""
 
 
 def as_commands(sentence: str, path: str | None = None) -> str:
-    """Return an error's sentence with commands where it advises Python calls.
+    """Return an error's sentence with commands in place of Python calls.
 
     Parameters
     ----------
     path : str, optional
-        The commit log's path as it has to be typed; None where the configuration names it.
+        The commit log's path to type in commands; None when the configuration names it.
     """
     typed = "" if path is None else f"{shlex.quote(path)} "
     return re.sub(rf" ?{_PATH}(?=\W|$)", f" {typed}".rstrip(), _replaced(sentence, _CALLS)).replace(_PATH, typed)
 
 
 def in_words_of_the_command(sentence: str, path: str | None = None) -> str:
-    """Return an error's sentence with commands and options in the place of calls and arguments."""
+    """Return an error's sentence with commands and options in place of Python calls and arguments."""
     return _replaced(as_commands(sentence, path), _ARGUMENTS)
 
 
-def _replaced(sentence: str, words: Sequence[tuple[str, str]]) -> str:
-    for pattern, instead in words:
-        sentence = re.sub(pattern, instead, sentence)
+def _replaced(sentence: str, replacements: Sequence[tuple[str, str]]) -> str:
+    for pattern, replacement in replacements:
+        sentence = re.sub(pattern, replacement, sentence)
     return sentence

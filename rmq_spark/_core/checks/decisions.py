@@ -1,4 +1,4 @@
-"""What a round of checks decides, several half batches in one commit."""
+"""The decisions of a round of checks, several half batches in one commit."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rmq_spark.logs import of_batch
 logger = logging.getLogger(__name__)
 
 TOGETHER_MAX = 256
-"""Half batches of one commit."""
+"""Most half batches of one commit."""
 WAITS_S_MAX = 0.5
-"""A decision waits no longer for others, and for a listener that is asked meanwhile."""
+"""Most seconds that a decision waits for others, also while a listener is asked."""
 
 
 class Decisions:
-    """Decisions that wait for each other, to share a commit. A crash loses those that wait: a later check asks again.
+    """Collects decisions to share a commit. A crash loses those that wait: a later check asks again.
 
     Parameters
     ----------
     log : Engine
     on_problem : callable
-        Is told which decision was not made, and why.
+        Called with each decision that was not made, and the reason.
     """
 
     def __init__(self, log: Engine, on_problem: Callable[[Decision, Exception], None]) -> None:
@@ -48,18 +48,18 @@ class Decisions:
             self.make()
 
     def make_if_old(self) -> None:
-        """Decide what has waited long enough."""
+        """Make the waiting decisions, if the oldest has waited long enough."""
         if self._waiting and self._log.runtime.monotonic() >= self._since_s + WAITS_S_MAX:
             self.make()
 
     def make(self) -> None:
-        """Decide what waits."""
+        """Make the waiting decisions."""
         waiting, self._waiting = list(self._waiting.values()), {}
         try:
             if len(waiting) > 1:
                 self._tell(waiting, self._log.decide([decision for decision, _ in waiting]))
                 return
-        except Exception as problem:  # of one of them: find which
+        except Exception as problem:  # one of them caused it: find which
             logger.debug("%d decisions could not share a commit: %s", len(waiting), problem)
         for decision, batch in waiting:
             self._make_one(decision, batch)
@@ -80,11 +80,11 @@ class Decisions:
         else:
             self._tell([(decision, batch)], [decided])
 
-    def _tell(self, made: list[tuple[Decision, HalfBatch]], found: list[Decided]) -> None:
-        for (decision, batch), decided in zip(made, found, strict=True):
+    def _tell(self, decisions: list[tuple[Decision, HalfBatch]], results: list[Decided]) -> None:
+        for (decision, batch), decided in zip(decisions, results, strict=True):
             if decided.problem is not None:
                 self._on_problem(decision, decided.problem)
                 continue
-            said = "%r: %d messages are committed, %d rolled back, by %s"
+            text = "%r: %d messages are committed, %d rolled back, by %s"
             commit, rollback = decision.commit.count, decision.rollback.count
-            logger.debug(said, batch, commit, rollback, decision.who, extra=of_batch(batch))
+            logger.debug(text, batch, commit, rollback, decision.who, extra=of_batch(batch))

@@ -1,4 +1,4 @@
-"""Drains of a commit log, again and again, beside everything else."""
+"""Drains a commit log at intervals, in the background."""
 
 from __future__ import annotations
 
@@ -14,39 +14,38 @@ from rmq_spark.logs import failure
 logger = logging.getLogger(__name__)
 
 AFTER_FAILURE_S = 60.0
-"""The pause after a drain that failed, at least."""
+"""Least seconds from a failed drain to the next."""
 
 
 class Draining:
-    """Drains a commit log every so many seconds.
+    """Drains a commit log at intervals.
 
     Any number may run for one log. Most of them find that another one was faster.
 
     Parameters
     ----------
     log : CommitLog
-        It is drained through a handle of its own, so no sink waits for it.
+        It is drained through another handle, so no sink waits.
     every : float
-        Seconds between two drains, about.
+        Seconds between two drains, with jitter.
     """
 
     def __init__(self, log: CommitLog | Engine, every: float = DRAIN_EVERY_S) -> None:
         self.log = engine_of(log)
         self.every = seconds(every, "every", above=True)
         self.turn = self.log.runtime.lock()
-        """Held while messages are in this process's memory. Who does the same beside it, such as a maintainer, takes
-        it too."""
+        """Held while messages are in this process's memory. A maintainer in the same process takes it, too."""
         self._handle: Engine | None = None
 
     def run_once(self) -> int:
-        """Drain what is there now; returns the version of ``op`` that is reached."""
+        """Drain once. Returns the version of ``op`` up to which the log is drained."""
         self._handle = self._handle or self.log.another_on_the_same_log()
         with self.turn:
             return Drainer(self._handle).run()
 
     def run(self, stop_event: threading.Event) -> None:
-        """Drain until the event is set, for the first time after one interval. A drain that fails is logged; it is
-        tried again a minute later."""
+        """Drain at intervals until the event is set, first after one interval. A drain that fails is logged, and tried
+        again no sooner than a minute later."""
         pause_s = self._pause()
         while not stop_event.wait(pause_s):
             pause_s = self._pause()

@@ -1,4 +1,4 @@
-"""The example configuration of the check job, ``conf/txmq.toml``. A wheel carries it beside this file."""
+"""The example configuration of the check job, ``conf/txmq.toml``. A wheel has it beside this file."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ NAME = "txmq.toml"
 def example_configuration() -> str:
     """Return the text of the example, with a comment for every setting."""
     here = Path(__file__).parent
-    beside = here / NAME
-    return (beside if beside.exists() else here.parents[2] / "conf" / NAME).read_text(encoding="utf-8")
+    in_wheel = here / NAME
+    return (in_wheel if in_wheel.exists() else here.parents[2] / "conf" / NAME).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Prunes, beside upkeep, what listeners keep in their databases of half batches that have left the log."""
+"""Prunes the fence rows that listeners keep in their databases of half batches that have left the log."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rmq_spark.logs import failure
 logger = logging.getLogger(__name__)
 
 EVERY_S = 24 * 3600.0
-"""All rows of a fence are looked at so often."""
+"""Seconds between two passes over all rows of a fence."""
 TURN_S = EVERY_S / 2
-"""A process leaves a fence alone that another one has begun to go through in so many seconds."""
+"""A process skips a fence on which another one has begun a pass within this many seconds."""
 
 
 class FencePruner:
-    """Goes through the fences of some listeners once a day, a piece at a time.
+    """Prunes the fences of listeners once a day, a page at a time.
 
     Parameters
     ----------
     log : Engine
-        Rows of other logs stay.
+        Fence rows of other logs stay.
     listeners : iterable of TransactionListener
         Those without a method ``pruning_in_turn`` keep nothing that could be pruned.
     older_than : float
@@ -36,18 +36,18 @@ class FencePruner:
         self, log: Engine, listeners: Iterable[TransactionListener], older_than: float = FENCE_RETENTION_S
     ) -> None:
         self._log = log
-        self._listeners = [each for each in listeners if hasattr(each, "pruning_in_turn")]
+        self._listeners = [listener for listener in listeners if hasattr(listener, "pruning_in_turn")]
         self._older_than = seconds(older_than, "fences", FENCE_RETENTION_S_MIN)
         self._begun_s = -math.inf
-        self._left: list[tuple[TransactionListener, Iterator[int]]] = []  # what this day's look has not come to
+        self._left: list[tuple[TransactionListener, Iterator[int]]] = []  # fences that today's pass has not finished
 
     def run(self, seconds_max: float, is_over: Callable[[], bool] = lambda: False) -> int:
-        """Go on for about so many seconds, and return how many rows were deleted. What fails waits for the next day."""
+        """Go on for about ``seconds_max``. Returns the number of deleted rows. A failed fence waits for a day."""
         runtime = self._log.runtime
         began_s = runtime.monotonic()
         if not self._left and self._listeners and began_s - self._begun_s >= EVERY_S:
             self._begun_s, log = began_s, self._log.another_on_the_same_log()
-            self._left = [(each, each.pruning_in_turn(self._older_than, log, TURN_S)) for each in self._listeners]
+            self._left = [(owner, owner.pruning_in_turn(self._older_than, log, TURN_S)) for owner in self._listeners]
         deleted = 0
         while self._left and runtime.monotonic() - began_s < seconds_max and not is_over():
             listener, pages = self._left[0]

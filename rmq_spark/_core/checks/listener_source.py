@@ -1,4 +1,4 @@
-"""Looks for what ``module:attribute`` names in the source of the module. Nothing is imported, so nothing of it runs."""
+"""Looks for ``module:attribute`` in the source of the module. Nothing is imported, so none of its code runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rmq_spark.errors import ListenerError
 
 DYNAMIC_NAMES = {"globals", "locals", "vars", "setattr", "exec", "eval"}
 DYNAMIC_ATTRIBUTES = {"__dict__", "modules"}
-"""Who uses these may bind a name that nobody sees in the source."""
+"""Code that uses these may bind a name that its source does not show."""
 
 
 def look_for(path: str, allowed_prefixes: Sequence[str] | None = None) -> str | None:
-    """Look for what ``module:attribute`` names, where ``load_object`` would import it.
+    """Look for ``module:attribute`` in the source that ``load_object`` would import.
 
     Parameters
     ----------
@@ -28,13 +28,13 @@ def look_for(path: str, allowed_prefixes: Sequence[str] | None = None) -> str | 
     Returns
     -------
     str or None
-        None: the source has it. Else a sentence with what only running the module would tell.
+        None: the source has it. Else a sentence about what only running the module would tell.
 
     Raises
     ------
     ListenerError
-        When the import is known to fail: the path is malformed or not allowed, the module or one that it imports is not
-        there, its source is no Python, or it does not have the attribute.
+        When the import is known to fail: the path is malformed or not allowed, the module or one that it imports does
+        not exist, its source is not Python, or it does not have the attribute.
     """
     module, attribute = require_object_path(path, allowed_prefixes)
     unknown = f"listener {path!r}: only running {module!r} would tell whether it has {attribute!r}"
@@ -70,7 +70,7 @@ def _spec(name: str, folders: list[str] | None = None) -> ModuleSpec | None:
         spec = finder.find_spec(name, folders)
         if spec is not None:
             return spec
-    return PathFinder.find_spec(name, [os.getcwd()]) if folders is None else None  # as the check job
+    return PathFinder.find_spec(name, [os.getcwd()]) if folders is None else None  # as in the check job
 
 
 def _tree(spec: ModuleSpec) -> ast.Module | None:
@@ -81,7 +81,7 @@ def _tree(spec: ModuleSpec) -> ast.Module | None:
 
 
 def _require_imports(tree: ast.Module) -> None:
-    """Raise ModuleNotFoundError for a package that the module imports whatever happens, and that is not there."""
+    """Raise ModuleNotFoundError for a missing package that the module imports unconditionally."""
     for statement in tree.body:
         names: list[str] = []
         if isinstance(statement, ast.Import):
@@ -97,7 +97,7 @@ def _has(tree: ast.Module, path: str, module: str, names: Sequence[str]) -> bool
     """Return True when the source has the attribute, and False when it cannot be known."""
     body: ast.Module | ast.ClassDef = tree
     for depth, name in enumerate(names):
-        bound = [node for other, node in _bound(body) if other == name]
+        bound = [node for bound_name, node in _bound(body) if bound_name == name]
         if not bound:
             if _may_bind(body, name):
                 return False
@@ -131,12 +131,12 @@ def _may_bind(body: ast.Module | ast.ClassDef, name: str) -> bool:
     """Return True when a module or a class may have a name that its body does not show."""
     if isinstance(body, ast.ClassDef):
         return bool(body.bases or body.keywords or body.decorator_list) or _mentions(body, name)
-    shown = {other for other, _ in _bound(body)}
-    return bool(shown & {"*", "__getattr__"}) or _mentions(body, name)
+    bound_names = {bound_name for bound_name, _ in _bound(body)}
+    return bool(bound_names & {"*", "__getattr__"}) or _mentions(body, name)
 
 
 def _mentions(tree: ast.AST, name: str) -> bool:
-    """Return True when code below changes names by hand, or declares this one global."""
+    """Return True when the code mentions this name, or may bind names that it does not show."""
     return any(
         (isinstance(node, ast.Name) and node.id in {name, *DYNAMIC_NAMES})
         or (isinstance(node, ast.Attribute) and node.attr in {name, *DYNAMIC_ATTRIBUTES})

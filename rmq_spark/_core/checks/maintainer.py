@@ -1,4 +1,4 @@
-"""Upkeep of a commit log, again and again, beside everything else."""
+"""Does the upkeep of a commit log at intervals, in the background."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from rmq_spark.logs import failure
 logger = logging.getLogger(__name__)
 
 ORPHANS_EVERY_S = 3600.0
-"""Orphans of crashes are looked for so often: that lists all files, and they are deleted after 7 days only."""
+"""Seconds between two searches for orphans of crashes. A search lists all files; orphans younger than 7 days stay."""
 FENCES_S_MAX = 5.0
-"""Seconds of a round in which fence rows are pruned; the next round goes on."""
+"""Seconds of a round for pruning fence rows. The next round goes on."""
 FENCES_ONCE_S_MAX = 60.0
-"""The same where no round follows."""
+"""The same for a single round."""
 
 
 class Maintainer:
-    """Calls :meth:`CommitLog.maintain` every so many seconds.
+    """Calls :meth:`CommitLog.maintain` at intervals.
 
     Parameters
     ----------
     log : CommitLog
         Each round opens a handle of its own.
     interval : float
-        Seconds between two rounds, about.
+        Seconds between two rounds, with jitter.
     graces : Graces
     turn : context manager, optional
-        Entered while a round has messages in memory: :attr:`Draining.turn` of what drains the log beside it.
+        Entered while a round has messages in memory: :attr:`Draining.turn`, when this process also drains the log.
     fences : FencePruner, optional
         Prunes fence rows after each round.
     """
@@ -57,7 +57,7 @@ class Maintainer:
         self._looked_s: float | None = None  # when orphans were last looked for
 
     def run_once(self) -> MaintenanceReport:
-        """One round, of which no other follows soon."""
+        """Do a single round."""
         report = self._keep_up()
         self._prune_fences(FENCES_ONCE_S_MAX)
         return report
@@ -70,13 +70,13 @@ class Maintainer:
         return report
 
     def run(self, stop_event: threading.Event, on_report: Callable[[MaintenanceReport], None] | None = None) -> None:
-        """Rounds until the event is set, the first after one interval. One that fails is logged; the next tries again.
+        """Do rounds until the event is set, the first after one interval. A failed round is logged; the next follows.
 
         Parameters
         ----------
         stop_event : threading.Event
         on_report : callable, optional
-            Is given the report of each round.
+            Called with the report of each round.
         """
         while not stop_event.wait(self._pause()):
             try:

@@ -27,12 +27,12 @@ SECTIONS = ("path", "listener_modules", "elsewhere", "listeners", *NAMES, "stora
 
 
 def unknown_settings(values: Mapping[str, object]) -> Iterator[str]:
-    """Yield a sentence for each name in a file that is no setting, with the one that may be meant."""
+    """Yield a sentence for each name in a file that is no setting, with the nearest setting."""
     for name in values:
         if name not in SECTIONS:
             yield f"unknown setting {name!r}: {nearest(name, SECTIONS)}"
     for section, names in NAMES.items():
-        given = values.get(section, {})
-        for name in given if isinstance(given, Mapping) else ():
+        section_values = values.get(section, {})
+        for name in section_values if isinstance(section_values, Mapping) else ():
             if name not in names:
                 yield f"unknown setting {name!r} in [{section}]: {nearest(name, names)}"

@@ -1,4 +1,4 @@
-"""Discard policies: they say what becomes of a transaction whose listener has answered UNKNOWN too often."""
+"""Discard policies, which decide on a transaction whose listener has answered UNKNOWN too often."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TransactionCheckListener(ABC):
 
 
 class NamedPolicy(TransactionCheckListener):
-    """The policy of one name of :class:`DiscardPolicy`."""
+    """A policy of :class:`DiscardPolicy`."""
 
     def __init__(self, policy: DiscardPolicy) -> None:
         self.policy = policy

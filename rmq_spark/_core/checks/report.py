@@ -22,7 +22,7 @@ SKIP_REASONS: Mapping[str, str] = {
     NO_LISTENER: "of a group without a listener here",
     LEFT_OVER: "left for the next round",
 }
-"""Why a half batch was not checked, in words for people."""
+"""Why a half batch was not checked, in words."""
 
 
 @dataclass

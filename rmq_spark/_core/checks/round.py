@@ -1,10 +1,10 @@
 """One round of checks: open → due → ask → decide.
 
 ====== ==========================================================================================================
-open   the half batches that nobody has settled, those first that the last round did not reach
+open   the half batches that are not settled, first those that the last round did not reach
 due    which of their rows are old enough, were asked about too often, or are too old to wait for an answer
-ask    their listener, about many half batches at once where it can
-decide by its verdicts, several half batches in one commit; what stays UNKNOWN is counted
+ask    their listener, about many half batches at once if it can
+decide by its verdicts, several half batches in one commit; a check is counted for rows that stay UNKNOWN
 ====== ==========================================================================================================
 
 A round speaks to an Engine and to listeners, and knows neither Spark nor Delta.
@@ -78,14 +78,14 @@ class _Todo(Enum):
 
 @dataclass(frozen=True)
 class Rules:
-    """When and whom a checker asks. See :class:`~rmq_spark.CheckService` for each.
+    """The rules by which a checker asks. See :class:`~rmq_spark.CheckService` for the other attributes.
 
     Attributes
     ----------
     pause_s : float
-        A half batch of which another process has counted a check within so many seconds is left alone.
+        A half batch of which a process counted a check within this many seconds is left alone.
     clock : callable or None
-        The time, for tests; None for the log's own clock, which one doubts before anything expires.
+        The time, for tests. None: the log's own clock, whose doubt counts before anything expires.
     """
 
     listeners: Mapping[str, TransactionListener]
@@ -101,7 +101,7 @@ class Rules:
 
 
 class Checker:
-    """Runs rounds, and keeps between them what a round did not come to.
+    """Runs rounds, and remembers the half batches that a round did not reach.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ class Checker:
         self.log = log
         self.rules = rules
         self.clock = rules.clock or log.runtime.now
-        self._doubt_s: float | None = None  # in this round
+        self._doubt_s: float | None = None  # of the clock, in this round
         self._without_fence = CommitOncePrepared()
         in_threads = rules.round_timeout is not None
         self._asker = Asker(log.runtime, in_threads=in_threads)
@@ -122,7 +122,7 @@ class Checker:
         self._foreign: set[str] = set()  # open half batches of other groups (only_groups)
 
     def round(self, stop: threading.Event) -> CheckReport:
-        """One round. Nothing that a single half batch or its listener does wrong ends it."""
+        """Run one round. A fault of a single half batch or its listener does not end it."""
         report = CheckReport(self.clock())
         self._doubt_s = None
         decisions = Decisions(self.log, lambda decision, problem: _not_decided(decision, problem, report))
@@ -163,35 +163,35 @@ class Checker:
                 return
             for todo, question in self._due(record, self.log.state_of(record), listener, round_.report, None):
                 self._do(todo, question, listener, round_)
-        except HalfBatchLeftError:  # settled by another process, long ago by now
+        except HalfBatchLeftError:  # another process settled it, long ago by now
             pass
-        except Exception as problem:  # unreadable, corrupt: the others must not wait for it
+        except Exception as problem:  # such as a damaged file: the other half batches must not wait
             _cannot_check(half_id, problem, round_.report)
 
     def _check_together(self, half_ids: Sequence[str], round_: _Round) -> set[str]:
-        """Check the small half batches among these whose listener answers many with one question; returns those that
-        are done with. All others are checked alone, also those about which the listener gave no answer."""
+        """Check the small half batches among these whose listener answers many at once. Returns those that are done.
+        All others are checked alone, also those about which the listener gave no answer."""
         if not any(answers_many(listener) for listener in self.rules.listeners.values()):
             return set()
-        asked: dict[str, list[Question]] = {}  # by producer group
+        questions_of: dict[str, list[Question]] = {}  # by producer group
         done: set[str] = set()
         try:
             for record, state, rows in self.log.small_batches(half_ids):
                 listener = self._listener_of(record)
                 if listener is None or not answers_many(listener):
                     continue
-                with suppress(HalfBatchLeftError):  # settled by another process, long ago by now
+                with suppress(HalfBatchLeftError):  # another process settled it, long ago by now
                     for todo, question in self._due(record, state, listener, round_.report, rows):
                         if todo is _Todo.ASK:
-                            asked.setdefault(record.header.producer_group, []).append(question)
+                            questions_of.setdefault(record.header.producer_group, []).append(question)
                         else:
                             self._do(todo, question, listener, round_)
                 done.add(record.half_id)
-            for group, questions in asked.items():
+            for group, questions in questions_of.items():
                 done -= self._ask_many(questions, self.rules.listeners[group], round_)
         except Exception as problem:
             logger.info("%d half batches are looked at one by one: %s", len(half_ids), failure(problem))
-            done -= {question.record.half_id for questions in asked.values() for question in questions}
+            done -= {question.record.half_id for questions in questions_of.values() for question in questions}
         return done
 
     def _listener_of(self, record: HalfRecord) -> TransactionListener | None:
@@ -208,12 +208,12 @@ class Checker:
         report: CheckReport,
         held: pa.Table | None,
     ) -> Iterator[tuple[_Todo, Question]]:
-        """What to do now with which pending rows of a half batch. The report names those that are left alone.
+        """What to do now with which pending rows of a half batch. The report counts half batches that are left alone.
 
         ==============================================  =======
         older than ``file_reserved_time``               EXPIRE
         checked ``transaction_check_max`` times         DISCARD
-        too young, or immune; or nobody can be asked    --
+        too young, immune, or without a listener here   --
         all others                                      ASK
         ==============================================  =======
         """
@@ -247,11 +247,11 @@ class Checker:
                 report.skip(NO_LISTENER)
                 report.without_listener[group] = report.without_listener.get(group, 0) + 1
                 return []
-        # Without a listener here nobody has asked: that is not a discard.
-        most = self.rules.transaction_check_max
-        worn_out = NO_ROWS if listener is None else pending.state.checked_at_least(rows, most)
-        found = [(_Todo.DISCARD, worn_out), (_Todo.EXPIRE if expires else _Todo.ASK, rows - worn_out)]
-        return [(todo, chosen) for todo, chosen in found if chosen]
+        # Without a listener here nothing was asked, so nothing is discarded.
+        checks_max = self.rules.transaction_check_max
+        to_discard = NO_ROWS if listener is None else pending.state.checked_at_least(rows, checks_max)
+        todos = [(_Todo.DISCARD, to_discard), (_Todo.EXPIRE if expires else _Todo.ASK, rows - to_discard)]
+        return [(todo, chosen) for todo, chosen in todos if chosen]
 
     def _question(
         self, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, held: pa.Table | None
@@ -259,7 +259,7 @@ class Checker:
         return Question(record, state, attempt, rows, self.log.half_batch(record, state, attempt, rows, held=held))
 
     def _is_expired(self, age_s: float) -> bool:
-        """Whether it is older than ``file_reserved_time``, by more than one clock's word."""
+        """Whether this age exceeds ``file_reserved_time`` by more than the clock's doubt."""
         if age_s < self.rules.file_reserved_time:
             return False
         if self._doubt_s is None:
@@ -302,7 +302,7 @@ class Checker:
             _came_too_late(question.record, question.attempt, problem, round_.report)
 
     def _ask(self, question: Question, listener: TransactionListener, round_: _Round) -> None:
-        """Ask the listener, make its verdicts final, and count the check for what stays UNKNOWN."""
+        """Ask the listener, make its verdicts final, and count the check for rows that stay UNKNOWN."""
         record, batch = question.record, question.batch
 
         def call() -> VerdictArray:
@@ -311,7 +311,7 @@ class Checker:
             return normalize_verdicts(returned(listener.check_local_transaction, batch), batch)
 
         def seconds_left() -> float:
-            round_.decisions.make_if_old()  # a listener that hangs holds up nothing that was decided before
+            round_.decisions.make_if_old()  # a listener that hangs must not delay earlier decisions
             return round_.seconds_left()
 
         asks_nobody = listener is self._without_fence
@@ -321,7 +321,7 @@ class Checker:
         except NoAnswer as reason:
             round_.report.problem(record.half_id, str(reason))
             return
-        # The next call of a listener may hang in this very thread. And each span is one of its own.
+        # The next listener may hang in this very thread. And with tracing each half batch has its own span.
         at_once = (here and not asks_nobody) or tracing() is not None
         unknown = self._take(answer, listener, round_, at_once)
         if unknown is not None:
@@ -329,18 +329,18 @@ class Checker:
         round_.decisions.make_if_old()
 
     def _ask_many(self, questions: Sequence[Question], listener: TransactionListener, round_: _Round) -> set[str]:
-        """Ask about several half batches at once, make the verdicts final, and count the checks of what stays UNKNOWN.
-        Returns those about which the listener is to be asked alone."""
+        """Ask about several half batches at once, make the verdicts final, and count the checks for rows that stay
+        UNKNOWN. Returns the half batches about which the listener must be asked alone."""
 
         def call(new: Sequence[Question]) -> list[VerdictArray | Exception]:
             store_id = store_id_of(listener)
-            mine = [q for q in new if q.record.header.fence_id == store_id]
-            said = listener.check_local_transactions([q.batch for q in mine]) if mine else []
-            found = {q.key: _normalized(answer, q.batch) for answer, q in zip(said, mine, strict=True)}
-            return [found.get(q.key, _OF_ANOTHER_STORE) for q in new]
+            own_questions = [q for q in new if q.record.header.fence_id == store_id]
+            replies = listener.check_local_transactions([q.batch for q in own_questions]) if own_questions else []
+            verdicts = {q.key: _normalized(answer, q.batch) for answer, q in zip(replies, own_questions, strict=True)}
+            return [verdicts.get(q.key, _OF_ANOTHER_STORE) for q in new]
 
         def seconds_left() -> float:
-            round_.decisions.make_if_old()  # a listener that hangs holds up nothing that was decided before
+            round_.decisions.make_if_old()  # a listener that hangs must not delay earlier decisions
             return round_.seconds_left()
 
         here = listener.requires_spark or not self._asker.in_threads
@@ -364,18 +364,20 @@ class Checker:
     def _take(
         self, answer: Answer, listener: TransactionListener, round_: _Round, at_once: bool
     ) -> AnsweredCheck | None:
-        """Decide what an answer decides, and return the check to count for what stays UNKNOWN."""
-        asked = answer.question
-        split = split_by_verdict(self.log, asked.record, asked.rows, asked.batch, answer.verdicts)
-        _tally(round_.report, asked.batch, split, answer.verdicts)
+        """Add an answer's decision, and return the check to count for rows that stay UNKNOWN."""
+        question = answer.question
+        split = split_by_verdict(self.log, question.record, question.rows, question.batch, answer.verdicts)
+        _tally(round_.report, question.batch, split, answer.verdicts)
         if split.decides:
-            round_.decisions.add(split.decision(asked.record, asked.attempt, Who.CHECK), asked.batch, at_once)
+            round_.decisions.add(split.decision(question.record, question.attempt, Who.CHECK), question.batch, at_once)
         if not split.unknown:
             return None
-        return AnsweredCheck(asked.record, asked.attempt, split.unknown, _why(listener, asked.batch))
+        return AnsweredCheck(
+            question.record, question.attempt, split.unknown, _unknown_reason(listener, question.batch)
+        )
 
     def _discard(self, question: Question, report: CheckReport) -> None:
-        """Leave what was checked too often to the discard policy."""
+        """Let the discard policy decide on rows that were checked too often."""
         record, attempt, rows, batch = question.record, question.attempt, question.rows, question.batch
         limit = self.rules.transaction_check_max
         checks = "1 check was" if batch.check_times == 1 else f"{batch.check_times} checks were"
@@ -398,7 +400,7 @@ class Checker:
         report.discarded.add(batch.transactions.num_rows, rows.count)
 
     def _expire(self, question: Question, report: CheckReport) -> None:
-        """Hide what is older than fileReservedTime, whatever the policy: it may never have been asked about."""
+        """Quarantine rows older than fileReservedTime, whatever the policy: perhaps no listener was ever asked."""
         age_s = (self.clock() - question.batch.prepared_at).total_seconds()
         limit_h = self.rules.file_reserved_time / 3600
         reason = f"open for {age_s / 3600:.1f} h, which is not less than fileReservedTime ({limit_h:g} h)"
@@ -420,7 +422,7 @@ class Checker:
         for step in steps:
             try:
                 step(report)
-            except Exception as problem:  # what the round has done must still be told
+            except Exception as problem:  # the round must still report what it has done
                 logger.warning("the end of a round of checks failed: %s", traceback_of(problem))
                 report.problem(None, f"the end of the round failed with {sentence_of(problem)}")
 
@@ -436,19 +438,19 @@ class Checker:
         self._asker.forget_all_but(still_open)
 
     def _report_conflicts(self, report: CheckReport) -> None:
-        """Name every half batch that waits for a person, also those with nothing pending."""
+        """Report every half batch that waits for a person, even with nothing pending."""
         reported = {half_id for half_id, _ in report.problems}
         for half_id in conflicts(self.log):
             if half_id not in reported:
                 report.problem(half_id, _IN_CONFLICT)
 
 
-def _normalized(said: Verdicts | Exception, batch: HalfBatch) -> VerdictArray | Exception:
-    """A listener's answer about one of several half batches; what is wrong with it concerns that one alone."""
+def _normalized(answer: Verdicts | Exception, batch: HalfBatch) -> VerdictArray | Exception:
+    """A listener's answer about one of several half batches. An invalid one is an error of that half batch alone."""
     try:
-        if isinstance(said, Exception) and not isinstance(said, Rollback):
-            return said
-        return normalize_verdicts(said, batch)
+        if isinstance(answer, Exception) and not isinstance(answer, Rollback):
+            return answer
+        return normalize_verdicts(answer, batch)
     except Exception as problem:
         return problem
 
@@ -456,12 +458,12 @@ def _normalized(said: Verdicts | Exception, batch: HalfBatch) -> VerdictArray | 
 def _not_decided(decision: Decision, problem: Exception, report: CheckReport) -> None:
     if isinstance(problem, TOO_LATE):
         _came_too_late(decision.record, decision.attempt, problem, report)
-    elif not isinstance(problem, HalfBatchLeftError):  # that one was settled by somebody else, long ago by now
+    elif not isinstance(problem, HalfBatchLeftError):  # another process settled that one, long ago by now
         _cannot_check(decision.record.half_id, problem, report)
 
 
 def _came_too_late(record: HalfRecord, attempt: int, problem: Exception, report: CheckReport) -> None:
-    """Somebody else was faster."""
+    """Report verdicts that came too late, because another process was faster."""
     logger.warning(
         "verdicts for half batch %r came too late: %s", record.half_id, problem,
         extra={**of_header(record.header), "attempt": attempt},
@@ -474,11 +476,11 @@ def _cannot_check(half_id: str, problem: Exception, report: CheckReport) -> None
     report.problem(half_id, f"it cannot be checked: {sentence_of(problem)}")
 
 
-def _why(listener: TransactionListener, batch: HalfBatch) -> str:
-    """Why a check changed nothing, for those who ask later."""
-    said = f"UNKNOWN from {type(listener).__name__}"
-    why = kept_reason(batch.reason)
-    return said if why is None else f"{said}: {why}"
+def _unknown_reason(listener: TransactionListener, batch: HalfBatch) -> str:
+    """Why a check changed nothing: the reason that is counted with it."""
+    text = f"UNKNOWN from {type(listener).__name__}"
+    reason = kept_reason(batch.reason)
+    return text if reason is None else f"{text}: {reason}"
 
 
 _OF_ANOTHER_STORE = NoAnswer("it is of another store than the listener: asked alone, that is reported")
@@ -507,7 +509,7 @@ class _Round:
         return self.runtime.monotonic() - self._started
 
     def seconds_left(self) -> float:
-        """0 when the checker is to stop."""
+        """Seconds left for the round; 0 when the checker is to stop."""
         if self.stop.is_set():
             return 0.0
         return float("inf") if self.timeout_s is None else self.timeout_s - self.seconds()

@@ -1,6 +1,6 @@
 """The check service: asks listeners what became of open transactions, and makes their answers final.
 
-``round.py`` has a round. Any number of checkers may run at once: each decision is a compare-and-set, and the first one
+``round.py`` does a round. Any number of checkers may run at once: each decision is a compare-and-set, and the first one
 stands.
 """
 
@@ -43,9 +43,9 @@ __all__ = ["CheckReport", "CheckService", "Tally"]
 logger = logging.getLogger(__name__)
 
 OWN_CHECK_PAUSE = 0.9
-"""Each process of a service checks what its group left open. For so much of an interval one check of any of them is
-enough: together they use up ``transaction_check_max`` no faster than one, however many they are, and however often
-they start."""
+"""Fraction of the check interval for which one check by any process of a producer group is enough. So all its processes
+together use up ``transaction_check_max`` no faster than a single one, however many they are and however often they
+start."""
 
 
 class CheckService:
@@ -57,25 +57,24 @@ class CheckService:
     ----------
     log_or_path : CommitLog or str
     listeners : mapping of str to TransactionListener
-        Who answers for which producer group.
+        The listener of each producer group.
     transaction_timeout : float
         Seconds from prepare (or reopen) during which a transaction is left alone. The message property
         ``CHECK_IMMUNITY_TIME_IN_SECONDS`` overrides it; the largest among a transaction's messages counts.
     transaction_check_interval : float
         Seconds between the rounds of :meth:`run`.
     transaction_check_max : int
-        After so many answers of UNKNOWN the discard policy decides.
+        Answers of UNKNOWN after which the discard policy decides.
     file_reserved_time : float
         Seconds after which an open half batch is quarantined, asked or not.
     round_timeout : float or None
-        Seconds for a round. When they are used up, no more half batches are taken; the next round begins with those
-        that were not reached. A listener that has not answered by then is not waited for: the answer is used in a
-        later round. None: no limit.
+        Seconds for a round. After them no more half batches are taken, and the next round begins with those that were
+        not reached. An answer that comes later is used in a later round. None: no limit.
     discard_policy : {"quarantine", "rollback", "commit"} or TransactionCheckListener
     only_groups : bool
-        Leave half batches of groups without a listener here alone, without a word (a producer's own checks).
+        Ignore half batches of groups without a listener here, and do not report them (a producer's own checks).
     elsewhere : collection of str
-        Producer groups that another checker answers for: nothing is logged about their half batches.
+        Producer groups of another checker: nothing is logged about their half batches.
     storage_options : mapping, optional
         For a path: passed to delta-rs.
     clock : callable, optional
@@ -84,18 +83,18 @@ class CheckService:
     Raises
     ------
     OptionError, ListenerError
-        For a value that cannot be used.
+        For an invalid value.
 
     Notes
     -----
     Half batches of ``transactionListener=none`` need no listener: any check commits them.
 
-    With a ``round_timeout``, listeners are called from threads of the service, one at a time unless one has not come
-    back. Listeners that need Spark are called from the thread of the round, and waited for, because a Spark session
-    belongs to a thread.
+    With a ``round_timeout``, listeners are called from threads of the service, one at a time unless one has not
+    returned. Listeners that need Spark are called from the thread of the round, which waits for them, because a Spark
+    session belongs to a thread.
 
-    A round ends with a look whether listeners could answer, which calls their
-    :meth:`~rmq_spark.TransactionListener.require_reachable`. With ``only_groups`` it does not.
+    Without ``only_groups``, a round ends with a call of each listener's
+    :meth:`~rmq_spark.TransactionListener.require_reachable`.
     """
 
     @named
@@ -142,7 +141,7 @@ class CheckService:
         self._checker = Checker(self.log, rules)
 
     def run(self, stop_event: threading.Event, on_report: Callable[[CheckReport], None] | None = None) -> None:
-        """Rounds until the event is set: the first at once, then one every ``transaction_check_interval``.
+        """Run rounds until the event is set: the first at once, then one every ``transaction_check_interval``.
 
         A round that fails as a whole (the storage does not answer) is reported, and the next one tries again.
 
@@ -150,7 +149,7 @@ class CheckService:
         ----------
         stop_event : threading.Event
         on_report : callable, optional
-            Is given the report of each round.
+            Called with the report of each round.
         """
         while not stop_event.is_set():
             started_at = self._checker.clock()
@@ -166,10 +165,10 @@ class CheckService:
             stop_event.wait(self.transaction_check_interval)
 
     def run_once(self) -> CheckReport:
-        """One round: ask about what is due, make the answers final, move the low-water mark, and look whether the
-        listeners' databases answer.
+        """Run one round: ask about the transactions that are due, make the answers final, move the low-water mark, and
+        look whether the listeners' databases answer.
 
-        Nothing that a single half batch or its listener does wrong ends the round; the report's ``problems`` say it.
+        A fault of a single half batch or its listener does not end the round; the report's ``problems`` have it.
         """
         return self._round(self.log.runtime.event())
 

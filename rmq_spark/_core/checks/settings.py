@@ -52,9 +52,9 @@ else:  # pragma: no cover
     import tomli as tomllib
 
 NEEDED = ("TXMQ_PATH", "TXMQ_LISTENERS")
-"""Variables of the environment with which no file is needed."""
+"""Environment variables with which no file is needed."""
 OTHER_VARIABLES = ("TXMQ_CONFIG", "TXMQ_DEBUG", "TXMQ_KAFKA", "TXMQ_LOG_FORMAT", "TXMQ_TESTS")
-"""Variables that are no settings of the check job. Those that begin with TXMQ_KAFKA are the relay's."""
+"""Environment variables that are no settings of the check job. Those that begin with TXMQ_KAFKA are the relay's."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +71,10 @@ def _duration_or_zero(value: object) -> float:
 
 
 def _fences(value: object) -> float:
-    found = _duration_or_zero(value)
-    if 0 < found < FENCE_RETENTION_S_MIN:
+    seconds = _duration_or_zero(value)
+    if 0 < seconds < FENCE_RETENTION_S_MIN:
         raise ValueError(f"{value!r} is less than 7d: fence rows must outlive the half batches that they speak for")
-    return found
+    return seconds
 
 
 class CheckSettings(BaseModel):
@@ -122,12 +122,12 @@ class MetricsSettings(BaseModel):
 
     @property
     def wanted(self) -> bool:
-        """Whether anybody wants to see metrics."""
+        """Whether a port or a file for metrics is set."""
         return self.port > 0 or self.textfile != ""
 
 
 def _warn_of_unknown_variables(known: Iterable[str]) -> None:
-    """Log the variables of the environment that look like a setting and are none: nobody reads them."""
+    """Warn of environment variables that look like a setting and are none."""
     names = [f"TXMQ_{name.upper()}" for name in known]
     for variable in sorted(os.environ):
         if variable.startswith("TXMQ_") and variable.partition("__")[0] not in (*names, *OTHER_VARIABLES):
@@ -182,7 +182,7 @@ class JobSettings(BaseSettings):
         ConfigError
             When the file cannot be read, a name is unknown, or a value cannot be used.
         """
-        # All may be in the environment, as in a container. A file that is named must be there.
+        # The environment may have all settings, as in a container. A file that is named must exist.
         has_no_file = str(file) == NAME and not Path(file).exists()
         _warn_of_unknown_variables(cls.model_fields)
         values = {} if has_no_file and os.environ.keys() >= {*NEEDED} else _read(Path(file))
@@ -200,33 +200,33 @@ class JobSettings(BaseSettings):
     # ------------------------------------------------------------------ what they stand for
     def load_listeners(self) -> dict[str, TransactionListener]:
         """Import the listener of every producer group, from the allowed modules only."""
-        found: dict[str, TransactionListener] = {}
+        listeners: dict[str, TransactionListener] = {}
         for group, path in self.listeners.items():
             try:
-                found[require_group_name(group)] = load_listener(path, self.listener_modules)
+                listeners[require_group_name(group)] = load_listener(path, self.listener_modules)
             except TxmqError as problem:
                 raise ConfigError(f"[listeners] {group!r}: {problem}") from problem
-        return found
+        return listeners
 
     def load_policy(self) -> TransactionCheckListener:
-        """Return the discard policy: a named one, or the user's own, which ``module:attribute`` names."""
+        """Return the discard policy: a named one, or the user's own at ``module:attribute``."""
         policy = self.check.discard_policy
         try:
             if ":" not in policy:
                 return require_policy(policy)
-            found = load_object(policy, self.listener_modules)
-            made = found() if callable(found) and not isinstance(found, TransactionCheckListener) else found
-            return require_policy(made)
+            loaded = load_object(policy, self.listener_modules)
+            own_policy = loaded() if callable(loaded) and not isinstance(loaded, TransactionCheckListener) else loaded
+            return require_policy(own_policy)
         except TxmqError as problem:
             raise ConfigError(f"[check] discardPolicy: {problem}") from problem
 
     def look(self) -> tuple[list[str], list[str]]:
-        """Look for all that the job would import, without running any of it.
+        """Look for everything that the job would import, without running any of it.
 
         Returns
         -------
         tuple of list of str
-            What the job would refuse, and what only running it would tell: a sentence each.
+            A sentence for each thing that the job would refuse, and for each that only running it would tell.
         """
         refused: list[str] = []
         unknown: list[str] = []
@@ -237,11 +237,11 @@ class JobSettings(BaseSettings):
         ]
         for where, look in looks:
             try:
-                said = look()
+                sentence = look()
             except TxmqError as problem:
                 refused.append(f"{where}: {problem}")
             else:
-                unknown += [] if said is None else [f"{where}: {said}"]
+                unknown += [] if sentence is None else [f"{where}: {sentence}"]
         return refused, unknown
 
     def _look_for_listener(self, group: str) -> str | None:
@@ -279,7 +279,7 @@ class JobSettings(BaseSettings):
         )
 
     def draining(self, log: Engine) -> Draining | None:
-        """Return who drains the log between two rounds of upkeep; None when it is switched off."""
+        """Return the drains of the log between two rounds of upkeep; None when they are switched off."""
         if self.drain.every == 0:
             return None
         return Draining(log, self.drain.every)
@@ -287,8 +287,8 @@ class JobSettings(BaseSettings):
     def maintainer(
         self, log: Engine, draining: Draining | None = None, listeners: Iterable[TransactionListener] = ()
     ) -> Maintainer | None:
-        """Return who does the log's upkeep, beside who drains it, and prunes the listeners' fences; None when it is
-        switched off."""
+        """Return the upkeep of the log and the listeners' fences; None when it is switched off. It takes turns with
+        ``draining``."""
         upkeep = self.maintenance
         if upkeep.interval == 0:
             return None
@@ -313,9 +313,9 @@ def _read(file: Path) -> dict[str, Any]:
     for sentence in unknown_settings(values):
         raise ConfigError(f"{file}: {sentence}")
     for section, names in NAMES.items():
-        given = values.get(section, {})
-        if isinstance(given, dict):
-            values[section] = {names[name]: value for name, value in given.items()}
+        section_values = values.get(section, {})
+        if isinstance(section_values, dict):
+            values[section] = {names[name]: value for name, value in section_values.items()}
     return values
 
 

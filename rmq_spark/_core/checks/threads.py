@@ -1,4 +1,4 @@
-"""Work that a program does beside its main work, such as drains and upkeep: in threads, until it ends."""
+"""Runs background work of a program, such as drains and upkeep, in threads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from types import FrameType
 logger = logging.getLogger(__name__)
 
 AT_EXIT_S_MAX = 10.0
-"""How long the end waits for what is under way. Then it is left: a crash may interrupt it anywhere, too."""
+"""Most seconds to wait for a thread at the end. Then it is left running: it must stand a crash anywhere, too."""
 
 
 @contextmanager
 def running(stop_event: threading.Event, workers: Mapping[str, Callable[[threading.Event], object]]) -> Iterator[None]:
-    """Run workers in threads until the block ends, and then wait for them a little: Python crashes when it ends while
-    a thread is within delta-rs.
+    """Run workers in threads until the block ends, and then wait briefly for them, because Python crashes when it exits
+    while a thread is within delta-rs.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def running(stop_event: threading.Event, workers: Mapping[str, Callable[[threadi
 
 @contextmanager
 def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
-    """Within the block SIGTERM and SIGINT set the event, so that what is under way comes to its end."""
+    """Within the block SIGTERM and SIGINT set the event, so that work under way can finish."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -51,9 +51,9 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
         logger.info("stopping after %s", signal.Signals(number).name)
         stop.set()
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

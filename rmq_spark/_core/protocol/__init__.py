@@ -1,1 +1,1 @@
-"""The protocol of a send: stage, prepare, execute, decide, settle; and what a replay does."""
+"""The protocol of a send (stage, prepare, execute, decide, settle), and of a replay."""

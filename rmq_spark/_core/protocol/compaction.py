@@ -1,4 +1,4 @@
-"""Compacts ``op`` in the background, when decisions have left it many small files."""
+"""Merges the small files of ``op`` in the background, when decisions have left many of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Compaction:
-    """Compacts ``op`` and moves the low-water mark, off the critical path: in a thread, with tables of its own.
+    """Compacts ``op`` and moves the low-water mark in a background thread, with table handles of its own.
 
     Parameters
     ----------
@@ -29,24 +29,24 @@ class Compaction:
         self._thread: threading.Thread | None = None
 
     def after_commit(self) -> None:
-        """Begin, when ``op`` has many small files and nothing is under way."""
+        """Start a run, if ``op`` has many small files and no run is under way."""
         if self._log.upkeep and op_merge.is_due(self._log.op) and (self._thread is None or not self._thread.is_alive()):
             try:
                 self._thread = self._log.in_background(self.run)
-            except RuntimeError as problem:  # no thread to be had; the next commit tries again
+            except RuntimeError as problem:  # no thread can be started; the next commit tries again
                 logger.info("upkeep waits for a later commit: %s", problem)
 
     def wait(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the run that is under way."""
         if self._thread is not None:
             self._thread.join()
 
     def run(self) -> None:
-        """Do both now. A failure is logged: upkeep is tried again later, and must not stop a sink."""
+        """Compact, then move the mark. A failure is logged and does not stop a sink; a later commit tries again."""
         try:
             log = self._log.another()
-            # Merged first, op has few files when the mark reads it. And a cold start then reads the mark's own small
-            # file, and what came after it.
+            # In this order the mark reads few files of op, and a cold start reads only the mark's small file and
+            # those after it.
             op_merge.compact_op(log.op)
             log.move_mark()
         except Exception as problem:

@@ -1,4 +1,4 @@
-"""The steps of the protocol on the tables of a commit log: what a sink, a checker and a reader take."""
+"""The steps of the protocol on the tables of a commit log. Sinks, checkers and readers call them."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark.errors import HalfBatchNotFoundError, LostFileError, NotACommitLogError, OptionError, TxmqError
 
 SMALL_ROWS_MAX = 1_000
-"""Half batches of so many rows are read together with others."""
+"""Half batches with at most this many rows are read together."""
 
 
 class Engine:
-    """The tables of one commit log behind one lock, and every step that changes them or follows them.
+    """The tables of one commit log behind one lock, with every step that changes or reads them.
 
-    A :class:`~rmq_spark.CommitLog` owns one, and offers what people call.
+    A :class:`~rmq_spark.CommitLog` owns one, and is the interface for users.
     """
 
     def __init__(self, tables: LogTables) -> None:
@@ -65,13 +65,13 @@ class Engine:
         self.drained = Drained(self)
         self._compaction = Compaction(self)
         self.upkeep = True
-        """Whether a decision compacts ``op`` when it has many small files; upkeep by hand goes on."""
-        self._prepared: dict[str, HalfHeader] = {}  # of applications that count their batches, the last one
+        """Whether decisions compact ``op`` when it has many small files. Upkeep by hand ignores it."""
+        self._prepared: dict[str, HalfHeader] = {}  # by app id, its last numbered half batch
         self._groups: GroupTable | None = None
         self._messages: Table | None = None
 
     def looked_at(self) -> Iterable[Table]:
-        """The tables that this reads, without those of consumer groups."""
+        """The tables that this engine reads, without ``groups``."""
         return (self.half.table, self.op, self.topics_table, self.messages_table)
 
     def __repr__(self) -> str:
@@ -85,39 +85,39 @@ class Engine:
 
     @property
     def id(self) -> str:
-        """Made once, with the log: a log that is made anew in its place has another one, and counts from 0 again."""
+        """The log's id, made with the log. A log made anew in its place has another id, and counts from 0."""
         return self.topics_table.id
 
     def another(self) -> Engine:
-        """Another engine of this log, which has read nothing yet: what another process would have."""
+        """A new engine of this log, which has read nothing yet, as in another process."""
         return Engine(self._tables.another())
 
     def another_on_the_same_log(self) -> Engine:
-        """:meth:`another`; NotACommitLogError when another log lies there by now."""
-        other = self.another()
-        if other.id != self.id:
+        """:meth:`another`, or NotACommitLogError when another log was made in this one's place."""
+        engine = self.another()
+        if engine.id != self.id:
             raise NotACommitLogError(
                 f"the commit log at {redacted(self.path)!r} was made anew since this handle was opened: open it again"
             )
-        return other
+        return engine
 
     def after_decision(self) -> None:
-        """Compact ``op`` in the background, when it has many small files."""
+        """Compact ``op`` in the background, if it has many small files."""
         self._compaction.after_commit()
 
     def close(self) -> None:
-        """Wait for upkeep that is under way."""
+        """Wait for a compaction that is under way."""
         self._compaction.wait()
 
     # ------------------------------------------------------------------ its tables
     def _with_our_lock(self, table: Table) -> Table:
-        """A table under the lock and clock that all tables of a log share."""
+        """Give a table the lock and clock that the tables of a log share."""
         table.lock, table.clock = self.lock, self._tables.half.clock
         return table
 
     @property
     def messages_table(self) -> Table:
-        """The table ``messages``: what is placed, for every reader of Delta."""
+        """The table ``messages``: the placed messages, for any reader of Delta tables."""
         with self.lock:
             if self._messages is None:
                 self._messages = self._with_our_lock(self._tables.messages())
@@ -125,38 +125,38 @@ class Engine:
 
     @property
     def groups(self) -> GroupTable:
-        """The progress of consumer groups; its table is made when it is first needed."""
+        """The progress of consumer groups. The first use makes its table."""
         with self.lock:
             if self._groups is None:
                 self._groups = GroupTable(self._with_our_lock(self._tables.groups()))
             return self._groups
 
     def has_groups(self) -> bool:
-        """Whether any consumer group has ever read. Asking makes no table."""
+        """Whether any consumer group has ever read. It makes no table."""
         return self._groups is not None or self._tables.has_groups()
 
     def tables(self) -> list[Table]:
-        """The tables that are there, as they were last read. The one of groups is made when it is first needed."""
+        """The tables that exist, as they were last read. Before the first use of ``groups`` that table does not."""
         tables = [self.half.table, self.op, self.topics_table, self.messages_table]
         return [*tables, self.groups.table] if self._tables.has_groups() else tables
 
     # ------------------------------------------------------------------ topics
     def create_own_topic(self, name: str) -> None:
-        """Add a topic of retries or dead letters, with one queue as in RocketMQ; one that is there is left as it is."""
+        """Create a topic of retries or dead letters, with one queue as in RocketMQ, unless it exists."""
         require_topic_name(name, own=True)
         self.topic_store.create([name], 1, fifo=False, exist_ok=True)
 
     def topics(self) -> dict[str, int]:
-        """Topics and their number of queues."""
+        """The number of queues of each topic."""
         return {name: topic.queues for name, topic in self.topic_store.all().items()}
 
     def topics_with(self, names: Collection[str]) -> Mapping[str, int]:
-        """The topics that this engine knows and their number of queues. It looks at the table only when one of these
-        names is not among them: a topic never changes once it is made."""
+        """The number of queues of each topic that this engine knows. The table is read only when one of ``names`` is
+        not among them, because a topic never changes."""
         return self.topic_store.with_names(names).queues
 
     def require_topic(self, name: str) -> int:
-        """The number of queues of a topic; TopicNotFoundError names the nearest one that is there."""
+        """The number of queues of a topic. TopicNotFoundError names the nearest topic that exists."""
         topics = self.topics()
         require_known_topic(name, topics)
         return topics[name]
@@ -167,93 +167,95 @@ class Engine:
         return doubt_s(self, note)
 
     def in_background(self, work: Callable[[], None]) -> threading.Thread | None:
-        """Run upkeep beside this thread; None when it is done already."""
+        """Run upkeep in another thread; None when it is done already."""
         return self._tables.in_background(work)
 
     # ------------------------------------------------------------------ a half batch, from its files to its verdicts
     def stage(self, writer: HalfWriter, batches: Sequence[pa.RecordBatch], partition: int = 0) -> list[HalfFile]:
-        """Write messages as half files from this process (executors do the same with ``HalfWriter`` alone)."""
+        """Write messages as half files in this process. Executors do the same with ``HalfWriter`` alone."""
         return self.with_runtime(writer).write(self.half.table.fs, self.half.table.folder, partition, batches)
 
     def with_runtime(self, writer: HalfWriter) -> HalfWriter:
-        """A writer with the clock of this log."""
+        """The writer, with this log's runtime."""
         return writer if writer.runtime is self.runtime else replace(writer, runtime=self.runtime)
 
     @looks_again
     def last_batch_id(self, app_id: str, refresh: bool = True) -> int | None:
-        """The newest batch id that this application prepared; without a refresh, as the table was read last."""
+        """The newest batch id that this application prepared; without ``refresh``, as of the last read."""
         with self.lock:
             if refresh:
                 self.half.table.refresh()
             return self.half.last_batch_id(app_id)
 
     def is_replay(self, header: HalfHeader) -> bool:
-        """Whether a batch that its application counts was prepared before: it, or a later one, is in the log."""
+        """Whether the log has this numbered batch, or a later one of its application."""
         last = self.last_batch_id(header.app_id) if header.numbered else None
         return last is not None and header.batch_id <= last
 
     def header_of(self, app_id: str, batch_id: int) -> HalfHeader | None:
-        """The header of a half batch. That which this handle has prepared last of an application is not read again."""
-        known = self._prepared.get(app_id)
-        if known is not None and known.batch_id == batch_id:
-            return known
+        """The header of a half batch. The last one that this handle prepared of an application is not read again."""
+        prepared = self._prepared.get(app_id)
+        if prepared is not None and prepared.batch_id == batch_id:
+            return prepared
         record = self.find(app_id, batch_id)
         return None if record is None else record.header
 
     @looks_again
     def find(self, app_id: str, batch_id: int) -> HalfRecord | None:
-        """The half batch of an application and batch id; of one that has left, what is kept."""
+        """The half batch of an application and batch id. Once it has left, the record has only its archive."""
         with self.lock:
             record = self.half.find(app_id, batch_id)
-            # op after half: what has left half by now was archived in op before.
-            kept = self.ledger.archived_as(app_id, batch_id) if record is None else None
-            return record if kept is None else HalfRecord.of_archived(kept)
+            # Read op after half: a half batch is archived in op before it leaves half.
+            archived = self.ledger.archived_as(app_id, batch_id) if record is None else None
+            return record if archived is None else HalfRecord.of_archived(archived)
 
     @looks_again
     def get(self, half_id: str) -> HalfRecord:
-        """The half batch of this id; HalfBatchNotFoundError when there is none, HalfBatchLeftError when it has left."""
+        """The half batch of this id. HalfBatchNotFoundError: there is none. HalfBatchLeftError: it has left."""
         with self.lock:
             try:
                 return self.half.get(half_id)
             except HalfBatchNotFoundError:
-                kept = self.archived(half_id) if isinstance(half_id, str) and half_id.isascii() else None
-                if kept is None:
+                archived = self.archived(half_id) if isinstance(half_id, str) and half_id.isascii() else None
+                if archived is None:
                     raise
-                raise kept.left_error() from None
+                raise archived.left_error() from None
 
     @looks_again
     def archived(self, half_id: str) -> Archived | None:
-        """What is kept of a half batch that was settled and has left ``half``; None for any other."""
+        """The archive of a half batch that was settled and has left ``half``; None for any other."""
         return self.ledger.archived(half_id)
 
     def _has_left_elsewhere(self, half_id: str) -> bool:
-        """Whether a half batch has left: another handle looks, for this one goes on from what it has read of ``op``."""
+        """Whether a half batch has left. A new handle looks, so that this one stays at the ``op`` it has read."""
         return self.another().archived(half_id) is not None
 
     def prepare(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
-        """Commit the staged files of several half batches at once: see :meth:`HalfTable.prepare`. Then read what
-        ``op`` says now."""
+        """Commit the staged files of several half batches at once: see :meth:`HalfTable.prepare`. Then refresh
+        ``op``."""
         if staged:
             reach("staged", header=staged[0].header)
         half_ids = [batch.header.half_id for batch in staged]
         with self.lock:
             self.ledger.expect(half_ids)
             try:
-                prepared = self.half.prepare(staged, self.ledger.ms_before_prepare, self.ledger.archived_among)
+                results = self.half.prepare(staged, self.ledger.ms_before_prepare, self.ledger.archived_among)
             except BaseException:
                 self.ledger.forget(half_ids)
                 raise
-            done = [isinstance(found, HalfRecord) for found in prepared]
-            self.ledger.forget([half_id for half_id, is_there in zip(half_ids, done, strict=True) if not is_there])
-            for batch, is_there in zip(staged, done, strict=True):
-                if is_there and batch.header.numbered:
+            are_prepared = [isinstance(result, HalfRecord) for result in results]
+            self.ledger.forget(
+                [half_id for half_id, is_prepared in zip(half_ids, are_prepared, strict=True) if not is_prepared]
+            )
+            for batch, is_prepared in zip(staged, are_prepared, strict=True):
+                if is_prepared and batch.header.numbered:
                     self._prepared[batch.header.app_id] = batch.header
         self.refresh()
-        return prepared
+        return results
 
     def still_in_half(self, half_ids: Collection[str]) -> set[str]:
-        """Those of these half batches that the table ``half`` has now. Of all others nobody is asked any more: they
-        have left, settled for good, or were never prepared."""
+        """Those of these half batches that the table ``half`` has now. No check asks about the others: they are
+        settled and have left, or were never prepared."""
         with self.lock:
             return set(self.half.counted()["half_id"].to_pylist()).intersection(half_ids)
 
@@ -267,31 +269,31 @@ class Engine:
         arg: Any = None,
         held: HalfRows | pa.Table | None = None,
     ) -> HalfBatch:
-        """The half batch as a listener sees it: these rows, which are under one attempt. ``held`` are all rows of it,
-        or some columns of them, where the caller has them."""
+        """The half batch as a listener sees it: these rows, all under one attempt. ``held``: all rows of the half
+        batch, or some of their columns, if the caller has them."""
         return half_batch_of(self, record, state, attempt, rows, arg, held)
 
     @looks_again
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
-        """What the newest op markers say of a half batch; without a refresh, those that were read last."""
+        """The state of a half batch by its newest op markers; without ``refresh``, by those read last."""
         return self.ledger.state_of(record, refresh)
 
     @looks_again
     def small_batches(self, half_ids: Collection[str]) -> list[tuple[HalfRecord, BatchState, pa.Table]]:
-        """Those of these half batches that are small, with their newest states and all their rows (the columns
-        ``SMALL_COLUMNS``). They are read together; one that cannot be read, or has left, is not among them."""
-        found: list[tuple[HalfRecord, BatchState, pa.Table]] = []
+        """The small ones of these half batches, read together, with their newest states and all their rows (the
+        columns ``SMALL_COLUMNS``). A half batch that cannot be read, or has left, is left out."""
+        batches: list[tuple[HalfRecord, BatchState, pa.Table]] = []
         with self.lock:
             small = self.half.find_small(half_ids, SMALL_ROWS_MAX)
             self.ledger.refresh()
             self.ledger.read_older(record for record, _ in small.values())
             for record, rows in small.values():
-                with suppress(TxmqError):  # it is looked at alone, and reported
-                    found.append((record, self.ledger.state_of(record, refresh=False), rows))
-        return found
+                with suppress(TxmqError):  # the checker looks at it alone, and reports it
+                    batches.append((record, self.ledger.state_of(record, refresh=False), rows))
+        return batches
 
     def has_no_op_rows(self, record: HalfRecord) -> bool:
-        """Whether ``op``, as it was last read, has said nothing of a half batch that this process has prepared."""
+        """Whether ``op``, as it was last read, has no rows of a half batch that this process prepared."""
         return self.ledger.has_no_op_rows(record)
 
     def decide(self, decisions: Sequence[Decision]) -> list[Decided]:
@@ -317,19 +319,19 @@ class Engine:
         self.ledger.record_checks(checks, pause_s)
 
     def lease(self, records: Sequence[HalfRecord], seconds: float) -> datetime:
-        """Keep checkers away from half batches while their local transactions run; returns until when."""
+        """Keep checkers away from half batches while their local transactions run. Returns when the lease ends."""
         return self.ledger.lease(records, seconds)
 
     def place_due(self) -> list[Placed]:
-        """Make those delayed messages visible whose time has come; returns where they stand.
+        """Make the delayed messages visible that are due, and return where they are placed.
 
-        Settling any half batch does it too, and each round of checks.
+        Settling any half batch does it, too, and so does each round of checks.
         """
         return self.ledger.place_due()
 
     # ------------------------------------------------------------------ what is open
     def open_batches(self) -> Iterator[tuple[HalfRecord, BatchState]]:
-        """Half batches with pending rows, oldest first. The cost follows what is open, not the age of the log."""
+        """Half batches with pending rows, oldest first. The cost follows their number, not the age of the log."""
         with self.lock:
             records = [self.half.get(half_id) for half_id in self.open_half_ids()]
         for record in records:
@@ -339,24 +341,24 @@ class Engine:
 
     @looks_again
     def open_half_ids(self) -> list[str]:
-        """Half batches that may have pending rows, oldest first: their ids only, so that one which cannot be read does
-        not hide the others."""
-        found = self.ledger.open_half_ids()
+        """The ids of half batches that may have pending rows, oldest first. None is read, so that an unreadable one
+        does not hide the others."""
+        half_ids = self.ledger.open_half_ids()
         reach("open batches listed")
-        return found
+        return half_ids
 
     def move_mark(self) -> bool:
-        """Move the low-water mark over everything settled; returns whether it moved."""
+        """Move the low-water mark over everything settled. Returns whether it moved."""
         return self.ledger.mark()
 
     # ------------------------------------------------------------------ following the log
     def refresh(self) -> int:
-        """Read what is new in ``op``, and return the version that this handle has seen."""
+        """Read the new rows of ``op``, and return its version."""
         return self.ledger.refresh()
 
     @property
     def version(self) -> int:
-        """The version of ``op`` that this handle has seen."""
+        """The version of ``op`` that this handle last read."""
         return self.op.version
 
     @looks_again
@@ -369,7 +371,7 @@ class Engine:
 
     @looks_again
     def firsts(self, refresh: bool = True) -> Tails:
-        """The first offset that is kept, by (topic, queue_id), of queues of which messages have expired."""
+        """The first offset that is kept, by (topic, queue_id), of queues with expired messages."""
         with self.lock:
             if refresh:
                 self.ledger.refresh()
@@ -382,13 +384,13 @@ class Engine:
     def read_range(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
     ) -> Iterator[tuple[int, pa.Table]]:
-        """Rows of a file of ``half`` or ``messages``, as ``files.read_range`` has them."""
+        """Rows of a file of ``half`` or ``messages``, as ``files.read_range`` yields them."""
         if wanted.table == self.messages_table.name:
             return self.messages_table.read_range(wanted, columns, where)
         return self.half.read_range(wanted, columns, where)
 
     def find_again(self, lost: MessageRange) -> list[MessageRange]:
-        """Where messages lie now of which a file is gone that was there when a read was planned.
+        """Where messages lie now whose file was removed after a read was planned.
 
         Raises
         ------
@@ -399,21 +401,21 @@ class Engine:
         if isinstance(lost, PlacedRange):
             has_left = self.archived(lost.rows.half_id) is not None
             has_payload = None if has_left else self.half.has_payload(lost.rows)
-            if has_payload:  # it shares a file with what has none
+            if has_payload:  # its file also has half batches without payload
                 return [lost]
             if has_left or has_payload is False:
-                went = "left half" if has_left else "has no payload any more in half"
+                reason = "left half" if has_left else "has no payload any more in half"
                 self.messages_table.refresh()
-                require_drained(self.messages_table, lost.op_version, f"half batch {lost.rows.half_id!r} {went}")
+                require_drained(self.messages_table, lost.op_version, f"half batch {lost.rows.half_id!r} {reason}")
         self.drained.border()
-        found, missing = self.drained.ranges((lost.topic, lost.queue_id), lost.queue_offset, lost.stop)
+        ranges, missing = self.drained.ranges((lost.topic, lost.queue_id), lost.queue_offset, lost.stop)
         if missing:
             raise LostFileError(
                 f"{out_of_range(lost.topic, lost.queue_id, *missing[0])}: file {lost.rows.path} of table "
                 f"{lost.rows.table} is gone"
             )
-        return found
+        return ranges
 
     def locate(self, half_id: str, file_no: int) -> str:
-        """Where the rows of a half file lie now."""
+        """The path where the rows of a half file lie now."""
         return self.half.locate(half_id, file_no)

@@ -6,7 +6,7 @@
     thread 2 ── files ─┼─ one commit to half ┼─ local transaction ─┼─ one commit to op ─▶ three results
     thread 3 ── files ─┘                     └─ local transaction ─┘
 
-While a commit is under way, those who come wait for the next one, and share it. One thread alone waits for nobody.
+Requests that come during a commit share the next one. A single thread waits for no other.
 """
 
 from __future__ import annotations
@@ -44,50 +44,50 @@ logger = logging.getLogger(__name__)
 AT_ONCE_MAX = 2048
 """Half batches in one commit: with those of a shared file, at most 128 MiB of messages."""
 GATHERING_S = 0.002
-"""A thread that waits for more to come looks so often."""
+"""Seconds between two looks of a commit thread that waits for more requests."""
 GATHERS_FOR = 3
-"""It waits as long as so many commits take, at most."""
+"""It waits at most as long as this many commits take."""
 GATHERS_S_MAX = 0.25
-"""It waits for so long, at most. Whoever comes later than this after a commit expects none of those who were in it."""
+"""It waits at most this many seconds, and not at all when it starts later than this after a commit."""
 PREPARE_ERRORS = (AlreadyPreparedError, StagedFilesTooOldError)
 OF_ONE = (LostStagedFileError, LostFileError)
-"""Problems of one half batch among those of a commit. The others are tried again without it."""
+"""Errors that one half batch of a commit causes. The half batches are then committed one by one."""
 
 Request = TypeVar("Request")
 Result = TypeVar("Result")
 
 
 Stageable = HalfFile | HalfRows | OneMessage
-"""A half file, or what will be one."""
+"""A half file, or rows or a message that will be written to one."""
 
 
 class Commits(Protocol):
-    """How a sender commits: alone, as an :class:`Engine` does, or together with other threads."""
+    """How a sender commits: alone (:class:`Engine`), or together with other threads (:class:`GroupCommit`)."""
 
     def prepare(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
-        """Commit the staged files of half batches, and read what ``op`` says afterwards. As ``Engine.prepare``."""
+        """Commit the staged files of half batches, then refresh ``op``, as ``Engine.prepare`` does."""
 
     def decide(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
-        """Make verdicts final. As ``Engine.decide``."""
+        """Make verdicts final, as ``Engine.decide`` does."""
 
 
 class GroupCommit:
-    """Half batches of many threads share commits. Those are made in threads of their own: an interrupt in a caller's
-    thread ends its waiting, and no commit.
+    """Lets the half batches of many threads share commits. Threads of its own commit, so an interrupt in a caller's
+    thread ends only that thread's wait.
 
     Parameters
     ----------
     log : Engine
     linger_s : float
-        A prepare waits so long for others to share its commit, unless there are ``at_once_max`` of them.
+        Seconds that a prepare waits for others to share its commit, unless there are ``at_once_max`` of them.
     at_once_max : int
-        Half batches of one commit, up to :data:`AT_ONCE_MAX`.
+        Most half batches of one commit, up to :data:`AT_ONCE_MAX`.
     """
 
     def __init__(self, log: Engine, linger_s: float = 0.0, at_once_max: int = AT_ONCE_MAX) -> None:
         self._log = log
         self.holds: Callable[[], bool] = bool
-        """Whether this thread holds a lock that whoever is given an answer takes."""
+        """Returns whether this thread holds a lock that the callback of an answer takes."""
         runtime, needs = log.runtime, log.lock
         self._prepares: CommitQueue[OneMessage | Staged, HalfRecord | TxmqError] = CommitQueue(
             runtime, "txmq-prepare", self._prepare, linger_s, at_once_max, needs=needs
@@ -97,15 +97,16 @@ class GroupCommit:
         )
 
     def hurry(self, hurries: bool = True) -> None:
-        """Linger no more, or again."""
+        """Stop lingering, or linger again."""
         self._prepares.hurries = hurries
 
     @property
     def may_wait(self) -> bool:
-        """Whether this thread may wait for a commit. One that commits may not, and one that holds a lock which a commit
-        needs: what Python calls in its midst (a signal handler, ``__del__``, a log handler) would wait for itself."""
-        lanes = (self._prepares, self._decides)
-        return not (any(lane.is_held for lane in lanes) or is_within(lanes) or self.holds())
+        """Whether this thread may wait for a commit. A thread that commits, or holds a lock that a commit needs, may
+        not: code that Python calls in its midst (a signal handler, ``__del__``, a log handler) would wait for the
+        thread itself."""
+        queues = (self._prepares, self._decides)
+        return not (any(queue.is_held for queue in queues) or is_within(queues) or self.holds())
 
     def require_may_wait(self) -> None:
         """Raise OptionError in a thread that may not wait for a commit."""
@@ -117,21 +118,21 @@ class GroupCommit:
             )
 
     def prepare(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
-        """Commit staged files together with those of other threads. What is in no file yet is written first.
+        """Commit staged files together with those of other threads. Rows and messages are written to files first.
 
         Raises
         ------
         TxmqError
-            Another problem with one of them than those that :meth:`Engine.prepare` returns. Others may be prepared.
+            For a problem with one of them that :meth:`Engine.prepare` does not return. The others may be prepared.
         """
         self.require_may_wait()
-        found = self._prepares.ask({batch.header.name: batch for batch in staged})
-        return [_answer(one, (HalfRecord, *PREPARE_ERRORS)) for one in found]
+        answers = self._prepares.ask({batch.header.name: batch for batch in staged})
+        return [_answer(answer, (HalfRecord, *PREPARE_ERRORS)) for answer in answers]
 
     def prepare_and_go_on(self, message: OneMessage, then: Then[HalfRecord | TxmqError]) -> None:
-        """As :meth:`prepare` for one message, and nobody waits: ``then`` is called with what became of it.
+        """:meth:`prepare` one message without waiting: ``then`` is called with the result.
 
-        It is called in the thread that commits, so it must not wait for anything, and must not raise.
+        The commit thread calls it, so it must not wait, and must not raise.
         """
         self._prepares.put(message, message.header.name, then)
 
@@ -141,31 +142,33 @@ class GroupCommit:
         Raises
         ------
         TxmqError
-            Another problem with one of them than those that :meth:`Engine.decide` returns. Others may be decided.
+            For a problem with one of them that :meth:`Engine.decide` does not return. The others may be decided.
         """
         self.require_may_wait()
-        found = self._decides.ask({decision.record.half_id: decision for decision in decisions})
-        return [_answer(one, (Decided,)) for one in found]
+        answers = self._decides.ask({decision.record.half_id: decision for decision in decisions})
+        return [_answer(answer, (Decided,)) for answer in answers]
 
     def decide_and_go_on(self, decision: Decision, then: Then[Decided]) -> None:
-        """As :meth:`decide`, and nobody waits; see :meth:`prepare_and_go_on`."""
+        """:meth:`decide` without waiting: see :meth:`prepare_and_go_on`."""
         self._decides.put(decision, decision.record.half_id, then)
 
-    def _prepare(self, waiting: Sequence[OneMessage | Staged]) -> list[HalfRecord | TxmqError]:
-        wrong = arrange([f for one in waiting for f in one.files if isinstance(f, OneMessage)])
-        ready = [
-            Staged(one.header, [_arranged(f) for f in one.files]) for one in waiting if one.header.half_id not in wrong
+    def _prepare(self, requests: Sequence[OneMessage | Staged]) -> list[HalfRecord | TxmqError]:
+        problems = arrange([file for request in requests for file in request.files if isinstance(file, OneMessage)])
+        staged = [
+            Staged(request.header, [_arranged(file) for file in request.files])
+            for request in requests
+            if request.header.half_id not in problems
         ]
         prepared: Iterator[HalfRecord | PrepareError] = iter(())
-        if ready:
-            prepared = iter(self._log.prepare(ready))
-        return [wrong.get(one.header.half_id) or next(prepared) for one in waiting]
+        if staged:
+            prepared = iter(self._log.prepare(staged))
+        return [problems.get(request.header.half_id) or next(prepared) for request in requests]
 
 
-def _answer(found: Any, expected: tuple[type, ...]) -> Any:
-    if isinstance(found, expected):
-        return found
-    raise found
+def _answer(answer: Any, expected: tuple[type, ...]) -> Any:
+    if isinstance(answer, expected):
+        return answer
+    raise answer
 
 
 def _arranged(file: Stageable) -> HalfFile | HalfRows:
@@ -175,11 +178,11 @@ def _arranged(file: Stageable) -> HalfFile | HalfRows:
 
 
 Then: TypeAlias = Callable[[Result | None, BaseException | None], None]
-"""Takes the answer to a request, or the problem with it."""
+"""Called with the answer to a request, or with its problem."""
 
 
-class _Asked(Generic[Request, Result]):
-    """A request, and who hears what became of it."""
+class _Entry(Generic[Request, Result]):
+    """A request that waits in a queue, and its callback."""
 
     __slots__ = ("about", "answer", "problem", "request", "then")
 
@@ -191,15 +194,15 @@ class _Asked(Generic[Request, Result]):
         self.problem: BaseException | None = None
 
     def tell(self) -> None:
-        """Hand on what became of it."""
+        """Call ``then`` with the answer or the problem."""
         try:
             self.then(self.answer, self.problem)
-        except BaseException as problem:  # the others must hear of theirs
+        except BaseException as problem:  # the other callbacks must be called, too
             logger.error("what follows on half batch %r ended: %s", self.about, traceback_of(problem))
 
 
 class _Wait(Generic[Result]):
-    """Lets a thread wait for what it asked for."""
+    """Lets a thread wait for the answer to its request."""
 
     def __init__(self, done: threading.Event) -> None:
         self._done = done
@@ -207,37 +210,37 @@ class _Wait(Generic[Result]):
         self._problem: BaseException | None = None
 
     def hear(self, answer: Result | None, problem: BaseException | None) -> None:
-        """End the waiting."""
+        """Take the answer, and end the wait."""
         self._answer, self._problem = answer, problem
         self._done.set()
 
     def outcome(self) -> Result | BaseException:
-        """Wait for the answer, or the problem, and return it."""
+        """Wait for the answer or the problem, and return it."""
         self._done.wait()
         return cast(Result, self._answer) if self._problem is None else self._problem
 
 
 class CommitQueue(Generic[Request, Result]):
-    """Hands requests to one commit after the other, as many as have come by then.
+    """Makes one commit after the other, each for all requests that wait by then.
 
     Its thread starts with the first request and ends when none is left. So an idle program has no thread, and Python
-    ends after the commits that are under way.
+    exits after the commits that are under way.
 
     Parameters
     ----------
-    machine : Machine
+    runtime : Runtime
     name : str
-        Of the thread.
+        Name of the thread.
     commit : callable
         Takes requests about different half batches and returns an answer for each.
     linger_s : float
-        So long the first one waits for others.
+        Seconds that the first request waits for others.
     at_once_max : int
-        Requests of one commit.
-    beside : Lane, optional
-        Those who have their answer there come here next, and those who have it here go there.
+        Most requests of one commit.
+    beside : CommitQueue, optional
+        The queue to which senders go after this one, and from which they come.
     needs : lock, optional
-        A commit takes it.
+        A lock that a commit takes.
     """
 
     def __init__(
@@ -250,7 +253,7 @@ class CommitQueue(Generic[Request, Result]):
         beside: CommitQueue[Any, Any] | None = None,
         needs: object = None,
     ) -> None:
-        self._machine = runtime
+        self._runtime = runtime
         self.hurries = False
         self._needs = needs
         self._linger_s = linger_s
@@ -258,12 +261,12 @@ class CommitQueue(Generic[Request, Result]):
         self._name = name
         self._commit = commit
         self._lock = runtime.lock()
-        self._waiting: deque[_Asked[Request, Result]] = deque()
+        self._waiting: deque[_Entry[Request, Result]] = deque()
         self._runs = False
-        self._sizes = deque([1], 2)  # of the last groups, with those who were beside this lane
-        self._commit_s = 0.0  # how long the last commit took
+        self._sizes = deque([1], 2)  # of the last groups, each with the requests under way beside it
+        self._commit_s = 0.0  # duration of the last commit
         self._ended_s = 0.0
-        self._under_way = 0  # requests of the commit that is made now
+        self._under_way = 0  # requests of the commit that is running
         self._beside: CommitQueue[Any, Any] = self if beside is None else beside
         self._beside._beside = self
 
@@ -273,42 +276,42 @@ class CommitQueue(Generic[Request, Result]):
         return is_held(self._lock) or is_held(self._needs)
 
     def put(self, request: Request, about: str, then: Then[Result]) -> None:
-        """Hand in a request. ``then`` is called with what became of it, in the thread that commits.
+        """Add a request. The commit thread calls ``then`` with the result.
 
-        That is the caller's when there is no other one to be had.
+        When no thread can be started, the caller's thread commits.
         """
-        self._put([_Asked(request, about, then)])
+        self._put([_Entry(request, about, then)])
 
     def ask(self, requests: Mapping[str, Request]) -> list[Result | BaseException]:
-        """Wait for the commits that have these requests, by half id; return the answer to each, or its problem."""
-        waits: list[_Wait[Result]] = [_Wait(self._machine.event()) for _ in requests]
-        asked = zip(requests.items(), waits, strict=True)
-        self._put([_Asked(request, about, wait.hear) for (about, request), wait in asked])
+        """Add requests, by half id; wait for their commits; return the answer or the problem of each."""
+        waits: list[_Wait[Result]] = [_Wait(self._runtime.event()) for _ in requests]
+        pairs = zip(requests.items(), waits, strict=True)
+        self._put([_Entry(request, about, wait.hear) for (about, request), wait in pairs])
         return [wait.outcome() for wait in waits]
 
-    def _put(self, asked: Sequence[_Asked[Request, Result]]) -> None:
+    def _put(self, entries: Sequence[_Entry[Request, Result]]) -> None:
         has_thread = True
         with self._lock:
             try:
-                self._waiting.extend(asked)
+                self._waiting.extend(entries)
                 if not self._runs:
                     self._runs = True
-                    has_thread = self._starts()
-            except BaseException:  # an interrupt. Two threads at work do no harm
-                for one in asked:
+                    has_thread = self._start_thread()
+            except BaseException:  # an interrupt. Two threads that work do no harm
+                for entry in entries:
                     with suppress(ValueError):
-                        self._waiting.remove(one)
+                        self._waiting.remove(entry)
                 self._runs = False
-                if self._waiting:  # what Python called in our midst has put them there, and found a thread on its way
-                    self._runs = self._starts()
+                if self._waiting:  # code that Python called in our midst added them, and relied on this thread
+                    self._runs = self._start_thread()
                 raise
         reach("commit awaited", lane=self._name)
         if not has_thread:
             self._work()
 
-    def _starts(self) -> bool:
+    def _start_thread(self) -> bool:
         try:
-            self._machine.start_thread(self._work, self._name)
+            self._runtime.start_thread(self._work, self._name)
         except RuntimeError:
             return False
         return True
@@ -317,91 +320,91 @@ class CommitQueue(Generic[Request, Result]):
         try:
             self._gather()
             while group := self._next():
-                began_s = self._machine.monotonic()
+                began_s = self._runtime.monotonic()
                 self._sizes.append(len(group) + self._beside._under_way)
                 self._under_way = len(group)
                 self._answer(group)
                 self._under_way = 0
-                self._ended_s = self._machine.monotonic()
+                self._ended_s = self._runtime.monotonic()
                 self._commit_s = self._ended_s - began_s
                 self._gather()
-        except BaseException as problem:  # a full memory: those who wait must hear of it, and the next one starts anew
+        except BaseException as problem:  # such as MemoryError: all that wait get it; a later request starts a thread
             with self._lock:
                 self._runs = False
-                left, self._waiting = self._waiting, deque()
-            for asked in left:
-                asked.problem = _one_more(problem)
-                asked.tell()
+                entries, self._waiting = self._waiting, deque()
+            for entry in entries:
+                entry.problem = _copy_of(problem)
+                entry.tell()
             logger.error("%s ended, and the next request starts it anew: %s", self._name, traceback_of(problem))
 
     def _gather(self) -> None:
-        """Wait for as many as came lately. Those of the last group come again soon, one after the other: the first of
-        them would have a commit alone, for which all others wait. And two halves, of which one prepares while the other
-        decides, would stay apart for ever, with twice as many commits."""
-        began_s = self._machine.monotonic()
-        linger_until = began_s + self._linger_s
-        last = began_s + min(GATHERS_FOR * self._commit_s, GATHERS_S_MAX)
+        """Wait for as many requests as came lately. The senders of the last group come again soon, one after the other.
+        Otherwise the first of them would get a commit alone, for which all others wait. And when half of the senders
+        prepare while the others decide, they would stay two groups for ever, with twice as many commits."""
+        began_s = self._runtime.monotonic()
+        linger_until_s = began_s + self._linger_s
+        last_s = began_s + min(GATHERS_FOR * self._commit_s, GATHERS_S_MAX)
         if began_s > max(self._ended_s, self._beside._ended_s) + GATHERS_S_MAX and not self._beside._under_way:
-            last = began_s
+            last_s = began_s
         while 0 < (waiting := len(self._waiting)) < self._at_once_max:
-            now = self._machine.monotonic()
-            come_until = max(began_s, self._beside._ended_s) + self._commit_s
-            until = last if self._beside._under_way else min(last, come_until)
-            lingers = now < linger_until and not self.hurries
-            if not lingers and (now >= until or waiting >= max(self._sizes)):
+            now_s = self._runtime.monotonic()
+            come_until_s = max(began_s, self._beside._ended_s) + self._commit_s
+            until_s = last_s if self._beside._under_way else min(last_s, come_until_s)
+            lingers = now_s < linger_until_s and not self.hurries
+            if not lingers and (now_s >= until_s or waiting >= max(self._sizes)):
                 return
-            self._machine.sleep(GATHERING_S)
+            self._runtime.sleep(GATHERING_S)
 
-    def _next(self) -> list[_Asked[Request, Result]]:
-        """Those who are next, each half batch once. None, and the thread ends: who comes then starts another."""
+    def _next(self) -> list[_Entry[Request, Result]]:
+        """Take the next group, each half batch once. An empty group ends the thread; a later request starts one."""
         with self._lock:
             while True:
                 group = self._group()
                 self._runs = bool(group)
-                # Python may call us in our midst (__del__, a signal handler). Who came before that line found a thread
-                # that runs, so look again.
+                # Python may call us in our midst (__del__, a signal handler). A request that was added before that line
+                # started no thread, so look again.
                 if group or not self._waiting:
                     return group
 
-    def _group(self) -> list[_Asked[Request, Result]]:
-        group: dict[str, _Asked[Request, Result]] = {}
-        later: list[_Asked[Request, Result]] = []
+    def _group(self) -> list[_Entry[Request, Result]]:
+        group: dict[str, _Entry[Request, Result]] = {}
+        later: list[_Entry[Request, Result]] = []
         while self._waiting and len(group) < self._at_once_max:
-            asked = self._waiting.popleft()
-            if group.setdefault(asked.about, asked) is not asked:
-                later.append(asked)
+            entry = self._waiting.popleft()
+            if group.setdefault(entry.about, entry) is not entry:
+                later.append(entry)
         self._waiting.extendleft(reversed(later))
         return list(group.values())
 
-    def _answer(self, group: Sequence[_Asked[Request, Result]]) -> None:
+    def _answer(self, group: Sequence[_Entry[Request, Result]]) -> None:
         try:
-            reach("shared commit begins", lane=self._name, about=[asked.about for asked in group])
-            answers = self._commit([asked.request for asked in group])
-            for asked, answer in zip(group, answers, strict=True):
-                asked.answer = answer
+            reach("shared commit begins", lane=self._name, about=[entry.about for entry in group])
+            answers = self._commit([entry.request for entry in group])
+            for entry, answer in zip(group, answers, strict=True):
+                entry.answer = answer
         except OF_ONE as problem:
             if len(group) > 1:
-                for asked in group:
-                    self._answer([asked])
+                for entry in group:
+                    self._answer([entry])
                 return
             group[0].problem = problem
-        except BaseException as problem:  # a panic of delta-rs is no Exception; those who wait must hear of it
-            for asked in group:
-                asked.problem = problem if len(group) == 1 else _one_more(problem)
-        for asked in group:
-            asked.tell()
+        except BaseException as problem:  # a panic of delta-rs is no Exception; the waiting threads must get it
+            for entry in group:
+                entry.problem = problem if len(group) == 1 else _copy_of(problem)
+        for entry in group:
+            entry.tell()
 
 
 def is_within(lanes: Collection[CommitQueue[Any, Any]]) -> bool:
-    """Whether this call came from within the work of one of some lanes."""
+    """Whether this call came from within the work of one of these queues."""
     return any(f.f_code is CommitQueue._work.__code__ and f.f_locals.get("self") in lanes for f in callers())
 
 
-def _one_more(problem: BaseException) -> BaseException:
-    """The same problem for another thread: each raises one of its own, with its own traceback."""
+def _copy_of(problem: BaseException) -> BaseException:
+    """A copy of the problem for another thread, which raises it with a traceback of its own."""
     try:
-        twin = copy.copy(problem)
+        copied = copy.copy(problem)
     except Exception:
         return problem
-    twin.__cause__ = problem.__cause__ or problem
-    return twin
+    copied.__cause__ = problem.__cause__ or problem
+    return copied

@@ -1,4 +1,4 @@
-"""A half batch as a listener is asked about it, and its answer as rows."""
+"""Makes the half batch that a listener sees, and splits its rows by the listener's verdicts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
 
 WANTED = pa.schema([("wanted_file", pa.int64()), ("first", pa.int64()), ("last", pa.int64())])
-"""Runs of rows of half files, which Spark joins with these."""
+"""Schema of the runs of rows that Spark picks from half files."""
 
 
 def half_batch_of(
@@ -46,8 +46,8 @@ def half_batch_of(
     arg: Any = None,
     held: HalfRows | pa.Table | None = None,
 ) -> HalfBatch:
-    """The half batch as a listener sees it: these rows, which are under one attempt. ``held`` are all rows of it in
-    send order, or some columns of them, where the caller has them."""
+    """The half batch as a listener sees it: these rows, all under one attempt. ``held``: all rows of the half batch in
+    send order, or some of their columns, if the caller has them."""
     return HalfBatch(
         half_id=record.half_id,
         app_id=record.header.app_id,
@@ -66,21 +66,21 @@ def half_batch_of(
 
 
 def _began_at(log: Engine, record: HalfRecord, state: BatchState, attempt: int) -> datetime:
-    """When an attempt began, as far as it can be believed.
+    """When an attempt began.
 
-    A clock that was ahead has written times in the future, and later half batches come after those: none would be
-    old enough for a check. The time of staging counts then, or an assumed age when it is in the future too.
+    A clock that was ahead has written times in the future. Later half batches are prepared after those, so none would
+    be old enough for a check. Then the time of staging counts, or an assumed age when that is in the future, too.
     """
     now = log.runtime.now()
-    for said in (state.opened_at.get(attempt, record.prepared_at), record.staged_at):
-        if said <= now + timedelta(seconds=CLOCK_SKEW_S_MAX):
-            return said
+    for began_at in (state.opened_at.get(attempt, record.prepared_at), record.staged_at):
+        if began_at <= now + timedelta(seconds=CLOCK_SKEW_S_MAX):
+            return began_at
     return now - timedelta(seconds=FROM_THE_FUTURE_AGE_S)
 
 
 @value
 class Split:
-    """Rows of a half batch by the verdict of their transaction; those of ``rollback`` by their reasons, too."""
+    """Rows of a half batch by the verdict of their transaction. ``rolled_back``: those of ``rollback``, by reason."""
 
     commit: RowSet
     rollback: RowSet
@@ -89,11 +89,11 @@ class Split:
 
     @property
     def decides(self) -> bool:
-        """True when there is anything but UNKNOWN."""
+        """True unless all verdicts are UNKNOWN."""
         return bool(self.commit or self.rollback)
 
     def decision(self, record: HalfRecord, attempt: int, who: Who) -> Decision:
-        """What makes these verdicts final."""
+        """The decision that makes these verdicts final."""
         return Decision(record, attempt, self.commit, self.rollback, who, rolled_back=self.rolled_back)
 
 
@@ -104,45 +104,52 @@ def split_by_verdict(log: Engine, record: HalfRecord, rows: RowSet, batch: HalfB
         distinct = (distinct[which[0].as_py()],)
         which = None
     if which is None:
-        only = distinct[0]
-        if only.state is COMMIT_MESSAGE:
+        verdict = distinct[0]
+        if verdict.state is COMMIT_MESSAGE:
             return Split(rows, NO_ROWS, NO_ROWS)
-        if only.state is UNKNOWN:
+        if verdict.state is UNKNOWN:
             return Split(NO_ROWS, NO_ROWS, rows)
-        return Split(NO_ROWS, rows, NO_ROWS, [RolledBack(only.reason, only.refused, dict(rows.ranges()))])
+        return Split(NO_ROWS, rows, NO_ROWS, [RolledBack(verdict.reason, verdict.refused, dict(rows.ranges()))])
     which = batch.by_row(which)
     codes = {
-        s: pa.array([n for n, v in enumerate(distinct) if v.state is s], pa.int32()) for s in LocalTransactionState
+        kind: pa.array([code for code, v in enumerate(distinct) if v.state is kind], pa.int32())
+        for kind in LocalTransactionState
     }
-    of_state = {state: rows.where(pc.is_in(which, value_set=some)) for state, some in codes.items()}
+    of_state = {state: rows.where(pc.is_in(which, value_set=state_codes)) for state, state_codes in codes.items()}
     rollback = of_state[ROLLBACK_MESSAGE]
-    why = which.filter(pc.is_in(which, value_set=codes[ROLLBACK_MESSAGE]))
-    return Split(of_state[COMMIT_MESSAGE], rollback, of_state[UNKNOWN], _by_reason(rollback, why, distinct))
+    rollback_codes = which.filter(pc.is_in(which, value_set=codes[ROLLBACK_MESSAGE]))
+    return Split(of_state[COMMIT_MESSAGE], rollback, of_state[UNKNOWN], _by_reason(rollback, rollback_codes, distinct))
 
 
-def _by_reason(rollback: RowSet, why: pa.Array | pa.ChunkedArray, distinct: Sequence[Verdict]) -> list[RolledBack]:
-    """Rows by the reason and kind of their rollback; ``why`` has the position of each row's verdict."""
-    found: dict[tuple[str | None, bool], dict[int, list[tuple[int, int]]]] = {}
-    codes = why.combine_chunks() if isinstance(why, pa.ChunkedArray) else why
-    at = 0
+def _by_reason(
+    rollback: RowSet, verdict_codes: pa.Array | pa.ChunkedArray, distinct: Sequence[Verdict]
+) -> list[RolledBack]:
+    """Rows by the reason and kind of their rollback. ``verdict_codes``: each row's index in ``distinct``."""
+    ranges_by_reason: dict[tuple[str | None, bool], dict[int, list[tuple[int, int]]]] = {}
+    codes = verdict_codes.combine_chunks() if isinstance(verdict_codes, pa.ChunkedArray) else verdict_codes
+    offset = 0
     for file_no, bits in rollback.items():
         row_no = pc.indices_nonzero(booleans_of(bits))
-        of_rows = codes.slice(at, len(row_no))
-        at += len(row_no)
-        ends = pc.or_(pc.not_equal(pc.subtract(row_no[1:], row_no[:-1]), 1), pc.not_equal(of_rows[1:], of_rows[:-1]))
+        file_codes = codes.slice(offset, len(row_no))
+        offset += len(row_no)
+        ends = pc.or_(
+            pc.not_equal(pc.subtract(row_no[1:], row_no[:-1]), 1), pc.not_equal(file_codes[1:], file_codes[:-1])
+        )
         last = [*pc.indices_nonzero(ends).to_pylist(), len(row_no) - 1]
         first = [0, *(n + 1 for n in last[:-1])]
         for start, end, code in zip(
             row_no.take(pa.array(first)).to_pylist(),
             row_no.take(pa.array(last)).to_pylist(),
-            of_rows.take(pa.array(first)).to_pylist(),
+            file_codes.take(pa.array(first)).to_pylist(),
             strict=True,
         ):
             verdict = distinct[code]
-            found.setdefault((verdict.reason, verdict.refused), {}).setdefault(file_no, []).append((start, end))
+            ranges_by_reason.setdefault((verdict.reason, verdict.refused), {}).setdefault(file_no, []).append(
+                (start, end)
+            )
     return [
         RolledBack(reason, refused, {n: tuple(ranges) for n, ranges in files.items()})
-        for (reason, refused), files in found.items()
+        for (reason, refused), files in ranges_by_reason.items()
     ]
 
 

@@ -1,20 +1,20 @@
 """Identifies a micro-batch by its streaming query and a hash of its input.
 
-Spark counts the batches of every checkpoint from 0, so a batch number alone identifies nothing. With it alone, the
-first batch of a new query would be taken for a replay of the old query's, and not be sent::
+Spark counts the batches of every checkpoint from 0, so a batch number alone identifies nothing. By the number alone,
+the first batch of a new query would look like a replay of the old query's first batch, and not be sent::
 
     old checkpoint   query a1   batches 0 1 2 2        the second 2 is a replay: same query, same input
     new checkpoint   query b2   batch   0              new messages: another query
 
-A batch that sends nothing leaves no trace in the log. So the batches of two checkpoints, of which one is a copy of the
-other, may take turns at numbers that the other one left free::
+A batch that sends nothing leaves no trace in the log. So when one checkpoint is a copy of another, each may use batch
+numbers that the other left free::
 
     checkpoint       query a1   batches 0 1 2          1 was empty, and the log has 0 and 2
     its old copy     query a1   batches 0       3      refused: its offsets/2 is not what the log knows of batch 2
 
-Spark keeps the query's id in the checkpoint's file ``metadata``, and makes another one when that file is lost. So the
-id by which the log knows a checkpoint is kept in a file of our own beside it. It is the one that Spark had at the first
-batch, and it is written before anything is sent.
+Spark keeps the query's id in the checkpoint's file ``metadata``, and makes a new id when that file is lost. So a file
+of our own beside it keeps the id by which the log knows the checkpoint: Spark's id at the first batch. It is written
+before anything is sent.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ ID_FILE = "txmq.query_id"
 LAST_BATCH_FILE = "txmq.last_batch"
 """In a query's checkpoint: the last batch that was sent from it, and the hash of its offsets."""
 REASON_CHARS_MAX = 300
-"""Of a store's error: the JVM's come with all their frames."""
+"""Most characters of a store's error that are quoted. The JVM's errors come with all their frames."""
 
 _known_ids: dict[tuple[str, str], str] = {}
-"""The id of :data:`ID_FILE`, by checkpoint and the id that Spark has."""
-_known_logs: set[tuple[str, str]] = set()  # checkpoints, and the ids of the logs that they say
+"""The id in :data:`ID_FILE`, by checkpoint and Spark's id."""
+_known_logs: set[tuple[str, str]] = set()  # checkpoints, each with the id of its log
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Identity:
     Attributes
     ----------
     query_id : str
-        That of the checkpoint, whatever Spark calls the query now.
+        The id by which the log knows the checkpoint, whatever Spark's id is now.
     input_hash : str or None
-        None where the application has a name and Spark does not tell where the checkpoint lies. One that was restored
-        from an older copy is then not noticed.
+        None when the application has a name and Spark does not tell where the checkpoint is. A checkpoint that was
+        restored from an older copy is then not noticed.
     lineage : Lineage or None
-        What the checkpoint knows of earlier batches; None as for the hash.
+        The checkpoint's record of earlier batches; None when ``input_hash`` is.
     """
 
     query_id: str
@@ -81,7 +81,7 @@ def identity_of(
     door: str,
     or_else: str | None,
 ) -> Identity:
-    """Return a micro-batch's identity, from the checkpoint's files: where the caller says, or where Spark has it.
+    """Return a micro-batch's identity from the files of its checkpoint, at the caller's location or at Spark's.
 
     Parameters
     ----------
@@ -93,17 +93,17 @@ def identity_of(
     Raises
     ------
     OptionError
-        When neither tells the query's id, or ``checkpoint_location`` belongs to another query.
+        When neither has the query's id, or ``checkpoint_location`` belongs to another query.
     CheckpointMismatchError
-        When the newest batch in the checkpoint is another one, or nobody knows as which query it sent before.
+        When the newest batch in the checkpoint is another one, or the id under which it sent before is lost.
     """
-    told = query_id_of(batch)
+    spark_id = query_id_of(batch)
     if checkpoint_location is not None:
         checkpoint = read_checkpoint(checkpoint_location, storage_options)
-        if told is not None and told != checkpoint.query_id:
+        if spark_id is not None and spark_id != checkpoint.query_id:
             raise OptionError(
                 f"checkpoint_location={checkpoint_location!r} is that of query {checkpoint.query_id}, and this is "
-                f"query {told}: give {door} the checkpointLocation of its own query"
+                f"query {spark_id}: give {door} the checkpointLocation of its own query"
             )
         if checkpoint.batch_id != batch_id:
             raise CheckpointMismatchError(
@@ -112,25 +112,27 @@ def identity_of(
             )
         query_id = known_query_id(checkpoint_location, storage_options, checkpoint, or_else)
         return Identity(query_id, checkpoint.input_hash, lineage_of(checkpoint_location, storage_options))
-    if told is None:
+    if spark_id is None:
         raise OptionError(
             "this session hides the query's id (Spark Connect, another thread, or no stream), and batch numbers alone "
             f"do not tell a new checkpoint from the old one: give {door} checkpoint_location=..., the query's "
             "checkpointLocation, as a path that Python can read where Spark runs"
         )
     try:
-        folder = _OfSpark(batch.sparkSession, told)
+        folder = _SparkFolder(batch.sparkSession, spark_id)
         input_hash = input_hash_of(folder.read(f"offsets/{batch_id}") or b"")
     except Exception as problem:  # these are internals of Spark, and another version may have others
-        what = f"the checkpoint of query {told} cannot be found ({type(problem).__name__})"
+        sentence = f"the checkpoint of query {spark_id} cannot be found ({type(problem).__name__})"
         if or_else is not None:
             raise OptionError(
-                f"{what}, and the id that Spark has may be a new one of an old checkpoint: give {door} "
+                f"{sentence}, and the id that Spark has may be a new one of an old checkpoint: give {door} "
                 "checkpoint_location=..., the query's checkpointLocation"
             ) from cause_of(problem)
-        logger.warning("%s: pass checkpoint_location, and one that was restored from an older copy is noticed", what)
-        return Identity(told, None)
-    return Identity(_known_query_id(folder, told, batch_id, or_else), input_hash, Lineage(folder))
+        logger.warning(
+            "%s: pass checkpoint_location, and one that was restored from an older copy is noticed", sentence
+        )
+        return Identity(spark_id, None)
+    return Identity(_known_query_id(folder, spark_id, batch_id, or_else), input_hash, Lineage(folder))
 
 
 def query_id_of(batch: DataFrame) -> str | None:
@@ -143,7 +145,7 @@ def query_id_of(batch: DataFrame) -> str | None:
 
 
 def run_of(batch: DataFrame) -> str | None:
-    """Return the run of the streaming query, in which no batch comes twice, or None without a query."""
+    """Return the id of the streaming query's run, or None without a query. No batch comes twice in a run."""
     context = getattr(batch.sparkSession, "_sc", None)
     if context is None:
         return "this worker's"  # Spark Connect starts a worker for each run
@@ -153,7 +155,7 @@ def run_of(batch: DataFrame) -> str | None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a query's checkpoint says of the running micro-batch, in Spark's own files."""
+    """The running micro-batch, by Spark's own files in the query's checkpoint."""
 
     query_id: str
     batch_id: int
@@ -166,8 +168,7 @@ def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | N
     Raises
     ------
     OptionError
-        When the checkpoint cannot be read, or the option is not set: a Spark setting gave the location, or it is
-        temporary.
+        When the checkpoint cannot be read, or ``location`` is empty because a Spark setting gave it or it is temporary.
     """
     if not location:
         raise OptionError(
@@ -191,46 +192,48 @@ def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | N
 def known_query_id(
     location: str, storage_options: Mapping[str, str] | None, checkpoint: Checkpoint, or_else: str | None
 ) -> str:
-    """Return the id by which the log knows a checkpoint's query. The first batch makes it known: its id is Spark's.
+    """Return the id by which the log knows a checkpoint's query. At the first batch Spark's id is written to the file.
 
     Parameters
     ----------
     or_else : str or None
-        What a person may do when nobody knows the id, as the end of a sentence. None: the application has a name by
-        which the log knows its batches, so Spark's id will do.
+        What a person can do when the id is lost, as the end of an error's sentence. None: the application has a name
+        by which the log knows its batches, so Spark's id will do.
 
     Raises
     ------
     CheckpointMismatchError
-        When batches were sent before, and nobody knows as which query.
+        When batches were sent before, and the id under which they were sent is lost.
     OptionError
-        When the file cannot be read or made.
+        When the file cannot be read or written.
     """
     try:
-        return _known_query_id(_of_python(location, storage_options), checkpoint.query_id, checkpoint.batch_id, or_else)
+        return _known_query_id(
+            _python_folder(location, storage_options), checkpoint.query_id, checkpoint.batch_id, or_else
+        )
     except OSError as problem:
         raise _unreadable(location, problem) from cause_of(problem)
 
 
 def _known_query_id(folder: Folder, spark_id: str, batch_id: int, or_else: str | None) -> str:
-    known = _known_ids.get((folder.name, spark_id))
-    if known is None:
+    query_id = _known_ids.get((folder.name, spark_id))
+    if query_id is None:
         content = folder.read(ID_FILE)
-        known = _id_in(content)
-        if known is None:
-            known = spark_id
-            # The file is written whole or not at all. So one that says nothing was damaged, and batches may have run.
-            _make_known(folder, known, batch_id, batch_id > 0 or content is not None, or_else)
-        elif known != spark_id:
+        query_id = _id_in(content)
+        if query_id is None:
+            query_id = spark_id
+            # The file is written whole or not at all. So a file without an id was damaged, and batches may have run.
+            _write_query_id(folder, query_id, batch_id, batch_id > 0 or content is not None, or_else)
+        elif query_id != spark_id:
             logger.warning(
                 "the checkpoint %r is that of query %s, which Spark calls %s now: its file metadata was made anew",
-                folder.name, known, spark_id,
+                folder.name, query_id, spark_id,
             )  # fmt: skip
-        _known_ids[folder.name, spark_id] = known
-    return known
+        _known_ids[folder.name, spark_id] = query_id
+    return query_id
 
 
-def _make_known(folder: Folder, query_id: str, batch_id: int, may_have_sent: bool, or_else: str | None) -> None:
+def _write_query_id(folder: Folder, query_id: str, batch_id: int, may_have_sent: bool, or_else: str | None) -> None:
     if may_have_sent and or_else is not None:
         raise CheckpointMismatchError(
             f"nobody knows as which query the checkpoint {folder.name!r}, which is at batch {batch_id}, has sent its "
@@ -241,17 +244,17 @@ def _make_known(folder: Folder, query_id: str, batch_id: int, may_have_sent: boo
     try:
         folder.write(ID_FILE, json.dumps({"id": query_id}).encode())
     except Exception as problem:  # of pyarrow or of the JVM
-        what = f"the checkpoint {folder.name!r} cannot be written to ({sentence_of(problem)[:REASON_CHARS_MAX]})"
+        sentence = f"the checkpoint {folder.name!r} cannot be written to ({sentence_of(problem)[:REASON_CHARS_MAX]})"
         if or_else is not None:
             raise OptionError(
-                f"{what}, so nobody would know its query when Spark's file metadata is lost: give this program the "
+                f"{sentence}, so nobody would know its query when Spark's file metadata is lost: give this program the "
                 f"right to write there; {or_else}"
             ) from cause_of(problem)
-        logger.warning("%s, so its query is known by Spark's file metadata alone", what)
+        logger.warning("%s, so its query is known by Spark's file metadata alone", sentence)
 
 
 def _id_in(content: bytes | None) -> str | None:
-    """Return the id that a file says; None for one that is not there or is damaged."""
+    """Return the id in a file's content; None for a missing or damaged file."""
     try:
         return None if content is None else str(json.loads(content)["id"])
     except (KeyError, TypeError, ValueError):
@@ -259,17 +262,17 @@ def _id_in(content: bytes | None) -> str | None:
 
 
 class Lineage:
-    """What a checkpoint knows of the batches that were sent from it, or from the one of which it is a copy.
+    """A checkpoint's record of the batches that were sent from it, or from the checkpoint of which it is a copy.
 
-    Spark keeps the offsets of the last batches alone (``spark.sql.streaming.minBatchesToRetain``), also when these sent
-    nothing. So the last batch that was sent is kept in :data:`LAST_BATCH_FILE`, too, before its offsets are cleaned.
+    Spark keeps only the offsets of the last batches (``spark.sql.streaming.minBatchesToRetain``), even when these sent
+    nothing. So :data:`LAST_BATCH_FILE` also keeps the last batch that was sent, before Spark cleans its offsets.
     """
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
 
     def holds(self, batch_id: int, input_hash: str) -> bool:
-        """Whether this batch was sent from it: its offsets have this hash, or :meth:`keep` was told so.
+        """Whether this batch was sent from the checkpoint: its offsets have this hash, or :meth:`keep` recorded it.
 
         Raises
         ------
@@ -280,17 +283,14 @@ class Lineage:
             offsets = self._folder.read(f"offsets/{batch_id}")
             if offsets is not None and input_hash_of(offsets) == input_hash:
                 return True
-            return self._kept() == (batch_id, input_hash)
+            return self._last_batch() == (batch_id, input_hash)
         except OSError as problem:
             raise _unreadable(self._folder.name, problem) from cause_of(problem)
 
     def keep(self, batch_id: int, input_hash: str) -> None:
-        """Keep that this is the last batch that was sent.
-
-        A checkpoint that cannot be written to stays without: the log says so.
-        """
+        """Record the last batch that was sent. When the checkpoint cannot be written to, a warning is logged."""
         try:
-            if self._kept() != (batch_id, input_hash):
+            if self._last_batch() != (batch_id, input_hash):
                 content = json.dumps({"batch_id": batch_id, "input_hash": input_hash})
                 self._folder.write(LAST_BATCH_FILE, content.encode())
         except Exception as problem:  # of pyarrow or of the JVM
@@ -299,18 +299,18 @@ class Lineage:
                 "batch with messages is refused", self._folder.name, sentence_of(problem)[:REASON_CHARS_MAX], batch_id,
             )  # fmt: skip
 
-    def _kept(self) -> tuple[int, str] | None:
+    def _last_batch(self) -> tuple[int, str] | None:
         content = self._folder.read(LAST_BATCH_FILE)
         try:
-            said = {} if content is None else json.loads(content)
-            return int(said["batch_id"]), str(said["input_hash"])
+            fields = {} if content is None else json.loads(content)
+            return int(fields["batch_id"]), str(fields["input_hash"])
         except (KeyError, TypeError, ValueError):
             return None
 
 
 def lineage_of(location: str, storage_options: Mapping[str, str] | None) -> Lineage:
-    """Return what a checkpoint knows of the batches that were sent from it."""
-    return Lineage(_of_python(location, storage_options))
+    """Return a checkpoint's record of the batches that were sent from it."""
+    return Lineage(_python_folder(location, storage_options))
 
 
 def _unreadable(location: str, problem: BaseException) -> OptionError:
@@ -326,14 +326,14 @@ class Folder(Protocol):
     name: str
 
     def read(self, file: str) -> bytes | None:
-        """Return what a file holds, None when it is not there."""
+        """Return a file's content; None when there is no file."""
 
     def write(self, file: str, content: bytes) -> None:
-        """Write a file, in place of what is there: whole or not at all."""
+        """Write or replace a file, whole or not at all."""
 
 
-class _OfPython:
-    """A checkpoint's folder as Python reaches it."""
+class _PythonFolder:
+    """A checkpoint's folder, reached from Python."""
 
     def __init__(self, fs: Any, root: str, name: str) -> None:
         self._fs, self._root, self.name = fs, root, name
@@ -346,29 +346,29 @@ class _OfPython:
             return None
 
     def write(self, file: str, content: bytes) -> None:
-        beside = f"{self._root}/.{file}.{secrets.token_hex(4)}"
-        with self._fs.open_output_stream(beside) as stream:
+        temporary_path = f"{self._root}/.{file}.{secrets.token_hex(4)}"
+        with self._fs.open_output_stream(temporary_path) as stream:
             stream.write(content)
-        self._fs.move(beside, f"{self._root}/{file}")
+        self._fs.move(temporary_path, f"{self._root}/{file}")
 
 
-def _of_python(location: str, storage_options: Mapping[str, str] | None) -> _OfPython:
-    return _OfPython(*_checkpoint_folder(location, storage_options), location)
+def _python_folder(location: str, storage_options: Mapping[str, str] | None) -> _PythonFolder:
+    return _PythonFolder(*_checkpoint_folder(location, storage_options), location)
 
 
-class _OfSpark:
-    """The checkpoint's folder of a running query as Spark reaches it."""
+class _SparkFolder:
+    """The checkpoint's folder of a running query, reached through Spark."""
 
     def __init__(self, session: Any, query_id: str) -> None:
         from py4j.java_gateway import is_instance_of
 
         jvm, spark = session._jvm, session._jsparkSession
         # A micro-batch's session is a copy, whose StreamingQueryManager knows no queries. So ask the shared state.
-        running = spark.sharedState().activeStreamingQueries().get(jvm.java.util.UUID.fromString(query_id))
-        self.name = str(running.resolvedCheckpointRoot())
+        query = spark.sharedState().activeStreamingQueries().get(jvm.java.util.UUID.fromString(query_id))
+        self.name = str(query.resolvedCheckpointRoot())
         self._jvm = jvm
         self._fs = self._path("").getFileSystem(spark.sessionState().newHadoopConf())
-        # A file with a checksum beside it could not be mended by hand.
+        # A person could not mend a file that has a checksum beside it.
         if is_instance_of(session.sparkContext._gateway, self._fs, "org.apache.hadoop.fs.ChecksumFileSystem"):
             self._fs = self._fs.getRawFileSystem()
 
@@ -386,26 +386,26 @@ class _OfSpark:
             stream.close()
 
     def write(self, file: str, content: bytes) -> None:
-        beside = self._path(f".{file}.{secrets.token_hex(4)}")
-        stream = self._fs.create(beside, True)
+        temporary_path = self._path(f".{file}.{secrets.token_hex(4)}")
+        stream = self._fs.create(temporary_path, True)
         try:
             stream.write(bytearray(content))
         finally:
             stream.close()
-        self._fs.delete(self._path(file), False)  # no store's rename replaces a file
-        if not self._fs.rename(beside, self._path(file)):
+        self._fs.delete(self._path(file), False)  # Hadoop's rename replaces no file
+        if not self._fs.rename(temporary_path, self._path(file)):
             raise OSError(f"{file} cannot be renamed into its place")
 
 
 def require_same_log(location: str, storage_options: Mapping[str, str] | None, log_id: str, log_path: str) -> None:
-    """Require that a query's earlier micro-batches went into this commit log: a file in the checkpoint says so.
+    """Raise unless a query's earlier micro-batches went into this commit log, by the file in the checkpoint.
 
-    A checkpoint without the file gets it. One that Python may not write to stays without.
+    A checkpoint without the file gets it, if Python may write there.
 
     Raises
     ------
     CheckpointMismatchError
-        When they went into another one: its messages would be missing here, and these there.
+        When they went into another log. Each log would lack messages of the query.
     """
     if (location, log_id) in _known_logs:
         return
@@ -413,16 +413,16 @@ def require_same_log(location: str, storage_options: Mapping[str, str] | None, l
     file = f"{root}/{LOG_FILE}"
     try:
         with fs.open_input_stream(file) as stream:
-            found = stream.readall().decode(errors="replace").strip()
+            file_id = stream.readall().decode(errors="replace").strip()
     except OSError:
-        found = ""
-    if found and found != log_id:
+        file_id = ""
+    if file_id and file_id != log_id:
         raise CheckpointMismatchError(
-            f"the query's earlier batches went into commit log {found}, and {log_path} is commit log {log_id}: give "
+            f"the query's earlier batches went into commit log {file_id}, and {log_path} is commit log {log_id}: give "
             "the sink the path of that one, or begin with a new checkpoint. If this log stands in that one's place, "
             f"remove {LOG_FILE} from the checkpoint {location!r}"
         )
-    if not found:
+    if not file_id:
         try:
             with fs.open_output_stream(file) as stream:
                 stream.write(log_id.encode())
@@ -439,5 +439,5 @@ def _checkpoint_folder(location: str, storage_options: Mapping[str, str] | None)
 
 
 def input_hash_of(offsets: bytes) -> str:
-    """Return the hash of a batch's offsets: a replay has the same, and a batch of another checkpoint has another."""
+    """Return the hash of a batch's offsets. A replay has the same hash; a batch of another checkpoint does not."""
     return hashlib.sha256(offsets).hexdigest()[:32]

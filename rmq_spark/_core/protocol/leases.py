@@ -1,4 +1,4 @@
-"""Leases of local transactions that run for long: while one is renewed, checkers leave its half batch alone."""
+"""Leases of local transactions that run for long. While a lease is renewed, checkers leave its half batch alone."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rmq_spark._core.vocabulary.redaction import traceback_of
 logger = logging.getLogger(__name__)
 
 LINGER_S = 0.05
-"""A thread with nothing to renew waits so long for more: thousands of short transactions a second have one thread."""
+"""Seconds for which an idle thread waits for more leases, so that short transactions in a row share one thread."""
 
 
 class LeaseKeeper:
     """Renews the leases of all local transactions that run, several in one commit. A short transaction gets none.
 
-    One thread serves them all: it starts with the first one that runs, and ends soon after the last. Who comes and goes
-    takes no lock, because 64 threads that wait for one would spend more time on it than on their transactions.
+    One thread renews them all. It starts with the first transaction, and ends soon after the last. Adding or removing
+    a lease usually takes no lock, because many threads would wait for it longer than their transactions take.
 
     ::
 
@@ -32,7 +32,7 @@ class LeaseKeeper:
     ----------
     log : Engine
     lease_s : float
-        Seconds that a lease lasts. It is written when a transaction has run for a third of them, and again after each
+        Seconds that a lease lasts. It is written when a transaction has run for a third of this, and again after each
         further third.
     """
 
@@ -40,11 +40,11 @@ class LeaseKeeper:
         self.lease_s = lease_s
         self._log = log
         self._running: dict[Lease, None] = {}
-        self._nothing = log.runtime.event()  # set when none runs
+        self._idle = log.runtime.event()  # set when no transaction runs
         self._lock = log.runtime.lock()  # for the thread's start and end
-        self._is_at_work = False
+        self._has_thread = False
         self._writing = log.runtime.lock()  # held while leases are written
-        self._written: frozenset[Lease] = frozenset()  # perhaps those
+        self._being_written: frozenset[Lease] = frozenset()  # leases that a commit may be writing
 
     def lease(self, record: HalfRecord) -> Lease:
         """The lease of a half batch, for a ``with`` statement around its local transaction."""
@@ -54,50 +54,50 @@ class LeaseKeeper:
         """Renew a lease from now on."""
         lease.next_s = self._log.runtime.monotonic() + self.lease_s / 3
         self._running[lease] = None
-        if self._is_at_work:
+        if self._has_thread:
             return
         with self._lock:
-            if not self._is_at_work:
-                self._is_at_work = True
+            if not self._has_thread:
+                self._has_thread = True
                 try:
                     self._log.runtime.start_thread(self._work, "txmq-lease", daemon=True)
-                except RuntimeError as problem:  # no thread to be had. A check may ask early; the fence keeps that safe
-                    self._is_at_work = False
+                except RuntimeError as problem:  # no thread. A check may ask early; the fence keeps that safe
+                    self._has_thread = False
                     is_ending = not threading.main_thread().is_alive()
                     logger.log(logging.INFO if is_ending else logging.WARNING, "no leases: %s", problem)
-                except BaseException:  # an interrupt. Two threads at work do no harm
-                    self._is_at_work = False
+                except BaseException:  # an interrupt. Two threads that work do no harm
+                    self._has_thread = False
                     raise
 
     def remove(self, lease: Lease) -> None:
-        """Renew a lease no more, not even in a commit that is under way."""
+        """Stop renewing a lease. Waits for a commit that may be writing it."""
         self._running.pop(lease, None)
         if not self._running:
-            self._nothing.set()
-        if lease in self._written:
+            self._idle.set()
+        if lease in self._being_written:
             with self._writing:
                 pass
 
     def _work(self) -> None:
         try:
             while True:
-                if self._running and not self._nothing.wait(self._seconds_to_next()):
+                if self._running and not self._idle.wait(self._seconds_to_next()):
                     self._renew()
                     continue
-                self._nothing.clear()
+                self._idle.clear()
                 self._log.runtime.sleep(LINGER_S)
                 if self._may_end():
                     return
-        except BaseException:  # the next one starts it anew
-            self._is_at_work = False
+        except BaseException:  # the next lease starts another thread
+            self._has_thread = False
             raise
 
     def _may_end(self) -> bool:
-        """Say that nobody is at work, unless somebody has come meanwhile: who comes now starts a thread."""
+        """Whether the thread may end: no lease has been added meanwhile. A later one starts another thread."""
         with self._lock:
-            self._is_at_work = False
-            self._is_at_work = bool(self._running)
-            return not self._is_at_work
+            self._has_thread = False
+            self._has_thread = bool(self._running)
+            return not self._has_thread
 
     def _renew(self) -> None:
         with self._writing:
@@ -108,29 +108,31 @@ class LeaseKeeper:
             # Without a lease a check may ask early; the fence keeps that safe. A panic of delta-rs is no Exception,
             # and must not end the leases of the other transactions.
             except BaseException as problem:
-                names = [lease.record.half_id for lease in due]
-                said = traceback_of(problem)
-                logger.warning("leases of half batches %s not renewed: %s", names, said, extra={"half_ids": names})
+                half_ids = [lease.record.half_id for lease in due]
+                text = traceback_of(problem)
+                logger.warning(
+                    "leases of half batches %s not renewed: %s", half_ids, text, extra={"half_ids": half_ids}
+                )
             finally:
-                self._written = frozenset()
+                self._being_written = frozenset()
 
     def _seconds_to_next(self) -> float:
         now = self._log.runtime.monotonic()
         return max(0.0, min((lease.next_s for lease in list(self._running)), default=now) - now)
 
     def _due(self) -> list[Lease]:
-        """The leases to write: now, or so soon that one commit for all is better."""
+        """The leases to write: those due now, or so soon that they share the commit."""
         now = self._log.runtime.monotonic()
         near = [lease for lease in list(self._running) if lease.next_s <= now + self.lease_s / 6]
-        self._written = frozenset(near)
-        due = [lease for lease in near if lease in self._running]  # who ends after this waits for the commit
+        self._being_written = frozenset(near)
+        due = [lease for lease in near if lease in self._running]  # a lease that ends after this waits for the commit
         for lease in due:
             lease.next_s = now + self.lease_s / 3
         return due
 
 
 class Lease(AbstractContextManager[None]):
-    """The lease of one half batch: it is renewed until the ``with`` statement ends."""
+    """The lease of one half batch, which is renewed until the ``with`` statement ends."""
 
     def __init__(self, keeper: LeaseKeeper, record: HalfRecord) -> None:
         self.record = record
@@ -144,5 +146,5 @@ class Lease(AbstractContextManager[None]):
         self.end()
 
     def end(self) -> None:
-        """Renew it no more. For an interrupt that comes while ``with`` enters or leaves, too."""
+        """Stop renewing it, also after an interrupt while ``with`` enters or leaves."""
         self._keeper.remove(self)

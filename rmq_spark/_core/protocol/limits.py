@@ -1,8 +1,8 @@
-"""How much a producer group may leave pending. Nothing limits it unless asked to.
+"""Limits how much a producer group may leave pending. By default there is no limit.
 
 A half batch stays pending while its listener answers UNKNOWN, or when its program died; a checker settles it. When no
-checker runs, half batches pile up until the disk is full. A limit ends the sending before that, with an error that says
-so.
+checker runs, half batches pile up until the disk is full. With a limit, sending fails before that, and the error says
+why.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WARNED_AT = 0.8
-"""At this part of a limit a warning is logged."""
+"""Fraction of a limit at which a warning is logged."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PendingLimits:
     Attributes
     ----------
     batches : int or None
-        Half batches.
+        Pending half batches.
     size : int or None
         Bytes of their files.
     """
@@ -69,9 +69,9 @@ class _Pending(NamedTuple):
 
 
 class PendingGuard:
-    """Refuses new half batches of a producer group of which too much is pending.
+    """Refuses new half batches of a producer group that has too much pending.
 
-    Threads and programs that send at the same moment may go above the limit together, by one half batch each.
+    Threads and programs that send at the same moment may exceed the limit, by one half batch each.
 
     Parameters
     ----------
@@ -86,49 +86,51 @@ class PendingGuard:
         self._warned = False
 
     def require_room(self, producer_group: str) -> None:
-        """Return when a new half batch of this group may be prepared. Warn when little room is left.
+        """Raise unless a new half batch of this group may be prepared. Warn when little room is left.
 
         Raises
         ------
         PendingLimitError
-            When one more would be above a limit.
+            When another one would exceed a limit.
         """
         if self.limits == NO_LIMITS:
             return
-        mine = [found for found in self._pending() if found.producer_group == producer_group]
-        size = sum(found.size for found in mine)
-        named = (
-            (self.limits.batches, len(mine), "maxPendingBatches"),
+        own_batches = [pending for pending in self._pending() if pending.producer_group == producer_group]
+        size = sum(pending.size for pending in own_batches)
+        usage = (
+            (self.limits.batches, len(own_batches), "maxPendingBatches"),
             (self.limits.size, size, "maxPendingBytes"),
         )
-        full = [f"{name}={limit}" for limit, found, name in named if limit is not None and found >= limit]
-        count = "1 half batch" if len(mine) == 1 else f"{len(mine)} half batches"
-        what = f"producer group {producer_group!r} has {count} ({size} bytes) pending"
-        if full:
-            oldest = min(mine, key=lambda found: found.prepared_at)
+        reached = [f"{name}={limit}" for limit, pending, name in usage if limit is not None and pending >= limit]
+        count = "1 half batch" if len(own_batches) == 1 else f"{len(own_batches)} half batches"
+        sentence = f"producer group {producer_group!r} has {count} ({size} bytes) pending"
+        if reached:
+            oldest = min(own_batches, key=lambda pending: pending.prepared_at)
             raise PendingLimitError(
-                f"{what}, and {' and '.join(full)}: nothing was sent. The oldest is {oldest.half_id!r}, since "
+                f"{sentence}, and {' and '.join(reached)}: nothing was sent. The oldest is {oldest.half_id!r}, since "
                 f"{oldest.prepared_at:%Y-%m-%d %H:%M:%S} UTC. Does a check job run for this group, and does its "
                 f"listener know the answer? 'txmq pending {self._log.path}' lists what is pending, and 'txmq resolve' "
                 "settles it by hand"
             )
-        near = [f"{name}={limit}" for limit, found, name in named if limit is not None and found >= WARNED_AT * limit]
+        near = [
+            f"{name}={limit}" for limit, pending, name in usage if limit is not None and pending >= WARNED_AT * limit
+        ]
         if near and not self._warned:
-            logger.warning("%s; at %s sending fails. Does a check job run?", what, " and at ".join(near))
+            logger.warning("%s; at %s sending fails. Does a check job run?", sentence, " and at ".join(near))
         self._warned = bool(near)
 
     def _pending(self) -> list[_Pending]:
-        """What is pending of all groups. Each half batch is read once, when it is seen for the first time."""
+        """The pending half batches of all groups. Each is read once, when it is first seen."""
         seen = self._seen
         self._seen = {
-            half_id: found
+            half_id: pending
             for half_id in self._log.open_half_ids()
-            for found in ([seen[half_id]] if half_id in seen else self._look_at(half_id))
+            for pending in ([seen[half_id]] if half_id in seen else self._look_at(half_id))
         }
         return list(self._seen.values())
 
     def _look_at(self, half_id: str) -> Iterator[_Pending]:
-        with suppress(TxmqError):  # it has left meanwhile, or cannot be read: that is for a checker to tell
+        with suppress(TxmqError):  # it has left meanwhile, or cannot be read, which a checker reports
             record = self._log.get(half_id)
             size = self._log.half.bytes_of(record)
             yield _Pending(half_id, record.header.producer_group, size, record.prepared_at)

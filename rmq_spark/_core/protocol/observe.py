@@ -1,4 +1,4 @@
-"""Tells observers what became of a half batch, where anybody observes."""
+"""Tells observers, if there are any, the outcome of a send."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def observed(log: Engine, producer_group: str) -> Iterator[Callable[[Outcome], None]]:
-    """Tell observers how long a send took, whose outcome is handed in, or what it raised."""
+    """Tell observers of the send in the block: the outcome that the block hands in, or what it raises."""
     began_s = log.runtime.monotonic()
     try:
         yield lambda outcome: tell_sent(log, producer_group, outcome, began_s)
@@ -27,15 +27,15 @@ def observed(log: Engine, producer_group: str) -> Iterator[Callable[[Outcome], N
 
 
 def tell_not_sent(log: Engine, producer_group: str, problem: Exception) -> None:
-    """Tell observers what sending a half batch raised."""
+    """Tell observers what a send raised."""
     if observer.observers():
         observer.tell(lambda o: o.not_sent(log.path, producer_group, problem))
 
 
 def tell_sent(log: Engine, producer_group: str, outcome: Outcome, began_s: float) -> None:
-    """Tell observers how long it took from a moment of the monotonic clock."""
+    """Tell observers the outcome of a send that began at ``began_s`` by the monotonic clock."""
     record = outcome.record
-    if record is None or outcome.replayed or not observer.observers():  # a replay was told of when it was sent
+    if record is None or outcome.replayed or not observer.observers():  # a replay was reported when it was sent
         return
     topics: Counter[str] = Counter()
     for file in record.files.values():

@@ -1,4 +1,4 @@
-"""One run of a half batch, and what became of it."""
+"""One run of a half batch, and its outcome."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from rmq_spark.errors import (
 OF_THE_LOG = (
     StorageError, CommitError, ClockError, CorruptLogError, NotACommitLogError, LogFormatError, OSError, MemoryError,
 )  # fmt: skip
-"""Problems of the log and its store. After the prepare they leave a half batch pending, and say nothing of it."""
+"""Errors of the log and its store. After the prepare they leave the half batch pending, and do not tell its outcome."""
 
 
 @dataclass
 class Outcome:
-    """What became of a half batch in this run.
+    """The outcome of a half batch in this run.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class Outcome:
     messages : dict of RowState to int
         Messages in each state at the end.
     placed : list of Placed
-        What this run made visible.
+        The messages that this run made visible.
     error : BaseException or None
         The listener's exception, with ``onListenerError=unknown``.
     """
@@ -66,13 +66,13 @@ class Run:
     Attributes
     ----------
     fence_id : str or None
-        That of the listener, as it is now.
+        The listener's fence id, as it is now.
     executed : list of (attempt, rows)
-        What this run executed itself: only its prepare and its own reopens entitle it to. All else it checks.
+        Rows that this run executed. It executes only what it prepared or reopened itself, and checks everything else.
     held : HalfRows or None
-        All rows of a half batch that this run has prepared: they need not be read from their file.
+        All rows of a half batch that this run has prepared. They need not be read from their file.
     numbered : bool
-        As in the header that the sender has. One that is read from the log does not say it.
+        From the sender's header. A header that is read from the log does not have it.
     """
 
     record: HalfRecord
@@ -84,30 +84,30 @@ class Run:
     numbered: bool = True
 
     def keep(self, attempt: int, placed: Sequence[Placed]) -> None:
-        """Add to the outcome what a decision made visible."""
+        """Add the messages that a decision made visible to the outcome."""
         self.outcome.placed += placed
         visible = sum(p.count for p in placed if p.half_id == self.record.half_id)
-        if visible == self.record.rows and not self.outcome.replayed:  # all of it: there is nothing to settle
+        if visible == self.record.rows and not self.outcome.replayed:  # all are visible: nothing is left to settle
             self.outcome.attempt, self.outcome.messages = attempt, {RowState.COMMITTED: visible}
 
     def end_with(self, state: BatchState) -> None:
-        """Say in the outcome what became of it."""
+        """Set the final attempt and counts of the outcome."""
         self.outcome.attempt = max(max(f.attempt) for f in state.files.values())
         self.outcome.messages = {s: n for s in RowState if (n := state.count(s))}
 
 
 def left_open(run: Run, problem: BaseException) -> UnresolvedTransactionError:
-    """What to raise when a problem with the log leaves a half batch pending."""
+    """The error for a problem with the log that leaves a half batch pending."""
     header = run.record.header
-    did = "What the local transaction did stands. " if run.executed and header.fence_id != NO_LISTENER_FENCE else ""
+    effect = "What the local transaction did stands. " if run.executed and header.fence_id != NO_LISTENER_FENCE else ""
     return UnresolvedTransactionError(
         f"half batch {run.record.half_id!r} is prepared, and could not be settled ({sentence_of(problem)}). "
-        f"{did}{stays_open(run.numbered)}"
+        f"{effect}{stays_open(run.numbered)}"
     )
 
 
 def stays_open(numbered: bool) -> str:
-    """What becomes of it."""
+    """A sentence that says what settles a half batch that stays pending."""
     if numbered:
         return "It stays pending: start the query again, or let a CheckService settle it"
     return (
@@ -117,7 +117,7 @@ def stays_open(numbered: bool) -> str:
 
 
 def outcome_of_left(record: HalfRecord, kept: Archived) -> Outcome:
-    """What became of a half batch that has left: nothing of it can be run again."""
+    """The outcome of a half batch that has left. It cannot run again: HalfBatchLeftError if a check rolled it back."""
     if not kept.final:
         raise HalfBatchLeftError(
             f"{kept.left_error()}. A check has rolled it back, and a retry would run it again: send its messages as "

@@ -1,16 +1,16 @@
-"""Names of the half batches that rmq_spark makes of messages, and for how long each may be asked for.
+"""Names of the half batches that rmq_spark itself makes of messages, and how long each may be looked up.
 
-Whoever makes one again finds it by its name, and does not send it twice. So what is kept of it stays until nobody can
-make it again, however long that takes; a key that a user gave counts for upkeep's ``idempotency``.
+A process that makes such a half batch again finds it by its name, and does not send it twice. So its archive is kept
+until it cannot be made again, however long that takes. (Under a user's key it is kept for upkeep's ``idempotency``.)
 
 =================================================  =====================================  =============================
-name                                               made by                                nobody makes it again when
+name                                               made by                                not made again when
 =================================================  =====================================  =============================
 ``back.<group>.<topic>.<queue>.<offset>.<epoch>``  a member, of a message that failed     the group has read on, or was
                                                                                           reset, which begins an epoch
 ``dead.<group>.<query>.<topic>.<queue>.<offset>``  an orderly query, of a message that    the group has read on
                                                    stopped its queue too often
-``resend.<group>.<offset>``                        whoever resends a dead letter          the letter has expired
+``resend.<group>.<offset>``                        a resend of a dead letter              the letter has expired
 =================================================  =====================================  =============================
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
 
 PREFIXES = ("back.", "dead.", "resend.")
-"""Of these names. A name that a user gives has no dot."""
+"""Prefixes of these names. A name that a user gives has no dot."""
 
 _PART = r"([^.]+)"
 _BACK = re.compile(rf"back\.{_PART}\.{_PART}\.(\d+)\.(\d+)\.{_PART}")
@@ -48,7 +48,7 @@ def resend_name(group: str, offset: int | str) -> str:
 
 
 class OwnSends:
-    """Tells which names may still be asked for, as the log is now."""
+    """Tells which names may still be looked up, by the present state of the log."""
 
     def __init__(self, log: Engine) -> None:
         self._log = log
@@ -56,19 +56,19 @@ class OwnSends:
         self._places: dict[str, Mapping[Queue, Place]] = {}
 
     def may_come(self, app_id: str) -> bool:
-        """Whether somebody may make the half batch of this name again."""
-        if found := _RESEND.fullmatch(app_id):
-            return int(found[2]) >= self._firsts.get((DLQ_PREFIX + found[1], 0), 0)
-        if found := _BACK.fullmatch(app_id):
-            place = self._place(found)
-            return place is not None and place.epoch == found[5] and place.next_offset <= int(found[4])
-        if found := _DEAD.fullmatch(app_id):
-            place = self._place(found)
-            return place is None or place.next_offset <= int(found[4])
+        """Whether the half batch of this name may be made again."""
+        if match := _RESEND.fullmatch(app_id):
+            return int(match[2]) >= self._firsts.get((DLQ_PREFIX + match[1], 0), 0)
+        if match := _BACK.fullmatch(app_id):
+            place = self._place(match)
+            return place is not None and place.epoch == match[5] and place.next_offset <= int(match[4])
+        if match := _DEAD.fullmatch(app_id):
+            place = self._place(match)
+            return place is None or place.next_offset <= int(match[4])
         return False
 
-    def _place(self, found: re.Match[str]) -> Place | None:
-        group, queue = found[1], (found[2], int(found[3]))
+    def _place(self, match: re.Match[str]) -> Place | None:
+        group, queue = match[1], (match[2], int(match[3]))
         if group not in self._places:
             self._places[group] = self._log.groups.places(group) if self._log.has_groups() else {}
         return self._places[group].get(queue)

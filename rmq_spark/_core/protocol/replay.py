@@ -1,4 +1,4 @@
-"""Is it a replay? Tells a batch that was prepared before from a new one, and refuses what only looks like either."""
+"""Tells a replay, which was prepared before, from a new batch, and refuses a batch that may be neither."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Replays:
         self._log = log
 
     def find(self, header: HalfHeader) -> HalfRecord | None:
-        """The half batch when this very batch was prepared before; None for a new one; else raises."""
+        """The half batch of a replay; None for a new batch. Raises when the batch may be neither."""
         if header.naming is Naming.KEY:
             return self._log.find(header.app_id, header.batch_id)
         return self.require(header) if self._log.is_replay(header) else None
@@ -36,7 +36,7 @@ class Replays:
         """Return the header of the application's last batch, which a new one of a query follows; None for the first.
 
         A micro-batch that sends nothing leaves no trace in the log, so its number is free. A copy of the checkpoint may
-        have sent under it what this query has yet to send. Then the log's last batch is one that the checkpoint lacks.
+        have sent under that number what this query has yet to send. Then the checkpoint lacks the log's last batch.
         """
         if header.query_id is None or not header.numbered:
             return None
@@ -71,7 +71,7 @@ class Replays:
             )
         if not _is_same_query(record.header, header):
             raise CheckpointMismatchError(_of_another_query(record.header, header))
-        # One is unknown where a foreachBatch sink could not read the checkpoint.
+        # A hash is None where a foreachBatch sink could not read the checkpoint.
         hashes = (record.header.input_hash, header.input_hash)
         if None not in hashes and hashes[0] != hashes[1]:
             raise CheckpointMismatchError(
@@ -82,12 +82,12 @@ class Replays:
         return record
 
     def require_not_prepared(self, header: HalfHeader, problem: BaseException) -> None:
-        """Look what there is after a prepare that failed. Its commit may have been made.
+        """Raise unless a failed prepare has left the log without the half batch.
 
         Raises
         ------
         UnresolvedTransactionError
-            When it was made, or nobody can say: a check brings the half batch to its end.
+            When its commit was made after all, or the log cannot be read. A check then settles the half batch.
         """
         with suppress(Exception):
             if self._log.find(header.app_id, header.batch_id) is None:
@@ -98,14 +98,14 @@ class Replays:
 
 
 def _is_same_query(prepared: HalfHeader, now: HalfHeader) -> bool:
-    """Without a query id, equal numbers may be of two checkpoints. A half batch that a user named, or gave an
-    idempotency key, is known by that."""
+    """Whether both are of one query. Without a query id, equal numbers may be of two checkpoints. A name or an
+    idempotency key that a user gave is enough."""
     is_known = now.query_id is not None or now.naming is not Naming.COUNTED
     return is_known and prepared.query_id == now.query_id
 
 
 def following(header: HalfHeader, last: HalfHeader | None, lineage: Lineage | None) -> HalfHeader:
-    """The header of a new half batch that is prepared only after the one that its checkpoint was found to hold."""
+    """The header of a new half batch. With a lineage, it can only be prepared directly after ``last``."""
     if lineage is None:
         return header
     return replace(header, follows=FIRST if last is None else last.batch_id)

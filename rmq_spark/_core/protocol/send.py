@@ -9,8 +9,8 @@
 ====  ========  ====================================================================  ======================
 
 A process may die before, in and after each step; the tests kill it at the points named on the right. The next run of
-the same batch goes on. :meth:`TwoPhase.steps` is the one description of all this. It yields what it needs next, and a
-driver does that: :meth:`TwoPhase.send` in the caller's thread, an asynchronous send in threads that many sends share.
+the same batch goes on. :meth:`TwoPhase.steps` is the one description of all this. It yields each step, and a driver
+does it: :meth:`TwoPhase.send` in the caller's thread, an asynchronous send in threads that many sends share.
 This module speaks to an Engine and a listener, and knows neither Spark nor Delta.
 """
 
@@ -71,12 +71,13 @@ logger = logging.getLogger(__name__)
 ON_LISTENER_ERROR = ("fail", "unknown")
 FINAL_STATES = (RowState.COMMITTED, RowState.DECIDED, RowState.ROLLED_BACK)
 _NEVER_HAPPENED = (RowState.ROLLED_BACK_BY_CHECK,)
-"""What a check rolled back without a refusal never happened and never will: it runs as the next attempt."""
+"""A check rolled these rows back without a refusal: their transaction never happened and never will. They run as the
+next attempt."""
 _NOBODY_KNOWS = (RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
-"""Nobody knows what became of what was quarantined or discarded: it is asked about again, under the same attempt."""
+"""Nobody knows the outcome of these rows. A replay asks about them again, under the same attempt."""
 T = TypeVar("T")
 StepsTo: TypeAlias = Generator[Step, Any, T]
-"""Some of the steps, and what they come to."""
+"""A part of the steps, and its result."""
 REPLAY_BACKOFF_S_MIN = 0.2
 REPLAY_BACKOFF_S_MAX = 5.0
 
@@ -93,15 +94,15 @@ class TwoPhase:
     listener : TransactionListener
     on_listener_error : {"fail", "unknown"}
         What an exception of ``execute_local_transaction`` does: end the query with the half batch pending (default), or
-        count as UNKNOWN as RocketMQ has it.
+        count as UNKNOWN, as in RocketMQ.
     replay_check_timeout_s : float
-        How long a replay asks the listener again while it answers UNKNOWN.
+        Seconds for which a replay asks the listener again while it answers UNKNOWN.
     lease_s : float
-        How long a lease lasts; while ``execute_local_transaction`` runs it is renewed at a third of this.
+        Seconds that a lease lasts. It is renewed at a third of this while ``execute_local_transaction`` runs.
     pending_limits : PendingLimits
-        A new half batch is refused while more than this of its producer group is pending. A replay never is.
+        A new half batch is refused when this much of its producer group is pending; a replay never is.
     commits : Commits, optional
-        How half batches are prepared and decided: each alone when not given.
+        How half batches are prepared and decided; by default each alone.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class TwoPhase:
         self.leases = LeaseKeeper(log, seconds(lease_s, "lease_s", above=True))
 
     def with_listener(self, listener: TransactionListener, on_listener_error: str = "fail") -> TwoPhase:
-        """The same for another listener: with the same commits, leases and limits."""
+        """A copy for another listener, with the same commits, leases and limits."""
         twin = copy.copy(self)
         twin.listener, twin.on_listener_error = listener, on_listener_error
         return twin
@@ -142,25 +143,25 @@ class TwoPhase:
         arg: Any = None,
         lineage: Lineage | None = None,
     ) -> Outcome:
-        """Bring a half batch to its verdicts. A batch that was prepared before goes on where it stands.
+        """Bring a half batch to its verdicts. A batch that was prepared before goes on from its present state.
 
         Parameters
         ----------
         header : HalfHeader
             With the fence of this listener.
         stage : callable
-            Writes the half files, or hands over those that executors wrote, or rows to be written. It is called for a
-            new batch only.
+            Returns half files that it wrote or that executors wrote, or rows to be written. It is called for a new
+            batch only.
         arg : object, optional
             Handed to ``execute_local_transaction`` as ``batch.arg``.
         lineage : Lineage, optional
-            Of the micro-batch's checkpoint, where that can be read.
+            Of the micro-batch's checkpoint, if that can be read.
 
         Raises
         ------
         CheckpointMismatchError
-            When the batch id was used by another query or with other input, or nobody can say that it was not; or when
-            the log has a last batch that the checkpoint does not know.
+            When the batch id was used by another query or with other input, or this cannot be ruled out; or when the
+            log has a last batch that the checkpoint does not know.
         FenceError
             When the half batch was prepared with another fence than the header's, and is still open.
         LocalTransactionError
@@ -193,10 +194,10 @@ class TwoPhase:
         """Do one step in this thread, and return its answer."""
         match step:
             case Prepare():
-                (found,) = self.commits.prepare([step])
-                if isinstance(found, HalfRecord):
-                    return found
-                raise found
+                (result,) = self.commits.prepare([step])
+                if isinstance(result, HalfRecord):
+                    return result
+                raise result
             case Execute():
                 return self.execute(step.run, step.attempt, step.rows)
             case Decide():
@@ -217,7 +218,7 @@ class TwoPhase:
         arg: Any = None,
         lineage: Lineage | None = None,
     ) -> Steps:
-        """Every step of a send, in its order. See :meth:`send` for the parameters, and for what it raises."""
+        """Yield every step of a send, in order. See :meth:`send` for the parameters and the errors."""
         # 1 stage
         replayed = record = self._replays.find(header)
         files: Sequence[Stageable] = ()
@@ -232,7 +233,7 @@ class TwoPhase:
                     return Outcome()
             # 2 prepare
             try:
-                # A GroupCommit arranges messages that are in no rows yet.
+                # A GroupCommit makes rows of messages first.
                 record = yield Prepare(following(header, last, lineage), cast("Sequence[HalfFile | HalfRows]", files))
             except AlreadyPreparedError:  # another run of the same batch was faster
                 replayed = record = self._replays.find(header) if header.numbered else self._replays.require(header)
@@ -241,7 +242,7 @@ class TwoPhase:
                 self._replays.require_not_prepared(header, problem)
                 raise
         if not header.numbered and NO_LISTENER_FENCE not in (record.header.fence_id, header.fence_id):
-            # Two stores that use one key mean two sends, whatever became of the first.
+            # One key under two stores means two sends, whatever became of the first.
             require_same_fence(record.half_id, record.header.fence_id, header.fence_id)
         if record.left is not None:
             return outcome_of_left(record, record.left)
@@ -262,7 +263,7 @@ class TwoPhase:
         return run.outcome
 
     def _run_attempt(self, run: Run, attempt: int, rows: RowSet) -> StepsTo[None]:
-        """Execute rows that nobody but this run may execute, and make the verdicts final."""
+        """Execute rows that only this run may execute, and make the verdicts final."""
         record = run.record
         reach("prepared", header=record.header, attempt=attempt)
         if type(self._listener_of(run)) is CommitOncePrepared and self.log.has_no_op_rows(record):
@@ -279,12 +280,12 @@ class TwoPhase:
             yield from self._decide(run, attempt, split, answered.who)
 
     def _decide(self, run: Run, attempt: int, split: Split, who: Who) -> StepsTo[bool]:
-        """Write op markers for COMMIT and ROLLBACK; UNKNOWN gets none. True when any transaction is UNKNOWN."""
+        """Write op markers for COMMIT and ROLLBACK. Returns whether any transaction is UNKNOWN, and so gets none."""
         if split.decides:
             placed = yield Decide(run, attempt, split, who)
-            said = "half batch %r, attempt %d: %d messages are committed, %d rolled back, by %s"
+            text = "half batch %r, attempt %d: %d messages are committed, %d rolled back, by %s"
             counts = split.commit.count, split.rollback.count
-            logger.debug(said, run.record.half_id, attempt, *counts, who, extra=of_header(run.record.header))
+            logger.debug(text, run.record.half_id, attempt, *counts, who, extra=of_header(run.record.header))
             run.keep(attempt, placed)
         if who is Who.EXECUTE:
             reach("decided", header=run.record.header, attempt=attempt)
@@ -294,13 +295,13 @@ class TwoPhase:
     def execute(self, run: Run, attempt: int, rows: RowSet) -> Answered | None:
         """Run the local transaction; None when a check was faster."""
         listener = self._listener_of(run)
-        state = self.log.state_of(run.record, refresh=False)  # it was read after the prepare, or the reopen
+        state = self.log.state_of(run.record, refresh=False)  # it was read after the prepare or the reopen
         rows &= state.rows_in((RowState.PENDING,), attempt)
         if not rows:
             return None
         held = run.held if rows.count == run.record.rows else None
         batch = self.log.half_batch(run.record, state, attempt, rows, run.arg, held)
-        if type(listener) is CommitOncePrepared:  # it is over at once, and any check would answer the same
+        if type(listener) is CommitOncePrepared:  # it takes no time, and any check would answer the same
             verdicts: VerdictArray | None = _COMMIT_ALL
         else:
             lease = self.leases.lease(run.record)
@@ -308,10 +309,10 @@ class TwoPhase:
                 with lease:
                     verdicts = self._ask_execute(listener, run, batch)
             except FencedError:  # a check's tombstone was there first, so the attempt did nothing
-                said = "attempt %d of half batch %r is over: a check was faster"
-                logger.info(said, batch.attempt, batch.half_id, extra=of_batch(batch))
-                never = VerdictArray((rollback("a check's tombstone came first"),))
-                return Answered(batch, rows, never, Who.CHECK)
+                text = "attempt %d of half batch %r is over: a check was faster"
+                logger.info(text, batch.attempt, batch.half_id, extra=of_batch(batch))
+                rolled_back = VerdictArray((rollback("a check's tombstone came first"),))
+                return Answered(batch, rows, rolled_back, Who.CHECK)
             finally:
                 lease.end()  # `with` does not, when an interrupt comes while it enters or leaves
         if verdicts is None:
@@ -321,7 +322,7 @@ class TwoPhase:
         return Answered(batch, rows, verdicts, Who.EXECUTE)
 
     def _listener_of(self, run: Run) -> TransactionListener:
-        """Who may be asked about a half batch; FenceError when this listener cannot speak for it."""
+        """The listener to ask about a half batch; FenceError when this one cannot answer for it."""
         prepared_with = run.record.header.fence_id
         if prepared_with == NO_LISTENER_FENCE != run.fence_id:  # it was sent without a local transaction
             return CommitOncePrepared()
@@ -329,15 +330,15 @@ class TwoPhase:
         return self.listener
 
     def _ask_execute(self, listener: TransactionListener, run: Run, batch: HalfBatch) -> VerdictArray | None:
-        """What the local transaction says; None when others settled the half batch while it slept."""
+        """The verdicts of the local transaction; None when others settled the half batch while this run slept."""
         try:
             answer = returned(listener.execute_local_transaction, batch)
             if answer is None:
-                said = (
+                text = (
                     "the listener returned None for %r: that is UNKNOWN, and checks will ask what became of it. A "
                     "local transaction that is done returns COMMIT_MESSAGE"
                 )
-                logger.warning(said, batch, extra=of_batch(batch))
+                logger.warning(text, batch, extra=of_batch(batch))
             return normalize_verdicts(answer, batch)
         except FencedError:
             raise
@@ -345,9 +346,9 @@ class TwoPhase:
             if isinstance(problem, LostFileError) and not self._is_pending(run, batch):
                 return None
             if self.on_listener_error == "unknown":
-                said = traceback_of(problem)
+                text = traceback_of(problem)
                 logger.warning(
-                    "local transaction of %r failed: it stays UNKNOWN: %s", batch, said, extra=of_batch(batch)
+                    "local transaction of %r failed: it stays UNKNOWN: %s", batch, text, extra=of_batch(batch)
                 )
                 run.outcome.error = problem
                 return VerdictArray((Verdict(UNKNOWN),))
@@ -363,10 +364,10 @@ class TwoPhase:
 
     # ------------------------------------------------------------------ R replay
     def _settle(self, run: Run) -> StepsTo[None]:
-        """Go on until every row is decided, or waits for the check of an UNKNOWN that this run itself got."""
+        """Go on until each row is decided, or waits for a check because this run itself got UNKNOWN for it."""
         deadline = self.log.runtime.monotonic() + self.replay_check_timeout_s
         pause_s, warned = REPLAY_BACKOFF_S_MIN, False
-        # What this run has just decided was read back with its commit: most batches need no second look.
+        # This run's own decision was read back with its commit, so most batches need no second look.
         state = self.log.state_of(run.record, refresh=run.outcome.replayed)
         while state.in_conflict or state.count(*FINAL_STATES) < state.rows:
             state = self.log.state_of(run.record)
@@ -384,22 +385,22 @@ class TwoPhase:
             to_check = self._not_executed_here(run, state)
             if not to_check:
                 break
-            unknown = []
+            are_unknown = []
             for attempt, rows in to_check:
-                unknown.append((yield from self._check(run, state, attempt, rows)))
-            if all(unknown):
+                are_unknown.append((yield from self._check(run, state, attempt, rows)))
+            if all(are_unknown):
                 if self.log.runtime.monotonic() >= deadline:
                     raise UnresolvedTransactionError(self._unresolved(run))
                 if not warned:
                     warned = True
-                    waiting = self._waiting(run, sum(rows.count for _, rows in to_check))
-                    logger.warning("%s", waiting, extra=of_header(run.record.header))
+                    sentence = self._waiting(run, sum(rows.count for _, rows in to_check))
+                    logger.warning("%s", sentence, extra=of_header(run.record.header))
                 yield Wait(pause_s)
                 pause_s = min(pause_s * 2, REPLAY_BACKOFF_S_MAX)
         run.end_with(state)
 
     def _is_settled(self, run: Run) -> bool:
-        """Whether nothing is left to be done, by what was read last. Then the outcome says what became of it."""
+        """Whether nothing is left to be done, as of the last read. If so, the outcome is set."""
         state = self.log.state_of(run.record, refresh=False)
         if state.in_conflict or state.count(*FINAL_STATES) < state.rows:
             return False
@@ -418,33 +419,33 @@ class TwoPhase:
         return self.log.reopen(run.record, attempt, states, as_attempt, Who.EXECUTE, reason)
 
     def _not_executed_here(self, run: Run, state: BatchState) -> list[tuple[int, RowSet]]:
-        """Pending rows that another run prepared or reopened: it may have executed them, or may do so yet."""
-        found: list[tuple[int, RowSet]] = []
+        """Pending rows that another run prepared or reopened. That run may have executed them, or may do so yet."""
+        not_executed: list[tuple[int, RowSet]] = []
         for attempt in state.attempts(RowState.PENDING):
             rows = state.rows_in((RowState.PENDING,), attempt)
             for executed_attempt, executed in run.executed:
                 if executed_attempt == attempt:
                     rows -= executed
             if rows:
-                found.append((attempt, rows))
-        return found
+                not_executed.append((attempt, rows))
+        return not_executed
 
     def _check(self, run: Run, state: BatchState, attempt: int, rows: RowSet) -> StepsTo[bool]:
-        """Ask what became of rows that somebody else may have executed. True when part of them stays UNKNOWN."""
+        """Ask about rows that another run may have executed. Returns whether some of them stay UNKNOWN."""
         reach("replay asks")
         listener = self._listener_of(run)
         batch = self.log.half_batch(run.record, state, attempt, rows)
-        batch.restarted = run.record.header.query_id is not None  # a query runs once at a time; a send may be repeated
+        batch.restarted = run.record.header.query_id is not None  # a query has one run at a time; sends may overlap
         try:
             verdicts = normalize_verdicts(returned(listener.check_local_transaction, batch), batch)
-        except Exception as problem:  # not an answer; the next one may be
+        except Exception as problem:  # no answer; the next check may get one
             logger.warning("check of %r failed: %s", batch, traceback_of(problem), extra=of_batch(batch))
             run.outcome.error = problem
             return True
         split = split_by_verdict(self.log, run.record, rows, batch, verdicts)
         try:
             return (yield from self._decide(run, attempt, split, Who.CHECK))
-        except StaleAttemptError:  # somebody reopened or quarantined the rows while we asked: look again
+        except StaleAttemptError:  # another process reopened or quarantined the rows meanwhile: look again
             return False
 
     def _waiting(self, run: Run, messages: int) -> str:
@@ -474,7 +475,7 @@ class TwoPhase:
 
 
 def held_by(files: Sequence[Stageable]) -> HalfRows | None:
-    """All rows of what was staged, when they are in memory."""
-    one = files[0] if len(files) == 1 else None
-    rows = one.rows if isinstance(one, OneMessage) else one
+    """All rows of the staged half batch, if they are in memory."""
+    file = files[0] if len(files) == 1 else None
+    rows = file.rows if isinstance(file, OneMessage) else file
     return rows if isinstance(rows, HalfRows) else None

@@ -1,4 +1,4 @@
-"""The steps of a send that a driver does for it. :mod:`rmq_spark._core.protocol.send` yields them in their order."""
+"""The steps of a send. :mod:`rmq_spark._core.protocol.send` yields them in their order, and a driver does them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Prepare(Staged):
 
 
 class Execute(NamedTuple):
-    """Run the local transaction of rows that nobody but this run may execute. The answer is :class:`Answered`, or None
-    when a check was faster."""
+    """Run the local transaction of rows that only this run may execute. The answer is :class:`Answered`, or None when a
+    check was faster."""
 
     run: Run
     attempt: int
@@ -29,7 +29,7 @@ class Execute(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """What a listener was asked about, its rows, its verdicts, and who gave them."""
+    """A listener's verdicts on rows of a half batch, and whether execute or a check gave them."""
 
     batch: HalfBatch
     rows: RowSet
@@ -38,7 +38,7 @@ class Answered(NamedTuple):
 
 
 class Decide(NamedTuple):
-    """Commit op markers. The answer is what they place."""
+    """Commit op markers. The answer is the messages that they place."""
 
     run: Run
     attempt: int
@@ -51,7 +51,7 @@ class Decide(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait for so many seconds. All that follows reads tables and may wait, so it needs a thread for itself."""
+    """Wait for this many seconds. All later steps read tables and may wait, so they need a thread of their own."""
 
     seconds: float
 
@@ -61,12 +61,12 @@ Steps: TypeAlias = Generator[Step, Any, Outcome]
 
 
 def finish(steps: Steps, do: Callable[[Step], Any]) -> Outcome:
-    """Do every step in this thread, and return what became of the half batch.
+    """Do every step in this thread, and return the outcome of the half batch.
 
     Parameters
     ----------
     steps : Steps
-        From where they stand.
+        They go on from where they are.
     do : callable
         Does one step, and returns its answer.
     """
