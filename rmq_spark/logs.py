@@ -68,9 +68,14 @@ def of_batch(batch: HalfBatch) -> dict[str, Any]:
     }
 
 
-def of_header(header: Header) -> dict[str, Any]:
-    """Return the fields of a record about a half batch, without an attempt."""
-    return {name: getattr(header, name) for name in ("half_id", "app_id", "batch_id", "producer_group")}
+def of_header(header: Header, attempt: int | None = None) -> dict[str, Any]:
+    """Return the fields of a record about a half batch, or about an attempt of it."""
+    from rmq_spark._core.vocabulary.ids import batch_transaction_id
+
+    fields = {name: getattr(header, name) for name in ("half_id", "app_id", "batch_id", "producer_group")}
+    if attempt is None:
+        return fields
+    return {**fields, "transaction_id": batch_transaction_id(header.half_id, attempt), "attempt": attempt}
 
 
 def failure(problem: BaseException) -> str:

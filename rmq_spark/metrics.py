@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rmq_spark._core.metrics.figures import LogWatch as LogWatch
     from rmq_spark._core.metrics.log_collector import LogCollector as LogCollector
     from rmq_spark._core.metrics.process import ProcessMetrics as ProcessMetrics
-    from rmq_spark._core.metrics.pushing import push as push
-    from rmq_spark._core.metrics.pushing import write_textfile as write_textfile
+    from rmq_spark._core.metrics.push_gateway import push as push
+    from rmq_spark._core.metrics.push_gateway import write_textfile as write_textfile
     from rmq_spark._core.metrics.query_listener import QueryListener as QueryListener
 
 __getattr__, __dir__, __all__ = public(
@@ -24,7 +24,7 @@ __getattr__, __dir__, __all__ = public(
         "metrics.figures": "LogFigures LogWatch",
         "metrics.log_collector": "LogCollector",
         "metrics.process": "ProcessMetrics",
-        "metrics.pushing": "push write_textfile",
+        "metrics.push_gateway": "push write_textfile",
         "metrics.query_listener": "QueryListener",
     },
 )

@@ -130,7 +130,7 @@ def _metrics(settings: JobSettings, log: Engine, once: bool) -> AbstractContextM
     metrics_settings = settings.metrics
     if not metrics_settings.wanted:
         return nullcontext(lambda: None)
-    from rmq_spark._core.metrics.serving import showing
+    from rmq_spark._core.metrics.exposition import showing
 
     return showing(
         log,
@@ -147,7 +147,7 @@ def _show_unreadable(settings: JobSettings | None) -> None:
     if settings is None or not settings.metrics.textfile:
         return
     try:
-        from rmq_spark._core.metrics.serving import write_unreadable
+        from rmq_spark._core.metrics.exposition import write_unreadable
 
         write_unreadable(settings.metrics.textfile, location(settings.path), settings.metrics.cluster)
     except TxmqError as problem:
@@ -241,7 +241,3 @@ def main(
 ) -> None:
     """Settle the transactions that a crash left open: ask the listeners of their producer groups, and decide."""
     raise typer.Exit(run_job(config, once, as_json, quiet))
-
-
-if __name__ == "__main__":
-    app()

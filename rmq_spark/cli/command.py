@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from rmq_spark._core.vocabulary.redaction import redacted
-from rmq_spark.cli.completing import of_argument
+from rmq_spark.cli.completion import of_argument
 from rmq_spark.cli.configuration import PATH_ENV, WHERE, configured
 from rmq_spark.cli.text import one_line
 from rmq_spark.cli.words import in_words_of_the_command

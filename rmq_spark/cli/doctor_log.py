@@ -23,8 +23,8 @@ from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX, DRAIN_EVERY_S, 
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import sentence_of
 from rmq_spark.cli.groups import group_rows
-from rmq_spark.cli.settling import conflict_rows, open_rows
 from rmq_spark.cli.text import one_line, short_age, size
+from rmq_spark.cli.verdicts import conflict_rows, open_rows
 from rmq_spark.errors import ForeignChangeError
 
 if TYPE_CHECKING:

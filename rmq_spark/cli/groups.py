@@ -18,12 +18,12 @@ from rmq_spark._core.reads.offsets import (
 )
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import App
-from rmq_spark.cli.completing import topics_of_option
+from rmq_spark.cli.completion import topics_of_option
 from rmq_spark.cli.output import AsJson, GroupName, LogPath, Storage, open_log, plainly, rendered, say, show
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age
 from rmq_spark.cli.times import time_of
-from rmq_spark.cli.watching import Watch, watched
+from rmq_spark.cli.watch import Watch, watched
 from rmq_spark.errors import GroupNotFoundError, OffsetError, OptionError
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import typer
 
 from rmq_spark.cli.bodies import BYTES_SHOWN, BodyBytes, BodyForm, Form, short_hex, shown
 from rmq_spark.cli.command import FAILED
-from rmq_spark.cli.completing import topics_of_option
+from rmq_spark.cli.completion import topics_of_option
 from rmq_spark.cli.output import AsJson, LogPath, Storage, TopicName, block, open_log, plainly, show
 from rmq_spark.cli.text import escaped, json_message, one_line, short, short_time
 from rmq_spark.cli.times import time_of
-from rmq_spark.cli.watching import interval_of, wait
+from rmq_spark.cli.watch import interval_of, wait
 from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def read(
 ) -> None:
     """Show committed messages, in (queue, offset) order: the first ones, those --from an offset on, or the --last ones.
     --json prints a line for each; a body that is not UTF-8 is in body_base64."""
-    from rmq_spark.cli.reading import Choice
+    from rmq_spark.cli.message_choice import Choice
 
     _refuse_contradictions(limit, last, start or [], queue, tags, selector)
     if follow and limit is not None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.cli.groups import group_rows
-from rmq_spark.cli.settling import conflict_rows, open_rows
+from rmq_spark.cli.verdicts import conflict_rows, open_rows
 
 if TYPE_CHECKING:
     from rmq_spark._core.client.commit_log import CommitLog

@@ -13,7 +13,7 @@ from rmq_spark.cli.groups import in_words
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, rendered
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import one_line, short_age, short_time, size
-from rmq_spark.cli.watching import interval_of, wait
+from rmq_spark.cli.watch import interval_of, wait
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rmq_spark.cli.completing import join_words_at_colons
+from rmq_spark.cli.completion import join_words_at_colons
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,7 @@ VERBS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "query": ("messages", "Find messages by a key, an id, an offset or a time, and look at them"),
         "trace": (
-            "tracing",
+            "trace",
             "Tell the whole story of a transaction: prepared, leased, checked, decided (by whom and why), placed, "
             "drained, archived",
         ),
@@ -45,23 +45,23 @@ VERBS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "doctor": ("doctor", "Look at this machine and a commit log, and say what is wrong and what to do"),
         "report": (
-            "reporting",
+            "report",
             "Say in one sentence whether all is well, and what to do if not; with --html as a page with charts",
         ),
     },
     SETTLE: {
         "pending": (
-            "settling",
+            "verdicts",
             "List half batches with messages that have no verdict yet: their age, checks, group and size",
         ),
-        "quarantined": ("settling", "List half batches that checks gave up; see resume and resolve"),
+        "quarantined": ("verdicts", "List half batches that checks gave up; see resume and resolve"),
         "conflicts": (
-            "settling",
+            "verdicts",
             "List half batches with two verdicts that contradict each other; see resolve",
         ),
-        "resolve": ("settling", "Decide on what is pending, quarantined or in conflict in a half batch"),
+        "resolve": ("verdicts", "Decide on what is pending, quarantined or in conflict in a half batch"),
         "resume": (
-            "settling",
+            "verdicts",
             "Take a half batch out of quarantine: the next round of checks asks its listener again, and counts anew",
         ),
         "check": ("logs", "Ask listeners what became of transactions that a crash left open, and settle them"),
@@ -89,11 +89,11 @@ VERBS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "of streams, and say for each attempt that the database has executed since the backup what is to be done",
         ),
         "relay": (
-            "relaying",
+            "relay",
             "Hand committed messages over to Kafka, each of them once and in the order of its queue",
         ),
         "exporter": (
-            "exporting",
+            "exporter",
             "Show a commit log's figures to Prometheus: pending, quarantined, lag, dead letters, files",
         ),
     },

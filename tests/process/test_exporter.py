@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from rmq_spark import CommitLog
-from rmq_spark._core.metrics import pushing
+from rmq_spark._core.metrics import push_gateway
 from rmq_spark.cli import app
 from rmq_spark.errors import OptionError, StorageError
 from tests.support.half_batches import commit, make_log, prepare, roll_back
@@ -143,7 +143,7 @@ def test_a_push_that_fails_as_its_time_ends_is_no_success(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(threading, "Thread", EndsBetween)
     with pytest.raises((TimeoutError, OSError)):
-        pushing._within(0.05, fails)
+        push_gateway._within(0.05, fails)
     may_end.set()
 
 

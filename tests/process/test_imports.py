@@ -18,7 +18,7 @@ LIGHT = (
     "import rmq_spark._core.storage.files",
     "import rmq_spark._core.log.half",
     "import rmq_spark._core.log.op",
-    "import rmq_spark._core.messages.reading",
+    "import rmq_spark._core.messages.reader",
     "import rmq_spark._core.messages.files",
     "import rmq_spark.listeners",
     "import rmq_spark._core.selector",

@@ -154,8 +154,9 @@ def test_what_the_database_cannot_keep_is_named_with_its_row(
 def test_a_table_or_column_that_is_missing_is_named_beside_those_that_are_there(engine: sa.Engine) -> None:
     with engine.begin() as connection:
         connection.exec_driver_sql('CREATE TABLE "Orders of May" (id int, total int GENERATED ALWAYS AS (id) STORED)')
-        with pytest.raises(ListenerError, match=r"no table .orders.: it has .*Orders of May"):
-            insert(connection, "orders", pa.table({"id": [1]}))
+        connection.exec_driver_sql("CREATE SCHEMA bare; CREATE TABLE bare.bought (id int)")
+        with pytest.raises(ListenerError, match=r"no table .orders. in schema .bare.: it has bought$"):
+            insert(connection, "orders", pa.table({"id": [1]}), schema="bare")
         with pytest.raises(ListenerError, match=r"has no column 'total': it has id$"):
             insert(connection, "Orders of May", pa.table({"total": [1]}))
         assert insert(connection, "Orders of May", pa.table({"id": [1, 2]})) == 2

@@ -13,7 +13,7 @@ def test_bodies_that_are_no_json_objects_do_not_end_the_process() -> None:
     program = f"""
 import pyarrow as pa
 from rmq_spark.errors import MessageError
-from rmq_spark._core.vocabulary.verdicts import decode_json
+from rmq_spark.listeners import decode_json
 for body in {NO_OBJECTS!r}:
     try:
         decode_json(pa.chunked_array([pa.array([body])]), "a long")

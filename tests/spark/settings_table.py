@@ -317,7 +317,7 @@ def checked(spark: SparkSession, played: Played, log: CommitLog, folder: Path) -
         (pending(log, played.open), played.undecided),
         (played.open.all_rows, plain(log.engine.half.read(played.open, played.open.all_rows, HALF_SCHEMA.names))),
     ):
-        batch = half_batch_of(log, played.open, log.engine.state_of(played.open), 1, rows)
+        batch = half_batch_of(log.engine, played.open, log.engine.state_of(played.open), 1, rows)
         assert read(batch.to_spark(spark), HALF_SCHEMA) == expected
 
 

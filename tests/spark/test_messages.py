@@ -280,7 +280,7 @@ def test_a_file_that_is_damaged_or_gone_is_never_ignored(
         file = min(Path(log.path, table).glob("*.parquet"))
     else:
         file = Path(log.path, "half", records[4 if table == "check" else 1].files[0].path)
-    checked = half_batch_of(log, records[4], log.engine.state_of(records[4]), 1, records[4].all_rows)
+    checked = half_batch_of(log.engine, records[4], log.engine.state_of(records[4]), 1, records[4].all_rows)
 
     def read(session: SparkSession) -> DataFrame:
         return checked.to_spark(session) if table == "check" else txmq.messages(session, log, "orders")

@@ -38,7 +38,7 @@ _STANDS_IN = {
     "rmq_spark._core.log.walk": "OP_FILE_BYTES_MAX=FILE_BYTES_MAX",
     "rmq_spark._core.messages.drain": "OP_ROWS_MAX STEP_MESSAGES_MAX VERSIONS_SKIPPED_MAX",
     "rmq_spark._core.messages.files": "MESSAGES_FILE_BYTES_MAX=FILE_BYTES_MAX READS_AT_ONCE ROWS_AT_ONCE RUNS_AT_ONCE",
-    "rmq_spark._core.messages.reading": "FEW_ROWS TOGETHER_MAX",
+    "rmq_spark._core.messages.reader": "FEW_ROWS TOGETHER_MAX",
     "rmq_spark._core.metrics.figures": "LOOKS_MAX",
     "rmq_spark._core.protocol.engine": "SMALL_ROWS_MAX",
     "rmq_spark._core.protocol.group_commit": "GATHERS_S_MAX",
@@ -51,9 +51,9 @@ _STANDS_IN = {
     "rmq_spark._core.upkeep.merge": "MESSAGES_FILES_MAX REPLACED_FILES_S",
     "rmq_spark._core.upkeep.prune": "PRUNED_SHARE_MIN",
     "rmq_spark._core.upkeep.strip": "STRIPPED_BYTES_MIN",
-    "rmq_spark.cli.completing": "COMPLETES_S_MAX=SECONDS_MAX",
+    "rmq_spark.cli.completion": "COMPLETES_S_MAX=SECONDS_MAX",
     "rmq_spark.cli.doctor_log": "HALF_FILES",
-    "rmq_spark.cli.reading": "FILTERED_SPAN",
+    "rmq_spark.cli.message_choice": "FILTERED_SPAN",
 }
 _WHERE = located(_STANDS_IN)
 

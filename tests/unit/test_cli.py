@@ -18,7 +18,7 @@ from deltalake import DeltaTable
 from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark._core.inspect.find import Wanted, find
 from rmq_spark.cli.output import show
-from rmq_spark.cli.resolving import Resolving
+from rmq_spark.cli.resolution import Resolving
 from rmq_spark.cli.words import as_commands
 from rmq_spark.errors import CommitError, OptionError, VerdictConflictError
 from tests.support import half_batches

@@ -23,7 +23,7 @@ from rmq_spark.cli import app, top
 from rmq_spark.cli.bodies import BodyForm, shown
 from rmq_spark.cli.overview import committed_since, look
 from rmq_spark.cli.text import escaped, short_age, size
-from rmq_spark.cli.tracing import argument_of
+from rmq_spark.cli.trace import argument_of
 from rmq_spark.errors import VerdictConflictError
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words

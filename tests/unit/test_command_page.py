@@ -111,9 +111,9 @@ def test_the_help_lists_all_that_a_module_registers(module: str) -> None:
 
 
 def test_the_page_has_every_exit_code() -> None:
-    from rmq_spark.cli import command, doctor, relaying
+    from rmq_spark.cli import command, doctor, relay
 
-    codes = {command.OK, command.FAILED, command.BAD_USAGE, relaying.FENCED, relaying.REFUSED, doctor.WARNINGS,
+    codes = {command.OK, command.FAILED, command.BAD_USAGE, relay.FENCED, relay.REFUSED, doctor.WARNINGS,
              doctor.CRITICAL}  # fmt: skip
     table = re.findall(r"^\| (\d) \| ", PAGE.read_text(), re.MULTILINE)
     assert sorted(map(int, table)) == sorted(codes)

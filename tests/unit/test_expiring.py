@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 import pytest
 
 from rmq_spark import CommitLog, ConsumerGroup
-from rmq_spark.cli import reading as reading_module
+from rmq_spark.cli import message_choice
 from rmq_spark.errors import OffsetOutOfRangeError, TopicExistsError
 from tests.support.clocks import set_clock
 from tests.support.half_batches import another, commit, let_leave, send
@@ -134,9 +134,9 @@ def test_a_read_from_the_beginning_goes_on_when_messages_expire_meanwhile(
 def test_the_command_reads_on_when_messages_expire_meanwhile(log: CommitLog) -> None:
     send_and_drain(log, "old")
     with at("table seen", lambda: expire_and_go_on(log), table="op"):
-        assert reading_module.Choice(log, "orders").newest(4).num_rows == 4
+        assert message_choice.Choice(log, "orders").newest(4).num_rows == 4
     with pytest.raises(OffsetOutOfRangeError, match="queue 0"):
-        reading_module.Choice(log, "orders").first({0: 0}, 10)
+        message_choice.Choice(log, "orders").first({0: 0}, 10)
 
 
 def test_what_has_expired_is_in_no_group_s_lag(log: CommitLog) -> None:

@@ -15,7 +15,7 @@ from rmq_spark._core.kafka.positions import Agreed, Last, Position, PositionReco
 from rmq_spark._core.kafka.records import COLUMNS, parked, pieces, to_records
 from rmq_spark._core.kafka.relay import _positions_after
 from rmq_spark._core.kafka.source import RelaySource
-from rmq_spark.cli.relaying import _exit_code, kafka_settings
+from rmq_spark.cli.relay import _exit_code, kafka_settings
 from rmq_spark.kafka import RelayReport
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import commit, let_leave, make_log, prepare

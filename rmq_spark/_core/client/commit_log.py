@@ -17,14 +17,14 @@ from rmq_spark._core.client.tables import (
     require_no_log_around,
     require_no_rest,
 )
-from rmq_spark._core.inspect import overview
-from rmq_spark._core.inspect import story as tracing
+from rmq_spark._core.inspect import overview, story
 from rmq_spark._core.inspect.trace import Trace
+from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.op import RowState, Who
 from rmq_spark._core.log.op_table import Placed
 from rmq_spark._core.log.tables import LogTables
 from rmq_spark._core.messages.drain import drain
-from rmq_spark._core.messages.reading import read_topic
+from rmq_spark._core.messages.reader import read_topic
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.location import location
@@ -255,6 +255,14 @@ class CommitLog:
         """The FIFO topics as of this handle's last look at the topics (:meth:`topics`)."""
         return self.engine.topic_store.seen().fifo
 
+    def firsts(self) -> dict[tuple[str, int], int]:
+        """By (topic, queue_id): the first offset that is kept, where messages have expired."""
+        return dict(self.engine.firsts())
+
+    def tails(self) -> dict[tuple[str, int], int]:
+        """By (topic, queue_id): the offset that the next committed message gets."""
+        return dict(self.engine.tails())
+
     def refresh(self) -> int:
         """Read new rows of ``op``, and return its version."""
         return self.engine.refresh()
@@ -289,6 +297,38 @@ class CommitLog:
     def conflicts(self) -> list[str]:
         """Half batches with a verdict that came too late and that no person has resolved."""
         return overview.conflicts(self.engine)
+
+    @named
+    def half_batches(
+        self, half_id: str, states: Sequence[RowState] = (RowState.PENDING, RowState.QUARANTINED)
+    ) -> list[HalfBatch]:
+        """The messages of a half batch that are in some states, as its listener would see them. Nothing is written, and
+        no check is counted.
+
+        Parameters
+        ----------
+        half_id : str
+        states : sequence of RowState
+            What is open, when not given.
+
+        Returns
+        -------
+        list of HalfBatch
+            One for each attempt that has messages in these states.
+
+        Raises
+        ------
+        HalfBatchNotFoundError
+            When the log has no such half batch.
+        HalfBatchLeftError
+            When it is settled and has left; the error says what is kept of it.
+        """
+        record = self.engine.get(half_id)
+        state = self.engine.state_of(record)
+        return [
+            self.engine.half_batch(record, state, attempt, state.rows_in(states, attempt))
+            for attempt in state.attempts(*states)
+        ]
 
     @named
     def resolve(self, half_id: str, verdict: LocalTransactionState, reason: str) -> list[Placed]:
@@ -346,7 +386,7 @@ class CommitLog:
         HalfBatchNotFoundError
             When the log does not have it, or nothing is left of it.
         """
-        return tracing.trace(self.engine, transaction_id, half_id, message_id)
+        return story.trace(self.engine, transaction_id, half_id, message_id)
 
     # ------------------------------------------------------------------ reading
     @named

@@ -22,7 +22,7 @@ from rmq_spark._core.consumers.retry import (
 )
 from rmq_spark._core.consumers.send import send_each
 from rmq_spark._core.inspect.history import kept_batches
-from rmq_spark._core.messages.reading import read_topic
+from rmq_spark._core.messages.reader import read_topic
 from rmq_spark._core.messages.table import SOURCE_SCHEMA
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.own_sends import resend_name

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.placements import Placements, out_of_range
-from rmq_spark._core.messages.reading import read_ranges
+from rmq_spark._core.messages.reader import read_ranges
 from rmq_spark._core.messages.table import SOURCE_SCHEMA
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach

@@ -17,7 +17,7 @@ from rmq_spark._core.log.half_table import HalfRecord
 from rmq_spark._core.log.input import require_known_topic
 from rmq_spark._core.log.op import RowState
 from rmq_spark._core.log.placements import Placements
-from rmq_spark._core.messages.reading import read_ranges
+from rmq_spark._core.messages.reader import read_ranges
 from rmq_spark._core.messages.table import SOURCE_SCHEMA
 from rmq_spark._core.selector.tree import And, Condition, Filter, In, Or, Property, Search
 from rmq_spark._core.vocabulary.ids import message_ids, transaction_ids

@@ -9,7 +9,7 @@ from rmq_spark._core.kafka.positions import Last, Queue
 from rmq_spark._core.kafka.records import COLUMNS, Handed, microseconds, pieces, to_records
 from rmq_spark._core.log.input import require_known_topic
 from rmq_spark._core.log.placements import MessageRange, Placements
-from rmq_spark._core.messages.reading import read_ranges
+from rmq_spark._core.messages.reader import read_ranges
 
 if TYPE_CHECKING:
     from rmq_spark._core.kafka.settings import RelaySettings

@@ -283,9 +283,11 @@ class TwoPhase:
         """Write op markers for COMMIT and ROLLBACK. Returns whether any transaction is UNKNOWN, and so gets none."""
         if split.decides:
             placed = yield Decide(run, attempt, split, who)
-            text = "half batch %r, attempt %d: %d messages are committed, %d rolled back, by %s"
-            counts = split.commit.count, split.rollback.count
-            logger.debug(text, run.record.half_id, attempt, *counts, who, extra=of_header(run.record.header))
+            if logger.isEnabledFor(logging.DEBUG):
+                text = "half batch %r, attempt %d: %d messages are committed, %d rolled back, by %s"
+                counts = split.commit.count, split.rollback.count
+                extra = of_header(run.record.header, attempt)
+                logger.debug(text, run.record.half_id, attempt, *counts, who, extra=extra)
             run.keep(attempt, placed)
         if who is Who.EXECUTE:
             reach("decided", header=run.record.header, attempt=attempt)

@@ -16,7 +16,7 @@ from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Inp
 from pyspark.sql.types import DataType, StringType, StructType, TimestampType
 
 from rmq_spark._core.log.placements import MessageRange, out_of_range
-from rmq_spark._core.messages.reading import by_file, read_ranges, require_source_columns, rows_of
+from rmq_spark._core.messages.reader import by_file, read_ranges, require_source_columns, rows_of
 from rmq_spark._core.messages.table import SOURCE_SCHEMA
 from rmq_spark._core.reads.offsets import (
     Again,

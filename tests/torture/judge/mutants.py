@@ -38,7 +38,7 @@ from rmq_spark._core.log.places import Placer
 from rmq_spark._core.log.shared_files import SharedFiles
 from rmq_spark._core.protocol import engine as steps
 from rmq_spark._core.protocol import half_batch as asked
-from rmq_spark._core.protocol import own_sends
+from rmq_spark._core.protocol import own_sends, replay
 from rmq_spark._core.upkeep import expire as expiring
 from rmq_spark._core.upkeep import leave as leaving
 from rmq_spark.errors import HalfBatchLeftError
@@ -305,7 +305,7 @@ def _fork() -> Iterator[None]:
 
 @mutant("forks that run at once both prepare", A.DUPLICATE, **FORKS)
 def _forks_at_once() -> Iterator[None]:
-    with replaced((two_phase, "_following", lambda header, *_: header)):
+    with replaced((two_phase, "following", lambda header, *_: header)):
         yield
 
 
@@ -314,7 +314,7 @@ def _hidden_query() -> Iterator[None]:
     def is_same(prepared: HalfHeader, now: HalfHeader) -> bool:
         return None in (prepared.query_id, now.query_id) or prepared.query_id == now.query_id
 
-    with replaced((two_phase, "_is_same_query", is_same)):
+    with replaced((replay, "_is_same_query", is_same)):
         yield
 
 

@@ -57,8 +57,8 @@ def exporter(
         raise typer.BadParameter(f"{' and '.join(modes)} contradict each other: give one of them")
     if cluster is not None and not cluster.strip():
         raise typer.BadParameter("it is empty: give the label's value, or leave the option out", param_hint="--cluster")
+    from rmq_spark._core.metrics.exposition import write_unreadable
     from rmq_spark._core.metrics.log_collector import CLUSTER, LogCollector
-    from rmq_spark._core.metrics.serving import write_unreadable
     from rmq_spark._core.storage.location import location
 
     cache_s, options = parse_duration(cache, "cache"), storage_options(storage)
@@ -86,7 +86,7 @@ def _registry(collector: LogCollector) -> Any:
 
 def _show_once(collector: LogCollector, path: str, push_to: str | None, job: str, textfile: Path | None) -> None:
     from rmq_spark._core.metrics.client import prometheus
-    from rmq_spark._core.metrics.pushing import push, write_textfile
+    from rmq_spark._core.metrics.push_gateway import push, write_textfile
 
     registry = _registry(collector)
     if push_to is not None:
@@ -103,7 +103,7 @@ def _show_once(collector: LogCollector, path: str, push_to: str | None, job: str
 
 def _serve(collector: LogCollector, path: str, address: str, port: int) -> None:
     from rmq_spark._core.checks.threads import stopped_by_signals
-    from rmq_spark._core.metrics.serving import serving
+    from rmq_spark._core.metrics.exposition import serving
 
     json_log_handler = json_handler()
     if json_log_handler is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rmq_spark.cli.command import path_to_type, typed_path
-from rmq_spark.cli.completing import of_argument
+from rmq_spark.cli.completion import of_argument
 from rmq_spark.cli.output import AsJson, LogPath, Storage, block, one_line, open_log, plainly, rendered
 from rmq_spark.cli.text import short_age, short_time
 from rmq_spark.cli.words import as_commands

@@ -10,7 +10,7 @@ import typer
 
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import FAILED, fail, path_to_type
-from rmq_spark.cli.completing import of_argument
+from rmq_spark.cli.completion import of_argument
 from rmq_spark.cli.output import (
     AsJson,
     LogPath,
@@ -24,7 +24,7 @@ from rmq_spark.cli.output import (
 )
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age, size
-from rmq_spark.cli.watching import Watch, watched
+from rmq_spark.cli.watch import Watch, watched
 from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def resolve(
 ) -> None:
     """Decide on what is pending, quarantined or in conflict in a half batch. Shows it and its first messages, and asks
     before it acts."""
-    from rmq_spark.cli.resolving import Resolving
+    from rmq_spark.cli.resolution import Resolving
 
     decision = verdict.upper().removesuffix("_MESSAGE")
     if decision not in VERDICTS:

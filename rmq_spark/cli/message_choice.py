@@ -10,7 +10,7 @@ from datetime import datetime
 import pyarrow as pa
 
 from rmq_spark._core.client.commit_log import CommitLog
-from rmq_spark._core.messages.reading import read_messages
+from rmq_spark._core.messages.reader import read_messages
 from rmq_spark.errors import OffsetOutOfRangeError, OptionError
 
 FILTERED_SPAN = 1000
