@@ -1,7 +1,7 @@
 """Names of the inside of rmq_spark that tests use, and where they live.
 
 A test of behaviour imports ``rmq_spark``, its public modules and this package. Whoever moves a thing of the inside
-changes this table, and the folders of tests that prove that thing: ``tests/inside``, ``tests/torture/simulate``, the
+changes this table, and the folders of tests that prove that thing: ``tests/torture/simulate``, the
 seeded bugs. A name is loaded when it is first used.
 """
 

@@ -156,19 +156,6 @@ class CommitLog:
         remember(storage_options)
         return cls(DeltaTables.open(where, storage_options))
 
-    @classmethod
-    def of(
-        cls, log_or_path: CommitLog | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
-    ) -> CommitLog:
-        """Return an open commit log as it is, or open the one at a path.
-
-        Raises
-        ------
-        NotACommitLogError, LogFormatError, StorageError
-            As :meth:`open` does.
-        """
-        return log_or_path if isinstance(log_or_path, CommitLog) else cls.open(log_or_path, storage_options)
-
     # ------------------------------------------------------------------ topics
     @named
     def create_topic(
@@ -573,4 +560,6 @@ def engine_of(
     NotACommitLogError, LogFormatError, StorageError
         As :meth:`CommitLog.open` does.
     """
-    return log_or_path if isinstance(log_or_path, Engine) else CommitLog.of(log_or_path, storage_options).engine
+    if isinstance(log_or_path, Engine):
+        return log_or_path
+    return (log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)).engine

@@ -322,7 +322,7 @@ class HalfWriter:
         The FIFO topics among ``topics``.
     own : bool
         True for messages that rmq_spark itself sends again: they may have RocketMQ's reserved properties.
-    machine : Machine
+    runtime : Runtime
         Its clock gives ``store_timestamp``.
     write_file : callable, optional
         Replaces :func:`~rmq_spark._core.storage.files.write_table`.

@@ -30,7 +30,7 @@ class UnderWay:
 
     Parameters
     ----------
-    machine : Machine
+    runtime : Runtime
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -113,7 +113,7 @@ class Keys:
 
     Parameters
     ----------
-    machine : Machine
+    runtime : Runtime
     """
 
     def __init__(self, runtime: Runtime) -> None:

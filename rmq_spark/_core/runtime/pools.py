@@ -71,7 +71,7 @@ class ElasticPool:
         The most threads at once.
     name : str
         Name of the threads.
-    machine : Machine
+    runtime : Runtime
     """
 
     def __init__(self, most: int, name: str, runtime: Runtime) -> None:
