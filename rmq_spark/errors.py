@@ -10,13 +10,31 @@ import re
 from typing import Any
 
 from rmq_spark._core.vocabulary.redaction import redacted, shortened
+from rmq_spark._core.vocabulary.remedy import Remedy
 
 
 class TxmqError(Exception):
-    """The base of every error that rmq_spark raises on purpose. Its text never contains a secret."""
+    """The base of every error that rmq_spark raises on purpose. Its text never contains a secret.
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*(shortened(redacted(a)) if isinstance(a, str) else a for a in args))
+    Parameters
+    ----------
+    argument : str, optional
+        The argument that cannot be used. The text then begins with ``<argument>=``.
+    remedy : Remedy, optional
+        The end of the text: what a person does about it.
+    """
+
+    def __init__(self, *args: object, argument: str | None = None, remedy: Remedy | None = None) -> None:
+        first, *others = [shortened(redacted(a)) if isinstance(a, str) else a for a in args or ("",)]
+        self.problem = str(first)
+        """The text without the argument's name and the remedy."""
+        self.argument = argument
+        self.remedy = remedy
+        if argument is not None:
+            first = f"{argument}={first}"
+        if remedy is not None:
+            first = f"{first}: {remedy}"
+        super().__init__(*((first, *others) if args else ()))
 
 
 def find_cause(problem: BaseException | str | None) -> TxmqError | None:
@@ -345,8 +363,8 @@ class VerdictConflictError(TxmqError):
     Find out which verdict is true, and settle the half batch with ``log.resolve``. ``txmq conflicts`` lists it.
     """
 
-    def __init__(self, message: str, verdict: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, verdict: str | None = None, remedy: Remedy | None = None) -> None:
+        super().__init__(message, remedy=remedy)
         self.verdict = verdict
         """The verdict that came too late."""
 

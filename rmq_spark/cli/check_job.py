@@ -27,7 +27,7 @@ try:
     from rich.markup import escape
 
     from rmq_spark._core.checks.settings import JobSettings
-    from rmq_spark.cli.words import as_commands
+    from rmq_spark.cli.words import sentence_for_command
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "rmq_spark":
         raise
@@ -40,7 +40,7 @@ from rmq_spark._core.checks.threads import running, stopped_by_signals
 from rmq_spark._core.listeners.listener import TransactionListener, see_working_folder
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.storage.location import location
-from rmq_spark._core.vocabulary.redaction import one_line, redacted, traceback_of
+from rmq_spark._core.vocabulary.redaction import one_line, traceback_of
 from rmq_spark.logs import failure, json_handler, open_closed_streams
 
 OK, PROBLEMS, BAD_CONFIGURATION = 0, 1, 2
@@ -93,8 +93,8 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
     def show(report: CheckReport) -> None:
         reports[:] = [report]
         write_metrics()
-        text = f"{report.started_at:%Y-%m-%d %H:%M:%S}Z {as_commands(str(report))}"
-        line = as_commands(json.dumps(report.to_dict())) if as_json else text
+        text = f"{report.started_at:%Y-%m-%d %H:%M:%S}Z {report}"
+        line = json.dumps(report.to_dict()) if as_json else text
         if not (quiet and report.ok and not report.quarantined):
             print(line if as_json else one_line(line), flush=True)
         if once:
@@ -196,10 +196,10 @@ def _log_to_stderr(level: int) -> None:
 
 def _say_error(problem: BaseException) -> None:
     if json_handler() is not None:
-        logger.error("%s: %s", type(problem).__name__, as_commands(redacted(problem)))
+        logger.error("%s: %s", type(problem).__name__, sentence_for_command(problem))
         return
     Console(stderr=True, soft_wrap=True).print(
-        f"[red]{type(problem).__name__}: {escape(as_commands(redacted(problem)))}[/red]"
+        f"[red]{type(problem).__name__}: {escape(sentence_for_command(problem))}[/red]"
     )
 
 

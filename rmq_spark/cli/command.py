@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
 import typer
 from typer.core import TyperCommand
 
-from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.cli.completion import of_argument
 from rmq_spark.cli.configuration import PATH_ENV, WHERE, configured
 from rmq_spark.cli.text import one_line
-from rmq_spark.cli.words import in_words_of_the_command
+from rmq_spark.cli.words import sentence_for_command
 from rmq_spark.errors import ConfigError, MessageError, NotACommitLogError, OptionError, TxmqError
 from rmq_spark.logs import open_closed_streams
 
@@ -175,11 +174,13 @@ def fail(problem: Exception, code: int) -> NoReturn:
 
 
 def sentence_of(problem: Exception) -> str:
-    """Return a problem as one line, without secrets, and with commands in place of Python calls."""
-    message = redacted(problem if isinstance(problem, TxmqError) else f"{type(problem).__name__}: {problem}")
+    """Return a problem as one line, without secrets, and with the command's own words for arguments and remedies."""
+    message = sentence_for_command(problem, typed_path())
+    if not isinstance(problem, TxmqError):
+        message = f"{type(problem).__name__}: {message}"
     for secret in _secrets:
         message = message.replace(secret, "***")
-    return one_line(in_words_of_the_command(message, typed_path()))
+    return one_line(message)
 
 
 def path_to_type() -> str:
@@ -219,8 +220,9 @@ def open_log(path: str, storage: Sequence[str] | None) -> CommitLog:
         if typed_path() is not None:
             raise
         raise NotACommitLogError(
-            f"{problem}. The path {path!r} comes from {PATH_ENV} or a configuration file; a relative one begins in the "
-            "folder where txmq runs"
+            f"{problem.problem}. The path {path!r} comes from {PATH_ENV} or a configuration file; a relative one "
+            "begins in the folder where txmq runs",
+            remedy=problem.remedy,
         ) from problem
 
 

@@ -197,7 +197,7 @@ def reset(
         try:
             offsets = parse_offsets(text, "--to", (EARLIEST, LATEST), (EARLIEST_OFFSET, LATEST_OFFSET))
         except OffsetError as problem:  # wrong for every log
-            raise OptionError(str(problem)) from None
+            raise OptionError(problem.problem, argument=problem.argument) from None
         assert isinstance(offsets, CountedPositions)  # JSON
         positions = consumer_group.reset(to_json(offsets, log_id=offsets.log_id), topic, others_stay=True)
     else:

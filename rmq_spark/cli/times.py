@@ -25,4 +25,4 @@ def time_of(text: str, now: datetime, option: str) -> datetime:
     try:
         return parse_timestamp(text, option)
     except OptionError as problem:
-        raise OptionError(f"{problem}; or as a time ago, such as 2h") from None
+        raise OptionError(f"{problem.problem}; or as a time ago, such as 2h", argument=option) from None

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.command import path_to_type, typed_path
+from rmq_spark.cli.command import path_to_type
 from rmq_spark.cli.completion import of_argument
 from rmq_spark.cli.output import AsJson, LogPath, Storage, block, one_line, open_log, plainly, rendered
 from rmq_spark.cli.text import short_age, short_time
-from rmq_spark.cli.words import as_commands
 from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ def _event_text(story: Trace, event: TraceEvent) -> str:
     parts = _first_of(places)
     if event.kind == "prepared":
         parts.append(f"batch {story.batch_id} of {story.app_id}")
-    reason = as_commands(event.reason or "", typed_path())
+    reason = event.reason or ""
     if event.verdict and not reason.startswith(event.verdict):
         parts.append(event.verdict)
     if event.until is not None:

@@ -487,7 +487,7 @@ _OF_ANOTHER_STORE = NoAnswer("it is of another store than the listener: asked al
 
 _IN_CONFLICT = (
     "two of its verdicts contradict each other, and it waits for a person: find out which is true, then "
-    "log.resolve(half_id, verdict, reason=…)"
+    "settle it by hand (log.resolve, or txmq resolve)"
 )
 
 

@@ -46,6 +46,7 @@ from rmq_spark._core.vocabulary.options import (
     whole_number,
 )
 from rmq_spark._core.vocabulary.redaction import remember
+from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark._core.vocabulary.verdicts import LocalTransactionState
 from rmq_spark.errors import CommitLogExistsError, OptionError
 
@@ -129,7 +130,10 @@ class CommitLog:
             if DeltaLogTable.exists(f"{where}/topics", storage_options):
                 if exist_ok:
                     return cls.open(where, storage_options)
-                raise CommitLogExistsError(f"{where} is a commit log already: open it, or pass exist_ok=True")
+                raise CommitLogExistsError(
+                    f"{where} is a commit log already",
+                    remedy=Remedy("open it, or pass exist_ok=True", "use it as it is, or pass --exist-ok"),
+                )
             reach("log made")
             require_no_log_around(where, storage_options)
             require_no_rest(where, storage_options)
@@ -429,7 +433,8 @@ class CommitLog:
         age_s = ORPHAN_AGE_S if older_than is None else parse_duration(older_than, "older_than")
         if age_s < ORPHAN_AGE_S:
             raise OptionError(
-                f"older_than={older_than!r} is under {ORPHAN_AGE_S / 86400:.0f}d: files that young may be in use"
+                f"{older_than!r} is under {ORPHAN_AGE_S / 86400:.0f}d: files that young may be in use",
+                argument="older_than",
             )
         with self.engine.lock:
             doubt_s = self.engine.clock_doubt_s(note=not dry_run)
@@ -544,9 +549,14 @@ def _retention_s(retention: str | None) -> float | None:
     try:
         retention_s = parse_duration(retention, "retention")
     except OptionError as problem:
-        raise OptionError(f"{problem}; None keeps messages for ever") from None
+        forever = "keeps messages for ever"
+        raise OptionError(
+            problem.problem, argument="retention", remedy=Remedy(f"None {forever}", f"'forever' {forever}")
+        ) from None
     if retention_s < RETENTION_S_MIN:
-        raise OptionError(f"retention={retention!r} is under {RETENTION_S_MIN / 3600:g}h: readers need time")
+        raise OptionError(
+            f"{retention!r} is under {RETENTION_S_MIN / 3600:g}h: readers need time", argument="retention"
+        )
     return retention_s
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 
 from rmq_spark._core.log import half as half_module
@@ -19,6 +20,7 @@ from rmq_spark._core.storage.location import is_uri
 from rmq_spark._core.storage.stores import reaching
 from rmq_spark._core.storage.table import DeltaLogTable, Table
 from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
+from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LogFormatError, NotACommitLogError, StorageError
 
 FORMAT = 1
@@ -74,8 +76,11 @@ def _require_log(where: str, storage_options: Mapping[str, str] | None) -> None:
             raise StorageError(f"{where} cannot be read (permission denied): give this program the right to read it")
         require_no_rest(where, storage_options)
         raise NotACommitLogError(
-            f"{where} is not a commit log (it has no table 'topics'): see that path and disk are right, or "
-            f"make one with CommitLog.create({where!r})"
+            f"{where} is not a commit log (it has no table 'topics')",
+            remedy=Remedy(
+                f"see that path and disk are right, or make one with CommitLog.create({where!r})",
+                f"see that path and disk are right, or make one with txmq create {shlex.quote(where)}",
+            ),
         )
 
 

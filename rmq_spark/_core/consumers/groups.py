@@ -227,7 +227,9 @@ class ConsumerGroup:
             target = require_time(to, "to")
         elif isinstance(to, str):
             if to not in (EARLIEST, LATEST):
-                raise OptionError(f"to={to!r} is neither 'earliest' nor 'latest', nor a datetime, nor offsets")
+                raise OptionError(
+                    f"{to!r} is neither 'earliest' nor 'latest', nor a datetime, nor offsets", argument="to"
+                )
             target = to
         else:
             target = given_positions(to, "to")
@@ -257,7 +259,10 @@ class ConsumerGroup:
         queues = planner.queues()
         for topic in queues:
             if not any(queue[0] == topic for queue in offsets):
-                raise OptionError(f"to names no queue of topic {topic!r}: give offsets of it, or leave out the topic")
+                raise OptionError(
+                    f"{dict(offsets)!r} names no queue of topic {topic!r}: give offsets of it, or leave out the topic",
+                    argument="to",
+                )
         all_offsets = copy(offsets)  # it may be a CountedPositions, which names its log
         for topic, count in queues.items():
             for queue_id in range(count):

@@ -26,6 +26,7 @@ from rmq_spark._core.log.half_table import HalfRecord
 from rmq_spark._core.log.op import BatchState, Kind, OpRow, RowState, rolled_back_as
 from rmq_spark._core.vocabulary.ids import parse_message_id, parse_transaction_id
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
+from rmq_spark._core.vocabulary.remedy import LIST_PENDING
 from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark._core.vocabulary.text import message_count
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, MESSAGE
@@ -379,8 +380,9 @@ def _not_found(log: Engine, target: _Target) -> HalfBatchNotFoundError:
             f"{last}, so it was settled and has been forgotten, and none of its messages is visible any more"
         )
     return HalfBatchNotFoundError(
-        f"no half batch {target.half_id!r} in this commit log. log.pending() lists the open ones; one that was settled "
-        "long ago, and has no visible messages, is forgotten"
+        f"no half batch {target.half_id!r} in this commit log, or one that was settled long ago, has no visible "
+        "messages, and is forgotten",
+        remedy=LIST_PENDING,
     )
 
 

@@ -11,6 +11,7 @@ from rmq_spark._core.kafka.positions import PARTITION, Stored
 from rmq_spark._core.kafka.settings import RelaySettings, require_kafka_topic
 from rmq_spark._core.kafka.transactions import PAUSE_S, SLACK_S
 from rmq_spark._core.runtime.runtime import Runtime
+from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark.errors import RelayError, RelayRefusedError
 
 logger = logging.getLogger(__name__)
@@ -78,10 +79,14 @@ class Brokers:
         counts = self._partitions()
         missing = {name: queues for name, queues in unchecked.items() if name not in counts}
         if missing and not self._settings.create_topics:
+            create = (
+                f"create it with as many partitions as the log's topic has queues ({_counts(missing)}), or let the "
+                "relay do that with"
+            )
+            hidden = "If it is there, Kafka does not show it to this user, who needs Describe on it"
             raise RelayRefusedError(
-                f"Kafka has no topic {_listed(missing)}: create it with as many partitions as the log's topic has "
-                f"queues ({_counts(missing)}), or let the relay do that with create_topics=True. If it is there, "
-                "Kafka does not show it to this user, who needs Describe on it"
+                f"Kafka has no topic {_listed(missing)}",
+                remedy=Remedy(f"{create} create_topics=True. {hidden}", f"{create} --create-topics. {hidden}"),
             )
         for name, queues in unchecked.items():
             if counts.get(name, queues) < queues:

@@ -64,8 +64,8 @@ _ERROR_NAME = re.compile(r"\((\w+)\)$")
 """Matches the error name in the client's log line about a failed transaction."""
 _NO_ANSWER = _UNREACHED | {ck.KafkaError._MSG_TIMED_OUT}
 _NO_BROKER = (
-    ". No broker answered: does bootstrap_servers name brokers that run, and that this machine reaches (host, port, "
-    "firewall)? One with TLS or a login needs kafka={'security.protocol': …} and so on"
+    ". No broker answered: do the bootstrap servers run, and does this machine reach them (host, port, firewall)? "
+    "Brokers with TLS or a login need settings such as security.protocol"
 )
 
 

@@ -37,6 +37,7 @@ from rmq_spark._core.kafka.start import Start, require_not_behind
 from rmq_spark._core.kafka.transactions import AbortedError, FencedByKafkaError, Transactions
 from rmq_spark._core.reads.plan import admit
 from rmq_spark._core.vocabulary.options import named
+from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark.errors import (
     LostFileError,
     OptionError,
@@ -326,9 +327,10 @@ class KafkaRelay:
             if stop > firsts.get(queue, 0):
                 raise RelayRefusedError(f"{where} are not in the commit log: restore it from a copy")
             if self.settings.on_expired != SKIP:
+                skip = "goes on behind them, and keeps in the positions topic which they were"
                 raise RelayRefusedError(
-                    f"{where} have expired before they were handed over. on_expired='skip' goes on behind them, and "
-                    "keeps in the positions topic which they were"
+                    f"{where} have expired before they were handed over",
+                    remedy=Remedy(f"on_expired='skip' {skip}", f"--on-expired skip {skip}"),
                 )
             stop = firsts[queue]
             moved[queue] = Position(stop)
@@ -374,9 +376,12 @@ class KafkaRelay:
         """Park the one message that Kafka refuses, or raise PoisonMessageError."""
         description = f"Kafka refuses {message.where} with {len(message.record.value or b'')} bytes: {refused.reason}"
         if self.settings.on_poison != PARK:
+            let_it = (
+                f"let Kafka's topic {message.record.topic!r} take it (max.message.bytes, "
+                "message.timestamp.before.max.ms, message.timestamp.after.max.ms), or go on with"
+            )
             raise PoisonMessageError(
-                f"{description}. Let Kafka's topic {message.record.topic!r} take it (max.message.bytes, "
-                "message.timestamp.before.max.ms, message.timestamp.after.max.ms), or go on with on_poison='park'"
+                description, remedy=Remedy(f"{let_it} on_poison='park'", f"{let_it} --on-poison park")
             )
         record = parked(
             message,
@@ -440,8 +445,8 @@ class KafkaRelay:
                     "ends. Do not start it again"
                 )
         return RelayError(
-            f"Kafka has ended the transaction of relay {settings.relay!r}, which took more than transaction_timeout="
-            f"{settings.transaction_timeout:g} s ({problem}): start it again"
+            f"Kafka has ended the transaction of relay {settings.relay!r}, which took more than the "
+            f"transaction timeout, {settings.transaction_timeout:g} s ({problem}): start it again"
         )
 
 

@@ -35,7 +35,7 @@ STOP, SKIP = "stop", "skip"
 
 _TOPIC_NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _RESERVED: Mapping[str, str] = {
-    "bootstrap.servers": "give it as bootstrap_servers",
+    "bootstrap.servers": "the relay has an argument of its own for the brokers",
     "transactional.id": "it follows from the log, the relay and the shard",
     "transaction.timeout.ms": "give it in seconds, as transaction_timeout",
     **dict.fromkeys(
@@ -110,19 +110,24 @@ class RelaySettings:
             raise OptionError("topics and topic_pattern contradict each other: give one of them")
         if self.topics is not None:
             if isinstance(self.topics, (str, bytes)) or not self.topics:
-                raise OptionError(f"topics={self.topics!r} is no list of names: give at least one, or None for all")
+                raise OptionError(
+                    f"{self.topics!r} is no list of names: give at least one, or None for all", argument="topics"
+                )
             for name in self.topics:
                 require_topic_name(name, own=True)
         if self.topic_pattern is not None:
             try:
                 re.compile(self.topic_pattern)
             except (re.error, TypeError) as problem:
-                raise OptionError(f"topic_pattern={self.topic_pattern!r} is no regular expression: {problem}") from None
+                raise OptionError(
+                    f"{self.topic_pattern!r} is no regular expression: {problem}", argument="topic_pattern"
+                ) from None
         template = self.topic_template
         if not isinstance(template, str) or template.count(TOPIC) != 1:
             raise OptionError(
-                f"topic_template={template!r} must have {TOPIC} in it once, as in 'shop.{TOPIC}': two topics of the "
-                "log in one of Kafka would mix their queues"
+                f"{template!r} must have {TOPIC} in it once, as in 'shop.{TOPIC}': two topics of the log in one of "
+                "Kafka would mix their queues",
+                argument="topic_template",
             )
         for name in (self.positions_topic, self.parking_topic, self.kafka_topic("t")):
             require_kafka_topic(name)
@@ -204,4 +209,4 @@ def require_kafka_topic(name: str) -> str:
 
 def _require_one_of(value: object, name: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise OptionError(f"{name}={value!r} cannot be used: {nearest(value, known)}")
+        raise OptionError(f"{value!r} cannot be used: {nearest(value, known)}", argument=name)

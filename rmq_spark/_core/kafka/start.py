@@ -19,6 +19,7 @@ from rmq_spark._core.kafka.source import RelaySource
 from rmq_spark._core.kafka.transactions import FAILURES, AbortedError, Transactions
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.vocabulary.redaction import redacted
+from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark.errors import RelayError, RelayRefusedError
 
 logger = logging.getLogger(__name__)
@@ -147,8 +148,11 @@ class Start:
             )
         if agreed.shards != settings.shards and not settings.reshard:
             raise RelayRefusedError(
-                f"relay {settings.relay!r} has {agreed.shards} shards, and this process was told {settings.shards}. To "
-                "change the number, start one process with reshard=True, and then the others"
+                f"relay {settings.relay!r} has {agreed.shards} shards, and this process was told {settings.shards}",
+                remedy=Remedy(
+                    "to change the number, start one process with reshard=True, and then the others",
+                    "to change the number, start one process with --reshard, and then the others",
+                ),
             )
         return agreed.shards == settings.shards
 

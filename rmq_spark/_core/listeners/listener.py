@@ -19,6 +19,7 @@ import pyarrow as pa
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.vocabulary.message import MessageExt
 from rmq_spark._core.vocabulary.redaction import cause_of
+from rmq_spark._core.vocabulary.remedy import decide_by_hand
 from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark._core.vocabulary.verdicts import BATCH, MESSAGE, LocalTransactionState, Rollback, VerdictArray, returned
 from rmq_spark.errors import FenceError, ListenerError
@@ -241,8 +242,8 @@ def require_same_fence(half_id: str, prepared_with: str | None, found: str | Non
         raise FenceError(
             f"half batch {half_id!r} was prepared with {_store(prepared_with)}, and the listener has {_store(found)}: "
             "it is of another database, or another listener. Restart with the one that the batch was prepared with, "
-            "let a checker that has it settle it, or find out what became of its local transaction and settle it with "
-            "log.resolve(half_id, verdict, reason=…)"
+            "or let a checker that has it settle it",
+            remedy=decide_by_hand(half_id, "else find out what became of its local transaction, and settle it with "),
         )
 
 

@@ -370,8 +370,9 @@ class SqlTransactionListener(TransactionListener):
         seconds(older_than, "older_than")
         if older_than < FENCE_RETENTION_S_MIN:
             raise OptionError(
-                f"older_than={older_than!r} s is less than 7 days ({FENCE_RETENTION_S_MIN:.0f} s): fence "
-                "rows must outlive the half batches that they speak for"
+                f"{older_than!r} s is less than 7 days ({FENCE_RETENTION_S_MIN:.0f} s): fence rows must outlive the "
+                "half batches that they speak for",
+                argument="older_than",
             )
         if not logs:
             raise OptionError("prune needs the commit logs whose rows may go: write prune(older_than, log)")

@@ -37,6 +37,7 @@ from rmq_spark._core.storage.moved_files import HalfFiles
 from rmq_spark._core.storage.seal import require_count
 from rmq_spark._core.storage.table import Change, Table
 from rmq_spark._core.vocabulary.options import ORPHAN_AGE_S
+from rmq_spark._core.vocabulary.remedy import LIST_PENDING
 from rmq_spark._core.vocabulary.rows import RowSet, booleans_of
 from rmq_spark._core.vocabulary.value import value
 from rmq_spark.errors import (
@@ -337,8 +338,10 @@ class HalfTable:
         record = self._find(half_id) if may_be_id else None
         if record is None:
             named = self.ids_named([half_id]).get(half_id) if may_be_id else None
-            hint = "log.pending() lists the open ones" if named is None else f"the one of this name is {named!r} now"
-            raise HalfBatchNotFoundError(f"no half batch {half_id!r} in this commit log: {hint}")
+            missing = f"no half batch {half_id!r} in this commit log"
+            if named is not None:
+                raise HalfBatchNotFoundError(f"{missing}: the one of this name is {named!r} now")
+            raise HalfBatchNotFoundError(missing, remedy=LIST_PENDING)
         return record
 
     def _files_that_may_hold(self, half_id: str) -> pa.Table:

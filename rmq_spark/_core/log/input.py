@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
@@ -32,6 +33,7 @@ from rmq_spark._core.vocabulary.options import (
     TIME_MIN,
     nearest,
 )
+from rmq_spark._core.vocabulary.remedy import LOG, Remedy
 from rmq_spark._core.vocabulary.text import message_count
 from rmq_spark.errors import MessageError, TopicNotFoundError
 
@@ -40,13 +42,15 @@ def require_known_topic(name: object, topics: Mapping[str, int]) -> None:
     """Raise TopicNotFoundError, which names the nearest topic, when the commit log lacks this topic."""
     if not isinstance(name, str) or name not in topics:
         hint = nearest(str(name), topics) if topics else "the commit log has none yet"
-        if isinstance(name, str) and name.startswith((RETRY_PREFIX, DLQ_PREFIX)):
-            remedy = "txmq.consume makes it when it first runs for a consumer group of this name"
-        elif isinstance(name, str):
-            remedy = f"make it with log.create_topic({name!r})"
-        else:
-            remedy = "the name of one topic is expected"
-        raise TopicNotFoundError(f"topic {name!r} is not in the commit log ({hint}); {remedy}")
+        missing = f"topic {name!r} is not in the commit log ({hint})"
+        if not isinstance(name, str):
+            raise TopicNotFoundError(f"{missing}; the name of one topic is expected")
+        if name.startswith((RETRY_PREFIX, DLQ_PREFIX)):
+            raise TopicNotFoundError(
+                f"{missing}; txmq.consume makes it when it first runs for a consumer group of this name"
+            )
+        create = f"make it with txmq topic create {LOG} {shlex.quote(name)}"
+        raise TopicNotFoundError(missing, remedy=Remedy(f"make it with log.create_topic({name!r})", create))
 
 
 def require_message_columns(names: Sequence[str], default_topic: str | None, transaction_key: str | None) -> None:

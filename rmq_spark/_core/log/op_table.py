@@ -21,6 +21,7 @@ from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.table import Change, Table
 from rmq_spark._core.vocabulary.options import ATTEMPTS_MAX
+from rmq_spark._core.vocabulary.remedy import decide_by_hand
 from rmq_spark._core.vocabulary.rows import NO_ROWS, Ranges, RowSet, ranges_count, runs
 from rmq_spark._core.vocabulary.text import message_count
 from rmq_spark._core.vocabulary.value import value
@@ -599,9 +600,9 @@ def _too_late_error(
     final_row = next((row for row in state.history if row.kind is kind and (row.attempt or 1) == attempt), OpRow(kind))
     return VerdictConflictError(
         f"{verdict} for {message_count(opposed.count)} of half batch {state.half_id!r}, attempt {attempt}, comes too "
-        f"late: {final_row.kind} by {final_row.decided_by} at {final_row.op_time} is final. "
-        "Find out which is true, then log.resolve(half_id, verdict, reason=…)",
+        f"late, since {final_row.kind} by {final_row.decided_by} at {final_row.op_time} is final",
         verdict=str(verdict),
+        remedy=decide_by_hand(state.half_id, "find out which is true, then "),
     )
 
 

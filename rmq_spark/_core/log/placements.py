@@ -389,5 +389,5 @@ def out_of_range(topic: str, queue_id: int, start: int, end: int, firsts: Positi
     where = f"topic {topic!r}, queue {queue_id}: offsets {start} to {end - 1}"
     first = (firsts or {}).get((topic, queue_id), 0)
     if start < end <= first:
-        return f"{where} have expired; the queue starts at offset {first} now (log.firsts())"
+        return f"{where} have expired; the queue starts at offset {first} now"
     return f"{where} are not in the commit log, though they have not expired (txmq doctor says what is wrong)"

@@ -13,6 +13,7 @@ from rmq_spark._core.storage.merge import compact
 from rmq_spark._core.storage.table import Change, Table, has_held
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark._core.vocabulary.options import QUEUES_MAX, whole_number
+from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark.errors import CorruptLogError, TopicExistsError
 from rmq_spark.logs import failure
 
@@ -133,13 +134,17 @@ class TopicTable:
                 if retention_s not in (None, topic.retention_s):
                     raise TopicExistsError(
                         f"topic {name!r} is there already, and its messages are kept {_how_long(topic.retention_s)}"
-                        f" (asked for: {_how_long(retention_s)}): change that with log.set_retention"
+                        f" (asked for: {_how_long(retention_s)})",
+                        remedy=Remedy("change that with log.set_retention", "change that with txmq topic set"),
                     )
                 return True
             advice = "takes it only as it is; use another name" if exist_ok else "takes it as it is"
             current = _kind(topic.queues, topic.fifo)
             extra = "" if as_asked else f" (asked for: {_kind(queue_count, bool(fifo))})"
-            raise TopicExistsError(f"topic {name!r} is there already, with {current}{extra}: exist_ok=True {advice}")
+            raise TopicExistsError(
+                f"topic {name!r} is there already, with {current}{extra}",
+                remedy=Remedy(f"exist_ok=True {advice}", f"--exist-ok {advice}"),
+            )
 
         def propose(version: int) -> Change | None:
             new_names = [name for name in topic_names if not is_there(name)]

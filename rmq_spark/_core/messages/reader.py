@@ -327,9 +327,14 @@ def read_messages(
         tail = tails.get((topic, queue_id), 0)
         if type(queue_id) is not int or not 0 <= queue_id < queues:
             kind = "" if type(queue_id) is int else f" ({type(queue_id).__name__}, and int is expected)"
-            raise OffsetError(f"start names queue {queue_id!r}{kind}: topic {topic!r} has the queues 0 to {queues - 1}")
+            raise OffsetError(
+                f"{start!r} names queue {queue_id!r}{kind}: topic {topic!r} has the queues 0 to {queues - 1}",
+                argument="start",
+            )
         if type(offset) is not int or not 0 <= offset <= tail:
-            raise OffsetError(f"start names offset {offset!r} of queue {queue_id}: 0 to {tail} are there")
+            raise OffsetError(
+                f"{start!r} names offset {offset!r} of queue {queue_id}: 0 to {tail} are there", argument="start"
+            )
     left = None if limit is None else whole_number(limit, "limit", 0)
     first_kept = log.firsts(refresh=False)
     firsts = {(topic, q): start.get(q, first_kept.get((topic, q), 0)) for q in range(queues)}
@@ -398,7 +403,8 @@ def read_topic(
         offsets = dict(start or {})
     else:
         raise OptionError(
-            f"start={start!r} is no mapping and no datetime: the first offset of each queue is expected, as "
-            "{0: 23}, or a time"
+            f"{start!r} is no mapping and no datetime: the first offset of each queue is expected, as {{0: 23}}, or a "
+            "time",
+            argument="start",
         )
     return read_messages(engine, tails, topic, queues, offsets, limit, columns, tags, selector)

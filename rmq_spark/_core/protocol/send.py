@@ -49,6 +49,7 @@ from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.spans import settling
 from rmq_spark._core.vocabulary.options import LEASE_S, LEASE_S_MAX, REPLAY_CHECK_TIMEOUT_S, seconds
 from rmq_spark._core.vocabulary.redaction import cause_of, line_of, text_of, traceback_of
+from rmq_spark._core.vocabulary.remedy import decide_by_hand
 from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE, UNKNOWN, Verdict, VerdictArray, returned, rollback
@@ -412,8 +413,8 @@ class TwoPhase:
     def _refuse_conflict(self, run: Run, state: BatchState) -> None:
         if state.in_conflict:
             raise VerdictConflictError(
-                f"half batch {run.record.half_id!r} has two verdicts that contradict each other: find out which "
-                "is true, then log.resolve(half_id, verdict, reason=…) and start the query again"
+                f"half batch {run.record.half_id!r} has two verdicts that contradict each other",
+                remedy=decide_by_hand(run.record.half_id, "find out which is true, and start the query again after "),
             )
 
     def _reopen(self, run: Run, attempt: int, states: tuple[RowState, ...], as_attempt: int, reason: str) -> RowSet:

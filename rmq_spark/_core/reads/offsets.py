@@ -313,20 +313,20 @@ def parse_timestamp(text: str, option: str) -> datetime:
     if value.isascii() and value.isdigit():
         if int(value) < EPOCH_MS_MIN:
             raise OptionError(
-                f"{option}={text!r} is too small for milliseconds since 1970 (are they seconds?): {example}"
+                f"{text!r} is too small for milliseconds since 1970 (are they seconds?): {example}", argument=option
             )
         try:
             return require_time(_from_ms(int(value)), option)
         except OptionError:
             raise
         except (OverflowError, ValueError, OSError) as problem:
-            raise OptionError(f"{option}={text!r} is not a time: {example}") from problem
+            raise OptionError(f"{text!r} is not a time: {example}", argument=option) from problem
     try:
         time = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", value))
     except ValueError as problem:
-        raise OptionError(f"{option}={text!r} is not a time: {example}") from problem
+        raise OptionError(f"{text!r} is not a time: {example}", argument=option) from problem
     if time.tzinfo is None:
-        raise OptionError(f"{option}={text!r} has no time zone: {example}")
+        raise OptionError(f"{text!r} has no time zone: {example}", argument=option)
     return require_time(time, option)
 
 

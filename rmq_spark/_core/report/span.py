@@ -46,7 +46,7 @@ class Span:
         """
         length_s = parse_duration(since, "since")
         if length_s <= 0:
-            raise OptionError(f"since={since!r} is no time: write how far back, such as '7d'")
+            raise OptionError(f"{since!r} is no time: write how far back, such as '7d'", argument="since")
         now = log.runtime.now()
         return cls(max(datetime.fromtimestamp(0, timezone.utc), now - timedelta(seconds=length_s)), now)
 

@@ -22,16 +22,17 @@ def parse_tags(expression: str) -> tuple[str, ...] | None:
     try:
         expression.encode()
     except UnicodeEncodeError as problem:
-        raise OptionError(f"tags={expression[:40]!r} is not valid Unicode text: {problem.reason}") from None
+        raise OptionError(f"{expression[:40]!r} is not valid Unicode text: {problem.reason}", argument="tags") from None
     tags = tuple(dict.fromkeys(tag.strip() for tag in expression.split("||")))
     if tags == (SUB_ALL,):
         return None
     if "" in tags or SUB_ALL in tags:
-        raise OptionError(f"tags={expression!r} is neither '*' nor of the form 'TagA || TagB'")
+        raise OptionError(f"{expression!r} is neither '*' nor of the form 'TagA || TagB'", argument="tags")
     if any("|" in tag for tag in tags):
         raise OptionError(
-            f"tags={expression!r} has a single bar: RocketMQ separates tags by two, as in 'TagA || TagB', and no tag "
-            "has a bar"
+            f"{expression!r} has a single bar: RocketMQ separates tags by two, as in 'TagA || TagB', and no tag has "
+            "a bar",
+            argument="tags",
         )
     return tags
 

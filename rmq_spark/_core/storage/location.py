@@ -8,6 +8,7 @@ import re
 import stat
 from urllib.parse import unquote, urlsplit
 
+from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark.errors import NotACommitLogError, OptionError
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -111,9 +112,10 @@ def _require_no_file(path: str, text: str) -> None:
 def require_no_tilde(name: str, path: str) -> None:
     """Raise OptionError for a path that a shell would expand to a home folder: all others read ``~`` as a name."""
     if re.match(r"~[^/]*(/|$)", path):
+        or_else = f"{'./' + path!r} if a folder of that name is meant"
         raise OptionError(
-            f"{name} {path!r} begins with ~, which only a shell replaces: pass os.path.expanduser({name}), or "
-            f"{'./' + path!r} if a folder of that name is meant"
+            f"{name} {path!r} begins with ~, which only a shell replaces",
+            remedy=Remedy(f"pass os.path.expanduser({name}), or {or_else}", f"leave the quotes away, or {or_else}"),
         )
 
 

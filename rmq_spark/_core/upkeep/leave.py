@@ -83,7 +83,8 @@ class Graces:
         graces = cls(**{field: parse_duration(text, name) for field, (name, text) in texts.items() if text is not None})
         if graces.reader_s < GRACE_S_MIN:
             raise OptionError(
-                f"grace={grace!r} is under {GRACE_S_MIN:g} seconds: readers and producers at work may need what leaves"
+                f"{grace!r} is under {GRACE_S_MIN:g} seconds: readers and producers at work may need what leaves",
+                argument="grace",
             )
         return graces
 

@@ -120,11 +120,12 @@ def parse_duration(text: str, name: str = "duration") -> float:
     match = _DURATION.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise OptionError(
-            f"{name}={_short(text)} is not a duration: write a number and a unit, such as '6s', '5m', '72h' or '7d'"
+            f"{_short(text)} is not a duration: write a number and a unit, such as '6s', '5m', '72h' or '7d'",
+            argument=name,
         )
     seconds = float(match[1]) * _SECONDS[match[2]]
     if seconds > DURATION_S_MAX:
-        raise OptionError(f"{name}={str(text)[:40]!r} is longer than a century: is the unit right?")
+        raise OptionError(f"{str(text)[:40]!r} is longer than a century: is the unit right?", argument=name)
     return seconds
 
 
@@ -132,7 +133,7 @@ def parse_bool(text: str, name: str) -> bool:
     """Read ``true`` or ``false`` as Spark writes them, or raise OptionError for anything else."""
     value = str(text).strip().lower()
     if value not in ("true", "false"):
-        raise OptionError(f"{name}={text!r} is neither 'true' nor 'false'")
+        raise OptionError(f"{text!r} is neither 'true' nor 'false'", argument=name)
     return value == "true"
 
 
@@ -141,10 +142,10 @@ def parse_int(text: str, name: str, minimum: int = 1, maximum: int = INT64_MAX) 
     try:
         value = int(str(text).strip())
     except ValueError:
-        raise OptionError(f"{name}={_short(text)} is not a whole number") from None
+        raise OptionError(f"{_short(text)} is not a whole number", argument=name) from None
     if not minimum <= value <= maximum:
         upper = "" if maximum == INT64_MAX else f" and at most {maximum}"
-        raise OptionError(f"{name}={_short(text)} is out of range: it must be at least {minimum}{upper}")
+        raise OptionError(f"{_short(text)} is out of range: it must be at least {minimum}{upper}", argument=name)
     return value
 
 
@@ -152,14 +153,16 @@ def whole_number(value: object, name: str, minimum: int, maximum: int = INT64_MA
     """Return an argument that must be an int in this range; raise OptionError for anything else, also True and 4.0."""
     if type(value) is not int or not minimum <= value <= maximum:
         wrong = "is out of range" if type(value) is int else f"is a {type(value).__name__}"
-        raise OptionError(f"{name}={_short(value)} {wrong}: a whole number{of} from {minimum} to {maximum} is expected")
+        raise OptionError(
+            f"{_short(value)} {wrong}: a whole number{of} from {minimum} to {maximum} is expected", argument=name
+        )
     return value
 
 
 def flag(value: object, name: str) -> bool:
     """Return an argument that must be True or False; raise OptionError for anything else: "no" would count as True."""
     if not isinstance(value, bool):
-        raise OptionError(f"{name}={_short(value)} is neither True nor False")
+        raise OptionError(f"{_short(value)} is neither True nor False", argument=name)
     return value
 
 
@@ -184,7 +187,7 @@ def byte_count(value: object, name: str) -> int:
             if bare
             else "one such as '500m' or '10g'"
         )
-        raise OptionError(f"{name}={_short(value)} {what}: write {hint}")
+        raise OptionError(f"{_short(value)} {what}: write {hint}", argument=name)
     return whole_number(value, name, 1, of=" of bytes")
 
 
@@ -204,7 +207,8 @@ def seconds(
         most = "a century" if maximum == DURATION_S_MAX else f"{maximum:g}"
         remedy = f"; write {name}={_short(value)}.total_seconds()" if isinstance(value, timedelta) else ""
         raise OptionError(
-            f"{name}={_short(value)} cannot be used: seconds {least}, and of at most {most}, are expected{remedy}"
+            f"{_short(value)} cannot be used: seconds {least}, and of at most {most}, are expected{remedy}",
+            argument=name,
         )
     return float(value)  # type: ignore[arg-type]
 
@@ -212,7 +216,7 @@ def seconds(
 def require_time(value: object, name: str, error: type[TxmqError] = OptionError) -> datetime:
     """Return the time, and require that it has a time zone and lies between :data:`TIME_MIN` and :data:`TIME_MAX`."""
     if not isinstance(value, datetime):
-        raise error(f"{name}={_short(value)} is not a datetime with a time zone")
+        raise error(f"{_short(value)} is not a datetime with a time zone", argument=name)
     if value.utcoffset() is None:
         raise error(f"{name}={value} has no time zone: a datetime with a time zone is expected, or its hour is a guess")
     if not TIME_MIN <= value <= TIME_MAX:
