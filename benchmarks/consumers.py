@@ -103,8 +103,8 @@ def on_executors(spark: SparkSession, log: txmq.CommitLog, folder: Path) -> Data
 
 
 def with_listener(spark: SparkSession, log: txmq.CommitLog, folder: Path) -> DataStreamWriter:
-    def listen(messages: pa.Table) -> txmq.ConsumeConcurrentlyStatus:
-        return txmq.ConsumeConcurrentlyStatus.CONSUME_SUCCESS
+    def listen(messages: pa.Table) -> txmq.ConsumeResult:
+        return txmq.ConsumeResult.SUCCESS
 
     return txmq.consume(stream(spark, log, folder.parent.name), folder.parent.name, listen, log=log)
 

@@ -30,7 +30,7 @@ SECONDS = float(os.environ.get("BENCH_SECONDS", "5"))
 MESSAGES = int(os.environ.get("BENCH_MESSAGES", "1000000"))
 EACH_SEND = 100_000
 SENDS_APART_S = 0.05
-DONE = txmq.ConsumeConcurrentlyStatus.CONSUME_SUCCESS
+DONE = txmq.ConsumeResult.SUCCESS
 
 
 def producer_of(log: txmq.CommitLog) -> txmq.TransactionMQProducer:

@@ -89,20 +89,18 @@ print("in order:", [row["keys"] for row in rows if row["keys"].startswith("A")])
 
 # MAGIC %md
 # MAGIC ## A consumer group on Spark
-# MAGIC The listener runs on the executors. It cannot consume one message, and says so: `RECONSUME_LATER`. The others
+# MAGIC The listener runs on the executors. It cannot consume one message, and says so: `FAILURE`. The others
 # MAGIC do not wait for it. Such a message comes again after 10 s, 30 s, 1 min and so on; after its last retry it is a
 # MAGIC dead letter. Here it may not be retried at all, so that the notebook need not wait.
 
 # COMMAND ----------
 
-Status = txmq.ConsumeConcurrentlyStatus
+Result = txmq.ConsumeResult
 
 
 def ship(messages):
-    """Gets a table of messages, and returns a status for each."""
-    return [
-        Status.RECONSUME_LATER if key == "B paid" else Status.CONSUME_SUCCESS for key in messages["keys"].to_pylist()
-    ]
+    """Gets a table of messages, and returns a result for each."""
+    return [Result.FAILURE if key == "B paid" else Result.SUCCESS for key in messages["keys"].to_pylist()]
 
 
 def consume(listener) -> None:
@@ -127,7 +125,7 @@ print("behind by", sum(txmq.ConsumerGroup(log, "warehouse").lag()["lag"].to_pyli
 # COMMAND ----------
 
 print("sent again:", letters.resend([0]))
-consume(lambda messages: Status.CONSUME_SUCCESS)
+consume(lambda messages: None)
 behind = sum(txmq.ConsumerGroup(log, "warehouse").lag()["lag"].to_pylist())
 print("behind by", behind, "messages; dead letters:", letters.list().num_rows)
 assert behind == 0

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from rmq_spark._core.consumers.dead_letters import DeadLetters as DeadLetters
     from rmq_spark._core.consumers.groups import ConsumerGroup as ConsumerGroup
     from rmq_spark._core.consumers.inbox import SqlInbox as SqlInbox
-    from rmq_spark._core.consumers.listener import ConsumeConcurrentlyStatus as ConsumeConcurrentlyStatus
-    from rmq_spark._core.consumers.listener import ConsumeOrderlyStatus as ConsumeOrderlyStatus
+    from rmq_spark._core.consumers.listener import ConsumeResult as ConsumeResult
     from rmq_spark._core.consumers.listener import EachMessage as EachMessage
     from rmq_spark._core.consumers.pull import PullConsumer as PullConsumer
     from rmq_spark._core.consumers.push import PushConsumer as PushConsumer
@@ -52,7 +51,7 @@ _NAMES = {
     "consumers.dead_letters": "DeadLetters",
     "consumers.groups": "ConsumerGroup",
     "consumers.inbox": "SqlInbox",
-    "consumers.listener": "ConsumeConcurrentlyStatus ConsumeOrderlyStatus EachMessage",
+    "consumers.listener": "ConsumeResult EachMessage",
     "consumers.pull": "PullConsumer",
     "consumers.push": "PushConsumer",
     "kafka.relay": "KafkaRelay",
@@ -81,6 +80,8 @@ _OF_ROCKETMQ = {
     "DefaultLitePullConsumer": "PullConsumer",
     "MessageListenerConcurrently": 'a function for PushConsumer(..., mode="concurrently")',
     "MessageListenerOrderly": 'a function for PushConsumer(..., mode="orderly")',
+    "ConsumeConcurrentlyStatus": "ConsumeResult",
+    "ConsumeOrderlyStatus": "ConsumeResult",
     "UNKNOW": "UNKNOWN",
 }
 

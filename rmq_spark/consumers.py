@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from rmq_spark._core.consumers.dead_letters import DeadLetters as DeadLetters
     from rmq_spark._core.consumers.groups import ConsumerGroup as ConsumerGroup
     from rmq_spark._core.consumers.inbox import SqlInbox as SqlInbox
-    from rmq_spark._core.consumers.listener import ConsumeConcurrentlyStatus as ConsumeConcurrentlyStatus
-    from rmq_spark._core.consumers.listener import ConsumeOrderlyStatus as ConsumeOrderlyStatus
+    from rmq_spark._core.consumers.listener import ConsumeResult as ConsumeResult
     from rmq_spark._core.consumers.listener import EachBatch as EachBatch
     from rmq_spark._core.consumers.listener import EachMessage as EachMessage
     from rmq_spark._core.consumers.member import ConsumeFromWhere as ConsumeFromWhere
@@ -25,7 +24,7 @@ __getattr__, __dir__, __all__ = public(
         "consumers.dead_letters": "DeadLetters",
         "consumers.groups": "ConsumerGroup",
         "consumers.inbox": "SqlInbox",
-        "consumers.listener": "ConsumeConcurrentlyStatus ConsumeOrderlyStatus EachBatch EachMessage",
+        "consumers.listener": "ConsumeResult EachBatch EachMessage",
         "consumers.member": "ConsumeFromWhere",
         "consumers.pull": "PullConsumer",
         "consumers.push": "PushConsumer",

@@ -435,8 +435,8 @@ GROUPS_OF_NAMES: Mapping[str, tuple[str, str]] = {
     ),
     "python-consuming": (
         "Python: consuming",
-        "PushConsumer PullConsumer EachMessage consumers.EachBatch MessageExt ConsumeConcurrentlyStatus "
-        "ConsumeOrderlyStatus consumers.ConsumeFromWhere SqlInbox ConsumerGroup DeadLetters consume messages",
+        "PushConsumer PullConsumer EachMessage consumers.EachBatch MessageExt ConsumeResult "
+        "consumers.ConsumeFromWhere SqlInbox ConsumerGroup DeadLetters consume messages",
     ),
     "python-operating": (
         "Python: operating",

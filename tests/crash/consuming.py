@@ -45,24 +45,24 @@ def failures(number: int) -> int:
     return 99 if number % ALWAYS == 0 else int(number % ONCE == 0)
 
 
-def gives_points(root: Path) -> Callable[[txmq.MessageExt], txmq.ConsumeConcurrentlyStatus]:
-    def listen(message: txmq.MessageExt) -> txmq.ConsumeConcurrentlyStatus:
+def gives_points(root: Path) -> Callable[[txmq.MessageExt], txmq.ConsumeResult]:
+    def listen(message: txmq.MessageExt) -> txmq.ConsumeResult:
         note(root, "points", message)
         fails = message.reconsume_times < failures(number_of(message.body.decode()))
-        return getattr(txmq.ConsumeConcurrentlyStatus, "RECONSUME_LATER" if fails else "CONSUME_SUCCESS")
+        return getattr(txmq.ConsumeResult, "FAILURE" if fails else "SUCCESS")
 
     return listen
 
 
-def books(root: Path) -> Callable[[txmq.MessageExt], txmq.ConsumeOrderlyStatus]:
-    def listen(message: txmq.MessageExt) -> txmq.ConsumeOrderlyStatus:
+def books(root: Path) -> Callable[[txmq.MessageExt], txmq.ConsumeResult]:
+    def listen(message: txmq.MessageExt) -> txmq.ConsumeResult:
         note(root, "books", message)
         number = number_of(message.body.decode())
         file = root / "suspended" / str(number)
         if number % SUSPENDS == 0 and not file.exists():
             file.touch()
-            return txmq.ConsumeOrderlyStatus.SUSPEND_CURRENT_QUEUE_A_MOMENT
-        return txmq.ConsumeOrderlyStatus.SUCCESS
+            return txmq.ConsumeResult.FAILURE
+        return txmq.ConsumeResult.SUCCESS
 
     return listen
 

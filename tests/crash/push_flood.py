@@ -52,27 +52,27 @@ def table(first: int, rows: int) -> pa.Table:
 def concurrently(root: Path, number: str) -> txmq.PushConsumer:
     found = (root / f"found-{number}").open("a")
 
-    def listen(messages: pa.Table) -> Sequence[txmq.ConsumeConcurrentlyStatus]:
+    def listen(messages: pa.Table) -> Sequence[txmq.ConsumeResult]:
         statuses = []
         for body, times in zip(messages["body"].to_pylist(), messages["reconsume_times"].to_pylist(), strict=True):
             fails = times == 0 and int(body.decode().split(":")[1]) % FAILS_EVERY == 0
             if not fails:
                 found.write(f"{body.decode()}\n")
-            status = txmq.ConsumeConcurrentlyStatus
-            statuses.append(status.RECONSUME_LATER if fails else status.CONSUME_SUCCESS)
+            status = txmq.ConsumeResult
+            statuses.append(status.FAILURE if fails else status.SUCCESS)
         found.flush()
         return statuses
 
     return txmq.PushConsumer(
         root / "log", GROUP, listen, TOPIC, consume_from_where="CONSUME_FROM_FIRST_OFFSET",
-        consume_message_batch_max_size=50, consume_thread_max=4, delay_level_when_next_consume=1, **TIMES,
+        consume_message_batch_max_size=50, consume_thread_max=4, delay_level=1, **TIMES,
     )  # fmt: skip
 
 
 def orderly(root: Path) -> txmq.PushConsumer:
     return txmq.PushConsumer(
         root / "log", GROUP, inbox(root), TOPIC, mode="orderly", consume_from_where="CONSUME_FROM_FIRST_OFFSET",
-        consume_message_batch_max_size=100, consume_thread_max=4, suspend_current_queue_time=0.1, **TIMES,
+        consume_message_batch_max_size=100, consume_thread_max=4, suspend_s=0.1, **TIMES,
     )  # fmt: skip
 
 

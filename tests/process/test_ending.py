@@ -77,7 +77,7 @@ def listen(message):
         os.write(1, b"%d " % (os.waitpid(pid, 0)[1] >> 8))
         if message.body == b"9":
             done.set()
-    return txmq.ConsumeConcurrentlyStatus.CONSUME_SUCCESS
+    return txmq.ConsumeResult.SUCCESS
 
 begin = {"consume_from_where": "CONSUME_FROM_FIRST_OFFSET", "consume_thread_max": 1}
 with txmq.PushConsumer(log, "points", txmq.EachMessage(listen), "orders", **begin):
@@ -112,7 +112,7 @@ came = threading.Event()
 
 def listen(messages):
     came.set()
-    return txmq.ConsumeConcurrentlyStatus.CONSUME_SUCCESS
+    return txmq.ConsumeResult.SUCCESS
 
 txmq.PushConsumer(
     sys.argv[1], "points", listen, "orders", consume_from_where="CONSUME_FROM_FIRST_OFFSET"

@@ -127,10 +127,10 @@ def shop(log: txmq.CommitLog) -> Iterator[None]:
             service.run_once()
             log.drain()
 
-    def listen(messages: list[txmq.MessageExt]) -> txmq.ConsumeConcurrentlyStatus:
+    def listen(messages: list[txmq.MessageExt]) -> txmq.ConsumeResult:
         if any(message.queue_offset % 3 == 0 for message in messages):
             raise ValueError("no points for this one")
-        return txmq.ConsumeConcurrentlyStatus.CONSUME_SUCCESS
+        return txmq.ConsumeResult.SUCCESS
 
     consumer = txmq.PushConsumer(log, "points", EachBatch(listen), topics=["orders"], max_reconsume_times=0)
     threads = [threading.Thread(target=work) for work in (send, check)]

@@ -31,7 +31,7 @@ ROLES = {
 PROGRAM = """
 import sys, threading
 from deltalake import DeltaTable
-from rmq_spark import COMMIT_MESSAGE, UNKNOWN, CheckService, CommitLog, ConsumeConcurrentlyStatus, ConsumerGroup
+from rmq_spark import COMMIT_MESSAGE, UNKNOWN, CheckService, CommitLog, ConsumeResult, ConsumerGroup
 from rmq_spark import Message, PullConsumer, PushConsumer, TransactionListener, TransactionMQProducer
 
 PATH = sys.argv[1]
@@ -49,7 +49,7 @@ def push(group):
     came = threading.Event()
     def listen(messages):
         came.set()
-        return ConsumeConcurrentlyStatus.RECONSUME_LATER
+        return ConsumeResult.FAILURE
     consumer = PushConsumer(PATH, group, listen, 'orders', consume_from_where='CONSUME_FROM_FIRST_OFFSET')
     with consumer:
         while not came.wait(0.1):

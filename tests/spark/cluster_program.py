@@ -27,9 +27,9 @@ def main(folder: str) -> None:
     out = out.option("checkpointLocation", f"{folder}/read").option("path", f"{folder}/out")
     out.trigger(availableNow=True).start().awaitTermination()
 
-    def take(message: txmq.MessageExt) -> txmq.ConsumeConcurrentlyStatus:
+    def take(message: txmq.MessageExt) -> txmq.ConsumeResult:
         (Path(folder) / "consumed" / message.body.decode()).touch()
-        return txmq.ConsumeConcurrentlyStatus.CONSUME_SUCCESS
+        return txmq.ConsumeResult.SUCCESS
 
     stream = source.option("consumerGroup", "points").load()
     points = txmq.consume(stream, "points", txmq.EachMessage(take)).option(

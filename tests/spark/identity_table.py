@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow as pa
 
 import rmq_spark as txmq
-from tests.support.inside import RECONSUME_LATER, SUSPEND_CURRENT_QUEUE_A_MOMENT, dlq_topic
+from tests.support.inside import FAILURE, dlq_topic
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -255,7 +255,7 @@ class Play:
             writer = self._messages(path).writeStream.foreachBatch(self.inbox(place))
         else:
             mode = "orderly" if door == "orderly" else "concurrently"
-            answer = SUSPEND_CURRENT_QUEUE_A_MOMENT if mode == "orderly" else RECONSUME_LATER
+            answer = FAILURE
             diary = Diary(place / "diary")
             writer = txmq.consume(
                 self._messages(path), GROUP, lambda messages: diary.listen(messages, answer), mode,

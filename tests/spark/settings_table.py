@@ -22,11 +22,11 @@ import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, CommitLog
 from tests.support.half_batches import commit, decide_one, pending, prepare, roll_back, split
 from tests.support.inside import (
-    CONSUME_SUCCESS,
+    FAILURE,
     HALF_SCHEMA,
     PROPERTIES,
-    RECONSUME_LATER,
     SOURCE_SCHEMA,
+    SUCCESS,
     TIMESTAMP,
     Who,
     dlq_topic,
@@ -355,7 +355,7 @@ def consume(spark: SparkSession, played: Played, log: CommitLog, folder: Path) -
     def listen(messages: pa.Table) -> list[Any]:
         with pa.OSFile(str(diary / uuid4().hex), "wb") as file, pa.ipc.new_file(file, messages.schema) as writer:
             writer.write_table(messages)
-        return [RECONSUME_LATER if body == BAD else CONSUME_SUCCESS for body in messages["body"].to_pylist()]
+        return [FAILURE if body == BAD else SUCCESS for body in messages["body"].to_pylist()]
 
     group = _source(spark.readStream, log, played).option("consumerGroup", GROUP).load()
     _run(txmq.consume(group, GROUP, listen, max_reconsume_times=0), folder / "consume")

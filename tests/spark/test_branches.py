@@ -18,7 +18,7 @@ from tests.support.inside import CommitOncePrepared, retry_topic
 TOPICS = ("logistics", "points", "cart")
 ORDERS = 6
 POISONED = "3"
-Status = txmq.ConsumeConcurrentlyStatus
+Status = txmq.ConsumeResult
 
 
 @pytest.mark.long
@@ -34,14 +34,14 @@ def test_three_branches_of_one_order(spark: SparkSession, log_path: str, tmp_pat
     diary = tmp_path / "diary"
 
     def listener(group: str) -> Any:
-        def consume(messages: pa.Table) -> list[txmq.ConsumeConcurrentlyStatus]:
+        def consume(messages: pa.Table) -> list[txmq.ConsumeResult]:
             found = []
             for row in messages.select(["keys", "reconsume_times"]).to_pylist():
                 poisoned = row["keys"] == POISONED and not (tmp_path / "antidote").exists()
                 bad = group == "points" and (weather.exists() or poisoned)
                 with diary.open("a") as file:
                     file.write(json.dumps({"group": group, "bad": bad, "at": time.time(), **row}) + "\n")
-                found.append(Status.RECONSUME_LATER if bad else Status.CONSUME_SUCCESS)
+                found.append(Status.FAILURE if bad else Status.SUCCESS)
             return found
 
         return consume

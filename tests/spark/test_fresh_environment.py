@@ -65,8 +65,8 @@ def book(message):
         print(bytes(message.body).decode(), file=file)
     if bytes(message.body) == b"3" and not seen:
         open(folder + "/seen", "w").close()
-        return txmq.ConsumeOrderlyStatus.SUSPEND_CURRENT_QUEUE_A_MOMENT
-    return txmq.ConsumeOrderlyStatus.SUCCESS
+        return txmq.ConsumeResult.FAILURE
+    return txmq.ConsumeResult.SUCCESS
 
 books = table.option("startingOffsets", "earliest").option("consumerGroup", "books").option("ordered", "true").load()
 where = folder + "/cp5"

@@ -15,10 +15,8 @@ from rmq_spark import CommitLog
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.inside import CommitOncePrepared, Runtime
 
-LATER = txmq.ConsumeConcurrentlyStatus.RECONSUME_LATER
-DONE = txmq.ConsumeConcurrentlyStatus.CONSUME_SUCCESS
-STOP = txmq.ConsumeOrderlyStatus.SUSPEND_CURRENT_QUEUE_A_MOMENT
-NEXT = txmq.ConsumeOrderlyStatus.SUCCESS
+LATER = txmq.ConsumeResult.FAILURE
+DONE = txmq.ConsumeResult.SUCCESS
 
 INTERVAL_S, LEASE_S = 10.0, 30.0
 

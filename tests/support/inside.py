@@ -20,7 +20,7 @@ _LIVES_IN = {
     "rmq_spark._core.client": "log=commit_log",
     "rmq_spark._core.consumers": "push_module=push",
     "rmq_spark._core.consumers.heartbeats": "Members",
-    "rmq_spark._core.consumers.listener": "CONSUME_SUCCESS RECONSUME_LATER SUCCESS SUSPEND_CURRENT_QUEUE_A_MOMENT",
+    "rmq_spark._core.consumers.listener": "FAILURE SUCCESS",
     "rmq_spark._core.consumers.retry": "ORIGIN_MESSAGE_ID RECONSUME_TIME dlq_topic restored retry_topic sent_back",
     "rmq_spark._core.database": "database=connection inserting=insert",
     "rmq_spark._core.database.connection": "Database",

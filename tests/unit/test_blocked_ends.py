@@ -117,7 +117,7 @@ def test_a_listener_that_blocks_is_named_when_its_consumer_is_closed(
     def count_the_stock(messages: object) -> Any:
         blocked.set()
         go_on.wait()
-        return txmq.ConsumeConcurrentlyStatus.CONSUME_SUCCESS
+        return txmq.ConsumeResult.SUCCESS
 
     settings: dict[str, Any] = {"consume_from_where": "CONSUME_FROM_FIRST_OFFSET", "await_termination": 0.1}
     consumer = txmq.PushConsumer(log, "stock", count_the_stock, "orders", **settings).start()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import os
+import pickle
 import re
 import shlex
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,13 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from rmq_spark import CommitLog, ConsumerGroup
+from rmq_spark import COMMIT_MESSAGE, CommitLog, ConsumerGroup
 from rmq_spark._core.inspect.find import Wanted, find
 from rmq_spark.cli.output import show
 from rmq_spark.cli.resolution import Resolving
-from rmq_spark.cli.words import as_commands
-from rmq_spark.errors import CommitError, OptionError, VerdictConflictError
+from rmq_spark.cli.words import sentence_for_command
+from rmq_spark.errors import CommitError, OptionError, TxmqError, VerdictConflictError
+from rmq_spark.testing import InMemoryCommitLog
 from tests.support import half_batches
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
@@ -641,18 +644,35 @@ def test_a_narrow_terminal_gets_fewer_columns_then_blocks(
 
 # ---------------------------------------------------------------- words
 @pytest.mark.parametrize(
-    ("sentence", "words"),
+    ("call", "for_python", "for_command"),
     [
-        ("make one with CommitLog.create('shop/log')", "make one with txmq create shop/log"),
-        ("make it with log.create_topic('orders')", "make it with txmq topic create orders"),
-        ("then log.resolve(half_id, verdict, reason=…)", "then txmq resolve HALF_ID COMMIT|ROLLBACK --reason …"),
-        ("or log.resolve('a:0', verdict, reason=…)", "or txmq resolve a:0 COMMIT|ROLLBACK --reason …"),
-        ("log.pending() lists the open ones", "txmq pending lists the open ones"),
-        ("the queue starts at offset 5 now (log.firsts())", "the queue starts at offset 5 now"),
+        (lambda log: log.read("bills"), "make it with log.create_topic('bills')", "txmq topic create 'my log' bills"),
+        (lambda log: log.create_topic("orders", exist_ok=False), "exist_ok=True takes it", "--exist-ok takes it"),
+        (lambda log: log.vacuum(older_than="1d"), "older_than='1d' is under 7d", "--older-than '1d' is under 7d"),
+        (lambda log: log.read("orders", start={7: 0}), "start={7: 0} names queue 7", "--from {7: 0} names queue 7"),
+        (lambda log: log.set_retention("orders", "1"), "None keeps messages", "'forever' keeps messages"),
+        (
+            lambda log: log.resolve("a:0", COMMIT_MESSAGE, reason="seen"),
+            "log.pending() lists the open ones",
+            "txmq pending 'my log' lists the open ones",
+        ),
     ],
 )
-def test_python_calls_in_advice_become_commands(sentence: str, words: str) -> None:
-    assert as_commands(sentence) == words
+def test_an_error_words_its_remedy_for_a_program_and_for_the_command(
+    call: Callable[[CommitLog], object], for_python: str, for_command: str
+) -> None:
+    with pytest.raises(TxmqError) as raised:
+        call(InMemoryCommitLog(topics={"orders": 2}))
+    travelled = pickle.loads(pickle.dumps(raised.value))  # from an executor
+    for problem in (raised.value, travelled):
+        assert for_python in str(problem)
+        assert for_command in sentence_for_command(problem, "my log")
+
+
+def test_a_command_leaves_out_the_path_of_a_log_that_the_configuration_names() -> None:
+    with pytest.raises(TxmqError) as raised:
+        InMemoryCommitLog().read("bills")
+    assert sentence_for_command(raised.value).endswith("make it with txmq topic create bills")
 
 
 # ---------------------------------------------------------------- the rest

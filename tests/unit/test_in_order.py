@@ -12,7 +12,7 @@ import rmq_spark as txmq
 from rmq_spark import EachMessage
 from rmq_spark._core.consumers.in_order import Queue, QueueResult, by_queue, consume_queue
 from tests.support.consumers import memory_log, send
-from tests.support.inside import SUCCESS, SUSPEND_CURRENT_QUEUE_A_MOMENT
+from tests.support.inside import FAILURE, SUCCESS
 
 QUEUE = ("orders", 0)
 
@@ -34,7 +34,7 @@ def consume(
     def one(message: txmq.MessageExt) -> Any:
         assert message.queue_offset is not None
         seen.append(message.queue_offset)
-        return SUSPEND_CURRENT_QUEUE_A_MOMENT if refuses(message.queue_offset) else SUCCESS
+        return FAILURE if refuses(message.queue_offset) else SUCCESS
 
     found: dict[Queue, QueueResult] = {}
     for offsets in batches:
@@ -72,7 +72,7 @@ def test_a_queue_out_of_order_is_refused(batches: list[list[int]]) -> None:
 
 def test_a_vectorised_listener_stops_at_the_first_refusal() -> None:
     found: dict[Queue, QueueResult] = {}
-    statuses = [SUCCESS, SUSPEND_CURRENT_QUEUE_A_MOMENT, SUCCESS]
+    statuses = [SUCCESS, FAILURE, SUCCESS]
     consume_queue(lambda table: statuses, QUEUE, messages([7, 8, 9]), 0, found)
     assert found[QUEUE].next_offset == 8
 

@@ -26,7 +26,7 @@ from rmq_spark._core.metrics.names import ANSWERS, TABLES
 from rmq_spark._core.runtime import observer
 from rmq_spark.metrics import LogCollector, LogWatch, ProcessMetrics
 from rmq_spark.testing import InMemoryCommitLog
-from tests.support.consumers import DONE, LATER, NEXT, STOP, consume_all, go_on, joined, memory_log, push, send
+from tests.support.consumers import DONE, LATER, consume_all, go_on, joined, memory_log, push, send
 from tests.support.half_batches import (
     commit,
     count_check,
@@ -456,7 +456,7 @@ def test_consumed_and_failed_messages_are_counted(counted: Any) -> None:
 def test_a_queue_in_order_counts_each_try(counted: Any) -> None:
     log = memory_log(orders=1)
     send(log, "abc")
-    consume_all(log, txmq.EachMessage(lambda m: STOP if m.body == b"b" else NEXT), mode="orderly")
+    consume_all(log, txmq.EachMessage(lambda m: LATER if m.body == b"b" else DONE), mode="orderly")
     consumed = value(counted, "rocketmq_messages_out_total", topic="orders")
     assert (consumed, value(counted, "txmq_failed_messages_total", topic="orders")) == (1, 1)
 

@@ -27,8 +27,6 @@ from rmq_spark._core.vocabulary.options import DELAY_LEVELS_S
 from tests.support.consumers import (
     DONE,
     LATER,
-    NEXT,
-    STOP,
     Steps,
     consume_all,
     go_on,
@@ -237,7 +235,7 @@ def test_drained_messages_and_the_tail_come_in_order(log: CommitLog) -> None:
 
     def listen(messages: pa.Table) -> Any:
         found.extend(zip(messages["queue_id"].to_pylist(), messages["queue_offset"].to_pylist(), strict=True))
-        return NEXT
+        return DONE
 
     consume_all(log, listen, mode="orderly")
     for queue_id in (0, 1):
@@ -455,7 +453,7 @@ def test_retries_and_dead_letters_are_those_of_the_spark_consumer() -> None:
     retry = log.another().read("%RETRY%points")
     b = read.filter(pc.equal(read["body"], b"b"))
     assert retry["born_timestamp"].to_pylist() == b["born_timestamp"].to_pylist()
-    expected = sent_back(restored(b), ["the listener returned RECONSUME_LATER"], "points", 2, None).drop_columns(
+    expected = sent_back(restored(b), ["the listener returned FAILURE"], "points", 2, None).drop_columns(
         ["delay_level"]
     )
     assert retry.select(expected.column_names).to_pylist() == expected.to_pylist()
@@ -514,7 +512,7 @@ def retries_come(log: CommitLog, after_s: float) -> None:
 def test_two_retries_of_one_message_that_fail_in_one_take_are_both_sent_on() -> None:
     log = queue_of("a")
     for _ in range(3):  # each member begins anew: it gets the retries of those before it in one take
-        fails_and_dies(log, delay_level_when_next_consume=1)
+        fails_and_dies(log, delay_level=1)
         retries_come(log, 2)
     assert retries(log) == [("a", 1), ("a", 2), ("a", 3)]
 
@@ -531,9 +529,9 @@ def test_what_was_sent_back_is_there_however_the_next_member_cuts_its_takes(
 
 def test_what_was_sent_back_is_there_whatever_the_next_member_makes_of_a_failure() -> None:
     log = queue_of("ab")
-    fails_and_dies(log, bad="a", delay_level_when_next_consume=1)
+    fails_and_dies(log, bad="a", delay_level=1)
     fails_and_dies(log, max_reconsume_times=0)
-    consumer = joined(log, fails_on("ab", status=STOP, good=NEXT), mode="orderly", max_reconsume_times=0)
+    consumer = joined(log, fails_on("ab", status=LATER, good=DONE), mode="orderly", max_reconsume_times=0)
     for _ in range(3):
         go_on(consumer)
         log.engine.runtime.sleep(1.1)
@@ -567,12 +565,12 @@ def test_what_was_sent_back_is_there_when_upkeep_has_stripped_it(limit: Limit) -
 def test_a_retry_that_fails_again_after_a_reset_of_the_retries_is_sent_on_again() -> None:
     log = queue_of("a")
     for _ in range(2):
-        consumer = consume_all(log, fails_on("a"), delay_level_when_next_consume=1, max_reconsume_times=2)
+        consumer = consume_all(log, fails_on("a"), delay_level=1, max_reconsume_times=2)
         retries_come(log, 2)
         consumer.member.leave()
     assert retries(log) == [("a", 1), ("a", 2)]
     txmq.ConsumerGroup(log, "points").reset("earliest", ["%RETRY%points"])
-    fails_and_dies(log, max_reconsume_times=2, delay_level_when_next_consume=1)
+    fails_and_dies(log, max_reconsume_times=2, delay_level=1)
     retries_come(log, 2)
     assert retries(log) == [("a", 1), ("a", 2), ("a", 2)]
     assert bodies(log, "%DLQ%points") == ["a"]
@@ -635,7 +633,7 @@ def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
     send(log, "abcdef", queue_id=[0, 1] * 3)
     found: list[str] = []
     bad = ["c"]
-    consumer = consume_all(log, fails_on(bad, found, STOP, NEXT), mode="orderly")
+    consumer = consume_all(log, fails_on(bad, found, LATER, DONE), mode="orderly")
     assert sorted(found) == ["a", "b", "c", "d", "f"]
     assert log.engine.groups.positions("points") == {QUEUE: 1, ("orders", 1): 3, ("%RETRY%points", 0): 0}
     log.engine.runtime.sleep(0.5)
@@ -654,7 +652,7 @@ def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
 def test_one_call_at_a_time_for_an_orderly_queue() -> None:
     log = memory_log()
     send(log, "abcdef", queue_id=[0, 1] * 3)
-    consumer = fetched(log, seen_by([], NEXT), mode="orderly", consume_message_batch_max_size=1)
+    consumer = fetched(log, seen_by([], DONE), mode="orderly", consume_message_batch_max_size=1)
     takes = [take(consumer) for _ in range(3)]
     assert {taken.queue.queue for taken in takes[:2]} == {("orders", 0), ("orders", 1)}
     assert takes[2] is None
@@ -672,7 +670,7 @@ def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end(caplog:
         times.append(messages["reconsume_times"].to_pylist())
         if "b" in found[-1]:
             raise ValueError("not b")
-        return NEXT
+        return DONE
 
     consumer = joined(log, listen, mode="orderly", max_reconsume_times=2)
     caplog.set_level(logging.WARNING)
@@ -725,7 +723,7 @@ def test_an_inbox_takes_every_message_once_whoever_has_the_queue(tmp_path: Path)
         ({"tags": "a", "selector": "b = 1"}, "contradict each other"),
         ({"max_span": 0}, "max_span=0 is out of range"),
         ({"consume_thread_max": 0}, "consume_thread_max=0"),
-        ({"delay_level_when_next_consume": 19}, "from 1 to 18"),
+        ({"delay_level": 19}, "from 1 to 18"),
         ({"topics": ()}, "the name of a topic is expected"),
         ({"topics": "ordes"}, "did you mean 'orders'"),
     ],
@@ -866,11 +864,10 @@ def test_a_message_that_breaks_the_listener_ends_no_consumer(mode: str, does: Ca
     that is no text was tried for ever."""
     log = queue_of("apb")
     seen: list[str] = []
-    done = NEXT if mode == "orderly" else DONE
 
     def listen(message: txmq.MessageExt) -> Any:
         seen.append(bytes(message.body).decode())  # type: ignore[arg-type]
-        return does() if message.body == b"p" else done
+        return does() if message.body == b"p" else DONE
 
     consume_all(log, txmq.EachMessage(listen), mode=mode, max_reconsume_times=0)
     assert seen == ["a", "p", "b"]
@@ -879,12 +876,28 @@ def test_a_message_that_breaks_the_listener_ends_no_consumer(mode: str, does: Ca
     assert dead["reason"].startswith(reason)
 
 
+@pytest.mark.parametrize("mode", ["concurrently", "orderly"])
+@pytest.mark.parametrize("wrap", [txmq.EachMessage, txmq.consumers.EachBatch, lambda function: function])
+def test_a_listener_that_returns_nothing_has_consumed(mode: str, wrap: Callable[[Any], Any]) -> None:
+    """A forgotten ``return`` filled the dead letters."""
+    log = queue_of("abc")
+    consume_all(log, wrap(lambda messages: None), mode=mode, max_reconsume_times=0)
+    assert txmq.DeadLetters(log, "points").list().num_rows == 0
+    assert log.engine.groups.positions("points")[QUEUE] == 3
+
+
+def test_nothing_for_one_message_of_a_list_has_consumed_that_message() -> None:
+    log = queue_of("abc")
+    consume_all(log, lambda messages: [None, LATER, DONE], max_reconsume_times=0)
+    assert [row["body"] for row in txmq.DeadLetters(log, "points").list().to_pylist()] == [b"b"]
+
+
 @also_on_delta
 @pytest.mark.parametrize(
     ("listen", "reason"),
     [
         (fails_with(ValueError("no such customer")), "ValueError: no such customer"),
-        (lambda messages: [DONE] * 7, "the listener returned 7 statuses for 3 messages: return one for each"),
+        (lambda messages: [DONE] * 7, "the listener returned 7 results for 3 messages: return one for each"),
     ],
 )
 def test_a_call_that_fails_sends_all_of_its_messages_back_with_the_reason(

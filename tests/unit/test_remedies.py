@@ -206,7 +206,7 @@ def test_a_command_does_what_it_advises(tmp_path: Path, wrong: str, advised: str
 
 # ---------------------------------------------------------------- dead letters
 def letters_of(log: CommitLog) -> txmq.DeadLetters:
-    consumer = push(log, lambda messages: txmq.ConsumeConcurrentlyStatus.RECONSUME_LATER, max_reconsume_times=0)
+    consumer = push(log, lambda messages: txmq.ConsumeResult.FAILURE, max_reconsume_times=0)
     consumer.member.join()
     go_on(consumer)
     return txmq.DeadLetters(log, "points")

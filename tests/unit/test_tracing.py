@@ -270,7 +270,7 @@ def test_a_failed_message_says_so_and_its_retry_is_in_the_same_trace(spans: InMe
     first, second, third = named(spans, "process orders")
     assert tries == [0, 1, 2]
     assert {span.context.trace_id for span in (first, second, third)} == {sent.trace_id}
-    assert (attributes(first)["error.type"], attributes(second)["error.type"]) == ("ValueError", "RECONSUME_LATER")
+    assert (attributes(first)["error.type"], attributes(second)["error.type"]) == ("ValueError", "FAILURE")
     assert "abcdefghijkl" not in first.to_json()
     assert third.status.status_code == StatusCode.UNSET
     assert linked(named(spans, "retry orders")[0]) == [sent.span_id]
@@ -282,7 +282,7 @@ def test_a_message_of_a_table_without_a_try_left_fails_and_is_dead_and_not_sent_
     log = memory_log(orders=1)
     send(log, [txmq.Message("orders", b"a")])
     consume_all(log, lambda _: [LATER], max_reconsume_times=0)
-    assert attributes(one(spans, "process orders"))["error.type"] == "RECONSUME_LATER"
+    assert attributes(one(spans, "process orders"))["error.type"] == "FAILURE"
     assert len(named(spans, "dead orders")) == 1
     assert named(spans, "retry orders") == []
 

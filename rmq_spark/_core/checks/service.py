@@ -55,7 +55,7 @@ class CheckService:
 
     Parameters
     ----------
-    log_or_path : CommitLog or str
+    log : CommitLog or str
     listeners : mapping of str to TransactionListener
         The listener of each producer group.
     transaction_timeout : float
@@ -100,7 +100,7 @@ class CheckService:
     @named
     def __init__(
         self,
-        log_or_path: CommitLog | Engine | str | os.PathLike[str],
+        log: CommitLog | Engine | str | os.PathLike[str],
         listeners: Mapping[str, TransactionListener],
         *,
         transaction_timeout: float = TRANSACTION_TIMEOUT_S,
@@ -137,7 +137,7 @@ class CheckService:
             pause_s=OWN_CHECK_PAUSE * self.transaction_check_interval if only_groups else 0.0,
             clock=clock,
         )
-        self.log = engine_of(log_or_path, storage_options)
+        self.log = engine_of(log, storage_options)
         self._checker = Checker(self.log, rules)
 
     def run(self, stop_event: threading.Event, on_report: Callable[[CheckReport], None] | None = None) -> None:

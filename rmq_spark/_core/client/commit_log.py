@@ -561,7 +561,7 @@ def _retention_s(retention: str | None) -> float | None:
 
 
 def engine_of(
-    log_or_path: CommitLog | Engine | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
+    log: CommitLog | Engine | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
 ) -> Engine:
     """Return the engine of an open commit log or of the one at a path; an engine is returned as it is.
 
@@ -570,6 +570,6 @@ def engine_of(
     NotACommitLogError, LogFormatError, StorageError
         As :meth:`CommitLog.open` does.
     """
-    if isinstance(log_or_path, Engine):
-        return log_or_path
-    return (log_or_path if isinstance(log_or_path, CommitLog) else CommitLog.open(log_or_path, storage_options)).engine
+    if isinstance(log, Engine):
+        return log
+    return (log if isinstance(log, CommitLog) else CommitLog.open(log, storage_options)).engine

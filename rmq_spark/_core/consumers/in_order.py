@@ -40,7 +40,7 @@ class QueueResult:
     stopped_at : bytes or None
         The message that was not consumed, as an Arrow stream.
     reason : str or None
-        Why it was not consumed: the listener's exception, or its status.
+        Why it was not consumed: the listener's exception, or its result.
     """
 
     next_offset: int
@@ -78,7 +78,7 @@ def consume_queue(
         return
     if stopped is not None and stopped[0] == offsets[skip]:
         unread = tried(unread, stopped[1])
-    for row, (consumed, reason) in enumerate(answers(listener, unread, orderly=True)):
+    for row, (consumed, reason) in enumerate(answers(listener, unread)):
         if not consumed:
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, unread.schema) as stream:

@@ -1,4 +1,4 @@
-"""Message listeners: functions that consume messages and return a status for each."""
+"""Message listeners: functions that consume messages and may return a result for each."""
 
 from __future__ import annotations
 
@@ -23,28 +23,22 @@ REASON_CHARS_MAX = 1024
 logger = logging.getLogger(__name__)
 
 
-class ConsumeConcurrentlyStatus(Enum):
-    """A listener's status of a message in mode ``concurrently`` (RocketMQ's enum of that name)."""
+class ConsumeResult(Enum):
+    """A listener's answer for a message (``ConsumeResult`` of RocketMQ's gRPC clients).
 
-    CONSUME_SUCCESS = "CONSUME_SUCCESS"
-    RECONSUME_LATER = "RECONSUME_LATER"
-
-
-class ConsumeOrderlyStatus(Enum):
-    """A listener's status of a message in mode ``orderly`` (RocketMQ's enum of that name)."""
+    A failed message comes again: in mode ``concurrently`` later, by way of the group's retry topic, and in mode
+    ``orderly`` after a moment, before the messages behind it.
+    """
 
     SUCCESS = "SUCCESS"
-    SUSPEND_CURRENT_QUEUE_A_MOMENT = "SUSPEND_CURRENT_QUEUE_A_MOMENT"
+    FAILURE = "FAILURE"
 
 
-Status: TypeAlias = ConsumeConcurrentlyStatus | ConsumeOrderlyStatus
-Statuses: TypeAlias = Status | Sequence[Status | None] | None
-"""One status for all messages of a table, or one for each row. None counts as a failure, as in RocketMQ."""
-Listen: TypeAlias = Callable[[pa.Table], Statuses]
-"""A message listener takes a table of messages and returns statuses. It runs on executors, so it must be picklable."""
-
-CONSUME_SUCCESS, RECONSUME_LATER = ConsumeConcurrentlyStatus
-SUCCESS, SUSPEND_CURRENT_QUEUE_A_MOMENT = ConsumeOrderlyStatus
+SUCCESS, FAILURE = ConsumeResult
+Results: TypeAlias = ConsumeResult | Sequence[ConsumeResult | None] | None
+"""One result for all messages of a table, or one for each row. None is SUCCESS: a listener needs no ``return``."""
+Listen: TypeAlias = Callable[[pa.Table], Results]
+"""A message listener takes a table of messages and returns results. It runs on executors, so it must be picklable."""
 
 
 class EachMessage:
@@ -53,27 +47,27 @@ class EachMessage:
     Parameters
     ----------
     function : callable
-        Gets a :class:`~rmq_spark.MessageExt` and returns a status. An exception fails this message alone, and
-        is the reason.
+        Gets a :class:`~rmq_spark.MessageExt` and returns a :class:`ConsumeResult`, or nothing when the message is
+        consumed. An exception fails this message alone, and is the reason.
     """
 
-    def __init__(self, function: Callable[[MessageExt], Status | None]) -> None:
+    def __init__(self, function: Callable[[MessageExt], ConsumeResult | None]) -> None:
         if not callable(function):
             raise ListenerError(f"EachMessage got {type(function).__name__}: a function of one message is expected")
         _require_no_coroutine(function, "EachMessage")
         self.function = function
 
-    def each(self, messages: pa.Table) -> Iterator[tuple[Status | None, str | None]]:
-        """Yield the status and the reason of each message in turn, lazily: a consumer can stop at a failure."""
+    def each(self, messages: pa.Table) -> Iterator[tuple[bool, str | None]]:
+        """Yield for each message in turn whether it was consumed, and the reason when it was not. The next call is
+        made when the caller asks: a consumer can stop at a failure."""
         for message in messages_of(messages):
-            status, reason = None, None
             try:
-                status = called_here(self.function, message)
+                answer = _judged(called_here(self.function, message))
             except KeyboardInterrupt:
                 raise
             except BaseException as problem:  # one message must not end the consumer
-                reason = reason_of(problem)
-            yield status, reason
+                answer = False, reason_of(problem)
+            yield answer
 
 
 class EachBatch:
@@ -82,14 +76,15 @@ class EachBatch:
     Parameters
     ----------
     function : callable
-        Gets a list of :class:`~rmq_spark.MessageExt` and returns one status for all of them, or a list with one
-        for each (RocketMQ: ``MessageListenerConcurrently.consumeMessage``).
+        Gets a list of :class:`~rmq_spark.MessageExt` and returns one :class:`ConsumeResult` for all of them, a list
+        with one for each, or nothing when all are consumed (RocketMQ:
+        ``MessageListenerConcurrently.consumeMessage``).
     """
 
     batch_rows = 1
     """Default number of messages in a ``PushConsumer``'s call (RocketMQ: ``consumeMessageBatchMaxSize``)."""
 
-    def __init__(self, function: Callable[[list[MessageExt]], Statuses]) -> None:
+    def __init__(self, function: Callable[[list[MessageExt]], Results]) -> None:
         if not callable(function):
             raise ListenerError(
                 f"EachBatch got {type(function).__name__}: a function of a list of messages is expected"
@@ -97,24 +92,22 @@ class EachBatch:
         _require_no_coroutine(function, "EachBatch")
         self.function = function
 
-    def __call__(self, messages: pa.Table) -> Statuses:
+    def __call__(self, messages: pa.Table) -> Results:
         return self.function(list(messages_of(messages)))
 
 
-def answers(listener: Listen | EachMessage, messages: pa.Table, orderly: bool) -> Iterator[tuple[bool, str | None]]:
+def answers(listener: Listen | EachMessage, messages: pa.Table) -> Iterator[tuple[bool, str | None]]:
     """Yield for each message in turn whether it was consumed, and the reason when it was not.
 
-    Another return value, or a wrong number of statuses, counts as a failure.
+    A value of another type, or a wrong number of results, counts as a failure.
 
     Raises
     ------
     ListenerError
         When the listener uses the table as if it were one message.
     """
-    kind = ConsumeOrderlyStatus if orderly else ConsumeConcurrentlyStatus
     if isinstance(listener, EachMessage):
-        for status, reason in listener.each(messages):
-            yield _consumed_and_reason(status, kind, reason)
+        yield from listener.each(messages)
         return
     try:
         returned = called_here(listener, messages)
@@ -125,13 +118,12 @@ def answers(listener: Listen | EachMessage, messages: pa.Table, orderly: bool) -
         yield from [(False, reason_of(problem))] * messages.num_rows
         return
     if not isinstance(returned, list | tuple):
-        yield from [_consumed_and_reason(returned, kind)] * messages.num_rows
+        yield from [_judged(returned)] * messages.num_rows
     elif len(returned) != messages.num_rows:
-        text = f"the listener returned {len(returned)} statuses for {messages.num_rows} messages: return one for each"
+        text = f"the listener returned {len(returned)} results for {messages.num_rows} messages: return one for each"
         yield from [(False, text)] * messages.num_rows
     else:
-        for status in returned:
-            yield _consumed_and_reason(status, kind)
+        yield from map(_judged, returned)
 
 
 def require_table_listener(listener: Callable[..., object]) -> None:
@@ -194,15 +186,14 @@ def tell_failed(
     )  # fmt: skip
 
 
-def _consumed_and_reason(status: object, kind: type[Enum], reason: str | None = None) -> tuple[bool, str | None]:
-    if reason is not None:
-        return False, reason
-    if isinstance(status, kind):
-        consumed = status in (CONSUME_SUCCESS, SUCCESS)
-        return consumed, None if consumed else f"the listener returned {status.name}"
-    success = CONSUME_SUCCESS if kind is ConsumeConcurrentlyStatus else SUCCESS
-    returned = "None" if status is None else f"something of the type {type(status).__name__}"
-    return False, f"the listener returned {returned}: {success.name} is expected of what is done"
+def _judged(result: object) -> tuple[bool, str | None]:
+    """Return whether a result says that a message was consumed, and the reason when it does not."""
+    if result is None or result is SUCCESS:
+        return True, None
+    if result is FAILURE:
+        return False, "the listener returned FAILURE"
+    wrong = f"something of the type {type(result).__name__}"
+    return False, f"the listener returned {wrong}: a ConsumeResult is expected, or nothing when the message is consumed"
 
 
 def reason_of(problem: BaseException) -> str:

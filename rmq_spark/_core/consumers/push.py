@@ -14,7 +14,6 @@ import pyarrow as pa
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.heartbeats import LEASE_S
 from rmq_spark._core.consumers.listener import (
-    SUCCESS,
     EachMessage,
     Listen,
     answers,
@@ -81,10 +80,10 @@ class PushConsumer:
     group : str
         The consumer group. Spark must not read for it.
     listener : callable, EachBatch, EachMessage or SqlInbox
-        A function of a ``pyarrow.Table`` of messages of one queue (the source's columns and ``reconsume_times``), which
-        returns one status for all of them or one for each. :class:`EachBatch` wraps a function of a list of messages,
-        :class:`EachMessage` a function of one message. A :class:`SqlInbox` needs ``mode="orderly"``. In mode
-        ``concurrently``, several threads call the listener at once.
+        A function of a ``pyarrow.Table`` of messages of one queue (the source's columns and ``reconsume_times``). It
+        returns one :class:`ConsumeResult` for all of them, a list with one for each, or nothing when all are consumed.
+        :class:`EachBatch` wraps a function of a list of messages, :class:`EachMessage` a function of one message. A
+        :class:`SqlInbox` needs ``mode="orderly"``. In mode ``concurrently``, several threads call the listener at once.
     topics : str or iterable of str
         Topics to read. The group's retries are read as well.
     tags : str, optional
@@ -92,9 +91,9 @@ class PushConsumer:
     selector : str, optional
         SQL92. Contradicts ``tags``.
     mode : {"concurrently", "orderly"}
-        ``concurrently``: several threads consume the messages of a queue. A message without CONSUME_SUCCESS goes to
+        ``concurrently``: several threads consume the messages of a queue. A message that fails goes to
         ``%RETRY%group``, comes again after 10 s, 30 s, 1 min and so on, and at last goes to ``%DLQ%group``.
-        ``orderly``: one call at a time for each queue. SUSPEND_CURRENT_QUEUE_A_MOMENT stops the queue at that message.
+        ``orderly``: one call at a time for each queue. A failure stops the queue at that message for a moment.
         The order holds until the lease is lost: a member that was paused within a call may end it when another member
         already has the queue.
     consume_thread_max : int
@@ -105,9 +104,9 @@ class PushConsumer:
     max_reconsume_times : int, optional
         Retries of a message before it is a dead letter; when not given, 16 for ``concurrently``, and no limit for
         ``orderly``.
-    delay_level_when_next_consume : int, optional
+    delay_level : int, optional
         Delay level of every retry, 1 to 18. When not given, it rises with each retry.
-    suspend_current_queue_time : float
+    suspend_s : float
         Seconds for which a queue is suspended.
     consume_from_where : ConsumeFromWhere or str
         Where a new group begins.
@@ -153,8 +152,8 @@ class PushConsumer:
         consume_thread_max: int = THREADS,
         consume_message_batch_max_size: int | None = None,
         max_reconsume_times: int | None = None,
-        delay_level_when_next_consume: int | None = None,
-        suspend_current_queue_time: float = SUSPEND_S,
+        delay_level: int | None = None,
+        suspend_s: float = SUSPEND_S,
         consume_from_where: ConsumeFromWhere | str = ConsumeFromWhere.CONSUME_FROM_LAST_OFFSET,
         consume_timestamp: datetime | None = None,
         pull_interval: float | None = None,
@@ -186,10 +185,10 @@ class PushConsumer:
         if max_reconsume_times is not None:
             whole_number(max_reconsume_times, "max_reconsume_times", 0, RECONSUME_TIMES_MAX)
         self._reconsume_max = max_reconsume_times
-        if delay_level_when_next_consume is not None:
-            whole_number(delay_level_when_next_consume, "delay_level_when_next_consume", 1, len(DELAY_LEVELS_S))
-        self._delay_level = delay_level_when_next_consume
-        self._suspend_s = seconds(suspend_current_queue_time, "suspend_current_queue_time")
+        if delay_level is not None:
+            whole_number(delay_level, "delay_level", 1, len(DELAY_LEVELS_S))
+        self._delay_level = delay_level
+        self._suspend_s = seconds(suspend_s, "suspend_s")
         self._await_s = seconds(await_termination, "await_termination")
         opened = engine_of(log, storage_options)
         self.member = GroupMember(opened, settings, reads_retries=True)
@@ -213,9 +212,8 @@ class PushConsumer:
                     f"group {group!r}, which would skip what the other one has read: make an inbox for each group"
                 )
 
-            def apply(messages: pa.Table) -> Any:
+            def apply(messages: pa.Table) -> None:
                 listener.apply(messages)
-                return SUCCESS
 
             return apply
         if not callable(listener) and not isinstance(listener, EachMessage):
@@ -425,7 +423,7 @@ class PushConsumer:
         began_s = self._machine.monotonic()
         listener = self._listener_of_take()
         results: list[tuple[bool, str | None]] = []
-        for result in answers(listener, messages, orderly=False):
+        for result in answers(listener, messages):
             results.append(result)
             if self._is_each and self._stops_early(take.queue, began_s):
                 break
@@ -444,7 +442,7 @@ class PushConsumer:
         listener = self._listener_of_take()
         offsets = take.messages["queue_offset"].to_pylist()
         done = consumed_rows = failed = 0
-        results = answers(listener, tried(messages, queue.tries), orderly=True)
+        results = answers(listener, tried(messages, queue.tries))
         for consumed, reason in results:
             if not consumed:
                 failed = 1 if self._is_each else 1 + sum(not is_consumed for is_consumed, _ in results)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark._core.consumers.listener import CONSUME_SUCCESS, SUCCESS, EachMessage, Listen, Statuses
+from rmq_spark._core.consumers.listener import SUCCESS, EachMessage, Listen, Results
 from rmq_spark._core.runtime.spans import Tracing
 from rmq_spark._core.vocabulary.message import MessageExt
 
@@ -20,28 +20,28 @@ def traced(listener: Listen | EachMessage, here: Tracing, log: str, group: str) 
 
         def consume(message: MessageExt) -> Any:
             with here.processing_one(log, group, message) as span:
-                status = function(message)
-                if not _is_success(status):
-                    here.failed(span, _status_name(status))
-                return status
+                result = function(message)
+                if not _is_success(result):
+                    here.failed(span, _name_of(result))
+                return result
 
         return EachMessage(consume)
     call = listener
 
-    def listen(messages: pa.Table) -> Statuses:
+    def listen(messages: pa.Table) -> Results:
         with here.processing(log, group, messages) as span:
-            statuses = call(messages)
-            failed = [s for s in (statuses if isinstance(statuses, Sequence) else [statuses]) if not _is_success(s)]
+            results = call(messages)
+            failed = [r for r in (results if isinstance(results, Sequence) else [results]) if not _is_success(r)]
             if failed:
-                here.failed(span, _status_name(failed[0]))
-            return statuses
+                here.failed(span, _name_of(failed[0]))
+            return results
 
     return listen
 
 
-def _is_success(status: object) -> bool:
-    return status in (CONSUME_SUCCESS, SUCCESS)
+def _is_success(result: object) -> bool:
+    return result is None or result is SUCCESS
 
 
-def _status_name(status: object) -> str:
-    return str(getattr(status, "name", status))
+def _name_of(result: object) -> str:
+    return str(getattr(result, "name", result))

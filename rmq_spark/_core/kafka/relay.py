@@ -69,7 +69,7 @@ class KafkaRelay:
 
     Parameters
     ----------
-    log_or_path : CommitLog or path
+    log : CommitLog or path
     bootstrap_servers : str
         Kafka's brokers, ``"broker1:9092,broker2:9092"``.
     relay : str
@@ -127,7 +127,7 @@ class KafkaRelay:
     @named
     def __init__(
         self,
-        log_or_path: CommitLog | str | os.PathLike[str],
+        log: CommitLog | str | os.PathLike[str],
         bootstrap_servers: str,
         *,
         relay: str = RELAY,
@@ -175,7 +175,7 @@ class KafkaRelay:
             poll_interval=poll_interval,
             kafka=_mapping(kafka),
         )
-        self.log = engine_of(log_or_path, storage_options)
+        self.log = engine_of(log, storage_options)
         self._machine = self.log.runtime
         self._run = self._machine.unique_id()
         self._source = RelaySource(self.log, self.settings)

@@ -175,16 +175,16 @@ class LogWatch:
 
     Parameters
     ----------
-    log_or_path : CommitLog or path
+    log : CommitLog or path
         The watch reads it through its own handles, so no sender and no reader waits for it.
     storage_options : mapping, optional
         For a path: passed to delta-rs.
     """
 
     def __init__(
-        self, log_or_path: CommitLog | Engine | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
+        self, log: CommitLog | Engine | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
     ) -> None:
-        engine = engine_of(log_or_path, storage_options)
+        engine = engine_of(log, storage_options)
         self.path, self.runtime = engine.path, engine.runtime
         self._log = engine
         self._seen: _Seen | None = None

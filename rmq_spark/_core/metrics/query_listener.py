@@ -35,7 +35,7 @@ class QueryListener(StreamingQueryListener):
 
     Parameters
     ----------
-    log_or_path : CommitLog or path
+    log : CommitLog or path
     consumer_group : str, optional
         The group whose lag is logged. By default the largest lag of all groups.
     every : float
@@ -56,7 +56,7 @@ class QueryListener(StreamingQueryListener):
 
     def __init__(
         self,
-        log_or_path: CommitLog | str | os.PathLike[str],
+        log: CommitLog | str | os.PathLike[str],
         consumer_group: str | None = None,
         *,
         every: float = EVERY_S,
@@ -66,7 +66,7 @@ class QueryListener(StreamingQueryListener):
         self._group = None if consumer_group is None else require_group_name(consumer_group, "consumerGroup")
         self._every_s = seconds(every, "every")
         self._on_figures = on_figures
-        self._watch = LogWatch(log_or_path, storage_options)
+        self._watch = LogWatch(log, storage_options)
         self._lock = threading.RLock()
         self._logged_s: float | None = None
         self._machine = self._watch.runtime

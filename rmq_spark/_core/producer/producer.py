@@ -102,7 +102,7 @@ class TransactionMQProducer:
 
     Parameters
     ----------
-    log_or_path : CommitLog or str
+    log : CommitLog or str
     producer_group : str
     listener : TransactionListener, optional
         Runs local transactions and answers checks. A producer without one has only :meth:`send` and :meth:`send_async`
@@ -146,7 +146,7 @@ class TransactionMQProducer:
     @named
     def __init__(
         self,
-        log_or_path: CommitLog | str | os.PathLike[str],
+        log: CommitLog | str | os.PathLike[str],
         producer_group: str,
         listener: TransactionListener | None = None,
         *,
@@ -164,7 +164,7 @@ class TransactionMQProducer:
         await_termination: float = AWAIT_TERMINATION_S,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
-        self.log = engine_of(log_or_path, storage_options)
+        self.log = engine_of(log, storage_options)
         self.producer_group = require_group_name(producer_group)
         self._has_listener = listener is not None
         self.listener = (

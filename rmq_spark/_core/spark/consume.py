@@ -80,13 +80,13 @@ def consume(
     group : str
         The consumer group.
     listener : callable or EachMessage
-        Gets a ``pyarrow.Table`` of messages (the stream's columns, and ``reconsume_times``) and returns one status for
-        all of them or one for each. With :class:`EachMessage` a function takes one message at a time. The listener is
-        pickled and sent to the executors.
+        Gets a ``pyarrow.Table`` of messages (the stream's columns, and ``reconsume_times``). It returns one
+        :class:`ConsumeResult` for all of them, a list with one for each, or nothing when all are consumed. With
+        :class:`EachMessage` a function takes one message at a time. The listener is pickled and sent to the executors.
     mode : {"concurrently", "orderly"}
-        ``concurrently``: a message that is not CONSUME_SUCCESS goes to ``%RETRY%group`` and comes again after 10 s,
-        30 s, 1 min and so on, and at last goes to ``%DLQ%group``. ``orderly``: SUSPEND_CURRENT_QUEUE_A_MOMENT stops the
-        queue at that message, and the listener gets it again a moment later. The other queues go on.
+        ``concurrently``: a message that fails goes to ``%RETRY%group`` and comes again after 10 s, 30 s, 1 min and so
+        on, and at last goes to ``%DLQ%group``. ``orderly``: a failure stops the queue at that message, and the
+        listener gets it again a moment later. The other queues go on.
     log : CommitLog or path, optional
         The log for retries and dead letters. By default the log that the stream reads.
     max_reconsume_times : int, optional
@@ -262,7 +262,7 @@ class _Concurrently(_Consumer):
                     if not STREAM_TELLS_START:
                         seen.update(_ends(pa.table(batch), seen))
                     messages = restored(pa.table(batch))
-                    results = list(answers(listener, messages, orderly=False))
+                    results = list(answers(listener, messages))
                     failures = [row for row, (consumed, _) in enumerate(results) if not consumed]
                     if failures:
                         reasons = [results[row][1] for row in failures]

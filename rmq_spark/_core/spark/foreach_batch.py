@@ -46,7 +46,7 @@ class TransactionalSink:
 
     Parameters
     ----------
-    log_or_path : CommitLog or str
+    log : CommitLog or str
     producer_group : str
     listener : TransactionListener or None
         With None there is no local transaction: messages commit once they are prepared.
@@ -80,7 +80,7 @@ class TransactionalSink:
     @named
     def __init__(
         self,
-        log_or_path: CommitLog | str | os.PathLike[str],
+        log: CommitLog | str | os.PathLike[str],
         *,
         producer_group: str,
         listener: TransactionListener | None,
@@ -95,7 +95,7 @@ class TransactionalSink:
         max_pending_bytes: int | str | None = None,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
-        self.log = engine_of(log_or_path, storage_options)
+        self.log = engine_of(log, storage_options)
         self.producer_group = require_group_name(producer_group)
         self.listener: TransactionListener = CommitOncePrepared()
         if listener is not None:

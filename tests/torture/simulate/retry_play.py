@@ -17,7 +17,7 @@ import pyarrow as pa
 import rmq_spark
 from rmq_spark import CheckService
 from rmq_spark._core.consumers.push import CONCURRENTLY, ORDERLY
-from tests.support.consumers import DONE, LATER, NEXT, STOP, Steps, memory_log, push, send
+from tests.support.consumers import DONE, LATER, Steps, memory_log, push, send
 from tests.support.half_batches import let_leave
 from tests.support.inside import (
     ORIGIN_MESSAGE_ID,
@@ -144,7 +144,7 @@ class _Play:
     def joins(self, calm: bool = False) -> Any:
         """A new member, with what it can be set up to."""
         mode = ORDERLY if not calm and self.chance.random() < 0.15 else CONCURRENTLY
-        good, bad = (NEXT, STOP) if mode == ORDERLY else (DONE, LATER)
+        good, bad = DONE, LATER
 
         def listen(messages: pa.Table) -> Any:
             answers = []
@@ -159,7 +159,7 @@ class _Play:
 
         rows = self.chance.choice((1, 2, 3, None))
         member = push(self.log, listen, mode=mode, consume_message_batch_max_size=rows, max_reconsume_times=self.max,
-                      delay_level_when_next_consume=self.delay, suspend_current_queue_time=0)  # fmt: skip
+                      delay_level=self.delay, suspend_s=0)  # fmt: skip
         member.member.note = _stuck
         member._two_phase = TwoPhase(member.member.log, CommitOncePrepared())
         member.member.join()
