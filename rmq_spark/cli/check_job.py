@@ -33,14 +33,13 @@ except ModuleNotFoundError as missing:
         raise
     sys.exit(f"the check job needs {missing.name}: install rmq_spark with its extra job")
 
-from rmq_spark._core.checks.drains import Draining
-from rmq_spark._core.checks.maintainer import Maintainer
-from rmq_spark._core.checks.report import CheckReport
 from rmq_spark._core.checks.threads import running, stopped_by_signals
-from rmq_spark._core.listeners.listener import TransactionListener, see_working_folder
+from rmq_spark._core.listeners.listener import see_working_folder
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.storage.location import location
 from rmq_spark._core.vocabulary.redaction import one_line, traceback_of
+from rmq_spark.checks import CheckReport, Draining, Maintainer
+from rmq_spark.listeners import TransactionListener
 from rmq_spark.logs import failure, json_handler, open_closed_streams
 
 OK, PROBLEMS, BAD_CONFIGURATION = 0, 1, 2

@@ -24,7 +24,7 @@ from rmq_spark.errors import ConfigError, MessageError, NotACommitLogError, Opti
 from rmq_spark.logs import open_closed_streams
 
 if TYPE_CHECKING:
-    from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark.log import CommitLog
 
 STORAGE_ENV = "TXMQ_STORAGE__"
 OK, FAILED, BAD_USAGE = 0, 1, 2
@@ -212,7 +212,7 @@ def nobody_reads(seconds: float = 0.0) -> bool:
 # ---------------------------------------------------------------- the commit log
 def open_log(path: str, storage: Sequence[str] | None) -> CommitLog:
     """Open a command's commit log."""
-    from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark.log import CommitLog
 
     try:
         return CommitLog.open(path, storage_options(storage))

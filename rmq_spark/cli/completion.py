@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark.log import CommitLog
 
 SECONDS_MAX = 2.0
 """Maximum time that one Tab waits for the commit log."""
@@ -104,9 +104,9 @@ def _find_names(ctx: typer.Context, path: str | None, kind: Callable[[CommitLog]
 
 
 def _open(ctx: typer.Context, path: str | None) -> CommitLog:
-    from rmq_spark._core.client.commit_log import CommitLog
     from rmq_spark.cli.command import storage_options
     from rmq_spark.cli.configuration import configured
+    from rmq_spark.log import CommitLog
 
     options = storage_options(ctx.params.get("storage")) or {}
     if path is not None:

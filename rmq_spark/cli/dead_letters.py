@@ -32,7 +32,7 @@ def list_letters(
     storage: Storage = None,
 ) -> None:
     """List dead letters, why they were given up, and when they were sent again."""
-    from rmq_spark._core.consumers.dead_letters import DeadLetters
+    from rmq_spark.consumers import DeadLetters
 
     letters = DeadLetters(open_log(path, storage), group).list(limit).to_pylist()
     columns = ("queue_offset", "topic", "msg_id", "keys", "reconsume_times", "reason", "died", "resent")
@@ -52,7 +52,7 @@ def resend(
     storage: Storage = None,
 ) -> None:
     """Send dead letters to their group again; their retries are counted anew. A letter is sent again only once."""
-    from rmq_spark._core.consumers.dead_letters import DeadLetters
+    from rmq_spark.consumers import DeadLetters
 
     if everything == bool(offset):
         raise OptionError("say which letters: --offset N (may be repeated), or --all")

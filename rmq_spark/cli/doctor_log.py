@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.compute as pc
 from pyarrow.fs import FileSelector, LocalFileSystem
 
-from rmq_spark._core.consumers.dead_letters import DeadLetters
 from rmq_spark._core.listeners.listener import NO_LISTENER_FENCE
 from rmq_spark._core.report.finding import Finding, Level
 from rmq_spark._core.storage.location import is_uri
@@ -25,11 +24,12 @@ from rmq_spark.cli.command import sentence_of
 from rmq_spark.cli.groups import group_rows
 from rmq_spark.cli.text import one_line, short_age, size
 from rmq_spark.cli.verdicts import conflict_rows, open_rows
+from rmq_spark.consumers import DeadLetters
 from rmq_spark.errors import ForeignChangeError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.client.commit_log import CommitLog
     from rmq_spark._core.storage.table import Table
+    from rmq_spark.log import CommitLog
 
 INTERVALS = 3
 """Check intervals without an op row of the checker after which it counts as silent."""
@@ -310,7 +310,7 @@ class LogDoctor:
 
     # ------------------------------------------------------------------ consumers
     def _groups(self) -> Iterator[Finding]:
-        from rmq_spark._core.consumers.groups import ConsumerGroup
+        from rmq_spark.consumers import ConsumerGroup
 
         rows = group_rows(self._log)
         if not rows:

@@ -17,7 +17,7 @@ from rmq_spark.errors import OptionError, StorageError, TxmqError
 from rmq_spark.logs import json_handler
 
 if TYPE_CHECKING:
-    from rmq_spark._core.metrics.log_collector import LogCollector
+    from rmq_spark.metrics import LogCollector
 
 PORT = 5557
 """The metrics port of RocketMQ's brokers and its exporter."""
@@ -58,8 +58,9 @@ def exporter(
     if cluster is not None and not cluster.strip():
         raise typer.BadParameter("it is empty: give the label's value, or leave the option out", param_hint="--cluster")
     from rmq_spark._core.metrics.exposition import write_unreadable
-    from rmq_spark._core.metrics.log_collector import CLUSTER, LogCollector
+    from rmq_spark._core.metrics.log_collector import CLUSTER
     from rmq_spark._core.storage.location import location
+    from rmq_spark.metrics import LogCollector
 
     cache_s, options = parse_duration(cache, "cache"), storage_options(storage)
     try:
@@ -86,7 +87,7 @@ def _registry(collector: LogCollector) -> Any:
 
 def _show_once(collector: LogCollector, path: str, push_to: str | None, job: str, textfile: Path | None) -> None:
     from rmq_spark._core.metrics.client import prometheus
-    from rmq_spark._core.metrics.push_gateway import push, write_textfile
+    from rmq_spark.metrics import push, write_textfile
 
     registry = _registry(collector)
     if push_to is not None:

@@ -27,8 +27,8 @@ from rmq_spark.cli.watch import Watch, watched
 from rmq_spark.errors import GroupNotFoundError, OffsetError, OptionError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.client.commit_log import CommitLog
-    from rmq_spark._core.consumers.groups import ConsumerGroup
+    from rmq_spark.consumers import ConsumerGroup
+    from rmq_spark.log import CommitLog
 
 group_app = App(no_args_is_help=True, help="Consumer groups of a commit log.")
 
@@ -87,7 +87,8 @@ def in_words(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def group_rows(log: CommitLog) -> list[dict[str, Any]]:
     """Return a row for each consumer group."""
-    from rmq_spark._core.consumers.groups import ConsumerGroup, groups
+    from rmq_spark._core.consumers.groups import groups
+    from rmq_spark.consumers import ConsumerGroup
 
     rows: list[dict[str, Any]] = []
     for name in groups(log.engine) if log.engine.has_groups() else ():
@@ -110,7 +111,7 @@ def group_rows(log: CommitLog) -> list[dict[str, Any]]:
 @plainly
 def lag(path: LogPath, group: GroupName, watch: Watch = None, as_json: AsJson = False, storage: Storage = None) -> None:
     """Show how far a group is behind, queue by queue; and which member reads each queue."""
-    from rmq_spark._core.consumers.groups import ConsumerGroup
+    from rmq_spark.consumers import ConsumerGroup
 
     consumer_group = ConsumerGroup(open_log(path, storage), group)
     spare = ("updated_by", "updated", "suspended_until")
@@ -138,7 +139,7 @@ def members(
 
     A member is alive while its newest heartbeat is younger than its own lease. Others claim the queues of a dead one.
     """
-    from rmq_spark._core.consumers.groups import ConsumerGroup
+    from rmq_spark.consumers import ConsumerGroup
 
     consumer_group = ConsumerGroup(open_log(path, storage), group)
     nothing = "the group has no members now: Spark's queries read for it, or nobody does"
@@ -187,7 +188,7 @@ def reset(
 ) -> None:
     """Move a group's positions, or say with --topic where a new group begins. Offsets move the queues that they name,
     and the others stay where they are. A query follows its checkpoint, so start it again with a new one."""
-    from rmq_spark._core.consumers.groups import ConsumerGroup
+    from rmq_spark.consumers import ConsumerGroup
 
     consumer_group = ConsumerGroup(open_log(path, storage), group)
     text = to.strip()
@@ -236,7 +237,7 @@ def skip(
     path: LogPath, group: GroupName, topic: Topics = None, as_json: AsJson = False, storage: Storage = None
 ) -> None:
     """Skip all that a group has not read yet: it goes on with what is committed from now on."""
-    from rmq_spark._core.consumers.groups import ConsumerGroup
+    from rmq_spark.consumers import ConsumerGroup
 
     consumer_group = ConsumerGroup(open_log(path, storage), group)
     old_positions = consumer_group.positions()
@@ -257,7 +258,7 @@ def clone(
     storage: Storage = None,
 ) -> None:
     """Give a new group the positions of another group."""
-    from rmq_spark._core.consumers.groups import ConsumerGroup
+    from rmq_spark.consumers import ConsumerGroup
 
     count = len(ConsumerGroup(open_log(path, storage), group).clone(other).positions())
     text = f"{other} stands where {group} stands, in {count_of(count, 'queue')}"
@@ -290,7 +291,7 @@ def _existing_group(log: CommitLog, name: str) -> ConsumerGroup:
     ------
     GroupNotFoundError
     """
-    from rmq_spark._core.consumers.groups import ConsumerGroup
+    from rmq_spark.consumers import ConsumerGroup
 
     group = ConsumerGroup(log, name)
     if not group.positions():

@@ -19,7 +19,7 @@ from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.upkeep.schedule import MaintenanceReport
+    from rmq_spark.log import MaintenanceReport
 
 
 def register(app: Any) -> None:
@@ -69,7 +69,7 @@ def create(
     storage: Storage = None,
 ) -> None:
     """Make a commit log."""
-    from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark.log import CommitLog
 
     log = CommitLog.create(path, queues=queues, exist_ok=exist_ok, storage_options=storage_options(storage))
     say(as_json, {"path": log.path, "id": log.id}, f"{log.path} is a commit log")
@@ -101,11 +101,10 @@ def maintain(
     storage: Storage = None,
 ) -> None:
     """Do all the upkeep, so that the log does not grow with its age. Safe beside everything else."""
-    from rmq_spark._core.checks.drains import Draining
-    from rmq_spark._core.checks.maintainer import Maintainer
     from rmq_spark._core.checks.threads import running, stopped_by_signals
     from rmq_spark._core.upkeep.leave import Graces
     from rmq_spark._core.upkeep.schedule import maintain as keep_up
+    from rmq_spark.checks import Draining, Maintainer
 
     log = open_log(path, storage)
     graces = Graces.of(grace, audit, idempotency)

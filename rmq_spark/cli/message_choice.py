@@ -9,9 +9,9 @@ from datetime import datetime
 
 import pyarrow as pa
 
-from rmq_spark._core.client.commit_log import CommitLog
 from rmq_spark._core.messages.reader import read_messages
 from rmq_spark.errors import OffsetOutOfRangeError, OptionError
+from rmq_spark.log import CommitLog
 
 FILTERED_SPAN = 1000
 """Offsets of a queue in the first step of a search for filtered messages. Later steps grow by SPAN_GROWS."""

@@ -22,7 +22,7 @@ from rmq_spark.errors import OptionError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark.log import CommitLog
 
 READ_LIMIT = 20
 FOLLOWED_EVERY = "1s"

@@ -14,8 +14,8 @@ from rmq_spark.cli.groups import group_rows
 from rmq_spark.cli.verdicts import conflict_rows, open_rows
 
 if TYPE_CHECKING:
-    from rmq_spark._core.client.commit_log import CommitLog
     from rmq_spark._core.protocol.engine import Engine
+    from rmq_spark.log import CommitLog
 
     pass
 

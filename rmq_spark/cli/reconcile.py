@@ -13,8 +13,8 @@ from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.times import time_of
 
 if TYPE_CHECKING:
-    from rmq_spark._core.client.commit_log import CommitLog
     from rmq_spark._core.client.reconcile import ReconcileReport
+    from rmq_spark.log import CommitLog
 
 LEFT = 1
 """Exit code when something is left to be done, by --apply or by a person."""

@@ -27,8 +27,7 @@ from rmq_spark.errors import (
 from rmq_spark.logs import json_handler
 
 if TYPE_CHECKING:
-    from rmq_spark._core.kafka.relay import KafkaRelay
-    from rmq_spark._core.kafka.report import RelayReport
+    from rmq_spark.kafka import KafkaRelay, RelayReport
 
 KAFKA = "kafka"
 KAFKA_ENV = "TXMQ_KAFKA__"
@@ -107,8 +106,8 @@ def relay(
         )
     _log_to_stderr()
     try:
-        from rmq_spark._core.kafka.relay import KafkaRelay
         from rmq_spark._core.kafka.settings import is_secret
+        from rmq_spark.kafka import KafkaRelay
 
         log = open_log(path, storage)
         hide(value for key, value in settings.items() if is_secret(key))

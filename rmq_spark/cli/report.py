@@ -46,12 +46,11 @@ def report(
     if transaction is not None and html is None:
         raise typer.BadParameter("it is shown on a page: write --html FILE, too", param_hint="--transaction")
     from rmq_spark._core.report.choice import slowest_of, trace_of
-    from rmq_spark._core.report.figures import figures_of
-    from rmq_spark._core.report.headline import findings_of
+    from rmq_spark.report import figures_of, findings_of
 
     log = open_log(path, storage)
     if html is not None:
-        from rmq_spark._core.report.page import page
+        from rmq_spark.report import page
 
         chosen = None if transaction is None else trace_of(log.engine, transaction)
         figures = figures_of(log, since)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from rmq_spark._core.client.commit_log import CommitLog
-from rmq_spark._core.log.op import BatchState, RowState
+from rmq_spark._core.log.op import BatchState
 from rmq_spark._core.log.op_table import COMMITTED_STATES, OPEN_STATES, ROLLED_BACK_STATES, Placed
 from rmq_spark._core.vocabulary.text import count_of
-from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 from rmq_spark.cli.bodies import peek
 from rmq_spark.cli.command import path_to_type, sentence_of
 from rmq_spark.cli.text import age_in_words, escaped, one_line, short_text, short_time
 from rmq_spark.errors import TxmqError
+from rmq_spark.listeners import COMMIT_MESSAGE, ROLLBACK_MESSAGE
+from rmq_spark.log import CommitLog, RowState
 
 SHOWN = 3
 """Messages shown before the question."""

@@ -14,8 +14,8 @@ from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age, size
 
 if TYPE_CHECKING:
-    from rmq_spark._core.client.commit_log import CommitLog
     from rmq_spark.cli.overview import Overview
+    from rmq_spark.log import CommitLog
 
 
 def register(app: Any) -> None:

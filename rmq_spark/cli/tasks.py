@@ -60,7 +60,7 @@ def _maintain_once(
     secret_scope: SecretScope = None,
 ) -> None:
     """Do all the upkeep of a commit log, once."""
-    from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark.log import CommitLog
 
     typer.echo(str(CommitLog.open(path, storage_of(secret_scope) or None).maintain()))
 

@@ -16,7 +16,7 @@ from rmq_spark.cli.text import short_age, size
 from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark.log import CommitLog
 
 FOREVER = "forever"
 

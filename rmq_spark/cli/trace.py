@@ -17,7 +17,8 @@ from rmq_spark.cli.text import short_age, short_time
 from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.inspect.trace import Trace, TraceEvent
+    from rmq_spark._core.inspect.trace import TraceEvent
+    from rmq_spark.log import Trace
 
 _MESSAGE_ID = re.compile(r"[^:]+:\d+(-[0-9a-f]+)?:\d+\.\d+")
 _HALF_ID = re.compile(r"[^:]+:\d+(-[0-9a-f]+)?")
@@ -152,7 +153,7 @@ def _offsets(first: int, last: int) -> str:
 
 def _advice(story: Trace) -> str | None:
     """Return what a person can do next; None when nothing is to be done."""
-    from rmq_spark._core.vocabulary.verdicts import ROLLBACK_MESSAGE
+    from rmq_spark.listeners import ROLLBACK_MESSAGE
 
     path = path_to_type()
     if story.in_conflict:

@@ -30,7 +30,7 @@ from rmq_spark.errors import OptionError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from rmq_spark._core.client.commit_log import CommitLog
+    from rmq_spark.log import CommitLog
 
 VERDICTS = ("COMMIT", "ROLLBACK")
 EVERYTHING = "all"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ def modules(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
 
 
+@cache
 def imports(path: Path) -> list[Import]:
     return list(_imports(path, ast.parse(path.read_text()), True, True))
 
@@ -141,3 +143,18 @@ def test_docs_examples_and_notebooks_teach_public_modules_only() -> None:
     shown = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "notebooks").iterdir()]
     shown += [*modules(ROOT / "examples"), *(path for path in (ROOT / "conf").rglob("*") if path.is_file())]
     assert [str(path) for path in shown if path.is_file() and "rmq_spark._core" in path.read_text()] == []
+
+
+def test_the_command_imports_what_is_public_from_public_modules() -> None:
+    def of_the_core(path: Path) -> set[tuple[str, str, bool]]:
+        return {
+            (node.module, alias.name, alias.name == alias.asname)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("rmq_spark._core")
+            for alias in node.names
+        }
+
+    facades = [*PACKAGE.glob("*.py"), PACKAGE / "checks" / "__init__.py"]
+    public = {name for path in facades for _, name, is_exported in of_the_core(path) if is_exported}
+    verbs = modules(PACKAGE / "cli")
+    assert [(named(path), name) for path in verbs for _, name, _ in of_the_core(path) if name in public] == []
