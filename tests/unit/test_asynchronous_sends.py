@@ -88,7 +88,7 @@ def test_a_local_transaction_that_raises_leaves_its_turn_to_the_next(log: Commit
         assert [type(s.exception(DEADLINE_S)).__name__ for s in sent] == [
             "LocalTransactionError", "LocalTransactionError", "NoneType", "TopicNotFoundError",
         ]  # fmt: skip
-        assert not producer._turns._admitted
+        assert not producer._send_threads.admission._admitted
 
 
 def test_a_second_send_of_a_key_waits_for_the_first_and_checks_nothing(log: CommitLog) -> None:
@@ -101,7 +101,7 @@ def test_a_second_send_of_a_key_waits_for_the_first_and_checks_nothing(log: Comm
         results = [s.result(DEADLINE_S) for s in sent]
     assert sorted(r.replayed for r in results) == [False, True, True]
     assert sent_bodies(log) == ["0"]
-    assert producer._keys._known == {}
+    assert producer._sender.keys._known == {}
 
 
 def test_those_who_wait_for_a_key_take_no_room_of_others(log: CommitLog) -> None:
@@ -158,6 +158,7 @@ def test_a_send_that_is_interrupted_in_any_call_keeps_no_room(log: CommitLog, ke
     interrupted = 0
     files = (
         "_core/producer/producer.py",
+        "_core/producer/send_threads.py",
         "_core/producer/admission.py",
         "_core/producer/async_send.py",
         "_core/producer/future.py",
@@ -184,8 +185,8 @@ def test_a_send_that_is_interrupted_in_any_call_keeps_no_room(log: CommitLog, ke
             finally:
                 sys.settrace(before)
         assert interrupted > 8
-        wait_for(lambda: not producer._under_way._inside and not producer._in_flight._inside)
-        assert not producer._turns._admitted
+        wait_for(lambda: not producer._under_way._inside and not producer._send_threads.in_flight._inside)
+        assert not producer._send_threads.admission._admitted
     assert log.pending().num_rows == 0
 
 

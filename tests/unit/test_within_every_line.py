@@ -30,7 +30,8 @@ ONE_OF = 1 if seeds.ALL else 6
 PRODUCT = str(Path(txmq.__file__).parent)
 SENDING = (
     "_core/protocol/group_commit.py", "_core/producer/async_send.py", "_core/producer/future.py",
-    "_core/producer/producer.py", "_core/producer/admission.py", "_core/protocol/leases.py", "_core/runtime/pools.py",
+    "_core/producer/producer.py", "_core/producer/send_threads.py", "_core/producer/admission.py",
+    "_core/protocol/leases.py", "_core/runtime/pools.py",
     "_core/runtime/runtime.py", "_core/runtime/forks.py",
 )  # fmt: skip
 """What a send goes through, and what has its locks."""

@@ -42,21 +42,26 @@ class AsyncSends:
     Parameters
     ----------
     commits : GroupCommit
-    turns : Turns
+    admission : Admission
         The turns of local transactions.
-    senders : Crew
+    senders : ElasticPool
         Threads for the waiting steps of sends without a local transaction, one for each send.
-    listeners : Crew
+    listeners : ElasticPool
         Threads for local transactions, and for the waiting steps of their sends.
-    callers : Crew
+    callers : ElasticPool
         Threads for callbacks. A callback may wait for other sends, so no step of a send runs in them.
     """
 
     def __init__(
-        self, commits: GroupCommit, turns: Admission, senders: ElasticPool, listeners: ElasticPool, callers: ElasticPool
+        self,
+        commits: GroupCommit,
+        admission: Admission,
+        senders: ElasticPool,
+        listeners: ElasticPool,
+        callers: ElasticPool,
     ) -> None:
         self.commits = commits
-        self.turns = turns
+        self.admission = admission
         self.senders = senders
         self.listeners = listeners
         self.callers = callers
@@ -78,9 +83,9 @@ class AsyncSends:
             send.begin()
             return
         try:
-            self.turns.admit(send, send.begin, lambda: self.give_up(future))
+            self.admission.admit(send, send.begin, lambda: self.give_up(future))
         except BaseException:  # an interrupt
-            self.turns.leave(send)
+            self.admission.leave(send)
             raise
 
     def give_up(self, future: SendFuture) -> None:
@@ -140,17 +145,17 @@ class AsyncSend:
             case Prepare(files=[OneMessage() as message]):
                 self._shared.commits.prepare_and_go_on(message, self._prepared)
             case Execute():
-                self._crew.put(partial(self._execute, step))
+                self._pool.put(partial(self._execute, step))
             case Decide():
                 self._shared.commits.decide_and_go_on(step.decision, self._decided)
             case Wait():
                 self._leave_turn()
-                self._crew.put(partial(self._finish, step))
+                self._pool.put(partial(self._finish, step))
             case _:
                 raise AssertionError(step)
 
     @property
-    def _crew(self) -> ElasticPool:
+    def _pool(self) -> ElasticPool:
         return self._shared.senders if self.asks_nobody else self._shared.listeners
 
     def _prepared(self, record: HalfRecord | TxmqError | None, problem: BaseException | None) -> None:
@@ -186,7 +191,7 @@ class AsyncSend:
             self._fail(raised)
 
     def _turn(self) -> Any:
-        return nullcontext() if self.asks_nobody else self._shared.turns.running()
+        return nullcontext() if self.asks_nobody else self._shared.admission.running()
 
     def _in_context(self, work: Callable[[], Done]) -> Done:
         return work() if self._context is None else self._context.run(work)
@@ -195,7 +200,7 @@ class AsyncSend:
     def _leave_turn(self) -> None:
         """Let others be prepared: this send has no local transaction to come."""
         if not self.asks_nobody:
-            self._shared.turns.leave(self)
+            self._shared.admission.leave(self)
 
     def _succeed(self, outcome: Outcome) -> None:
         try:

@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import pyarrow as pa
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.client.input import is_small, message_list, require_message, stage, topics_in
+from rmq_spark._core.client.input import is_small, message_list, require_message
 from rmq_spark._core.listeners.listener import (
     CommitOncePrepared,
     TransactionListener,
     is_coroutine,
     require_executing,
     require_listener,
-    store_id_to_send,
 )
-from rmq_spark._core.log.half import HalfHeader, HalfWriter, Naming
 from rmq_spark._core.log.single_messages import OneMessage
-from rmq_spark._core.producer.admission import Admission, InFlight, Keys, UnderWay
-from rmq_spark._core.producer.async_send import AsyncSends
-from rmq_spark._core.producer.future import SendFuture, holds_a_future
-from rmq_spark._core.producer.result import TransactionSendResult, result_of
+from rmq_spark._core.producer.admission import Keys, UnderWay
+from rmq_spark._core.producer.future import SendFuture
+from rmq_spark._core.producer.result import TransactionSendResult
+from rmq_spark._core.producer.send_threads import SendThreads, event_loop
+from rmq_spark._core.producer.sender import Request, Sender
 from rmq_spark._core.protocol.group_commit import AT_ONCE_MAX, GroupCommit
 from rmq_spark._core.protocol.limits import NO_LIMITS, PendingLimits
 from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime.callables import name_of
 from rmq_spark._core.runtime.forks import forks
-from rmq_spark._core.runtime.pools import ElasticPool, is_in_crew
-from rmq_spark._core.runtime.runtime import callers, is_held
 from rmq_spark._core.runtime.spans import tracing
-from rmq_spark._core.vocabulary.message import Message, require_app_id, require_group_name
+from rmq_spark._core.vocabulary.message import Message, require_group_name
 from rmq_spark._core.vocabulary.options import (
     MAINTENANCE_INTERVAL_S,
     REPLAY_CHECK_TIMEOUT_S,
@@ -52,7 +46,7 @@ from rmq_spark._core.vocabulary.options import (
     whole_number,
 )
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, MESSAGE
-from rmq_spark.errors import ListenerError, MessageError, OptionError
+from rmq_spark.errors import ListenerError, OptionError
 
 logger = logging.getLogger(__name__)
 
@@ -197,11 +191,10 @@ class TransactionMQProducer:
         self._await_s = seconds(await_termination, "await_termination")
         self._under_way = UnderWay(self.log.runtime)
         self._plainly = self.two_phase.with_listener(CommitOncePrepared())
-        self._commits.holds = self._holds_send_lock
+        self._sender = Sender(self.two_phase, self.producer_group)
+        self._commits.holds = lambda: self._send_threads.holds_lock()
         self._reset_sends()
         self._forks = forks()
-        self._started = self.log.runtime.unique_id()
-        self._sends = count(1)  # consecutive ids lie close together in a file, so its bounds find them
         self._opening = self.log.runtime.lock()
         self._closing = self.log.runtime.event()
         self._threads: list[threading.Thread] = []
@@ -227,24 +220,11 @@ class TransactionMQProducer:
 
     def _reset_sends(self) -> None:
         """Begin with free rooms and keys: sends that an earlier shutdown left under way hold none of them."""
-        self._turns = Admission(self._listener_threads, self.transaction_timeout)
-        self._in_flight = InFlight(self._in_flight_max, self._under_way.leave)
-        self._keys = Keys(self.log.runtime)
-        name, runtime = f"txmq-{self.producer_group}", self.log.runtime
-        self._senders = ElasticPool(self._in_flight_max, name, runtime)
-        listeners = ElasticPool(self._listener_threads, f"{name}-listener", runtime)
-        callers = ElasticPool(self._in_flight_max, f"{name}-callback", runtime)
-        self._async_sends = AsyncSends(self._commits, self._turns, self._senders, listeners, callers)
-        self._with_thread: set[SendFuture] = set()  # sends that have a thread of their own, or wait for one
-        self._locks = (
-            self._under_way.lock, self._in_flight.changed, self._turns.lock,
-            *(crew.lock for crew in (self._senders, listeners, callers)),
+        self._sender.keys = Keys(self.log.runtime)
+        self._send_threads = SendThreads(
+            self.producer_group, self._commits, self._under_way, self._enter, self._in_flight_max,
+            self._listener_threads, self.transaction_timeout, self.log.runtime,
         )  # fmt: skip
-
-    def _holds_send_lock(self) -> bool:
-        """Whether this thread holds a lock that the end of a send takes: ``__del__`` or a signal handler interrupts the
-        holder."""
-        return any(map(is_held, self._locks)) or holds_a_future()
 
     def shutdown(self) -> None:
         """Close the producer: accept no more sends, and wait for sends, callbacks, a check and upkeep under way.
@@ -262,17 +242,11 @@ class TransactionMQProducer:
 
         self._commits.hurry()
         left = self._under_way.close(self._await_s)
-        late: list[str] = []
         if left:
-            self._turns.close()
-            for future in list(self._with_thread):
-                self._async_sends.give_up(future)
-            late += self._running_transactions()
-        # A callback that closes the producer runs in one of its threads, which cannot wait for itself.
-        elif not is_in_crew():
-            for crew in (self._senders, self._async_sends.listeners):
-                crew.wait(seconds_left())
-            late += [f"callback {_callback_of(work)}" for work in self._async_sends.callers.wait(seconds_left())]
+            running = self._send_threads.give_up()
+            late = [f"local transaction of {name_of(self.listener)}" for _ in running]
+        else:
+            late = self._send_threads.wait(seconds_left)
         self._closing.set()
         for thread in self._threads:
             thread.join(max(LATE_S, seconds_left()))
@@ -293,11 +267,6 @@ class TransactionMQProducer:
             "transactions. A check settles what they leave. Give what blocks in them a time limit of its own",
             self.producer_group, left, self._await_s, names,
         )  # fmt: skip
-
-    def _running_transactions(self) -> list[str]:
-        """Name the local transaction, if any still runs in the producer's threads."""
-        running = self._async_sends.listeners.under_way()
-        return [f"local transaction of {name_of(self.listener)}"] if running else []
 
     def _end(self) -> None:
         """Stop the threads at the end of Python, which a thread within delta-rs would crash."""
@@ -381,7 +350,7 @@ class TransactionMQProducer:
         per = transaction_per or (KEY if transaction_key else BATCH)
         if per not in (BATCH, MESSAGE, KEY) or (per == KEY) != (transaction_key is not None):
             raise OptionError(f"transaction_per={per!r} and transaction_key={transaction_key!r} contradict each other")
-        return self._send(self.two_phase, messages, arg, topic, transaction_key, per, idempotency_key)
+        return self._send(Request(self.two_phase, messages, arg, topic, transaction_key, per, idempotency_key))
 
     def send(
         self,
@@ -402,7 +371,7 @@ class TransactionMQProducer:
             A retry with the same key sends nothing twice.
         """
         batch = [messages] if isinstance(messages, Message) else messages
-        return self._send(self._plainly, batch, None, topic, None, BATCH, idempotency_key)
+        return self._send(Request(self._plainly, batch, topic=topic, idempotency_key=idempotency_key))
 
     # ------------------------------------------------------------------ sending, and not waiting
     def send_message_in_transaction_async(
@@ -424,7 +393,7 @@ class TransactionMQProducer:
         """
         self._require_listener()
         require_message(message)
-        loop = _event_loop()
+        loop = event_loop()
         if loop is None and self._needs_loop:
             raise ListenerError(
                 "execute_local_transaction is a coroutine function, and no event loop is running here: call "
@@ -432,15 +401,20 @@ class TransactionMQProducer:
             )
 
         if self._needs_no_thread([message], idempotency_key) and not self._needs_loop:
-            return self._send_in_shared_threads(self.two_phase, message, arg, None)
+            return self._start_shared(Request(self.two_phase, [message], arg))
+
+        threads = self._send_threads
 
         def send() -> TransactionSendResult:
             # A send that waits for an earlier one of its key must not take room from others.
-            with self._keys.one_by_one(idempotency_key), self._turns.admitted(self.listener, loop) as listener:
-                two_phase = self.two_phase.with_listener(listener, self.two_phase.on_listener_error)
-                return self._send_admitted(two_phase, [message], arg, None, None, BATCH, idempotency_key)
+            with (
+                self._sender.keys.one_by_one(idempotency_key),
+                threads.admission.admitted(self.listener, loop) as admitted,
+            ):
+                two_phase = self.two_phase.with_listener(admitted, self.two_phase.on_listener_error)
+                return self._sender.send(Request(two_phase, [message], arg, idempotency_key=idempotency_key))
 
-        return self._start_thread(send)
+        return threads.start(send)
 
     def send_async(
         self, messages: Message | Iterable[Message], *, topic: str | None = None, idempotency_key: str | None = None
@@ -449,11 +423,10 @@ class TransactionMQProducer:
         # A copy: the caller may change its list before the thread reads it.
         batch = [messages] if isinstance(messages, Message) else messages
         batch = batch if isinstance(batch, pa.Table) else message_list(batch)
+        request = Request(self._plainly, batch, topic=topic, idempotency_key=idempotency_key)
         if self._needs_no_thread(batch, idempotency_key):
-            return self._send_in_shared_threads(self._plainly, batch[0], None, topic)
-        return self._start_thread(
-            lambda: self._send_admitted(self._plainly, batch, None, topic, None, BATCH, idempotency_key)
-        )
+            return self._start_shared(request)
+        return self._send_threads.start(lambda: self._sender.send(request))
 
     def _needs_no_thread(self, batch: list[Message] | pa.Table, idempotency_key: str | None) -> bool:
         """Whether a send needs no thread that may wait: it has no key, no pending limit and no span, and is small."""
@@ -465,63 +438,11 @@ class TransactionMQProducer:
             and is_small(batch)
         )
 
-    def _send_in_shared_threads(self, two_phase: TwoPhase, message: Message, arg: Any, topic: str | None) -> SendFuture:
-        in_flight = self._in_flight
-        future = SendFuture(in_flight)
-        try:
-            self._take_room(in_flight, future)
-        except BaseException:
-            future.end()
-            raise
-        try:
-            writer = self._writer(two_phase, [message], topic, None, BATCH, None)
-            single = OneMessage(writer, message)
-            self._async_sends.start(two_phase, single, arg, future)
-        except Exception as problem:
-            future.set_exception(problem)
-            future.end()
-        except BaseException:
-            future.end()
-            raise
-        return future
+    def _start_shared(self, request: Request) -> SendFuture:
+        def message() -> OneMessage:
+            return OneMessage(self._sender.writer(request), request.batch[0])
 
-    def _start_thread(self, send: Callable[[], TransactionSendResult]) -> SendFuture:
-        """Send in a thread that may wait."""
-        in_flight, with_thread = self._in_flight, self._with_thread
-        future = SendFuture(in_flight)
-        context, shared = copy_context(), self._async_sends  # the thread continues the caller's trace
-
-        def work() -> None:
-            if not future.begin():
-                with_thread.discard(future)
-                return
-            try:
-                future.set_result(context.run(send))
-            except BaseException as problem:
-                future.set_exception(problem)
-            finally:
-                with_thread.discard(future)
-                shared.end(future)
-
-        try:
-            self._take_room(in_flight, future)
-            with_thread.add(future)
-            self._senders.put(work)
-        except BaseException:
-            with_thread.discard(future)
-            future.end()
-            raise
-        return future
-
-    def _take_room(self, in_flight: InFlight, future: object) -> None:
-        """Register a send, and take a place among those in flight."""
-        self._enter(future)
-        in_flight.enter(future, self._may_wait_for_room)
-
-    def _may_wait_for_room(self) -> bool:
-        """Whether this call may wait until a send has ended. That send may need this thread: its event loop, the
-        listener, callback or commit that runs in it, or the send that this call has interrupted."""
-        return _event_loop() is None and not is_in_crew() and self._commits.may_wait and not _is_within_a_send()
+        return self._send_threads.start_shared(request.two_phase, message, request.arg)
 
     # ------------------------------------------------------------------ with a session
     @named
@@ -572,7 +493,7 @@ class TransactionMQProducer:
             enlisted.flush()
             if transaction.messages:
                 by_session = self.two_phase.with_listener(enlisted)
-                transaction.result = self._send(by_session, transaction.messages, None, None, None, BATCH, None)
+                transaction.result = self._send(Request(by_session, transaction.messages))
             else:
                 enlisted.let_commit()
                 session.commit()
@@ -583,83 +504,17 @@ class TransactionMQProducer:
         finally:
             enlisted.end()
 
-    def _send(
-        self,
-        two_phase: TwoPhase,
-        messages: Iterable[Message] | pa.Table,
-        arg: Any,
-        topic: str | None,
-        transaction_key: str | None,
-        per: str,
-        idempotency_key: str | None,
-    ) -> TransactionSendResult:
+    def _send(self, request: Request) -> TransactionSendResult:
+        """Send in this thread."""
         place = object()
         try:
             self._enter(place)
             self._commits.require_may_wait()
-            batch = messages if isinstance(messages, pa.Table) else message_list(messages)
-            return self._send_admitted(two_phase, batch, arg, topic, transaction_key, per, idempotency_key)
+            batch = request.batch
+            listed = batch if isinstance(batch, pa.Table) else message_list(batch)
+            return self._sender.send(replace(request, batch=listed))
         finally:
             self._under_way.leave(place)
-
-    def _send_admitted(
-        self,
-        two_phase: TwoPhase,
-        batch: list[Message] | pa.Table,
-        arg: Any,
-        topic: str | None,
-        transaction_key: str | None,
-        per: str,
-        idempotency_key: str | None,
-    ) -> TransactionSendResult:
-        rows = len(batch)
-        if rows == 0:
-            raise MessageError("no messages were given: a half batch has at least one")
-        tracer = tracing()
-        if tracer is None:
-            return self._send_now(two_phase, batch, arg, topic, transaction_key, per, idempotency_key)
-        is_plain = isinstance(two_phase.listener, CommitOncePrepared)
-        fifo = self.log.topic_store.seen().fifo
-        with tracer.sending(self.log.path, self.producer_group, batch, topic, not is_plain, fifo) as (traced, span):
-            result = self._send_now(two_phase, traced, arg, topic, transaction_key, per, idempotency_key)
-            span.set_attribute("txmq.half_id", result.half_id)
-            span.set_attribute("txmq.verdict", str(result.local_transaction_state))
-            if rows == 1:
-                span.set_attribute("messaging.message.id", f"{result.half_id}:0.0")
-            if len(result.queue_offsets) == 1:
-                span.set_attribute("messaging.destination.partition.id", str(result.queue_id))
-            return result
-
-    def _send_now(
-        self,
-        two_phase: TwoPhase,
-        batch: list[Message] | pa.Table,
-        arg: Any,
-        topic: str | None,
-        transaction_key: str | None,
-        per: str,
-        idempotency_key: str | None,
-    ) -> TransactionSendResult:
-        writer = self._writer(two_phase, batch, topic, transaction_key, per, idempotency_key)
-        with self._keys.one_by_one(idempotency_key):  # a repeated send finds the outcome of the first
-            outcome = two_phase.send(writer.header, lambda: stage(self.log, writer, batch), arg)
-        return result_of(writer.header, outcome, len(batch))
-
-    def _writer(
-        self,
-        two_phase: TwoPhase,
-        batch: list[Message] | pa.Table,
-        topic: str | None,
-        transaction_key: str | None,
-        per: str,
-        idempotency_key: str | None,
-    ) -> HalfWriter:
-        listener = two_phase.listener if two_phase is self._plainly else self.listener  # not the one that wraps it
-        header = self._header(per, idempotency_key, store_id_to_send(listener))
-        topics = self.log.topic_store.with_names(topics_in(batch, topic))
-        runtime = self.log.runtime
-        writer = HalfWriter(header, topics.queues, topic, transaction_key, topics.fifo, runtime=runtime)
-        return self.log.with_runtime(writer)
 
     def _enter(self, entry: object) -> None:
         self._require_own_process()
@@ -680,42 +535,3 @@ class TransactionMQProducer:
                 "checks: give TransactionMQProducer one, or send messages that have no local transaction with send()"
             )
         require_executing(self.listener, f"producer {self.producer_group!r}")
-
-    def _header(self, per: str, idempotency_key: str | None, fence_id: str | None) -> HalfHeader:
-        # No group, key or appId has a dot. So keys of two groups differ, and none is taken for a stream's batch.
-        if idempotency_key is None:
-            send_name = f"{self._started}-{next(self._sends):09d}"
-        else:
-            send_name = require_app_id(idempotency_key, "idempotency_key")
-        app_id = f"send.{self.producer_group}.{send_name}"
-        return HalfHeader.of(
-            Naming.MADE_UP if idempotency_key is None else Naming.KEY,
-            app_id,
-            0,
-            fence_id=fence_id,
-            transaction_per=per,
-            producer_group=self.producer_group,
-            runtime=self.log.runtime,
-        )
-
-
-def _callback_of(work: Callable[[], object]) -> str:
-    """Return the name of the callback that a piece of work of the callback threads calls."""
-    future = getattr(work, "__self__", None)
-    return name_of(future.calls if isinstance(future, SendFuture) and future.calls is not None else work)
-
-
-def _is_within_a_send() -> bool:
-    """Whether this call, from ``__del__`` or a signal handler, interrupts a send that takes room."""
-    return sum(frame.f_code in _DOORS for frame in callers()) > 1  # one is this send's own
-
-
-_DOORS = (TransactionMQProducer._send_in_shared_threads.__code__, TransactionMQProducer._start_thread.__code__)
-
-
-def _event_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that runs in this thread."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

@@ -140,7 +140,7 @@ class ElasticPool:
         self._work_off(own_thread=True)
 
     def _gets_more(self) -> bool:
-        """Wait for more work, in a thread of the crew; False when the thread is to end: the next ``put`` then starts
+        """Wait for more work, in a thread of the pool; False when the thread is to end: the next ``put`` then starts
         another."""
         if not self._waiting:
             self._idle += 1
@@ -174,8 +174,8 @@ class ElasticPool:
                 del work  # its objects, which may have a __del__, must not be dropped while we hold our lock
 
 
-def is_in_crew() -> bool:
-    """Whether this call came from a piece of work of a crew, or from the midst of a thread of one."""
+def is_in_pool() -> bool:
+    """Whether this call came from a piece of work of a pool, or from the midst of a thread of one."""
     codes = (ElasticPool._run.__code__, ElasticPool._work_off.__code__)
     return any(frame.f_code in codes for frame in callers())
 

@@ -501,7 +501,7 @@ def sending(name: str, key: str | None) -> None:
     def make(log: CommitLog, content: Content) -> Callable[[], object]:
         listener = Sender()
         producer = TransactionMQProducer(log, "group", listener, check_interval=None).start()
-        producer._started = "started"  # the same id in every run
+        producer._sender._started = "started"  # the same id in every run
 
         def send() -> None:
             result = producer.send_message_in_transaction(Message("orders", b"sent"), idempotency_key=key)
