@@ -16,18 +16,9 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 # Imported first: its error says what to install when SQLAlchemy is missing.
-from rmq_spark._core.database.connection import (
-    IN_INNODB,
-    PLACE_CHARS_MAX,
-    Address,
-    Database,
-    alike,
-    exact_text,
-    insert_absent,
-    is_lock_problem,
-    place_of,
-    require_exact,
-)
+from rmq_spark._core.database.connection import PLACE_CHARS_MAX, Address, Database, place_of
+from rmq_spark._core.database.error_codes import is_lock_problem
+from rmq_spark._core.database.exact_keys import IN_INNODB, alike, exact_text, insert_absent, require_exact
 from rmq_spark._core.listeners.fence_row import EXECUTED, MIXED, STARTED, Recorded, State
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.listener import ExecutedAttempt

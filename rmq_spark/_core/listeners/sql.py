@@ -39,15 +39,10 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 # Imported first: its error says what to install when SQLAlchemy is missing.
-from rmq_spark._core.database.connection import (
-    Address,
-    Owner,
-    begin_savepoint,
-    end_savepoint,
-    has_one_connection,
-    is_lock_problem,
-    no_commit_within,
-)
+from rmq_spark._core.database.connection import Address
+from rmq_spark._core.database.engine import has_one_connection
+from rmq_spark._core.database.error_codes import is_lock_problem
+from rmq_spark._core.database.guard import Owner, begin_savepoint, end_savepoint, no_commit_within
 from rmq_spark._core.listeners.decode import decode_json
 from rmq_spark._core.listeners.fence import Fence, utc
 from rmq_spark._core.listeners.fence_row import EXECUTED, NOTHING, ROLLED_BACK, STARTED, TOMBSTONE, Recorded, State

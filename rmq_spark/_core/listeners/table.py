@@ -24,7 +24,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as kinds
 
-from rmq_spark._core.database.connection import Address, is_refused_value
+from rmq_spark._core.database.connection import Address
+from rmq_spark._core.database.error_codes import is_refused_value
 from rmq_spark._core.database.insert import (
     Conflict,
     as_table,
