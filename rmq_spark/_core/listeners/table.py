@@ -36,9 +36,9 @@ from rmq_spark._core.database.insert import (
     unstorable,
 )
 from rmq_spark._core.listeners.decode import arrow_schema, read_bodies
+from rmq_spark._core.listeners.fence import FENCE_TABLE
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.sql import (
-    FENCE_TABLE,
     LOCK_TIMEOUT_S,
     ROLLBACK_AFTER_S,
     MessagesAgain,
