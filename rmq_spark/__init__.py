@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from rmq_spark._core.consumers.push import PushConsumer as PushConsumer
     from rmq_spark._core.kafka.relay import KafkaRelay as KafkaRelay
     from rmq_spark._core.listeners.delta import DeltaTransactionListener as DeltaTransactionListener
+    from rmq_spark._core.listeners.fence import create_fence as create_fence
     from rmq_spark._core.listeners.half_batch import HalfBatch as HalfBatch
     from rmq_spark._core.listeners.listener import PerMessageListener as PerMessageListener
     from rmq_spark._core.listeners.listener import TransactionListener as TransactionListener
     from rmq_spark._core.listeners.sql import SqlTransactionListener as SqlTransactionListener
-    from rmq_spark._core.listeners.sql import create_fence as create_fence
     from rmq_spark._core.listeners.table import TableListener as TableListener
     from rmq_spark._core.producer.producer import TransactionMQProducer as TransactionMQProducer
     from rmq_spark._core.spark.consume import consume as consume
@@ -56,9 +56,10 @@ _NAMES = {
     "consumers.push": "PushConsumer",
     "kafka.relay": "KafkaRelay",
     "listeners.delta": "DeltaTransactionListener",
+    "listeners.fence": "create_fence",
     "listeners.half_batch": "HalfBatch",
     "listeners.listener": "PerMessageListener TransactionListener",
-    "listeners.sql": "SqlTransactionListener create_fence",
+    "listeners.sql": "SqlTransactionListener",
     "listeners.table": "TableListener",
     "producer.producer": "TransactionMQProducer",
     "spark.consume": "consume",

@@ -9,14 +9,14 @@ from rmq_spark._core.lazy import public
 if TYPE_CHECKING:
     from rmq_spark._core.listeners.decode import decode_json as decode_json
     from rmq_spark._core.listeners.delta import DeltaTransactionListener as DeltaTransactionListener
+    from rmq_spark._core.listeners.fence import create_fence as create_fence
     from rmq_spark._core.listeners.half_batch import HalfBatch as HalfBatch
+    from rmq_spark._core.listeners.half_transaction import HalfTransaction as HalfTransaction
     from rmq_spark._core.listeners.listener import ExecutedAttempt as ExecutedAttempt
     from rmq_spark._core.listeners.listener import PerMessageListener as PerMessageListener
     from rmq_spark._core.listeners.listener import TransactionListener as TransactionListener
     from rmq_spark._core.listeners.listener import Verdicts as Verdicts
-    from rmq_spark._core.listeners.sql import HalfTransaction as HalfTransaction
     from rmq_spark._core.listeners.sql import SqlTransactionListener as SqlTransactionListener
-    from rmq_spark._core.listeners.sql import create_fence as create_fence
     from rmq_spark._core.listeners.table import TableListener as TableListener
     from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE as COMMIT_MESSAGE
     from rmq_spark._core.vocabulary.verdicts import ROLLBACK_MESSAGE as ROLLBACK_MESSAGE
@@ -31,9 +31,11 @@ __getattr__, __dir__, __all__ = public(
     {
         "listeners.decode": "decode_json",
         "listeners.delta": "DeltaTransactionListener",
+        "listeners.fence": "create_fence",
         "listeners.half_batch": "HalfBatch",
+        "listeners.half_transaction": "HalfTransaction",
         "listeners.listener": "ExecutedAttempt PerMessageListener TransactionListener Verdicts",
-        "listeners.sql": "HalfTransaction SqlTransactionListener create_fence",
+        "listeners.sql": "SqlTransactionListener",
         "listeners.table": "TableListener",
         "vocabulary.verdicts": (
             "COMMIT_MESSAGE LocalTransactionState ROLLBACK_MESSAGE Rollback UNKNOWN Verdict VerdictArray"

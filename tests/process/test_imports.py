@@ -41,7 +41,7 @@ DRIVERS = (
         ("pyspark", "sqlalchemy", "typer", "lark", "prometheus_client"),
     ),
     (
-        "import sys, rmq_spark.listeners; rmq_spark.listeners.HalfTransaction; assert 'sqlalchemy' in sys.modules",
+        "import sys, rmq_spark as txmq; txmq.SqlTransactionListener; assert 'sqlalchemy' in sys.modules",
         ("pyspark",),
     ),
 )

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from rmq_spark import HalfBatch, create_fence
 from rmq_spark.errors import FenceError, TxmqError
-from tests.support.inside import EXECUTED, STARTED, Fence, Recorded, State, database
+from tests.support.inside import EXECUTED, STARTED, Fence, Recorded, State, is_lock_problem
 from tests.unit import test_sql_listener as suite
 from tests.unit.test_sql_listener import (
     COMMIT,
@@ -224,7 +224,7 @@ def test_a_deadlock_is_a_lock_problem(url: sa.URL) -> None:
         touch(two, "p")
         waiting.result()
     assert [problem.orig.args[0] for problem in problems] == [1213]
-    assert database.is_lock_problem(problems[0])
+    assert is_lock_problem(problems[0])
 
 
 # ---------------------------------------------------------------- seeded bugs

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import sqlalchemy as sa
 
 from rmq_spark import HalfBatch, SqlTransactionListener
-from rmq_spark._core.database.connection import exact_text
+from rmq_spark._core.database.exact_keys import exact_text
 from rmq_spark.listeners import HalfTransaction, VerdictArray
 from tests.support.inside import PROPERTIES, TIMESTAMP, RowSet
 

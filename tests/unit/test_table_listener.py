@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, TableListener
-from rmq_spark._core.listeners.table import _fields_of
+from rmq_spark._core.listeners.json_fields import fields_of
 from rmq_spark.errors import FenceError, ListenerError, MessageError, OptionError
 from tests.support.fences import half_batch, run
 from tests.support.inside import SINK_OPTIONS, Options, SinkSettings
@@ -412,7 +412,7 @@ def test_a_json_column_takes_any_value(file: sa.URL) -> None:
     ],
 )
 def test_fields_of_an_object_are_found_as_they_are_written(body: str, fields: dict[str, str | None]) -> None:
-    assert dict(_fields_of(body)) == fields
+    assert dict(fields_of(body)) == fields
 
 
 def test_binary_columns_need_a_schema_of_their_own(file: sa.URL) -> None:

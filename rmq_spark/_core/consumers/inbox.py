@@ -13,18 +13,9 @@ import pyarrow.compute as pc
 import sqlalchemy as sa
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.database.connection import (
-    IN_INNODB,
-    Address,
-    Database,
-    alike,
-    begin_savepoint,
-    end_savepoint,
-    exact_text,
-    insert_absent,
-    no_commit_within,
-    require_exact,
-)
+from rmq_spark._core.database.connection import Address, Database
+from rmq_spark._core.database.exact_keys import IN_INNODB, alike, exact_text, insert_absent, require_exact
+from rmq_spark._core.database.guard import begin_savepoint, end_savepoint, no_commit_within
 from rmq_spark._core.listeners.listener import require_work
 from rmq_spark._core.runtime.forks import called_here
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime

@@ -24,14 +24,21 @@ no such commit   nobody                                       UNKNOWN; after ``r
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rmq_spark._core.listeners.delta_fence import (
+    EXECUTED,
+    ROLLED_BACK,
+    TOMBSTONE,
+    TXN_VERSION,
+    app_id_of,
+    fenced_session,
+    state_in,
+)
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
 from rmq_spark._core.listeners.listener import TransactionListener, Verdicts, require_work
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
@@ -56,17 +63,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROLLBACK_AFTER_S = 60.0
-
-EXECUTED = "executed"
-ROLLED_BACK = "rolled_back"
-TOMBSTONE = "tombstone"
-_STATES = (EXECUTED, ROLLED_BACK, TOMBSTONE)
-
-_APP_ID = "spark.databricks.delta.write.txnAppId"
-_VERSION = "spark.databricks.delta.write.txnVersion"
-# Delta removes the version from the session when a write uses it. A second write finds txnAppId alone, and fails.
-_AUTO_RESET = "spark.databricks.delta.write.txnVersion.autoReset.enabled"
-_USER_METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _SECOND_WRITE = "DELTA_INVALID_IDEMPOTENT_WRITES_OPTIONS"
 
 # Commits that carry the session's txnAppId. Others (ALTER TABLE, RESTORE) carry userMetadata alone.
@@ -185,7 +181,7 @@ class DeltaTransactionListener(TransactionListener):
         """
         spark = self._session()
         self._require_fit(spark, batch)
-        with _fenced_session(spark, batch, EXECUTED) as session:
+        with fenced_session(spark, batch, EXECUTED) as session:
             table = self._open(session)
             try:
                 result = returned(self._work, batch.to_spark(session), table)
@@ -193,7 +189,7 @@ class DeltaTransactionListener(TransactionListener):
                 self._explain(problem, self._read_history(table, batch), batch)
                 raise
             verdict = _verdict(result, batch)
-            is_version_unused = session.conf.get(_VERSION, None) is not None
+            is_version_unused = session.conf.get(TXN_VERSION, None) is not None
         if verdict.state is ROLLBACK_MESSAGE:
             return self._record_rollback(spark, batch, is_version_unused, verdict.reason)
         return self._require_one_commit(self._read_history(self._open(spark), batch), batch, is_version_unused)
@@ -289,7 +285,7 @@ class DeltaTransactionListener(TransactionListener):
         Delta skips the commit when the attempt already has one.
         """
         try:
-            with _fenced_session(spark, batch, state, reason) as session:
+            with fenced_session(spark, batch, state, reason) as session:
                 # This MERGE matches nothing and reads no file. A table with an identity column refuses an empty append.
                 self._open(session).merge(session.range(1).toDF("txmq"), "false").whenMatchedDelete().execute()
         except Exception:
@@ -312,7 +308,7 @@ class DeltaTransactionListener(TransactionListener):
             rows = commits.selectExpr(
                 "operation", "userMetadata AS said", "unix_millis(timestamp) / 1000 AS seconds"
             ).collect()
-            states = ((_state_in(row.said, batch), row.operation) for row in rows)
+            states = ((state_in(row.said, batch), row.operation) for row in rows)
             own_commits = [(*state, operation) for state, operation in states if state is not None]
             seen_all = limit is None or len(rows) < limit
             if own_commits or seen_all or (not whole_log and rows[-1].seconds < since):
@@ -403,7 +399,7 @@ class DeltaTransactionListener(TransactionListener):
 
     def _forgotten_error(self, batch: HalfBatch) -> FenceError:
         return FenceError(
-            f"{self._table!r} has a transaction {_app_id(batch)!r}, but its log no longer says whose commit "
+            f"{self._table!r} has a transaction {app_id_of(batch)!r}, but its log no longer says whose commit "
             "it was (clean-up after delta.logRetentionDuration, or work set userMetadata itself). Look at "
             f"the table, then settle half batch {batch.half_id!r} with log.resolve"
         )
@@ -417,92 +413,6 @@ class _AttemptHistory:
     state: str | None
     reason: str | None
     unfenced: tuple[str, ...]
-
-
-def _app_id(batch: HalfBatch) -> str:
-    log_prefix = "" if batch.log_id is None else f"{batch.log_id}:"
-    return f"txmq:{log_prefix}{batch.half_id}:{batch.attempt}"
-
-
-def _user_metadata(batch: HalfBatch, state: str, reason: str | None = None) -> str:
-    of_log = {} if batch.log_id is None else {"log": batch.log_id}
-    why = {} if reason is None else {"reason": reason}
-    return json.dumps({"txmq": state, **of_log, "half_id": batch.half_id, "attempt": batch.attempt, **why})
-
-
-def _state_in(user_metadata: str | None, batch: HalfBatch) -> tuple[str, str | None] | None:
-    """Return the attempt's state and reason in a commit's userMetadata; None when it is of something else."""
-    try:
-        fields = json.loads(user_metadata or "")
-        state, reason = fields["txmq"], fields.get("reason")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    is_ours = state in _STATES and user_metadata == _user_metadata(batch, state, reason)
-    return (state, reason) if is_ours else None
-
-
-@contextmanager
-def _fenced_session(
-    spark: SparkSession, batch: HalfBatch, state: str, reason: str | None = None
-) -> Iterator[SparkSession]:
-    """Yield a copy of the session whose one Delta commit carries the attempt's transaction and this state.
-
-    Other threads may use ``spark`` itself. With these settings they would write under our transaction, and Delta would
-    silently skip their data. The copy loses the settings at the end, because ``work`` may keep the copy.
-    """
-    copy = _copy(spark)
-    settings = {
-        _APP_ID: _app_id(batch),
-        _VERSION: "1",
-        _AUTO_RESET: "true",
-        _USER_METADATA: _user_metadata(batch, state, reason),
-    }
-    try:
-        for name, value in settings.items():
-            copy.conf.set(name, value)
-        with _active(copy):
-            yield copy
-    finally:
-        for name in settings:
-            copy.conf.unset(name)
-
-
-def _is_classic(spark: SparkSession) -> bool:
-    return hasattr(spark, "_jsparkSession")
-
-
-def _copy(spark: Any) -> SparkSession:
-    """Return a session with the same settings and temporary views (with Spark Connect: what the client copies)."""
-    if _is_classic(spark):
-        copy = type(spark)(spark.sparkContext, spark._jsparkSession.cloneSession())
-    else:
-        copy = spark.cloneSession() if hasattr(spark, "cloneSession") else spark.newSession()
-    return cast("SparkSession", copy)
-
-
-@contextmanager
-def _active(spark: Any) -> Iterator[None]:
-    """Make this session the thread's active one, and restore the former one at the end.
-
-    Code in ``work`` may ask for the active session. Spark's createDataFrame activates its session for good, but the
-    copy must not stay active.
-    """
-    if not _is_classic(spark):
-        yield
-        return
-    session_class = type(spark)
-    jvm_class = session_class._get_j_spark_session_class(spark._jvm)
-    before, jvm_before = session_class._activeSession, jvm_class.getActiveSession()
-    session_class._activeSession = spark
-    jvm_class.setActiveSession(spark._jsparkSession)
-    try:
-        yield
-    finally:
-        session_class._activeSession = before
-        if jvm_before.isDefined():
-            jvm_class.setActiveSession(jvm_before.get())
-        else:
-            jvm_class.clearActiveSession()
 
 
 def _verdict(result: object, batch: HalfBatch) -> Verdict:

@@ -1,7 +1,7 @@
 """A fence: a table in the user's database, beside those of ``work``, with one row for each attempt of a half batch.
 
 Its primary key is ``half_id, attempt``, so either execute or a check inserts the row. ``fence_row.py`` says what a row
-records, and ``sql.py`` what execute and a check do with it.
+records, ``fence_verdicts.py`` what that means, and ``sql.py`` what execute and a check do with it.
 """
 
 from __future__ import annotations
@@ -12,22 +12,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
+import pyarrow.compute as pc
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 # Imported first: its error says what to install when SQLAlchemy is missing.
-from rmq_spark._core.database.connection import (
-    IN_INNODB,
-    PLACE_CHARS_MAX,
-    Address,
-    Database,
-    alike,
-    exact_text,
-    insert_absent,
-    is_lock_problem,
-    place_of,
-    require_exact,
-)
+from rmq_spark._core.database.connection import PLACE_CHARS_MAX, Address, Database, place_of
+from rmq_spark._core.database.error_codes import is_lock_problem
+from rmq_spark._core.database.exact_keys import IN_INNODB, alike, exact_text, insert_absent, require_exact
 from rmq_spark._core.listeners.fence_row import EXECUTED, MIXED, STARTED, Recorded, State
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.listener import ExecutedAttempt
@@ -36,6 +28,7 @@ from rmq_spark._core.runtime.runtime import RUNTIME
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S_MIN
 from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError, OptionError
 
+FENCE_TABLE = "txmq_fence"
 PRUNED_AT_ONCE = 10_000
 """Rows that ``prune`` reads in one database transaction, and that ``executed_since`` fetches at once."""
 PRUNED = "pruned"
@@ -301,6 +294,17 @@ class Fence(Database):
                 "settings, or name the fence's schema (schema=)"
             )
 
+    def fill(self, connection: sa.Connection, batch: HalfBatch, state: State) -> Recorded:
+        """Record a state for all transactions that have none, and return the states of all."""
+        recorded = self.claim(connection, batch, state)
+        if recorded is None:
+            return Recorded.of(state, batch.rows, batch.is_all)
+        absent = batch.rows.where(pc.is_null(recorded.among(batch.rows)))
+        if absent:
+            recorded = recorded.with_rows(absent, [state])
+            self.write(connection, batch, recorded)
+        return recorded
+
     def _now(self) -> datetime:
         return self.runtime.now().replace(tzinfo=None)
 
@@ -397,6 +401,26 @@ class Fence(Database):
         with self.transaction() as connection:
             present = insert_absent(connection, self._rows, [row])
             return not present or connection.execute(take).rowcount == 1
+
+
+def create_fence(
+    url_or_engine: Address,
+    *,
+    fence_table: str = FENCE_TABLE,
+    schema: str | None = None,
+    moved: bool = False,
+) -> str:
+    """Make a database's fence from a script: its tables and a random id, unless they exist.
+
+    ``moved=True`` binds the fence to this database: it was moved, upgraded or restored, and is not a copy beside
+    another one.
+
+    Returns
+    -------
+    str
+        The fence's id.
+    """
+    return Fence(url_or_engine, fence_table, schema).create(moved)
 
 
 def _time_of(connection: sa.Connection) -> datetime:

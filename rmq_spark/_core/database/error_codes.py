@@ -1,0 +1,58 @@
+"""What an error of a database means, by the codes of each server."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+# PostgreSQL: lock_not_available, serialization_failure, deadlock_detected. Another transaction is running: try later.
+_LOCK_STATES = frozenset({"55P03", "40001", "40P01"})
+# MariaDB and MySQL: lock wait timeout, deadlock, and a row that was taken or changed since the snapshot.
+_LOCK_NUMBERS = frozenset({1205, 1213, 1020, 3572})
+# SQLSTATE's classes "data exception" and "integrity constraint violation".
+_VALUE_CLASSES = frozenset({"22", "23"})
+# MariaDB's and MySQL's constraints (CHECK), which their drivers do not tell from a server that is down.
+_VALUE_NUMBERS = frozenset({3819, 4025})
+# invalid_savepoint_specification, no_active_sql_transaction; ER_SP_DOES_NOT_EXIST.
+_NO_SAVEPOINT_STATES = frozenset({"3B001", "25P01"})
+_NO_SAVEPOINT_NUMBER = 1305
+
+
+def is_lock_problem(problem: sa.exc.DBAPIError) -> bool:
+    """Return True when the database ended a statement because another transaction holds a lock or was faster."""
+    cause = problem.orig
+    if sqlstate_of(cause) in _LOCK_STATES or _error_number(cause) in _LOCK_NUMBERS:
+        return True
+    # SQLite: "database is locked", "database table is locked: ...". Error codes came with Python 3.11.
+    return type(cause).__module__.startswith("sqlite3") and "is locked" in str(cause)
+
+
+def is_refused_value(problem: sa.exc.StatementError) -> bool:
+    """Return True when the database or SQLAlchemy refuses a value of a row, and may accept other rows."""
+    cause = problem.orig
+    if not isinstance(problem, sa.exc.DBAPIError):
+        return type(problem) is sa.exc.StatementError
+    if is_lock_problem(problem):
+        return False
+    of_a_value = (sqlstate_of(cause) or "")[:2] in _VALUE_CLASSES or _error_number(cause) in _VALUE_NUMBERS
+    return of_a_value or isinstance(problem, (sa.exc.IntegrityError, sa.exc.DataError))
+
+
+def is_savepoint_gone(problem: sa.exc.DBAPIError) -> bool:
+    cause = problem.orig
+    if sqlstate_of(cause) in _NO_SAVEPOINT_STATES or _error_number(cause) == _NO_SAVEPOINT_NUMBER:
+        return True
+    return type(cause).__module__.startswith("sqlite3") and "no such savepoint" in str(cause)
+
+
+def sqlstate_of(cause: BaseException | None) -> str | None:
+    """Return the SQLSTATE of a driver's exception, which psycopg, psycopg2 and pg8000 name differently; None when the
+    server sent none."""
+    first_argument = cause.args[0] if cause is not None and cause.args else None
+    of_pg8000 = first_argument.get("C") if isinstance(first_argument, dict) else None
+    return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None) or of_pg8000
+
+
+def _error_number(cause: BaseException | None) -> int | None:
+    """Return the number of a MariaDB or MySQL error, or None for another database's."""
+    number = cause.args[0] if cause is not None and cause.args else None
+    return number if isinstance(number, int) else None

@@ -1,0 +1,75 @@
+"""The verdicts that the states in a fence row stand for, and the states that record verdicts.
+
+What a check answers, by the committed state of a transaction:
+
+===============  ======================================  ===========================================================
+state            written by                              a check answers
+===============  ======================================  ===========================================================
+nothing          nobody                                  UNKNOWN; after ``rollback_after`` it writes a tombstone
+``executed``     execute, when work's rows commit        COMMIT
+``rolled_back``  execute, when work rolled back          ROLLBACK, refused: it is final, with work's reason
+``tombstone``    a check, or execute after that check    ROLLBACK: it never happened, and a replay runs it again
+``started``      execute, before work                    nothing (FenceError): work ended the database transaction
+===============  ======================================  ===========================================================
+"""
+
+from __future__ import annotations
+
+import pyarrow.compute as pc
+
+from rmq_spark._core.listeners.fence_row import EXECUTED, ROLLED_BACK, STARTED, TOMBSTONE, Recorded, State
+from rmq_spark._core.listeners.half_batch import HalfBatch
+from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE, UNKNOWN, Verdict, VerdictArray, rollback
+from rmq_spark.errors import FenceError
+
+COMMIT_VERDICT = Verdict(COMMIT_MESSAGE)
+UNKNOWN_VERDICT = Verdict(UNKNOWN)
+_NEVER_HAPPENED = rollback("it never happened: a check found no fence row of it, and put a tombstone there")
+
+
+def _verdict(state: State, batch: HalfBatch) -> Verdict:
+    """Return the verdict that a check gives for a state.
+
+    Raises
+    ------
+    FenceError
+        When work ended the database transaction in its middle.
+    """
+    if state.word == STARTED:
+        raise FenceError(
+            f"work ended the database transaction of half batch {batch.half_id!r}, attempt {batch.attempt}, in its "
+            "middle, so a part of what it wrote may be in the database: no check can answer. Look there, undo or "
+            "finish that part, and settle the half batch with log.resolve"
+        )
+    if state.word == TOMBSTONE:
+        return _NEVER_HAPPENED
+    return COMMIT_VERDICT if state.word == EXECUTED else rollback(state.reason, refused=True)
+
+
+def state_of(verdict: Verdict) -> State:
+    """Return the state to record for a verdict of ``work``."""
+    return State(EXECUTED) if verdict.state is COMMIT_MESSAGE else State(ROLLED_BACK, verdict.reason)
+
+
+def verdicts_of(batch: HalfBatch, recorded: Recorded) -> VerdictArray:
+    """Return the recorded verdict of each transaction; UNKNOWN where nothing is recorded.
+
+    Raises
+    ------
+    FenceError
+        When work ended the database transaction in its middle, or one transaction has two states.
+    """
+    codes = recorded.among(batch.rows)
+    used = pc.unique(codes)
+    distinct = [
+        UNKNOWN_VERDICT if code is None else _verdict(recorded.states[code], batch) for code in used.to_pylist()
+    ]
+    if len(distinct) == 1:
+        return VerdictArray((distinct[0],))
+    which = batch.by_transaction(pc.index_in(codes, value_set=used))
+    if which.null_count:
+        raise FenceError(
+            f"the fence row of half batch {batch.half_id!r}, attempt {batch.attempt}, says two things of one "
+            "transaction: the database is damaged, or the row was changed by hand"
+        )
+    return VerdictArray(tuple(distinct), which)
