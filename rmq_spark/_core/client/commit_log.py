@@ -27,9 +27,9 @@ from rmq_spark._core.messages.drain import drain
 from rmq_spark._core.messages.reader import read_topic
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
+from rmq_spark._core.storage.delta_table import DeltaLogTable
 from rmq_spark._core.storage.location import location
 from rmq_spark._core.storage.stores import reaching, require_put_if_absent, require_storage_options
-from rmq_spark._core.storage.table import DeltaLogTable
 from rmq_spark._core.upkeep import merge as maintenance
 from rmq_spark._core.upkeep import schedule as upkeep
 from rmq_spark._core.upkeep.leave import Graces

@@ -75,6 +75,7 @@ from tests.support.inside import (
     Staged,
     Stripper,
     TwoPhase,
+    commit_loop,
     drain,
     half_store,
     marking,
@@ -83,7 +84,6 @@ from tests.support.inside import (
     push_module,
     split_by_verdict,
     stripping,
-    table_module,
     two_phase,
 )
 from tests.support.inside import half as half_module
@@ -1200,7 +1200,7 @@ DELETED = LEAVES | {"upkeep": 20, "deletions": 4, "crash": 0.0, "retention_s": N
     A.UNSTABLE_RANGE, **DELETED, streams=2,
 )  # fmt: skip
 def _deletion_not_noticed() -> Iterator[None]:
-    modules = (table_module, drain, leaving, expiring)
+    modules = (commit_loop, drain, leaving, expiring)
     with _often_leaving(), replaced(*((module, "require_own", lambda table: None) for module in modules)):
         yield
 
@@ -1211,7 +1211,7 @@ def _deletion_not_noticed() -> Iterator[None]:
     streams=2,
 )  # fmt: skip
 def _deletion_noticed_too_early() -> Iterator[None]:
-    with _often_leaving(), replaced((table_module, "READ_ALL_THE_SAME", frozenset())):
+    with _often_leaving(), replaced((commit_loop, "READ_ALL_THE_SAME", frozenset())):
         yield
 
 

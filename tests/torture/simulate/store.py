@@ -13,9 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.storage.compare_and_set import compare_and_set
 from rmq_spark._core.storage.files import column_stats
-from rmq_spark._core.storage.foreign_commits import Changed
-from rmq_spark._core.storage.table import OWN, Clock, actions_schema, bounds_of, compare_and_set
+from rmq_spark._core.storage.foreign_commits import OWN, Changed
+from rmq_spark._core.storage.table import Clock, actions_schema, bounds_of
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
 from rmq_spark.errors import ClockError, CorruptLogError, StrippedError
 from tests.support.inside import PAYLOAD_COLUMNS, Change, DataFile, RowRange, Runtime, WriterLock
