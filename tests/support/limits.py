@@ -47,7 +47,7 @@ _STANDS_IN = {
     "rmq_spark._core.spark.native": "DRAINED_PATHS_MAX HALF_PATHS_MAX",
     "rmq_spark._core.spark.reader": "BATCH_BYTES_MAX BATCH_ROWS_MIN",
     "rmq_spark._core.storage.compare_and_set": "BACKOFF_S_MAX COMMIT_TRIES_MAX",
-    "rmq_spark._core.storage.files": "ROW_GROUP_ROWS",
+    "rmq_spark._core.storage.data_file": "ROW_GROUP_ROWS",
     "rmq_spark._core.upkeep.merge": "MESSAGES_FILES_MAX REPLACED_FILES_S",
     "rmq_spark._core.upkeep.prune": "PRUNED_SHARE_MIN",
     "rmq_spark._core.upkeep.strip": "STRIPPED_BYTES_MIN",

@@ -45,7 +45,7 @@ from rmq_spark._core.log.half import HalfHeader, HalfWriter, Naming
 from rmq_spark._core.log.op import Kind, RowState, Who
 from rmq_spark._core.protocol.identity import ID_FILE, input_hash_of
 from rmq_spark._core.protocol.send import TwoPhase
-from rmq_spark._core.storage.files import filesystem
+from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.vocabulary.message import to_table
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S, FENCE_RETENTION_S_MIN, IDEMPOTENCY_S
 from rmq_spark._core.vocabulary.redaction import cause_of, sentence_of

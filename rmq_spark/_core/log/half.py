@@ -27,9 +27,11 @@ from rmq_spark._core.log.input import (
 )
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
-from rmq_spark._core.storage.files import DataFile, arange, repeated, rows_of_half_file, write_table
+from rmq_spark._core.storage.data_file import DataFile, repeated, write_table
+from rmq_spark._core.storage.seal import rows_of_half_file
 from rmq_spark._core.vocabulary.message import PROPERTIES, TIMESTAMP, require_topic_name
 from rmq_spark._core.vocabulary.options import LABEL_BYTES_MAX, TRANSACTION_KEY_CHARS_MAX
+from rmq_spark._core.vocabulary.rows import arange
 from rmq_spark._core.vocabulary.text import message_count
 from rmq_spark._core.vocabulary.value import value
 from rmq_spark.errors import MessageError
@@ -325,7 +327,7 @@ class HalfWriter:
     runtime : Runtime
         Its clock gives ``store_timestamp``.
     write_file : callable, optional
-        Replaces :func:`~rmq_spark._core.storage.files.write_table`.
+        Replaces :func:`~rmq_spark._core.storage.data_file.write_table`.
     """
 
     header: HalfHeader

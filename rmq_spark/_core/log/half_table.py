@@ -32,8 +32,10 @@ from rmq_spark._core.log.op import BatchState, FileState
 from rmq_spark._core.log.prepared_batches import PreparedBatches
 from rmq_spark._core.log.shared_files import SharedFiles, counted
 from rmq_spark._core.selector.tree import Filter
-from rmq_spark._core.storage.files import ROW_GROUP_ROWS, RowRange, require_path
+from rmq_spark._core.storage.data_file import ROW_GROUP_ROWS
+from rmq_spark._core.storage.file_system import require_path
 from rmq_spark._core.storage.moved_files import HalfFiles
+from rmq_spark._core.storage.row_range import RowRange
 from rmq_spark._core.storage.seal import require_count
 from rmq_spark._core.storage.table import Change, Table
 from rmq_spark._core.vocabulary.options import ORPHAN_AGE_S
@@ -571,7 +573,7 @@ class HalfTable:
     def read_range(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
     ) -> Iterator[tuple[int, pa.Table]]:
-        """Yield the rows of a range, as ``files.read_range`` does."""
+        """Yield the rows of a range, as ``row_range.read_range`` does."""
         return self._files.read(wanted, columns, where)
 
 

@@ -32,7 +32,7 @@ from rmq_spark._core.protocol.compaction import Compaction
 from rmq_spark._core.protocol.half_batch import half_batch_of
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.selector.tree import Filter
-from rmq_spark._core.storage.files import RowRange
+from rmq_spark._core.storage.row_range import RowRange
 from rmq_spark._core.storage.table import Table
 from rmq_spark._core.vocabulary.message import require_topic_name
 from rmq_spark._core.vocabulary.redaction import redacted
@@ -384,7 +384,7 @@ class Engine:
     def read_range(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
     ) -> Iterator[tuple[int, pa.Table]]:
-        """Rows of a file of ``half`` or ``messages``, as ``files.read_range`` yields them."""
+        """Rows of a file of ``half`` or ``messages``, as ``row_range.read_range`` yields them."""
         if wanted.table == self.messages_table.name:
             return self.messages_table.read_range(wanted, columns, where)
         return self.half.read_range(wanted, columns, where)

@@ -34,7 +34,7 @@ from rmq_spark._core.reads.options import ReadOptions
 from rmq_spark._core.spark.stream_options import sources_of
 from rmq_spark._core.spark.versions import STREAM_TELLS_START
 from rmq_spark._core.spark.workers import require_importable
-from rmq_spark._core.storage.files import filesystem
+from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.vocabulary.message import require_app_id, require_group_name
 from rmq_spark._core.vocabulary.options import DELAY_LEVELS_S, named, seconds, whole_number
 from rmq_spark._core.vocabulary.redaction import redacted

@@ -28,7 +28,7 @@ from rmq_spark._core.spark.memory import keep_freed_memory
 from rmq_spark._core.spark.sink_options import SinkSettings
 from rmq_spark._core.spark.socket import acknowledge_at_once
 from rmq_spark._core.spark.versions import DataSourceStreamArrowWriter
-from rmq_spark._core.storage.files import filesystem
+from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.vocabulary.message import require_app_id
 from rmq_spark._core.vocabulary.options import Options, parse_int
 from rmq_spark.errors import CheckpointMismatchError, NotACommitLogError, OptionError

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rmq_spark._core.runtime import observer
-from rmq_spark._core.storage.files import DataFile
+from rmq_spark._core.storage.data_file import DataFile
 from rmq_spark._core.storage.foreign_commits import OWN, READ_ALL_THE_SAME, require_own
 from rmq_spark._core.storage.store_errors import plainly, require_resources
 from rmq_spark._core.storage.table import Change, Table

@@ -31,9 +31,10 @@ from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.clock import StoreClock
 from rmq_spark._core.storage.compare_and_set import compare_and_set
+from rmq_spark._core.storage.data_file import DataFile, write_table
 from rmq_spark._core.storage.delta_entries import LISTS_MAX, DeltaEntries
 from rmq_spark._core.storage.file_reader import FileReader
-from rmq_spark._core.storage.files import DataFile, RowRange, filesystem, read_range, write_table
+from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.storage.foreign_commits import (
     READ_ALL_THE_SAME,
     WITHOUT_FEATURES,
@@ -43,6 +44,7 @@ from rmq_spark._core.storage.foreign_commits import (
     snapshot_of,
 )
 from rmq_spark._core.storage.location import is_uri
+from rmq_spark._core.storage.row_range import RowRange, read_range
 from rmq_spark._core.storage.seal import is_panic, require_bounds
 from rmq_spark._core.storage.store_errors import asking, plainly, require_resources
 from rmq_spark._core.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema

@@ -11,7 +11,8 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from rmq_spark._core.runtime.failpoints import reach
-from rmq_spark._core.storage.files import THREADS_ROWS_MIN, require_path
+from rmq_spark._core.storage.file_system import require_path
+from rmq_spark._core.storage.row_range import THREADS_ROWS_MIN
 from rmq_spark._core.storage.seal import reading, require_count, require_row_groups, require_seal
 from rmq_spark._core.storage.store_errors import require_resources
 

@@ -24,7 +24,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.fs import DeltaStorageHandler
 
 from rmq_spark._core.storage.delta_table import DeltaLogTable
-from rmq_spark._core.storage.files import filesystem
+from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.storage.location import is_uri
 from rmq_spark._core.storage.store_errors import denied, is_denied, plainly, require_resources
 from rmq_spark._core.vocabulary.redaction import cause_of, redacted, traceback_of

@@ -14,8 +14,9 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.selector.tree import Filter
-from rmq_spark._core.storage.files import DataFile, RowRange
+from rmq_spark._core.storage.data_file import DataFile
 from rmq_spark._core.storage.foreign_commits import Changed
+from rmq_spark._core.storage.row_range import RowRange
 
 ROW_GROUP_ROWS = 4_096
 """Rows of a row group of ``op``, which is sorted by version. A reader of the newest rows skips earlier row groups."""
@@ -131,7 +132,7 @@ class Table(Protocol):
     def read_range(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
     ) -> Iterator[tuple[int, pa.Table]]:
-        """Yield rows of one half file as :func:`rmq_spark._core.storage.files.read_range` does."""
+        """Yield rows of one half file as :func:`rmq_spark._core.storage.row_range.read_range` does."""
 
     def compare_and_set(
         self, propose: Callable[[int], Change | None], landed: Callable[[Change], bool]
