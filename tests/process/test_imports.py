@@ -19,6 +19,7 @@ LIGHT = (
     "import rmq_spark._core.storage.row_range",
     "import rmq_spark._core.log.half",
     "import rmq_spark._core.log.op",
+    "import rmq_spark._core.log.batch_state",
     "import rmq_spark._core.messages.reader",
     "import rmq_spark._core.messages.files",
     "import rmq_spark.listeners",

@@ -36,6 +36,7 @@ _LIVES_IN = {
     "rmq_spark._core.listeners.listener": "CommitOncePrepared NO_LISTENER_FENCE Verdicts load_listener",
     "rmq_spark._core.log": "follower=op_reader half half_store=half_table ledger=op_table marking=mark op_merge",
     "rmq_spark._core.log.archive": "Archived ArchivedDecision",
+    "rmq_spark._core.log.batch_state": "BatchState RowState",
     "rmq_spark._core.log.groups": "Place Session",
     "rmq_spark._core.log.half": (
         "HALF_SCHEMA HALF_STATS_COLUMNS=STATS_COLUMNS HalfFile HalfHeader HalfWriter Naming batch_name half_id_of "
@@ -43,9 +44,7 @@ _LIVES_IN = {
     ),
     "rmq_spark._core.inspect.overview": "pending_table=pending",
     "rmq_spark._core.log.half_table": "HalfRecord HalfTable Staged",
-    "rmq_spark._core.log.op": (
-        "BatchState Kind OP_SCHEMA OP_STATS_COLUMNS=STATS_COLUMNS OpRow RowState Who op_table=to_table"
-    ),
+    "rmq_spark._core.log.op": "Kind OP_SCHEMA OP_STATS_COLUMNS=STATS_COLUMNS OpRow Who op_table=to_table",
     "rmq_spark._core.log.op_table": "AnsweredCheck Decided Decision Ledger Placed RolledBack",
     "rmq_spark._core.log.prepared_batches": "PreparedBatches",
     "rmq_spark._core.log.second_look": "BELIEVED_S LOOK_INTERVAL_S",

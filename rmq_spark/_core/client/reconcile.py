@@ -41,8 +41,9 @@ from rmq_spark._core.client.backup import manifest_of
 from rmq_spark._core.client.input import message_list
 from rmq_spark._core.inspect.history import kept_batches
 from rmq_spark._core.listeners.listener import CommitOncePrepared, ExecutedAttempt, TransactionListener
+from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.log.half import HalfHeader, HalfWriter, Naming
-from rmq_spark._core.log.op import Kind, RowState, Who
+from rmq_spark._core.log.op import Kind, Who
 from rmq_spark._core.protocol.identity import ID_FILE, input_hash_of
 from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.storage.file_system import filesystem

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.archive import Archived
+from rmq_spark._core.log.batch_state import BatchState, FileState
 from rmq_spark._core.log.half import (
     FIRST,
     HALF_SCHEMA,
@@ -28,7 +29,6 @@ from rmq_spark._core.log.half import (
     names_of,
     together,
 )
-from rmq_spark._core.log.op import BatchState, FileState
 from rmq_spark._core.log.prepared_batches import PreparedBatches
 from rmq_spark._core.log.shared_files import SharedFiles, counted
 from rmq_spark._core.selector.tree import Filter

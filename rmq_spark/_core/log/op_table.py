@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
 from datetime import datetime, timedelta, timezone
 
+from rmq_spark._core.log.batch_state import COMMITTED_STATES, OPEN_STATES, ROLLED_BACK_STATES, BatchState, RowState
 from rmq_spark._core.log.half_table import HalfRecord, HalfTable
 from rmq_spark._core.log.key_order import Open
 from rmq_spark._core.log.mark import Marker
-from rmq_spark._core.log.op import STATS_COLUMNS, BatchState, Kind, OpRow, RowState, Who, to_table
+from rmq_spark._core.log.op import STATS_COLUMNS, Kind, OpRow, Who, to_table
 from rmq_spark._core.log.op_reader import OpReader
 from rmq_spark._core.log.op_view import Tails
 from rmq_spark._core.log.places import EPOCH, Piece, Placer, in_send_order
@@ -30,9 +31,6 @@ from rmq_spark.errors import HalfBatchLeftError, HalfBatchNotFoundError, StaleAt
 
 MARK_TRIES_MAX = 20
 """A mark that loses this many races is left to the next round, because it holds the lock of this handle meanwhile."""
-OPEN_STATES = (RowState.PENDING, RowState.QUARANTINED)
-COMMITTED_STATES = (RowState.COMMITTED, RowState.DECIDED)
-ROLLED_BACK_STATES = (RowState.ROLLED_BACK, RowState.ROLLED_BACK_BY_CHECK, RowState.ROLLED_BACK_BY_DISCARD)
 
 
 @value

@@ -13,9 +13,9 @@ from datetime import datetime, timezone
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.log.batch_state import BatchState, FileState, RowState
 from rmq_spark._core.log.half_table import HalfRecord, HalfTable
 from rmq_spark._core.log.key_order import KeyIndex, Open
-from rmq_spark._core.log.op import BatchState, FileState, RowState
 from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark._core.vocabulary.rows import (

@@ -21,8 +21,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.archive import DECISIONS_MAX, Archived, ArchivedDecision
+from rmq_spark._core.log.batch_state import RowState, rolled_back_as
 from rmq_spark._core.log.half import HEADER_COLUMNS
-from rmq_spark._core.log.op import Kind, OpRow, RowState, rolled_back_as
+from rmq_spark._core.log.op import Kind, OpRow
 from rmq_spark._core.log.op_rows import read_op
 from rmq_spark._core.log.op_view import of_kind, settled_rows
 from rmq_spark._core.messages.table import drained_up_to

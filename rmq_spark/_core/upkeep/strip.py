@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.log.half import HALF_SCHEMA, STATS_COLUMNS
 from rmq_spark._core.log.half_table import LargeFile
-from rmq_spark._core.log.op import RowState
 from rmq_spark._core.messages.table import drained_up_to
 from rmq_spark._core.storage.data_file import ROW_GROUP_ROWS
 from rmq_spark._core.storage.row_range import PAYLOAD_COLUMNS, RowRange
