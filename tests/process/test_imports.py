@@ -18,6 +18,7 @@ LIGHT = (
     "import rmq_spark._core.storage.data_file",
     "import rmq_spark._core.storage.row_range",
     "import rmq_spark._core.log.half",
+    "import rmq_spark._core.log.half_writer",
     "import rmq_spark._core.log.op",
     "import rmq_spark._core.log.batch_state",
     "import rmq_spark._core.messages.reader",

@@ -42,7 +42,8 @@ from rmq_spark._core.client.input import message_list
 from rmq_spark._core.inspect.history import kept_batches
 from rmq_spark._core.listeners.listener import CommitOncePrepared, ExecutedAttempt, TransactionListener
 from rmq_spark._core.log.batch_state import RowState
-from rmq_spark._core.log.half import HalfHeader, HalfWriter, Naming
+from rmq_spark._core.log.half_header import HalfHeader, Naming
+from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.log.op import Kind, Who
 from rmq_spark._core.protocol.identity import ID_FILE, input_hash_of
 from rmq_spark._core.protocol.send import TwoPhase

@@ -22,7 +22,8 @@ from rmq_spark._core.inspect.trace import Trace, TraceEvent, TraceKind, TracePla
 from rmq_spark._core.log.archive import Archived
 from rmq_spark._core.log.batch_state import BatchState, RowState, rolled_back_as
 from rmq_spark._core.log.damage import looks_again
-from rmq_spark._core.log.half import Segment, name_of
+from rmq_spark._core.log.half import Segment
+from rmq_spark._core.log.half_header import name_of
 from rmq_spark._core.log.half_table import HalfRecord
 from rmq_spark._core.log.op import Kind, OpRow
 from rmq_spark._core.vocabulary.ids import parse_message_id, parse_transaction_id

@@ -13,21 +13,16 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.log.archive import Archived
 from rmq_spark._core.log.batch_state import BatchState, FileState
-from rmq_spark._core.log.half import (
+from rmq_spark._core.log.half import HALF_SCHEMA, STATS_COLUMNS, HalfFile, HalfRows, Segment, together
+from rmq_spark._core.log.half_header import (
     FIRST,
-    HALF_SCHEMA,
     HEADER_COLUMNS,
-    STATS_COLUMNS,
-    HalfFile,
     HalfHeader,
-    HalfRows,
     Naming,
-    Segment,
     after_name,
     batch_name,
     name_of,
     names_of,
-    together,
 )
 from rmq_spark._core.log.prepared_batches import PreparedBatches
 from rmq_spark._core.log.shared_files import SharedFiles, counted

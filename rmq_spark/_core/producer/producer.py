@@ -27,7 +27,8 @@ from rmq_spark._core.listeners.listener import (
     require_listener,
     store_id_to_send,
 )
-from rmq_spark._core.log.half import HalfHeader, HalfWriter, Naming
+from rmq_spark._core.log.half_header import HalfHeader, Naming
+from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.log.single_messages import OneMessage
 from rmq_spark._core.producer.admission import Admission, InFlight, Keys, UnderWay
 from rmq_spark._core.producer.async_send import AsyncSends

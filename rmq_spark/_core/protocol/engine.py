@@ -16,8 +16,10 @@ from rmq_spark._core.log.archive import Archived
 from rmq_spark._core.log.batch_state import BatchState, RowState
 from rmq_spark._core.log.damage import looks_again
 from rmq_spark._core.log.groups import GroupTable
-from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfRows, HalfWriter
+from rmq_spark._core.log.half import HalfFile, HalfRows
+from rmq_spark._core.log.half_header import HalfHeader
 from rmq_spark._core.log.half_table import HalfRecord, HalfTable, PrepareError, Staged
+from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.log.input import require_known_topic
 from rmq_spark._core.log.op import Who
 from rmq_spark._core.log.op_table import AnsweredCheck, Decided, Decision, Ledger, Placed

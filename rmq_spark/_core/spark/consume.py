@@ -25,7 +25,8 @@ from rmq_spark._core.consumers.retry import (
 )
 from rmq_spark._core.consumers.send import own_header, own_writers, send_each
 from rmq_spark._core.listeners.listener import CommitOncePrepared
-from rmq_spark._core.log.half import HalfFile, HalfWriter
+from rmq_spark._core.log.half import HalfFile
+from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.identity import Identity, identity_of
 from rmq_spark._core.protocol.own_sends import dead_name

@@ -18,7 +18,9 @@ from rmq_spark._core.listeners.listener import (
     require_transactions_for,
     store_id_to_send,
 )
-from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfWriter, Naming
+from rmq_spark._core.log.half import HalfFile
+from rmq_spark._core.log.half_header import HalfHeader, Naming
+from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.protocol.identity import Identity, identity_of, run_of
 from rmq_spark._core.protocol.limits import PendingLimits
 from rmq_spark._core.protocol.outcome import Outcome

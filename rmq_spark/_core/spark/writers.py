@@ -19,7 +19,9 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from rmq_spark._core.listeners.listener import TransactionListener, store_id_to_send
-from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfWriter, Naming
+from rmq_spark._core.log.half import HalfFile
+from rmq_spark._core.log.half_header import HalfHeader, Naming
+from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.protocol.identity import Lineage, known_query_id, lineage_of, read_checkpoint, require_same_log
 from rmq_spark._core.protocol.limits import PendingGuard
 from rmq_spark._core.runtime.spans import sending_batch

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.log.archive import DECISIONS_MAX, Archived, ArchivedDecision
 from rmq_spark._core.log.batch_state import RowState, rolled_back_as
-from rmq_spark._core.log.half import HEADER_COLUMNS
+from rmq_spark._core.log.half_header import HEADER_COLUMNS
 from rmq_spark._core.log.op import Kind, OpRow
 from rmq_spark._core.log.op_rows import read_op
 from rmq_spark._core.log.op_view import of_kind, settled_rows

@@ -77,7 +77,9 @@ from tests.support.inside import (
     TwoPhase,
     commit_loop,
     drain,
+    half_header,
     half_store,
+    half_writer,
     marking,
     name_of,
     op_merge,
@@ -86,7 +88,6 @@ from tests.support.inside import (
     stripping,
     two_phase,
 )
-from tests.support.inside import half as half_module
 from tests.support.inside import ledger as ledger_module
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 from tests.torture.simulate import scheduler, store
@@ -1587,7 +1588,7 @@ def _any_time() -> Iterator[None]:
     def unbounded(table: pa.Table, name: str) -> pa.ChunkedArray:
         return incoming.column_of(table, name, TIMESTAMP)
 
-    with replaced((half_module, "times_of", unbounded), (incoming, "times_of", unbounded)):
+    with replaced((half_writer, "times_of", unbounded), (incoming, "times_of", unbounded)):
         yield
 
 
@@ -1698,7 +1699,7 @@ def _woken_by_a_lease() -> AbstractContextManager[None]:
 
 
 def _identity_again() -> AbstractContextManager[None]:
-    return replaced((half_module, "new_half_id", lambda app_id, batch_id, *_: half_module.batch_name(app_id, batch_id)))
+    return replaced((half_header, "new_half_id", lambda app_id, batch_id, *_: half_header.batch_name(app_id, batch_id)))
 
 
 def _renamed(rename: Callable[[ProcessQueue, pa.Table, Sequence[str], bool], Sequence[str]]) -> Patch:
