@@ -56,7 +56,7 @@ from rmq_spark._core.vocabulary.verdicts import BATCH
 from rmq_spark.errors import HalfBatchLeftError, ListenerError, OptionError, TxmqError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.log.half_table import HalfRecord
+    from rmq_spark._core.log.half_record import HalfRecord
     from rmq_spark._core.protocol.engine import Engine
     from rmq_spark._core.vocabulary.rows import RowSet
 

@@ -11,7 +11,8 @@ from dataclasses import field, replace
 from datetime import datetime, timedelta, timezone
 
 from rmq_spark._core.log.batch_state import COMMITTED_STATES, OPEN_STATES, ROLLED_BACK_STATES, BatchState, RowState
-from rmq_spark._core.log.half_table import HalfRecord, HalfTable
+from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.key_order import Open
 from rmq_spark._core.log.mark import Marker
 from rmq_spark._core.log.op import STATS_COLUMNS, Kind, OpRow, Who, to_table

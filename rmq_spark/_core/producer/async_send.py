@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rmq_spark._core.listeners.listener import CommitOncePrepared
-from rmq_spark._core.log.half_table import HalfRecord
+from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op_table import Decided
 from rmq_spark._core.log.single_messages import OneMessage
 from rmq_spark._core.producer.admission import Admission

@@ -18,7 +18,8 @@ from rmq_spark._core.log.damage import looks_again
 from rmq_spark._core.log.groups import GroupTable
 from rmq_spark._core.log.half import HalfFile, HalfRows
 from rmq_spark._core.log.half_header import HalfHeader
-from rmq_spark._core.log.half_table import HalfRecord, HalfTable, PrepareError, Staged
+from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.log.input import require_known_topic
 from rmq_spark._core.log.op import Who
@@ -26,6 +27,7 @@ from rmq_spark._core.log.op_table import AnsweredCheck, Decided, Decision, Ledge
 from rmq_spark._core.log.op_view import Tails
 from rmq_spark._core.log.placements import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.log.second_look import doubt_s
+from rmq_spark._core.log.staged_batches import PrepareError, Staged
 from rmq_spark._core.log.tables import LogTables
 from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.log.walk import walk_placements

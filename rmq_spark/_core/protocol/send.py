@@ -34,7 +34,7 @@ from rmq_spark._core.listeners.listener import (
 from rmq_spark._core.log.batch_state import BatchState, RowState
 from rmq_spark._core.log.half import HalfFile, HalfRows
 from rmq_spark._core.log.half_header import HalfHeader
-from rmq_spark._core.log.half_table import HalfRecord
+from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op import Who
 from rmq_spark._core.log.single_messages import OneMessage
 from rmq_spark._core.protocol.engine import Engine

@@ -72,13 +72,13 @@ from tests.support.inside import (
     RowRange,
     RowSet,
     RowState,
+    Shared,
     Staged,
     Stripper,
     TwoPhase,
     commit_loop,
     drain,
     half_header,
-    half_store,
     half_writer,
     marking,
     name_of,
@@ -1368,7 +1368,7 @@ SHARED = {"threads": 3, "crash": 0.0, "pause": 0.0, "switch": 0.6, "zombies": 0.
     **SHARED | {"zombies": 0.5}, streams=0, senders=3, rivals=True, rows=2, batches=3, checkers=1, listener="fenced",
 )  # fmt: skip
 def _stays_in_the_file() -> Iterator[None]:
-    prepare, written = HalfTable.prepare, half_store._Shared.written
+    prepare, written = HalfTable.prepare, Shared.written
     staged: list[Any] = []
 
     def noted(self: HalfTable, some: Sequence[Any], *arguments: Any) -> Any:
@@ -1379,7 +1379,7 @@ def _stays_in_the_file() -> Iterator[None]:
         files = written(self, list(staged))
         return {batch.header.half_id: files[batch.header.half_id] for batch in chosen}
 
-    with replaced((HalfTable, "prepare", noted), (half_store._Shared, "written", with_all)):
+    with replaced((HalfTable, "prepare", noted), (Shared, "written", with_all)):
         yield
 
 
