@@ -35,10 +35,12 @@ _LIVES_IN = {
     "rmq_spark._core.listeners.half_batch": "normalize_verdicts",
     "rmq_spark._core.listeners.listener": "CommitOncePrepared NO_LISTENER_FENCE Verdicts load_listener",
     "rmq_spark._core.log": (
-        "follower=op_reader half half_header half_store=half_table half_writer ledger=op_table marking=mark op_merge"
+        "decision_module=decision follower=op_reader half half_header half_store=half_table half_writer "
+        "ledger=op_table marking=mark op_merge"
     ),
     "rmq_spark._core.log.archive": "Archived ArchivedDecision",
     "rmq_spark._core.log.batch_state": "BatchState RowState",
+    "rmq_spark._core.log.decision": "AnsweredCheck Decided Decision Placed RolledBack",
     "rmq_spark._core.log.groups": "Place Session",
     "rmq_spark._core.log.half": "HALF_SCHEMA HALF_STATS_COLUMNS=STATS_COLUMNS HalfFile",
     "rmq_spark._core.log.half_header": "HalfHeader Naming batch_name half_id_of name_of new_half_id",
@@ -47,7 +49,7 @@ _LIVES_IN = {
     "rmq_spark._core.log.half_table": "HalfTable",
     "rmq_spark._core.log.half_writer": "HalfWriter",
     "rmq_spark._core.log.op": "Kind OP_SCHEMA OP_STATS_COLUMNS=STATS_COLUMNS OpRow Who op_table=to_table",
-    "rmq_spark._core.log.op_table": "AnsweredCheck Decided Decision Ledger Placed RolledBack",
+    "rmq_spark._core.log.op_table": "Ledger",
     "rmq_spark._core.log.prepared_batches": "PreparedBatches",
     "rmq_spark._core.log.second_look": "BELIEVED_S LOOK_INTERVAL_S",
     "rmq_spark._core.log.staged_batches": "Shared Staged",

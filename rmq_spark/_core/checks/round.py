@@ -41,9 +41,9 @@ from rmq_spark._core.listeners.listener import (
     store_id_of,
 )
 from rmq_spark._core.log.batch_state import BatchState, RowState
+from rmq_spark._core.log.decision import TOO_LATE, AnsweredCheck, Decision
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op import Who
-from rmq_spark._core.log.op_table import TOO_LATE, AnsweredCheck, Decision
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.half_batch import Split, split_by_verdict
 from rmq_spark._core.runtime.runtime import Runtime

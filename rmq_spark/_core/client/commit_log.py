@@ -21,8 +21,8 @@ from rmq_spark._core.inspect import overview, story
 from rmq_spark._core.inspect.trace import Trace
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.batch_state import RowState
+from rmq_spark._core.log.decision import Placed
 from rmq_spark._core.log.op import Who
-from rmq_spark._core.log.op_table import Placed
 from rmq_spark._core.log.tables import LogTables
 from rmq_spark._core.messages.drain import drain
 from rmq_spark._core.messages.reader import read_topic

@@ -15,6 +15,7 @@ from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.archive import Archived
 from rmq_spark._core.log.batch_state import BatchState, RowState
 from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.log.decision import AnsweredCheck, Decided, Decision, Placed
 from rmq_spark._core.log.groups import GroupTable
 from rmq_spark._core.log.half import HalfFile, HalfRows
 from rmq_spark._core.log.half_header import HalfHeader
@@ -23,7 +24,7 @@ from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.log.input import require_known_topic
 from rmq_spark._core.log.op import Who
-from rmq_spark._core.log.op_table import AnsweredCheck, Decided, Decision, Ledger, Placed
+from rmq_spark._core.log.op_table import Ledger
 from rmq_spark._core.log.op_view import Tails
 from rmq_spark._core.log.placements import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.log.second_look import doubt_s

@@ -32,6 +32,7 @@ from rmq_spark._core.log import places as placing
 from rmq_spark._core.log import second_look
 from rmq_spark._core.log.key_order import KeyIndex, Open
 from rmq_spark._core.log.mark import Marker
+from rmq_spark._core.log.new_op_rows import rows_for
 from rmq_spark._core.log.op_reader import OpReader
 from rmq_spark._core.log.op_view import OpView
 from rmq_spark._core.log.places import Placer
@@ -52,6 +53,7 @@ from tests.support.inside import (
     Change,
     Checker,
     Decide,
+    Decision,
     Drained,
     Drainer,
     Engine,
@@ -77,6 +79,7 @@ from tests.support.inside import (
     Stripper,
     TwoPhase,
     commit_loop,
+    decision_module,
     drain,
     half_header,
     half_writer,
@@ -445,7 +448,11 @@ def _stale_tails() -> Iterator[None]:
 # ---------------------------------------------------------------- decisions
 def _loose(waiting: Callable[[BatchState, RowSet, int, Any], RowSet]) -> AbstractContextManager[Any]:
     """Decisions that refuse nothing, for these rows."""
-    return replaced((ledger_module, "_against", lambda *_: NO_ROWS), (ledger_module, "_undecided", waiting))
+    return replaced(
+        (ledger_module, "against", lambda *_: NO_ROWS),
+        (decision_module, "against", lambda *_: NO_ROWS),
+        (decision_module, "_undecided", waiting),
+    )
 
 
 @mutant(
@@ -501,7 +508,7 @@ def _discard_decided() -> Iterator[None]:
         self: Ledger, record: Any, attempt: int, rows: Any, who: Any, reason: Any, checks_min: int = 0
     ) -> None:
         rows = RowSet(rows)
-        self.append(lambda: ledger_module._rows_for(Kind.QUARANTINE, record, rows, attempt, who, reason))
+        self.append(lambda: rows_for(Kind.QUARANTINE, record, rows, attempt, who, reason))
 
     with replaced((Ledger, "quarantine", quarantine)):
         yield
@@ -525,11 +532,16 @@ def _discard_decided() -> Iterator[None]:
     clock_steps=False,
 )
 def _attempt_unchecked() -> Iterator[None]:
-    against, undecided = ledger_module._against, ledger_module._undecided
+    against, undecided = decision_module.against, decision_module._undecided
     any_attempt: Any = None
+
+    def against_any(state: BatchState, decision: Decision, verdict: Any) -> RowSet:
+        return against(state, replace(decision, attempt=any_attempt), verdict)
+
     with replaced(
-        (ledger_module, "_against", lambda state, d, v: against(state, replace(d, attempt=any_attempt), v)),
-        (ledger_module, "_undecided", lambda state, rows, _, verdict: undecided(state, rows, any_attempt, verdict)),
+        (ledger_module, "against", against_any),
+        (decision_module, "against", against_any),
+        (decision_module, "_undecided", lambda state, rows, _, verdict: undecided(state, rows, any_attempt, verdict)),
     ):
         yield
 
