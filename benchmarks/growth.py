@@ -31,11 +31,14 @@ from benchmarks.report import Pairs, publish
 from benchmarks.spark import median_ms, session
 from benchmarks.throughput import SMALL_BATCHES, SMALL_ROWS, WARM_UP, stream, txmq_writer, write_input
 from rmq_spark._core.listeners.listener import CommitOncePrepared
-from rmq_spark._core.log.half import HalfHeader, HalfWriter, Naming, batch_name
-from rmq_spark._core.log.half_table import HalfRecord, Staged
-from rmq_spark._core.log.op import RowState, Who
-from rmq_spark._core.log.op_table import Decision
+from rmq_spark._core.log.batch_state import RowState
+from rmq_spark._core.log.decision import Decision
+from rmq_spark._core.log.half_header import HalfHeader, Naming, batch_name
+from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.log.half_writer import HalfWriter
+from rmq_spark._core.log.op import Who
 from rmq_spark._core.log.single_messages import OneMessage, arrange
+from rmq_spark._core.log.staged_batches import Staged
 from rmq_spark._core.upkeep.leave import Graces
 from rmq_spark._core.upkeep.schedule import maintain
 from rmq_spark._core.vocabulary.rows import NO_ROWS

@@ -9,7 +9,7 @@ from rmq_spark._core.lazy import public
 if TYPE_CHECKING:
     from rmq_spark._core.client.commit_log import CommitLog as CommitLog
     from rmq_spark._core.inspect.trace import Trace as Trace
-    from rmq_spark._core.log.op import RowState as RowState
+    from rmq_spark._core.log.batch_state import RowState as RowState
     from rmq_spark._core.log.op import Who as Who
     from rmq_spark._core.upkeep.schedule import MaintenanceReport as MaintenanceReport
 
@@ -18,7 +18,8 @@ __getattr__, __dir__, __all__ = public(
     {
         "client.commit_log": "CommitLog",
         "inspect.trace": "Trace",
-        "log.op": "RowState Who",
+        "log.batch_state": "RowState",
+        "log.op": "Who",
         "upkeep.schedule": "MaintenanceReport",
     },
 )

@@ -27,9 +27,11 @@ from rmq_spark._core.messages.table import MESSAGES_SCHEMA
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.selector.tree import Filter
-from rmq_spark._core.storage.files import DataFile, RowRange, read_range, write_table
+from rmq_spark._core.storage.compare_and_set import compare_and_set
+from rmq_spark._core.storage.data_file import DataFile, write_table
 from rmq_spark._core.storage.foreign_commits import Changed
-from rmq_spark._core.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema, bounds_of, compare_and_set
+from rmq_spark._core.storage.row_range import RowRange, read_range
+from rmq_spark._core.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema, bounds_of
 from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
 
 __all__ = ["InMemoryCommitLog", "MemoryTable", "Runtime"]

@@ -14,9 +14,9 @@ from pyarrow.fs import FileSelector, LocalFileSystem
 
 from rmq_spark._core.listeners.listener import NO_LISTENER_FENCE
 from rmq_spark._core.report.finding import Finding, Level
+from rmq_spark._core.storage.foreign_commits import foreign_change
 from rmq_spark._core.storage.location import is_uri
 from rmq_spark._core.storage.store_errors import is_denied
-from rmq_spark._core.storage.table import foreign_change
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX, DRAIN_EVERY_S, INT64_MAX, TRANSACTION_TIMEOUT_S
 from rmq_spark._core.vocabulary.text import count_of

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rmq_spark._core.log.op import BatchState
-from rmq_spark._core.log.op_table import COMMITTED_STATES, OPEN_STATES, ROLLED_BACK_STATES, Placed
+from rmq_spark._core.log.batch_state import COMMITTED_STATES, OPEN_STATES, ROLLED_BACK_STATES, BatchState
+from rmq_spark._core.log.decision import Placed
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.bodies import peek
 from rmq_spark.cli.command import path_to_type, sentence_of

@@ -20,7 +20,7 @@ from deltalake import DeltaTable
 
 from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark._core.client.backup import MANIFEST, SWITCH, finish
-from rmq_spark._core.storage.table import CHECKPOINT_INTERVAL
+from rmq_spark._core.storage.delta_table import CHECKPOINT_INTERVAL
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, ForeignChangeError, OptionError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock

@@ -16,7 +16,7 @@ import pytest
 from rmq_spark import CommitLog
 from rmq_spark._core.log import op as op_module
 from rmq_spark._core.messages import files as message_files
-from rmq_spark._core.storage.files import FEW_ROWS
+from rmq_spark._core.storage.data_file import FEW_ROWS
 from rmq_spark.errors import CorruptLogError
 from tests.support.half_batches import (
     another,
@@ -31,16 +31,7 @@ from tests.support.half_batches import (
     roll_back,
     split,
 )
-from tests.support.inside import (
-    MESSAGES_SCHEMA,
-    PROPERTIES,
-    SOURCE_SCHEMA,
-    Change,
-    DataFile,
-    Table,
-    Who,
-    drain,
-)
+from tests.support.inside import MESSAGES_SCHEMA, PROPERTIES, SOURCE_SCHEMA, Change, DataFile, Table, Who, drain
 from tests.support.limits import set_limits
 from tests.support.meanwhile import at, seen_at
 

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 from rmq_spark._core.log.half import FOOTER_COLUMNS
 from rmq_spark._core.log.input import require_message_columns
-from rmq_spark._core.storage.files import require_path
+from rmq_spark._core.storage.file_system import require_path
 from rmq_spark._core.storage.moved_files import HalfFiles
+from rmq_spark._core.storage.row_range import KEPT
 from rmq_spark.errors import CorruptLogError, LostFileError, MessageError, TopicNotFoundError
 from tests.support.half_batches import header_of
 from tests.support.inside import (
@@ -36,7 +37,6 @@ from tests.support.inside import (
     runs,
 )
 from tests.support.inside import HALF_STATS_COLUMNS as STATS_COLUMNS
-from tests.support.inside import files as files_module
 from tests.support.limits import set_limits
 
 LOCAL = pafs.LocalFileSystem()
@@ -457,7 +457,7 @@ def bytes_read(
     ranges = (rows or (0, file.data.rows - 1),)
     wanted = RowRange(path or file.data.path, file.half_id, file.file_no, file.data.rows, ranges)
     for _, part in read_range(counted, str(folder), wanted, ["body", "keys"], where):  # type: ignore[arg-type]
-        kept += part.num_rows if where is None else pc.sum(part[files_module.KEPT]).as_py()
+        kept += part.num_rows if where is None else pc.sum(part[KEPT]).as_py()
     return counted.bytes, kept
 
 

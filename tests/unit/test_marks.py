@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark._core.storage.table import COMMIT_TRIES_MAX
+from rmq_spark._core.storage.compare_and_set import COMMIT_TRIES_MAX
 from rmq_spark.errors import CorruptLogError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock

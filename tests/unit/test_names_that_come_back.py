@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
-from rmq_spark._core.log.half import names_of
+from rmq_spark._core.log.half_header import names_of
 from rmq_spark._core.vocabulary.ids import parse_message_id, parse_transaction_id
 from rmq_spark.errors import HalfBatchNotFoundError
 from rmq_spark.producer import TransactionSendResult

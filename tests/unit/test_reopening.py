@@ -27,7 +27,7 @@ from rmq_spark.errors import (
     UnreachableStoreError,
 )
 from tests.support.half_batches import bodies, commit, make_log, prepare, roll_back
-from tests.support.inside import OP_SCHEMA, SINK_OPTIONS, DeltaLogTable, Options, SinkSettings
+from tests.support.inside import OP_SCHEMA, SINK_OPTIONS, DeltaEntries, DeltaLogTable, Options, SinkSettings
 
 
 @pytest.fixture(scope="module")
@@ -263,27 +263,44 @@ def test_threads_that_share_a_handle_all_hear_of_a_failed_opening_and_all_come_b
 # ---------------------------------------------------------------- seeded bugs
 # The simulation's tables are never opened: it cannot see these.
 @pytest.mark.parametrize(
-    ("story", "method", "bug"),
+    ("story", "patched", "method", "bug"),
     [
         (
             test_a_store_that_fails_while_half_opens_in_the_background_is_asked_again_at_the_next_use,
+            DeltaLogTable,
             "_lose",
             lambda self: None,
         ),
-        (test_an_entry_that_was_damaged_for_a_moment_does_not_poison_a_handle, "_lose", lambda self: None),
-        (test_a_log_that_was_removed_has_no_topics_any_more, "_goes_on", lambda self, before, version: True),
-        (test_a_table_that_was_set_back_is_not_read_on_by_who_has_seen_more, "_require_same", lambda self, table: None),
+        (
+            test_an_entry_that_was_damaged_for_a_moment_does_not_poison_a_handle,
+            DeltaLogTable,
+            "_lose",
+            lambda self: None,
+        ),
+        (
+            test_a_log_that_was_removed_has_no_topics_any_more,
+            DeltaEntries,
+            "goes_on",
+            lambda self, before, version: True,
+        ),
+        (
+            test_a_table_that_was_set_back_is_not_read_on_by_who_has_seen_more,
+            DeltaLogTable,
+            "_require_same",
+            lambda self, table: None,
+        ),
     ],
     ids=["the failure is kept", "the damage is kept", "an empty folder has no news", "any table is the same"],
 )
 def test_a_seeded_bug_is_noticed(
     story: Callable[[Path], None],
+    patched: type,
     method: str,
     bug: Callable[..., object],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(DeltaLogTable, method, bug)
+    monkeypatch.setattr(patched, method, bug)
     with pytest.raises((AssertionError, TxmqError, pytest.fail.Exception)):
         story(folder)
 

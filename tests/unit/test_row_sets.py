@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rmq_spark._core.log.op import FileState
+from rmq_spark._core.log.batch_state import FileState
 from rmq_spark._core.log.op_rows import validate_op
 from rmq_spark._core.vocabulary.rows import bits_of, ranges_count
 from rmq_spark.errors import CorruptLogError

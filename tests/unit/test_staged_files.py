@@ -10,7 +10,7 @@ import pyarrow.fs as pafs
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark._core.storage.table import STAGED_UNSEEN_S
+from rmq_spark._core.storage.compare_and_set import STAGED_UNSEEN_S
 from rmq_spark.errors import LostFileError, LostStagedFileError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock

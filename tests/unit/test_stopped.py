@@ -23,7 +23,9 @@ from tests.support.half_batches import another, commit, let_leave, make_log, pre
 from tests.support.inside import Planner, Positions, Subscription, op_merge
 
 PRODUCT = str(Path(txmq.__file__).parent)
-FILES = ("_core/storage/table.py", "_core/log/op.py")
+TABLES = "storage/compare_and_set storage/delta_entries storage/delta_table storage/file_reader storage/table "
+TABLES += "log/batch_state log/op"
+FILES = tuple(f"_core/{name}.py" for name in TABLES.split())
 READING = tuple(f"{PRODUCT}/_core/{room}/" for room in "storage log messages protocol upkeep inspect client".split())
 
 

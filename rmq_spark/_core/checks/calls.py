@@ -9,8 +9,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from rmq_spark._core.listeners.half_batch import HalfBatch
-from rmq_spark._core.log.half_table import HalfRecord
-from rmq_spark._core.log.op import BatchState
+from rmq_spark._core.log.batch_state import BatchState
+from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.vocabulary.redaction import sentence_of, traceback_of
 from rmq_spark._core.vocabulary.rows import RowSet

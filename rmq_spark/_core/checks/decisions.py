@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pyarrow as pa
 
 from rmq_spark._core.listeners.half_batch import HalfBatch
-from rmq_spark._core.log.op_table import Decided, Decision
+from rmq_spark._core.log.decision import Decided, Decision
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.spans import settling
 from rmq_spark.logs import of_batch

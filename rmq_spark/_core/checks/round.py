@@ -40,16 +40,15 @@ from rmq_spark._core.listeners.listener import (
     require_same_fence,
     store_id_of,
 )
-from rmq_spark._core.log.half_table import HalfRecord
-from rmq_spark._core.log.op import BatchState, RowState, Who
-from rmq_spark._core.log.op_table import TOO_LATE, AnsweredCheck, Decision
+from rmq_spark._core.log.batch_state import BatchState, RowState
+from rmq_spark._core.log.decision import TOO_LATE, AnsweredCheck, Decision
+from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.log.op import Who
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.half_batch import Split, split_by_verdict
 from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.runtime.spans import tracing
-from rmq_spark._core.vocabulary.options import (
-    CLOCK_SKEW_S_MAX,
-)
+from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
 from rmq_spark._core.vocabulary.redaction import sentence_of, traceback_of
 from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet
 from rmq_spark._core.vocabulary.verdicts import (

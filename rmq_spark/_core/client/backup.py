@@ -43,9 +43,9 @@ from rmq_spark._core.log.walk import rows_above
 from rmq_spark._core.messages.drain import OP_ROWS_MAX
 from rmq_spark._core.messages.table import drained_up_to
 from rmq_spark._core.storage.copy import LOG, LOG_FILE, FileGoneError, Folder, Pin, pin
+from rmq_spark._core.storage.foreign_commits import require_own
 from rmq_spark._core.storage.location import is_uri, location
 from rmq_spark._core.storage.stores import reaching, require_storage_options
-from rmq_spark._core.storage.table import require_own
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LostFileError, OptionError
 

@@ -20,16 +20,17 @@ from rmq_spark._core.client.tables import (
 from rmq_spark._core.inspect import overview, story
 from rmq_spark._core.inspect.trace import Trace
 from rmq_spark._core.listeners.half_batch import HalfBatch
-from rmq_spark._core.log.op import RowState, Who
-from rmq_spark._core.log.op_table import Placed
+from rmq_spark._core.log.batch_state import RowState
+from rmq_spark._core.log.decision import Placed
+from rmq_spark._core.log.op import Who
 from rmq_spark._core.log.tables import LogTables
 from rmq_spark._core.messages.drain import drain
 from rmq_spark._core.messages.reader import read_topic
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
+from rmq_spark._core.storage.delta_table import DeltaLogTable
 from rmq_spark._core.storage.location import location
 from rmq_spark._core.storage.stores import reaching, require_put_if_absent, require_storage_options
-from rmq_spark._core.storage.table import DeltaLogTable
 from rmq_spark._core.upkeep import merge as maintenance
 from rmq_spark._core.upkeep import schedule as upkeep
 from rmq_spark._core.upkeep.leave import Graces

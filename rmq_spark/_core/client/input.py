@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pyarrow as pa
 
-from rmq_spark._core.log.half import HalfWriter
+from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.log.single_messages import OneMessage
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.group_commit import Stageable

@@ -41,11 +41,13 @@ from rmq_spark._core.client.backup import manifest_of
 from rmq_spark._core.client.input import message_list
 from rmq_spark._core.inspect.history import kept_batches
 from rmq_spark._core.listeners.listener import CommitOncePrepared, ExecutedAttempt, TransactionListener
-from rmq_spark._core.log.half import HalfHeader, HalfWriter, Naming
-from rmq_spark._core.log.op import Kind, RowState, Who
+from rmq_spark._core.log.batch_state import RowState
+from rmq_spark._core.log.half_header import HalfHeader, Naming
+from rmq_spark._core.log.half_writer import HalfWriter
+from rmq_spark._core.log.op import Kind, Who
 from rmq_spark._core.protocol.identity import ID_FILE, input_hash_of
 from rmq_spark._core.protocol.send import TwoPhase
-from rmq_spark._core.storage.files import filesystem
+from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.vocabulary.message import to_table
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S, FENCE_RETENTION_S_MIN, IDEMPOTENCY_S
 from rmq_spark._core.vocabulary.redaction import cause_of, sentence_of
@@ -54,7 +56,7 @@ from rmq_spark._core.vocabulary.verdicts import BATCH
 from rmq_spark.errors import HalfBatchLeftError, ListenerError, OptionError, TxmqError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.log.half_table import HalfRecord
+    from rmq_spark._core.log.half_record import HalfRecord
     from rmq_spark._core.protocol.engine import Engine
     from rmq_spark._core.vocabulary.rows import RowSet
 

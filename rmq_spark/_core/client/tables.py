@@ -16,9 +16,10 @@ from rmq_spark._core.log.topics import TOPICS_SCHEMA
 from rmq_spark._core.messages import table as messages
 from rmq_spark._core.messages.table import MESSAGES_SCHEMA
 from rmq_spark._core.runtime.failpoints import reach
+from rmq_spark._core.storage.delta_table import DeltaLogTable
 from rmq_spark._core.storage.location import is_uri
 from rmq_spark._core.storage.stores import reaching
-from rmq_spark._core.storage.table import DeltaLogTable, Table
+from rmq_spark._core.storage.table import Table
 from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
 from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LogFormatError, NotACommitLogError, StorageError

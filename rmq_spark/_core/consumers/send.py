@@ -16,11 +16,15 @@ from collections.abc import Collection, Sequence
 import pyarrow as pa
 
 from rmq_spark._core.listeners.listener import CommitOncePrepared
-from rmq_spark._core.log.half import HalfHeader, HalfRows, HalfWriter, Naming, name_of
-from rmq_spark._core.log.half_table import HalfRecord, Staged
-from rmq_spark._core.log.op import RowState, Who
-from rmq_spark._core.log.op_table import Decision
+from rmq_spark._core.log.batch_state import RowState
+from rmq_spark._core.log.decision import Decision
+from rmq_spark._core.log.half import HalfRows
+from rmq_spark._core.log.half_header import HalfHeader, Naming, name_of
+from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.log.half_writer import HalfWriter
+from rmq_spark._core.log.op import Who
 from rmq_spark._core.log.single_messages import rows_of_each
+from rmq_spark._core.log.staged_batches import Staged
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.group_commit import AT_ONCE_MAX
 from rmq_spark._core.protocol.identity import Identity

@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.inspect.story import COUNTED, chosen_rows, trace
 from rmq_spark._core.inspect.trace import Trace, TracePlace
-from rmq_spark._core.log.half_table import HalfRecord
+from rmq_spark._core.log.batch_state import RowState
+from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.input import require_known_topic
-from rmq_spark._core.log.op import RowState
 from rmq_spark._core.log.placements import Placements
 from rmq_spark._core.messages.reader import read_ranges
 from rmq_spark._core.messages.table import SOURCE_SCHEMA

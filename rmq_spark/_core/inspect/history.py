@@ -22,7 +22,8 @@ from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark.errors import TxmqError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.log.op import BatchState, OpRow
+    from rmq_spark._core.log.batch_state import BatchState
+    from rmq_spark._core.log.op import OpRow
     from rmq_spark._core.protocol.engine import Engine
 
 TOLD = (*SETTLING, Kind.REOPEN, Kind.CHECK)

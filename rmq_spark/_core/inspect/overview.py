@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.log.batch_state import BatchState, RowState
 from rmq_spark._core.log.damage import looks_again
-from rmq_spark._core.log.half_table import HalfRecord
-from rmq_spark._core.log.op import BatchState, Kind, RowState
+from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.log.op import Kind
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark.errors import HalfBatchLeftError
 

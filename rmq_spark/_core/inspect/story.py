@@ -20,10 +20,12 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.inspect.trace import Trace, TraceEvent, TraceKind, TracePlace
 from rmq_spark._core.log.archive import Archived
+from rmq_spark._core.log.batch_state import BatchState, RowState, rolled_back_as
 from rmq_spark._core.log.damage import looks_again
-from rmq_spark._core.log.half import Segment, name_of
-from rmq_spark._core.log.half_table import HalfRecord
-from rmq_spark._core.log.op import BatchState, Kind, OpRow, RowState, rolled_back_as
+from rmq_spark._core.log.half import Segment
+from rmq_spark._core.log.half_header import name_of
+from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.log.op import Kind, OpRow
 from rmq_spark._core.vocabulary.ids import parse_message_id, parse_transaction_id
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
 from rmq_spark._core.vocabulary.remedy import LIST_PENDING

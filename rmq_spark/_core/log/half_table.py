@@ -2,117 +2,37 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.archive import Archived
-from rmq_spark._core.log.half import (
-    FIRST,
-    HALF_SCHEMA,
-    HEADER_COLUMNS,
-    STATS_COLUMNS,
-    HalfFile,
-    HalfHeader,
-    HalfRows,
-    Naming,
-    Segment,
-    after_name,
-    batch_name,
-    name_of,
-    names_of,
-    together,
-)
-from rmq_spark._core.log.op import BatchState, FileState
+from rmq_spark._core.log.half import HALF_SCHEMA, STATS_COLUMNS, HalfFile, HalfRows, together
+from rmq_spark._core.log.half_header import FIRST, HEADER_COLUMNS, HalfHeader, after_name, batch_name, name_of, names_of
+from rmq_spark._core.log.half_record import HalfRecord, StoredFile, record_of, stored_files_of
 from rmq_spark._core.log.prepared_batches import PreparedBatches
 from rmq_spark._core.log.shared_files import SharedFiles, counted
+from rmq_spark._core.log.staged_batches import PrepareError, Shared, Staged, require_each_once, require_staged
 from rmq_spark._core.selector.tree import Filter
-from rmq_spark._core.storage.files import ROW_GROUP_ROWS, RowRange, require_path
+from rmq_spark._core.storage.data_file import ROW_GROUP_ROWS
+from rmq_spark._core.storage.file_system import require_path
 from rmq_spark._core.storage.moved_files import HalfFiles
+from rmq_spark._core.storage.row_range import RowRange
 from rmq_spark._core.storage.seal import require_count
 from rmq_spark._core.storage.table import Change, Table
 from rmq_spark._core.vocabulary.options import ORPHAN_AGE_S
 from rmq_spark._core.vocabulary.remedy import LIST_PENDING
 from rmq_spark._core.vocabulary.rows import RowSet, booleans_of
-from rmq_spark._core.vocabulary.value import value
 from rmq_spark.errors import (
     AlreadyPreparedError,
     CorruptLogError,
     HalfBatchNotFoundError,
     LostFileError,
-    MessageError,
     StagedFilesTooOldError,
     StrippedError,
 )
-
-
-@value
-class StoredFile:
-    """A half file of a prepared batch: where its rows lie now, and how they are laid out."""
-
-    path: str
-    rows: int
-    segments: tuple[Segment, ...]
-    delayed: bool = False
-    """True when some of its messages are due later."""
-
-
-@value
-class HalfRecord:
-    """A prepared half batch, without its messages."""
-
-    header: HalfHeader
-    prepared_ms: int
-    files: Mapping[int, StoredFile]
-    staged_ms: int
-    """When its newest row was staged, by the clock of the machine that staged it."""
-    left: Archived | None = None
-    """Its archive once it has left the table. It has no files then."""
-
-    @property
-    def half_id(self) -> str:
-        return self.header.half_id
-
-    @property
-    def prepared_at(self) -> datetime:
-        return datetime.fromtimestamp(self.prepared_ms / 1000, timezone.utc)
-
-    @property
-    def staged_at(self) -> datetime:
-        return datetime.fromtimestamp(self.staged_ms / 1000, timezone.utc)
-
-    @property
-    def rows(self) -> int:
-        return sum(f.rows for f in self.files.values())
-
-    @property
-    def topics(self) -> frozenset[str]:
-        return frozenset(segment.topic for file in self.files.values() for segment in file.segments)
-
-    @property
-    def delayed(self) -> bool:
-        """True when some of its messages are due later."""
-        return any(f.delayed for f in self.files.values())
-
-    @classmethod
-    def of_archived(cls, kept: Archived) -> HalfRecord:
-        """The record of a half batch that has left."""
-        header = HalfHeader(**{name: getattr(kept, name) for name in HEADER_COLUMNS})
-        return cls(header, kept.prepared_ms, {}, kept.prepared_ms, kept)
-
-    @property
-    def all_rows(self) -> RowSet:
-        return RowSet({n: b"\x01" * f.rows for n, f in self.files.items()})
-
-    def fresh_state(self) -> BatchState:
-        """The state before any op marker: every row pending under attempt 1."""
-        files = {n: FileState(f.path, f.rows, f.segments) for n, f in self.files.items()}
-        return BatchState(self.half_id, files)
 
 
 class LargeFile(NamedTuple):
@@ -121,23 +41,6 @@ class LargeFile(NamedTuple):
     path: str
     ms: int
     inside: pa.Table
-
-
-@value
-class Staged:
-    """A half batch to prepare: its files are written, or its rows are few and will share a file."""
-
-    header: HalfHeader
-    files: Sequence[HalfFile | HalfRows]
-
-    @property
-    def is_looked_for(self) -> bool:
-        """Whether the log must be searched for its name. A numbered half batch is known by its number."""
-        return self.header.naming is Naming.KEY
-
-
-PrepareError = AlreadyPreparedError | StagedFilesTooOldError
-"""Why a half batch could not be prepared."""
 
 
 FOUND_COLUMNS = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id", "deliver_at", "store_timestamp"]
@@ -199,11 +102,11 @@ class HalfTable:
         Any other problem, such as a store that does not answer, fails all half batches.
         """
         for batch in staged:
-            _require_staged(batch.header, batch.files)
-        _require_each_once(staged)
+            require_staged(batch.header, batch.files)
+        require_each_once(staged)
         tried_ms: list[int] = []
         refused: dict[str, PrepareError] = {}
-        shared = _Shared(self)
+        shared = Shared(self)
         files: dict[str, Sequence[HalfFile]] = {}  # of the last try, by half id
 
         def propose(version: int) -> Change | None:
@@ -232,7 +135,7 @@ class HalfTable:
         self.table.compare_and_set(propose, landed)
         times = self._times_of({f.data.path for batch_files in files.values() for f in batch_files})
         return [
-            refused.get(b.header.half_id) or _record(b.header, files[b.header.half_id], min(tried_ms), times)
+            refused.get(b.header.half_id) or record_of(b.header, files[b.header.half_id], min(tried_ms), times)
             for b in staged
         ]
 
@@ -369,7 +272,7 @@ class HalfTable:
                 continue
             if header is None:
                 header = HalfHeader(**{c: rows[c][0].as_py() for c in HEADER_COLUMNS})
-            stored_files = _stored_files(action["path"], rows)
+            stored_files = stored_files_of(action["path"], rows)
             staged_ms = max(staged_ms, int(pc.max(rows["store_timestamp"]).as_py().timestamp() * 1000))
             prepared_ms = max(prepared_ms, action["modification_time"])
             for file_no, stored in stored_files:
@@ -571,64 +474,8 @@ class HalfTable:
     def read_range(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
     ) -> Iterator[tuple[int, pa.Table]]:
-        """Yield the rows of a range, as ``files.read_range`` does."""
+        """Yield the rows of a range, as ``row_range.read_range`` does."""
         return self._files.read(wanted, columns, where)
-
-
-def _record(header: HalfHeader, files: Sequence[HalfFile], tried_ms: int, landed_ms: Mapping[str, int]) -> HalfRecord:
-    """The record of a prepared half batch. The files in the table say when the try landed; ``tried_ms`` counts when
-    upkeep has removed them all."""
-    stored = {f.file_no: StoredFile(f.data.path, f.rows, f.segments, f.delayed) for f in files}
-    staged_ms = int(max(f.staged_at for f in files) * 1000)
-    prepared_ms = max((landed_ms[f.data.path] for f in files if f.data.path in landed_ms), default=tried_ms)
-    return HalfRecord(header, prepared_ms, dict(sorted(stored.items())), staged_ms)
-
-
-class _Shared:
-    """Writes the rows of half batches that have no file yet, for one commit: those of several half batches to one file.
-
-    A half batch that is refused must not lie in a file with the others, so each selection has a file of its own. Half
-    batches with generated ids share a file. These ids ascend, so the file's bounds in the Delta log tell which it has.
-    Ids that users gave would widen the bounds, so their half batches share another file.
-    """
-
-    def __init__(self, half: HalfTable) -> None:
-        self._half = half
-        self._known: dict[tuple[str, ...], list[HalfFile]] = {}
-
-    def written(self, chosen: Sequence[Staged]) -> dict[str, Sequence[HalfFile]]:
-        """The half files of half batches, by half id."""
-        rows = [f for batch in chosen for f in batch.files if isinstance(f, HalfRows)]
-        shared_files: dict[str, HalfFile] = {}
-        for is_made_up in (True, False):
-            group = [r for r in rows if (r.writer.header.naming is Naming.MADE_UP) is is_made_up]
-            shared_files.update({file.half_id: file for file in self._in_one_file(group)})
-        return {
-            batch.header.half_id: [shared_files[f.half_id] if isinstance(f, HalfRows) else f for f in batch.files]
-            for batch in chosen
-        }
-
-    def _in_one_file(self, rows: Sequence[HalfRows]) -> list[HalfFile]:
-        half_ids = tuple(r.half_id for r in rows)
-        if rows and half_ids not in self._known:
-            table = self._half.table
-            alone = len(rows) == 1
-            self._known[half_ids] = [rows[0].write(table.fs, table.folder)] if alone else self._half.write_shared(rows)
-        return self._known[half_ids] if rows else []
-
-
-def _require_staged(header: HalfHeader, files: Sequence[HalfFile | HalfRows]) -> None:
-    if not files:
-        raise MessageError(f"half batch {header.half_id!r} has no messages: there is nothing to prepare")
-    for file in files:
-        if file.half_id != header.half_id:
-            raise MessageError(f"a file of half batch {file.half_id!r} was staged for {header.half_id!r}")
-    numbers = [f.file_no for f in files]
-    if len(set(numbers)) < len(numbers):
-        twice = next(n for n in numbers if numbers.count(n) > 1)
-        raise MessageError(
-            f"file {twice} of half batch {header.half_id!r} was staged twice: give each partition a number of its own"
-        )
 
 
 def _pairs(paths: pa.ChunkedArray, flags: pa.ChunkedArray) -> Iterator[tuple[str, bool]]:
@@ -639,35 +486,3 @@ def _single_batch_files(actions: pa.Table) -> tuple[pa.ChunkedArray, pa.ChunkedA
     """By file: whether all its rows are of one half batch, as far as the Delta log says, and the lowest half id."""
     low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
     return pc.fill_null(pc.equal(low, high), False), low
-
-
-def _require_each_once(staged: Sequence[Staged]) -> None:
-    names = [f"half batch {batch.header.name!r}" for batch in staged]
-    names += [f"a numbered half batch of app {b.header.app_id!r}" for b in staged if b.header.numbered]
-    for name, times in Counter(names).items():
-        if times > 1:
-            raise ValueError(f"{name} is to be prepared twice in one commit: the second one needs a commit of its own")
-
-
-def _stored_files(path: str, rows: pa.Table) -> list[tuple[int, StoredFile]]:
-    for name in ("file_no", "row_no", "topic", "queue_id", "store_timestamp"):
-        if rows[name].null_count:
-            raise CorruptLogError(f"{path} has a row without {name}: table half was changed by hand")
-    runs_of_queues = rows.group_by(["file_no", "topic", "queue_id"], use_threads=False).aggregate(
-        [("row_no", "min"), ("row_no", "max"), ("row_no", "count"), ("deliver_at", "count")]
-    )
-    runs: dict[int, list[Segment]] = {}
-    delayed: set[int] = set()
-    for r in runs_of_queues.sort_by("row_no_min").to_pylist():
-        if r["row_no_max"] - r["row_no_min"] + 1 != r["row_no_count"]:
-            raise CorruptLogError(
-                f"{path} lacks rows of file {r['file_no']}, queue {r['queue_id']} of topic {r['topic']!r}: "
-                f"found {r['row_no_count']} between {r['row_no_min']} and {r['row_no_max']}"
-            )
-        runs.setdefault(r["file_no"], []).append(Segment(r["topic"], r["queue_id"], r["row_no_min"], r["row_no_max"]))
-        if r["deliver_at_count"]:
-            delayed.add(r["file_no"])
-    return [
-        (file_no, StoredFile(path, sum(s.last - s.first + 1 for s in segments), tuple(segments), file_no in delayed))
-        for file_no, segments in runs.items()
-    ]

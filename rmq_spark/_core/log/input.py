@@ -9,7 +9,6 @@ from datetime import datetime, timedelta
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.storage.files import arange
 from rmq_spark._core.vocabulary.message import (
     CHECK_IMMUNITY_PROPERTY,
     DLQ_PREFIX,
@@ -34,6 +33,7 @@ from rmq_spark._core.vocabulary.options import (
     nearest,
 )
 from rmq_spark._core.vocabulary.remedy import LOG, Remedy
+from rmq_spark._core.vocabulary.rows import arange
 from rmq_spark._core.vocabulary.text import message_count
 from rmq_spark.errors import MessageError, TopicNotFoundError
 

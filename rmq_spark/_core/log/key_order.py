@@ -11,11 +11,11 @@ from itertools import accumulate
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.half_table import HalfRecord, HalfTable
-from rmq_spark._core.log.op import BatchState, RowState
+from rmq_spark._core.log.batch_state import BatchState, RowState
+from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.topics import TopicTable
-from rmq_spark._core.storage.files import arange
-from rmq_spark._core.vocabulary.rows import bytes_array
+from rmq_spark._core.vocabulary.rows import arange, bytes_array
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY
 
 KEYED_ROWS_MAX = 1_000_000

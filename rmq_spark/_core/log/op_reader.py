@@ -11,10 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.archive import Archived
-from rmq_spark._core.log.half import after_name, batch_name, names_of
-from rmq_spark._core.log.half_table import HalfRecord, HalfTable
+from rmq_spark._core.log.batch_state import BatchState
+from rmq_spark._core.log.half_header import after_name, batch_name, names_of
+from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.key_order import Open
-from rmq_spark._core.log.op import NO_OPS, SETTLING, BatchState, Kind, OpRow, pruned_up_to
+from rmq_spark._core.log.op import NO_OPS, SETTLING, Kind, OpRow, pruned_up_to
 from rmq_spark._core.log.op_rows import read_op
 from rmq_spark._core.log.op_view import OpView, Tails, Waiting, of_kind, settled
 from rmq_spark._core.log.prepared_batches import Prepared, PreparedBatches

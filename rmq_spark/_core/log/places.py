@@ -13,13 +13,23 @@ from datetime import datetime, timezone
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.half_table import HalfRecord, HalfTable
+from rmq_spark._core.log.batch_state import BatchState, FileState, RowState
+from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.key_order import KeyIndex, Open
-from rmq_spark._core.log.op import BatchState, FileState, RowState
 from rmq_spark._core.log.topics import TopicTable
-from rmq_spark._core.storage.files import arange
 from rmq_spark._core.vocabulary.message import TIMESTAMP
-from rmq_spark._core.vocabulary.rows import NO_ROWS, Ranges, RowSet, booleans_of, both, bytes_array, ranges_count, runs
+from rmq_spark._core.vocabulary.rows import (
+    NO_ROWS,
+    Ranges,
+    RowSet,
+    arange,
+    booleans_of,
+    both,
+    bytes_array,
+    ranges_count,
+    runs,
+)
 
 EPOCH = datetime.fromtimestamp(0, timezone.utc)
 

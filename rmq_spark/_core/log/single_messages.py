@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from rmq_spark._core.log.half import HALF_SCHEMA, HEADER_COLUMNS, HalfHeader, HalfRows, HalfWriter, Segment
+from rmq_spark._core.log.half import HALF_SCHEMA, HalfRows, Segment
+from rmq_spark._core.log.half_header import HEADER_COLUMNS, HalfHeader
+from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.vocabulary.message import Message, to_table
 from rmq_spark._core.vocabulary.redaction import cause_of
 from rmq_spark.errors import MessageError, TxmqError

@@ -24,7 +24,8 @@ from rmq_spark._core.messages.table import MESSAGES_SCHEMA, write_messages
 from rmq_spark._core.runtime.pools import submitted
 
 if TYPE_CHECKING:
-    from rmq_spark._core.storage.files import DataFile, RowRange
+    from rmq_spark._core.storage.data_file import DataFile
+    from rmq_spark._core.storage.row_range import RowRange
     from rmq_spark._core.storage.table import Table
 
 FILE_BYTES_MAX = 96 * 1024 * 1024
@@ -38,7 +39,7 @@ READS_AT_ONCE = 16
 SMALL_FILE_BYTES = 256 * 1024
 
 Read = Callable[["RowRange", Sequence[str]], Iterator[tuple[int, pa.Table]]]
-"""Reads rows of a half file, as ``files.read_range`` does."""
+"""Reads rows of a half file, as ``row_range.read_range`` does."""
 
 
 def placed_ranges(rows: pa.Table) -> Iterator[PlacedRange]:

@@ -19,9 +19,10 @@ from rmq_spark._core.log.placements import MessageRange, PlacedRange, Placements
 from rmq_spark._core.messages.table import MESSAGES_SCHEMA, SOURCE_SCHEMA
 from rmq_spark._core.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark._core.selector.tree import Filter
-from rmq_spark._core.storage.files import KEPT, RowRange, arange
+from rmq_spark._core.storage.row_range import KEPT, RowRange
 from rmq_spark._core.vocabulary.ids import batch_transaction_id
 from rmq_spark._core.vocabulary.options import nearest, require_time, whole_number
+from rmq_spark._core.vocabulary.rows import arange
 from rmq_spark._core.vocabulary.verdicts import KEY, MESSAGE
 from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
 
@@ -261,7 +262,7 @@ def read_ranges(
     Parameters
     ----------
     read : callable
-        Reads rows of a file of either table, as ``files.read_range`` does.
+        Reads rows of a file of either table, as ``row_range.read_range`` does.
     find_again : callable
         Returns where messages lie now whose file is gone: they have been drained, or the drained file was merged.
         Raises FileNotFoundError when they are nowhere.

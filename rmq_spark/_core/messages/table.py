@@ -15,7 +15,7 @@ from rmq_spark._core.vocabulary.message import PROPERTIES, TIMESTAMP
 from rmq_spark.errors import CorruptLogError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.storage.files import DataFile
+    from rmq_spark._core.storage.data_file import DataFile
     from rmq_spark._core.storage.table import Table
 
 SOURCE_SCHEMA = pa.schema(

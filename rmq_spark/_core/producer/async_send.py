@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rmq_spark._core.listeners.listener import CommitOncePrepared
-from rmq_spark._core.log.half_table import HalfRecord
-from rmq_spark._core.log.op_table import Decided
+from rmq_spark._core.log.decision import Decided
+from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.single_messages import OneMessage
 from rmq_spark._core.producer.admission import Admission
 from rmq_spark._core.producer.future import SendFuture

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from rmq_spark._core.log.half import HalfHeader
-from rmq_spark._core.log.op_table import COMMITTED_STATES, ROLLED_BACK_STATES
+from rmq_spark._core.log.batch_state import COMMITTED_STATES, ROLLED_BACK_STATES
+from rmq_spark._core.log.half_header import HalfHeader
 from rmq_spark._core.protocol.outcome import Outcome
 from rmq_spark._core.vocabulary.ids import batch_transaction_id
 from rmq_spark._core.vocabulary.verdicts import LocalTransactionState

@@ -10,7 +10,8 @@ import pyarrow as pa
 
 from rmq_spark._core.client.input import stage, topics_in
 from rmq_spark._core.listeners.listener import CommitOncePrepared, TransactionListener, store_id_to_send
-from rmq_spark._core.log.half import HalfHeader, HalfWriter, Naming
+from rmq_spark._core.log.half_header import HalfHeader, Naming
+from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.producer.admission import Keys
 from rmq_spark._core.producer.result import TransactionSendResult, result_of
 from rmq_spark._core.protocol.send import TwoPhase

@@ -13,16 +13,22 @@ import pyarrow as pa
 
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.archive import Archived
+from rmq_spark._core.log.batch_state import BatchState, RowState
 from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.log.decision import AnsweredCheck, Decided, Decision, Placed
 from rmq_spark._core.log.groups import GroupTable
-from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfRows, HalfWriter
-from rmq_spark._core.log.half_table import HalfRecord, HalfTable, PrepareError, Staged
+from rmq_spark._core.log.half import HalfFile, HalfRows
+from rmq_spark._core.log.half_header import HalfHeader
+from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.log.half_table import HalfTable
+from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.log.input import require_known_topic
-from rmq_spark._core.log.op import BatchState, RowState, Who
-from rmq_spark._core.log.op_table import AnsweredCheck, Decided, Decision, Ledger, Placed
+from rmq_spark._core.log.op import Who
+from rmq_spark._core.log.op_table import Ledger
 from rmq_spark._core.log.op_view import Tails
 from rmq_spark._core.log.placements import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.log.second_look import doubt_s
+from rmq_spark._core.log.staged_batches import PrepareError, Staged
 from rmq_spark._core.log.tables import LogTables
 from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.log.walk import walk_placements
@@ -32,7 +38,7 @@ from rmq_spark._core.protocol.compaction import Compaction
 from rmq_spark._core.protocol.half_batch import half_batch_of
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.selector.tree import Filter
-from rmq_spark._core.storage.files import RowRange
+from rmq_spark._core.storage.row_range import RowRange
 from rmq_spark._core.storage.table import Table
 from rmq_spark._core.vocabulary.message import require_topic_name
 from rmq_spark._core.vocabulary.redaction import redacted
@@ -384,7 +390,7 @@ class Engine:
     def read_range(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
     ) -> Iterator[tuple[int, pa.Table]]:
-        """Rows of a file of ``half`` or ``messages``, as ``files.read_range`` yields them."""
+        """Rows of a file of ``half`` or ``messages``, as ``row_range.read_range`` yields them."""
         if wanted.table == self.messages_table.name:
             return self.messages_table.read_range(wanted, columns, where)
         return self.half.read_range(wanted, columns, where)

@@ -19,10 +19,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
+from rmq_spark._core.log.decision import Decided, Decision
 from rmq_spark._core.log.half import HalfFile, HalfRows
-from rmq_spark._core.log.half_table import HalfRecord, PrepareError, Staged
-from rmq_spark._core.log.op_table import Decided, Decision
+from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.single_messages import OneMessage, arrange
+from rmq_spark._core.log.staged_batches import PrepareError, Staged
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import Runtime, callers, is_held
 from rmq_spark._core.vocabulary.message import to_table

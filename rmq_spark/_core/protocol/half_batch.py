@@ -10,12 +10,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.listeners.half_batch import HalfBatch
+from rmq_spark._core.log.batch_state import BatchState
+from rmq_spark._core.log.decision import Decision, RolledBack
 from rmq_spark._core.log.half import HALF_SCHEMA, HalfRows
-from rmq_spark._core.log.half_table import HalfRecord
-from rmq_spark._core.log.op import BatchState, Who
-from rmq_spark._core.log.op_table import Decision, RolledBack
+from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.log.op import Who
+from rmq_spark._core.storage.delta_table import DeltaLogTable
 from rmq_spark._core.storage.spark_parquet import read_files, spark_schema
-from rmq_spark._core.storage.table import DeltaLogTable
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX, FROM_THE_FUTURE_AGE_S
 from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet, booleans_of
 from rmq_spark._core.vocabulary.value import value

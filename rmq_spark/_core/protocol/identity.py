@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rmq_spark._core.storage.files import filesystem
+from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.vocabulary.redaction import cause_of, sentence_of
 from rmq_spark.errors import CheckpointMismatchError, OptionError
 

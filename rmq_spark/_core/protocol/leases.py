@@ -6,7 +6,7 @@ import logging
 import threading
 from contextlib import AbstractContextManager
 
-from rmq_spark._core.log.half_table import HalfRecord
+from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.vocabulary.redaction import traceback_of
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rmq_spark._core.log.op import RowState
+from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime import observer
 

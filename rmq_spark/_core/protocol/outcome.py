@@ -8,10 +8,10 @@ from typing import Any
 
 from rmq_spark._core.listeners.listener import NO_LISTENER_FENCE
 from rmq_spark._core.log.archive import Archived
+from rmq_spark._core.log.batch_state import BatchState, RowState
+from rmq_spark._core.log.decision import Placed
 from rmq_spark._core.log.half import HalfRows
-from rmq_spark._core.log.half_table import HalfRecord
-from rmq_spark._core.log.op import BatchState, RowState
-from rmq_spark._core.log.op_table import Placed
+from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.vocabulary.redaction import sentence_of
 from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark.errors import (

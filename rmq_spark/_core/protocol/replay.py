@@ -6,8 +6,8 @@ import json
 from contextlib import suppress
 from dataclasses import replace
 
-from rmq_spark._core.log.half import FIRST, HalfHeader, Naming
-from rmq_spark._core.log.half_table import HalfRecord
+from rmq_spark._core.log.half_header import FIRST, HalfHeader, Naming
+from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.identity import LAST_BATCH_FILE, Lineage
 from rmq_spark._core.protocol.outcome import stays_open

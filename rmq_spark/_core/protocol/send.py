@@ -31,9 +31,11 @@ from rmq_spark._core.listeners.listener import (
     is_coroutine,
     require_same_fence,
 )
-from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfRows
-from rmq_spark._core.log.half_table import HalfRecord
-from rmq_spark._core.log.op import BatchState, RowState, Who
+from rmq_spark._core.log.batch_state import BatchState, RowState
+from rmq_spark._core.log.half import HalfFile, HalfRows
+from rmq_spark._core.log.half_header import HalfHeader
+from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.log.op import Who
 from rmq_spark._core.log.single_messages import OneMessage
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.group_commit import Commits, Stageable

@@ -6,9 +6,9 @@ from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, TypeAlias
 
 from rmq_spark._core.listeners.half_batch import HalfBatch
-from rmq_spark._core.log.half_table import Staged
+from rmq_spark._core.log.decision import Decision
 from rmq_spark._core.log.op import Who
-from rmq_spark._core.log.op_table import Decision
+from rmq_spark._core.log.staged_batches import Staged
 from rmq_spark._core.protocol.half_batch import Split
 from rmq_spark._core.protocol.outcome import Outcome, Run
 from rmq_spark._core.vocabulary.rows import RowSet

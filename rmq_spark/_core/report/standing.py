@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from rmq_spark._core.consumers.dead_letters import DeadLetters
 from rmq_spark._core.consumers.groups import ConsumerGroup, groups
 from rmq_spark._core.inspect.history import sizes
-from rmq_spark._core.log.op import RowState
+from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.report.over_time import case
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, TIMESTAMP

@@ -25,7 +25,8 @@ from rmq_spark._core.consumers.retry import (
 )
 from rmq_spark._core.consumers.send import own_header, own_writers, send_each
 from rmq_spark._core.listeners.listener import CommitOncePrepared
-from rmq_spark._core.log.half import HalfFile, HalfWriter
+from rmq_spark._core.log.half import HalfFile
+from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.identity import Identity, identity_of
 from rmq_spark._core.protocol.own_sends import dead_name
@@ -34,7 +35,7 @@ from rmq_spark._core.reads.options import ReadOptions
 from rmq_spark._core.spark.stream_options import sources_of
 from rmq_spark._core.spark.versions import STREAM_TELLS_START
 from rmq_spark._core.spark.workers import require_importable
-from rmq_spark._core.storage.files import filesystem
+from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.vocabulary.message import require_app_id, require_group_name
 from rmq_spark._core.vocabulary.options import DELAY_LEVELS_S, named, seconds, whole_number
 from rmq_spark._core.vocabulary.redaction import redacted

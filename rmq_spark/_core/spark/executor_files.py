@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from rmq_spark._core.storage.files import RowRange, filesystem, read_range
+from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.storage.moved_files import HalfFiles
+from rmq_spark._core.storage.row_range import RowRange, read_range
 from rmq_spark._core.vocabulary.redaction import remember
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class LogFiles:
     def read(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
     ) -> Iterator[tuple[int, pa.Table]]:
-        """Read rows of a file of either table, as ``files.read_range`` does."""
+        """Read rows of a file of either table, as ``row_range.read_range`` does."""
         return (self._half.read if wanted.half_id else self._read)(wanted, columns, where)
 
     def find_again(self, lost: MessageRange) -> list[MessageRange]:

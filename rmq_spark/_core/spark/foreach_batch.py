@@ -18,7 +18,9 @@ from rmq_spark._core.listeners.listener import (
     require_transactions_for,
     store_id_to_send,
 )
-from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfWriter, Naming
+from rmq_spark._core.log.half import HalfFile
+from rmq_spark._core.log.half_header import HalfHeader, Naming
+from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.protocol.identity import Identity, identity_of, run_of
 from rmq_spark._core.protocol.limits import PendingLimits
 from rmq_spark._core.protocol.outcome import Outcome
@@ -27,7 +29,7 @@ from rmq_spark._core.runtime.spans import sending_batch
 from rmq_spark._core.spark.frame import require_message_types, topics_for
 from rmq_spark._core.spark.sink_options import require_transaction_per
 from rmq_spark._core.spark.workers import require_importable
-from rmq_spark._core.storage.files import filesystem
+from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.vocabulary.message import require_app_id, require_group_name
 from rmq_spark._core.vocabulary.options import REPLAY_CHECK_TIMEOUT_S, named, parse_duration
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY

@@ -19,7 +19,9 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from rmq_spark._core.listeners.listener import TransactionListener, store_id_to_send
-from rmq_spark._core.log.half import HalfFile, HalfHeader, HalfWriter, Naming
+from rmq_spark._core.log.half import HalfFile
+from rmq_spark._core.log.half_header import HalfHeader, Naming
+from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.protocol.identity import Lineage, known_query_id, lineage_of, read_checkpoint, require_same_log
 from rmq_spark._core.protocol.limits import PendingGuard
 from rmq_spark._core.runtime.spans import sending_batch
@@ -28,7 +30,7 @@ from rmq_spark._core.spark.memory import keep_freed_memory
 from rmq_spark._core.spark.sink_options import SinkSettings
 from rmq_spark._core.spark.socket import acknowledge_at_once
 from rmq_spark._core.spark.versions import DataSourceStreamArrowWriter
-from rmq_spark._core.storage.files import filesystem
+from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.vocabulary.message import require_app_id
 from rmq_spark._core.vocabulary.options import Options, parse_int
 from rmq_spark.errors import CheckpointMismatchError, NotACommitLogError, OptionError

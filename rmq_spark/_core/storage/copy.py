@@ -18,10 +18,11 @@ import pyarrow.parquet as pq
 
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.pools import submitted
-from rmq_spark._core.storage.files import filesystem, require_path
+from rmq_spark._core.storage.delta_entries import LISTS_MAX
+from rmq_spark._core.storage.file_system import filesystem, require_path
 from rmq_spark._core.storage.seal import reading
 from rmq_spark._core.storage.store_errors import writing
-from rmq_spark._core.storage.table import LISTS_MAX, Table
+from rmq_spark._core.storage.table import Table
 from rmq_spark.errors import CorruptLogError, OptionError
 
 LOG = "_delta_log"

@@ -1,4 +1,5 @@
-"""Tells what other writers' commits changed in a Delta table, from two of its versions and the entries between them.
+"""Other writers' commits: what they changed in a Delta table, from two of its versions and the entries between them,
+and whether a writer of the log may go on with the table.
 
 Only the outcome counts: a RESTORE that puts everything back leaves no difference.
 """
@@ -9,15 +10,29 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+import pyarrow as pa
+
 from rmq_spark._core.vocabulary.text import count_of
+from rmq_spark.errors import ForeignChangeError
+
+if TYPE_CHECKING:
+    from deltalake import DeltaTable
+
+    from rmq_spark._core.storage.table import Table
 
 NAMED_MAX = 3
 """The most files, properties or commits that a sentence names."""
 OFF = "false"
 """A Delta property with this value means the same as a missing one."""
+OWN = "txmq.own"
+"""Name under which each commit notes the version that it makes (Delta's ``txn``). If a table's version is higher,
+another writer made it."""
+READ_ALL_THE_SAME = frozenset({"messages"})
+"""Tables that can still be read after another writer changed them. Nothing is committed to them until the change is
+undone. A refresh of any other table raises, so nobody reads or decides by what rmq_spark did not write."""
 
 WITHOUT_FEATURES = {
     "delta.enableDeletionVectors": "false",
@@ -64,6 +79,23 @@ class Snapshot:
     properties: Mapping[str, str]
     protocol: str
     features: frozenset[str]
+
+
+def snapshot_of(table: DeltaTable) -> Snapshot:
+    """Return what a table holds at the version that the handle stands at."""
+    live = pa.table(table.get_add_actions(flatten=True))
+    metadata, protocol = table.metadata(), table.protocol()
+    return Snapshot(
+        # Neither the time of a file's last add nor columns that came later are part of what it holds.
+        {
+            file.pop("path"): {name: value for name, value in file.items() if value is not None}
+            for file in live.drop_columns(["modification_time"]).to_pylist()
+        },
+        f"{table.schema().to_json()} {metadata.partition_columns}",
+        dict(metadata.configuration),
+        f"{protocol.min_reader_version} and {protocol.min_writer_version}",
+        frozenset({*(protocol.reader_features or ()), *(protocol.writer_features or ())}),
+    )
 
 
 @dataclass(frozen=True)
@@ -195,3 +227,37 @@ def dropping(features: Iterable[str]) -> str:
     if not unwritable or _NOT_DROPPED.intersection(unwritable):
         return 'as docs/maintenance.md says under "When another writer changed a table": Spark cannot'
     return f"in Spark by {', then '.join(f'ALTER TABLE … DROP FEATURE {name}' for name in unwritable)}"
+
+
+def foreign_change(table: Table) -> str | None:
+    """Return a sentence when other writers' commits have changed the table: what they did, whose they are, and how to
+    undo it. None when the newest commit is ours, or all later ones are undone."""
+    with table.lock:
+        own, version = table.transaction_version(OWN) or 0, table.version
+        if own == version:
+            return None
+        try:
+            changed = table.changed_by_others(own)
+        except ForeignChangeError as problem:
+            return str(problem)
+    if changed is None:
+        return None
+    consequence = "Nothing is drained, merged or deleted"
+    if table.name not in READ_ALL_THE_SAME:
+        consequence = "Nobody goes on with it"
+    remedy = f"put version {own} back with the package deltalake: DeltaTable('<log>/{table.name}').restore({own}, "
+    remedy += "protocol_downgrade_allowed=True)"
+    if changed.features:  # delta-rs refuses the RESTORE, too
+        remedy = f"take that back {dropping(changed.features)}"
+    elif not changed.restorable:
+        remedy = f'cut its Delta log back to version {own} (docs/maintenance.md, "When another writer changed a table")'
+    return (
+        f"table {table.name} is not what rmq_spark left in version {own}: another writer {changed.said}. {consequence} "
+        f"until that is undone, so nothing is lost. Keep that writer away, and {remedy}"
+    )
+
+
+def require_own(table: Table) -> None:
+    """Raise ForeignChangeError when other writers' commits have changed the table."""
+    if sentence := foreign_change(table):
+        raise ForeignChangeError(sentence)

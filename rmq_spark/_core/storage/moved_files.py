@@ -8,7 +8,7 @@ from dataclasses import replace
 import pyarrow as pa
 
 from rmq_spark._core.selector.tree import Filter
-from rmq_spark._core.storage.files import RowRange
+from rmq_spark._core.storage.row_range import RowRange
 
 MOVED_KEPT = 10_000
 """The most new places of half files that are kept in memory."""
@@ -20,7 +20,7 @@ class HalfFiles:
     Parameters
     ----------
     read : callable
-        ``files.read_range`` of the table's folder.
+        ``row_range.read_range`` of the table's folder.
     locate : callable
         Returns where a half file lies now. It lists ``half``, so it is called only when a file is not where ``op``
         says: the cost of reading must not follow the age of the log.
@@ -38,7 +38,7 @@ class HalfFiles:
     def read(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
     ) -> Iterator[tuple[int, pa.Table]]:
-        """Yield the rows of a range as ``files.read_range`` does."""
+        """Yield the rows of a range as ``row_range.read_range`` does."""
         if wanted.more:
             yield from self._read_shared(wanted, columns, where)
             return

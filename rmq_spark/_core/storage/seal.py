@@ -34,6 +34,11 @@ def seal(schema: pa.Schema, path: str, rows: str) -> dict[bytes, bytes]:
     return {_NAME: path.encode(), _ROWS: rows.encode(), _COLUMNS: _checksum_of(schema)}
 
 
+def rows_of_half_file(half_id: str, file_no: int) -> str:
+    """Return the text by which a seal names the rows of a half file."""
+    return f"{half_id} {file_no}"
+
+
 def _checksum_of(schema: pa.Schema) -> bytes:
     text = ",".join(f"{field.name} {_type_text(field.type)}" for field in schema)
     return b"%08x" % zlib.crc32(text.encode())

@@ -6,18 +6,28 @@ Amazon S3 does both: it has conditional puts and consistent lists. Not every sto
 
 from __future__ import annotations
 
+from rmq_spark._core.storage.delta_process import require_no_fork  # isort: skip  (it looks before the engine is loaded)
+
 import logging
 import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from uuid import uuid4
 
+import pyarrow as pa
+import pyarrow.fs as pafs
+from deltalake import CommitProperties, DeltaTable, Schema
+from deltalake.exceptions import CommitFailedError, DeltaError
+from deltalake.fs import DeltaStorageHandler
+
+from rmq_spark._core.storage.delta_table import DeltaLogTable
+from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.storage.location import is_uri
-from rmq_spark._core.storage.store_errors import is_denied, plainly, require_resources
-from rmq_spark._core.storage.table import DeltaLogTable, claim_table, remove_table
-from rmq_spark._core.vocabulary.redaction import traceback_of
+from rmq_spark._core.storage.store_errors import denied, is_denied, plainly, require_resources
+from rmq_spark._core.vocabulary.redaction import cause_of, redacted, traceback_of
 from rmq_spark.errors import NotACommitLogError, OptionError, StorageError, TxmqError
 
 logger = logging.getLogger(__name__)
@@ -171,3 +181,51 @@ def _claim_at_once(probe: str, storage_options: Mapping[str, str] | None, claims
         thread.join()
     if problems:
         raise problems[0]
+
+
+# ---------------------------------------------------------------- the table of a probe
+_FIRST_ENTRY = "_delta_log/00000000000000000000.json"
+"""The only file of an empty table."""
+
+
+def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | None:
+    """Create an empty table, and return whether this writer created it.
+
+    Returns
+    -------
+    bool or None
+        True when it was created. False when the store refused the put of its first entry, because another writer's
+        entry is there. None when delta-rs saw another writer's table first, and skipped the put.
+    """
+    require_no_fork()
+    options = dict(storage_options or {}) or None
+    schema = Schema.from_arrow(pa.schema([("version", pa.int64())]))
+    try:
+        DeltaTable.create(
+            uri, schema, storage_options=options, commit_properties=CommitProperties(max_commit_retries=0)
+        )
+    except CommitFailedError:
+        return False
+    except BaseException as problem:  # a panic of delta-rs is no Exception
+        require_resources(problem, redacted(uri))
+        if not isinstance(problem, DeltaError):
+            raise
+        if DeltaTable.is_deltatable(uri, options):
+            return None
+        if is_denied(problem):
+            raise denied(redacted(uri)) from None
+        answer = plainly(str(problem), storage_options)
+        raise NotACommitLogError(f"a table cannot be created at {redacted(uri)}: {answer}") from cause_of(problem)
+    return True
+
+
+def remove_table(uri: str, storage_options: Mapping[str, str] | None) -> None:
+    """Remove the table that :func:`claim_table` made, if there is one."""
+    fs, folder = filesystem(uri, storage_options)
+    if isinstance(fs, pafs.LocalFileSystem):
+        if Path(folder).is_dir():
+            fs.delete_dir(folder)
+    else:
+        # By its name, since a store with stale lists would not list it. pyarrow would put empty objects in the place
+        # of folders.
+        DeltaStorageHandler(uri, dict(storage_options or {}) or None).delete_file(_FIRST_ENTRY)

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.op import Kind, OpRow
-from rmq_spark._core.storage.table import require_own, take_out
+from rmq_spark._core.storage.foreign_commits import require_own
+from rmq_spark._core.storage.table import take_out
 from rmq_spark._core.upkeep.merge import removed_earlier_s
 
 if TYPE_CHECKING:

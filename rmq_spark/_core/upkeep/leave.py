@@ -21,12 +21,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.archive import DECISIONS_MAX, Archived, ArchivedDecision
-from rmq_spark._core.log.half import HEADER_COLUMNS
-from rmq_spark._core.log.op import Kind, OpRow, RowState, rolled_back_as
+from rmq_spark._core.log.batch_state import RowState, rolled_back_as
+from rmq_spark._core.log.half_header import HEADER_COLUMNS
+from rmq_spark._core.log.op import Kind, OpRow
 from rmq_spark._core.log.op_rows import read_op
 from rmq_spark._core.log.op_view import of_kind, settled_rows
 from rmq_spark._core.messages.table import drained_up_to
-from rmq_spark._core.storage.table import require_own, take_out
+from rmq_spark._core.storage.foreign_commits import require_own
+from rmq_spark._core.storage.table import take_out
 from rmq_spark._core.vocabulary.options import AUDIT_S, GRACE_S, GRACE_S_MIN, IDEMPOTENCY_S, parse_duration
 from rmq_spark.errors import HalfBatchLeftError, OptionError
 

@@ -10,8 +10,9 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
 from rmq_spark._core.messages.table import history_s, write_messages
+from rmq_spark._core.storage.foreign_commits import foreign_change
 from rmq_spark._core.storage.merge import compact
-from rmq_spark._core.storage.table import Change, Table, foreign_change
+from rmq_spark._core.storage.table import Change, Table
 from rmq_spark._core.vocabulary.redaction import redacted
 
 logger = logging.getLogger(__name__)

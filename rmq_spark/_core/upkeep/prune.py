@@ -20,7 +20,7 @@ from rmq_spark._core.log.op import PRUNED, PRUNED_PLACED, STATS_COLUMNS, Kind, p
 from rmq_spark._core.log.op_merge import MERGED_BYTES_MAX
 from rmq_spark._core.log.op_view import of_kind
 from rmq_spark._core.protocol.own_sends import PREFIXES, OwnSends
-from rmq_spark._core.storage.files import DataFile
+from rmq_spark._core.storage.data_file import DataFile
 from rmq_spark._core.storage.table import Change
 from rmq_spark._core.upkeep.leave import Graces
 

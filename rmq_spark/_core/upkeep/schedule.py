@@ -11,7 +11,7 @@ from rmq_spark._core.log.damage import looks_again
 from rmq_spark._core.messages.drain import Drainer
 from rmq_spark._core.messages.table import drained_up_to
 from rmq_spark._core.runtime.failpoints import reach
-from rmq_spark._core.storage.table import foreign_change
+from rmq_spark._core.storage.foreign_commits import foreign_change
 from rmq_spark._core.upkeep import merge as maintenance
 from rmq_spark._core.upkeep.expire import Expirer
 from rmq_spark._core.upkeep.leave import Graces, Leaver

@@ -24,15 +24,16 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.log.half import HALF_SCHEMA, STATS_COLUMNS
 from rmq_spark._core.log.half_table import LargeFile
-from rmq_spark._core.log.op import RowState
 from rmq_spark._core.messages.table import drained_up_to
-from rmq_spark._core.storage.files import PAYLOAD_COLUMNS, ROW_GROUP_ROWS, RowRange, arange
+from rmq_spark._core.storage.data_file import ROW_GROUP_ROWS
+from rmq_spark._core.storage.row_range import PAYLOAD_COLUMNS, RowRange
 from rmq_spark._core.storage.table import Change, has_held
 from rmq_spark._core.upkeep.leave import Graces
 from rmq_spark._core.vocabulary.redaction import redacted
-from rmq_spark._core.vocabulary.rows import bytes_array
+from rmq_spark._core.vocabulary.rows import arange, bytes_array
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError, HalfBatchNotFoundError
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""Sets of rows of a half batch: the pending ones, those that a verdict is for, those that an op row names."""
+"""Rows by their numbers, and sets of rows of a half batch: the pending ones, those that a verdict is for, those that an
+op row names."""
 
 from __future__ import annotations
 
@@ -151,3 +152,9 @@ def _bytes_in(numbers: pa.UInt8Array) -> bytes:
 def bytes_array(values: bytes | bytearray) -> pa.Array:
     """Return the bytes as a uint8 array, without a copy."""
     return pa.Array.from_buffers(pa.uint8(), len(values), [None, pa.py_buffer(values)])
+
+
+def arange(rows: int, start: int = 0) -> pa.Array:
+    """Return the int64 array of ``rows`` numbers from ``start`` on, made without a Python loop."""
+    positions = pc.cast(pc.indices_nonzero(pa.repeat(pa.scalar(True), rows)), pa.int64())
+    return pc.add(positions, start) if start else positions

@@ -38,7 +38,7 @@ from tests.support.inside import (
     TxmqReader,
     TxmqStreamReader,
     Who,
-    half,
+    half_header,
     maintain,
     op_merge,
 )
@@ -121,7 +121,7 @@ def _columns(batch_id: int, rows: int) -> dict[str, Any]:
 
 def _send(log: CommitLog, key: str) -> tuple[Any, ...]:
     made = TransactionMQProducer(log, GROUP, AlwaysCommit(), check_interval=None)
-    with patch.object(half, "new_half_id", same_half_id), made as sender:  # copies of the log get the same rows
+    with patch.object(half_header, "new_half_id", same_half_id), made as sender:  # copies of the log get the same rows
         message = Message("points", f"sent as {key}", tags="sent", keys=key)
         sent = sender.send_message_in_transaction(message, idempotency_key=key)
     return sent.local_transaction_state, dict(sent.queue_offsets), sent.replayed

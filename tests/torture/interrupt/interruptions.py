@@ -77,8 +77,10 @@ COMMIT_S_MAX = 60.0
 CALLERS = 3
 """A place that is drawn is a line and so many lines that led to it, less one."""
 STATELESS = frozenset(
-    "_core/storage/files.py _core/storage/seal.py _core/storage/stores.py "
-    "_core/log/half.py _core/log/input.py _core/log/op.py "
+    "_core/storage/data_file.py _core/storage/file_system.py _core/storage/row_range.py "
+    "_core/storage/seal.py _core/storage/stores.py "
+    "_core/log/batch_state.py _core/log/half.py _core/log/half_header.py _core/log/half_writer.py "
+    "_core/log/input.py _core/log/op.py "
     "_core/messages/reader.py _core/vocabulary/rows.py "
     "_core/checks/immunity.py _core/checks/policy.py _core/checks/report.py "
     "_core/reads/offsets.py _core/reads/options.py "

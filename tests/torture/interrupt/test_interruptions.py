@@ -157,7 +157,7 @@ def test_a_damaged_entry_that_an_interrupted_refresh_passed_is_told_of(tmp_path:
     CommitLog.open(path).create_topic("bills")
     calls = Tracer(noted=True)
     calls.run(log.topics)
-    looks = [place[0][0].co_name for _, place in calls.places].index("_require_entries") + 1
+    looks = [place[0][0].co_name for _, place in calls.places].index("require_whole") + 1
     CommitLog.open(path).create_topic("payments")
     entry = max((path / "topics" / "_delta_log").glob("*.json"))
     entry.write_bytes(b"")

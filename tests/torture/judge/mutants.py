@@ -32,6 +32,7 @@ from rmq_spark._core.log import places as placing
 from rmq_spark._core.log import second_look
 from rmq_spark._core.log.key_order import KeyIndex, Open
 from rmq_spark._core.log.mark import Marker
+from rmq_spark._core.log.new_op_rows import rows_for
 from rmq_spark._core.log.op_reader import OpReader
 from rmq_spark._core.log.op_view import OpView
 from rmq_spark._core.log.places import Placer
@@ -52,6 +53,7 @@ from tests.support.inside import (
     Change,
     Checker,
     Decide,
+    Decision,
     Drained,
     Drainer,
     Engine,
@@ -72,21 +74,23 @@ from tests.support.inside import (
     RowRange,
     RowSet,
     RowState,
+    Shared,
     Staged,
     Stripper,
     TwoPhase,
+    commit_loop,
+    decision_module,
     drain,
-    half_store,
+    half_header,
+    half_writer,
     marking,
     name_of,
     op_merge,
     push_module,
     split_by_verdict,
     stripping,
-    table_module,
     two_phase,
 )
-from tests.support.inside import half as half_module
 from tests.support.inside import ledger as ledger_module
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 from tests.torture.simulate import scheduler, store
@@ -444,7 +448,11 @@ def _stale_tails() -> Iterator[None]:
 # ---------------------------------------------------------------- decisions
 def _loose(waiting: Callable[[BatchState, RowSet, int, Any], RowSet]) -> AbstractContextManager[Any]:
     """Decisions that refuse nothing, for these rows."""
-    return replaced((ledger_module, "_against", lambda *_: NO_ROWS), (ledger_module, "_undecided", waiting))
+    return replaced(
+        (ledger_module, "against", lambda *_: NO_ROWS),
+        (decision_module, "against", lambda *_: NO_ROWS),
+        (decision_module, "_undecided", waiting),
+    )
 
 
 @mutant(
@@ -500,7 +508,7 @@ def _discard_decided() -> Iterator[None]:
         self: Ledger, record: Any, attempt: int, rows: Any, who: Any, reason: Any, checks_min: int = 0
     ) -> None:
         rows = RowSet(rows)
-        self.append(lambda: ledger_module._rows_for(Kind.QUARANTINE, record, rows, attempt, who, reason))
+        self.append(lambda: rows_for(Kind.QUARANTINE, record, rows, attempt, who, reason))
 
     with replaced((Ledger, "quarantine", quarantine)):
         yield
@@ -524,11 +532,16 @@ def _discard_decided() -> Iterator[None]:
     clock_steps=False,
 )
 def _attempt_unchecked() -> Iterator[None]:
-    against, undecided = ledger_module._against, ledger_module._undecided
+    against, undecided = decision_module.against, decision_module._undecided
     any_attempt: Any = None
+
+    def against_any(state: BatchState, decision: Decision, verdict: Any) -> RowSet:
+        return against(state, replace(decision, attempt=any_attempt), verdict)
+
     with replaced(
-        (ledger_module, "_against", lambda state, d, v: against(state, replace(d, attempt=any_attempt), v)),
-        (ledger_module, "_undecided", lambda state, rows, _, verdict: undecided(state, rows, any_attempt, verdict)),
+        (ledger_module, "against", against_any),
+        (decision_module, "against", against_any),
+        (decision_module, "_undecided", lambda state, rows, _, verdict: undecided(state, rows, any_attempt, verdict)),
     ):
         yield
 
@@ -1200,7 +1213,7 @@ DELETED = LEAVES | {"upkeep": 20, "deletions": 4, "crash": 0.0, "retention_s": N
     A.UNSTABLE_RANGE, **DELETED, streams=2,
 )  # fmt: skip
 def _deletion_not_noticed() -> Iterator[None]:
-    modules = (table_module, drain, leaving, expiring)
+    modules = (commit_loop, drain, leaving, expiring)
     with _often_leaving(), replaced(*((module, "require_own", lambda table: None) for module in modules)):
         yield
 
@@ -1211,7 +1224,7 @@ def _deletion_not_noticed() -> Iterator[None]:
     streams=2,
 )  # fmt: skip
 def _deletion_noticed_too_early() -> Iterator[None]:
-    with _often_leaving(), replaced((table_module, "READ_ALL_THE_SAME", frozenset())):
+    with _often_leaving(), replaced((commit_loop, "READ_ALL_THE_SAME", frozenset())):
         yield
 
 
@@ -1367,7 +1380,7 @@ SHARED = {"threads": 3, "crash": 0.0, "pause": 0.0, "switch": 0.6, "zombies": 0.
     **SHARED | {"zombies": 0.5}, streams=0, senders=3, rivals=True, rows=2, batches=3, checkers=1, listener="fenced",
 )  # fmt: skip
 def _stays_in_the_file() -> Iterator[None]:
-    prepare, written = HalfTable.prepare, half_store._Shared.written
+    prepare, written = HalfTable.prepare, Shared.written
     staged: list[Any] = []
 
     def noted(self: HalfTable, some: Sequence[Any], *arguments: Any) -> Any:
@@ -1378,7 +1391,7 @@ def _stays_in_the_file() -> Iterator[None]:
         files = written(self, list(staged))
         return {batch.header.half_id: files[batch.header.half_id] for batch in chosen}
 
-    with replaced((HalfTable, "prepare", noted), (half_store._Shared, "written", with_all)):
+    with replaced((HalfTable, "prepare", noted), (Shared, "written", with_all)):
         yield
 
 
@@ -1587,7 +1600,7 @@ def _any_time() -> Iterator[None]:
     def unbounded(table: pa.Table, name: str) -> pa.ChunkedArray:
         return incoming.column_of(table, name, TIMESTAMP)
 
-    with replaced((half_module, "times_of", unbounded), (incoming, "times_of", unbounded)):
+    with replaced((half_writer, "times_of", unbounded), (incoming, "times_of", unbounded)):
         yield
 
 
@@ -1698,7 +1711,7 @@ def _woken_by_a_lease() -> AbstractContextManager[None]:
 
 
 def _identity_again() -> AbstractContextManager[None]:
-    return replaced((half_module, "new_half_id", lambda app_id, batch_id, *_: half_module.batch_name(app_id, batch_id)))
+    return replaced((half_header, "new_half_id", lambda app_id, batch_id, *_: half_header.batch_name(app_id, batch_id)))
 
 
 def _renamed(rename: Callable[[ProcessQueue, pa.Table, Sequence[str], bool], Sequence[str]]) -> Patch:

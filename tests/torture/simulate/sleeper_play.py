@@ -18,7 +18,7 @@ from rmq_spark.errors import (
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Ticking
 from tests.support.half_batches import another, bodies, decide_one, let_leave, move_half, send
-from tests.support.inside import HalfRecord, RowState, Who, half
+from tests.support.inside import HalfRecord, RowState, Who, half_header
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
 
 TOPIC = "orders"
@@ -68,7 +68,7 @@ class _Play:
     def send(self, key: str) -> None:
         rows = ROWS_OF[key]
         with suppress(AlreadyPreparedError):
-            half_id = half.new_half_id(key, 0)
+            half_id = half_header.new_half_id(key, 0)
             record = send(another(self.log), key, rows, names=f"{key}-{len(self.sent)}", half_id=half_id)
             self.sent.append(_Sent(record, [f"{key}-{len(self.sent)}.{i}" for i in range(rows)]))
 

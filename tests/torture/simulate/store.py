@@ -13,9 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.storage.files import column_stats
-from rmq_spark._core.storage.foreign_commits import Changed
-from rmq_spark._core.storage.table import OWN, Clock, actions_schema, bounds_of, compare_and_set
+from rmq_spark._core.storage.compare_and_set import compare_and_set
+from rmq_spark._core.storage.data_file import column_stats
+from rmq_spark._core.storage.foreign_commits import OWN, Changed
+from rmq_spark._core.storage.table import Clock, actions_schema, bounds_of
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
 from rmq_spark.errors import ClockError, CorruptLogError, StrippedError
 from tests.support.inside import PAYLOAD_COLUMNS, Change, DataFile, RowRange, Runtime, WriterLock
@@ -130,12 +131,12 @@ class Files:
 def write_table(
     fs: Files, folder: str, table: pa.Table, *, prefix: str, stats_columns: Sequence[str], **_: object
 ) -> DataFile:
-    """Stands in for ``files.write_table`` where half files are staged."""
+    """Stands in for ``data_file.write_table`` where half files are staged."""
     return fs.put(folder, table, prefix, stats_columns)
 
 
 def read_range(fs: Files, folder: str, wanted: RowRange, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
-    """Stands in for ``files.read_range``: rows of ``half`` by their address, those of ``messages`` by their place."""
+    """Stands in for ``row_range.read_range``: rows of ``half`` by address, those of ``messages`` by place."""
     if wanted.table != "half":
         rows = fs.get(f"{folder}/{wanted.path}").select(list(columns))
         yield 0, pa.concat_tables([rows.slice(first, last - first + 1) for first, last in wanted.ranges])

@@ -1,0 +1,306 @@
+"""Turns messages into the rows of half files, and enforces every rule about a message. It runs on executors."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+
+from rmq_spark._core.log.half import HALF_SCHEMA, HalfFile, HalfRows, Segment
+from rmq_spark._core.log.half_header import HEADER_COLUMNS, HalfHeader
+from rmq_spark._core.log.input import (
+    body_of,
+    column_of,
+    deliver_at_of,
+    first_of,
+    keys_of,
+    properties_of,
+    require_known_topic,
+    require_message_columns,
+    require_utf8,
+    tags_of,
+    times_of,
+)
+from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
+from rmq_spark._core.storage.data_file import DataFile, repeated
+from rmq_spark._core.vocabulary.message import PROPERTIES, TIMESTAMP, require_topic_name
+from rmq_spark._core.vocabulary.options import LABEL_BYTES_MAX, TRANSACTION_KEY_CHARS_MAX
+from rmq_spark._core.vocabulary.rows import arange
+from rmq_spark._core.vocabulary.text import message_count
+from rmq_spark._core.vocabulary.value import value
+from rmq_spark.errors import MessageError
+
+FILE_BYTES_MAX = 256 * 1024 * 1024
+"""An executor ends a half file when its messages reach this size, so a partition may have any size."""
+FILES_PER_PARTITION_MAX = 1000
+
+
+@value
+class HalfWriter:
+    """Turns a partition's Arrow batches into staged half files; pickled to executors.
+
+    Parameters
+    ----------
+    header : HalfHeader
+    topics : mapping of str to int
+        Number of queues of every topic of the commit log.
+    default_topic : str or None
+        For messages without a topic.
+    transaction_key : str or None
+        The column whose equal values form one transaction.
+    fifo : frozenset of str
+        The FIFO topics among ``topics``.
+    own : bool
+        True for messages that rmq_spark itself sends again: they may have RocketMQ's reserved properties.
+    runtime : Runtime
+        Its clock gives ``store_timestamp``.
+    write_file : callable, optional
+        Replaces :func:`~rmq_spark._core.storage.data_file.write_table`.
+    """
+
+    header: HalfHeader
+    topics: Mapping[str, int]
+    default_topic: str | None
+    transaction_key: str | None
+    fifo: frozenset[str] = frozenset()
+    own: bool = False
+    file_bytes_max: int = field(default=FILE_BYTES_MAX)
+    runtime: Runtime = RUNTIME
+    write_file: Callable[..., DataFile] | None = None
+
+    def write(
+        self, fs: pafs.FileSystem, folder: str, partition: int, batches: Iterable[pa.RecordBatch]
+    ) -> list[HalfFile]:
+        """Write a partition. Nothing is visible until a driver commits the files.
+
+        Raises
+        ------
+        MessageError, TopicNotFoundError
+            For the first message that breaks a rule. Files written so far are orphans, which vacuum removes.
+        """
+        files: list[HalfFile] = []
+        waiting: list[pa.RecordBatch] = []
+        size = 0
+        for batch in batches:
+            if batch.num_rows:
+                waiting.append(batch)
+                size += batch.nbytes
+            if size >= self.file_bytes_max:
+                files.append(self._write_file(fs, folder, partition, len(files), waiting))
+                waiting, size = [], 0
+        if waiting:
+            files.append(self._write_file(fs, folder, partition, len(files), waiting))
+        return files
+
+    # ------------------------------------------------------------------ input columns
+    def normalize(self, table: pa.Table) -> pa.Table:
+        """Convert input columns to the message columns of ``half``. It enforces every rule about a single message."""
+        require_message_columns(table.column_names, self.default_topic, self.transaction_key)
+        require_utf8(table)
+        queue_id = column_of(table, "queue_id", pa.int32())
+        sharding_key = self._label(column_of(table, "sharding_key", pa.string()), "sharding_key")
+        topic = self._topic(table)
+        deliver_at = deliver_at_of(table, self.now())
+        self._require_keys_of_fifo(topic, sharding_key, deliver_at)
+        return pa.table(
+            {
+                "transaction_key": self._transaction_key(table),
+                "topic": topic,
+                "queue_id": self._queue_id(topic, queue_id, sharding_key),
+                "tags": self._label(column_of(table, "tags", pa.string()) if self.own else tags_of(table), "tags"),
+                "keys": self._label(keys_of(table), "keys"),
+                "sharding_key": sharding_key,
+                "properties": column_of(table, "properties", PROPERTIES) if self.own else properties_of(table),
+                "body": body_of(table),
+                "born_timestamp": pc.fill_null(times_of(table, "born_timestamp"), self.now()),
+                "deliver_at": deliver_at,
+            }
+        )
+
+    def _topic(self, table: pa.Table) -> pa.ChunkedArray:
+        topic = column_of(table, "topic", pa.string())
+        if self.default_topic is not None:
+            require_topic_name(self.default_topic, own=True)
+            topic = pc.fill_null(topic, self.default_topic)
+        for name in pc.unique(topic).to_pylist():
+            if name is None:
+                where = first_of(table, pc.is_null(topic))
+                raise MessageError(
+                    f"a message has no topic ({where}): set the option 'topic', or fill the column 'topic'"
+                )
+            if name not in self.topics:
+                require_topic_name(name)
+                require_known_topic(name, self.topics)
+        return topic
+
+    def _label(self, texts: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
+        longest = pc.max(pc.binary_length(texts)).as_py() or 0
+        if longest > LABEL_BYTES_MAX and not self.own:  # messages sent again were accepted once
+            raise MessageError(f"{name} of a message has {longest} bytes: at most {LABEL_BYTES_MAX} are allowed")
+        return texts
+
+    def _require_keys_of_fifo(
+        self, topic: pa.ChunkedArray, sharding_key: pa.ChunkedArray, deliver_at: pa.ChunkedArray
+    ) -> None:
+        if not self.fifo:
+            return
+        in_order = pc.is_in(topic, value_set=pa.array(sorted(self.fifo), pa.string()))
+        for wrong, problem in (
+            (pc.is_null(sharding_key), "has no sharding_key: messages of one keep their order, so each needs one"),
+            (pc.is_valid(deliver_at), "has a deliver_at or a delay_level: it would leave the order; use another topic"),
+        ):
+            wrong = pc.and_(in_order, wrong)
+            if pc.any(wrong).as_py():
+                at = pc.index(wrong, True).as_py()
+                raise MessageError(f"a message of the FIFO topic {topic[at].as_py()!r} {problem}")
+
+    def _transaction_key(self, table: pa.Table) -> pa.ChunkedArray:
+        if self.transaction_key is None:
+            return column_of(table, "", pa.string())
+        column = table[self.transaction_key]
+        try:
+            key = pc.cast(column, pa.string())
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as problem:
+            raise MessageError(
+                f"column {self.transaction_key!r} has type {column.type}, which has no text: it cannot be the "
+                f"transactionKey ({problem})"
+            ) from problem
+        if key.null_count:
+            raise MessageError(
+                f"{self.transaction_key!r}, the transactionKey, is null in {message_count(key.null_count)} "
+                f"({first_of(table, pc.is_null(key))}): fill it, or filter such rows out"
+            )
+        longest = pc.max(pc.utf8_length(key)).as_py() or 0
+        if longest > TRANSACTION_KEY_CHARS_MAX:
+            raise MessageError(
+                f"a transactionKey ({self.transaction_key!r}) has {longest} characters: "
+                f"at most {TRANSACTION_KEY_CHARS_MAX} are allowed"
+            )
+        if pc.any(pc.match_substring(key, "\x00")).as_py():
+            raise MessageError(
+                f"a transactionKey ({self.transaction_key!r}) has a NUL character in it, which most databases cannot "
+                "keep in a fence row: remove it"
+            )
+        return key
+
+    def _queue_id(self, topic: pa.ChunkedArray, queue_id: pa.ChunkedArray, sharding_key: pa.ChunkedArray) -> pa.Array:
+        """The queue of each message that chooses one (by ``queue_id`` or ``sharding_key``); null for the others."""
+        if queue_id.null_count == len(queue_id) and sharding_key.null_count == len(sharding_key):
+            return queue_id
+        names = pa.array(list(self.topics), pa.string())
+        queues = pa.array(list(self.topics.values()), pa.int32()).take(pc.index_in(topic, value_set=names))
+        wrong = pc.or_(pc.less(queue_id, 0), pc.greater_equal(queue_id, queues))
+        if pc.any(wrong).as_py():
+            at = pc.index(pc.fill_null(wrong, False), True).as_py()
+            raise MessageError(
+                f"queue_id {queue_id[at].as_py()} is not a queue of topic {topic[at].as_py()!r}, "
+                f"which has the queues 0 to {queues[at].as_py() - 1}"
+            )
+        encoded = sharding_key.combine_chunks().dictionary_encode()
+        hashes = pa.array([zlib.crc32(k.encode()) for k in encoded.dictionary.to_pylist()], pa.int64())
+        shard = hashes.take(encoded.indices)
+        queues64 = pc.cast(queues, pa.int64())
+        shard_queue = pc.subtract(shard, pc.multiply(pc.divide(shard, queues64), queues64))
+        return pc.coalesce(queue_id, pc.cast(shard_queue, pa.int32()))
+
+    # ------------------------------------------------------------------ one file
+    def _write_file(
+        self, fs: pafs.FileSystem, folder: str, partition: int, part: int, batches: list[pa.RecordBatch]
+    ) -> HalfFile:
+        if part >= FILES_PER_PARTITION_MAX:
+            raise MessageError(
+                f"partition {partition} holds more than {FILES_PER_PARTITION_MAX} files of "
+                f"{self.file_bytes_max} bytes: repartition the batch"
+            )
+        return self.rows_of(pa.Table.from_batches(batches), partition * FILES_PER_PARTITION_MAX + part).write(
+            fs, folder
+        )
+
+    def rows_of(self, table: pa.Table, file_no: int = 0) -> HalfRows:
+        """Messages as the rows of a half file that is not written yet.
+
+        Raises
+        ------
+        MessageError, TopicNotFoundError
+            For the first message that breaks a rule.
+        """
+        arranged, segments = self.arrange(self.normalize(table), file_no)
+        staged_at = arranged["store_timestamp"][0].value / 1_000_000
+        delayed = arranged["deliver_at"].null_count < arranged.num_rows
+        return HalfRows(self, arranged, file_no, segments, staged_at, delayed)
+
+    def arrange(self, messages: pa.Table, file_no: int) -> tuple[pa.Table, tuple[Segment, ...]]:
+        """Rows of ``half`` in (topic, queue, arrival) order, and the segment of each queue."""
+        by_topic = [(t, _rows_where(messages, "topic", t)) for t in sorted(pc.unique(messages["topic"]).to_pylist())]
+        parts: list[pa.Table] = []
+        segments: list[Segment] = []
+        first = 0
+        for topic, part in by_topic:
+            for queue_id, rows in self._by_queue(topic, part, file_no):
+                segments.append(Segment(topic, queue_id, first, first + rows.num_rows - 1))
+                parts.append(rows)
+                first += rows.num_rows
+        rows_in_order = pa.concat_tables(parts)
+        count = rows_in_order.num_rows
+        types = {name: HALF_SCHEMA.field(name).type for name in HEADER_COLUMNS}
+        constants = {name: repeated(getattr(self.header, name), type_, count) for name, type_ in types.items()}
+        queue = pa.concat_arrays([pa.repeat(pa.scalar(s.queue_id, pa.int32()), s.last - s.first + 1) for s in segments])
+        columns = {
+            **constants,
+            "file_no": pa.repeat(pa.scalar(file_no, pa.int64()), count),
+            "row_no": arange(count),
+            **{c: rows_in_order[c] for c in rows_in_order.column_names},
+            "queue_id": queue,
+            "store_timestamp": pa.repeat(self.now(), count),
+        }
+        fields = [f.with_type(constants[f.name].type) if f.name in constants else f for f in HALF_SCHEMA]
+        return pa.table({f.name: columns[f.name] for f in fields}, schema=pa.schema(fields)), tuple(segments)
+
+    def first_queue(self, topic: str, file_no: int) -> int:
+        """The first queue for messages of a topic that choose none."""
+        partition, number = divmod(file_no, FILES_PER_PARTITION_MAX)
+        start = zlib.crc32(self.header.app_id.encode()) + self.header.batch_id + partition + number
+        return start % self.topics[topic]
+
+    def now(self) -> pa.Scalar:
+        """The current time, in the type of ``store_timestamp``."""
+        return pa.scalar(int(self.runtime.time() * 1_000_000), TIMESTAMP)
+
+    def _by_queue(self, topic: str, part: pa.Table, file_no: int) -> list[tuple[int, pa.Table]]:
+        """The topic's rows, queue by queue. Rows that choose no queue are dealt out in even slices."""
+        chosen = pc.is_valid(part["queue_id"])
+        if pc.all(chosen).as_py():
+            unassigned, assigned = part.slice(0, 0), part
+        elif not pc.any(chosen).as_py():
+            unassigned, assigned = part, part.slice(0, 0)
+        else:
+            part = part.append_column(_ARRIVAL, arange(part.num_rows))
+            unassigned, assigned = part.filter(pc.invert(chosen)), part.filter(chosen)
+        queues = self.topics[topic]
+        slices = min(queues, unassigned.num_rows)
+        # Each application, batch and file begins at another queue, so that small batches, small partitions and single
+        # sends spread, too. A task that runs again begins at the same queue.
+        start = self.first_queue(topic, file_no)
+        pieces: dict[int, list[pa.Table]] = {}
+        for i in range(slices):
+            first, end = unassigned.num_rows * i // slices, unassigned.num_rows * (i + 1) // slices
+            pieces.setdefault((start + i) % queues, []).append(unassigned.slice(first, end - first))
+        if assigned.num_rows:
+            for queue_id in pc.unique(assigned["queue_id"]).to_pylist():
+                pieces.setdefault(queue_id, []).append(_rows_where(assigned, "queue_id", queue_id))
+        queues_in_order = [(q, pa.concat_tables(pieces[q])) for q in sorted(pieces)]
+        if _ARRIVAL in part.column_names:
+            queues_in_order = [(q, rows.sort_by(_ARRIVAL).drop_columns([_ARRIVAL])) for q, rows in queues_in_order]
+        return queues_in_order
+
+
+_ARRIVAL = "arrival"  # a temporary column; no column of messages has this name
+
+
+def _rows_where(table: pa.Table, column: str, value: object) -> pa.Table:
+    mask = pc.equal(table[column], value)
+    return table if pc.all(mask).as_py() else table.filter(mask)

@@ -1,0 +1,105 @@
+"""Op rows that are to be written: as few as name the rows of a half batch, and their offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rmq_spark._core.log.decision import Decision, Placed, RolledBack
+from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.log.op import Kind, OpRow, Who
+from rmq_spark._core.log.op_view import Tails
+from rmq_spark._core.log.places import Piece
+from rmq_spark._core.vocabulary.rows import Ranges, RowSet, ranges_count, runs
+
+
+def with_offsets(rows: list[OpRow], tails: Tails) -> list[OpRow]:
+    """Give commit and place rows, in their order, the next offsets of their queues; commits that wait get none."""
+    next_offsets = dict(tails)
+    for row in rows:
+        waits = row.kind is Kind.COMMIT and row.until is not None
+        if row.topic is not None and row.queue_id is not None and not waits:
+            queue = (row.topic, row.queue_id)
+            row.queue_offset = next_offsets.get(queue, 0)
+            next_offsets[queue] = row.queue_offset + row.count
+    return rows
+
+
+def placed_messages(rows: Sequence[OpRow]) -> list[Placed]:
+    """The messages that op rows make visible."""
+    return [
+        Placed(r.topic, r.queue_id, r.queue_offset, r.count, r.half_id or "")
+        for r in rows
+        if r.topic is not None and r.queue_id is not None and r.queue_offset is not None
+    ]
+
+
+def place_row(piece: Piece) -> OpRow:
+    header, file = piece.record.header, piece.record.files[piece.file_no]
+    return OpRow(
+        Kind.PLACE,
+        header.half_id,
+        piece.file_no,
+        piece.ranges,
+        piece.count,
+        piece.attempt,
+        topic=piece.topic,
+        queue_id=piece.queue_id,
+        path=file.path,
+        file_rows=file.rows,
+        transaction_per=header.transaction_per,
+        producer_group=header.producer_group,
+        until=piece.due,
+    )
+
+
+def rollback_rows(decision: Decision, rows: RowSet) -> list[OpRow]:
+    """Op rows that roll back ``rows``, each with its reason. ``rows`` are those of the decision that still wait for
+    it."""
+    rollback_rows: list[OpRow] = []
+    for part in decision.rolled_back or [RolledBack(decision.reason, False, dict(rows.ranges()))]:
+        refused = True if part.refused or decision.who is Who.EXECUTE else None
+        part_ranges = part.ranges
+        if rows.count < decision.rollback.count:
+            part_ranges = {n: _ranges_within(rows.get(n, b""), ranges) for n, ranges in part_ranges.items()}
+        op_rows = _op_rows_of(Kind.ROLLBACK, decision.record, part_ranges, decision.attempt, decision.who, part.reason)
+        rollback_rows += [replace(row, refused=refused) for row in op_rows]
+    return rollback_rows
+
+
+def _ranges_within(bits: bytes, ranges: Ranges) -> Ranges:
+    return tuple(run for first, last in ranges for run in runs(bits, first, last + 1))
+
+
+def rows_for(kind: Kind, record: HalfRecord, rows: RowSet, attempt: int, who: Who, reason: str | None) -> list[OpRow]:
+    """As few op rows as possible that name these rows."""
+    if rows.count == record.rows:
+        return [_op_row(kind, record, None, None, record.rows, attempt, who, reason)]
+    return _op_rows_of(kind, record, dict(rows.ranges()), attempt, who, reason)
+
+
+def _op_rows_of(
+    kind: Kind, record: HalfRecord, ranges: Mapping[int, Ranges], attempt: int, who: Who, reason: str | None
+) -> list[OpRow]:
+    counts = {file_no: ranges_count(file_ranges) for file_no, file_ranges in ranges.items()}
+    if sum(counts.values()) == record.rows:
+        return [_op_row(kind, record, None, None, record.rows, attempt, who, reason)]
+    return [
+        _op_row(kind, record, file_no, ranges[file_no], count, attempt, who, reason)
+        for file_no, count in counts.items()
+        if count
+    ]
+
+
+def _op_row(
+    kind: Kind,
+    record: HalfRecord,
+    file_no: int | None,
+    ranges: Ranges | None,
+    count: int,
+    attempt: int,
+    who: Who,
+    reason: str | None,
+) -> OpRow:
+    return OpRow(kind, record.half_id, file_no, ranges, count, attempt, who, reason,
+                 producer_group=record.header.producer_group)  # fmt: skip
