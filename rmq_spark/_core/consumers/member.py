@@ -14,14 +14,12 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import datetime
-from enum import Enum
 
 import pyarrow.fs as pafs
 
 from rmq_spark._core.consumers.fetch import FETCH_BYTES, Fetcher
 from rmq_spark._core.consumers.heartbeats import Members, new_member_name
+from rmq_spark._core.consumers.member_settings import ConsumeFromWhere, MemberSettings
 from rmq_spark._core.consumers.progress import HeldUp, ProcessQueue, Queue, Take
 from rmq_spark._core.consumers.retry import dlq_topic, retry_topic
 from rmq_spark._core.consumers.shares import Moves, moves
@@ -30,10 +28,6 @@ from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.reads.options import Subscription
 from rmq_spark._core.reads.plan import Planner
 from rmq_spark._core.runtime.spans import acknowledging, tracing
-from rmq_spark._core.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
-from rmq_spark._core.selector.tree import Selector
-from rmq_spark._core.vocabulary.message import require_group_name, require_topic_name
-from rmq_spark._core.vocabulary.options import flag, require_time, seconds, whole_number
 from rmq_spark._core.vocabulary.redaction import redacted, traceback_of
 from rmq_spark.errors import (
     ConsumeError,
@@ -42,24 +36,17 @@ from rmq_spark.errors import (
     ListenerError,
     NotACommitLogError,
     OffsetOutOfRangeError,
-    OptionError,
     StorageError,
 )
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_S = 10.0
-PERSIST_INTERVAL_S = 1.0
-"""Minimum seconds between two writes of progress (RocketMQ: ``persistConsumerOffsetInterval``, 5 s there)."""
 PUTS_APART_S = 0.2
 """On an object store, minimum seconds between two writes of progress by all members of a log together: a store takes
 few puts a second to one key."""
 PULL_INTERVAL_S = 0.02
 PULL_INTERVAL_REMOTE_S = 1.0
 """Seconds between two looks for new messages. On an object store each look costs a request."""
-MAX_SPAN = 100_000
-"""Maximum number of messages of a queue between the lowest unfinished and the newest fetched one (RocketMQ:
-``consumeConcurrentlyMaxSpan``, 2,000 there, without tables)."""
 SLEEP_S_MAX = 0.1
 """The fetching thread sleeps through a pause up to this long. A longer pause ends when the consumer stops."""
 KEEP_S = 0.1
@@ -78,101 +65,6 @@ FATAL = (GroupInUseError, NotACommitLogError, ListenerError)
 OF_SOME_QUEUES = (CorruptLogError, OffsetOutOfRangeError)
 """Damage that may affect only some queues."""
 HELD_UP_S_MIN = 1.0
-
-CLUSTERING = "clustering"
-
-
-class ConsumeFromWhere(str, Enum):
-    """Where a group begins in a queue for which it has no progress (RocketMQ's enum of that name)."""
-
-    CONSUME_FROM_LAST_OFFSET = "CONSUME_FROM_LAST_OFFSET"
-    CONSUME_FROM_FIRST_OFFSET = "CONSUME_FROM_FIRST_OFFSET"
-    CONSUME_FROM_TIMESTAMP = "CONSUME_FROM_TIMESTAMP"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-@dataclass(frozen=True)
-class MemberSettings:
-    """The validated settings that both consumers have. The consumers' docstrings explain each."""
-
-    group: str
-    topics: tuple[str, ...]
-    selector: Selector | None
-    consume_from: ConsumeFromWhere
-    consume_timestamp: datetime | None
-    heartbeat_interval_s: float
-    lease_s: float
-    persist_interval_s: float
-    pull_interval_s: float | None
-    max_span: int
-    take_over: bool
-
-    @classmethod
-    def of(
-        cls,
-        group: str,
-        topics: str | Iterable[str],
-        tags: str | None,
-        selector: str | None,
-        consume_from_where: ConsumeFromWhere | str,
-        consume_timestamp: datetime | None,
-        heartbeat_interval: float,
-        lease: float,
-        persist_consumer_offset_interval: float,
-        pull_interval: float | None,
-        max_span: int,
-        message_model: str,
-        take_over: bool,
-    ) -> MemberSettings:
-        """Validate arguments.
-
-        Raises
-        ------
-        OptionError, MessageError
-        """
-        require_group_name(group, "consumerGroup")
-        if str(message_model).lower() != CLUSTERING:
-            raise OptionError(
-                f"message_model={message_model!r}: only {CLUSTERING!r} is there. In RocketMQ's BROADCASTING each "
-                "member gets every message: give each consumer a group of its own for that"
-            )
-        is_iterable = isinstance(topics, Iterable) and not isinstance(topics, bytes)
-        names = [topics] if isinstance(topics, str) else list(topics) if is_iterable else []
-        if not names:
-            raise OptionError(f"topics={topics!r}: the name of a topic is expected, or several names")
-        if tags is not None and selector is not None:
-            raise OptionError("tags and selector contradict each other: give one of them")
-        try:
-            consume_from = ConsumeFromWhere(consume_from_where)
-        except ValueError:
-            raise OptionError(
-                f"consume_from_where={consume_from_where!r} is not one of {', '.join(ConsumeFromWhere)}"
-            ) from None
-        if (consume_from == ConsumeFromWhere.CONSUME_FROM_TIMESTAMP) != (consume_timestamp is not None):
-            raise OptionError("CONSUME_FROM_TIMESTAMP and consume_timestamp=<a datetime> need each other")
-        interval_s = seconds(heartbeat_interval, "heartbeat_interval", above=True)
-        lease_s = seconds(lease, "lease", above=True)
-        if lease_s < 2 * interval_s:
-            raise OptionError(
-                f"lease={lease!r} is under two heartbeats of {interval_s:g} s: a heartbeat that is late would cost a "
-                "member its queues"
-            )
-        tag_names = parse_tags(SUB_ALL if tags is None else tags)
-        return cls(
-            group,
-            tuple(dict.fromkeys(require_topic_name(name, own=True) for name in names)),
-            tag_selector(tag_names and tuple(sorted(tag_names))) if selector is None else parse_selector(selector),
-            consume_from,
-            None if consume_timestamp is None else require_time(consume_timestamp, "consume_timestamp"),
-            interval_s,
-            lease_s,
-            seconds(persist_consumer_offset_interval, "persist_consumer_offset_interval"),
-            None if pull_interval is None else seconds(pull_interval, "pull_interval", above=True),
-            whole_number(max_span, "max_span", 1),
-            flag(take_over, "take_over"),
-        )
 
 
 class GroupMember:

@@ -15,13 +15,13 @@ import pyarrow as pa
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.heartbeats import LEASE_S
 from rmq_spark._core.consumers.listener import messages_of
-from rmq_spark._core.consumers.member import (
+from rmq_spark._core.consumers.member import GroupMember
+from rmq_spark._core.consumers.member_settings import (
     CLUSTERING,
     HEARTBEAT_INTERVAL_S,
     MAX_SPAN,
     PERSIST_INTERVAL_S,
     ConsumeFromWhere,
-    GroupMember,
     MemberSettings,
 )
 from rmq_spark._core.consumers.progress import Queue, Take

@@ -20,13 +20,13 @@ from rmq_spark._core.consumers.listener import (
     require_table_listener,
     tell_failed,
 )
-from rmq_spark._core.consumers.member import (
+from rmq_spark._core.consumers.member import GroupMember
+from rmq_spark._core.consumers.member_settings import (
     CLUSTERING,
     HEARTBEAT_INTERVAL_S,
     MAX_SPAN,
     PERSIST_INTERVAL_S,
     ConsumeFromWhere,
-    GroupMember,
     MemberSettings,
 )
 from rmq_spark._core.consumers.progress import ProcessQueue, Take
