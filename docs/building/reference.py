@@ -356,7 +356,11 @@ def _kind(option: Any) -> str:
 LIMIT_MODULES = (
     ("rmq_spark._core.vocabulary.options", "Sizes, names and times"),
     ("rmq_spark._core.producer.producer", "Producers"),
-    ("rmq_spark._core.consumers.member_settings rmq_spark._core.consumers.member", "Members of a group"),
+    (
+        "rmq_spark._core.consumers.member_settings rmq_spark._core.consumers.member "
+        "rmq_spark._core.consumers.member_threads",
+        "Members of a group",
+    ),
     ("rmq_spark._core.consumers.push", "PushConsumer"),
     ("rmq_spark._core.consumers.pull", "PullConsumer"),
     ("rmq_spark._core.consumers.retry", "Retries"),

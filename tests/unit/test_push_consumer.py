@@ -1011,7 +1011,7 @@ def test_the_end_of_the_process_waits_once_for_all_calls_that_hang(limit: Limit)
     try:
         assert all(listener.calls.acquire(timeout=30) for _ in range(8))
         began_s = time.monotonic()
-        consumer.member._at_exit()
+        consumer.member_threads._at_exit()
         assert time.monotonic() - began_s < 1.5  # and not 0.3 s for each of eight
     finally:
         listener.may_end.set()
@@ -1036,5 +1036,5 @@ def test_a_fork_is_refused_and_leaves_the_group_alone(log: CommitLog, monkeypatc
             patch.setattr(os, "getpid", lambda: 1)
             with pytest.raises(txmq.ConsumeError, match="this is a fork of it: make one in each process"):
                 consumer.start()
-            consumer.member.stop(0)
+            consumer.member_threads.stop(0)
         assert len(txmq.ConsumerGroup(log, "points").members()) == 1

@@ -29,6 +29,7 @@ from rmq_spark._core.consumers.member_settings import (
     ConsumeFromWhere,
     MemberSettings,
 )
+from rmq_spark._core.consumers.member_threads import MemberThreads
 from rmq_spark._core.consumers.progress import ProcessQueue, Take
 from rmq_spark._core.consumers.retry import MAX_RECONSUME_TIMES, restored, tried
 from rmq_spark._core.consumers.send_back import send_back
@@ -192,6 +193,7 @@ class PushConsumer:
         self._await_s = seconds(await_termination, "await_termination")
         opened = engine_of(log, storage_options)
         self.member = GroupMember(opened, settings, reads_retries=True)
+        self.member_threads = MemberThreads(self.member)
         self._machine = opened.runtime
         self._two_phase = TwoPhase(opened, CommitOncePrepared(), commits=GroupCommit(opened))
         self._each_s: float | None = None  # recent seconds per message of the listener's calls
@@ -239,14 +241,14 @@ class PushConsumer:
         ConsumeError
             In a fork of the process that made the consumer, or after :meth:`shutdown`.
         """
-        self.member.require_own_process()
+        self.member_threads.require_own_process()
         with self._opening:
             if self.member.stopping.is_set():
                 raise ConsumeError("this consumer was shut down: make a new one")
             if not self._open:
                 self._require_ready()
                 workers = {f"consume-{n}": self.consume_on for n in range(self._threads)}
-                self.member.start(self._at_exit, fetch=self.member.fetch_on, **workers)
+                self.member_threads.start(self._at_exit, fetch=self.member.fetch_on, **workers)
                 self._open = True
                 observer.CONSUMERS.add(self)
         return self
@@ -263,7 +265,7 @@ class PushConsumer:
         TxmqError
             The error that ended the consumer, unless it was raised already.
         """
-        if self.member.is_own_thread():
+        if self.member_threads.is_own_thread():
             raise ConsumeError(
                 "shutdown() waits for running calls of the listener, so it cannot be called in one of them: call "
                 "stop() there, which lets run() come to its end, or tell the thread that started the consumer"
@@ -275,10 +277,10 @@ class PushConsumer:
 
     def _end(self, at_exit: bool = False) -> None:
         with self._opening:
-            if self._open or self.member.is_running:
+            if self._open or self.member_threads.is_running:
                 self._open = False
                 observer.CONSUMERS.discard(self)
-                self.member.stop(self._await_s, at_exit, f"listener {self._name}")
+                self.member_threads.stop(self._await_s, at_exit, f"listener {self._name}")
 
     def _at_exit(self) -> None:
         self._end(at_exit=True)
@@ -303,7 +305,7 @@ class PushConsumer:
             The error that ended the consumer.
         """
         old_handlers: dict[signal.Signals, Any] = {}
-        self.member.require_own_process()
+        self.member_threads.require_own_process()
         try:
             if threading.current_thread() is threading.main_thread():
                 for signum in (signal.SIGTERM, signal.SIGINT):
