@@ -361,7 +361,7 @@ LIMIT_MODULES = (
         "rmq_spark._core.consumers.member_threads",
         "Members of a group",
     ),
-    ("rmq_spark._core.consumers.push", "PushConsumer"),
+    ("rmq_spark._core.consumers.push rmq_spark._core.consumers.call_cost", "PushConsumer"),
     ("rmq_spark._core.consumers.pull", "PullConsumer"),
     ("rmq_spark._core.consumers.retry", "Retries"),
     ("rmq_spark._core.kafka.settings", "The relay to Kafka"),

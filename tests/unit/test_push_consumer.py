@@ -349,7 +349,7 @@ def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_
         return DONE
 
     consumer = fetched(log, txmq.EachMessage(listen))
-    while consumer.work() and consumer._each_s > 1e-5:
+    while consumer.work() and consumer._cost.each_s > 1e-5:
         pass
     slow = True
     before = consumer.member.queues[QUEUE].lowest
@@ -386,10 +386,10 @@ def test_one_thread_calls_a_quick_listener_unless_its_call_hangs() -> None:
     log = queue_of([str(n) for n in range(50)])
     consumer = fetched(log, fails_on(""))
     assert consumer.work()
-    consumer._each_s = 1e-2
+    consumer._cost.each_s = 1e-2
     assert take(consumer) is not None
     assert take(consumer) is not None, "a slow one is called by several"
-    consumer._each_s = 1e-6
+    consumer._cost.each_s = 1e-6
     assert take(consumer) is None
     with consumer.member.changed:
         assert consumer._until_next() == push_module.HANGS_S
@@ -400,7 +400,7 @@ def test_one_thread_calls_a_quick_listener_unless_its_call_hangs() -> None:
     send(log, ["more"])
     consumer.member.fetch()
     consumer.consume(beside)
-    consumer._each_s = 1e-6
+    consumer._cost.each_s = 1e-6
     assert take(consumer) is not None, "it does not wait for those that hang"
 
 

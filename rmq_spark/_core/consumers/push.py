@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
+from rmq_spark._core.consumers.call_cost import TAKE_S_MAX, CallCost, Timed
 from rmq_spark._core.consumers.heartbeats import LEASE_S
 from rmq_spark._core.consumers.listener import (
     EachMessage,
@@ -31,7 +32,7 @@ from rmq_spark._core.consumers.member_settings import (
 )
 from rmq_spark._core.consumers.member_threads import MemberThreads
 from rmq_spark._core.consumers.progress import ProcessQueue, Take
-from rmq_spark._core.consumers.retry import MAX_RECONSUME_TIMES, restored, tried
+from rmq_spark._core.consumers.retry import MAX_RECONSUME_TIMES, restored, tried, with_zero_retries
 from rmq_spark._core.consumers.send_back import send_back
 from rmq_spark._core.consumers.spans import traced
 from rmq_spark._core.listeners.listener import CommitOncePrepared
@@ -39,9 +40,7 @@ from rmq_spark._core.protocol.group_commit import GroupCommit
 from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime import observer
 from rmq_spark._core.runtime.callables import name_of
-from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.runtime.spans import acknowledging, tracing
-from rmq_spark._core.vocabulary.message import MessageExt
 from rmq_spark._core.vocabulary.options import DELAY_LEVELS_S, named, seconds, whole_number
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
 
@@ -51,15 +50,6 @@ RECONSUME_TIMES_MAX = 2**31 - 1
 THREADS = 20
 TABLE_ROWS = 16_384
 """Default number of messages in a table listener's call."""
-EACH_ROWS_MAX = 2_048
-TAKE_S = 0.005
-"""Seconds of work that a thread aims to take at a time for a listener of single messages, estimated from earlier
-calls. Every take has a cost, and other threads cannot help with its messages."""
-TAKE_S_MAX = 0.05
-"""Seconds after which a thread gives back the rest of its take, so that other threads may take it."""
-QUICK_S = 50e-6
-"""Seconds per message below which only one thread at a time calls a listener of single messages. Such a listener does
-not wait, so Python runs one call at a time anyway, and more threads slow it down."""
 HANGS_S = 1.0
 """Seconds after which a call of a quick listener counts as hanging, and another thread works beside it."""
 IDLE_S = 5.0
@@ -196,7 +186,7 @@ class PushConsumer:
         self.member_threads = MemberThreads(self.member)
         self._machine = opened.runtime
         self._two_phase = TwoPhase(opened, CommitOncePrepared(), commits=GroupCommit(opened))
-        self._each_s: float | None = None  # recent seconds per message of the listener's calls
+        self._cost = CallCost(self._is_each, self._batch_rows)
         self._open = self._stop_asked = False
         self._opening = opened.runtime.lock()
         self._turn = 0
@@ -382,28 +372,16 @@ class PushConsumer:
             queues = [q for q in queues if not q.running and q.again_s <= now_s]
         if not queues or not self.member.may_start():
             return None
-        if self._is_quick() and any(q.runs_since(now_s - HANGS_S) for q in self.member.queues.values()):
+        if self._cost.is_quick() and any(q.runs_since(now_s - HANGS_S) for q in self.member.queues.values()):
             return None
         self._turn += 1
         queue = queues[self._turn % len(queues)]
-        return queue.take(self._rows_to_take(queue), now_s)
-
-    def _is_quick(self) -> bool:
-        return self._is_each and self._each_s is not None and self._each_s < QUICK_S
-
-    def _rows_to_take(self, queue: ProcessQueue) -> int:
-        if queue.tries and not self._is_each:
-            return 1  # the last call failed as a whole: find the message that fails
-        if not self._is_each:
-            return self._batch_rows
-        if self._each_s is None:
-            return 1
-        return max(1, min(EACH_ROWS_MAX, int(TAKE_S / max(self._each_s, 1e-9))))
+        return queue.take(self._cost.rows_to_take(queue), now_s)
 
     def _until_next(self) -> float:
         """Return the seconds until a suspended queue continues, or the one call of a quick listener counts as hanging.
         All other work comes with a notice."""
-        longest_s = HANGS_S if self._is_quick() and any(q.rows for q in self.member.queues.values()) else IDLE_S
+        longest_s = HANGS_S if self._cost.is_quick() and any(q.rows for q in self.member.queues.values()) else IDLE_S
         resumes = [q.again_s for q in self.member.queues.values() if q.rows and not q.running] if self.orderly else []
         left_s = min(resumes, default=0.0) - self._machine.monotonic()
         return left_s if 0 < left_s < longest_s else longest_s
@@ -411,7 +389,7 @@ class PushConsumer:
     def consume(self, take: Take) -> None:
         """Let the listener consume a take, and finish it."""
         # An inbox keeps positions of the queues that messages are read from, and not of a retry's original queue.
-        messages = _with_zero_retries(take.messages) if self._takes_positions else restored(take.messages)
+        messages = with_zero_retries(take.messages) if self._takes_positions else restored(take.messages)
         try:
             if self.orderly:
                 self._consume_orderly(take, messages)
@@ -474,7 +452,7 @@ class PushConsumer:
         tracer, listener = tracing(), self._listener
         if tracer is not None:
             listener = traced(listener, tracer, self.member.log.path, self.member.group)
-        return _Timed(listener, self._machine) if isinstance(listener, EachMessage) else listener
+        return Timed(listener, self._machine) if isinstance(listener, EachMessage) else listener
 
     def _is_out_of_retries(self, tries: int) -> bool:
         return self._reconsume_max is not None and tries > self._reconsume_max
@@ -499,8 +477,7 @@ class PushConsumer:
             log, group, topic = self.member.log.path, self.member.group, queue.queue[0]
             event = observer.Consumed(log, group, topic, consumed, failed, took_s)
             observer.tell(lambda o: o.consumed(event))
-        each_s = (listener.took_s if isinstance(listener, _Timed) else took_s) / answered
-        self._each_s = each_s if self._each_s is None else 0.8 * self._each_s + 0.2 * each_s
+        self._cost.note(listener, took_s, answered)
 
     def _give_back(self, take: Take, done: int) -> None:
         """End a take of which ``done`` messages are finished. The rest comes again."""
@@ -508,7 +485,7 @@ class PushConsumer:
             take.queue.give_back(take, done)
             if take.queue.releasing:
                 self.member.changed.notify_all()
-            elif done < take.messages.num_rows or not self._is_quick():
+            elif done < take.messages.num_rows or not self._cost.is_quick():
                 self.member.changed.notify()  # another thread may help when calls take long
 
     def _send_back(
@@ -532,25 +509,3 @@ class PushConsumer:
             if member.stopping.wait(SEND_AGAIN_S):
                 return False
         return False
-
-
-def _with_zero_retries(messages: pa.Table) -> pa.Table:
-    return messages.append_column("reconsume_times", pa.repeat(pa.scalar(0, pa.int32()), messages.num_rows))
-
-
-class _Timed(EachMessage):
-    """Measures the calls of a listener of single messages. The work around them does not count: with many threads it
-    waits for Python's lock, which would make the quickest listener look slow."""
-
-    def __init__(self, listener: EachMessage, runtime: Runtime) -> None:
-        super().__init__(self._call)
-        self._called = listener.function
-        self._monotonic = runtime.monotonic
-        self.took_s = 0.0
-
-    def _call(self, message: MessageExt) -> Any:
-        began_s = self._monotonic()
-        try:
-            return self._called(message)
-        finally:
-            self.took_s += self._monotonic() - began_s
