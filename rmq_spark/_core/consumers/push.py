@@ -32,15 +32,12 @@ from rmq_spark._core.consumers.member_settings import (
 )
 from rmq_spark._core.consumers.member_threads import MemberThreads
 from rmq_spark._core.consumers.progress import ProcessQueue, Take
-from rmq_spark._core.consumers.retry import MAX_RECONSUME_TIMES, restored, tried, with_zero_retries
-from rmq_spark._core.consumers.send_back import send_back
+from rmq_spark._core.consumers.retry import restored, tried, with_zero_retries
+from rmq_spark._core.consumers.send_back import RetrySender
 from rmq_spark._core.consumers.spans import traced
-from rmq_spark._core.listeners.listener import CommitOncePrepared
-from rmq_spark._core.protocol.group_commit import GroupCommit
-from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime import observer
 from rmq_spark._core.runtime.callables import name_of
-from rmq_spark._core.runtime.spans import acknowledging, tracing
+from rmq_spark._core.runtime.spans import tracing
 from rmq_spark._core.vocabulary.options import DELAY_LEVELS_S, named, seconds, whole_number
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
 
@@ -56,7 +53,6 @@ IDLE_S = 5.0
 """Seconds after which a thread that waits for a notice looks for work itself."""
 AWAIT_TERMINATION_S = 30.0
 STOP_LOOK_S = 0.2
-SEND_AGAIN_S = 1.0
 
 
 class PushConsumer:
@@ -175,17 +171,15 @@ class PushConsumer:
         self._batch_rows = consume_message_batch_max_size or int(getattr(listener, "batch_rows", TABLE_ROWS))
         if max_reconsume_times is not None:
             whole_number(max_reconsume_times, "max_reconsume_times", 0, RECONSUME_TIMES_MAX)
-        self._reconsume_max = max_reconsume_times
         if delay_level is not None:
             whole_number(delay_level, "delay_level", 1, len(DELAY_LEVELS_S))
-        self._delay_level = delay_level
         self._suspend_s = seconds(suspend_s, "suspend_s")
         self._await_s = seconds(await_termination, "await_termination")
         opened = engine_of(log, storage_options)
         self.member = GroupMember(opened, settings, reads_retries=True)
         self.member_threads = MemberThreads(self.member)
         self._machine = opened.runtime
-        self._two_phase = TwoPhase(opened, CommitOncePrepared(), commits=GroupCommit(opened))
+        self._retries = RetrySender(self.member, max_reconsume_times, delay_level)
         self._cost = CallCost(self._is_each, self._batch_rows)
         self._open = self._stop_asked = False
         self._opening = opened.runtime.lock()
@@ -413,7 +407,7 @@ class PushConsumer:
         if failed:
             reasons = [results[row][1] for row in failed]
             tell_failed(self.member.group, take.queue.queue, len(failed), len(results), reasons[0])
-            if not self._send_back(take.queue, messages.take(pa.array(failed)), reasons, "retry"):
+            if not self._retries.send(take.queue, messages.take(pa.array(failed)), reasons, "retry"):
                 done = failed[0]  # the consumer ends, or the queue is lost: they come again
         self._give_back(take, done)
 
@@ -428,10 +422,10 @@ class PushConsumer:
                 failed = 1 if self._is_each else 1 + sum(not is_consumed for is_consumed, _ in results)
                 queue.tries += 1  # no other thread works on the queue meanwhile
                 then = "The first one becomes a dead letter"
-                if not self._is_out_of_retries(queue.tries):
+                if not self._retries.is_out_of_retries(queue.tries):
                     then = f"The queue waits {self._suspend_s:g} s and goes on there"
                 tell_failed(self.member.group, queue.queue, failed, messages.num_rows, reason, then)
-                if self._is_out_of_retries(queue.tries) and self._send_back(
+                if self._retries.is_out_of_retries(queue.tries) and self._retries.send(
                     queue, messages.slice(done, 1), [reason], "dead", queue.tries - 1
                 ):
                     queue.tries = 0
@@ -453,9 +447,6 @@ class PushConsumer:
         if tracer is not None:
             listener = traced(listener, tracer, self.member.log.path, self.member.group)
         return Timed(listener, self._machine) if isinstance(listener, EachMessage) else listener
-
-    def _is_out_of_retries(self, tries: int) -> bool:
-        return self._reconsume_max is not None and tries > self._reconsume_max
 
     def _stops_early(self, queue: ProcessQueue, began_s: float) -> bool:
         """Whether a thread gives back the rest of its take: its calls take longer than expected and others may help, or
@@ -487,25 +478,3 @@ class PushConsumer:
                 self.member.changed.notify_all()
             elif done < take.messages.num_rows or not self._cost.is_quick():
                 self.member.changed.notify()  # another thread may help when calls take long
-
-    def _send_back(
-        self, queue: ProcessQueue, messages: pa.Table, reasons: list[str | None], kind: str, tries: int = 0
-    ) -> bool:
-        """Send failed messages to the retries or the dead letters; False when they were not sent, and come again."""
-        member = self.member
-        retries_max = MAX_RECONSUME_TIMES if self._reconsume_max is None else self._reconsume_max
-        while not queue.lost:
-            try:
-                log, topic, rows = member.log.path, queue.queue[0], messages.num_rows
-                ends = min(messages["reconsume_times"].to_pylist()) >= retries_max
-                with acknowledging(log, "dead" if ends else kind, [topic], rows, lambda: messages, group=member.group):
-                    send_back(
-                        member.log, member.group, queue, messages, reasons, retries_max if kind == "retry" else 0,
-                        self._delay_level, self._two_phase, tries,
-                    )  # fmt: skip
-                return True
-            except Exception as problem:  # the store may answer next time
-                member.note(problem, "messages were not sent back")
-            if member.stopping.wait(SEND_AGAIN_S):
-                return False
-        return False

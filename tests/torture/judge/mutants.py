@@ -80,7 +80,6 @@ from tests.support.inside import (
     marking,
     name_of,
     op_merge,
-    push_module,
     split_by_verdict,
     stripping,
     table_module,
@@ -1719,7 +1718,7 @@ def _renamed(rename: Callable[[ProcessQueue, pa.Table, Sequence[str], bool], Seq
             with replaced((sending_back, "send_each", send)):
                 return send_back(log, group, queue, messages, reasons, most, *more)
 
-        return replaced((push_module, "send_back", renamed))
+        return replaced((sending_back, "send_back", renamed))
 
     return bad
 
