@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rmq_spark._core.consumers.listener import ConsumeResult as ConsumeResult
     from rmq_spark._core.consumers.listener import EachBatch as EachBatch
     from rmq_spark._core.consumers.listener import EachMessage as EachMessage
-    from rmq_spark._core.consumers.member import ConsumeFromWhere as ConsumeFromWhere
+    from rmq_spark._core.consumers.member_settings import ConsumeFromWhere as ConsumeFromWhere
     from rmq_spark._core.consumers.pull import PullConsumer as PullConsumer
     from rmq_spark._core.consumers.push import PushConsumer as PushConsumer
     from rmq_spark._core.spark.consume import consume as consume
@@ -25,7 +25,7 @@ __getattr__, __dir__, __all__ = public(
         "consumers.groups": "ConsumerGroup",
         "consumers.inbox": "SqlInbox",
         "consumers.listener": "ConsumeResult EachBatch EachMessage",
-        "consumers.member": "ConsumeFromWhere",
+        "consumers.member_settings": "ConsumeFromWhere",
         "consumers.pull": "PullConsumer",
         "consumers.push": "PushConsumer",
         "spark.consume": "consume",

@@ -356,14 +356,18 @@ def _kind(option: Any) -> str:
 LIMIT_MODULES = (
     ("rmq_spark._core.vocabulary.options", "Sizes, names and times"),
     ("rmq_spark._core.producer.producer", "Producers"),
-    ("rmq_spark._core.consumers.member", "Members of a group"),
-    ("rmq_spark._core.consumers.push", "PushConsumer"),
+    (
+        "rmq_spark._core.consumers.member_settings rmq_spark._core.consumers.member "
+        "rmq_spark._core.consumers.member_threads",
+        "Members of a group",
+    ),
+    ("rmq_spark._core.consumers.push rmq_spark._core.consumers.call_cost", "PushConsumer"),
     ("rmq_spark._core.consumers.pull", "PullConsumer"),
     ("rmq_spark._core.consumers.retry", "Retries"),
     ("rmq_spark._core.kafka.settings", "The relay to Kafka"),
     ("rmq_spark._core.selector", "Selectors"),
 )
-"""Modules whose constants a user may meet."""
+"""Modules whose constants a user may meet. Several may share a title."""
 
 
 def limits() -> str:
@@ -373,8 +377,9 @@ def limits() -> str:
         MADE + " These are the named constants of the code. `…_MAX` and `…_MIN` are bounds; the others are defaults "
         "and rhythms. Settings that change them have the same words in their names.",
     ]
-    for module, title in LIMIT_MODULES:
-        rows = [(f"`{name}`", _shown(name, value), text) for name, value, text in constants(module)]
+    for modules, title in LIMIT_MODULES:
+        found = [constant for module in modules.split() for constant in constants(module)]
+        rows = [(f"`{name}`", _shown(name, value), text) for name, value, text in found]
         parts += [f"## {title}", _table(("name", "value", "meaning"), rows)]
     return "\n\n".join(parts)
 

@@ -13,7 +13,7 @@ from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.times import time_of
 
 if TYPE_CHECKING:
-    from rmq_spark._core.client.reconcile import ReconcileReport
+    from rmq_spark._core.client.reconcile_report import ReconcileReport
     from rmq_spark.log import CommitLog
 
 LEFT = 1
@@ -51,7 +51,8 @@ def reconcile(
     """After a restore: compare a commit log with the database of its local transactions and with checkpoints of
     streams, and say for each attempt that the database has executed since the backup what is to be done. It changes
     nothing without --apply. Let nobody send, and no checks run, before."""
-    from rmq_spark._core.client.reconcile import Reconciler, Stream
+    from rmq_spark._core.client.checkpoint import Stream
+    from rmq_spark._core.client.reconcile import Reconciler
     from rmq_spark._core.listeners.listener import load_listener, see_working_folder
 
     backup_time = None if since is None else time_of(since, datetime.now(timezone.utc), "since")

@@ -144,9 +144,9 @@ def test_a_shutdown_in_the_midst_of_a_call_of_the_log_is_left_to_the_loop(log: C
         seen.append(message)
         with consumer.member.log.lock:
             consumer.shutdown()
-            assert consumer.member.is_running
+            assert consumer.member_threads.is_running
     assert bodies(seen) == ["a"]
-    assert not consumer.member.is_running
+    assert not consumer.member_threads.is_running
     assert_nobody_has_a_queue(log)
 
 

@@ -349,7 +349,7 @@ def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_
         return DONE
 
     consumer = fetched(log, txmq.EachMessage(listen))
-    while consumer.work() and consumer._each_s > 1e-5:
+    while consumer.work() and consumer._cost.each_s > 1e-5:
         pass
     slow = True
     before = consumer.member.queues[QUEUE].lowest
@@ -386,10 +386,10 @@ def test_one_thread_calls_a_quick_listener_unless_its_call_hangs() -> None:
     log = queue_of([str(n) for n in range(50)])
     consumer = fetched(log, fails_on(""))
     assert consumer.work()
-    consumer._each_s = 1e-2
+    consumer._cost.each_s = 1e-2
     assert take(consumer) is not None
     assert take(consumer) is not None, "a slow one is called by several"
-    consumer._each_s = 1e-6
+    consumer._cost.each_s = 1e-6
     assert take(consumer) is None
     with consumer.member.changed:
         assert consumer._until_next() == push_module.HANGS_S
@@ -400,7 +400,7 @@ def test_one_thread_calls_a_quick_listener_unless_its_call_hangs() -> None:
     send(log, ["more"])
     consumer.member.fetch()
     consumer.consume(beside)
-    consumer._each_s = 1e-6
+    consumer._cost.each_s = 1e-6
     assert take(consumer) is not None, "it does not wait for those that hang"
 
 
@@ -1011,7 +1011,7 @@ def test_the_end_of_the_process_waits_once_for_all_calls_that_hang(limit: Limit)
     try:
         assert all(listener.calls.acquire(timeout=30) for _ in range(8))
         began_s = time.monotonic()
-        consumer.member._at_exit()
+        consumer.member_threads._at_exit()
         assert time.monotonic() - began_s < 1.5  # and not 0.3 s for each of eight
     finally:
         listener.may_end.set()
@@ -1036,5 +1036,5 @@ def test_a_fork_is_refused_and_leaves_the_group_alone(log: CommitLog, monkeypatc
             patch.setattr(os, "getpid", lambda: 1)
             with pytest.raises(txmq.ConsumeError, match="this is a fork of it: make one in each process"):
                 consumer.start()
-            consumer.member.stop(0)
+            consumer.member_threads.stop(0)
         assert len(txmq.ConsumerGroup(log, "points").members()) == 1

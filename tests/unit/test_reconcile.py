@@ -21,7 +21,9 @@ import sqlalchemy as sa
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CheckService, CommitLog, Rollback, SqlTransactionListener
 from rmq_spark._core.client import reconcile as reconcile_module
-from rmq_spark._core.client.reconcile import Finding, Reconciler, ReconcileReport, Standing, Stream
+from rmq_spark._core.client.checkpoint import Stream
+from rmq_spark._core.client.reconcile import Reconciler
+from rmq_spark._core.client.reconcile_report import Finding, ReconcileReport, Standing
 from rmq_spark.errors import ListenerError, OptionError
 from rmq_spark.listeners import ExecutedAttempt, HalfTransaction
 from tests.support.clocks import set_clock

@@ -24,33 +24,30 @@ them settled.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
-from enum import Enum
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.fs as pafs
 
 from rmq_spark._core.client.backup import manifest_of
+from rmq_spark._core.client.checkpoint import Stream
 from rmq_spark._core.client.input import message_list
+from rmq_spark._core.client.reconcile_report import Finding, ReconcileReport, Standing
 from rmq_spark._core.inspect.history import kept_batches
 from rmq_spark._core.listeners.listener import CommitOncePrepared, ExecutedAttempt, TransactionListener
 from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.log.half_header import HalfHeader, Naming
 from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.log.op import Kind, Who
-from rmq_spark._core.protocol.identity import ID_FILE, input_hash_of
 from rmq_spark._core.protocol.send import TwoPhase
-from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.vocabulary.message import to_table
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S, FENCE_RETENTION_S_MIN, IDEMPOTENCY_S
-from rmq_spark._core.vocabulary.redaction import cause_of, sentence_of
+from rmq_spark._core.vocabulary.redaction import sentence_of
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark._core.vocabulary.verdicts import BATCH
 from rmq_spark.errors import HalfBatchLeftError, ListenerError, OptionError, TxmqError
@@ -73,193 +70,6 @@ FENCES_LOOKED_AT = 100
 """Number of newest half batches whose fences are compared with the listener's."""
 OF_ONE_SEND = "."
 """Occurs in the app id of every producer's send, and in no stream's."""
-
-
-class Standing(str, Enum):
-    """The standing of an attempt or a half batch."""
-
-    SETTLED = "settled"
-    REPLAYED = "replayed"
-    LOST = "lost"
-    PERSON = "person"
-    UNKNOWN_TO_THE_DATABASE = "unknown to the database"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The comparison's result for one attempt.
-
-    Attributes
-    ----------
-    standing : Standing
-    half_id, app_id, batch_id, attempt :
-        Of the half batch. ``attempt`` is None when the database does not know it.
-    messages : int or None
-        Number of its affected messages, if known.
-    at : datetime or None
-        When the database executed it, or when the log prepared it (UTC).
-    what : str
-        The finding, and the action to take.
-    done : str or None
-        The action of ``apply``; None without one.
-    """
-
-    standing: Standing
-    half_id: str
-    app_id: str | None
-    batch_id: int | None
-    attempt: int | None
-    messages: int | None
-    at: datetime | None
-    what: str
-    done: str | None = None
-
-    def __str__(self) -> str:
-        attempt = "" if self.attempt is None else f", attempt {self.attempt}"
-        at = "" if self.at is None else f" at {self.at:%Y-%m-%d %H:%M:%S}Z"
-        done = "" if self.done is None else f". {self.done}"
-        of = "" if self.messages is None else f" ({count_of(self.messages, 'message')})"
-        return f"{self.standing}: half batch {self.half_id!r}{attempt}{at}{of}: {self.what}{done}"
-
-
-@dataclass(frozen=True)
-class ReconcileReport:
-    """The result of a comparison.
-
-    Attributes
-    ----------
-    log, log_id : str
-    since, made_at : datetime
-        The start of the compared executions, and the time of the comparison (UTC).
-    applied : bool
-    executed : int
-        Attempts that the database executed since.
-    settled : int
-        Attempts that need no action.
-    findings : tuple of Finding
-        All other attempts.
-    streams : tuple of str
-        A sentence for each checkpoint.
-    careful : tuple of str
-        Sentences about possible blind spots of the comparison.
-    """
-
-    log: str
-    log_id: str
-    since: datetime
-    made_at: datetime
-    applied: bool
-    executed: int
-    settled: int
-    findings: tuple[Finding, ...]
-    streams: tuple[str, ...] = ()
-    careful: tuple[str, ...] = ()
-
-    @property
-    def left(self) -> tuple[Finding, ...]:
-        """The findings that still need ``apply`` or a person."""
-        return tuple(f for f in self.findings if f.done is None and f.standing is not Standing.REPLAYED)
-
-    def __str__(self) -> str:
-        lines = [
-            f"the database has executed {count_of(self.executed, 'attempt')} since {self.since:%Y-%m-%d %H:%M:%S}Z; "
-            f"{self.settled} need nothing",
-            *(f"careful: {sentence}" for sentence in self.careful),
-            *self.streams,
-            *map(str, self.findings),
-        ]
-        recoverable = [f for f in self.left if f.standing is Standing.LOST]
-        if recoverable and not self.applied:
-            lines.append("nothing was changed: --apply makes visible what can be made visible")
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report for JSON."""
-        report: dict[str, Any] = json.loads(self.content())
-        return report
-
-    def content(self) -> bytes:
-        """Return the report as a JSON file's content."""
-        return json.dumps(asdict(self), default=_plain, indent=1).encode()
-
-
-def _plain(value: object) -> str:
-    return value.isoformat() if isinstance(value, datetime) else str(value)
-
-
-@dataclass(frozen=True)
-class Stream:
-    """The checkpoint of a stopped streaming query.
-
-    Attributes
-    ----------
-    app_id : str
-    place : str
-    next_batch : int
-        The batch that runs when the query starts.
-    planned : bool
-        True when its input is already fixed, because it ran or began to.
-    query_id : str
-        The query's id, which the log has with the checkpoint's batches.
-    input_hashes : mapping of int to str
-        Input hashes of the batches whose input the checkpoint still has.
-    """
-
-    app_id: str
-    place: str
-    next_batch: int
-    planned: bool
-    query_id: str
-    input_hashes: Mapping[int, str] = field(repr=False)
-
-    @classmethod
-    def read(cls, given: str, storage_options: Mapping[str, str] | None = None) -> Stream:
-        """Read a checkpoint at a place, given as ``<place>``, or ``<appId>=<place>`` for a query with option ``appId``.
-
-        Raises
-        ------
-        OptionError
-        """
-        app_id, equals, place = given.partition("=")
-        if not equals or "/" in app_id:
-            app_id, place = "", given
-        try:
-            fs, root = filesystem(place, storage_options)
-
-            def numbers(folder: str) -> list[int]:
-                infos = fs.get_file_info(pafs.FileSelector(f"{root}/{folder}", allow_not_found=folder == "commits"))
-                return [int(info.base_name) for info in infos if info.base_name.isdigit()]
-
-            query_id = _id_of(fs, root)
-            batches = numbers("offsets")
-            planned, committed = max(batches, default=-1), max(numbers("commits"), default=-1)
-            hashes = {batch_id: _input_hash(fs, f"{root}/offsets/{batch_id}") for batch_id in batches}
-        except (OSError, ValueError, KeyError, TypeError) as problem:
-            raise OptionError(
-                f"checkpoint {place!r} cannot be read ({sentence_of(problem)}): the checkpointLocation of a query that "
-                "is stopped is expected"
-            ) from cause_of(problem)
-        next_batch = planned if planned > committed else planned + 1
-        return cls(app_id or query_id, place, next_batch, planned > committed, query_id, hashes)
-
-
-def _id_of(fs: Any, root: str) -> str:
-    for file in (ID_FILE, "metadata"):
-        try:
-            with fs.open_input_stream(f"{root}/{file}") as stream:
-                return str(json.loads(stream.readall())["id"])
-        except FileNotFoundError:
-            if file == "metadata":
-                raise
-    raise AssertionError
-
-
-def _input_hash(fs: Any, path: str) -> str:
-    with fs.open_input_stream(path) as stream:
-        return input_hash_of(stream.readall())
 
 
 @dataclass

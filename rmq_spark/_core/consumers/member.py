@@ -1,28 +1,24 @@
 """A member of a consumer group claims its share of the queues, fetches, and writes progress. Both consumers without
 Spark are built on it.
 
-Its thread ``txmq-member`` puts heartbeats, claims and releases queues, and writes progress. The consumer fetches in
-another thread. One lock guards the state that they share. It is never held while a listener runs, a file is read or a
-commit is made.
+Its steps are called by threads (``member_threads.py``): one puts heartbeats, claims and releases queues, and writes
+progress, another one fetches. One lock guards the state that they share. It is never held while a listener runs, a file
+is read or a commit is made.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import datetime
-from enum import Enum
 
 import pyarrow.fs as pafs
 
 from rmq_spark._core.consumers.fetch import FETCH_BYTES, Fetcher
 from rmq_spark._core.consumers.heartbeats import Members, new_member_name
-from rmq_spark._core.consumers.progress import HeldUp, ProcessQueue, Queue, Take
+from rmq_spark._core.consumers.member_settings import ConsumeFromWhere, MemberSettings
+from rmq_spark._core.consumers.progress import HeldUp, ProcessQueue, Queue
 from rmq_spark._core.consumers.retry import dlq_topic, retry_topic
 from rmq_spark._core.consumers.shares import Moves, moves
 from rmq_spark._core.log.groups import Place, Report
@@ -30,149 +26,33 @@ from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.reads.options import Subscription
 from rmq_spark._core.reads.plan import Planner
 from rmq_spark._core.runtime.spans import acknowledging, tracing
-from rmq_spark._core.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
-from rmq_spark._core.selector.tree import Selector
-from rmq_spark._core.vocabulary.message import require_group_name, require_topic_name
-from rmq_spark._core.vocabulary.options import flag, require_time, seconds, whole_number
 from rmq_spark._core.vocabulary.redaction import redacted, traceback_of
 from rmq_spark.errors import (
-    ConsumeError,
     CorruptLogError,
     GroupInUseError,
     ListenerError,
     NotACommitLogError,
     OffsetOutOfRangeError,
-    OptionError,
     StorageError,
 )
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_S = 10.0
-PERSIST_INTERVAL_S = 1.0
-"""Minimum seconds between two writes of progress (RocketMQ: ``persistConsumerOffsetInterval``, 5 s there)."""
 PUTS_APART_S = 0.2
 """On an object store, minimum seconds between two writes of progress by all members of a log together: a store takes
 few puts a second to one key."""
 PULL_INTERVAL_S = 0.02
 PULL_INTERVAL_REMOTE_S = 1.0
 """Seconds between two looks for new messages. On an object store each look costs a request."""
-MAX_SPAN = 100_000
-"""Maximum number of messages of a queue between the lowest unfinished and the newest fetched one (RocketMQ:
-``consumeConcurrentlyMaxSpan``, 2,000 there, without tables)."""
 SLEEP_S_MAX = 0.1
 """The fetching thread sleeps through a pause up to this long. A longer pause ends when the consumer stops."""
-KEEP_S = 0.1
-"""Seconds between two looks of the member's thread for due work."""
 BACKOFF_S_MAX = 30.0
-AT_EXIT_S_MAX = 10.0
-"""Maximum seconds for which the end of Python waits for listener calls, and for the store. A thread that is still
-within delta-rs then may crash Python."""
-LATE_S = 0.5
-"""Seconds that the threads have to end when a listener call still runs."""
-OF_THE_STORE = {"member", "fetch"}
-"""Names of the threads that wait for the store."""
 NOT_PLACED = "delayed messages were not placed"
 FATAL = (GroupInUseError, NotACommitLogError, ListenerError)
 """Errors after which another try would fail the same way."""
 OF_SOME_QUEUES = (CorruptLogError, OffsetOutOfRangeError)
 """Damage that may affect only some queues."""
 HELD_UP_S_MIN = 1.0
-
-CLUSTERING = "clustering"
-
-
-class ConsumeFromWhere(str, Enum):
-    """Where a group begins in a queue for which it has no progress (RocketMQ's enum of that name)."""
-
-    CONSUME_FROM_LAST_OFFSET = "CONSUME_FROM_LAST_OFFSET"
-    CONSUME_FROM_FIRST_OFFSET = "CONSUME_FROM_FIRST_OFFSET"
-    CONSUME_FROM_TIMESTAMP = "CONSUME_FROM_TIMESTAMP"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-@dataclass(frozen=True)
-class MemberSettings:
-    """The validated settings that both consumers have. The consumers' docstrings explain each."""
-
-    group: str
-    topics: tuple[str, ...]
-    selector: Selector | None
-    consume_from: ConsumeFromWhere
-    consume_timestamp: datetime | None
-    heartbeat_interval_s: float
-    lease_s: float
-    persist_interval_s: float
-    pull_interval_s: float | None
-    max_span: int
-    take_over: bool
-
-    @classmethod
-    def of(
-        cls,
-        group: str,
-        topics: str | Iterable[str],
-        tags: str | None,
-        selector: str | None,
-        consume_from_where: ConsumeFromWhere | str,
-        consume_timestamp: datetime | None,
-        heartbeat_interval: float,
-        lease: float,
-        persist_consumer_offset_interval: float,
-        pull_interval: float | None,
-        max_span: int,
-        message_model: str,
-        take_over: bool,
-    ) -> MemberSettings:
-        """Validate arguments.
-
-        Raises
-        ------
-        OptionError, MessageError
-        """
-        require_group_name(group, "consumerGroup")
-        if str(message_model).lower() != CLUSTERING:
-            raise OptionError(
-                f"message_model={message_model!r}: only {CLUSTERING!r} is there. In RocketMQ's BROADCASTING each "
-                "member gets every message: give each consumer a group of its own for that"
-            )
-        is_iterable = isinstance(topics, Iterable) and not isinstance(topics, bytes)
-        names = [topics] if isinstance(topics, str) else list(topics) if is_iterable else []
-        if not names:
-            raise OptionError(f"topics={topics!r}: the name of a topic is expected, or several names")
-        if tags is not None and selector is not None:
-            raise OptionError("tags and selector contradict each other: give one of them")
-        try:
-            consume_from = ConsumeFromWhere(consume_from_where)
-        except ValueError:
-            raise OptionError(
-                f"consume_from_where={consume_from_where!r} is not one of {', '.join(ConsumeFromWhere)}"
-            ) from None
-        if (consume_from == ConsumeFromWhere.CONSUME_FROM_TIMESTAMP) != (consume_timestamp is not None):
-            raise OptionError("CONSUME_FROM_TIMESTAMP and consume_timestamp=<a datetime> need each other")
-        interval_s = seconds(heartbeat_interval, "heartbeat_interval", above=True)
-        lease_s = seconds(lease, "lease", above=True)
-        if lease_s < 2 * interval_s:
-            raise OptionError(
-                f"lease={lease!r} is under two heartbeats of {interval_s:g} s: a heartbeat that is late would cost a "
-                "member its queues"
-            )
-        tag_names = parse_tags(SUB_ALL if tags is None else tags)
-        return cls(
-            group,
-            tuple(dict.fromkeys(require_topic_name(name, own=True) for name in names)),
-            tag_selector(tag_names and tuple(sorted(tag_names))) if selector is None else parse_selector(selector),
-            consume_from,
-            None if consume_timestamp is None else require_time(consume_timestamp, "consume_timestamp"),
-            interval_s,
-            lease_s,
-            seconds(persist_consumer_offset_interval, "persist_consumer_offset_interval"),
-            None if pull_interval is None else seconds(pull_interval, "pull_interval", above=True),
-            whole_number(max_span, "max_span", 1),
-            flag(take_over, "take_over"),
-        )
 
 
 class GroupMember:
@@ -201,7 +81,8 @@ class GroupMember:
         self.topics = (*settings.topics, *((self._retry,) if self._retry else ()))
         self.name = new_member_name(self.runtime.unique_id())
         self.by = self.name.rpartition(".")[0]
-        self._fields = {"consumer_group": self.group, "member": self.name}
+        self.fields = {"consumer_group": self.group, "member": self.name}
+        """What its log messages have as ``extra``."""
         self.changed = threading.Condition()
         """The lock of the shared state. Notified when messages can be taken, and when the consumer ends."""
         self.queues: dict[Queue, ProcessQueue] = {}
@@ -222,194 +103,7 @@ class GroupMember:
         self._nothing_at: tuple[int, int] | None = None
         self._claims = 0  # counts claims: after a new one, the next fetch must look
         self._take_over = settings.take_over
-        self._pid = os.getpid()
         self._persisting = log.runtime.lock()
-        self._threads: dict[str, threading.Thread] = {}
-        self._stop_at_exit: Callable[[], object] = self.stopping.set
-        self._abandoned: Sequence[Take] | None = None
-        self._is_ending = False
-        self._in_this_thread = threading.local()
-
-    def require_own_process(self) -> None:
-        """Raise ConsumeError in a forked child, in which neither the threads nor the engine of delta-rs run."""
-        if self._is_forked():
-            raise ConsumeError(
-                f"this consumer was made in process {self._pid}, and this is a fork of it: make one in each process"
-            )
-
-    # ------------------------------------------------------------------ threads
-    def start(self, at_exit: Callable[[], object], **work: Callable[[], object]) -> None:
-        """Join the group, and start the member's thread and one thread for each function in ``work``.
-
-        ``at_exit`` is called when Python ends first. It must call :meth:`stop`.
-        """
-        self.require_own_process()
-        self.join()
-        try:
-            self._stop_at_exit = at_exit
-            atexit.register(self._at_exit)
-            for name, function in {"member": self._keep_until_stopped, **work}.items():
-                thread = self.runtime.start_thread(self._or_fail(function), f"txmq-{name}", daemon=True)
-                self._threads[name] = thread
-        except BaseException:  # an interrupt, or a thread could not start
-            self.stop(0.0)
-            raise
-
-    def abandon(self, given: Sequence[Take]) -> None:
-        """Let the member's thread give back these takes, and leave the group: the consumer object is gone.
-
-        ``__del__`` calls this, which may interrupt any code, so it must not wait.
-        """
-        self._abandoned = given
-
-    def _or_fail(self, work: Callable[[], object]) -> Callable[[], None]:
-        def run() -> None:
-            self._in_this_thread.is_own = True
-            try:
-                work()
-            except BaseException as problem:  # a panic of delta-rs is no Exception
-                self.fail(problem)
-
-        return run
-
-    def is_own_thread(self) -> bool:
-        """Whether the current thread is one of the member's, in which listeners are called."""
-        return getattr(self._in_this_thread, "is_own", False)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it has threads: from :meth:`start` to the end of :meth:`stop`."""
-        return bool(self._threads)
-
-    def stop(self, timeout_s: float, at_exit: bool = False, listener: str = "the listener") -> None:
-        """Wait for running calls, write progress, release the queues and leave the group.
-
-        A queue with calls that still run after ``timeout_s`` is not released: its claim ends with the lease. With
-        ``at_exit``, Python is ending: threads within the store are waited for at most :data:`AT_EXIT_S_MAX` seconds.
-        ``listener`` names the listener in the warning that it still runs.
-        """
-        if self._is_forked():
-            return
-        with self.changed:
-            is_first, self._is_ending = not self._is_ending, True
-        end_s = self.runtime.monotonic() + (min(timeout_s, AT_EXIT_S_MAX) if at_exit else timeout_s)
-        at_exit_s = self.runtime.monotonic() + AT_EXIT_S_MAX if at_exit else None
-        if not is_first:  # another call of stop() is at work, perhaps in the member's thread
-            self._wait_for_threads(at_exit_s, self._threads)
-            return
-        try:
-            self.stopping.set()
-            late = self._wait_for_listeners(end_s)
-            late_s = max(end_s, self.runtime.monotonic() + LATE_S)
-            # A call may still run for a queue that another member has claimed.
-            late_calls = self._wait_for_threads(late_s, self._threads.keys() - OF_THE_STORE)
-            if late or late_calls:
-                self._warn_of_late_calls(listener, timeout_s, late)
-            running = late_calls | self._wait_for_threads(late_s if late or late_calls else at_exit_s, OF_THE_STORE)
-            if not (at_exit and running & OF_THE_STORE):
-                self.leave()
-                self.log.close()
-        except BaseException:  # an interrupt: the exit handler does the rest
-            self._is_ending = False
-            raise
-        self._threads = {}
-        atexit.unregister(self._at_exit)
-
-    def _wait_for_listeners(self, end_s: float) -> list[Queue]:
-        """Wait for running listener calls until a time, and return the queues of those that still run."""
-        with self.changed:
-            for queue in self.queues.values():
-                queue.releasing = True
-                queue.drop_waiting()
-            self.changed.notify_all()
-            while any(q.running for q in self.queues.values()) and self.runtime.monotonic() < end_s:
-                self.changed.wait(max(0.0, min(1.0, end_s - self.runtime.monotonic())))
-            return [q.queue for q in self.queues.values() if q.running]
-
-    def _warn_of_late_calls(self, listener: str, timeout_s: float, late: list[Queue]) -> None:
-        still = f"has messages of {late}" if late else "runs, with messages of queues that other members have by now"
-        logger.warning(
-            "consumer group %r: after %g s %s still %s: these queues are free when the lease is over, and their "
-            "messages come again. Give what blocks in it a time limit of its own",
-            self.group, timeout_s, listener, still, extra=self._fields,
-        )  # fmt: skip
-
-    def _wait_for_threads(self, end_s: float | None, names: Collection[str]) -> set[str]:
-        """Wait for threads, until a time if one is given, and return the names of those that still run."""
-        others = {name: t for name, t in self._threads.items() if name in names and t is not threading.current_thread()}
-        for thread in others.values():
-            thread.join(None if end_s is None else max(0.0, end_s - self.runtime.monotonic()))
-        return {name for name, thread in others.items() if thread.is_alive()}
-
-    def _at_exit(self) -> None:
-        if not self._is_forked():
-            self._stop_at_exit()
-            if self._abandoned is not None:
-                self._leave_abandoned(at_exit=True)
-
-    def _is_forked(self) -> bool:
-        """Whether this process is a fork, which has none of the consumer's threads and no heartbeat of its own."""
-        return os.getpid() != self._pid
-
-    def _keep_until_stopped(self) -> None:
-        while not self.stopping.wait(min(KEEP_S, self.settings.heartbeat_interval_s / 4)):
-            if self._abandoned is not None:
-                logger.warning(
-                    "consumer group %r: a consumer was dropped without shutdown(): it leaves the group, and what was "
-                    "given out and not committed comes again", self.group, extra=self._fields,
-                )  # fmt: skip
-                self._leave_abandoned()
-                return
-            self.keep()
-
-    def _leave_abandoned(self, at_exit: bool = False) -> None:
-        with self.changed:
-            takes, self._abandoned = self._abandoned or (), ()
-            for take in takes:
-                take.queue.give_back(take, take.finished)
-        self.stop(0.0, at_exit)
-
-    def fetch_on(self) -> None:
-        """Fetch until the consumer stops: the work of a thread."""
-        pause_s = self.pull_interval_s
-        while not self.stopping.is_set():
-            try:
-                fetched = self.fetch_past_damage()
-                pause_s, self._unfetched = self.pull_interval_s, None
-            except Exception as problem:
-                self._unfetched = problem
-                self.note(problem, "messages were not fetched")
-                fetched, pause_s = False, min(BACKOFF_S_MAX, max(1.0, 2 * pause_s))
-            if not fetched and pause_s <= SLEEP_S_MAX:
-                self.runtime.sleep(pause_s)  # cheaper than a wait
-            elif not fetched:
-                self.stopping.wait(pause_s)
-
-    @property
-    def held_up_by(self) -> Exception | None:
-        """The problem that keeps messages from being fetched, of all queues or of the first one held up; None without
-        one. The member tries again."""
-        with self.changed:
-            held_up = [queue.held_up for _, queue in sorted(self.queues.items()) if queue.held_up is not None]
-        return self._unfetched or (held_up[0].problem if held_up else None)
-
-    def note(self, problem: Exception, what: str) -> None:
-        """Log a problem that another try may solve. A fatal one ends the consumer."""
-        if isinstance(problem, FATAL):
-            self.fail(problem)
-        else:
-            logger.warning("consumer group %r: %s: %s", self.group, what, _problem_text(problem), extra=self._fields)
-
-    def fail(self, problem: BaseException) -> None:
-        """End the consumer with a problem."""
-        with self.changed:  # all threads may report the same problem
-            is_first, self.problem = self.problem is None, self.problem or problem
-        if is_first:
-            text = traceback_of(problem)
-            logger.error("consumer group %r: the consumer ends: %s", self.group, text, extra=self._fields)
-        self.stopping.set()
-        with self.changed:
-            self.changed.notify_all()
 
     # ------------------------------------------------------------------ its place in the group
     def join(self) -> None:
@@ -445,6 +139,17 @@ class GroupMember:
             except Exception as problem:  # the next round tries again
                 self.note(problem, what)
 
+    def wait_for_listeners(self, end_s: float) -> list[Queue]:
+        """Wait for running listener calls until a time, and return the queues of those that still run."""
+        with self.changed:
+            for queue in self.queues.values():
+                queue.releasing = True
+                queue.drop_waiting()
+            self.changed.notify_all()
+            while any(q.running for q in self.queues.values()) and self.runtime.monotonic() < end_s:
+                self.changed.wait(max(0.0, min(1.0, end_s - self.runtime.monotonic())))
+            return [q.queue for q in self.queues.values() if q.running]
+
     def leave(self) -> None:
         """Write progress, release queues without running calls, and remove the heartbeat."""
         with self.changed:
@@ -456,7 +161,7 @@ class GroupMember:
                 step()
             except Exception as problem:  # the lease ends the membership
                 text = _problem_text(problem)
-                logger.warning("consumer group %r: leaving failed: %s", self.group, text, extra=self._fields)
+                logger.warning("consumer group %r: leaving failed: %s", self.group, text, extra=self.fields)
 
     def may_start(self) -> bool:
         """Return True while this member's lease lasts: it may start listener calls."""
@@ -526,7 +231,7 @@ class GroupMember:
                     "consumer group %r: this member reads %s, and member %r reads %s. Members share the queues and the "
                     "retries, so what the one that gets a message does not choose is read by none, and a retry may "
                     "come to one that does not expect it: give all members the same topics, tags and selector, or "
-                    "groups of their own", self.group, own, member, theirs, extra=self._fields,
+                    "groups of their own", self.group, own, member, theirs, extra=self.fields,
                 )  # fmt: skip
         self._unlike = unlike
 
@@ -541,7 +246,7 @@ class GroupMember:
         self._take_over = False
         if claimed:
             queues = sorted(claimed)
-            logger.info("consumer group %r: %s claimed %s", self.group, self.name, queues, extra=self._fields)
+            logger.info("consumer group %r: %s claimed %s", self.group, self.name, queues, extra=self.fields)
         with self.changed:
             self._claims += 1
             for queue, claim in claimed.items():
@@ -562,6 +267,25 @@ class GroupMember:
             starts = firsts
         # The retry topic begins at its first message: a group keeps its retries when its progress is deleted.
         return {q: (firsts if q[0] == self._retry else starts).get(q, 0) for q in queues}
+
+    # ------------------------------------------------------------------ problems
+    def note(self, problem: Exception, what: str) -> None:
+        """Log a problem that another try may solve. A fatal one ends the consumer."""
+        if isinstance(problem, FATAL):
+            self.fail(problem)
+        else:
+            logger.warning("consumer group %r: %s: %s", self.group, what, _problem_text(problem), extra=self.fields)
+
+    def fail(self, problem: BaseException) -> None:
+        """End the consumer with a problem."""
+        with self.changed:  # all threads may report the same problem
+            is_first, self.problem = self.problem is None, self.problem or problem
+        if is_first:
+            text = traceback_of(problem)
+            logger.error("consumer group %r: the consumer ends: %s", self.group, text, extra=self.fields)
+        self.stopping.set()
+        with self.changed:
+            self.changed.notify_all()
 
     # ------------------------------------------------------------------ progress
     def _persist_when_due(self) -> None:
@@ -606,7 +330,7 @@ class GroupMember:
                 "consumer group %r: queue %d of topic %r was claimed by another member, or reset: what this member did "
                 "from offset %d on comes again", self.group, queue.queue[1], queue.queue[0], queue.written,
                 extra={
-                    **self._fields, "topic": queue.queue[0], "queue_id": queue.queue[1], "queue_offset": queue.written
+                    **self.fields, "topic": queue.queue[0], "queue_id": queue.queue[1], "queue_offset": queue.written
                 },
             )  # fmt: skip
             queue.lost = True
@@ -630,6 +354,30 @@ class GroupMember:
             self.note(problem, NOT_PLACED)
 
     # ------------------------------------------------------------------ messages
+    def fetch_on(self) -> None:
+        """Fetch until the consumer stops: the work of a thread."""
+        pause_s = self.pull_interval_s
+        while not self.stopping.is_set():
+            try:
+                fetched = self.fetch_past_damage()
+                pause_s, self._unfetched = self.pull_interval_s, None
+            except Exception as problem:
+                self._unfetched = problem
+                self.note(problem, "messages were not fetched")
+                fetched, pause_s = False, min(BACKOFF_S_MAX, max(1.0, 2 * pause_s))
+            if not fetched and pause_s <= SLEEP_S_MAX:
+                self.runtime.sleep(pause_s)  # cheaper than a wait
+            elif not fetched:
+                self.stopping.wait(pause_s)
+
+    @property
+    def held_up_by(self) -> Exception | None:
+        """The problem that keeps messages from being fetched, of all queues or of the first one held up; None without
+        one. The member tries again."""
+        with self.changed:
+            held_up = [queue.held_up for _, queue in sorted(self.queues.items()) if queue.held_up is not None]
+        return self._unfetched or (held_up[0].problem if held_up else None)
+
     def fetch_past_damage(self) -> bool:
         """Fetch as :meth:`fetch` does. Of several queues, only those that cannot be read are held up for a while."""
         try:

@@ -15,15 +15,16 @@ import pyarrow as pa
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.heartbeats import LEASE_S
 from rmq_spark._core.consumers.listener import messages_of
-from rmq_spark._core.consumers.member import (
+from rmq_spark._core.consumers.member import GroupMember
+from rmq_spark._core.consumers.member_settings import (
     CLUSTERING,
     HEARTBEAT_INTERVAL_S,
     MAX_SPAN,
     PERSIST_INTERVAL_S,
     ConsumeFromWhere,
-    GroupMember,
     MemberSettings,
 )
+from rmq_spark._core.consumers.member_threads import MemberThreads
 from rmq_spark._core.consumers.progress import Queue, Take
 from rmq_spark._core.runtime.runtime import is_held
 from rmq_spark._core.vocabulary.message import MessageExt
@@ -111,6 +112,7 @@ class PullConsumer:
         self._batch_rows = whole_number(pull_batch_size, "pull_batch_size", 1)
         opened = engine_of(log, storage_options)
         self.member = GroupMember(opened, settings, reads_retries=False)
+        self.member_threads = MemberThreads(self.member)
         self._machine = opened.runtime
         self._given: list[Take] = []  # given out, and not committed
         self._handing: tuple[Take, int] | None = None  # the take that is given out one by one, and the next offset
@@ -139,14 +141,14 @@ class PullConsumer:
         ConsumeError
             In a fork of the process that made the consumer, or after :meth:`shutdown`.
         """
-        self.member.require_own_process()
+        self.member_threads.require_own_process()
         if (self._is_asked_to_end or self.member.stopping.is_set()) and not self._open:
             raise ConsumeError("this consumer was shut down: make a new one")
         if not self._open:
             if self._stop_at_end:  # messages that are due now count as present at the start
                 self.member.place_due()
             self._ends = dict(self.member.log.tails())
-            self.member.start(_weak_caller(self._at_exit))
+            self.member_threads.start(_weak_caller(self._at_exit))
             self._open = True
         return self
 
@@ -167,14 +169,14 @@ class PullConsumer:
 
     def _end(self, at_exit: bool = False) -> None:
         with self._ending:  # a second thread waits for the first
-            if self._open or self.member.is_running:
+            if self._open or self.member_threads.is_running:
                 self._open = False
                 with self.member.changed:
                     for take in self._given:
                         take.queue.give_back(take, take.finished)
                     self._dropped = bool(self._given)
                     self._given, self._handing = [], None
-                self.member.stop(0.0, at_exit)
+                self.member_threads.stop(0.0, at_exit)
 
     def _at_exit(self) -> None:
         self._is_asked_to_end = True
@@ -182,7 +184,7 @@ class PullConsumer:
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):
-            self.member.abandon(self._given)
+            self.member_threads.abandon(self._given)
 
     def __enter__(self) -> PullConsumer:
         return self.start()
@@ -263,7 +265,7 @@ class PullConsumer:
         TxmqError
             When the progress could not be written; the messages may come again.
         """
-        self.member.require_own_process()
+        self.member_threads.require_own_process()
         if self._dropped and not self._open:
             raise ConsumeError(
                 "this consumer was shut down, as at the end of an iteration: what was given out and not committed "

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
+from rmq_spark._core.consumers.call_cost import TAKE_S_MAX, CallCost, Timed
 from rmq_spark._core.consumers.heartbeats import LEASE_S
 from rmq_spark._core.consumers.listener import (
     EachMessage,
@@ -20,27 +21,23 @@ from rmq_spark._core.consumers.listener import (
     require_table_listener,
     tell_failed,
 )
-from rmq_spark._core.consumers.member import (
+from rmq_spark._core.consumers.member import GroupMember
+from rmq_spark._core.consumers.member_settings import (
     CLUSTERING,
     HEARTBEAT_INTERVAL_S,
     MAX_SPAN,
     PERSIST_INTERVAL_S,
     ConsumeFromWhere,
-    GroupMember,
     MemberSettings,
 )
+from rmq_spark._core.consumers.member_threads import MemberThreads
 from rmq_spark._core.consumers.progress import ProcessQueue, Take
-from rmq_spark._core.consumers.retry import MAX_RECONSUME_TIMES, restored, tried
-from rmq_spark._core.consumers.send_back import send_back
+from rmq_spark._core.consumers.retry import restored, tried, with_zero_retries
+from rmq_spark._core.consumers.send_back import RetrySender
 from rmq_spark._core.consumers.spans import traced
-from rmq_spark._core.listeners.listener import CommitOncePrepared
-from rmq_spark._core.protocol.group_commit import GroupCommit
-from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime import observer
 from rmq_spark._core.runtime.callables import name_of
-from rmq_spark._core.runtime.runtime import Runtime
-from rmq_spark._core.runtime.spans import acknowledging, tracing
-from rmq_spark._core.vocabulary.message import MessageExt
+from rmq_spark._core.runtime.spans import tracing
 from rmq_spark._core.vocabulary.options import DELAY_LEVELS_S, named, seconds, whole_number
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
 
@@ -50,22 +47,12 @@ RECONSUME_TIMES_MAX = 2**31 - 1
 THREADS = 20
 TABLE_ROWS = 16_384
 """Default number of messages in a table listener's call."""
-EACH_ROWS_MAX = 2_048
-TAKE_S = 0.005
-"""Seconds of work that a thread aims to take at a time for a listener of single messages, estimated from earlier
-calls. Every take has a cost, and other threads cannot help with its messages."""
-TAKE_S_MAX = 0.05
-"""Seconds after which a thread gives back the rest of its take, so that other threads may take it."""
-QUICK_S = 50e-6
-"""Seconds per message below which only one thread at a time calls a listener of single messages. Such a listener does
-not wait, so Python runs one call at a time anyway, and more threads slow it down."""
 HANGS_S = 1.0
 """Seconds after which a call of a quick listener counts as hanging, and another thread works beside it."""
 IDLE_S = 5.0
 """Seconds after which a thread that waits for a notice looks for work itself."""
 AWAIT_TERMINATION_S = 30.0
 STOP_LOOK_S = 0.2
-SEND_AGAIN_S = 1.0
 
 
 class PushConsumer:
@@ -184,17 +171,16 @@ class PushConsumer:
         self._batch_rows = consume_message_batch_max_size or int(getattr(listener, "batch_rows", TABLE_ROWS))
         if max_reconsume_times is not None:
             whole_number(max_reconsume_times, "max_reconsume_times", 0, RECONSUME_TIMES_MAX)
-        self._reconsume_max = max_reconsume_times
         if delay_level is not None:
             whole_number(delay_level, "delay_level", 1, len(DELAY_LEVELS_S))
-        self._delay_level = delay_level
         self._suspend_s = seconds(suspend_s, "suspend_s")
         self._await_s = seconds(await_termination, "await_termination")
         opened = engine_of(log, storage_options)
         self.member = GroupMember(opened, settings, reads_retries=True)
+        self.member_threads = MemberThreads(self.member)
         self._machine = opened.runtime
-        self._two_phase = TwoPhase(opened, CommitOncePrepared(), commits=GroupCommit(opened))
-        self._each_s: float | None = None  # recent seconds per message of the listener's calls
+        self._retries = RetrySender(self.member, max_reconsume_times, delay_level)
+        self._cost = CallCost(self._is_each, self._batch_rows)
         self._open = self._stop_asked = False
         self._opening = opened.runtime.lock()
         self._turn = 0
@@ -239,14 +225,14 @@ class PushConsumer:
         ConsumeError
             In a fork of the process that made the consumer, or after :meth:`shutdown`.
         """
-        self.member.require_own_process()
+        self.member_threads.require_own_process()
         with self._opening:
             if self.member.stopping.is_set():
                 raise ConsumeError("this consumer was shut down: make a new one")
             if not self._open:
                 self._require_ready()
                 workers = {f"consume-{n}": self.consume_on for n in range(self._threads)}
-                self.member.start(self._at_exit, fetch=self.member.fetch_on, **workers)
+                self.member_threads.start(self._at_exit, fetch=self.member.fetch_on, **workers)
                 self._open = True
                 observer.CONSUMERS.add(self)
         return self
@@ -263,7 +249,7 @@ class PushConsumer:
         TxmqError
             The error that ended the consumer, unless it was raised already.
         """
-        if self.member.is_own_thread():
+        if self.member_threads.is_own_thread():
             raise ConsumeError(
                 "shutdown() waits for running calls of the listener, so it cannot be called in one of them: call "
                 "stop() there, which lets run() come to its end, or tell the thread that started the consumer"
@@ -275,10 +261,10 @@ class PushConsumer:
 
     def _end(self, at_exit: bool = False) -> None:
         with self._opening:
-            if self._open or self.member.is_running:
+            if self._open or self.member_threads.is_running:
                 self._open = False
                 observer.CONSUMERS.discard(self)
-                self.member.stop(self._await_s, at_exit, f"listener {self._name}")
+                self.member_threads.stop(self._await_s, at_exit, f"listener {self._name}")
 
     def _at_exit(self) -> None:
         self._end(at_exit=True)
@@ -303,7 +289,7 @@ class PushConsumer:
             The error that ended the consumer.
         """
         old_handlers: dict[signal.Signals, Any] = {}
-        self.member.require_own_process()
+        self.member_threads.require_own_process()
         try:
             if threading.current_thread() is threading.main_thread():
                 for signum in (signal.SIGTERM, signal.SIGINT):
@@ -380,28 +366,16 @@ class PushConsumer:
             queues = [q for q in queues if not q.running and q.again_s <= now_s]
         if not queues or not self.member.may_start():
             return None
-        if self._is_quick() and any(q.runs_since(now_s - HANGS_S) for q in self.member.queues.values()):
+        if self._cost.is_quick() and any(q.runs_since(now_s - HANGS_S) for q in self.member.queues.values()):
             return None
         self._turn += 1
         queue = queues[self._turn % len(queues)]
-        return queue.take(self._rows_to_take(queue), now_s)
-
-    def _is_quick(self) -> bool:
-        return self._is_each and self._each_s is not None and self._each_s < QUICK_S
-
-    def _rows_to_take(self, queue: ProcessQueue) -> int:
-        if queue.tries and not self._is_each:
-            return 1  # the last call failed as a whole: find the message that fails
-        if not self._is_each:
-            return self._batch_rows
-        if self._each_s is None:
-            return 1
-        return max(1, min(EACH_ROWS_MAX, int(TAKE_S / max(self._each_s, 1e-9))))
+        return queue.take(self._cost.rows_to_take(queue), now_s)
 
     def _until_next(self) -> float:
         """Return the seconds until a suspended queue continues, or the one call of a quick listener counts as hanging.
         All other work comes with a notice."""
-        longest_s = HANGS_S if self._is_quick() and any(q.rows for q in self.member.queues.values()) else IDLE_S
+        longest_s = HANGS_S if self._cost.is_quick() and any(q.rows for q in self.member.queues.values()) else IDLE_S
         resumes = [q.again_s for q in self.member.queues.values() if q.rows and not q.running] if self.orderly else []
         left_s = min(resumes, default=0.0) - self._machine.monotonic()
         return left_s if 0 < left_s < longest_s else longest_s
@@ -409,7 +383,7 @@ class PushConsumer:
     def consume(self, take: Take) -> None:
         """Let the listener consume a take, and finish it."""
         # An inbox keeps positions of the queues that messages are read from, and not of a retry's original queue.
-        messages = _with_zero_retries(take.messages) if self._takes_positions else restored(take.messages)
+        messages = with_zero_retries(take.messages) if self._takes_positions else restored(take.messages)
         try:
             if self.orderly:
                 self._consume_orderly(take, messages)
@@ -433,7 +407,7 @@ class PushConsumer:
         if failed:
             reasons = [results[row][1] for row in failed]
             tell_failed(self.member.group, take.queue.queue, len(failed), len(results), reasons[0])
-            if not self._send_back(take.queue, messages.take(pa.array(failed)), reasons, "retry"):
+            if not self._retries.send(take.queue, messages.take(pa.array(failed)), reasons, "retry"):
                 done = failed[0]  # the consumer ends, or the queue is lost: they come again
         self._give_back(take, done)
 
@@ -448,10 +422,10 @@ class PushConsumer:
                 failed = 1 if self._is_each else 1 + sum(not is_consumed for is_consumed, _ in results)
                 queue.tries += 1  # no other thread works on the queue meanwhile
                 then = "The first one becomes a dead letter"
-                if not self._is_out_of_retries(queue.tries):
+                if not self._retries.is_out_of_retries(queue.tries):
                     then = f"The queue waits {self._suspend_s:g} s and goes on there"
                 tell_failed(self.member.group, queue.queue, failed, messages.num_rows, reason, then)
-                if self._is_out_of_retries(queue.tries) and self._send_back(
+                if self._retries.is_out_of_retries(queue.tries) and self._retries.send(
                     queue, messages.slice(done, 1), [reason], "dead", queue.tries - 1
                 ):
                     queue.tries = 0
@@ -472,10 +446,7 @@ class PushConsumer:
         tracer, listener = tracing(), self._listener
         if tracer is not None:
             listener = traced(listener, tracer, self.member.log.path, self.member.group)
-        return _Timed(listener, self._machine) if isinstance(listener, EachMessage) else listener
-
-    def _is_out_of_retries(self, tries: int) -> bool:
-        return self._reconsume_max is not None and tries > self._reconsume_max
+        return Timed(listener, self._machine) if isinstance(listener, EachMessage) else listener
 
     def _stops_early(self, queue: ProcessQueue, began_s: float) -> bool:
         """Whether a thread gives back the rest of its take: its calls take longer than expected and others may help, or
@@ -497,8 +468,7 @@ class PushConsumer:
             log, group, topic = self.member.log.path, self.member.group, queue.queue[0]
             event = observer.Consumed(log, group, topic, consumed, failed, took_s)
             observer.tell(lambda o: o.consumed(event))
-        each_s = (listener.took_s if isinstance(listener, _Timed) else took_s) / answered
-        self._each_s = each_s if self._each_s is None else 0.8 * self._each_s + 0.2 * each_s
+        self._cost.note(listener, took_s, answered)
 
     def _give_back(self, take: Take, done: int) -> None:
         """End a take of which ``done`` messages are finished. The rest comes again."""
@@ -506,49 +476,5 @@ class PushConsumer:
             take.queue.give_back(take, done)
             if take.queue.releasing:
                 self.member.changed.notify_all()
-            elif done < take.messages.num_rows or not self._is_quick():
+            elif done < take.messages.num_rows or not self._cost.is_quick():
                 self.member.changed.notify()  # another thread may help when calls take long
-
-    def _send_back(
-        self, queue: ProcessQueue, messages: pa.Table, reasons: list[str | None], kind: str, tries: int = 0
-    ) -> bool:
-        """Send failed messages to the retries or the dead letters; False when they were not sent, and come again."""
-        member = self.member
-        retries_max = MAX_RECONSUME_TIMES if self._reconsume_max is None else self._reconsume_max
-        while not queue.lost:
-            try:
-                log, topic, rows = member.log.path, queue.queue[0], messages.num_rows
-                ends = min(messages["reconsume_times"].to_pylist()) >= retries_max
-                with acknowledging(log, "dead" if ends else kind, [topic], rows, lambda: messages, group=member.group):
-                    send_back(
-                        member.log, member.group, queue, messages, reasons, retries_max if kind == "retry" else 0,
-                        self._delay_level, self._two_phase, tries,
-                    )  # fmt: skip
-                return True
-            except Exception as problem:  # the store may answer next time
-                member.note(problem, "messages were not sent back")
-            if member.stopping.wait(SEND_AGAIN_S):
-                return False
-        return False
-
-
-def _with_zero_retries(messages: pa.Table) -> pa.Table:
-    return messages.append_column("reconsume_times", pa.repeat(pa.scalar(0, pa.int32()), messages.num_rows))
-
-
-class _Timed(EachMessage):
-    """Measures the calls of a listener of single messages. The work around them does not count: with many threads it
-    waits for Python's lock, which would make the quickest listener look slow."""
-
-    def __init__(self, listener: EachMessage, runtime: Runtime) -> None:
-        super().__init__(self._call)
-        self._called = listener.function
-        self._monotonic = runtime.monotonic
-        self.took_s = 0.0
-
-    def _call(self, message: MessageExt) -> Any:
-        began_s = self._monotonic()
-        try:
-            return self._called(message)
-        finally:
-            self.took_s += self._monotonic() - began_s

@@ -64,6 +64,10 @@ def restored(messages: pa.Table) -> pa.Table:
     return messages.append_column("reconsume_times", pa.array(times, pa.int32()))
 
 
+def with_zero_retries(messages: pa.Table) -> pa.Table:
+    return messages.append_column("reconsume_times", pa.repeat(pa.scalar(0, pa.int32()), messages.num_rows))
+
+
 def tried(messages: pa.Table, times: int) -> pa.Table:
     """Add to the first message's ``reconsume_times`` its tries in its place, as in mode ``orderly``."""
     if not times:

@@ -19,12 +19,61 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
+from rmq_spark._core.consumers.member import GroupMember
 from rmq_spark._core.consumers.progress import ProcessQueue
-from rmq_spark._core.consumers.retry import sent_back, tried
+from rmq_spark._core.consumers.retry import MAX_RECONSUME_TIMES, sent_back, tried
 from rmq_spark._core.consumers.send import send_each
+from rmq_spark._core.listeners.listener import CommitOncePrepared
 from rmq_spark._core.protocol.engine import Engine
+from rmq_spark._core.protocol.group_commit import GroupCommit
 from rmq_spark._core.protocol.own_sends import back_name
 from rmq_spark._core.protocol.send import TwoPhase
+from rmq_spark._core.runtime.spans import acknowledging
+
+SEND_AGAIN_S = 1.0
+
+
+class RetrySender:
+    """Sends back what the listener of a member did not consume, and tries again while the store fails.
+
+    Parameters
+    ----------
+    member : GroupMember
+    reconsume_max : int, optional
+        Retries of a message before it is a dead letter; when not given, 16, and no limit for tries in its place.
+    delay_level : int, optional
+        Delay level of every retry. When not given, it rises with each retry.
+    """
+
+    def __init__(self, member: GroupMember, reconsume_max: int | None, delay_level: int | None) -> None:
+        self._member = member
+        self._reconsume_max, self._delay_level = reconsume_max, delay_level
+        self.two_phase = TwoPhase(member.log, CommitOncePrepared(), commits=GroupCommit(member.log))
+
+    def is_out_of_retries(self, tries: int) -> bool:
+        return self._reconsume_max is not None and tries > self._reconsume_max
+
+    def send(
+        self, queue: ProcessQueue, messages: pa.Table, reasons: list[str | None], kind: str, tries: int = 0
+    ) -> bool:
+        """Send failed messages to the retries or the dead letters; False when they were not sent, and come again."""
+        member = self._member
+        retries_max = MAX_RECONSUME_TIMES if self._reconsume_max is None else self._reconsume_max
+        while not queue.lost:
+            try:
+                log, topic, rows = member.log.path, queue.queue[0], messages.num_rows
+                ends = min(messages["reconsume_times"].to_pylist()) >= retries_max
+                with acknowledging(log, "dead" if ends else kind, [topic], rows, lambda: messages, group=member.group):
+                    send_back(
+                        member.log, member.group, queue, messages, reasons, retries_max if kind == "retry" else 0,
+                        self._delay_level, self.two_phase, tries,
+                    )  # fmt: skip
+                return True
+            except Exception as problem:  # the store may answer next time
+                member.note(problem, "messages were not sent back")
+            if member.stopping.wait(SEND_AGAIN_S):
+                return False
+        return False
 
 
 def send_back(

@@ -10,22 +10,30 @@ Upkeep removes rows over time. What remains of a half batch::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.inspect.trace import Trace, TraceEvent, TraceKind, TracePlace
+from rmq_spark._core.inspect.trace import Trace, TraceEvent, TraceKind
+from rmq_spark._core.inspect.trace_events import (
+    Chosen,
+    archived_events,
+    by_time,
+    drained_event,
+    op_events,
+    placed_events,
+)
 from rmq_spark._core.log.archive import Archived
 from rmq_spark._core.log.batch_state import BatchState, RowState, rolled_back_as
 from rmq_spark._core.log.damage import looks_again
 from rmq_spark._core.log.half import Segment
 from rmq_spark._core.log.half_header import name_of
 from rmq_spark._core.log.half_record import HalfRecord
-from rmq_spark._core.log.op import Kind, OpRow
+from rmq_spark._core.log.op import Kind
 from rmq_spark._core.vocabulary.ids import parse_message_id, parse_transaction_id
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
 from rmq_spark._core.vocabulary.remedy import LIST_PENDING
@@ -55,17 +63,6 @@ COUNTED = {
 }
 """Names of the states of messages. ``waiting`` messages are committed, and wait for their time or for an earlier
 message of their sharding key."""
-_TRACE_KINDS = {
-    Kind.COMMIT.value: TraceKind.COMMITTED,
-    Kind.PLACE.value: TraceKind.PLACED,
-    Kind.ROLLBACK.value: TraceKind.ROLLED_BACK,
-    Kind.QUARANTINE.value: TraceKind.QUARANTINED,
-    Kind.CHECK.value: TraceKind.CHECKED,
-    Kind.REOPEN.value: TraceKind.REOPENED,
-    Kind.LEASE.value: TraceKind.LEASED,
-    Kind.CONFLICT.value: TraceKind.CONFLICT,
-    Kind.ARCHIVED.value: TraceKind.ARCHIVED,
-}
 _DECISIONS = (Kind.COMMIT.value, Kind.ROLLBACK.value, Kind.QUARANTINE.value, Kind.REOPEN.value)
 OUTCOMES = ("committed", "rolled_back", "rolled_back_by_check", "rolled_back_by_discard")
 """Counts that are kept of a half batch that has left."""
@@ -140,10 +137,6 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-Chosen = Mapping[int, bytes]
-"""By half file, a byte for each row: 1 for a traced row."""
-
-
 @looks_again
 def trace(
     log: Engine, transaction_id: str | None = None, half_id: str | None = None, message_id: str | None = None
@@ -187,7 +180,7 @@ def _trace_in_half(log: Engine, target: _Target, record: HalfRecord, rows: pa.Ta
         raise HalfBatchNotFoundError(
             f"{target.name!r} names attempt {target.attempt}, and the newest one of these messages is {attempt}"
         )
-    events = [TraceEvent(record.prepared_at, TraceKind.PREPARED, traced.count), *_events(rows, chosen, record.rows)]
+    events = [TraceEvent(record.prepared_at, TraceKind.PREPARED, traced.count), *op_events(rows, chosen, record.rows)]
     return replace(
         _bare_trace(target, record),
         messages=traced.count,
@@ -197,7 +190,7 @@ def _trace_in_half(log: Engine, target: _Target, record: HalfRecord, rows: pa.Ta
         lease_until=state.lease_until if state.leased(log.runtime.now()) else None,
         waits_for=tuple(log.ledger.holding_up(record)),
         topics=tuple(sorted({s.topic for n in traced for s in record.files[n].segments if _has(traced[n], s)})),
-        events=_by_time([*events, *_drained_event(log, events)]),
+        events=by_time([*events, *drained_event(log, events)]),
     )
 
 
@@ -286,13 +279,13 @@ def _trace_of_archived(
     if sum(decided["count"].to_pylist()) < sum(decision.count for decision in archived.decisions):
         is_old = pc.is_in(rows["kind"], value_set=pa.array([*_DECISIONS, Kind.PLACE.value]))
         rows = rows.filter(pc.invert(is_old))
-        events = [*_archived_events(archived), *_placed_events(visible), *_events(rows, chosen, archived.rows)]
+        events = [*archived_events(archived), *placed_events(visible), *op_events(rows, chosen, archived.rows)]
         unknown.append("checks and leases are forgotten: upkeep pruned what op said of it, but for the decisions")
         if chosen is not None:
             batch_size = message_count(archived.rows)
             unknown.append(f"the decisions are those on its half batch as a whole, which had {batch_size}")
     else:
-        events = list(_events(rows, chosen, archived.rows))
+        events = list(op_events(rows, chosen, archived.rows))
     messages, outcome = archived.rows, {name: getattr(archived, name) for name in OUTCOMES if getattr(archived, name)}
     if chosen is not None:
         messages, outcome = (
@@ -321,7 +314,7 @@ def _trace_of_archived(
         outcome=outcome,
         attempt=archived.attempt,
         topics=tuple(sorted({*pc.unique(visible["topic"]).to_pylist(), *places})),
-        events=_by_time([prepared, *events, *_drained_event(log, events)]),
+        events=by_time([prepared, *events, *drained_event(log, events)]),
         unknown=tuple(unknown),
     )
 
@@ -333,7 +326,7 @@ def _trace_of_forgotten(log: Engine, target: _Target) -> Trace:
         raise _not_found(log, target)
     first = visible.slice(0, 1).to_pylist()[0]
     app_id, _, batch_id = name_of(target.half_id).rpartition(":")
-    events = list(_placed_events(visible))
+    events = list(placed_events(visible))
     return Trace(
         half_id=target.half_id,
         where="forgotten",
@@ -348,7 +341,7 @@ def _trace_of_forgotten(log: Engine, target: _Target) -> Trace:
         prepared_at=pc.max(visible["store_timestamp"]).as_py(),
         attempt=pc.max(visible["attempt"]).as_py(),
         topics=tuple(sorted(pc.unique(visible["topic"]).to_pylist())),
-        events=_by_time([*events, *_drained_event(log, events)]),
+        events=by_time([*events, *drained_event(log, events)]),
         unknown=("only its visible messages are left: what was decided, why, and what was rolled back, is forgotten",),
     )
 
@@ -367,7 +360,7 @@ def _chosen_of_archived(
 
 def _last_outcome(events: Sequence[TraceEvent]) -> dict[str, int]:
     """Return the outcome of a transaction that is not visible, by the last decision on it."""
-    for event in reversed(_by_time(events)):
+    for event in reversed(by_time(events)):
         if event.kind is TraceKind.ROLLED_BACK and event.op_version is not None:
             return {COUNTED[rolled_back_as(event.decided_by, event.refused)]: event.messages}
     return {}
@@ -412,130 +405,3 @@ def _visible_messages(log: Engine, target: _Target, archived: Archived | None) -
     rows = table.read(actions["path"].to_pylist(), IN_MESSAGES, where)
     return rows.sort_by([("op_version", "ascending"), ("topic", "ascending"), ("queue_id", "ascending"),
                           ("queue_offset", "ascending")])  # fmt: skip
-
-
-def _archived_events(archived: Archived | None) -> Iterator[TraceEvent]:
-    for d in () if archived is None else archived.decisions:
-        yield TraceEvent(d.at, _TRACE_KINDS[d.kind], d.count, d.attempt, d.decided_by, d.reason, refused=d.refused)
-
-
-def _placed_events(visible: pa.Table) -> Iterator[TraceEvent]:
-    """Yield the placements that the messages themselves record."""
-    by_commit: dict[tuple[int, datetime, int], list[TracePlace]] = {}
-    names = ["op_version", "commit_timestamp", "attempt", "topic", "queue_id", "queue_offset"]
-    for version, at, attempt, topic, queue_id, offset in zip(
-        *(visible[name].to_pylist() for name in names), strict=True
-    ):
-        by_commit.setdefault((version, at, attempt), []).append(TracePlace(topic, queue_id, offset, offset))
-    for (version, at, attempt), places in by_commit.items():
-        yield TraceEvent(at, TraceKind.PLACED, len(places), attempt, places=_merged(places), op_version=version)
-
-
-# ---------------------------------------------------------------- events
-def _events(rows: pa.Table, chosen: Chosen | None, all_rows: int | None) -> Iterator[TraceEvent]:
-    """Yield the events of the chosen messages. Equal op rows of one commit make one event."""
-    merged: dict[tuple[Any, ...], tuple[int, list[TracePlace]]] = {}
-    conflicts: set[OpRow] = set()  # a mark repeats open conflicts
-    for fields in rows.to_pylist():
-        row = OpRow.of(fields)
-        count, places = _named_messages(row, chosen, all_rows)
-        if chosen is not None and not count and row.kind not in (Kind.LEASE, Kind.ARCHIVED):
-            continue
-        kind = _TRACE_KINDS[row.kind]
-        if row.kind is Kind.CONFLICT:
-            timeless = replace(row, op_time=None)
-            if row.attempt is None:
-                kind = TraceKind.RESOLVED
-                conflicts.clear()
-            elif timeless in conflicts:
-                continue
-            conflicts.add(timeless)
-        decided_by = None if row.decided_by is None else str(row.decided_by)
-        event_key = (
-            fields["version"],
-            row.op_time,
-            kind,
-            row.attempt,
-            decided_by,
-            row.reason,
-            row.until,
-            row.verdict,
-            row.refused,
-        )
-        earlier_count, earlier_places = merged.get(event_key, (0, []))
-        merged[event_key] = (earlier_count + count, [*earlier_places, *places])
-    for (version, at, kind, attempt, decided_by, reason, until, verdict, refused), (count, places) in merged.items():
-        yield TraceEvent(
-            at, kind, count, attempt, decided_by, reason, _merged(places), until, verdict, version, refused
-        )
-
-
-def _named_messages(row: OpRow, chosen: Chosen | None, all_rows: int | None) -> tuple[int, list[TracePlace]]:
-    """Return how many of the chosen messages an op row names, and their places."""
-    queue = None if row.topic is None or row.queue_id is None else (row.topic, row.queue_id)
-    first_offset = None if queue is None else row.queue_offset
-    if chosen is None:
-        count = row.count or (all_rows or 0 if row.kind in (Kind.LEASE, Kind.ARCHIVED) else 0)
-        places = (
-            []
-            if first_offset is None or queue is None
-            else [TracePlace(*queue, first_offset, first_offset + row.count - 1)]
-        )
-        return count, places
-    files = chosen.items() if row.file_no is None else [(row.file_no, chosen.get(row.file_no, b""))]
-    count, chosen_places = 0, []
-    for _, bits in files:
-        passed = 0
-        for first, last in row.ranges or ((0, len(bits) - 1),):
-            for start in _set_positions(bits, first, last):
-                count += 1
-                if first_offset is not None and queue is not None:
-                    offset = first_offset + passed + start - first
-                    chosen_places.append(TracePlace(*queue, offset, offset))
-            passed += last - first + 1
-    return count, chosen_places
-
-
-def _set_positions(bits: bytes, first: int, last: int) -> Iterator[int]:
-    """Yield the positions from ``first`` to ``last`` (included) whose byte is 1."""
-    position = bits.find(1, first, last + 1)
-    while position >= 0:
-        yield position
-        position = bits.find(1, position + 1, last + 1)
-
-
-def _merged(places: Sequence[TracePlace]) -> tuple[TracePlace, ...]:
-    """Return places by queue and offset. Adjacent places are merged."""
-    merged: list[TracePlace] = []
-    for place in sorted(places):
-        last = merged[-1] if merged else None
-        if last is not None and last[:2] == place[:2] and last.last_offset + 1 == place.first_offset:
-            merged[-1] = last._replace(last_offset=place.last_offset)
-        else:
-            merged.append(place)
-    return tuple(merged)
-
-
-def _drained_event(log: Engine, events: Iterable[TraceEvent]) -> Iterator[TraceEvent]:
-    """Yield the event of draining, unless none of the placed messages is in the table ``messages``."""
-    position = log.drained.position
-    count = 0
-    paths: set[str] = set()
-    with log.lock:
-        for event in events:
-            if event.op_version is None or event.op_version > position:
-                continue
-            for place in event.places:
-                ranges, _ = log.drained.ranges(place[:2], place.first_offset, place.last_offset + 1)
-                count += sum(drained.count for drained in ranges)
-                paths.update(drained.rows.path for drained in ranges)
-        actions = log.messages_table.actions()
-    holding_files = actions.filter(pc.is_in(actions["path"], value_set=pa.array(sorted(paths), pa.string())))
-    newest_ms = pc.max(holding_files["modification_time"]).as_py()
-    if newest_ms is not None:
-        yield TraceEvent(datetime.fromtimestamp(newest_ms / 1000, timezone.utc), TraceKind.DRAINED, count)
-
-
-def _by_time(events: Iterable[TraceEvent]) -> tuple[TraceEvent, ...]:
-    """Return events by time, the preparation first, because another clock may have written its time."""
-    return tuple(sorted(events, key=lambda e: (e.kind is not TraceKind.PREPARED, e.at)))

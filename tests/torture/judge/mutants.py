@@ -86,7 +86,6 @@ from tests.support.inside import (
     marking,
     name_of,
     op_merge,
-    push_module,
     split_by_verdict,
     stripping,
     two_phase,
@@ -1732,7 +1731,7 @@ def _renamed(rename: Callable[[ProcessQueue, pa.Table, Sequence[str], bool], Seq
             with replaced((sending_back, "send_each", send)):
                 return send_back(log, group, queue, messages, reasons, most, *more)
 
-        return replaced((push_module, "send_back", renamed))
+        return replaced((sending_back, "send_back", renamed))
 
     return bad
 
