@@ -29,11 +29,11 @@ class TxmqError(Exception):
         self.problem = str(first)
         """The text without the argument's name and the remedy."""
         self.argument = argument
-        self.remedy = remedy
+        self.remedy = None if remedy is None else Remedy(redacted(remedy.text), redacted(remedy.command))
         if argument is not None:
             first = f"{argument}={first}"
-        if remedy is not None:
-            first = f"{first}: {remedy}"
+        if self.remedy is not None:
+            first = f"{first}: {self.remedy}"
         super().__init__(*((first, *others) if args else ()))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
@@ -50,8 +49,6 @@ from rmq_spark._core.vocabulary.redaction import remember
 from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark._core.vocabulary.verdicts import LocalTransactionState
 from rmq_spark.errors import CommitLogExistsError, OptionError
-
-logger = logging.getLogger(__name__)
 
 
 class CommitLog:

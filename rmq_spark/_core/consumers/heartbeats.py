@@ -9,7 +9,6 @@ put, and no member waits for another.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import re
@@ -27,8 +26,6 @@ from rmq_spark._core.storage.table import Table
 from rmq_spark._core.vocabulary.options import seconds
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.errors import OptionError
-
-logger = logging.getLogger(__name__)
 
 FOLDER = "_members"
 """In the folder of the table ``groups``. Delta and its VACUUM ignore names that begin with an underscore."""

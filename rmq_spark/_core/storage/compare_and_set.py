@@ -62,8 +62,8 @@ def compare_and_set(
     try_commit : callable
         Returns True when the commit was acknowledged, and False when another writer took the version or nobody knows.
         An exception leaves open whether the commit was made.
-    turns : Turns
-        Turns of this machine's processes that write to the table.
+    turns : WriterLock
+        Lets this machine's processes that write to the table take turns.
 
     Raises
     ------

@@ -34,13 +34,15 @@ GROUP, TOPIC = "points", "orders"
 STEPS = 24
 ROUNDS_MAX = 120
 ALWAYS = 1_000
-HERE = str(Path(rmq_spark.__file__).parent)
-LINES: Mapping[tuple[str, ...], int] = {
-    (f"{HERE}/consumer/sending_back.py", f"{HERE}/consumer/sending.py"): 80,
-    (f"{HERE}/consumer/",): 600,
-    (f"{HERE}/",): 8_000,
+HERE = Path(rmq_spark.__file__).parent
+CONSUMERS = HERE / "_core" / "consumers"
+LINES: Mapping[tuple[Path, ...], int] = {
+    (CONSUMERS / "send_back.py", CONSUMERS / "send.py"): 80,
+    (CONSUMERS,): 600,
+    (HERE,): 8_000,
 }
 """Where a member is killed: in which files, and after how many of their lines at most."""
+assert all(path.exists() for paths in LINES for path in paths)
 
 
 class Killed(BaseException):
@@ -58,13 +60,14 @@ def play_retries(seed: int) -> list[Anomaly]:
 
 
 @contextmanager
-def _killed_at(count: int, files: tuple[str, ...]) -> Iterator[None]:
+def _killed_at(count: int, files: tuple[Path, ...]) -> Iterator[None]:
     """End what runs at the so manieth line of some files. What it still does on its way out does not count."""
     left = count
+    prefixes = tuple(map(str, files))
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.startswith(files):
+        if not frame.f_code.co_filename.startswith(prefixes):
             return None
         if event == "line":
             left -= 1
