@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from rmq_spark.cli.groups import group_rows
 from rmq_spark.cli.text import one_line, short_age, size
 from rmq_spark.cli.verdicts import conflict_rows, open_rows
 from rmq_spark.consumers import DeadLetters
-from rmq_spark.errors import ForeignChangeError
+from rmq_spark.errors import ForeignChangeError, HalfBatchLeftError
 
 if TYPE_CHECKING:
     from rmq_spark._core.storage.table import Table
@@ -257,11 +258,12 @@ class LogDoctor:
     def _listeners(self, rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
         if self._answered is None:
             return
-        groups = {
-            row["producer_group"]
-            for row in rows
-            if self._engine.get(row["half_id"]).header.fence_id != NO_LISTENER_FENCE  # plain sending needs no listener
-        }
+        groups = set()
+        for row in rows:
+            with suppress(HalfBatchLeftError):
+                # Plain sending needs no listener.
+                if self._engine.get(row["half_id"]).header.fence_id != NO_LISTENER_FENCE:
+                    groups.add(row["producer_group"])
         missing = sorted(groups - set(self._answered))
         if missing:
             yield Finding(

@@ -296,6 +296,24 @@ def test_who_asks_for_a_half_batch_that_left_is_told(log: CommitLog) -> None:
         log.resolve("key:0", LocalTransactionState.ROLLBACK_MESSAGE, "why not")
 
 
+@pytest.mark.parametrize(
+    "look", [CommitLog.pending, CommitLog.open_messages, lambda log: list(log.engine.open_batches())], ids=str
+)
+def test_who_sleeps_between_two_looks_does_not_miss_what_has_left_meanwhile(
+    log: CommitLog, look: Callable[[CommitLog], object]
+) -> None:
+    """``log.pending()`` raised HalfBatchNotFoundError for a half batch that others had settled and let leave."""
+    record = prepare(log, 0)
+
+    def others() -> None:
+        roll_back(another(log), record)
+        let_leave(log)
+
+    with at("open batches listed", others):
+        look(log)
+    assert in_half(log) == set()
+
+
 def test_a_shared_file_leaves_when_all_in_it_may(log: CommitLog) -> None:
     for i in range(3):
         commit(log, send(log, f"key{i}"))

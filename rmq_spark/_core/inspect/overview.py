@@ -71,8 +71,9 @@ def open_messages(log: Engine) -> dict[tuple[str, int], tuple[int, int]]:
     """See :meth:`CommitLog.open_messages`."""
     batches = {record.half_id: (record, state) for record, state in log.open_batches()}
     for half_id in set(log.ledger.waiting).difference(batches):
-        record = log.get(half_id)
-        batches[half_id] = (record, log.state_of(record))
+        with suppress(HalfBatchLeftError):
+            record = log.get(half_id)
+            batches[half_id] = (record, log.state_of(record))
     counts: dict[tuple[str, int], tuple[int, int]] = {}
     for record, state in batches.values():
         for file_no, file in record.files.items():

@@ -43,7 +43,14 @@ from rmq_spark._core.storage.table import Table
 from rmq_spark._core.vocabulary.message import require_topic_name
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark._core.vocabulary.rows import RowSet
-from rmq_spark.errors import HalfBatchNotFoundError, LostFileError, NotACommitLogError, OptionError, TxmqError
+from rmq_spark.errors import (
+    HalfBatchLeftError,
+    HalfBatchNotFoundError,
+    LostFileError,
+    NotACommitLogError,
+    OptionError,
+    TxmqError,
+)
 
 SMALL_ROWS_MAX = 1_000
 """Half batches with at most this many rows are read together."""
@@ -338,8 +345,11 @@ class Engine:
     # ------------------------------------------------------------------ what is open
     def open_batches(self) -> Iterator[tuple[HalfRecord, BatchState]]:
         """Half batches with pending rows, oldest first. The cost follows their number, not the age of the log."""
+        records = []
         with self.lock:
-            records = [self.half.get(half_id) for half_id in self.open_half_ids()]
+            for half_id in self.open_half_ids():
+                with suppress(HalfBatchLeftError):  # this process slept, and others settled it meanwhile
+                    records.append(self.get(half_id))
         for record in records:
             state = self.state_of(record)
             if not state.settled:

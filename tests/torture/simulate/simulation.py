@@ -400,8 +400,8 @@ class Simulation:
             )
             known.two_phase.replay_check_timeout_s = 8.0
             if s.unkeyed:
-                header_of = known._header
-                known._header = lambda *given: replace(header_of(*given), naming=Naming.MADE_UP)  # type: ignore[method-assign]
+                header_of = known._sender._header
+                known._sender._header = lambda *given: replace(header_of(*given), naming=Naming.MADE_UP)  # type: ignore[method-assign]
         return known.start()  # whoever comes while another thread starts it waits for that
 
     # ------------------------------------------------------------------ repair, and the end
