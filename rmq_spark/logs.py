@@ -42,7 +42,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class Header(Protocol):
-    """The names of a half batch (:class:`rmq_spark._core.log.half.HalfHeader`)."""
+    """The names of a half batch (:class:`rmq_spark._core.log.half_header.HalfHeader`)."""
 
     @property
     def half_id(self) -> str: ...

@@ -216,6 +216,16 @@ class LogDoctor:
             yield Finding("pending", Level.OK, "nothing is pending")
             yield Finding("checker", Level.OK, "nothing waits for a check")
             return
+        unreadable = [row["half_id"] for row in rows if row["producer_group"] is None]
+        if unreadable:
+            what = f"{count_of(len(unreadable), 'pending half batch')} cannot be read, so nobody can settle it"
+            half_ids = ", ".join(map(one_line, unreadable[:NAMED]))
+            yield Finding(
+                "unreadable", Level.CRITICAL, f"{what}: {half_ids}", "docs/backup.md says how to restore its files"
+            )
+            rows = [row for row in rows if row["producer_group"] is not None]
+            if not rows:
+                return
         limit_s = TRANSACTION_TIMEOUT_S + INTERVALS * self._interval
         oldest = max(rows, key=lambda row: float(row["age_seconds"]))
         count = len({row["half_id"] for row in rows})

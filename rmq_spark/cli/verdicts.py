@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -79,7 +80,7 @@ def conflicts(
 
 
 def _open_listed(log: CommitLog, table: pa.Table, group: str | None, as_json: bool, what: str) -> str:
-    groups = sorted(set(table["producer_group"].to_pylist()))
+    groups = sorted(set(table["producer_group"].drop_null().to_pylist()))
     of_group = "" if group is None else f" of group {group!r}"
     hint = f" ({what} are half batches of {', '.join(map(repr, groups))})" if of_group and groups else ""
     return _listed(open_rows(log, table, group), as_json, f"nothing{of_group} is {what}{hint}")
@@ -101,11 +102,15 @@ def _listed(rows: Sequence[dict[str, Any]], as_json: bool, nothing: str) -> str:
     return rendered(table, nothing, SPARE)
 
 
+def _seconds_since(time: datetime | None, now: datetime) -> float:
+    return 0.0 if time is None else round(max(0.0, (now - time).total_seconds()), 1)
+
+
 def open_rows(log: CommitLog, table: pa.Table, group: str | None) -> list[dict[str, Any]]:
     """Return rows of pending or quarantined half batches, with their age in seconds."""
     now = log.engine.runtime.now()
     return [
-        {**row, "age_seconds": round(max(0.0, (now - row["prepared_at"]).total_seconds()), 1)}
+        {**row, "age_seconds": _seconds_since(row["prepared_at"], now)}
         for row in table.to_pylist()
         if group in (None, row["producer_group"])
     ]

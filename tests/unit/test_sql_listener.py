@@ -690,8 +690,8 @@ def test_prune_deletes_rows_past_retention_only(url: sa.URL, fence: str, log: Co
     make_older(url, 9)
     commit(log, ran(orders_listener, log, "new"))
     let_leave(log)
-    assert orders_listener.prune(10 * 86400, log.engine) == 0
-    assert orders_listener.prune(8 * 86400, log.engine) == 1
+    assert orders_listener.prune(10 * 86400, log) == 0
+    assert orders_listener.prune(8 * 86400, log) == 1
     assert fence_rows(url) == {"new:0:1": "executed"}
 
 
@@ -718,12 +718,12 @@ def test_prune_keeps_the_rows_of_what_has_not_left_its_log(url: sa.URL, fence: s
         kept.add(f"{app}:1:1")  # the last one of its application: a restart replays it
     orders_listener.execute_local_transaction(half_batch(fence, half_id="of no log:0"))
     make_older(url, 9)
-    assert orders_listener.prune(8 * 86400, log.engine, other.engine) == 0
+    assert orders_listener.prune(8 * 86400, log, other) == 0
     let_leave(log)
     let_leave(other)
-    assert orders_listener.prune(8 * 86400, log.engine) == 2  # rows of a log that is not named stay
+    assert orders_listener.prune(8 * 86400, log) == 2  # rows of a log that is not named stay
     assert set(fence_rows(url)) == kept | {"elsewhere:0:1", "of no log:0:1"}
-    assert orders_listener.prune(8 * 86400, other.engine) == 1
+    assert orders_listener.prune(8 * 86400, other) == 1
     assert set(fence_rows(url)) == kept | {"of no log:0:1"}
 
 
@@ -751,7 +751,7 @@ def test_a_pruner_whose_clock_is_ahead_of_the_database_s_deletes_nothing(
     commit(log, ran(orders_listener, log, "new"))
     let_leave(log)
     orders_listener.runtime = Ahead(30 * 86400)
-    assert orders_listener.prune(8 * 86400, log.engine) == 0
+    assert orders_listener.prune(8 * 86400, log) == 0
     assert fence_rows(url) == {"new:0:1": "executed"}
 
 

@@ -427,6 +427,8 @@ class Checker:
 
     def _place_due(self, report: CheckReport) -> None:
         report.placed = sum(p.count for p in self.log.place_due())
+        for half_id, problem in self.log.ledger.unplaceable.items():
+            report.problem(half_id, f"its messages are due, and cannot be placed: {sentence_of(problem)}")
 
     def _move_mark(self, report: CheckReport) -> None:
         self.log.move_mark()

@@ -270,7 +270,7 @@ class CommitLog:
         pyarrow.Table
             ``half_id, app_id, batch_id, producer_group, attempt, messages`` (pending ones), ``check_times``,
             ``prepared_at`` and ``lease_until`` (UTC), and ``bytes`` of the half batch's files (its share of shared
-            ones).
+            ones). A half batch whose files are lost or damaged has no ``producer_group``; what only they tell is null.
         """
         return overview.pending(self.engine)
 

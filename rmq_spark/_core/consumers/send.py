@@ -72,7 +72,7 @@ def send_each(
     names : sequence of str
         One for each message, all different.
     messages : pyarrow.Table
-        As a :class:`~rmq_spark._core.log.half.HalfWriter` takes them.
+        As a :class:`~rmq_spark._core.log.half_writer.HalfWriter` takes them.
     two_phase : TwoPhase, optional
         The sender's; when not given, one without shared commits.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -11,10 +12,11 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.log.batch_state import BatchState, RowState
 from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.log.half_header import name_of
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op import Kind
 from rmq_spark._core.vocabulary.message import TIMESTAMP
-from rmq_spark.errors import HalfBatchLeftError
+from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
@@ -38,12 +40,25 @@ PENDING_SCHEMA = pa.schema(
 @looks_again
 def pending(log: Engine) -> pa.Table:
     """See :meth:`CommitLog.pending`."""
-    rows = [
-        _summary(log, record, state, attempt, RowState.PENDING)
-        for record, state in log.open_batches()
-        for attempt in state.attempts(RowState.PENDING)
-    ]
+    rows: list[dict[str, object]] = []
+    for half_id in log.open_half_ids():
+        try:
+            record, state = _read(log, half_id)
+        except HalfBatchLeftError:
+            continue
+        except CorruptLogError:
+            rows.append(_summary_of_unreadable(log, half_id))
+            continue
+        rows += [
+            _summary(log, record, state, attempt, RowState.PENDING) for attempt in state.attempts(RowState.PENDING)
+        ]
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
+
+
+@looks_again
+def _read(log: Engine, half_id: str) -> tuple[HalfRecord, BatchState]:
+    record = log.get(half_id)
+    return record, log.state_of(record)
 
 
 @looks_again
@@ -83,6 +98,19 @@ def open_messages(log: Engine) -> dict[tuple[str, int], tuple[int, int]]:
                 pending, waiting = counts.get(queue, (0, 0))
                 counts[queue] = (pending + states.count(RowState.PENDING), waiting + states.count(RowState.DECIDED))
     return counts
+
+
+def _summary_of_unreadable(log: Engine, half_id: str) -> dict[str, object]:
+    """Return what the Delta log and the id tell of a half batch whose files cannot be read."""
+    app_id, _, batch_id = name_of(half_id).rpartition(":")
+    prepared = log.ledger.prepared().get(half_id)
+    return {
+        "half_id": half_id,
+        "app_id": app_id,
+        "batch_id": int(batch_id) if batch_id.isdecimal() else None,
+        "messages": None if prepared is None else prepared.rows,
+        "prepared_at": None if prepared is None else datetime.fromtimestamp(prepared.ms / 1000, timezone.utc),
+    }
 
 
 def _ids_in_op(log: Engine, where: pc.Expression) -> list[str]:

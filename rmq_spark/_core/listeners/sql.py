@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -53,6 +53,7 @@ from rmq_spark._core.vocabulary.verdicts import UNKNOWN, VerdictArray
 from rmq_spark.errors import FencedError, FenceError, LocalTransactionError, OptionError, TransactionEndedError
 
 if TYPE_CHECKING:
+    from rmq_spark._core.client.commit_log import CommitLog
     from rmq_spark._core.protocol.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -205,7 +206,7 @@ class SqlTransactionListener(TransactionListener):
         self.store_id = self._fence.create(moved)
         return self.store_id
 
-    def prune(self, older_than: float, *logs: Engine) -> int:
+    def prune(self, older_than: float, *logs: CommitLog | Engine) -> int:
         """Delete fence rows older than ``older_than`` seconds, and return the number of deleted rows.
 
         It deletes only rows of half batches that have left the table ``half`` of these logs: they are settled, and
@@ -215,18 +216,18 @@ class SqlTransactionListener(TransactionListener):
         ----------
         older_than : float
             Seconds, at least 7 days: a driver may wake up late.
-        *logs : Engine
+        *logs : CommitLog
 
         Raises
         ------
         OptionError
-            For less than 7 days, or without a log.
+            For less than 7 days, or without an open log.
         FenceError
             When the database has no fence.
         """
         return sum(self.pruning(older_than, *logs))
 
-    def pruning(self, older_than: float, *logs: Engine) -> Iterator[int]:
+    def pruning(self, older_than: float, *logs: CommitLog | Engine) -> Iterator[int]:
         """Do what :meth:`prune` does, a page of rows at a time, and yield the number of deleted rows of each page."""
         seconds(older_than, "older_than")
         if older_than < FENCE_RETENTION_S_MIN:
@@ -237,14 +238,16 @@ class SqlTransactionListener(TransactionListener):
             )
         if not logs:
             raise OptionError("prune needs the commit logs whose rows may go: write prune(older_than, log)")
-        for log in logs:
-            if not callable(getattr(log, "still_in_half", None)):
+        # This room is below that of the public log.
+        engines = cast("list[Engine]", [getattr(log, "engine", log) for log in logs])
+        for engine in engines:
+            if not callable(getattr(engine, "still_in_half", None)):
                 raise OptionError(
-                    f"prune got {type(log).__name__} {str(log)[:100]!r}: open logs are expected, one after "
-                    "the other, as prune(older_than, Engine.open(path), ...)"
+                    f"prune got {type(engine).__name__} {str(engine)[:100]!r}: open logs are expected, one after the "
+                    "other, as prune(older_than, CommitLog.open(path), ...)"
                 )
-        doubt_s = max(log.clock_doubt_s() for log in logs)
-        return self._fence.prune(older_than + doubt_s, {log.id: log.still_in_half for log in logs})
+        doubt_s = max(engine.clock_doubt_s() for engine in engines)
+        return self._fence.prune(older_than + doubt_s, {engine.id: engine.still_in_half for engine in engines})
 
     def pruning_in_turn(self, older_than: float, log: Engine, every: float) -> Iterator[int]:
         """Do what :meth:`pruning` does, unless a process has begun it for this log in the last ``every`` seconds."""

@@ -48,8 +48,8 @@ class KeyIndex:
 
     Parameters
     ----------
-    half : HalfStore
-    topics : TopicStore
+    half : HalfTable
+    topics : TopicTable
     """
 
     def __init__(self, half: HalfTable, topics: TopicTable) -> None:

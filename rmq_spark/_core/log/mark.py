@@ -41,9 +41,9 @@ class Marker:
 
     Parameters
     ----------
-    follower : Follower
+    follower : OpReader
         It has just read the state of ``op`` from the table.
-    half : HalfStore
+    half : HalfTable
     """
 
     def __init__(self, follower: OpReader, half: HalfTable) -> None:

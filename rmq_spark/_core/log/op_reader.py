@@ -39,7 +39,7 @@ class OpReader:
     ----------
     table : Table
         ``op``.
-    half : HalfStore
+    half : HalfTable
         The prepared half batches; each is open until op rows settle it.
     """
 

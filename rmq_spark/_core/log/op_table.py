@@ -6,6 +6,7 @@ decided once, a verdict on a past attempt never counts, and offsets have no gaps
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -36,7 +37,16 @@ from rmq_spark._core.storage.table import Change, Table
 from rmq_spark._core.vocabulary.options import ATTEMPTS_MAX
 from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet, ranges_count, runs
 from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
-from rmq_spark.errors import HalfBatchLeftError, HalfBatchNotFoundError, StaleAttemptError, VerdictConflictError
+from rmq_spark.errors import (
+    CorruptLogError,
+    HalfBatchLeftError,
+    HalfBatchNotFoundError,
+    StaleAttemptError,
+    TxmqError,
+    VerdictConflictError,
+)
+
+logger = logging.getLogger(__name__)
 
 MARK_TRIES_MAX = 20
 """A mark that loses this many races is left to the next round, because it holds the lock of this handle meanwhile."""
@@ -57,6 +67,8 @@ class Ledger(OpReader):
         self._placer = Placer(half, topics)
         self._marker = Marker(self, half)
         self._op_time = EPOCH  # of the op rows under construction
+        self.unplaceable: Mapping[str, TxmqError] = {}
+        """Half batches with due messages that could not be read at the last look, and why."""
 
     # ------------------------------------------------------------------ decisions
     def decide(self, decisions: Sequence[Decision]) -> list[Decided]:
@@ -207,7 +219,7 @@ class Ledger(OpReader):
         due_ids = {
             h for h, counts in self.waiting.items() if any(d is not None and d <= now for d in counts)
         } - opened_ids
-        due_batches = self._open_if_present(due_ids)
+        due_batches = self._open_due(due_ids)
         keyed = [o for o in [*opened, *due_batches] if self._placer.keys.fifo_of(o.record)]
         if not keyed:
             return [*due_batches, *opened]
@@ -230,6 +242,21 @@ class Ledger(OpReader):
             except HalfBatchNotFoundError:
                 if not self._has_left(half_id):
                     raise
+        return batches
+
+    def _open_due(self, half_ids: Collection[str]) -> list[Open]:
+        """Open the half batches that have due messages. One that cannot be read waits on, and holds up no decision
+        about others."""
+        batches: list[Open] = []
+        unplaceable: dict[str, TxmqError] = {}
+        for half_id in sorted(half_ids):
+            try:
+                batches += self._open_if_present([half_id])
+            except (CorruptLogError, HalfBatchNotFoundError) as problem:
+                unplaceable[half_id] = problem
+        for half_id in unplaceable.keys() - self.unplaceable.keys():
+            logger.error("the due messages of half batch %r cannot be placed: %s", half_id, unplaceable[half_id])
+        self.unplaceable = unplaceable
         return batches
 
     def place_due(self) -> list[Placed]:

@@ -62,8 +62,8 @@ class Placer:
 
     Parameters
     ----------
-    half : HalfStore
-    topics : TopicStore
+    half : HalfTable
+    topics : TopicTable
     """
 
     def __init__(self, half: HalfTable, topics: TopicTable) -> None:

@@ -30,7 +30,7 @@ from rmq_spark._core.vocabulary.message import to_table
 from rmq_spark._core.vocabulary.redaction import traceback_of
 from rmq_spark.errors import (
     AlreadyPreparedError,
-    LostFileError,
+    CorruptLogError,
     LostStagedFileError,
     OptionError,
     StagedFilesTooOldError,
@@ -51,7 +51,7 @@ GATHERS_FOR = 3
 GATHERS_S_MAX = 0.25
 """It waits at most this many seconds, and not at all when it starts later than this after a commit."""
 PREPARE_ERRORS = (AlreadyPreparedError, StagedFilesTooOldError)
-OF_ONE = (LostStagedFileError, LostFileError)
+OF_ONE = (LostStagedFileError, CorruptLogError)
 """Errors that one half batch of a commit causes. The half batches are then committed one by one."""
 
 Request = TypeVar("Request")

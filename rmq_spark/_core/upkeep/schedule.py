@@ -18,6 +18,7 @@ from rmq_spark._core.upkeep.leave import Graces, Leaver
 from rmq_spark._core.upkeep.prune import Pruner
 from rmq_spark._core.upkeep.strip import Stripper
 from rmq_spark._core.vocabulary.options import ORPHAN_AGE_S
+from rmq_spark.errors import CorruptLogError, LostFileError, UnreadableFileError
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
@@ -118,6 +119,7 @@ def maintain(
     doubt_s = log.clock_doubt_s(note=not dry_run)  # before a commit notes a time of this clock
     graces = graces.and_later(doubt_s)
     foreign = None  # a drain raises it
+    undrained: CorruptLogError | None = None
     if dry_run:
         log.messages_table.refresh()
         foreign = foreign_change(log.messages_table) or log.drained.odd_rows()
@@ -126,8 +128,16 @@ def maintain(
     if dry_run:
         drained, after = drained_up_to(log.messages_table), sum(log.tails().values())
     else:
-        with turn:
-            drained = Drainer(log).run()
+        try:
+            with turn:
+                drained = Drainer(log).run()
+        except (
+            LostFileError,
+            UnreadableFileError,
+        ) as problem:  # of half: what else is due is done, before it is raised
+            undrained = problem
+            log.messages_table.refresh()
+            drained = drained_up_to(log.messages_table)
         after = sum(log.drained.border().values())
         log.move_mark()
     leaver = Leaver(log, graces)
@@ -149,6 +159,8 @@ def maintain(
             for path in maintenance.delete_replaced([table], maintenance.kept_s(table) + doubt_s, dry_run)
         ]
         deleted += maintenance.vacuum(tables, ORPHAN_AGE_S + doubt_s, dry_run) if orphans else []
+    if undrained is not None:
+        raise undrained
     return MaintenanceReport(
         dry_run,
         drained,
