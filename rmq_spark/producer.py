@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 from rmq_spark._core.lazy import public
 
 if TYPE_CHECKING:
+    from rmq_spark._core.producer.future import SendFuture as SendFuture
+    from rmq_spark._core.producer.producer import SessionTransaction as SessionTransaction
     from rmq_spark._core.producer.producer import TransactionMQProducer as TransactionMQProducer
     from rmq_spark._core.producer.result import TransactionSendResult as TransactionSendResult
 
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
-        "producer.producer": "TransactionMQProducer",
+        "producer.future": "SendFuture",
+        "producer.producer": "SessionTransaction TransactionMQProducer",
         "producer.result": "TransactionSendResult",
     },
 )

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark._core.report.finding import Finding, Level, worst
+from rmq_spark._core.report.finding import worst
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import BAD_USAGE, fail, path_to_type, sentence_of
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import one_line
 from rmq_spark.errors import ConfigError
+from rmq_spark.report import Finding, Level
 
 if TYPE_CHECKING:
     from rmq_spark.cli.configuration import Configured

@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 from pyarrow.fs import FileSelector, LocalFileSystem
 
 from rmq_spark._core.listeners.listener import NO_LISTENER_FENCE
-from rmq_spark._core.report.finding import Finding, Level
 from rmq_spark._core.storage.foreign_commits import foreign_change
 from rmq_spark._core.storage.location import is_uri
 from rmq_spark._core.storage.store_errors import is_denied
@@ -27,6 +26,7 @@ from rmq_spark.cli.text import one_line, short_age, size
 from rmq_spark.cli.verdicts import conflict_rows, open_rows
 from rmq_spark.consumers import DeadLetters
 from rmq_spark.errors import ForeignChangeError, HalfBatchLeftError
+from rmq_spark.report import Finding, Level
 
 if TYPE_CHECKING:
     from rmq_spark._core.storage.table import Table

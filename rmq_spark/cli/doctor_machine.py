@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from rmq_spark._core.report.finding import Finding, Level
 from rmq_spark._core.spark.workers import is_this_python
+from rmq_spark.report import Finding, Level
 
 PYTHON_MIN, PYTHON_TESTED = (3, 10), (3, 13)
 JAVA_MIN = 17

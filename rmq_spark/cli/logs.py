@@ -102,9 +102,9 @@ def maintain(
 ) -> None:
     """Do all the upkeep, so that the log does not grow with its age. Safe beside everything else."""
     from rmq_spark._core.checks.threads import running, stopped_by_signals
-    from rmq_spark._core.upkeep.leave import Graces
     from rmq_spark._core.upkeep.schedule import maintain as keep_up
     from rmq_spark.checks import Draining, Maintainer
+    from rmq_spark.log import Graces
 
     log = open_log(path, storage)
     graces = Graces.of(grace, audit, idempotency)

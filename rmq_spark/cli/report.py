@@ -11,8 +11,7 @@ import typer
 from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, short_time
 
 if TYPE_CHECKING:
-    from rmq_spark._core.report.figures import Figures
-    from rmq_spark._core.report.finding import Finding
+    from rmq_spark.report import Figures, Finding
 
 
 def register(app: Any) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from rmq_spark._core.log.batch_state import COMMITTED_STATES, OPEN_STATES, ROLLED_BACK_STATES, BatchState
-from rmq_spark._core.log.decision import Placed
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.bodies import peek
 from rmq_spark.cli.command import path_to_type, sentence_of
 from rmq_spark.cli.text import age_in_words, escaped, one_line, short_text, short_time
 from rmq_spark.errors import TxmqError
 from rmq_spark.listeners import COMMIT_MESSAGE, ROLLBACK_MESSAGE
-from rmq_spark.log import CommitLog, RowState
+from rmq_spark.log import CommitLog, Placed, RowState
 
 SHOWN = 3
 """Messages shown before the question."""

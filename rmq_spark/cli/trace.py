@@ -17,8 +17,7 @@ from rmq_spark.cli.text import short_age, short_time
 from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.inspect.trace import TraceEvent
-    from rmq_spark.log import Trace
+    from rmq_spark.log import Trace, TraceEvent
 
 _MESSAGE_ID = re.compile(r"[^:]+:\d+(-[0-9a-f]+)?:\d+\.\d+")
 _HALF_ID = re.compile(r"[^:]+:\d+(-[0-9a-f]+)?")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -158,3 +160,54 @@ def test_the_command_imports_what_is_public_from_public_modules() -> None:
     public = {name for path in facades for _, name, is_exported in of_the_core(path) if is_exported}
     verbs = modules(PACKAGE / "cli")
     assert [(named(path), name) for path in verbs for _, name, _ in of_the_core(path) if name in public] == []
+
+
+def _docstrings(path: Path) -> Iterator[str]:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    yield from (
+        ast.get_docstring(node) or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)
+    )
+
+
+def test_docstrings_refer_to_what_is_there() -> None:
+    """Eight named classes and modules that had moved."""
+
+    def is_there(reference: str) -> bool:
+        module, _, name = reference.rpartition(".")
+        place = ROOT / module.replace(".", "/")
+        if place.is_dir():
+            is_module = any((place / f"{name}{end}").exists() for end in ("", ".py"))
+            return is_module or name in (place / "__init__.py").read_text()
+        if place.with_suffix(".py").exists():
+            return re.search(rf"\b{name}\b", place.with_suffix(".py").read_text()) is not None
+        return bool(module) and is_there(module)
+
+    gone = [
+        f"{named(path)}: {reference}"
+        for path in modules(PACKAGE)
+        for text in _docstrings(path)
+        for reference in re.findall(r":\w+:`[~.]?(rmq_spark[\w.]+)`", text)
+        if not is_there(reference)
+    ]
+    assert gone == []
+
+
+def _names(path: Path) -> Iterator[str]:
+    """The classes and imported names of a module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name).rpartition(".")[2] for alias in node.names)
+
+
+def test_types_of_parameters_in_docstrings_are_classes_that_are_there() -> None:
+    known = {name for path in modules(PACKAGE) for name in _names(path)} | set(dir(builtins)) | {"KafkaError"}
+    gone = [
+        f"{named(path)}: {kind}"
+        for path in modules(PACKAGE)
+        for text in _docstrings(path)
+        for kind in re.findall(r"^\w[\w, *]* : ([A-Z]\w+)", text, re.MULTILINE)
+        if kind not in known
+    ]
+    assert gone == []

@@ -45,7 +45,7 @@ from rmq_spark._core.log.decision import TOO_LATE, AnsweredCheck, Decision
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op import Who
 from rmq_spark._core.protocol.engine import Engine
-from rmq_spark._core.protocol.half_batch import Split, split_by_verdict
+from rmq_spark._core.protocol.split import Split, split_by_verdict
 from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.runtime.spans import tracing
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX

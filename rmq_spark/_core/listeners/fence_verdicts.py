@@ -46,7 +46,7 @@ def _verdict(state: State, batch: HalfBatch) -> Verdict:
     return COMMIT_VERDICT if state.word == EXECUTED else rollback(state.reason, refused=True)
 
 
-def state_of(verdict: Verdict) -> State:
+def recorded_as(verdict: Verdict) -> State:
     """Return the state to record for a verdict of ``work``."""
     return State(EXECUTED) if verdict.state is COMMIT_MESSAGE else State(ROLLED_BACK, verdict.reason)
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rmq_spark._core.vocabulary.rows import RowSet
 
 
-class HalfRows(Protocol):
+class RowReader(Protocol):
     """Reads the rows of a half batch from a commit log or its twin in memory.
 
     Attributes
@@ -107,7 +107,7 @@ class HalfBatch:
         check_times: int,
         transaction_per: str,
         fence_id: str | None,
-        rows: HalfRows,
+        rows: RowReader,
         staged_ms: int,
         log_id: str | None = None,
         arg: Any = None,

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from rmq_spark._core.database.guard import begin_savepoint, end_savepoint, no_commit_within
 from rmq_spark._core.listeners.fence import Fence
 from rmq_spark._core.listeners.fence_row import NOTHING, STARTED, Recorded, State
-from rmq_spark._core.listeners.fence_verdicts import COMMIT_VERDICT, UNKNOWN_VERDICT, state_of, verdicts_of
+from rmq_spark._core.listeners.fence_verdicts import COMMIT_VERDICT, UNKNOWN_VERDICT, recorded_as, verdicts_of
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
 from rmq_spark._core.listeners.half_transaction import HalfTransaction, split
 from rmq_spark._core.listeners.listener import Verdicts
@@ -47,7 +47,7 @@ class FencedWork:
     def run_all_anew(self, connection: sa.Connection, batch: HalfBatch) -> VerdictArray:
         """Run ``work`` for a half batch that had no fence row, and record its verdicts."""
         verdicts = self._run(connection, batch)
-        states = [state_of(verdict) for verdict in verdicts.distinct]
+        states = [recorded_as(verdict) for verdict in verdicts.distinct]
         if verdicts.which is None:
             outcome = Recorded.of(states[0], batch.rows, batch.is_all)
         else:
@@ -78,7 +78,7 @@ class FencedWork:
         result = VerdictArray.of(verdicts)
         assert result.which is not None
         which = batch.by_row(result.which).filter(pc.is_null(recorded.among(batch.rows)))
-        states = [state_of(verdict) for verdict in result.distinct]
+        states = [recorded_as(verdict) for verdict in result.distinct]
         self._fence.write(connection, batch, recorded.with_rows(absent, states, which))
         return result
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from rmq_spark._core.log.half import Segment
 from rmq_spark._core.log.op import Kind, OpRow, Who
+from rmq_spark._core.storage.seal import RESTORE
 from rmq_spark._core.vocabulary.options import LEASE_S_MAX
 from rmq_spark._core.vocabulary.rows import RowSet, both
 from rmq_spark.errors import CorruptLogError
@@ -116,7 +117,8 @@ class BatchState:
         named = sum(end - first for _, first, end in spans)
         if named != row.count:
             raise CorruptLogError(
-                f"an op row of half batch {self.half_id!r} names {named} rows, but counts {row.count}"
+                f"table op: the {row.kind} row of half batch {self.half_id!r}, attempt {row.attempt}, of {row.op_time} "
+                f"names {named} rows, but counts {row.count}: {RESTORE}"
             )
         if row.kind is Kind.CHECK:
             self.checked_at = when

@@ -20,7 +20,7 @@ from rmq_spark._core.storage.data_file import ROW_GROUP_ROWS
 from rmq_spark._core.storage.file_system import require_path
 from rmq_spark._core.storage.moved_files import HalfFiles
 from rmq_spark._core.storage.row_range import RowRange
-from rmq_spark._core.storage.seal import require_count
+from rmq_spark._core.storage.seal import RESTORE, require_count
 from rmq_spark._core.storage.table import Change, Table
 from rmq_spark._core.vocabulary.options import ORPHAN_AGE_S
 from rmq_spark._core.vocabulary.remedy import LIST_PENDING
@@ -299,7 +299,10 @@ class HalfTable:
         parts: dict[str, list[tuple[Mapping[str, Any], pa.Table]]] = {}
         rows = self.table.read([a["path"] for a in single], SMALL_COLUMNS)
         if rows["half_id"].to_pylist() != [a["min.half_id"] for a in single for _ in range(a["num_records"])]:
-            raise CorruptLogError("half files have rows of other half batches than the Delta log of table half says")
+            wrong = _first_of_others(single, rows["half_id"])
+            raise CorruptLogError(
+                f"file {wrong} of table half has rows of other half batches than the Delta log says: {RESTORE}"
+            )
         start = 0
         for action in single:
             part = rows.slice(start, action["num_records"])
@@ -361,7 +364,10 @@ class HalfTable:
                 "half has no such half batch: table half was set back to an older copy. Restore the newest one"
             ) from problem
         if file_no not in record.files:
-            raise CorruptLogError(f"half batch {half_id!r} has no file {file_no}")
+            paths = ", ".join(file.path for file in record.files.values())
+            raise CorruptLogError(
+                f"half batch {half_id!r} has no file {file_no}, which op names: it has {paths}. {RESTORE.capitalize()}"
+            )
         return record.files[file_no].path
 
     def _locate_now(self, half_id: str, file_no: int) -> str:
@@ -486,3 +492,14 @@ def _single_batch_files(actions: pa.Table) -> tuple[pa.ChunkedArray, pa.ChunkedA
     """By file: whether all its rows are of one half batch, as far as the Delta log says, and the lowest half id."""
     low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
     return pc.fill_null(pc.equal(low, high), False), low
+
+
+def _first_of_others(actions: Sequence[Mapping[str, Any]], half_ids: pa.ChunkedArray) -> str:
+    """Return the path of the first file whose rows are not those of the half batch that the Delta log names."""
+    start = 0
+    for action in actions:
+        found = half_ids.slice(start, action["num_records"])
+        if len(found) < action["num_records"] or not pc.all(pc.equal(found, action["min.half_id"])).as_py():
+            return str(action["path"])
+        start += action["num_records"]
+    return str(actions[-1]["path"])

@@ -19,6 +19,7 @@ from rmq_spark._core.log.op import OP_SCHEMA, ranges_of
 from rmq_spark._core.log.walk import PLACEMENT_COLUMNS
 from rmq_spark._core.storage.file_system import require_path
 from rmq_spark._core.storage.row_range import RowRange
+from rmq_spark._core.storage.seal import RESTORE
 from rmq_spark.errors import CorruptLogError
 
 if TYPE_CHECKING:
@@ -373,7 +374,9 @@ def select(
     for row in rows.to_pylist():
         whole = placed_range(row)
         if whole.queue_offset < position and selected:
-            raise CorruptLogError(f"offset {whole.queue_offset} of queue {queue_id} of topic {topic!r} is placed twice")
+            raise CorruptLogError(
+                f"table op places offset {whole.queue_offset} of queue {queue_id} of topic {topic!r} twice: {RESTORE}"
+            )
         if whole.queue_offset > position:
             gaps.append((position, whole.queue_offset))
             position = whole.queue_offset

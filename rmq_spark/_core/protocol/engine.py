@@ -35,7 +35,7 @@ from rmq_spark._core.log.walk import walk_placements
 from rmq_spark._core.messages.border import Drained
 from rmq_spark._core.messages.table import require_drained
 from rmq_spark._core.protocol.compaction import Compaction
-from rmq_spark._core.protocol.half_batch import half_batch_of
+from rmq_spark._core.protocol.split import half_batch_of
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.row_range import RowRange

@@ -39,13 +39,13 @@ from rmq_spark._core.log.op import Who
 from rmq_spark._core.log.single_messages import OneMessage
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.group_commit import Commits, Stageable
-from rmq_spark._core.protocol.half_batch import Split, split_by_verdict
 from rmq_spark._core.protocol.identity import Lineage
 from rmq_spark._core.protocol.leases import LeaseKeeper
 from rmq_spark._core.protocol.limits import NO_LIMITS, PendingGuard, PendingLimits
 from rmq_spark._core.protocol.observe import observed
 from rmq_spark._core.protocol.outcome import OF_THE_LOG, Outcome, Run, left_open, outcome_of_left
 from rmq_spark._core.protocol.replay import Replays, following
+from rmq_spark._core.protocol.split import Split, split_by_verdict
 from rmq_spark._core.protocol.steps import Answered, Decide, Execute, Prepare, Step, Steps, Wait, finish
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.spans import settling

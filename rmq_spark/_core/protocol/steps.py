@@ -9,8 +9,8 @@ from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.decision import Decision
 from rmq_spark._core.log.op import Who
 from rmq_spark._core.log.staged_batches import Staged
-from rmq_spark._core.protocol.half_batch import Split
 from rmq_spark._core.protocol.outcome import Outcome, Run
+from rmq_spark._core.protocol.split import Split
 from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark._core.vocabulary.verdicts import VerdictArray
 

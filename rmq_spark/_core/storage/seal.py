@@ -25,7 +25,7 @@ _NAME = b"txmq.file"
 _ROWS = b"txmq.rows"
 _COLUMNS = b"txmq.columns"
 
-_RESTORE = "restore it from a copy, and write nothing to this commit log before"
+RESTORE = "restore it from a copy, and write nothing to this commit log before"
 
 
 # ---------------------------------------------------------------- Parquet files
@@ -74,12 +74,12 @@ def require_seal(schema: pa.Schema, path: str, table: str, columns: Iterable[str
     name = path.rpartition("/")[2]
     sealed_name = metadata.get(_NAME, b"").decode(errors="replace")
     if sealed_name and sealed_name != name and _is_ours(name, table):
-        raise CorruptLogError(f"file {path} of table {table} holds what was written as {sealed_name}: {_RESTORE}")
+        raise CorruptLogError(f"file {path} of table {table} holds what was written as {sealed_name}: {RESTORE}")
     present = set(schema.names)
     missing = [c for c in columns if c not in present]
     if missing or (sealed_name == name and metadata.get(_COLUMNS) != _checksum_of(schema)):
         fault = f"has no column {missing[0]!r}" if missing else "has other columns than it was written with"
-        raise CorruptLogError(f"file {path} of table {table} {fault}: {_RESTORE}")
+        raise CorruptLogError(f"file {path} of table {table} {fault}: {RESTORE}")
     return metadata.get(_ROWS, b"").decode(errors="replace") if sealed_name == name else None
 
 
@@ -90,7 +90,7 @@ def _is_ours(name: str, table: str) -> bool:
 def require_count(found: int, said: int | None, path: str, table: str) -> None:
     """Raise CorruptLogError when a file does not have as many rows as the Delta log says."""
     if said is not None and found != said:
-        raise CorruptLogError(f"file {path} of table {table} has {found} rows, its Delta log says {said}: {_RESTORE}")
+        raise CorruptLogError(f"file {path} of table {table} has {found} rows, its Delta log says {said}: {RESTORE}")
 
 
 def require_row_groups(footer: pq.FileMetaData, path: str, table: str) -> None:
@@ -102,7 +102,7 @@ def require_row_groups(footer: pq.FileMetaData, path: str, table: str) -> None:
     if counted != footer.num_rows:
         raise CorruptLogError(
             f"file {path} of table {table} has {counted} rows in its row groups, its footer says {footer.num_rows}: "
-            f"{_RESTORE}"
+            f"{RESTORE}"
         )
 
 
@@ -117,7 +117,7 @@ def require_bounds(actions: pa.Table, table: str) -> None:
         inverted = pc.fill_null(pc.greater(actions[name], actions[f"max.{name[4:]}"]), False)
         if pc.any(inverted).as_py():
             path = actions["path"].filter(inverted)[0].as_py()
-            raise CorruptLogError(f"the Delta log of table {table} has impossible bounds for file {path}: {_RESTORE}")
+            raise CorruptLogError(f"the Delta log of table {table} has impossible bounds for file {path}: {RESTORE}")
 
 
 def is_panic(problem: BaseException) -> bool:
@@ -156,7 +156,7 @@ def reading(path: str, table: str) -> Iterator[None]:
                 f"it ({problem})"
             ) from cause_of(problem)
         raise UnreadableFileError(
-            f"file {path} of table {table} cannot be read: its storage fails, or it is damaged; {_RESTORE} ({problem})"
+            f"file {path} of table {table} cannot be read: its storage fails, or it is damaged; {RESTORE} ({problem})"
         ) from cause_of(problem)
 
 
@@ -186,7 +186,7 @@ def require_entries(log_folder: Path, table: str, since: int, until: int | None)
             continue
         fault = _fault_of_entry(content)
         if fault:
-            raise CorruptLogError(f"entry {entry.name} of the Delta log of table {table} {fault}: {_RESTORE}")
+            raise CorruptLogError(f"entry {entry.name} of the Delta log of table {table} {fault}: {RESTORE}")
 
 
 def _fault_of_entry(content: bytes) -> str | None:
