@@ -13,6 +13,7 @@ A round speaks to an Engine and to listeners, and knows neither Spark nor Delta.
 from __future__ import annotations
 
 import logging
+import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -219,7 +220,7 @@ class Checker:
         if state.settled:  # by another process, meanwhile
             return
         if state.in_conflict:
-            report.problem(record.half_id, _IN_CONFLICT)
+            report.problem(record.half_id, _IN_CONFLICT.format(shlex.quote(record.half_id)))
         elif state.leased(self.clock()):
             report.skip(LEASED)
         elif state.checked_lately(self.clock(), self.rules.pause_s):
@@ -443,7 +444,7 @@ class Checker:
         reported = {half_id for half_id, _ in report.problems}
         for half_id in conflicts(self.log):
             if half_id not in reported:
-                report.problem(half_id, _IN_CONFLICT)
+                report.problem(half_id, _IN_CONFLICT.format(shlex.quote(half_id)))
 
 
 def _normalized(answer: Verdicts | Exception, batch: HalfBatch) -> VerdictArray | Exception:
@@ -487,8 +488,8 @@ def _unknown_reason(listener: TransactionListener, batch: HalfBatch) -> str:
 _OF_ANOTHER_STORE = NoAnswer("it is of another store than the listener: asked alone, that is reported")
 
 _IN_CONFLICT = (
-    "two of its verdicts contradict each other, and it waits for a person: find out which is true, then "
-    "settle it by hand (log.resolve, or txmq resolve)"
+    "two of its verdicts contradict each other, and it waits for a person: find out which is true, then settle it with "
+    "txmq resolve <log> {} COMMIT|ROLLBACK --reason …, or with log.resolve"
 )
 
 
