@@ -101,7 +101,7 @@ class Resolving:
 
     def _committed(self, placed: list[Placed], state: BatchState) -> str:
         own_count = sum(p.count for p in placed if p.half_id in ("", self._record.half_id))
-        waiting = state.count(RowState.DECIDED) - self._state.count(RowState.DECIDED)
+        waiting = state.count(RowState.WAITING) - self._state.count(RowState.WAITING)
         parts = [f"{count_of(own_count, 'message')} became visible"] if own_count else []
         if waiting > 0:
             parts.append(

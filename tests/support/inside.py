@@ -100,7 +100,7 @@ _LIVES_IN = {
     "rmq_spark._core.storage.stores": "PROBE require_put_if_absent",
     "rmq_spark._core.storage.table": "Change Table",
     "rmq_spark._core.storage.writer_lock": "WriterLock",
-    "rmq_spark._core.upkeep": "maintenance=merge pruning=prune stripping=strip upkeep=schedule",
+    "rmq_spark._core.upkeep": "maintenance=files pruning=prune stripping=strip upkeep=schedule",
     "rmq_spark._core.upkeep.expire": "Expirer",
     "rmq_spark._core.upkeep.leave": "Graces Leaver",
     "rmq_spark._core.upkeep.prune": "Pruner",

@@ -48,7 +48,7 @@ _STANDS_IN = {
     "rmq_spark._core.spark.reader": "BATCH_BYTES_MAX BATCH_ROWS_MIN",
     "rmq_spark._core.storage.compare_and_set": "BACKOFF_S_MAX COMMIT_TRIES_MAX",
     "rmq_spark._core.storage.data_file": "ROW_GROUP_ROWS",
-    "rmq_spark._core.upkeep.merge": "MESSAGES_FILES_MAX REPLACED_FILES_S",
+    "rmq_spark._core.upkeep.files": "MESSAGES_FILES_MAX REPLACED_FILES_S",
     "rmq_spark._core.upkeep.prune": "PRUNED_SHARE_MIN",
     "rmq_spark._core.upkeep.strip": "STRIPPED_BYTES_MIN",
     "rmq_spark.cli.completion": "COMPLETES_S_MAX=SECONDS_MAX",

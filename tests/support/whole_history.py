@@ -37,7 +37,7 @@ def require_whole(log: CommitLog, who: str, states: Mapping[str, BatchState] | N
     states = states_of(log) if states is None else states
     log.refresh()
     assert set(log.engine.open_half_ids()) == {h for h, s in states.items() if not s.settled}, who
-    waiting = {h: s.count(RowState.DECIDED) for h, s in states.items() if s.count(RowState.DECIDED)}
+    waiting = {h: s.count(RowState.WAITING) for h, s in states.items() if s.count(RowState.WAITING)}
     assert {h: sum(counts.values()) for h, counts in log.engine.ledger.waiting.items()} == waiting, who
     assert set(log.conflicts()) == {h for h, s in states.items() if s.in_conflict}, who
     for half_id, state in states.items():

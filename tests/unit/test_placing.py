@@ -57,7 +57,7 @@ def test_a_message_waits_for_an_earlier_one_of_its_key(log: CommitLog) -> None:
     first, second = send(log, 0, "a"), send(log, 1, "a")
     assert commit(log, second) == []
     assert bodies(log) == []
-    assert log.engine.state_of(second).count(RowState.DECIDED) == 1
+    assert log.engine.state_of(second).count(RowState.WAITING) == 1
     commit(log, first)
     assert bodies(log) == ["app.0.0", "app.1.0"]
 
@@ -270,7 +270,7 @@ class _Play:
         for app, count in self.batches.items():
             for i in range(count):
                 record = self.log.engine.get(f"{app}:{i}")
-                mask = self.log.engine.state_of(record).rows_in((RowState.DECIDED, RowState.COMMITTED))
+                mask = self.log.engine.state_of(record).rows_in((RowState.WAITING, RowState.COMMITTED))
                 found.update(self.names(record, mask))
         return found
 

@@ -126,7 +126,7 @@ AFTER_ROLLBACK = {
 
 def apply(row: Row, kind: Kind, who: Who, attempt: int, placed: bool) -> None:
     if kind is Kind.COMMIT:
-        row.state = RowState.COMMITTED if placed else RowState.DECIDED
+        row.state = RowState.COMMITTED if placed else RowState.WAITING
     elif kind is Kind.PLACE:
         row.state = RowState.COMMITTED
     elif kind is Kind.ROLLBACK:

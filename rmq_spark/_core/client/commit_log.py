@@ -30,7 +30,7 @@ from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.delta_table import DeltaLogTable
 from rmq_spark._core.storage.location import location
 from rmq_spark._core.storage.stores import reaching, require_put_if_absent, require_storage_options
-from rmq_spark._core.upkeep import merge as maintenance
+from rmq_spark._core.upkeep import files
 from rmq_spark._core.upkeep import schedule as upkeep
 from rmq_spark._core.upkeep.leave import Graces
 from rmq_spark._core.upkeep.schedule import MaintenanceReport
@@ -436,7 +436,7 @@ class CommitLog:
             )
         with self.engine.lock:
             doubt_s = self.engine.clock_doubt_s(note=not dry_run)
-            return maintenance.vacuum(self.engine.tables(), age_s + doubt_s, dry_run)
+            return files.vacuum(self.engine.tables(), age_s + doubt_s, dry_run)
 
     @named
     def maintain(

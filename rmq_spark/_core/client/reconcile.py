@@ -64,7 +64,7 @@ GROUP = "txmq-reconcile"
 MARGIN_S = 3600.0
 """The fence is read from this many seconds before the backup, because its times come from other clocks."""
 REASON = "reconciled after a restore: the database has executed it"
-COMMITTED = (RowState.COMMITTED, RowState.DECIDED)
+COMMITTED = (RowState.COMMITTED, RowState.WAITING)
 REFUSED = (RowState.ROLLED_BACK,)
 FENCES_LOOKED_AT = 100
 """Number of newest half batches whose fences are compared with the listener's."""

@@ -29,7 +29,7 @@ from rmq_spark.errors import OptionError
 
 FOLDER = "_members"
 """In the folder of the table ``groups``. Delta and its VACUUM ignore names that begin with an underscore."""
-LEASE_S = 30.0
+MEMBER_LEASE_S = 30.0
 """Three heartbeat intervals, so that one late or lost heartbeat costs no queue."""
 FORGOTTEN_LEASES = 3.0
 """Leases after which an unchanged heartbeat is removed. A new member judges its age by the store's times."""
@@ -245,13 +245,13 @@ def _lease_of(content: bytes, default_s: float) -> float:
 def _is_overdue(content: bytes, put_at: datetime | None, now: datetime | None) -> bool:
     """Whether a heartbeat is so old, by the store's clock, that it should have been removed."""
     age_s = 0.0 if put_at is None or now is None else (now - put_at).total_seconds()
-    return age_s > FORGOTTEN_LEASES * _lease_of(content, LEASE_S)
+    return age_s > FORGOTTEN_LEASES * _lease_of(content, MEMBER_LEASE_S)
 
 
 def heartbeats(table: Table, group: str, now: datetime) -> dict[str, Heartbeat]:
     """Return the newest heartbeat of each member of a group, without those that should have been removed."""
     return {
-        member: Heartbeat(max(0.0, (now - put_at).total_seconds()), _lease_of(content, LEASE_S))
+        member: Heartbeat(max(0.0, (now - put_at).total_seconds()), _lease_of(content, MEMBER_LEASE_S))
         for member, (content, put_at) in _read_content(table, _list_heartbeats(table), group).items()
         if put_at is not None and not _is_overdue(content, put_at, now)
     }

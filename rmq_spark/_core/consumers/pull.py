@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.consumers.heartbeats import LEASE_S
+from rmq_spark._core.consumers.heartbeats import MEMBER_LEASE_S
 from rmq_spark._core.consumers.listener import messages_of
 from rmq_spark._core.consumers.member import GroupMember
 from rmq_spark._core.consumers.member_settings import (
@@ -95,7 +95,7 @@ class PullConsumer:
         max_span: int = MAX_SPAN,
         persist_consumer_offset_interval: float = PERSIST_INTERVAL_S,
         heartbeat_interval: float = HEARTBEAT_INTERVAL_S,
-        lease: float = LEASE_S,
+        lease: float = MEMBER_LEASE_S,
         message_model: str = CLUSTERING,
         take_over: bool = False,
         storage_options: Mapping[str, str] | None = None,

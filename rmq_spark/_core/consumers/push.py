@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.call_cost import TAKE_S_MAX, CallCost, Timed
-from rmq_spark._core.consumers.heartbeats import LEASE_S
+from rmq_spark._core.consumers.heartbeats import MEMBER_LEASE_S
 from rmq_spark._core.consumers.listener import (
     EachMessage,
     Listen,
@@ -147,7 +147,7 @@ class PushConsumer:
         max_span: int = MAX_SPAN,
         persist_consumer_offset_interval: float = PERSIST_INTERVAL_S,
         heartbeat_interval: float = HEARTBEAT_INTERVAL_S,
-        lease: float = LEASE_S,
+        lease: float = MEMBER_LEASE_S,
         await_termination: float = AWAIT_TERMINATION_S,
         message_model: str = CLUSTERING,
         take_over: bool = False,

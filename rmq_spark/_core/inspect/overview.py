@@ -96,7 +96,7 @@ def open_messages(log: Engine) -> dict[tuple[str, int], tuple[int, int]]:
                 states = state.files[file_no].state[segment.first : segment.last + 1]
                 queue = (segment.topic, segment.queue_id)
                 pending, waiting = counts.get(queue, (0, 0))
-                counts[queue] = (pending + states.count(RowState.PENDING), waiting + states.count(RowState.DECIDED))
+                counts[queue] = (pending + states.count(RowState.PENDING), waiting + states.count(RowState.WAITING))
     return counts
 
 

@@ -55,7 +55,7 @@ IN_MESSAGES = (
 COUNTED = {
     RowState.PENDING: "pending",
     RowState.COMMITTED: "committed",
-    RowState.DECIDED: "waiting",
+    RowState.WAITING: "waiting",
     RowState.ROLLED_BACK: "rolled_back",
     RowState.ROLLED_BACK_BY_CHECK: "rolled_back_by_check",
     RowState.ROLLED_BACK_BY_DISCARD: "rolled_back_by_discard",

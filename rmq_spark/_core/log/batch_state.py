@@ -21,7 +21,7 @@ class RowState(int, Enum):
 
     PENDING = 0
     COMMITTED = 1
-    DECIDED = 2  # commit, not yet placed
+    WAITING = 2  # committed, not yet placed
     ROLLED_BACK = 3  # refused by the local transaction, or rolled back by a person: final
     ROLLED_BACK_BY_CHECK = 4  # it never happened: may be reopened under the next attempt
     ROLLED_BACK_BY_DISCARD = 5  # nobody knows: may be reopened under the same attempt
@@ -29,7 +29,7 @@ class RowState(int, Enum):
 
 
 OPEN_STATES = (RowState.PENDING, RowState.QUARANTINED)
-COMMITTED_STATES = (RowState.COMMITTED, RowState.DECIDED)
+COMMITTED_STATES = (RowState.COMMITTED, RowState.WAITING)
 ROLLED_BACK_STATES = (RowState.ROLLED_BACK, RowState.ROLLED_BACK_BY_CHECK, RowState.ROLLED_BACK_BY_DISCARD)
 
 
@@ -243,5 +243,5 @@ def _state_after(row: OpRow) -> RowState:
     if row.kind is Kind.PLACE:
         return RowState.COMMITTED
     if row.kind is Kind.COMMIT:
-        return RowState.DECIDED if row.queue_offset is None else RowState.COMMITTED
+        return RowState.WAITING if row.queue_offset is None else RowState.COMMITTED
     return rolled_back_as(row.decided_by, row.refused)

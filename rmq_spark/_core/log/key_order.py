@@ -155,7 +155,7 @@ def _open_rows(rows: pa.Table, batch: Open) -> pa.Table:
     transaction = pc.binary_join_element_wise(batch.record.half_id, attempt, rows["transaction"], ":")
     rows = rows.set_column(rows.column_names.index("transaction"), "transaction", transaction)
     rows = rows.append_column("pending", pc.equal(state, int(RowState.PENDING)))
-    return rows.filter(pc.or_(rows["pending"], pc.equal(state, int(RowState.DECIDED))))
+    return rows.filter(pc.or_(rows["pending"], pc.equal(state, int(RowState.WAITING))))
 
 
 def _distinct(keys: Iterable[pa.Array | pa.ChunkedArray]) -> pa.Array:

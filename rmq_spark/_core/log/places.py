@@ -92,7 +92,7 @@ class Placer:
         blocked = self._blocked(batches)
         pieces: list[Piece] = []
         for batch, sent in in_send_order(batches):
-            decided = batch.state.rows_in((RowState.DECIDED,))
+            decided = batch.state.rows_in((RowState.WAITING,))
             free = (decided & sent) - blocked.get(batch.record.half_id, NO_ROWS)
             for file_no, bits in free.items():
                 pieces += _pieces(batch, file_no, bits, now)
@@ -101,7 +101,7 @@ class Placer:
     def all_wait(self, batches: Sequence[Open], others: Sequence[Open]) -> bool:
         """Whether messages of ``others`` alone hold up every row of ``batches`` that is committed and not placed."""
         blocked = self._blocked([*batches, *others])
-        return not any(b.state.rows_in((RowState.DECIDED,)) - blocked.get(b.record.half_id, NO_ROWS) for b in batches)
+        return not any(b.state.rows_in((RowState.WAITING,)) - blocked.get(b.record.half_id, NO_ROWS) for b in batches)
 
     def _blocked(self, batches: Sequence[Open]) -> dict[str, RowSet]:
         """Committed rows that wait for a message sent before them, by half id.

@@ -72,7 +72,7 @@ from rmq_spark.logs import of_batch, of_header
 logger = logging.getLogger(__name__)
 
 ON_LISTENER_ERROR = ("fail", "unknown")
-FINAL_STATES = (RowState.COMMITTED, RowState.DECIDED, RowState.ROLLED_BACK)
+FINAL_STATES = (RowState.COMMITTED, RowState.WAITING, RowState.ROLLED_BACK)
 _NEVER_HAPPENED = (RowState.ROLLED_BACK_BY_CHECK,)
 """A check rolled these rows back without a refusal: their transaction never happened and never will. They run as the
 next attempt."""

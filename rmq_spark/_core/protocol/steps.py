@@ -51,7 +51,8 @@ class Decide(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait for this many seconds. All later steps read tables and may wait, so they need a thread of their own."""
+    """Wait for this many seconds, 0 or more. From this step on a send reads tables and may wait again, so a driver
+    gives it a thread of its own."""
 
     seconds: float
 

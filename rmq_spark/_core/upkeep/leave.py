@@ -231,7 +231,7 @@ class Leaver:
             state = self._log.state_of(self._log.get(half_id), refresh=False)
         except HalfBatchLeftError:
             return None
-        if state.in_conflict or state.count(RowState.PENDING, RowState.QUARANTINED, RowState.DECIDED):
+        if state.in_conflict or state.count(RowState.PENDING, RowState.QUARANTINED, RowState.WAITING):
             return None
         return {
             "committed": state.count(RowState.COMMITTED),

@@ -12,7 +12,7 @@ from rmq_spark._core.messages.drain import Drainer
 from rmq_spark._core.messages.table import drained_up_to
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.foreign_commits import foreign_change
-from rmq_spark._core.upkeep import merge as maintenance
+from rmq_spark._core.upkeep import files
 from rmq_spark._core.upkeep.expire import Expirer
 from rmq_spark._core.upkeep.leave import Graces, Leaver
 from rmq_spark._core.upkeep.prune import Pruner
@@ -151,14 +151,12 @@ def maintain(
         merged = op_merge.compact_op(log.op)
         with turn:
             kept_s = {name: t.retention_s for name, t in log.topic_store.all().items() if t.retention_s is not None}
-            merged += maintenance.compact_messages(log.messages_table, kept_s)
+            merged += files.compact_messages(log.messages_table, kept_s)
     with log.lock:
         deleted = [
-            path
-            for table in tables
-            for path in maintenance.delete_replaced([table], maintenance.kept_s(table) + doubt_s, dry_run)
+            path for table in tables for path in files.delete_replaced([table], files.kept_s(table) + doubt_s, dry_run)
         ]
-        deleted += maintenance.vacuum(tables, ORPHAN_AGE_S + doubt_s, dry_run) if orphans else []
+        deleted += files.vacuum(tables, ORPHAN_AGE_S + doubt_s, dry_run) if orphans else []
     if undrained is not None:
         raise undrained
     return MaintenanceReport(
