@@ -61,7 +61,7 @@ def test_three_branches_of_one_order(spark: SparkSession, log_path: str, tmp_pat
         """The retries of that round are visible."""
         deadline = time.monotonic() + 60
         while log.read(retry_topic("points")).num_rows < times:
-            log.engine.place_due()
+            log.engine.ledger.place_due()
             assert time.monotonic() < deadline
             time.sleep(0.1)
 

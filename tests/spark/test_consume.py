@@ -176,7 +176,7 @@ def test_a_batch_that_runs_again_sends_back_once(
     assert sorted(diary.bodies()) == ["a", "b", "c", "d"]
     writer = txmq.consume(stream(spark, log), GROUP, listener, log=log, delay_level=1)
     run(writer, tmp_path / "cp")
-    wait_until(lambda: bool(log.engine.place_due()) or log.read(retry_topic(GROUP)).num_rows == 2)
+    wait_until(lambda: bool(log.engine.ledger.place_due()) or log.read(retry_topic(GROUP)).num_rows == 2)
     run(writer, tmp_path / "cp")
     assert sorted(diary.bodies()) == ["a", "a", "b", "c", "c", "d"]  # the others were not consumed again
     assert log.read(retry_topic(GROUP)).num_rows == 2

@@ -193,7 +193,7 @@ def test_delayed_messages_wait_for_their_time(spark, log):
     deadline = time.monotonic() + 60
     while log.read("bills").num_rows < 3:
         assert time.monotonic() < deadline
-        log.engine.place_due()
+        log.engine.ledger.place_due()
         time.sleep(0.1)
     seen = {r["body"]: r for r in log.read("bills").to_pylist()}
     assert set(seen) == {b"now", b"at", b"level"}

@@ -129,7 +129,7 @@ def count_check(
     engine: Any, record: HalfRecord, attempt: int, rows: Any, reason: str | None, pause_s: float = 0.0
 ) -> None:
     """Count an answered check of one half batch."""
-    engine.record_checks([AnsweredCheck(record, attempt, RowSet(rows), reason)], pause_s)
+    engine.ledger.record_checks([AnsweredCheck(record, attempt, RowSet(rows), reason)], pause_s)
 
 
 def pending(log: CommitLog, record: HalfRecord, attempt: int = 1) -> RowSet:
@@ -148,7 +148,7 @@ def roll_back(log: CommitLog, record: HalfRecord, attempt: int = 1, who: Who = W
 
 def quarantine(log: CommitLog, record: HalfRecord, reason: str = "too often") -> None:
     """Give up on whatever is pending."""
-    log.engine.quarantine(record, 1, pending(log, record), Who.DISCARD, reason)
+    log.engine.ledger.quarantine(record, 1, pending(log, record), Who.DISCARD, reason)
 
 
 def in_conflict(log: CommitLog, record: HalfRecord, reason: str | None = None) -> None:

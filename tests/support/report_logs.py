@@ -141,7 +141,7 @@ def _trouble(shop: Shop, at_s: float) -> None:
     old = shop.prepare(("orders",), 25, "payment-service")
     late = shop.prepare(("orders",), 12)
     shop.runtime.at_s = at_s + 70
-    log.engine.quarantine(given_up, 1, shop.pending(given_up), Who.DISCARD, "15 checks, all UNKNOWN")
+    log.engine.ledger.quarantine(given_up, 1, shop.pending(given_up), Who.DISCARD, "15 checks, all UNKNOWN")
     for _ in range(4):
         shop.runtime.at_s += 60
         count_check(log.engine, old, 1, shop.pending(old), "the bank does not answer")

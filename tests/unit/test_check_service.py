@@ -81,7 +81,7 @@ def keys_of(batch: HalfBatch) -> list[str]:
 def reopen(log: CommitLog, record: HalfRecord, attempt: int = 2) -> None:
     """As a replay does with what a check, or (with the same attempt) a discard policy rolled back."""
     before = RowState.ROLLED_BACK_BY_DISCARD if attempt == 1 else RowState.ROLLED_BACK_BY_CHECK
-    log.engine.reopen(record, 1, (before,), attempt, Who.EXECUTE, "replay")
+    log.engine.ledger.reopen(record, 1, (before,), attempt, Who.EXECUTE, "replay")
 
 
 # ---------------------------------------------------------------- answers
@@ -192,7 +192,7 @@ def test_age_counts_from_the_reopen(log: CommitLog) -> None:
 
 @ON_BOTH
 def test_a_leased_half_batch_is_left_alone_until_the_lease_ends(log: CommitLog) -> None:
-    until = log.engine.lease([prepare(log, 0, 4)], 100)
+    until = log.engine.ledger.lease([prepare(log, 0, 4)], 100)
     listener = Scripted(check=COMMIT)
     clock = Clock(until - timedelta(seconds=0.001))
     checker = service(log, listener, clock)

@@ -117,7 +117,7 @@ def test_a_question_that_fails_or_has_too_few_answers_is_asked_one_by_one(log: C
 @ON_BOTH
 def test_those_that_are_leased_in_conflict_or_settled_are_left_alone(log: CommitLog) -> None:
     leased, settled, conflict, due = sends(log, 4)
-    log.engine.lease([leased], 30.0)
+    log.engine.ledger.lease([leased], 30.0)
     decide_one(log.engine, settled, 1, commit=pending(log, settled), who=Who.EXECUTE)
     halves = {0: b"\x01\x00"}
     decide_one(log.engine, conflict, 1, commit=halves, who=Who.EXECUTE)

@@ -65,7 +65,7 @@ def prepare(
 def test_upkeep_says_what_it_did(log: CommitLog) -> None:
     for batch_id in range(3):
         commit(log, prepare(log, batch_id))
-    log.engine.move_mark()
+    log.engine.ledger.mark()
     assert "messages would be drained" in txmq("maintain", log.path, "--dry-run")[0]
     assert "drained up to version" in txmq("maintain", log.path)[0]
     assert log.engine.messages_table.refresh() > 0

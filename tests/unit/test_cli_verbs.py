@@ -204,7 +204,7 @@ def test_by_an_id_messages_are_found_in_whatever_state(log: CommitLog) -> None:
     rows = pending(log, record)
     some, others = split(rows, 2)
     decide_one(log.engine, record, 1, commit=some, who=Who.EXECUTE)
-    log.engine.quarantine(record, 1, others, Who.DISCARD, "asked 15 times")
+    log.engine.ledger.quarantine(record, 1, others, Who.DISCARD, "asked 15 times")
     orders(log, 1, 9)
     found = objects("query", "--half-id", "shop:0")
     assert sorted((m["state"], m["body"]) for m in found) == sorted(

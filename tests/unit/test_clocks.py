@@ -105,7 +105,7 @@ def damaged(monkeypatch: pytest.MonkeyPatch) -> InMemoryCommitLog:
         set_clock(patch, DAYS_S)
         commit(log, prepare(log, 0, 1))
         prepare(log, 1, 1)
-        log.engine.move_mark()
+        log.engine.ledger.mark()
     return another(log)
 
 
@@ -134,10 +134,10 @@ def test_after_a_clock_that_was_days_ahead_delayed_messages_still_wait_for_their
     due = datetime.now(timezone.utc) + timedelta(hours=1)
     visible = len(bodies(damaged))
     commit(damaged, prepare(damaged, 2, {"body": ["later"], "deliver_at": [due]}))
-    assert damaged.engine.place_due() == []
+    assert damaged.engine.ledger.place_due() == []
     assert len(bodies(damaged)) == visible
     set_clock(monkeypatch, 3601)
-    assert sum(p.count for p in damaged.engine.place_due()) == 1
+    assert sum(p.count for p in damaged.engine.ledger.place_due()) == 1
 
 
 def test_a_lease_that_a_clock_days_ahead_has_left_keeps_no_check_away(
@@ -146,7 +146,7 @@ def test_a_lease_that_a_clock_days_ahead_has_left_keeps_no_check_away(
     record = prepare(damaged, 2, 1)
     with monkeypatch.context() as patch:
         set_clock(patch, DAYS_S)
-        another(damaged).engine.lease([record], 60)
+        another(damaged).engine.ledger.lease([record], 60)
     set_clock(monkeypatch, 61)
     round_of_checks(damaged)
     assert another(damaged).engine.open_half_ids() == []
@@ -207,7 +207,7 @@ def test_a_reopened_transaction_has_its_turn_when_it_is_reopened_whatever_the_cl
 ) -> None:
     sender, reopener = on_a_machine(fifo, sender_s), on_a_machine(fifo, reopener_s)
     reopened = send_keyed(fifo, "X")
-    fifo.engine.quarantine(reopened, 1, pending(fifo, reopened), Who.DISCARD, "nobody knows")
+    fifo.engine.ledger.quarantine(reopened, 1, pending(fifo, reopened), Who.DISCARD, "nobody knows")
     if reopened_first:
         reopener.resume(reopened.half_id)
     sent = send_keyed(sender, "Y")

@@ -189,7 +189,7 @@ def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> N
     for i in range(1, 9):
         commit(log, prepare(log, i, 1))
         if i % 2 == 0:
-            assert log.engine.move_mark()
+            assert log.engine.ledger.mark()
             merge_op_files(log)
         assert log.conflicts() == another(log).conflicts() == ["app:0"]
     assert log.engine.ledger.rows_kept <= 6, "an open conflict keeps nothing else in memory"
@@ -200,7 +200,7 @@ def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> N
     assert len(told) == 1 + 4, "each mark repeats it once"
     another(log).resolve("app:0", ROLLBACK_MESSAGE, "it was undone")
     commit(log, prepare(log, 9, 1))
-    assert log.engine.move_mark()
+    assert log.engine.ledger.mark()
     assert log.conflicts() == another(log).conflicts() == []
     assert not [r for r in op_rows(log, Kind.CONFLICT)[6:] if r["attempt"] is not None], "a resolved one is repeated"
 
@@ -244,7 +244,7 @@ def test_resolving_a_conflict_leaves_other_transactions_as_they_are(
 
 def test_resume_does_not_end_a_conflict(log: CommitLog) -> None:
     record, rows = by_key(log, "ab")
-    log.engine.quarantine(record, 1, rows["b"], Who.DISCARD, "15 checks")
+    log.engine.ledger.quarantine(record, 1, rows["b"], Who.DISCARD, "15 checks")
     contradict(log, record, rows["a"])
     assert log.resume("app:0") == 1
     assert log.conflicts() == ["app:0"]
@@ -262,7 +262,7 @@ def test_a_persons_verdict_that_comes_too_late_is_refused(log: CommitLog) -> Non
 
 def test_resolve_settles_what_is_pending_or_quarantined(log: CommitLog) -> None:
     first, second = prepare(log, 0), prepare(log, 1)
-    log.engine.quarantine(second, 1, pending(log, second), Who.DISCARD, "72 h")
+    log.engine.ledger.quarantine(second, 1, pending(log, second), Who.DISCARD, "72 h")
     log.resolve("app:0", ROLLBACK_MESSAGE, "a person said so")
     log.resolve("app:1", COMMIT_MESSAGE, "a person said so")
     assert sorted(bodies(log)) == [f"app.1.{i}" for i in range(5)]
@@ -275,7 +275,7 @@ def test_a_past_attempt_cannot_be_decided(log: CommitLog) -> None:
     record = prepare(log, 0)
     mask = pending(log, record)
     roll_back(log, record, who=Who.CHECK)
-    reopened = log.engine.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
+    reopened = log.engine.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
     assert reopened == mask
     with pytest.raises(StaleAttemptError):
         decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
@@ -291,21 +291,21 @@ def test_an_attempt_is_reopened_by_one_process_only(log: CommitLog) -> None:
     record = prepare(log, 0)
     roll_back(log, record, who=Who.CHECK)
     states = (RowState.ROLLED_BACK_BY_CHECK,)
-    assert log.engine.reopen(record, 1, states, 2, Who.EXECUTE, "replay")
-    assert another(log).engine.reopen(record, 1, states, 2, Who.EXECUTE, "replay") == {}
+    assert log.engine.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "replay")
+    assert another(log).engine.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "replay") == {}
 
 
 def test_a_rollback_by_execute_is_not_reopened(log: CommitLog) -> None:
     record = prepare(log, 0)
     roll_back(log, record, who=Who.EXECUTE)
-    assert log.engine.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay") == {}
+    assert log.engine.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay") == {}
 
 
 def test_what_was_discarded_is_reopened_under_the_same_attempt(log: CommitLog) -> None:
     record = prepare(log, 0)
     count_check(log.engine, record, 1, pending(log, record), None)
     roll_back(log, record, who=Who.DISCARD)
-    log.engine.reopen(record, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
+    log.engine.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
     row = log.pending().to_pylist()[0]
     assert (row["attempt"], row["messages"], row["check_times"]) == (1, 5, 0)
     commit(log, record)
@@ -317,7 +317,7 @@ def test_a_reopened_batch_is_as_old_as_its_reopening(log: CommitLog) -> None:
     roll_back(log, record, who=Who.CHECK)
     time.sleep(0.005)
     before = datetime.now(timezone.utc)
-    log.engine.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
+    log.engine.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
     batch = log.engine.half_batch(record, log.engine.state_of(record), 2, pending(log, record, 2))
     assert batch.prepared_at >= before
     assert batch.attempt == 2
@@ -326,14 +326,14 @@ def test_a_reopened_batch_is_as_old_as_its_reopening(log: CommitLog) -> None:
 def test_attempts_have_an_end(log: CommitLog) -> None:
     record = prepare(log, 0)
     with pytest.raises(StaleAttemptError, match="something stops every attempt"):
-        log.engine.reopen(record, 250, (RowState.ROLLED_BACK_BY_CHECK,), 251, Who.EXECUTE, "replay")
+        log.engine.ledger.reopen(record, 250, (RowState.ROLLED_BACK_BY_CHECK,), 251, Who.EXECUTE, "replay")
 
 
 # ---------------------------------------------------------------- quarantine, checks, lease
 def test_quarantine_hides_and_resume_brings_back(log: CommitLog) -> None:
     record = prepare(log, 0)
     mask = pending(log, record)
-    log.engine.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
+    log.engine.ledger.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
     assert log.pending().num_rows == 0
     assert another(log).quarantined().select(["half_id", "messages"]).to_pylist() == [
         {"half_id": "app:0", "messages": 5}
@@ -368,8 +368,8 @@ def test_checks_are_counted_per_row(log: CommitLog) -> None:
 def test_a_lease_is_seen_by_others_and_the_newest_counts(log: CommitLog) -> None:
     record = prepare(log, 0)
     assert log.engine.state_of(record).lease_until is None
-    log.engine.lease([record], 5)
-    until = log.engine.lease([record], 60)
+    log.engine.ledger.lease([record], 5)
+    until = log.engine.ledger.lease([record], 60)
     seen = another(log).pending()["lease_until"].to_pylist()[0]
     assert abs(seen - until) < timedelta(milliseconds=1)
     assert ids(log.pending()) == ["app:0"]
@@ -526,18 +526,18 @@ def test_a_log_inside_another_log_is_refused(tmp_path: Path, inside: str) -> Non
 # ---------------------------------------------------------------- the mark, and upkeep
 def test_the_mark_moves_over_what_is_settled_and_names_what_is_open(log: CommitLog) -> None:
     records = [prepare(log, i) for i in range(3)]
-    assert log.engine.move_mark()
+    assert log.engine.ledger.mark()
     assert set(named(log)) == {"app:0", "app:1", "app:2"}
     for record in records[:2]:
         commit(log, record)
-    assert log.engine.move_mark()
+    assert log.engine.ledger.mark()
     assert log.engine.ledger.low_water_ms == records[2].prepared_ms
     assert {h: b.pending for h, b in named(log).items()} == {"app:2": 5}
-    assert not log.engine.move_mark()
+    assert not log.engine.ledger.mark()
     commit(log, records[2])
-    assert log.engine.move_mark()
+    assert log.engine.ledger.mark()
     assert named(log) == {}
-    assert not log.engine.move_mark()
+    assert not log.engine.ledger.mark()
 
 
 def named(log: CommitLog) -> Mapping[str, OpenBelow]:
@@ -551,7 +551,7 @@ def test_a_batch_decided_while_the_mark_moves_is_not_forgotten(log: CommitLog) -
     commit(log, prepare(log, 0))
     other = another(log)
     with at("table seen", lambda: commit(other, prepare(other, 1)), table="half"):
-        assert log.engine.move_mark()
+        assert log.engine.ledger.mark()
     for handle in (log, other, another(log)):
         record = handle.engine.get("app:1")
         assert handle.engine.state_of(record).count(RowState.COMMITTED) == 5
@@ -565,7 +565,7 @@ def test_merging_op_files_changes_nothing(log: CommitLog, monkeypatch: pytest.Mo
         record = prepare(log, i)
         yes, no = split(pending(log, record), every=2)
         decide_one(log.engine, record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
-    log.engine.lease([prepare(log, 5)], 60)
+    log.engine.ledger.lease([prepare(log, 5)], 60)
     other = another(log)
     before = (log.read("orders").to_pylist(), log.pending().to_pylist(), op_rows(log))
     files = log.engine.op.actions().num_rows
@@ -583,7 +583,7 @@ def test_what_is_kept_in_memory_follows_what_is_open(log: CommitLog) -> None:
     for i in range(30):
         commit(log, prepare(log, i, 2))
         if i % 10 == 9:
-            log.engine.move_mark()
+            log.engine.ledger.mark()
             kept.append(log.engine.ledger.rows_kept)
     assert max(kept) <= 2  # the mark itself
     assert log.engine.ledger.half_ids_kept <= 1
@@ -617,7 +617,7 @@ def test_threads_share_a_log(log: CommitLog) -> None:
     def send(app: str) -> None:
         for i in range(6):
             record = prepare(log, i, 3, app=app)
-            log.engine.lease([record], 60)
+            log.engine.ledger.lease([record], 60)
             commit(log, record)
 
     def look() -> None:
@@ -625,7 +625,7 @@ def test_threads_share_a_log(log: CommitLog) -> None:
             log.pending()
             placed = placements(log)
             assert len(placed) == len(set(placed))
-            log.engine.move_mark()
+            log.engine.ledger.mark()
             log.vacuum(dry_run=True)
 
     with ThreadPoolExecutor(3) as pool:

@@ -86,7 +86,7 @@ class CommitLogMachine(RuleBasedStateMachine):
         for attempt in state.attempts(RowState.PENDING)[:1]:
             rows = _some_of(state.rows_in((RowState.PENDING,), attempt), chosen)
             if quarantine:
-                log.engine.quarantine(record, attempt, rows, Who.DISCARD, "15 checks")
+                log.engine.ledger.quarantine(record, attempt, rows, Who.DISCARD, "15 checks")
             else:
                 count_check(log.engine, record, attempt, rows, None)
 
@@ -97,7 +97,7 @@ class CommitLogMachine(RuleBasedStateMachine):
         if what == "resume":
             log.resume(record.half_id)
         elif what == "lease":
-            log.engine.lease([record], 60)
+            log.engine.ledger.lease([record], 60)
         elif what in ("yes", "no"):
             verdict = COMMIT_MESSAGE if what == "yes" else ROLLBACK_MESSAGE
             try:
@@ -107,16 +107,16 @@ class CommitLogMachine(RuleBasedStateMachine):
         else:
             kind = RowState.ROLLED_BACK_BY_CHECK if what == "next" else RowState.ROLLED_BACK_BY_DISCARD
             for attempt in state.attempts(kind)[:1]:
-                log.engine.reopen(record, attempt, (kind,), attempt + (what == "next"), Who.EXECUTE, "replay")
+                log.engine.ledger.reopen(record, attempt, (kind,), attempt + (what == "next"), Who.EXECUTE, "replay")
 
     @rule(seconds=st.sampled_from((30, 3600)), late=st.booleans())
     def time_goes_by(self, seconds: int, late: bool) -> None:
         self.clock.at_s += seconds
-        (self.follower if late else self.log).engine.place_due()
+        (self.follower if late else self.log).engine.ledger.place_due()
 
     @rule(late=st.booleans())
     def mark(self, late: bool) -> None:
-        (self.follower if late else self.log).engine.move_mark()
+        (self.follower if late else self.log).engine.ledger.mark()
 
     @rule()
     def merge_op_files(self) -> None:

@@ -165,9 +165,9 @@ def test_an_ambiguous_failure_never_makes_two_copies(log: CommitLog, plans: Sequ
     with going_wrong(log, "op", plans):
         count_check(log.engine, records[1], 1, pending(log, records[1]), None)
     assert log.engine.state_of(records[1]).check_times(pending(log, records[1])) == 1
-    log.engine.quarantine(records[1], 1, pending(log, records[1]), Who.DISCARD, "x")
+    log.engine.ledger.quarantine(records[1], 1, pending(log, records[1]), Who.DISCARD, "x")
     with going_wrong(log, "op", plans):
-        reopened = log.engine.reopen(records[1], 1, (RowState.QUARANTINED,), 1, Who.EXECUTE, "y")
+        reopened = log.engine.ledger.reopen(records[1], 1, (RowState.QUARANTINED,), 1, Who.EXECUTE, "y")
     assert sum(m.count(1) for m in reopened.values()) == 5
     commit(log, records[1])
     with going_wrong(log, "topics", plans):
@@ -247,7 +247,7 @@ def test_what_a_checker_knew_before_the_mark_moved_does_not_mislead_it(log: Comm
     record = prepare(sink, 0)
     assert log.pending()["half_id"].to_pylist() == ["app:0"]
     commit(sink, record)
-    assert log.engine.move_mark()
+    assert log.engine.ledger.mark()
     time.sleep(0.01)
     move_half(log)
     assert log.pending().num_rows == 0

@@ -300,7 +300,7 @@ def test_a_checker_that_is_silent_is_told_when_something_waits_for_it(
     assert bad(log, interval=100.0) == {"pending": "warning"}, "it has checked within three intervals"
     clock.ahead_s += 20 * MINUTE_S
     assert "a word on that for " in found(log, interval=100.0)["checker"].what
-    log.engine.lease([record], 60)
+    log.engine.ledger.lease([record], 60)
     assert bad(log, interval=100.0) == {}, "its local transaction runs"
 
 

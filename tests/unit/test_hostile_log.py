@@ -243,7 +243,7 @@ def test_a_half_table_that_names_a_file_outside_is_not_read(log: CommitLog, tmp_
 @ON_BOTH
 def test_one_bad_row_does_not_hide_behind_a_mark(decided: CommitLog) -> None:
     roll_back(decided, decided.engine.get("app:0"))
-    assert decided.engine.move_mark()
+    assert decided.engine.ledger.mark()
     assert pending(decided, decided.engine.get("app:0")) == {}
 
 
@@ -310,7 +310,7 @@ def test_a_footer_that_lies_about_its_versions_hides_no_op_row(log: CommitLog, t
     """A flipped bit in the bounds of a footer let pyarrow pass over a commit, and the next check committed it again."""
     commit(log, prepare(log, 0, 2))
     if marked:
-        assert log.engine.move_mark()
+        assert log.engine.ledger.mark()
     commit(log, prepare(log, 1, 3))
     for path in log.engine.op.actions()["path"].to_pylist():
         file = tmp_path / "log" / "op" / path

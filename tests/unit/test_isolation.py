@@ -65,11 +65,11 @@ def test_a_check_reports_due_messages_that_cannot_be_placed(log: CommitLog, dela
 
 
 def test_due_messages_are_placed_when_their_file_is_back(log: CommitLog, delayed: list[HalfRecord]) -> None:
-    log.engine.place_due()
+    log.engine.ledger.place_due()
     assert bodies(log, "plain") == ["late 1"]
     path = half_file(log, delayed[0])
     (Path(log.path).parent / path.name).rename(path)
-    log.engine.place_due()
+    log.engine.ledger.place_due()
     assert bodies(log, "plain") == ["late 1", "late 0"]
     assert CheckService(log, {}).run_once().problems == []
 

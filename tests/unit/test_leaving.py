@@ -81,7 +81,7 @@ def test_a_dry_run_says_so_and_changes_nothing(log: CommitLog) -> None:
     for i in range(3):
         commit(log, send(log, f"key{i}"))
     log.drain()
-    log.engine.move_mark()
+    log.engine.ledger.mark()
     versions = (log.engine.half.table.refresh(), log.refresh())
     report = let_leave(log, dry_run=True)
     assert report.archived == 3
@@ -94,7 +94,7 @@ def test_what_is_not_drained_not_settled_or_too_young_stays(log: CommitLog) -> N
     assert let_leave(log, reader_s=60).archived == 0
     send(log, "open")
     quarantined = send(log, "quarantined")
-    log.engine.quarantine(quarantined, 1, pending(log, quarantined), Who.CHECK, "gave up")
+    log.engine.ledger.quarantine(quarantined, 1, pending(log, quarantined), Who.CHECK, "gave up")
     roll_back(log, send(log, "audited"))
     in_conflict = send(log, "conflict")
     commit(log, in_conflict)
@@ -128,7 +128,7 @@ def test_what_became_of_each_message_is_kept(log: CommitLog) -> None:
     decide_one(log.engine, record, 1, rollback=by_check, who=Who.CHECK)
     again = send(log, "again")
     roll_back(log, again, who=Who.CHECK)
-    log.engine.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "once more")
+    log.engine.ledger.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "once more")
     roll_back(log, again, 2)
     let_leave(log)
     kept = another(log).engine.archived("parts:0")
@@ -159,8 +159,8 @@ def test_a_writer_that_slept_places_nothing_twice(log: CommitLog, idempotency_s:
     else:
         is_forgotten(sleeper, record)
     for change in (
-        lambda: sleeper.engine.reopen(record, 1, (RowState.PENDING,), 2, Who.EXECUTE, "no"),
-        lambda: sleeper.engine.quarantine(record, 1, rows, Who.CHECK, "no"),
+        lambda: sleeper.engine.ledger.reopen(record, 1, (RowState.PENDING,), 2, Who.EXECUTE, "no"),
+        lambda: sleeper.engine.ledger.quarantine(record, 1, rows, Who.CHECK, "no"),
         lambda: count_check(sleeper.engine, record, 1, rows, "no"),
         lambda: sleeper.engine.ledger.overrule(record, LocalTransactionState.COMMIT_MESSAGE, "no"),
         lambda: sleeper.engine.state_of(record),
@@ -190,10 +190,10 @@ def test_a_lease_does_not_wake_what_has_left(log: CommitLog) -> None:
     roll_back(log, log.engine.get("key:0"), who=Who.CHECK)
     let_leave(log)
     version = log.refresh()
-    sleeper.engine.lease([record], 60.0)
+    sleeper.engine.ledger.lease([record], 60.0)
     assert log.refresh() == version, "a lease of what has left is not written"
     forget(log)
-    sleeper.engine.lease([record], 60.0)
+    sleeper.engine.ledger.lease([record], 60.0)
     log.engine.ledger.append(
         lambda: [OpRow(Kind.LEASE, "key:0", until=log.engine.runtime.now())]
     )  # an older program wrote it
@@ -211,9 +211,9 @@ def test_a_key_that_is_used_again_is_another_half_batch(log: CommitLog, size: in
     again = send(log, "key", size, half_id=new_half_id("key", 0))
     for _ in range(2):
         is_forgotten(sleeper, record)
-        sleeper.engine.lease([record], 60.0)
+        sleeper.engine.ledger.lease([record], 60.0)
         assert log.engine.state_of(again).lease_until is None
-        log.engine.move_mark()  # names it as open
+        log.engine.ledger.mark()  # names it as open
     roll_back(log, again)
     is_forgotten(sleeper, record)
     assert sum(another(log).engine.tails().values()) == 15
@@ -225,7 +225,7 @@ def test_verdicts_on_some_messages_cannot_come_again_when_they_have_left(log: Co
     decide_one(log.engine, record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
     again = send(log, "again", 6)
     roll_back(log, again, who=Who.CHECK)
-    log.engine.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "once more")
+    log.engine.ledger.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "once more")
     commit(log, again, 2)
     let_leave(log)
     assert in_half(log) == set()
@@ -321,7 +321,7 @@ def test_a_shared_file_leaves_when_all_in_it_may(log: CommitLog) -> None:
         commit(log, send(log, f"key{i}"))
     record = send(log, "open")
     share_half_file(log)
-    log.engine.move_mark()
+    log.engine.ledger.mark()
     report = let_leave(log)
     assert (report.archived, report.files_left) == (3, 0)
     commit(log, log.engine.get(record.half_id))
@@ -338,7 +338,7 @@ def leaver(log: CommitLog) -> Leaver:
 def test_a_crash_between_archive_and_removal_is_made_good(log: CommitLog, leaver: Leaver) -> None:
     commit(log, send(log, "key"))
     log.drain()
-    log.engine.move_mark()
+    log.engine.ledger.mark()
     assert leaver.archive() == 1  # and its process dies
     assert in_half(log) == {"key:0"}
     assert op_kinds(log, "key:0") == ["commit", "commit", "archived"]
@@ -353,9 +353,11 @@ def test_what_is_said_while_somebody_lets_it_leave_wins(log: CommitLog, leaver: 
     record = send(log, "key")
     roll_back(log, record, who=Who.CHECK)
     log.drain()
-    log.engine.move_mark()
+    log.engine.ledger.mark()
     states = (RowState.ROLLED_BACK_BY_CHECK,)
-    with at("files read", lambda: log.engine.reopen(record, 1, states, 2, Who.EXECUTE, "a replay"), table="half"):
+    with at(
+        "files read", lambda: log.engine.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "a replay"), table="half"
+    ):
         assert leaver.archive() == 0
     leaver.remove()
     assert in_half(log) == {"key:0"}

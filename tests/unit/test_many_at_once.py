@@ -152,7 +152,7 @@ def test_a_decision_that_does_not_count_drops_out_with_its_own_error(log: Commit
     decisions = [yes(log, record) for record in (good, late, stale, last)]
     other = another(log)
     roll_back(other, late, who=Who.CHECK)
-    other.engine.quarantine(stale, 1, pending(other, stale), Who.ADMIN, "somebody wants to look")
+    other.engine.ledger.quarantine(stale, 1, pending(other, stale), Who.ADMIN, "somebody wants to look")
     version = log.refresh()
     decided = log.engine.decide(decisions)
     assert log.refresh() == version + 1, "what comes too late is on record in the same commit"

@@ -44,7 +44,7 @@ def stays_pending(log: CommitLog) -> Callable[[], object]:
 def stays_delayed(log: CommitLog) -> Callable[[], object]:
     due = datetime.now(timezone.utc) + timedelta(seconds=DAYS_S)
     commit(log, prepare(log, 0, {"body": ["later"], "deliver_at": [due]}, app="open"))
-    return lambda: log.engine.place_due()
+    return lambda: log.engine.ledger.place_due()
 
 
 def stays_waiting(log: CommitLog) -> Callable[[], object]:
@@ -62,7 +62,7 @@ def test_what_stays_open_keeps_no_later_op_row_in_memory(
     clock = set_clock(monkeypatch)
     for i in range(5):
         commit(log, prepare(log, i, 1))
-        assert log.engine.move_mark()
+        assert log.engine.ledger.mark()
         cold = another(log)
         cold.refresh()
         assert cold.engine.ledger.rows_kept == log.engine.ledger.rows_kept == 1, "the mark itself"
@@ -75,7 +75,7 @@ def test_what_stays_open_keeps_no_later_op_row_in_memory(
     assert not cold.engine.ledger.waiting
     later = prepare(log, 99, 1)
     commit(log, later)
-    assert log.engine.move_mark()
+    assert log.engine.ledger.mark()
     assert not named(log)
 
 
@@ -89,19 +89,19 @@ def named(log: CommitLog) -> set[str]:
 def test_a_mark_is_made_when_many_op_rows_can_be_let_go(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, ROWS_LET_GO_MIN=8)
     record = prepare(log, 0)
-    assert log.engine.move_mark()
+    assert log.engine.ledger.mark()
     for _ in range(marking.ROWS_LET_GO_MIN - 1):
         count_check(log.engine, record, 1, pending(log, record), None)
-    assert log.engine.move_mark()
+    assert log.engine.ledger.mark()
     assert another(log).pending()["check_times"].to_pylist() == [marking.ROWS_LET_GO_MIN - 1]
-    assert not log.engine.move_mark()
+    assert not log.engine.ledger.mark()
 
 
 def test_of_many_leases_a_mark_names_the_newest(log: CommitLog) -> None:
     record = prepare(log, 0)
     for _ in range(9):
-        until = log.engine.lease([record], 60)
-    assert log.engine.move_mark()
+        until = log.engine.ledger.lease([record], 60)
+    assert log.engine.ledger.mark()
     cold = another(log)
     assert cold.engine.state_of(record).lease_until == until
     assert len(cold.engine.ledger.followed.below[record.half_id].versions) == 1
@@ -114,8 +114,8 @@ def test_a_prepare_is_later_than_what_was_reopened_before_the_mark(monkeypatch: 
     first = prepare(log, 0, {"body": ["first"], "sharding_key": ["a"]}, topic="steps")
     clock = set_clock(monkeypatch, ahead_s=30.0)
     roll_back(log, first, who=Who.CHECK)
-    log.engine.reopen(first, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "again")
-    assert log.engine.move_mark()
+    log.engine.ledger.reopen(first, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "again")
+    assert log.engine.ledger.mark()
     clock.ahead_s = 0.0
     fresh = another(log)
     second = prepare(fresh, 0, {"body": ["second"], "sharding_key": ["a"]}, app="other", topic="steps")
@@ -130,7 +130,7 @@ def test_a_mark_that_lacks_a_part_is_refused(log: CommitLog, lacks: str) -> None
     """Without ``below`` it does not name what is open: a reopened half batch would be hidden."""
     record = prepare(log, 0)
     roll_back(log, record, who=Who.CHECK)
-    log.engine.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "again")
+    log.engine.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "again")
     parts: dict[str, Any] = {
         "low_water": 1,
         "since_version": 1,
@@ -149,7 +149,7 @@ def test_a_mark_that_lacks_a_part_is_refused(log: CommitLog, lacks: str) -> None
 
 def test_a_mark_that_does_not_say_what_is_open_is_refused(log: CommitLog) -> None:
     prepare(log, 0)
-    assert log.engine.move_mark()
+    assert log.engine.ledger.mark()
     rows = log.engine.ledger.followed.rows.to_pylist()
     (mark,) = [r for r in rows if r["kind"] == "mark"]
     mark["below"][0]["pending"] = None
@@ -185,11 +185,11 @@ def test_a_mark_that_lost_a_race_reads_the_history_no_second_time(log: CommitLog
     history = 30
     for number in range(history):
         commit(log, prepare(log, number))
-    log.engine.move_mark()
+    log.engine.ledger.mark()
     for number in range(history, 2 * history):
         commit(log, prepare(log, number))
     with overtaken(log, times=3) as reads:
-        assert log.engine.move_mark()
+        assert log.engine.ledger.mark()
     after_the_first = reads[1:-1]
     assert len(after_the_first) == 3
     assert max(after_the_first) < history / 3
@@ -199,6 +199,6 @@ def test_a_mark_that_loses_every_race_is_left_to_the_next_time(log: CommitLog, m
     set_limits(monkeypatch, MARK_TRIES_MAX=5)
     commit(log, prepare(log, 0))
     with overtaken(log, times=COMMIT_TRIES_MAX) as reads:
-        assert not log.engine.move_mark()
+        assert not log.engine.ledger.mark()
     assert len(reads) <= ledger.MARK_TRIES_MAX + 1
     require_whole(another(log), "after all")

@@ -144,7 +144,7 @@ def test_a_rollback_that_a_person_confirms_is_counted_once(log: CommitLog, who: 
     watch.look()
     with pytest.raises(txmq.VerdictConflictError):
         decide_one(log.engine, record, 1, commit=wrong, who=Who.EXECUTE)
-    log.engine.quarantine(record, 1, hidden, Who.DISCARD, "too often")
+    log.engine.ledger.quarantine(record, 1, hidden, Who.DISCARD, "too often")
     log.resolve(record.half_id, txmq.ROLLBACK_MESSAGE, "it never happened")
     assert log.conflicts() == []
     assert watch.look().rolled_back == {"orders": 5}
@@ -158,8 +158,8 @@ def test_the_rollbacks_of_a_crashed_and_replayed_half_batch_are_counted_once(log
     roll_back(log, asked_again, who=Who.DISCARD)
     quarantine(log, resumed)
     assert looks == 1 or watch.look().rolled_back == {"orders": 10}
-    log.engine.reopen(replayed, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "it never happened")
-    log.engine.reopen(asked_again, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
+    log.engine.ledger.reopen(replayed, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "it never happened")
+    log.engine.ledger.reopen(asked_again, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
     log.resume(resumed.half_id)
     assert looks == 1 or watch.look().rolled_back == {"orders": 10}
     for record, attempt in ((replayed, 2), (asked_again, 1), (resumed, 1)):

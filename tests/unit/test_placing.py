@@ -97,7 +97,7 @@ def test_whoever_settles_the_blocker_releases(log: CommitLog, settle: str) -> No
     if settle == "roll_back":
         roll_back(log, first, who=Who.CHECK)
     elif settle == "quarantine":
-        log.engine.quarantine(first, 1, pending(log, first), Who.DISCARD, "too old")
+        log.engine.ledger.quarantine(first, 1, pending(log, first), Who.DISCARD, "too old")
     else:
         log.resolve(first.half_id, ROLLBACK, "a person said so")
     assert bodies(log) == ["app.1.0"]
@@ -106,7 +106,7 @@ def test_whoever_settles_the_blocker_releases(log: CommitLog, settle: str) -> No
 def test_a_reopened_message_is_sent_when_it_is_reopened(log: CommitLog) -> None:
     first, second = send(log, 0, "a"), send(log, 1, "a")
     roll_back(log, first, who=Who.CHECK)
-    log.engine.reopen(first, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "again")
+    log.engine.ledger.reopen(first, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "again")
     commit(log, second)
     assert bodies(log) == ["app.1.0"]  # it was sent before the other was reopened
     time.sleep(0.005)
@@ -223,7 +223,7 @@ class _Play:
         if what == "commit":
             decide_one(self.log.engine, record, attempt, commit=picked, rollback={}, who=Who.EXECUTE)
         elif what == "quarantine":
-            self.log.engine.quarantine(record, attempt, picked, Who.DISCARD, "why not")
+            self.log.engine.ledger.quarantine(record, attempt, picked, Who.DISCARD, "why not")
         else:
             who = Who.CHECK if what == "check" else Who.EXECUTE
             decide_one(self.log.engine, record, attempt, commit={}, rollback=picked, who=who)
@@ -237,7 +237,9 @@ class _Play:
             for wanted, step in ((RowState.ROLLED_BACK_BY_CHECK, 1), (RowState.QUARANTINED, 0)):
                 for attempt in state.attempts(wanted):
                     time.sleep(0.002)
-                    rows = self.log.engine.reopen(record, attempt, (wanted,), attempt + step, Who.EXECUTE, "again")
+                    rows = self.log.engine.ledger.reopen(
+                        record, attempt, (wanted,), attempt + step, Who.EXECUTE, "again"
+                    )
                     time.sleep(0.002)
                     for name in self.names(record, rows):
                         self.rank[name] = self.sent = self.sent + 1
@@ -245,7 +247,7 @@ class _Play:
                     return
 
     def keep_up(self) -> None:
-        self.chance.choice((lambda: merge_op_files(self.log), self.log.engine.move_mark))()
+        self.chance.choice((lambda: merge_op_files(self.log), self.log.engine.ledger.mark))()
 
     def check(self) -> None:
         rows = self.log.read("orders", columns=["body", "queue_id", "queue_offset"]).to_pylist()
@@ -280,12 +282,12 @@ def test_a_delayed_message_appears_at_its_time_and_not_before(log: CommitLog, mo
     columns = {"body": ["now", "later"], "deliver_at": pa.array([None, in_seconds(1)], pa.timestamp("us", "UTC"))}
     commit(log, prepare(log, 0, columns, topic="plain"))
     assert bodies(log, "plain") == ["now"]
-    assert log.engine.place_due() == []
+    assert log.engine.ledger.place_due() == []
     set_clock(monkeypatch, 2.05)
     assert bodies(log, "plain") == ["now"]  # nobody has placed it
-    assert [p.count for p in log.engine.place_due()] == [1]
+    assert [p.count for p in log.engine.ledger.place_due()] == [1]
     assert bodies(log, "plain") == ["now", "later"]
-    assert log.engine.place_due() == []
+    assert log.engine.ledger.place_due() == []
     assert not log.engine.ledger.waiting
 
 
@@ -297,7 +299,7 @@ def test_the_next_commit_places_what_is_due_by_its_time(log: CommitLog, monkeypa
     assert bodies(log, "plain") == ["x", "a", "b"]
     set_clock(monkeypatch, 60)
     log = another(log)
-    log.engine.place_due()
+    log.engine.ledger.place_due()
     assert bodies(log, "plain") == ["x", "a", "b", "c"]
 
 
@@ -307,9 +309,9 @@ def test_a_pending_delayed_message_appears_when_it_is_committed_late_and_never_w
 ) -> None:
     record = prepare(log, 0, {"body": ["x"], "delay_level": [1]}, topic="plain")
     set_clock(monkeypatch, 60)
-    assert log.engine.place_due() == []
+    assert log.engine.ledger.place_due() == []
     settle(log, record)
-    assert log.engine.place_due() == []
+    assert log.engine.ledger.place_due() == []
     assert bodies(log, "plain") == (["x"] if settle is commit else [])
 
 

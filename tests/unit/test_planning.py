@@ -112,7 +112,7 @@ def test_ranges_are_the_same_after_op_was_compacted(log: CommitLog) -> None:
         send(log, batch_id)
     open_before, latest = planner(log), planner(log).latest()
     before = planner(log).ranges({}, latest)
-    assert log.engine.move_mark()
+    assert log.engine.ledger.mark()
     files = log.engine.op.actions().num_rows
     merge_op_files(log)
     log.engine.op.refresh()

@@ -503,7 +503,7 @@ def retries(log: CommitLog) -> list[tuple[str, int]]:
 
 def retries_come(log: CommitLog, after_s: float) -> None:
     log.engine.runtime.sleep(after_s)
-    log.another().engine.place_due()
+    log.another().engine.ledger.place_due()
 
 
 def test_two_retries_of_one_message_that_fail_in_one_take_are_both_sent_on() -> None:

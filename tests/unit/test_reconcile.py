@@ -310,7 +310,7 @@ def it_was_pending_under_an_attempt_that_a_check_ended(shop: Shop) -> list[str]:
 
 def it_was_in_quarantine_and_had_been_executed(shop: Shop) -> list[str]:
     record = shop.begin("odd", "1", "2", executed=True)
-    shop.log.engine.quarantine(record, 1, pending(shop.log, record), Who.CHECK, "gave up")
+    shop.log.engine.ledger.quarantine(record, 1, pending(shop.log, record), Who.CHECK, "gave up")
     shop.back_up()
     return ["1", "2"]
 

@@ -262,7 +262,7 @@ def three_batches() -> InMemoryCommitLog:
 def test_an_op_row_without_what_its_kind_needs_is_an_error(kind: str, column: str, value: Any, words: str) -> None:
     log = three_batches()
     if kind == "mark":
-        assert log.engine.move_mark()
+        assert log.engine.ledger.mark()
         commit(log, prepare(log, 3, 2))
     edit_row(log.engine.op, kind, column, value)
     with pytest.raises(CorruptLogError, match=words):
@@ -274,7 +274,7 @@ def test_a_lost_placement_is_an_error_before_anything_is_placed_behind_it(marked
     log = three_batches()
     if marked:
         prepare(log, 3, 2)  # keeps what follows above the mark
-        log.engine.move_mark()
+        log.engine.ledger.mark()
         commit(log, prepare(log, 4, 2))
         commit(log, prepare(log, 5, 2))
     edit_row(log.engine.op, "commit", None, None, row=3 if marked else 1)

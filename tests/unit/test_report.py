@@ -124,18 +124,18 @@ def test_a_transaction_counts_by_its_last_verdict_whatever_a_replay_or_a_person_
     decide_one(log.engine, replayed, 1, rollback=rest, who=Who.EXECUTE)
     for attempt in (1, 2):
         decide_one(log.engine, replayed, attempt, rollback=in_part, who=Who.CHECK)
-        log.engine.reopen(
+        log.engine.ledger.reopen(
             replayed, attempt, (RowState.ROLLED_BACK_BY_CHECK,), attempt + 1, Who.EXECUTE, "it never happened"
         )
     settle(replayed, 3)
     roll_back(log, asked_again, who=Who.DISCARD)
-    log.engine.reopen(asked_again, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
+    log.engine.ledger.reopen(asked_again, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
     settle(asked_again, 1)
     quarantine(log, resumed)
     log.resume(resumed.half_id)
     settle(resumed, 1)
     roll_back(log, pending_again, who=Who.CHECK)
-    log.engine.reopen(pending_again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "it never happened")
+    log.engine.ledger.reopen(pending_again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "it never happened")
     before = figures_of(log)
     word = {"commit": over_time.COMMITTED, "rollback": over_time.ROLLED_BACK}[verdict]
     expected = Counter({over_time.ROLLED_BACK: 3})
@@ -184,7 +184,7 @@ def test_a_quarantined_half_batch_is_not_settled_and_is_pending_again_when_it_is
     commit(log, prepare(log, 0, 2))
     hidden = prepare(log, 1, 3)
     quarantine(log, hidden)
-    log.engine.move_mark()
+    log.engine.ledger.mark()
     found = figures_of(log)
     assert (found.settled, found.quarantined, found.pending_messages) == (1, (hidden.half_id,), 0)
     assert [row["half_id"] for row in found.slowest.to_pylist()] == ["app:0"]

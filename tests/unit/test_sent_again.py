@@ -41,7 +41,7 @@ def months_pass(log: CommitLog) -> None:
         log.engine.runtime.sleep(MONTHS_S)
         log.another().engine.clock_doubt_s()  # a later round believes the clock
         log.engine.runtime.sleep(LOOK_INTERVAL_S + 5)
-        log.another().engine.place_due()
+        log.another().engine.ledger.place_due()
         let_leave(log, idempotency_s=0)
     assert in_half(log) == set()
 

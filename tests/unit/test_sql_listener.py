@@ -702,7 +702,7 @@ def test_prune_keeps_the_rows_of_what_has_not_left_its_log(url: sa.URL, fence: s
 
     ran(orders_listener, log, "open")
     hidden = ran(orders_listener, log, "hidden")
-    log.engine.quarantine(hidden, 1, pending(log, hidden), Who.CHECK, "nobody knows")
+    log.engine.ledger.quarantine(hidden, 1, pending(log, hidden), Who.CHECK, "nobody knows")
     torn = ran(orders_listener, log, "torn")
     every = pending(log, torn)
     roll_back(log, torn)

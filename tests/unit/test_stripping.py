@@ -71,7 +71,7 @@ def one_open(log: CommitLog, batch_id: int = 0, columns: Any = None, **more: Any
 def ready(log: CommitLog) -> None:
     """All that is decided is drained, and below the mark."""
     log.drain()
-    another(log).engine.move_mark()
+    another(log).engine.ledger.mark()
 
 
 def strip(log: CommitLog) -> list[str]:
@@ -164,7 +164,7 @@ def test_what_may_be_needed_keeps_its_payload(log: CommitLog, what: str) -> None
     if what != "undrained":
         log.drain()
     if what != "above the mark":
-        another(log).engine.move_mark()
+        another(log).engine.ledger.mark()
     graces = Graces(3600.0 if what == "within the grace" else 0.0, 0.0)
     assert Stripper(another(log).engine, graces).run() == []
     assert len(with_payload(log)) == ROWS
@@ -252,7 +252,7 @@ def test_a_plan_from_before_reads_on_what_shares_a_file_with_stripped_messages(l
     ranges += plan.ranges(before, plan.latest())
     assert {r.rows.table for r in ranges} == {"half"}
     expected = sorted(m["body"] for m in read(another(log), ranges))
-    another(log).engine.move_mark()
+    another(log).engine.ledger.mark()
     assert another(log).engine.drained.border() is not None
     assert strip(log)
     assert stored(log)["body"].null_count == 4

@@ -37,7 +37,7 @@ def by_key(log: CommitLog) -> None:
     rows = pending(log, record)
     (file_no,) = rows
     a, b, c = (rows & {file_no: bytes(x == key for x in "abaca")} for key in "abc")
-    log.engine.lease([record], 30)
+    log.engine.ledger.lease([record], 30)
     decide_one(log.engine, record, 1, commit=a, rollback=b, who=Who.EXECUTE, reason="2 has no total")
     count_check(log.engine, record, 1, c, "the database was away")
     decide_one(log.engine, record, 1, rollback=c, who=Who.CHECK)
@@ -87,8 +87,8 @@ def test_a_transaction_of_one_message_tells_its_attempts(log: CommitLog) -> None
     record = prepare(log, 1, 6, per="message")
     some, others = split(pending(log, record), 2)
     decide_one(log.engine, record, 1, rollback=some, who=Who.CHECK, reason="never happened")
-    log.engine.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "executed again")
-    log.engine.quarantine(record, 1, others, Who.DISCARD, "asked 15 times")
+    log.engine.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "executed again")
+    log.engine.ledger.quarantine(record, 1, others, Who.DISCARD, "asked 15 times")
     commit(log, record, 2)
     again = log.trace("app:1:2:0.1")
     assert kinds(again) == ["prepared", "rolled_back", "reopened", "committed"]
@@ -109,7 +109,7 @@ def test_a_conflict_and_the_person_who_resolved_it_are_told(log: CommitLog) -> N
     assert (kinds(found)[-1], found.events[-1].verdict) == ("conflict", str(COMMIT_MESSAGE))
     for other in (2, 3):  # each mark repeats an open conflict, which was told as one more late verdict
         commit(log, prepare(log, other))
-        log.engine.move_mark()
+        log.engine.ledger.mark()
     assert log.trace("app:1:1").events == found.events
     log.resolve("app:1", ROLLBACK_MESSAGE, "the shop says no")
     found = log.trace("app:1:1")
@@ -150,7 +150,7 @@ def test_what_is_about_to_leave_or_is_not_pruned_yet_tells_everything(log: Commi
     decide_one(log.engine, record, 1, rollback=rows, who=Who.CHECK, reason="never happened")
     prepare(log, 1, 1, app="each")
     log.drain()
-    log.engine.move_mark()
+    log.engine.ledger.mark()
     leaver = Leaver(another(log).engine, Graces(0, 0, 1e9))
     assert leaver.archive() == 2
     found = another(log).trace("app:1:1:b")

@@ -111,7 +111,7 @@ def check(log: CommitLog, listener: TransactionListener) -> None:
 
 
 def quarantine(log: CommitLog, record: HalfRecord) -> None:
-    log.engine.quarantine(record, 1, pending(log, record), Who.DISCARD, "15 checks")
+    log.engine.ledger.quarantine(record, 1, pending(log, record), Who.DISCARD, "15 checks")
 
 
 def ids(batch: HalfBatch) -> list[str]:
@@ -278,7 +278,7 @@ def test_another_way_to_treat_errors_is_refused(log: CommitLog) -> None:
 def roll_back_by_a_check(log: CommitLog, record: HalfRecord) -> None:
     """And it is settled: its markers are no longer kept in memory."""
     roll_back(log, record, who=Who.CHECK)
-    another(log).engine.move_mark()
+    another(log).engine.ledger.mark()
 
 
 REPLAYS: dict[str, tuple[Callable[[CommitLog, HalfRecord], object], Any, list[int], list[int]]] = {
@@ -870,7 +870,7 @@ def crash_and_agree(log: CommitLog, per: str, plan: Mapping[str, str], runs: Seq
         if checks != "no check":
             check(log, Fenced(database, checks=every_other if "other" in checks else every))
         if marks:
-            another(log).engine.move_mark()
+            another(log).engine.ledger.mark()
     event(f"{crashes} crashes")
     drive(another(log), database, plan, head, None)
     check(log, Fenced(database))

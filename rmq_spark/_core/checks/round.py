@@ -325,7 +325,7 @@ class Checker:
         at_once = (here and not asks_nobody) or tracing() is not None
         unknown = self._take(answer, listener, round_, at_once)
         if unknown is not None:
-            self.log.record_checks([unknown], self.rules.pause_s)
+            self.log.ledger.record_checks([unknown], self.rules.pause_s)
         round_.decisions.make_if_old()
 
     def _ask_many(self, questions: Sequence[Question], listener: TransactionListener, round_: _Round) -> set[str]:
@@ -357,7 +357,7 @@ class Checker:
                 unknown += [check] if check is not None else []
         round_.decisions.make()
         if unknown:
-            self.log.record_checks(unknown, self.rules.pause_s)
+            self.log.ledger.record_checks(unknown, self.rules.pause_s)
         return alone
 
     # ------------------------------------------------------------------ decide
@@ -389,7 +389,7 @@ class Checker:
             report.problem(record.half_id, f"the discard policy did not answer: {sentence_of(problem)}")
             return
         if verdict is UNKNOWN:
-            self.log.quarantine(record, attempt, rows, Who.DISCARD, reason, checks_min=limit)
+            self.log.ledger.quarantine(record, attempt, rows, Who.DISCARD, reason, checks_min=limit)
             logger.info("%r is quarantined: %s", batch, reason, extra=of_batch(batch))
             report.quarantined.add(batch.transactions.num_rows, rows.count)
             return
@@ -404,7 +404,7 @@ class Checker:
         age_s = (self.clock() - question.batch.prepared_at).total_seconds()
         limit_h = self.rules.file_reserved_time / 3600
         reason = f"open for {age_s / 3600:.1f} h, which is not less than fileReservedTime ({limit_h:g} h)"
-        self.log.quarantine(question.record, question.attempt, question.rows, Who.DISCARD, reason)
+        self.log.ledger.quarantine(question.record, question.attempt, question.rows, Who.DISCARD, reason)
         logger.info("%r is quarantined: %s", question.batch, reason, extra=of_batch(question.batch))
         report.quarantined.add(question.batch.transactions.num_rows, question.rows.count)
 
@@ -427,12 +427,12 @@ class Checker:
                 report.problem(None, f"the end of the round failed with {sentence_of(problem)}")
 
     def _place_due(self, report: CheckReport) -> None:
-        report.placed = sum(p.count for p in self.log.place_due())
+        report.placed = sum(p.count for p in self.log.ledger.place_due())
         for half_id, problem in self.log.ledger.unplaceable.items():
             report.problem(half_id, f"its messages are due, and cannot be placed: {sentence_of(problem)}")
 
     def _move_mark(self, report: CheckReport) -> None:
-        self.log.move_mark()
+        self.log.ledger.mark()
 
     def _count_pending(self, report: CheckReport) -> None:
         still_open = self._open_half_ids()

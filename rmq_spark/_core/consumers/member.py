@@ -344,12 +344,12 @@ class GroupMember:
         now_s = self.runtime.monotonic()
         if now_s >= self._place_at_s:
             self._place_at_s = now_s + max(1.0, self.pull_interval_s)
-            self.log.place_due()
+            self.log.ledger.place_due()
 
     def place_due(self) -> None:
         """Place delayed messages that are due, now. A failing store is only noted."""
         try:
-            self.log.place_due()
+            self.log.ledger.place_due()
         except Exception as problem:
             self.note(problem, NOT_PLACED)
 

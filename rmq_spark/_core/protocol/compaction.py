@@ -48,6 +48,6 @@ class Compaction:
             # In this order the mark reads few files of op, and a cold start reads only the mark's small file and
             # those after it.
             op_merge.compact_op(log.op)
-            log.move_mark()
+            log.ledger.mark()
         except Exception as problem:
             logger.warning("upkeep of %s failed: %s", redacted(self._log.path), failure(problem))

@@ -6,16 +6,15 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
 
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.archive import Archived
-from rmq_spark._core.log.batch_state import BatchState, RowState
+from rmq_spark._core.log.batch_state import BatchState
 from rmq_spark._core.log.damage import looks_again
-from rmq_spark._core.log.decision import AnsweredCheck, Decided, Decision, Placed
+from rmq_spark._core.log.decision import Decided, Decision
 from rmq_spark._core.log.groups import GroupTable
 from rmq_spark._core.log.half import HalfFile, HalfRows
 from rmq_spark._core.log.half_header import HalfHeader
@@ -23,7 +22,6 @@ from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.log.input import require_known_topic
-from rmq_spark._core.log.op import Who
 from rmq_spark._core.log.op_table import Ledger
 from rmq_spark._core.log.op_view import Tails
 from rmq_spark._core.log.placements import MessageRange, PlacedRange, out_of_range
@@ -305,42 +303,11 @@ class Engine:
                     batches.append((record, self.ledger.state_of(record, refresh=False), rows))
         return batches
 
-    def has_no_op_rows(self, record: HalfRecord) -> bool:
-        """Whether ``op``, as it was last read, has no rows of a half batch that this process prepared."""
-        return self.ledger.has_no_op_rows(record)
-
     def decide(self, decisions: Sequence[Decision]) -> list[Decided]:
         """Make verdicts on half batches final, all in one commit: see :meth:`Ledger.decide`."""
         decided = self.ledger.decide(decisions)
         self.after_decision()
         return decided
-
-    def reopen(
-        self, record: HalfRecord, attempt: int, states: Sequence[RowState], new_attempt: int, who: Who, reason: str
-    ) -> RowSet:
-        """Make rows pending again: see :meth:`Ledger.reopen`."""
-        return self.ledger.reopen(record, attempt, states, new_attempt, who, reason)
-
-    def quarantine(
-        self, record: HalfRecord, attempt: int, rows: RowSet, who: Who, reason: str, checks_min: int = 0
-    ) -> None:
-        """Hide pending rows: see :meth:`Ledger.quarantine`."""
-        self.ledger.quarantine(record, attempt, rows, who, reason, checks_min)
-
-    def record_checks(self, checks: Sequence[AnsweredCheck], pause_s: float = 0.0) -> None:
-        """Count answered checks of several half batches at once: see :meth:`Ledger.record_checks`."""
-        self.ledger.record_checks(checks, pause_s)
-
-    def lease(self, records: Sequence[HalfRecord], seconds: float) -> datetime:
-        """Keep checkers away from half batches while their local transactions run. Returns when the lease ends."""
-        return self.ledger.lease(records, seconds)
-
-    def place_due(self) -> list[Placed]:
-        """Make the delayed messages visible that are due, and return where they are placed.
-
-        Settling any half batch does it, too, and so does each round of checks.
-        """
-        return self.ledger.place_due()
 
     # ------------------------------------------------------------------ what is open
     def open_batches(self) -> Iterator[tuple[HalfRecord, BatchState]]:
@@ -362,10 +329,6 @@ class Engine:
         half_ids = self.ledger.open_half_ids()
         reach("open batches listed")
         return half_ids
-
-    def move_mark(self) -> bool:
-        """Move the low-water mark over everything settled. Returns whether it moved."""
-        return self.ledger.mark()
 
     # ------------------------------------------------------------------ following the log
     def refresh(self) -> int:
@@ -431,7 +394,3 @@ class Engine:
                 f"{lost.rows.table} is gone"
             )
         return ranges
-
-    def locate(self, half_id: str, file_no: int) -> str:
-        """The path where the rows of a half file lie now."""
-        return self.half.locate(half_id, file_no)

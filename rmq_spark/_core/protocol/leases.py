@@ -104,7 +104,7 @@ class LeaseKeeper:
             due = self._due()
             try:
                 if due:
-                    self._log.lease([lease.record for lease in due], self.lease_s)
+                    self._log.ledger.lease([lease.record for lease in due], self.lease_s)
             # Without a lease a check may ask early; the fence keeps that safe. A panic of delta-rs is no Exception,
             # and must not end the leases of the other transactions.
             except BaseException as problem:

@@ -269,7 +269,7 @@ class TwoPhase:
         """Execute rows that only this run may execute, and make the verdicts final."""
         record = run.record
         reach("prepared", header=record.header, attempt=attempt)
-        if type(self._listener_of(run)) is CommitOncePrepared and self.log.has_no_op_rows(record):
+        if type(self._listener_of(run)) is CommitOncePrepared and self.log.ledger.has_no_op_rows(record):
             run.executed.append((attempt, rows))
             reach("executed", header=record.header, attempt=attempt)
             yield from self._decide(run, attempt, Split(rows, NO_ROWS, NO_ROWS), Who.EXECUTE)
@@ -421,7 +421,7 @@ class TwoPhase:
 
     def _reopen(self, run: Run, attempt: int, states: tuple[RowState, ...], as_attempt: int, reason: str) -> RowSet:
         """Make rows pending again."""
-        return self.log.reopen(run.record, attempt, states, as_attempt, Who.EXECUTE, reason)
+        return self.log.ledger.reopen(run.record, attempt, states, as_attempt, Who.EXECUTE, reason)
 
     def _not_executed_here(self, run: Run, state: BatchState) -> list[tuple[int, RowSet]]:
         """Pending rows that another run prepared or reopened. That run may have executed them, or may do so yet."""

@@ -246,7 +246,7 @@ class _Concurrently(_Consumer):
                 "group %r: %d messages are sent back", self.group, sum(outcome.messages.values()),
                 extra={"consumer_group": self.group, "half_id": outcome.record.half_id, "batch_id": batch_id},
             )  # fmt: skip
-        self.log.place_due()
+        self.log.ledger.place_due()
 
     def _work(self, writer: HalfWriter) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
         listener, group, delay_level = self.listener, self.group, self.delay_level

@@ -33,7 +33,7 @@ class LogFiles:
         self._storage_options = storage_options
         remember(storage_options)
         self._log: Engine | None = None
-        self._half = HalfFiles(self._read, lambda *address: self._opened().locate(*address))
+        self._half = HalfFiles(self._read, lambda *address: self._opened().half.locate(*address))
         self._folders: dict[str, tuple[Any, str]] = {}
 
     def read(

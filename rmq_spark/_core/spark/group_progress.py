@@ -63,6 +63,6 @@ class GroupProgress:
     def place_due(self) -> None:
         """Place the delayed messages that are due: a group's retries must arrive even if nobody else writes."""
         try:
-            self._log.place_due()
+            self._log.ledger.place_due()
         except Exception as problem:  # a round of checks, or the next trigger, places them
             logger.warning("delayed messages were not placed: %s", traceback_of(problem))

@@ -363,7 +363,7 @@ def _paths(log: Engine, ranges: Sequence[PlacedRange]) -> list[str] | None:
                 require_drained(log.messages_table, placed.op_version, reason)
                 return None
         try:
-            current.update(log.locate(r.rows.half_id, r.rows.file_no) for r in by_path[path])
+            current.update(log.half.locate(r.rows.half_id, r.rows.file_no) for r in by_path[path])
         except LostFileError:
             current.add(path)
     return sorted(current)

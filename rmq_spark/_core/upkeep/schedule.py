@@ -139,7 +139,7 @@ def maintain(
             log.messages_table.refresh()
             drained = drained_up_to(log.messages_table)
         after = sum(log.drained.border().values())
-        log.move_mark()
+        log.ledger.mark()
     leaver = Leaver(log, graces)
     archived = leaver.archive(dry_run)
     left = leaver.remove(dry_run)

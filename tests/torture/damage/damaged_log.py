@@ -74,7 +74,7 @@ def build(path: Path) -> None:
     decide_one(log.engine, by_message, 1, commit=rest, rollback=thirds, who=Who.EXECUTE)
     _send(log, "first")
     roll_back(log, prepare(log, 2, 6))
-    log.engine.move_mark()
+    log.engine.ledger.mark()
     for _ in ("leave", "pruned"):
         maintain(log.engine, Graces(0.0, 0.0, IDEMPOTENCY_S))
     assert all(log.engine.archived(half_id) for half_id in LEFT)
@@ -86,12 +86,12 @@ def build(path: Path) -> None:
     for batch_id in (4, 5):  # rolled back by a check, and open again: one of them is committed since
         again = prepare(log, batch_id, 7)
         roll_back(log, again, who=Who.CHECK)
-        log.engine.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "rolled back by a check")
+        log.engine.ledger.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "rolled back by a check")
         if batch_id == 4:
             commit(log, again, attempt=2)
     for batch_id in (6, 7):
         hidden = prepare(log, batch_id, 5)
-        log.engine.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "asked too often")
+        log.engine.ledger.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "asked too often")
     log.resume("app:7")
     _compact(log)
     for name in ("half", "op", "messages"):

@@ -249,10 +249,10 @@ def _log_to_edit(marked: bool) -> InMemoryCommitLog:
     count_check(log.engine, part, 1, third, "asked once")
     roll_back(log, prepare(log, 2, 3))
     if marked:
-        log.engine.move_mark()
+        log.engine.ledger.mark()
     commit(log, prepare(log, 3, {"body": ["a", "b"], "k": ["x", "y"]}, per="key", key="k", topic="points"))
     hidden = prepare(log, 4, 2)
-    log.engine.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "asked too often")
+    log.engine.ledger.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "asked too often")
     for table in (log.engine.half.table, log.engine.op, log.engine.topics_table):  # decoded once, for all copies
         table.read(table.actions()["path"].to_pylist())
     return log
@@ -399,7 +399,7 @@ def _replace(table: Table, paths: list[str], rows: pa.Table, stats: Sequence[str
 def _ask_everything(log: CommitLog, outside: list[str]) -> list[dict[str, Any]]:
     """Ask and tell the log everything; returns what it shows."""
     for question in (
-        log.topics, log.pending, log.quarantined, log.conflicts, log.engine.move_mark,
+        log.topics, log.pending, log.quarantined, log.conflicts, log.engine.ledger.mark,
         lambda: log.engine.state_of(log.engine.get("app:1")), lambda: _plan(log), lambda: log.resume("app:4"),
     ):  # fmt: skip
         attempt(question)

@@ -143,14 +143,14 @@ class Content:
         commit(log, new("done"))
         roll_back(log, new("gone"))
         roll_back(log, new("again"), who=Who.CHECK)
-        log.engine.move_mark()
+        log.engine.ledger.mark()
         self._reopen(log, "again")
         new("next")
         half = new("half", 6)
         decide_one(log.engine, half, 1, commit=split(pending(log, half), 3)[1], rollback={}, who=Who.EXECUTE)
         new("late", 6)
         aside = new("aside")
-        log.engine.quarantine(aside, 1, pending(log, aside), Who.DISCARD, "nobody knows")
+        log.engine.ledger.quarantine(aside, 1, pending(log, aside), Who.DISCARD, "nobody knows")
         asked = new("asked")
         count_check(log.engine, asked, 1, pending(log, asked), "UNKNOWN")
         roll_back(log, new("rolled"), who=Who.CHECK)
@@ -174,7 +174,7 @@ class Content:
         self.clock.at(NEWS_H)
         new = self._prepare(log)
         log.create_topic("more", 1)
-        log.engine.place_due()
+        log.engine.ledger.place_due()
         commit(log, self.records["next"])
         late = self.records["late"]
         chosen, _ = split(pending(log, late), 3)
@@ -185,9 +185,9 @@ class Content:
         new("fresh")
         commit(log, new("told"))
         merge_op_files(log)
-        log.engine.move_mark()
+        log.engine.ledger.mark()
         decide_one(log.engine, late, 1, commit=split(pending(log, late), 2)[0], rollback={}, who=Who.EXECUTE)
-        log.engine.lease([self.records["fresh"]], 60.0)
+        log.engine.ledger.lease([self.records["fresh"]], 60.0)
         log.engine.groups.publish(GROUP, {("orders", 1): 1})
         for name, record in self.records.items():
             state = log.engine.state_of(record)
@@ -225,7 +225,7 @@ class Content:
 
     def _reopen(self, log: CommitLog, name: str) -> None:
         by_check = (RowState.ROLLED_BACK_BY_CHECK,)
-        log.engine.reopen(self.records[name], 1, by_check, 2, Who.EXECUTE, "once more")
+        log.engine.ledger.reopen(self.records[name], 1, by_check, 2, Who.EXECUTE, "once more")
 
 
 def warm_up(log: CommitLog) -> None:
@@ -394,7 +394,7 @@ def _reopen(log: CommitLog, content: Content) -> Callable[[], object]:
 @operation("quarantine")
 def _quarantine(log: CommitLog, content: Content) -> Callable[[], object]:
     record, mask = content.records["fresh"], content.masks["fresh"]
-    return lambda: log.engine.quarantine(record, 1, mask, Who.DISCARD, "nobody knows")
+    return lambda: log.engine.ledger.quarantine(record, 1, mask, Who.DISCARD, "nobody knows")
 
 
 @operation("record a check", again=False)
@@ -405,7 +405,7 @@ def _record_check(log: CommitLog, content: Content) -> Callable[[], object]:
 
 @operation("lease", again=False)
 def _lease(log: CommitLog, content: Content) -> Callable[[], object]:
-    return lambda: log.engine.lease([content.records["fresh"]], 30.0)
+    return lambda: log.engine.ledger.lease([content.records["fresh"]], 30.0)
 
 
 @operation("resolve")
@@ -420,14 +420,14 @@ def _resume(log: CommitLog, content: Content) -> Callable[[], object]:
 
 @operation("place what is due")
 def _place_due(log: CommitLog, content: Content) -> Callable[[], object]:
-    return log.engine.place_due
+    return log.engine.ledger.place_due
 
 
 @operation("move the mark")
 def _move_mark(log: CommitLog, content: Content) -> Callable[[], object]:
     def settle_and_move() -> None:
         commit(log, content.records["half"])
-        log.engine.move_mark()
+        log.engine.ledger.mark()
 
     return settle_and_move
 
@@ -742,8 +742,8 @@ def finish(log: CommitLog) -> None:
         record = log.engine.get(half_id)
         for attempt in log.engine.state_of(record).attempts(RowState.PENDING):
             commit(log, record, attempt)
-    log.engine.place_due()
-    log.engine.move_mark()
+    log.engine.ledger.place_due()
+    log.engine.ledger.mark()
 
 
 Visible = dict[str, list[Any]]
@@ -819,7 +819,7 @@ def uninterrupted(content: Content, op: Operation) -> Twin:
 
 def move_mark_later(log: CommitLog, content: Content) -> None:
     content.clock.at(LATER_H)
-    log.engine.move_mark()
+    log.engine.ledger.mark()
 
 
 def end_of(log: CommitLog, content: Content) -> Visible:

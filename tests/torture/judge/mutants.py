@@ -1082,7 +1082,7 @@ def _leaves_open() -> Iterator[None]:
 def _leaves_undrained() -> Iterator[None]:
     def leave(self: Simulation, *_: Any) -> None:
         log = self.world.open_log()
-        log.engine.move_mark()
+        log.engine.ledger.mark()
         leaver = Leaver(log.engine, Graces(0.0, 0.0, 1e9))
         leaver.archive()
         leaver.remove()
@@ -1179,7 +1179,7 @@ def _border_too_high() -> Iterator[None]:
 def _stripped_undrained() -> Iterator[None]:
     def strip(self: Simulation, *_: Any) -> None:
         log = self.world.open_log()
-        log.engine.move_mark()
+        log.engine.ledger.mark()
         Stripper(log.engine, Graces(0.0)).run()
         self.vacuum()
 

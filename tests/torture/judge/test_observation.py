@@ -23,7 +23,7 @@ def log(tmp_path: Path) -> CommitLog:
     commit(log, prepare(log, 0, 5, partitions=2))
     checked = prepare(log, 1, 3)
     roll_back(log, checked, who=Who.CHECK)
-    log.engine.reopen(checked, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "rolled back by a check")
+    log.engine.ledger.reopen(checked, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "rolled back by a check")
     commit(log, checked, attempt=2)
     roll_back(log, prepare(log, 2, 4))
     return log

@@ -270,7 +270,7 @@ def keep_up(shop: Shop, history: History, process: str, chance: random.Random) -
         log = txmq.CommitLog.open(shop.log)
         what = chance.choice(["mark", "merge", "maintain", "maintain", "checkpoint", "vacuum", "read"])
         if what == "mark":
-            log.engine.move_mark()
+            log.engine.ledger.mark()
         elif what == "merge":
             log.engine.ledger.refresh()
             op_merge.compact_op(log.engine.op)

@@ -320,7 +320,7 @@ def keep_up(track: Track, history: History, process: str, chance: random.Random)
     log = track.open()
     note_versions(log, history, process)
     while not track.stop.exists():
-        log.engine.move_mark()
+        log.engine.ledger.mark()
         op_merge.compact_op(log.engine.op)
         log.drain()
         time.sleep(chance.uniform(0.1, 0.5))

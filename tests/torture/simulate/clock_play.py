@@ -39,7 +39,7 @@ class _Play:
             if self.given_up and self.chance.random() < 0.5:
                 self.resume()
                 if self.chance.random() < 0.5:
-                    self.runtime().engine.move_mark()
+                    self.runtime().engine.ledger.mark()
         while self.given_up:
             self.resume()
         for record in self.chance.sample(self.open, len(self.open)):
@@ -77,7 +77,7 @@ class _Play:
         table.try_commit = slowly  # type: ignore[attr-defined]
         record = prepare_one(log.engine, header, files)
         if self.chance.random() < 0.3:
-            log.engine.quarantine(record, 1, pending(log, record), Who.ADMIN, "nobody knows")
+            log.engine.ledger.quarantine(record, 1, pending(log, record), Who.ADMIN, "nobody knows")
             self.given_up.append((record, key))
         else:
             self.note(record, key)

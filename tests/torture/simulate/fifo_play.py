@@ -47,7 +47,7 @@ def play_fifo(seed: int) -> list[Anomaly]:
             commit, rollback = (rows, {}) if verdict == "commit" else ({}, rows)
             decide_one(process.engine, record, 1, commit=commit, rollback=rollback, who=Who.CHECK)
         if chance.random() < 0.2:
-            processes[0].another().engine.move_mark()
+            processes[0].another().engine.ledger.mark()
         if chance.random() < 0.2:
             processes[chance.randrange(3)] = log.another()
     for table in (log.engine.half.table, log.engine.op):

@@ -30,7 +30,7 @@ def play_marks(seed: int) -> list[Anomaly]:
         elif step == "settle":
             _settle(log, chance.choice(records).half_id, chance)
         elif step == "mark":
-            log.another().engine.move_mark()
+            log.another().engine.ledger.mark()
         else:
             move_half(log)
     checker = log.another()
@@ -70,7 +70,7 @@ def _settle(log: InMemoryCommitLog, half_id: str, chance: random.Random) -> None
         _decide(log, half_id, attempt, {n: chance.random() for n in record.files}, whole=chance.random() < 0.6)
         return
     for attempt in state.attempts(*rolled_back):
-        log.engine.reopen(record, attempt, rolled_back, attempt + 1, Who.EXECUTE, "rolled back by a check")
+        log.engine.ledger.reopen(record, attempt, rolled_back, attempt + 1, Who.EXECUTE, "rolled back by a check")
 
 
 def _decide(log: InMemoryCommitLog, half_id: str, attempt: int, lot: dict[int, float], whole: bool) -> None:

@@ -202,7 +202,7 @@ class _Play:
 
     def time(self) -> None:
         self.runtime.sleep(self.chance.choice((2, 10, 30)))
-        self.log.another().engine.place_due()
+        self.log.another().engine.ledger.place_due()
 
     def upkeep(self) -> None:
         if self.chance.random() < 0.3:
@@ -243,7 +243,7 @@ class _Play:
             self.runtime.sleep(30)
             log = self.log.another()
             CheckService(log, listeners={}).run_once()
-            log.engine.place_due()
+            log.engine.ledger.place_due()
             positions, tails = log.engine.groups.positions(GROUP), log.engine.tails()
             read = (TOPIC, retry_topic(GROUP))
             behind = [queue for queue, end in tails.items() if queue[0] in read and positions.get(queue, 0) < end]

@@ -598,7 +598,7 @@ class Simulation:
             self.tolerate(works[name])
 
     def mark(self, log: SimulatedLog) -> None:
-        log.engine.move_mark()
+        log.engine.ledger.mark()
 
     def drain(self, log: SimulatedLog) -> None:
         """Drain, perhaps beside another process, and read what is there."""

@@ -77,7 +77,7 @@ class _Play:
         log, record = another(self.log), sent.record
         verdict = self.chance.choice(("commit", "rollback"))
         if self.chance.random() < 0.5:
-            log.engine.lease([record], 60.0)
+            log.engine.ledger.lease([record], 60.0)
         rows = record.fresh_state().rows_in((RowState.PENDING,))
         try:
             decide_one(log.engine, record, 1, **{verdict: rows}, who=self.chance.choice((Who.EXECUTE, Who.CHECK)))

@@ -147,7 +147,9 @@ class ProtocolMachine(RuleBasedStateMachine):
             return self._ask_listener(log, record, worker, step)
         if step.what == model.REOPEN:
             by_check = (RowState.ROLLED_BACK_BY_CHECK,)
-            reopened = log.engine.reopen(record, attempt, by_check, attempt + 1, Who.EXECUTE, "rolled back by a check")
+            reopened = log.engine.ledger.reopen(
+                record, attempt, by_check, attempt + 1, Who.EXECUTE, "rolled back by a check"
+            )
             batch = self.state.batches[worker.batch]
             assert bool(reopened) == (batch.state == model.BY_CHECK and batch.attempt == attempt)
             return True
@@ -205,7 +207,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     @rule()
     def move_mark(self) -> None:
-        another(self.log).engine.move_mark()
+        another(self.log).engine.ledger.mark()
 
     @rule()
     def merge_op_files(self) -> None:
