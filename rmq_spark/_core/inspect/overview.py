@@ -43,12 +43,13 @@ def pending(log: Engine) -> pa.Table:
     rows: list[dict[str, object]] = []
     for half_id in log.open_half_ids():
         try:
-            record, state = _read(log, half_id)
+            record = _record(log, half_id)
         except HalfBatchLeftError:
             continue
         except CorruptLogError:
             rows.append(_summary_of_unreadable(log, half_id))
             continue
+        state = log.state_of(record)
         rows += [
             _summary(log, record, state, attempt, RowState.PENDING) for attempt in state.attempts(RowState.PENDING)
         ]
@@ -56,9 +57,8 @@ def pending(log: Engine) -> pa.Table:
 
 
 @looks_again
-def _read(log: Engine, half_id: str) -> tuple[HalfRecord, BatchState]:
-    record = log.get(half_id)
-    return record, log.state_of(record)
+def _record(log: Engine, half_id: str) -> HalfRecord:
+    return log.get(half_id)
 
 
 @looks_again

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from deltalake import DeltaTable
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
@@ -28,7 +29,7 @@ from rmq_spark import (
     TransactionListener,
     TransactionMQProducer,
 )
-from rmq_spark.errors import VerdictConflictError
+from rmq_spark.errors import CorruptLogError, VerdictConflictError
 from tests.support.half_batches import commit, count_check, decide_one, pending, prepare, roll_back, same_half_id, split
 from tests.support.inside import (
     IDEMPOTENCY_S,
@@ -172,6 +173,8 @@ def read_all(log: CommitLog, columns: tuple[str, ...] | None = None) -> Rows:
 
 
 def _open_ones(table: pa.Table) -> Rows:
+    if unreadable := table.filter(pc.is_null(table["attempt"]))["half_id"].to_pylist():
+        raise CorruptLogError(f"these are listed as unreadable: {unreadable}")
     columns = ("half_id", "attempt", "messages", "check_times", "prepared_at")
     return list(zip(*(table[c].to_pylist() for c in columns), strict=True))
 

@@ -38,8 +38,8 @@ from rmq_spark._core.log.op_view import OpView
 from rmq_spark._core.log.places import Placer
 from rmq_spark._core.log.shared_files import SharedFiles
 from rmq_spark._core.protocol import engine as steps
-from rmq_spark._core.protocol import half_batch as asked
 from rmq_spark._core.protocol import own_sends, replay
+from rmq_spark._core.protocol import split as asked
 from rmq_spark._core.upkeep import expire as expiring
 from rmq_spark._core.upkeep import leave as leaving
 from rmq_spark.errors import HalfBatchLeftError
