@@ -5,9 +5,6 @@ from __future__ import annotations
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.errors import TxmqError
 
-_OPTIONS = {"start": "--from"}
-"""Options that have another name than the argument."""
-
 
 def sentence_for_command(problem: BaseException, path: str | None = None) -> str:
     """Return an error's sentence without secrets.
@@ -22,5 +19,5 @@ def sentence_for_command(problem: BaseException, path: str | None = None) -> str
     sentence = problem.problem
     if problem.argument is not None:
         typed = problem.argument if problem.argument.startswith("--") else f"--{problem.argument.replace('_', '-')}"
-        sentence = f"{_OPTIONS.get(problem.argument, typed)} {sentence}"
+        sentence = f"{typed} {sentence}"
     return redacted(sentence if problem.remedy is None else f"{sentence}: {problem.remedy.typed(path)}")

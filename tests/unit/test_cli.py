@@ -207,7 +207,7 @@ LATIN = "caf\udce9"
         ("read LOG order", 1, "did you mean 'orders'"),
         (f"read LOG {LATIN}", 2, "is no text in UTF-8"),
         ("read LOG orders --from x", 2, "--from"),
-        ("read LOG orders --from 9", 1, "--from names offset 9 of queue 0"),
+        ("read LOG orders --from 9", 1, "there is no offset 9 of queue 0"),
         ("read LOG orders --limit 0", 2, "--limit"),
         ("read LOG orders --last 2 --from 1", 2, "--last and --from contradict each other"),
         ("read LOG orders --last 2 --limit 1", 2, "--last and --limit contradict each other"),
@@ -243,7 +243,11 @@ LATIN = "caf\udce9"
         ("""group reset LOG points --to '{"orders": 2}'""", 2, "--to "),
         ("""group reset LOG points --to '{"orders": {"first": 0}}'""", 2, "--to "),
         ("""group reset LOG points --to '{"orders": {"0": -3}}'""", 2, "--to "),
-        ("""group reset LOG points --topic bills --to '{"orders": {"1": 1}}'""", 2, "--to names "),
+        (
+            """group reset LOG points --topic bills --to '{"orders": {"1": 1}}'""",
+            2,
+            "no offset of topic 'bills' is given",
+        ),
         # reports
         ("report LOG --html LOG", 2, "is a folder"),
         ("report LOG --html LOG/no/out.html", 2, "there is no folder"),
@@ -649,7 +653,7 @@ def test_a_narrow_terminal_gets_fewer_columns_then_blocks(
         (lambda log: log.read("bills"), "make it with log.create_topic('bills')", "txmq topic create 'my log' bills"),
         (lambda log: log.create_topic("orders", exist_ok=False), "exist_ok=True takes it", "--exist-ok takes it"),
         (lambda log: log.vacuum(older_than="1d"), "older_than='1d' is under 7d", "--older-than '1d' is under 7d"),
-        (lambda log: log.read("orders", start={7: 0}), "start={7: 0} names queue 7", "--from {7: 0} names queue 7"),
+        (lambda log: log.create_topic("orders", 0), "queues=0 is out of range", "--queues 0 is out of range"),
         (lambda log: log.set_retention("orders", "1"), "None keeps messages", "'forever' keeps messages"),
         (
             lambda log: log.resolve("a:0", COMMIT_MESSAGE, reason="seen"),

@@ -120,7 +120,7 @@ def test_a_new_group_begins_at_topics_that_are_named(log: CommitLog) -> None:
 
 def test_a_topic_without_offsets_is_given_some_or_left_out(log: CommitLog) -> None:
     group = group_of(log)
-    with pytest.raises(txmq.OptionError, match="give offsets of it, or leave out the topic"):
+    with pytest.raises(txmq.OptionError, match="give one for a queue of it, or leave out the topic"):
         group.reset({"orders": {"0": 0}}, ["orders", "returns"], others_stay=True)
     assert group.reset({"orders": {"0": 0}}, ["orders"], others_stay=True) == {ZERO: 0}
     both = {"orders": {"0": 0}, "returns": {"0": 0}}

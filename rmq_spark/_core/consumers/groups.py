@@ -260,8 +260,7 @@ class ConsumerGroup:
         for topic in queues:
             if not any(queue[0] == topic for queue in offsets):
                 raise OptionError(
-                    f"{dict(offsets)!r} names no queue of topic {topic!r}: give offsets of it, or leave out the topic",
-                    argument="to",
+                    f"no offset of topic {topic!r} is given: give one for a queue of it, or leave out the topic"
                 )
         all_offsets = copy(offsets)  # it may be a CountedPositions, which names its log
         for topic, count in queues.items():

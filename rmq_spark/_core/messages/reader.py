@@ -329,13 +329,10 @@ def read_messages(
         if type(queue_id) is not int or not 0 <= queue_id < queues:
             kind = "" if type(queue_id) is int else f" ({type(queue_id).__name__}, and int is expected)"
             raise OffsetError(
-                f"{start!r} names queue {queue_id!r}{kind}: topic {topic!r} has the queues 0 to {queues - 1}",
-                argument="start",
+                f"there is no queue {queue_id!r}{kind} to start from: topic {topic!r} has the queues 0 to {queues - 1}"
             )
         if type(offset) is not int or not 0 <= offset <= tail:
-            raise OffsetError(
-                f"{start!r} names offset {offset!r} of queue {queue_id}: 0 to {tail} are there", argument="start"
-            )
+            raise OffsetError(f"there is no offset {offset!r} of queue {queue_id} to start from: 0 to {tail} are there")
     left = None if limit is None else whole_number(limit, "limit", 0)
     first_kept = log.firsts(refresh=False)
     firsts = {(topic, q): start.get(q, first_kept.get((topic, q), 0)) for q in range(queues)}
