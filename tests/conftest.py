@@ -17,10 +17,9 @@ from tests.support.half_batches import make_log
 from tests.support.limits import Limit, set_limits
 from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, running
 
-TOGETHER = tuple(f"tests/{name}/" for name in "kafka torture/s3 torture/damage".split())
-"""Each folder has one server, or one log to damage, and stays with one worker."""
-BY_FILE = tuple(f"tests/{name}/" for name in "spark crash process".split())
-"""Each file of these folders stays with one worker, which starts one Spark session, and one server of a kind."""
+TOGETHER = tuple(f"tests/{name}/" for name in "spark crash process kafka torture/s3 torture/damage".split())
+"""Each folder has one Spark session, one server, or one log to damage, and stays with one worker. Two Spark sessions on
+two cores made the run of all tests twice as long."""
 
 ON_EVERY_LOG = ("test_commit_log", "test_two_phase", "test_leaving", "test_push_consumer")
 """`make test` runs these on each kind of log. Others it runs on the first kind of their mark: the kinds share all
@@ -67,12 +66,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFolder(LoadScopeScheduling):
-        """One worker gets all of a folder of :data:`TOGETHER`, or of a file of :data:`BY_FILE`; any other test goes to
-        whichever is free."""
+        """One worker gets all of a folder of :data:`TOGETHER`; any other test goes to whichever is free."""
 
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(BY_FILE):
-                return nodeid.partition("::")[0]
             return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid)
 
     return ByFolder(config, log)
