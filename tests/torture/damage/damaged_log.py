@@ -174,7 +174,7 @@ def read_all(log: CommitLog, columns: tuple[str, ...] | None = None) -> Rows:
 
 def _open_ones(table: pa.Table) -> Rows:
     if unreadable := table.filter(pc.is_null(table["attempt"]))["half_id"].to_pylist():
-        raise CorruptLogError(f"these are listed as unreadable: {unreadable}")
+        raise CorruptLogError(f"half batches of table half are listed as unreadable: {unreadable}")
     columns = ("half_id", "attempt", "messages", "check_times", "prepared_at")
     return list(zip(*(table[c].to_pylist() for c in columns), strict=True))
 
