@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -20,6 +21,8 @@ from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 PENDING_SCHEMA = pa.schema(
     [
@@ -46,7 +49,8 @@ def pending(log: Engine) -> pa.Table:
             record = _record(log, half_id)
         except HalfBatchLeftError:
             continue
-        except CorruptLogError:
+        except CorruptLogError as problem:
+            logger.warning("half batch %r is pending, and cannot be read: %s", half_id, problem)
             rows.append(_summary_of_unreadable(log, half_id))
             continue
         state = log.state_of(record)
