@@ -167,7 +167,7 @@ def test_a_reset_of_some_queues_leaves_the_others_where_they_are(log: CommitLog)
     assert group.positions() == {("orders", 0): 0, ("orders", 1): 2}
     with pytest.raises(txmq.OffsetError, match="past its end, which is 2"):
         group.reset({"orders": {"0": 3}}, others_stay=True)
-    with pytest.raises(txmq.OptionError, match="names no queue of topic 'returns'"):
+    with pytest.raises(txmq.OptionError, match="no offset of topic 'returns' is given"):
         group.reset({"orders": {"0": 0}}, ["orders", "returns"], others_stay=True)
 
 
