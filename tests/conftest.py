@@ -19,7 +19,7 @@ from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, runn
 
 TOGETHER = tuple(f"tests/{name}/" for name in "spark crash process kafka torture/s3 torture/damage".split())
 """Each folder has one Spark session, one server, or one log to damage, and stays with one worker. Two Spark sessions on
-two cores made the run of all tests twice as long."""
+two cores gained nothing."""
 
 ON_EVERY_LOG = ("test_commit_log", "test_two_phase", "test_leaving", "test_push_consumer")
 """`make test` runs these on each kind of log. Others it runs on the first kind of their mark: the kinds share all
