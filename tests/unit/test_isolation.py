@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rmq_spark import CheckService, CommitLog
+from rmq_spark import CheckService, CommitLog, ConsumerGroup
 from rmq_spark.cli.doctor import CRITICAL
 from rmq_spark.errors import LostFileError
 from tests.support.clocks import set_clock
@@ -87,6 +87,18 @@ def test_what_is_pending_is_listed_beside_what_cannot_be_read(log: CommitLog) ->
     assert unreadable["prepared_at"] == lost.prepared_at
     assert [row["half_id"] for row in objects("pending", log.path)] == [lost.half_id, sound.half_id]
     assert "1 pending half batch cannot be read" in txmq("doctor", log.path, code=CRITICAL)[0]
+
+
+def test_the_lag_of_a_group_is_told_beside_what_cannot_be_read(log: CommitLog) -> None:
+    """Lag, the list of groups, stats and top failed for every group."""
+    commit(log, prepare(log, 0, {"body": ["x"]}, topic="plain"))
+    lost, sound = prepare(log, 1, 3), prepare(log, 2, 2)
+    lose(log, lost)
+    log = another(log)
+    assert sum(pending for pending, _ in log.open_messages().values()) == sound.rows
+    group = ConsumerGroup(log, "points")
+    group.reset("earliest", ["plain"])
+    assert group.lag()["lag"].to_pylist() == [1]
 
 
 def test_upkeep_does_what_it_can_when_a_drain_finds_a_lost_file(log: CommitLog) -> None:

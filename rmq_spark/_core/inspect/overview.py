@@ -88,11 +88,17 @@ def conflicts(log: Engine) -> list[str]:
 @looks_again
 def open_messages(log: Engine) -> dict[tuple[str, int], tuple[int, int]]:
     """See :meth:`CommitLog.open_messages`."""
-    batches = {record.half_id: (record, state) for record, state in log.open_batches()}
-    for half_id in set(log.ledger.waiting).difference(batches):
+    batches: dict[str, tuple[HalfRecord, BatchState]] = {}
+    for half_id in dict.fromkeys([*log.open_half_ids(), *log.ledger.waiting]):
         with suppress(HalfBatchLeftError):
-            record = log.get(half_id)
-            batches[half_id] = (record, log.state_of(record))
+            try:
+                record = _record(log, half_id)
+            except CorruptLogError as problem:
+                logger.warning("the open messages of half batch %r are not counted: %s", half_id, problem)
+                continue
+            state = log.state_of(record)
+            if not state.settled or half_id in log.ledger.waiting:
+                batches[half_id] = (record, state)
     counts: dict[tuple[str, int], tuple[int, int]] = {}
     for record, state in batches.values():
         for file_no, file in record.files.items():
