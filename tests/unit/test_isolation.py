@@ -74,6 +74,18 @@ def test_due_messages_are_placed_when_their_file_is_back(log: CommitLog, delayed
     assert CheckService(log, {}).run_once().problems == []
 
 
+def test_a_check_forgets_due_messages_that_another_process_has_placed(
+    log: CommitLog, delayed: list[HalfRecord]
+) -> None:
+    """Its rounds reported them for ever."""
+    service = CheckService(log, {})
+    assert len(service.run_once().problems) == 1
+    path = half_file(log, delayed[0])
+    (Path(log.path).parent / path.name).rename(path)
+    another(log).engine.ledger.place_due()
+    assert service.run_once().problems == []
+
+
 def test_what_is_pending_is_listed_beside_what_cannot_be_read(log: CommitLog) -> None:
     """log.pending() raised, and named nothing."""
     lost, sound = prepare(log, 0, 3), prepare(log, 1, 2)

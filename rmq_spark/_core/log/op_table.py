@@ -265,6 +265,7 @@ class Ledger(OpReader):
         def build() -> list[OpRow]:
             now = self.runtime.now()
             if not any(due is not None and due <= now for counts in self.waiting.values() for due in counts):
+                self.unplaceable = {}
                 return []
             pieces = self._placer.placeable(self._to_place([], now), now)
             return with_offsets([place_row(piece) for piece in pieces], self.tails)
