@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
@@ -44,13 +44,8 @@ PENDING_SCHEMA = pa.schema(
 def pending(log: Engine) -> pa.Table:
     """See :meth:`CommitLog.pending`."""
     rows: list[dict[str, object]] = []
-    for half_id in log.open_half_ids():
-        try:
-            record = _record(log, half_id)
-        except HalfBatchLeftError:
-            continue
-        except CorruptLogError as problem:
-            logger.warning("half batch %r is pending, and cannot be read: %s", half_id, problem)
+    for half_id, record in _present(log, log.open_half_ids()):
+        if record is None:
             rows.append(_summary_of_unreadable(log, half_id))
             continue
         state = log.state_of(record)
@@ -58,6 +53,18 @@ def pending(log: Engine) -> pa.Table:
             _summary(log, record, state, attempt, RowState.PENDING) for attempt in state.attempts(RowState.PENDING)
         ]
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
+
+
+def _present(log: Engine, half_ids: Iterable[str]) -> Iterator[tuple[str, HalfRecord | None]]:
+    """Yield the half batches that have not left; None in place of one that cannot be read, which is logged."""
+    for half_id in half_ids:
+        try:
+            yield half_id, _record(log, half_id)
+        except HalfBatchLeftError:
+            pass
+        except CorruptLogError as problem:
+            logger.warning("half batch %r cannot be read: %s", half_id, problem)
+            yield half_id, None
 
 
 @looks_again
@@ -89,13 +96,10 @@ def conflicts(log: Engine) -> list[str]:
 def open_messages(log: Engine) -> dict[tuple[str, int], tuple[int, int]]:
     """See :meth:`CommitLog.open_messages`."""
     batches: dict[str, tuple[HalfRecord, BatchState]] = {}
-    for half_id in dict.fromkeys([*log.open_half_ids(), *log.ledger.waiting]):
+    for half_id, record in _present(log, dict.fromkeys([*log.open_half_ids(), *log.ledger.waiting])):
+        if record is None:  # its messages are not counted
+            continue
         with suppress(HalfBatchLeftError):
-            try:
-                record = _record(log, half_id)
-            except CorruptLogError as problem:
-                logger.warning("the open messages of half batch %r are not counted: %s", half_id, problem)
-                continue
             state = log.state_of(record)
             if not state.settled or half_id in log.ledger.waiting:
                 batches[half_id] = (record, state)
