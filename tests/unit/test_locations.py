@@ -147,6 +147,8 @@ def test_a_file_uri_is_decoded_and_a_plain_path_is_not(tmp_path: Path) -> None:
         ("s3://bucket/log#x", "query part"),
         ("s3://key:secret@bucket/log", "credentials"),
         ("abfss://c:secret@account.dfs.core.windows.net/log", "credentials"),
+        (" s3://key:secret@bucket/log", "remove the blank"),
+        ("user:secret@host:/log", "user:password@"),
         ("foo://bar/log", r"path 'foo://bar/log': there is no store for foo://\. A folder, s3://"),
         ("file://", "the root folder of this machine"),
         ("/", "the root folder of this machine"),

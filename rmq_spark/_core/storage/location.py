@@ -18,6 +18,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?=:/)")
 _OF_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 """Schemes of stores that keep everything in buckets or containers. The bucket's name follows the scheme."""
 _CREDENTIALS = re.compile(r"s3a?://[^/]*@|[A-Za-z][A-Za-z0-9+.-]*://[^@]*:[^@]*@")
+_PASSWORD = re.compile(r"[^\s/:@]+:[^\s/@]+@")
 _READ_OTHERWISE = re.compile(r"%[0-9A-Fa-f]{2}|[\\\[\]^|*?{}\x00-\x1f\x7f]")
 """Characters that delta-rs, pyarrow and Spark read differently. delta-rs decodes percent escapes once more than
 pyarrow, and takes a backslash for a slash. It can neither write nor read the other characters. Spark takes some of them
@@ -62,6 +63,13 @@ def location(path: object) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise OptionError(f"path {text!r} has characters that UTF-8 cannot write: use another folder") from None
+    if text[0].isspace() and is_uri(text.strip()):
+        raise OptionError("path begins with a blank, so it is a folder's name and no URI: remove the blank")
+    if _PASSWORD.match(text):
+        raise OptionError(
+            "path begins as an address with a password does (user:password@…), and is neither a folder nor a URI, "
+            "which has ://; write ./ before it if a folder of that name is meant"
+        )
     if match := _SCHEME.match(text):
         text = match[0].lower() + text[match.end() :]
     if text.startswith("file:/"):
