@@ -43,6 +43,7 @@ OP_FILES = 2_000
 DRAINS = 10
 """Default intervals of ``[drain] every`` after which an undrained message means that no program drains."""
 NAMED = 3
+PUT_BACK = "docs/backup.md says how to put files back"
 
 
 class LogDoctor:
@@ -173,7 +174,7 @@ class LogDoctor:
         if lost:
             has_problem = True
             what = f"{count_of(len(lost), 'file')} of the tables gone, cut or unreadable: {', '.join(lost[:NAMED])}"
-            yield Finding("tables", Level.CRITICAL, what, "docs/backup.md says how to restore them")
+            yield Finding("tables", Level.CRITICAL, what, PUT_BACK)
         if not has_problem:
             yield Finding("tables", Level.OK, f"all files are there, and agree; at versions {versions}")
 
@@ -217,12 +218,14 @@ class LogDoctor:
             yield Finding("checker", Level.OK, "nothing waits for a check")
             return
         unreadable = [row["half_id"] for row in rows if row["producer_group"] is None]
+        named = [half_id for half_id in unreadable if half_id is not None]
+        if named:
+            what = f"{count_of(len(named), 'pending half batch')} cannot be read, so nobody can settle it"
+            yield Finding("unreadable", Level.CRITICAL, f"{what}: {', '.join(map(one_line, named[:NAMED]))}", PUT_BACK)
+        if shared := len(unreadable) - len(named):
+            what = f"{count_of(shared, 'file')} that half batches share cannot be read, so nobody can settle these"
+            yield Finding("unreadable", Level.CRITICAL, what, PUT_BACK)
         if unreadable:
-            what = f"{count_of(len(unreadable), 'pending half batch')} cannot be read, so nobody can settle it"
-            half_ids = ", ".join(map(one_line, unreadable[:NAMED]))
-            yield Finding(
-                "unreadable", Level.CRITICAL, f"{what}: {half_ids}", "docs/backup.md says how to restore its files"
-            )
             rows = [row for row in rows if row["producer_group"] is not None]
             if not rows:
                 return

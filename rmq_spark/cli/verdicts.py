@@ -26,7 +26,7 @@ from rmq_spark.cli.output import (
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age, size
 from rmq_spark.cli.watch import Watch, watched
-from rmq_spark.errors import OptionError
+from rmq_spark.errors import CorruptLogError, OptionError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -121,7 +121,20 @@ def conflict_rows(log: CommitLog, group: str | None = None) -> list[dict[str, An
     now = log.engine.runtime.now()
     rows: list[dict[str, Any]] = []
     for half_id in log.conflicts():
-        record = log.engine.get(half_id)
+        try:
+            record = log.engine.get(half_id)
+        except CorruptLogError as problem:
+            if group is None:
+                rows.append(
+                    {
+                        **dict.fromkeys(("half_id", "producer_group", "messages", "check_times", "prepared_at")),
+                        "half_id": half_id,
+                        "history": [f"it cannot be read: {problem}"],
+                        "age_seconds": 0.0,
+                        "bytes": None,
+                    }
+                )
+            continue
         if group not in (None, record.header.producer_group):
             continue
         state = log.engine.state_of(record)

@@ -236,7 +236,7 @@ def let_leave(
 
 def in_half(log: CommitLog) -> set[str]:
     """The half batches that the table half still has."""
-    return set(another(log).engine.half.counted()["half_id"].to_pylist())
+    return set(another(log).engine.half.contents.counted())
 
 
 def op_kinds(log: CommitLog, half_id: str) -> list[str]:

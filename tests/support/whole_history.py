@@ -20,7 +20,7 @@ def states_of(log: CommitLog) -> dict[str, BatchState]:
     """The state of each half batch."""
     half = another(log).engine.half
     half.table.refresh()
-    states = {half_id: half.get(half_id).fresh_state() for half_id in half.prepared_after(-1)}
+    states = {half_id: half.get(half_id).fresh_state() for half_id in half.contents.prepared_after(-1)}
     for row in op_rows_of(log):
         if row["half_id"] is not None:
             states[row["half_id"]].fold(OpRow.of(row))

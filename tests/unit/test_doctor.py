@@ -275,13 +275,23 @@ def test_tables_that_somebody_wrote_to_are_told(log: CommitLog) -> None:
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_go_on(log: CommitLog) -> None:
+    ConsumerGroup(log, "points").reset("latest", ["orders"])
+    (file,) = Path(log.path, "groups").glob("*.parquet")
+    file.write_bytes(b"damaged")
+    findings = found(log)
+    assert findings["groups"].level is Level.CRITICAL
+    assert file.name in findings["groups"].what
+    assert findings["conflicts"].level is Level.OK
+
+
+def test_a_conflict_is_told_whose_file_cannot_be_read(log: CommitLog) -> None:
     in_conflict(log, prepare(log, 0))
     (file,) = Path(log.path, "half").glob("*.parquet")
     file.write_bytes(b"damaged")
-    findings = found(log)
-    assert findings["conflicts"].level is Level.CRITICAL
-    assert file.name in findings["conflicts"].what
-    assert findings["groups"].level is Level.OK
+    assert found(log)["conflicts"].level is Level.CRITICAL
+    ((listed,),) = [objects("conflicts", log.path)]
+    assert listed["messages"] is None
+    assert file.name in listed["history"][0]
 
 
 # ---------------------------------------------------------------- transactions
@@ -476,7 +486,7 @@ def test_a_lost_or_cut_file_is_critical_and_named(log: CommitLog, harm: str) -> 
     else:
         file.write_bytes(file.read_bytes()[:-1])
     finding = found(log)["tables"]
-    assert (finding.level, finding.remedy) == (Level.CRITICAL, "docs/backup.md says how to restore them")
+    assert (finding.level, finding.remedy) == (Level.CRITICAL, "docs/backup.md says how to put files back")
     assert f"half/{file.name}" in finding.what
 
 

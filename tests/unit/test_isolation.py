@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
-from rmq_spark import CheckService, CommitLog, ConsumerGroup
+from rmq_spark import ROLLBACK_MESSAGE, CheckService, CommitLog, ConsumerGroup, PullConsumer
+from rmq_spark.checks import CheckReport
 from rmq_spark.cli.doctor import CRITICAL
 from rmq_spark.errors import LostFileError
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq
-from tests.support.half_batches import another, bodies, commit, prepare, roll_back
-from tests.support.inside import HalfRecord
+from tests.support.half_batches import another, bodies, commit, header_of, let_leave, prepare, roll_back
+from tests.support.inside import TIMESTAMP, HalfRecord, HalfWriter, Staged
+from tests.support.listeners import Scripted
+from tests.support.sends import wait_for
+from tests.support.whole_history import op_rows_of
 
 pytestmark = pytest.mark.log("delta", orders=2, plain=1)
 
@@ -113,6 +120,28 @@ def test_the_lag_of_a_group_is_told_beside_what_cannot_be_read(log: CommitLog) -
     assert group.lag()["lag"].to_pylist() == [1]
 
 
+def test_a_pull_consumer_reads_the_other_queues_first(log: CommitLog) -> None:
+    """It stopped at the one that it could not read."""
+    lost, sound = (prepare(log, n, {"body": [f"{n}"], "queue_id": [n]}, topic="orders") for n in (0, 1))
+    for record in (lost, sound):
+        commit(log, record)
+    lose(log, lost)
+    with PullConsumer(log, "points", "orders") as consumer:
+        assert [message.body for message in consumer.poll()] == [b"1"]
+        with pytest.raises(LostFileError, match=half_file(log, lost).name):
+            consumer.poll()
+        put_back(log, lost)
+        again: list[Any] = []
+
+        def has_polled() -> bool:
+            with suppress(LostFileError):
+                again.extend(consumer.poll() or ())
+            return bool(again)
+
+        wait_for(has_polled)
+        assert [message.body for message in again] == [b"0"]
+
+
 def test_upkeep_does_what_it_can_when_a_drain_finds_a_lost_file(log: CommitLog) -> None:
     """It ended at the drain: nothing was merged, stripped, pruned or deleted ever after."""
     record = prepare(log, 0, 2)
@@ -124,3 +153,145 @@ def test_upkeep_does_what_it_can_when_a_drain_finds_a_lost_file(log: CommitLog) 
     with pytest.raises(LostFileError):
         another(log).maintain()
     assert not orphan.exists()
+
+
+# ---------------------------------------------------------------- a file that small sends share
+def prepare_together(log: CommitLog, *bodies: str, topic: str = "plain", **columns: list[str]) -> list[HalfRecord]:
+    """Half batches of one message each, in one file."""
+    staged = []
+    for n, body in enumerate(bodies):
+        header = header_of(0, f"small{n}")
+        writer = HalfWriter(header, log.topics(), topic, None, log.fifo_topics())
+        table = pa.table({"body": [body], **{name: [values[n]] for name, values in columns.items()}})
+        staged.append(Staged(header, [writer.rows_of(table)]))
+    records = [record for record in log.engine.prepare(staged) if isinstance(record, HalfRecord)]
+    assert len({half_file(log, record) for record in records}) == 1
+    return records
+
+
+def put_back(log: CommitLog, record: HalfRecord) -> None:
+    path = half_file(log, record)
+    (Path(log.path).parent / path.name).rename(path)
+
+
+def checked(log: CommitLog) -> CheckReport:
+    return CheckService(log, {"group": Scripted()}, transaction_timeout=0).run_once()
+
+
+def test_a_lost_file_that_small_sends_share_stops_nothing_else(log: CommitLog) -> None:
+    """Checks, pending, upkeep, stats and limits failed for all that the log has."""
+    small = prepare_together(log, "a", "b", "c")
+    own = prepare(log, 0, {"body": ["own"]}, topic="plain")
+    lose(log, small[0])
+    log = another(log)
+    unknown, known = log.pending().to_pylist()
+    assert (unknown["half_id"], unknown["messages"], unknown["prepared_at"]) == (None, 3, small[0].prepared_at)
+    assert known["half_id"] == own.half_id
+    assert [row["half_id"] for row in objects("pending", log.path)] == [None, own.half_id]
+    assert sum(pending for pending, _ in log.open_messages().values()) == 1
+    report = checked(log)
+    assert report.committed.messages == 1
+    ((half_id, problem),) = report.problems
+    assert half_id is None
+    assert "half batches with 3 messages cannot be checked" in problem
+    assert half_file(log, small[0]).name in problem
+    assert "docs/backup.md#put-one-file-back" in problem
+    log.maintain()
+    assert "1 file that half batches share cannot be read" in txmq("doctor", log.path, code=CRITICAL)[0]
+    commit(log, prepare(log, 1, {"body": ["more"]}, topic="plain"))
+    put_back(log, small[0])
+    assert checked(another(log)).committed.messages == 3
+    assert bodies(log, "plain") == ["own", "more", "a", "b", "c"]
+
+
+def test_a_half_batch_in_a_lost_shared_file_is_not_called_unknown(log: CommitLog) -> None:
+    small = prepare_together(log, "a", "b")
+    lose(log, small[0])
+    with pytest.raises(LostFileError, match=half_file(log, small[0]).name):
+        another(log).trace(half_id=small[1].half_id)
+    with pytest.raises(LostFileError):
+        another(log).resolve(small[1].half_id, ROLLBACK_MESSAGE, "lost")
+
+
+def test_no_mark_passes_a_shared_file_that_cannot_be_read(log: CommitLog) -> None:
+    """Its half batches would count as settled for ever, or their verdicts would be forgotten."""
+    small = prepare_together(log, "a", "b", "c")
+    commit(log, small[0])
+    lose(log, small[0])
+    log = another(log)
+    for n in range(3):
+        commit(log, prepare(log, n, {"body": [f"own {n}"]}, topic="plain"))
+        log.engine.ledger.mark()
+    put_back(log, small[0])
+    log = another(log)
+    assert set(log.pending()["half_id"].to_pylist()) == {record.half_id for record in small[1:]}
+    checked(log)
+    log.engine.ledger.mark()
+    assert another(log).pending().num_rows == 0
+    assert sorted(bodies(log, "plain")) == ["a", "b", "c", "own 0", "own 1", "own 2"]
+
+
+def test_op_keeps_the_rows_of_half_batches_in_a_shared_file_that_cannot_be_read(log: CommitLog) -> None:
+    """They seemed to have left half, so nobody would need them any more."""
+
+    def op_rows() -> int:
+        return [row["half_id"] for row in op_rows_of(log)].count(small[0].half_id)
+
+    small = prepare_together(log, "a", "b")
+    commit(log, small[0])
+    let_leave(log)
+    let_leave(log)
+    assert op_rows() == 2
+    lose(log, small[0])
+    let_leave(log, idempotency_s=0)
+    assert op_rows() == 2
+    put_back(log, small[0])
+    assert checked(another(log)).committed.messages == 1
+    assert bodies(log, "plain") == ["a", "b"]
+
+
+def test_only_fifo_topics_wait_for_a_shared_file_that_cannot_be_read(log: CommitLog) -> None:
+    """Nobody knows whether the lost messages come before those of the same key."""
+    log.create_topic("fifo", 1, fifo=True)
+    small = prepare_together(log, "first", "second", topic="fifo", sharding_key=["k", "k"])
+    lose(log, small[0])
+    log = another(log)
+    later = prepare(log, 0, {"body": ["third"], "sharding_key": ["k"]}, topic="fifo")
+    commit(log, prepare(log, 1, {"body": ["x"]}, topic="plain"))
+    with pytest.raises(LostFileError):
+        commit(log, later)
+    assert bodies(log, "plain") == ["x"]
+    put_back(log, small[0])
+    commit(log, later)
+    checked(log)
+    assert bodies(log, "fifo") == ["first", "second", "third"]
+
+
+BOTH = pa.schema([*((c, pa.string()) for c in ("topic", "body", "sharding_key")), ("deliver_at", TIMESTAMP)])
+
+
+def test_due_messages_of_fifo_topics_behind_a_lost_file_stop_no_other_decision(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every decision of the log failed, for it might have placed them."""
+    log.create_topic("fifo", 1, fifo=True)
+    both = {
+        "topic": ["fifo", "plain"],
+        "body": ["second", "late"],
+        "sharding_key": ["k", None],
+        "deliver_at": [None, in_seconds(5)],
+    }
+    lost = prepare(log, 0, {"body": ["first"], "sharding_key": ["k"]}, topic="fifo")
+    due = prepare(log, 1, pa.table(both, schema=BOTH), topic=None)
+    commit(log, due)
+    commit(log, prepare(log, 2, {"body": ["late, too"], "deliver_at": [in_seconds(5)]}, topic="plain"))
+    lose(log, lost)
+    set_clock(monkeypatch, 60)
+    log = another(log)
+    commit(log, prepare(log, 3, {"body": ["x"]}, topic="plain"))
+    assert bodies(log, "plain") == ["x", "late, too"]
+    assert set(log.engine.ledger.unplaceable) == {due.half_id}
+    put_back(log, lost)
+    commit(log, lost)
+    assert bodies(log, "plain") == ["x", "late, too", "late"]
+    assert bodies(log, "fifo") == ["first", "second"]

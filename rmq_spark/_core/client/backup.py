@@ -282,7 +282,7 @@ def _not_in_half(log: Engine, until: int) -> list[str]:
     while position < until:
         rows, position = rows_above(log.op, position, until, OP_ROWS_MAX, ["version", "half_id", "queue_offset"])
         placed.update(rows.filter(pc.is_valid(rows["queue_offset"]))["half_id"].to_pylist())
-    return sorted(placed.difference(log.half.counted()["half_id"].to_pylist()))
+    return sorted(placed.difference(log.half.contents.counted()))
 
 
 def _verify(where: str, storage_options: Mapping[str, str], pins: Sequence[Pin]) -> None:

@@ -271,6 +271,7 @@ class CommitLog:
             ``half_id, app_id, batch_id, producer_group, attempt, messages`` (pending ones), ``check_times``,
             ``prepared_at`` and ``lease_until`` (UTC), and ``bytes`` of the half batch's files (its share of shared
             ones). A half batch whose files are lost or damaged has no ``producer_group``; what only they tell is null.
+            The first rows, with a null ``half_id``, are lost or damaged files that several half batches share.
         """
         return overview.pending(self.engine)
 

@@ -211,7 +211,7 @@ class PullConsumer:
             When ``max_span`` messages of every queue were given out and not committed, or when another thread asks at
             the same time.
         TxmqError
-            When the log cannot be read.
+            When the log cannot be read, or a queue of it, and no other queue has messages.
         """
         end_s = self._machine.monotonic() + seconds(timeout, "timeout")
         with self._one_call():
@@ -356,11 +356,13 @@ class PullConsumer:
             take = self._take()
             if take is not None:
                 return take
-            fetched = member.fetch()
+            fetched = member.fetch_past_damage()
             left_s = end_s - self._machine.monotonic()
             if fetched:
                 continue
             self._require_room()
+            if member.held_up_by is not None:
+                raise member.held_up_by
             if left_s <= 0 or (self._stop_at_end and self._is_at_end()):
                 return None
             with member.changed:

@@ -83,7 +83,7 @@ def told(log: Engine, since: datetime) -> Told:
         With a time zone.
     """
     log.refresh()
-    counted = log.half.counted()  # read before op, where half batches that leave meanwhile are archived
+    counted = log.half.contents.counted().table  # read before op, where half batches that leave meanwhile are archived
     archived = _archived(log)
     all_events = pa.concat_tables([_archived_decisions(archived), _events(log, since, archived["half_id"])])
     in_range = pc.greater_equal(all_events["at"], pa.scalar(since, TIMESTAMP))
@@ -94,7 +94,7 @@ def told(log: Engine, since: datetime) -> Told:
 def kept_batches(log: Engine) -> pa.Table:
     """Return every kept half batch, in ``half`` or archived, as in :class:`Told`."""
     log.refresh()
-    counted = log.half.counted()
+    counted = log.half.contents.counted().table
     return _all_batches(counted, _archived(log))
 
 

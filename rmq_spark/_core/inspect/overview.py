@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from rmq_spark._core.log.damage import looks_again
 from rmq_spark._core.log.half_header import name_of
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op import Kind
+from rmq_spark._core.log.shared_files import UnreadableFile
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 
@@ -43,7 +44,9 @@ PENDING_SCHEMA = pa.schema(
 @looks_again
 def pending(log: Engine) -> pa.Table:
     """See :meth:`CommitLog.pending`."""
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, object]] = [
+        {"messages": file.rows, "prepared_at": _time_of(file.ms)} for file in unreadable_files(log)
+    ]
     for half_id, record in _present(log, log.open_half_ids()):
         if record is None:
             rows.append(_summary_of_unreadable(log, half_id))
@@ -53,6 +56,13 @@ def pending(log: Engine) -> pa.Table:
             _summary(log, record, state, attempt, RowState.PENDING) for attempt in state.attempts(RowState.PENDING)
         ]
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
+
+
+def unreadable_files(log: Engine) -> Sequence[UnreadableFile]:
+    """Return files that several half batches share and that are lost or damaged, where some may be open."""
+    with log.lock:
+        log.ledger.refresh()
+        return log.ledger.prepared().unreadable
 
 
 def _present(log: Engine, half_ids: Iterable[str]) -> Iterator[tuple[str, HalfRecord | None]]:
@@ -123,8 +133,12 @@ def _summary_of_unreadable(log: Engine, half_id: str) -> dict[str, object]:
         "app_id": app_id,
         "batch_id": int(batch_id) if batch_id.isdecimal() else None,
         "messages": None if prepared is None else prepared.rows,
-        "prepared_at": None if prepared is None else datetime.fromtimestamp(prepared.ms / 1000, timezone.utc),
+        "prepared_at": None if prepared is None else _time_of(prepared.ms),
     }
+
+
+def _time_of(ms: int) -> datetime:
+    return datetime.fromtimestamp(ms / 1000, timezone.utc)
 
 
 def _ids_in_op(log: Engine, where: pc.Expression) -> list[str]:
@@ -136,10 +150,10 @@ def _ids_in_op(log: Engine, where: pc.Expression) -> list[str]:
 
 
 def _with_kind(log: Engine, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
-    for half_id in _ids_in_op(log, pc.field("kind") == kind.value):
-        with suppress(HalfBatchLeftError):
-            record = log.get(half_id)
-            yield record, log.state_of(record)
+    for _, record in _present(log, _ids_in_op(log, pc.field("kind") == kind.value)):
+        if record is not None:
+            with suppress(HalfBatchLeftError):
+                yield record, log.state_of(record)
 
 
 def _summary(

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.half import HALF_SCHEMA, STATS_COLUMNS, HalfFile, HalfRows, together
-from rmq_spark._core.log.half_header import FIRST, HEADER_COLUMNS, HalfHeader, after_name, batch_name, name_of, names_of
+from rmq_spark._core.log.half_contents import HalfContents, single_batch_files
+from rmq_spark._core.log.half_header import FIRST, HEADER_COLUMNS, HalfHeader, batch_name
 from rmq_spark._core.log.half_record import HalfRecord, StoredFile, record_of, stored_files_of
-from rmq_spark._core.log.prepared_batches import PreparedBatches
-from rmq_spark._core.log.shared_files import SharedFiles, counted
+from rmq_spark._core.log.shared_files import counted
 from rmq_spark._core.log.staged_batches import PrepareError, Shared, Staged, require_each_once, require_staged
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.data_file import ROW_GROUP_ROWS
 from rmq_spark._core.storage.file_system import require_path
 from rmq_spark._core.storage.moved_files import HalfFiles
 from rmq_spark._core.storage.row_range import RowRange
-from rmq_spark._core.storage.seal import RESTORE, require_count
+from rmq_spark._core.storage.seal import PUT_BACK, RESTORE, require_count
 from rmq_spark._core.storage.table import Change, Table
 from rmq_spark._core.vocabulary.options import ORPHAN_AGE_S
 from rmq_spark._core.vocabulary.remedy import LIST_PENDING
@@ -33,15 +33,6 @@ from rmq_spark.errors import (
     StagedFilesTooOldError,
     StrippedError,
 )
-
-
-class LargeFile(NamedTuple):
-    """A large half file: its prepare time (ms), and its half batches with their numbers of rows (``half_id, rows``)."""
-
-    path: str
-    ms: int
-    inside: pa.Table
-
 
 FOUND_COLUMNS = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id", "deliver_at", "store_timestamp"]
 SMALL_COLUMNS = [*FOUND_COLUMNS, "transaction_key", "properties"]
@@ -57,13 +48,13 @@ class HalfTable:
         self.table = table
         self._last_shared = "", pa.table({})  # path of a shared file, and its rows without payload
         self._files = HalfFiles(lambda *arguments: self.table.read_range(*arguments), self._locate_now)
-        self._shared = SharedFiles(lambda paths: self.table.read(paths, ["half_id"])["half_id"])
+        self.contents = HalfContents(table)
 
     def write_shared(self, several: Sequence[HalfRows]) -> list[HalfFile]:
         """Write the rows of several half batches to one file."""
         rows = together(several)
         data = self.table.write(rows, self.table.name, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
-        self._shared.keep(data.path, counted(rows["half_id"]))
+        self.contents.shared.keep(data.path, counted(rows["half_id"]))
         return [half_rows.in_file(data) for half_rows in several]
 
     def prepare(
@@ -112,7 +103,7 @@ class HalfTable:
         def propose(version: int) -> Change | None:
             refused.clear()
             looked_for = [batch.header.name for batch in staged if batch.is_looked_for]
-            known_names = {*self.ids_named(looked_for), *left_among(looked_for)} if looked_for else set[str]()
+            known_names = {*self.contents.ids_named(looked_for), *left_among(looked_for)} if looked_for else set[str]()
             for batch in staged:
                 if (problem := self._refusal(batch, known_names)) is not None:
                     refused[batch.header.half_id] = problem
@@ -194,19 +185,6 @@ class HalfTable:
             return True
         return self._find(record.half_id) is not None
 
-    def ids_named(self, names: Collection[str]) -> dict[str, str]:
-        """The ids of the half batches in the table that have these names, by name. It does not refresh."""
-        actions = self.table.actions()
-        (is_single, low), high = _single_batch_files(actions), pc.cast(actions["max.half_id"], pa.string())
-        wanted_names = pa.array(sorted(names), pa.string())
-        outside = pc.or_(pc.less(high, wanted_names[0]), pc.greater_equal(low, after_name(wanted_names[-1].as_py())))
-        near = actions.append_column("one", is_single).filter(pc.invert(pc.fill_null(outside, False)))
-        parts = [near.filter(near["one"])["min.half_id"]]
-        parts += [self._shared.of(path)["half_id"] for path in near.filter(pc.invert(near["one"]))["path"].to_pylist()]
-        ids = pa.chunked_array([chunk for part in parts for chunk in pc.cast(part, pa.string()).chunks], pa.string())
-        ids = ids.filter(pc.is_in(names_of(ids), value_set=wanted_names))
-        return {name_of(half_id): half_id for half_id in ids.to_pylist()}
-
     def newest_ms(self) -> int:
         """When the newest file was prepared (ms)."""
         self.table.refresh()
@@ -231,7 +209,7 @@ class HalfTable:
     def find(self, app_id: str, batch_id: int) -> HalfRecord | None:
         """The half batch of an application and batch id; None when there is none."""
         self.table.refresh()
-        half_ids = self.ids_named([batch_name(app_id, batch_id)]).values()
+        half_ids = self.contents.ids_named([batch_name(app_id, batch_id)]).values()
         return next(map(self._find, half_ids), None)
 
     def get(self, half_id: str) -> HalfRecord:
@@ -240,25 +218,19 @@ class HalfTable:
         may_be_id = isinstance(half_id, str) and half_id.isascii()
         record = self._find(half_id) if may_be_id else None
         if record is None:
-            named = self.ids_named([half_id]).get(half_id) if may_be_id else None
+            named = self.contents.ids_named([half_id]).get(half_id) if may_be_id else None
             missing = f"no half batch {half_id!r} in this commit log"
             if named is not None:
                 raise HalfBatchNotFoundError(f"{missing}: the one of this name is {named!r} now")
             raise HalfBatchNotFoundError(missing, remedy=LIST_PENDING)
         return record
 
-    def _files_that_may_hold(self, half_id: str) -> pa.Table:
-        actions = self.table.actions()
-        low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
-        inside = pc.and_(pc.less_equal(low, half_id), pc.greater_equal(high, half_id))
-        candidates = actions.filter(pc.fill_null(inside, True))  # a file without statistics may hold any half batch
-        shared = pc.invert(_single_batch_files(candidates)[0])
-        holds = [not is_shared or self._shared.has(p, half_id) for p, is_shared in _pairs(candidates["path"], shared)]
-        return candidates if all(holds) else candidates.filter(pa.array(holds, pa.bool_()))
-
     def _find(self, half_id: str) -> HalfRecord | None:
-        actions = self._files_that_may_hold(half_id).to_pylist()
-        return self._record_from(half_id, [(action, self._rows_in(action["path"], half_id)) for action in actions])
+        actions, problem = self.contents.files_that_may_hold(half_id)
+        record = self._record_from(half_id, [(a, self._rows_in(a["path"], half_id)) for a in actions])
+        if record is None and problem is not None:
+            raise problem
+        return record
 
     def _record_from(self, half_id: str, parts: Sequence[tuple[Mapping[str, Any], pa.Table]]) -> HalfRecord | None:
         """The record of a half batch, from the files that may hold it, each with its rows there; None without rows."""
@@ -288,10 +260,11 @@ class HalfTable:
 
     def find_small(self, half_ids: Collection[str], rows_max: int) -> dict[str, tuple[HalfRecord, pa.Table]]:
         """The half batches that have at most ``rows_max`` rows, each with its rows in send order: the columns
-        :data:`SMALL_COLUMNS`. All files are read together; a damaged one raises CorruptLogError."""
+        :data:`SMALL_COLUMNS`. All files are read together. A damaged one raises CorruptLogError, but for shared
+        files, whose half batches are left out."""
         self.table.refresh()
         actions = self.table.actions()
-        is_single, low = _single_batch_files(actions)
+        is_single, low = single_batch_files(actions)
         ids = pa.array(sorted(half_ids), pa.string())
         single = actions.filter(pc.and_(is_single, pc.is_in(low, value_set=ids))).to_pylist()
         large = {a["min.half_id"] for a in single if a["num_records"] is None or a["num_records"] > rows_max}
@@ -301,19 +274,20 @@ class HalfTable:
         if rows["half_id"].to_pylist() != [a["min.half_id"] for a in single for _ in range(a["num_records"])]:
             wrong = _first_of_others(single, rows["half_id"])
             raise CorruptLogError(
-                f"file {wrong} of table half has rows of other half batches than the Delta log says: {RESTORE}"
+                f"file {wrong} of table half has rows of other half batches than the Delta log says: {PUT_BACK}"
             )
         start = 0
         for action in single:
             part = rows.slice(start, action["num_records"])
             start += action["num_records"]
             parts.setdefault(action["min.half_id"], []).append((action, part))
-        for action in actions.filter(pc.invert(is_single)).to_pylist():
-            batches = self._shared.of(action["path"])
+        shared = {action["path"]: action for action in actions.filter(pc.invert(is_single)).to_pylist()}
+        for path, batches in self.contents.shared.readable(shared):
+            action = shared[path]
             own_ids = batches["half_id"].filter(pc.is_in(batches["half_id"], value_set=ids)).to_pylist()
             if not own_ids:
                 continue
-            if not self._shared.is_small(action["path"], SHARED_ROWS_KEPT):
+            if not self.contents.shared.is_small(action["path"], SHARED_ROWS_KEPT):
                 large.update(own_ids)
                 continue
             file_rows = self.table.read([action["path"]], SMALL_COLUMNS)
@@ -342,7 +316,7 @@ class HalfTable:
     def _shared_rows(self, path: str) -> pa.Table | None:
         """All rows of a small shared file, without their payload; None for another file. The last file is kept: its
         half batches are read one after the other."""
-        if not self._shared.is_small(path, SHARED_ROWS_KEPT):
+        if not self.contents.shared.is_small(path, SHARED_ROWS_KEPT):
             return None
         if self._last_shared[0] != path:
             self._last_shared = path, self.table.read([path], FOUND_COLUMNS)
@@ -373,74 +347,6 @@ class HalfTable:
     def _locate_now(self, half_id: str, file_no: int) -> str:
         self.table.refresh()
         return self.locate(half_id, file_no)
-
-    def prepared_after(self, low_water_ms: int) -> PreparedBatches:
-        """Half batches that were prepared after a time (ms), by half id."""
-        self.table.refresh()
-        actions = self.table.actions()
-        return PreparedBatches(self._batches_in(actions.filter(pc.greater(actions["modification_time"], low_water_ms))))
-
-    def counted(self) -> pa.Table:
-        """All half batches of the table: ``half_id, ms, rows``."""
-        self.table.refresh()
-        return self._batches_in(self.table.actions())
-
-    def _batches_in(self, actions: pa.Table) -> pa.Table:
-        """The half batches in these files: ``half_id, ms, rows``."""
-        low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
-        is_single = pc.and_(pc.fill_null(pc.equal(low, high), False), pc.is_valid(actions["num_records"]))
-        files = pa.table({"half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"]})
-        parts = [files.filter(is_single)]
-        shared = actions.select(["path", "modification_time"])
-        for file in shared.filter(pc.invert(is_single)).to_pylist():
-            batches = self._shared.of(file["path"])
-            ms = pa.repeat(pa.scalar(file["modification_time"], pa.int64()), batches.num_rows)
-            parts.append(batches.append_column("ms", ms).select(files.schema.names))
-        groups = pa.concat_tables(parts).group_by("half_id", use_threads=False)
-        totals = groups.aggregate([("ms", "max"), ("rows", "sum")])
-        return totals.select(["half_id", "ms_max", "rows_sum"]).rename_columns(files.schema.names)
-
-    def paths_of(self, half_ids: Collection[str]) -> list[tuple[str, int]]:
-        """The files that have rows of these half batches, and how many rows each file has. It does not refresh."""
-        actions = self.table.actions()
-        is_single, low = _single_batch_files(actions)
-        ids = pa.array(sorted(half_ids), pa.string())
-        shared = [
-            single is False and self._shared.has_any(path, ids) for path, single in _pairs(actions["path"], is_single)
-        ]
-        needed = actions.filter(pc.or_(pa.array(shared, pa.bool_()), pc.and_(is_single, pc.is_in(low, value_set=ids))))
-        rows = pc.fill_null(needed["num_records"], 0).to_pylist()
-        return list(zip(needed["path"].to_pylist(), rows, strict=True))
-
-    def files_of_only(self, half_ids: pa.Array) -> list[str]:
-        """The files that have rows of these half batches alone. A half batch in a shared file has no other file. It
-        does not refresh."""
-        actions = self.table.actions()
-        is_single, low = _single_batch_files(actions)
-        paths: list[str] = actions.filter(pc.and_(is_single, pc.is_in(low, value_set=half_ids)))["path"].to_pylist()
-        for path in actions.filter(pc.invert(is_single))["path"].to_pylist():
-            if pc.all(pc.is_in(self._shared.of(path)["half_id"], value_set=half_ids)).as_py():
-                paths.append(path)
-        return paths
-
-    def large_files(self, bytes_min: int, low_water_ms: int) -> list[LargeFile]:
-        """Files of at least ``bytes_min`` bytes that were prepared up to a time (ms). It does not refresh."""
-        actions = self.table.actions()
-        large = pc.and_(
-            pc.greater_equal(actions["size_bytes"], bytes_min),
-            pc.less_equal(actions["modification_time"], low_water_ms),
-        )
-        actions = actions.filter(pc.and_(large, pc.is_valid(actions["num_records"])))
-        is_single, low = _single_batch_files(actions)
-        return [
-            LargeFile(path, ms, pa.table({"half_id": [half_id], "rows": [rows]}) if single else self._shared.of(path))
-            for path, ms, rows, single, half_id in zip(
-                *(actions[name].to_pylist() for name in ("path", "modification_time", "num_records")),
-                is_single.to_pylist(),
-                low.to_pylist(),
-                strict=True,
-            )
-        ]
 
     # ------------------------------------------------------------------ rows
     def has_payload(self, wanted: RowRange) -> bool | None:
@@ -482,16 +388,6 @@ class HalfTable:
     ) -> Iterator[tuple[int, pa.Table]]:
         """Yield the rows of a range, as ``row_range.read_range`` does."""
         return self._files.read(wanted, columns, where)
-
-
-def _pairs(paths: pa.ChunkedArray, flags: pa.ChunkedArray) -> Iterator[tuple[str, bool]]:
-    return zip(paths.to_pylist(), flags.to_pylist(), strict=True)
-
-
-def _single_batch_files(actions: pa.Table) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
-    """By file: whether all its rows are of one half batch, as far as the Delta log says, and the lowest half id."""
-    low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
-    return pc.fill_null(pc.equal(low, high), False), low
 
 
 def _first_of_others(actions: Sequence[Mapping[str, Any]], half_ids: pa.ChunkedArray) -> str:

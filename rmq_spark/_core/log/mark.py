@@ -51,9 +51,12 @@ class Marker:
         self._half = half
 
     def next_mark(self) -> list[OpRow]:
-        """The row of the next mark, and the conflict rows that it repeats; no row when nothing changed."""
+        """The row of the next mark, and the conflict rows that it repeats; no row when nothing changed. While a file of
+        half batches above the mark cannot be read, there is no next mark: it would pass open ones."""
         before = self._follower.followed
         prepared = self._follower.prepared()
+        if prepared.unreadable:
+            return []
         unsettled = {*self._follower.open_among(prepared), *before.waiting}
         low_water = self._low_water(prepared, unsettled)
         named_ids = {half_id for half_id in unsettled if half_id not in prepared or prepared[half_id].ms <= low_water}

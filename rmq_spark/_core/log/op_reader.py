@@ -388,7 +388,7 @@ class OpReader:
     def prepared(self) -> PreparedBatches:
         """Half batches that may be open, by half id: all above the low-water mark, and those that the mark names, with
         their pending rows."""
-        above = self._half.prepared_after(self.low_water_ms)
+        above = self._half.contents.prepared_after(self.low_water_ms)
         return above.updated({h: Prepared(b.ms, b.pending) for h, b in self.followed.below.items()})
 
     def open_half_ids(self) -> list[str]:

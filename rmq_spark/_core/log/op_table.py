@@ -219,11 +219,33 @@ class Ledger(OpReader):
         due_ids = {
             h for h, counts in self.waiting.items() if any(d is not None and d <= now for d in counts)
         } - opened_ids
-        due_batches = self._open_due(due_ids)
-        keyed = [o for o in [*opened, *due_batches] if self._placer.keys.fifo_of(o.record)]
+        due_batches, problems = self._open_due(due_ids)
+        due_keyed = [o for o in due_batches if self._placer.keys.fifo_of(o.record)]
+        try:
+            batches = self._with_related(opened, due_batches, due_keyed, only_commits)
+        except CorruptLogError as problem:
+            if self._placer.keys.fifo_of(*(o.record for o in opened)):
+                raise
+            # Nobody knows what was sent before the due messages of FIFO topics.
+            problems |= {o.record.half_id: problem for o in due_keyed}
+            batches = [*(o for o in due_batches if o not in due_keyed), *opened]
+        for half_id in problems.keys() - self.unplaceable.keys():
+            logger.error("the due messages of half batch %r cannot be placed: %s", half_id, problems[half_id])
+        self.unplaceable = problems
+        return batches
+
+    def _with_related(
+        self, opened: Sequence[Open], due_batches: Sequence[Open], due_keyed: Sequence[Open], only_commits: bool
+    ) -> list[Open]:
+        """``opened`` and those with due messages, and the half batches that share a sharding key of a FIFO topic with
+        them."""
+        keyed = [*(o for o in opened if self._placer.keys.fifo_of(o.record)), *due_keyed]
         if not keyed:
             return [*due_batches, *opened]
+        opened_ids, due_ids = ({o.record.half_id for o in batches} for batches in (opened, due_batches))
         prepared = self.prepared()
+        if prepared.unreadable:
+            raise prepared.unreadable[0].problem
         pending_ids = {*self.open_of(prepared), *self.reopened(prepared)} - opened_ids - due_ids
         waiting_ids = {h for h, counts in self.waiting.items() if None in counts} - opened_ids - due_ids - pending_ids
         pending_batches, related = self._open_if_present(pending_ids), self._placer.keys.related
@@ -244,20 +266,19 @@ class Ledger(OpReader):
                     raise
         return batches
 
-    def _open_due(self, half_ids: Collection[str]) -> list[Open]:
-        """Open the half batches that have due messages. One that cannot be read waits on, and holds up no decision
-        about others."""
+    def _open_due(self, half_ids: Collection[str]) -> tuple[list[Open], dict[str, TxmqError]]:
+        """Open the half batches that have due messages. Those that cannot be read, of which it tells why, wait on and
+        hold up no decision about others."""
         batches: list[Open] = []
-        unplaceable: dict[str, TxmqError] = {}
+        problems: dict[str, TxmqError] = {}
         for half_id in sorted(half_ids):
             try:
-                batches += self._open_if_present([half_id])
+                for batch in self._open_if_present([half_id]):
+                    self._placer.keys.open_rows(batch)  # reads its keys, if it has some and they are not in memory
+                    batches.append(batch)
             except (CorruptLogError, HalfBatchNotFoundError) as problem:
-                unplaceable[half_id] = problem
-        for half_id in unplaceable.keys() - self.unplaceable.keys():
-            logger.error("the due messages of half batch %r cannot be placed: %s", half_id, unplaceable[half_id])
-        self.unplaceable = unplaceable
-        return batches
+                problems[half_id] = problem
+        return batches, problems
 
     def place_due(self) -> list[Placed]:
         """Place the delayed messages that are due; returns the messages that became visible."""

@@ -6,12 +6,14 @@ only those that a caller asks for become objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from rmq_spark._core.log.shared_files import UnreadableFile
 
 SCHEMA = pa.schema([
     ("half_id", pa.string()), ("ms", pa.int64()), ("rows", pa.int64()),
@@ -39,10 +41,13 @@ class PreparedBatches(Mapping[str, Prepared]):
     ----------
     table : pyarrow.Table
         ``half_id`` (each once)``, ms, rows``.
+    unreadable : sequence of UnreadableFile
+        Files whose half batches are not among them: nobody knows which these are.
     """
 
-    def __init__(self, table: pa.Table) -> None:
+    def __init__(self, table: pa.Table, unreadable: Sequence[UnreadableFile] = ()) -> None:
         self.table = table.cast(SCHEMA).combine_chunks()
+        self.unreadable = unreadable
 
     @classmethod
     def of(cls, batches: Mapping[str, Prepared]) -> PreparedBatches:
@@ -79,7 +84,7 @@ class PreparedBatches(Mapping[str, Prepared]):
             return self
         added = PreparedBatches.of(others).table
         kept = self.table.filter(pc.invert(pc.is_in(self.table["half_id"], value_set=_values(added["half_id"]))))
-        return PreparedBatches(pa.concat_tables([kept, added]))
+        return PreparedBatches(pa.concat_tables([kept, added]), self.unreadable)
 
     def left_open(self, settled: pa.Table) -> dict[str, int]:
         """How many rows of each half batch are not settled, without half batches that are settled entirely.

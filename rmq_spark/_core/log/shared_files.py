@@ -1,21 +1,45 @@
 """Half files that several half batches share: those of threads that send at the same moment.
 
 The Delta log has the lowest and the highest half id of such a file. The half batches in it, and how many rows each has,
-are known from the file alone. A file never changes, so it is read once.
+are known from the file alone. A file never changes, so it is read once. While a file is lost or damaged, nobody knows
+which half batches it has. They wait, and those of other files go on.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark.errors import CorruptLogError
 
+logger = logging.getLogger(__name__)
+
 IDS_KEPT_MAX = 500_000
 """Half ids kept in memory, at about 80 bytes each. Those of the least recently used files are dropped first."""
+
+
+class UnreadableFile(NamedTuple):
+    """A shared file that is lost or damaged.
+
+    Attributes
+    ----------
+    path : str
+    ms : int
+        When its half batches were prepared.
+    rows : int or None
+        Rows of all its half batches, by the Delta log.
+    problem : CorruptLogError
+    """
+
+    path: str
+    ms: int
+    rows: int | None
+    problem: CorruptLogError
 
 
 class SharedFiles:
@@ -25,10 +49,14 @@ class SharedFiles:
     ----------
     read : callable
         Takes the paths of half files, and returns the column ``half_id`` of all their rows.
+    is_live : callable
+        Takes a path, and returns whether the newest version of ``half`` names it.
     """
 
-    def __init__(self, read: Callable[[list[str]], pa.ChunkedArray]) -> None:
+    def __init__(self, read: Callable[[list[str]], pa.ChunkedArray], is_live: Callable[[str], bool]) -> None:
         self._read = read
+        self._is_live = is_live
+        self._problems: dict[str, CorruptLogError] = {}  # those of the files that could not be read last time
         self._kept: OrderedDict[str, pa.Table] = OrderedDict()
         self._ids = 0
 
@@ -51,18 +79,36 @@ class SharedFiles:
             self._kept.move_to_end(path)
         return batches
 
+    def readable(self, paths: Iterable[str]) -> Iterator[tuple[str, pa.Table]]:
+        """Yield the paths of those files that can be read, with their half batches. A file that cannot be read is
+        logged once, and :meth:`problem` tells why.
+
+        Raises
+        ------
+        CorruptLogError
+            When a file is gone because another process has taken it out of the table: look again.
+        """
+        for path in paths:
+            try:
+                batches = self.of(path)
+            except CorruptLogError as problem:
+                if not self._is_live(path):
+                    raise
+                if path not in self._problems:
+                    logger.error("half batches that share a file cannot be read: %s", problem)
+                self._problems[path] = problem
+            else:
+                self._problems.pop(path, None)
+                yield path, batches
+
+    def problem(self, path: str) -> CorruptLogError | None:
+        """Why a file could not be read when :meth:`readable` last tried; None when it could."""
+        return self._problems.get(path)
+
     def is_small(self, path: str, rows_max: int) -> bool:
         """Whether a shared file that was read before has at most ``rows_max`` rows."""
         batches = self._kept.get(path)
         return batches is not None and 0 < (pc.sum(batches["rows"]).as_py() or 0) <= rows_max
-
-    def has(self, path: str, half_id: str) -> bool:
-        """Whether a half batch has rows in a file."""
-        return bool(pc.index(self.of(path)["half_id"], half_id).as_py() >= 0)
-
-    def has_any(self, path: str, half_ids: pa.Array) -> bool:
-        """Whether one of several half batches has rows in a file."""
-        return bool(pc.any(pc.is_in(self.of(path)["half_id"], value_set=half_ids)).as_py())
 
     def keep(self, path: str, found: pa.Table) -> None:
         """Keep the contents of a file."""

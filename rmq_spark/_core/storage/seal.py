@@ -26,6 +26,7 @@ _ROWS = b"txmq.rows"
 _COLUMNS = b"txmq.columns"
 
 RESTORE = "restore it from a copy, and write nothing to this commit log before"
+PUT_BACK = "put it back from a copy (docs/backup.md#put-one-file-back)"
 
 
 # ---------------------------------------------------------------- Parquet files
@@ -74,12 +75,12 @@ def require_seal(schema: pa.Schema, path: str, table: str, columns: Iterable[str
     name = path.rpartition("/")[2]
     sealed_name = metadata.get(_NAME, b"").decode(errors="replace")
     if sealed_name and sealed_name != name and _is_ours(name, table):
-        raise CorruptLogError(f"file {path} of table {table} holds what was written as {sealed_name}: {RESTORE}")
+        raise CorruptLogError(f"file {path} of table {table} holds what was written as {sealed_name}: {PUT_BACK}")
     present = set(schema.names)
     missing = [c for c in columns if c not in present]
     if missing or (sealed_name == name and metadata.get(_COLUMNS) != _checksum_of(schema)):
         fault = f"has no column {missing[0]!r}" if missing else "has other columns than it was written with"
-        raise CorruptLogError(f"file {path} of table {table} {fault}: {RESTORE}")
+        raise CorruptLogError(f"file {path} of table {table} {fault}: {PUT_BACK}")
     return metadata.get(_ROWS, b"").decode(errors="replace") if sealed_name == name else None
 
 
@@ -90,7 +91,7 @@ def _is_ours(name: str, table: str) -> bool:
 def require_count(found: int, said: int | None, path: str, table: str) -> None:
     """Raise CorruptLogError when a file does not have as many rows as the Delta log says."""
     if said is not None and found != said:
-        raise CorruptLogError(f"file {path} of table {table} has {found} rows, its Delta log says {said}: {RESTORE}")
+        raise CorruptLogError(f"file {path} of table {table} has {found} rows, its Delta log says {said}: {PUT_BACK}")
 
 
 def require_row_groups(footer: pq.FileMetaData, path: str, table: str) -> None:
@@ -102,7 +103,7 @@ def require_row_groups(footer: pq.FileMetaData, path: str, table: str) -> None:
     if counted != footer.num_rows:
         raise CorruptLogError(
             f"file {path} of table {table} has {counted} rows in its row groups, its footer says {footer.num_rows}: "
-            f"{RESTORE}"
+            f"{PUT_BACK}"
         )
 
 
@@ -147,7 +148,7 @@ def reading(path: str, table: str) -> Iterator[None]:
     except UnicodeEncodeError as problem:
         raise OptionError(f"{problem.object!r} is no text that UTF-8 can hold, so no message has it") from None
     except FileNotFoundError as problem:
-        raise LostFileError(f"file {path} of table {table} is not there: {problem}") from cause_of(problem)
+        raise LostFileError(f"file {path} of table {table} is not there: {PUT_BACK} ({problem})") from cause_of(problem)
     except (OSError, pa.ArrowException, ValueError) as problem:
         require_resources(problem, f"file {path} of table {table}")
         if is_denied(problem):
@@ -156,7 +157,8 @@ def reading(path: str, table: str) -> Iterator[None]:
                 f"it ({problem})"
             ) from cause_of(problem)
         raise UnreadableFileError(
-            f"file {path} of table {table} cannot be read: its storage fails, or it is damaged; {RESTORE} ({problem})"
+            f"file {path} of table {table} cannot be read: its storage fails, or it is damaged; try again, or "
+            f"{PUT_BACK} ({problem})"
         ) from cause_of(problem)
 
 

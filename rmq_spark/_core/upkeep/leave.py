@@ -142,7 +142,7 @@ class Leaver:
         ms``, the oldest first."""
         log = self._log
         low_water = log.ledger.low_water_ms
-        counted = log.half.counted()
+        counted = log.half.contents.counted().table
         needed = {*log.ledger.followed.below, *log.ledger.waiting, *log.ledger.conflicts}
         below = counted.filter(pc.less_equal(counted["ms"], low_water)).sort_by("ms")
         return below.filter(pc.invert(pc.is_in(below["half_id"], value_set=pa.array(sorted(needed), pa.string()))))
@@ -211,7 +211,7 @@ class Leaver:
 
     def _headers(self, leaving: Collection[str]) -> Iterator[dict[str, Any]]:
         """The headers of half batches, from their files."""
-        paths = self._log.half.paths_of(leaving)
+        paths = self._log.half.contents.paths_of(leaving)
         while paths:
             chunk: list[str] = []
             size = 0
@@ -261,7 +261,7 @@ class Leaver:
             log.ledger.refresh()
             archived = log.ledger.archived_rows()["half_id"]
             log.half.table.refresh()
-            paths = log.half.files_of_only(archived.combine_chunks())
+            paths = log.half.contents.files_of_only(archived.combine_chunks())
         if not dry_run:
             for first in range(0, len(paths), FILES_REMOVED_MAX):
                 self._remove(paths[first : first + FILES_REMOVED_MAX])

@@ -82,8 +82,10 @@ class Pruner:
     def _dead(self) -> _Dead:
         log = self._log
         rows = log.ledger.archived_rows()
-        present = log.half.counted()["half_id"]  # half is read after op: what it still has was not removed before
-        gone = rows.filter(pc.invert(pc.is_in(rows["half_id"], value_set=present.combine_chunks())))
+        present = log.half.contents.counted()  # half is read after op: what it still has was not removed before
+        if present.unreadable:  # it may have any half batch
+            rows = rows.slice(0, 0)
+        gone = rows.filter(pc.invert(pc.is_in(rows["half_id"], value_set=present.table["half_id"].combine_chunks())))
         now = log.runtime.now()
 
         def older_than(seconds: float) -> pa.Array:

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.log.half import HALF_SCHEMA, STATS_COLUMNS
-from rmq_spark._core.log.half_table import LargeFile
+from rmq_spark._core.log.half_contents import LargeFile
 from rmq_spark._core.messages.table import drained_up_to
 from rmq_spark._core.storage.data_file import ROW_GROUP_ROWS
 from rmq_spark._core.storage.row_range import PAYLOAD_COLUMNS, RowRange
@@ -71,10 +71,10 @@ class Stripper:
         log = self._log
         log.ledger.refresh()
         log.half.table.refresh()
-        files = log.half.large_files(STRIPPED_BYTES_MIN, log.ledger.low_water_ms)
+        files = log.half.contents.large_files(STRIPPED_BYTES_MIN, log.ledger.low_water_ms)
         if not files:
             return []
-        counted = log.half.counted()
+        counted = log.half.contents.counted().table
         self._rows = dict(zip(counted["half_id"].to_pylist(), counted["rows"].to_pylist(), strict=True))
         placed = self._placed({h for file in files for h in file.inside["half_id"].to_pylist()})
         # Archived half batches are drained, or nobody need look at them any more.

@@ -658,7 +658,7 @@ def read_truth(log: CommitLog, content: Content, known: Sequence[Truth] = ()) ->
     commits: dict[int, list[str]] = {}
     for row in rows.drop_columns(["path", "commit_id"]).to_pylist():
         commits.setdefault(row["version"], []).append(repr(row))
-    half = tables.engine.half.prepared_after(-1)
+    half = tables.engine.half.contents.prepared_after(-1)
     progress = tables.engine.groups.rows().select(
         ["consumer_group", "topic", "queue_id", "next_offset", "suspended_until"]
     )

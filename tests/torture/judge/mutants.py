@@ -30,6 +30,7 @@ from rmq_spark._core.consumers.progress import ProcessQueue
 from rmq_spark._core.log import input as incoming
 from rmq_spark._core.log import places as placing
 from rmq_spark._core.log import second_look
+from rmq_spark._core.log.half_contents import HalfContents
 from rmq_spark._core.log.key_order import KeyIndex, Open
 from rmq_spark._core.log.mark import Marker
 from rmq_spark._core.log.new_op_rows import rows_for
@@ -955,19 +956,19 @@ def _mark_past_open() -> Iterator[None]:
     streams=2, batches=3, upkeep=10, checkers=2, crash=0.0,
 )  # fmt: skip
 def _mark_of_older_half() -> Iterator[None]:
-    follow_anew, prepared_after = OpReader._follow_anew, HalfTable.prepared_after
+    follow_anew, prepared_after = OpReader._follow_anew, HalfContents.prepared_after
 
     def follow_later(self: OpReader) -> None:
         self._half.table.refresh()
         self.runtime.sleep(30.0)
         follow_anew(self)
 
-    def as_read(self: HalfTable, low_water_ms: int) -> Any:
+    def as_read(self: HalfContents, low_water_ms: int) -> Any:
         with patch.object(self.table, "refresh"):
             return prepared_after(self, low_water_ms)
 
     def next_mark(self: Marker) -> Any:
-        with replaced((HalfTable, "prepared_after", as_read)):
+        with replaced((HalfContents, "prepared_after", as_read)):
             return made(self)
 
     made = Marker.next_mark
@@ -1072,7 +1073,7 @@ LEAVES = {"upkeep": 14, "batches": 4, "crash": 0.03, "clock_steps": False, "pers
 @mutant("a half batch leaves that is open", A.LEFT_OPEN, **LEAVES | {"pause": 0.1, "switch": 0.6}, streams=2)
 def _leaves_open() -> Iterator[None]:
     def below(self: Leaver) -> pa.Table:
-        return self._log.half.counted()
+        return self._log.half.contents.counted().table
 
     with _often_leaving(), replaced((Leaver, "_may_leave", lambda *_: True), (Leaver, "_below_the_mark", below)):
         yield
@@ -1279,7 +1280,7 @@ def _half_compaction(careful: bool) -> Patch:
         droppable: set[str] = set()
         table.refresh()
         last = {app: log.engine.last_batch_id(app) for app in (s.name for s in self.sources)}
-        for half_id in log.engine.half.prepared_after(0):
+        for half_id in log.engine.half.contents.prepared_after(0):
             app_id, _, batch_id = name_of(half_id).rpartition(":")
             record = log.engine.find(app_id, int(batch_id))
             try:
@@ -1344,16 +1345,16 @@ def _keys_not_looked_for() -> Iterator[None]:
 
 @mutant("a key is looked for before a race, and not after it was lost", A.DUPLICATE, **RIVALS)
 def _keys_looked_for_once() -> Iterator[None]:
-    prepare, ids_named = HalfTable.prepare, HalfTable.ids_named
+    prepare, ids_named = HalfTable.prepare, HalfContents.ids_named
 
     def once(self: HalfTable, *given: Any) -> Any:
         first: list[dict[str, str]] = []
 
         def seen(names: Collection[str]) -> dict[str, str]:
-            first.append(ids_named(self, names))
+            first.append(ids_named(self.contents, names))
             return first[0]
 
-        with patch.object(self, "ids_named", seen):
+        with patch.object(self.contents, "ids_named", seen):
             return prepare(self, *given)
 
     with replaced((HalfTable, "prepare", once)):
@@ -1457,7 +1458,7 @@ def _also_shown(wanted: RowState) -> Iterator[None]:
 
     def eager(self: CommitLog, topic: str, start: Any = None, limit: Any = None, columns: Any = None) -> pa.Table:
         found = read(self, topic, start, limit, columns)
-        for half_id in self.engine.half.prepared_after(0):
+        for half_id in self.engine.half.contents.prepared_after(0):
             record = self.engine.get(half_id)
             mask = self.engine.state_of(record).rows_in((wanted,))
             if not mask:
@@ -1747,7 +1748,7 @@ def _read_before() -> AbstractContextManager[None]:
     committed = OpReader.committed_among
 
     def read(self: OpReader, names: Collection[str]) -> frozenset[str]:
-        for record in filter(None, map(self._half._find, self._half.ids_named(names).values())):
+        for record in filter(None, map(self._half._find, self._half.contents.ids_named(names).values())):
             self._half.read(record, record.all_rows, ["body"])
         return committed(self, names)
 
