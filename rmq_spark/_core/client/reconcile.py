@@ -37,7 +37,7 @@ import pyarrow.compute as pc
 from rmq_spark._core.client.backup import manifest_of
 from rmq_spark._core.client.checkpoint import Stream
 from rmq_spark._core.client.input import message_list
-from rmq_spark._core.client.reconcile_report import Finding, ReconcileReport, Standing
+from rmq_spark._core.client.reconcile_report import Comparison, ReconcileReport, Standing
 from rmq_spark._core.inspect.history import kept_batches
 from rmq_spark._core.listeners.listener import CommitOncePrepared, ExecutedAttempt, TransactionListener
 from rmq_spark._core.log.batch_state import RowState
@@ -129,7 +129,7 @@ class Reconciler:
         )
         self._in_messages = self._among_messages({attempt.half_id for attempt in executed})
         streams = tuple(self._stream_sentence(stream, executed) for stream in self.streams)
-        findings: list[Finding] = []
+        findings: list[Comparison] = []
         settled = 0
         executed.sort(key=lambda a: (a.app_id, a.batch_id, a.half_id, a.attempt))  # in the order of sending
         for _, attempts in groupby(executed, key=lambda attempt: attempt.half_id):
@@ -165,15 +165,15 @@ class Reconciler:
         return self.log.runtime.now() - executed_at > timedelta(seconds=IDEMPOTENCY_S)
 
     # ------------------------------------------------------------------ executed by the database
-    def _compare_safely(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> list[Finding]:
+    def _compare_safely(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> list[Comparison]:
         """Return the findings of one half batch. A damaged half batch does not prevent those of others."""
         try:
             return list(self._compare(attempts, apply))
         except TxmqError as problem:
             what = f"it cannot be looked at: {sentence_of(problem)}"
-            return [_finding(Standing.PERSON, attempt, what) for attempt in attempts]
+            return [_compared(Standing.PERSON, attempt, what) for attempt in attempts]
 
-    def _compare(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Finding]:
+    def _compare(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Comparison]:
         first = attempts[0]
         record = self.log.find(first.app_id, first.batch_id)
         if record is not None and record.half_id == first.half_id and record.header.producer_group != GROUP:
@@ -185,31 +185,31 @@ class Reconciler:
         else:
             yield from self._compare_unknown(attempts, apply)
 
-    def _known(self, record: HalfRecord, attempt: ExecutedAttempt, apply: bool) -> Finding:
+    def _known(self, record: HalfRecord, attempt: ExecutedAttempt, apply: bool) -> Comparison:
         """Return the finding of an attempt whose half batch the log knows."""
         if not attempt.is_whole:
-            return _finding(Standing.PERSON, attempt, _ENDED)
+            return _compared(Standing.PERSON, attempt, _ENDED)
         if record.left is not None:
             by_person = any(
                 decision.kind == Kind.ROLLBACK.value and decision.decided_by == Who.ADMIN.value
                 for decision in record.left.decisions
             )
             if record.left.final and not by_person:  # messages that are not committed were refused
-                return _finding(Standing.SETTLED, attempt, "it is committed")
+                return _compared(Standing.SETTLED, attempt, "it is committed")
             what = (
                 "the log has rolled some of its messages back, and they have left it: look which, and send them again"
             )
-            return _finding(Standing.PERSON, attempt, what)
+            return _compared(Standing.PERSON, attempt, what)
         state = self.log.state_of(record)
         rows = self._rows_of(record, attempt)
         missing = rows - state.rows_in(COMMITTED) - state.rows_in((RowState.PENDING,), attempt.attempt)
         if not missing:
-            return _finding(Standing.SETTLED, attempt, "it is committed, or a check commits it")
+            return _compared(Standing.SETTLED, attempt, "it is committed, or a check commits it")
         if missing & state.rows_in(REFUSED):
             what = "the log says that it was refused, or a person has rolled it back, and the database has executed it"
-            return _finding(Standing.PERSON, attempt, f"{what}: look, and send its messages again if they are missing")
+            return _compared(Standing.PERSON, attempt, f"{what}: look, and send its messages again if they are missing")
         count = count_of(missing.count, "message")
-        finding = _finding(
+        finding = _compared(
             Standing.LOST, attempt, f"{count} did not become visible; the log has them, and can make them visible"
         )
         if not apply:
@@ -221,21 +221,21 @@ class Reconciler:
         """Return the rows of the transactions that were executed under an attempt."""
         return record.all_rows if attempt.rows is None else record.all_rows & attempt.rows
 
-    def _other_of_same_name(self, record: HalfRecord, attempt: ExecutedAttempt) -> Finding:
+    def _other_of_same_name(self, record: HalfRecord, attempt: ExecutedAttempt) -> Comparison:
         """Return the finding of an attempt when the log knows another half batch of this name."""
         if record.header.producer_group == GROUP:
-            return _finding(Standing.SETTLED, attempt, "its messages were made again")
+            return _compared(Standing.SETTLED, attempt, "its messages were made again")
         what = f"the log has half batch {record.half_id!r} of the same app and number: it was sent again since, and "
-        return _finding(Standing.PERSON, attempt, f"{what}executed twice. Look whether its rows are there twice")
+        return _compared(Standing.PERSON, attempt, f"{what}executed twice. Look whether its rows are there twice")
 
-    def _compare_unknown(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Finding]:
+    def _compare_unknown(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Comparison]:
         """Yield the findings of a half batch whose name the log does not know."""
         first = attempts[0]
         if first.half_id in self._in_messages:  # settled so long ago that only its messages are kept
-            yield from (_finding(Standing.SETTLED, a, "its messages are visible") for a in attempts)
+            yield from (_compared(Standing.SETTLED, a, "its messages are visible") for a in attempts)
             return
         if any(self._is_forgotten(a.executed_at) for a in attempts):
-            yield from (_finding(Standing.PERSON, a, _FORGOTTEN) for a in attempts)
+            yield from (_compared(Standing.PERSON, a, _FORGOTTEN) for a in attempts)
             return
         stream = self._by_app.get(first.app_id)
         if stream is not None and first.batch_id >= stream.next_batch:
@@ -246,12 +246,14 @@ class Reconciler:
                 else f"the checkpoint {stream.place} is older than the database: it would make another batch "
                 f"{first.batch_id} of what was executed. Put the newest checkpoint there"
             )
-            yield from (_finding(Standing.REPLAYED if replays else Standing.PERSON, a, what) for a in attempts)
+            yield from (_compared(Standing.REPLAYED if replays else Standing.PERSON, a, what) for a in attempts)
             return
         if not all(a.is_whole for a in attempts):
-            yield from (_finding(Standing.PERSON, a, _ENDED) for a in attempts)
+            yield from (_compared(Standing.PERSON, a, _ENDED) for a in attempts)
             return
-        lost = [_finding(Standing.LOST, a, "its messages are lost, and its rows are in the database") for a in attempts]
+        lost = [
+            _compared(Standing.LOST, a, "its messages are lost, and its rows are in the database") for a in attempts
+        ]
         if stream is None and OF_ONE_SEND not in first.app_id:
             # Recreated now, the messages would block a stream that runs the batch again.
             advice = "a stream sent them: name its checkpoint (--checkpoint); or a batch write: run it again"
@@ -308,7 +310,7 @@ class Reconciler:
         TwoPhase(log, CommitOncePrepared()).send(header, lambda: log.stage(writer, messages.to_batches()))
 
     # ------------------------------------------------------------------ committed in the log
-    def _unknown_to_the_database(self, executed: Collection[str], since: datetime) -> Iterator[Finding]:
+    def _unknown_to_the_database(self, executed: Collection[str], since: datetime) -> Iterator[Comparison]:
         batches = kept_batches(self.log)
         since_scalar = pa.scalar(since, batches.schema.field("prepared_at").type)
         batches = batches.filter(pc.greater_equal(batches["prepared_at"], since_scalar)).sort_by("prepared_at")
@@ -319,10 +321,10 @@ class Reconciler:
                 app_id, batch_id, fence_id, by_listener = self._committed(row["half_id"])
             except TxmqError as problem:
                 what = f"it cannot be looked at: {sentence_of(problem)}"
-                yield Finding(Standing.PERSON, row["half_id"], None, None, None, None, row["prepared_at"], what)
+                yield Comparison(Standing.PERSON, row["half_id"], None, None, None, None, row["prepared_at"], what)
                 continue
             if fence_id is not None and fence_id == self.listener.store_id and by_listener:
-                yield Finding(
+                yield Comparison(
                     Standing.UNKNOWN_TO_THE_DATABASE, row["half_id"], app_id, batch_id, None, None,
                     row["prepared_at"],
                     "its messages are visible, and the database has not executed it: the database is older than the "
@@ -397,8 +399,8 @@ def _committed_by_listener(decisions: Iterable[tuple[object, object]]) -> bool:
     return any(str(kind) == Kind.COMMIT.value and str(decided_by) in answers for kind, decided_by in decisions)
 
 
-def _finding(standing: Standing, attempt: ExecutedAttempt, what: str) -> Finding:
-    return Finding(
+def _compared(standing: Standing, attempt: ExecutedAttempt, what: str) -> Comparison:
+    return Comparison(
         standing,
         attempt.half_id,
         attempt.app_id,

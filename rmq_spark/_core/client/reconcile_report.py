@@ -25,7 +25,7 @@ class Standing(str, Enum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Comparison:
     """The comparison's result for one attempt.
 
     Attributes
@@ -75,7 +75,7 @@ class ReconcileReport:
         Attempts that the database executed since.
     settled : int
         Attempts that need no action.
-    findings : tuple of Finding
+    findings : tuple of Comparison
         All other attempts.
     streams : tuple of str
         A sentence for each checkpoint.
@@ -90,12 +90,12 @@ class ReconcileReport:
     applied: bool
     executed: int
     settled: int
-    findings: tuple[Finding, ...]
+    findings: tuple[Comparison, ...]
     streams: tuple[str, ...] = ()
     careful: tuple[str, ...] = ()
 
     @property
-    def left(self) -> tuple[Finding, ...]:
+    def left(self) -> tuple[Comparison, ...]:
         """The findings that still need ``apply`` or a person."""
         return tuple(f for f in self.findings if f.done is None and f.standing is not Standing.REPLAYED)
 
