@@ -13,6 +13,7 @@ PAGES: Mapping[str, str] = {
     "README.md": "readme.md",
     "ARCHITECTURE.md": "architecture.md",
     "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
     "tests/torture/README.md": "proof.md",
 }
 """Pages that lie outside ``docs/``, and what they are called on the site."""

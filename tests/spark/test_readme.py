@@ -1,4 +1,4 @@
-"""The README's examples, run in the order in which they stand."""
+"""The examples of README and the how-tos, run in the order in which they stand."""
 
 from __future__ import annotations
 
@@ -45,7 +45,16 @@ def run_examples(page: Path, folder: Path, environment: Mapping[str, str] | None
 
 
 def test_the_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
-    printed = run_examples(ROOT / "README.md", tmp_path)
+    page = ROOT / "README.md"
+    printed = run_examples(page, tmp_path)
+    (promised,) = re.findall(r"^```text\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert printed.startswith(promised)
+    assert re.findall(r'"order_id": ?(\d+)', printed.removeprefix(promised)) == ["1", "3"]
+
+
+@pytest.mark.long
+def test_the_first_hour_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    printed = run_examples(ROOT / "docs" / "first-hour.md", tmp_path)
     assert "9 orders are visible; 0 are pending" in printed
     assert "COMMIT_MESSAGE" in printed
     assert "topic 'ordes' is not in the commit log" in printed
@@ -54,7 +63,7 @@ def test_the_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
 HOW_TOS = [
     pytest.param(page, id=page.stem, marks=[pytest.mark.long] if "SparkSession" in page.read_text() else [])
     for page in sorted((ROOT / "docs").glob("*.md"))
-    if page.stem not in NEEDS_A_SERVER
+    if page.stem not in (*NEEDS_A_SERVER, "first-hour")
 ]
 """Those that start a Spark of their own take as long as the README."""
 

@@ -129,9 +129,9 @@ def test_what_nobody_described_ends_the_build() -> None:
 
 # ---------------------------------------------------------------- what people write
 @pytest.mark.parametrize("options", [SINK_OPTIONS, SOURCE_OPTIONS])
-def test_the_readme_has_every_option(options: tuple[str, ...]) -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert not [name for name in options if f"`{name}`" not in readme]
+def test_the_page_of_spark_has_every_option(options: tuple[str, ...]) -> None:
+    page = (ROOT / "docs" / "spark.md").read_text()
+    assert not [name for name in options if f"`{name}`" not in page]
 
 
 def test_the_docs_call_verbs_that_are_there() -> None:
