@@ -72,7 +72,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
         listeners = settings.load_listeners()
         service = settings.service(listeners)
         _start_spark_if_needed(listeners)
-        draining = settings.draining(service.log)
+        draining = settings.draining(service.engine)
     except TxmqError as problem:
         _say_error(problem)
         if isinstance(problem, (ConfigError, ListenerError)):
@@ -100,11 +100,11 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
             stop.set()
 
     successes: list[bool] = []
-    maintainer = settings.maintainer(service.log, draining, listeners.values())
+    maintainer = settings.maintainer(service.engine, draining, listeners.values())
     optional_workers = {"txmq-drains": draining, "txmq-maintainer": maintainer}
     workers = {name: worker for name, worker in optional_workers.items() if worker is not None}
     try:
-        metrics = _metrics(settings, service.log, once)
+        metrics = _metrics(settings, service.engine, once)
         with metrics as write_metrics, stopped_by_signals(stop):
             if once:
                 service.run(stop, show)
@@ -116,7 +116,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
     except OptionError as problem:
         _say_error(problem)
         return BAD_CONFIGURATION
-    service.log.close()
+    service.engine.close()
     if not once:
         return OK
     if not (reports and _all_answered(reports[-1], settings.elsewhere) and all(successes)):
@@ -124,7 +124,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
     return OK if reports[-1].ok and not reports[-1].quarantined else PROBLEMS
 
 
-def _metrics(settings: JobSettings, log: Engine, once: bool) -> AbstractContextManager[Callable[[], None]]:
+def _metrics(settings: JobSettings, engine: Engine, once: bool) -> AbstractContextManager[Callable[[], None]]:
     """Return a context that publishes configured metrics. Its value is a function that writes them to a file."""
     metrics_settings = settings.metrics
     if not metrics_settings.wanted:
@@ -132,7 +132,7 @@ def _metrics(settings: JobSettings, log: Engine, once: bool) -> AbstractContextM
     from rmq_spark._core.metrics.exposition import showing
 
     return showing(
-        log,
+        engine,
         port=metrics_settings.port if metrics_settings.port > 0 and not once else None,
         address=metrics_settings.address,
         cluster=metrics_settings.cluster,
@@ -173,7 +173,7 @@ def _work_once(worker: Draining | Maintainer) -> bool:
         return True
     except Exception as problem:
         what = "a drain" if isinstance(worker, Draining) else "upkeep"
-        logger.warning("%s of %r failed: %s", what, worker.log, failure(problem))
+        logger.warning("%s of %r failed: %s", what, worker.engine, failure(problem))
         return False
 
 

@@ -203,7 +203,7 @@ def reset(
         positions = consumer_group.reset(to_json(offsets, log_id=offsets.log_id), topic, others_stay=True)
     else:
         try:
-            when = time_of(text, consumer_group.log.runtime.now(), "--to")
+            when = time_of(text, consumer_group.engine.runtime.now(), "--to")
         except OptionError:
             if text[:1].isdigit():  # meant as a time
                 raise
@@ -227,7 +227,7 @@ def _show_positions(group: ConsumerGroup, positions: Mapping[tuple[str, int], in
 
     rows = [{"topic": t, "queue_id": q, "next_offset": n} for (t, q), n in sorted(positions.items())]
     show(rows, as_json, "nothing")
-    if kind_of(group.log.groups.places(group.name).values()) != MEMBERS:
+    if kind_of(group.engine.groups.places(group.name).values()) != MEMBERS:
         typer.secho(FOLLOWS_ITS_CHECKPOINT, dim=True, err=True)
 
 
@@ -303,6 +303,6 @@ def _not_found(group: ConsumerGroup) -> GroupNotFoundError:
     from rmq_spark._core.consumers.groups import groups
     from rmq_spark._core.vocabulary.options import nearest
 
-    names = groups(group.log)
+    names = groups(group.engine)
     hint = nearest(group.name, names) if names else "no group has read from this commit log yet"
     return GroupNotFoundError(f"there is no consumer group {group.name!r} ({hint})")

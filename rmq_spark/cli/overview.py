@@ -109,17 +109,17 @@ def look(log: CommitLog) -> Overview:
     )
 
 
-def committed_since(log: Engine, now: datetime) -> dict[str, dict[str, int]]:
+def committed_since(engine: Engine, now: datetime) -> dict[str, dict[str, int]]:
     """Return by topic how many messages were committed within each of :data:`WINDOWS`.
 
     Drained messages are counted by the statistics of their files. Only a file in which a window begins is read.
     """
     counts_by_topic: dict[str, dict[str, int]] = {}
-    log.drained.border()
+    engine.drained.border()
     earliest = now - timedelta(seconds=max(WINDOWS.values()))
-    for name, topic, count in _drained_within(log, now):
+    for name, topic, count in _drained_within(engine, now):
         counts_by_topic.setdefault(topic, dict.fromkeys(WINDOWS, 0))[name] += count
-    for rows, _ in log.placements(log.drained.position + 1):
+    for rows, _ in engine.placements(engine.drained.position + 1):
         recent = rows.filter(pc.greater_equal(rows["op_time"], pa.scalar(earliest, rows["op_time"].type)))
         for row in recent.select(["topic", "count", "op_time"]).to_pylist():
             counts = counts_by_topic.setdefault(row["topic"], dict.fromkeys(WINDOWS, 0))
@@ -128,20 +128,20 @@ def committed_since(log: Engine, now: datetime) -> dict[str, dict[str, int]]:
     return counts_by_topic
 
 
-def expiring(log: Engine, topic: str, retention_s: float) -> int:
+def expiring(engine: Engine, topic: str, retention_s: float) -> int:
     """Return how many messages of a topic the next upkeep removes with this retention: those of files with no younger
     message."""
-    log.drained.border()
-    actions = log.messages_table.actions()
-    limit = log.runtime.now() - timedelta(seconds=retention_s)
+    engine.drained.border()
+    actions = engine.messages_table.actions()
+    limit = engine.runtime.now() - timedelta(seconds=retention_s)
     newest = actions["max.commit_timestamp"]
     expires = pc.and_(pc.equal(actions["min.topic"], topic), pc.less(newest, pa.scalar(limit, newest.type)))
     return int(pc.sum(actions.filter(expires)["num_records"]).as_py() or 0)
 
 
-def _drained_within(log: Engine, now: datetime) -> Iterator[tuple[str, str, int]]:
+def _drained_within(engine: Engine, now: datetime) -> Iterator[tuple[str, str, int]]:
     """Yield for each file and window the window's name, the topic, and how many messages were committed in it."""
-    table = log.messages_table
+    table = engine.messages_table
     columns = ["path", "num_records", "min.topic", "min.commit_timestamp", "max.commit_timestamp"]
     for file in table.actions().select(columns).to_pylist() if table.actions().num_rows else ():
         oldest, newest = file["min.commit_timestamp"], file["max.commit_timestamp"]

@@ -348,7 +348,7 @@ def test_two_processes_that_ask_at_the_same_moment_count_one_check() -> None:
     first, second, *_ = own_checks(Steps(), meanwhile)
     first.run_once()
     assert len(asked) == 2
-    assert pending_table(first.log.another())["check_times"].to_pylist() == [1]
+    assert pending_table(first.engine.another())["check_times"].to_pylist() == [1]
 
 
 def test_a_check_that_was_counted_by_a_clock_far_ahead_stops_no_other() -> None:

@@ -148,7 +148,7 @@ def test_what_a_consumer_says_names_its_group_and_queue(caplog: pytest.LogCaptur
     consumer = push(log, lambda _: DONE)
     with caplog.at_level("INFO", "rmq_spark"):
         consumer.member.join()
-        consumer.member.log.groups.set("points", {("orders", 0): 0}, "reset")
+        consumer.member.engine.groups.set("points", {("orders", 0): 0}, "reset")
         go_on(consumer)
     claimed = next(r for r in caplog.records if "claimed" in r.getMessage())
     assert fields(claimed) == {"consumer_group": "points", "member": consumer.member.name}

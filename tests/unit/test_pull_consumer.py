@@ -142,7 +142,7 @@ def test_a_shutdown_in_the_midst_of_a_call_of_the_log_is_left_to_the_loop(log: C
     seen = []
     for message in consumer:
         seen.append(message)
-        with consumer.member.log.lock:
+        with consumer.member.engine.lock:
             consumer.shutdown()
             assert consumer.member_threads.is_running
     assert bodies(seen) == ["a"]

@@ -77,7 +77,7 @@ def fails_with(problem: BaseException) -> Callable[..., Any]:
 def dies(consumer: Any) -> None:
     """As if its lease were over: its queues are free, and nobody counts with it."""
     consumer.member._members.leave()
-    consumer.member.log.groups.hand_over(consumer.member.group, "the lease is over")
+    consumer.member.engine.groups.hand_over(consumer.member.group, "the lease is over")
 
 
 # ---------------------------------------------------------------- forms of a listener

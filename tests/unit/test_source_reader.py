@@ -254,7 +254,7 @@ def test_the_driver_never_lists_half(log: CommitLog) -> None:
     reader = TxmqReader({"path": log.path, "subscribe": "orders"}, source_schema())
     assert len(reader.partitions()) == 1
     with pytest.raises(NotACommitLogError):
-        reader.planner.log.half.table.actions()
+        reader.planner.engine.half.table.actions()
 
 
 def test_a_lost_file_is_an_error_or_a_warning(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:

@@ -40,7 +40,7 @@ class Within:
         """Require that it has sent, after the first message, and was refused once."""
         assert self.sent[0].result(60).send_status
         assert self.refusals == 1
-        assert sent_bodies(self.producer.log) == ["first", "later"]
+        assert sent_bodies(self.producer.engine) == ["first", "later"]
 
     def __call__(self) -> None:
         if not self.sent:

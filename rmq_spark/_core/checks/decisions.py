@@ -26,13 +26,13 @@ class Decisions:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     on_problem : callable
         Called with each decision that was not made, and the reason.
     """
 
-    def __init__(self, log: Engine, on_problem: Callable[[Decision, Exception], None]) -> None:
-        self._log = log
+    def __init__(self, engine: Engine, on_problem: Callable[[Decision, Exception], None]) -> None:
+        self._engine = engine
         self._on_problem = on_problem
         self._waiting: dict[str, tuple[Decision, HalfBatch]] = {}  # by half id
         self._since_s = 0.0
@@ -42,14 +42,14 @@ class Decisions:
         if decision.record.half_id in self._waiting:
             self.make()
         if not self._waiting:
-            self._since_s = self._log.runtime.monotonic()
+            self._since_s = self._engine.runtime.monotonic()
         self._waiting[decision.record.half_id] = (decision, batch)
         if at_once or len(self._waiting) >= TOGETHER_MAX:
             self.make()
 
     def make_if_old(self) -> None:
         """Make the waiting decisions, if the oldest has waited long enough."""
-        if self._waiting and self._log.runtime.monotonic() >= self._since_s + WAITS_S_MAX:
+        if self._waiting and self._engine.runtime.monotonic() >= self._since_s + WAITS_S_MAX:
             self.make()
 
     def make(self) -> None:
@@ -57,7 +57,7 @@ class Decisions:
         waiting, self._waiting = list(self._waiting.values()), {}
         try:
             if len(waiting) > 1:
-                self._tell(waiting, self._log.decide([decision for decision, _ in waiting]))
+                self._tell(waiting, self._engine.decide([decision for decision, _ in waiting]))
                 return
         except Exception as problem:  # one of them caused it: find which
             logger.debug("%d decisions could not share a commit: %s", len(waiting), problem)
@@ -72,8 +72,8 @@ class Decisions:
             return batch.messages(["properties"])
 
         try:
-            with settling(self._log.path, batch.half_id, batch.attempt, str(d.who), *counts, topics, messages):
-                (decided,) = self._log.decide([decision])
+            with settling(self._engine.path, batch.half_id, batch.attempt, str(d.who), *counts, topics, messages):
+                (decided,) = self._engine.decide([decision])
                 decided.or_raise()
         except Exception as problem:
             self._on_problem(decision, problem)

@@ -31,15 +31,15 @@ class Draining:
     """
 
     def __init__(self, log: CommitLog | Engine, every: float = DRAIN_EVERY_S) -> None:
-        self.log = engine_of(log)
+        self.engine = engine_of(log)
         self.every = seconds(every, "every", above=True)
-        self.turn = self.log.runtime.lock()
+        self.turn = self.engine.runtime.lock()
         """Held while messages are in this process's memory. A maintainer in the same process takes it, too."""
         self._handle: Engine | None = None
 
     def run_once(self) -> int:
         """Drain once. Returns the version of ``op`` up to which the log is drained."""
-        self._handle = self._handle or self.log.another_on_the_same_log()
+        self._handle = self._handle or self.engine.another_on_the_same_log()
         with self.turn:
             return Drainer(self._handle).run()
 
@@ -52,9 +52,9 @@ class Draining:
             try:
                 self.run_once()
             except Exception as problem:
-                logger.warning("a drain of %r failed: %s", self.log, failure(problem))
+                logger.warning("a drain of %r failed: %s", self.engine, failure(problem))
                 self._handle = None
                 pause_s = max(pause_s, AFTER_FAILURE_S)
 
     def _pause(self) -> float:
-        return self.every * (1 + JITTER * (2 * self.log.runtime.random() - 1))
+        return self.every * (1 + JITTER * (2 * self.engine.runtime.random() - 1))

@@ -24,7 +24,7 @@ class FencePruner:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
         Fence rows of other logs stay.
     listeners : iterable of TransactionListener
         Those without a method ``pruning_in_turn`` keep nothing that could be pruned.
@@ -33,9 +33,9 @@ class FencePruner:
     """
 
     def __init__(
-        self, log: Engine, listeners: Iterable[TransactionListener], older_than: float = FENCE_RETENTION_S
+        self, engine: Engine, listeners: Iterable[TransactionListener], older_than: float = FENCE_RETENTION_S
     ) -> None:
-        self._log = log
+        self._engine = engine
         self._listeners = [listener for listener in listeners if hasattr(listener, "pruning_in_turn")]
         self._older_than = seconds(older_than, "fences", FENCE_RETENTION_S_MIN)
         self._begun_s = -math.inf
@@ -43,11 +43,11 @@ class FencePruner:
 
     def run(self, seconds_max: float, is_over: Callable[[], bool] = lambda: False) -> int:
         """Go on for about ``seconds_max``. Returns the number of deleted rows. A failed fence waits for a day."""
-        runtime = self._log.runtime
+        runtime = self._engine.runtime
         began_s = runtime.monotonic()
         if not self._left and self._listeners and began_s - self._begun_s >= EVERY_S:
-            self._begun_s, log = began_s, self._log.another_on_the_same_log()
-            self._left = [(owner, owner.pruning_in_turn(self._older_than, log, TURN_S)) for owner in self._listeners]
+            self._begun_s, engine = began_s, self._engine.another_on_the_same_log()
+            self._left = [(owner, owner.pruning_in_turn(self._older_than, engine, TURN_S)) for owner in self._listeners]
         deleted = 0
         while self._left and runtime.monotonic() - began_s < seconds_max and not is_over():
             listener, pages = self._left[0]

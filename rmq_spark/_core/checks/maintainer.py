@@ -49,7 +49,7 @@ class Maintainer:
         turn: AbstractContextManager[object] | None = None,
         fences: FencePruner | None = None,
     ) -> None:
-        self.log = engine_of(log)
+        self.engine = engine_of(log)
         self.interval = seconds(interval, "interval", above=True)
         self.graces = graces or Graces()
         self.turn = nullcontext() if turn is None else turn
@@ -63,9 +63,9 @@ class Maintainer:
         return report
 
     def _keep_up(self) -> MaintenanceReport:
-        now_s = self.log.runtime.monotonic()
+        now_s = self.engine.runtime.monotonic()
         orphans = self._looked_s is None or now_s - self._looked_s >= ORPHANS_EVERY_S
-        report = maintain(self.log, self.graces, orphans=orphans, turn=self.turn)
+        report = maintain(self.engine, self.graces, orphans=orphans, turn=self.turn)
         self._looked_s = now_s if orphans else self._looked_s
         return report
 
@@ -82,7 +82,7 @@ class Maintainer:
             try:
                 report = self._keep_up()
             except Exception as problem:
-                logger.warning("upkeep of %r failed: %s", self.log, failure(problem))
+                logger.warning("upkeep of %r failed: %s", self.engine, failure(problem))
                 continue
             if on_report is not None:
                 on_report(report)
@@ -97,4 +97,4 @@ class Maintainer:
             logger.warning("pruning of fence rows failed: %s", failure(problem))
 
     def _pause(self) -> float:
-        return self.interval * (1 + JITTER * (2 * self.log.runtime.random() - 1))
+        return self.interval * (1 + JITTER * (2 * self.engine.runtime.random() - 1))

@@ -106,19 +106,19 @@ class Checker:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     rules : Rules
     """
 
-    def __init__(self, log: Engine, rules: Rules) -> None:
-        self.log = log
+    def __init__(self, engine: Engine, rules: Rules) -> None:
+        self.engine = engine
         self.rules = rules
-        self.clock = rules.clock or log.runtime.now
+        self.clock = rules.clock or engine.runtime.now
         self._doubt_s: float | None = None  # of the clock, in this round
         self._without_fence = CommitOncePrepared()
         in_threads = rules.round_timeout is not None
-        self._asker = Asker(log.runtime, in_threads=in_threads)
-        self._probe = Probe(log.runtime, rules.listeners, in_threads=in_threads)
+        self._asker = Asker(engine.runtime, in_threads=in_threads)
+        self._probe = Probe(engine.runtime, rules.listeners, in_threads=in_threads)
         self._not_reached: list[str] = []
         self._foreign: set[str] = set()  # open half batches of other groups (only_groups)
 
@@ -126,8 +126,8 @@ class Checker:
         """Run one round. A fault of a single half batch or its listener does not end it."""
         report = CheckReport(self.clock())
         self._doubt_s = None
-        decisions = Decisions(self.log, lambda decision, problem: _not_decided(decision, problem, report))
-        round_ = _Round(report, decisions, self.rules.round_timeout, stop, self.log.runtime)
+        decisions = Decisions(self.engine, lambda decision, problem: _not_decided(decision, problem, report))
+        round_ = _Round(report, decisions, self.rules.round_timeout, stop, self.engine.runtime)
         half_ids = self._open_half_ids()
         self._not_reached = []
         done: set[str] = set()
@@ -148,7 +148,7 @@ class Checker:
     # ------------------------------------------------------------------ open
     def _open_half_ids(self) -> list[str]:
         """Half batches to look at: first those that the last round did not reach, then the oldest first."""
-        ids = self.log.open_half_ids()
+        ids = self.engine.open_half_ids()
         self._foreign &= set(ids)
         ids = [i for i in ids if i not in self._foreign]
         first = [i for i in self._not_reached if i in set(ids)]
@@ -157,12 +157,12 @@ class Checker:
     def _check(self, half_id: str, round_: _Round) -> None:
         """Check a half batch alone."""
         try:
-            record = self.log.get(half_id)
+            record = self.engine.get(half_id)
             listener = self._listener_of(record)
             if listener is None and self.rules.only_groups:
                 self._foreign.add(half_id)
                 return
-            for todo, question in self._due(record, self.log.state_of(record), listener, round_.report, None):
+            for todo, question in self._due(record, self.engine.state_of(record), listener, round_.report, None):
                 self._do(todo, question, listener, round_)
         except HalfBatchLeftError:  # another process settled it, long ago by now
             pass
@@ -177,7 +177,7 @@ class Checker:
         questions_of: dict[str, list[Question]] = {}  # by producer group
         done: set[str] = set()
         try:
-            for record, state, rows in self.log.small_batches(half_ids):
+            for record, state, rows in self.engine.small_batches(half_ids):
                 listener = self._listener_of(record)
                 if listener is None or not answers_many(listener):
                     continue
@@ -257,14 +257,14 @@ class Checker:
     def _question(
         self, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, held: pa.Table | None
     ) -> Question:
-        return Question(record, state, attempt, rows, self.log.half_batch(record, state, attempt, rows, held=held))
+        return Question(record, state, attempt, rows, self.engine.half_batch(record, state, attempt, rows, held=held))
 
     def _is_expired(self, age_s: float) -> bool:
         """Whether this age exceeds ``file_reserved_time`` by more than the clock's doubt."""
         if age_s < self.rules.file_reserved_time:
             return False
         if self._doubt_s is None:
-            self._doubt_s = 0.0 if self.rules.clock is not None else self.log.clock_doubt_s()
+            self._doubt_s = 0.0 if self.rules.clock is not None else self.engine.clock_doubt_s()
         return age_s >= self.rules.file_reserved_time + self._doubt_s
 
     def _age_s(self, pending: Question, report: CheckReport) -> float:
@@ -326,7 +326,7 @@ class Checker:
         at_once = (here and not asks_nobody) or tracing() is not None
         unknown = self._take(answer, listener, round_, at_once)
         if unknown is not None:
-            self.log.ledger.record_checks([unknown], self.rules.pause_s)
+            self.engine.ledger.record_checks([unknown], self.rules.pause_s)
         round_.decisions.make_if_old()
 
     def _ask_many(self, questions: Sequence[Question], listener: TransactionListener, round_: _Round) -> set[str]:
@@ -358,7 +358,7 @@ class Checker:
                 unknown += [check] if check is not None else []
         round_.decisions.make()
         if unknown:
-            self.log.ledger.record_checks(unknown, self.rules.pause_s)
+            self.engine.ledger.record_checks(unknown, self.rules.pause_s)
         return alone
 
     # ------------------------------------------------------------------ decide
@@ -367,7 +367,7 @@ class Checker:
     ) -> AnsweredCheck | None:
         """Add an answer's decision, and return the check to count for rows that stay UNKNOWN."""
         question = answer.question
-        split = split_by_verdict(self.log, question.record, question.rows, question.batch, answer.verdicts)
+        split = split_by_verdict(self.engine, question.record, question.rows, question.batch, answer.verdicts)
         _tally(round_.report, question.batch, split, answer.verdicts)
         if split.decides:
             round_.decisions.add(split.decision(question.record, question.attempt, Who.CHECK), question.batch, at_once)
@@ -390,13 +390,13 @@ class Checker:
             report.problem(record.half_id, f"the discard policy did not answer: {sentence_of(problem)}")
             return
         if verdict is UNKNOWN:
-            self.log.ledger.quarantine(record, attempt, rows, Who.DISCARD, reason, checks_min=limit)
+            self.engine.ledger.quarantine(record, attempt, rows, Who.DISCARD, reason, checks_min=limit)
             logger.info("%r is quarantined: %s", batch, reason, extra=of_batch(batch))
             report.quarantined.add(batch.transactions.num_rows, rows.count)
             return
         commit, rollback = (rows, NO_ROWS) if verdict is COMMIT_MESSAGE else (NO_ROWS, rows)
         decision = Decision(record, attempt, commit, rollback, Who.DISCARD, reason, checks_min=limit)
-        (decided,) = self.log.decide([decision])
+        (decided,) = self.engine.decide([decision])
         decided.or_raise()
         report.discarded.add(batch.transactions.num_rows, rows.count)
 
@@ -405,7 +405,7 @@ class Checker:
         age_s = (self.clock() - question.batch.prepared_at).total_seconds()
         limit_h = self.rules.file_reserved_time / 3600
         reason = f"open for {age_s / 3600:.1f} h, which is not less than fileReservedTime ({limit_h:g} h)"
-        self.log.ledger.quarantine(question.record, question.attempt, question.rows, Who.DISCARD, reason)
+        self.engine.ledger.quarantine(question.record, question.attempt, question.rows, Who.DISCARD, reason)
         logger.info("%r is quarantined: %s", question.batch, reason, extra=of_batch(question.batch))
         report.quarantined.add(question.batch.transactions.num_rows, question.rows.count)
 
@@ -428,18 +428,18 @@ class Checker:
                 report.problem(None, f"the end of the round failed with {sentence_of(problem)}")
 
     def _place_due(self, report: CheckReport) -> None:
-        report.placed = sum(p.count for p in self.log.ledger.place_due())
-        for half_id, problem in self.log.ledger.unplaceable.items():
+        report.placed = sum(p.count for p in self.engine.ledger.place_due())
+        for half_id, problem in self.engine.ledger.unplaceable.items():
             report.problem(half_id, f"its messages are due, and cannot be placed: {sentence_of(problem)}")
 
     def _report_unreadable(self, report: CheckReport) -> None:
-        for file in unreadable_files(self.log):
+        for file in unreadable_files(self.engine):
             messages = "messages" if file.rows is None else count_of(file.rows, "message")
             sentence = f"half batches with {messages} cannot be checked, because their file cannot be read"
             report.problem(None, f"{sentence}: {sentence_of(file.problem)}")
 
     def _move_mark(self, report: CheckReport) -> None:
-        self.log.ledger.mark()
+        self.engine.ledger.mark()
 
     def _count_pending(self, report: CheckReport) -> None:
         still_open = self._open_half_ids()
@@ -449,7 +449,7 @@ class Checker:
     def _report_conflicts(self, report: CheckReport) -> None:
         """Report every half batch that waits for a person, even with nothing pending."""
         reported = {half_id for half_id, _ in report.problems}
-        for half_id in conflicts(self.log):
+        for half_id in conflicts(self.engine):
             if half_id not in reported:
                 report.problem(half_id, _IN_CONFLICT.format(shlex.quote(half_id)))
 

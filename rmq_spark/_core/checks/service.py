@@ -137,8 +137,8 @@ class CheckService:
             pause_s=OWN_CHECK_PAUSE * self.transaction_check_interval if only_groups else 0.0,
             clock=clock,
         )
-        self.log = engine_of(log, storage_options)
-        self._checker = Checker(self.log, rules)
+        self.engine = engine_of(log, storage_options)
+        self._checker = Checker(self.engine, rules)
 
     def run(self, stop_event: threading.Event, on_report: Callable[[CheckReport], None] | None = None) -> None:
         """Run rounds until the event is set: the first at once, then one every ``transaction_check_interval``.
@@ -170,7 +170,7 @@ class CheckService:
 
         A fault of a single half batch or its listener does not end the round; the report's ``problems`` have it.
         """
-        return self._round(self.log.runtime.event())
+        return self._round(self.engine.runtime.event())
 
     def _round(self, stop: threading.Event) -> CheckReport:
         report = self._checker.round(stop)
@@ -180,4 +180,4 @@ class CheckService:
     def _tell(self, report: CheckReport) -> None:
         if observer.observers():
             checker = "producer" if self._checker.rules.only_groups else "job"
-            observer.tell(lambda o: o.checked(self.log.path, checker, report))
+            observer.tell(lambda o: o.checked(self.engine.path, checker, report))

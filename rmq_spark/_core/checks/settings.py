@@ -278,14 +278,14 @@ class JobSettings(BaseSettings):
             storage_options=self.storage_options(),
         )
 
-    def draining(self, log: Engine) -> Draining | None:
+    def draining(self, engine: Engine) -> Draining | None:
         """Return the drains of the log between two rounds of upkeep; None when they are switched off."""
         if self.drain.every == 0:
             return None
-        return Draining(log, self.drain.every)
+        return Draining(engine, self.drain.every)
 
     def maintainer(
-        self, log: Engine, draining: Draining | None = None, listeners: Iterable[TransactionListener] = ()
+        self, engine: Engine, draining: Draining | None = None, listeners: Iterable[TransactionListener] = ()
     ) -> Maintainer | None:
         """Return the upkeep of the log and the listeners' fences; None when it is switched off. It takes turns with
         ``draining``."""
@@ -293,8 +293,8 @@ class JobSettings(BaseSettings):
         if upkeep.interval == 0:
             return None
         graces = Graces(upkeep.grace, upkeep.audit, upkeep.idempotency)
-        fences = FencePruner(log, listeners, upkeep.fences) if upkeep.fences else None
-        return Maintainer(log, upkeep.interval, graces, None if draining is None else draining.turn, fences)
+        fences = FencePruner(engine, listeners, upkeep.fences) if upkeep.fences else None
+        return Maintainer(engine, upkeep.interval, graces, None if draining is None else draining.turn, fences)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -148,17 +148,17 @@ class Manifest:
 
 
 def back_up(
-    log: Engine,
+    engine: Engine,
     target: str | os.PathLike[str],
     storage_options: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> BackupReport:
     """Copy a commit log. See :meth:`CommitLog.backup`."""
     where = location(target)
-    options = dict(log.storage_options if storage_options is None else storage_options) if is_uri(where) else {}
+    options = dict(engine.storage_options if storage_options is None else storage_options) if is_uri(where) else {}
     require_storage_options(where, options)
-    _require_apart(log.path, where)
-    source = log.another_on_the_same_log()
+    _require_apart(engine.path, where)
+    source = engine.another_on_the_same_log()
     with reaching(where, options):
         require_no_log_around(where, options)
         copy = _Copy(where, options)
@@ -241,18 +241,18 @@ def _newest(pins: Sequence[Pin]) -> datetime:
     return datetime.fromtimestamp(max(times) / 1000, timezone.utc)
 
 
-def _pins(log: Engine) -> list[Pin]:
+def _pins(engine: Engine) -> list[Pin]:
     """Return the tables' state at one moment, with ``topics`` last."""
-    half = log.half.table
+    half = engine.half.table
     for _ in range(LOOKS_MAX):
         half.refresh()
         first_look = _state_of(half)
-        groups = [pin(log.groups.table)] if log.has_groups() else []
-        messages = pin(log.messages_table)
-        require_own(log.messages_table)
-        op = pin(log.op)
-        lost = _not_in_half(log, op.version)
-        pins = [*groups, messages, op, pin(half), pin(log.topics_table)]
+        groups = [pin(engine.groups.table)] if engine.has_groups() else []
+        messages = pin(engine.messages_table)
+        require_own(engine.messages_table)
+        op = pin(engine.op)
+        lost = _not_in_half(engine, op.version)
+        pins = [*groups, messages, op, pin(half), pin(engine.topics_table)]
         if not _has_left(half, first_look):
             if lost:
                 raise CorruptLogError(
@@ -275,14 +275,14 @@ def _has_left(half: Table, first_look: tuple[set[str], set[str]]) -> bool:
     return bool(first_live - live or removed - first_removed)
 
 
-def _not_in_half(log: Engine, until: int) -> list[str]:
+def _not_in_half(engine: Engine, until: int) -> list[str]:
     """Return half batches that have placed messages which are not drained, and that ``half`` lacks."""
     placed: set[str] = set()
-    position = drained_up_to(log.messages_table)
+    position = drained_up_to(engine.messages_table)
     while position < until:
-        rows, position = rows_above(log.op, position, until, OP_ROWS_MAX, ["version", "half_id", "queue_offset"])
+        rows, position = rows_above(engine.op, position, until, OP_ROWS_MAX, ["version", "half_id", "queue_offset"])
         placed.update(rows.filter(pc.is_valid(rows["queue_offset"]))["half_id"].to_pylist())
-    return sorted(placed.difference(log.half.contents.counted()))
+    return sorted(placed.difference(engine.half.contents.counted()))
 
 
 def _verify(where: str, storage_options: Mapping[str, str], pins: Sequence[Pin]) -> None:

@@ -50,14 +50,14 @@ def message_list(messages: object) -> list[Message]:
     return result
 
 
-def stage(log: Engine, writer: HalfWriter, given: list[Message] | pa.Table) -> Sequence[Stageable]:
+def stage(engine: Engine, writer: HalfWriter, given: list[Message] | pa.Table) -> Sequence[Stageable]:
     """Check and stage the messages. A small send waits to share a file with other threads. A large one is written
     now."""
     if isinstance(given, list) and writer.transaction_key is None and is_small(given):
         return [OneMessage(writer, given[0])]
     table = given if isinstance(given, pa.Table) else to_table(given)
     if table.num_rows > SHARED_ROWS_MAX or table.nbytes > SHARED_BYTES_MAX:
-        return log.stage(writer, table.to_batches())
+        return engine.stage(writer, table.to_batches())
     return [writer.rows_of(table)]
 
 

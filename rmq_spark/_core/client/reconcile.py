@@ -78,7 +78,7 @@ class Reconciler:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
         No program sends to it, and no checks run.
     listener : TransactionListener
         A listener with a readable fence: :class:`~rmq_spark.SqlTransactionListener`.
@@ -95,7 +95,7 @@ class Reconciler:
         When the listener has no readable fence.
     """
 
-    log: Engine
+    engine: Engine
     listener: TransactionListener
     streams: Sequence[Stream] = ()
     since: datetime | None = None
@@ -110,8 +110,8 @@ class Reconciler:
                 "the store of another one, and settle with log.resolve"
             )
         if self.since is None:
-            manifest = manifest_of(self.log.path, self.log.storage_options)
-            if manifest is None or manifest.log_id != self.log.id or manifest.taken_at is None:
+            manifest = manifest_of(self.engine.path, self.engine.storage_options)
+            if manifest is None or manifest.log_id != self.engine.id or manifest.taken_at is None:
                 raise OptionError(
                     "nobody knows from when this log is, since txmq backup did not make it: say when the copy was "
                     "taken, as --since 2026-11-27T01:00:00Z"
@@ -123,9 +123,9 @@ class Reconciler:
         """Compare log and database. With ``apply``, also make recoverable messages visible."""
         since = self.since
         assert since is not None  # __post_init__ has set it
-        self.log.refresh()
+        self.engine.refresh()
         executed: list[ExecutedAttempt] = list(
-            self.listener.executed_since(self.log.id, since - timedelta(seconds=MARGIN_S))  # type: ignore[attr-defined]
+            self.listener.executed_since(self.engine.id, since - timedelta(seconds=MARGIN_S))  # type: ignore[attr-defined]
         )
         self._in_messages = self._among_messages({attempt.half_id for attempt in executed})
         streams = tuple(self._stream_sentence(stream, executed) for stream in self.streams)
@@ -140,8 +140,8 @@ class Reconciler:
                     findings.append(finding)
         findings += self._unknown_to_the_database({attempt.half_id for attempt in executed}, since)
         return ReconcileReport(
-            self.log.path,
-            self.log.id,
+            self.engine.path,
+            self.engine.id,
             since,
             datetime.now(timezone.utc),
             apply,
@@ -153,8 +153,8 @@ class Reconciler:
         )
 
     def _among_messages(self, half_ids: Collection[str]) -> frozenset[str]:
-        table = self.log.messages_table
-        with self.log.lock:
+        table = self.engine.messages_table
+        with self.engine.lock:
             table.refresh()
             paths = table.actions()["path"].to_pylist()
             rows = table.read(paths, ["half_id"], pc.field("half_id").isin(sorted(half_ids)))
@@ -162,7 +162,7 @@ class Reconciler:
 
     def _is_forgotten(self, executed_at: datetime) -> bool:
         """Return True when the log may have forgotten a batch executed then, and its messages may have expired."""
-        return self.log.runtime.now() - executed_at > timedelta(seconds=IDEMPOTENCY_S)
+        return self.engine.runtime.now() - executed_at > timedelta(seconds=IDEMPOTENCY_S)
 
     # ------------------------------------------------------------------ executed by the database
     def _compare_safely(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> list[Comparison]:
@@ -175,7 +175,7 @@ class Reconciler:
 
     def _compare(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Comparison]:
         first = attempts[0]
-        record = self.log.find(first.app_id, first.batch_id)
+        record = self.engine.find(first.app_id, first.batch_id)
         if record is not None and record.half_id == first.half_id and record.header.producer_group != GROUP:
             for attempt in attempts:
                 yield self._known(record, attempt, apply)
@@ -200,7 +200,7 @@ class Reconciler:
                 "the log has rolled some of its messages back, and they have left it: look which, and send them again"
             )
             return _compared(Standing.PERSON, attempt, what)
-        state = self.log.state_of(record)
+        state = self.engine.state_of(record)
         rows = self._rows_of(record, attempt)
         missing = rows - state.rows_in(COMMITTED) - state.rows_in((RowState.PENDING,), attempt.attempt)
         if not missing:
@@ -214,7 +214,7 @@ class Reconciler:
         )
         if not apply:
             return finding
-        self.log.ledger.commit_executed(record, attempt.attempt, missing, REASON)
+        self.engine.ledger.commit_executed(record, attempt.attempt, missing, REASON)
         return replace(finding, done=f"{count} became visible")
 
     def _rows_of(self, record: HalfRecord, attempt: ExecutedAttempt) -> RowSet:
@@ -305,13 +305,13 @@ class Reconciler:
             producer_group=GROUP,
             naming=Naming.KEY if stream is None else Naming.COUNTED,
         )
-        log = self.log
-        writer = log.with_runtime(HalfWriter(header, log.topics(), None, None, log.topic_store.seen().fifo))
-        TwoPhase(log, CommitOncePrepared()).send(header, lambda: log.stage(writer, messages.to_batches()))
+        engine = self.engine
+        writer = engine.with_runtime(HalfWriter(header, engine.topics(), None, None, engine.topic_store.seen().fifo))
+        TwoPhase(engine, CommitOncePrepared()).send(header, lambda: engine.stage(writer, messages.to_batches()))
 
     # ------------------------------------------------------------------ committed in the log
     def _unknown_to_the_database(self, executed: Collection[str], since: datetime) -> Iterator[Comparison]:
-        batches = kept_batches(self.log)
+        batches = kept_batches(self.engine)
         since_scalar = pa.scalar(since, batches.schema.field("prepared_at").type)
         batches = batches.filter(pc.greater_equal(batches["prepared_at"], since_scalar)).sort_by("prepared_at")
         for row in batches.select(["half_id", "prepared_at"]).to_pylist():
@@ -334,7 +334,7 @@ class Reconciler:
     def _committed(self, half_id: str) -> tuple[str | None, int | None, str | None, bool]:
         """Return a half batch's app id, batch id and fence id, and whether its listener committed messages of it."""
         try:
-            record = self.log.get(half_id)
+            record = self.engine.get(half_id)
         except HalfBatchLeftError as left:
             archived = left.archived
             if archived is None:
@@ -344,19 +344,19 @@ class Reconciler:
             )
             return archived.app_id, archived.batch_id, archived.fence_id, by_listener
         header = record.header
-        history = self.log.state_of(record, refresh=False).history
+        history = self.engine.state_of(record, refresh=False).history
         by_listener = _committed_by_listener((row.kind, row.decided_by) for row in history)
         return header.app_id, header.batch_id, header.fence_id, by_listener
 
     # ------------------------------------------------------------------ blind spots
     def _blind_spots(self, since: datetime) -> Iterator[str]:
-        age = self.log.runtime.now() - since
+        age = self.engine.runtime.now() - since
         if age > timedelta(seconds=FENCE_RETENTION_S_MIN):
             yield (
                 f"the copy is {age.days} days old, and upkeep deletes rows of the fence that are older than fences "
                 f"({FENCE_RETENTION_S / 86_400:g}d by default): what they told is not seen"
             )
-        batches = kept_batches(self.log).sort_by([("prepared_at", "descending")])
+        batches = kept_batches(self.engine).sort_by([("prepared_at", "descending")])
         newest = batches["half_id"].to_pylist()[:FENCES_LOOKED_AT]
         fences: set[str | None] = set()
         for half_id in newest:
@@ -373,7 +373,7 @@ class Reconciler:
     # ------------------------------------------------------------------ checkpoints
     def _stream_sentence(self, stream: Stream, executed: Sequence[ExecutedAttempt]) -> str:
         batch_ids = [a.batch_id for a in executed if a.app_id == stream.app_id]
-        last = self.log.last_batch_id(stream.app_id)
+        last = self.engine.last_batch_id(stream.app_id)
         in_log = "no batch" if last is None else f"batches up to {last}"
         in_database = f", the database has executed batches up to {max(batch_ids)} since" if batch_ids else ""
         when = "again" if stream.planned else "next"

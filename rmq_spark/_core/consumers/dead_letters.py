@@ -50,7 +50,7 @@ class DeadLetters:
         *,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
-        self.log = engine_of(log, storage_options)
+        self.engine = engine_of(log, storage_options)
         self.group = require_group_name(group, "consumerGroup")
 
     def list(self, limit: int | None = None) -> pa.Table:
@@ -89,7 +89,7 @@ class DeadLetters:
 
     def waiting(self) -> int:
         """Return how many dead letters have not been sent again. It reads no message."""
-        topic, firsts, tails = DLQ_PREFIX + self.group, self.log.firsts(), self.log.tails()
+        topic, firsts, tails = DLQ_PREFIX + self.group, self.engine.firsts(), self.engine.tails()
         kept_offsets = [range(firsts.get(queue, 0), tail) for queue, tail in tails.items() if queue[0] == topic]
         if not any(kept_offsets):
             return 0
@@ -103,7 +103,7 @@ class DeadLetters:
 
     def _resend_times(self) -> dict[int, datetime]:
         """Return the times at which letters were sent again, by the letters' offsets."""
-        prefix, batches = resend_name(self.group, ""), kept_batches(self.log)
+        prefix, batches = resend_name(self.group, ""), kept_batches(self.engine)
         sent = batches.filter(pc.starts_with(batches["half_id"], prefix)).select(["half_id", "prepared_at"])
         rows = ((row["half_id"].removeprefix(prefix).partition(":")[0], row["prepared_at"]) for row in sent.to_pylist())
         return {int(offset): time for offset, time in rows if offset.isdecimal()}  # a longer group name may begin alike
@@ -138,18 +138,18 @@ class DeadLetters:
             raise OffsetError(f"group {self.group!r} has no dead letter {unknown[0]}: {kept_range}")
         letters = table.filter(pc.is_in(table["queue_offset"], value_set=pa.array(chosen, pa.int64())))
         names = [resend_name(self.group, offset) for offset in chosen]
-        return send_each(self.log, self.group, names, _messages_to_resend(letters, self.group))
+        return send_each(self.engine, self.group, names, _messages_to_resend(letters, self.group))
 
     def _read(self, limit: int | None) -> pa.Table:
-        topics = self.log.topics()
+        topics = self.engine.topics()
         if dlq_topic(self.group) not in topics:
             self._require_group(topics)
             return SOURCE_SCHEMA.empty_table()
-        return read_topic(self.log, dlq_topic(self.group), limit=limit)
+        return read_topic(self.engine, dlq_topic(self.group), limit=limit)
 
     def _require_group(self, topics: Iterable[str]) -> None:
         own_prefixes = (RETRY_PREFIX, DLQ_PREFIX)
-        known = {*groups(self.log), *(t.removeprefix(p) for t in topics for p in own_prefixes if t.startswith(p))}
+        known = {*groups(self.engine), *(t.removeprefix(p) for t in topics for p in own_prefixes if t.startswith(p))}
         if self.group not in known:
             hint = nearest(self.group, known) if known else "no group has read from this commit log yet"
             raise GroupNotFoundError(f"consumer group {self.group!r} is not known in this commit log ({hint})")

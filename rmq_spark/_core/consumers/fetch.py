@@ -39,17 +39,17 @@ class Fetcher:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     wants : callable
         Tells whether the consumer reads a topic.
     selector : Selector, optional
         Messages that it does not match are left out.
     """
 
-    def __init__(self, log: Engine, wants: Callable[[str], bool], selector: Selector | None) -> None:
-        self._log = log
+    def __init__(self, engine: Engine, wants: Callable[[str], bool], selector: Selector | None) -> None:
+        self._engine = engine
         self._selector = selector
-        self._placements = Placements(log, wants)
+        self._placements = Placements(engine, wants)
         self.row_bytes = 0.0
         """Mean bytes of a message in memory in the last fetch; 0 before the first."""
 
@@ -67,7 +67,7 @@ class Fetcher:
             When messages are missing that have not expired.
         """
         reach("fetch begins", starts=starts)
-        tails = self._log.tails()
+        tails = self._engine.tails()
         behind = {q: (start, room) for q, (start, room) in starts.items() if start < tails.get(q, 0) and room > 0}
         if not behind:
             return {}
@@ -79,10 +79,12 @@ class Fetcher:
         ranges, missing = self._placements.between(all_starts, ends)
         self._skip_expired(missing)
         ranges.sort(key=lambda r: r.file)  # stable, so a file with several queues is read once
-        row_filter = None if self._selector is None else self._selector.at(self._log.runtime.time_ms())
+        row_filter = None if self._selector is None else self._selector.at(self._engine.runtime.time_ms())
         parts: dict[Queue, list[pa.Table]] = {queue: [] for queue in ends}
         rows = size = 0
-        for table in read_ranges(ranges, self._log.read_range, self._log.find_again, SOURCE_SCHEMA.names, row_filter):
+        for table in read_ranges(
+            ranges, self._engine.read_range, self._engine.find_again, SOURCE_SCHEMA.names, row_filter
+        ):
             for queue, part in _split_by_queue(table):
                 parts[queue].append(part)
             rows, size = rows + table.num_rows, size + table.nbytes
@@ -96,7 +98,7 @@ class Fetcher:
     def _skip_expired(self, missing: list[tuple[Queue, int, int]]) -> None:
         if not missing:
             return
-        firsts = self._log.firsts()
+        firsts = self._engine.firsts()
         for queue, start, end in missing:
             if end > firsts.get(queue, 0):
                 raise OffsetOutOfRangeError(out_of_range(*queue, start, end, firsts))

@@ -81,16 +81,16 @@ class ConsumerGroup:
         *,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
-        self.log = engine_of(log, storage_options)
+        self.engine = engine_of(log, storage_options)
         self.name = require_group_name(name, "consumerGroup")
 
     def __repr__(self) -> str:
-        return f"ConsumerGroup({self.log!r}, {self.name!r})"
+        return f"ConsumerGroup({self.engine!r}, {self.name!r})"
 
     # ------------------------------------------------------------------ looking
     def positions(self) -> Positions:
         """Return the next offset of every queue that the group has read from, by (topic, queue_id)."""
-        return self.log.groups.positions(self.name)
+        return self.engine.groups.positions(self.name)
 
     def lag(self) -> pa.Table:
         """Return how far the group is behind, one row for each queue of the topics that it reads.
@@ -112,7 +112,7 @@ class ConsumerGroup:
             When the group has no progress.
         """
         progress = {(r["topic"], r["queue_id"]): r for r in self._progress_rows().to_pylist()}
-        open_messages = open_messages_of(self.log)
+        open_messages = open_messages_of(self.engine)
         beats = self.members()
         rows = self._lag_rows(progress)
         for row in rows:
@@ -141,15 +141,15 @@ class ConsumerGroup:
 
     def _lag_rows(self, rows: Mapping[Queue, Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return a row of :data:`BEHIND_SCHEMA` for each queue of the topics in ``rows``."""
-        queues_of = self.log.topics()
+        queues_of = self.engine.topics()
         topics = sorted({topic for topic, _ in rows})
-        tails = self.log.tails()
+        tails = self.engine.tails()
         queues = [(t, q) for t in topics for q in range(queues_of.get(t, 0))]
-        firsts = self.log.firsts()
+        firsts = self.engine.firsts()
         reached = {queue: rows[queue]["next_offset"] if queue in rows else firsts.get(queue, 0) for queue in queues}
         unread = {queue: max(offset, firsts.get(queue, 0)) for queue, offset in reached.items()}  # without expired ones
-        waits_since = waiting_since(self.log, {q: n for q, n in unread.items() if n < tails.get(q, 0)})
-        now = self.log.runtime.now()
+        waits_since = waiting_since(self.engine, {q: n for q, n in unread.items() if n < tails.get(q, 0)})
+        now = self.engine.runtime.now()
         return [
             {
                 "consumer_group": self.name,
@@ -172,13 +172,13 @@ class ConsumerGroup:
             ``age_s`` and the member's own ``lease_s``, both in seconds, and ``is_alive``. A killed member
             is listed for a few more leases, and is not alive.
         """
-        beats = heartbeats(self.log.groups.table, self.name, self.log.runtime.now())
+        beats = heartbeats(self.engine.groups.table, self.name, self.engine.runtime.now())
         return dict(sorted(beats.items()))
 
     def _progress_rows(self) -> pa.Table:
-        rows = self.log.groups.rows(self.name)
+        rows = self.engine.groups.rows(self.name)
         if rows.num_rows == 0:
-            known_groups = pc.unique(self.log.groups.rows()["consumer_group"]).to_pylist()
+            known_groups = pc.unique(self.engine.groups.rows()["consumer_group"]).to_pylist()
             hint = nearest(self.name, known_groups) if known_groups else "no group has read from this commit log yet"
             raise GroupNotFoundError(f"consumer group {self.name!r} has no progress ({hint})")
         return rows
@@ -240,17 +240,17 @@ class ConsumerGroup:
         if not topic_names:
             raise OptionError("no topic is named: there is nothing to reset")
         subscription = Subscription(tuple(require_topic_name(name, own=True) for name in topic_names))
-        planner = Planner(self.log, subscription)
+        planner = Planner(self.engine, subscription)
         if others_stay and isinstance(target, dict):
             positions = self._resolve_named(planner, target)
         else:
             positions = planner.resolve("to", target)
         if isinstance(target, dict):
-            firsts = self.log.firsts(refresh=False)
+            firsts = self.engine.firsts(refresh=False)
             for queue, offset in positions.items():
                 if offset < firsts.get(queue, 0):
                     raise OffsetOutOfRangeError(f"{out_of_range(*queue, offset, offset + 1, firsts)}")
-        self.log.groups.set(self.name, positions, f"reset to {to if isinstance(to, (str, datetime)) else 'offsets'}")
+        self.engine.groups.set(self.name, positions, f"reset to {to if isinstance(to, (str, datetime)) else 'offsets'}")
         return positions
 
     @staticmethod
@@ -279,14 +279,14 @@ class ConsumerGroup:
         GroupNotFoundError
             When this group has no progress.
         """
-        target = ConsumerGroup(self.log, name)
+        target = ConsumerGroup(self.engine, name)
         positions = dict(self.positions())
         self._progress_rows()
         if target.positions():
             raise OptionError(
                 f"consumer group {name!r} has progress of its own: delete it first, or choose another name"
             )
-        self.log.groups.set(name, positions, f"cloned from {self.name}")
+        self.engine.groups.set(name, positions, f"cloned from {self.name}")
         return target
 
     def hand_over(self) -> bool:
@@ -299,22 +299,22 @@ class ConsumerGroup:
         bool
             False when the group has no progress.
         """
-        return self.log.groups.hand_over(self.name, "handed over")
+        return self.engine.groups.hand_over(self.name, "handed over")
 
     def delete(self) -> bool:
         """Delete the group's progress and its members' heartbeats; False when it had no progress."""
-        had_progress = self.log.groups.delete(self.name)
-        forget(self.log.groups.table, self.name)
+        had_progress = self.engine.groups.delete(self.name)
+        forget(self.engine.groups.table, self.name)
         return had_progress
 
 
-def waiting_since(log: Engine, behind: Mapping[Queue, int]) -> dict[Queue, datetime]:
+def waiting_since(engine: Engine, behind: Mapping[Queue, int]) -> dict[Queue, datetime]:
     """Return the commit time of the message at each queue's offset. The caller must have read ``op``."""
     commit_times: dict[Queue, datetime] = {}
-    border = log.drained.border() if behind else {}
-    commit_times |= log.drained.times_of({q: offset for q, offset in behind.items() if offset < border.get(q, 0)})
+    border = engine.drained.border() if behind else {}
+    commit_times |= engine.drained.times_of({q: offset for q, offset in behind.items() if offset < border.get(q, 0)})
     unresolved = {queue: offset for queue, offset in behind.items() if queue not in commit_times}
-    for rows, _ in log.placements(above=min(unresolved.values(), default=0)) if unresolved else ():
+    for rows, _ in engine.placements(above=min(unresolved.values(), default=0)) if unresolved else ():
         for (topic, queue_id), offset in list(unresolved.items()):
             of_queue = pc.and_(pc.equal(rows["topic"], topic), pc.equal(rows["queue_id"], queue_id))
             covers = pc.and_(pc.less_equal(rows["queue_offset"], offset), pc.greater(rows["next_offset"], offset))
@@ -327,6 +327,6 @@ def waiting_since(log: Engine, behind: Mapping[Queue, int]) -> dict[Queue, datet
     return commit_times
 
 
-def groups(log: Engine) -> list[str]:
+def groups(engine: Engine) -> list[str]:
     """Return the consumer groups that have progress in a commit log."""
-    return sorted(pc.unique(log.groups.rows()["consumer_group"]).to_pylist())
+    return sorted(pc.unique(engine.groups.rows()["consumer_group"]).to_pylist())

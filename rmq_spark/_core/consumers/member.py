@@ -62,22 +62,22 @@ class GroupMember:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     settings : MemberSettings
     reads_retries : bool
         Whether it also reads the group's retry topic.
     """
 
-    def __init__(self, log: Engine, settings: MemberSettings, reads_retries: bool) -> None:
-        self.log, self.settings = log, settings
-        self.runtime = log.runtime
+    def __init__(self, engine: Engine, settings: MemberSettings, reads_retries: bool) -> None:
+        self.engine, self.settings = engine, settings
+        self.runtime = engine.runtime
         self.group = settings.group
         for topic in settings.topics:
-            log.require_topic(topic)
+            engine.require_topic(topic)
         self._retry = retry_topic(self.group) if reads_retries else None
         if reads_retries:
             for topic in (retry_topic(self.group), dlq_topic(self.group)):
-                log.create_own_topic(topic)
+                engine.create_own_topic(topic)
         self.topics = (*settings.topics, *((self._retry,) if self._retry else ()))
         self.name = new_member_name(self.runtime.unique_id())
         self.by = self.name.rpartition(".")[0]
@@ -90,8 +90,8 @@ class GroupMember:
         """The error that ended the consumer."""
         self._unfetched: Exception | None = None  # the error of the last fetch, if it failed for all queues
         self.stopping = threading.Event()
-        self._fetcher = Fetcher(log, set(self.topics).__contains__, settings.selector)
-        table = log.groups.table
+        self._fetcher = Fetcher(engine, set(self.topics).__contains__, settings.selector)
+        table = engine.groups.table
         self._is_remote = isinstance(table.fs, pafs.FileSystem) and not isinstance(table.fs, pafs.LocalFileSystem)
         margin_s = min(settings.heartbeat_interval_s, settings.lease_s / 3)
         chooses = "" if settings.selector is None else settings.selector.text
@@ -103,7 +103,7 @@ class GroupMember:
         self._nothing_at: tuple[int, int] | None = None
         self._claims = 0  # counts claims: after a new one, the next fetch must look
         self._take_over = settings.take_over
-        self._persisting = log.runtime.lock()
+        self._persisting = engine.runtime.lock()
 
     # ------------------------------------------------------------------ its place in the group
     def join(self) -> None:
@@ -182,7 +182,7 @@ class GroupMember:
         # The lease had ended, so other members may have claimed the queues: look before going on.
         if self.queues:
             with self._persisting:
-                self._drop_lost(self.log.groups.places(self.group))
+                self._drop_lost(self.engine.groups.places(self.group))
         self._members.renew(began_s)
         with self.changed:
             self.changed.notify_all()
@@ -200,10 +200,10 @@ class GroupMember:
         """Release and claim queues until this member has its share."""
         self._members.look()
         self._warn_of_unlike()
-        topics = self.log.topics()
+        topics = self.engine.topics()
         queues = {topic: topics[topic] for topic in self.topics if topic in topics}
         with self._persisting:  # else a queue that is being released would look lost
-            places = self.log.groups.places(self.group)
+            places = self.engine.groups.places(self.group)
             self._drop_lost(places)
         with self.changed:
             owned = [queue for queue, state in self.queues.items() if state.is_open]
@@ -242,7 +242,7 @@ class GroupMember:
         with self.changed:
             # A queue that is being released can be claimed again only after that.
             to_claim = {queue: generation for queue, generation in changes.claim.items() if queue not in self.queues}
-        claimed = self.log.groups.claim(self.group, self.name, to_claim, start, self.by, self._take_over)
+        claimed = self.engine.groups.claim(self.group, self.name, to_claim, start, self.by, self._take_over)
         self._take_over = False
         if claimed:
             queues = sorted(claimed)
@@ -257,11 +257,11 @@ class GroupMember:
         if not queues:
             return {}
         settings = self.settings
-        firsts, tails = self.log.firsts(), self.log.tails(refresh=False)
+        firsts, tails = self.engine.firsts(), self.engine.tails(refresh=False)
         if settings.consume_from == ConsumeFromWhere.CONSUME_FROM_LAST_OFFSET:
             starts: Mapping[Queue, int] = tails
         elif settings.consume_timestamp is not None:
-            planner = Planner(self.log, Subscription(settings.topics))
+            planner = Planner(self.engine, Subscription(settings.topics))
             starts = planner.resolve("consume_timestamp", settings.consume_timestamp)
         else:
             starts = firsts
@@ -311,8 +311,8 @@ class GroupMember:
         if not reports:
             return
         finished = sum(r.next_offset - q.written for q, r in states if q.queue in reports)
-        with acknowledging(self.log.path, "ack", {topic for topic, _ in reports}, finished, group=self.group):
-            refused = self.log.groups.report(self.group, self.name, reports, self.by)
+        with acknowledging(self.engine.path, "ack", {topic for topic, _ in reports}, finished, group=self.group):
+            refused = self.engine.groups.report(self.group, self.name, reports, self.by)
         with self.changed:
             self._lose([q for q, _ in states if q.queue in refused])
             for queue, report in states:
@@ -344,12 +344,12 @@ class GroupMember:
         now_s = self.runtime.monotonic()
         if now_s >= self._place_at_s:
             self._place_at_s = now_s + max(1.0, self.pull_interval_s)
-            self.log.ledger.place_due()
+            self.engine.ledger.place_due()
 
     def place_due(self) -> None:
         """Place delayed messages that are due, now. A failing store is only noted."""
         try:
-            self.log.ledger.place_due()
+            self.engine.ledger.place_due()
         except Exception as problem:
             self.note(problem, NOT_PLACED)
 
@@ -383,7 +383,7 @@ class GroupMember:
         try:
             return self.fetch()
         except OF_SOME_QUEUES:
-            self.log.refresh()  # raises when the damage affects all queues
+            self.engine.refresh()  # raises when the damage affects all queues
         with self.changed:
             queues = [queue for queue in self.queues.values() if queue.is_open]
         fetched = False
@@ -404,7 +404,7 @@ class GroupMember:
 
     def fetch(self, only: ProcessQueue | None = None) -> bool:
         """Fetch what the queues have room for, or ``only`` one of them; False when nothing was fetched."""
-        version, span = self.log.refresh(), self.settings.max_span
+        version, span = self.engine.refresh(), self.settings.max_span
         if self._nothing_at == (version, self._claims):  # nothing was written or claimed since an empty fetch
             return False
         with self.changed:
@@ -423,7 +423,7 @@ class GroupMember:
         fetched = self._fetcher.fetch(starts)
         tables = [new.messages for new in fetched.values() if new.messages.num_rows]
         if tracer is not None and tables:
-            tracer.received(self.log.path, self.group, tables, began_ns)
+            tracer.received(self.engine.path, self.group, tables, began_ns)
         if not fetched and all(room > 0 for _, room in starts.values()):
             self._nothing_at = (version, claims)
         with self.changed:

@@ -128,7 +128,7 @@ class PullConsumer:
         self._turn = 0
 
     def __repr__(self) -> str:
-        return f"PullConsumer({self.member.log!r}, {self.member.group!r})"
+        return f"PullConsumer({self.member.engine!r}, {self.member.group!r})"
 
     # ------------------------------------------------------------------ life
     def start(self) -> PullConsumer:
@@ -147,7 +147,7 @@ class PullConsumer:
         if not self._open:
             if self._stop_at_end:  # messages that are due now count as present at the start
                 self.member.place_due()
-            self._ends = dict(self.member.log.tails())
+            self._ends = dict(self.member.engine.tails())
             self.member_threads.start(_weak_caller(self._at_exit))
             self._open = True
         return self
@@ -165,7 +165,7 @@ class PullConsumer:
 
     def _is_interrupted(self) -> bool:
         """Whether this call interrupts one that holds what the end needs, as a signal handler may."""
-        return self._within == threading.get_ident() or is_held(self.member.changed) or is_held(self.member.log.lock)
+        return self._within == threading.get_ident() or is_held(self.member.changed) or is_held(self.member.engine.lock)
 
     def _end(self, at_exit: bool = False) -> None:
         with self._ending:  # a second thread waits for the first
@@ -405,7 +405,7 @@ class PullConsumer:
         now_s = self._machine.monotonic()
         if now_s >= self._others_at_s:
             self._others_at_s = now_s + OTHERS_LOOK_S
-            self._others = member.log.groups.positions(member.group)
+            self._others = member.engine.groups.positions(member.group)
         return all(self._others.get(queue, 0) >= ends[queue] for queue in others)
 
 

@@ -210,7 +210,7 @@ class PushConsumer:
         return listener  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
-        return f"PushConsumer({self.member.log!r}, {self.member.group!r})"
+        return f"PushConsumer({self.member.engine!r}, {self.member.group!r})"
 
     # ------------------------------------------------------------------ life
     def start(self) -> PushConsumer:
@@ -445,7 +445,7 @@ class PushConsumer:
     def _listener_of_take(self) -> Listen | EachMessage:
         tracer, listener = tracing(), self._listener
         if tracer is not None:
-            listener = traced(listener, tracer, self.member.log.path, self.member.group)
+            listener = traced(listener, tracer, self.member.engine.path, self.member.group)
         return Timed(listener, self._machine) if isinstance(listener, EachMessage) else listener
 
     def _stops_early(self, queue: ProcessQueue, began_s: float) -> bool:
@@ -465,7 +465,7 @@ class PushConsumer:
     ) -> None:
         took_s = self._machine.monotonic() - began_s
         if observer.observers():
-            log, group, topic = self.member.log.path, self.member.group, queue.queue[0]
+            log, group, topic = self.member.engine.path, self.member.group, queue.queue[0]
             event = observer.Consumed(log, group, topic, consumed, failed, took_s)
             observer.tell(lambda o: o.consumed(event))
         self._cost.note(listener, took_s, answered)

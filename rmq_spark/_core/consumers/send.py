@@ -36,7 +36,9 @@ from rmq_spark._core.vocabulary.rows import NO_ROWS
 from rmq_spark._core.vocabulary.verdicts import BATCH
 
 
-def own_header(log: Engine, group: str, app_id: str, batch_id: int = 0, identity: Identity | None = None) -> HalfHeader:
+def own_header(
+    engine: Engine, group: str, app_id: str, batch_id: int = 0, identity: Identity | None = None
+) -> HalfHeader:
     """Return the header of a half batch that any process may commit once it is prepared.
 
     A dot in ``app_id`` keeps it apart from half batches that users send, whose app ids have none. With the identity of
@@ -51,18 +53,18 @@ def own_header(log: Engine, group: str, app_id: str, batch_id: int = 0, identity
         fence_id=CommitOncePrepared.store_id,
         transaction_per=BATCH,
         producer_group=group,
-        runtime=log.runtime,
+        runtime=engine.runtime,
     )
 
 
-def own_writers(log: Engine, headers: Sequence[HalfHeader]) -> list[HalfWriter]:
+def own_writers(engine: Engine, headers: Sequence[HalfHeader]) -> list[HalfWriter]:
     """Return writers for messages that may have RocketMQ's reserved properties."""
-    topics = log.topics()
-    return [log.with_runtime(HalfWriter(header, topics, None, None, own=True)) for header in headers]
+    topics = engine.topics()
+    return [engine.with_runtime(HalfWriter(header, topics, None, None, own=True)) for header in headers]
 
 
 def send_each(
-    log: Engine, group: str, names: Sequence[str], messages: pa.Table, two_phase: TwoPhase | None = None
+    engine: Engine, group: str, names: Sequence[str], messages: pa.Table, two_phase: TwoPhase | None = None
 ) -> int:
     """Send each message as the half batch of its name, up to :data:`AT_ONCE_MAX` in one commit to each table, and
     return how many were new.
@@ -76,44 +78,44 @@ def send_each(
     two_phase : TwoPhase, optional
         The sender's; when not given, one without shared commits.
     """
-    two_phase = two_phase or TwoPhase(log, CommitOncePrepared())
-    writers = own_writers(log, [own_header(log, group, name) for name in names])
+    two_phase = two_phase or TwoPhase(engine, CommitOncePrepared())
+    writers = own_writers(engine, [own_header(engine, group, name) for name in names])
     new = 0
     for at in range(0, len(writers), AT_ONCE_MAX):
         chunk = writers[at : at + AT_ONCE_MAX]
         try:
             new += _send(group, rows_of_each(messages.slice(at, AT_ONCE_MAX), chunk, chunk[0]), two_phase)
         except Exception as problem:
-            tell_not_sent(log, group, problem)
+            tell_not_sent(engine, group, problem)
             raise
     return new
 
 
 def _send(group: str, rows: Sequence[HalfRows], two_phase: TwoPhase) -> int:
     """Prepare and commit half batches, and return how many of them were new."""
-    log, commits = two_phase.log, two_phase.commits
-    began_s = log.runtime.monotonic()
+    engine, commits = two_phase.engine, two_phase.commits
+    began_s = engine.runtime.monotonic()
     prepared = commits.prepare([Staged(message.writer.header, [message]) for message in rows])
     new = {answer.header.name: answer for answer in prepared if isinstance(answer, HalfRecord)}
     remaining = {message.writer.header.name: message for message in rows}
     if known := remaining.keys() - new:
-        committed = log.ledger.committed_among(known)
+        committed = engine.ledger.committed_among(known)
         remaining = {name: message for name, message in remaining.items() if name not in committed}
-    opened = [*new.values(), *_open_records(log, remaining.keys() - new)]
+    opened = [*new.values(), *_open_records(engine, remaining.keys() - new)]
     decisions = [Decision(record, 1, record.all_rows, NO_ROWS, Who.EXECUTE) for record in opened]
     decided = commits.decide(decisions) if decisions else ()
     for record, answer in zip(opened, decided, strict=True):
         if answer.problem is None:
             del remaining[record.header.name]
             if record.header.name in new and observer.observers():
-                tell_sent(log, group, Outcome(record, messages={RowState.COMMITTED: record.rows}), began_s)
+                tell_sent(engine, group, Outcome(record, messages={RowState.COMMITTED: record.rows}), began_s)
     for message in remaining.values():  # quarantined, or rolled back
         two_phase.send(message.writer.header, lambda message=message: [message])  # type: ignore[misc]
     return len(new)
 
 
-def _open_records(log: Engine, names: Collection[str]) -> list[HalfRecord]:
+def _open_records(engine: Engine, names: Collection[str]) -> list[HalfRecord]:
     """Return those half batches of these names that are prepared and not decided."""
-    open_names = {name_of(half_id) for half_id in log.open_half_ids()}.intersection(names) if names else ()
-    records = [log.find(name.rpartition(":")[0], 0) for name in open_names]
+    open_names = {name_of(half_id) for half_id in engine.open_half_ids()}.intersection(names) if names else ()
+    records = [engine.find(name.rpartition(":")[0], 0) for name in open_names]
     return [record for record in records if record is not None and record.left is None]

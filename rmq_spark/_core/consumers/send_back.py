@@ -48,7 +48,7 @@ class RetrySender:
     def __init__(self, member: GroupMember, reconsume_max: int | None, delay_level: int | None) -> None:
         self._member = member
         self._reconsume_max, self._delay_level = reconsume_max, delay_level
-        self.two_phase = TwoPhase(member.log, CommitOncePrepared(), commits=GroupCommit(member.log))
+        self.two_phase = TwoPhase(member.engine, CommitOncePrepared(), commits=GroupCommit(member.engine))
 
     def is_out_of_retries(self, tries: int) -> bool:
         return self._reconsume_max is not None and tries > self._reconsume_max
@@ -61,11 +61,11 @@ class RetrySender:
         retries_max = MAX_RECONSUME_TIMES if self._reconsume_max is None else self._reconsume_max
         while not queue.lost:
             try:
-                log, topic, rows = member.log.path, queue.queue[0], messages.num_rows
+                log, topic, rows = member.engine.path, queue.queue[0], messages.num_rows
                 ends = min(messages["reconsume_times"].to_pylist()) >= retries_max
                 with acknowledging(log, "dead" if ends else kind, [topic], rows, lambda: messages, group=member.group):
                     send_back(
-                        member.log, member.group, queue, messages, reasons, retries_max if kind == "retry" else 0,
+                        member.engine, member.group, queue, messages, reasons, retries_max if kind == "retry" else 0,
                         self._delay_level, self.two_phase, tries,
                     )  # fmt: skip
                 return True
@@ -77,7 +77,7 @@ class RetrySender:
 
 
 def send_back(
-    log: Engine,
+    engine: Engine,
     group: str,
     queue: ProcessQueue,
     messages: pa.Table,
@@ -98,4 +98,4 @@ def send_back(
     """
     rows = sent_back(tried(messages, tries), reasons, group, reconsume_max, delay_level)
     names = [back_name(group, queue.queue, offset, queue.epoch) for offset in messages["queue_offset"].to_pylist()]
-    return send_each(log, group, names, rows, two_phase)
+    return send_each(engine, group, names, rows, two_phase)

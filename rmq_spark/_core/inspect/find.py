@@ -81,7 +81,7 @@ class Wanted:
         return parts[0] if len(parts) == 1 else And(tuple(parts)) if parts else None
 
 
-def find(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
+def find(engine: Engine, wanted: Wanted, limit: int) -> pa.Table:
     """Return up to ``limit`` visible messages in the order of topics, queues and offsets: :data:`FOUND_SCHEMA`.
 
     Of messages that do not match, only the small columns are read.
@@ -92,7 +92,7 @@ def find(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
     OptionError
         When the topic has no such queue.
     """
-    topics = {name: topic.queues for name, topic in log.topic_store.all().items()}
+    topics = {name: topic.queues for name, topic in engine.topic_store.all().items()}
     if wanted.topic is not None:
         require_known_topic(wanted.topic, topics)
         names = {wanted.topic}
@@ -103,9 +103,9 @@ def find(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
             )
     else:
         names = {name for name in topics if not name.startswith(SYSTEM_PREFIXES)}
-    placements = Placements(log, names.__contains__)
+    placements = Placements(engine, names.__contains__)
     ends = placements.latest()
-    start = {queue: log.firsts(refresh=False).get(queue, 0) for queue in ends}
+    start = {queue: engine.firsts(refresh=False).get(queue, 0) for queue in ends}
     if wanted.since is not None:
         first_offsets = placements.first_since(wanted.since)
         start = {queue: max(first, first_offsets.get(queue, ends[queue])) for queue, first in start.items()}
@@ -120,12 +120,12 @@ def find(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
         start = {queue: offset for queue, end in ends.items() if end == offset + 1}
         ends = {queue: ends[queue] for queue in start}
     condition = wanted.where
-    where = None if condition is None else Filter(condition, log.runtime.time_ms())
+    where = None if condition is None else Filter(condition, engine.runtime.time_ms())
     if where is None:  # then no queue contributes more than the limit
         ends = {queue: min(end, start.get(queue, 0) + limit) for queue, end in ends.items()}
     parts, remaining = [], limit
     ranges, _ = placements.between(start, ends)
-    for messages in read_ranges(ranges, log.read_range, log.find_again, SOURCE_SCHEMA.names, where):
+    for messages in read_ranges(ranges, engine.read_range, engine.find_again, SOURCE_SCHEMA.names, where):
         parts.append(messages.slice(0, remaining))
         remaining -= parts[-1].num_rows
         if remaining <= 0:
@@ -133,7 +133,7 @@ def find(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
     return _committed(pa.concat_tables(parts) if parts else SOURCE_SCHEMA.empty_table())
 
 
-def find_not_visible(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
+def find_not_visible(engine: Engine, wanted: Wanted, limit: int) -> pa.Table:
     """Return up to ``limit`` messages that are not visible, such as pending or rolled back ones, while ``half`` has
     them.
 
@@ -141,8 +141,8 @@ def find_not_visible(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
     messages are read.
     """
     condition = wanted.where
-    where = None if condition is None else Filter(condition, log.runtime.time_ms())
-    half = log.half.table
+    where = None if condition is None else Filter(condition, engine.runtime.time_ms())
+    half = engine.half.table
     half.refresh()
     columns = ["half_id", "file_no", "row_no", "topic", "tags", "keys"]
     rows = half.read(half.actions()["path"].to_pylist(), columns)
@@ -159,8 +159,8 @@ def find_not_visible(log: Engine, wanted: Wanted, limit: int) -> pa.Table:
         if limit <= 0:
             break
         with suppress(HalfBatchNotFoundError):  # the half batch has left meanwhile
-            record = log.half.get(half_id)
-            parts.append(_not_visible(log, record, _rows_of(record, numbers), limit))
+            record = engine.half.get(half_id)
+            parts.append(_not_visible(engine, record, _rows_of(record, numbers), limit))
             limit -= parts[-1].num_rows
     return pa.concat_tables(parts) if parts else FOUND_SCHEMA.empty_table()
 
@@ -175,7 +175,7 @@ def _rows_of(record: HalfRecord, numbers: Mapping[int, Sequence[int]]) -> RowSet
 
 
 def find_by_id(
-    log: Engine,
+    engine: Engine,
     limit: int,
     *,
     transaction_id: str | None = None,
@@ -190,27 +190,27 @@ def find_by_id(
     ------
     OptionError, HalfBatchNotFoundError
     """
-    traced = trace(log, transaction_id, half_id, message_id)
-    parts = list(_messages_at(log, traced, limit))
+    traced = trace(engine, transaction_id, half_id, message_id)
+    parts = list(_messages_at(engine, traced, limit))
     remaining = limit - sum(part.num_rows for part in parts)
     if traced.where == "half" and remaining > 0:
         with suppress(HalfBatchNotFoundError):  # the half batch has left meanwhile
-            record = log.half.get(traced.half_id)
-            parts.append(_not_visible(log, record, chosen_rows(log, traced, record), remaining))
+            record = engine.half.get(traced.half_id)
+            parts.append(_not_visible(engine, record, chosen_rows(engine, traced, record), remaining))
     return pa.concat_tables(parts).slice(0, limit) if parts else FOUND_SCHEMA.empty_table()
 
 
-def _messages_at(log: Engine, traced: Trace, limit: int) -> Iterator[pa.Table]:
+def _messages_at(engine: Engine, traced: Trace, limit: int) -> Iterator[pa.Table]:
     """Yield the messages at the places of a trace."""
     places = sorted({place for event in traced.events for place in event.places})
-    placements = Placements(log, {place.topic for place in places}.__contains__)
+    placements = Placements(engine, {place.topic for place in places}.__contains__)
     placements.latest()
-    firsts = log.firsts(refresh=False)
+    firsts = engine.firsts(refresh=False)
     for place in _limited(places, limit):
         queue = (place.topic, place.queue_id)
         first = max(place.first_offset, firsts.get(queue, 0))
         ranges, _ = placements.between({queue: first}, {queue: place.last_offset + 1})
-        for messages in read_ranges(ranges, log.read_range, log.find_again, SOURCE_SCHEMA.names):
+        for messages in read_ranges(ranges, engine.read_range, engine.find_again, SOURCE_SCHEMA.names):
             yield _committed(messages)
 
 
@@ -231,12 +231,12 @@ def _committed(messages: pa.Table) -> pa.Table:
     return result.append_column("reason", pa.nulls(count, pa.string()))
 
 
-def _not_visible(log: Engine, record: HalfRecord, chosen: RowSet, limit: int) -> pa.Table:
+def _not_visible(engine: Engine, record: HalfRecord, chosen: RowSet, limit: int) -> pa.Table:
     """Return those of the chosen rows of a half batch that are not visible, read from ``half``."""
-    state = log.state_of(record)
+    state = engine.state_of(record)
     rows = (state.rows_in(NOT_COMMITTED) & chosen).first(limit)
     columns = [*HELD, "file_no", "row_no", "transaction_key", "topic", "queue_id"]
-    held = log.half.read(record, rows, columns)
+    held = engine.half.read(record, rows, columns)
     count = held.num_rows
     row_states = state.files
     addresses = list(zip(held["file_no"].to_pylist(), held["row_no"].to_pylist(), strict=True))

@@ -73,29 +73,31 @@ class Told(NamedTuple):
     batches: pa.Table
 
 
-def told(log: Engine, since: datetime) -> Told:
+def told(engine: Engine, since: datetime) -> Told:
     """Return the events and half batches in ``op`` since a time.
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     since : datetime
         With a time zone.
     """
-    log.refresh()
-    counted = log.half.contents.counted().table  # read before op, where half batches that leave meanwhile are archived
-    archived = _archived(log)
-    all_events = pa.concat_tables([_archived_decisions(archived), _events(log, since, archived["half_id"])])
+    engine.refresh()
+    counted = (
+        engine.half.contents.counted().table
+    )  # read before op, where half batches that leave meanwhile are archived
+    archived = _archived(engine)
+    all_events = pa.concat_tables([_archived_decisions(archived), _events(engine, since, archived["half_id"])])
     in_range = pc.greater_equal(all_events["at"], pa.scalar(since, TIMESTAMP))
-    events = _with_standing(log, all_events.filter(in_range), archived, since)
+    events = _with_standing(engine, all_events.filter(in_range), archived, since)
     return Told(events, _all_batches(counted, archived))
 
 
-def kept_batches(log: Engine) -> pa.Table:
+def kept_batches(engine: Engine) -> pa.Table:
     """Return every kept half batch, in ``half`` or archived, as in :class:`Told`."""
-    log.refresh()
-    counted = log.half.contents.counted().table
-    return _all_batches(counted, _archived(log))
+    engine.refresh()
+    counted = engine.half.contents.counted().table
+    return _all_batches(counted, _archived(engine))
 
 
 def _all_batches(counted: pa.Table, archived: pa.Table) -> pa.Table:
@@ -125,9 +127,9 @@ def _times(ms: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.cast(pc.multiply(pc.cast(ms, pa.int64()), 1000), TIMESTAMP)
 
 
-def _archived(log: Engine) -> pa.Table:
+def _archived(engine: Engine) -> pa.Table:
     columns = ["kind", "half_id", "count", "producer_group", "prepared_ms", "archived"]
-    rows = log.op.read(log.ledger.archive_paths(), columns)
+    rows = engine.op.read(engine.ledger.archive_paths(), columns)
     return rows.filter(of_kind(rows, Kind.ARCHIVED))
 
 
@@ -152,11 +154,11 @@ def _archived_decisions(archived: pa.Table) -> pa.Table:
     )
 
 
-def _events(log: Engine, since: datetime, archived: pa.ChunkedArray) -> pa.Table:
+def _events(engine: Engine, since: datetime, archived: pa.ChunkedArray) -> pa.Table:
     """Return the op rows since a time about half batches that are not archived, as events."""
-    actions = log.op.actions()
+    actions = engine.op.actions()
     recent = pc.greater_equal(actions["modification_time"], int((since.timestamp() - CLOCKS_S) * 1000))
-    rows = log.op.read(actions.filter(recent)["path"].to_pylist(), _EVENT_COLUMNS)
+    rows = engine.op.read(actions.filter(recent)["path"].to_pylist(), _EVENT_COLUMNS)
     is_event = pc.is_in(rows["kind"], value_set=pa.array([kind.value for kind in TOLD]))
     is_archived = pc.is_in(rows["half_id"], value_set=archived.combine_chunks())
     rows = rows.filter(pc.and_(is_event, pc.invert(is_archived)))
@@ -164,7 +166,7 @@ def _events(log: Engine, since: datetime, archived: pa.ChunkedArray) -> pa.Table
 
 
 # ---------------------------------------------------------------- reopened messages
-def _with_standing(log: Engine, events: pa.Table, archived: pa.Table, since: datetime) -> pa.Table:
+def _with_standing(engine: Engine, events: pa.Table, archived: pa.Table, since: datetime) -> pa.Table:
     """Add the column ``standing``. Only half batches with a reopen are read one by one."""
     reopened = pc.unique(events.filter(of_kind(events, Kind.REOPEN))["half_id"])
     archived_rows = archived.filter(pc.is_in(archived["half_id"], value_set=reopened)).to_pylist()
@@ -173,7 +175,7 @@ def _with_standing(log: Engine, events: pa.Table, archived: pa.Table, since: dat
     }
     for half_id in set(reopened.to_pylist()) - settling_events.keys():
         with suppress(TxmqError):  # it has left meanwhile, or is unreadable, which a check reports: count all of it
-            settling_events[half_id] = list(_settling_of_state(log.state_of(log.get(half_id))))
+            settling_events[half_id] = list(_settling_of_state(engine.state_of(engine.get(half_id))))
     kinds = pa.array([kind.value for kind in SETTLING])
     is_recounted = pc.is_in(events["half_id"], value_set=pa.array(list(settling_events), pa.string()))
     others = events.filter(pc.invert(pc.and_(is_recounted, pc.is_in(events["kind"], value_set=kinds))))
@@ -264,12 +266,12 @@ def _spans(state: BatchState, row: OpRow) -> Iterator[tuple[int, int, int]]:
 
 
 # ---------------------------------------------------------------- messages that became visible
-def placed(log: Engine, since: datetime, period_s: int) -> pa.Table:
+def placed(engine: Engine, since: datetime, period_s: int) -> pa.Table:
     """Return the numbers of messages that became visible since a time, by topic and period, without expired ones.
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     since : datetime
         With a time zone.
     period_s : int
@@ -280,17 +282,17 @@ def placed(log: Engine, since: datetime, period_s: int) -> pa.Table:
     pyarrow.Table
         ``topic, at`` (the period's start) ``, messages``, unordered.
     """
-    log.refresh()
-    log.drained.border()
-    parts = _drained_counts(log, since, period_s)
-    for rows, _ in log.placements(log.drained.position + 1):
+    engine.refresh()
+    engine.drained.border()
+    parts = _drained_counts(engine, since, period_s)
+    for rows, _ in engine.placements(engine.drained.position + 1):
         parts.append(_by_period(rows["topic"], rows["op_time"], rows["count"], since, period_s))
     sums = pa.concat_tables(parts).group_by(["topic", "at"], use_threads=False).aggregate([("messages", "sum")])
     return sums.rename_columns(["topic", "at", "messages"])
 
 
-def _drained_counts(log: Engine, since: datetime, period_s: int) -> list[pa.Table]:
-    table = log.messages_table
+def _drained_counts(engine: Engine, since: datetime, period_s: int) -> list[pa.Table]:
+    table = engine.messages_table
     files = table.actions()
     first, last = (files[f"{side}.commit_timestamp"] for side in ("min", "max"))
     topic = files["min.topic"]
@@ -330,38 +332,38 @@ def _period_start(at: pa.ChunkedArray, period_s: int) -> pa.ChunkedArray:
     return pc.multiply(pc.divide(time_us, period_us), period_us)
 
 
-def first_drained(log: Engine, since: datetime) -> datetime | None:
+def first_drained(engine: Engine, since: datetime) -> datetime | None:
     """Return the approximate commit time of the first drained message since a time; None when there is none.
 
     For a file that also holds earlier messages it is ``since``.
     """
-    files = log.messages_table.actions()
+    files = engine.messages_table.actions()
     since_us = pa.scalar(since, TIMESTAMP)
     recent = files.filter(pc.greater_equal(files["max.commit_timestamp"], since_us))
     first: datetime | None = pc.min(recent["min.commit_timestamp"]).as_py()
     return None if first is None else max(first, since)
 
 
-def sizes(log: Engine) -> pa.Table:
+def sizes(engine: Engine) -> pa.Table:
     """Return the size of each topic in the table ``messages``: ``topic, messages, bytes``. Topics without drained
     messages are left out."""
-    log.messages_table.refresh()
-    files = log.messages_table.actions()
+    engine.messages_table.refresh()
+    files = engine.messages_table.actions()
     sums = files.group_by("min.topic", use_threads=False).aggregate([("num_records", "sum"), ("size_bytes", "sum")])
     return sums.rename_columns(["topic", "messages", "bytes"])
 
 
 # ---------------------------------------------------------------- open half batches
-def open_now(log: Engine) -> pa.Table:
+def open_now(engine: Engine) -> pa.Table:
     """Return half batches with pending messages, oldest first: ``half_id, prepared_at, messages`` (pending ones).
 
     Reads no half file, so it is quick when many are open.
     """
-    with log.lock:
-        half_ids = log.open_half_ids()
-        prepared = log.ledger.prepared()
-        settled = settled_rows(log.ledger.followed.rows)
-        reopened = log.ledger.followed.reopened_rows()
+    with engine.lock:
+        half_ids = engine.open_half_ids()
+        prepared = engine.ledger.prepared()
+        settled = settled_rows(engine.ledger.followed.rows)
+        reopened = engine.ledger.followed.reopened_rows()
     prepared_ms: list[int | None] = []
     messages: list[int] = []
     for half_id in half_ids:

@@ -42,34 +42,34 @@ PENDING_SCHEMA = pa.schema(
 
 
 @looks_again
-def pending(log: Engine) -> pa.Table:
+def pending(engine: Engine) -> pa.Table:
     """See :meth:`CommitLog.pending`."""
     rows: list[dict[str, object]] = [
-        {"messages": file.rows, "prepared_at": _time_of(file.ms)} for file in unreadable_files(log)
+        {"messages": file.rows, "prepared_at": _time_of(file.ms)} for file in unreadable_files(engine)
     ]
-    for half_id, record in _present(log, log.open_half_ids()):
+    for half_id, record in _present(engine, engine.open_half_ids()):
         if record is None:
-            rows.append(_summary_of_unreadable(log, half_id))
+            rows.append(_summary_of_unreadable(engine, half_id))
             continue
-        state = log.state_of(record)
+        state = engine.state_of(record)
         rows += [
-            _summary(log, record, state, attempt, RowState.PENDING) for attempt in state.attempts(RowState.PENDING)
+            _summary(engine, record, state, attempt, RowState.PENDING) for attempt in state.attempts(RowState.PENDING)
         ]
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
 
-def unreadable_files(log: Engine) -> Sequence[UnreadableFile]:
+def unreadable_files(engine: Engine) -> Sequence[UnreadableFile]:
     """Return files that several half batches share and that are lost or damaged, where some may be open."""
-    with log.lock:
-        log.ledger.refresh()
-        return log.ledger.prepared().unreadable
+    with engine.lock:
+        engine.ledger.refresh()
+        return engine.ledger.prepared().unreadable
 
 
-def _present(log: Engine, half_ids: Iterable[str]) -> Iterator[tuple[str, HalfRecord | None]]:
+def _present(engine: Engine, half_ids: Iterable[str]) -> Iterator[tuple[str, HalfRecord | None]]:
     """Yield the half batches that have not left; None in place of one that cannot be read, which is logged."""
     for half_id in half_ids:
         try:
-            yield half_id, _record(log, half_id)
+            yield half_id, _record(engine, half_id)
         except HalfBatchLeftError:
             pass
         except CorruptLogError as problem:
@@ -78,16 +78,16 @@ def _present(log: Engine, half_ids: Iterable[str]) -> Iterator[tuple[str, HalfRe
 
 
 @looks_again
-def _record(log: Engine, half_id: str) -> HalfRecord:
-    return log.get(half_id)
+def _record(engine: Engine, half_id: str) -> HalfRecord:
+    return engine.get(half_id)
 
 
 @looks_again
-def quarantined(log: Engine) -> pa.Table:
+def quarantined(engine: Engine) -> pa.Table:
     """See :meth:`CommitLog.quarantined`."""
     rows = [
-        _summary(log, record, state, attempt, RowState.QUARANTINED)
-        for record, state in _with_kind(log, Kind.QUARANTINE)
+        _summary(engine, record, state, attempt, RowState.QUARANTINED)
+        for record, state in _with_kind(engine, Kind.QUARANTINE)
         for attempt in state.attempts(RowState.QUARANTINED)
     ]
     rows.sort(key=lambda row: str(row["prepared_at"]))
@@ -95,23 +95,23 @@ def quarantined(log: Engine) -> pa.Table:
 
 
 @looks_again
-def conflicts(log: Engine) -> list[str]:
+def conflicts(engine: Engine) -> list[str]:
     """See :meth:`CommitLog.conflicts`."""
-    with log.lock:
-        log.ledger.refresh()
-        return sorted(log.ledger.conflicts)
+    with engine.lock:
+        engine.ledger.refresh()
+        return sorted(engine.ledger.conflicts)
 
 
 @looks_again
-def open_messages(log: Engine) -> dict[tuple[str, int], tuple[int, int]]:
+def open_messages(engine: Engine) -> dict[tuple[str, int], tuple[int, int]]:
     """See :meth:`CommitLog.open_messages`."""
     batches: dict[str, tuple[HalfRecord, BatchState]] = {}
-    for half_id, record in _present(log, dict.fromkeys([*log.open_half_ids(), *log.ledger.waiting])):
+    for half_id, record in _present(engine, dict.fromkeys([*engine.open_half_ids(), *engine.ledger.waiting])):
         if record is None:  # its messages are not counted
             continue
         with suppress(HalfBatchLeftError):
-            state = log.state_of(record)
-            if not state.settled or half_id in log.ledger.waiting:
+            state = engine.state_of(record)
+            if not state.settled or half_id in engine.ledger.waiting:
                 batches[half_id] = (record, state)
     counts: dict[tuple[str, int], tuple[int, int]] = {}
     for record, state in batches.values():
@@ -124,10 +124,10 @@ def open_messages(log: Engine) -> dict[tuple[str, int], tuple[int, int]]:
     return counts
 
 
-def _summary_of_unreadable(log: Engine, half_id: str) -> dict[str, object]:
+def _summary_of_unreadable(engine: Engine, half_id: str) -> dict[str, object]:
     """Return what the Delta log and the id tell of a half batch whose files cannot be read."""
     app_id, _, batch_id = name_of(half_id).rpartition(":")
-    prepared = log.ledger.prepared().get(half_id)
+    prepared = engine.ledger.prepared().get(half_id)
     return {
         "half_id": half_id,
         "app_id": app_id,
@@ -141,23 +141,23 @@ def _time_of(ms: int) -> datetime:
     return datetime.fromtimestamp(ms / 1000, timezone.utc)
 
 
-def _ids_in_op(log: Engine, where: pc.Expression) -> list[str]:
-    with log.lock:
-        log.ledger.refresh()
-        paths = log.op.actions()["path"].to_pylist()
-    half_ids: list[str] = pc.unique(log.op.read(paths, ["half_id"], where)["half_id"]).to_pylist()
+def _ids_in_op(engine: Engine, where: pc.Expression) -> list[str]:
+    with engine.lock:
+        engine.ledger.refresh()
+        paths = engine.op.actions()["path"].to_pylist()
+    half_ids: list[str] = pc.unique(engine.op.read(paths, ["half_id"], where)["half_id"]).to_pylist()
     return half_ids
 
 
-def _with_kind(log: Engine, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
-    for _, record in _present(log, _ids_in_op(log, pc.field("kind") == kind.value)):
+def _with_kind(engine: Engine, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
+    for _, record in _present(engine, _ids_in_op(engine, pc.field("kind") == kind.value)):
         if record is not None:
             with suppress(HalfBatchLeftError):
-                yield record, log.state_of(record)
+                yield record, engine.state_of(record)
 
 
 def _summary(
-    log: Engine, record: HalfRecord, state: BatchState, attempt: int, row_state: RowState
+    engine: Engine, record: HalfRecord, state: BatchState, attempt: int, row_state: RowState
 ) -> dict[str, object]:
     rows = state.rows_in((row_state,), attempt)
     return {
@@ -170,5 +170,5 @@ def _summary(
         "check_times": state.check_times(rows),
         "prepared_at": record.prepared_at,
         "lease_until": state.lease_until,
-        "bytes": log.half.bytes_of(record),
+        "bytes": engine.half.bytes_of(record),
     }

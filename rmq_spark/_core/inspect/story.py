@@ -139,41 +139,41 @@ def _is_utf8(text: str) -> bool:
 
 @looks_again
 def trace(
-    log: Engine, transaction_id: str | None = None, half_id: str | None = None, message_id: str | None = None
+    engine: Engine, transaction_id: str | None = None, half_id: str | None = None, message_id: str | None = None
 ) -> Trace:
     """See :meth:`CommitLog.trace`."""
     target = _Target.of(transaction_id, half_id, message_id)
     for _ in range(LOOKS - 1):
         try:
-            return _look(log, target)
+            return _look(engine, target)
         except HalfBatchLeftError:
             continue
-    return _look(log, target)
+    return _look(engine, target)
 
 
-def _look(log: Engine, target: _Target) -> Trace:
+def _look(engine: Engine, target: _Target) -> Trace:
     if not target.half_id.isascii():  # no half batch has such an id
-        raise _not_found(log, target)
+        raise _not_found(engine, target)
     if not _is_utf8(target.name):  # every key is UTF-8
         raise target.nothing()
-    with log.lock:
+    with engine.lock:
         try:
-            record = log.half.get(target.half_id)
+            record = engine.half.get(target.half_id)
         except HalfBatchNotFoundError:
             record = None
         # Read op after half: a half batch that has left half was archived in op before.
-        archived = log.ledger.archived(target.half_id)
-        rows = log.ledger.scan([target.half_id])
-        log.drained.border()
+        archived = engine.ledger.archived(target.half_id)
+        rows = engine.ledger.scan([target.half_id])
+        engine.drained.border()
     if archived is not None:
-        return _trace_of_archived(log, target, record, archived, rows)
-    return _trace_of_forgotten(log, target) if record is None else _trace_in_half(log, target, record, rows)
+        return _trace_of_archived(engine, target, record, archived, rows)
+    return _trace_of_forgotten(engine, target) if record is None else _trace_in_half(engine, target, record, rows)
 
 
 # ---------------------------------------------------------------- still in half
-def _trace_in_half(log: Engine, target: _Target, record: HalfRecord, rows: pa.Table) -> Trace:
-    state = log.state_of(record, refresh=False)
-    chosen = _chosen_in_half(log, target, record)
+def _trace_in_half(engine: Engine, target: _Target, record: HalfRecord, rows: pa.Table) -> Trace:
+    state = engine.state_of(record, refresh=False)
+    chosen = _chosen_in_half(engine, target, record)
     traced = _row_set(record, chosen)
     attempt = max(number for number in state.attempts(*RowState) if state.rows_under(number) & traced)
     if target.attempt is not None and target.attempt > attempt:
@@ -187,10 +187,10 @@ def _trace_in_half(log: Engine, target: _Target, record: HalfRecord, rows: pa.Ta
         outcome=_count_outcomes(state, traced),
         attempt=attempt,
         in_conflict=bool(state.conflicting() & traced),
-        lease_until=state.lease_until if state.leased(log.runtime.now()) else None,
-        waits_for=tuple(log.ledger.holding_up(record)),
+        lease_until=state.lease_until if state.leased(engine.runtime.now()) else None,
+        waits_for=tuple(engine.ledger.holding_up(record)),
         topics=tuple(sorted({s.topic for n in traced for s in record.files[n].segments if _has(traced[n], s)})),
-        events=by_time([*events, *drained_event(log, events)]),
+        events=by_time([*events, *drained_event(engine, events)]),
     )
 
 
@@ -214,12 +214,12 @@ def _bare_trace(target: _Target, record: HalfRecord) -> Trace:
     )
 
 
-def chosen_rows(log: Engine, of: Trace, record: HalfRecord) -> RowSet:
+def chosen_rows(engine: Engine, of: Trace, record: HalfRecord) -> RowSet:
     """Return the rows of a half batch that a trace covers."""
     if of.transaction_id is None and of.message_id is None:
         return _row_set(record, None)
     target = _Target.of(of.transaction_id, None, of.message_id)
-    return _row_set(record, _chosen_in_half(log, target, record))
+    return _row_set(record, _chosen_in_half(engine, target, record))
 
 
 def _row_set(record: HalfRecord, chosen: Chosen | None) -> RowSet:
@@ -236,7 +236,7 @@ def _count_outcomes(state: BatchState, traced: RowSet) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def _chosen_in_half(log: Engine, target: _Target, record: HalfRecord) -> Chosen | None:
+def _chosen_in_half(engine: Engine, target: _Target, record: HalfRecord) -> Chosen | None:
     per = record.header.transaction_per
     if target.is_whole(per):
         return None
@@ -247,7 +247,7 @@ def _chosen_in_half(log: Engine, target: _Target, record: HalfRecord) -> Chosen 
         return {file_no: _one_row(row_no)}
     where = (pc.field("half_id") == record.half_id) & (pc.field("transaction_key") == target.rest)
     paths = list(dict.fromkeys(file.path for file in record.files.values()))
-    chosen = _bits(log.half.table.read(paths, ["file_no", "row_no"], where))
+    chosen = _bits(engine.half.table.read(paths, ["file_no", "row_no"], where))
     if not chosen:
         raise target.nothing()
     return chosen
@@ -269,11 +269,11 @@ def _bits(rows: pa.Table) -> dict[int, bytes]:
 
 # ---------------------------------------------------------------- settled, no longer in half
 def _trace_of_archived(
-    log: Engine, target: _Target, record: HalfRecord | None, archived: Archived, rows: pa.Table
+    engine: Engine, target: _Target, record: HalfRecord | None, archived: Archived, rows: pa.Table
 ) -> Trace:
     """Return the trace of a half batch that is about to leave (then ``record`` is given), or has left."""
-    visible = _visible_messages(log, target, archived)
-    chosen = _chosen_of_archived(log, target, record, archived, visible)
+    visible = _visible_messages(engine, target, archived)
+    chosen = _chosen_of_archived(engine, target, record, archived, visible)
     unknown: list[str] = []
     decided = rows.filter(pc.is_in(rows["kind"], value_set=pa.array(_DECISIONS)))
     if sum(decided["count"].to_pylist()) < sum(decision.count for decision in archived.decisions):
@@ -314,16 +314,16 @@ def _trace_of_archived(
         outcome=outcome,
         attempt=archived.attempt,
         topics=tuple(sorted({*pc.unique(visible["topic"]).to_pylist(), *places})),
-        events=by_time([prepared, *events, *drained_event(log, events)]),
+        events=by_time([prepared, *events, *drained_event(engine, events)]),
         unknown=tuple(unknown),
     )
 
 
-def _trace_of_forgotten(log: Engine, target: _Target) -> Trace:
+def _trace_of_forgotten(engine: Engine, target: _Target) -> Trace:
     """Return the trace of a half batch of which only visible messages are left."""
-    visible = _visible_messages(log, target, None)
+    visible = _visible_messages(engine, target, None)
     if visible.num_rows == 0:
-        raise _not_found(log, target)
+        raise _not_found(engine, target)
     first = visible.slice(0, 1).to_pylist()[0]
     app_id, _, batch_id = name_of(target.half_id).rpartition(":")
     events = list(placed_events(visible))
@@ -341,19 +341,19 @@ def _trace_of_forgotten(log: Engine, target: _Target) -> Trace:
         prepared_at=pc.max(visible["store_timestamp"]).as_py(),
         attempt=pc.max(visible["attempt"]).as_py(),
         topics=tuple(sorted(pc.unique(visible["topic"]).to_pylist())),
-        events=by_time([*events, *drained_event(log, events)]),
+        events=by_time([*events, *drained_event(engine, events)]),
         unknown=("only its visible messages are left: what was decided, why, and what was rolled back, is forgotten",),
     )
 
 
 def _chosen_of_archived(
-    log: Engine, target: _Target, record: HalfRecord | None, archived: Archived, visible: pa.Table
+    engine: Engine, target: _Target, record: HalfRecord | None, archived: Archived, visible: pa.Table
 ) -> Chosen | None:
     """Return the traced rows: from half while it has them, then from the visible messages or the id."""
     if target.is_whole(archived.transaction_per):
         return None
     if record is not None:
-        return _chosen_in_half(log, target, record)
+        return _chosen_in_half(engine, target, record)
     address = target.row()
     return {address[0]: _one_row(address[1])} if address is not None and visible.num_rows == 0 else _bits(visible)
 
@@ -366,9 +366,9 @@ def _last_outcome(events: Sequence[TraceEvent]) -> dict[str, int]:
     return {}
 
 
-def _not_found(log: Engine, target: _Target) -> HalfBatchNotFoundError:
+def _not_found(engine: Engine, target: _Target) -> HalfBatchNotFoundError:
     app_id, _, batch_id = name_of(target.half_id).rpartition(":")
-    last = log.last_batch_id(app_id) if app_id.isascii() and app_id and batch_id.isdecimal() else None
+    last = engine.last_batch_id(app_id) if app_id.isascii() and app_id and batch_id.isdecimal() else None
     if last is not None and int(batch_id) <= last:
         return HalfBatchNotFoundError(
             f"nothing is kept of half batch {target.half_id!r}: application {app_id!r} has prepared batches up to "
@@ -381,10 +381,10 @@ def _not_found(log: Engine, target: _Target) -> HalfBatchNotFoundError:
     )
 
 
-def _visible_messages(log: Engine, target: _Target, archived: Archived | None) -> pa.Table:
+def _visible_messages(engine: Engine, target: _Target, archived: Archived | None) -> pa.Table:
     """Return the traced messages in the table ``messages``, with the columns :data:`IN_MESSAGES`."""
-    table = log.messages_table
-    with log.lock:
+    table = engine.messages_table
+    with engine.lock:
         table.refresh()
         actions = table.actions()
     if archived is not None:

@@ -134,20 +134,20 @@ def placed_events(visible: pa.Table) -> Iterator[TraceEvent]:
         yield TraceEvent(at, TraceKind.PLACED, len(places), attempt, places=_merged(places), op_version=version)
 
 
-def drained_event(log: Engine, events: Iterable[TraceEvent]) -> Iterator[TraceEvent]:
+def drained_event(engine: Engine, events: Iterable[TraceEvent]) -> Iterator[TraceEvent]:
     """Yield the event of draining, unless none of the placed messages is in the table ``messages``."""
-    position = log.drained.position
+    position = engine.drained.position
     count = 0
     paths: set[str] = set()
-    with log.lock:
+    with engine.lock:
         for event in events:
             if event.op_version is None or event.op_version > position:
                 continue
             for place in event.places:
-                ranges, _ = log.drained.ranges(place[:2], place.first_offset, place.last_offset + 1)
+                ranges, _ = engine.drained.ranges(place[:2], place.first_offset, place.last_offset + 1)
                 count += sum(drained.count for drained in ranges)
                 paths.update(drained.rows.path for drained in ranges)
-        actions = log.messages_table.actions()
+        actions = engine.messages_table.actions()
     holding_files = actions.filter(pc.is_in(actions["path"], value_set=pa.array(sorted(paths), pa.string())))
     newest_ms = pc.max(holding_files["modification_time"]).as_py()
     if newest_ms is not None:

@@ -45,12 +45,12 @@ class Undrained:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
         A handle for this thread only.
     """
 
-    def __init__(self, log: Engine) -> None:
-        self._log = log
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._counted = -1  # up to this version of op all rows are drained or counted
         self._waiting: deque[tuple[int, int, int, datetime]] = deque()  # version, messages, bytes, time; by version
 
@@ -61,7 +61,7 @@ class Undrained:
 
     def look(self, enough: int) -> Amount:
         """Return the present amount. Counting stops at ``enough`` bytes."""
-        op = self._log.op
+        op = self._engine.op
         until = op.refresh()
         if until == self._counted and not self._waiting:
             return Amount()
@@ -80,7 +80,7 @@ class Undrained:
         return Amount(messages, size, self._counted >= until)
 
     def _pass_drained(self) -> None:
-        table = self._log.messages_table
+        table = self._engine.messages_table
         table.refresh()
         position = drained_up_to(table)
         while self._waiting and self._waiting[0][0] <= position:
@@ -100,7 +100,7 @@ class Undrained:
     def _sizes(self, rows: pa.Table) -> pa.ChunkedArray:
         """Return the bytes of the half rows that op rows name. For a file that was stripped since, the mean of all
         others."""
-        table = self._log.half.table
+        table = self._engine.half.table
         table.refresh()
         files = table.actions()
         size, count = (pc.cast(files[name], pa.float64()) for name in ("size_bytes", "num_records"))

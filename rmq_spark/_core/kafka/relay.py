@@ -175,12 +175,12 @@ class KafkaRelay:
             poll_interval=poll_interval,
             kafka=_mapping(kafka),
         )
-        self.log = engine_of(log, storage_options)
-        self._machine = self.log.runtime
+        self.engine = engine_of(log, storage_options)
+        self._machine = self.engine.runtime
         self._run = self._machine.unique_id()
-        self._source = RelaySource(self.log, self.settings)
+        self._source = RelaySource(self.engine, self.settings)
         self._brokers = Brokers(self.settings, self._machine)
-        self._records = PositionRecords(self.settings.positions_topic, self.settings.relay, self.log.id)
+        self._records = PositionRecords(self.settings.positions_topic, self.settings.relay, self.engine.id)
         self._transactions: Transactions | None = None
         self._positions: dict[Queue, Position] = {}
         self._topics: set[str] = set()
@@ -189,7 +189,7 @@ class KafkaRelay:
         self.report = RelayReport()
 
     def __repr__(self) -> str:
-        return f"KafkaRelay({self.log!r}, {self.settings.relay!r}, shard {self.settings.shard})"
+        return f"KafkaRelay({self.engine!r}, {self.settings.relay!r}, shard {self.settings.shard})"
 
     def __enter__(self) -> KafkaRelay:
         return self
@@ -258,7 +258,7 @@ class KafkaRelay:
         self.report = RelayReport()
         try:
             if self._transactions is None:
-                start = Start(self.log, self.settings, self._source, self._brokers, self._run)
+                start = Start(self.engine, self.settings, self._source, self._brokers, self._run)
                 self._transactions, self._positions = start.run()
                 self._topics = {topic for topic, _ in self._positions}
             goal = self._goal()
@@ -438,7 +438,7 @@ class KafkaRelay:
         for look in range(LOOKS):
             if look:
                 self._machine.sleep(LOOK_AGAIN_S)
-            run, _ = self._brokers.stored().runs.get((self.log.id, settings.shard), (self._run, -1))
+            run, _ = self._brokers.stored().runs.get((self.engine.id, settings.shard), (self._run, -1))
             if run != self._run:
                 return RelayFencedError(
                     f"another process runs relay {settings.relay!r}, shard {settings.shard}, now (run {run}): this one "

@@ -26,15 +26,15 @@ class RelaySource:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     settings : RelaySettings
     """
 
-    def __init__(self, log: Engine, settings: RelaySettings) -> None:
-        self._log = log
+    def __init__(self, engine: Engine, settings: RelaySettings) -> None:
+        self._engine = engine
         self._settings = settings
         self._subscription = settings.subscription
-        self._placements = Placements(log, self._subscription.matches)
+        self._placements = Placements(engine, self._subscription.matches)
 
     def topics(self) -> dict[str, int]:
         """Return the topics that all shards hand over, with their numbers of queues.
@@ -44,7 +44,7 @@ class RelaySource:
         TopicNotFoundError
             When the settings name a topic that the log does not have.
         """
-        topics = self._log.topics()
+        topics = self._engine.topics()
         for name in self._subscription.topics:
             require_known_topic(name, topics)
         return {name: count for name, count in topics.items() if self._subscription.matches(name)}
@@ -59,7 +59,7 @@ class RelaySource:
 
     def firsts(self) -> Mapping[Queue, int]:
         """Return the first kept offset of each queue from which messages have expired."""
-        return self._log.firsts(refresh=False)
+        return self._engine.firsts(refresh=False)
 
     def ranges(self, start: Mapping[Queue, int], end: Mapping[Queue, int]) -> tuple[list[MessageRange], list[Gap]]:
         """Return the places of the messages between these offsets, by queue and offset, and the log's gaps."""
@@ -74,7 +74,7 @@ class RelaySource:
         rows_max, bytes_max = self._settings.max_batch_messages, self._settings.batch_bytes
         batch: list[Handed] = []
         size = 0
-        for messages in read_ranges(ranges, self._log.read_range, self._log.find_again, COLUMNS):
+        for messages in read_ranges(ranges, self._engine.read_range, self._engine.find_again, COLUMNS):
             for piece in pieces(messages, rows_max, bytes_max):
                 if batch and (len(batch) + piece.num_rows > rows_max or size + piece.nbytes > bytes_max):
                     yield batch
@@ -89,7 +89,7 @@ class RelaySource:
         ranges, _ = self.ranges(offsets, {queue: offset + 1 for queue, offset in offsets.items()})
         columns = ("topic", "queue_id", "msg_id", "commit_timestamp")
         lasts_by_queue: dict[Queue, Last] = {}
-        for messages in read_ranges(ranges, self._log.read_range, self._log.find_again, columns):
+        for messages in read_ranges(ranges, self._engine.read_range, self._engine.find_again, columns):
             times = microseconds(messages["commit_timestamp"]).to_pylist()
             for row, committed_us in zip(messages.to_pylist(), times, strict=True):
                 lasts_by_queue[row["topic"], row["queue_id"]] = Last(row["msg_id"], committed_us)

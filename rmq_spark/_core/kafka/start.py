@@ -30,7 +30,7 @@ class Start:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     settings : RelaySettings
     source : RelaySource
     brokers : Brokers
@@ -38,13 +38,15 @@ class Start:
         The unique id of this run.
     """
 
-    def __init__(self, log: Engine, settings: RelaySettings, source: RelaySource, brokers: Brokers, run: str) -> None:
-        self._log = log
+    def __init__(
+        self, engine: Engine, settings: RelaySettings, source: RelaySource, brokers: Brokers, run: str
+    ) -> None:
+        self._engine = engine
         self._settings = settings
         self._source = source
         self._brokers = brokers
         self._run = run
-        self._records = PositionRecords(settings.positions_topic, settings.relay, log.id)
+        self._records = PositionRecords(settings.positions_topic, settings.relay, engine.id)
 
     def run(self) -> tuple[Transactions, dict[Queue, Position]]:
         """Return the shard's producer, and the positions of its queues.
@@ -68,7 +70,7 @@ class Start:
         except BaseException:
             transactions.close()
             raise
-        known = stored.of_log(self._log.id)
+        known = stored.of_log(self._engine.id)
         own_queues = [
             (topic, queue_id)
             for topic, count in topics.items()
@@ -81,8 +83,8 @@ class Start:
         return transactions, {queue: known.get(queue, Position(0)) for queue in own_queues}
 
     def _opened(self, shard: int, batch_bytes: int | None) -> Transactions:
-        settings = self._settings.producer(self._log.id, batch_bytes, shard)
-        transactions = Transactions(settings, self._settings.transaction_timeout, self._log.runtime)
+        settings = self._settings.producer(self._engine.id, batch_bytes, shard)
+        transactions = Transactions(settings, self._settings.transaction_timeout, self._engine.runtime)
         transactions.open()
         return transactions
 
@@ -98,23 +100,26 @@ class Start:
             When the relay belongs to another log, or its processes have different settings.
         """
         settings = self._settings
-        who = {"host": socket.gethostname(), "pid": os.getpid(), "at": self._log.runtime.now().isoformat()}
+        who = {"host": socket.gethostname(), "pid": os.getpid(), "at": self._engine.runtime.now().isoformat()}
         try:
             transactions.begin()
             transactions.send([self._records.claim(settings.shard, self._run, who)])
             transactions.deliver()
             stored = self._brokers.stored(end=transactions.offset_of(0))
             agrees = self._agrees(stored)
-            if agrees and self._log.id not in stored.agreed:
+            if agrees and self._engine.id not in stored.agreed:
                 stored.positions = {
-                    (self._log.id, queue): position for queue, position in self._beginnings(topics).items()
+                    (self._engine.id, queue): position for queue, position in self._beginnings(topics).items()
                 }
                 transactions.send(
-                    [self._records.position(queue, position) for queue, position in stored.of_log(self._log.id).items()]
+                    [
+                        self._records.position(queue, position)
+                        for queue, position in stored.of_log(self._engine.id).items()
+                    ]
                 )
             if not agrees:
-                self._fence_others(max(stored.agreed[self._log.id].shards, settings.shards))
-            if not agrees or self._log.id not in stored.agreed:
+                self._fence_others(max(stored.agreed[self._engine.id].shards, settings.shards))
+            if not agrees or self._engine.id not in stored.agreed:
                 transactions.send([self._records.agreed(settings.shards, settings.topic_template)])
             transactions.deliver()
             transactions.commit()
@@ -131,11 +136,11 @@ class Start:
 
     def _agrees(self, stored: Stored) -> bool:
         """Return True when the number of shards is the agreed one, or at the relay's first start."""
-        settings, log_id = self._settings, self._log.id
+        settings, log_id = self._settings, self._engine.id
         if stored.agreed and log_id not in stored.agreed:
             raise RelayRefusedError(
                 f"relay {settings.relay!r} has handed over commit log {next(iter(stored.agreed))}, and "
-                f"{redacted(self._log.path)!r} is commit log {log_id}: it was made anew, or is another one. To hand "
+                f"{redacted(self._engine.path)!r} is commit log {log_id}: it was made anew, or is another one. To hand "
                 "this one over, too, give it a relay of another name"
             )
         agreed = stored.agreed.get(log_id)
@@ -182,7 +187,7 @@ class Start:
         self._agrees(stored)
         own_positions = {
             queue: p
-            for queue, p in stored.of_log(self._log.id).items()
+            for queue, p in stored.of_log(self._engine.id).items()
             if self._settings.is_mine(*queue) and self._source.wants(queue[0])
         }
         ends, firsts = self._source.ends(), self._source.firsts()

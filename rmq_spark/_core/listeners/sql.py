@@ -249,10 +249,10 @@ class SqlTransactionListener(TransactionListener):
         doubt_s = max(engine.clock_doubt_s() for engine in engines)
         return self._fence.prune(older_than + doubt_s, {engine.id: engine.still_in_half for engine in engines})
 
-    def pruning_in_turn(self, older_than: float, log: Engine, every: float) -> Iterator[int]:
+    def pruning_in_turn(self, older_than: float, engine: Engine, every: float) -> Iterator[int]:
         """Do what :meth:`pruning` does, unless a process has begun it for this log in the last ``every`` seconds."""
-        pages = self.pruning(older_than, log)
-        if self._fence.take_turn(log.id, every):
+        pages = self.pruning(older_than, engine)
+        if self._fence.take_turn(engine.id, every):
             yield from pages
 
     def executed_since(self, log_id: str, since: datetime) -> Iterator[ExecutedAttempt]:

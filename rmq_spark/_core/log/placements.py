@@ -146,16 +146,18 @@ class Placements:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     wants : callable
         Whether the reader wants a topic.
     """
 
-    def __init__(self, log: Engine, wants: Callable[[str], bool]) -> None:
-        self.log = log
+    def __init__(self, engine: Engine, wants: Callable[[str], bool]) -> None:
+        self.engine = engine
         self._wants = wants
-        until = log.refresh() + 1
-        self._kept = _Kept(NO_PLACEMENTS, until, dict(log.tails(refresh=False)))  # replaced in one step, never changed
+        until = engine.refresh() + 1
+        self._kept = _Kept(
+            NO_PLACEMENTS, until, dict(engine.tails(refresh=False))
+        )  # replaced in one step, never changed
 
     @property
     def rows_kept(self) -> int:
@@ -163,7 +165,7 @@ class Placements:
 
     def latest(self, refresh: bool = True) -> dict[Queue, int]:
         """The next offset of every wanted queue that has messages."""
-        tails = self.log.tails(refresh)
+        tails = self.engine.tails(refresh)
         topics = {topic for topic in {topic for topic, _ in tails} if self._wants(topic)}
         return {queue: offset for queue, offset in tails.items() if queue[0] in topics}
 
@@ -180,7 +182,7 @@ class Placements:
         border, tail, missing = self.tail(start, end)
         ranges: list[MessageRange] = []
         for queue, (first, stop) in spans.items():
-            drained, lost = self.log.drained.ranges(queue, first, min(stop, border.get(queue, 0)))
+            drained, lost = self.engine.drained.ranges(queue, first, min(stop, border.get(queue, 0)))
             ranges += [*drained, *tail.get(queue, ())]
             missing += [(queue, *gap) for gap in lost]
         return ranges, sorted(missing)
@@ -190,10 +192,10 @@ class Placements:
     ) -> tuple[Positions, dict[Queue, list[PlacedRange]], list[tuple[Queue, int, int]]]:
         """The border; where the messages of these offsets above it lie, by queue; and the queues and offsets (first,
         end) that the log does not hold. Messages below the border are in the table ``messages``."""
-        border = self.log.drained.border()
+        border = self.engine.drained.border()
         ranges, missing = self._above_border(border, start, end)
         if missing:  # they may have been drained meanwhile, and pruned from op
-            border = self.log.drained.whole_border()
+            border = self.engine.drained.whole_border()
             ranges, missing = self._above_border(border, start, end)
         return border, ranges, missing
 
@@ -217,10 +219,10 @@ class Placements:
     def _rows_holding(self, spans: Spans, start: Positions) -> pa.Table:
         """Placements that hold these spans, and perhaps more; all there are when the log does not hold the spans."""
         if not self._kept.holds(spans):
-            tails = self.log.tails(refresh=False)
+            tails = self.engine.tails(refresh=False)
             if any(stop > tails.get(queue, 0) for queue, (_, stop) in spans.items()):
-                self.log.refresh()
-            version = self.log.version
+                self.engine.refresh()
+            version = self.engine.version
             if self._kept.reaches_down_to(spans):
                 self._read_newer(spans, version)
             if not self._kept.holds(spans):
@@ -231,7 +233,7 @@ class Placements:
         """Add the placements that were committed since the last read."""
         kept = self._kept
         rows, until = kept.rows.filter(pc.less(kept.rows["version"], kept.until)), version + 1
-        for new, _ in self.log.placements(kept.until):
+        for new, _ in self.engine.placements(kept.until):
             rows, until = _bounded(pa.concat_tables([rows, self._wanted_above(new, kept.floor)]), until, spans)
         self._kept = _Kept(rows.combine_chunks(), until, kept.floor)
 
@@ -243,7 +245,7 @@ class Placements:
         missing = _Missing(to_head)
         above = min(first for first, end in [*to_head.values(), *spans.values()] if first < end)
         rows, until = NO_PLACEMENTS, version + 1
-        for new, _ in self.log.placements(0, above):
+        for new, _ in self.engine.placements(0, above):
             own_rows = self._wanted_above(new, floor)
             missing.found(own_rows)
             rows, until = _bounded(pa.concat_tables([rows, own_rows]), until, spans)
@@ -263,10 +265,10 @@ class Placements:
         """The first offset of each queue that was committed at this time or later. Queues without such an offset are
         left out."""
         since = pa.scalar(time, OP_SCHEMA.field("op_time").type)
-        drained = self.log.drained
+        drained = self.engine.drained
         drained.whole_border()
         first_offsets = {queue: offset for queue, offset in drained.first_since(time).items() if self._wants(queue[0])}
-        for rows, rest in self.log.placements(drained.position + 1):
+        for rows, rest in self.engine.placements(drained.position + 1):
             placed = self._of_wanted_topics(rows.filter(pc.is_valid(rows["queue_offset"])))
             late = placed.filter(pc.greater_equal(placed["op_time"], since))
             first = late.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])

@@ -36,12 +36,12 @@ BELIEVED = "txmq.believed"
 """Names under which ``op`` keeps the last look and the one before it, in seconds since the epoch (Delta's ``txn``)."""
 
 
-def doubt_s(log: Engine, note: bool = True) -> float:
+def doubt_s(engine: Engine, note: bool = True) -> float:
     """Return the seconds by which this machine's clock may be ahead. Only what is older by this much may be deleted.
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     note : bool
         Whether this look is noted. A look that is not noted does not help later ones.
 
@@ -50,25 +50,25 @@ def doubt_s(log: Engine, note: bool = True) -> float:
     float
         0 while looks follow each other. After a time without upkeep it is that time, until the second look.
     """
-    op = log.op
-    with log.lock:
+    op = engine.op
+    with engine.lock:
         op.refresh()
-        believed, looked = _after_look(log, op)
+        believed, looked = _after_look(engine, op)
         if note and (believed, looked) != _noted(op):
-            _note(log, op)
-    return max(0.0, log.runtime.time() - believed - BELIEVED_S)
+            _note(engine, op)
+    return max(0.0, engine.runtime.time() - believed - BELIEVED_S)
 
 
 def _noted(op: Table) -> tuple[int | None, int | None]:
     return op.transaction_version(BELIEVED), op.transaction_version(LOOKED)
 
 
-def _after_look(log: Engine, op: Table) -> tuple[int, int]:
+def _after_look(engine: Engine, op: Table) -> tuple[int, int]:
     """The looks to note now: the believed one, and the last one."""
-    now = int(log.runtime.time())
+    now = int(engine.runtime.time())
     believed, looked = _noted(op)
     if believed is None or looked is None:
-        return min(now, _newest_s(log)), now
+        return min(now, _newest_s(engine)), now
     if looked > now:  # that clock was ahead, or this one is behind
         return min(believed, now), now
     if now - looked >= LOOK_INTERVAL_S:
@@ -76,18 +76,18 @@ def _after_look(log: Engine, op: Table) -> tuple[int, int]:
     return believed, looked
 
 
-def _newest_s(log: Engine) -> int:
+def _newest_s(engine: Engine) -> int:
     """The time of the last send or new topic. Upkeep and checks, whose clock is in doubt, do neither."""
-    log.topics_table.refresh()
-    made_ms = pc.max(log.topics_table.actions()["modification_time"]).as_py() or 0
-    return int(max(made_ms, log.half.newest_ms()) // 1000)
+    engine.topics_table.refresh()
+    made_ms = pc.max(engine.topics_table.actions()["modification_time"]).as_py() or 0
+    return int(max(made_ms, engine.half.newest_ms()) // 1000)
 
 
-def _note(log: Engine, op: Table) -> None:
+def _note(engine: Engine, op: Table) -> None:
     newest: list[tuple[int, int]] = []
 
     def propose(version: int) -> Change | None:
-        newest[:] = [_after_look(log, op)]
+        newest[:] = [_after_look(engine, op)]
         if newest[0] == _noted(op):  # another process was faster
             return None
         return Change(transactions=dict(zip((BELIEVED, LOOKED), newest[0], strict=True)))

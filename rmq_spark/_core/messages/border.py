@@ -60,11 +60,11 @@ class Drained:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     """
 
-    def __init__(self, log: Engine) -> None:
-        self._log = log
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._asked = (-1, -1)  # a version of the table, and its position then
         self._border = _Border()
         self._runs: OrderedDict[str, tuple[_Run, ...]] = OrderedDict()
@@ -84,9 +84,9 @@ class Drained:
         CorruptLogError
             When ``op`` has not placed what was drained: one of the two tables is an older copy.
         """
-        log = self._log
-        with log.lock:
-            table = log.messages_table
+        engine = self._engine
+        with engine.lock:
+            table = engine.messages_table
             version = table.refresh()
             if version != self._asked[0]:
                 position = drained_up_to(table)
@@ -102,22 +102,22 @@ class Drained:
     def whole_border(self) -> Mapping[Queue, int]:
         """Return :meth:`border`, or raise CorruptLogError when ``op`` was pruned of messages that ``messages`` lacks.
         This check costs a call of delta-rs."""
-        with self._log.lock:
+        with self._engine.lock:
             border = self.border()
-            require_drained(self._log.messages_table, pruned_up_to(self._log.op, PRUNED_PLACED), "op was pruned")
+            require_drained(self._engine.messages_table, pruned_up_to(self._engine.op, PRUNED_PLACED), "op was pruned")
             return border
 
     def _require_same_op(self, position: int) -> None:
-        log, table = self._log, self._log.messages_table
-        if log.version < position and log.refresh() < position:
+        engine, table = self._engine, self._engine.messages_table
+        if engine.version < position and engine.refresh() < position:
             raise CorruptLogError(
-                f"table messages has what op placed up to version {position}, and op is at version {log.version}: "
+                f"table messages has what op placed up to version {position}, and op is at version {engine.version}: "
                 "table op was set back to an older copy. Restore the newest one"
             )
         placed, commit = (table.transaction_version(name) for name in (LAST_PLACED, LAST_COMMIT))
-        if placed is None or placed <= pruned_up_to(log.op, PRUNED_PLACED):
+        if placed is None or placed <= pruned_up_to(engine.op, PRUNED_PLACED):
             return
-        if commit not in {commit_number(commit_id) for commit_id in log.ledger.commit_ids_at(placed)}:
+        if commit not in {commit_number(commit_id) for commit_id in engine.ledger.commit_ids_at(placed)}:
             raise CorruptLogError(
                 f"table messages has what version {placed} of op placed, and op has something else there: table op was "
                 "set back to an older copy, and written to since. Restore the newest one"
@@ -126,12 +126,12 @@ class Drained:
     def odd_rows(self) -> str | None:
         """A sentence when the table has more or fewer rows than ``op`` placed: somebody else wrote to it, or deleted
         some."""
-        log = self._log
-        with log.lock:
-            log.refresh()
+        engine = self._engine
+        with engine.lock:
+            engine.refresh()
             border = self.whole_border()
-            counts = log.messages_table.actions()["num_records"]
-            firsts = log.firsts()  # read after the files: op moves the first offsets before files expire
+            counts = engine.messages_table.actions()["num_records"]
+            firsts = engine.firsts()  # read after the files: op moves the first offsets before files expire
         rows, most = pc.sum(counts).as_py() or 0, sum(border.values())
         least = most - sum(min(first, border.get(queue, 0)) for queue, first in firsts.items())
         if counts.null_count or least <= rows <= most:
@@ -139,13 +139,14 @@ class Drained:
         placed = f"{most}" if least == most else f"{most}, of which {least} have not expired"
         return (
             f"table messages has {rows} rows, and op placed {placed}, up to version {self.position}: somebody "
-            f"{'wrote to' if rows > most else 'deleted from'} it. {foreign_change(log.messages_table) or HOW_TO_MEND}"
+            f"{'wrote to' if rows > most else 'deleted from'} it. "
+            f"{foreign_change(engine.messages_table) or HOW_TO_MEND}"
         )
 
     def _ends(self) -> dict[Queue, int]:
         """By queue, the offset of its first placement above the position, or else its end."""
-        ends = dict(self._log.tails(refresh=False))
-        for rows, _ in self._log.placements(self.position + 1):
+        ends = dict(self._engine.tails(refresh=False))
+        for rows, _ in self._engine.placements(self.position + 1):
             firsts = rows.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
             for row in firsts.to_pylist():
                 queue = (row["topic"], row["queue_id"])
@@ -164,12 +165,12 @@ class Drained:
         """
         ranges: list[MessageRange] = []
         missing: list[tuple[int, int]] = []
-        next_offset = max(first, min(stop, self._log.ledger.firsts.get(queue, 0)))
+        next_offset = max(first, min(stop, self._engine.ledger.firsts.get(queue, 0)))
         if first < next_offset:
             missing.append((first, next_offset))
         if next_offset >= stop:
             return ranges, missing
-        with self._log.lock:
+        with self._engine.lock:
             runs = [
                 (run.first_offset, path, run, since) for path, run, since in self._overlapping(queue, next_offset, stop)
             ]
@@ -190,7 +191,7 @@ class Drained:
 
     def _overlapping(self, queue: Queue, first: int, stop: int) -> Iterator[tuple[str, _Run, int]]:
         """Runs that hold some of these offsets, each with its file and the file's first version of ``op``."""
-        actions = self._log.messages_table.actions()
+        actions = self._engine.messages_table.actions()
         may_hold = pc.and_(
             _may_lie_between(actions, "topic", queue[0], queue[0]),
             pc.and_(
@@ -206,7 +207,7 @@ class Drained:
     def _runs_of(self, path: str) -> tuple[_Run, ...]:
         if path not in self._runs:
             self._runs[path] = tuple(
-                _runs(self._log.messages_table.read([path], ["topic", "queue_id", "queue_offset"]))
+                _runs(self._engine.messages_table.read([path], ["topic", "queue_id", "queue_offset"]))
             )
             kept = sum(len(runs) for runs in self._runs.values())
             while kept > RUNS_KEPT and len(self._runs) > 1:
@@ -218,13 +219,15 @@ class Drained:
     def first_since(self, time: datetime) -> dict[Queue, int]:
         """By queue, its first drained offset that was committed at this time or later; queues without one are left
         out."""
-        with self._log.lock:
-            actions = self._log.messages_table.actions()
+        with self._engine.lock:
+            actions = self._engine.messages_table.actions()
             since = pa.scalar(time, actions.schema.field("max.commit_timestamp").type)
             late = actions.filter(pc.fill_null(pc.greater_equal(actions["max.commit_timestamp"], since), True))
             offsets: dict[Queue, int] = {}
             for path in late["path"].to_pylist():
-                rows = self._log.messages_table.read([path], ["topic", "queue_id", "queue_offset", "commit_timestamp"])
+                rows = self._engine.messages_table.read(
+                    [path], ["topic", "queue_id", "queue_offset", "commit_timestamp"]
+                )
                 rows = rows.filter(pc.greater_equal(rows["commit_timestamp"], since))
                 firsts = rows.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
                 for row in firsts.to_pylist():
@@ -238,7 +241,7 @@ class Drained:
         for queue, offset in offsets.items():
             ranges, _ = self.ranges(queue, offset, offset + 1)
             for part in ranges:
-                for _, rows in self._log.messages_table.read_range(part.rows, ["commit_timestamp"]):
+                for _, rows in self._engine.messages_table.read_range(part.rows, ["commit_timestamp"]):
                     times[queue] = rows["commit_timestamp"][0].as_py()
         return times
 

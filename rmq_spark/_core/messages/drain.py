@@ -50,12 +50,12 @@ class Drainer:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
         A handle that no other thread uses.
     """
 
-    def __init__(self, log: Engine) -> None:
-        self._log = log
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def run(self) -> int:
         """Drain everything placed by now, step by step; return the version of ``op`` that is reached.
@@ -67,19 +67,19 @@ class Drainer:
         CorruptLogError
             When the table contradicts ``op``, such as when one of the two is an older copy.
         """
-        self._log.messages_table.refresh()
-        require_own(self._log.messages_table)
-        if odd := self._log.drained.odd_rows():
+        self._engine.messages_table.refresh()
+        require_own(self._engine.messages_table)
+        if odd := self._engine.drained.odd_rows():
             raise CorruptLogError(odd)
-        until = self._log.refresh()
+        until = self._engine.refresh()
         while True:
-            table = self._log.messages_table
+            table = self._engine.messages_table
             pruned = pruned_up_to(
-                self._log.op, PRUNED_PLACED
+                self._engine.op, PRUNED_PLACED
             )  # read before messages, which then has all that was pruned
             table.refresh()
             position = drained_up_to(table)
-            if position > until and position > (until := self._log.refresh()):
+            if position > until and position > (until := self._engine.refresh()):
                 raise CorruptLogError(
                     f"table messages has what op placed up to version {position}, and op is at version {until}: table "
                     "op was set back to an older copy. Restore the newest one"
@@ -126,7 +126,7 @@ class Drainer:
     def _write(self, table: Table, rows: pa.Table) -> Sequence[DataFile]:
         """Write the messages that op rows place as files of ``messages``, each of one topic, by queue and offset. No
         commit names them yet."""
-        half = self._log.half
+        half = self._engine.half
         # Threads gain nothing on a local disk, where Python's part of a read takes longer than the disk's.
         is_remote = isinstance(table.fs, pafs.FileSystem) and not isinstance(table.fs, pafs.LocalFileSystem)
         sizes = half.sizes(rows["path"]) if is_remote else None
@@ -146,7 +146,7 @@ class Drainer:
 
     def _op_rows(self, position: int, until: int) -> tuple[pa.Table, int]:
         """All op rows above a version, as far as they fit into memory, and the version up to which they go."""
-        return rows_above(self._log.op, position, until, OP_ROWS_MAX, COLUMNS)
+        return rows_above(self._engine.op, position, until, OP_ROWS_MAX, COLUMNS)
 
 
 def _is_next(table: Table, position: int) -> bool:
@@ -184,6 +184,6 @@ def _first_versions(rows: pa.Table, end: int, messages_max: int) -> tuple[pa.Tab
 
 
 @looks_again
-def drain(log: Engine) -> int:
+def drain(engine: Engine) -> int:
     """Copy what is placed and not yet drained. See :meth:`CommitLog.drain`."""
-    return Drainer(log.another_on_the_same_log()).run()
+    return Drainer(engine.another_on_the_same_log()).run()

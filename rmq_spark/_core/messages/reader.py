@@ -295,10 +295,10 @@ def _ranges_after(ranges: Sequence[MessageRange], done: int) -> Iterator[Message
 
 
 def starts_since(
-    log: Engine, tails: Mapping[tuple[str, int], int], topic: str, queues: int, time: datetime
+    engine: Engine, tails: Mapping[tuple[str, int], int], topic: str, queues: int, time: datetime
 ) -> dict[int, int]:
     """By queue, its first kept offset that was committed at this time or later, else its end."""
-    first, first_kept = Placements(log, topic.__eq__).first_since(time), log.firsts(refresh=False)
+    first, first_kept = Placements(engine, topic.__eq__).first_since(time), engine.firsts(refresh=False)
     starts = {}
     for queue in ((topic, queue_id) for queue_id in range(queues)):
         end = tails.get(queue, 0)
@@ -307,7 +307,7 @@ def starts_since(
 
 
 def read_messages(
-    log: Engine,
+    engine: Engine,
     tails: Mapping[tuple[str, int], int],
     topic: str,
     queues: int,
@@ -318,7 +318,7 @@ def read_messages(
     selector: str | None = None,
 ) -> pa.Table:
     """Committed messages of a topic in (queue, offset) order: the result of ``CommitLog.read``."""
-    where = _filter_of(tags, selector, log.runtime.time_ms())
+    where = _filter_of(tags, selector, engine.runtime.time_ms())
     names = require_source_columns(SOURCE_SCHEMA.names if columns is None else columns)
     if not names:
         raise OptionError(
@@ -334,16 +334,16 @@ def read_messages(
         if type(offset) is not int or not 0 <= offset <= tail:
             raise OffsetError(f"there is no offset {offset!r} of queue {queue_id} to start from: 0 to {tail} are there")
     left = None if limit is None else whole_number(limit, "limit", 0)
-    first_kept = log.firsts(refresh=False)
+    first_kept = engine.firsts(refresh=False)
     firsts = {(topic, q): start.get(q, first_kept.get((topic, q), 0)) for q in range(queues)}
     ends = {queue: tails.get(queue, 0) for queue in firsts}
     if left is not None and where is None:
         ends = _limited_ends(firsts, ends, left)
-    ranges, missing = Placements(log, topic.__eq__).between(firsts, ends)
+    ranges, missing = Placements(engine, topic.__eq__).between(firsts, ends)
     for queue, first, stop in missing:
         raise OffsetOutOfRangeError(out_of_range(*queue, first, stop, first_kept))
     parts: list[pa.Table] = []
-    for messages in read_ranges(ranges, log.read_range, log.find_again, names, where):
+    for messages in read_ranges(ranges, engine.read_range, engine.find_again, names, where):
         if left == 0:
             break
         part = messages.slice(0, left)

@@ -48,7 +48,7 @@ def write_unreadable(textfile: str | Path, path: str, cluster: str = CLUSTER) ->
 
 @contextmanager
 def showing(
-    log: Engine,
+    engine: Engine,
     *,
     port: int | None = None,
     address: str = "127.0.0.1",
@@ -60,7 +60,7 @@ def showing(
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     port : int, optional
         The port that Prometheus scrapes. By default nothing is served.
     address, cluster : str
@@ -76,7 +76,7 @@ def showing(
     """
     registry = prometheus.CollectorRegistry()
     cache_s = 0.0 if port is None else CACHE_S  # each write of a file needs fresh figures
-    registry.register(LogCollector(log, cluster=cluster, cache_seconds=cache_s, once=once))
+    registry.register(LogCollector(engine, cluster=cluster, cache_seconds=cache_s, once=once))
     counting = ProcessMetrics(registry, cluster=cluster)
 
     def write() -> None:

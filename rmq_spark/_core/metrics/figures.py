@@ -159,7 +159,7 @@ class _OpenFigures(NamedTuple):
 class _Seen:
     """The state of one handle on the log. A new handle starts with a new state."""
 
-    log: Engine
+    engine: Engine
     position: int
     undrained: Undrained
     half_batches: dict[str, _HalfBatch] = field(default_factory=dict)
@@ -187,7 +187,7 @@ class LogWatch:
     ) -> None:
         engine = engine_of(log, storage_options)
         self.path, self.runtime = engine.path, engine.runtime
-        self._log = engine
+        self._engine = engine
         self._seen: _Seen | None = None
         self._log_id, self._position = engine.id, engine.refresh()
         self._rolled_back: Counter[str] = Counter()
@@ -209,16 +209,16 @@ class LogWatch:
     def _look(self) -> LogFigures:
         if self._seen is None:
             self._seen = self._open()
-        seen, log = self._seen, self._seen.log
-        log.refresh()
+        seen, engine = self._seen, self._seen.engine
+        engine.refresh()
         self._follow(seen)
-        topics, fifo = log.topics(), log.topic_store.seen().fifo
-        tails, firsts, waiting = log.tails(refresh=False), log.firsts(refresh=False), log.ledger.waiting
-        now = log.runtime.now()
+        topics, fifo = engine.topics(), engine.topic_store.seen().fifo
+        tails, firsts, waiting = engine.tails(refresh=False), engine.firsts(refresh=False), engine.ledger.waiting
+        now = engine.runtime.now()
         open_figures = self._open_figures(seen, now)
         amount = seen.undrained.look(UNDRAINED_BYTES)
         since = seen.undrained.since
-        tables = {table.name: table for table in log.tables()}
+        tables = {table.name: table for table in engine.tables()}
         for table in tables.values():
             table.refresh()
         delayed = sum(count for counts in waiting.values() for due, count in counts.items() if due is not None)
@@ -227,7 +227,7 @@ class LogWatch:
             topics={name: name in fifo for name in topics},
             placed=_by_topic(tails),
             expired=_by_topic(firsts),
-            conflicts=len(log.ledger.conflicts),
+            conflicts=len(engine.ledger.conflicts),
             delayed=delayed,
             ordered=sum(count for counts in waiting.values() for count in counts.values()) - delayed,
             rolled_back=dict(self._rolled_back),
@@ -251,18 +251,18 @@ class LogWatch:
 
     # ------------------------------------------------------------------ following op
     def _open(self) -> _Seen:
-        log = self._log.another()
-        head = log.refresh()
-        if self._log_id != log.id or self._position > head:  # another log replaced this one: all its rows are new
-            self._log_id, self._position, self._last_check = log.id, -1, None
-        seen = _Seen(log, self._position, Undrained(self._log.another()))
+        engine = self._engine.another()
+        head = engine.refresh()
+        if self._log_id != engine.id or self._position > head:  # another log replaced this one: all its rows are new
+            self._log_id, self._position, self._last_check = engine.id, -1, None
+        seen = _Seen(engine, self._position, Undrained(self._engine.another()))
         # Read earlier rows too: quarantines, reopens and the last answer of a check may be old.
         where = (pc.field("kind").isin([Kind.QUARANTINE.value, Kind.REOPEN.value, Kind.CHECK.value])) | (
             pc.field("decided_by").isin(list(CHECKED_BY))
         )
-        with log.lock:
-            paths = log.op.actions()["path"].to_pylist()
-            rows = log.op.read(paths, ["kind", "half_id", "op_time", "decided_by"], where)
+        with engine.lock:
+            paths = engine.op.actions()["path"].to_pylist()
+            rows = engine.op.read(paths, ["kind", "half_id", "op_time", "decided_by"], where)
         self._note(seen, rows)
         return seen
 
@@ -279,33 +279,33 @@ class LogWatch:
 
     def _follow(self, seen: _Seen) -> None:
         """Read the new op rows."""
-        with seen.log.lock:
-            head = seen.log.version
+        with seen.engine.lock:
+            head = seen.engine.version
             if head <= seen.position:
                 return
-            rows, end = rows_above(seen.log.op, seen.position, head, OP_ROWS_MAX, COLUMNS)
+            rows, end = rows_above(seen.engine.op, seen.position, head, OP_ROWS_MAX, COLUMNS)
         self._note(seen, rows)
         deciding = rows.filter(pc.is_in(rows["kind"], value_set=pa.array([kind.value for kind in DECIDING])))
         seen.changed.update(pc.unique(deciding["half_id"]).to_pylist())
         sums = deciding.group_by(["kind", "decided_by"], use_threads=False).aggregate([("count", "sum")])
         decided = Counter({(r["kind"], r["decided_by"] or ""): int(r["count_sum"]) for r in sums.to_pylist()})
-        rolled_back = self._count_by_topic(seen.log, rows.filter(pc.equal(rows["kind"], Kind.ROLLBACK.value)))
+        rolled_back = self._count_by_topic(seen.engine, rows.filter(pc.equal(rows["kind"], Kind.ROLLBACK.value)))
         rolled_back -= _count_repeated(seen, rows)
         if end == head:  # a half batch that is settled now needs another reopen first
-            seen.reopened.intersection_update(seen.log.open_half_ids())
+            seen.reopened.intersection_update(seen.engine.open_half_ids())
         # Position and counts advance together: rows that are read twice after an exception would be counted twice.
         seen.position = self._position = end
         self._decided += decided
         self._rolled_back += rolled_back
 
     @staticmethod
-    def _count_by_topic(log: Engine, rows: pa.Table) -> Counter[str]:
+    def _count_by_topic(engine: Engine, rows: pa.Table) -> Counter[str]:
         """Return by topic the number of messages that op rows without a topic name."""
         counts: Counter[str] = Counter()
         records = {}
         for half_id in pc.unique(rows["half_id"]).to_pylist()[:LOOKS_MAX]:
             with suppress(TxmqError):  # the half batch has left
-                records[half_id] = log.get(half_id)
+                records[half_id] = engine.get(half_id)
         for row in rows.select(["half_id", "file_no", "ranges", "count"]).to_pylist():
             record, uncounted = records.get(row["half_id"]), int(row["count"])
             files = () if record is None else record.files.items()
@@ -322,7 +322,7 @@ class LogWatch:
 
     # ------------------------------------------------------------------ open half batches
     def _open_figures(self, seen: _Seen, now: datetime) -> _OpenFigures:
-        open_ids = seen.log.open_half_ids()
+        open_ids = seen.engine.open_half_ids()
         half_ids = dict.fromkeys([*open_ids, *seen.maybe_quarantined])
         seen.half_batches = {
             half_id: known_batches for half_id, known_batches in seen.half_batches.items() if half_id in half_ids
@@ -332,7 +332,7 @@ class LogWatch:
         for half_id in [*unread, *(h for h in half_ids if h in seen.changed)][:LOOKS_MAX]:
             seen.changed.discard(half_id)
             with suppress(TxmqError):  # a check reports an unreadable half batch
-                half_batch = _half_batch(seen.log, half_id)
+                half_batch = _half_batch(seen.engine, half_id)
                 if half_batch is not None:
                     seen.half_batches[half_id] = half_batch
                 else:
@@ -369,7 +369,7 @@ class LogWatch:
         topics: Mapping[str, int],
         now: datetime,
     ) -> dict[tuple[str, str], Lag]:
-        rows = seen.log.groups.rows().select(["consumer_group", "topic", "queue_id", "next_offset"]).to_pylist()
+        rows = seen.engine.groups.rows().select(["consumer_group", "topic", "queue_id", "next_offset"]).to_pylist()
         next_offsets = {(r["consumer_group"], r["topic"], r["queue_id"]): int(r["next_offset"]) for r in rows}
         positions = {  # expired messages are in no group's lag
             (group, (topic, queue_id)): max(
@@ -401,7 +401,7 @@ class LogWatch:
                     later.append((queue, offset))
                 else:
                     offsets[queue] = offset
-            for queue, time in waiting_since(seen.log, offsets).items():
+            for queue, time in waiting_since(seen.engine, offsets).items():
                 seen.times[(queue, offsets[queue])] = time
             missing = later
 
@@ -416,20 +416,20 @@ def _count_repeated(seen: _Seen, rows: pa.Table) -> Counter[str]:
     counts: Counter[str] = Counter()
     for half_id in pc.unique(of_reopened["half_id"]).to_pylist()[:LOOKS_MAX]:
         with suppress(TxmqError):  # the half batch has left
-            record = seen.log.get(half_id)
+            record = seen.engine.get(half_id)
             times = set(of_reopened.filter(pc.equal(of_reopened["half_id"], half_id))["op_time"].to_pylist())
-            for rolled_back_at, repeated in rolled_back_again(seen.log.state_of(record, refresh=False)):
+            for rolled_back_at, repeated in rolled_back_again(seen.engine.state_of(record, refresh=False)):
                 for file_no, bits in repeated.items() if rolled_back_at in times else ():
                     for segment in record.files[file_no].segments:
                         counts[segment.topic] += bits.count(1, segment.first, segment.last + 1)
     return +counts
 
 
-def _half_batch(log: Engine, half_id: str) -> _HalfBatch | None:
+def _half_batch(engine: Engine, half_id: str) -> _HalfBatch | None:
     """Return a half batch's figures; None when it has left."""
     try:
-        record = log.get(half_id)
-        state = log.state_of(record, refresh=False)
+        record = engine.get(half_id)
+        state = engine.state_of(record, refresh=False)
     except HalfBatchNotFoundError:
         return None
     pending: Counter[str] = Counter()

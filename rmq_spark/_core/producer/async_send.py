@@ -120,7 +120,7 @@ class AsyncSend:
         self._future = future
         self.asks_nobody = type(two_phase.listener) is CommitOncePrepared
         self._context = None if self.asks_nobody else copy_context()  # the listener sees the caller's context variables
-        self._began_s = two_phase.log.runtime.monotonic()
+        self._began_s = two_phase.engine.runtime.monotonic()
 
     def begin(self) -> bool:
         """Begin the send, up to its prepare; False when it is cancelled."""
@@ -205,7 +205,7 @@ class AsyncSend:
     def _succeed(self, outcome: Outcome) -> None:
         try:
             result = result_of(self._header, outcome, 1)
-            tell_sent(self._two_phase.log, self._header.producer_group, outcome, self._began_s)
+            tell_sent(self._two_phase.engine, self._header.producer_group, outcome, self._began_s)
         except BaseException as raised:
             self._fail(raised)
             return
@@ -216,6 +216,6 @@ class AsyncSend:
     def _fail(self, problem: BaseException) -> None:
         self._leave_turn()
         if isinstance(problem, Exception):
-            tell_not_sent(self._two_phase.log, self._header.producer_group, problem)
+            tell_not_sent(self._two_phase.engine, self._header.producer_group, problem)
         self._future.set_exception(problem)
         self._shared.end(self._future)

@@ -158,7 +158,7 @@ class TransactionMQProducer:
         await_termination: float = AWAIT_TERMINATION_S,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
-        self.log = engine_of(log, storage_options)
+        self.engine = engine_of(log, storage_options)
         self.producer_group = require_group_name(producer_group)
         self._has_listener = listener is not None
         self.listener = (
@@ -174,12 +174,12 @@ class TransactionMQProducer:
         )
         limits = PendingLimits.of(max_pending_batches, max_pending_bytes)
         self._commits = GroupCommit(
-            self.log,
+            self.engine,
             seconds(linger, "linger"),
             whole_number(max_batch_messages, "max_batch_messages", 1, AT_ONCE_MAX),
         )
         self.two_phase = TwoPhase(
-            self.log,
+            self.engine,
             self.listener,
             on_listener_error=on_listener_error,
             replay_check_timeout_s=seconds(replay_check_timeout, "replay_check_timeout"),
@@ -189,14 +189,14 @@ class TransactionMQProducer:
         self._listener_threads = whole_number(listener_threads, "listener_threads", 1)
         self._in_flight_max = whole_number(max_in_flight, "max_in_flight", 1)
         self._await_s = seconds(await_termination, "await_termination")
-        self._under_way = UnderWay(self.log.runtime)
+        self._under_way = UnderWay(self.engine.runtime)
         self._plainly = self.two_phase.with_listener(CommitOncePrepared())
         self._sender = Sender(self.two_phase, self.producer_group)
         self._commits.holds = lambda: self._send_threads.holds_lock()
         self._reset_sends()
         self._forks = forks()
-        self._opening = self.log.runtime.lock()
-        self._closing = self.log.runtime.event()
+        self._opening = self.engine.runtime.lock()
+        self._closing = self.engine.runtime.event()
         self._threads: list[threading.Thread] = []
 
     # ------------------------------------------------------------------ life
@@ -206,11 +206,13 @@ class TransactionMQProducer:
         with self._opening:
             if not self._under_way.is_open:
                 self._closing.set()  # ends the threads of an interrupted start
-                self._closing = self.log.runtime.event()  # threads of an earlier start keep the event that ended them
+                self._closing = (
+                    self.engine.runtime.event()
+                )  # threads of an earlier start keep the event that ended them
                 atexit.register(self._end)
                 self._commits.hurry(False)
                 self._reset_sends()
-                start = self.log.runtime.start_thread
+                start = self.engine.runtime.start_thread
                 if self.check_interval is not None:
                     self._threads.append(start(partial(self._answer_checks, self._closing), "txmq-checks", daemon=True))
                 if self.maintenance_interval is not None:
@@ -220,10 +222,10 @@ class TransactionMQProducer:
 
     def _reset_sends(self) -> None:
         """Begin with free rooms and keys: sends that an earlier shutdown left under way hold none of them."""
-        self._sender.keys = Keys(self.log.runtime)
+        self._sender.keys = Keys(self.engine.runtime)
         self._send_threads = SendThreads(
             self.producer_group, self._commits, self._under_way, self._enter, self._in_flight_max,
-            self._listener_threads, self.transaction_timeout, self.log.runtime,
+            self._listener_threads, self.transaction_timeout, self.engine.runtime,
         )  # fmt: skip
 
     def shutdown(self) -> None:
@@ -235,10 +237,10 @@ class TransactionMQProducer:
         if forks() != self._forks:  # a forked copy has none of the threads
             self._under_way.is_open = False
             return
-        end_s = self.log.runtime.monotonic() + self._await_s
+        end_s = self.engine.runtime.monotonic() + self._await_s
 
         def seconds_left() -> float:
-            return max(0.0, end_s - self.log.runtime.monotonic())
+            return max(0.0, end_s - self.engine.runtime.monotonic())
 
         self._commits.hurry()
         left = self._under_way.close(self._await_s)
@@ -257,7 +259,7 @@ class TransactionMQProducer:
         if left or late:
             self._warn_of_late(left, late)
         else:  # a send that still ran would need the log
-            self.log.close()
+            self.engine.close()
 
     def _warn_of_late(self, left: int, late: Sequence[str]) -> None:
         names = f" Still running: {'; '.join(sorted(set(late)))}." if late else ""
@@ -287,7 +289,7 @@ class TransactionMQProducer:
         from rmq_spark._core.checks.service import CheckService
 
         service = CheckService(
-            self.log,
+            self.engine,
             {self.producer_group: self.listener} if self._has_listener else {},  # anyone may settle what send() left
             transaction_timeout=self.transaction_timeout,
             transaction_check_interval=self.check_interval or TRANSACTION_CHECK_INTERVAL_S,
@@ -300,7 +302,7 @@ class TransactionMQProducer:
         from rmq_spark._core.checks.maintainer import Maintainer
 
         interval = self.maintenance_interval or MAINTENANCE_INTERVAL_S
-        Maintainer(self.log, interval, fences=FencePruner(self.log, [self.listener])).run(closing)
+        Maintainer(self.engine, interval, fences=FencePruner(self.engine, [self.listener])).run(closing)
 
     # ------------------------------------------------------------------ sending
     def send_message_in_transaction(

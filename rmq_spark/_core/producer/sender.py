@@ -66,11 +66,11 @@ class Sender:
     """
 
     def __init__(self, two_phase: TwoPhase, producer_group: str) -> None:
-        self.log = two_phase.log
+        self.engine = two_phase.engine
         self.producer_group = producer_group
-        self.keys = Keys(self.log.runtime)
+        self.keys = Keys(self.engine.runtime)
         self._listener: TransactionListener = two_phase.listener
-        self._started = self.log.runtime.unique_id()
+        self._started = self.engine.runtime.unique_id()
         self._sends = count(1)  # consecutive ids lie close together in a file, so its bounds find them
 
     def send(self, request: Request) -> TransactionSendResult:
@@ -79,9 +79,9 @@ class Sender:
             raise MessageError("no messages were given: a half batch has at least one")
         if (tracer := tracing()) is None:
             return self._send(request)
-        fifo = self.log.topic_store.seen().fifo
+        fifo = self.engine.topic_store.seen().fifo
         with tracer.sending(
-            self.log.path, self.producer_group, request.batch, request.topic, not request.is_plain, fifo
+            self.engine.path, self.producer_group, request.batch, request.topic, not request.is_plain, fifo
         ) as (traced, span):
             result = self._send(replace(request, batch=traced))
             span.set_attribute("txmq.half_id", result.half_id)
@@ -95,17 +95,19 @@ class Sender:
     def _send(self, request: Request) -> TransactionSendResult:
         writer = self.writer(request)
         with self.keys.one_by_one(request.idempotency_key):  # a repeated send finds the outcome of the first
-            outcome = request.two_phase.send(writer.header, lambda: stage(self.log, writer, request.batch), request.arg)
+            outcome = request.two_phase.send(
+                writer.header, lambda: stage(self.engine, writer, request.batch), request.arg
+            )
         return result_of(writer.header, outcome, len(request.batch))
 
     def writer(self, request: Request) -> HalfWriter:
         """Return what writes the request's half file."""
-        topics = self.log.topic_store.with_names(topics_in(request.batch, request.topic))
-        runtime = self.log.runtime
+        topics = self.engine.topic_store.with_names(topics_in(request.batch, request.topic))
+        runtime = self.engine.runtime
         writer = HalfWriter(
             self._header(request), topics.queues, request.topic, request.transaction_key, topics.fifo, runtime=runtime
         )
-        return self.log.with_runtime(writer)
+        return self.engine.with_runtime(writer)
 
     def _header(self, request: Request) -> HalfHeader:
         # No group, key or appId has a dot. So keys of two groups differ, and none is taken for a stream's batch.
@@ -119,5 +121,5 @@ class Sender:
             fence_id=store_id_to_send(listener),
             transaction_per=request.per,
             producer_group=self.producer_group,
-            runtime=self.log.runtime,
+            runtime=self.engine.runtime,
         )

@@ -21,18 +21,22 @@ class Compaction:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     """
 
-    def __init__(self, log: Engine) -> None:
-        self._log = log
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._thread: threading.Thread | None = None
 
     def after_commit(self) -> None:
         """Start a run, if ``op`` has many small files and no run is under way."""
-        if self._log.upkeep and op_merge.is_due(self._log.op) and (self._thread is None or not self._thread.is_alive()):
+        if (
+            self._engine.upkeep
+            and op_merge.is_due(self._engine.op)
+            and (self._thread is None or not self._thread.is_alive())
+        ):
             try:
-                self._thread = self._log.in_background(self.run)
+                self._thread = self._engine.in_background(self.run)
             except RuntimeError as problem:  # no thread can be started; the next commit tries again
                 logger.info("upkeep waits for a later commit: %s", problem)
 
@@ -44,10 +48,10 @@ class Compaction:
     def run(self) -> None:
         """Compact, then move the mark. A failure is logged and does not stop a sink; a later commit tries again."""
         try:
-            log = self._log.another()
+            engine = self._engine.another()
             # In this order the mark reads few files of op, and a cold start reads only the mark's small file and
             # those after it.
-            op_merge.compact_op(log.op)
-            log.ledger.mark()
+            op_merge.compact_op(engine.op)
+            engine.ledger.mark()
         except Exception as problem:
-            logger.warning("upkeep of %s failed: %s", redacted(self._log.path), failure(problem))
+            logger.warning("upkeep of %s failed: %s", redacted(self._engine.path), failure(problem))

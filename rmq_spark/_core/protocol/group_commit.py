@@ -78,23 +78,23 @@ class GroupCommit:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     linger_s : float
         Seconds that a prepare waits for others to share its commit, unless there are ``at_once_max`` of them.
     at_once_max : int
         Most half batches of one commit, up to :data:`AT_ONCE_MAX`.
     """
 
-    def __init__(self, log: Engine, linger_s: float = 0.0, at_once_max: int = AT_ONCE_MAX) -> None:
-        self._log = log
+    def __init__(self, engine: Engine, linger_s: float = 0.0, at_once_max: int = AT_ONCE_MAX) -> None:
+        self._engine = engine
         self.holds: Callable[[], bool] = bool
         """Returns whether this thread holds a lock that the callback of an answer takes."""
-        runtime, needs = log.runtime, log.lock
+        runtime, needs = engine.runtime, engine.lock
         self._prepares: CommitQueue[OneMessage | Staged, HalfRecord | TxmqError] = CommitQueue(
             runtime, "txmq-prepare", self._prepare, linger_s, at_once_max, needs=needs
         )
         self._decides: CommitQueue[Decision, Decided] = CommitQueue(
-            runtime, "txmq-decide", log.decide, at_once_max=at_once_max, beside=self._prepares, needs=needs
+            runtime, "txmq-decide", engine.decide, at_once_max=at_once_max, beside=self._prepares, needs=needs
         )
 
     def hurry(self, hurries: bool = True) -> None:
@@ -162,7 +162,7 @@ class GroupCommit:
         ]
         prepared: Iterator[HalfRecord | PrepareError] = iter(())
         if staged:
-            prepared = iter(self._log.prepare(staged))
+            prepared = iter(self._engine.prepare(staged))
         return [problems.get(request.header.half_id) or next(prepared) for request in requests]
 
 

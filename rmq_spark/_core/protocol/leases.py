@@ -30,20 +30,20 @@ class LeaseKeeper:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     lease_s : float
         Seconds that a lease lasts. It is written when a transaction has run for a third of this, and again after each
         further third.
     """
 
-    def __init__(self, log: Engine, lease_s: float) -> None:
+    def __init__(self, engine: Engine, lease_s: float) -> None:
         self.lease_s = lease_s
-        self._log = log
+        self._engine = engine
         self._running: dict[Lease, None] = {}
-        self._idle = log.runtime.event()  # set when no transaction runs
-        self._lock = log.runtime.lock()  # for the thread's start and end
+        self._idle = engine.runtime.event()  # set when no transaction runs
+        self._lock = engine.runtime.lock()  # for the thread's start and end
         self._has_thread = False
-        self._writing = log.runtime.lock()  # held while leases are written
+        self._writing = engine.runtime.lock()  # held while leases are written
         self._being_written: frozenset[Lease] = frozenset()  # leases that a commit may be writing
 
     def lease(self, record: HalfRecord) -> Lease:
@@ -52,7 +52,7 @@ class LeaseKeeper:
 
     def add(self, lease: Lease) -> None:
         """Renew a lease from now on."""
-        lease.next_s = self._log.runtime.monotonic() + self.lease_s / 3
+        lease.next_s = self._engine.runtime.monotonic() + self.lease_s / 3
         self._running[lease] = None
         if self._has_thread:
             return
@@ -60,7 +60,7 @@ class LeaseKeeper:
             if not self._has_thread:
                 self._has_thread = True
                 try:
-                    self._log.runtime.start_thread(self._work, "txmq-lease", daemon=True)
+                    self._engine.runtime.start_thread(self._work, "txmq-lease", daemon=True)
                 except RuntimeError as problem:  # no thread. A check may ask early; the fence keeps that safe
                     self._has_thread = False
                     is_ending = not threading.main_thread().is_alive()
@@ -85,7 +85,7 @@ class LeaseKeeper:
                     self._renew()
                     continue
                 self._idle.clear()
-                self._log.runtime.sleep(LINGER_S)
+                self._engine.runtime.sleep(LINGER_S)
                 if self._may_end():
                     return
         except BaseException:  # the next lease starts another thread
@@ -104,7 +104,7 @@ class LeaseKeeper:
             due = self._due()
             try:
                 if due:
-                    self._log.ledger.lease([lease.record for lease in due], self.lease_s)
+                    self._engine.ledger.lease([lease.record for lease in due], self.lease_s)
             # Without a lease a check may ask early; the fence keeps that safe. A panic of delta-rs is no Exception,
             # and must not end the leases of the other transactions.
             except BaseException as problem:
@@ -117,12 +117,12 @@ class LeaseKeeper:
                 self._being_written = frozenset()
 
     def _seconds_to_next(self) -> float:
-        now = self._log.runtime.monotonic()
+        now = self._engine.runtime.monotonic()
         return max(0.0, min((lease.next_s for lease in list(self._running)), default=now) - now)
 
     def _due(self) -> list[Lease]:
         """The leases to write: those due now, or so soon that they share the commit."""
-        now = self._log.runtime.monotonic()
+        now = self._engine.runtime.monotonic()
         near = [lease for lease in list(self._running) if lease.next_s <= now + self.lease_s / 6]
         self._being_written = frozenset(near)
         due = [lease for lease in near if lease in self._running]  # a lease that ends after this waits for the commit

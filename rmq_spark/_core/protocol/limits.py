@@ -75,12 +75,12 @@ class PendingGuard:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     limits : PendingLimits
     """
 
-    def __init__(self, log: Engine, limits: PendingLimits) -> None:
-        self._log = log
+    def __init__(self, engine: Engine, limits: PendingLimits) -> None:
+        self._engine = engine
         self.limits = limits
         self._seen: dict[str, _Pending] = {}  # of all groups; replaced, never changed
         self._warned = False
@@ -109,8 +109,8 @@ class PendingGuard:
             raise PendingLimitError(
                 f"{sentence}, and {' and '.join(reached)}: nothing was sent. The oldest is {oldest.half_id!r}, since "
                 f"{oldest.prepared_at:%Y-%m-%d %H:%M:%S} UTC. Does a check job run for this group, and does its "
-                f"listener know the answer? 'txmq pending {self._log.path}' lists what is pending, and 'txmq resolve' "
-                "settles it by hand"
+                f"listener know the answer? 'txmq pending {self._engine.path}' lists what is pending, and 'txmq "
+                "resolve' settles it by hand"
             )
         near = [
             f"{name}={limit}" for limit, pending, name in usage if limit is not None and pending >= WARNED_AT * limit
@@ -124,13 +124,13 @@ class PendingGuard:
         seen = self._seen
         self._seen = {
             half_id: pending
-            for half_id in self._log.open_half_ids()
+            for half_id in self._engine.open_half_ids()
             for pending in ([seen[half_id]] if half_id in seen else self._look_at(half_id))
         }
         return list(self._seen.values())
 
     def _look_at(self, half_id: str) -> Iterator[_Pending]:
         with suppress(TxmqError):  # it has left meanwhile, or cannot be read, which a checker reports
-            record = self._log.get(half_id)
-            size = self._log.half.bytes_of(record)
+            record = self._engine.get(half_id)
+            size = self._engine.half.bytes_of(record)
             yield _Pending(half_id, record.header.producer_group, size, record.prepared_at)

@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def observed(log: Engine, producer_group: str) -> Iterator[Callable[[Outcome], None]]:
+def observed(engine: Engine, producer_group: str) -> Iterator[Callable[[Outcome], None]]:
     """Tell observers of the send in the block: the outcome that the block hands in, or what it raises."""
-    began_s = log.runtime.monotonic()
+    began_s = engine.runtime.monotonic()
     try:
-        yield lambda outcome: tell_sent(log, producer_group, outcome, began_s)
+        yield lambda outcome: tell_sent(engine, producer_group, outcome, began_s)
     except Exception as problem:
-        tell_not_sent(log, producer_group, problem)
+        tell_not_sent(engine, producer_group, problem)
         raise
 
 
-def tell_not_sent(log: Engine, producer_group: str, problem: Exception) -> None:
+def tell_not_sent(engine: Engine, producer_group: str, problem: Exception) -> None:
     """Tell observers what a send raised."""
     if observer.observers():
-        observer.tell(lambda o: o.not_sent(log.path, producer_group, problem))
+        observer.tell(lambda o: o.not_sent(engine.path, producer_group, problem))
 
 
-def tell_sent(log: Engine, producer_group: str, outcome: Outcome, began_s: float) -> None:
+def tell_sent(engine: Engine, producer_group: str, outcome: Outcome, began_s: float) -> None:
     """Tell observers the outcome of a send that began at ``began_s`` by the monotonic clock."""
     record = outcome.record
     if record is None or outcome.replayed or not observer.observers():  # a replay was reported when it was sent
@@ -43,6 +43,6 @@ def tell_sent(log: Engine, producer_group: str, outcome: Outcome, began_s: float
             topics[segment.topic] += segment.last - segment.first + 1
     finish_s = None
     if outcome.messages and not outcome.messages.get(RowState.PENDING):
-        finish_s = max(0.0, (log.runtime.now() - record.prepared_at).total_seconds())
-    sent = observer.Sent(log.path, producer_group, topics, log.runtime.monotonic() - began_s, finish_s)
+        finish_s = max(0.0, (engine.runtime.now() - record.prepared_at).total_seconds())
+    sent = observer.Sent(engine.path, producer_group, topics, engine.runtime.monotonic() - began_s, finish_s)
     observer.tell(lambda o: o.sent(sent))

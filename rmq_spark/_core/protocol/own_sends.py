@@ -50,9 +50,9 @@ def resend_name(group: str, offset: int | str) -> str:
 class OwnSends:
     """Tells which names may still be looked up, by the present state of the log."""
 
-    def __init__(self, log: Engine) -> None:
-        self._log = log
-        self._firsts = log.firsts(refresh=False)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._firsts = engine.firsts(refresh=False)
         self._places: dict[str, Mapping[Queue, Place]] = {}
 
     def may_come(self, app_id: str) -> bool:
@@ -70,5 +70,5 @@ class OwnSends:
     def _place(self, match: re.Match[str]) -> Place | None:
         group, queue = match[1], (match[2], int(match[3]))
         if group not in self._places:
-            self._places[group] = self._log.groups.places(group) if self._log.has_groups() else {}
+            self._places[group] = self._engine.groups.places(group) if self._engine.has_groups() else {}
         return self._places[group].get(queue)

@@ -20,17 +20,17 @@ class Replays:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     """
 
-    def __init__(self, log: Engine) -> None:
-        self._log = log
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def find(self, header: HalfHeader) -> HalfRecord | None:
         """The half batch of a replay; None for a new batch. Raises when the batch may be neither."""
         if header.naming is Naming.KEY:
-            return self._log.find(header.app_id, header.batch_id)
-        return self.require(header) if self._log.is_replay(header) else None
+            return self._engine.find(header.app_id, header.batch_id)
+        return self.require(header) if self._engine.is_replay(header) else None
 
     def require_no_fork(self, header: HalfHeader, lineage: Lineage | None) -> HalfHeader | None:
         """Return the header of the application's last batch, which a new one of a query follows; None for the first.
@@ -40,10 +40,10 @@ class Replays:
         """
         if header.query_id is None or not header.numbered:
             return None
-        batch_id = self._log.last_batch_id(header.app_id, refresh=False)
+        batch_id = self._engine.last_batch_id(header.app_id, refresh=False)
         if batch_id is None:
             return None
-        last = self._log.header_of(header.app_id, batch_id)
+        last = self._engine.header_of(header.app_id, batch_id)
         if last is None:
             raise CheckpointMismatchError(
                 f"batch {batch_id} of app {header.app_id!r}, the last one in the log, is not there any more: nobody "
@@ -63,7 +63,7 @@ class Replays:
         return last
 
     def require(self, header: HalfHeader) -> HalfRecord:
-        record = self._log.find(header.app_id, header.batch_id)
+        record = self._engine.find(header.app_id, header.batch_id)
         if record is None:
             raise CheckpointMismatchError(
                 f"batch {header.batch_id} of app {header.app_id!r} is not above the last one in the log, and is "
@@ -90,7 +90,7 @@ class Replays:
             When its commit was made after all, or the log cannot be read. A check then settles the half batch.
         """
         with suppress(Exception):
-            if self._log.find(header.app_id, header.batch_id) is None:
+            if self._engine.find(header.app_id, header.batch_id) is None:
                 return
         raise UnresolvedTransactionError(
             f"half batch {header.half_id!r} may be prepared ({sentence_of(problem)}). {stays_open(header.numbered)}"

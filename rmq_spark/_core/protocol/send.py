@@ -93,7 +93,7 @@ class TwoPhase:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     listener : TransactionListener
     on_listener_error : {"fail", "unknown"}
         What an exception of ``execute_local_transaction`` does: end the query with the half batch pending (default), or
@@ -110,7 +110,7 @@ class TwoPhase:
 
     def __init__(
         self,
-        log: Engine,
+        engine: Engine,
         listener: TransactionListener,
         *,
         on_listener_error: str = "fail",
@@ -123,14 +123,14 @@ class TwoPhase:
             raise OptionError(f"onListenerError={on_listener_error!r} is not one of {', '.join(ON_LISTENER_ERROR)}")
         if not 0 < lease_s <= LEASE_S_MAX:
             raise OptionError(f"lease_s={lease_s!r} is out of range: seconds up to {LEASE_S_MAX:g} are expected")
-        self.log = log
+        self.engine = engine
         self.listener = listener
         self.on_listener_error = on_listener_error
         self.replay_check_timeout_s = seconds(replay_check_timeout_s, "replay_check_timeout")
-        self.pending = PendingGuard(log, pending_limits)
-        self._replays = Replays(log)
-        self.commits: Commits = log if commits is None else commits
-        self.leases = LeaseKeeper(log, seconds(lease_s, "lease_s", above=True))
+        self.pending = PendingGuard(engine, pending_limits)
+        self._replays = Replays(engine)
+        self.commits: Commits = engine if commits is None else commits
+        self.leases = LeaseKeeper(engine, seconds(lease_s, "lease_s", above=True))
 
     def with_listener(self, listener: TransactionListener, on_listener_error: str = "fail") -> TwoPhase:
         """A copy for another listener, with the same commits, leases and limits."""
@@ -187,7 +187,7 @@ class TwoPhase:
             )
         reach("send begins", header=header)
         steps = self.steps(header, stage, arg, lineage)
-        with observed(self.log, header.producer_group) as tell:
+        with observed(self.engine, header.producer_group) as tell:
             outcome = finish(steps, self.do)
             tell(outcome)
         reach("sent", header=header)
@@ -206,12 +206,12 @@ class TwoPhase:
             case Decide():
                 record, split = step.run.record, step.split
                 counts = split.commit.count, split.rollback.count
-                with settling(self.log.path, record.half_id, step.attempt, str(step.who), *counts, record.topics):
+                with settling(self.engine.path, record.half_id, step.attempt, str(step.who), *counts, record.topics):
                     (decided,) = self.commits.decide([step.decision])
                     return decided.or_raise()
             case Wait():
                 if step.seconds:
-                    self.log.runtime.sleep(step.seconds)
+                    self.engine.runtime.sleep(step.seconds)
                 return None
 
     def steps(
@@ -269,7 +269,7 @@ class TwoPhase:
         """Execute rows that only this run may execute, and make the verdicts final."""
         record = run.record
         reach("prepared", header=record.header, attempt=attempt)
-        if type(self._listener_of(run)) is CommitOncePrepared and self.log.ledger.has_no_op_rows(record):
+        if type(self._listener_of(run)) is CommitOncePrepared and self.engine.ledger.has_no_op_rows(record):
             run.executed.append((attempt, rows))
             reach("executed", header=record.header, attempt=attempt)
             yield from self._decide(run, attempt, Split(rows, NO_ROWS, NO_ROWS), Who.EXECUTE)
@@ -277,7 +277,7 @@ class TwoPhase:
         answered: Answered | None = yield Execute(run, attempt, rows)
         if answered is None:
             return
-        split = split_by_verdict(self.log, record, answered.rows, answered.batch, answered.verdicts)
+        split = split_by_verdict(self.engine, record, answered.rows, answered.batch, answered.verdicts)
         # When a check was faster, others may have reopened or quarantined its rows: settling goes on from there.
         with suppress(StaleAttemptError) if answered.who is Who.CHECK else nullcontext():
             yield from self._decide(run, attempt, split, answered.who)
@@ -300,12 +300,12 @@ class TwoPhase:
     def execute(self, run: Run, attempt: int, rows: RowSet) -> Answered | None:
         """Run the local transaction; None when a check was faster."""
         listener = self._listener_of(run)
-        state = self.log.state_of(run.record, refresh=False)  # it was read after the prepare or the reopen
+        state = self.engine.state_of(run.record, refresh=False)  # it was read after the prepare or the reopen
         rows &= state.rows_in((RowState.PENDING,), attempt)
         if not rows:
             return None
         held = run.held if rows.count == run.record.rows else None
-        batch = self.log.half_batch(run.record, state, attempt, rows, run.arg, held)
+        batch = self.engine.half_batch(run.record, state, attempt, rows, run.arg, held)
         if type(listener) is CommitOncePrepared:  # it takes no time, and any check would answer the same
             verdicts: VerdictArray | None = _COMMIT_ALL
         else:
@@ -365,17 +365,17 @@ class TwoPhase:
 
     def _is_pending(self, run: Run, batch: HalfBatch) -> bool:
         """Whether any message of the batch is pending; HalfBatchLeftError when the half batch has left."""
-        return bool(self.log.state_of(run.record).rows_in((RowState.PENDING,), batch.attempt) & batch.rows)
+        return bool(self.engine.state_of(run.record).rows_in((RowState.PENDING,), batch.attempt) & batch.rows)
 
     # ------------------------------------------------------------------ R replay
     def _settle(self, run: Run) -> StepsTo[None]:
         """Go on until each row is decided, or waits for a check because this run itself got UNKNOWN for it."""
-        deadline = self.log.runtime.monotonic() + self.replay_check_timeout_s
+        deadline = self.engine.runtime.monotonic() + self.replay_check_timeout_s
         pause_s, warned = REPLAY_BACKOFF_S_MIN, False
         # This run's own decision was read back with its commit, so most batches need no second look.
-        state = self.log.state_of(run.record, refresh=run.outcome.replayed)
+        state = self.engine.state_of(run.record, refresh=run.outcome.replayed)
         while state.in_conflict or state.count(*FINAL_STATES) < state.rows:
-            state = self.log.state_of(run.record)
+            state = self.engine.state_of(run.record)
             self._refuse_conflict(run, state)
             self._listener_of(run)  # before anything is reopened
             if attempts := state.attempts(*_NEVER_HAPPENED):
@@ -394,7 +394,7 @@ class TwoPhase:
             for attempt, rows in to_check:
                 are_unknown.append((yield from self._check(run, state, attempt, rows)))
             if all(are_unknown):
-                if self.log.runtime.monotonic() >= deadline:
+                if self.engine.runtime.monotonic() >= deadline:
                     raise UnresolvedTransactionError(self._unresolved(run))
                 if not warned:
                     warned = True
@@ -406,7 +406,7 @@ class TwoPhase:
 
     def _is_settled(self, run: Run) -> bool:
         """Whether nothing is left to be done, as of the last read. If so, the outcome is set."""
-        state = self.log.state_of(run.record, refresh=False)
+        state = self.engine.state_of(run.record, refresh=False)
         if state.in_conflict or state.count(*FINAL_STATES) < state.rows:
             return False
         run.end_with(state)
@@ -421,7 +421,7 @@ class TwoPhase:
 
     def _reopen(self, run: Run, attempt: int, states: tuple[RowState, ...], as_attempt: int, reason: str) -> RowSet:
         """Make rows pending again."""
-        return self.log.ledger.reopen(run.record, attempt, states, as_attempt, Who.EXECUTE, reason)
+        return self.engine.ledger.reopen(run.record, attempt, states, as_attempt, Who.EXECUTE, reason)
 
     def _not_executed_here(self, run: Run, state: BatchState) -> list[tuple[int, RowSet]]:
         """Pending rows that another run prepared or reopened. That run may have executed them, or may do so yet."""
@@ -439,7 +439,7 @@ class TwoPhase:
         """Ask about rows that another run may have executed. Returns whether some of them stay UNKNOWN."""
         reach("replay asks")
         listener = self._listener_of(run)
-        batch = self.log.half_batch(run.record, state, attempt, rows)
+        batch = self.engine.half_batch(run.record, state, attempt, rows)
         batch.restarted = run.record.header.query_id is not None  # a query has one run at a time; sends may overlap
         try:
             verdicts = normalize_verdicts(returned(listener.check_local_transaction, batch), batch)
@@ -447,14 +447,14 @@ class TwoPhase:
             logger.warning("check of %r failed: %s", batch, traceback_of(problem), extra=of_batch(batch))
             run.outcome.error = problem
             return True
-        split = split_by_verdict(self.log, run.record, rows, batch, verdicts)
+        split = split_by_verdict(self.engine, run.record, rows, batch, verdicts)
         try:
             return (yield from self._decide(run, attempt, split, Who.CHECK))
         except StaleAttemptError:  # another process reopened or quarantined the rows meanwhile: look again
             return False
 
     def _waiting(self, run: Run, messages: int) -> str:
-        age_s = max(0.0, (self.log.runtime.now() - run.record.prepared_at).total_seconds())
+        age_s = max(0.0, (self.engine.runtime.now() - run.record.prepared_at).total_seconds())
         after_s = getattr(self.listener, "rollback_after_s", None)
         ends = "An answer of the listener ends the wait"
         if after_s is not None:

@@ -39,7 +39,7 @@ WANTED = pa.schema([("wanted_file", pa.int64()), ("first", pa.int64()), ("last",
 
 
 def half_batch_of(
-    log: Engine,
+    engine: Engine,
     record: HalfRecord,
     state: BatchState,
     attempt: int,
@@ -55,24 +55,24 @@ def half_batch_of(
         batch_id=record.header.batch_id,
         attempt=attempt,
         producer_group=record.header.producer_group,
-        prepared_at=_began_at(log, record, state, attempt),
+        prepared_at=_began_at(engine, record, state, attempt),
         check_times=state.check_times(rows),
         transaction_per=record.header.transaction_per,
         fence_id=record.header.fence_id,
         staged_ms=record.staged_ms,
-        rows=_LogRows(log, record, rows, held),
-        log_id=log.id,
+        rows=_LogRows(engine, record, rows, held),
+        log_id=engine.id,
         arg=arg,
     )
 
 
-def _began_at(log: Engine, record: HalfRecord, state: BatchState, attempt: int) -> datetime:
+def _began_at(engine: Engine, record: HalfRecord, state: BatchState, attempt: int) -> datetime:
     """When an attempt began.
 
     A clock that was ahead has written times in the future. Later half batches are prepared after those, so none would
     be old enough for a check. Then the time of staging counts, or an assumed age when that is in the future, too.
     """
-    now = log.runtime.now()
+    now = engine.runtime.now()
     for began_at in (state.opened_at.get(attempt, record.prepared_at), record.staged_at):
         if began_at <= now + timedelta(seconds=CLOCK_SKEW_S_MAX):
             return began_at
@@ -98,7 +98,9 @@ class Split:
         return Decision(record, attempt, self.commit, self.rollback, who, rolled_back=self.rolled_back)
 
 
-def split_by_verdict(log: Engine, record: HalfRecord, rows: RowSet, batch: HalfBatch, verdicts: VerdictArray) -> Split:
+def split_by_verdict(
+    engine: Engine, record: HalfRecord, rows: RowSet, batch: HalfBatch, verdicts: VerdictArray
+) -> Split:
     """The rows of a half batch by the verdict of their transaction."""
     which, distinct = verdicts.which, verdicts.distinct
     if which is not None and len(which) == 1:
@@ -157,8 +159,8 @@ def _by_reason(
 class _LogRows:
     """The rows of one half batch for a listener."""
 
-    def __init__(self, log: Engine, record: HalfRecord, rows: RowSet, held: HalfRows | pa.Table | None) -> None:
-        self._log, self._record, self.rows, self._held = log, record, rows, held
+    def __init__(self, engine: Engine, record: HalfRecord, rows: RowSet, held: HalfRows | pa.Table | None) -> None:
+        self._engine, self._record, self.rows, self._held = engine, record, rows, held
 
     @property
     def is_all(self) -> bool:
@@ -172,16 +174,16 @@ class _LogRows:
                 return held
             chosen = [self.rows.get(n) or bytes(file.rows) for n, file in self._record.files.items()]
             return held.filter(booleans_of(b"".join(chosen)))
-        return self._log.half.read(self._record, self.rows, columns)
+        return self._engine.half.read(self._record, self.rows, columns)
 
     def to_spark(self, spark: SparkSession) -> DataFrame:
         from pyspark.sql import functions as F
 
-        table = self._log.half.table
+        table = self._engine.half.table
         files = sorted({self._record.files[n].path for n in self.rows})
         if not isinstance(table, DeltaLogTable):
             return spark.createDataFrame(self.read(HALF_SCHEMA.names))
-        frame = read_files(spark, self._log.path, table, table.actions(), files, HALF_SCHEMA)
+        frame = read_files(spark, self._engine.path, table, table.actions(), files, HALF_SCHEMA)
         frame = frame.where(F.col("half_id") == self._record.half_id)
         if not self.is_all:
             ranges = [(n, a, b) for n, file_ranges in self.rows.ranges() for a, b in file_ranges]

@@ -34,18 +34,18 @@ class Planner:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
         A handle for this planner only.
     subscription : Subscription
     fail_on_data_loss : bool
         False: messages that the log no longer holds are skipped with a warning.
     """
 
-    def __init__(self, log: Engine, subscription: Subscription, fail_on_data_loss: bool = True) -> None:
-        self.log = log
+    def __init__(self, engine: Engine, subscription: Subscription, fail_on_data_loss: bool = True) -> None:
+        self.engine = engine
         self._subscription = subscription
         self._fail_on_data_loss = fail_on_data_loss
-        self._placements = Placements(log, subscription.matches)
+        self._placements = Placements(engine, subscription.matches)
 
     @property
     def rows_kept(self) -> int:
@@ -61,7 +61,7 @@ class Planner:
         TopicNotFoundError
             When the subscription names a topic that does not exist.
         """
-        topics = self.log.topics()
+        topics = self.engine.topics()
         for name in self._subscription.topics:
             require_known_topic(name, topics)
         pattern = self._subscription.pattern
@@ -81,7 +81,7 @@ class Planner:
         at its end. Spark's Kafka source fails in that case by default.
         """
         latest = self.latest()
-        firsts = self.log.firsts(refresh=False)
+        firsts = self.engine.firsts(refresh=False)
         if isinstance(given, datetime):
             starts = {(topic, q): 0 for topic, count in self.queues().items() for q in range(count)}
             first = self._placements.first_since(given)
@@ -91,9 +91,9 @@ class Planner:
         marks: tuple[int, ...] = ()
         if isinstance(given, CountedPositions):
             marks = given.marks
-            if given.log_id not in (None, self.log.id):
+            if given.log_id not in (None, self.engine.id):
                 raise OffsetOutOfRangeError(
-                    f"{option} counts in commit log {given.log_id!r}, and this is commit log {self.log.id}: it was "
+                    f"{option} counts in commit log {given.log_id!r}, and this is commit log {self.engine.id}: it was "
                     "made anew, or is another one. Use 'earliest', or offsets of this log"
                 )
             # A progress report also has the group's retries.
@@ -129,7 +129,7 @@ class Planner:
 
     def _firsts(self) -> Positions:
         """Return the first kept offsets of queues with expired messages: a queue without a position starts there."""
-        firsts = self.log.firsts(refresh=False)
+        firsts = self.engine.firsts(refresh=False)
         return {queue: first for queue, first in firsts.items() if self._subscription.matches(queue[0])}
 
     def forget(self, start: Positions) -> None:
@@ -173,9 +173,9 @@ class Planner:
             result, missing = look()
             if not missing:
                 return result, missing
-        for table in self.log.looked_at():
+        for table in self.engine.looked_at():
             table.refresh()
-        self._placements = Placements(self.log, self._subscription.matches)
+        self._placements = Placements(self.engine, self._subscription.matches)
         return look()
 
     def _lost(self, what: str) -> None:

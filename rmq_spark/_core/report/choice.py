@@ -9,7 +9,7 @@ from rmq_spark._core.report.figures import Figures
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError
 
 
-def trace_of(log: Engine, name: str) -> Trace:
+def trace_of(engine: Engine, name: str) -> Trace:
     """Return the trace of a transaction, a half batch or a message, by its id.
 
     Raises
@@ -20,22 +20,22 @@ def trace_of(log: Engine, name: str) -> Trace:
         When the log does not have it.
     """
     if name.count(":") == 1:
-        return trace(log, half_id=name)
+        return trace(engine, half_id=name)
     try:
-        return trace(log, name)
+        return trace(engine, name)
     except (OptionError, HalfBatchNotFoundError) as problem:
         try:
-            return trace(log, message_id=name)
+            return trace(engine, message_id=name)
         except (OptionError, HalfBatchNotFoundError):
             raise problem from None
 
 
-def slowest_of(log: Engine, figures: Figures) -> Trace | None:
+def slowest_of(engine: Engine, figures: Figures) -> Trace | None:
     """Return the trace of the half batch that waited longest for its last verdict; None when none was settled, or
     upkeep has removed it since."""
     for half_id in figures.slowest["half_id"].to_pylist():
         try:
-            return trace(log, half_id=half_id)
+            return trace(engine, half_id=half_id)
         except HalfBatchNotFoundError:
             continue
     return None

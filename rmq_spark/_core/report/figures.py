@@ -128,45 +128,45 @@ def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SI
     OptionError
         When ``since`` is no duration, or is not positive.
     """
-    log = engine_of(log).another()
-    history, span = look_back(log, Span.of(log, since))
+    engine = engine_of(log).another()
+    history, span = look_back(engine, Span.of(engine, since))
     settled = _settled(history)
-    open_batches = open_now(log)
-    visible = over_time.throughput(log, span)
+    open_batches = open_now(engine)
+    visible = over_time.throughput(engine, span)
     is_dead_letter = pc.equal(visible["topic"], over_time.DEAD_LETTERS)
     return Figures(
-        path=log.path,
+        path=engine.path,
         span=span,
         throughput=visible,
         verdicts=over_time.verdicts(history, span),
         checks=over_time.checks(history, span),
         ages=standing.ages(open_batches, span.until),
-        pending=standing.pending(log, open_batches.slice(0, LISTED_MAX), span.until),
-        lag=standing.lag(log),
-        largest=listed(log, settled, "messages"),
-        slowest=listed(log, settled, "seconds"),
-        topics=standing.topics(log),
+        pending=standing.pending(engine, open_batches.slice(0, LISTED_MAX), span.until),
+        lag=standing.lag(engine),
+        largest=listed(engine, settled, "messages"),
+        slowest=listed(engine, settled, "seconds"),
+        topics=standing.topics(engine),
         settled=settled.num_rows,
-        quarantined=tuple(dict.fromkeys(overview.quarantined(log)["half_id"].to_pylist())),
-        conflicts=tuple(overview.conflicts(log)),
+        quarantined=tuple(dict.fromkeys(overview.quarantined(engine)["half_id"].to_pylist())),
+        conflicts=tuple(overview.conflicts(engine)),
         dead_letters=_sum(visible.filter(is_dead_letter)["messages"]),
-        dead_letters_waiting=standing.dead_letters_waiting(log),
-        undrained_s=standing.undrained_s(log, span.until),
+        dead_letters_waiting=standing.dead_letters_waiting(engine),
+        undrained_s=standing.undrained_s(engine, span.until),
     )
 
 
-def look_back(log: Engine, span: Span) -> tuple[Told, Span]:
+def look_back(engine: Engine, span: Span) -> tuple[Told, Span]:
     """Return the history in a span, and the span from the first event in it."""
-    history = told(log, span.since)
-    log.messages_table.refresh()
-    firsts = (pc.min(history.events["at"]).as_py(), first_drained(log, span.since))
+    history = told(engine, span.since)
+    engine.messages_table.refresh()
+    firsts = (pc.min(history.events["at"]).as_py(), first_drained(engine, span.since))
     return history, span.around(min((first for first in firsts if first is not None), default=None))
 
 
-def settled_in(log: Engine, span: Span) -> pa.Table:
+def settled_in(engine: Engine, span: Span) -> pa.Table:
     """Return half batches that got a verdict in a span: ``half_id, producer_group, prepared_at, settled_at, messages,
     seconds``. The group is null for a half batch that is still in ``half``."""
-    return _settled(told(log, span.since))
+    return _settled(told(engine, span.since))
 
 
 def _settled(history: Told) -> pa.Table:
@@ -189,20 +189,20 @@ def _settled(history: Told) -> pa.Table:
     )
 
 
-def listed(log: Engine, settled: pa.Table, by: str) -> pa.Table:
+def listed(engine: Engine, settled: pa.Table, by: str) -> pa.Table:
     """Return the settled half batches with the largest values of the column ``by``, with their producer groups."""
     order = [(by, "descending"), ("settled_at", "descending"), ("half_id", "ascending")]
     top = settled.take(pc.select_k_unstable(settled, LISTED_MAX, order)) if settled.num_rows else settled
     rows = top.select(["half_id", "producer_group"]).to_pylist()
-    groups = [row["producer_group"] or _group(log, row["half_id"]) for row in rows]
+    groups = [row["producer_group"] or _group(engine, row["half_id"]) for row in rows]
     top = top.set_column(top.column_names.index("producer_group"), "producer_group", pa.array(groups, pa.string()))
     return top.select(LISTED.names).cast(LISTED)
 
 
-def _group(log: Engine, half_id: str) -> str | None:
+def _group(engine: Engine, half_id: str) -> str | None:
     """Return the producer group of a half batch in ``half``; None when it has left since it was counted."""
     try:
-        return log.get(half_id).header.producer_group
+        return engine.get(half_id).header.producer_group
     except HalfBatchNotFoundError:
         return None
 

@@ -29,9 +29,9 @@ THROUGHPUT = pa.schema([("at", TIMESTAMP), ("topic", pa.string()), ("messages", 
 BY_TIME = pa.schema([("at", TIMESTAMP), ("verdict", pa.string()), ("messages", pa.int64()), ("batches", pa.int64())])
 
 
-def throughput(log: Engine, span: Span) -> pa.Table:
+def throughput(engine: Engine, span: Span) -> pa.Table:
     """Return the messages that became visible: ``at, topic, messages``."""
-    placed_counts = placed(log, span.since, span.period_s)
+    placed_counts = placed(engine, span.since, span.period_s)
     topic = placed_counts["topic"]
     topic = pc.if_else(pc.starts_with(topic, DLQ_PREFIX), DEAD_LETTERS, topic)
     topic = pc.if_else(pc.starts_with(topic, RETRY_PREFIX), RETRIES, topic)

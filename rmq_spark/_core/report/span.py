@@ -36,7 +36,7 @@ class Span:
     period_s: int = PERIODS_S[0]
 
     @classmethod
-    def of(cls, log: Engine, since: str) -> Span:
+    def of(cls, engine: Engine, since: str) -> Span:
         """Return the span of a duration up to now, by the log's clock.
 
         Raises
@@ -47,7 +47,7 @@ class Span:
         length_s = parse_duration(since, "since")
         if length_s <= 0:
             raise OptionError(f"{since!r} is no time: write how far back, such as '7d'", argument="since")
-        now = log.runtime.now()
+        now = engine.runtime.now()
         return cls(max(datetime.fromtimestamp(0, timezone.utc), now - timedelta(seconds=length_s)), now)
 
     def around(self, first: datetime | None) -> Span:

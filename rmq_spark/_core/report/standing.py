@@ -73,15 +73,15 @@ def since(times: pa.ChunkedArray, now: datetime) -> pa.ChunkedArray:
     return pc.if_else(pc.less(seconds, 0.0), 0.0, seconds)
 
 
-def pending(log: Engine, open_batches: pa.Table, now: datetime) -> pa.Table:
+def pending(engine: Engine, open_batches: pa.Table, now: datetime) -> pa.Table:
     """Return pending half batches, with their groups and their numbers of checks."""
     rows = []
     for half_id in open_batches["half_id"].to_pylist():
         try:
-            record = log.get(half_id)
+            record = engine.get(half_id)
         except HalfBatchNotFoundError:  # the half batch was settled meanwhile, and has left
             continue
-        state = log.state_of(record, refresh=False)
+        state = engine.state_of(record, refresh=False)
         pending_rows = state.rows_in((RowState.PENDING,))
         if not pending_rows.count:
             continue
@@ -99,21 +99,21 @@ def pending(log: Engine, open_batches: pa.Table, now: datetime) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
 
-def dead_letters_waiting(log: Engine) -> int:
+def dead_letters_waiting(engine: Engine) -> int:
     """Return the number of all groups' dead letters that were not sent again."""
-    groups = [topic.removeprefix(DLQ_PREFIX) for topic in log.topics() if topic.startswith(DLQ_PREFIX)]
-    return sum(DeadLetters(log, group).waiting() for group in groups)
+    groups = [topic.removeprefix(DLQ_PREFIX) for topic in engine.topics() if topic.startswith(DLQ_PREFIX)]
+    return sum(DeadLetters(engine, group).waiting() for group in groups)
 
 
-def lag(log: Engine) -> pa.Table:
+def lag(engine: Engine) -> pa.Table:
     """Return the lags of consumer groups, the furthest behind first: ``group, messages, seconds, topics``.
 
     ``seconds`` is the time since the commit of the oldest message that the group has not read.
     """
     rows = []
-    for name in groups(log):
+    for name in groups(engine):
         try:
-            queue_lags = ConsumerGroup(log, name).behind()
+            queue_lags = ConsumerGroup(engine, name).behind()
         except GroupNotFoundError:  # the group was deleted meanwhile
             continue
         rows.append(
@@ -128,16 +128,16 @@ def lag(log: Engine) -> pa.Table:
     return table.sort_by([("messages", "descending"), ("group", "ascending")])
 
 
-def topics(log: Engine) -> pa.Table:
+def topics(engine: Engine) -> pa.Table:
     """Return the topics, the largest first: ``topic, queues, fifo, retention_s, committed, expired``, and ``drained``
     messages and their ``bytes`` in the table messages."""
     names, retentions, fifo = (
-        log.topics(),
-        {name: topic.retention_s for name, topic in log.topic_store.all().items()},
-        log.topic_store.seen().fifo,
+        engine.topics(),
+        {name: topic.retention_s for name, topic in engine.topic_store.all().items()},
+        engine.topic_store.seen().fifo,
     )
-    ends, firsts = log.tails(), log.firsts(refresh=False)
-    sizes_by_topic = {row["topic"]: row for row in sizes(log).to_pylist()}
+    ends, firsts = engine.tails(), engine.firsts(refresh=False)
+    sizes_by_topic = {row["topic"]: row for row in sizes(engine).to_pylist()}
     committed, expired = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     for sums, offsets in ((committed, ends), (expired, firsts)):
         for (topic, _), offset in offsets.items():
@@ -159,12 +159,12 @@ def topics(log: Engine) -> pa.Table:
     return table.sort_by([("bytes", "descending"), ("committed", "descending"), ("topic", "ascending")])
 
 
-def undrained_s(log: Engine, now: datetime) -> float:
+def undrained_s(engine: Engine, now: datetime) -> float:
     """Return the seconds since the commit of the oldest message that is not in the table messages; 0 without one."""
-    log.refresh()
-    log.drained.border()
+    engine.refresh()
+    engine.drained.border()
     oldest = now
-    for rows, _ in log.placements(log.drained.position + 1):
+    for rows, _ in engine.placements(engine.drained.position + 1):
         first = pc.min(rows["op_time"]).as_py()
         oldest = oldest if first is None else min(oldest, first)
     return (now - oldest).total_seconds()

@@ -136,7 +136,7 @@ def consume(
         engine.create_own_topic(topic)
     kind: type[_Consumer] = _Orderly if mode == ORDERLY else _Concurrently
     consumer = kind(
-        log=engine,
+        engine=engine,
         group=group,
         listener=listener,
         reconsume_max=max_reconsume_times,
@@ -176,7 +176,7 @@ def _log_of(
 class _Consumer:
     """A function for ``foreachBatch``."""
 
-    log: Engine
+    engine: Engine
     group: str
     listener: Listen | EachMessage
     reconsume_max: int | None
@@ -191,7 +191,7 @@ class _Consumer:
 
     def __getstate__(self) -> dict[str, Any]:
         # Over Spark Connect the function is pickled and sent to the server, which opens the log again.
-        return {**self.__dict__, "log": (self.log.path, self.log.storage_options)}
+        return {**self.__dict__, "log": (self.engine.path, self.engine.storage_options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "log": engine_of(*state["log"])})
@@ -201,7 +201,7 @@ class _Consumer:
 
     def identity(self, batch: DataFrame, batch_id: int) -> Identity:
         or_else = "or begin with a new checkpoint: the group goes on where it stands"
-        return identity_of(batch, batch_id, self.checkpoint_location, self.log.storage_options, "consume", or_else)
+        return identity_of(batch, batch_id, self.checkpoint_location, self.engine.storage_options, "consume", or_else)
 
     def query_name(self, identity: Identity) -> str:
         """Return the name under which a query sends retries and dead letters.
@@ -222,8 +222,10 @@ class _Concurrently(_Consumer):
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
         identity = self.identity(batch, batch_id)
-        header = own_header(self.log, self.group, f"retry.{self.group}.{self.query_name(identity)}", batch_id, identity)
-        (writer,) = own_writers(self.log, [header])
+        header = own_header(
+            self.engine, self.group, f"retry.{self.group}.{self.query_name(identity)}", batch_id, identity
+        )
+        (writer,) = own_writers(self.engine, [header])
 
         ends: dict[Queue, int] = {}
 
@@ -236,9 +238,9 @@ class _Concurrently(_Consumer):
                     ends[queue] = max(end, ends.get(queue, 0))
             return sorted(files, key=lambda f: f.file_no)
 
-        outcome = TwoPhase(self.log, CommitOncePrepared()).send(header, consume, lineage=identity.lineage)
+        outcome = TwoPhase(self.engine, CommitOncePrepared()).send(header, consume, lineage=identity.lineage)
         if not STREAM_TELLS_START and self.alone:  # the source learns of a run's last micro-batch only in the next run
-            self.log.groups.progress(self.group, ends, f"{self.query_name(identity)} batch {batch_id}")
+            self.engine.groups.progress(self.group, ends, f"{self.query_name(identity)} batch {batch_id}")
         if outcome.replayed:
             return
         if outcome.record is not None:
@@ -246,12 +248,12 @@ class _Concurrently(_Consumer):
                 "group %r: %d messages are sent back", self.group, sum(outcome.messages.values()),
                 extra={"consumer_group": self.group, "half_id": outcome.record.half_id, "batch_id": batch_id},
             )  # fmt: skip
-        self.log.ledger.place_due()
+        self.engine.ledger.place_due()
 
     def _work(self, writer: HalfWriter) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
         listener, group, delay_level = self.listener, self.group, self.delay_level
         reconsume_max = MAX_RECONSUME_TIMES if self.reconsume_max is None else self.reconsume_max
-        half_folder, storage_options = f"{self.log.path}/half", dict(self.log.storage_options)
+        half_folder, storage_options = f"{self.engine.path}/half", dict(self.engine.storage_options)
 
         def work(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             from pyspark import TaskContext
@@ -302,7 +304,7 @@ class _Orderly(_Consumer):
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
         query_name = self.query_name(self.identity(batch, batch_id))
-        results = self._pass(batch, self.log.groups.positions(self.group))
+        results = self._pass(batch, self.engine.groups.positions(self.group))
         next_offsets = {queue: result.next_offset for queue, result in results.items()}
         suspended_until: dict[Queue, datetime] = {}
         for queue, result in results.items():
@@ -311,8 +313,8 @@ class _Orderly(_Consumer):
             is_dead = self._count_stop(query_name, queue, result, result.stopped_at)
             next_offsets[queue] += is_dead
             if next_offsets[queue] < result.seen_to:
-                suspended_until[queue] = self.log.runtime.now() + timedelta(seconds=0 if is_dead else self.suspend_s)
-        self.log.groups.progress(self.group, next_offsets, f"{query_name} batch {batch_id}", suspended_until)
+                suspended_until[queue] = self.engine.runtime.now() + timedelta(seconds=0 if is_dead else self.suspend_s)
+        self.engine.groups.progress(self.group, next_offsets, f"{query_name} batch {batch_id}", suspended_until)
 
     def _pass(self, frame: DataFrame, positions: Mapping[Queue, int]) -> dict[Queue, QueueResult]:
         results: dict[Queue, QueueResult] = {}
@@ -355,5 +357,5 @@ class _Orderly(_Consumer):
         # The name contains the query and the message. So a pass that runs again does not send the letter twice, but a
         # query after a reset sends it again.
         letter = sent_back(pa.ipc.open_stream(message).read_all(), [result.reason], self.group, 0, None)
-        send_each(self.log, self.group, [dead_name(self.group, query_name, queue, offset)], letter)
+        send_each(self.engine, self.group, [dead_name(self.group, query_name, queue, offset)], letter)
         return True

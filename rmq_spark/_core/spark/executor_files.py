@@ -32,7 +32,7 @@ class LogFiles:
         self._path = path
         self._storage_options = storage_options
         remember(storage_options)
-        self._log: Engine | None = None
+        self._engine: Engine | None = None
         self._half = HalfFiles(self._read, lambda *address: self._opened().half.locate(*address))
         self._folders: dict[str, tuple[Any, str]] = {}
 
@@ -58,8 +58,8 @@ class LogFiles:
         return read_range(*self.folder(row_range.table), row_range, columns, where)
 
     def _opened(self) -> Engine:
-        if self._log is None:
+        if self._engine is None:
             from rmq_spark._core.client.commit_log import engine_of
 
-            self._log = engine_of(self._path, self._storage_options or None)
-        return self._log
+            self._engine = engine_of(self._path, self._storage_options or None)
+        return self._engine

@@ -97,14 +97,14 @@ class TransactionalSink:
         max_pending_bytes: int | str | None = None,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
-        self.log = engine_of(log, storage_options)
+        self.engine = engine_of(log, storage_options)
         self.producer_group = require_group_name(producer_group)
         self.listener: TransactionListener = CommitOncePrepared()
         if listener is not None:
             self.listener = require_executing(require_listener(listener, "TransactionalSink"), "TransactionalSink")
         self.topic = topic
         if topic is not None:
-            self.log.require_topic(topic)
+            self.engine.require_topic(topic)
         self.transaction_key = transaction_key
         self.transaction_per = transaction_per or (KEY if transaction_key else BATCH)
         require_transaction_per(self.transaction_per, transaction_key)
@@ -119,19 +119,19 @@ class TransactionalSink:
             ),
             "pending_limits": PendingLimits.of(max_pending_batches, max_pending_bytes),
         }
-        self._two_phase = TwoPhase(self.log, self.listener, **self._settings)
+        self._two_phase = TwoPhase(self.engine, self.listener, **self._settings)
         self.last_outcome: Outcome | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Over Spark Connect the function is pickled and sent to the server, which opens the log again.
         state = {k: v for k, v in self.__dict__.items() if k not in ("log", "_two_phase", "last_outcome")}
-        return {**state, "_reopen": (self.log.path, self.log.storage_options)}
+        return {**state, "_reopen": (self.engine.path, self.engine.storage_options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         path, storage_options = state.pop("_reopen")
         self.__dict__.update(state)
-        self.log = engine_of(path, storage_options)
-        self._two_phase = TwoPhase(self.log, self.listener, **self._settings)
+        self.engine = engine_of(path, storage_options)
+        self._two_phase = TwoPhase(self.engine, self.listener, **self._settings)
         self.last_outcome = None
 
     def __call__(self, batch_df: DataFrame, batch_id: int) -> None:
@@ -141,24 +141,24 @@ class TransactionalSink:
         identity = self._identity(batch_df, batch_id)
         header = self._header(identity, batch_id)
         sending = (run_of(batch_df), batch_id)
-        if sending[0] is not None and _sent.get((self.log.path, header.app_id)) == sending:
+        if sending[0] is not None and _sent.get((self.engine.path, header.app_id)) == sending:
             raise OptionError(
                 f"batch {batch_id} of app {header.app_id!r} was sent in this run already: give each sink of one "
                 "foreachBatch function an app_id of its own, or the second would be taken for a replay of the first"
             )
-        with sending_batch(self.log.path, header.half_id, self.topic):
+        with sending_batch(self.engine.path, header.half_id, self.topic):
             self.last_outcome = self._two_phase.send(
                 header, lambda: self._stage(batch_df, header), lineage=identity.lineage
             )
         if identity.lineage is not None and identity.input_hash is not None and self.last_outcome.record is not None:
             # A function may skip its sink for batches without messages, and Spark may clean up offsets meanwhile.
             identity.lineage.keep(batch_id, identity.input_hash)
-        _sent[self.log.path, header.app_id] = sending
+        _sent[self.engine.path, header.app_id] = sending
 
     def _identity(self, batch_df: DataFrame, batch_id: int) -> Identity:
         or_else = None if self.app_id else "or, when it has sent nothing yet, give TransactionalSink app_id=..."
         return identity_of(
-            batch_df, batch_id, self.checkpoint_location, self.log.storage_options, "TransactionalSink", or_else
+            batch_df, batch_id, self.checkpoint_location, self.engine.storage_options, "TransactionalSink", or_else
         )
 
     def _header(self, identity: Identity, batch_id: int) -> HalfHeader:
@@ -176,10 +176,10 @@ class TransactionalSink:
 
     def _stage(self, batch_df: DataFrame, header: HalfHeader) -> list[HalfFile]:
         """Write the half files on the executors, and return them for the commit."""
-        half_folder = f"{self.log.path}/half"
-        storage_options = dict(self.log.storage_options)
-        topics = topics_for(self.log, batch_df.columns, self.topic)
-        writer = HalfWriter(header, topics, self.topic, self.transaction_key, self.log.topic_store.seen().fifo)
+        half_folder = f"{self.engine.path}/half"
+        storage_options = dict(self.engine.storage_options)
+        topics = topics_for(self.engine, batch_df.columns, self.topic)
+        writer = HalfWriter(header, topics, self.topic, self.transaction_key, self.engine.topic_store.seen().fifo)
 
         def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             from pyspark import TaskContext

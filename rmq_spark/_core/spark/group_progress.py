@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class GroupProgress:
     """The progress of one run of a query, for its consumer group."""
 
-    def __init__(self, log: Engine, group: str) -> None:
-        self._log = log
+    def __init__(self, engine: Engine, group: str) -> None:
+        self._engine = engine
         self._group = group
         self._session = Session()
         self._places: dict[Queue, Place] = {}
@@ -42,15 +42,15 @@ class GroupProgress:
             return
         try:
             answered = {queue: until for queue, (_, until) in again.items()}
-            self._log.groups.publish(self._group, positions, self._session, answered)
-            self._places = self._log.groups.places(self._group, refresh=False)
+            self._engine.groups.publish(self._group, positions, self._session, answered)
+            self._places = self._engine.groups.places(self._group, refresh=False)
             self._published = (positions, again)
         except GroupInUseError:
             raise
         except Exception as problem:  # the query goes on by its checkpoint, and the next micro-batch publishes again
             logger.warning("progress of consumer group %r was not published: %s", self._group, traceback_of(problem))
             # Suspended queues are recorded only in the group. A stream that missed one would skip messages.
-            self._places = self._log.groups.places(self._group)
+            self._places = self._engine.groups.places(self._group)
 
     def suspended(self, positions: Positions) -> Again:
         """Return the suspended queues where the group is behind these positions: the stream reads them again."""
@@ -63,6 +63,6 @@ class GroupProgress:
     def place_due(self) -> None:
         """Place the delayed messages that are due: a group's retries must arrive even if nobody else writes."""
         try:
-            self._log.ledger.place_due()
+            self._engine.ledger.place_due()
         except Exception as problem:  # a round of checks, or the next trigger, places them
             logger.warning("delayed messages were not placed: %s", traceback_of(problem))

@@ -199,8 +199,8 @@ def _empty(spark: SparkSession) -> DataFrame:
 
 
 # ---------------------------------------------------------------- the arguments
-def _topic_names(log: Engine, topics: str | Sequence[str] | None) -> tuple[str, ...]:
-    known = log.topics()
+def _topic_names(engine: Engine, topics: str | Sequence[str] | None) -> tuple[str, ...]:
+    known = engine.topics()
     if topics is None:
         return tuple(name for name in known if not name.startswith((RETRY_PREFIX, DLQ_PREFIX)))
     names = (topics,) if isinstance(topics, str) else tuple(topics)
@@ -226,10 +226,10 @@ def _parse_where(value: Where, name: str, word: str) -> str | datetime | Positio
     return given_positions(offsets, name)
 
 
-def _limit(log: Engine, as_of: datetime | int | None) -> datetime | int | None:
+def _limit(engine: Engine, as_of: datetime | int | None) -> datetime | int | None:
     if as_of is None or isinstance(as_of, datetime):
         return None if as_of is None else require_time(as_of, "as_of")
-    head = log.refresh()
+    head = engine.refresh()
     if isinstance(as_of, bool) or not isinstance(as_of, int) or not 0 <= as_of <= head:
         raise OptionError(
             f"as_of={as_of!r} is neither a datetime with a time zone nor a version of the table op (0 to {head})"
@@ -246,7 +246,7 @@ def _is_within(placed: PlacedRange, limit: datetime | int | None) -> bool:
 # ---------------------------------------------------------------- the drained part
 def _drained(
     spark: SparkSession,
-    log: Engine,
+    engine: Engine,
     files: pa.Table,
     start: Positions,
     end: Positions,
@@ -261,7 +261,7 @@ def _drained(
         return None
     scans = _scan_count(spark, files, paths)
     shares = [
-        read_files(spark, log.path, log.messages_table, files, paths[number::scans], DRAINED, DRAINED_PATHS_MAX)
+        read_files(spark, engine.path, engine.messages_table, files, paths[number::scans], DRAINED, DRAINED_PATHS_MAX)
         for number in range(scans)
     ]
     frame = reduce(lambda left, right: left.union(right), shares)
@@ -332,11 +332,11 @@ def _within(spans: Mapping[tuple[str, int], tuple[int, int]], cut: Collection[st
 
 
 # ---------------------------------------------------------------- the tail
-def _tail(spark: SparkSession, log: Engine, ranges: Sequence[PlacedRange], paths: Sequence[str]) -> DataFrame:
+def _tail(spark: SparkSession, engine: Engine, ranges: Sequence[PlacedRange], paths: Sequence[str]) -> DataFrame:
     from pyspark.sql import functions as F
 
-    table = log.half.table
-    half = read_files(spark, log.path, table, table.actions(), paths, TAIL, HALF_PATHS_MAX)
+    table = engine.half.table
+    half = read_files(spark, engine.path, table, table.actions(), paths, TAIL, HALF_PATHS_MAX)
     bits = _block_bits(ranges)
     half = half.withColumn("block", F.shiftright("row_no", bits))
     places = spark.createDataFrame(pa.Table.from_pylist(list(_block_rows(ranges, bits)), schema=PLACES))
@@ -344,7 +344,7 @@ def _tail(spark: SparkSession, log: Engine, ranges: Sequence[PlacedRange], paths
     return joined.where("row_no BETWEEN `first` AND `last`").selectExpr(*TAIL_COLUMNS)
 
 
-def _paths(log: Engine, ranges: Sequence[PlacedRange]) -> list[str] | None:
+def _paths(engine: Engine, ranges: Sequence[PlacedRange]) -> list[str] | None:
     """Return the present paths of the rows, or None when some were drained and stripped since they were planned.
 
     A half file that left the table since was also drained since, and stays on disk for a while.
@@ -352,18 +352,18 @@ def _paths(log: Engine, ranges: Sequence[PlacedRange]) -> list[str] | None:
     by_path: dict[str, list[PlacedRange]] = {}
     for placed in ranges:
         by_path.setdefault(placed.rows.path, []).append(placed)
-    log.half.table.refresh()
-    gone = by_path.keys() - set(log.half.table.actions()["path"].to_pylist())
+    engine.half.table.refresh()
+    gone = by_path.keys() - set(engine.half.table.actions()["path"].to_pylist())
     current = set(by_path.keys() - gone)
     for path in gone:
         for placed in by_path[path]:
-            if log.half.has_payload(placed.rows) is False:
+            if engine.half.has_payload(placed.rows) is False:
                 reason = f"half batch {placed.rows.half_id!r} has no payload any more in half"
-                log.messages_table.refresh()
-                require_drained(log.messages_table, placed.op_version, reason)
+                engine.messages_table.refresh()
+                require_drained(engine.messages_table, placed.op_version, reason)
                 return None
         try:
-            current.update(log.half.locate(r.rows.half_id, r.rows.file_no) for r in by_path[path])
+            current.update(engine.half.locate(r.rows.half_id, r.rows.file_no) for r in by_path[path])
         except LostFileError:
             current.add(path)
     return sorted(current)

@@ -96,7 +96,7 @@ class _Reader:
         ranges = self.planner.ranges(start, end)
         options = self.options
         parts = split(ranges, options.ordered, options.partitions_min, options.partition_records_max)
-        now_ms = self.planner.log.runtime.time_ms()
+        now_ms = self.planner.engine.runtime.time_ms()
         return [TxmqPartition(tuple(part), now_ms) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -180,11 +180,11 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         name = "startingOffsets" if isinstance(starting, (str, dict)) else "startingTimestamp"
         positions = self.planner.resolve(name, starting)
         if self.options.consumer_group is not None:
-            group_positions = self.planner.log.groups.positions(self.options.consumer_group)
+            group_positions = self.planner.engine.groups.positions(self.options.consumer_group)
             of_queues = {queue: offset for queue, offset in group_positions.items() if queue in positions}
             what = f"consumer group {self.options.consumer_group!r}"
             positions |= self.planner.require_start(of_queues, self.planner.latest(), what)
-        return to_json(positions, log_id=self.planner.log.id)
+        return to_json(positions, log_id=self.planner.engine.id)
 
     def _from_this_log(self, offset: JsonOffsets, what: str = "the checkpoint") -> tuple[Positions, Again]:
         """Parse an offset. An offset of another commit log means nothing here: this log is then read from its start.
@@ -195,11 +195,11 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
             For an offset of another commit log, unless ``failOnDataLoss=false``.
         """
         positions, again, log_id = from_checkpoint(offset, what)
-        if log_id == self.planner.log.id:
+        if log_id == self.planner.engine.id:
             return positions, again
         made_anew = (
             f"{what} counts in commit log {log_id!r}, and {redacted(self.options.path)} is commit log "
-            f"{self.planner.log.id}: it was made anew, or is another one"
+            f"{self.planner.engine.id}: it was made anew, or is another one"
         )
         if self.options.fail_on_data_loss:
             raise OffsetOutOfRangeError(
@@ -240,7 +240,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         again = self._read_again(suspended, or_end=self._stop_at is not None and end == begin)
         if end == stored and not again:
             return start
-        return to_json(end, again, self.planner.log.id, begin if start == self._initial else None)
+        return to_json(end, again, self.planner.engine.id, begin if start == self._initial else None)
 
     def _latest(self) -> Positions:
         """Return the log's end: the present one, or that at the beginning of ``availableNow``."""
@@ -264,7 +264,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         With ``or_end`` the query ends when there is none. So this waits for a suspension that is over soon, and leaves
         a longer one to the next run.
         """
-        runtime = self.planner.log.runtime
+        runtime = self.planner.engine.runtime
         again = due(suspended, runtime.now())
         if again or not suspended or not or_end:
             return again
@@ -279,7 +279,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         """Return the log's end as last seen, for the progress report."""
         if self._planner is None:
             return None
-        return to_json(self._planner.latest(refresh=False), log_id=self._planner.log.id)
+        return to_json(self._planner.latest(refresh=False), log_id=self._planner.engine.id)
 
     def partitions(self, start: JsonOffsets, end: JsonOffsets) -> Sequence[InputPartition]:
         self._planned = end
@@ -308,7 +308,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         if self._group_progress is None and self.options.consumer_group is not None:
             from rmq_spark._core.spark.group_progress import GroupProgress
 
-            self._group_progress = GroupProgress(self.planner.log, self.options.consumer_group)
+            self._group_progress = GroupProgress(self.planner.engine, self.options.consumer_group)
         return self._group_progress
 
     def stop(self) -> None:

@@ -66,23 +66,23 @@ class _Writer:
             self._plan(options, schema)
 
     def _plan(self, options: Options, schema: StructType) -> None:
-        with kept_log(self.settings) as log:
+        with kept_log(self.settings) as engine:
             listener = self.settings.listener()
-            topics = topics_for(log, schema.names, self.settings.topic)
+            topics = topics_for(engine, schema.names, self.settings.topic)
             self.header = self._header(options, listener)
-            self._require_same_log(options, log)
-            self.replayed = log.is_replay(self.header)  # then executors skip its messages
+            self._require_same_log(options, engine)
+            self.replayed = engine.is_replay(self.header)  # then executors skip its messages
             if not self.replayed:  # checked here, before executors write
-                PendingGuard(log, self.settings.pending_limits).require_room(self.header.producer_group)
-            self.half_folder = f"{log.path}/half"
+                PendingGuard(engine, self.settings.pending_limits).require_room(self.header.producer_group)
+            self.half_folder = f"{engine.path}/half"
             self.half_writer = HalfWriter(
-                self.header, topics, self.settings.topic, self.settings.transaction_key, log.topic_store.seen().fifo
+                self.header, topics, self.settings.topic, self.settings.transaction_key, engine.topic_store.seen().fifo
             )
 
     def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
         raise NotImplementedError
 
-    def _require_same_log(self, options: Options, log: Engine) -> None:
+    def _require_same_log(self, options: Options, engine: Engine) -> None:
         pass
 
     def _make_header(
@@ -133,14 +133,14 @@ class _Writer:
                     f"a task staged files for another half batch than {self.header.half_id!r}: run the batch again"
                 )
             files += message.files
-        with kept_log(self.settings) as log:
+        with kept_log(self.settings) as engine:
             two_phase = TwoPhase(
-                log,
+                engine,
                 self.settings.listener(),
                 on_listener_error=self.settings.on_listener_error,
                 replay_check_timeout_s=self.settings.replay_check_timeout_s,
             )
-            with sending_batch(log.path, self.header.half_id, self.settings.topic):
+            with sending_batch(engine.path, self.header.half_id, self.settings.topic):
                 two_phase.send(self.header, lambda: self._staged(files), lineage=self._lineage())
 
     def _lineage(self) -> Lineage | None:
@@ -200,8 +200,8 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
         batch_id, input_hash = checkpoint.batch_id, checkpoint.input_hash
         return self._make_header(Naming.COUNTED, app_id, batch_id, listener, query_id, input_hash)
 
-    def _require_same_log(self, options: Options, log: Engine) -> None:
-        require_same_log(options.get("checkpointLocation") or "", options.storage_options, log.id, log.path)
+    def _require_same_log(self, options: Options, engine: Engine) -> None:
+        require_same_log(options.get("checkpointLocation") or "", options.storage_options, engine.id, engine.path)
 
     def _lineage(self) -> Lineage:
         return lineage_of(self.checkpoint_location, self.settings.storage_options)

@@ -26,21 +26,21 @@ class Expirer:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     doubt_s : float
         Messages expire this much later than their retention says: see :mod:`~rmq_spark._core.log.second_look`.
     """
 
-    def __init__(self, log: Engine, doubt_s: float) -> None:
-        self._log = log
+    def __init__(self, engine: Engine, doubt_s: float) -> None:
+        self._engine = engine
         self._doubt_s = doubt_s
 
     def run(self, dry_run: bool = False) -> list[str]:
         """Let all messages expire that may; return the files that left the table ``messages``."""
-        log = self._log
-        with log.lock:
-            kept_s = {name: t.retention_s for name, t in log.topic_store.all().items() if t.retention_s is not None}
-            table = log.messages_table
+        engine = self._engine
+        with engine.lock:
+            kept_s = {name: t.retention_s for name, t in engine.topic_store.all().items() if t.retention_s is not None}
+            table = engine.messages_table
             table.refresh()
             if not dry_run:
                 require_own(table)
@@ -52,10 +52,10 @@ class Expirer:
 
     def _expired(self, topic: str, seconds: float) -> list[str]:
         """The files of a topic whose messages are all too old, and that hold the first messages of their queues."""
-        actions = self._log.messages_table.actions()
+        actions = self._engine.messages_table.actions()
         of_topic = pc.and_(pc.equal(actions["min.topic"], topic), pc.equal(actions["max.topic"], topic))
         files = actions.filter(pc.fill_null(of_topic, False))
-        limit = self._log.runtime.now() - timedelta(seconds=seconds + self._doubt_s)
+        limit = self._engine.runtime.now() - timedelta(seconds=seconds + self._doubt_s)
         old = files.filter(pc.fill_null(pc.less(files["max.commit_timestamp"], limit), False))
         young = files.filter(pc.invert(pc.is_in(files["path"], value_set=old["path"].combine_chunks())))
         # Files may overlap after a merge. A file that holds anything behind a kept message must stay, too, or a queue
@@ -71,10 +71,10 @@ class Expirer:
 
     def _move_firsts(self, paths: Sequence[str]) -> None:
         columns = ["topic", "queue_id", "queue_offset"]
-        rows = self._log.messages_table.read(paths, columns).group_by(columns[:2], use_threads=False)
+        rows = self._engine.messages_table.read(paths, columns).group_by(columns[:2], use_threads=False)
         ends = rows.aggregate([("queue_offset", "max")]).to_pylist()
         firsts = {(end["topic"], end["queue_id"]): end["queue_offset_max"] + 1 for end in ends}
-        ledger = self._log.ledger
+        ledger = self._engine.ledger
 
         def build() -> list[OpRow]:
             moved = {queue: first for queue, first in firsts.items() if first > ledger.firsts.get(queue, 0)}
@@ -83,5 +83,5 @@ class Expirer:
         ledger.append(build)
 
     def _remove(self, paths: Sequence[str]) -> None:
-        table = self._log.messages_table
+        table = self._engine.messages_table
         take_out(table, paths, removed_earlier_s=removed_earlier_s(table, 0.0))

@@ -113,24 +113,24 @@ class Leaver:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     graces : Graces
     """
 
-    def __init__(self, log: Engine, graces: Graces) -> None:
-        self._log = log
+    def __init__(self, engine: Engine, graces: Graces) -> None:
+        self._engine = engine
         self._graces = graces
         self._newest: dict[str, int] = {}  # by application: lower batch ids are not its last half batch
 
     def archive(self, dry_run: bool = False) -> int:
         """Archive the half batches that may leave; return how many. With ``dry_run`` only count them."""
-        log = self._log
-        with log.lock:
-            version = log.ledger.refresh()
-            log.messages_table.refresh()
+        engine = self._engine
+        with engine.lock:
+            version = engine.ledger.refresh()
+            engine.messages_table.refresh()
             if not dry_run:
-                require_own(log.messages_table)
-            drained = drained_up_to(log.messages_table)
+                require_own(engine.messages_table)
+            drained = drained_up_to(engine.messages_table)
             live = self._below_the_mark()
         return sum(
             self._archive(live.slice(first, AT_ONCE), version, drained, dry_run)
@@ -140,10 +140,10 @@ class Leaver:
     def _below_the_mark(self) -> pa.Table:
         """Half batches whose files all lie at or below the mark, except those that are open or needed: ``half_id, rows,
         ms``, the oldest first."""
-        log = self._log
-        low_water = log.ledger.low_water_ms
-        counted = log.half.contents.counted().table
-        needed = {*log.ledger.followed.below, *log.ledger.waiting, *log.ledger.conflicts}
+        engine = self._engine
+        low_water = engine.ledger.low_water_ms
+        counted = engine.half.contents.counted().table
+        needed = {*engine.ledger.followed.below, *engine.ledger.waiting, *engine.ledger.conflicts}
         below = counted.filter(pc.less_equal(counted["ms"], low_water)).sort_by("ms")
         return below.filter(pc.invert(pc.is_in(below["half_id"], value_set=pa.array(sorted(needed), pa.string()))))
 
@@ -153,7 +153,7 @@ class Leaver:
         if batch_id == 0 and header["query_id"] is None:  # a producer's send: its app id has one half batch
             return False
         if app_id not in self._newest or batch_id > self._newest[app_id]:
-            self._newest[app_id] = self._log.half.table.transaction_version(app_id) or 0
+            self._newest[app_id] = self._engine.half.table.transaction_version(app_id) or 0
         return bool(batch_id >= self._newest[app_id])
 
     def _archive(self, live: pa.Table, version: int, drained: int, dry_run: bool) -> int:
@@ -173,7 +173,7 @@ class Leaver:
         return len(records) if dry_run or not records else len(self._append(records, version))
 
     def _op_rows(self, half_ids: Sequence[str]) -> pa.Table:
-        op = self._log.op
+        op = self._engine.op
         where = pc.field("half_id").isin(list(half_ids))
         return read_op(op, op.actions()["path"].to_pylist(), LOOKED_AT, where).sort_by("version")
 
@@ -182,7 +182,7 @@ class Leaver:
         settled = batch.placed == batch.rows or batch.settled == batch.rows
         audit_s = 0.0 if batch.placed == batch.rows else self._graces.audit_s
         grace_s = max(self._graces.reader_s, audit_s)
-        return settled and batch.last_time <= self._log.runtime.now() - timedelta(seconds=grace_s)
+        return settled and batch.last_time <= self._engine.runtime.now() - timedelta(seconds=grace_s)
 
     # ------------------------------------------------------------------ archived records
     def _archived(
@@ -211,7 +211,7 @@ class Leaver:
 
     def _headers(self, leaving: Collection[str]) -> Iterator[dict[str, Any]]:
         """The headers of half batches, from their files."""
-        paths = self._log.half.contents.paths_of(leaving)
+        paths = self._engine.half.contents.paths_of(leaving)
         while paths:
             chunk: list[str] = []
             size = 0
@@ -219,7 +219,7 @@ class Leaver:
                 path, rows = paths.pop()
                 chunk.append(path)
                 size += rows
-            stored = self._log.half.table.read(chunk, HEADER_COLUMNS)
+            stored = self._engine.half.table.read(chunk, HEADER_COLUMNS)
             aggregates = [(name, "first") for name in HEADER_COLUMNS if name != "half_id"]
             headers = stored.group_by("half_id", use_threads=False).aggregate(aggregates)
             headers = headers.rename_columns([name.removesuffix("_first") for name in headers.column_names])
@@ -228,7 +228,7 @@ class Leaver:
     def _counts(self, half_id: str) -> dict[str, int] | None:
         """What became of a half batch's messages, from its whole state; None when it is not settled for good."""
         try:
-            state = self._log.state_of(self._log.get(half_id), refresh=False)
+            state = self._engine.state_of(self._engine.get(half_id), refresh=False)
         except HalfBatchLeftError:
             return None
         if state.in_conflict or state.count(RowState.PENDING, RowState.QUARANTINED, RowState.WAITING):
@@ -243,7 +243,7 @@ class Leaver:
     # ------------------------------------------------------------------ the commits
     def _append(self, records: Sequence[Archived], version: int) -> Sequence[OpRow]:
         """Write ``archived`` rows for those half batches of which ``op`` has said nothing since a version."""
-        ledger = self._log.ledger
+        ledger = self._engine.ledger
 
         def build() -> list[OpRow]:
             rows = ledger.followed.rows
@@ -256,19 +256,19 @@ class Leaver:
 
     def remove(self, dry_run: bool = False) -> list[str]:
         """Take files of archived half batches out of ``half``; return their paths."""
-        log = self._log
-        with log.lock:
-            log.ledger.refresh()
-            archived = log.ledger.archived_rows()["half_id"]
-            log.half.table.refresh()
-            paths = log.half.contents.files_of_only(archived.combine_chunks())
+        engine = self._engine
+        with engine.lock:
+            engine.ledger.refresh()
+            archived = engine.ledger.archived_rows()["half_id"]
+            engine.half.table.refresh()
+            paths = engine.half.contents.files_of_only(archived.combine_chunks())
         if not dry_run:
             for first in range(0, len(paths), FILES_REMOVED_MAX):
                 self._remove(paths[first : first + FILES_REMOVED_MAX])
         return paths
 
     def _remove(self, paths: Sequence[str]) -> None:
-        take_out(self._log.half.table, paths)
+        take_out(self._engine.half.table, paths)
 
 
 def _batches(rows: pa.Table, row_counts: Mapping[str, int]) -> dict[str, _Batch]:

@@ -59,20 +59,20 @@ class Pruner:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
     graces : Graces
     """
 
-    def __init__(self, log: Engine, graces: Graces) -> None:
-        self._log = log
+    def __init__(self, engine: Engine, graces: Graces) -> None:
+        self._engine = engine
         self._graces = graces
 
     def run(self, dry_run: bool = False) -> int:
         """Rewrite the op files of which enough rows can go; return how many rows went."""
-        log = self._log
-        with log.lock:
-            log.ledger.refresh()
-            since = log.ledger.followed.since
+        engine = self._engine
+        with engine.lock:
+            engine.ledger.refresh()
+            since = engine.ledger.followed.since
             dead = self._dead()
             files = self._files(dead, since)
             if dry_run:
@@ -80,13 +80,13 @@ class Pruner:
             return sum(self._rewrite(group, dead) for group in _groups(files))
 
     def _dead(self) -> _Dead:
-        log = self._log
-        rows = log.ledger.archived_rows()
-        present = log.half.contents.counted()  # half is read after op: what it still has was not removed before
+        engine = self._engine
+        rows = engine.ledger.archived_rows()
+        present = engine.half.contents.counted()  # half is read after op: what it still has was not removed before
         if present.unreadable:  # it may have any half batch
             rows = rows.slice(0, 0)
         gone = rows.filter(pc.invert(pc.is_in(rows["half_id"], value_set=present.table["half_id"].combine_chunks())))
-        now = log.runtime.now()
+        now = engine.runtime.now()
 
         def older_than(seconds: float) -> pa.Array:
             return gone.filter(pc.less_equal(gone["op_time"], now - timedelta(seconds=seconds)))["half_id"]
@@ -99,30 +99,32 @@ class Pruner:
 
     def _not_asked_for(self, half_ids: pa.Array) -> pa.Array:
         """The half batches that nobody may send again."""
-        log = self._log
+        engine = self._engine
         own = half_ids.filter(reduce(pc.or_, (pc.starts_with(half_ids, prefix) for prefix in PREFIXES)))
         if not len(own):
             return half_ids
-        rows = log.op.read(log.ledger.archive_paths(), ["kind", "half_id", "archived"], pc.field("half_id").isin(own))
+        rows = engine.op.read(
+            engine.ledger.archive_paths(), ["kind", "half_id", "archived"], pc.field("half_id").isin(own)
+        )
         rows = rows.filter(of_kind(rows, Kind.ARCHIVED))
-        names, sends = pc.struct_field(rows["archived"], "app_id").to_pylist(), OwnSends(log)
+        names, sends = pc.struct_field(rows["archived"], "app_id").to_pylist(), OwnSends(engine)
         asked_for = rows.filter(pa.array([sends.may_come(name) for name in names], pa.bool_()))["half_id"]
         return half_ids.filter(pc.invert(pc.is_in(half_ids, value_set=asked_for.combine_chunks())))
 
     def _without_other_rows(self, half_ids: pa.Array) -> pa.Array:
         """The half batches of which ``op`` has nothing but their ``archived`` row."""
-        op = self._log.op
+        op = self._engine.op
         where = pc.field("half_id").isin(half_ids) & (pc.field("kind") != Kind.ARCHIVED.value)
         others = op.read(op.actions()["path"].to_pylist(), ["half_id"], where)["half_id"]
         return half_ids.filter(pc.invert(pc.is_in(half_ids, value_set=others.combine_chunks())))
 
     def _files(self, dead: _Dead, since: int) -> list[dict[str, Any]]:
         """The op files to rewrite, in version order, each with ``path, size_bytes, dropped``."""
-        actions = self._log.op.actions()
+        actions = self._engine.op.actions()
         passed = actions.filter(pc.fill_null(pc.less(actions["max.version"], since), False)).sort_by("min.version")
         files: list[dict[str, Any]] = []
         for file in passed.select(["path", "size_bytes"]).to_pylist():
-            rows = self._log.op.read([file["path"]], ["kind", "half_id"])
+            rows = self._engine.op.read([file["path"]], ["kind", "half_id"])
             dropped = pc.sum(dead.may_go(rows)).as_py() or 0
             if dropped and dropped >= PRUNED_SHARE_MIN * rows.num_rows:
                 files.append({**file, "dropped": dropped})
@@ -130,7 +132,7 @@ class Pruner:
 
     def _rewrite(self, paths: Sequence[str], dead: _Dead) -> int:
         """Replace some files by the rows that stay; return how many rows went."""
-        op = self._log.op
+        op = self._engine.op
         rows = op.read(paths)
         goes = dead.may_go(rows)
         gone, kept = rows.filter(goes), rows.filter(pc.invert(goes))
@@ -155,7 +157,7 @@ class Pruner:
         # Archived rows are looked for by half id, the others by version.
         for part, order in ((kept.filter(is_archived), "half_id"), (kept.filter(pc.invert(is_archived)), "version")):
             if part.num_rows:
-                yield self._log.op.write(part.sort_by(order), "op", STATS_COLUMNS)
+                yield self._engine.op.write(part.sort_by(order), "op", STATS_COLUMNS)
 
 
 def _groups(files: Sequence[dict[str, Any]]) -> Iterator[list[str]]:

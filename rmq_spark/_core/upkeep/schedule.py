@@ -112,47 +112,47 @@ def maintain(
     turn : context manager, optional
         Entered while messages are in memory.
     """
-    log = engine.another_on_the_same_log()
-    tables = log.tables()
+    engine = engine.another_on_the_same_log()
+    tables = engine.tables()
     turn = nullcontext() if turn is None else turn
     reach("upkeep begins")
-    doubt_s = log.clock_doubt_s(note=not dry_run)  # before a commit notes a time of this clock
+    doubt_s = engine.clock_doubt_s(note=not dry_run)  # before a commit notes a time of this clock
     graces = graces.and_later(doubt_s)
     foreign = None  # a drain raises it
     undrained: CorruptLogError | None = None
     if dry_run:
-        log.messages_table.refresh()
-        foreign = foreign_change(log.messages_table) or log.drained.odd_rows()
-    log.refresh()
-    before = sum(log.drained.border().values())
+        engine.messages_table.refresh()
+        foreign = foreign_change(engine.messages_table) or engine.drained.odd_rows()
+    engine.refresh()
+    before = sum(engine.drained.border().values())
     if dry_run:
-        drained, after = drained_up_to(log.messages_table), sum(log.tails().values())
+        drained, after = drained_up_to(engine.messages_table), sum(engine.tails().values())
     else:
         try:
             with turn:
-                drained = Drainer(log).run()
+                drained = Drainer(engine).run()
         except (
             LostFileError,
             UnreadableFileError,
         ) as problem:  # of half: what else is due is done, before it is raised
             undrained = problem
-            log.messages_table.refresh()
-            drained = drained_up_to(log.messages_table)
-        after = sum(log.drained.border().values())
-        log.ledger.mark()
-    leaver = Leaver(log, graces)
+            engine.messages_table.refresh()
+            drained = drained_up_to(engine.messages_table)
+        after = sum(engine.drained.border().values())
+        engine.ledger.mark()
+    leaver = Leaver(engine, graces)
     archived = leaver.archive(dry_run)
     left = leaver.remove(dry_run)
-    stripped = Stripper(log, graces).run(dry_run)
-    pruned = Pruner(log, graces).run(dry_run)
-    expired = Expirer(log, doubt_s).run(dry_run)
+    stripped = Stripper(engine, graces).run(dry_run)
+    pruned = Pruner(engine, graces).run(dry_run)
+    expired = Expirer(engine, doubt_s).run(dry_run)
     merged = 0
     if not dry_run:
-        merged = op_merge.compact_op(log.op)
+        merged = op_merge.compact_op(engine.op)
         with turn:
-            kept_s = {name: t.retention_s for name, t in log.topic_store.all().items() if t.retention_s is not None}
-            merged += files.compact_messages(log.messages_table, kept_s)
-    with log.lock:
+            kept_s = {name: t.retention_s for name, t in engine.topic_store.all().items() if t.retention_s is not None}
+            merged += files.compact_messages(engine.messages_table, kept_s)
+    with engine.lock:
         deleted = [
             path for table in tables for path in files.delete_replaced([table], files.kept_s(table) + doubt_s, dry_run)
         ]

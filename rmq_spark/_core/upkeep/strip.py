@@ -56,29 +56,29 @@ class Stripper:
 
     Parameters
     ----------
-    log : Engine
+    engine : Engine
         A handle that no other thread uses.
     graces : Graces
     """
 
-    def __init__(self, log: Engine, graces: Graces) -> None:
-        self._log = log
+    def __init__(self, engine: Engine, graces: Graces) -> None:
+        self._engine = engine
         self._graces = graces
         self._rows: dict[str, int] = {}  # by half batch, in all its files
 
     def run(self, dry_run: bool = False) -> list[str]:
         """Strip the files of which enough rows are drained; return the paths that they had."""
-        log = self._log
-        log.ledger.refresh()
-        log.half.table.refresh()
-        files = log.half.contents.large_files(STRIPPED_BYTES_MIN, log.ledger.low_water_ms)
+        engine = self._engine
+        engine.ledger.refresh()
+        engine.half.table.refresh()
+        files = engine.half.contents.large_files(STRIPPED_BYTES_MIN, engine.ledger.low_water_ms)
         if not files:
             return []
-        counted = log.half.contents.counted().table
+        counted = engine.half.contents.counted().table
         self._rows = dict(zip(counted["half_id"].to_pylist(), counted["rows"].to_pylist(), strict=True))
         placed = self._placed({h for file in files for h in file.inside["half_id"].to_pylist()})
         # Archived half batches are drained, or nobody need look at them any more.
-        archived = frozenset(log.ledger.archived_rows()["half_id"].to_pylist())
+        archived = frozenset(engine.ledger.archived_rows()["half_id"].to_pylist())
         done: list[str] = []
         for file in files:
             try:
@@ -97,21 +97,21 @@ class Stripper:
     def _placed(self, half_ids: Collection[str]) -> dict[str, int]:
         """By half id, how many messages are placed, of half batches whose placed messages are all drained and past the
         grace."""
-        log = self._log
+        engine = self._engine
         where = pc.field("half_id").isin(sorted(half_ids)) & pc.field("queue_offset").is_valid()
-        rows = log.op.read(log.op.actions()["path"].to_pylist(), PLACED_COLUMNS, where)
-        log.messages_table.refresh()
+        rows = engine.op.read(engine.op.actions()["path"].to_pylist(), PLACED_COLUMNS, where)
+        engine.messages_table.refresh()
         sums = rows.group_by("half_id", use_threads=False).aggregate(
             [("count", "sum"), ("version", "max"), ("op_time", "max")]
         )
-        latest = log.runtime.now() - timedelta(seconds=self._graces.reader_s)
+        latest = engine.runtime.now() - timedelta(seconds=self._graces.reader_s)
         ripe = pc.and_(
-            pc.less_equal(sums["version_max"], drained_up_to(log.messages_table)),
+            pc.less_equal(sums["version_max"], drained_up_to(engine.messages_table)),
             pc.less_equal(sums["op_time_max"], pa.scalar(latest, sums.schema.field("op_time_max").type)),
         )
         sums = sums.filter(ripe)
         counts = dict(zip(sums["half_id"].to_pylist(), sums["count_sum"].to_pylist(), strict=True))
-        return {half_id: count for half_id, count in counts.items() if half_id not in log.ledger.conflicts}
+        return {half_id: count for half_id, count in counts.items() if half_id not in engine.ledger.conflicts}
 
     def _drained_rows(self, file: LargeFile, placed: Mapping[str, int], archived: Collection[str]) -> pa.Table | None:
         """The rows of a file that may go: a table of ``half_id`` for half batches that go whole, or of ``row_no`` in a
@@ -124,8 +124,8 @@ class Stripper:
         if whole or len(inside) > 1:
             return pa.table({"half_id": pa.array(whole, pa.string())})
         (half_id,) = inside
-        record = self._log.half.get(half_id)
-        state = self._log.state_of(record, refresh=False)
+        record = self._engine.half.get(half_id)
+        state = self._engine.state_of(record, refresh=False)
         committed = state.rows_in((RowState.COMMITTED,))
         if committed.count != placed[half_id]:  # more was placed since we looked, and is not drained
             return None
@@ -137,7 +137,7 @@ class Stripper:
     # ------------------------------------------------------------------ one file
     def _strip(self, file: LargeFile, drained: pa.Table, dry_run: bool) -> bool:
         """Replace a file by one without the payload of some rows. Return False when too few of them have a payload."""
-        table = self._log.half.table
+        table = self._engine.half.table
         (name,) = drained.column_names
         rows = table.read([file.path], [name, "born_timestamp"])
         has_payload = pc.is_valid(rows["born_timestamp"])
@@ -170,7 +170,7 @@ class Stripper:
 
     def _row_groups(self, file: LargeFile) -> Iterator[pa.Table]:
         """The rows of a file of one half batch, in parts, so that few payloads are in memory together."""
-        half = self._log.half
+        half = self._engine.half
         half_id, count = file.inside["half_id"][0].as_py(), file.inside["rows"][0].as_py()
         for file_no, stored in half.get(half_id).files.items():
             if stored.path == file.path:

@@ -286,7 +286,7 @@ def _abort_deletes() -> Iterator[None]:
 @mutant("a restored checkpoint is taken for a replay", A.REPLAY_DIVERGENCE, streams=1, restored="offsets")
 def _restored_checkpoint() -> Iterator[None]:
     def find(self: Replays, header: Any) -> Any:
-        return self._log.find(header.app_id, header.batch_id)
+        return self._engine.find(header.app_id, header.batch_id)
 
     with replaced((Replays, "require", find)):
         yield
@@ -840,7 +840,7 @@ def _unanswered_counts() -> Iterator[None]:
         problems = len(round_.report.problems)
         ask(self, question, listener, round_)
         if len(round_.report.problems) > problems:
-            count_check(self.log, question.record, question.attempt, question.rows, "no answer")
+            count_check(self.engine, question.record, question.attempt, question.rows, "no answer")
 
     with replaced((Checker, "_ask", counting)):
         yield
@@ -857,7 +857,7 @@ def _immunity_counts() -> Iterator[None]:
         chosen = old_enough(self, pending, age_s, report)
         young = pending.rows - chosen
         if young:
-            count_check(self.log, pending.record, pending.attempt, young, "young")
+            count_check(self.engine, pending.record, pending.attempt, young, "young")
         return chosen
 
     with replaced((Checker, "_old_enough", counting)):
@@ -1049,7 +1049,7 @@ def _drained_in_part() -> Iterator[None]:
 @mutant("a drain takes the files of op for whole versions", A.DRAINED_OTHERWISE, **DRAINS)
 def _drained_by_files() -> Iterator[None]:
     def op_rows(self: Drainer, position: int, until: int) -> tuple[pa.Table, int]:
-        op = self._log.op
+        op = self._engine.op
         paths = op.actions().sort_by([("min.version", "descending")])["path"].to_pylist()
         rows = op.read(paths[:1])
         wanted = pc.and_(pc.greater(rows["version"], position), pc.less_equal(rows["version"], until))
@@ -1073,7 +1073,7 @@ LEAVES = {"upkeep": 14, "batches": 4, "crash": 0.03, "clock_steps": False, "pers
 @mutant("a half batch leaves that is open", A.LEFT_OPEN, **LEAVES | {"pause": 0.1, "switch": 0.6}, streams=2)
 def _leaves_open() -> Iterator[None]:
     def below(self: Leaver) -> pa.Table:
-        return self._log.half.contents.counted().table
+        return self._engine.half.contents.counted().table
 
     with _often_leaving(), replaced((Leaver, "_may_leave", lambda *_: True), (Leaver, "_below_the_mark", below)):
         yield
@@ -1135,7 +1135,7 @@ def _pruned_above_the_mark() -> Iterator[None]:
     files = Pruner._files
 
     def all_files(self: Pruner, dead: Any, since: int) -> Any:
-        return files(self, dead, self._log.version + 1)
+        return files(self, dead, self._engine.version + 1)
 
     with _often_leaving(), replaced((Pruner, "_files", all_files)):
         yield
@@ -1159,7 +1159,7 @@ def _reads_below_the_border() -> Iterator[None]:
 )  # fmt: skip
 def _border_too_high() -> Iterator[None]:
     def ends(self: Drained) -> Any:
-        return dict(self._log.tails(refresh=False))
+        return dict(self._engine.tails(refresh=False))
 
     def ranges(self: Drained, queue: Any, first: int, stop: int) -> Any:
         return real(self, queue, first, stop)[0], []
@@ -1198,7 +1198,7 @@ def _stripped_open() -> Iterator[None]:
     def every(self: Stripper, file: Any, placed: Any, left: Any) -> pa.Table | None:
         going = drained_rows(self, file, placed, left)
         some = going is not None and going.column_names == ["row_no"]
-        return self._log.half.table.read([file.path], ["row_no"]) if some else going
+        return self._engine.half.table.read([file.path], ["row_no"]) if some else going
 
     with _often_leaving(), replaced((Stripper, "_drained_rows", every), (stripping, "STRIPPED_SHARE_MIN", 0.01)):
         yield
@@ -1243,7 +1243,7 @@ def _expired_by_oldest() -> Iterator[None]:
     real = Expirer._expired
 
     def expired(self: Expirer, topic: str, seconds: float) -> list[str]:
-        table = self._log.messages_table
+        table = self._engine.messages_table
         actions = table.actions()
         oldest = actions.set_column(
             actions.column_names.index("max.commit_timestamp"), "max.commit_timestamp", actions["min.commit_timestamp"]
@@ -1567,7 +1567,7 @@ def _reported_early() -> Iterator[None]:
     def later(self: TwoPhase, step: Any) -> Any:
         if not isinstance(step, Decide):
             return do(self, step)
-        log = self.log
+        log = self.engine
         assert isinstance(log, SimulatedEngine)
         turns = log.world.scheduler
 

@@ -164,7 +164,7 @@ class _Play:
         member = push(self.log, listen, mode=mode, consume_message_batch_max_size=rows, max_reconsume_times=self.max,
                       delay_level=self.delay, suspend_s=0)  # fmt: skip
         member.member.note = _stuck
-        member._retries.two_phase = TwoPhase(member.member.log, CommitOncePrepared())
+        member._retries.two_phase = TwoPhase(member.member.engine, CommitOncePrepared())
         member.member.join()
         return member
 

@@ -192,7 +192,7 @@ def run_job(soak: Soak) -> None:
         rounds += 1
         soak.say("job", upkeep=rounds)
 
-    maintainer = Maintainer(service.log, UPKEEP_S, GRACES)
+    maintainer = Maintainer(service.engine, UPKEEP_S, GRACES)
     threads = [
         threading.Thread(target=maintainer.run, args=(over, note), daemon=True),
         threading.Thread(target=service.run, args=(over,), daemon=True),
