@@ -330,7 +330,7 @@ def test_the_processes_of_a_service_use_up_their_checks_as_one() -> None:
         reports = [service.run_once() for service in services]
         assert [r.checked.transactions for r in reports] == [1, 0, 0, 0]
         assert [r.skipped.get("checked", 0) for r in reports] == [0, 1, 1, 1]
-        assert pending_table(services[0].log.another())["check_times"].to_pylist() == [minute]
+        assert pending_table(services[0].engine.another())["check_times"].to_pylist() == [minute]
         runtime.sleep(15)
         assert not any(service.run_once().checked for service in services)
         runtime.sleep(45)
