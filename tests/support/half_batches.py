@@ -19,6 +19,7 @@ from tests.support.inside import (
     NO_ROWS,
     PROPERTIES,
     AnsweredCheck,
+    BatchState,
     Change,
     CommitOncePrepared,
     Decision,
@@ -232,6 +233,13 @@ def let_leave(
     """Upkeep by another process, with graces that are over at once."""
     with limited(PRUNED_SHARE_MIN=0, ROWS_LET_GO_MIN=1):
         return upkeep.maintain(another(log).engine, Graces(reader_s, audit_s, idempotency_s), dry_run)
+
+
+def open_batches(log: CommitLog) -> list[tuple[HalfRecord, BatchState]]:
+    """The half batches with pending rows, oldest first."""
+    records = map(log.engine.get, log.engine.open_half_ids())
+    states = [(record, log.engine.state_of(record)) for record in records]
+    return [(record, state) for record, state in states if not state.settled]
 
 
 def in_half(log: CommitLog) -> set[str]:

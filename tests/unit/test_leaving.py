@@ -298,8 +298,8 @@ def test_who_asks_for_a_half_batch_that_left_is_told(log: CommitLog) -> None:
 
 @pytest.mark.parametrize(
     "look",
-    [CommitLog.pending, CommitLog.open_messages, lambda log: list(log.engine.open_batches())],
-    ids=["pending", "open messages", "open batches"],
+    [CommitLog.pending, CommitLog.open_messages],
+    ids=["pending", "open messages"],
 )
 def test_who_sleeps_between_two_looks_does_not_miss_what_has_left_meanwhile(
     log: CommitLog, look: Callable[[CommitLog], object]

@@ -22,6 +22,7 @@ from tests.support.half_batches import (
     commit,
     decide_one,
     merge_op_files,
+    open_batches,
     pending,
     prepare,
     roll_back,
@@ -203,7 +204,7 @@ class _Play:
         return [b.decode() for b in self.log.engine.half.read(record, RowSet(rows), ["body"])["body"].to_pylist()]
 
     def settle(self, whole: bool = False) -> None:
-        found = list(self.log.engine.open_batches())
+        found = open_batches(self.log)
         if not found:
             return
         record, state = self.chance.choice(found)

@@ -30,7 +30,16 @@ from rmq_spark.errors import (
     VerdictConflictError,
 )
 from tests.support.clocks import set_clock
-from tests.support.half_batches import another, commit, decide_one, make_log, pending, prepare_one, roll_back
+from tests.support.half_batches import (
+    another,
+    commit,
+    decide_one,
+    make_log,
+    open_batches,
+    pending,
+    prepare_one,
+    roll_back,
+)
 from tests.support.inside import (
     BATCH,
     KEY,
@@ -100,7 +109,7 @@ def states(log: CommitLog, record: HalfRecord) -> dict[RowState, int]:
 def check(log: CommitLog, listener: TransactionListener) -> None:
     """A round of checks by another process, of every open transaction."""
     log = another(log)
-    for record, state in log.engine.open_batches():
+    for record, state in open_batches(log):
         for attempt in state.attempts(RowState.PENDING):
             rows = state.rows_in((RowState.PENDING,), attempt)
             batch = log.engine.half_batch(record, state, attempt, rows)

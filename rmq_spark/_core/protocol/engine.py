@@ -42,7 +42,6 @@ from rmq_spark._core.vocabulary.message import require_topic_name
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark.errors import (
-    HalfBatchLeftError,
     HalfBatchNotFoundError,
     LostFileError,
     NotACommitLogError,
@@ -312,18 +311,6 @@ class Engine:
         return decided
 
     # ------------------------------------------------------------------ what is open
-    def open_batches(self) -> Iterator[tuple[HalfRecord, BatchState]]:
-        """Half batches with pending rows, oldest first. The cost follows their number, not the age of the log."""
-        records = []
-        with self.lock:
-            for half_id in self.open_half_ids():
-                with suppress(HalfBatchLeftError):  # this process slept, and others settled it meanwhile
-                    records.append(self.get(half_id))
-        for record in records:
-            state = self.state_of(record)
-            if not state.settled:
-                yield record, state
-
     @looks_again
     def open_half_ids(self) -> list[str]:
         """The ids of half batches that may have pending rows, oldest first. None is read, so that an unreadable one
