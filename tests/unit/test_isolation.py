@@ -17,7 +17,17 @@ from rmq_spark.cli.doctor import CRITICAL
 from rmq_spark.errors import LostFileError
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq
-from tests.support.half_batches import another, bodies, commit, header_of, let_leave, prepare, roll_back
+from tests.support.half_batches import (
+    another,
+    bodies,
+    commit,
+    header_of,
+    in_half,
+    let_leave,
+    prepare,
+    quarantine,
+    roll_back,
+)
 from tests.support.inside import TIMESTAMP, HalfRecord, HalfWriter, Staged
 from tests.support.listeners import Scripted
 from tests.support.sends import wait_for
@@ -295,3 +305,26 @@ def test_due_messages_of_fifo_topics_behind_a_lost_file_stop_no_other_decision(
     commit(log, lost)
     assert bodies(log, "plain") == ["x", "late, too", "late"]
     assert bodies(log, "fifo") == ["first", "second"]
+
+
+@pytest.mark.parametrize("is_plain", [True, False], ids=["committed", "rolled back after a quarantine"])
+def test_a_settled_half_batch_whose_file_is_lost_keeps_no_other_from_leaving(log: CommitLog, is_plain: bool) -> None:
+    """No half batch left any more, and half and op grew for ever."""
+    lost, sound = (prepare(log, 0, {"body": [f"{n}"]}, app=f"app{n}", topic="plain") for n in (0, 1))
+    last = [prepare(log, 1, {"body": ["last"]}, app=f"app{n}", topic="plain") for n in (0, 1)]
+    for record in (sound, *last):
+        commit(log, record)
+    if is_plain:
+        commit(log, lost)
+    else:
+        quarantine(log, lost)
+        log.resolve(lost.half_id, ROLLBACK_MESSAGE, "it never happened")
+    log.drain()
+    lose(log, lost)
+    let_leave(log)
+    let_leave(log)
+    assert in_half(log) == {lost.half_id, *(record.half_id for record in last)}
+    put_back(log, lost)
+    let_leave(log)
+    let_leave(log)
+    assert in_half(log) == {record.half_id for record in last}

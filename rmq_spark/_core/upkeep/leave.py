@@ -12,6 +12,7 @@ this row. A process may die anywhere: the next one goes on with half batches tha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -30,10 +31,13 @@ from rmq_spark._core.messages.table import drained_up_to
 from rmq_spark._core.storage.foreign_commits import require_own
 from rmq_spark._core.storage.table import take_out
 from rmq_spark._core.vocabulary.options import AUDIT_S, GRACE_S, GRACE_S_MIN, IDEMPOTENCY_S, parse_duration
-from rmq_spark.errors import HalfBatchLeftError, OptionError
+from rmq_spark._core.vocabulary.redaction import redacted
+from rmq_spark.errors import CorruptLogError, HalfBatchLeftError, OptionError
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 AT_ONCE = 10_000
 """Half batches that are examined together."""
@@ -219,17 +223,30 @@ class Leaver:
                 path, rows = paths.pop()
                 chunk.append(path)
                 size += rows
-            stored = self._engine.half.table.read(chunk, HEADER_COLUMNS)
+            stored = self._stored_headers(chunk)
             aggregates = [(name, "first") for name in HEADER_COLUMNS if name != "half_id"]
             headers = stored.group_by("half_id", use_threads=False).aggregate(aggregates)
             headers = headers.rename_columns([name.removesuffix("_first") for name in headers.column_names])
             yield from (header for header in headers.to_pylist() if header["half_id"] in leaving)
+
+    def _stored_headers(self, paths: Sequence[str]) -> pa.Table:
+        """The headers in some files. What lies in a lost or damaged one stays in ``half``, and nobody needs it."""
+        try:
+            return self._engine.half.table.read(paths, HEADER_COLUMNS)
+        except CorruptLogError as problem:
+            if len(paths) > 1:
+                return pa.concat_tables([self._stored_headers([path]) for path in paths])
+            logger.warning("a settled half batch does not leave: %s", redacted(problem))
+            return self._engine.half.table.read([], HEADER_COLUMNS)
 
     def _counts(self, half_id: str) -> dict[str, int] | None:
         """What became of a half batch's messages, from its whole state; None when it is not settled for good."""
         try:
             state = self._engine.state_of(self._engine.get(half_id), refresh=False)
         except HalfBatchLeftError:
+            return None
+        except CorruptLogError as problem:
+            logger.warning("settled half batch %r does not leave: %s", half_id, redacted(problem))
             return None
         if state.in_conflict or state.count(RowState.PENDING, RowState.QUARANTINED, RowState.WAITING):
             return None
