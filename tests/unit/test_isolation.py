@@ -29,6 +29,7 @@ from tests.support.half_batches import (
     roll_back,
 )
 from tests.support.inside import TIMESTAMP, HalfRecord, HalfWriter, Staged
+from tests.support.limits import Limit
 from tests.support.listeners import Scripted
 from tests.support.sends import wait_for
 from tests.support.whole_history import op_rows_of
@@ -163,6 +164,25 @@ def test_upkeep_does_what_it_can_when_a_drain_finds_a_lost_file(log: CommitLog) 
     with pytest.raises(LostFileError):
         another(log).maintain()
     assert not orphan.exists()
+
+
+def test_upkeep_does_what_it_can_when_it_finds_a_lost_file_of_messages(log: CommitLog, limit: Limit) -> None:
+    """It ended at the merge, and deleted nothing ever after."""
+    limit(MESSAGES_FILES_MAX=1)
+    for n in range(3):
+        commit(log, prepare(log, n, {"body": [f"{n}"]}, topic="plain"))
+        log.drain()
+    file, *_ = Path(log.path, "messages").glob("*.parquet")
+    file.rename(Path(log.path).parent / file.name)
+    orphan = Path(log.path, "half", "half-of-a-crash.parquet")
+    orphan.write_bytes(b"")
+    os.utime(orphan, (0, 0))
+    with pytest.raises(LostFileError, match=file.name):
+        another(log).maintain()
+    assert not orphan.exists()
+    (Path(log.path).parent / file.name).rename(file)
+    another(log).maintain()
+    assert bodies(log, "plain") == ["0", "1", "2"]
 
 
 # ---------------------------------------------------------------- a file that small sends share

@@ -119,7 +119,7 @@ def maintain(
     doubt_s = engine.clock_doubt_s(note=not dry_run)  # before a commit notes a time of this clock
     graces = graces.and_later(doubt_s)
     foreign = None  # a drain raises it
-    undrained: CorruptLogError | None = None
+    problems: list[CorruptLogError] = []  # of single files: what else is due is done, before the first one is raised
     if dry_run:
         engine.messages_table.refresh()
         foreign = foreign_change(engine.messages_table) or engine.drained.odd_rows()
@@ -131,11 +131,8 @@ def maintain(
         try:
             with turn:
                 drained = Drainer(engine).run()
-        except (
-            LostFileError,
-            UnreadableFileError,
-        ) as problem:  # of half: what else is due is done, before it is raised
-            undrained = problem
+        except (LostFileError, UnreadableFileError) as problem:
+            problems.append(problem)
             engine.messages_table.refresh()
             drained = drained_up_to(engine.messages_table)
         after = sum(engine.drained.border().values())
@@ -151,14 +148,17 @@ def maintain(
         merged = op_merge.compact_op(engine.op)
         with turn:
             kept_s = {name: t.retention_s for name, t in engine.topic_store.all().items() if t.retention_s is not None}
-            merged += files.compact_messages(engine.messages_table, kept_s)
+            try:
+                merged += files.compact_messages(engine.messages_table, kept_s)
+            except (LostFileError, UnreadableFileError) as problem:
+                problems.append(problem)
     with engine.lock:
         deleted = [
             path for table in tables for path in files.delete_replaced([table], files.kept_s(table) + doubt_s, dry_run)
         ]
         deleted += files.vacuum(tables, ORPHAN_AGE_S + doubt_s, dry_run) if orphans else []
-    if undrained is not None:
-        raise undrained
+    if problems:
+        raise problems[0]
     return MaintenanceReport(
         dry_run,
         drained,
