@@ -115,7 +115,7 @@ class MemoryTable:
     def __init__(
         self, name: str, schema: pa.Schema, runtime: Runtime = RUNTIME, versions: _Versions | None = None
     ) -> None:
-        self.name, self.schema, self.folder = name, schema, name
+        self.name, self.schema, self.uri, self.folder = name, schema, f"memory:{name}", name
         self.history_s = 0.0  # older versions cannot be read
         self.runtime = runtime
         self.lock = runtime.lock()

@@ -32,7 +32,7 @@ from tests.support.meanwhile import at
 
 def vacuum(table: Any) -> None:
     """Somebody's VACUUM with a retention of 0: every file goes that the newest version does not name."""
-    looking = table.another() if hasattr(table, "another") else type(table)(table._uri, table.name, table.schema, None)
+    looking = table.another() if hasattr(table, "another") else type(table)(table.uri, table.name, table.schema, None)
     looking.refresh()
     live = set(looking.actions()["path"].to_pylist())
     for info in table.fs.get_file_info(pafs.FileSelector(table.folder)):

@@ -50,7 +50,7 @@ from rmq_spark._core.protocol.split import Split, split_by_verdict
 from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.runtime.spans import tracing
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
-from rmq_spark._core.vocabulary.redaction import sentence_of, traceback_of
+from rmq_spark._core.vocabulary.redaction import redacted, sentence_of, traceback_of
 from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark._core.vocabulary.verdicts import (
@@ -221,7 +221,7 @@ class Checker:
         if state.settled:  # by another process, meanwhile
             return
         if state.in_conflict:
-            report.problem(record.half_id, _IN_CONFLICT.format(shlex.quote(record.half_id)))
+            report.problem(record.half_id, self._in_conflict(record.half_id))
         elif state.leased(self.clock()):
             report.skip(LEASED)
         elif state.checked_lately(self.clock(), self.rules.pause_s):
@@ -446,12 +446,22 @@ class Checker:
         report.pending = len(still_open)
         self._asker.forget_all_but(still_open)
 
+    def _in_conflict(self, half_id: str) -> str:
+        """Why a half batch waits for a person, and what to do."""
+        command = (
+            f"txmq resolve {shlex.quote(redacted(self.engine.path))} {shlex.quote(half_id)} COMMIT|ROLLBACK --reason …"
+        )
+        return (
+            "two of its verdicts contradict each other, and it waits for a person: find out which is true, then settle "
+            f"it with {command}, or with log.resolve"
+        )
+
     def _report_conflicts(self, report: CheckReport) -> None:
         """Report every half batch that waits for a person, even with nothing pending."""
         reported = {half_id for half_id, _ in report.problems}
         for half_id in conflicts(self.engine):
             if half_id not in reported:
-                report.problem(half_id, _IN_CONFLICT.format(shlex.quote(half_id)))
+                report.problem(half_id, self._in_conflict(half_id))
 
 
 def _normalized(answer: Verdicts | Exception, batch: HalfBatch) -> VerdictArray | Exception:
@@ -493,11 +503,6 @@ def _unknown_reason(listener: TransactionListener, batch: HalfBatch) -> str:
 
 
 _OF_ANOTHER_STORE = NoAnswer("it is of another store than the listener: asked alone, that is reported")
-
-_IN_CONFLICT = (
-    "two of its verdicts contradict each other, and it waits for a person: find out which is true, then settle it with "
-    "txmq resolve <log> {} COMMIT|ROLLBACK --reason …, or with log.resolve"
-)
 
 
 @dataclass

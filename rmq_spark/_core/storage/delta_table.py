@@ -102,7 +102,7 @@ class DeltaLogTable:
         self.runtime = runtime
         self.name = name
         self.schema = schema
-        self._uri = uri
+        self.uri = uri
         self._storage_options = dict(storage_options or {})
         self._delta_schema = Schema.from_arrow(schema)
         self.fs: pafs.FileSystem
@@ -220,20 +220,20 @@ class DeltaLogTable:
         try:
             table = self._load()
         except TableNotFoundError as problem:
-            text = f"no Delta table {self.name!r} at {self._uri}: is it a commit log?"
+            text = f"no Delta table {self.name!r} at {self.uri}: is it a commit log?"
             raise NotACommitLogError(text) from cause_of(problem)
         except BaseException as problem:  # a panic of delta-rs is no Exception
             if not isinstance(problem, DeltaError) and not is_panic(problem):
                 raise
-            require_resources(problem, self._uri)
+            require_resources(problem, self.uri)
             text = plainly(str(problem), self._storage_options)
             if self._id is None:
                 raise NotACommitLogError(
-                    f"the Delta table {self.name!r} at {self._uri} cannot be opened: {text}"
+                    f"the Delta table {self.name!r} at {self.uri} cannot be opened: {text}"
                 ) from cause_of(problem)
             self._entries.require_whole(-1, None)
             raise self._unreadable(problem) from cause_of(problem)
-        with asking(self._uri, self._storage_options):
+        with asking(self.uri, self._storage_options):
             self._entries.require_whole(-1, int(table.version()))
         present = set(pa.schema(table.schema().to_arrow()).names)
         missing = [n for n in self.schema.names if n not in present]
@@ -246,7 +246,7 @@ class DeltaLogTable:
         return table
 
     def _unreadable(self, problem: BaseException) -> CorruptLogError:
-        require_resources(problem, self._uri)
+        require_resources(problem, self.uri)
         answer = plainly(str(problem), self._storage_options)
         return CorruptLogError(f"the Delta log of table {self.name} cannot be read any more: {answer}")
 
@@ -272,8 +272,8 @@ class DeltaLogTable:
         paused in between. Then the log is listed again."""
         for lists in range(LISTS_MAX):
             try:
-                with asking(self._uri, self._storage_options):
-                    return DeltaTable(self._uri, storage_options=self._storage_options or None)
+                with asking(self.uri, self._storage_options):
+                    return DeltaTable(self.uri, storage_options=self._storage_options or None)
             except DeltaError as problem:
                 is_entry_gone = not isinstance(problem, TableNotFoundError) and "not found" in str(problem).lower()
                 if not is_entry_gone or lists == LISTS_MAX - 1:
@@ -286,7 +286,7 @@ class DeltaLogTable:
             return
         if str(table.metadata().id) != self._id:
             raise NotACommitLogError(
-                f"another table {self.name!r} lies at {self._uri} than before: the commit log was removed and made "
+                f"another table {self.name!r} lies at {self.uri} than before: the commit log was removed and made "
                 "anew. Open it again"
             )
         if table.version() < self._seen:
@@ -333,7 +333,7 @@ class DeltaLogTable:
             self._id = self._id or str(table.metadata().id)
             is_continuous = False
             try:
-                with asking(self._uri, self._storage_options):
+                with asking(self.uri, self._storage_options):
                     table.update_incremental()
                     self._entries.require_whole(before, int(table.version()))
                     # delta-rs notices neither a lost log nor a recreated one. Where no entry is left it sees no new
@@ -395,8 +395,8 @@ class DeltaLogTable:
     def _read_changed(self, since: int, until: int) -> Changed | None:
         try:
             entries = self._entries.between(since, until)
-            with asking(self._uri, self._storage_options):
-                before = DeltaTable(self._uri, version=since, storage_options=self._storage_options or None)
+            with asking(self.uri, self._storage_options):
+                before = DeltaTable(self.uri, version=since, storage_options=self._storage_options or None)
             return changes(snapshot_of(before), snapshot_of(self._table), entries)
         except (DeltaError, FileNotFoundError, ValueError) as problem:
             raise ForeignChangeError(
@@ -421,7 +421,7 @@ class DeltaLogTable:
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
         paths = [f"{self.folder}/{f.path}" for f in files]
-        with asking(self._uri, self._storage_options):
+        with asking(self.uri, self._storage_options):
             if len(paths) == 1 or isinstance(self.fs, pafs.LocalFileSystem):
                 infos = self.fs.get_file_info(paths)
             else:  # pyarrow would look them up one after the other

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
+from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.errors import ForeignChangeError
 
@@ -245,8 +246,8 @@ def foreign_change(table: Table) -> str | None:
     consequence = "Nothing is drained, merged or deleted"
     if table.name not in READ_ALL_THE_SAME:
         consequence = "Nobody goes on with it"
-    remedy = f"put version {own} back with the package deltalake: DeltaTable('<log>/{table.name}').restore({own}, "
-    remedy += "protocol_downgrade_allowed=True)"
+    restore = f"DeltaTable({redacted(table.uri)!r}).restore({own}, protocol_downgrade_allowed=True)"
+    remedy = f"put version {own} back with the package deltalake: {restore}"
     if changed.features:  # delta-rs refuses the RESTORE, too
         remedy = f"take that back {dropping(changed.features)}"
     elif not changed.restorable:

@@ -69,6 +69,7 @@ class Table(Protocol):
 
     name: str
     schema: pa.Schema
+    uri: str
     folder: str
     fs: Any
     """A ``pyarrow.fs.FileSystem``, or as much of one as the tables need."""
