@@ -173,7 +173,7 @@ class LogDoctor:
         lost = [f"{table.name}/{file}" for table in tables for file in _lost_files(table)]
         if lost:
             has_problem = True
-            what = f"{count_of(len(lost), 'file')} of the tables gone, cut or unreadable: {', '.join(lost[:NAMED])}"
+            what = f"{count_of(len(lost), 'file')} of the tables gone, cut or unreadable: {_some(lost)}"
             yield Finding("tables", Level.CRITICAL, what, PUT_BACK)
         if not has_problem:
             yield Finding("tables", Level.OK, f"all files are there, and agree; at versions {versions}")
@@ -221,7 +221,7 @@ class LogDoctor:
         named = [half_id for half_id in unreadable if half_id is not None]
         if named:
             what = f"{count_of(len(named), 'pending half batch')} cannot be read, so nobody can settle it"
-            yield Finding("unreadable", Level.CRITICAL, f"{what}: {', '.join(map(one_line, named[:NAMED]))}", PUT_BACK)
+            yield Finding("unreadable", Level.CRITICAL, f"{what}: {_some(list(map(one_line, named)))}", PUT_BACK)
         if shared := len(unreadable) - len(named):
             what = f"{count_of(shared, 'file')} that half batches share cannot be read, so nobody can settle these"
             yield Finding("unreadable", Level.CRITICAL, what, PUT_BACK)
@@ -308,7 +308,7 @@ class LogDoctor:
         if not rows:
             yield Finding("quarantined", Level.OK, "nothing is quarantined")
             return
-        half_ids = ", ".join(one_line(row["half_id"]) for row in rows[:NAMED])
+        half_ids = _some([one_line(row["half_id"]) for row in rows])
         what = f"{count_of(len(rows), 'half batch')} quarantined, and hidden: {half_ids}"
         remedy = self._command("resume", rows[0]["half_id"])
         yield Finding("quarantined", Level.WARNING, what, f"{remedy} (asks again), or txmq resolve")
@@ -318,7 +318,7 @@ class LogDoctor:
         if not rows:
             yield Finding("conflicts", Level.OK, "there are no conflicts")
             return
-        half_ids = ", ".join(one_line(row["half_id"]) for row in rows[:NAMED])
+        half_ids = _some([one_line(row["half_id"]) for row in rows])
         what = f"{count_of(len(rows), 'half batch')} with two verdicts that contradict each other: {half_ids}"
         remedy = self._command("trace", rows[0]["half_id"])
         yield Finding("conflicts", Level.CRITICAL, what, f"{remedy} (tells its story), then txmq resolve")
@@ -376,6 +376,12 @@ def _change_by_others(table: Table) -> str | None:
     except ForeignChangeError as problem:
         return str(problem)
     return foreign_change(table)
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _lost_files(table: Table) -> list[str]:

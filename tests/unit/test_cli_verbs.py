@@ -237,6 +237,15 @@ def test_by_a_key_those_are_found_too_that_nobody_can_see(log: CommitLog) -> Non
     assert "no such message" in txmq("query", "-k", "order-30", code=1)[0]
 
 
+def test_query_says_which_message_is_in_conflict(log: CommitLog) -> None:
+    """It said rolled_back, as of a verdict that nobody disputes."""
+    in_conflict(log, prepare(log, 7, 1, app="disputed"))
+    (found,) = objects("query", "--half-id", "disputed:7")
+    assert found["state"] == "rolled_back_by_check"
+    assert "in conflict" in found["reason"]
+    assert "in conflict" in txmq("query", "--half-id", "disputed:7")[0]
+
+
 def test_what_left_half_is_found_by_its_id(log: CommitLog) -> None:
     for batch_id in range(2):
         commit(log, orders(log, batch_id, 1, 2))

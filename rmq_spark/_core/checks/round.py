@@ -50,7 +50,7 @@ from rmq_spark._core.protocol.split import Split, split_by_verdict
 from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.runtime.spans import tracing
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
-from rmq_spark._core.vocabulary.redaction import redacted, sentence_of, traceback_of
+from rmq_spark._core.vocabulary.redaction import redacted, sentence_of
 from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark._core.vocabulary.verdicts import (
@@ -424,7 +424,7 @@ class Checker:
             try:
                 step(report)
             except Exception as problem:  # the round must still report what it has done
-                logger.warning("the end of a round of checks failed: %s", traceback_of(problem))
+                logger.warning("the end of a round of checks failed: %s", failure(problem))
                 report.problem(None, f"the end of the round failed with {sentence_of(problem)}")
 
     def _place_due(self, report: CheckReport) -> None:
@@ -491,7 +491,7 @@ def _came_too_late(record: HalfRecord, attempt: int, problem: Exception, report:
 
 
 def _cannot_check(half_id: str, problem: Exception, report: CheckReport) -> None:
-    logger.warning("check of half batch %r failed: %s", half_id, traceback_of(problem), extra={"half_id": half_id})
+    logger.warning("check of half batch %r failed: %s", half_id, failure(problem), extra={"half_id": half_id})
     report.problem(half_id, f"it cannot be checked: {sentence_of(problem)}")
 
 

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.inspect.story import COUNTED, chosen_rows, trace
 from rmq_spark._core.inspect.trace import Trace, TracePlace
-from rmq_spark._core.log.batch_state import RowState
+from rmq_spark._core.log.batch_state import BatchState, RowState
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.input import require_known_topic
 from rmq_spark._core.log.placements import Placements
@@ -231,6 +231,12 @@ def _committed(messages: pa.Table) -> pa.Table:
     return result.append_column("reason", pa.nulls(count, pa.string()))
 
 
+def _reason_of(state: BatchState, file_no: int, row_no: int) -> str | None:
+    if state.files[file_no].conflict[row_no]:
+        return "in conflict: the opposite verdict came too late, and nobody has resolved it"
+    return state.reason_of(file_no, row_no)
+
+
 def _not_visible(engine: Engine, record: HalfRecord, chosen: RowSet, limit: int) -> pa.Table:
     """Return those of the chosen rows of a half batch that are not visible, read from ``half``."""
     state = engine.state_of(record)
@@ -251,6 +257,6 @@ def _not_visible(engine: Engine, record: HalfRecord, chosen: RowSet, limit: int)
         "commit_timestamp": pa.nulls(count, SOURCE_SCHEMA.field("commit_timestamp").type),
         "half_id": pa.repeat(pa.scalar(record.half_id), count),
         "state": pa.array(words, pa.string()),
-        "reason": pa.array([state.reason_of(*address) for address in addresses], pa.string()),
+        "reason": pa.array([_reason_of(state, *address) for address in addresses], pa.string()),
     }
     return pa.table({name: columns_by_name[name] for name in FOUND_SCHEMA.names}).cast(FOUND_SCHEMA)
