@@ -45,6 +45,7 @@ _LIVES_IN = {
     "rmq_spark._core.log.groups": "Place Session",
     "rmq_spark._core.log.half": "HALF_SCHEMA HALF_STATS_COLUMNS=STATS_COLUMNS HalfFile",
     "rmq_spark._core.log.half_header": "HalfHeader Naming batch_name half_id_of name_of new_half_id",
+    "rmq_spark._core.inspect.history": "kept_batches open_now",
     "rmq_spark._core.inspect.overview": "pending_table=pending",
     "rmq_spark._core.log.half_record": "HalfRecord",
     "rmq_spark._core.log.half_table": "HalfTable",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from rmq_spark import ROLLBACK_MESSAGE, CheckService, CommitLog, ConsumerGroup, PullConsumer
 from rmq_spark.checks import CheckReport
 from rmq_spark.cli.doctor import CRITICAL
-from rmq_spark.errors import LostFileError
+from rmq_spark.errors import LostFileError, UnreadableFileError
+from rmq_spark.metrics import LogWatch
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq
 from tests.support.half_batches import (
@@ -28,10 +30,20 @@ from tests.support.half_batches import (
     quarantine,
     roll_back,
 )
-from tests.support.inside import TIMESTAMP, HalfRecord, HalfWriter, Staged
+from tests.support.inside import (
+    NO_ROWS,
+    TIMESTAMP,
+    Decision,
+    HalfRecord,
+    HalfWriter,
+    Staged,
+    Who,
+    kept_batches,
+    open_now,
+)
 from tests.support.limits import Limit
 from tests.support.listeners import Scripted
-from tests.support.sends import wait_for
+from tests.support.sends import message, producer_of, wait_for
 from tests.support.whole_history import op_rows_of
 
 pytestmark = pytest.mark.log("delta", orders=2, plain=1)
@@ -186,11 +198,13 @@ def test_upkeep_does_what_it_can_when_it_finds_a_lost_file_of_messages(log: Comm
 
 
 # ---------------------------------------------------------------- a file that small sends share
-def prepare_together(log: CommitLog, *bodies: str, topic: str = "plain", **columns: list[str]) -> list[HalfRecord]:
+def prepare_together(
+    log: CommitLog, *bodies: str, topic: str = "plain", apps: Sequence[str] = (), **columns: list[str]
+) -> list[HalfRecord]:
     """Half batches of one message each, in one file."""
     staged = []
     for n, body in enumerate(bodies):
-        header = header_of(0, f"small{n}")
+        header = header_of(0, apps[n] if apps else f"small{n}")
         writer = HalfWriter(header, log.topics(), topic, None, log.fifo_topics())
         table = pa.table({"body": [body], **{name: [values[n]] for name, values in columns.items()}})
         staged.append(Staged(header, [writer.rows_of(table)]))
@@ -348,3 +362,105 @@ def test_a_settled_half_batch_whose_file_is_lost_keeps_no_other_from_leaving(log
     let_leave(log)
     let_leave(log)
     assert in_half(log) == {record.half_id for record in last}
+
+
+# ---------------------------------------------------------------- no false all-clear
+def test_a_quarantined_half_batch_that_cannot_be_read_is_listed(log: CommitLog) -> None:
+    """Nothing was quarantined, by all that was said."""
+    lost = prepare(log, 0, {"body": ["x"]}, topic="plain")
+    quarantine(log, lost)
+    lose(log, lost)
+    (row,) = another(log).quarantined().to_pylist()
+    assert (row["half_id"], row["producer_group"]) == (lost.half_id, None)
+    assert "1 half batch quarantined" in txmq("doctor", log.path, code=CRITICAL)[0]
+
+
+def test_the_figures_and_the_report_count_a_file_that_cannot_be_read(log: CommitLog) -> None:
+    """An alarm on the oldest pending message went quiet, and the report said that nothing is pending."""
+    small = prepare_together(log, "a", "b")
+    lose(log, small[0])
+    (found,) = LogWatch(log.path).look().pending.values()
+    assert found.half_batches == 1
+    assert found.oldest_s >= 0
+    assert half_file(log, small[0]).name in open_now(another(log).engine)["half_id"].to_pylist()
+    assert checked(another(log)).pending == 1
+
+
+def test_a_comparison_with_the_database_needs_every_half_batch(log: CommitLog) -> None:
+    """txmq reconcile said that nothing is left to be done, and had not looked at those in the lost file."""
+    small = prepare_together(log, "a", "b")
+    lose(log, small[0])
+    with pytest.raises(LostFileError, match=half_file(log, small[0]).name):
+        kept_batches(another(log).engine)
+
+
+def test_a_search_by_key_finds_what_lies_beside_a_file_that_cannot_be_read(log: CommitLog) -> None:
+    lost, sound = (prepare(log, n, {"body": [f"{n}"], "keys": ["k"]}, topic="plain") for n in (0, 1))
+    lose(log, lost)
+    assert [found["half_id"] for found in objects("query", log.path, "--key", "k")] == [sound.half_id]
+
+
+def test_a_backup_names_the_file_that_cannot_be_read(log: CommitLog, tmp_path: Path) -> None:
+    """It said of a sound half batch that its messages are nowhere."""
+    small = prepare_together(log, "a", "b")
+    for record in small:
+        commit(log, record)
+    lose(log, small[0])
+    with pytest.raises(LostFileError, match=half_file(log, small[0]).name):
+        another(log).backup(tmp_path / "copy")
+
+
+def test_a_key_that_is_found_may_be_sent_again_beside_a_file_that_cannot_be_read(log: CommitLog) -> None:
+    """The retry was refused, as if nobody knew what became of the first send."""
+    with producer_of(log) as producer:
+        sent = [producer.send_message_in_transaction(message(n), idempotency_key=f"{n}") for n in range(3)]
+    small = prepare_together(log, "a", "b", apps=["send.shop.0", "send.shop.9"])
+    lose(log, small[0])
+    with producer_of(another(log)) as producer:
+        again = producer.send_message_in_transaction(message(1), idempotency_key="1")
+        assert (again.replayed, again.half_id) == (True, sent[1].half_id)
+        with pytest.raises(LostFileError):
+            producer.send_message_in_transaction(message(4), idempotency_key="4")
+
+
+def test_upkeep_goes_on_when_a_half_file_has_the_bytes_of_another_one(log: CommitLog) -> None:
+    """It ended at the drain, as if the whole log were damaged."""
+    records = [prepare(log, n, {"body": [f"{n}"]}, topic="plain") for n in (0, 1)]
+    for record in records:
+        commit(log, record)
+    first, second = (half_file(log, record) for record in records)
+    content = second.read_bytes()
+    second.write_bytes(first.read_bytes())
+    orphan = Path(log.path, "half", "half-of-a-crash.parquet")
+    orphan.write_bytes(b"")
+    os.utime(orphan, (0, 0))
+    with pytest.raises(UnreadableFileError, match=second.name):
+        another(log).maintain()
+    assert not orphan.exists()
+    second.write_bytes(content)
+    another(log).maintain()
+    assert bodies(log, "plain") == ["0", "1"]
+
+
+def test_who_looks_what_holds_a_message_up_forgets_no_due_message(log: CommitLog, delayed: list[HalfRecord]) -> None:
+    log.create_topic("fifo", 1, fifo=True)
+    first, second = (prepare(log, n, {"body": [f"{n}"], "sharding_key": ["k"]}, topic="fifo") for n in (4, 5))
+    engine = another(log).engine
+    engine.decide([Decision(second, 1, second.all_rows, NO_ROWS, Who.EXECUTE)])
+    assert set(engine.ledger.unplaceable) == {delayed[0].half_id}
+    assert engine.ledger.holding_up(second) == [first.half_id]
+    assert set(engine.ledger.unplaceable) == {delayed[0].half_id}
+
+
+def test_decisions_look_seldom_for_due_messages_that_cannot_be_read(
+    log: CommitLog, delayed: list[HalfRecord], limit: Limit
+) -> None:
+    """Each decision looked for each of them: seconds, when there were hundreds."""
+    log = another(log)
+    commit(log, prepare(log, 6, {"body": ["x"]}, topic="plain"))
+    put_back(log, delayed[0])
+    commit(log, prepare(log, 7, {"body": ["y"]}, topic="plain"))
+    assert set(log.engine.ledger.unplaceable) == {delayed[0].half_id}
+    limit(TRY_AGAIN_S=0)
+    commit(log, prepare(log, 8, {"body": ["z"]}, topic="plain"))
+    assert sorted(bodies(log, "plain")) == ["late 0", "late 1", "x", "y", "z"]

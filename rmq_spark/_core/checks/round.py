@@ -443,7 +443,7 @@ class Checker:
 
     def _count_pending(self, report: CheckReport) -> None:
         still_open = self._open_half_ids()
-        report.pending = len(still_open)
+        report.pending = len(still_open) + len(unreadable_files(self.engine))
         self._asker.forget_all_but(still_open)
 
     def _in_conflict(self, half_id: str) -> str:

@@ -282,7 +282,9 @@ def _not_in_half(engine: Engine, until: int) -> list[str]:
     while position < until:
         rows, position = rows_above(engine.op, position, until, OP_ROWS_MAX, ["version", "half_id", "queue_offset"])
         placed.update(rows.filter(pc.is_valid(rows["queue_offset"]))["half_id"].to_pylist())
-    return sorted(placed.difference(engine.half.contents.counted()))
+    counted = engine.half.contents.counted()
+    counted.require_all()
+    return sorted(placed.difference(counted))
 
 
 def _verify(where: str, storage_options: Mapping[str, str], pins: Sequence[Pin]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,13 +21,17 @@ from rmq_spark._core.log.placements import Placements
 from rmq_spark._core.messages.reader import read_ranges
 from rmq_spark._core.messages.table import SOURCE_SCHEMA
 from rmq_spark._core.selector.tree import And, Condition, Filter, In, Or, Property, Search
+from rmq_spark._core.storage.table import Table
 from rmq_spark._core.vocabulary.ids import message_ids, transaction_ids
 from rmq_spark._core.vocabulary.message import SYSTEM_PREFIXES
+from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark._core.vocabulary.rows import RowSet
-from rmq_spark.errors import HalfBatchNotFoundError, OptionError
+from rmq_spark.errors import CorruptLogError, HalfBatchNotFoundError, OptionError
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 FOUND_SCHEMA = pa.schema([*SOURCE_SCHEMA, ("half_id", pa.string()), ("state", pa.string()), ("reason", pa.string())])
 """The source's columns, the half batch, the state (``committed``, or another word of :data:`COUNTED`), and the reason
@@ -145,7 +150,7 @@ def find_not_visible(engine: Engine, wanted: Wanted, limit: int) -> pa.Table:
     half = engine.half.table
     half.refresh()
     columns = ["half_id", "file_no", "row_no", "topic", "tags", "keys"]
-    rows = half.read(half.actions()["path"].to_pylist(), columns)
+    rows = _rows_of_readable(half, half.actions()["path"].to_pylist(), columns)
     topics = pc.unique(rows["topic"]).to_pylist()
     names = [wanted.topic] if wanted.topic else [topic for topic in topics if not topic.startswith(SYSTEM_PREFIXES)]
     rows = rows.filter(pc.is_in(rows["topic"], value_set=pa.array(names, pa.string())))
@@ -163,6 +168,18 @@ def find_not_visible(engine: Engine, wanted: Wanted, limit: int) -> pa.Table:
             parts.append(_not_visible(engine, record, _rows_of(record, numbers), limit))
             limit -= parts[-1].num_rows
     return pa.concat_tables(parts) if parts else FOUND_SCHEMA.empty_table()
+
+
+def _rows_of_readable(half: Table, paths: Sequence[str], columns: Sequence[str]) -> pa.Table:
+    """Return rows of half files. A lost or damaged file is logged, and hides no message of another one."""
+    try:
+        return half.read(paths, columns)
+    except CorruptLogError as problem:
+        if len(paths) == 1:
+            logger.warning("its messages are not searched: %s", redacted(problem))
+            return half.read([], columns)
+    middle = len(paths) // 2
+    return pa.concat_tables([_rows_of_readable(half, part, columns) for part in (paths[:middle], paths[middle:])])
 
 
 def _rows_of(record: HalfRecord, numbers: Mapping[int, Sequence[int]]) -> RowSet:

@@ -94,10 +94,17 @@ def told(engine: Engine, since: datetime) -> Told:
 
 
 def kept_batches(engine: Engine) -> pa.Table:
-    """Return every kept half batch, in ``half`` or archived, as in :class:`Told`."""
+    """Return every kept half batch, in ``half`` or archived, as in :class:`Told`.
+
+    Raises
+    ------
+    CorruptLogError
+        When a file that half batches share cannot be read, so that nobody knows which it has.
+    """
     engine.refresh()
-    counted = engine.half.contents.counted().table
-    return _all_batches(counted, _archived(engine))
+    counted = engine.half.contents.counted()
+    counted.require_all()
+    return _all_batches(counted.table, _archived(engine))
 
 
 def _all_batches(counted: pa.Table, archived: pa.Table) -> pa.Table:
@@ -357,7 +364,8 @@ def sizes(engine: Engine) -> pa.Table:
 def open_now(engine: Engine) -> pa.Table:
     """Return half batches with pending messages, oldest first: ``half_id, prepared_at, messages`` (pending ones).
 
-    Reads no half file, so it is quick when many are open.
+    Reads no half file, so it is quick when many are open. A file that half batches share and that cannot be read stands
+    in their place, by its path.
     """
     with engine.lock:
         half_ids = engine.open_half_ids()
@@ -370,6 +378,10 @@ def open_now(engine: Engine) -> pa.Table:
         batch = prepared.get(half_id)
         prepared_ms.append(None if batch is None else batch.ms)
         messages.append(reopened.get(half_id, 0) if batch is None else batch.rows - settled.get(half_id, 0))
+    for file in prepared.unreadable:
+        half_ids.append(file.path)
+        prepared_ms.append(file.ms)
+        messages.append(file.rows or 1)
     columns: Sequence[object] = [
         pa.array(half_ids, pa.string()),
         pc.cast(pc.multiply(pa.array(prepared_ms, pa.int64()), 1000), TIMESTAMP),

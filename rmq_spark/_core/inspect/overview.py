@@ -73,7 +73,7 @@ def _present(engine: Engine, half_ids: Iterable[str]) -> Iterator[tuple[str, Hal
         except HalfBatchLeftError:
             pass
         except CorruptLogError as problem:
-            logger.warning("half batch %r cannot be read: %s", half_id, problem)
+            logger.debug("half batch %r cannot be read: %s", half_id, problem)
             yield half_id, None
 
 
@@ -85,11 +85,15 @@ def _record(engine: Engine, half_id: str) -> HalfRecord:
 @looks_again
 def quarantined(engine: Engine) -> pa.Table:
     """See :meth:`CommitLog.quarantined`."""
-    rows = [
-        _summary(engine, record, state, attempt, RowState.QUARANTINED)
-        for record, state in _with_kind(engine, Kind.QUARANTINE)
-        for attempt in state.attempts(RowState.QUARANTINED)
-    ]
+    rows: list[dict[str, object]] = []
+    for half_id, record in _present(engine, _ids_in_op(engine, pc.field("kind") == Kind.QUARANTINE.value)):
+        if record is None:  # it was quarantined once, and nobody can look whether it still is
+            rows.append(_summary_of_unreadable(engine, half_id))
+            continue
+        with suppress(HalfBatchLeftError):
+            state = engine.state_of(record)
+            attempts = state.attempts(RowState.QUARANTINED)
+            rows += [_summary(engine, record, state, attempt, RowState.QUARANTINED) for attempt in attempts]
     rows.sort(key=lambda row: str(row["prepared_at"]))
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
@@ -147,13 +151,6 @@ def _ids_in_op(engine: Engine, where: pc.Expression) -> list[str]:
         paths = engine.op.actions()["path"].to_pylist()
     half_ids: list[str] = pc.unique(engine.op.read(paths, ["half_id"], where)["half_id"]).to_pylist()
     return half_ids
-
-
-def _with_kind(engine: Engine, kind: Kind) -> Iterator[tuple[HalfRecord, BatchState]]:
-    for _, record in _present(engine, _ids_in_op(engine, pc.field("kind") == kind.value)):
-        if record is not None:
-            with suppress(HalfBatchLeftError):
-                yield record, engine.state_of(record)
 
 
 def _summary(

@@ -45,18 +45,23 @@ class HalfContents:
         return bool(pc.index(self.table.actions()["path"], path).as_py() >= 0)
 
     def ids_named(self, names: Collection[str]) -> dict[str, str]:
-        """The ids of the half batches in the table that have these names, by name. It does not refresh. A file that
-        may have one of them and cannot be read raises CorruptLogError: that name may be taken."""
+        """The ids of the half batches in the table that have these names, by name. A file
+        that may have the rest of them and cannot be read raises CorruptLogError: these names may be taken."""
         actions = self.table.actions()
         (is_single, low), high = single_batch_files(actions), pc.cast(actions["max.half_id"], pa.string())
         wanted_names = pa.array(sorted(names), pa.string())
         outside = pc.or_(pc.less(high, wanted_names[0]), pc.greater_equal(low, after_name(wanted_names[-1].as_py())))
         near = actions.append_column("one", is_single).filter(pc.invert(pc.fill_null(outside, False)))
         parts = [near.filter(near["one"])["min.half_id"]]
-        parts += [self.shared.of(path)["half_id"] for path in near.filter(pc.invert(near["one"]))["path"].to_pylist()]
+        shared_paths = near.filter(pc.invert(near["one"]))["path"].to_pylist()
+        parts += [inside["half_id"] for _, inside in self.shared.readable(shared_paths)]
         ids = pa.chunked_array([chunk for part in parts for chunk in pc.cast(part, pa.string()).chunks], pa.string())
         ids = ids.filter(pc.is_in(names_of(ids), value_set=wanted_names))
-        return {name_of(half_id): half_id for half_id in ids.to_pylist()}
+        named = {name_of(half_id): half_id for half_id in ids.to_pylist()}
+        problems = [problem for path in shared_paths if (problem := self.shared.problem(path)) is not None]
+        if problems and len(named) < len(wanted_names):
+            raise problems[0]
+        return named
 
     def files_that_may_hold(self, half_id: str) -> tuple[list[dict[str, Any]], CorruptLogError | None]:
         """The files that may have rows of a half batch, and why another one that may have some cannot be read."""

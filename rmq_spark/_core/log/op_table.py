@@ -48,6 +48,9 @@ from rmq_spark.errors import (
 
 logger = logging.getLogger(__name__)
 
+TRY_AGAIN_S = 10.0
+"""Seconds for which decisions leave half batches alone that have due messages and could not be read. Each look at one
+costs milliseconds."""
 MARK_TRIES_MAX = 20
 """A mark that loses this many races is left to the next round, because it holds the lock of this handle meanwhile."""
 
@@ -69,6 +72,7 @@ class Ledger(OpReader):
         self._op_time = EPOCH  # of the op rows under construction
         self.unplaceable: Mapping[str, TxmqError] = {}
         """Half batches with due messages that could not be read at the last look, and why."""
+        self._tried_s = -TRY_AGAIN_S  # the monotonic time of the last look at all of them
 
     # ------------------------------------------------------------------ decisions
     def decide(self, decisions: Sequence[Decision]) -> list[Decided]:
@@ -200,12 +204,14 @@ class Ledger(OpReader):
             return []
         with self.table.lock:
             own_batch = self.open_batch(record.half_id)
-            units = in_send_order(self._to_place([own_batch], EPOCH))
+            units = in_send_order(self._with_related([own_batch], (), (), only_commits=False))
         sent_ids = list(dict.fromkeys(batch.record.half_id for batch, _ in units))
         earlier_ids = sent_ids[: sent_ids.index(record.half_id)]
         return [half_id for half_id in earlier_ids if self.open_batch(half_id).state.count(RowState.PENDING)]
 
-    def _to_place(self, opened: Sequence[Open], now: datetime, only_commits: bool = False) -> list[Open]:
+    def _to_place(
+        self, opened: Sequence[Open], now: datetime, only_commits: bool = False, try_all: bool = False
+    ) -> list[Open]:
         """``opened``, and the half batches whose messages may be due or may wait for those of ``opened``.
 
         Parameters
@@ -214,12 +220,18 @@ class Ledger(OpReader):
             True when nothing of ``opened`` is rolled back. If all that it commits then waits for pending messages, no
             earlier message is set free, and the waiting half batches are not read. So a further message of a key costs
             the same, however many wait already.
+        try_all : bool
+            True: also try half batches again that could not be read within the last :data:`TRY_AGAIN_S`.
         """
         opened_ids = {o.record.half_id for o in opened}
         due_ids = {
             h for h, counts in self.waiting.items() if any(d is not None and d <= now for d in counts)
         } - opened_ids
-        due_batches, problems = self._open_due(due_ids)
+        if self.runtime.monotonic() - self._tried_s < TRY_AGAIN_S and not try_all:
+            problems = {half_id: self.unplaceable[half_id] for half_id in self.unplaceable.keys() & due_ids}
+        else:
+            problems, self._tried_s = {}, self.runtime.monotonic()
+        due_batches = self._open_due(due_ids - problems.keys(), problems)
         due_keyed = [o for o in due_batches if self._placer.keys.fifo_of(o.record)]
         try:
             batches = self._with_related(opened, due_batches, due_keyed, only_commits)
@@ -244,8 +256,7 @@ class Ledger(OpReader):
             return [*due_batches, *opened]
         opened_ids, due_ids = ({o.record.half_id for o in batches} for batches in (opened, due_batches))
         prepared = self.prepared()
-        if prepared.unreadable:
-            raise prepared.unreadable[0].problem
+        prepared.require_all()
         pending_ids = {*self.open_of(prepared), *self.reopened(prepared)} - opened_ids - due_ids
         waiting_ids = {h for h, counts in self.waiting.items() if None in counts} - opened_ids - due_ids - pending_ids
         pending_batches, related = self._open_if_present(pending_ids), self._placer.keys.related
@@ -266,11 +277,10 @@ class Ledger(OpReader):
                     raise
         return batches
 
-    def _open_due(self, half_ids: Collection[str]) -> tuple[list[Open], dict[str, TxmqError]]:
-        """Open the half batches that have due messages. Those that cannot be read, of which it tells why, wait on and
-        hold up no decision about others."""
+    def _open_due(self, half_ids: Collection[str], problems: dict[str, TxmqError]) -> list[Open]:
+        """Open the half batches that have due messages. Those that cannot be read wait on and hold up no decision about
+        others. ``problems`` gets why they cannot."""
         batches: list[Open] = []
-        problems: dict[str, TxmqError] = {}
         for half_id in sorted(half_ids):
             try:
                 for batch in self._open_if_present([half_id]):
@@ -278,7 +288,7 @@ class Ledger(OpReader):
                     batches.append(batch)
             except (CorruptLogError, HalfBatchNotFoundError) as problem:
                 problems[half_id] = problem
-        return batches, problems
+        return batches
 
     def place_due(self) -> list[Placed]:
         """Place the delayed messages that are due; returns the messages that became visible."""
@@ -288,7 +298,7 @@ class Ledger(OpReader):
             if not any(due is not None and due <= now for counts in self.waiting.values() for due in counts):
                 self.unplaceable = {}
                 return []
-            pieces = self._placer.placeable(self._to_place([], now), now)
+            pieces = self._placer.placeable(self._to_place([], now, try_all=True), now)
             return with_offsets([place_row(piece) for piece in pieces], self.tails)
 
         return placed_messages(self.append(build))

@@ -78,6 +78,11 @@ class PreparedBatches(Mapping[str, Prepared]):
     def __len__(self) -> int:
         return int(self.table.num_rows)
 
+    def require_all(self) -> None:
+        """Raise the problem of a file whose half batches are not among these."""
+        for file in self.unreadable:
+            raise file.problem
+
     def updated(self, others: Mapping[str, Prepared]) -> PreparedBatches:
         """These half batches with ``others`` added or replaced."""
         if not others:

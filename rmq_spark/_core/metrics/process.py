@@ -140,7 +140,7 @@ class _InFlight(prometheus.registry.Collector):
         sums: Counter[tuple[str, str, str]] = Counter()
         for consumer in list(observer.CONSUMERS):
             for topic, messages in consumer.in_flight().items():
-                sums[(consumer.member.log.path, consumer.member.group, topic)] += messages
+                sums[(consumer.member.engine.path, consumer.member.group, topic)] += messages
         yield from families(
             (self._cluster, redacted(log), [(IN_FLIGHT, group_labels(group, topic), messages)])
             for (log, group, topic), messages in sums.items()

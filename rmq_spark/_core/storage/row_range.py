@@ -13,9 +13,16 @@ import pyarrow.parquet as pq
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.file_system import require_path
-from rmq_spark._core.storage.seal import reading, require_count, require_row_groups, require_seal, rows_of_half_file
+from rmq_spark._core.storage.seal import (
+    PUT_BACK,
+    reading,
+    require_count,
+    require_row_groups,
+    require_seal,
+    rows_of_half_file,
+)
 from rmq_spark._core.vocabulary.rows import bytes_array
-from rmq_spark.errors import CorruptLogError, StrippedError
+from rmq_spark.errors import CorruptLogError, StrippedError, UnreadableFileError
 
 SHARED_ROWS_MAX = 20_000
 """In a file of at most this many rows, the rows of several half batches are found in one pass."""
@@ -228,9 +235,9 @@ def _select_half_file(table: pa.Table, row_range: RowRange) -> pa.Table:
     return table
 
 
-def _missing_rows_error(row_range: RowRange, found_rows: int) -> CorruptLogError:
+def _missing_rows_error(row_range: RowRange, found_rows: int) -> UnreadableFileError:
     others = f" and of {len(row_range.more)} others" if row_range.more else ""
-    return CorruptLogError(
+    return UnreadableFileError(
         f"{row_range.path} holds {found_rows} of the {row_range.rows} rows asked for of file {row_range.file_no} of "
-        f"half batch {row_range.half_id!r}{others}"
+        f"half batch {row_range.half_id!r}{others}: {PUT_BACK}"
     )

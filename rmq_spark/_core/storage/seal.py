@@ -75,12 +75,12 @@ def require_seal(schema: pa.Schema, path: str, table: str, columns: Iterable[str
     name = path.rpartition("/")[2]
     sealed_name = metadata.get(_NAME, b"").decode(errors="replace")
     if sealed_name and sealed_name != name and _is_ours(name, table):
-        raise CorruptLogError(f"file {path} of table {table} holds what was written as {sealed_name}: {PUT_BACK}")
+        raise UnreadableFileError(f"file {path} of table {table} holds what was written as {sealed_name}: {PUT_BACK}")
     present = set(schema.names)
     missing = [c for c in columns if c not in present]
     if missing or (sealed_name == name and metadata.get(_COLUMNS) != _checksum_of(schema)):
         fault = f"has no column {missing[0]!r}" if missing else "has other columns than it was written with"
-        raise CorruptLogError(f"file {path} of table {table} {fault}: {PUT_BACK}")
+        raise UnreadableFileError(f"file {path} of table {table} {fault}: {PUT_BACK}")
     return metadata.get(_ROWS, b"").decode(errors="replace") if sealed_name == name else None
 
 
@@ -91,7 +91,9 @@ def _is_ours(name: str, table: str) -> bool:
 def require_count(found: int, said: int | None, path: str, table: str) -> None:
     """Raise CorruptLogError when a file does not have as many rows as the Delta log says."""
     if said is not None and found != said:
-        raise CorruptLogError(f"file {path} of table {table} has {found} rows, its Delta log says {said}: {PUT_BACK}")
+        raise UnreadableFileError(
+            f"file {path} of table {table} has {found} rows, its Delta log says {said}: {PUT_BACK}"
+        )
 
 
 def require_row_groups(footer: pq.FileMetaData, path: str, table: str) -> None:
@@ -101,7 +103,7 @@ def require_row_groups(footer: pq.FileMetaData, path: str, table: str) -> None:
     """
     counted = sum(footer.row_group(g).num_rows for g in range(footer.num_row_groups))
     if counted != footer.num_rows:
-        raise CorruptLogError(
+        raise UnreadableFileError(
             f"file {path} of table {table} has {counted} rows in its row groups, its footer says {footer.num_rows}: "
             f"{PUT_BACK}"
         )
