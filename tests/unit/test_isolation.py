@@ -311,6 +311,28 @@ def test_only_fifo_topics_wait_for_a_shared_file_that_cannot_be_read(log: Commit
     assert bodies(log, "fifo") == ["first", "second", "third"]
 
 
+@pytest.mark.parametrize("is_shared", [False, True], ids=["a file of its own", "a shared file"])
+def test_what_was_sent_before_a_lost_file_does_not_wait_for_it(log: CommitLog, is_shared: bool) -> None:
+    """Nothing of any FIFO topic could be decided."""
+    log.create_topic("fifo", 1, fifo=True)
+    first = prepare(log, 0, {"body": ["first"], "sharding_key": ["k"]}, topic="fifo")
+    if is_shared:
+        lost, _ = prepare_together(log, "second", "third", topic="fifo", sharding_key=["k", "k"])
+    else:
+        lost = prepare(log, 1, {"body": ["second", "third"], "sharding_key": ["k", "k"]}, topic="fifo")
+    last = prepare(log, 2, {"body": ["last"], "sharding_key": ["k"]}, topic="fifo")
+    lose(log, lost)
+    log = another(log)
+    commit(log, first)
+    assert bodies(log, "fifo") == ["first"]
+    with pytest.raises(LostFileError):
+        commit(log, last)
+    put_back(log, lost)
+    commit(log, last)
+    checked(log)
+    assert bodies(log, "fifo") == ["first", "second", "third", "last"]
+
+
 BOTH = pa.schema([*((c, pa.string()) for c in ("topic", "body", "sharding_key")), ("deliver_at", TIMESTAMP)])
 
 

@@ -30,7 +30,8 @@ from rmq_spark._core.log.mark import Marker
 from rmq_spark._core.log.new_op_rows import place_row, placed_messages, rollback_rows, rows_for, with_offsets
 from rmq_spark._core.log.op import STATS_COLUMNS, Kind, OpRow, Who, to_table
 from rmq_spark._core.log.op_reader import OpReader
-from rmq_spark._core.log.places import EPOCH, Placer, in_send_order
+from rmq_spark._core.log.places import EPOCH, Placer, in_send_order, last_sent_ms
+from rmq_spark._core.log.prepared_batches import PreparedBatches
 from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.table import Change, Table
@@ -250,20 +251,49 @@ class Ledger(OpReader):
         self, opened: Sequence[Open], due_batches: Sequence[Open], due_keyed: Sequence[Open], only_commits: bool
     ) -> list[Open]:
         """``opened`` and those with due messages, and the half batches that share a sharding key of a FIFO topic with
-        them."""
+        them.
+
+        Raises
+        ------
+        CorruptLogError
+            When messages are to be placed that were sent after a pending half batch which cannot be read: nobody knows
+            whether the two share a key. And when a committed one that waits for an earlier one cannot be read.
+        """
         keyed = [*(o for o in opened if self._placer.keys.fifo_of(o.record)), *due_keyed]
         if not keyed:
             return [*due_batches, *opened]
         opened_ids, due_ids = ({o.record.half_id for o in batches} for batches in (opened, due_batches))
         prepared = self.prepared()
-        prepared.require_all()
         pending_ids = {*self.open_of(prepared), *self.reopened(prepared)} - opened_ids - due_ids
         waiting_ids = {h for h, counts in self.waiting.items() if None in counts} - opened_ids - due_ids - pending_ids
-        pending_batches, related = self._open_if_present(pending_ids), self._placer.keys.related
+        pending_batches, unreadable = self._open_pending(pending_ids, prepared)
+        related = self._placer.keys.related
         if only_commits and waiting_ids and self._placer.all_wait(keyed, related(keyed, pending_batches)):
             waiting_keyed_ids = {o.record.half_id for o in keyed}
             return [o for o in [*due_batches, *opened] if o.record.half_id not in waiting_keyed_ids]
-        return [*due_batches, *related(keyed, [*pending_batches, *self._open_if_present(waiting_ids)]), *opened]
+        others = related(keyed, [*pending_batches, *self._open_if_present(waiting_ids)])
+        if unreadable:
+            to_place = [batch for batch in [*keyed, *others] if batch.state.count(RowState.WAITING)]
+            last_ms = max(map(last_sent_ms, to_place), default=-1)
+            for sent_ms, problem in unreadable:
+                if sent_ms <= last_ms:
+                    raise problem
+        return [*due_batches, *others, *opened]
+
+    def _open_pending(
+        self, half_ids: Collection[str], prepared: PreparedBatches
+    ) -> tuple[list[Open], list[tuple[int, CorruptLogError]]]:
+        """Open pending half batches. Of those that cannot be read: when they were sent (ms, at the earliest), and why
+        they cannot."""
+        batches: list[Open] = []
+        unreadable = [(file.ms, file.problem) for file in prepared.unreadable]
+        for half_id in sorted(half_ids):
+            try:
+                batches += self._open_if_present([half_id])
+            except CorruptLogError as problem:
+                is_sent_once = half_id in prepared and half_id not in self.waiting
+                unreadable.append((prepared[half_id].ms if is_sent_once else 0, problem))
+        return batches, unreadable
 
     def _open_if_present(self, half_ids: Collection[str]) -> list[Open]:
         """Open these half batches, except those that have left. ``op`` says so at a version that this handle has not

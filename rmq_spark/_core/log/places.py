@@ -161,6 +161,11 @@ def in_send_order(batches: Iterable[Open]) -> Iterator[tuple[Open, RowSet]]:
         yield batch, rows
 
 
+def last_sent_ms(batch: Open) -> int:
+    """When the last rows of a half batch were sent (ms)."""
+    return max(at_ms for at_ms, _ in _sent_together(batch.state, batch.record.prepared_ms))
+
+
 def _sent_together(state: BatchState, prepared_ms: int) -> Iterator[tuple[int, RowSet]]:
     times: dict[int, dict[int, bytearray]] = {}
     never_reopened = {n: bytearray(b"\x01") * file.rows for n, file in state.files.items()}
