@@ -236,12 +236,11 @@ def main() -> None:
         def plan_ms(log: txmq.CommitLog, run: int) -> float:
             """latestOffset and partitions of a stream at the head, while messages arrive."""
             from pyspark.sql.streaming.datasource import ReadAllAvailable
-            from pyspark.sql.types import StructType
 
             from rmq_spark._core.spark.datasource import TxmqDataSource
 
             source = TxmqDataSource({"path": log.path, "subscribe": "orders", "startingOffsets": "latest"})
-            schema = StructType.fromDDL(source.schema())
+            schema = source.schema()
             reader = source.streamReader(schema)
             start = reader.initialOffset()
             taken = []
