@@ -67,7 +67,7 @@ import rmq_spark._core.client.commit_log, pyarrow.dataset
 started = time.perf_counter()
 log = txmq.CommitLog.open(sys.argv[1])
 assert log.pending().num_rows <= 2
-log.ledger.refresh()
+log.engine.ledger.refresh()
 print((time.perf_counter() - started) * 1000)
 """
 
