@@ -43,6 +43,7 @@ from tests.support.inside import (
 )
 from tests.support.limits import Limit
 from tests.support.listeners import Scripted
+from tests.support.meanwhile import seen_at
 from tests.support.sends import message, producer_of, wait_for
 from tests.support.whole_history import op_rows_of
 
@@ -173,9 +174,10 @@ def test_upkeep_does_what_it_can_when_a_drain_finds_a_lost_file(log: CommitLog) 
     orphan = Path(log.path, "half", "half-of-a-crash.parquet")
     orphan.write_bytes(b"")
     os.utime(orphan, (0, 0))
-    with pytest.raises(LostFileError):
+    with pytest.raises(LostFileError), seen_at("upkeep begins") as rounds:
         another(log).maintain()
     assert not orphan.exists()
+    assert len(rounds) == 1
 
 
 def test_upkeep_does_what_it_can_when_it_finds_a_lost_file_of_messages(log: CommitLog, limit: Limit) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -90,7 +91,6 @@ class MaintenanceReport:
         return "\n".join([drained, *(lines or ["nothing else to do"]), *careful])
 
 
-@looks_again
 def maintain(
     engine: Engine,
     graces: Graces,
@@ -111,15 +111,30 @@ def maintain(
         Also look for files that no table ever named, by listing the tables' folders.
     turn : context manager, optional
         Entered while messages are in memory.
+
+    Raises
+    ------
+    LostFileError, UnreadableFileError
+        When a file is lost or damaged. All that it does not touch was done.
     """
+    report, problem = _round(engine, graces, dry_run, orphans, nullcontext() if turn is None else turn)
+    if problem is not None:
+        raise problem
+    return report
+
+
+@looks_again
+def _round(
+    engine: Engine, graces: Graces, dry_run: bool, orphans: bool, turn: AbstractContextManager[object]
+) -> tuple[MaintenanceReport, CorruptLogError | None]:
+    """Do what is due; return also the problem of the first file that kept something from being done."""
     engine = engine.another_on_the_same_log()
     tables = engine.tables()
-    turn = nullcontext() if turn is None else turn
     reach("upkeep begins")
     doubt_s = engine.clock_doubt_s(note=not dry_run)  # before a commit notes a time of this clock
     graces = graces.and_later(doubt_s)
     foreign = None  # a drain raises it
-    problems: list[CorruptLogError] = []  # of single files: what else is due is done, before the first one is raised
+    problems: list[CorruptLogError] = []
     if dry_run:
         engine.messages_table.refresh()
         foreign = foreign_change(engine.messages_table) or engine.drained.odd_rows()
@@ -130,7 +145,7 @@ def maintain(
     else:
         try:
             with turn:
-                drained = Drainer(engine).run()
+                drained = _drain(engine)
         except (LostFileError, UnreadableFileError) as problem:
             problems.append(problem)
             engine.messages_table.refresh()
@@ -149,7 +164,7 @@ def maintain(
         with turn:
             kept_s = {name: t.retention_s for name, t in engine.topic_store.all().items() if t.retention_s is not None}
             try:
-                merged += files.compact_messages(engine.messages_table, kept_s)
+                merged += _merge(engine, kept_s)
             except (LostFileError, UnreadableFileError) as problem:
                 problems.append(problem)
     with engine.lock:
@@ -157,9 +172,7 @@ def maintain(
             path for table in tables for path in files.delete_replaced([table], files.kept_s(table) + doubt_s, dry_run)
         ]
         deleted += files.vacuum(tables, ORPHAN_AGE_S + doubt_s, dry_run) if orphans else []
-    if problems:
-        raise problems[0]
-    return MaintenanceReport(
+    report = MaintenanceReport(
         dry_run,
         drained,
         max(0, after - before),
@@ -172,3 +185,14 @@ def maintain(
         tuple(sorted({*deleted})),
         foreign,
     )
+    return report, next(iter(problems), None)
+
+
+@looks_again
+def _drain(engine: Engine) -> int:
+    return Drainer(engine).run()
+
+
+@looks_again
+def _merge(engine: Engine, retentions: Mapping[str, float]) -> int:
+    return files.compact_messages(engine.messages_table, retentions)
