@@ -42,8 +42,10 @@ from rmq_spark.errors import (
     CorruptLogError,
     HalfBatchLeftError,
     HalfBatchNotFoundError,
+    LostFileError,
     StaleAttemptError,
     TxmqError,
+    UnreadableFileError,
     VerdictConflictError,
 )
 
@@ -290,7 +292,7 @@ class Ledger(OpReader):
         for half_id in sorted(half_ids):
             try:
                 batches += self._open_if_present([half_id])
-            except CorruptLogError as problem:
+            except (LostFileError, UnreadableFileError) as problem:
                 is_sent_once = half_id in prepared and half_id not in self.waiting
                 unreadable.append((prepared[half_id].ms if is_sent_once else 0, problem))
         return batches, unreadable

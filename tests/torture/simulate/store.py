@@ -186,7 +186,7 @@ class SimulatedTable:
         files: Files,
         content: Content | None = None,
     ) -> None:
-        self.name, self.schema, self.folder = name, schema, name
+        self.name, self.schema, self.uri, self.folder = name, schema, f"simulated:{name}", name
         self.history_s = 0.0
         self.fs: Any = files
         self.runtime = runtime
