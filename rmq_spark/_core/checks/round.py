@@ -30,7 +30,7 @@ from rmq_spark._core.checks.immunity import COLUMNS, due_rows
 from rmq_spark._core.checks.policy import TransactionCheckListener
 from rmq_spark._core.checks.probe import Probe
 from rmq_spark._core.checks.report import CHECKED, IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport
-from rmq_spark._core.inspect.overview import conflicts, unreadable_files
+from rmq_spark._core.inspect.overview import conflicts
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
 from rmq_spark._core.listeners.listener import (
     NO_LISTENER_FENCE,
@@ -417,7 +417,7 @@ class Checker:
             batches = "1 half batch stays" if count == 1 else f"{count} half batches stay"
             extra = {"producer_group": group}
             logger.warning("producer group %r has no listener here: %s pending", group, batches, extra=extra)
-        steps = [self._place_due, self._report_unreadable, self._move_mark, self._count_pending]
+        steps = [self._place_due, self._move_mark, self._count_pending]
         if not self.rules.only_groups:
             steps += [self._report_conflicts, partial(self._probe.look, stop)]
         for step in steps:
@@ -432,18 +432,17 @@ class Checker:
         for half_id, problem in self.engine.ledger.unplaceable.items():
             report.problem(half_id, f"its messages are due, and cannot be placed: {sentence_of(problem)}")
 
-    def _report_unreadable(self, report: CheckReport) -> None:
-        for file in unreadable_files(self.engine):
-            messages = "messages" if file.rows is None else count_of(file.rows, "message")
-            sentence = f"half batches with {messages} cannot be checked, because their file cannot be read"
-            report.problem(None, f"{sentence}: {sentence_of(file.problem)}")
-
     def _move_mark(self, report: CheckReport) -> None:
         self.engine.ledger.mark()
 
     def _count_pending(self, report: CheckReport) -> None:
         still_open = self._open_half_ids()
-        report.pending = len(still_open) + len(unreadable_files(self.engine))
+        files = self.engine.ledger.unreadable
+        report.pending = len(still_open) + len(files)
+        for file in files:
+            messages = "messages" if file.rows is None else count_of(file.rows, "message")
+            sentence = f"half batches with {messages} cannot be checked, because their file cannot be read"
+            report.problem(None, f"{sentence}: {sentence_of(file.problem)}")
         self._asker.forget_all_but(still_open)
 
     def _in_conflict(self, half_id: str) -> str:

@@ -20,6 +20,7 @@ from rmq_spark._core.log.op import NO_OPS, SETTLING, Kind, OpRow, pruned_up_to
 from rmq_spark._core.log.op_rows import read_op
 from rmq_spark._core.log.op_view import OpView, Tails, Waiting, of_kind, settled
 from rmq_spark._core.log.prepared_batches import Prepared, PreparedBatches
+from rmq_spark._core.log.shared_files import UnreadableFile
 from rmq_spark._core.storage.table import Table
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 
@@ -57,6 +58,8 @@ class OpReader:
         self._awaited: str | None = None  # the id of the commit under way
         self._written: dict[str, pa.Table] = {}  # the rows of its files by path, so that they are not read again
         self._arrived = False  # whether that commit was among the rows read
+        self.unreadable: Sequence[UnreadableFile] = ()
+        """Shared files that could not be read when open half batches were last listed."""
 
     # ------------------------------------------------------------------ following the table
     def refresh(self) -> int:
@@ -399,6 +402,7 @@ class OpReader:
             self.refresh()
             prepared = self.prepared()
             open_ids = self.open_among(prepared)
+            self.unreadable = prepared.unreadable
         # What was reopened below the mark is older than all above it.
         return sorted(open_ids, key=lambda half_id: prepared[half_id].ms if half_id in prepared else 0)
 
