@@ -61,6 +61,14 @@ def lose(log: CommitLog, record: HalfRecord) -> Path:
     return path.rename(Path(log.path).parent / path.name)
 
 
+def orphan_of(log: CommitLog) -> Path:
+    """A file of a crashed writer that upkeep is to delete."""
+    orphan = Path(log.path, "half", "half-of-a-crash.parquet")
+    orphan.write_bytes(b"")
+    os.utime(orphan, (0, 0))
+    return orphan
+
+
 def in_seconds(seconds: float) -> datetime:
     return datetime.now(timezone.utc) + timedelta(seconds=seconds)
 
@@ -171,9 +179,7 @@ def test_upkeep_does_what_it_can_when_a_drain_finds_a_lost_file(log: CommitLog) 
     record = prepare(log, 0, 2)
     commit(log, record)
     lose(log, record)
-    orphan = Path(log.path, "half", "half-of-a-crash.parquet")
-    orphan.write_bytes(b"")
-    os.utime(orphan, (0, 0))
+    orphan = orphan_of(log)
     with pytest.raises(LostFileError), seen_at("upkeep begins") as rounds:
         another(log).maintain()
     assert not orphan.exists()
@@ -188,9 +194,7 @@ def test_upkeep_does_what_it_can_when_it_finds_a_lost_file_of_messages(log: Comm
         log.drain()
     file, *_ = Path(log.path, "messages").glob("*.parquet")
     file.rename(Path(log.path).parent / file.name)
-    orphan = Path(log.path, "half", "half-of-a-crash.parquet")
-    orphan.write_bytes(b"")
-    os.utime(orphan, (0, 0))
+    orphan = orphan_of(log)
     with pytest.raises(LostFileError, match=file.name):
         another(log).maintain()
     assert not orphan.exists()
@@ -455,9 +459,7 @@ def test_upkeep_goes_on_when_a_half_file_has_the_bytes_of_another_one(log: Commi
     first, second = (half_file(log, record) for record in records)
     content = second.read_bytes()
     second.write_bytes(first.read_bytes())
-    orphan = Path(log.path, "half", "half-of-a-crash.parquet")
-    orphan.write_bytes(b"")
-    os.utime(orphan, (0, 0))
+    orphan = orphan_of(log)
     with pytest.raises(UnreadableFileError, match=second.name):
         another(log).maintain()
     assert not orphan.exists()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
@@ -16,7 +16,6 @@ from rmq_spark._core.log.damage import looks_again
 from rmq_spark._core.log.half_header import name_of
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op import Kind
-from rmq_spark._core.log.shared_files import UnreadableFile
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 
@@ -44,10 +43,11 @@ PENDING_SCHEMA = pa.schema(
 @looks_again
 def pending(engine: Engine) -> pa.Table:
     """See :meth:`CommitLog.pending`."""
+    half_ids = engine.open_half_ids()
     rows: list[dict[str, object]] = [
-        {"messages": file.rows, "prepared_at": _time_of(file.ms)} for file in unreadable_files(engine)
+        {"messages": file.rows, "prepared_at": _time_of(file.ms)} for file in engine.ledger.unreadable
     ]
-    for half_id, record in _present(engine, engine.open_half_ids()):
+    for half_id, record in _present(engine, half_ids):
         if record is None:
             rows.append(_summary_of_unreadable(engine, half_id))
             continue
@@ -58,15 +58,8 @@ def pending(engine: Engine) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
 
-def unreadable_files(engine: Engine) -> Sequence[UnreadableFile]:
-    """Return files that several half batches share and that are lost or damaged, where some may be open."""
-    with engine.lock:
-        engine.ledger.refresh()
-        return engine.ledger.prepared().unreadable
-
-
 def _present(engine: Engine, half_ids: Iterable[str]) -> Iterator[tuple[str, HalfRecord | None]]:
-    """Yield the half batches that have not left; None in place of one that cannot be read, which is logged."""
+    """Yield the half batches that have not left; None in place of one that cannot be read."""
     for half_id in half_ids:
         try:
             yield half_id, _record(engine, half_id)

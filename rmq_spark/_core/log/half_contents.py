@@ -45,8 +45,13 @@ class HalfContents:
         return bool(pc.index(self.table.actions()["path"], path).as_py() >= 0)
 
     def ids_named(self, names: Collection[str]) -> dict[str, str]:
-        """The ids of the half batches in the table that have these names, by name. A file
-        that may have the rest of them and cannot be read raises CorruptLogError: these names may be taken."""
+        """The ids of the half batches in the table that have these names, by name. It does not refresh.
+
+        Raises
+        ------
+        CorruptLogError
+            When a file cannot be read that may have one of the other names: that name may be taken.
+        """
         actions = self.table.actions()
         (is_single, low), high = single_batch_files(actions), pc.cast(actions["max.half_id"], pa.string())
         wanted_names = pa.array(sorted(names), pa.string())
@@ -58,9 +63,9 @@ class HalfContents:
         ids = pa.chunked_array([chunk for part in parts for chunk in pc.cast(part, pa.string()).chunks], pa.string())
         ids = ids.filter(pc.is_in(names_of(ids), value_set=wanted_names))
         named = {name_of(half_id): half_id for half_id in ids.to_pylist()}
-        problems = [problem for path in shared_paths if (problem := self.shared.problem(path)) is not None]
-        if problems and len(named) < len(wanted_names):
-            raise problems[0]
+        if len(named) < len(wanted_names):
+            for problem in self.shared.problems(shared_paths).values():
+                raise problem
         return named
 
     def files_that_may_hold(self, half_id: str) -> tuple[list[dict[str, Any]], CorruptLogError | None]:
@@ -73,7 +78,7 @@ class HalfContents:
         shared_paths = candidates["path"].filter(pc.invert(is_single)).to_pylist()
         readable = self.shared.readable(shared_paths)
         holding = [path for path, inside in readable if pc.index(inside["half_id"], half_id).as_py() >= 0]
-        problems = [problem for path in shared_paths if (problem := self.shared.problem(path)) is not None]
+        problems = self.shared.problems(shared_paths).values()
         is_in_shared = pc.is_in(candidates["path"], value_set=pa.array(holding, pa.string()))
         return candidates.filter(pc.or_(is_single, is_in_shared)).to_pylist(), next(iter(problems), None)
 
@@ -100,9 +105,8 @@ class HalfContents:
             ms = pa.repeat(pa.scalar(shared[path]["modification_time"], pa.int64()), batches.num_rows)
             parts.append(batches.append_column("ms", ms).select(files.schema.names))
         unreadable = [
-            UnreadableFile(path, file["modification_time"], file["num_records"], problem)
-            for path, file in shared.items()
-            if (problem := self.shared.problem(path)) is not None
+            UnreadableFile(path, shared[path]["modification_time"], shared[path]["num_records"], problem)
+            for path, problem in self.shared.problems(shared).items()
         ]
         groups = pa.concat_tables(parts).group_by("half_id", use_threads=False)
         totals = groups.aggregate([("ms", "max"), ("rows", "sum")])

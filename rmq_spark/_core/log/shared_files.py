@@ -81,7 +81,7 @@ class SharedFiles:
 
     def readable(self, paths: Iterable[str]) -> Iterator[tuple[str, pa.Table]]:
         """Yield the paths of those files that can be read, with their half batches. A file that cannot be read is
-        logged once, and :meth:`problem` tells why.
+        logged once, and :meth:`problems` tells why.
 
         Raises
         ------
@@ -101,9 +101,9 @@ class SharedFiles:
                 self._problems.pop(path, None)
                 yield path, batches
 
-    def problem(self, path: str) -> CorruptLogError | None:
-        """Why a file could not be read when :meth:`readable` last tried; None when it could."""
-        return self._problems.get(path)
+    def problems(self, paths: Iterable[str]) -> dict[str, CorruptLogError]:
+        """Why files could not be read when :meth:`readable` last tried, by path, without those that could."""
+        return {path: self._problems[path] for path in paths if path in self._problems}
 
     def is_small(self, path: str, rows_max: int) -> bool:
         """Whether a shared file that was read before has at most ``rows_max`` rows."""

@@ -20,7 +20,6 @@ import pyarrow.compute as pc
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.groups import waiting_since
 from rmq_spark._core.inspect.history import rolled_back_again
-from rmq_spark._core.inspect.overview import unreadable_files
 from rmq_spark._core.inspect.undrained import Undrained
 from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.log.op import Kind, Who, ranges_of
@@ -347,7 +346,7 @@ class LogWatch:
         groups: dict[str, list[datetime]] = {}
         for batch in pending:
             groups.setdefault(batch.producer_group, []).append(batch.prepared_at)
-        for file in unreadable_files(seen.engine):  # nobody knows whose half batches it has
+        for file in seen.engine.ledger.unreadable:  # nobody knows whose half batches it has
             groups.setdefault("", []).append(datetime.fromtimestamp(file.ms / 1000, timezone.utc))
         quarantined: Counter[str] = Counter()
         for batch in seen.half_batches.values():
