@@ -59,13 +59,17 @@ class HalfContents:
         near = actions.append_column("one", is_single).filter(pc.invert(pc.fill_null(outside, False)))
         parts = [near.filter(near["one"])["min.half_id"]]
         shared_paths = near.filter(pc.invert(near["one"]))["path"].to_pylist()
-        parts += [inside["half_id"] for _, inside in self.shared.readable(shared_paths)]
+        problem: CorruptLogError | None = None
+        for path in shared_paths:
+            try:
+                parts.append(self.shared.of(path)["half_id"])
+            except CorruptLogError as lost:
+                problem = lost
         ids = pa.chunked_array([chunk for part in parts for chunk in pc.cast(part, pa.string()).chunks], pa.string())
         ids = ids.filter(pc.is_in(names_of(ids), value_set=wanted_names))
         named = {name_of(half_id): half_id for half_id in ids.to_pylist()}
-        if len(named) < len(wanted_names):
-            for problem in self.shared.problems(shared_paths).values():
-                raise problem
+        if problem is not None and len(named) < len(wanted_names):
+            raise problem
         return named
 
     def files_that_may_hold(self, half_id: str) -> tuple[list[dict[str, Any]], CorruptLogError | None]:
