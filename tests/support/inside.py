@@ -84,6 +84,7 @@ _LIVES_IN = {
     "rmq_spark._core.runtime.runtime": "RUNTIME Runtime",
     "rmq_spark._core.selector": "parse_selector",
     "rmq_spark._core.spark": "native reader",
+    "rmq_spark._core.spark.consume": "Concurrently=_Concurrently Orderly=_Orderly",
     "rmq_spark._core.spark.datasource": "TxmqDataSource",
     "rmq_spark._core.spark.frame": "require_message_types",
     "rmq_spark._core.spark.reader": "TxmqReader TxmqStreamReader",

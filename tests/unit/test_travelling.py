@@ -18,7 +18,7 @@ from rmq_spark.errors import InboxConflictError, ListenerError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import commit, make_log, prepare
 from tests.support.inboxes import count_each, make_database, results
-from tests.support.inside import Database
+from tests.support.inside import Concurrently, Database, Orderly
 
 SECRET = "hunter2-hunter2"
 VARIABLE = "TXMQ_TEST_DATABASE"
@@ -154,6 +154,34 @@ def test_an_inbox_arrives_with_its_work_and_its_settings(tmp_path: Path) -> None
         stranger = pickle.loads(pickle.dumps(txmq.SqlInbox(url, "points", count_each, table="my_inbox", log=other)))
         with pytest.raises(InboxConflictError, match=f"{log.id}, and the messages come from log {other.id}"):
             stranger.apply(log.read("orders"))
+
+
+@pytest.mark.parametrize("door", [pickle.dumps, cloudpickle.dumps])
+def test_a_sink_arrives_with_its_settings_and_opens_the_log_again(
+    tmp_path: Path, url: str, door: Callable[[object], bytes]
+) -> None:
+    """Spark Connect sends the function of ``foreachBatch`` to its server."""
+    log = make_log("delta", tmp_path / "log", orders=2)
+    listener = txmq.SqlTransactionListener(url, keep)
+    sink = txmq.TransactionalSink(log, producer_group="shop", listener=listener, topic="orders", transaction_key="k")
+    arrived = pickle.loads(door(sink))
+    assert arrived.engine.id == log.id
+    assert arrived.engine is not sink.engine
+    assert (arrived.producer_group, arrived.topic, arrived.transaction_key) == ("shop", "orders", "k")
+
+
+@pytest.mark.parametrize("kind", [Concurrently, Orderly])
+@pytest.mark.parametrize("door", [pickle.dumps, cloudpickle.dumps])
+def test_a_consumer_of_micro_batches_arrives_and_opens_the_log_again(
+    tmp_path: Path, kind: Any, door: Callable[[object], bytes]
+) -> None:
+    log = make_log("delta", tmp_path / "log", orders=2)
+    engine = txmq.CommitLog.open(log.path).engine
+    consumer = kind(engine, "points", keep, None, None, 1.0, None, None, True)
+    arrived = pickle.loads(door(consumer))
+    assert arrived.engine.id == log.id
+    assert arrived.engine is not engine
+    assert arrived.group == "points"
 
 
 def refuse() -> str:

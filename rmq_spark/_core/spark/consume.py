@@ -191,10 +191,10 @@ class _Consumer:
 
     def __getstate__(self) -> dict[str, Any]:
         # Over Spark Connect the function is pickled and sent to the server, which opens the log again.
-        return {**self.__dict__, "log": (self.engine.path, self.engine.storage_options)}
+        return {**self.__dict__, "engine": (self.engine.path, self.engine.storage_options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "log": engine_of(*state["log"])})
+        self.__dict__.update({**state, "engine": engine_of(*state["engine"])})
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
         raise NotImplementedError

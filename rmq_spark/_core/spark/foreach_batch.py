@@ -124,7 +124,7 @@ class TransactionalSink:
 
     def __getstate__(self) -> dict[str, Any]:
         # Over Spark Connect the function is pickled and sent to the server, which opens the log again.
-        state = {k: v for k, v in self.__dict__.items() if k not in ("log", "_two_phase", "last_outcome")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("engine", "_two_phase", "last_outcome")}
         return {**state, "_reopen": (self.engine.path, self.engine.storage_options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
