@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from rmq_spark._core.listeners.delta import DeltaTransactionListener as DeltaTransactionListener
     from rmq_spark._core.listeners.fence import create_fence as create_fence
     from rmq_spark._core.listeners.half_batch import HalfBatch as HalfBatch
-    from rmq_spark._core.listeners.listener import PerMessageListener as PerMessageListener
     from rmq_spark._core.listeners.listener import TransactionListener as TransactionListener
+    from rmq_spark._core.listeners.per_message import PerMessageListener as PerMessageListener
     from rmq_spark._core.listeners.sql import SqlTransactionListener as SqlTransactionListener
     from rmq_spark._core.listeners.table import TableListener as TableListener
     from rmq_spark._core.producer.producer import TransactionMQProducer as TransactionMQProducer
@@ -58,7 +58,8 @@ _NAMES = {
     "listeners.delta": "DeltaTransactionListener",
     "listeners.fence": "create_fence",
     "listeners.half_batch": "HalfBatch",
-    "listeners.listener": "PerMessageListener TransactionListener",
+    "listeners.listener": "TransactionListener",
+    "listeners.per_message": "PerMessageListener",
     "listeners.sql": "SqlTransactionListener",
     "listeners.table": "TableListener",
     "producer.producer": "TransactionMQProducer",

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from rmq_spark._core.listeners.half_batch import HalfBatch as HalfBatch
     from rmq_spark._core.listeners.half_transaction import HalfTransaction as HalfTransaction
     from rmq_spark._core.listeners.listener import ExecutedAttempt as ExecutedAttempt
-    from rmq_spark._core.listeners.listener import PerMessageListener as PerMessageListener
     from rmq_spark._core.listeners.listener import TransactionListener as TransactionListener
     from rmq_spark._core.listeners.listener import Verdicts as Verdicts
+    from rmq_spark._core.listeners.per_message import PerMessageListener as PerMessageListener
     from rmq_spark._core.listeners.sql import SqlTransactionListener as SqlTransactionListener
     from rmq_spark._core.listeners.table import TableListener as TableListener
     from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE as COMMIT_MESSAGE
@@ -34,7 +34,8 @@ __getattr__, __dir__, __all__ = public(
         "listeners.fence": "create_fence",
         "listeners.half_batch": "HalfBatch",
         "listeners.half_transaction": "HalfTransaction",
-        "listeners.listener": "ExecutedAttempt PerMessageListener TransactionListener Verdicts",
+        "listeners.listener": "ExecutedAttempt TransactionListener Verdicts",
+        "listeners.per_message": "PerMessageListener",
         "listeners.sql": "SqlTransactionListener",
         "listeners.table": "TableListener",
         "vocabulary.verdicts": (

@@ -86,6 +86,9 @@ class HalfBatch:
         The id of the commit log. Another log may have a half batch with the same id.
     arg : object
         The argument of ``send_message_in_transaction(message, arg)``; None in checks and streams.
+    on_listener_error : {"fail", "unknown"}
+        What an exception of ``execute_local_transaction`` does: end the query with the half batch pending, or count as
+        UNKNOWN.
     restarted : bool
         True in a check by the query that prepared the half batch, after the query's restart: the process that ran this
         attempt is dead or replaced. A listener with a fence need not wait for it, because the fence stops its work. A
@@ -123,6 +126,7 @@ class HalfBatch:
         self.fence_id = fence_id
         self.log_id = log_id
         self.arg = arg
+        self.on_listener_error = "fail"
         self.restarted = False
         self.reason: str | None = None
         self.staged_ms = staged_ms

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import ModuleType
@@ -17,11 +17,10 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from rmq_spark._core.listeners.half_batch import HalfBatch
-from rmq_spark._core.vocabulary.message import MessageExt
 from rmq_spark._core.vocabulary.redaction import cause_of
 from rmq_spark._core.vocabulary.remedy import decide_by_hand
 from rmq_spark._core.vocabulary.rows import RowSet
-from rmq_spark._core.vocabulary.verdicts import BATCH, MESSAGE, LocalTransactionState, Rollback, VerdictArray, returned
+from rmq_spark._core.vocabulary.verdicts import BATCH, LocalTransactionState, Rollback, VerdictArray, returned
 from rmq_spark.errors import FenceError, ListenerError
 
 Verdicts: TypeAlias = (
@@ -74,6 +73,10 @@ class TransactionListener(ABC):
     """True for a listener that rolls back some messages of a half batch: sinks refuse it for half batches that are one
     transaction."""
 
+    idempotent = False
+    """True for a listener whose local transaction may run twice, or twice at once, with the effect of one run. Of the
+    listeners without a fence, executors run only these (``TransactionalSink(run_on="executors")``)."""
+
     only_checks = False
     """True for a listener that answers checks and has no local transaction to run. Sends that need one refuse it."""
 
@@ -123,46 +126,6 @@ class TransactionListener(ABC):
         called for that half batch, and for all of them when this method raises.
         """
         return [returned(self.check_local_transaction, batch) for batch in batches]
-
-
-class PerMessageListener(TransactionListener):
-    """Adapts a listener with RocketMQ's own signature, which answers message by message.
-
-    Parameters
-    ----------
-    listener : object
-        Has ``execute_local_transaction(msg, arg)`` and ``check_local_transaction(msg)``, where ``msg`` is a
-        :class:`~rmq_spark.MessageExt`. Each returns a LocalTransactionState or None, or returns or raises a
-        :class:`~rmq_spark.Rollback` with a reason. It may have a :attr:`~TransactionListener.store_id`.
-
-    Notes
-    -----
-    It needs ``transactionPer=message``, or half batches of one message (a producer's single send), because a verdict on
-    one message says nothing about the others.
-    """
-
-    def __init__(self, listener: Any) -> None:
-        _require_methods(listener, "PerMessageListener")
-        self._listener = listener
-        self.store_id = getattr(listener, "store_id", None)
-
-    def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        execute = self._listener.execute_local_transaction
-        return [returned(execute, msg, batch.arg) for msg in self._messages(batch)]
-
-    def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        return [returned(self._listener.check_local_transaction, msg) for msg in self._messages(batch)]
-
-    def _messages(self, batch: HalfBatch) -> Iterable[MessageExt]:
-        table = batch.messages()
-        if batch.transaction_per != MESSAGE and not (batch.transaction_per == BATCH and table.num_rows == 1):
-            raise ListenerError(
-                f"PerMessageListener answers per message, but half batch {batch.half_id!r} has transactions of several "
-                "messages: set transactionPer=message"
-            )
-        for row in table.to_pylist():
-            row["properties"] = dict(row["properties"] or ())
-            yield MessageExt(**row, producer_group=batch.producer_group, check_times=batch.check_times)
 
 
 def require_executing(listener: TransactionListener, where: str) -> TransactionListener:
@@ -251,12 +214,6 @@ def _store(store_id: str | None) -> str:
     if store_id == NO_LISTENER_FENCE:
         return "no local transaction (transactionListener=none)"
     return "no store_id and no fence" if store_id is None else f"store_id {store_id!r}"
-
-
-def _require_methods(listener: object, caller: str) -> None:
-    for method in ("execute_local_transaction", "check_local_transaction"):
-        if not callable(getattr(listener, method, None)):
-            raise ListenerError(f"{caller} got {type(listener).__name__}, which has no method {method}")
 
 
 def require_work(work: object, call: str) -> None:

@@ -306,6 +306,7 @@ class TwoPhase:
             return None
         held = run.held if rows.count == run.record.rows else None
         batch = self.engine.half_batch(run.record, state, attempt, rows, run.arg, held)
+        batch.on_listener_error = self.on_listener_error
         if type(listener) is CommitOncePrepared:  # it takes no time, and any check would answer the same
             verdicts: VerdictArray | None = _COMMIT_ALL
         else:

@@ -1,0 +1,134 @@
+"""A listener with RocketMQ's own signature, which answers message by message, one after the other or in threads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any
+
+from rmq_spark._core.listeners.half_batch import HalfBatch
+from rmq_spark._core.listeners.listener import TransactionListener, Verdicts
+from rmq_spark._core.vocabulary.message import MessageExt
+from rmq_spark._core.vocabulary.options import flag, named, whole_number
+from rmq_spark._core.vocabulary.redaction import text_of, traceback_of
+from rmq_spark._core.vocabulary.text import count_of
+from rmq_spark._core.vocabulary.verdicts import BATCH, MESSAGE, UNKNOWN, LocalTransactionState, Rollback, returned
+from rmq_spark.errors import ListenerError
+from rmq_spark.logs import of_batch
+
+logger = logging.getLogger(__name__)
+
+THREADS_MAX = 1_000
+_Answer = LocalTransactionState | Rollback | None
+
+
+class PerMessageListener(TransactionListener):
+    """Adapts a listener with RocketMQ's own signature, which answers message by message.
+
+    Parameters
+    ----------
+    listener : object
+        Has ``execute_local_transaction(msg, arg)`` and ``check_local_transaction(msg)``, where ``msg`` is a
+        :class:`~rmq_spark.MessageExt`. Each returns a LocalTransactionState or None, or returns or raises a
+        :class:`~rmq_spark.Rollback` with a reason. It may have a :attr:`~TransactionListener.store_id`.
+    threads : int, default 1
+        How many messages run, or are checked, at once (up to 1,000), for a listener that waits for a partner's answer.
+        Its methods must allow that. Messages with one ``sharding_key`` run one after the other, in send order.
+    idempotent : bool, default False
+        Says that a local transaction may run twice, or twice at once, with the effect of one run. Executors run only
+        listeners that say so (``TransactionalSink(run_on="executors")``).
+
+    Notes
+    -----
+    It needs ``transactionPer=message``, or half batches of one message (a producer's single send), because a verdict on
+    one message says nothing about the others.
+
+    An exception for one message ends the half batch's local transaction: no further message begins, those that run
+    end, and all stay pending. With ``onListenerError=unknown`` it is UNKNOWN for that message alone. In a check it
+    always is, unless every message raises.
+    """
+
+    @named
+    def __init__(self, listener: Any, *, threads: int = 1, idempotent: bool = False) -> None:
+        for method in ("execute_local_transaction", "check_local_transaction"):
+            if not callable(getattr(listener, method, None)):
+                raise ListenerError(f"PerMessageListener got {type(listener).__name__}, which has no method {method}")
+        self._listener = listener
+        self._threads = whole_number(threads, "threads", 1, THREADS_MAX, of=" of messages at once")
+        self.idempotent = flag(idempotent, "idempotent")
+        self.store_id = getattr(listener, "store_id", None)
+
+    def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        execute, arg = self._listener.execute_local_transaction, batch.arg
+        return self._answers(batch, lambda msg: execute(msg, arg), batch.on_listener_error == "unknown")
+
+    def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        return self._answers(batch, self._listener.check_local_transaction, True)
+
+    def _answers(self, batch: HalfBatch, ask: Callable[[MessageExt], Any], goes_on: bool) -> list[_Answer]:
+        """Ask about each message. ``goes_on``: an exception is UNKNOWN for its message, unless all raise."""
+        messages = self._messages(batch)
+        answers: list[_Answer] = [None] * len(messages)
+        problems: dict[int, Exception] = {}
+        stop = threading.Event()
+
+        def run(positions: Sequence[int]) -> None:
+            for position in positions:
+                if stop.is_set():
+                    return
+                try:
+                    answers[position] = returned(ask, messages[position])
+                except Exception as problem:
+                    problems[position] = problem
+                    if not goes_on:
+                        stop.set()
+                except BaseException:
+                    stop.set()
+                    raise
+
+        if self._threads == 1 or len(messages) == 1:
+            run(range(len(messages)))
+        else:
+            with ThreadPoolExecutor(self._threads, "txmq-listener") as pool:
+                try:
+                    for future in [pool.submit(copy_context().run, run, part) for part in _by_sharding_key(messages)]:
+                        future.result()
+                finally:  # also for an interrupt: nothing begins any more, and what runs is waited for
+                    stop.set()
+                    pool.shutdown(wait=False, cancel_futures=True)
+        if not problems:
+            return answers
+        first = min(problems)
+        if not goes_on or len(problems) == len(messages):
+            raise problems[first]
+        name = f"message {messages[first].msg_id}: {type(problems[first]).__name__}: {text_of(problems[first])}"
+        batch.reason = f"the listener raised for {count_of(len(problems), 'message')} of {len(messages)}, first {name}"
+        text = "the listener raised for %d of %d messages of %r, which are UNKNOWN; first message %s: %s"
+        found = (len(problems), len(messages), batch, messages[first].msg_id, traceback_of(problems[first]))
+        logger.warning(text, *found, extra=of_batch(batch))
+        for position in problems:
+            answers[position] = UNKNOWN
+        return answers
+
+    def _messages(self, batch: HalfBatch) -> list[MessageExt]:
+        table = batch.messages()
+        if batch.transaction_per != MESSAGE and not (batch.transaction_per == BATCH and table.num_rows == 1):
+            raise ListenerError(
+                f"PerMessageListener answers per message, but half batch {batch.half_id!r} has transactions of several "
+                "messages: set transactionPer=message"
+            )
+        common = {"producer_group": batch.producer_group, "check_times": batch.check_times}
+        rows = table.to_pylist()
+        return [MessageExt(**{**row, "properties": dict(row["properties"] or ()), **common}) for row in rows]
+
+
+def _by_sharding_key(messages: Sequence[MessageExt]) -> list[list[int]]:
+    """The positions of the messages that run one after the other."""
+    parts: dict[object, list[int]] = {}
+    for position, message in enumerate(messages):
+        key = position if message.sharding_key is None else message.sharding_key
+        parts.setdefault(key, []).append(position)
+    return list(parts.values())
