@@ -69,6 +69,7 @@ _LIVES_IN = {
     "rmq_spark._core.protocol": "group_commit two_phase=send",
     "rmq_spark._core.protocol.compaction": "Compaction",
     "rmq_spark._core.protocol.engine": "Engine",
+    "rmq_spark._core.protocol.parts": "PartAnswer PartRunner run_part",
     "rmq_spark._core.protocol.split": "half_batch_of split_by_verdict",
     "rmq_spark._core.protocol.identity": "Identity Lineage identity_of input_hash_of read_checkpoint",
     "rmq_spark._core.protocol.replay": "Replays",

@@ -202,8 +202,8 @@ class EnlistedSession(TransactionListener):
         """Require that another connection sees the fence row: commit() may have ended only a savepoint, or a part."""
         fence = self._listener._fence
         with fence.transaction(self._listener._lock_timeout, write=False) as connection:
-            row = fence.read(connection, [batch]).get((batch.half_id, batch.attempt))
-        if row is None or fence.recorded(row, batch) != Recorded.of(State(EXECUTED), batch.rows, batch.is_all):
+            rows = fence.read(connection, [batch])
+        if fence.states(rows, batch) != Recorded.of(State(EXECUTED), batch.rows, batch.is_all):
             raise LocalTransactionError(
                 f"the session of half batch {batch.half_id!r} said that it has committed, and its fence row is not "
                 "there for others: a hook of the session rolled back, or an outer transaction is open. Its messages "

@@ -1,7 +1,8 @@
 """A fence: a table in the user's database, beside those of ``work``, with one row for each attempt of a half batch.
 
-Its primary key is ``half_id, attempt``, so either execute or a check inserts the row. ``fence_row.py`` says what a row
-records, ``fence_verdicts.py`` what that means, and ``sql.py`` what execute and a check do with it.
+Its primary key is ``half_id, attempt, part``, so either execute or a check inserts the row. ``part`` is -1 in the row
+of an attempt. When executors run the attempt, that row says so, and each part has a row of its own. ``fence_row.py``
+says what a row records, ``fence_verdicts.py`` what that means, and ``sql.py`` what execute and a check do with it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeAlias
 
 import pyarrow.compute as pc
 import sqlalchemy as sa
@@ -20,7 +22,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from rmq_spark._core.database.connection import PLACE_CHARS_MAX, Address, Database, place_of
 from rmq_spark._core.database.error_codes import is_lock_problem
 from rmq_spark._core.database.exact_keys import IN_INNODB, alike, exact_text, insert_absent, require_exact
-from rmq_spark._core.listeners.fence_row import EXECUTED, MIXED, STARTED, Recorded, State
+from rmq_spark._core.listeners.fence_row import EXECUTED, MIXED, NOTHING, STARTED, Recorded, State, together
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.listener import ExecutedAttempt
 from rmq_spark._core.runtime.failpoints import reach
@@ -31,6 +33,8 @@ from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError, O
 FENCE_TABLE = "txmq_fence"
 PRUNED_AT_ONCE = 10_000
 """Rows that ``prune`` reads in one database transaction, and that ``executed_since`` fetches at once."""
+WHOLE = -1
+"""The part of a row that is not of a part."""
 PRUNED = "pruned"
 """State of a row that belongs to no half batch, and keeps the time when a log's rows were last pruned."""
 
@@ -38,6 +42,10 @@ _IDS_PER_SELECT = 500
 # Rows of the table <fence_table>_id.
 _THE_ID = 1
 _THE_PLACE = 2
+
+
+Rows: TypeAlias = Mapping[tuple[str, int, int], "sa.Row[Any]"]
+"""Fence rows by half id, attempt and part."""
 
 
 class Fence(Database):
@@ -54,6 +62,7 @@ class Fence(Database):
             metadata,
             sa.Column("half_id", exact_text(700), primary_key=True),
             sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
+            sa.Column("part", sa.Integer, primary_key=True, autoincrement=False),
             sa.Column("log_id", sa.String(64)),
             # With batch_id the name in the log, by which a restored log is compared with the fence.
             sa.Column("app_id", exact_text(700)),
@@ -74,16 +83,20 @@ class Fence(Database):
         )
         # Each statement is built once, so that SQLAlchemy finds its compiled form quickly.
         columns = self._rows.c
-        row_columns = (columns.half_id, columns.attempt, columns.log_id, columns.state, columns.outcome)
-        of_attempt = sa.and_(columns.half_id == sa.bindparam("of"), columns.attempt == sa.bindparam("at"))
+        row_columns = (columns.half_id, columns.attempt, columns.part, columns.log_id, columns.state, columns.outcome)
+        of_row = sa.and_(
+            columns.half_id == sa.bindparam("of"),
+            columns.attempt == sa.bindparam("at"),
+            columns.part == sa.bindparam("in_part"),
+        )
         self._read_ids = sa.select(self._id.c.one, self._id.c.fence_id)
         self._read_many = sa.select(*row_columns).where(columns.half_id.in_(sa.bindparam("ids", expanding=True)))
-        self._read_one = sa.select(*row_columns).where(of_attempt)
+        self._read_one = sa.select(*row_columns).where(of_row)
         # A shared lock: in MariaDB a transaction that the key refused has one already, and two upgrades would deadlock.
         self._hold_one = self._read_one.with_for_update(read=True)
         self._update = (
             self._rows.update()
-            .where(of_attempt)
+            .where(of_row)
             .values(state=sa.bindparam("word"), outcome=sa.bindparam("sets"), changed_at=sa.bindparam("now"))
         )
         # One statement inserts the row and requires that the fence's id is that of the prepare.
@@ -125,7 +138,7 @@ class Fence(Database):
         if self._tried:
             return
         now = self._now()
-        row = {"attempt": 0, "state": STARTED, "changed_at": now}
+        row = {"attempt": 0, "part": WHOLE, "state": STARTED, "changed_at": now}
         rows = [{"half_id": i, **row} for i in alike(f"trial:{secrets.token_hex(8)}:")]
         try:
             require_exact(connection, self._rows, rows)
@@ -195,7 +208,7 @@ class Fence(Database):
         row = self._newest(connection, batch)
         if row is None:
             raise FenceError(
-                f"{self.where} refuses a second fence row for half batch {batch.half_id!r}, attempt {batch.attempt}, "
+                f"{self.where} refuses a second fence row for {_name_of(batch)}, "
                 "and does not show the first: it answers from an older snapshot, or takes another id for the same. "
                 "Nothing can be said; nothing was done"
             )
@@ -206,6 +219,7 @@ class Fence(Database):
         row = {
             "half_id": batch.half_id,
             "attempt": batch.attempt,
+            "part": _part_of(batch),
             "log_id": batch.log_id,
             "app_id": batch.app_id,
             "batch_id": batch.batch_id,
@@ -234,10 +248,10 @@ class Fence(Database):
         At REPEATABLE READ a SELECT without a lock answers from the transaction's snapshot, which may be older.
         """
         query = self._read_one if connection.dialect.name == "sqlite" else self._hold_one
-        return connection.execute(query, {"of": batch.half_id, "at": batch.attempt}).one_or_none()
+        return connection.execute(query, _key_of(batch)).one_or_none()
 
-    def read(self, connection: sa.Connection, batches: Sequence[HalfBatch]) -> dict[tuple[str, int], sa.Row[Any]]:
-        """Return the committed rows of half batches, by half id and attempt.
+    def read(self, connection: sa.Connection, batches: Sequence[HalfBatch]) -> Rows:
+        """Return the committed rows of half batches.
 
         Raises
         ------
@@ -251,7 +265,22 @@ class Fence(Database):
         rows: list[sa.Row[Any]] = []
         for start in range(0, len(ids), _IDS_PER_SELECT):
             rows += connection.execute(self._read_many, {"ids": ids[start : start + _IDS_PER_SELECT]})
-        return {(row.half_id, row.attempt): row for row in rows}
+        return {(row.half_id, row.attempt, row.part): row for row in rows}
+
+    def states(self, rows: Rows, batch: HalfBatch) -> Recorded:
+        """Return what rows record of a half batch. Those of its parts are put together.
+
+        Raises
+        ------
+        FenceError
+            As :meth:`recorded`.
+        """
+        row = rows.get(_row_key(batch))
+        recorded = NOTHING if row is None else self.recorded(row, batch)
+        if not recorded.is_by_part:
+            return recorded
+        parts = batch.parts().values()
+        return together(NOTHING if (row := rows.get(_row_key(p))) is None else self.recorded(row, p) for p in parts)
 
     def recorded(self, row: sa.Row[Any], batch: HalfBatch) -> Recorded:
         """Return what a row records of a half batch.
@@ -270,8 +299,7 @@ class Fence(Database):
         try:
             recorded = Recorded.read(row.state, row.outcome)
         except FenceError as problem:
-            where = f"the fence row of half batch {batch.half_id!r}, attempt {batch.attempt}"
-            raise FenceError(f"{where}: {problem}") from problem
+            raise FenceError(f"the fence row of {_name_of(batch)}: {problem}") from problem
         recorded.require_of(batch)
         return recorded
 
@@ -285,10 +313,10 @@ class Fence(Database):
         """
         recorded = recorded.of_batch(batch)
         values = {"word": recorded.state, "sets": recorded.encoded(), "now": self._now()}
-        changed = connection.execute(self._update, {"of": batch.half_id, "at": batch.attempt, **values}).rowcount
+        changed = connection.execute(self._update, {**_key_of(batch), **values}).rowcount
         if changed != 1:
             raise FenceError(
-                f"the fence row of half batch {batch.half_id!r}, attempt {batch.attempt}, is not in "
+                f"the fence row of {_name_of(batch)} is not in "
                 f"{self._rows.fullname!r} of {self.where} any more, where this database transaction had written it: "
                 "work changed the connection's search_path, role or tables. Nothing was committed. Let work undo such "
                 "settings, or name the fence's schema (schema=)"
@@ -299,6 +327,8 @@ class Fence(Database):
         recorded = self.claim(connection, batch, state)
         if recorded is None:
             return Recorded.of(state, batch.rows, batch.is_all)
+        if recorded.is_by_part:
+            return together([self.fill(connection, part, state) for part in batch.parts().values()])
         absent = batch.rows.where(pc.is_null(recorded.among(batch.rows)))
         if absent:
             recorded = recorded.with_rows(absent, [state])
@@ -342,14 +372,15 @@ class Fence(Database):
         query = sa.select(self._rows).where(condition).order_by(columns.half_id, columns.attempt)
         with self.transaction(write=False) as connection:
             self.read_id(connection)
-            for row in connection.execute(query.execution_options(yield_per=PRUNED_AT_ONCE)):
-                recorded = Recorded.read(row.state, row.outcome)
+            rows = connection.execute(query.execution_options(yield_per=PRUNED_AT_ONCE))
+            for _, of_attempt in groupby(rows, key=lambda row: (row.half_id, row.attempt)):
+                parts = list(of_attempt)
+                recorded = together([Recorded.read(part.state, part.outcome) for part in parts])
                 is_whole = all(state.word != STARTED for state in recorded.states)
-                rows = recorded.rows_in(EXECUTED if is_whole else STARTED)
-                if rows is None or rows:
-                    yield ExecutedAttempt(
-                        row.half_id, row.app_id, row.batch_id, row.attempt, utc(row.changed_at), is_whole, rows
-                    )
+                executed = recorded.rows_in(EXECUTED if is_whole else STARTED)
+                if executed is None or executed:
+                    row, at = parts[0], utc(max(part.changed_at for part in parts))
+                    yield ExecutedAttempt(row.half_id, row.app_id, row.batch_id, row.attempt, at, is_whole, executed)
 
     # ------------------------------------------------------------------ pruning
     def prune(self, older_than_s: float, logs: Mapping[str, Callable[[Collection[str]], set[str]]]) -> Iterator[int]:
@@ -394,7 +425,7 @@ class Fence(Database):
         """
         now = self._now()
         columns, turn_id = self._rows.c, f"{PRUNED}@{log_id}"
-        row = {"half_id": turn_id, "attempt": 0, "state": PRUNED, "changed_at": now}
+        row = {"half_id": turn_id, "attempt": 0, "part": WHOLE, "state": PRUNED, "changed_at": now}
         ago = now - timedelta(seconds=every_s)
         is_recent = columns.changed_at.between(ago, now + timedelta(seconds=every_s))
         take = self._rows.update().where(columns.half_id == turn_id, ~is_recent).values(changed_at=now)
@@ -428,6 +459,24 @@ def _time_of(connection: sa.Connection) -> datetime:
     queries = {"sqlite": "SELECT strftime('%s', 'now')", "postgresql": "SELECT extract(epoch FROM now())"}
     epoch_s = connection.exec_driver_sql(queries.get(connection.dialect.name, "SELECT unix_timestamp()")).scalar_one()
     return datetime.fromtimestamp(float(epoch_s), timezone.utc)
+
+
+def _part_of(batch: HalfBatch) -> int:
+    return WHOLE if batch.part is None else batch.part
+
+
+def _key_of(batch: HalfBatch) -> dict[str, object]:
+    """The parameters that select the row of an attempt, or of a part of it."""
+    return {"of": batch.half_id, "at": batch.attempt, "in_part": _part_of(batch)}
+
+
+def _row_key(batch: HalfBatch) -> tuple[str, int, int]:
+    return batch.half_id, batch.attempt, _part_of(batch)
+
+
+def _name_of(batch: HalfBatch) -> str:
+    part = "" if batch.part is None else f", part {batch.part}"
+    return f"half batch {batch.half_id!r}, attempt {batch.attempt}{part}"
 
 
 def utc(moment: datetime) -> datetime:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,7 +26,9 @@ STARTED = "started"
 EXECUTED = "executed"
 ROLLED_BACK = "rolled_back"
 TOMBSTONE = "tombstone"
-WORDS = (STARTED, EXECUTED, ROLLED_BACK, TOMBSTONE)
+BY_PART = "by_part"
+"""Executors run the attempt: each part of it has a row of its own, and this row tells no outcome."""
+WORDS = (STARTED, EXECUTED, ROLLED_BACK, TOMBSTONE, BY_PART)
 MIXED = "mixed"
 """In the column ``state``: the attempt's transactions have different states."""
 
@@ -149,6 +151,11 @@ class Recorded:
             parts.append(codes.filter(booleans_of(bits)))
         return pa.concat_arrays(parts) if parts else pa.array([], _CODE)
 
+    @property
+    def is_by_part(self) -> bool:
+        """Whether the parts of the attempt have rows of their own."""
+        return self.files is None and self.states[0].word == BY_PART
+
     def rows_in(self, word: str) -> RowSet | None:
         """Return the rows whose state has this word; None: all rows of the half batch."""
         codes = pa.array([n for n, state in enumerate(self.states) if state.word == word], _CODE)
@@ -204,6 +211,23 @@ class Recorded:
 
 
 NOTHING = Recorded([], {})
+
+
+def together(parts: Iterable[Recorded]) -> Recorded:
+    """The states of all parts of an attempt, as one. An attempt without parts has one."""
+    several = list(parts)
+    if len(several) == 1:
+        return several[0]
+    positions: dict[State, int] = {}
+    files: dict[int, pa.Int32Array] = {}
+    for part in several:
+        if part.files is None:
+            raise FenceError("a fence row speaks for all rows of a half batch, which has other rows in the fence")
+        codes = pa.array([positions.setdefault(state, len(positions)) for state in part.states], _CODE)
+        files.update({file_no: codes.take(of_file) for file_no, of_file in part.files.items()})
+    return Recorded(list(positions), dict(sorted(files.items())))
+
+
 _MORE = "one of so many reasons that the database does not keep each"
 
 

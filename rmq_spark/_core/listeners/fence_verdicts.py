@@ -10,6 +10,7 @@ nothing          nobody                                  UNKNOWN; after ``rollba
 ``rolled_back``  execute, when work rolled back          ROLLBACK, refused: it is final, with work's reason
 ``tombstone``    a check, or execute after that check    ROLLBACK: it never happened, and a replay runs it again
 ``started``      execute, before work                    nothing (FenceError): work ended the database transaction
+``by_part``      execute, before executors run it        what the rows of its parts say
 ===============  ======================================  ===========================================================
 """
 

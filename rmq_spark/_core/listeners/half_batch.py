@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
     from pyspark.sql import DataFrame, SparkSession
 
+    from rmq_spark._core.storage.row_range import RowRange
     from rmq_spark._core.vocabulary.rows import RowSet
 
 
@@ -45,7 +47,7 @@ class RowReader(Protocol):
     rows : RowSet
         The undecided rows.
     is_all : bool
-        Whether these are all rows of the half batch.
+        Whether these are all rows of the half batch, or of the part of it.
     """
 
     @property
@@ -59,6 +61,12 @@ class RowReader(Protocol):
 
     def to_spark(self, spark: SparkSession) -> DataFrame:
         """Return the same rows as a DataFrame, which Spark's executors read."""
+
+    def parts(self) -> Mapping[int, RowReader]:
+        """Return the same rows by the partition that staged them."""
+
+    def ranges(self) -> Sequence[RowRange]:
+        """Return where the same rows lie, for a reader without the log."""
 
 
 class HalfBatch:
@@ -86,6 +94,8 @@ class HalfBatch:
         The id of the commit log. Another log may have a half batch with the same id.
     arg : object
         The argument of ``send_message_in_transaction(message, arg)``; None in checks and streams.
+    part : int or None
+        With ``run_on="executors"`` the partition whose transactions these are; None: those of all partitions.
     on_listener_error : {"fail", "unknown"}
         What an exception of ``execute_local_transaction`` does: end the query with the half batch pending, or count as
         UNKNOWN.
@@ -126,6 +136,7 @@ class HalfBatch:
         self.fence_id = fence_id
         self.log_id = log_id
         self.arg = arg
+        self.part: int | None = None
         self.on_listener_error = "fail"
         self.restarted = False
         self.reason: str | None = None
@@ -135,7 +146,21 @@ class HalfBatch:
         self._owners: pa.Array | None = None
 
     def __repr__(self) -> str:
-        return f"HalfBatch({self.half_id!r}, attempt={self.attempt}, producer_group={self.producer_group!r})"
+        part = "" if self.part is None else f", part={self.part}"
+        return f"HalfBatch({self.half_id!r}, attempt={self.attempt}, producer_group={self.producer_group!r}{part})"
+
+    def parts(self) -> dict[int, HalfBatch]:
+        """The half batch by the partition that staged its messages, as executors run it."""
+        return {part: self._with_rows(rows, part) for part, rows in self._rows.parts().items()}
+
+    def read_by(self, make: Callable[[Sequence[RowRange], bool], RowReader]) -> HalfBatch:
+        """A copy that reads its rows without the log: by what ``make`` returns for their places and ``is_all``."""
+        return self._with_rows(make(self._rows.ranges(), self._rows.is_all), self.part)
+
+    def _with_rows(self, rows: RowReader, part: int | None) -> HalfBatch:
+        copied = copy.copy(self)
+        copied._rows, copied.part, copied._transactions, copied._owners = rows, part, None, None
+        return copied
 
     @property
     def transactions(self) -> pa.Table:
@@ -270,12 +295,13 @@ class HalfBatch:
 
     @property
     def is_all(self) -> bool:
-        """Whether nothing of the half batch is decided yet."""
-        return self._rows.is_all
+        """Whether nothing of the half batch is decided yet. A part is never all of it."""
+        return self.part is None and self._rows.is_all
 
     def layout(self) -> str | None:
-        """A digest of the key of every row. None without transaction keys, or when some rows are decided."""
-        if not self.is_all or self.transaction_per != KEY:
+        """A digest of the key of every row, of a part those of the part. None without transaction keys, or when some
+        rows are decided."""
+        if not self._rows.is_all or self.transaction_per != KEY:
             return None
         keys = self._rows.read(["transaction_key"])["transaction_key"].combine_chunks()
         sizes = [(file_no, len(bits)) for file_no, bits in self.rows.items()]

@@ -94,6 +94,18 @@ class TransactionListener(ABC):
         """Raise when the store does not answer, so that no check can be answered now. A check job calls it once a
         round, even when nothing is pending. Override it with a cheap query that changes nothing."""
 
+    def begin_parts(self, batch: HalfBatch) -> bool:
+        """Record that executors run the parts of this attempt, each by :meth:`execute_local_transaction`. Return False
+        when the attempt was begun as a whole, which then goes on here.
+
+        Raises
+        ------
+        ListenerError
+            Without a fence, unless the listener is :attr:`idempotent`.
+        """
+        require_parts(self, repr(batch))
+        return True
+
     @abstractmethod
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
         """Do the work that must agree with the messages, and return the verdict(s).
@@ -144,6 +156,22 @@ def require_transactions_for(listener: TransactionListener, transaction_per: str
         raise ListenerError(
             f"{where}: {listener!r} rolls back messages that do not fit, and here a whole micro-batch is one "
             "transaction: set transactionKey, or transactionPer=message"
+        )
+    return listener
+
+
+def require_parts(listener: TransactionListener, where: str) -> TransactionListener:
+    """Return the listener, or raise ListenerError when executors cannot run its local transactions."""
+    if listener.requires_spark:
+        raise ListenerError(
+            f"{where}: {listener!r} works with a Spark session, which executors do not have. Its work is run by "
+            "executors already: leave out run_on"
+        )
+    has_fence = type(listener).begin_parts is not TransactionListener.begin_parts
+    if not (has_fence or listener.idempotent or isinstance(listener, CommitOncePrepared)):
+        raise ListenerError(
+            f"{where}: {listener!r} has no fence, and Spark may run a task twice, or two at once. Use a "
+            "SqlTransactionListener; or, when running twice has the effect of one run, say so: idempotent = True"
         )
     return listener
 

@@ -31,8 +31,8 @@ from sqlalchemy.orm import Session
 from rmq_spark._core.database.connection import Address
 from rmq_spark._core.database.error_codes import is_lock_problem
 from rmq_spark._core.listeners.enlisted_session import EnlistedSession
-from rmq_spark._core.listeners.fence import FENCE_TABLE, Fence, utc
-from rmq_spark._core.listeners.fence_row import NOTHING, STARTED, TOMBSTONE, Recorded, State
+from rmq_spark._core.listeners.fence import FENCE_TABLE, Fence, Rows, utc
+from rmq_spark._core.listeners.fence_row import BY_PART, STARTED, TOMBSTONE, Recorded, State
 from rmq_spark._core.listeners.fence_verdicts import UNKNOWN_VERDICT, verdicts_of
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.half_transaction import HalfTransaction
@@ -312,21 +312,66 @@ class SqlTransactionListener(TransactionListener):
                 f"{problem}. Half batch {batch.half_id!r} stays pending, and {effect}: look what is in the database, "
                 "undo or finish it, and settle the half batch with log.resolve"
             ) from problem
+        self._refuse_fenced(batch, fenced)
+        return verdicts
+
+    def _refuse_fenced(self, batch: HalfBatch, fenced: Sequence[str]) -> None:
         if fenced:
             raise FencedError(
                 f"attempt {batch.attempt} of half batch {batch.half_id!r} came too late: a check has rolled back "
                 f"{len(fenced)} of its {batch.transactions.num_rows} transactions (the first is {fenced[0]!r}). None "
                 "of them ran, and none will under this attempt; the next attempt runs them"
             )
-        return verdicts
+
+    def begin_parts(self, batch: HalfBatch) -> bool:
+        """Record that executors run the parts of this attempt.
+
+        Raises
+        ------
+        FencedError, FenceError
+            As :meth:`execute_local_transaction`.
+        """
+
+        def begin(connection: sa.Connection, recorded: Recorded | None) -> tuple[list[str], bool]:
+            if recorded is None:
+                self._fence.require_not_too_late(batch)
+                return [], True
+            return ([], True) if recorded.is_by_part else (self._fenced_ids(connection, batch, recorded), False)
+
+        fenced, by_part = self._claiming(batch, BY_PART, begin)
+        self._refuse_fenced(batch, fenced)
+        return by_part
 
     def _execute(self, batch: HalfBatch) -> tuple[list[str], VerdictArray]:
         """Return the ids of transactions that a check rolled back, and the verdicts when there are none."""
+
+        def execute(connection: sa.Connection, recorded: Recorded | None) -> tuple[list[str], VerdictArray]:
+            if recorded is None:
+                self._fence.require_not_too_late(batch)
+                return [], self._work.run_all_anew(connection, batch)
+            if recorded.is_by_part:
+                raise LocalTransactionError(
+                    f"executors have begun attempt {batch.attempt} of half batch {batch.half_id!r} in parts: nothing "
+                    "was done here; let a check settle it"
+                )
+            fenced = self._fenced_ids(connection, batch, recorded)
+            return fenced, VerdictArray(()) if fenced else self._work.run_rest(connection, batch, recorded)
+
+        return self._claiming(batch, STARTED, execute)
+
+    def _claiming(
+        self, batch: HalfBatch, word: str, then: Callable[[sa.Connection, Recorded | None], tuple[list[str], _T]]
+    ) -> tuple[list[str], _T]:
+        """Claim the fence row with a state and go on, in one database transaction. ``then`` gets what the row
+        records already."""
         tries = 1
         while True:
-            claimed: list[bool] = []
+            claimed = False
             try:
-                return self._try_to_execute(batch, claimed)
+                with self._fence.transaction() as connection:
+                    recorded = self._fence.claim(connection, batch, State(word))
+                    claimed = True
+                    return then(connection, recorded)
             except sa.exc.DBAPIError as problem:
                 # Another transaction changed the row after this one's snapshot, or the pool's connection was lost.
                 # Before the claim nothing is done, so it can begin again.
@@ -334,17 +379,6 @@ class SqlTransactionListener(TransactionListener):
                 if claimed or tries == CLAIMS_MAX or not may_begin_anew:
                     raise
                 tries += 1
-
-    def _try_to_execute(self, batch: HalfBatch, claimed: list[bool]) -> tuple[list[str], VerdictArray]:
-        """Run one database transaction; ``claimed`` gets an entry when the row is claimed."""
-        with self._fence.transaction() as connection:
-            recorded = self._fence.claim(connection, batch, State(STARTED))
-            claimed.append(True)
-            if recorded is None:
-                self._fence.require_not_too_late(batch)
-                return [], self._work.run_all_anew(connection, batch)
-            fenced = self._fenced_ids(connection, batch, recorded)
-            return fenced, VerdictArray(()) if fenced else self._work.run_rest(connection, batch, recorded)
 
     def _keep_started(self, batch: HalfBatch) -> bool:
         """Record as started the transactions without a state, so that no check answers "it never happened". Return
@@ -441,9 +475,8 @@ class SqlTransactionListener(TransactionListener):
         records: dict[HalfBatch, Recorded | FenceError] = {}
         rows = _with_one_retry(self._read_rows, batches)
         for batch in batches:
-            row = rows.get((batch.half_id, batch.attempt))
             try:
-                records[batch] = NOTHING if row is None else self._fence.recorded(row, batch)
+                records[batch] = self._fence.states(rows, batch)
             except FenceError as problem:
                 records[batch] = problem
         now, wait = self.runtime.now(), timedelta(seconds=self.rollback_after_s)
@@ -460,7 +493,7 @@ class SqlTransactionListener(TransactionListener):
         reach("answered")
         return answers
 
-    def _read_rows(self, batches: Sequence[HalfBatch]) -> dict[tuple[str, int], sa.Row[Any]]:
+    def _read_rows(self, batches: Sequence[HalfBatch]) -> Rows:
         with self._fence.transaction(self._lock_timeout, write=False) as connection:
             return self._fence.read(connection, batches)
 

@@ -375,12 +375,8 @@ class HalfTable:
 
     def read(self, record: HalfRecord, rows: RowSet, columns: Sequence[str]) -> pa.Table:
         """Rows of a half batch in send order."""
-        parts: list[pa.Table] = []
         schema = pa.schema([HALF_SCHEMA.field(c) for c in columns])
-        for file_no, ranges in rows.ranges():
-            file = record.files[file_no]
-            row_range = RowRange(require_path(file.path, "half"), record.half_id, file_no, file.rows, ranges)
-            parts += [part for _, part in self.read_range(row_range, columns)]
+        parts = [part for wanted in ranges_of(record, rows) for _, part in self.read_range(wanted, columns)]
         return pa.concat_tables([p.cast(schema) for p in parts]) if parts else schema.empty_table()
 
     def read_range(
@@ -388,6 +384,15 @@ class HalfTable:
     ) -> Iterator[tuple[int, pa.Table]]:
         """Yield the rows of a range, as ``row_range.read_range`` does."""
         return self._files.read(wanted, columns, where)
+
+
+def ranges_of(record: HalfRecord, rows: RowSet) -> list[RowRange]:
+    """Where rows of a half batch lie, in send order."""
+    files = record.files
+    return [
+        RowRange(require_path(files[n].path, "half"), record.half_id, n, files[n].rows, ranges)
+        for n, ranges in rows.ranges()
+    ]
 
 
 def _first_of_others(actions: Sequence[Mapping[str, Any]], half_ids: pa.ChunkedArray) -> str:

@@ -262,8 +262,8 @@ class HalfWriter:
 
     def first_queue(self, topic: str, file_no: int) -> int:
         """The first queue for messages of a topic that choose none."""
-        partition, number = divmod(file_no, FILES_PER_PARTITION_MAX)
-        start = zlib.crc32(self.header.app_id.encode()) + self.header.batch_id + partition + number
+        number = file_no % FILES_PER_PARTITION_MAX
+        start = zlib.crc32(self.header.app_id.encode()) + self.header.batch_id + partition_of(file_no) + number
         return start % self.topics[topic]
 
     def now(self) -> pa.Scalar:
@@ -296,6 +296,11 @@ class HalfWriter:
         if _ARRIVAL in part.column_names:
             queues_in_order = [(q, rows.sort_by(_ARRIVAL).drop_columns([_ARRIVAL])) for q, rows in queues_in_order]
         return queues_in_order
+
+
+def partition_of(file_no: int) -> int:
+    """The partition that wrote a half file."""
+    return file_no // FILES_PER_PARTITION_MAX
 
 
 _ARRIVAL = "arrival"  # a temporary column; no column of messages has this name

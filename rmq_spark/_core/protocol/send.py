@@ -28,6 +28,7 @@ from rmq_spark._core.listeners.listener import (
     NO_LISTENER_FENCE,
     CommitOncePrepared,
     TransactionListener,
+    Verdicts,
     is_coroutine,
     require_same_fence,
 )
@@ -85,6 +86,11 @@ REPLAY_BACKOFF_S_MIN = 0.2
 REPLAY_BACKOFF_S_MAX = 5.0
 
 
+def in_this_thread(listener: TransactionListener, batch: HalfBatch) -> Verdicts:
+    """Run the local transaction of a half batch."""
+    return listener.execute_local_transaction(batch)
+
+
 _COMMIT_ALL = VerdictArray((Verdict(COMMIT_MESSAGE),))
 
 
@@ -106,6 +112,8 @@ class TwoPhase:
         A new half batch is refused when this much of its producer group is pending; a replay never is.
     commits : Commits, optional
         How half batches are prepared and decided; by default each alone.
+    run : callable, optional
+        How the listener runs a local transaction; by default in this thread.
     """
 
     def __init__(
@@ -118,6 +126,7 @@ class TwoPhase:
         lease_s: float = LEASE_S,
         pending_limits: PendingLimits = NO_LIMITS,
         commits: Commits | None = None,
+        run: Callable[[TransactionListener, HalfBatch], Verdicts] = in_this_thread,
     ) -> None:
         if on_listener_error not in ON_LISTENER_ERROR:
             raise OptionError(f"onListenerError={on_listener_error!r} is not one of {', '.join(ON_LISTENER_ERROR)}")
@@ -130,6 +139,7 @@ class TwoPhase:
         self.pending = PendingGuard(engine, pending_limits)
         self._replays = Replays(engine)
         self.commits: Commits = engine if commits is None else commits
+        self._run_by = run
         self.leases = LeaseKeeper(engine, seconds(lease_s, "lease_s", above=True))
 
     def with_listener(self, listener: TransactionListener, on_listener_error: str = "fail") -> TwoPhase:
@@ -338,7 +348,7 @@ class TwoPhase:
     def _ask_execute(self, listener: TransactionListener, run: Run, batch: HalfBatch) -> VerdictArray | None:
         """The verdicts of the local transaction; None when others settled the half batch while this run slept."""
         try:
-            answer = returned(listener.execute_local_transaction, batch)
+            answer = returned(self._run_by, listener, batch)
             if answer is None:
                 text = (
                     "the listener returned None for %r: that is UNKNOWN, and checks will ask what became of it. A "

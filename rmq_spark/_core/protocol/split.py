@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,12 @@ from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.batch_state import BatchState
 from rmq_spark._core.log.decision import Decision, RolledBack
 from rmq_spark._core.log.half import HALF_SCHEMA, HalfRows
-from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.log.half_record import HalfRecord, StoredFile
+from rmq_spark._core.log.half_table import ranges_of
+from rmq_spark._core.log.half_writer import partition_of
 from rmq_spark._core.log.op import Who
 from rmq_spark._core.storage.delta_table import DeltaLogTable
+from rmq_spark._core.storage.row_range import RowRange
 from rmq_spark._core.storage.spark_parquet import read_files, spark_schema
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX, FROM_THE_FUTURE_AGE_S
 from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet, booleans_of
@@ -165,6 +169,19 @@ class _LogRows:
     @property
     def is_all(self) -> bool:
         return self.rows.count == self._record.rows
+
+    def parts(self) -> dict[int, _LogRows]:
+        files: dict[int, dict[int, StoredFile]] = {}
+        for file_no, file in self._record.files.items():
+            files.setdefault(partition_of(file_no), {})[file_no] = file
+        return {
+            part: _LogRows(self._engine, replace(self._record, files=files_of_part), rows, None)
+            for part, files_of_part in files.items()
+            if (rows := RowSet({n: self.rows[n] for n in files_of_part if n in self.rows}))
+        }
+
+    def ranges(self) -> list[RowRange]:
+        return ranges_of(self._record, self.rows)
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         table = self._held.table if isinstance(self._held, HalfRows) else self._held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -15,6 +15,7 @@ from rmq_spark._core.listeners.listener import (
     TransactionListener,
     require_executing,
     require_listener,
+    require_parts,
     require_transactions_for,
     store_id_to_send,
 )
@@ -24,20 +25,26 @@ from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.protocol.identity import Identity, identity_of, run_of
 from rmq_spark._core.protocol.limits import PendingLimits
 from rmq_spark._core.protocol.outcome import Outcome
+from rmq_spark._core.protocol.parts import PartRunner
 from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime.spans import sending_batch
 from rmq_spark._core.spark.frame import require_message_types, topics_for
+from rmq_spark._core.spark.part_tasks import SparkTasks
 from rmq_spark._core.spark.sink_options import require_transaction_per
 from rmq_spark._core.spark.workers import require_importable
 from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.vocabulary.message import require_app_id, require_group_name
-from rmq_spark._core.vocabulary.options import REPLAY_CHECK_TIMEOUT_S, named, parse_duration
+from rmq_spark._core.vocabulary.options import REPLAY_CHECK_TIMEOUT_S, named, parse_duration, whole_number
+from rmq_spark._core.vocabulary.redaction import text_of
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY
-from rmq_spark.errors import OptionError
+from rmq_spark.errors import ListenerError, OptionError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+
+DRIVER, EXECUTORS = "driver", "executors"
+PARTITIONS_MAX = 100_000
 
 _sent: dict[tuple[str, str], tuple[str | None, int]] = {}
 """The query run and the batch that this process sent last, by commit log and appId."""
@@ -64,6 +71,15 @@ class TransactionalSink:
     checkpoint_location : str, optional
         The query's ``checkpointLocation``, as a path that Python can read where Spark runs. Needed over Spark Connect,
         which hides the query's id, and where Spark does not show the checkpoint's path.
+    run_on : {"driver", "executors"}
+        Where local transactions run. ``"executors"``: each partition of the micro-batch is a part, whose transactions
+        run in a task of a Spark job, in a database transaction and with a fence row of their own; the driver decides
+        all parts in one commit. The listener is pickled. It needs a fence, or must be
+        :attr:`~TransactionListener.idempotent`.
+    partitions : int, optional
+        With ``run_on="executors"``, the number of parts. By default with a ``transaction_key`` the session's default
+        parallelism (over Spark Connect, what Spark makes of ``repartition``), else the partitions that the micro-batch
+        has.
     on_listener_error : {"fail", "unknown"}
     replay_check_timeout : str or float
         ``"60s"``, or seconds.
@@ -91,6 +107,8 @@ class TransactionalSink:
         transaction_per: str | None = None,
         app_id: str | None = None,
         checkpoint_location: str | None = None,
+        run_on: str = DRIVER,
+        partitions: int | None = None,
         on_listener_error: str = "fail",
         replay_check_timeout: str | float = REPLAY_CHECK_TIMEOUT_S,
         max_pending_batches: int | None = None,
@@ -119,25 +137,62 @@ class TransactionalSink:
             ),
             "pending_limits": PendingLimits.of(max_pending_batches, max_pending_bytes),
         }
-        self._two_phase = TwoPhase(self.engine, self.listener, **self._settings)
+        self.run_on = run_on
+        self.partitions = None if partitions is None else whole_number(partitions, "partitions", 1, PARTITIONS_MAX)
+        self._require_where_to_run()
+        self._start()
+
+    def _require_where_to_run(self) -> None:
+        if self.run_on not in (DRIVER, EXECUTORS):
+            raise OptionError(f"run_on={self.run_on!r} is neither {DRIVER!r} nor {EXECUTORS!r}")
+        if self.run_on == DRIVER:
+            if self.partitions is not None:
+                raise OptionError(f"partitions are those of run_on={EXECUTORS!r}: set it, or leave partitions out")
+            return
+        if self.transaction_per == BATCH:
+            raise OptionError(
+                f"run_on={EXECUTORS!r} runs the transactions of each partition apart, and here a whole micro-batch is "
+                "one: set transaction_key, or transaction_per='message'"
+            )
+        require_parts(self.listener, "TransactionalSink")
+        from pyspark import cloudpickle
+
+        try:
+            cloudpickle.dumps(self.listener)  # type: ignore[no-untyped-call]
+        except Exception as problem:
+            raise ListenerError(
+                f"TransactionalSink: {self.listener!r} cannot go to an executor, since it cannot be pickled: "
+                f"{text_of(problem)}"
+            ) from problem
+
+    def _start(self) -> None:
+        """Make what is not pickled."""
+        self._tasks = SparkTasks(self.engine)
+        self._parts = PartRunner(self._tasks) if self.run_on == EXECUTORS else None
+        run: dict[str, Any] = {} if self._parts is None else {"run": self._parts}
+        self._two_phase = TwoPhase(self.engine, self.listener, **self._settings, **run)
         self.last_outcome: Outcome | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Over Spark Connect the function is pickled and sent to the server, which opens the log again.
-        state = {k: v for k, v in self.__dict__.items() if k not in ("engine", "_two_phase", "last_outcome")}
+        state = {
+            k: v
+            for k, v in self.__dict__.items()
+            if k not in ("engine", "_tasks", "_parts", "_two_phase", "last_outcome")
+        }
         return {**state, "_reopen": (self.engine.path, self.engine.storage_options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         path, storage_options = state.pop("_reopen")
         self.__dict__.update(state)
         self.engine = engine_of(path, storage_options)
-        self._two_phase = TwoPhase(self.engine, self.listener, **self._settings)
-        self.last_outcome = None
+        self._start()
 
     def __call__(self, batch_df: DataFrame, batch_id: int) -> None:
         """Send one micro-batch. ``foreachBatch`` calls this."""
         require_importable(batch_df.sparkSession)
         require_message_types(batch_df.schema, self.topic, self.transaction_key)
+        self._tasks.spark = batch_df.sparkSession
         identity = self._identity(batch_df, batch_id)
         header = self._header(identity, batch_id)
         sending = (run_of(batch_df), batch_id)
@@ -179,7 +234,13 @@ class TransactionalSink:
         half_folder = f"{self.engine.path}/half"
         storage_options = dict(self.engine.storage_options)
         topics = topics_for(self.engine, batch_df.columns, self.topic)
-        writer = HalfWriter(header, topics, self.topic, self.transaction_key, self.engine.topic_store.seen().fifo)
+        fifo = self.engine.topic_store.seen().fifo
+        writer = HalfWriter(header, topics, self.topic, self.transaction_key, fifo)
+        is_spread = False
+        if self._parts is not None:
+            batch_df = self._in_parts(batch_df)
+            self._parts.staged_here = header.half_id
+            is_spread = self.transaction_key is not None or self.partitions is not None
 
         def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             from pyspark import TaskContext
@@ -187,9 +248,36 @@ class TransactionalSink:
             context = TaskContext.get()
             fs, folder = filesystem(half_folder, storage_options)
             files = writer.write(fs, folder, context.partitionId() if context else 0, batches)
+            if is_spread:
+                _refuse_fifo(files, fifo)
             yield pa.record_batch({"files": [pickle.dumps(files)]})
 
         staged: list[HalfFile] = []
         for row in batch_df.mapInArrow(write, "files binary").collect():
             staged += pickle.loads(bytes(row["files"]))
         return sorted(staged, key=lambda f: f.file_no)
+
+    def _in_parts(self, batch_df: DataFrame) -> DataFrame:
+        """The micro-batch with all messages of a transaction in one partition, in the order that they had."""
+        if self.transaction_key is None:
+            return batch_df if self.partitions is None else batch_df.repartition(self.partitions)
+        from pyspark.sql import functions as F
+
+        context = getattr(batch_df.sparkSession, "_sc", None)
+        count = self.partitions or (None if context is None else context.defaultParallelism)
+        numbered = batch_df.withColumn(_ARRIVAL, F.monotonically_increasing_id())
+        key = F.col(f"`{self.transaction_key.replace('`', '``')}`")
+        spread = numbered.repartition(key) if count is None else numbered.repartition(count, key)
+        return spread.sortWithinPartitions(_ARRIVAL).drop(_ARRIVAL)
+
+
+_ARRIVAL = "__txmq_arrival"
+
+
+def _refuse_fifo(files: Sequence[HalfFile], fifo: Collection[str]) -> None:
+    in_order = sorted({segment.topic for file in files for segment in file.segments}.intersection(fifo))
+    if in_order:
+        raise OptionError(
+            f"run_on={EXECUTORS!r} deals messages out anew, and the FIFO topic {in_order[0]!r} keeps the order of "
+            "sharding keys: leave run_on out, or use transaction_per='message' without partitions"
+        )

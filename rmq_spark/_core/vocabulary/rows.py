@@ -107,6 +107,14 @@ def runs(bits: bytes | bytearray, start: int = 0, end: int | None = None) -> Ran
     return tuple((m.start(), m.end() - 1) for m in _RUN.finditer(bits, start, len(bits) if end is None else end))
 
 
+def bits_in(ranges: Ranges, rows: int) -> bytes:
+    """A byte for each of ``rows`` rows: 1 for those in the ranges."""
+    bits = bytearray(rows)
+    for first, last in ranges:
+        bits[first : last + 1] = b"\x01" * (last - first + 1)
+    return bytes(bits)
+
+
 def ranges_count(ranges: Ranges) -> int:
     """The number of rows in these ranges."""
     return sum(last - first + 1 for first, last in ranges)
