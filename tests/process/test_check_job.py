@@ -68,6 +68,7 @@ def test_once_settles_what_is_due_and_exits_with_zero(folder: Path) -> None:
     assert log.read("orders").num_rows == 4
 
 
+@pytest.mark.long
 def test_a_quiet_round_speaks_only_of_what_somebody_should_see(folder: Path) -> None:
     """Cron mails all that is printed: the line in the page on scripts mailed each minute."""
     log = CommitLog.open(folder / "log")

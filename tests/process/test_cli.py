@@ -51,6 +51,7 @@ def test_the_version_and_the_help_are_printed() -> None:
     assert (shown.returncode, shown.stderr) == (0, "")
 
 
+@pytest.mark.long
 def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
     log = CommitLog.create(tmp_path / "log")
     log.create_topic("orders", queues=1)

@@ -107,6 +107,7 @@ def wait_until(what: Callable[[], bool], seconds: float = 180) -> None:
 
 
 # ---------------------------------------------------------------- concurrently
+@pytest.mark.long
 def test_what_fails_comes_again_later_and_the_rest_does_not_wait(
     spark: SparkSession, log: CommitLog, diary: Diary, tmp_path: Path, running: Any
 ) -> None:
@@ -206,6 +207,7 @@ def test_a_suspended_queue_keeps_its_order_while_others_go_on(
     assert {q: n for q, n in positions.items() if q[0] == "orders"} == {("orders", 0): 20, ("orders", 1): 20}
 
 
+@pytest.mark.long
 def test_a_suspended_queue_does_not_keep_later_micro_batches_waiting(
     spark: SparkSession, log: CommitLog, diary: Diary, tmp_path: Path, running: Any
 ) -> None:
@@ -248,6 +250,7 @@ def test_a_suspended_queue_does_not_keep_later_micro_batches_waiting(
     assert of(1) == [f"1-{i}" for i in range(12)]
 
 
+@pytest.mark.long
 def test_a_second_query_of_a_group_is_told(
     spark: SparkSession, log: CommitLog, diary: Diary, tmp_path: Path, running: Any
 ) -> None:
@@ -285,6 +288,7 @@ def test_a_message_that_holds_its_queue_up_dies_when_told_to(
     assert (letter["body"], letter["reconsume_times"]) == (b"poison", 2)
 
 
+@pytest.mark.long
 @FROM_4_2
 def test_an_orderly_batch_that_runs_again_goes_on_where_it_stopped(
     spark: SparkSession, log: CommitLog, diary: Diary, tmp_path: Path

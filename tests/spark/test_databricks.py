@@ -46,6 +46,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.long
 def test_the_stream_sends_each_row_of_its_table_once(spark: SparkSession, tmp_path: Path, log_path: str) -> None:
     orders = load("orders")
     source = str(tmp_path / "source")

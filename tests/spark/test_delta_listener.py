@@ -119,6 +119,7 @@ def test_execute_makes_one_commit_and_a_check_finds_it(spark: Any, table: str, w
     assert stored(spark, table) == ["a", "b"]
 
 
+@pytest.mark.long
 def test_a_half_batch_of_the_same_name_in_another_log_is_another_one(spark: Any, table: str) -> None:
     """As in a log that was made anew: its work was skipped, and its messages became visible."""
     gold = listener(spark, table)
@@ -216,6 +217,7 @@ def test_others_commits_and_housekeeping_do_not_hide_whose_commit_it_was(spark: 
     )
 
 
+@pytest.mark.long
 def test_a_log_that_no_longer_tells_whose_commit_it_was_answers_nothing(spark: Any, table: str) -> None:
     gold = listener(spark, table)
     fence = gold.store_id
@@ -256,6 +258,7 @@ def test_work_that_commits_and_then_rolls_back_is_an_error(spark: Any, table: st
     assert gold.check_local_transaction(half_batch(gold.store_id)) == COMMIT_MESSAGE
 
 
+@pytest.mark.long
 def test_work_without_a_commit_is_an_error_and_stays_pending(spark: Any, table: str) -> None:
     def through_another_session(batch_df: Any, _: Any) -> None:
         spark.createDataFrame([("x",)], "id string").write.format("delta").mode("append").save(table)
@@ -267,6 +270,7 @@ def test_work_without_a_commit_is_an_error_and_stays_pending(spark: Any, table: 
     assert listener(spark, table).check_local_transaction(half_batch(fence)) == UNKNOWN
 
 
+@pytest.mark.long
 def test_work_with_two_commits_is_an_error_that_says_what_stands(spark: Any, table: str, tmp_path: Path) -> None:
     def twice(batch_df: Any, delta_table: Any) -> None:
         append(batch_df, delta_table)
@@ -355,6 +359,7 @@ def test_another_table_or_none_answers_nothing(spark: Any, table: str, tmp_path:
     assert len(log_actions(table, "commitInfo")) == 1
 
 
+@pytest.mark.long
 def test_a_named_table_that_is_hard_to_write_to_is_fenced_too(spark: Any) -> None:
     # Delta for Spark 4.0 and 4.1 has no identity columns.
     number = "n BIGINT GENERATED ALWAYS AS IDENTITY" if STREAM_TELLS_START else "n BIGINT"

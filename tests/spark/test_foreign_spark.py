@@ -33,6 +33,7 @@ def alter(spark: SparkSession, table: str, statement: str) -> None:
     spark.sql(f"ALTER TABLE delta.`{table}` {statement}")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_row_that_spark_deletes_by_a_vector_stops_upkeep_until_a_restore(
     spark: SparkSession, log: CommitLog, limit: Limit

@@ -44,6 +44,7 @@ def position(log: CommitLog) -> int | None:
     return txmq.ConsumerGroup(log.path, "points").positions().get(("orders", 0))
 
 
+@pytest.mark.long
 @FROM_4_2
 def test_progress_follows_spark_s_commits(spark: SparkSession, log: CommitLog, tmp_path: Path) -> None:
     for i in range(3):

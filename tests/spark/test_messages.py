@@ -116,6 +116,7 @@ def test_messages_are_those_of_the_source(spark: SparkSession, log: CommitLog) -
     assert rows(first_queue) == [r for r in whole if r[:2] == ("orders", 0)]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_what_was_visible_once_is_a_filter(spark: SparkSession, log: CommitLog) -> None:
     moments: list[tuple[int, datetime, list[tuple[object, ...]]]] = []

@@ -60,8 +60,12 @@ def test_the_first_hour_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert "topic 'ordes' is not in the commit log" in printed
 
 
+def _is_slow(page: Path) -> bool:
+    return "SparkSession" in page.read_text() or page.stem == "backup"
+
+
 HOW_TOS = [
-    pytest.param(page, id=page.stem, marks=[pytest.mark.long] if "SparkSession" in page.read_text() else [])
+    pytest.param(page, id=page.stem, marks=[pytest.mark.long] if _is_slow(page) else [])
     for page in sorted((ROOT / "docs").glob("*.md"))
     if page.stem not in (*NEEDS_A_SERVER, "first-hour")
 ]

@@ -14,6 +14,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 import rmq_spark as txmq
+from tests.support.seeds import has_its_turn
 
 HERE = Path(__file__).parent
 
@@ -283,7 +284,9 @@ BAD: dict[str, tuple[str, dict[str, str], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if has_its_turn(n, of=3) else pytest.mark.long) for n, case in enumerate(BAD)]
+)
 def test_bad_input_gets_a_named_error_and_nothing_is_visible(spark, log, case):
     sql, options, expected = BAD[case]
     with pytest.raises(Exception) as caught:  # noqa: PT011 - Spark wraps ours; the text is compared below

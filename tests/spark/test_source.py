@@ -81,6 +81,7 @@ def in_order(frame: DataFrame) -> DataFrame:
     return frame.orderBy("topic", "queue_id", "queue_offset")
 
 
+@pytest.mark.long
 def test_half_joined_with_op_in_plain_sql_is_what_the_source_gives(spark, log):
     log.create_topic("carts", queues=1)
     send(log, 0, 20, partitions=2)
@@ -138,6 +139,7 @@ def test_a_selector_filters_a_batch_that_does_not_read_properties(spark, log):
             read(spark, log, **options).collect()
 
 
+@pytest.mark.long
 def test_a_selector_and_tags_filter_a_stream_and_not_its_progress(spark, log, follow, tmp_path):
     send_priced(log, 0, 9)
     assert follow("selector", startingOffsets="earliest", selector="price BETWEEN 2 AND 4") == ["0.2", "0.3", "0.4"]
@@ -160,6 +162,7 @@ def test_a_stream_goes_on_from_its_checkpoint(log, follow):
     assert follow(startingOffsets="earliest") == sorted(f"{b}.{i}" for b in (1, 2) for i in range(5))
 
 
+@pytest.mark.long
 def test_a_stream_starts_at_the_end_or_at_a_time(log, follow):
     send(log, 0, 4)
     assert follow("latest") == []
@@ -169,6 +172,7 @@ def test_a_stream_starts_at_the_end_or_at_a_time(log, follow):
     assert follow("time", startingTimestamp=time) == [f"1.{i}" for i in range(4)]
 
 
+@pytest.mark.long
 def test_a_pattern_takes_up_a_topic_that_is_added_later(log, follow):
     send(log, 0, 3)
     assert follow(subscribePattern="or.*|later", startingOffsets="earliest") == ["0.0", "0.1", "0.2"]

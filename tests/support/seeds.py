@@ -25,6 +25,11 @@ def how_many(quick: int, in_all: int) -> int:
     return in_all if ALL else quick
 
 
+def has_its_turn(number: int, of: int) -> bool:
+    """Whether ``make test`` runs this one of many alike cases: one of ``of``, and another one at the next commit."""
+    return ALL or number % of == first_seed() % of
+
+
 def first_seed() -> int:
     """``SEED``, or the short hash of the commit read as a number."""
     if given := os.environ.get("SEED"):

@@ -239,6 +239,7 @@ def test_small_topics_are_summed_up_and_dead_letters_never() -> None:
     assert found.dead_letters == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transactions", [1, 5_000])
 def test_the_page_is_no_larger_for_more_transactions(transactions: int) -> None:
     log = report_logs.many(transactions)

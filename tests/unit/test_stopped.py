@@ -110,7 +110,7 @@ CALLS: dict[str, Callable[[CommitLog], object]] = {
 RARE = ("pending", "trace", "topics", "plan")
 """Of the tables they call what the others call, too."""
 
-ONE_OF = seeds.how_many(quick=6, in_all=1)
+ONE_OF = seeds.how_many(quick=20, in_all=1)
 """One of so many moments is tried; the seed says which."""
 
 

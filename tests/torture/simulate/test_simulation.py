@@ -20,7 +20,7 @@ from tests.torture.simulate.simulation import Scenario, Simulation, run, simulat
 from tests.torture.simulate.store import Files, SimulatedTable, Unanswered, Weather
 from tests.torture.simulate.world import SimulatedMachine
 
-SEEDS = how_many(quick=250, in_all=20_000)
+SEEDS = how_many(quick=80, in_all=20_000)
 PARTS = how_many(quick=1, in_all=20)
 PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 """Beside a worker of pytest there is another one, and they share two cores."""
@@ -73,6 +73,7 @@ def test_an_older_version_of_messages_has_nothing_of_what_was_drained_later_and_
         assert found["queue_offset"].to_pylist() == expected
 
 
+@pytest.mark.long
 def test_the_same_seed_is_the_same_history_in_every_process() -> None:
     """Also where Python's hashes are others, so that no set's order decides anything, and where threads share a log."""
     assert max(Scenario.draw(random.Random(seed)).threads for seed in range(1, 16)) > 1
