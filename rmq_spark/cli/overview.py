@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
     from rmq_spark.log import CommitLog
 
-    pass
-
 WINDOWS = {"last_minute": 60.0, "last_hour": 3600.0, "last_day": 86_400.0}
 """Windows in which messages are counted, in seconds before now."""
 

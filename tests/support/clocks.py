@@ -70,7 +70,7 @@ def be_every_machine(patch: pytest.MonkeyPatch, instead: object, *names: str, an
         method = getattr(instead, name)
         patch.setattr(Runtime, name, lambda *arguments, method=method: method(*arguments))
     if and_the_stores:
-        patch.setattr(StoreClock, "stored_at", lambda store: store._machine.time())
+        patch.setattr(StoreClock, "stored_at", lambda store: store._runtime.time())
 
 
 def let_upkeep_believe(clock: Clock, log: CommitLog) -> None:

@@ -560,7 +560,7 @@ def test_a_batch_decided_while_the_mark_moves_is_not_forgotten(log: CommitLog) -
 
 def test_merging_op_files_changes_nothing(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, OP_FILES_MAX=4)
-    log.engine.upkeep = False
+    log.engine.compacts_in_background = False
     for i in range(5):
         record = prepare(log, i)
         yes, no = split(pending(log, record), every=2)

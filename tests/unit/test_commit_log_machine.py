@@ -34,7 +34,7 @@ class CommitLogMachine(RuleBasedStateMachine):
         self.clock = Ticking(time.time(), step_s=0.002)
         self.log: CommitLog = InMemoryCommitLog(topics={"orders": 2}, runtime=self.clock)
         self.log.create_topic("steps", 1, fifo=True)
-        self.log.engine.upkeep = False
+        self.log.engine.compacts_in_background = False
         self.follower = another(self.log)
         self.records: list[HalfRecord] = []
 

@@ -37,9 +37,9 @@ MANY = 12
 PREPARE, DECIDE = "txmq-prepare", "txmq-decide"
 
 
-def ask(lane: Any, request: object, about: str) -> Any:
-    """Ask a lane for one answer, or raise the problem."""
-    (answer,) = lane.ask({about: request})
+def ask(queue: Any, request: object, about: str) -> Any:
+    """Ask a queue for one answer, or raise the problem."""
+    (answer,) = queue.ask({about: request})
     if isinstance(answer, BaseException):
         raise answer
     return answer
@@ -48,18 +48,18 @@ def ask(lane: Any, request: object, about: str) -> Any:
 @contextmanager
 def together(count: int, decides: int = 0) -> Iterator[dict[str, list[int]]]:
     """The first send waits in its commit until so many have come; the others share the next one. The same of the first
-    verdict, when ``decides`` is set. Yields the sizes of the commits by lane."""
+    verdict, when ``decides`` is set. Yields the sizes of the commits by queue."""
     wanted = {PREPARE: count, DECIDE: decides}
     come = dict.fromkeys(wanted, 0)
-    sizes: dict[str, list[int]] = {lane: [] for lane in wanted}
+    sizes: dict[str, list[int]] = {queue: [] for queue in wanted}
 
-    def comes(lane: str) -> None:
-        come[lane] += 1
+    def comes(queue: str) -> None:
+        come[queue] += 1
 
-    def begins(lane: str, about: Sequence[str]) -> None:
-        sizes[lane].append(len(about))
-        if len(sizes[lane]) == 1:
-            wait_for(lambda: come[lane] >= wanted[lane])
+    def begins(queue: str, about: Sequence[str]) -> None:
+        sizes[queue].append(len(about))
+        if len(sizes[queue]) == 1:
+            wait_for(lambda: come[queue] >= wanted[queue])
 
     with seen_at("commit awaited", comes), seen_at("shared commit begins", begins):
         yield sizes
@@ -283,7 +283,7 @@ def test_a_message_that_was_changed_after_it_was_made_troubles_no_other_send(log
 
 
 # ---------------------------------------------------------------- what goes wrong
-def test_a_lane_whose_thread_ends_answers_those_who_wait_and_begins_again() -> None:
+def test_a_queue_whose_thread_ends_answers_those_who_wait_and_begins_again() -> None:
     class Full(Runtime):
         """The memory is full when its first time is asked for."""
 
@@ -295,16 +295,16 @@ def test_a_lane_whose_thread_ends_answers_those_who_wait_and_begins_again() -> N
                 raise MemoryError
             return super().monotonic()
 
-    lane = group_commit.CommitQueue[int, int](Full(), "lane", lambda some: some)
+    queue = group_commit.CommitQueue[int, int](Full(), "queue", lambda some: some)
     with pytest.raises(MemoryError):
-        ask(lane, 1, "one")
-    assert ask(lane, 2, "two") == 2
+        ask(queue, 1, "one")
+    assert ask(queue, 2, "two") == 2
 
 
 def test_a_problem_of_the_store_is_told_to_all_who_waited(log: CommitLog) -> None:
     with producer_of(log) as producer:
         broken = raising(CommitError("the store does not answer"))
-        with together(4), seen_at("shared commit begins", broken, lane=PREPARE):
+        with together(4), seen_at("shared commit begins", broken, queue=PREPARE):
             results = call_all([lambda i=i: producer.send_message_in_transaction(message(i)) for i in range(4)])
         told = [result for result in results if isinstance(result, Exception)]
         assert {str(p) for p in told} == {"the store does not answer"}
@@ -321,7 +321,7 @@ def test_a_lost_file_of_one_does_not_stop_the_others(log: CommitLog) -> None:
         if lost[0] in about:
             raise LostFileError("its file is lost")
 
-    told = seen_at("shared commit begins", loses_one, lane=DECIDE)
+    told = seen_at("shared commit begins", loses_one, queue=DECIDE)
     with producer_of(log) as producer, together(4, decides=4), told:
         results = call_all([lambda i=i: producer.send_message_in_transaction(message(i)) for i in range(4)])
     assert [type(r.__cause__) for r in results if isinstance(r, Exception)] == [LostFileError]
@@ -350,10 +350,10 @@ def test_an_interrupted_caller_ends_its_waiting_and_not_the_commit() -> None:
         def event(self) -> threading.Event:
             return super().event() if within.is_set() else Event()
 
-    lane = group_commit.CommitQueue[int, int](OneInterrupt(), "lane", commit)
+    queue = group_commit.CommitQueue[int, int](OneInterrupt(), "queue", commit)
     with pytest.raises(Interrupted):
-        ask(lane, 1, "one")
-    later = threading.Thread(target=lambda: ask(lane, 2, "two"))
+        ask(queue, 1, "one")
+    later = threading.Thread(target=lambda: ask(queue, 2, "two"))
     later.start()
     go_on.set()
     later.join(DEADLINE_S)
@@ -368,9 +368,9 @@ def test_no_thread_is_left_when_nobody_sends(log: CommitLog) -> None:
 @IN_MEMORY
 def test_one_half_batch_is_asked_for_once_in_a_commit(log: CommitLog) -> None:
     groups: list[list[int]] = []
-    lane: Any = group_commit.CommitQueue(log.engine.runtime, "lane", lambda some: groups.append(list(some)) or some)
-    with lane._lock:  # it cannot begin
-        threads = [threading.Thread(target=ask, args=(lane, n, name)) for n, name in enumerate("aabac")]
+    queue: Any = group_commit.CommitQueue(log.engine.runtime, "queue", lambda some: groups.append(list(some)) or some)
+    with queue._lock:  # it cannot begin
+        threads = [threading.Thread(target=ask, args=(queue, n, name)) for n, name in enumerate("aabac")]
         for thread in threads:
             thread.start()
             time.sleep(0.05)

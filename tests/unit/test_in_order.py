@@ -10,7 +10,8 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import EachMessage
-from rmq_spark._core.consumers.in_order import Queue, QueueResult, by_queue, consume_queue
+from rmq_spark._core.consumers.in_order import QueueResult, by_queue, consume_queue
+from rmq_spark._core.vocabulary.queues import Queue
 from tests.support.consumers import memory_log, send
 from tests.support.inside import FAILURE, SUCCESS
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.log("memory", "delta", orders=1)
 def log(log: CommitLog) -> CommitLog:
     """With a FIFO topic, and without upkeep."""
     log.create_topic("steps", 1, fifo=True)
-    log.engine.upkeep = False
+    log.engine.compacts_in_background = False
     return log
 
 

@@ -129,7 +129,7 @@ def test_a_compaction_that_loses_races_to_a_busy_writer_merges_once(log: CommitL
     for batch_id in range(4):
         send(log, batch_id)
     limit(OP_FILES_MAX=2)
-    log.engine.upkeep = False
+    log.engine.compacts_in_background = False
 
     def overtaken(**_: Any) -> None:
         if len(tries) <= 3:

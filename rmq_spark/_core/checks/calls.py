@@ -45,7 +45,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """A listener's verdicts, and their question. It is of an earlier round when its call returned only now."""
+    """A listener's verdicts, and their question: that of an earlier round, if the call began there."""
 
     question: Question
     verdicts: VerdictArray

@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
     from rmq_spark._core.vocabulary.rows import RowSet
 
-    pass
-
 GROUP = "txmq-reconcile"
 """The producer group of half batches whose messages were recreated from rows."""
 MARGIN_S = 3600.0

@@ -15,6 +15,7 @@ from rmq_spark._core.messages.table import SOURCE_SCHEMA
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.selector.tree import Selector
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import OffsetOutOfRangeError
 
 logger = logging.getLogger(__name__)
@@ -23,8 +24,6 @@ FETCH_BYTES = 32 * 1024 * 1024
 """Bytes of messages that one fetch aims at, estimated from the messages fetched before."""
 FIRST_ROWS = 1_000
 """Rows of the first fetch, when no message size is known."""
-
-Queue = tuple[str, int]
 
 
 class Fetched(NamedTuple):

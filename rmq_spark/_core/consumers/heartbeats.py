@@ -101,7 +101,7 @@ class Members:
         chooses: str = "",
     ) -> None:
         self._table = table
-        self._machine = table.runtime
+        self._runtime = table.runtime
         self._folder = f"{table.folder}/{FOLDER}"
         self.group, self.member = group, member
         self.topics = frozenset(topics)
@@ -116,7 +116,7 @@ class Members:
     # ------------------------------------------------------------------ its own heartbeat
     def beat(self) -> float:
         """Put a heartbeat, and return the monotonic time at which the put began, for :meth:`renew`."""
-        began_s = self._machine.monotonic()
+        began_s = self._runtime.monotonic()
         self._counter += 1
         fields = {
             "counter": self._counter, "topics": sorted(self.topics), "chooses": self.chooses, "lease": self._lease_s
@@ -135,7 +135,7 @@ class Members:
 
     def may_start(self) -> bool:
         """Return True while no other member can take this one for dead, now or within the margin."""
-        return self._beat_s is not None and self._machine.monotonic() - self._beat_s < self._lease_s - self._margin_s
+        return self._beat_s is not None and self._runtime.monotonic() - self._beat_s < self._lease_s - self._margin_s
 
     def leave(self) -> None:
         """Remove the heartbeat."""
@@ -146,7 +146,7 @@ class Members:
     # ------------------------------------------------------------------ all heartbeats
     def look(self) -> None:
         """Read the heartbeats of all members of the group."""
-        now_s = self._machine.monotonic()
+        now_s = self._runtime.monotonic()
         infos = _list_heartbeats(self._table)
         self.of_all_groups = max(1, len(infos))
         contents = _read_content(self._table, infos, self.group)
@@ -189,11 +189,11 @@ class Members:
         if owner == self.member:
             return False
         if owner not in self._seen:
-            self._seen[owner] = _Seen(None, self._machine.monotonic(), self._lease_s)
+            self._seen[owner] = _Seen(None, self._runtime.monotonic(), self._lease_s)
         return self._is_expired(self._seen[owner])
 
     def _is_expired(self, seen: _Seen, leases: float = 1.0) -> bool:
-        return self._machine.monotonic() - seen.since_s > leases * seen.lease_s
+        return self._runtime.monotonic() - seen.since_s > leases * seen.lease_s
 
     def _path(self, member: str) -> str:
         return f"{self._folder}/{self.group}/{member}"

@@ -19,12 +19,11 @@ import pyarrow as pa
 
 from rmq_spark._core.consumers.listener import EachMessage, Listen, answers
 from rmq_spark._core.consumers.retry import restored, tried
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import ConsumeError
 
 RESULT = pa.schema([("result", pa.binary())])
 """Schema of the one row that a task returns: its pickled results."""
-
-Queue = tuple[str, int]
 
 
 @dataclass

@@ -18,7 +18,7 @@ import pyarrow.fs as pafs
 from rmq_spark._core.consumers.fetch import FETCH_BYTES, Fetcher
 from rmq_spark._core.consumers.heartbeats import Members, new_member_name
 from rmq_spark._core.consumers.member_settings import ConsumeFromWhere, MemberSettings
-from rmq_spark._core.consumers.progress import HeldUp, ProcessQueue, Queue
+from rmq_spark._core.consumers.progress import HeldUp, ProcessQueue
 from rmq_spark._core.consumers.retry import dlq_topic, retry_topic
 from rmq_spark._core.consumers.shares import Moves, moves
 from rmq_spark._core.log.groups import Place, Report
@@ -26,6 +26,7 @@ from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.reads.options import Subscription
 from rmq_spark._core.reads.plan import Planner
 from rmq_spark._core.runtime.spans import acknowledging, tracing
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.redaction import redacted, traceback_of
 from rmq_spark.errors import (
     CorruptLogError,

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 
 from rmq_spark._core.consumers.member import GroupMember
-from rmq_spark._core.consumers.progress import Queue, Take
+from rmq_spark._core.consumers.progress import Take
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import ConsumeError
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.groups import Claim
-
-Queue = tuple[str, int]
+from rmq_spark._core.vocabulary.queues import Queue
 
 
 @dataclass(eq=False)

@@ -25,10 +25,11 @@ from rmq_spark._core.consumers.member_settings import (
     MemberSettings,
 )
 from rmq_spark._core.consumers.member_threads import MemberThreads
-from rmq_spark._core.consumers.progress import Queue, Take
+from rmq_spark._core.consumers.progress import Take
 from rmq_spark._core.runtime.runtime import is_held
 from rmq_spark._core.vocabulary.message import MessageExt
 from rmq_spark._core.vocabulary.options import flag, named, seconds, whole_number
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import ConsumeError
 
 POLL_TIMEOUT_S = 5.0
@@ -113,7 +114,7 @@ class PullConsumer:
         opened = engine_of(log, storage_options)
         self.member = GroupMember(opened, settings, reads_retries=False)
         self.member_threads = MemberThreads(self.member)
-        self._machine = opened.runtime
+        self._runtime = opened.runtime
         self._given: list[Take] = []  # given out, and not committed
         self._handing: tuple[Take, int] | None = None  # the take that is given out one by one, and the next offset
         self._dropped = False
@@ -213,7 +214,7 @@ class PullConsumer:
         TxmqError
             When the log cannot be read, or a queue of it, and no other queue has messages.
         """
-        end_s = self._machine.monotonic() + seconds(timeout, "timeout")
+        end_s = self._runtime.monotonic() + seconds(timeout, "timeout")
         with self._one_call():
             self._begin()
             take = self._next_before(end_s)
@@ -241,7 +242,7 @@ class PullConsumer:
         try:
             self._begin()
             while not self._is_asked_to_end:
-                take = self._next_before(self._machine.monotonic() + POLL_TIMEOUT_S)
+                take = self._next_before(self._runtime.monotonic() + POLL_TIMEOUT_S)
                 if take is not None and not self._is_asked_to_end:
                     yield from self._hand_out_take(take)
                 elif self._stop_at_end and self._is_at_end():
@@ -357,7 +358,7 @@ class PullConsumer:
             if take is not None:
                 return take
             fetched = member.fetch_past_damage()
-            left_s = end_s - self._machine.monotonic()
+            left_s = end_s - self._runtime.monotonic()
             if fetched:
                 continue
             self._require_room()
@@ -402,7 +403,7 @@ class PullConsumer:
         others = [queue for queue in ends if queue not in own]
         if not others:
             return True
-        now_s = self._machine.monotonic()
+        now_s = self._runtime.monotonic()
         if now_s >= self._others_at_s:
             self._others_at_s = now_s + OTHERS_LOOK_S
             self._others = member.engine.groups.positions(member.group)

@@ -178,7 +178,7 @@ class PushConsumer:
         opened = engine_of(log, storage_options)
         self.member = GroupMember(opened, settings, reads_retries=True)
         self.member_threads = MemberThreads(self.member)
-        self._machine = opened.runtime
+        self._runtime = opened.runtime
         self._retries = RetrySender(self.member, max_reconsume_times, delay_level)
         self._cost = CallCost(self._is_each, self._batch_rows)
         self._open = self._stop_asked = False
@@ -361,7 +361,7 @@ class PushConsumer:
     def _take(self) -> Take | None:
         """Take the next messages for a thread, from each queue in turn. The caller holds the lock."""
         queues = [q for q in self.member.queues.values() if q.is_open and q.rows]
-        now_s = self._machine.monotonic()
+        now_s = self._runtime.monotonic()
         if self.orderly:
             queues = [q for q in queues if not q.running and q.again_s <= now_s]
         if not queues or not self.member.may_start():
@@ -377,7 +377,7 @@ class PushConsumer:
         All other work comes with a notice."""
         longest_s = HANGS_S if self._cost.is_quick() and any(q.rows for q in self.member.queues.values()) else IDLE_S
         resumes = [q.again_s for q in self.member.queues.values() if q.rows and not q.running] if self.orderly else []
-        left_s = min(resumes, default=0.0) - self._machine.monotonic()
+        left_s = min(resumes, default=0.0) - self._runtime.monotonic()
         return left_s if 0 < left_s < longest_s else longest_s
 
     def consume(self, take: Take) -> None:
@@ -394,7 +394,7 @@ class PushConsumer:
             raise
 
     def _consume_concurrently(self, take: Take, messages: pa.Table) -> None:
-        began_s = self._machine.monotonic()
+        began_s = self._runtime.monotonic()
         listener = self._listener_of_take()
         results: list[tuple[bool, str | None]] = []
         for result in answers(listener, messages):
@@ -412,7 +412,7 @@ class PushConsumer:
         self._give_back(take, done)
 
     def _consume_orderly(self, take: Take, messages: pa.Table) -> None:
-        queue, began_s = take.queue, self._machine.monotonic()
+        queue, began_s = take.queue, self._runtime.monotonic()
         listener = self._listener_of_take()
         offsets = take.messages["queue_offset"].to_pylist()
         done = consumed_rows = failed = 0
@@ -431,7 +431,7 @@ class PushConsumer:
                     queue.tries = 0
                     done += 1
                 else:
-                    queue.again_s = self._machine.monotonic() + self._suspend_s
+                    queue.again_s = self._runtime.monotonic() + self._suspend_s
                 break
             queue.tries = 0
             done, consumed_rows = done + 1, consumed_rows + 1
@@ -446,12 +446,12 @@ class PushConsumer:
         tracer, listener = tracing(), self._listener
         if tracer is not None:
             listener = traced(listener, tracer, self.member.engine.path, self.member.group)
-        return Timed(listener, self._machine) if isinstance(listener, EachMessage) else listener
+        return Timed(listener, self._runtime) if isinstance(listener, EachMessage) else listener
 
     def _stops_early(self, queue: ProcessQueue, began_s: float) -> bool:
         """Whether a thread gives back the rest of its take: its calls take longer than expected and others may help, or
         the member may start no more calls."""
-        is_slow = self._machine.monotonic() - began_s > TAKE_S_MAX
+        is_slow = self._runtime.monotonic() - began_s > TAKE_S_MAX
         return is_slow or not queue.is_open or not self.member.may_start()
 
     def _note_cost(
@@ -463,7 +463,7 @@ class PushConsumer:
         consumed: int,
         failed: int,
     ) -> None:
-        took_s = self._machine.monotonic() - began_s
+        took_s = self._runtime.monotonic() - began_s
         if observer.observers():
             log, group, topic = self.member.engine.path, self.member.group, queue.queue[0]
             event = observer.Consumed(log, group, topic, consumed, failed, took_s)

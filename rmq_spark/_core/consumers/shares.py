@@ -15,8 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from rmq_spark._core.log.groups import Place
-
-Queue = tuple[str, int]
+from rmq_spark._core.vocabulary.queues import Queue
 
 
 class Moves(NamedTuple):

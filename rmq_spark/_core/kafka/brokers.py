@@ -51,7 +51,7 @@ class Brokers:
 
     def __init__(self, settings: RelaySettings, runtime: Runtime) -> None:
         self._settings = settings
-        self._machine = runtime
+        self._runtime = runtime
         self._heard = Heard()
         self._admin = with_settings(admin.AdminClient, settings.client(), self._heard)
         self._large_enough: set[str] = set()
@@ -140,7 +140,7 @@ class Brokers:
 
     def _answer(self, request: Callable[[], Any]) -> Any:
         """Repeat a request until a broker answers, refuses the connection, or ``ANSWER_S`` are over."""
-        deadline = self._machine.monotonic() + ANSWER_S
+        deadline = self._runtime.monotonic() + ANSWER_S
         while True:
             try:
                 answer = request()
@@ -149,9 +149,9 @@ class Brokers:
             except ck.KafkaException as problem:
                 self._admin.poll(0)  # lets the client report the reason
                 temporary = _is_temporary(error_of(problem)) and not self._heard.refuses
-                if not temporary or self._machine.monotonic() > deadline:
+                if not temporary or self._runtime.monotonic() > deadline:
                     raise
-            self._machine.sleep(PAUSE_S)
+            self._runtime.sleep(PAUSE_S)
 
     def _configs(self, names: list[str], unseen: str) -> dict[str, dict[str, str]]:
         """Return the settings of the topics whose settings Kafka shows to this user."""
@@ -206,7 +206,7 @@ class Brokers:
         topic = self._settings.positions_topic
         isolation = "read_uncommitted" if end is None and not committed else "read_committed"
         consumer = with_settings(ck.Consumer, self._settings.consumer(isolation), self._heard)
-        deadline = self._machine.monotonic() + self._settings.transaction_timeout + 2 * SLACK_S
+        deadline = self._runtime.monotonic() + self._settings.transaction_timeout + 2 * SLACK_S
         try:
             # Always asked first, because this finds the broker. An assignment looks for it only every 0.5 s.
             partition = ck.TopicPartition(topic, PARTITION)
@@ -214,7 +214,7 @@ class Brokers:
             end = last if end is None else end
             consumer.assign([ck.TopicPartition(topic, PARTITION, ck.OFFSET_BEGINNING)])
             while not self._read(consumer, stored, end):
-                if self._machine.monotonic() > deadline:
+                if self._runtime.monotonic() > deadline:
                     raise RelayError(
                         f"the positions topic {topic!r} cannot be read up to offset {end}: a transaction of another "
                         "process is open before it"

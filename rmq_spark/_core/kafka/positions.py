@@ -23,12 +23,10 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from rmq_spark._core.kafka.records import Record
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import RelayRefusedError
 
 PARTITION = 0
-
-Queue = tuple[str, int]
-"""A topic and a queue_id."""
 
 
 class Last(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.kafka.brokers import Brokers
 from rmq_spark._core.kafka.client import ck
-from rmq_spark._core.kafka.positions import Last, Position, PositionRecords, Queue
+from rmq_spark._core.kafka.positions import Last, Position, PositionRecords
 from rmq_spark._core.kafka.records import Handed, Record, parked
 from rmq_spark._core.kafka.report import RelayReport
 from rmq_spark._core.kafka.settings import (
@@ -37,6 +37,7 @@ from rmq_spark._core.kafka.start import Start, require_not_behind
 from rmq_spark._core.kafka.transactions import AbortedError, FencedByKafkaError, Transactions
 from rmq_spark._core.reads.plan import admit
 from rmq_spark._core.vocabulary.options import named
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark.errors import (
     LostFileError,
@@ -176,10 +177,10 @@ class KafkaRelay:
             kafka=_mapping(kafka),
         )
         self.engine = engine_of(log, storage_options)
-        self._machine = self.engine.runtime
-        self._run = self._machine.unique_id()
+        self._runtime = self.engine.runtime
+        self._run = self._runtime.unique_id()
         self._source = RelaySource(self.engine, self.settings)
-        self._brokers = Brokers(self.settings, self._machine)
+        self._brokers = Brokers(self.settings, self._runtime)
         self._records = PositionRecords(self.settings.positions_topic, self.settings.relay, self.engine.id)
         self._transactions: Transactions | None = None
         self._positions: dict[Queue, Position] = {}
@@ -254,7 +255,7 @@ class KafkaRelay:
                 stop_event.wait(self.settings.poll_interval)
 
     def _sweep(self) -> RelayReport:
-        began = self._machine.monotonic()
+        began = self._runtime.monotonic()
         self.report = RelayReport()
         try:
             if self._transactions is None:
@@ -271,7 +272,7 @@ class KafkaRelay:
         except Exception:
             self.close()
             raise
-        self.report.seconds = self._machine.monotonic() - began
+        self.report.seconds = self._runtime.monotonic() - began
         return self.report
 
     # ------------------------------------------------------------------ handing over
@@ -318,7 +319,7 @@ class KafkaRelay:
 
     def _skip(self, missing: Sequence[Gap]) -> None:
         """Move past expired messages, and record their offsets."""
-        firsts, at = self._firsts(), self._machine.now().isoformat()
+        firsts, at = self._firsts(), self._runtime.now().isoformat()
         records: list[Record] = []
         moved: dict[Queue, Position] = {}
         skipped = 0
@@ -408,7 +409,7 @@ class KafkaRelay:
             When Kafka refuses a message. Nothing was handed over.
         """
         assert self._transactions is not None
-        deadline = self._machine.monotonic() + self.settings.retry_timeout
+        deadline = self._runtime.monotonic() + self.settings.retry_timeout
         pause_s = BACKOFF_S
         while True:
             try:
@@ -419,7 +420,7 @@ class KafkaRelay:
                 self.report.aborted += 1
                 if aborted.suspects:
                     raise
-                if self._machine.monotonic() > deadline:
+                if self._runtime.monotonic() > deadline:
                     raise (RelayRefusedError if aborted.stays else RelayError)(
                         f"Kafka has aborted each transaction for {self.settings.retry_timeout:g} s: {aborted.reason}"
                     ) from None
@@ -437,7 +438,7 @@ class KafkaRelay:
         settings = self.settings
         for look in range(LOOKS):
             if look:
-                self._machine.sleep(LOOK_AGAIN_S)
+                self._runtime.sleep(LOOK_AGAIN_S)
             run, _ = self._brokers.stored().runs.get((self.engine.id, settings.shard), (self._run, -1))
             if run != self._run:
                 return RelayFencedError(

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from rmq_spark._core.kafka.positions import Last, Queue
+from rmq_spark._core.kafka.positions import Last
 from rmq_spark._core.kafka.records import COLUMNS, Handed, microseconds, pieces, to_records
 from rmq_spark._core.log.input import require_known_topic
 from rmq_spark._core.log.placements import MessageRange, Placements
 from rmq_spark._core.messages.reader import read_ranges
+from rmq_spark._core.vocabulary.queues import Queue
 
 if TYPE_CHECKING:
     from rmq_spark._core.kafka.settings import RelaySettings
     from rmq_spark._core.protocol.engine import Engine
-
-    pass
 
 Gap = tuple[Queue, int, int]
 """A queue, and the first (included) and last (excluded) offset of a range that the log does not hold."""

@@ -13,11 +13,12 @@ from contextlib import suppress
 
 from rmq_spark._core.kafka.brokers import Brokers
 from rmq_spark._core.kafka.client import ck
-from rmq_spark._core.kafka.positions import Position, PositionRecords, Queue, Stored
+from rmq_spark._core.kafka.positions import Position, PositionRecords, Stored
 from rmq_spark._core.kafka.settings import LATEST, PARK, RelaySettings
 from rmq_spark._core.kafka.source import RelaySource
 from rmq_spark._core.kafka.transactions import FAILURES, AbortedError, Transactions
 from rmq_spark._core.protocol.engine import Engine
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark.errors import RelayError, RelayRefusedError

@@ -74,7 +74,7 @@ class Transactions:
     def __init__(self, settings: dict[str, Any], timeout_s: float, runtime: Runtime) -> None:
         self._settings = settings
         self._timeout_s = timeout_s
-        self._machine = runtime
+        self._runtime = runtime
         self._producer: Any = None
         self._heard = Heard()
         self._number = 0  # counts transactions
@@ -90,7 +90,7 @@ class Transactions:
         OptionError, RelayError, RelayRefusedError
         """
         self._producer = with_settings(ck.Producer, self._settings, self._heard)
-        deadline = self._machine.monotonic() + self._timeout_s + SLACK_S
+        deadline = self._runtime.monotonic() + self._timeout_s + SLACK_S
         while True:
             try:
                 self._producer.init_transactions(TRY_S)
@@ -98,9 +98,9 @@ class Transactions:
                 return
             except ck.KafkaException as problem:
                 error = error_of(problem)
-                if error.fatal() or not error.retriable() or self._machine.monotonic() > deadline:
+                if error.fatal() or not error.retriable() or self._runtime.monotonic() > deadline:
                     raise problem_of(problem, "the relay's transactions were opened", self._heard) from None
-            self._machine.sleep(PAUSE_S)
+            self._runtime.sleep(PAUSE_S)
 
     # ------------------------------------------------------------------ one transaction
     def transact(self, *parts: Sequence[Record]) -> None:
@@ -173,8 +173,8 @@ class Transactions:
         UndeliveredError
             When Kafka refuses a record, or does not answer.
         """
-        deadline = self._machine.monotonic() + self._timeout_s + SLACK_S
-        while self._producer.flush(DELIVER_S) and not self._refused and self._machine.monotonic() < deadline:
+        deadline = self._runtime.monotonic() + self._timeout_s + SLACK_S
+        while self._producer.flush(DELIVER_S) and not self._refused and self._runtime.monotonic() < deadline:
             pass
         if len(self._offsets) < self._sent:
             raise UndeliveredError(next(iter(self._refused.values()), "Kafka does not answer"))
@@ -192,7 +192,7 @@ class Transactions:
         RelayError
             When it is unknown whether the transaction was committed.
         """
-        deadline = self._machine.monotonic() + self._timeout_s + SLACK_S
+        deadline = self._runtime.monotonic() + self._timeout_s + SLACK_S
         while True:
             try:
                 self._producer.commit_transaction(TRY_S)
@@ -203,13 +203,13 @@ class Transactions:
                 error = error_of(problem)
                 if error.fatal() or error.txn_requires_abort():
                     raise
-                if not error.retriable() or self._machine.monotonic() > deadline:
+                if not error.retriable() or self._runtime.monotonic() > deadline:
                     raise RelayError(
                         f"nobody knows whether Kafka committed the last transaction: {said(problem)}. Start the relay "
                         "again: it reads the positions, which are in that transaction"
                     ) from None
                 logger.warning("a commit is tried again: %s", said(problem))
-            self._machine.sleep(PAUSE_S)
+            self._runtime.sleep(PAUSE_S)
 
     def ended(self, problem: BaseException) -> Exception:
         """End a transaction after a failed step, and return the error to raise.
@@ -248,19 +248,19 @@ class Transactions:
 
     def abort(self) -> None:
         """Abort the transaction."""
-        deadline = self._machine.monotonic() + self._timeout_s + SLACK_S
+        deadline = self._runtime.monotonic() + self._timeout_s + SLACK_S
         while True:
             try:
                 self._producer.abort_transaction(TRY_S)
                 return
             except ck.KafkaException as problem:
                 error = error_of(problem)
-                if error.fatal() or not error.retriable() or self._machine.monotonic() > deadline:
+                if error.fatal() or not error.retriable() or self._runtime.monotonic() > deadline:
                     raise
             except SystemError:  # a fatal error within a callback: the next call raises it
-                if self._machine.monotonic() > deadline:
+                if self._runtime.monotonic() > deadline:
                     raise
-            self._machine.sleep(PAUSE_S)
+            self._runtime.sleep(PAUSE_S)
 
     def listen(self) -> None:
         """Let the client run its callbacks when nothing is sent."""

@@ -24,6 +24,7 @@ from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import RUNTIME
 from rmq_spark._core.storage.table import Change, Table
 from rmq_spark._core.vocabulary.message import TIMESTAMP, require_group_name
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import GroupInUseError
 
 GROUPS_SCHEMA = pa.schema(
@@ -46,8 +47,6 @@ GROUPS_SCHEMA = pa.schema(
 SPARK, MEMBERS = "spark", "members"
 """Values of the column ``consumer``: what reads for the group. Null until something has read for it."""
 
-Queue = tuple[str, int]
-"""A topic and a queue_id."""
 Positions = Mapping[Queue, int]
 """The next offset of every queue."""
 

@@ -81,8 +81,8 @@ class HalfRecord:
 
 
 def record_of(header: HalfHeader, files: Sequence[HalfFile], tried_ms: int, landed_ms: Mapping[str, int]) -> HalfRecord:
-    """The record of a prepared half batch. The files in the table say when the try landed; ``tried_ms`` counts when
-    upkeep has removed them all."""
+    """The record of a prepared half batch. Its prepare time is read from its files in the table. If upkeep has removed
+    them all, ``tried_ms`` is used."""
     stored = {f.file_no: StoredFile(f.data.path, f.rows, f.segments, f.delayed) for f in files}
     staged_ms = int(max(f.staged_at for f in files) * 1000)
     prepared_ms = max((landed_ms[f.data.path] for f in files if f.data.path in landed_ms), default=tried_ms)

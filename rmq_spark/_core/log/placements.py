@@ -20,6 +20,7 @@ from rmq_spark._core.log.walk import PLACEMENT_COLUMNS
 from rmq_spark._core.storage.file_system import require_path
 from rmq_spark._core.storage.row_range import RowRange
 from rmq_spark._core.storage.seal import RESTORE
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import CorruptLogError
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ NO_PLACEMENTS = pa.schema([OP_SCHEMA.field(name) for name in PLACEMENT_COLUMNS])
 CACHE_ROWS_MAX = 200_000
 """Placements kept in memory beyond the range asked for. A stream far behind reads on from there."""
 
-Queue = tuple[str, int]
-"""A topic and a queue_id."""
 Positions = Mapping[Queue, int]
 """Offsets by queue; 0 for a queue that is not among them."""
 Spans = Mapping[Queue, tuple[int, int]]

@@ -106,8 +106,8 @@ class Placer:
     def _blocked(self, batches: Sequence[Open]) -> dict[str, RowSet]:
         """Committed rows that wait for a message sent before them, by half id.
 
-        The largest set of transactions is placed that wait for none outside it. So two that wait for each other alone
-        go together.
+        All other committed rows are placed: the largest set in which no transaction waits for one outside the set. Two
+        transactions that wait only for each other are placed together.
         """
         units = enumerate(in_send_order(b for b in batches if self.keys.fifo_of(b.record)))
         open_rows = [_ranked(self.keys.open_rows(batch), batch, sent, rank) for rank, (batch, sent) in units]

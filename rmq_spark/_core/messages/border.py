@@ -25,12 +25,12 @@ from rmq_spark._core.log.placements import MessageRange
 from rmq_spark._core.messages.table import LAST_COMMIT, LAST_PLACED, NAME, commit_number, drained_up_to, require_drained
 from rmq_spark._core.storage.foreign_commits import foreign_change
 from rmq_spark._core.storage.row_range import RowRange
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import CorruptLogError
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
 
-Queue = tuple[str, int]
 
 HOW_TO_MEND = "Restore the log from a copy"
 RUNS_KEPT = 100_000

@@ -27,9 +27,8 @@ from rmq_spark._core.log.walk import rows_above
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import HalfBatchNotFoundError, TxmqError
-
-Queue = tuple[str, int]
 
 LOOKS_MAX = 500
 """The most half batches that one look reads. The next look reads others, and earlier ones stay known."""

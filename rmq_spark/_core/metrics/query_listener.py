@@ -69,7 +69,7 @@ class QueryListener(StreamingQueryListener):
         self._watch = LogWatch(log, storage_options)
         self._lock = threading.RLock()
         self._logged_s: float | None = None
-        self._machine = self._watch.runtime
+        self._runtime = self._watch.runtime
 
     def onQueryStarted(self, event: Any) -> None:
         """Do nothing: there are no figures before the first progress."""
@@ -90,7 +90,7 @@ class QueryListener(StreamingQueryListener):
 
     def _is_time(self) -> bool:
         with self._lock:
-            now_s = self._machine.monotonic()
+            now_s = self._runtime.monotonic()
             if self._logged_s is not None and now_s - self._logged_s < self._every_s:
                 return False
             self._logged_s = now_s

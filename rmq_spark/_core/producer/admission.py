@@ -117,7 +117,7 @@ class Keys:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._machine = runtime
+        self._runtime = runtime
         self._lock = runtime.lock()
         self._known: dict[str, tuple[AbstractContextManager[object], list[None]]] = {}
 
@@ -128,7 +128,7 @@ class Keys:
             yield
             return
         with self._lock:
-            lock, users = self._known.setdefault(key, (self._machine.lock(), []))
+            lock, users = self._known.setdefault(key, (self._runtime.lock(), []))
             users.append(None)
         try:
             with lock:

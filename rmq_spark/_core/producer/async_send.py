@@ -29,7 +29,7 @@ from rmq_spark._core.protocol.group_commit import GroupCommit
 from rmq_spark._core.protocol.observe import tell_not_sent, tell_sent
 from rmq_spark._core.protocol.outcome import Outcome
 from rmq_spark._core.protocol.send import TwoPhase
-from rmq_spark._core.protocol.steps import Decide, Execute, Prepare, Step, Wait, finish
+from rmq_spark._core.protocol.steps import Decide, Execute, MayBlock, Prepare, Step, finish
 from rmq_spark._core.runtime.pools import ElasticPool
 from rmq_spark.errors import TxmqError
 
@@ -148,7 +148,7 @@ class AsyncSend:
                 self._pool.put(partial(self._execute, step))
             case Decide():
                 self._shared.commits.decide_and_go_on(step.decision, self._decided)
-            case Wait():
+            case MayBlock():
                 self._leave_turn()
                 self._pool.put(partial(self._finish, step))
             case _:
@@ -179,7 +179,7 @@ class AsyncSend:
         self._leave_turn()
         self._go_on(answer, problem)
 
-    def _finish(self, step: Wait) -> None:
+    def _finish(self, step: MayBlock) -> None:
         """Do this step and all that follow in this thread, which may wait."""
         do = self._two_phase.do
         try:

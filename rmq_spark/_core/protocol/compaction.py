@@ -31,7 +31,7 @@ class Compaction:
     def after_commit(self) -> None:
         """Start a run, if ``op`` has many small files and no run is under way."""
         if (
-            self._engine.upkeep
+            self._engine.compacts_in_background
             and op_merge.is_due(self._engine.op)
             and (self._thread is None or not self._thread.is_alive())
         ):

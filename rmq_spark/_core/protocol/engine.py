@@ -74,7 +74,7 @@ class Engine:
         self.runtime = tables.half.runtime
         self.drained = Drained(self)
         self._compaction = Compaction(self)
-        self.upkeep = True
+        self.compacts_in_background = True
         """Whether decisions compact ``op`` when it has many small files. Upkeep by hand ignores it."""
         self._prepared: dict[str, HalfHeader] = {}  # by app id, its last numbered half batch
         self._groups: GroupTable | None = None

@@ -306,7 +306,7 @@ class CommitQueue(Generic[Request, Result]):
                 if self._waiting:  # code that Python called in our midst added them, and relied on this thread
                     self._runs = self._start_thread()
                 raise
-        reach("commit awaited", lane=self._name)
+        reach("commit awaited", queue=self._name)
         if not has_thread:
             self._work()
 
@@ -340,8 +340,9 @@ class CommitQueue(Generic[Request, Result]):
 
     def _gather(self) -> None:
         """Wait for as many requests as came lately. The senders of the last group come again soon, one after the other.
-        Otherwise the first of them would get a commit alone, for which all others wait. And when half of the senders
-        prepare while the others decide, they would stay two groups for ever, with twice as many commits."""
+        Without this wait, the first sender to return would commit alone, and all others would wait for its commit. And
+        when half of the senders prepare while the others decide, they would stay two groups for ever, with twice as
+        many commits."""
         began_s = self._runtime.monotonic()
         linger_until_s = began_s + self._linger_s
         last_s = began_s + min(GATHERS_FOR * self._commit_s, GATHERS_S_MAX)
@@ -379,7 +380,7 @@ class CommitQueue(Generic[Request, Result]):
 
     def _answer(self, group: Sequence[_Entry[Request, Result]]) -> None:
         try:
-            reach("shared commit begins", lane=self._name, about=[entry.about for entry in group])
+            reach("shared commit begins", queue=self._name, about=[entry.about for entry in group])
             answers = self._commit([entry.request for entry in group])
             for entry, answer in zip(group, answers, strict=True):
                 entry.answer = answer
@@ -396,9 +397,9 @@ class CommitQueue(Generic[Request, Result]):
             entry.tell()
 
 
-def is_within(lanes: Collection[CommitQueue[Any, Any]]) -> bool:
+def is_within(queues: Collection[CommitQueue[Any, Any]]) -> bool:
     """Whether this call came from within the work of one of these queues."""
-    return any(f.f_code is CommitQueue._work.__code__ and f.f_locals.get("self") in lanes for f in callers())
+    return any(f.f_code is CommitQueue._work.__code__ and f.f_locals.get("self") in queues for f in callers())
 
 
 def _copy_of(problem: BaseException) -> BaseException:

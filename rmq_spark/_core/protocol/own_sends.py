@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX
 
 if TYPE_CHECKING:
-    from rmq_spark._core.log.groups import Place, Queue
+    from rmq_spark._core.log.groups import Place
     from rmq_spark._core.protocol.engine import Engine
+    from rmq_spark._core.vocabulary.queues import Queue
 
 PREFIXES = ("back.", "dead.", "resend.")
 """Prefixes of these names. A name that a user gives has no dot."""

@@ -32,8 +32,9 @@ class Replays:
             return self._engine.find(header.app_id, header.batch_id)
         return self.require(header) if self._engine.is_replay(header) else None
 
-    def require_no_fork(self, header: HalfHeader, lineage: Lineage | None) -> HalfHeader | None:
+    def predecessor_of(self, header: HalfHeader, lineage: Lineage | None) -> HalfHeader | None:
         """Return the header of the application's last batch, which a new one of a query follows; None for the first.
+        CheckpointMismatchError: the new one does not follow it.
 
         A micro-batch that sends nothing leaves no trace in the log, so its number is free. A copy of the checkpoint may
         have sent under that number what this query has yet to send. Then the checkpoint lacks the log's last batch.

@@ -47,7 +47,7 @@ from rmq_spark._core.protocol.observe import observed
 from rmq_spark._core.protocol.outcome import OF_THE_LOG, Outcome, Run, left_open, outcome_of_left
 from rmq_spark._core.protocol.replay import Replays, following
 from rmq_spark._core.protocol.split import Split, split_by_verdict
-from rmq_spark._core.protocol.steps import Answered, Decide, Execute, Prepare, Step, Steps, Wait, finish
+from rmq_spark._core.protocol.steps import Answered, Decide, Execute, MayBlock, Prepare, Sleep, Step, Steps, finish
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.spans import settling
 from rmq_spark._core.vocabulary.options import LEASE_S, LEASE_S_MAX, REPLAY_CHECK_TIMEOUT_S, seconds
@@ -219,9 +219,10 @@ class TwoPhase:
                 with settling(self.engine.path, record.half_id, step.attempt, str(step.who), *counts, record.topics):
                     (decided,) = self.commits.decide([step.decision])
                     return decided.or_raise()
-            case Wait():
-                if step.seconds:
-                    self.engine.runtime.sleep(step.seconds)
+            case MayBlock():
+                return None
+            case Sleep():
+                self.engine.runtime.sleep(step.seconds)
                 return None
 
     def steps(
@@ -236,7 +237,7 @@ class TwoPhase:
         replayed = record = self._replays.find(header)
         files: Sequence[Stageable] = ()
         while record is None:
-            last = self._replays.require_no_fork(header, lineage)
+            last = self._replays.predecessor_of(header, lineage)
             if not files:
                 self.pending.require_room(header.producer_group)
                 files = stage()
@@ -251,7 +252,7 @@ class TwoPhase:
             except AlreadyPreparedError:  # another run of the same batch was faster
                 replayed = record = self._replays.find(header) if header.numbered else self._replays.require(header)
             except OF_THE_LOG as problem:  # its commit may have been made
-                yield Wait(0)
+                yield MayBlock()
                 self._replays.require_not_prepared(header, problem)
                 raise
         if not header.numbered and NO_LISTENER_FENCE not in (record.header.fence_id, header.fence_id):
@@ -265,7 +266,7 @@ class TwoPhase:
                 run.held = held_by(files)
                 yield from self._run_attempt(run, 1, record.all_rows)  # 3 execute, 4 decide
             if not run.outcome.messages and (replayed is not None or not self._is_settled(run)):
-                yield Wait(0)
+                yield MayBlock()
                 yield from self._settle(run)  # R
         except HalfBatchLeftError as left:  # this run slept, and others settled the half batch meanwhile
             if left.archived is None:
@@ -411,7 +412,7 @@ class TwoPhase:
                     warned = True
                     sentence = self._waiting(run, sum(rows.count for _, rows in to_check))
                     logger.warning("%s", sentence, extra=of_header(run.record.header))
-                yield Wait(pause_s)
+                yield Sleep(pause_s)
                 pause_s = min(pause_s * 2, REPLAY_BACKOFF_S_MAX)
         run.end_with(state)
 

@@ -50,14 +50,17 @@ class Decide(NamedTuple):
         return self.split.decision(self.run.record, self.attempt, self.who)
 
 
-class Wait(NamedTuple):
-    """Wait for this many seconds, 0 or more. From this step on a send reads tables and may wait again, so a driver
-    gives it a thread of its own."""
+class MayBlock(NamedTuple):
+    """From here on the send reads tables and may sleep. So a driver gives it a thread of its own."""
+
+
+class Sleep(NamedTuple):
+    """Sleep for this many seconds."""
 
     seconds: float
 
 
-Step: TypeAlias = Prepare | Execute | Decide | Wait
+Step: TypeAlias = Prepare | Execute | Decide | MayBlock | Sleep
 Steps: TypeAlias = Generator[Step, Any, Outcome]
 
 

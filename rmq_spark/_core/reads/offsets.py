@@ -13,6 +13,7 @@ from datetime import datetime, timedelta, timezone
 from typing import NamedTuple
 
 from rmq_spark._core.vocabulary.options import INT64_MAX, nearest, require_time
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
 
 EARLIEST = "earliest"
@@ -20,8 +21,6 @@ LATEST = "latest"
 EARLIEST_OFFSET = -2
 LATEST_OFFSET = -1
 
-Queue = tuple[str, int]
-"""A topic and a queue_id."""
 Positions = dict[Queue, int]
 """The next offset of every queue."""
 Again = dict[Queue, tuple[int, datetime]]

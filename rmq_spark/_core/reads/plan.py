@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rmq_spark._core.log.input import require_known_topic
 from rmq_spark._core.log.placements import MessageRange, PlacedRange, Placements, out_of_range
-from rmq_spark._core.reads.offsets import CountedPositions, Positions, Queue, resolve
+from rmq_spark._core.reads.offsets import CountedPositions, Positions, resolve
 from rmq_spark._core.vocabulary.message import RETRY_PREFIX
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
     from rmq_spark._core.reads.options import Subscription
-
-    pass
 
 logger = logging.getLogger(__name__)
 

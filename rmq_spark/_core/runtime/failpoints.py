@@ -31,8 +31,8 @@ POINTS: Mapping[str, str] = {
     "commit begins": "a commit is to be made; table, change",
     "commit done": "a commit has landed; table, change",
     # commits that many threads share
-    "commit awaited": "a request waits for the next shared commit; lane",
-    "shared commit begins": "the requests of many threads are to be committed; lane, about",
+    "commit awaited": "a request waits for the next shared commit; queue",
+    "shared commit begins": "the requests of many threads are to be committed; queue, about",
     # op
     "lease written": "checkers are kept away",
     "reopened": "rows are pending again",

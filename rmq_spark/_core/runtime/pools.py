@@ -77,7 +77,7 @@ class ElasticPool:
     def __init__(self, most: int, name: str, runtime: Runtime) -> None:
         self._most = most
         self._name = name
-        self._machine = runtime
+        self._runtime = runtime
         self.lock = threading.RLock()  # a signal handler may send, too
         """:meth:`put` takes it."""
         self._more = threading.Condition(self.lock)
@@ -124,7 +124,7 @@ class ElasticPool:
         self._comes = True
         self._threads += 1
         try:
-            self._machine.start_thread(self._run, self._name)
+            self._runtime.start_thread(self._run, self._name)
         except BaseException as problem:  # there is no room for a thread, or Python ends
             self._comes = False
             self._threads -= 1

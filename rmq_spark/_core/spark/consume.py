@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.consumers.in_order import RESULT, Queue, QueueResult, by_queue, consume_queue
+from rmq_spark._core.consumers.in_order import RESULT, QueueResult, by_queue, consume_queue
 from rmq_spark._core.consumers.listener import EachMessage, Listen, answers, require_table_listener, tell_failed
 from rmq_spark._core.consumers.retry import (
     MAX_RECONSUME_TIMES,
@@ -38,6 +38,7 @@ from rmq_spark._core.spark.workers import require_importable
 from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.vocabulary.message import require_app_id, require_group_name
 from rmq_spark._core.vocabulary.options import DELAY_LEVELS_S, named, seconds, whole_number
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
 

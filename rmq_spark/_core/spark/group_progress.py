@@ -11,9 +11,8 @@ from rmq_spark.errors import GroupInUseError
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
-    from rmq_spark._core.reads.offsets import Again, Positions, Queue
-
-    pass
+    from rmq_spark._core.reads.offsets import Again, Positions
+    from rmq_spark._core.vocabulary.queues import Queue
 
 logger = logging.getLogger(__name__)
 

@@ -24,17 +24,17 @@ class StoreClock:
     """
 
     def __init__(self, fs: Any, folder: str, runtime: Runtime) -> None:
-        self._fs, self._folder, self._machine = fs, folder, runtime
+        self._fs, self._folder, self._runtime = fs, folder, runtime
         self._looked_at: float | None = None  # clock minus monotonic clock, when the clock last agreed with the store's
 
     def require_near(self) -> None:
         """Raise ClockError when the two clocks are more than :data:`CLOCK_SKEW_S_MAX` apart."""
-        before_s = self._machine.time()
-        offset_s = before_s - self._machine.monotonic()
+        before_s = self._runtime.time()
+        offset_s = before_s - self._runtime.monotonic()
         if self._looked_at is not None and abs(offset_s - self._looked_at) < STEP_S:
             return
         store_s = self.stored_at()
-        if not before_s - CLOCK_SKEW_S_MAX <= store_s <= self._machine.time() + CLOCK_SKEW_S_MAX:
+        if not before_s - CLOCK_SKEW_S_MAX <= store_s <= self._runtime.time() + CLOCK_SKEW_S_MAX:
             ahead_s = before_s - store_s
             raise ClockError(
                 f"this machine's clock says {_utc_text(before_s)}, the store's says {_utc_text(store_s)}: "
@@ -66,7 +66,7 @@ class StoreClock:
                 "(docs/backup.md)"
             ) from None
         written = self._fs.get_file_info(path).mtime
-        return self._machine.time() if written is None else float(written.timestamp())
+        return self._runtime.time() if written is None else float(written.timestamp())
 
 
 def _utc_text(seconds: float) -> str:

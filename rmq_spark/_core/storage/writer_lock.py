@@ -41,13 +41,13 @@ class WriterLock:
 
     def __init__(self, folder: Path | None, runtime: Runtime) -> None:
         self._file = None if folder is None or fcntl is None else folder / "_turn"  # Delta's VACUUM leaves it
-        self._machine = runtime
+        self._runtime = runtime
         self._until_s = -math.inf
         self._not_before_s = -math.inf
 
     def lost(self) -> None:
         """Take turns from now on, after a lost race."""
-        now_s = self._machine.monotonic()
+        now_s = self._runtime.monotonic()
         if now_s >= self._not_before_s:
             self._until_s = now_s + TAKES_TURNS_S
 
@@ -63,7 +63,7 @@ class WriterLock:
                 lock_file.close()
 
     def _take(self) -> IO[bytes] | None:
-        started_s = self._machine.monotonic()
+        started_s = self._runtime.monotonic()
         if self._file is None or started_s >= self._until_s:
             return None
         try:
@@ -74,11 +74,11 @@ class WriterLock:
             try:
                 fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if self._machine.monotonic() >= started_s + WAITS_S_MAX:
+                if self._runtime.monotonic() >= started_s + WAITS_S_MAX:
                     lock_file.close()
-                    self._until_s, self._not_before_s = -math.inf, self._machine.monotonic() + TAKES_TURNS_S
+                    self._until_s, self._not_before_s = -math.inf, self._runtime.monotonic() + TAKES_TURNS_S
                     return None
-                self._machine.sleep(LOOKS_S)
+                self._runtime.sleep(LOOKS_S)
             except OSError:  # a file system without locks
                 lock_file.close()
                 self._file = None

@@ -204,7 +204,7 @@ class Content:
     def open(self, op: Operation) -> tuple[CommitLog, Callable[[], object]]:
         """A handle on a copy with the news, and what it is to do."""
         log = self.handle(op.warm)
-        log.engine.upkeep = False
+        log.engine.compacts_in_background = False
         if op.warm:
             warm_up(log)
         call = op.make(log, self)
@@ -241,10 +241,10 @@ class InMemory(Content):
     def __init__(self, clock: StoppedClock) -> None:
         super().__init__(clock)
         self._old = InMemoryCommitLog()
-        self._old.engine.upkeep = False
+        self._old.engine.compacts_in_background = False
         self.fill(self._old)
         self._new = self._old.copy()
-        self._new.engine.upkeep = False
+        self._new.engine.compacts_in_background = False
         self.bring_news(self._new)
 
     def handle(self, warm: bool) -> CommitLog:
@@ -268,11 +268,11 @@ class OnDisk(Content):
         self._folder, self._copies = folder, count(1)
         self._copy = folder / "copy0"
         log = CommitLog.create(folder / "old")
-        log.engine.upkeep = False
+        log.engine.compacts_in_background = False
         self.fill(log)
         shutil.copytree(folder / "old", folder / "new")
         log = CommitLog.open(folder / "new")
-        log.engine.upkeep = False
+        log.engine.compacts_in_background = False
         self.bring_news(log)
 
     def handle(self, warm: bool) -> CommitLog:
