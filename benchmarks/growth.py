@@ -222,7 +222,7 @@ def main() -> None:
     for log in (old, young):
         log.engine.half.table.refresh()
         log.refresh()
-        live = [t.actions().num_rows for t in (log.engine.half.table, log.engine.op)]
+        live = [t.actions().num_rows for t in (log.engine.half.table, log.engine.op_table)]
         print(
             f"{log!r}: {live[0]:,} live files of half, {live[1]:,} of op, {sum(log.engine.tails().values()):,} messages"
         )

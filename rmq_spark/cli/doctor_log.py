@@ -180,7 +180,7 @@ class LogDoctor:
 
     def _files(self) -> Iterator[Finding]:
         engine = self._engine
-        half, op = (table.actions().num_rows for table in (engine.half.table, engine.op))
+        half, op = (table.actions().num_rows for table in (engine.half.table, engine.op_table))
         what = f"{half:,} live files in half, {op:,} in op"
         if half > HALF_FILES or op > OP_FILES:
             yield Finding(

@@ -86,7 +86,7 @@ def look(log: CommitLog) -> Overview:
     firsts = dict(engine.firsts(refresh=False))
     undrained = Undrained(engine).look(INT64_MAX)
     files, table_bytes = {}, {}
-    for table in (engine.half.table, engine.op, engine.messages_table):
+    for table in (engine.half.table, engine.op_table, engine.messages_table):
         table.refresh()
         sizes = table.actions()["size_bytes"].to_pylist()
         files[table.name], table_bytes[table.name] = len(sizes), sum(n or 0 for n in sizes)

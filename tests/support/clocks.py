@@ -105,6 +105,6 @@ def on_a_machine(log: InMemoryCommitLog, ahead_s: float) -> InMemoryCommitLog:
     """A handle of a machine whose clock is so far ahead of the others'."""
     twin = log.another()
     engine = twin.engine
-    for part in (engine.half.table, engine.op, engine.topics_table, engine.ledger, engine):
+    for part in (engine.half.table, engine.op_table, engine.topics_table, engine.ledger, engine):
         part.runtime = Ahead(ahead_s)
     return twin

@@ -169,7 +169,7 @@ def split(rows: RowSet, every: int) -> tuple[RowSet, RowSet]:
 def merge_op_files(log: CommitLog) -> None:
     """Upkeep by another process, however few op files there are."""
     with limited(OP_FILES_MAX=2):
-        op_merge.compact_op(another(log).engine.op)
+        op_merge.compact_op(another(log).engine.op_table)
 
 
 def move_half(log: CommitLog) -> None:
@@ -249,7 +249,7 @@ def in_half(log: CommitLog) -> set[str]:
 
 def op_kinds(log: CommitLog, half_id: str) -> list[str]:
     """The kinds of the op rows of a half batch, in version order."""
-    op = another(log).engine.op
+    op = another(log).engine.op_table
     op.refresh()
     rows = op.read(op.actions()["path"].to_pylist(), None, pc.field("half_id") == half_id).sort_by("version")
     return [str(kind) for kind in rows["kind"].to_pylist()]

@@ -37,7 +37,7 @@ _LIVES_IN = {
     "rmq_spark._core.listeners.listener": "CommitOncePrepared NO_LISTENER_FENCE Verdicts load_listener",
     "rmq_spark._core.log": (
         "decision_module=decision follower=op_reader half half_header half_store=half_table half_writer "
-        "ledger=op_table marking=mark op_merge"
+        "ledger marking=mark op_merge"
     ),
     "rmq_spark._core.log.archive": "Archived ArchivedDecision",
     "rmq_spark._core.log.batch_state": "BatchState RowState",
@@ -51,7 +51,7 @@ _LIVES_IN = {
     "rmq_spark._core.log.half_table": "HalfTable",
     "rmq_spark._core.log.half_writer": "HalfWriter",
     "rmq_spark._core.log.op": "Kind OP_SCHEMA OP_STATS_COLUMNS=STATS_COLUMNS OpRow Who op_table=to_table",
-    "rmq_spark._core.log.op_table": "Ledger",
+    "rmq_spark._core.log.ledger": "Ledger",
     "rmq_spark._core.log.prepared_batches": "PreparedBatches",
     "rmq_spark._core.log.second_look": "BELIEVED_S LOOK_INTERVAL_S",
     "rmq_spark._core.log.staged_batches": "Shared Staged",

@@ -11,7 +11,7 @@ from tests.support.inside import BatchState, OpRow, RowState
 
 
 def op_rows_of(log: CommitLog) -> list[dict[str, Any]]:
-    op = another(log).engine.op
+    op = another(log).engine.op_table
     op.refresh()
     return op.read(op.actions()["path"].to_pylist()).sort_by("version").to_pylist()
 

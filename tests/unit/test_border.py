@@ -66,7 +66,7 @@ STATES: dict[str, Callable[[CommitLog], object]] = {
 
 def delete_now(log: CommitLog) -> None:
     """Delete every file that is in no table any more."""
-    tables = [another(log).engine.half.table, another(log).engine.op, another(log).engine.messages_table]
+    tables = [another(log).engine.half.table, another(log).engine.op_table, another(log).engine.messages_table]
     maintenance.delete_replaced(tables, 0, dry_run=False)
 
 

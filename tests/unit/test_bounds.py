@@ -68,7 +68,7 @@ def test_a_time_that_no_consumer_can_hold_is_refused_before_anything_is_staged(
         table = pa.table({"body": ["a", "b"], column: numbers_as_times(unit, 1, number)})
         with pytest.raises(MessageError, match=rf"{column} of row 1 .*1970-01-01 to 2261-12-31.*milliseconds"):
             producer.send_messages_in_transaction(table, topic="orders")
-    assert log.engine.half.table.fs.content.keys() == log.engine.op.fs.content.keys() == set()
+    assert log.engine.half.table.fs.content.keys() == log.engine.op_table.fs.content.keys() == set()
     assert log.pending().num_rows == 0
 
 

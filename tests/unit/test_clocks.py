@@ -47,7 +47,7 @@ def test_a_writer_whose_clock_is_not_the_stores_is_refused_before_anything_is_wr
     log: CommitLog, monkeypatch: pytest.MonkeyPatch, ahead_s: float
 ) -> None:
     record = prepare(log, 0, 2)
-    versions = log.engine.half.table.version, log.engine.op.version
+    versions = log.engine.half.table.version, log.engine.op_table.version
     with monkeypatch.context() as patch:
         set_clock(patch, ahead_s, and_the_stores=False)
         wrong = another(log)
@@ -57,7 +57,7 @@ def test_a_writer_whose_clock_is_not_the_stores_is_refused_before_anything_is_wr
             commit(wrong, wrong.engine.get(record.half_id))
         with pytest.raises(ClockError):
             wrong.vacuum()
-    assert (another(log).engine.half.table.refresh(), another(log).engine.op.refresh()) == versions
+    assert (another(log).engine.half.table.refresh(), another(log).engine.op_table.refresh()) == versions
     commit(log, record)
     assert len(bodies(log)) == 2
 
@@ -305,7 +305,7 @@ def test_upkeep_that_goes_on_is_on_time(kept_log: CommitLog, monkeypatch: pytest
         if another(log).maintain().files_expired:
             expired_s.append(ahead_s)
     assert [2 * 3600 <= s <= 2 * 3600 + 600 for s in expired_s] == [True]
-    looks = another(log).engine.op.transaction_version(LOOKED)
+    looks = another(log).engine.op_table.transaction_version(LOOKED)
     assert looks is not None
     assert 0 <= time.time() + 3 * 3600 - looks <= LOOK_INTERVAL_S + 1200
 

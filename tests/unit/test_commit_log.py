@@ -72,8 +72,8 @@ def ids(table: pa.Table) -> list[str]:
 
 
 def op_rows(log: CommitLog, kind: Kind | None = None) -> list[dict[str, object]]:
-    log.engine.op.refresh()
-    rows = log.engine.op.read(log.engine.op.actions()["path"].to_pylist()).sort_by("version").to_pylist()
+    log.engine.op_table.refresh()
+    rows = log.engine.op_table.read(log.engine.op_table.actions()["path"].to_pylist()).sort_by("version").to_pylist()
     return [r for r in rows if kind is None or r["kind"] == kind]
 
 
@@ -568,12 +568,12 @@ def test_merging_op_files_changes_nothing(log: CommitLog, monkeypatch: pytest.Mo
     log.engine.ledger.lease([prepare(log, 5)], 60)
     other = another(log)
     before = (log.read("orders").to_pylist(), log.pending().to_pylist(), op_rows(log))
-    files = log.engine.op.actions().num_rows
-    assert op_merge.compact_op(another(log).engine.op)
+    files = log.engine.op_table.actions().num_rows
+    assert op_merge.compact_op(another(log).engine.op_table)
     for handle in (log, other, another(log)):
         assert (handle.read("orders").to_pylist(), handle.pending().to_pylist(), op_rows(handle)) == before
-    assert log.engine.op.actions().num_rows < files
-    assert not op_merge.compact_op(log.engine.op)
+    assert log.engine.op_table.actions().num_rows < files
+    assert not op_merge.compact_op(log.engine.op_table)
     commit(log, prepare(log, 6))
     check_offsets(log)
 
@@ -595,7 +595,7 @@ def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch
         commit(log, prepare(log, i, 1))
         log.close()
     log.engine.ledger.refresh()
-    assert log.engine.op.actions().num_rows < 16
+    assert log.engine.op_table.actions().num_rows < 16
     assert log.engine.ledger.low_water_ms > 0
     check_offsets(log)
 

@@ -223,11 +223,11 @@ def test_a_commit_is_known_again_after_any_number_of_others(log: CommitLog) -> N
     other = another(log)
 
     def others_commit() -> None:
-        other.engine.op.refresh()
-        version = other.engine.op.version + 1
+        other.engine.op_table.refresh()
+        version = other.engine.op_table.version + 1
         leases = [to_table([OpRow(Kind.LEASE, "app:0")], version, record.prepared_at, f"c{i}") for i in range(1100)]
-        file = other.engine.op.write(pa.concat_tables(leases), "op", STATS_COLUMNS)
-        assert other.engine.op.compare_and_set(lambda _: Change(add=[file]), lambda _: True)
+        file = other.engine.op_table.write(pa.concat_tables(leases), "op", STATS_COLUMNS)
+        assert other.engine.op_table.compare_and_set(lambda _: Change(add=[file]), lambda _: True)
 
     with at("commit done", others_commit, table="op"):
         assert sum(p.count for p in commit(log, record)) == 5

@@ -147,7 +147,7 @@ def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, monkeyp
     log.engine.compacts_in_background = False
     for i in range(6):
         commit(log, prepare(log, i))
-    table = another(log).engine.op
+    table = another(log).engine.op_table
     table.refresh()
     paths = table.actions().sort_by("min.version")["path"].to_pylist()
     for several in (paths[0::2], paths[1::2]):

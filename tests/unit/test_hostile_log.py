@@ -171,7 +171,7 @@ def decided(log: CommitLog) -> CommitLog:
 
 def edit(log: CommitLog, **changes: object) -> CommitLog:
     """Replace the log's only op row by an edited one, and come back with a handle that has not seen the first."""
-    op = another(log).engine.op
+    op = another(log).engine.op_table
     op.refresh()
     paths = op.actions()["path"].to_pylist()
     (row,) = op.read(paths).to_pylist()
@@ -225,8 +225,8 @@ def test_an_edited_op_row_is_an_error_to_who_reads_it_and_to_who_decides_over_it
             decide_one(
                 own.engine, own.engine.get("app:0"), 1, commit={0: b"\1\0\0\0\0\0"}, rollback={}, who=Who.EXECUTE
             )
-        own.engine.op.refresh()
-        assert own.engine.op.read(own.engine.op.actions()["path"].to_pylist()).num_rows == 1
+        own.engine.op_table.refresh()
+        assert own.engine.op_table.read(own.engine.op_table.actions()["path"].to_pylist()).num_rows == 1
 
 
 @ON_DELTA
@@ -312,9 +312,9 @@ def test_a_footer_that_lies_about_its_versions_hides_no_op_row(log: CommitLog, t
     if marked:
         assert log.engine.ledger.mark()
     commit(log, prepare(log, 1, 3))
-    for path in log.engine.op.actions()["path"].to_pylist():
+    for path in log.engine.op_table.actions()["path"].to_pylist():
         file = tmp_path / "log" / "op" / path
-        bounds = log.engine.op.read([path], ["version"])["version"][0].as_py().to_bytes(8, "little")
+        bounds = log.engine.op_table.read([path], ["version"])["version"][0].as_py().to_bytes(8, "little")
         content = file.read_bytes()
         begin = content.rindex(b"\x07version")  # what the footer says of this column
         end = content.index(OP_SCHEMA.names[OP_SCHEMA.names.index("version") + 1].encode(), begin)

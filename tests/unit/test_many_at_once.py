@@ -202,8 +202,8 @@ def test_threads_that_decide_many_and_others_that_decide_one_lose_and_double_not
 
 # ---------------------------------------------------------------- leases
 def lease_rows(log: CommitLog) -> list[tuple[int, str]]:
-    log.engine.op.refresh()
-    rows = log.engine.op.read(log.engine.op.actions()["path"].to_pylist()).sort_by("version").to_pylist()
+    log.engine.op_table.refresh()
+    rows = log.engine.op_table.read(log.engine.op_table.actions()["path"].to_pylist()).sort_by("version").to_pylist()
     return [(r["version"], r["half_id"]) for r in rows if r["kind"] == "lease"]
 
 

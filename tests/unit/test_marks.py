@@ -154,8 +154,8 @@ def test_a_mark_that_does_not_say_what_is_open_is_refused(log: CommitLog) -> Non
     (mark,) = [r for r in rows if r["kind"] == "mark"]
     mark["below"][0]["pending"] = None
     mark["version"] += 1
-    log.engine.op.refresh()
-    table = pa.Table.from_pylist([mark], schema=log.engine.op.schema)
+    log.engine.op_table.refresh()
+    table = pa.Table.from_pylist([mark], schema=log.engine.op_table.schema)
     with pytest.raises(CorruptLogError, match="without saying what is open"):
         log.engine.ledger.followed.after(table, mark["version"])
 

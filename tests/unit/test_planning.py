@@ -113,10 +113,10 @@ def test_ranges_are_the_same_after_op_was_compacted(log: CommitLog) -> None:
     open_before, latest = planner(log), planner(log).latest()
     before = planner(log).ranges({}, latest)
     assert log.engine.ledger.mark()
-    files = log.engine.op.actions().num_rows
+    files = log.engine.op_table.actions().num_rows
     merge_op_files(log)
-    log.engine.op.refresh()
-    assert log.engine.op.actions().num_rows < files
+    log.engine.op_table.refresh()
+    assert log.engine.op_table.actions().num_rows < files
     assert planner(log).ranges({}, latest) == before
     assert open_before.ranges({}, latest) == before
     send(log, 6)
@@ -139,7 +139,7 @@ def test_a_compaction_that_loses_races_to_a_busy_writer_merges_once(log: CommitL
     latest = planner(log).latest()
     before = planner(log).ranges({}, latest)
     with seen_at("commit begins", overtaken, table="op") as tries:
-        assert op_merge.compact_op(another(log).engine.op)
+        assert op_merge.compact_op(another(log).engine.op_table)
     assert len(tries) == 4
     assert len({file.path for tried in tries for file in tried["change"].add}) == 1
     assert planner(log).ranges({}, latest) == before

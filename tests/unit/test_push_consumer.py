@@ -604,7 +604,7 @@ def test_many_messages_are_sent_back_in_a_commit_or_two_of_each_table(state: str
 
 def versions(log: CommitLog) -> tuple[int, int]:
     own = log.another()
-    return own.engine.half.table.refresh(), own.engine.op.refresh()
+    return own.engine.half.table.refresh(), own.engine.op_table.refresh()
 
 
 def test_a_message_that_cannot_be_sent_back_stays_unfinished(log: CommitLog, limit: Limit) -> None:

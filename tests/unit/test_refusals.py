@@ -264,7 +264,7 @@ def test_an_op_row_without_what_its_kind_needs_is_an_error(kind: str, column: st
     if kind == "mark":
         assert log.engine.ledger.mark()
         commit(log, prepare(log, 3, 2))
-    edit_row(log.engine.op, kind, column, value)
+    edit_row(log.engine.op_table, kind, column, value)
     with pytest.raises(CorruptLogError, match=words):
         log.another().pending()
 
@@ -277,6 +277,6 @@ def test_a_lost_placement_is_an_error_before_anything_is_placed_behind_it(marked
         log.engine.ledger.mark()
         commit(log, prepare(log, 4, 2))
         commit(log, prepare(log, 5, 2))
-    edit_row(log.engine.op, "commit", None, None, row=3 if marked else 1)
+    edit_row(log.engine.op_table, "commit", None, None, row=3 if marked else 1)
     with pytest.raises(CorruptLogError, match="op rows are lost or doubled"):
         log.another().pending()

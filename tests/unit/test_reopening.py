@@ -174,7 +174,7 @@ def test_an_entry_that_was_damaged_for_a_moment_does_not_poison_a_handle(folder:
 
 
 def test_a_handle_that_lost_its_table_gives_no_old_answers(folder: Path) -> None:
-    table = CommitLog.open(folder).engine.op
+    table = CommitLog.open(folder).engine.op_table
     table.refresh()
     before = table.actions()
     with unreadable(folder, "op"):
@@ -204,7 +204,7 @@ def empty_delta_log(folder: Path) -> None:
 @pytest.mark.parametrize("goes", [remove, remove_delta_log, empty_delta_log, make_anew])
 def test_a_log_that_vanished_is_no_log_and_never_an_old_answer(folder: Path, goes: Callable[[Path], object]) -> None:
     """delta-rs takes a list without new entries for "nothing is new", also when no entry is left."""
-    table = CommitLog.open(folder).engine.op
+    table = CommitLog.open(folder).engine.op_table
     assert table.refresh() == 1
     goes(folder)
     for ask in (table.refresh, table.refresh, table.actions, lambda: table.version):
@@ -235,13 +235,13 @@ def test_a_log_that_was_away_is_read_on_when_it_is_back(folder: Path) -> None:
 def test_a_table_that_was_set_back_is_not_read_on_by_who_has_seen_more(folder: Path) -> None:
     writer = CommitLog.open(folder)
     commit(writer, prepare(writer, 1, 1))
-    table: DeltaLogTable = CommitLog.open(folder).engine.op  # type: ignore[assignment]
+    table: DeltaLogTable = CommitLog.open(folder).engine.op_table  # type: ignore[assignment]
     assert table.refresh() == 2
     newest_entry(folder, "op").unlink()
     for _ in range(2):
         with pytest.raises(CorruptLogError, match=r"version 1.*has seen version 2"):
             table.refresh()
-    assert CommitLog.open(folder).engine.op.refresh() == 1
+    assert CommitLog.open(folder).engine.op_table.refresh() == 1
 
 
 # ---------------------------------------------------------------- threads
@@ -320,12 +320,12 @@ def test_an_entry_that_upkeep_removes_while_a_paused_process_opens_the_table_is_
 
     log = CommitLog.open(folder)
     before = bodies(log)
-    log.engine.op._lose()
+    log.engine.op_table._lose()
     monkeypatch.setattr(DeltaTable, "__init__", paused)
     assert bodies(log) == before
     assert listed == [listed[0]] * 3
     listed.clear()
     fails = 100
-    log.engine.op._lose()
+    log.engine.op_table._lose()
     with pytest.raises(CorruptLogError, match="cannot be read any more"):
         bodies(log)

@@ -55,11 +55,11 @@ def test_a_merged_file_that_a_race_kept_waiting_and_somebody_removed_is_not_comm
     def overtaken() -> None:
         commit(log, log.engine.get("app:4"))
         clock.pauses.append(10 * STAGED_UNSEEN_S)
-        vacuum(log.engine.op)
+        vacuum(log.engine.op_table)
 
     gone = pytest.raises(LostStagedFileError, match="staged for table op, is gone or cut")
     with at("commit begins", overtaken, table="op"), gone:
-        op_merge.compact_op(another(log).engine.op)
+        op_merge.compact_op(another(log).engine.op_table)
     assert len(bodies(another(log))) == 5
     check_offsets(another(log))
 

@@ -65,12 +65,12 @@ def two_hours_pass(log: CommitLog) -> None:
     for n in range(2):
         send_all(other, f"later{n}", 2)
     let_leave(other)
-    op_merge.compact_op(other.engine.op)
+    op_merge.compact_op(other.engine.op_table)
     other.create_topic("refunds", 1, exist_ok=True)
     other.engine.groups.set("readers", {("orders", 0): 1}, "a test")
     for table in (
         other.engine.half.table,
-        other.engine.op,
+        other.engine.op_table,
         other.engine.topics_table,
         other.engine.messages_table,
         other.engine.groups.table,

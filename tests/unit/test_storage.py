@@ -93,7 +93,7 @@ def test_a_damaged_part_of_the_delta_log_that_is_read_late_is_named(
     def fail(*given: object, **named: object) -> object:
         raise DeltaError("Kernel error: Parquet error: insufficient definition levels")
 
-    table = txmq.CommitLog.create(tmp_path / "log").engine.op
+    table = txmq.CommitLog.create(tmp_path / "log").engine.op_table
     monkeypatch.setattr(DeltaTable, method, fail)
     with pytest.raises(CorruptLogError, match="the Delta log of table op cannot be read any more: Kernel error"):
         ask(table)

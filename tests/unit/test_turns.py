@@ -137,7 +137,7 @@ def test_handles_that_take_turns_commit_what_they_would_without(log: CommitLog, 
 
     def run(number: int) -> None:
         log = handles[number]
-        for table in (log.engine.half.table, log.engine.op):
+        for table in (log.engine.half.table, log.engine.op_table):
             table._turns.lost()  # type: ignore[attr-defined]
         with producer_of(log) as producer:
             begin.wait(DEADLINE_S)

@@ -57,13 +57,13 @@ def test_old_orphans_go_and_live_and_young_files_stay(log: CommitLog, tmp_path: 
 def test_files_that_left_the_table_within_part_of_an_hour_count_as_removed_lately(log: CommitLog) -> None:
     for batch_id in range(3):
         commit(log, prepare(log, batch_id, 1))
-    before = set(log.engine.op.actions()["path"].to_pylist())
+    before = set(log.engine.op_table.actions()["path"].to_pylist())
     merge_op_files(log)
-    log.engine.op.refresh()
-    removed = before - set(log.engine.op.actions()["path"].to_pylist())
+    log.engine.op_table.refresh()
+    removed = before - set(log.engine.op_table.actions()["path"].to_pylist())
     assert removed
-    assert log.engine.op.removed_since(1800.0) >= removed
-    assert log.engine.op.removed_since(90 * 60.0) >= removed
+    assert log.engine.op_table.removed_since(1800.0) >= removed
+    assert log.engine.op_table.removed_since(90 * 60.0) >= removed
 
 
 def test_anothers_commits_are_not_orphans(log: CommitLog, tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def merged(
     late = CommitLog.open(tmp_path / "log")
     late.engine.ledger.refresh()
     set_clock(monkeypatch, -getattr(request, "param", 0) * DAY_S)
-    assert op_merge.compact_op(CommitLog.open(tmp_path / "log").engine.op)
+    assert op_merge.compact_op(CommitLog.open(tmp_path / "log").engine.op_table)
     monkeypatch.undo()
-    return late, late.engine.op.actions()["path"].to_pylist()
+    return late, late.engine.op_table.actions()["path"].to_pylist()
 
 
 def test_files_that_were_merged_lately_stay_for_those_who_read_them(
@@ -113,7 +113,7 @@ def test_files_that_were_merged_lately_stay_for_those_who_read_them(
 ) -> None:
     late, paths = merged
     assert log.vacuum() == []
-    assert late.engine.op.read(paths).num_rows == 8
+    assert late.engine.op_table.read(paths).num_rows == 8
 
 
 @pytest.mark.parametrize("merged", [8], indirect=True)

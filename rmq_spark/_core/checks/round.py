@@ -311,14 +311,10 @@ class Checker:
                 require_same_fence(record.half_id, record.header.fence_id, store_id_of(listener))
             return normalize_verdicts(returned(listener.check_local_transaction, batch), batch)
 
-        def seconds_left() -> float:
-            round_.decisions.make_if_old()  # a listener that hangs must not delay earlier decisions
-            return round_.seconds_left()
-
         asks_nobody = listener is self._without_fence
         here = listener.requires_spark or not self._asker.in_threads
         try:
-            answer = self._asker.ask(question, call, here or asks_nobody, seconds_left)
+            answer = self._asker.ask(question, call, here or asks_nobody, round_.seconds_to_wait)
         except NoAnswer as reason:
             round_.report.problem(record.half_id, str(reason))
             return
@@ -340,12 +336,8 @@ class Checker:
             verdicts = {q.key: _normalized(answer, q.batch) for answer, q in zip(replies, own_questions, strict=True)}
             return [verdicts.get(q.key, _OF_ANOTHER_STORE) for q in new]
 
-        def seconds_left() -> float:
-            round_.decisions.make_if_old()  # a listener that hangs must not delay earlier decisions
-            return round_.seconds_left()
-
         here = listener.requires_spark or not self._asker.in_threads
-        answers = self._asker.ask_many(questions, call, here, seconds_left)
+        answers = self._asker.ask_many(questions, call, here, round_.seconds_to_wait)
         alone: set[str] = set()
         unknown: list[AnsweredCheck] = []
         for question, answer in zip(questions, answers, strict=True):
@@ -526,6 +518,11 @@ class _Round:
         if self.stop.is_set():
             return 0.0
         return float("inf") if self.timeout_s is None else self.timeout_s - self.seconds()
+
+    def seconds_to_wait(self) -> float:
+        """Seconds left for a call of the listener. A call that hangs must not delay decisions, so old ones are made."""
+        self.decisions.make_if_old()
+        return self.seconds_left()
 
 
 def _tally(

@@ -250,7 +250,7 @@ def _pins(engine: Engine) -> list[Pin]:
         groups = [pin(engine.groups.table)] if engine.has_groups() else []
         messages = pin(engine.messages_table)
         require_own(engine.messages_table)
-        op = pin(engine.op)
+        op = pin(engine.op_table)
         lost = _not_in_half(engine, op.version)
         pins = [*groups, messages, op, pin(half), pin(engine.topics_table)]
         if not _has_left(half, first_look):
@@ -280,7 +280,9 @@ def _not_in_half(engine: Engine, until: int) -> list[str]:
     placed: set[str] = set()
     position = drained_up_to(engine.messages_table)
     while position < until:
-        rows, position = rows_above(engine.op, position, until, OP_ROWS_MAX, ["version", "half_id", "queue_offset"])
+        rows, position = rows_above(
+            engine.op_table, position, until, OP_ROWS_MAX, ["version", "half_id", "queue_offset"]
+        )
         placed.update(rows.filter(pc.is_valid(rows["queue_offset"]))["half_id"].to_pylist())
     counted = engine.half.contents.counted()
     counted.require_all()

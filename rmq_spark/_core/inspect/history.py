@@ -136,7 +136,7 @@ def _times(ms: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def _archived(engine: Engine) -> pa.Table:
     columns = ["kind", "half_id", "count", "producer_group", "prepared_ms", "archived"]
-    rows = engine.op.read(engine.ledger.archive_paths(), columns)
+    rows = engine.op_table.read(engine.ledger.archive_paths(), columns)
     return rows.filter(of_kind(rows, Kind.ARCHIVED))
 
 
@@ -163,9 +163,9 @@ def _archived_decisions(archived: pa.Table) -> pa.Table:
 
 def _events(engine: Engine, since: datetime, archived: pa.ChunkedArray) -> pa.Table:
     """Return the op rows since a time about half batches that are not archived, as events."""
-    actions = engine.op.actions()
+    actions = engine.op_table.actions()
     recent = pc.greater_equal(actions["modification_time"], int((since.timestamp() - CLOCKS_S) * 1000))
-    rows = engine.op.read(actions.filter(recent)["path"].to_pylist(), _EVENT_COLUMNS)
+    rows = engine.op_table.read(actions.filter(recent)["path"].to_pylist(), _EVENT_COLUMNS)
     is_event = pc.is_in(rows["kind"], value_set=pa.array([kind.value for kind in TOLD]))
     is_archived = pc.is_in(rows["half_id"], value_set=archived.combine_chunks())
     rows = rows.filter(pc.and_(is_event, pc.invert(is_archived)))

@@ -141,8 +141,8 @@ def _time_of(ms: int) -> datetime:
 def _ids_in_op(engine: Engine, where: pc.Expression) -> list[str]:
     with engine.lock:
         engine.ledger.refresh()
-        paths = engine.op.actions()["path"].to_pylist()
-    half_ids: list[str] = pc.unique(engine.op.read(paths, ["half_id"], where)["half_id"]).to_pylist()
+        paths = engine.op_table.actions()["path"].to_pylist()
+    half_ids: list[str] = pc.unique(engine.op_table.read(paths, ["half_id"], where)["half_id"]).to_pylist()
     return half_ids
 
 

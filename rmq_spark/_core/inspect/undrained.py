@@ -61,7 +61,7 @@ class Undrained:
 
     def look(self, enough: int) -> Amount:
         """Return the present amount. Counting stops at ``enough`` bytes."""
-        op = self._engine.op
+        op = self._engine.op_table
         until = op.refresh()
         if until == self._counted and not self._waiting:
             return Amount()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -33,6 +35,23 @@ OPEN_ROWS_KEPT = 1_000_000
 """Rows of open half batches whose states are kept in memory, at four bytes each."""
 
 
+@dataclass
+class Awaited:
+    """A commit of op rows that is under way.
+
+    Attributes
+    ----------
+    written : dict of str to pyarrow.Table
+        The rows of its files, by path.
+    arrived : bool
+        Whether its rows were read.
+    """
+
+    commit_id: str
+    written: dict[str, pa.Table] = field(default_factory=dict)
+    arrived: bool = False
+
+
 class OpReader:
     """Follows ``op`` and writes nothing.
 
@@ -55,11 +74,20 @@ class OpReader:
         self._untouched: dict[str, None] = {}
         # A mark's version, and the older op rows that were read since, by half id.
         self._older_rows: tuple[int, dict[str, pa.Table]] = (-1, {})
-        self._awaited: str | None = None  # the id of the commit under way
-        self._written: dict[str, pa.Table] = {}  # the rows of its files by path, so that they are not read again
-        self._arrived = False  # whether that commit was among the rows read
+        self._awaited: Awaited | None = None  # the commit under way
         self.unreadable: Sequence[UnreadableFile] = ()
         """Shared files that could not be read when open half batches were last listed."""
+
+    # ------------------------------------------------------------------ own commits
+    @contextmanager
+    def awaiting(self, commit_id: str) -> Iterator[Awaited]:
+        """While the writer commits op rows under this id: files that it names in :attr:`Awaited.written` are not read
+        again, and :attr:`Awaited.arrived` says whether its rows were read."""
+        self._awaited = Awaited(commit_id)
+        try:
+            yield self._awaited
+        finally:
+            self._awaited = None
 
     # ------------------------------------------------------------------ following the table
     def refresh(self) -> int:
@@ -90,8 +118,8 @@ class OpReader:
         for half_id in pc.unique(rows["half_id"]).to_pylist():
             self._open.pop(half_id, None)
             self._untouched.pop(half_id, None)
-        if self._awaited is not None and pc.any(pc.equal(rows["commit_id"], self._awaited)).as_py():
-            self._arrived = True
+        if self._awaited is not None and pc.any(pc.equal(rows["commit_id"], self._awaited.commit_id)).as_py():
+            self._awaited.arrived = True
         self.followed = after
         return version
 
@@ -125,8 +153,9 @@ class OpReader:
         paths = actions.filter(new)["path"].to_pylist()
         # The reader does not filter: it would skip rows by a footer's statistics, which have no checksum
         # against flipped bits.
-        parts = [read_op(self.table, unread)] if (unread := [p for p in paths if p not in self._written]) else []
-        rows = pa.concat_tables([NO_OPS, *parts, *(self._written[p] for p in paths if p in self._written)])
+        written = {} if self._awaited is None else self._awaited.written
+        parts = [read_op(self.table, unread)] if (unread := [p for p in paths if p not in written]) else []
+        rows = pa.concat_tables([NO_OPS, *parts, *(written[p] for p in paths if p in written)])
         between = pc.and_(pc.greater_equal(rows["version"], first), pc.less_equal(rows["version"], last))
         return rows.filter(between).sort_by("version")
 

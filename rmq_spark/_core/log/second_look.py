@@ -50,7 +50,7 @@ def doubt_s(engine: Engine, note: bool = True) -> float:
     float
         0 while looks follow each other. After a time without upkeep it is that time, until the second look.
     """
-    op = engine.op
+    op = engine.op_table
     with engine.lock:
         op.refresh()
         believed, looked = _after_look(engine, op)

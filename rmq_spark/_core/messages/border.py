@@ -104,7 +104,9 @@ class Drained:
         This check costs a call of delta-rs."""
         with self._engine.lock:
             border = self.border()
-            require_drained(self._engine.messages_table, pruned_up_to(self._engine.op, PRUNED_PLACED), "op was pruned")
+            require_drained(
+                self._engine.messages_table, pruned_up_to(self._engine.op_table, PRUNED_PLACED), "op was pruned"
+            )
             return border
 
     def _require_same_op(self, position: int) -> None:
@@ -115,7 +117,7 @@ class Drained:
                 "table op was set back to an older copy. Restore the newest one"
             )
         placed, commit = (table.transaction_version(name) for name in (LAST_PLACED, LAST_COMMIT))
-        if placed is None or placed <= pruned_up_to(engine.op, PRUNED_PLACED):
+        if placed is None or placed <= pruned_up_to(engine.op_table, PRUNED_PLACED):
             return
         if commit not in {commit_number(commit_id) for commit_id in engine.ledger.commit_ids_at(placed)}:
             raise CorruptLogError(

@@ -75,7 +75,7 @@ class Drainer:
         while True:
             table = self._engine.messages_table
             pruned = pruned_up_to(
-                self._engine.op, PRUNED_PLACED
+                self._engine.op_table, PRUNED_PLACED
             )  # read before messages, which then has all that was pruned
             table.refresh()
             position = drained_up_to(table)
@@ -146,7 +146,7 @@ class Drainer:
 
     def _op_rows(self, position: int, until: int) -> tuple[pa.Table, int]:
         """All op rows above a version, as far as they fit into memory, and the version up to which they go."""
-        return rows_above(self._engine.op, position, until, OP_ROWS_MAX, COLUMNS)
+        return rows_above(self._engine.op_table, position, until, OP_ROWS_MAX, COLUMNS)
 
 
 def _is_next(table: Table, position: int) -> bool:

@@ -260,8 +260,8 @@ class LogWatch:
             pc.field("decided_by").isin(list(CHECKED_BY))
         )
         with engine.lock:
-            paths = engine.op.actions()["path"].to_pylist()
-            rows = engine.op.read(paths, ["kind", "half_id", "op_time", "decided_by"], where)
+            paths = engine.op_table.actions()["path"].to_pylist()
+            rows = engine.op_table.read(paths, ["kind", "half_id", "op_time", "decided_by"], where)
         self._note(seen, rows)
         return seen
 
@@ -282,7 +282,7 @@ class LogWatch:
             head = seen.engine.version
             if head <= seen.position:
                 return
-            rows, end = rows_above(seen.engine.op, seen.position, head, OP_ROWS_MAX, COLUMNS)
+            rows, end = rows_above(seen.engine.op_table, seen.position, head, OP_ROWS_MAX, COLUMNS)
         self._note(seen, rows)
         deciding = rows.filter(pc.is_in(rows["kind"], value_set=pa.array([kind.value for kind in DECIDING])))
         seen.changed.update(pc.unique(deciding["half_id"]).to_pylist())

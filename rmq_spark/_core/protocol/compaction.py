@@ -32,7 +32,7 @@ class Compaction:
         """Start a run, if ``op`` has many small files and no run is under way."""
         if (
             self._engine.compacts_in_background
-            and op_merge.is_due(self._engine.op)
+            and op_merge.is_due(self._engine.op_table)
             and (self._thread is None or not self._thread.is_alive())
         ):
             try:
@@ -51,7 +51,7 @@ class Compaction:
             engine = self._engine.another()
             # In this order the mark reads few files of op, and a cold start reads only the mark's small file and
             # those after it.
-            op_merge.compact_op(engine.op)
+            op_merge.compact_op(engine.op_table)
             engine.ledger.mark()
         except Exception as problem:
             logger.warning("upkeep of %s failed: %s", redacted(self._engine.path), failure(problem))

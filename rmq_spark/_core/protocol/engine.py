@@ -22,7 +22,7 @@ from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.log.input import require_known_topic
-from rmq_spark._core.log.op_table import Ledger
+from rmq_spark._core.log.ledger import Ledger
 from rmq_spark._core.log.op_view import Tails
 from rmq_spark._core.log.placements import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.log.second_look import doubt_s
@@ -67,10 +67,10 @@ class Engine:
         for table in (tables.op, tables.topics):
             self._with_our_lock(table)
         self.half = HalfTable(tables.half)
-        self.op = tables.op
+        self.op_table = tables.op
         self.topics_table = tables.topics
         self.topic_store = TopicTable(tables.topics, tables.default_queues)
-        self.ledger = Ledger(self.op, self.half, self.topic_store, self._has_left_elsewhere)
+        self.ledger = Ledger(self.op_table, self.half, self.topic_store, self._has_left_elsewhere)
         self.runtime = tables.half.runtime
         self.drained = Drained(self)
         self._compaction = Compaction(self)
@@ -82,7 +82,7 @@ class Engine:
 
     def looked_at(self) -> Iterable[Table]:
         """The tables that this engine reads, without ``groups``."""
-        return (self.half.table, self.op, self.topics_table, self.messages_table)
+        return (self.half.table, self.op_table, self.topics_table, self.messages_table)
 
     def __repr__(self) -> str:
         return f"CommitLog({redacted(self.path)!r})"
@@ -147,7 +147,7 @@ class Engine:
 
     def tables(self) -> list[Table]:
         """The tables that exist, as they were last read. Before the first use of ``groups`` that table does not."""
-        tables = [self.half.table, self.op, self.topics_table, self.messages_table]
+        tables = [self.half.table, self.op_table, self.topics_table, self.messages_table]
         return [*tables, self.groups.table] if self._tables.has_groups() else tables
 
     # ------------------------------------------------------------------ topics
@@ -327,7 +327,7 @@ class Engine:
     @property
     def version(self) -> int:
         """The version of ``op`` that this handle last read."""
-        return self.op.version
+        return self.op_table.version
 
     @looks_again
     def tails(self, refresh: bool = True) -> Tails:
@@ -347,7 +347,7 @@ class Engine:
 
     def placements(self, since: int = 0, above: int = 0) -> Iterator[tuple[pa.Table, int | None]]:
         """Op rows that place messages, the newest first: see :func:`walk_placements`."""
-        return walk_placements(self.op, since, above)
+        return walk_placements(self.op_table, since, above)
 
     def read_range(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None

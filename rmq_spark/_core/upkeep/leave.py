@@ -177,7 +177,7 @@ class Leaver:
         return len(records) if dry_run or not records else len(self._append(records, version))
 
     def _op_rows(self, half_ids: Sequence[str]) -> pa.Table:
-        op = self._engine.op
+        op = self._engine.op_table
         where = pc.field("half_id").isin(list(half_ids))
         return read_op(op, op.actions()["path"].to_pylist(), LOOKED_AT, where).sort_by("version")
 

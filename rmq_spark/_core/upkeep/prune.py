@@ -103,7 +103,7 @@ class Pruner:
         own = half_ids.filter(reduce(pc.or_, (pc.starts_with(half_ids, prefix) for prefix in PREFIXES)))
         if not len(own):
             return half_ids
-        rows = engine.op.read(
+        rows = engine.op_table.read(
             engine.ledger.archive_paths(), ["kind", "half_id", "archived"], pc.field("half_id").isin(own)
         )
         rows = rows.filter(of_kind(rows, Kind.ARCHIVED))
@@ -113,18 +113,18 @@ class Pruner:
 
     def _without_other_rows(self, half_ids: pa.Array) -> pa.Array:
         """The half batches of which ``op`` has nothing but their ``archived`` row."""
-        op = self._engine.op
+        op = self._engine.op_table
         where = pc.field("half_id").isin(half_ids) & (pc.field("kind") != Kind.ARCHIVED.value)
         others = op.read(op.actions()["path"].to_pylist(), ["half_id"], where)["half_id"]
         return half_ids.filter(pc.invert(pc.is_in(half_ids, value_set=others.combine_chunks())))
 
     def _files(self, dead: _Dead, since: int) -> list[dict[str, Any]]:
         """The op files to rewrite, in version order, each with ``path, size_bytes, dropped``."""
-        actions = self._engine.op.actions()
+        actions = self._engine.op_table.actions()
         passed = actions.filter(pc.fill_null(pc.less(actions["max.version"], since), False)).sort_by("min.version")
         files: list[dict[str, Any]] = []
         for file in passed.select(["path", "size_bytes"]).to_pylist():
-            rows = self._engine.op.read([file["path"]], ["kind", "half_id"])
+            rows = self._engine.op_table.read([file["path"]], ["kind", "half_id"])
             dropped = pc.sum(dead.may_go(rows)).as_py() or 0
             if dropped and dropped >= PRUNED_SHARE_MIN * rows.num_rows:
                 files.append({**file, "dropped": dropped})
@@ -132,7 +132,7 @@ class Pruner:
 
     def _rewrite(self, paths: Sequence[str], dead: _Dead) -> int:
         """Replace some files by the rows that stay; return how many rows went."""
-        op = self._engine.op
+        op = self._engine.op_table
         rows = op.read(paths)
         goes = dead.may_go(rows)
         gone, kept = rows.filter(goes), rows.filter(pc.invert(goes))
@@ -157,7 +157,7 @@ class Pruner:
         # Archived rows are looked for by half id, the others by version.
         for part, order in ((kept.filter(is_archived), "half_id"), (kept.filter(pc.invert(is_archived)), "version")):
             if part.num_rows:
-                yield self._engine.op.write(part.sort_by(order), "op", STATS_COLUMNS)
+                yield self._engine.op_table.write(part.sort_by(order), "op", STATS_COLUMNS)
 
 
 def _groups(files: Sequence[dict[str, Any]]) -> Iterator[list[str]]:

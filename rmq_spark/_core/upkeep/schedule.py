@@ -160,7 +160,7 @@ def _round(
     expired = Expirer(engine, doubt_s).run(dry_run)
     merged = 0
     if not dry_run:
-        merged = op_merge.compact_op(engine.op)
+        merged = op_merge.compact_op(engine.op_table)
         with turn:
             kept_s = {name: t.retention_s for name, t in engine.topic_store.all().items() if t.retention_s is not None}
             try:

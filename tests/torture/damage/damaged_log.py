@@ -132,8 +132,8 @@ def _compact(log: CommitLog) -> None:
     most = op_merge.OP_FILES_MAX
     op_merge.OP_FILES_MAX = 4
     try:
-        log.engine.op.refresh()
-        assert op_merge.compact_op(log.engine.op)
+        log.engine.op_table.refresh()
+        assert op_merge.compact_op(log.engine.op_table)
     finally:
         op_merge.OP_FILES_MAX = most
 

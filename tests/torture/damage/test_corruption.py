@@ -110,7 +110,7 @@ def test_a_swapped_op_file_is_noticed(folder: Path, tmp_path: Path) -> None:
     """Each holds good rows, but of other versions: what selects files by their bounds would pass rows over."""
     log = tmp_path / "log"
     shutil.copytree(folder / "log", log)
-    live = sorted(CommitLog.open(log).engine.op.actions()["path"].to_pylist())
+    live = sorted(CommitLog.open(log).engine.op_table.actions()["path"].to_pylist())
     one, other = (log / "op" / name for name in live[:2])
     content = one.read_bytes()
     one.write_bytes(other.read_bytes())

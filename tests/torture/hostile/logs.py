@@ -253,7 +253,7 @@ def _log_to_edit(marked: bool) -> InMemoryCommitLog:
     commit(log, prepare(log, 3, {"body": ["a", "b"], "k": ["x", "y"]}, per="key", key="k", topic="points"))
     hidden = prepare(log, 4, 2)
     log.engine.ledger.quarantine(hidden, 1, pending(log, hidden), Who.DISCARD, "asked too often")
-    for table in (log.engine.half.table, log.engine.op, log.engine.topics_table):  # decoded once, for all copies
+    for table in (log.engine.half.table, log.engine.op_table, log.engine.topics_table):  # decoded once, for all copies
         table.read(table.actions()["path"].to_pylist())
     return log
 
@@ -432,7 +432,7 @@ def _plan(log: CommitLog) -> None:
 def _watch_paths(log: InMemoryCommitLog) -> list[str]:
     """Names of files that are opened and lie outside of the tables."""
     asked: list[str] = []
-    for table in (log.engine.half.table, log.engine.op):
+    for table in (log.engine.half.table, log.engine.op_table):
         opened = table.fs.open_input_file
 
         def watching(path: str, opened: Callable[[str], Any] = opened, folder: str = table.folder) -> Any:
@@ -456,7 +456,7 @@ def edited_op_rows(rng: random.Random) -> bool:
     are, at offsets without gaps."""
     made = rng.choice(_TO_EDIT).copy()
     outside = _watch_paths(made)
-    _edit(rng, made.engine.op, OP_SCHEMA, STATS_COLUMNS)
+    _edit(rng, made.engine.op_table, OP_SCHEMA, STATS_COLUMNS)
     log = made.another()
     shown = _ask_everything(log, outside)
     true = _true_rows(log)

@@ -436,7 +436,7 @@ def _move_mark(log: CommitLog, content: Content) -> Callable[[], object]:
 def _compact(log: CommitLog, content: Content) -> Callable[[], object]:
     def compact() -> None:
         with limited(OP_FILES_MAX=2):
-            op_merge.compact_op(log.engine.op)
+            op_merge.compact_op(log.engine.op_table)
 
     return compact
 
@@ -652,9 +652,9 @@ class Truth:
 def read_truth(log: CommitLog, content: Content, known: Sequence[Truth] = ()) -> Truth:
     """The tables of a log; one of those that are known, when they say the same."""
     tables = log.another()
-    for table in (tables.engine.half.table, tables.engine.op, tables.engine.topics_table):
+    for table in (tables.engine.half.table, tables.engine.op_table, tables.engine.topics_table):
         table.refresh()
-    rows = tables.engine.op.read(tables.engine.op.actions()["path"].to_pylist()).sort_by("version")
+    rows = tables.engine.op_table.read(tables.engine.op_table.actions()["path"].to_pylist()).sort_by("version")
     commits: dict[int, list[str]] = {}
     for row in rows.drop_columns(["path", "commit_id"]).to_pylist():
         commits.setdefault(row["version"], []).append(repr(row))

@@ -1049,7 +1049,7 @@ def _drained_in_part() -> Iterator[None]:
 @mutant("a drain takes the files of op for whole versions", A.DRAINED_OTHERWISE, **DRAINS)
 def _drained_by_files() -> Iterator[None]:
     def op_rows(self: Drainer, position: int, until: int) -> tuple[pa.Table, int]:
-        op = self._engine.op
+        op = self._engine.op_table
         paths = op.actions().sort_by([("min.version", "descending")])["path"].to_pylist()
         rows = op.read(paths[:1])
         wanted = pc.and_(pc.greater(rows["version"], position), pc.less_equal(rows["version"], until))

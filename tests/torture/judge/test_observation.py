@@ -66,7 +66,7 @@ def test_a_reading_that_lacks_a_row_is_seen(log: CommitLog) -> None:
 
 def test_an_op_row_that_came_in_by_another_door_is_seen(log: CommitLog) -> None:
     """The rows of the first commit once more, appended by hand."""
-    op = log.engine.op
+    op = log.engine.op_table
     op.refresh()
     rows = op.read(op.actions()["path"].to_pylist()).sort_by("version").slice(0, 1)
     again = rows.set_column(0, "version", pa.array([op.version + 1], pa.int64()))

@@ -227,7 +227,7 @@ def judge(shop: Shop) -> tuple[int, list[str]]:
     note_log(history, shop.log, left=shop.left)
     history.note(Kind.END)
     messages = log.read(TOPIC, columns=READ_COLUMNS)
-    note_messages(history, Kind.READ, "judge", FINAL, messages, log.engine.op.version)
+    note_messages(history, Kind.READ, "judge", FINAL, messages, log.engine.op_table.version)
     log.drain()
     note_messages_table(history, "judge", FINAL, shop.log)
     whole = {FINAL, *(file.name for file in shop.readings.iterdir())}

@@ -273,7 +273,7 @@ def keep_up(shop: Shop, history: History, process: str, chance: random.Random) -
             log.engine.ledger.mark()
         elif what == "merge":
             log.engine.ledger.refresh()
-            op_merge.compact_op(log.engine.op)
+            op_merge.compact_op(log.engine.op_table)
         elif what == "maintain":
             maintain(log.engine, GRACES)
         elif what == "vacuum":
@@ -337,7 +337,7 @@ def read_on(shop: Shop, history: History, process: str, chance: random.Random) -
 
 def _read_all(shop: Shop, log: txmq.CommitLog, history: History, process: str, operation: str) -> None:
     messages = log.read(TOPIC, columns=READ_COLUMNS)
-    note_messages(history, Kind.READ, process, operation, messages, log.engine.op.version)
+    note_messages(history, Kind.READ, process, operation, messages, log.engine.op_table.version)
     note_messages_table(history, process, operation, shop.log)
     (shop.readings / operation).touch()
 

@@ -105,7 +105,7 @@ class SharedTrack(Track):
 
 def note_versions(log: txmq.CommitLog, history: History, process: str) -> None:
     """From now on, note at which version each acknowledged commit of this handle is, and whether it merged files."""
-    for table in (log.engine.half.table, log.engine.op):
+    for table in (log.engine.half.table, log.engine.op_table):
         if "try_commit" in vars(table):  # another thread has seen to it
             continue
         real: Callable[[Change], bool] = table.try_commit  # type: ignore[attr-defined]
@@ -321,7 +321,7 @@ def keep_up(track: Track, history: History, process: str, chance: random.Random)
     note_versions(log, history, process)
     while not track.stop.exists():
         log.engine.ledger.mark()
-        op_merge.compact_op(log.engine.op)
+        op_merge.compact_op(log.engine.op_table)
         log.drain()
         time.sleep(chance.uniform(0.1, 0.5))
 

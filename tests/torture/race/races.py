@@ -226,7 +226,7 @@ class Race:
         log = track.open()
         topics = [topic for topic in (TOPIC, FIFO_TOPIC) if topic in log.topics()]
         messages = pa.concat_tables([log.read(topic, columns=READ_COLUMNS) for topic in topics])
-        note_messages(self.history, Kind.READ, "judge", FINAL, messages, log.engine.op.version)
+        note_messages(self.history, Kind.READ, "judge", FINAL, messages, log.engine.op_table.version)
         with ThreadPoolExecutor(2) as pool:
             for drained in [pool.submit(track.open().drain) for _ in range(2)]:
                 drained.result()

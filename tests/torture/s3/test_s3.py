@@ -65,7 +65,7 @@ def test_upkeep_and_vacuum_work_on_s3(log: txmq.CommitLog, s3: S3Server, limit: 
         commit(log, prepare(log, i))
     log.close()
     before = bodies(log)
-    assert len(another(log).engine.op.actions()) < 6
+    assert len(another(log).engine.op_table.actions()) < 6
     orphan = f"{log.engine.half.table.folder}/half-orphan.parquet"
     with log.engine.half.table.fs.open_output_stream(orphan) as stream:
         stream.write(b"left behind by a crash")

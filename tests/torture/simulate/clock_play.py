@@ -48,7 +48,9 @@ class _Play:
             for rows in (some, others) if record.header.transaction_per == "message" else (pending(log, record),):
                 decide_one(log.engine, record, 1, commit=rows, rollback={}, who=Who.EXECUTE)
         log = another(self.log)
-        half, op = (table.read(table.actions()["path"].to_pylist()) for table in (log.engine.half.table, log.engine.op))
+        half, op = (
+            table.read(table.actions()["path"].to_pylist()) for table in (log.engine.half.table, log.engine.op_table)
+        )
         note_tables(self.history, half, op)
         self.history.note(Kind.END)
         note_messages(self.history, Kind.READ, "final", FINAL, self.log.read(TOPIC, columns=READ_COLUMNS))

@@ -50,7 +50,7 @@ def play_fifo(seed: int) -> list[Anomaly]:
             processes[0].another().engine.ledger.mark()
         if chance.random() < 0.2:
             processes[chance.randrange(3)] = log.another()
-    for table in (log.engine.half.table, log.engine.op):
+    for table in (log.engine.half.table, log.engine.op_table):
         table.refresh()
     half, op = (
         table.read(table.actions()["path"].to_pylist()) for table in (log.engine.half.table, log.engine.ledger.table)

@@ -37,7 +37,7 @@ def play_marks(seed: int) -> list[Anomaly]:
     for half_id in checker.engine.open_half_ids():
         for attempt in checker.engine.state_of(checker.engine.get(half_id)).attempts(RowState.PENDING):
             _decide(checker, half_id, attempt, {}, whole=True)
-    tables = (log.engine.half.table, log.engine.op)
+    tables = (log.engine.half.table, log.engine.op_table)
     for table in tables:
         table.refresh()
     note_tables(history, *(table.read(table.actions()["path"].to_pylist()) for table in tables))

@@ -649,7 +649,7 @@ class Simulation:
         note_drained(self.history, self.world.process, operation, rows, position)
 
     def merge(self, log: SimulatedLog) -> None:
-        op_merge.compact_op(log.engine.op)
+        op_merge.compact_op(log.engine.op_table)
 
     def move(self, keeps_time: bool = True) -> None:
         """Half files are written anew under other names, with their time of prepare, as stripping does."""

@@ -519,18 +519,13 @@ class Ledger(OpReader):
                 return None
             table = to_table(rows, self.table.version + 1, self._op_time, commit_id)
             file = self.table.write(table, "op", STATS_COLUMNS)
-            self._written[file.path] = table
+            awaited.written[file.path] = table
             return Change(add=[file])
 
         def landed(change: Change) -> bool:
             self._catch_up()
-            return self._arrived
+            return awaited.arrived
 
-        with self.table.lock:
-            self._awaited, self._arrived = commit_id, False
-            try:
-                self.table.compare_and_set(propose, landed)
-            finally:
-                self._awaited = None
-                self._written = {}
+        with self.table.lock, self.awaiting(commit_id) as awaited:
+            self.table.compare_and_set(propose, landed)
         return rows
