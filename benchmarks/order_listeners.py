@@ -26,6 +26,19 @@ TABLE = "orders"
 COLUMNS = ("order_id", "customer", "amount")
 FIELDS = "order_id long, customer string, amount double"
 MAKE_TABLE = f"CREATE TABLE {TABLE} (order_id bigint PRIMARY KEY, customer text, amount double precision)"
+MAKE_COSTLY = (
+    f"CREATE INDEX by_customer ON {TABLE} (customer)",
+    f"CREATE INDEX by_amount ON {TABLE} (amount, customer)",
+    f"CREATE INDEX by_both ON {TABLE} (customer, order_id, amount)",
+    "CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS "
+    "$$ BEGIN NEW.customer := upper(NEW.customer); RETURN NEW; END $$",
+    f"CREATE TRIGGER note BEFORE INSERT ON {TABLE} FOR EACH ROW EXECUTE FUNCTION note()",
+)
+"""What makes the table cost the database work: three indexes and a trigger."""
+MAKE_CHEAP = (
+    "DROP INDEX IF EXISTS by_customer, by_amount, by_both",
+    "DROP FUNCTION IF EXISTS note() CASCADE",
+)
 COPY = f"COPY {TABLE} ({', '.join(COLUMNS)}) FROM STDIN"
 REFUSED_OF = 100
 """Every hundredth order is refused."""

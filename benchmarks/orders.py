@@ -4,6 +4,8 @@ Each round runs every way once, in turn, over the same micro-batches. The server
 
 - 1,000,000 orders by key in one micro-batch: seconds, memory of the process that runs the local transaction, bytes of
   the fence
+- the same on executors
+- calls that wait 20 ms for a partner, by ``PerMessageListener(threads=1, 16, 64)``, beside threads alone
 - sends of one order each, by 64 threads and by one: with a fence, without a database, and the database's transactions
   alone
 - a check of one half batch of pending transactions by key: executed ones, and others that never ran
@@ -21,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +81,15 @@ def plain(work: Callable[[Path], Callable[[DataFrame, int], None]]) -> Write:
     return write
 
 
+def on_executors(orders: DataFrame, folder: Path) -> DataStreamWriter:
+    """``foreachBatch`` with a sink whose local transactions run on the executors, by key."""
+    sink = txmq.TransactionalSink(
+        log_at(folder), topic="orders", producer_group="bench", listener=order_listeners.copying,
+        transaction_key="order_id", run_on="executors",
+    )  # fmt: skip
+    return orders.select("body", "order_id").writeStream.foreachBatch(sink)
+
+
 def listener(name: str) -> str:
     return f"{order_listeners.__name__}:{name}"
 
@@ -89,6 +101,8 @@ class Way:
     what: str
     write: Write
     stored: Callable[[int], int] = lambda rows: rows
+    costly: bool = False
+    """Whether the table has three indexes and a trigger."""
 
 
 WAYS = {
@@ -102,6 +116,10 @@ WAYS = {
     ),
     "plain": Way("at least once: COPY by rows on executors, Delta append", plain(order_listeners.by_rows)),
     "plain_pgpq": Way("at least once: COPY by pgpq on executors, Delta append", plain(order_listeners.by_encoder)),
+    "executors": Way("each order a transaction, on executors", on_executors),
+    "costly_key": Way("each order a transaction, costly table", ours(listener("copying"), by_key=True), costly=True),
+    "costly_executors": Way("the same on executors, costly table", on_executors, costly=True),
+    "costly_plain": Way("COPY by rows, Delta append, costly table", plain(order_listeners.by_rows), costly=True),
     "table_listener": Way("each order a transaction, TableListener", ours(listener("through_table"), by_key=True)),
 }
 COMPARED = {
@@ -110,10 +128,14 @@ COMPARED = {
     "orders_key_vs_plain_pgpq": ("by key, beside COPY by pgpq", "key", "plain_pgpq"),
     "orders_table_listener_vs_plain": ("TableListener, beside COPY by rows", "table_listener", "plain"),
     "orders_refused_1_percent_vs_none": ("1 % refused, beside none refused", "refused", "key"),
+    "orders_executors_vs_plain": ("by key on executors, beside COPY by rows", "executors", "plain"),
+    "orders_executors_vs_driver": ("by key on executors, beside the driver", "executors", "key"),
+    "orders_costly_executors_vs_plain": ("the same, costly table", "costly_executors", "costly_plain"),
+    "orders_costly_executors_vs_driver": ("the same, costly table", "costly_executors", "costly_key"),
     "orders_batch_copy_vs_plain": ("the batch as one, beside COPY by rows", "batch", "plain"),
     "orders_batch_copy_vs_no_listener": ("the batch as one, beside no listener", "batch", "none"),
 }
-CASES = (*WAYS, "million", "sends", "checks")
+CASES = (*WAYS, "million", "million_executors", "calls", "sends", "checks")
 
 
 def chosen() -> list[str]:
@@ -160,6 +182,9 @@ class Runs:
         """A stream that has not begun. Its files are gone at the end, and its rows when the next one begins."""
         with self.engine.begin() as connection:
             connection.exec_driver_sql(f"TRUNCATE {order_listeners.TABLE}, {FENCE}")
+            cheap = order_listeners.MAKE_CHEAP
+            for statement in (*cheap, *order_listeners.MAKE_COSTLY) if way.costly else cheap:
+                connection.exec_driver_sql(statement)
         with tempfile.TemporaryDirectory(dir=self.root) as folder:
             writer = way.write(self._orders(source), Path(folder))
             yield writer.option("checkpointLocation", f"{folder}/checkpoint")
@@ -180,12 +205,15 @@ class Runs:
             self._require(WAYS[name].stored(ROWS * BATCHES))
         return ROWS / ms * 1000
 
-    def in_one_batch(self) -> dict[str, float]:
+    def in_one_batch(self, name: str = "key") -> dict[str, float]:
         """Many orders by key in one micro-batch, after a small one."""
         source = self.root / "in one batch"
         if not source.exists():
             write_input(self.spark, source, [1000, IN_ONE_BATCH])
-        with self._run(WAYS["key"], source) as writer, peak_mb(self.pid) as peak:
+        # On executors the driver is this process: the sink has no other.
+        pid = self.pid if name == "key" else Path(f"{self.root}/own-pid")
+        pid.write_text(str(os.getpid()))
+        with self._run(WAYS[name], source) as writer, peak_mb(pid) as peak:
             (ms,) = micro_batch_ms(writer, 1)
             self._require(IN_ONE_BATCH + 1000)
             size = self._value(f"SELECT pg_total_relation_size('{FENCE}')")
@@ -235,15 +263,57 @@ def micro_batches(runs: Runs, names: Sequence[str]) -> None:
         publish(title, pairs, "the other")
 
 
-def one_micro_batch(runs: Runs) -> None:
-    found = [runs.in_one_batch() for _ in range(ROUNDS)]
-    medians = {f"orders_in_one_batch_{name}": median(one[name] for one in found) for name in found[0]}
+def one_micro_batch(runs: Runs, way: str = "key") -> None:
+    found = [runs.in_one_batch(way) for _ in range(ROUNDS)]
+    title = "orders_in_one_batch" if way == "key" else f"orders_in_one_batch_{way}"
+    medians = {f"{title}_{name}": median(one[name] for one in found) for name in found[0]}
     s, mb, size = ([one[name] for one in found] for name in found[0])
     print(
-        f"{IN_ONE_BATCH:,} orders by key in one micro-batch: {median(s):.1f} s ({spread(s, 1)}), {median(mb):,.0f} MB "
+        f"{IN_ONE_BATCH:,} orders by key in one micro-batch ({way}): {median(s):.1f} s ({spread(s, 1)}), "
+        f"{median(mb):,.0f} MB "
         f"({spread(mb, 0)}) in the process of the local transaction, {median(size):,.0f} bytes of fence"
     )
     write_medians({name: round(value, 2) for name, value in medians.items()})
+
+
+# ------------------------------------------------------------------ calls
+CALL_S = 0.02
+
+
+class Partner:
+    """Answers after a while."""
+
+    def execute_local_transaction(self, msg: txmq.MessageExt, arg: object) -> txmq.LocalTransactionState:
+        time.sleep(CALL_S)
+        return txmq.COMMIT_MESSAGE
+
+    def check_local_transaction(self, msg: txmq.MessageExt) -> txmq.LocalTransactionState:
+        return txmq.COMMIT_MESSAGE
+
+
+def calls(root: Path) -> None:
+    """Calls a second of a partner that takes 20 ms, by half batches of 50 calls a thread, beside threads alone."""
+    pairs = []
+    for threads in (1, 16, 64):
+        rates: dict[str, list[float]] = {"ours": [], "alone": []}
+        for number in range(ROUNDS + 1):
+            log, count = log_at(root / f"calls-{threads}-{number}"), 50 * threads
+            messages = pa.table({"body": [b"%d" % n for n in range(count)]})
+            listener = txmq.PerMessageListener(Partner(), threads=threads)
+            with txmq.TransactionMQProducer(log, "partner", listener, check_interval=None) as producer:
+                began = time.perf_counter()
+                producer.send_messages_in_transaction(messages, topic="orders", transaction_per="message")
+                rates["ours"].append(count / (time.perf_counter() - began))
+            log.close()
+            with ThreadPoolExecutor(threads) as pool:
+                began = time.perf_counter()
+                list(pool.map(lambda _: time.sleep(CALL_S), range(count)))
+                rates["alone"].append(count / (time.perf_counter() - began))
+        ours, alone = rates["ours"][1:], rates["alone"][1:]
+        pairs.append(
+            Pairs(f"partner_calls_{threads}_threads_vs_alone", f"{threads} threads", "calls/s", ours, alone, True)
+        )
+    publish("calls of 20 ms by PerMessageListener, with the half batch's commits", pairs, "threads alone")
 
 
 # ------------------------------------------------------------------ sends
@@ -344,7 +414,7 @@ def main() -> None:
         os.environ[order_listeners.URL] = url.render_as_string(hide_password=False)
         os.environ[order_listeners.PID] = str(root / "pid")
         ways = [name for name in names if name in WAYS]
-        if ways or "million" in names:
+        if ways or "million" in names or "million_executors" in names:
             spark = session()
             ends.callback(spark.stop)
             runs = Runs(spark, root, engine)
@@ -352,6 +422,10 @@ def main() -> None:
                 micro_batches(runs, ways)
             if "million" in names:
                 one_micro_batch(runs)
+            if "million_executors" in names:
+                one_micro_batch(runs, "executors")
+        if "calls" in names:
+            calls(root)
         if "sends" in names:
             sends(root, Orders(engine))
         if "checks" in names:
