@@ -65,7 +65,6 @@ class Asker:
 
     Parameters
     ----------
-    runtime : Runtime
     in_threads : bool
         False: every call is made in the caller's thread.
     """

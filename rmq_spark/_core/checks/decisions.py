@@ -26,7 +26,6 @@ class Decisions:
 
     Parameters
     ----------
-    engine : Engine
     on_problem : callable
         Called with each decision that was not made, and the reason.
     """

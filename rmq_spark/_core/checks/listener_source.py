@@ -21,7 +21,6 @@ def look_for(path: str, allowed_prefixes: Sequence[str] | None = None) -> str | 
 
     Parameters
     ----------
-    path : str
     allowed_prefixes : sequence of str, optional
         Modules that may be imported.
 

@@ -35,7 +35,6 @@ class Probe:
 
     Parameters
     ----------
-    runtime : Runtime
     listeners : mapping of str to TransactionListener
         By their producer groups.
     in_threads : bool

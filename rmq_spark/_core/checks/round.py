@@ -102,13 +102,7 @@ class Rules:
 
 
 class Checker:
-    """Runs rounds, and remembers the half batches that a round did not reach.
-
-    Parameters
-    ----------
-    engine : Engine
-    rules : Rules
-    """
+    """Runs rounds, and remembers the half batches that a round did not reach."""
 
     def __init__(self, engine: Engine, rules: Rules) -> None:
         self.engine = engine

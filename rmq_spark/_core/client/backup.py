@@ -110,10 +110,8 @@ class Manifest:
 
     Attributes
     ----------
-    log_id : str
     taken_at : datetime or None
         None, like the versions, while the first copy is unfinished.
-    versions : mapping of str to int, or None
     """
 
     log_id: str
@@ -312,13 +310,7 @@ def _verify(where: str, storage_options: Mapping[str, str], pins: Sequence[Pin])
 
 # ---------------------------------------------------------------- the copy
 class _Copy:
-    """A copy of a commit log at ``where``.
-
-    Parameters
-    ----------
-    where : str
-    storage_options : mapping, optional
-    """
+    """A copy of a commit log at ``where``."""
 
     def __init__(self, where: str, storage_options: Mapping[str, str] | None) -> None:
         self._where = where

@@ -21,8 +21,6 @@ class Stream:
 
     Attributes
     ----------
-    app_id : str
-    place : str
     next_batch : int
         The batch that runs when the query starts.
     planned : bool

@@ -30,7 +30,6 @@ class Comparison:
 
     Attributes
     ----------
-    standing : Standing
     half_id, app_id, batch_id, attempt :
         Of the half batch. ``attempt`` is None when the database does not know it.
     messages : int or None
@@ -67,10 +66,8 @@ class ReconcileReport:
 
     Attributes
     ----------
-    log, log_id : str
     since, made_at : datetime
         The start of the compared executions, and the time of the comparison (UTC).
-    applied : bool
     executed : int
         Attempts that the database executed since.
     settled : int

@@ -38,7 +38,6 @@ class Fetcher:
 
     Parameters
     ----------
-    engine : Engine
     wants : callable
         Tells whether the consumer reads a topic.
     selector : Selector, optional

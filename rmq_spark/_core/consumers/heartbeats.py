@@ -79,7 +79,6 @@ class Members:
     ----------
     table : Table
         The table ``groups``.
-    group, member : str
     topics : collection of str
         Topics that this member reads. The members that read a topic share its queues.
     lease_s : float

@@ -63,8 +63,6 @@ class GroupMember:
 
     Parameters
     ----------
-    engine : Engine
-    settings : MemberSettings
     reads_retries : bool
         Whether it also reads the group's retry topic.
     """

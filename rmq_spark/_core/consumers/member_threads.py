@@ -31,12 +31,7 @@ OF_THE_STORE = {"member", "fetch"}
 
 
 class MemberThreads:
-    """The threads that work for one member.
-
-    Parameters
-    ----------
-    member : GroupMember
-    """
+    """The threads that work for one member."""
 
     def __init__(self, member: GroupMember) -> None:
         self._member = member

@@ -38,7 +38,6 @@ class RetrySender:
 
     Parameters
     ----------
-    member : GroupMember
     reconsume_max : int, optional
         Retries of a message before it is a dead letter; when not given, 16, and no limit for tries in its place.
     delay_level : int, optional

@@ -100,7 +100,6 @@ def insert(
     ----------
     connection : sqlalchemy.Connection
         The connection that ``work`` gets.
-    table : str
     rows : pyarrow.Table
         Its columns are matched by name. Columns that it lacks get the table's defaults.
     schema : str, optional

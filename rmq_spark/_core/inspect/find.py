@@ -50,7 +50,6 @@ class Wanted:
         None: all topics but those of retries and dead letters.
     key : str
         One of the message's keys.
-    tags : tuple of str
     queue_id, offset : int
         An offset needs a queue.
     since, until : datetime

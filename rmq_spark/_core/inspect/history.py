@@ -78,7 +78,6 @@ def told(engine: Engine, since: datetime) -> Told:
 
     Parameters
     ----------
-    engine : Engine
     since : datetime
         With a time zone.
     """
@@ -278,7 +277,6 @@ def placed(engine: Engine, since: datetime, period_s: int) -> pa.Table:
 
     Parameters
     ----------
-    engine : Engine
     since : datetime
         With a time zone.
     period_s : int

@@ -28,7 +28,6 @@ class Amount(NamedTuple):
 
     Attributes
     ----------
-    messages : int
     bytes : int
         Approximate size in half files. Of a file that also has other rows, their share.
     whole : bool

@@ -42,12 +42,7 @@ POSITIONS_CONFIG: Mapping[str, str] = {
 
 
 class Brokers:
-    """Topics of Kafka, for one relay.
-
-    Parameters
-    ----------
-    settings : RelaySettings
-    """
+    """Topics of Kafka, for one relay."""
 
     def __init__(self, settings: RelaySettings, runtime: Runtime) -> None:
         self._settings = settings

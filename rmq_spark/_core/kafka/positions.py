@@ -49,7 +49,6 @@ class Position:
 
     Attributes
     ----------
-    next_offset : int
     last : Last or None
         The message before ``next_offset``. None when there is none, because messages expired or none was sent.
     """

@@ -21,13 +21,7 @@ Gap = tuple[Queue, int, int]
 
 
 class RelaySource:
-    """The topics of a commit log that a relay hands over.
-
-    Parameters
-    ----------
-    engine : Engine
-    settings : RelaySettings
-    """
+    """The topics of a commit log that a relay hands over."""
 
     def __init__(self, engine: Engine, settings: RelaySettings) -> None:
         self._engine = engine

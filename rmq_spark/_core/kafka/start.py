@@ -31,10 +31,6 @@ class Start:
 
     Parameters
     ----------
-    engine : Engine
-    settings : RelaySettings
-    source : RelaySource
-    brokers : Brokers
     run : str
         The unique id of this run.
     """

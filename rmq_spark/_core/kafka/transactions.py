@@ -48,7 +48,6 @@ class AbortedError(Exception):
         ``suspects`` is 0 for any other reason.
     code : int or None
         Kafka's error code for refused messages.
-    reason : str
     stays : bool
         Whether the reason lasts until a person acts.
     """

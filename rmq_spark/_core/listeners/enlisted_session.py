@@ -27,7 +27,6 @@ class EnlistedSession(TransactionListener):
     ----------
     listener : SqlTransactionListener
         Answers the checks.
-    session : sqlalchemy.orm.Session or sqlalchemy.Connection
     """
 
     def __init__(self, listener: SqlTransactionListener, session: sa.Connection | Session) -> None:

@@ -71,7 +71,6 @@ class Archived:
 
     Attributes
     ----------
-    half_id : str
     app_id, batch_id, query_id, input_hash, fence_id, transaction_per, producer_group :
         As in its header.
     prepared_ms : int

@@ -71,7 +71,6 @@ class BatchState:
 
     Parameters
     ----------
-    half_id : str
     files : mapping of int to FileState
         By file number, fresh (every row pending under attempt 1).
     """

@@ -33,7 +33,6 @@ class RolledBack:
 
     Attributes
     ----------
-    reason : str or None
     refused : bool
         The local transaction ran and refused the rows, so the rollback is final. A rollback by ``execute`` always is.
     ranges : mapping of int to Ranges

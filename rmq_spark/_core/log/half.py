@@ -99,7 +99,6 @@ class HalfRows:
 
     Attributes
     ----------
-    writer : HalfWriter
     source : pyarrow.Table
         These rows, from row ``at`` on, and maybe those of other half batches.
     """

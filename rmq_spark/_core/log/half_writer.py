@@ -45,7 +45,6 @@ class HalfWriter:
 
     Parameters
     ----------
-    header : HalfHeader
     topics : mapping of str to int
         Number of queues of every topic of the commit log.
     default_topic : str or None

@@ -44,13 +44,7 @@ class _Keyed:
 
 
 class KeyIndex:
-    """Sharding keys of half batches that send to FIFO topics. The key of a row never changes, so it is read once.
-
-    Parameters
-    ----------
-    half : HalfTable
-    topics : TopicTable
-    """
+    """Sharding keys of half batches that send to FIFO topics. The key of a row never changes, so it is read once."""
 
     def __init__(self, half: HalfTable, topics: TopicTable) -> None:
         self._half = half

@@ -43,7 +43,6 @@ class Marker:
     ----------
     follower : OpReader
         It has just read the state of ``op`` from the table.
-    half : HalfTable
     """
 
     def __init__(self, follower: OpReader, half: HalfTable) -> None:

@@ -45,9 +45,6 @@ class MessageRange:
 
     Attributes
     ----------
-    rows : RowRange
-    topic : str
-    queue_id : int
     queue_offset : int
         Of the first row; the others follow in order.
     since : int
@@ -145,7 +142,6 @@ class Placements:
 
     Parameters
     ----------
-    engine : Engine
     wants : callable
         Whether the reader wants a topic.
     """

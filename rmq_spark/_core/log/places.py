@@ -58,13 +58,7 @@ class Piece:
 
 
 class Placer:
-    """Reads what decides the place of half messages: their sharding keys and delivery times.
-
-    Parameters
-    ----------
-    half : HalfTable
-    topics : TopicTable
-    """
+    """Reads what decides the place of half messages: their sharding keys and delivery times."""
 
     def __init__(self, half: HalfTable, topics: TopicTable) -> None:
         self._half = half

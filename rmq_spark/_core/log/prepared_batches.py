@@ -27,7 +27,6 @@ class Prepared(NamedTuple):
     ----------
     ms : int
         When it was prepared.
-    rows : int
     """
 
     ms: int

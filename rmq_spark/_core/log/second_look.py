@@ -41,7 +41,6 @@ def doubt_s(engine: Engine, note: bool = True) -> float:
 
     Parameters
     ----------
-    engine : Engine
     note : bool
         Whether this look is noted. A look that is not noted does not help later ones.
 

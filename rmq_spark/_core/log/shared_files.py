@@ -28,12 +28,10 @@ class UnreadableFile(NamedTuple):
 
     Attributes
     ----------
-    path : str
     ms : int
         When its half batches were prepared.
     rows : int or None
         Rows of all its half batches, by the Delta log.
-    problem : CorruptLogError
     """
 
     path: str

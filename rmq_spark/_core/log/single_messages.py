@@ -22,8 +22,6 @@ class OneMessage:
 
     Attributes
     ----------
-    writer : HalfWriter
-    message : Message
     rows : HalfRows or None
         The arranged message.
     """

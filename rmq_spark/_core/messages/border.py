@@ -56,12 +56,7 @@ class _Border:
 
 
 class Drained:
-    """What one handle of a log knows of the table ``messages``.
-
-    Parameters
-    ----------
-    engine : Engine
-    """
+    """What one handle of a log knows of the table ``messages``."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -80,7 +80,6 @@ def message_files(
     ----------
     ranges : iterable of PlacedRange
         The ranges of a half file follow each other.
-    read : callable
     table : Table
         ``messages``.
     sizes : mapping of str to int, optional

@@ -114,7 +114,6 @@ def made_of(pieces: Iterable[Piece[_Range]], columns: Sequence[str]) -> Iterator
 
     Parameters
     ----------
-    pieces : iterable of Piece
     columns : sequence of str
         Of the source, or of the table ``messages``.
     """

@@ -60,10 +60,8 @@ def showing(
 
     Parameters
     ----------
-    engine : Engine
     port : int, optional
         The port that Prometheus scrapes. By default nothing is served.
-    address, cluster : str
     textfile : str
         The file for the yielded function; none when empty.
     once : bool

@@ -32,7 +32,6 @@ class Metric(NamedTuple):
         ``gauge``, ``counter`` or ``histogram``.
     labels : tuple of str
         The labels besides :data:`COMMON`.
-    help : str
     origin : str
         :data:`LOG`: read from the log, by any process. :data:`PROCESS`: counted in the acting process.
     """

@@ -27,10 +27,6 @@ LOOP_LOOKED_AT_S = 1.0
 class UnderWay:
     """Registers sends while the producer is open, and waits for their end when it closes. :meth:`leave` may also follow
     an interrupted :meth:`enter`.
-
-    Parameters
-    ----------
-    runtime : Runtime
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -109,12 +105,7 @@ class InFlight:
 
 
 class Keys:
-    """Lets sends with the same key run one after another, and others at once.
-
-    Parameters
-    ----------
-    runtime : Runtime
-    """
+    """Lets sends with the same key run one after another, and others at once."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

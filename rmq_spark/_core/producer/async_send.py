@@ -41,7 +41,6 @@ class AsyncSends:
 
     Parameters
     ----------
-    commits : GroupCommit
     admission : Admission
         The turns of local transactions.
     senders : ElasticPool
@@ -73,10 +72,8 @@ class AsyncSends:
         ----------
         two_phase : TwoPhase
             Has the listener to ask.
-        message : OneMessage
         arg : object
             Handed to the local transaction.
-        future : SendFuture
         """
         send = AsyncSend(self, two_phase, message, arg, future)
         if send.asks_nobody:

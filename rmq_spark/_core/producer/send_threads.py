@@ -26,16 +26,12 @@ class SendThreads:
     ----------
     producer_group : str
         Names the threads.
-    commits : GroupCommit
-    under_way : UnderWay
     enter : callable
         Registers a send, or raises because the producer is closed.
     in_flight_max : int
         Sends that may be under way at once.
-    listener_threads : int
     transaction_timeout : float
         Seconds.
-    runtime : Runtime
     """
 
     def __init__(

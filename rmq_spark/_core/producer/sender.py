@@ -29,7 +29,6 @@ class Request:
     ----------
     two_phase : TwoPhase
         Has the listener that executes.
-    batch : list of Message, or pyarrow.Table
     arg : object
         Handed to the local transaction.
     topic : str or None
@@ -38,7 +37,6 @@ class Request:
         A column of the table.
     per : str
         ``batch``, ``message`` or ``key``.
-    idempotency_key : str or None
     """
 
     two_phase: TwoPhase
@@ -62,7 +60,6 @@ class Sender:
     ----------
     two_phase : TwoPhase
         Of the producer's own listener.
-    producer_group : str
     """
 
     def __init__(self, two_phase: TwoPhase, producer_group: str) -> None:

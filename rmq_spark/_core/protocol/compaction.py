@@ -17,12 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Compaction:
-    """Compacts ``op`` and moves the low-water mark in a background thread, with table handles of its own.
-
-    Parameters
-    ----------
-    engine : Engine
-    """
+    """Compacts ``op`` and moves the low-water mark in a background thread, with table handles of its own."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

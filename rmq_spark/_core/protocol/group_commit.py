@@ -78,7 +78,6 @@ class GroupCommit:
 
     Parameters
     ----------
-    engine : Engine
     linger_s : float
         Seconds that a prepare waits for others to share its commit, unless there are ``at_once_max`` of them.
     at_once_max : int
@@ -229,7 +228,6 @@ class CommitQueue(Generic[Request, Result]):
 
     Parameters
     ----------
-    runtime : Runtime
     name : str
         Name of the thread.
     commit : callable

@@ -30,7 +30,6 @@ class LeaseKeeper:
 
     Parameters
     ----------
-    engine : Engine
     lease_s : float
         Seconds that a lease lasts. It is written when a transaction has run for a third of this, and again after each
         further third.

@@ -72,11 +72,6 @@ class PendingGuard:
     """Refuses new half batches of a producer group that has too much pending.
 
     Threads and programs that send at the same moment may exceed the limit, by one half batch each.
-
-    Parameters
-    ----------
-    engine : Engine
-    limits : PendingLimits
     """
 
     def __init__(self, engine: Engine, limits: PendingLimits) -> None:

@@ -16,12 +16,7 @@ from rmq_spark.errors import CheckpointMismatchError, UnresolvedTransactionError
 
 
 class Replays:
-    """Finds the half batches that earlier runs have prepared.
-
-    Parameters
-    ----------
-    engine : Engine
-    """
+    """Finds the half batches that earlier runs have prepared."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

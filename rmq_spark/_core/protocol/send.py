@@ -99,8 +99,6 @@ class TwoPhase:
 
     Parameters
     ----------
-    engine : Engine
-    listener : TransactionListener
     on_listener_error : {"fail", "unknown"}
         What an exception of ``execute_local_transaction`` does: end the query with the half batch pending (default), or
         count as UNKNOWN, as in RocketMQ.

@@ -35,7 +35,6 @@ class Planner:
     ----------
     engine : Engine
         A handle for this planner only.
-    subscription : Subscription
     fail_on_data_loss : bool
         False: messages that the log no longer holds are skipped with a warning.
     """

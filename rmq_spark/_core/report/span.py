@@ -26,7 +26,6 @@ class Span:
 
     Attributes
     ----------
-    since, until : datetime
     period_s : int
         Seconds of a chart's column. Periods begin at multiples of it since 1970.
     """

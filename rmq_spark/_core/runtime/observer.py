@@ -27,7 +27,6 @@ class Sent(NamedTuple):
     ----------
     log : str
         The path of the commit log.
-    producer_group : str
     topics : mapping of str to int
         Its messages, by topic.
     seconds : float
@@ -50,10 +49,8 @@ class Consumed(NamedTuple):
     ----------
     log : str
         The path of the commit log.
-    consumer_group, topic : str
     consumed, failed : int
         Numbers of messages.
-    seconds : float
     """
 
     log: str

@@ -29,10 +29,6 @@ Result = TypeVar("Result")
 class Once(Generic[Result]):
     """Work that is done once, by the first thread that comes to it. A pool that reports that it has no thread for some
     work keeps it all the same: one of its threads may still come to it later.
-
-    Parameters
-    ----------
-    work : callable
     """
 
     def __init__(self, work: Callable[[], Result]) -> None:
@@ -71,7 +67,6 @@ class ElasticPool:
         The most threads at once.
     name : str
         Name of the threads.
-    runtime : Runtime
     """
 
     def __init__(self, most: int, name: str, runtime: Runtime) -> None:

@@ -61,12 +61,7 @@ def tracing() -> Tracing | None:
 
 
 class Tracing:
-    """Makes spans with the conventions for messaging systems.
-
-    Parameters
-    ----------
-    provider : opentelemetry.trace.TracerProvider
-    """
+    """Makes spans with the conventions for messaging systems."""
 
     def __init__(self, provider: Any) -> None:
         from opentelemetry import trace
@@ -97,7 +92,6 @@ class Tracing:
             The path of the commit log.
         group : str
             The producer group.
-        given : list of Message, or pyarrow.Table
         topic : str, optional
             For rows of a table without a ``topic``.
         transactional : bool

@@ -130,7 +130,6 @@ class Selector:
     ----------
     text : str
         The selector as the user wrote it.
-    tree : Condition
     """
 
     text: str

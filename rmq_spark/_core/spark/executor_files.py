@@ -25,7 +25,6 @@ class LogFiles:
     ----------
     path : str
         The commit log.
-    storage_options : mapping of str to str
     """
 
     def __init__(self, path: str, storage_options: Mapping[str, str]) -> None:

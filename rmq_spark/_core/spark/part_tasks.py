@@ -31,8 +31,6 @@ class PartRows:
     ----------
     path : str
         The commit log.
-    storage_options : mapping of str to str
-    ranges : sequence of RowRange
     is_all : bool
         Whether these are all rows of the part.
     """

@@ -53,8 +53,6 @@ class Pin:
 
     Attributes
     ----------
-    table : Table
-    version : int
     log : mapping of str to bytes
         The files of its Delta log that make up this version, by name: a checkpoint, and the entries after it.
     files : mapping of str to int
@@ -112,13 +110,7 @@ def _log_files(fs: pafs.FileSystem, folder: str, version: int) -> dict[str, byte
 
 
 class Folder:
-    """A folder on a store, into which files are copied.
-
-    Parameters
-    ----------
-    uri : str
-    storage_options : mapping, optional
-    """
+    """A folder on a store, into which files are copied."""
 
     def __init__(self, uri: str, storage_options: Mapping[str, str] | None) -> None:
         self._fs, self.path = filesystem(uri, storage_options)

@@ -69,10 +69,8 @@ class Snapshot:
         By path, what the Delta log says of a live file: its size and its statistics.
     columns : str
         Names and types of the columns, as JSON, and the partition columns.
-    properties : mapping of str to str
     protocol : str
         Its versions, for readers and for writers.
-    features : frozenset of str
     """
 
     files: Mapping[str, Mapping[str, Any]]
@@ -166,7 +164,6 @@ def changes(before: Snapshot, after: Snapshot, entries: Sequence[Entry]) -> Chan
 
     Parameters
     ----------
-    before, after : Snapshot
     entries : sequence of Entry
         All commits between the two.
     """

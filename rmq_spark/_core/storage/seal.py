@@ -172,7 +172,6 @@ def require_entries(log_folder: Path, table: str, since: int, until: int | None)
 
     Parameters
     ----------
-    since : int
     until : int, optional
         Read the entries after version ``since``, up to version ``until`` (None: up to the newest). A negative ``since``
         stands for the newest checkpoint. Entries that were cleaned up are skipped.

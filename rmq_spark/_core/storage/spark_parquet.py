@@ -62,10 +62,8 @@ def read_files(
 
     Parameters
     ----------
-    spark : SparkSession
     root : str
         The commit log.
-    table : Table
     files : pyarrow.Table
         What the Delta log says of the files (``table.actions()``).
     names : sequence of str

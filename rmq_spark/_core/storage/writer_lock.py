@@ -36,7 +36,6 @@ class WriterLock:
     ----------
     folder : Path or None
         The table's folder, on a local disk; None where no turns can be taken.
-    runtime : Runtime
     """
 
     def __init__(self, folder: Path | None, runtime: Runtime) -> None:

@@ -26,7 +26,6 @@ class Expirer:
 
     Parameters
     ----------
-    engine : Engine
     doubt_s : float
         Messages expire this much later than their retention says: see :mod:`~rmq_spark._core.log.second_look`.
     """

@@ -39,7 +39,6 @@ def compact_messages(table: Table, retentions: Mapping[str, float] | None = None
 
     Parameters
     ----------
-    table : Table
     retentions : mapping of str to float, optional
         By topic, the seconds after which its messages expire. The files that were merged stay no longer.
     """

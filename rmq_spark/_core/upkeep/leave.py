@@ -113,13 +113,7 @@ class _Batch:
 
 
 class Leaver:
-    """Lets half batches leave one commit log.
-
-    Parameters
-    ----------
-    engine : Engine
-    graces : Graces
-    """
+    """Lets half batches leave one commit log."""
 
     def __init__(self, engine: Engine, graces: Graces) -> None:
         self._engine = engine

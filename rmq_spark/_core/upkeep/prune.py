@@ -55,13 +55,7 @@ class _Dead:
 
 
 class Pruner:
-    """Prunes ``op`` of one commit log.
-
-    Parameters
-    ----------
-    engine : Engine
-    graces : Graces
-    """
+    """Prunes ``op`` of one commit log."""
 
     def __init__(self, engine: Engine, graces: Graces) -> None:
         self._engine = engine

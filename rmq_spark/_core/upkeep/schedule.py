@@ -104,7 +104,6 @@ def maintain(
     ----------
     engine : Engine
         Upkeep opens another engine on the same log, which no other thread uses.
-    graces : Graces
     dry_run : bool
         Change nothing.
     orphans : bool

@@ -58,7 +58,6 @@ class Stripper:
     ----------
     engine : Engine
         A handle that no other thread uses.
-    graces : Graces
     """
 
     def __init__(self, engine: Engine, graces: Graces) -> None:
