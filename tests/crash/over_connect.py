@@ -27,7 +27,7 @@ REFUSED_OF = 7
 """Of every so many orders one is refused."""
 
 
-def send(spark: SparkSession, root: Path, listener: txmq.TransactionListener) -> Any:
+def send(spark: SparkSession, root: Path, listener: txmq.TransactionListener, **arguments: Any) -> Any:
     sink = txmq.TransactionalSink(
         root / "log",
         producer_group="shop",
@@ -36,13 +36,14 @@ def send(spark: SparkSession, root: Path, listener: txmq.TransactionListener) ->
         transaction_key="n",
         app_id=APP,
         checkpoint_location=str(root / "sink"),
+        **arguments,
     )
     orders = spark.readStream.schema("n long").option("maxFilesPerTrigger", 1).json(str(root / "in"))
     writer = orders.selectExpr("to_json(struct(n)) body", "n").writeStream.foreachBatch(sink)
     return writer.option("checkpointLocation", str(root / "sink"))
 
 
-def by_function(spark: SparkSession, root: Path) -> Any:
+def by_function(spark: SparkSession, root: Path, **arguments: Any) -> Any:
     def take(connection: sa.Connection, batch: txmq.HalfBatch) -> Any:
         orders = batch.decode("n long")
         refused = [n for n in orders["n"].to_pylist() if n % REFUSED_OF == 0]
@@ -50,7 +51,11 @@ def by_function(spark: SparkSession, root: Path) -> Any:
         batch.insert(connection, "taken", good.append_column("attempt", pa.repeat(batch.attempt, good.num_rows)))
         return batch.verdicts(rollback=dict.fromkeys(refused, "sold out"))
 
-    return send(spark, root, txmq.SqlTransactionListener(f"env:{URL}", take))
+    return send(spark, root, txmq.SqlTransactionListener(f"env:{URL}", take), **arguments)
+
+
+def on_executors(spark: SparkSession, root: Path) -> Any:
+    return by_function(spark, root, run_on="executors", partitions=2)
 
 
 def by_table(spark: SparkSession, root: Path) -> Any:
@@ -76,7 +81,7 @@ def count(spark: SparkSession, root: Path) -> Any:
     return messages.writeStream.foreachBatch(into_inbox).option("checkpointLocation", str(root / "inbox"))
 
 
-DOORS = {"sink": by_function, "table": by_table, "inbox": count}
+DOORS = {"sink": by_function, "executors": on_executors, "table": by_table, "inbox": count}
 
 
 def main(root: Path, door: str) -> None:

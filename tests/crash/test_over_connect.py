@@ -68,13 +68,16 @@ def bodies(root: Path) -> list[str]:
     return sorted(body.decode() for body in log.read("orders")["body"].to_pylist())
 
 
-def test_a_listener_of_a_notebook_makes_rows_and_messages_agree_when_the_server_is_killed(root: Path) -> None:
+@pytest.mark.parametrize("door", ["sink", "executors"])
+def test_a_listener_of_a_notebook_makes_rows_and_messages_agree_when_the_server_is_killed(
+    root: Path, door: str
+) -> None:
     txmq.create_fence((root / "url").read_text())
-    kill_server_at("prepared", 1, root, "sink", APP)  # nothing is in the database yet
+    kill_server_at("prepared", 1, root, door, APP)  # nothing is in the database yet
     assert rows(root, "SELECT count(*) FROM taken") == [(ROWS - 2,)]
-    kill_server_at("executed", 2, root, "sink", APP)  # the rows are there, and nothing says that they are
+    kill_server_at("executed", 2, root, door, APP)  # the rows are there, and nothing says that they are
     assert txmq.CommitLog.open(root / "log").pending()["messages"].to_pylist() == [ROWS]
-    Program("over_connect", root, "sink").finish()
+    Program("over_connect", root, door).finish()
     taken = [n for n in range(BATCHES * ROWS) if n % REFUSED_OF]
     assert rows(root, "SELECT n FROM taken ORDER BY n") == [(n,) for n in taken]
     assert bodies(root) == sorted(json.dumps({"n": n}, separators=(",", ":")) for n in taken)
