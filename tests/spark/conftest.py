@@ -6,9 +6,13 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.process.postgres import running as postgres_running
+from tests.support.cluster import Cluster
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -69,3 +73,23 @@ def numbers(spark: SparkSession, tmp_path: Path) -> Callable[[int], DataFrame]:
         return frame.selectExpr("cast(n as string) body", "n % 3 as k")
 
     return stream
+
+
+@pytest.fixture
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("cluster"))
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def postgres_folder() -> Iterator[Path]:
+    """Where the server of ``database`` has its files."""
+    with TemporaryDirectory(prefix="txmq-pg-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def database(postgres_folder: Path) -> Iterator[str]:
+    with postgres_running(postgres_folder) as url:
+        yield url.render_as_string(hide_password=False)

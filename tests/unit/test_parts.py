@@ -211,6 +211,31 @@ def test_a_driver_that_dies_among_its_tasks_is_settled_part_by_part(shop: Shop, 
     shop.agree()
 
 
+@pytest.mark.parametrize("done", [0, 1, 2])
+@pytest.mark.parametrize("settled_by", ["replay", "check"])
+def test_a_driver_that_dies_in_an_attempt_of_some_parts_loses_none_of_them(
+    shop: Shop, done: int, settled_by: str
+) -> None:
+    def die_after(count: int) -> Callable[[Any, Sequence[HalfBatch]], Iterable[PartAnswer]]:
+        def die(listener: Any, parts: Sequence[HalfBatch]) -> Iterable[PartAnswer]:
+            for part in parts[:count]:
+                run_part(listener, part)
+            raise Killed
+
+        return die
+
+    with pytest.raises(Killed):
+        shop.send(die_after(1))
+    with pytest.raises(Killed):
+        shop.send(die_after(done))  # two parts run again
+    assert shop.fence()[2, -1] == "by_part"
+    if settled_by == "check":
+        shop.check()
+    shop.send(in_turn)
+    assert sorted(part for part in shop.ran if part is not None) == [0, 1, 2]
+    shop.agree()
+
+
 @pytest.mark.parametrize("late", [[0], [0, 2], [0, 1, 2]])
 def test_a_task_that_comes_after_a_check_does_nothing(shop: Shop, late: list[int]) -> None:
     def overtaken(listener: Any, parts: Sequence[HalfBatch]) -> Iterable[PartAnswer]:

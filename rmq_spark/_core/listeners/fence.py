@@ -22,7 +22,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from rmq_spark._core.database.connection import PLACE_CHARS_MAX, Address, Database, place_of
 from rmq_spark._core.database.error_codes import is_lock_problem
 from rmq_spark._core.database.exact_keys import IN_INNODB, alike, exact_text, insert_absent, require_exact
-from rmq_spark._core.listeners.fence_row import EXECUTED, MIXED, NOTHING, STARTED, Recorded, State, together
+from rmq_spark._core.listeners.fence_row import EXECUTED, MIXED, NOTHING, STARTED, TOMBSTONE, Recorded, State, together
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.listener import ExecutedAttempt
 from rmq_spark._core.runtime.failpoints import reach
@@ -202,7 +202,7 @@ class Fence(Database):
             self.require_id_of(batch, self.read_id(connection))
         self._try_once(connection)
         if self._insert(connection, batch, Recorded.of(state, batch.rows, batch.is_all)):
-            reach("fence row written" if state.word == STARTED else "tombstone written")
+            reach("tombstone written" if state.word == TOMBSTONE else "fence row written")
             return None
         self.require_id_of(batch, self.read_id(connection))
         row = self._newest(connection, batch)

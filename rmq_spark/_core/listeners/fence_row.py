@@ -89,8 +89,9 @@ class Recorded:
 
     @classmethod
     def of(cls, state: State, rows: RowSet, is_all: bool) -> Recorded:
-        """Record one state for these rows; ``is_all`` says that the half batch has no others."""
-        return cls([state]) if is_all else NOTHING.with_rows(rows, [state])
+        """Record one state for these rows; ``is_all`` says that the half batch has no others. That parts have rows of
+        their own is true of any rows."""
+        return cls([state]) if is_all or state.word == BY_PART else NOTHING.with_rows(rows, [state])
 
     def with_rows(self, rows: RowSet, states: Sequence[State], which: pa.Int32Array | None = None) -> Recorded:
         """Return a copy with the states of these rows added. ``which`` has the position in ``states`` for each of them,
