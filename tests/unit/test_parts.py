@@ -54,6 +54,7 @@ class Shop:
             connection.exec_driver_sql("create table orders (k text, half_id text)")
         self.ran: list[int | None] = []
         self.fails: Callable[[HalfBatch], None] = lambda batch: None
+        self.comes_between: Callable[[], None] = lambda: None  # after the next staging, before its prepare
         self.listener = SqlTransactionListener(self.url, self.work, rollback_after=0)
         self.listener.create_fence()
 
@@ -99,6 +100,8 @@ class Shop:
                     files += engine.stage(writer, rows.to_batches(), part)
             if runner is not None and staged is None:
                 runner.staged_here = header.half_id
+            comes_between, self.comes_between = self.comes_between, lambda: None
+            comes_between()
             return files
 
         run = {} if runner is None else {"run": runner}
@@ -297,6 +300,24 @@ def test_a_half_batch_whose_keys_lie_in_several_parts_runs_on_the_driver(shop: S
     with pytest.raises(Killed):
         shop.send(None, staged=3)  # as a sink without run_on stages it: rows of a key in two files
     shop.fails = lambda batch: None
+    shop.send(in_turn)
+    assert shop.ran == [None, None]
+    shop.agree()
+
+
+def test_a_half_batch_that_another_run_staged_otherwise_meanwhile_runs_on_the_driver(shop: Shop) -> None:
+    """This run had staged it as well, and took the rows of a key in two parts for two transactions."""
+
+    def die(batch: HalfBatch) -> None:
+        raise Killed
+
+    def another_run() -> None:
+        shop.fails = die
+        with pytest.raises(Killed):
+            shop.send(None, staged=3)
+        shop.fails = lambda batch: None
+
+    shop.comes_between = another_run
     shop.send(in_turn)
     assert shop.ran == [None, None]
     shop.agree()
