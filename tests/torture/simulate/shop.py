@@ -1,7 +1,8 @@
 """The local side of a simulation: a database with a fence, and listeners that behave like the shipped ones.
 
 :class:`FencedListener` does what ``SqlTransactionListener`` does, :class:`VersionedListener` what
-``DeltaTransactionListener`` does with Delta's idempotent writes, :class:`BareListener` has no fence.
+``DeltaTransactionListener`` does with Delta's idempotent writes, :class:`BareListener` has no fence. ``sql_shop.py``
+has the real ``SqlTransactionListener``.
 """
 
 from __future__ import annotations
@@ -97,6 +98,10 @@ class Database:
         words = [*(state.word for state in said.states), None]
         found = {i: words[place] for i, place in zip(ids, places.to_pylist(), strict=True)}
         return {i: word for i, word in found.items() if word is not None}
+
+    def said(self, batch: HalfBatch) -> list[str | None]:
+        """What became of each transaction of a half batch."""
+        return [self.words.get(i) for i in batch.transactions["transaction_id"].to_pylist()]
 
     def commit(self, states: dict[str, str], batch: HalfBatch, bodies: Iterable[tuple[str, bytes]]) -> None:
         """A database transaction: the fence row, and a row for each body, at one moment."""

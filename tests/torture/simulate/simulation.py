@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any
@@ -65,6 +65,7 @@ from tests.support.inside import (
     HalfWriter,
     Lineage,
     Naming,
+    PartRunner,
     Planner,
     RowState,
     Subscription,
@@ -73,6 +74,7 @@ from tests.support.inside import (
     batch_name,
     drained_up_to,
     half_id_of,
+    hooked,
     input_hash_of,
     name_of,
     op_merge,
@@ -83,6 +85,7 @@ from tests.support.inside import HALF_STATS_COLUMNS as STATS_COLUMNS
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, Event, History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import PLACE, READ_COLUMNS, note_drained, note_expired, note_messages, note_tables
+from tests.torture.simulate.executors import Executors, JobFailed
 from tests.torture.simulate.scheduler import NoEnd, Process, Scheduler, Task
 from tests.torture.simulate.shop import (
     BareListener,
@@ -95,6 +98,7 @@ from tests.torture.simulate.shop import (
     Temper,
     VersionedListener,
 )
+from tests.torture.simulate.sql_shop import SqlDatabase, SqlListener
 from tests.torture.simulate.store import Weather, prepared_s
 from tests.torture.simulate.world import TOPIC, SimulatedLog, World, create_topic, limits
 
@@ -103,16 +107,21 @@ DAY_S = 86_400.0
 NO_TIME_US = -(2**63)
 """The least of Arrow's times, which Python cannot hold."""
 INCARNATIONS_MAX = 6
+ON_DRIVER = 0.25
+"""So many drivers run local transactions themselves, where others of the same query leave them to executors."""
 DRAIN_ROUNDS_MAX = 60
 APPOINTMENT_S = 10.0
 """Programs that do the same begin together, as if a clock had started them: at every multiple of so many seconds."""
 SEEDS_WANTED = 1_000_000
 """In a long run; it ends earlier when its time is up, and says how many there were."""
 
+FENCE_POINTS = frozenset({"fence row written", "tombstone written", "tombstones commit", "asked", "answered"})
+"""Failpoints at which others come between, or a process dies."""
+
 EXPECTED = (
     CheckpointMismatchError, ClockError, CommitError, FenceError, HalfBatchLeftError, LocalTransactionError,
     LostCommitError, LostStagedFileError, StaleAttemptError, UnresolvedTransactionError, VerdictConflictError, Broken,
-    OSError,
+    JobFailed, OSError,
 )  # fmt: skip
 """What may end a process that meets a fault; anything else is a finding."""
 
@@ -156,6 +165,7 @@ class Scenario:
     deletions: int = 0  # so often another writer deletes a row of messages, and a person puts it back later
     listener: str = "fenced"
     prunes: bool = False  # upkeep prunes the fence
+    parts: int = 0  # streams run the local transactions of a half batch in so many tasks; the listener is the product's
     slips: bool = False  # each source first sends a time that no consumer could hold; the door must refuse it
     immunity: bool = False  # messages ask for longer, or shorter, than the time-out before their check
     discard: str = "quarantine"
@@ -241,7 +251,8 @@ class Scenario:
             scenario.restored, scenario.forks = None, True
         scenario.slips = scenario.on_listener_error == "unknown"
         scenario.in_mood(pick((None,) * 8 + MOODS))
-        scenario.prunes = often() < 0.3  # last: what older seeds draw stays
+        scenario.prunes = often() < 0.3
+        scenario.parts = pick((0,) * 4 + (2, 3))  # last: what older seeds draw stays
         return scenario.made_possible()
 
     def in_mood(self, mood: str | None) -> Scenario:
@@ -267,6 +278,13 @@ class Scenario:
         """The scenario, less what its parts cannot promise together."""
         if self.streams + self.senders == 0:
             self.streams = 1
+        if self.streams == 0 or self.listener != "fenced":
+            self.parts = 0
+        if self.parts:
+            if self.per == "batch":
+                self.per = "key"
+            self.rows = max(self.rows, 2 * self.parts)
+            self.fifo = self.prunes = False  # parts deal out anew; the fence of parts lives for a week
         self.fifo = self.fifo and self.sharded
         # Clocks that are wrong by minutes are to a fence's minute what those wrong by weeks are to its week.
         self.prunes = self.prunes and self.listener == "fenced" and not (self.clock_steps or self.wrong_clocks)
@@ -314,8 +332,8 @@ class Simulation:
         self.world = World(self.chance, self.scheduler, s.weather)
         self.world.wrong_clocks = s.wrong_clocks
         self.history = self.world.history
-        self.database = Database(self.scheduler, self.history, "fence")
-        self.wrong_database = Database(self.scheduler, self.history, "another fence")
+        self.database = self._database("fence")
+        self.wrong_database = self._database("another fence")
         self.delta = DeltaTwin()
         self.sources: list[Source] = [StreamSource(self, f"app{i}") for i in range(s.streams)]
         self.sources += [StreamSource(self, f"app{i}", f"fork{i}") for i in range(s.streams) if s.forks]
@@ -327,8 +345,18 @@ class Simulation:
         self.problems: list[str] = []
         self.at_ease = False
 
+    def _database(self, fence_id: str) -> Database:
+        if self.scenario.parts:
+            return SqlDatabase(self.scheduler, self.history, fence_id, self.world.runtime)
+        return Database(self.scheduler, self.history, fence_id)
+
+    def _step_at(self, point: str, **_: object) -> None:
+        """A step within the product's fence."""
+        if point in FENCE_POINTS:
+            self.scheduler.step()
+
     def run(self) -> Result:
-        with limits(self.scenario.op_files_max):
+        with limits(self.scenario.op_files_max), hooked(self._step_at) if self.scenario.parts else nullcontext():
             create_topic(self.world, TOPIC, self.scenario.queues, self.scenario.fifo, self.scenario.retention_s)
             try:
                 self._play()
@@ -471,6 +499,8 @@ class Simulation:
             table.note_versions()
 
     # ------------------------------------------------------------------ listeners and checkers
+    expected = EXPECTED
+
     def listener(self, database: Database | None = None) -> Listener | NoListener:
         """A listener of a process of its own."""
         s = self.scenario
@@ -479,6 +509,8 @@ class Simulation:
         parts = (database or self.database, self.scheduler, self.history, s.temper)
         if s.listener == "versioned":
             return VersionedListener(*parts, DeltaTwin("another table") if database else self.delta)
+        if s.parts:
+            return SqlListener(*parts)
         if s.listener == "fenced":
             fenced = FencedListener(*parts)
             fenced.prunes = s.prunes
@@ -551,8 +583,7 @@ class Simulation:
         for attempt in state.attempts(*RowState):
             mask = state.rows_in(tuple(RowState), attempt)
             batch = log.engine.half_batch(record, state, attempt, mask)
-            for transaction_id in batch.transactions["transaction_id"].to_pylist():
-                found.add(self.database.words.get(transaction_id))
+            found |= set(self.database.said(batch))
         if found == {"executed"}:
             return COMMIT_MESSAGE
         return ROLLBACK_MESSAGE if found <= {"rolled_back", "tombstone"} else None
@@ -861,7 +892,7 @@ class Source:
         bodies = [f"{self.name}.{batch_id}.{i}{other}" for i in range(s.rows)]
         columns: dict[str, list[Any]] = {"body": bodies}
         if s.per == "key":
-            columns["k"] = [f"k{i % 2}" for i in range(s.rows)]
+            columns["k"] = [f"k{i % (s.parts + 1 if s.parts else 2)}" for i in range(s.rows)]
         if s.sharded:
             columns["sharding_key"] = [f"{self.name}-{i % 2}" for i in range(s.rows)]
         if s.immunity:
@@ -875,8 +906,8 @@ class Source:
             Event(
                 Kind.SEND, Phase.BEGIN, self.simulation.world.process, half_id=name, batch_id=batch_id,
                 payload=payload_hash(body), topic=TOPIC, operation=f"{self.simulation.world.process}/{batch_id}",
-                key=shards[i] if shards and s.partitions == 1 else None,
-                sequence=batch_id * s.rows + i if shards and s.partitions == 1 else None,
+                key=shards[i] if shards and s.partitions == 1 and not s.parts else None,
+                sequence=batch_id * s.rows + i if shards and s.partitions == 1 and not s.parts else None,
             )
             for i, body in enumerate(columns["body"])
         ]  # fmt: skip
@@ -932,15 +963,16 @@ class StreamSource(Source):
         mistaken = self.changed_listener()
         listener = mistaken or simulation.listener()
         self.slip(log, listener)
+        parts = self.parts_of_this_life()
         while not self.finished:
             self.keep_appointment()
             if mistaken is not None and log.engine.find(self.name, self.done + self.empty) is None:
                 raise FenceError("the operator sees that the driver has no listener")
-            self.send(log, listener, self.done)
+            self.send(log, listener, self.done, parts=parts)
             world.scheduler.step()  # Spark's own commit is another moment
         if simulation.scenario.restored and self.restored is None:
             self.restored = simulation.scenario.restored
-            self.send(log, listener, self.batches - 1, self.restored)
+            self.send(log, listener, self.batches - 1, self.restored, parts)
 
     def changed_listener(self) -> NoListener | None:
         """What a driver that is started again may be given by mistake."""
@@ -949,8 +981,20 @@ class StreamSource(Source):
             return None
         return NoListener()
 
+    def parts_of_this_life(self) -> int:
+        """The number of parts that this driver stages; 0: it runs local transactions itself."""
+        simulation, most = self.simulation, self.simulation.scenario.parts
+        if not most or simulation.chance.random() < ON_DRIVER:
+            return 0
+        return simulation.chance.choice((most, most, max(2, most - 1)))
+
     def send(
-        self, log: SimulatedLog, listener: Listener | NoListener, batch_id: int, restored: str | None = None
+        self,
+        log: SimulatedLog,
+        listener: Listener | NoListener,
+        batch_id: int,
+        restored: str | None = None,
+        parts: int = 0,
     ) -> None:
         simulation, s = self.simulation, self.simulation.scenario
         columns = self.columns(batch_id, "'" if restored else "")
@@ -965,21 +1009,28 @@ class StreamSource(Source):
         fifo = frozenset({TOPIC} if s.fifo else ())
         writer = HalfWriter(header, {TOPIC: s.queues}, TOPIC, "k" if s.per == "key" else None, fifo)
         table = self.table(columns)
-        size = -(-table.num_rows // s.partitions)
-        files = []
-        for partition in range(s.partitions):
-            part = table.slice(partition * size, size)
-            files += log.engine.stage(writer, part.to_batches(), partition)
-        self._remember_keys(log, header.name, [f.data.path for f in files])
+        files: list[Any] = []
+        for partition, rows in enumerate(self.partitions(table, parts)):
+            if rows.num_rows:
+                files += log.engine.stage(writer, rows.to_batches(), partition)
+        run: dict[str, Any] = {}
+        if parts:
+            run["run"] = runner = PartRunner(Executors(simulation))
+
+        def stage() -> list[Any]:
+            if parts:
+                runner.staged_here = header.half_id
+            return files
+
         begun = self.events(columns, batch_id, header.name)
         simulation.history.extend(begun)
         simulation.scheduler.step()
         listener.seen_version = log.seen_version
         two_phase = TwoPhase(
-            log.engine, listener, on_listener_error=s.on_listener_error, replay_check_timeout_s=8.0, lease_s=60.0
+            log.engine, listener, on_listener_error=s.on_listener_error, replay_check_timeout_s=8.0, lease_s=60.0, **run
         )
         try:
-            outcome = two_phase.send(header, lambda: files, lineage=Lineage(checkpoint))
+            outcome = two_phase.send(header, stage, lineage=Lineage(checkpoint))
         except CheckpointMismatchError:
             self.told(begun, Phase.FAIL)
             if not restored and not s.forks:
@@ -997,13 +1048,14 @@ class StreamSource(Source):
     def abort(self, log: SimulatedLog, paths: Sequence[str]) -> None:
         """What Spark calls after a failed commit. A commit that timed out may still land: nothing is deleted."""
 
-    def _remember_keys(self, log: SimulatedLog, name: str, paths: Sequence[str]) -> None:
-        if self.simulation.scenario.per != "key":
-            return
-        for path in paths:
-            rows = log.engine.half.table.fs.get(f"half/{path}").select(["file_no", "row_no", "transaction_key"])
-            for row in rows.to_pylist():
-                self.simulation.world.keys[name, row["file_no"], row["row_no"]] = row["transaction_key"]
+    def partitions(self, table: pa.Table, parts: int) -> list[pa.Table]:
+        """The messages by the partition that stages them; with parts, each transaction in one of them."""
+        s = self.simulation.scenario
+        if not parts:
+            size = -(-table.num_rows // s.partitions)
+            return [table.slice(n * size, size) for n in range(s.partitions)]
+        dealt = [int(key[1:]) for key in table["k"].to_pylist()] if s.per == "key" else range(table.num_rows)
+        return [table.filter(pa.array([number % parts == n for number in dealt])) for n in range(parts)]
 
 
 class SendSource(Source):
@@ -1023,7 +1075,6 @@ class SendSource(Source):
                 idempotency_key += f"-{simulation.world.runtime.unique_id()}"
                 self.done = max(self.done, batch_id + 1)
             name = batch_name(f"send.{GROUP}.{idempotency_key}", 0)
-            self._know_keys(name, columns)
             begun = self.events(columns, batch_id, name)
             simulation.history.extend(begun)
             if s.senders == 1:  # else other threads ask the same listener
@@ -1044,17 +1095,6 @@ class SendSource(Source):
             self.told(begun, Phase.OK, None if verdict is LocalTransactionState.UNKNOWN else verdict)
             self.done = max(self.done, batch_id + 1)
             simulation.scheduler.step()
-
-    def _know_keys(self, name: str, columns: dict[str, list[Any]]) -> None:
-        """The producer stages by itself, as one file: rows by queue, and of one queue in order."""
-        s = self.simulation.scenario
-        if s.per != "key":
-            return
-        header = HalfHeader(name, name.rpartition(":")[0], 0, None, None, None, s.per, GROUP)
-        writer = HalfWriter(header, {TOPIC: s.queues}, TOPIC, "k")
-        rows, _ = writer.arrange(writer.normalize(self.table(columns)), 0)
-        for row_no, key in enumerate(rows["transaction_key"].to_pylist()):
-            self.simulation.world.keys[name, 0, row_no] = key
 
 
 # ---------------------------------------------------------------- who reads

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog, LocalTransactionState
 from rmq_spark._core.log import op_view as follow
@@ -65,7 +66,7 @@ class World:
         self.op = SimulatedTable("op", OP_SCHEMA, *parts, Files())
         self.topics = SimulatedTable("topics", TOPICS_SCHEMA, *parts, Files())
         self.messages = SimulatedTable("messages", MESSAGES_SCHEMA, *parts, Files())
-        self.keys: dict[tuple[str, int, int], str] = {}  # the transaction keys of staged rows
+        self._keys: dict[str, dict[tuple[int, int], str]] = {}
         self.grouped = 0  # commits that several half batches shared
         self.wrong_clocks = 0.0  # how often a process starts on a machine whose clock is wrong
 
@@ -78,6 +79,14 @@ class World:
         """Who does something, in the history: a process, or a thread of it."""
         current = self.scheduler.current
         return current.name if current is not None else "main"
+
+    def keys_of(self, half_id: str) -> dict[tuple[int, int], str]:
+        """The transaction key of each row of a half batch, as it was prepared. Others may have staged it otherwise."""
+        if half_id not in self._keys:
+            rows = self.half.ever().select(["half_id", "file_no", "row_no", "transaction_key"])
+            found = rows.filter(pc.equal(rows["half_id"], half_id)).to_pylist()
+            self._keys[half_id] = {(row["file_no"], row["row_no"]): row["transaction_key"] for row in found}
+        return self._keys[half_id]
 
     def clock_offset_s(self) -> float:
         """How far the clock is ahead of a machine on which a process starts."""
@@ -200,7 +209,8 @@ class SimulatedEngine(Engine):
         addresses = [(n, i) for n, ranges in rows.ranges() for a, b in ranges for i in range(a, b + 1)]
         if per == "message":
             return [f"{head}:{n}.{i}" for n, i in addresses]
-        return sorted({f"{head}:{self.world.keys[record.header.name, n, i]}" for n, i in addresses})
+        keys = self.world.keys_of(record.half_id)
+        return sorted({f"{head}:{keys[address]}" for address in addresses})
 
 
 # ---------------------------------------------------------------- the machine
