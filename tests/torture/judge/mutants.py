@@ -22,11 +22,13 @@ from unittest.mock import patch
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark import CommitLog, HalfBatch
+from rmq_spark import COMMIT_MESSAGE, CommitLog, HalfBatch
 from rmq_spark._core.checks import round as round_module
 from rmq_spark._core.checks.calls import Answer, Asker
 from rmq_spark._core.consumers import send_back as sending_back
 from rmq_spark._core.consumers.progress import ProcessQueue
+from rmq_spark._core.listeners import fence as fence_module
+from rmq_spark._core.listeners.work import FencedWork
 from rmq_spark._core.log import input as incoming
 from rmq_spark._core.log import places as placing
 from rmq_spark._core.log import second_look
@@ -47,7 +49,10 @@ from rmq_spark.errors import HalfBatchLeftError
 from rmq_spark.listeners import VerdictArray
 from tests.support.half_batches import count_check
 from tests.support.inside import (
+    BY_PART,
+    EXECUTED,
     NO_ROWS,
+    NOTHING,
     TIMESTAMP,
     Archived,
     BatchState,
@@ -59,6 +64,7 @@ from tests.support.inside import (
     Drainer,
     Engine,
     Expirer,
+    Fence,
     Graces,
     HalfHeader,
     HalfRecord,
@@ -68,6 +74,8 @@ from tests.support.inside import (
     Ledger,
     Lineage,
     OpRow,
+    PartAnswer,
+    PartRunner,
     Planner,
     Pruner,
     Recorded,
@@ -77,8 +85,10 @@ from tests.support.inside import (
     RowState,
     Shared,
     Staged,
+    State,
     Stripper,
     TwoPhase,
+    Verdict,
     commit_loop,
     decision_module,
     drain,
@@ -93,8 +103,9 @@ from tests.support.inside import (
 )
 from tests.support.inside import ledger as ledger_module
 from tests.torture.judge.anomalies import Anomaly, AnomalyKind
-from tests.torture.simulate import scheduler, store
+from tests.torture.simulate import scheduler, simulation, store
 from tests.torture.simulate.clock_play import play_clocks
+from tests.torture.simulate.executors import Executors
 from tests.torture.simulate.fifo_play import play_fifo
 from tests.torture.simulate.mark_play import play_marks
 from tests.torture.simulate.retry_play import play_retries
@@ -160,6 +171,7 @@ class Mutant:
         scenario = Scenario.draw(random.Random(seed), large=True)
         if scenario.listener == "bare":  # it stands little of what a shape may ask for
             scenario.listener = "fenced"
+        scenario.parts = 0  # a bug of the simulation's own listener is none of the product's
         for name, value in self.shape.items():
             target, _, attribute = name.rpartition(".")
             setattr(getattr(scenario, target) if target else scenario, attribute, value)
@@ -723,6 +735,120 @@ def _tombstone_too_small() -> Iterator[None]:
 
     honest = FencedListener.bury
     with replaced((FencedListener, "bury", bury)):
+        yield
+
+
+# The real fence: executors run a half batch's local transactions in parts.
+TASKS = RESTARTS | {
+    **CALM, "crash": 0.02, "listener": "fenced", "parts": 3, "rows": 6, "batches": 2, "checkers": 1, "rounds": 3,
+    "zombies": 0.5, "threads": 1, "person": False, "stranger": False, "deletions": 0, "wrong_clocks": 0.0, "upkeep": 0,
+    "readers": 0, "temper_refuses": 0.2, "temper_fails_before": 0.2, "temper_says_unknown": 0.0,
+    "on_listener_error": "fail",
+}  # fmt: skip
+
+
+@mutant("a replay runs the parts again that have run", A.LOCAL_STATE_DISAGREES, **TASKS, per="key")
+def _part_again() -> Iterator[None]:
+    def anew(self: FencedWork, connection: Any, batch: HalfBatch, recorded: Recorded) -> VerdictArray:
+        return self.run_all_anew(connection, batch)
+
+    with _execute_on_replay(), replaced((FencedWork, "run_rest", anew)):
+        yield
+
+
+@mutant("a part without a fence row is settled as if it had run", A.LOCAL_STATE_DISAGREES, **TASKS, per="key")
+def _part_forgotten() -> Iterator[None]:
+    states = Fence.states
+
+    def as_run(self: Fence, rows: Any, batch: HalfBatch) -> Recorded:
+        found = states(self, rows, batch)
+        absent = batch.rows.where(pc.is_null(found.among(batch.rows)))
+        is_begun = fence_module._row_key(batch) in rows
+        return found.with_rows(absent, [State(EXECUTED)]) if absent and is_begun else found
+
+    with replaced((Fence, "states", as_run)):
+        yield
+
+
+@mutant("the fence row of one part is taken for another's", A.LOCAL_STATE_DISAGREES, **TASKS, per="key")
+def _another_parts_row() -> Iterator[None]:
+    states = Fence.states
+
+    def of_another(self: Fence, rows: Any, batch: HalfBatch) -> Recorded:
+        row = rows.get(fence_module._row_key(batch))
+        if row is None or row.state != BY_PART:
+            return states(self, rows, batch)
+        parts = list(batch.parts().values())
+        found = NOTHING
+        for part, other in zip(parts, [*parts[1:], parts[0]], strict=True):
+            row = rows.get(fence_module._row_key(other))
+            if row is not None:
+                found = found.with_rows(part.rows, Recorded.read(row.state, row.outcome).states[:1])
+        return found
+
+    with replaced((Fence, "states", of_another)):
+        yield
+
+
+@mutant("a check says that a part never happened, and leaves no tombstone", A.LOCAL_STATE_DISAGREES,
+        A.CONFLICTING_OUTCOME, **TASKS | {"temper_slow": 0.5, "zombies": 0.9}, per="key")  # fmt: skip
+def _part_without_tombstone() -> Iterator[None]:
+    fill = Fence.fill
+
+    def unless_absent(self: Fence, connection: Any, batch: HalfBatch, state: State) -> Recorded:
+        if batch.part is not None and self._newest(connection, batch) is None:
+            return Recorded.of(state, batch.rows, is_all=False)
+        return fill(self, connection, batch, state)
+
+    with replaced((Fence, "fill", unless_absent)):
+        yield
+
+
+@mutant("a part of a later attempt is taken for refused", A.LOCAL_STATE_DISAGREES, A.NEVER_REFUSED,
+        **TASKS | {"zombies": 0.9, "temper_fails_before": 0.5, "temper_refuses": 0.0}, per="key")  # fmt: skip
+def _by_part_is_refused() -> Iterator[None]:
+    insert = Fence._insert
+
+    def with_places(self: Fence, connection: Any, batch: HalfBatch, recorded: Recorded) -> bool:
+        if recorded.is_by_part and not batch.is_all:
+            recorded = NOTHING.with_rows(batch.rows, recorded.states)
+        return insert(self, connection, batch, recorded)
+
+    with replaced((Fence, "_insert", with_places)):
+        yield
+
+
+@contextmanager
+def _often_on_driver() -> Iterator[None]:
+    with replaced((simulation, "ON_DRIVER", 0.5)):
+        yield
+
+
+@mutant("a key whose messages lie in several parts is run in parts", A.STUCK_HALF, A.LOCAL_STATE_DISAGREES,
+        **TASKS | {"partitions": 2, "temper_refuses": 0.5, "temper_fails_before": 0.5}, per="key",
+        stuck_after_s=50_000.0, good=_often_on_driver)  # fmt: skip
+def _torn_key() -> Iterator[None]:
+    with _often_on_driver(), replaced((PartRunner, "_are_apart", lambda *_: True)):
+        yield
+
+
+@mutant("the answers of parts are taken in the order in which their tasks end", A.LOCAL_STATE_DISAGREES,
+        **TASKS, per="message")  # fmt: skip
+def _answers_mixed() -> Iterator[None]:
+    def as_they_come(self: Executors, job: Any) -> list[PartAnswer]:
+        return [part.answer for part in sorted(job, key=lambda part: part.answered_at)]
+
+    with replaced((Executors, "answers", as_they_come)):
+        yield
+
+
+@mutant("a job that failed is taken for one that committed", A.LOCAL_STATE_DISAGREES,
+        **TASKS | {"temper_fails_before": 0.4}, per="key")  # fmt: skip
+def _failed_job_counts() -> Iterator[None]:
+    def as_answered(self: Executors, job: Any) -> list[PartAnswer]:
+        return [part.answer or PartAnswer((Verdict(COMMIT_MESSAGE),), None, part.batch.rows.count) for part in job]
+
+    with replaced((Executors, "failed", as_answered)):
         yield
 
 

@@ -35,15 +35,20 @@ class JobFailed(Exception):
 
 @dataclass
 class _Part:
-    """A part of a job: its tasks, and the first answer of one of them."""
+    """A part of a job: its tasks, and the first answer of one of them, with the time of it."""
 
     batch: HalfBatch
     tasks: list[Task] = field(default_factory=list)
     answer: PartAnswer | None = None
+    answered_at: float = 0.0
 
     @property
     def running(self) -> int:
         return sum(not task.done for task in self.tasks)
+
+    @property
+    def failures(self) -> int:
+        return len(self.tasks) - self.running if self.answer is None else 0
 
 
 class Executors:
@@ -67,27 +72,29 @@ class Executors:
                 simulation.counts["late tasks"] += 1
                 self._start(part, [Process(f"{driver}/late executor")], chance.choice(LATE_S))
             scheduler.step()
-        while waiting := [part for part in job if part.answer is None]:
+        while any(part.answer is None for part in job):
             scheduler.sleep(chance.choice((0.2, 1.0)))
             scheduler.step()
-            for part in waiting:
+            if not simulation.at_ease and any(part.failures >= FAILURES_MAX for part in job):
+                simulation.counts["jobs that failed"] += 1
+                return self.failed(job)
+            for part in job:
                 self._look_after(part, executors)
         return self.answers(job)
 
-    def answers(self, job: Sequence[Any]) -> list[PartAnswer]:
-        return [part.answer for part in job]
+    def answers(self, job: Sequence[_Part]) -> list[PartAnswer]:
+        return [part.answer for part in job if part.answer is not None]
+
+    def failed(self, job: Sequence[_Part]) -> list[PartAnswer]:
+        raise JobFailed(f"a task of {len(job)} failed {FAILURES_MAX} times")
 
     def _look_after(self, part: _Part, executors: Sequence[Process]) -> None:
         """Start a task again that has failed, or whose executor is dead; and sometimes one beside it."""
-        if part.answer is not None:
+        if part.answer is not None or part.running > 1:
             return
-        if part.running and (part.running > 1 or self.simulation.chance.random() >= SPECULATION):
-            return
-        if len(part.tasks) - part.running >= FAILURES_MAX and not self.simulation.at_ease:
-            self.simulation.counts["jobs that failed"] += 1
-            raise JobFailed(f"a task for part {part.batch.part} failed {FAILURES_MAX} times")
-        self.simulation.counts["tasks started again"] += 1
-        self._start(part, executors)
+        if part.running == 0 or self.simulation.chance.random() < SPECULATION:
+            self.simulation.counts["tasks started again"] += 1
+            self._start(part, executors)
 
     def _start(self, part: _Part, executors: Sequence[Process], after_s: float = 0.0) -> None:
         simulation = self.simulation
@@ -110,7 +117,7 @@ class Executors:
             return
         simulation.scheduler.step()  # the executor may die before its answer is there
         if part.answer is None:
-            part.answer = pickle.loads(pickle.dumps(answer))
+            part.answer, part.answered_at = pickle.loads(pickle.dumps(answer)), simulation.scheduler.now
 
 
 class RowsOnExecutor(PartRows):  # type: ignore[misc]
