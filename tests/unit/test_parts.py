@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,7 @@ class Shop:
         with sa.create_engine(self.url).begin() as connection:
             connection.exec_driver_sql("create table orders (k text, half_id text)")
         self.ran: list[int | None] = []
+        self.refuses = True
         self.fails: Callable[[HalfBatch], None] = lambda batch: None
         self.comes_between: Callable[[], None] = lambda: None  # after the next staging, before its prepare
         self.listener = SqlTransactionListener(self.url, self.work, rollback_after=0)
@@ -62,7 +66,7 @@ class Shop:
         self.ran.append(batch.part)
         self.fails(batch)
         keys = batch.transactions["transaction_key"].to_pylist()
-        refused = [key for key in keys if int(key) % REFUSED == 0]
+        refused = [key for key in keys if self.refuses and int(key) % REFUSED == 0]
         rows = [{"k": key, "h": batch.half_id} for key in keys if key not in refused]
         connection.execute(sa.text("insert into orders values (:k, :h)"), rows)
         return batch.verdicts(rollback=dict.fromkeys(refused, "no stock"))
@@ -115,7 +119,7 @@ class Shop:
         with sa.create_engine(self.url).connect() as connection:
             rows = Counter(connection.exec_driver_sql("select k from orders").scalars())
         messages = Counter(body.decode() for body in self.log.another().read("orders")["body"].to_pylist())
-        good = [str(n) for n in range(KEYS) if n % REFUSED]
+        good = [str(n) for n in range(KEYS) if n % REFUSED or not self.refuses]
         assert rows == dict.fromkeys(good, 1)
         assert messages == dict.fromkeys(good, 2)
         assert self.log.another().pending().num_rows == 0
@@ -336,14 +340,20 @@ def test_an_attempt_that_the_driver_began_is_not_run_in_parts(shop: Shop) -> Non
 
 
 def test_the_driver_does_not_take_over_an_attempt_that_was_begun_in_parts(shop: Shop) -> None:
-    shop.send(in_turn)
+    def die(listener: Any, parts: Sequence[HalfBatch]) -> Iterable[PartAnswer]:
+        for part in parts[:2]:
+            run_part(listener, part)
+        raise Killed
+
+    with pytest.raises(Killed):
+        shop.send(die)
     engine = shop.log.another().engine
     record = engine.find("app", 0)
     assert record is not None
     batch = engine.half_batch(record, engine.state_of(record), 1, record.all_rows)
     with pytest.raises(txmq.LocalTransactionError, match="in parts"):
         shop.listener.execute_local_transaction(batch)
-    assert shop.ran == [0, 1, 2]
+    assert shop.ran == [0, 1]
 
 
 def test_the_parts_of_an_attempt_are_one_executed_attempt(shop: Shop) -> None:
@@ -386,3 +396,96 @@ def test_a_part_knows_its_own_messages_alone(shop: Shop) -> None:
     shop.send(look)
     assert all({part_of(key, 3) for key in keys} == {part} for part, keys in seen.items())
     assert sum(map(len, seen.values())) == 2 * KEYS
+
+
+class Restored(Shop):
+    """A shop whose log is set back to a copy that lacks the half batch."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "delta")
+        self.folder = folder
+        shutil.copytree(folder / "log", folder / "copy")
+
+    def restore(self) -> None:
+        shutil.rmtree(self.folder / "log")
+        shutil.copytree(self.folder / "copy", self.folder / "log")
+        self.log = txmq.CommitLog.open(self.folder / "log")
+        time.sleep(0.01)  # the messages are staged again, at another millisecond
+
+    def die_after(self, done: int, parts: int = 3) -> None:
+        def die(listener: Any, batches: Sequence[HalfBatch]) -> Iterable[PartAnswer]:
+            for part in batches[:done]:
+                run_part(listener, part)
+            raise Killed
+
+        with pytest.raises(Killed):
+            self.send(die, parts)
+
+
+@pytest.mark.parametrize("again", [None, in_turn], ids=["driver", "executors"])
+@pytest.mark.parametrize("parts", [2, 3, 5])
+def test_a_restored_log_whose_stream_deals_out_anew_runs_nothing_twice(tmp_path: Path, parts: int, again: Any) -> None:
+    """What ran whole is known to have run, wherever its messages lie now."""
+    shop = Restored(tmp_path)
+    shop.refuses = False
+    shop.send(in_turn)
+    shop.restore()
+    shop.send(again, parts)
+    assert shop.ran == [0, 1, 2]
+    shop.agree()
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_a_restored_log_goes_on_with_the_parts_that_it_deals_out_alike(tmp_path: Path, done: int) -> None:
+    shop = Restored(tmp_path)
+    shop.die_after(done)
+    shop.restore()
+    shop.send(in_turn)
+    assert sorted(part for part in shop.ran if part is not None) == [0, 1, 2]
+    shop.agree()
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+@pytest.mark.parametrize("again", [None, in_turn], ids=["driver", "executors"])
+def test_a_restored_log_with_other_parts_is_for_a_person_when_not_all_of_it_ran(
+    tmp_path: Path, done: int, again: Any
+) -> None:
+    shop = Restored(tmp_path)
+    shop.die_after(done)
+    shop.restore()
+    ran = list(shop.ran)
+    for _ in range(2):
+        with pytest.raises((txmq.LocalTransactionError, txmq.UnresolvedTransactionError), match="in other places"):
+            shop.send(again, 2)
+    report = shop.check()
+    assert not report.ok
+    assert shop.ran == ran
+    assert shop.log.another().pending()["messages"].to_pylist() == [2 * KEYS]
+
+
+def test_work_that_ends_its_transaction_in_a_part_holds_up_that_part_alone(shop: Shop) -> None:
+    work = shop.work
+
+    def ends(connection: sa.Connection, batch: HalfBatch) -> Any:
+        verdicts = work(connection, batch)
+        if batch.part == 1:
+            connection.exec_driver_sql("COMMIT")
+        return verdicts
+
+    shop.listener = SqlTransactionListener(shop.url, ends, rollback_after=0)
+
+    def going_on(listener: Any, parts: Sequence[HalfBatch]) -> Iterable[PartAnswer]:
+        for part in parts:
+            with suppress(txmq.errors.TransactionEndedError):
+                run_part(listener, part)
+        raise ConnectionError("the job failed")
+
+    with pytest.raises(txmq.LocalTransactionError):
+        shop.send(going_on)
+    shop.check()
+    in_part = [key for key in map(str, range(KEYS)) if part_of(key, 3) == 1]
+    assert shop.log.another().pending()["messages"].to_pylist() == [2 * len(in_part)]
+    report = shop.check()
+    assert not report.ok  # nobody can answer for the rest
+    told = {body.decode() for body in shop.log.another().read("orders")["body"].to_pylist()}
+    assert told == {str(n) for n in range(KEYS) if n % REFUSED} - set(in_part)

@@ -22,12 +22,24 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from rmq_spark._core.database.connection import PLACE_CHARS_MAX, Address, Database, place_of
 from rmq_spark._core.database.error_codes import is_lock_problem
 from rmq_spark._core.database.exact_keys import IN_INNODB, alike, exact_text, insert_absent, require_exact
-from rmq_spark._core.listeners.fence_row import EXECUTED, MIXED, NOTHING, STARTED, TOMBSTONE, Recorded, State, together
+from rmq_spark._core.listeners.fence_row import (
+    BY_PART,
+    EXECUTED,
+    MIXED,
+    NOTHING,
+    STARTED,
+    TOMBSTONE,
+    Recorded,
+    State,
+    dealt_out_anew,
+    together,
+)
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.listener import ExecutedAttempt
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import RUNTIME
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S_MIN
+from rmq_spark._core.vocabulary.rows import NO_ROWS
 from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError, OptionError
 
 FENCE_TABLE = "txmq_fence"
@@ -279,6 +291,15 @@ class Fence(Database):
         recorded = NOTHING if row is None else self.recorded(row, batch)
         if not recorded.is_by_part:
             return recorded
+        if not recorded.is_staged_as(batch):
+            own_rows = [row for key, row in rows.items() if key[:2] == _row_key(batch)[:2] and row.part != WHOLE]
+            executed = together([NOTHING, *(Recorded.read(row.state, row.outcome) for row in own_rows)]).rows_in(
+                EXECUTED
+            )
+            if not (recorded.rows_in(BY_PART) or NO_ROWS) - (executed or NO_ROWS):
+                return Recorded([State(EXECUTED)])  # all of it, wherever its messages lie now
+            if not recorded.has_files_of(batch):
+                raise dealt_out_anew(batch)
         parts = batch.parts().values()
         return together(NOTHING if (row := rows.get(_row_key(p))) is None else self.recorded(row, p) for p in parts)
 
@@ -328,6 +349,10 @@ class Fence(Database):
         if recorded is None:
             return Recorded.of(state, batch.rows, batch.is_all)
         if recorded.is_by_part:
+            if not recorded.is_staged_as(batch):
+                known = self.states(self.read(connection, [batch]), batch)
+                if known.files is None:
+                    return known
             return together([self.fill(connection, part, state) for part in batch.parts().values()])
         absent = batch.rows.where(pc.is_null(recorded.among(batch.rows)))
         if absent:

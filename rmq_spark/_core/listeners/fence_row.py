@@ -27,7 +27,7 @@ EXECUTED = "executed"
 ROLLED_BACK = "rolled_back"
 TOMBSTONE = "tombstone"
 BY_PART = "by_part"
-"""Executors run the attempt: each part of it has a row of its own, and this row tells no outcome."""
+"""Executors run the attempt. Each part of it has a row of its own; this row has no outcome, and names the messages."""
 WORDS = (STARTED, EXECUTED, ROLLED_BACK, TOMBSTONE, BY_PART)
 MIXED = "mixed"
 """In the column ``state``: the attempt's transactions have different states."""
@@ -89,9 +89,8 @@ class Recorded:
 
     @classmethod
     def of(cls, state: State, rows: RowSet, is_all: bool) -> Recorded:
-        """Record one state for these rows; ``is_all`` says that the half batch has no others. That parts have rows of
-        their own is true of any rows."""
-        return cls([state]) if is_all or state.word == BY_PART else NOTHING.with_rows(rows, [state])
+        """Record one state for these rows; ``is_all`` says that the half batch has no others."""
+        return cls([state]) if is_all and state.word != BY_PART else NOTHING.with_rows(rows, [state])
 
     def with_rows(self, rows: RowSet, states: Sequence[State], which: pa.Int32Array | None = None) -> Recorded:
         """Return a copy with the states of these rows added. ``which`` has the position in ``states`` for each of them,
@@ -113,20 +112,26 @@ class Recorded:
 
     def of_batch(self, batch: HalfBatch) -> Recorded:
         """Return a copy with the staging time and the layout, which identify the half files of the batch."""
-        return self if self.files is None else Recorded(self.states, self.files, batch.staged_ms, batch.layout())
+        if self.files is None:
+            return self
+        return Recorded(self.states, self.files, batch.staged_ms, None if self.is_by_part else batch.layout())
+
+    def is_staged_as(self, batch: HalfBatch) -> bool:
+        """Whether the positions are those of the half files that the batch has now. A restored log has staged it again,
+        and its messages may have other positions."""
+        return self.files is None or self.staged_ms is None or abs(self.staged_ms - batch.staged_ms) <= SAME_MS
 
     def require_of(self, batch: HalfBatch) -> None:
-        """Raise FenceError when the positions are those of other half files: a restored log has staged the half batch
-        again, and its messages may have other positions."""
-        if self.files is None or self.staged_ms is None or abs(self.staged_ms - batch.staged_ms) <= SAME_MS:
+        """Raise FenceError when the positions are those of other half files."""
+        if self.is_by_part or self.is_staged_as(batch):
             return
-        if self.layout is not None and self.layout == batch.layout():
-            return
-        raise FenceError(
-            f"half batch {batch.half_id!r}, attempt {batch.attempt}, was executed with its messages in other places, "
-            "and its transactions did not all end alike: the log was restored, and has dealt the messages out anew. "
-            "Nothing can be said. Look which are in the database, and settle the half batch with log.resolve"
-        )
+        if self.layout is None or self.layout != batch.layout():
+            raise dealt_out_anew(batch)
+
+    def has_files_of(self, batch: HalfBatch) -> bool:
+        """Whether the files that have rows of the batch are as long as they were."""
+        files = self.files or {}
+        return all(len(files.get(file_no, ())) == len(bits) for file_no, bits in batch.rows.items())
 
     def among(self, rows: RowSet) -> pa.Int32Array:
         """Return the position of the state of each row, in send order; null where the state is unknown.
@@ -155,7 +160,7 @@ class Recorded:
     @property
     def is_by_part(self) -> bool:
         """Whether the parts of the attempt have rows of their own."""
-        return self.files is None and self.states[0].word == BY_PART
+        return any(state.word == BY_PART for state in self.states)
 
     def rows_in(self, word: str) -> RowSet | None:
         """Return the rows whose state has this word; None: all rows of the half batch."""
@@ -237,6 +242,14 @@ def _position(state: State, positions: dict[State, int]) -> int:
     if state not in positions and len(positions) >= STATES_MAX and state.reason is not None:
         state = State(state.word, _MORE)
     return positions.setdefault(state, len(positions))
+
+
+def dealt_out_anew(batch: HalfBatch) -> FenceError:
+    return FenceError(
+        f"half batch {batch.half_id!r}, attempt {batch.attempt}, was executed with its messages in other places, and "
+        "its transactions did not all run and end alike: the log was restored, and has dealt the messages out anew. "
+        "Nothing can be said. Look which are in the database, and settle the half batch with log.resolve"
+    )
 
 
 def _damaged(contradiction: str) -> FenceError:

@@ -52,8 +52,9 @@ def recorded_as(verdict: Verdict) -> State:
     return State(EXECUTED) if verdict.state is COMMIT_MESSAGE else State(ROLLED_BACK, verdict.reason)
 
 
-def verdicts_of(batch: HalfBatch, recorded: Recorded) -> VerdictArray:
-    """Return the recorded verdict of each transaction; UNKNOWN where nothing is recorded.
+def verdicts_of(batch: HalfBatch, recorded: Recorded, ended: Verdict | None = None) -> VerdictArray:
+    """Return the recorded verdict of each transaction; UNKNOWN where nothing is recorded. ``ended``: the verdict of
+    those whose part work ended in its middle, while others can be answered.
 
     Raises
     ------
@@ -62,9 +63,14 @@ def verdicts_of(batch: HalfBatch, recorded: Recorded) -> VerdictArray:
     """
     codes = recorded.among(batch.rows)
     used = pc.unique(codes)
-    distinct = [
-        UNKNOWN_VERDICT if code is None else _verdict(recorded.states[code], batch) for code in used.to_pylist()
-    ]
+    states = [None if code is None else recorded.states[code] for code in used.to_pylist()]
+    others = any(state is None or state.word != STARTED for state in states)
+    distinct = []
+    for state in states:
+        if state is not None and state.word == STARTED and others and ended is not None:
+            distinct.append(ended)
+        else:
+            distinct.append(UNKNOWN_VERDICT if state is None else _verdict(state, batch))
     if len(distinct) == 1:
         return VerdictArray((distinct[0],))
     which = batch.by_transaction(pc.index_in(codes, value_set=used))

@@ -36,7 +36,8 @@ class PerMessageListener(TransactionListener):
         :class:`~rmq_spark.Rollback` with a reason. It may have a :attr:`~TransactionListener.store_id`.
     threads : int, default 1
         How many messages run, or are checked, at once (up to 1,000), for a listener that waits for a partner's answer.
-        Its methods must allow that. Messages with one ``sharding_key`` run one after the other, in send order.
+        Its methods must allow that. Messages with one ``sharding_key`` run one after the other, in send order. On
+        executors each task has so many threads, and that order holds within its part.
     idempotent : bool, default False
         Says that a local transaction may run twice, or twice at once, with the effect of one run. Executors run only
         listeners that say so (``TransactionalSink(run_on="executors")``).

@@ -49,7 +49,7 @@ from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.vocabulary.message import Message
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S_MIN, flag, named, seconds
 from rmq_spark._core.vocabulary.redaction import traceback_of
-from rmq_spark._core.vocabulary.verdicts import UNKNOWN, VerdictArray
+from rmq_spark._core.vocabulary.verdicts import UNKNOWN, Verdict, VerdictArray
 from rmq_spark.errors import FencedError, FenceError, LocalTransactionError, OptionError, TransactionEndedError
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ LOCK_TIMEOUT_S_MAX = 24 * 3600.0
 CLAIMS_MAX = 4
 """Tries of execute to claim its row while others change it."""
 
+_ENDED = Verdict(UNKNOWN, "work ended its database transaction in its middle")
 _T = TypeVar("_T")
 
 
@@ -336,7 +337,10 @@ class SqlTransactionListener(TransactionListener):
             if recorded is None:
                 self._fence.require_not_too_late(batch)
                 return [], True
-            return ([], True) if recorded.is_by_part else (self._fenced_ids(connection, batch, recorded), False)
+            if recorded.is_by_part:
+                recorded = self._fence.states(self._fence.read(connection, [batch]), batch)
+                return [], bool(recorded.among(batch.rows).null_count)
+            return self._fenced_ids(connection, batch, recorded), False
 
         fenced, by_part = self._claiming(batch, BY_PART, begin)
         self._refuse_fenced(batch, fenced)
@@ -350,10 +354,12 @@ class SqlTransactionListener(TransactionListener):
                 self._fence.require_not_too_late(batch)
                 return [], self._work.run_all_anew(connection, batch)
             if recorded.is_by_part:
-                raise LocalTransactionError(
-                    f"executors have begun attempt {batch.attempt} of half batch {batch.half_id!r} in parts: nothing "
-                    "was done here; let a check settle it"
-                )
+                recorded = self._fence.states(self._fence.read(connection, [batch]), batch)
+                if recorded.among(batch.rows).null_count:
+                    raise LocalTransactionError(
+                        f"executors have begun attempt {batch.attempt} of half batch {batch.half_id!r} in parts: "
+                        "nothing was done here; let a check settle it"
+                    )
             fenced = self._fenced_ids(connection, batch, recorded)
             return fenced, VerdictArray(()) if fenced else self._work.run_rest(connection, batch, recorded)
 
@@ -501,10 +507,12 @@ class SqlTransactionListener(TransactionListener):
         if isinstance(recorded, FenceError):
             return recorded
         try:
-            verdicts = verdicts_of(batch, recorded)
+            verdicts = verdicts_of(batch, recorded, _ENDED)
         except FenceError as problem:
             return problem
-        if UNKNOWN_VERDICT in verdicts.distinct:
+        if _ENDED in verdicts.distinct:
+            batch.reason = "work ended the database transaction of a part in its middle, and no check can answer for it"
+        elif UNKNOWN_VERDICT in verdicts.distinct:
             wait = f"rollback_after ({self.rollback_after_s:g} s) is not over"
             batch.reason = f"the database has no fence row of it yet, and {wait}"
         return verdicts

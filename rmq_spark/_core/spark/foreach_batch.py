@@ -155,6 +155,8 @@ class TransactionalSink:
                 "one: set transaction_key, or transaction_per='message'"
             )
         require_parts(self.listener, "TransactionalSink")
+        if self.topic in self.engine.topic_store.seen().fifo and self._deals_out_anew:
+            raise _in_order_error(self.topic)
         from pyspark import cloudpickle
 
         try:
@@ -164,6 +166,11 @@ class TransactionalSink:
                 f"TransactionalSink: {self.listener!r} cannot go to an executor, since it cannot be pickled: "
                 f"{text_of(problem)}"
             ) from problem
+
+    @property
+    def _deals_out_anew(self) -> bool:
+        """Whether parts are other partitions than those of the micro-batch."""
+        return self.transaction_key is not None or self.partitions is not None
 
     def _start(self) -> None:
         """Make what is not pickled."""
@@ -240,7 +247,7 @@ class TransactionalSink:
         if self._parts is not None:
             batch_df = self._in_parts(batch_df)
             self._parts.staged_here = header.half_id
-            is_spread = self.transaction_key is not None or self.partitions is not None
+            is_spread = self._deals_out_anew
 
         def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             from pyspark import TaskContext
@@ -265,19 +272,21 @@ class TransactionalSink:
 
         context = getattr(batch_df.sparkSession, "_sc", None)
         count = self.partitions or (None if context is None else context.defaultParallelism)
-        numbered = batch_df.withColumn(_ARRIVAL, F.monotonically_increasing_id())
+        arrival = max(batch_df.columns, key=len) + "_arrival"  # no column has this name
+        numbered = batch_df.withColumn(arrival, F.monotonically_increasing_id())
         key = F.col(f"`{self.transaction_key.replace('`', '``')}`")
         spread = numbered.repartition(key) if count is None else numbered.repartition(count, key)
-        return spread.sortWithinPartitions(_ARRIVAL).drop(_ARRIVAL)
-
-
-_ARRIVAL = "__txmq_arrival"
+        return spread.sortWithinPartitions(f"`{arrival.replace('`', '``')}`").drop(arrival)
 
 
 def _refuse_fifo(files: Sequence[HalfFile], fifo: Collection[str]) -> None:
     in_order = sorted({segment.topic for file in files for segment in file.segments}.intersection(fifo))
     if in_order:
-        raise OptionError(
-            f"run_on={EXECUTORS!r} deals messages out anew, and the FIFO topic {in_order[0]!r} keeps the order of "
-            "sharding keys: leave run_on out, or use transaction_per='message' without partitions"
-        )
+        raise _in_order_error(in_order[0])
+
+
+def _in_order_error(topic: str) -> OptionError:
+    return OptionError(
+        f"run_on={EXECUTORS!r} deals messages out anew, and the FIFO topic {topic!r} keeps the order of sharding keys: "
+        "leave run_on out, or use transaction_per='message' without partitions"
+    )

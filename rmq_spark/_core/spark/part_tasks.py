@@ -14,8 +14,9 @@ from rmq_spark._core.listeners.listener import TransactionListener
 from rmq_spark._core.log.half import HALF_SCHEMA
 from rmq_spark._core.protocol.parts import PartAnswer, run_part
 from rmq_spark._core.spark.executor_files import LogFiles
+from rmq_spark._core.vocabulary.redaction import cause_of, redacted
 from rmq_spark._core.vocabulary.rows import RowSet, bits_in
-from rmq_spark.errors import ListenerError
+from rmq_spark.errors import ListenerError, LocalTransactionError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -80,7 +81,12 @@ class SparkTasks:
         def work(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
                 for number in batch.column(0).to_pylist():
-                    answer = pickle.dumps(run_part(listener, sent[number]))
+                    try:
+                        answer = pickle.dumps(run_part(listener, sent[number]))
+                    except Exception as problem:
+                        if cause_of(problem) is None:  # Spark would log a secret
+                            raise LocalTransactionError(redacted(f"{type(problem).__name__}: {problem}")) from None
+                        raise
                     yield pa.record_batch({"number": pa.array([number], pa.int64()), "answer": pa.array([answer])})
 
         tasks = self.spark.range(0, len(sent), 1, len(sent))
