@@ -1,8 +1,9 @@
 """The product's protocol, run from a seed on a store, a clock and processes that misbehave, and judged by its history.
 
 ``simulate(seed)`` plays a small scenario: streams and senders that crash and come again (also while the first still
-sleeps), checkers, readers, a person and upkeep; each in a process of its own, or as threads that
-share a process and its commit log. Then all is repaired: no more faults, everything is brought to its end and read.
+sleeps), checkers, readers, a person and upkeep; each in a process of its own, or as threads that share a process and
+its commit log. A stream may leave its local transactions to executors. Then all is repaired: no more faults,
+everything is brought to its end and read.
 
 ``python -m tests.torture.simulate.simulation SEED`` shows a seed's history.
 """

@@ -53,6 +53,9 @@ def test_no_seed_shows_an_anomaly(part: int) -> None:
         "clean up",
         "shared handles",
         "wrong clocks",
+        "jobs",
+        "tasks started again",
+        "late tasks",
     ):
         assert int(str(report[fault])) >= size // 250, fault
 
@@ -75,8 +78,11 @@ def test_an_older_version_of_messages_has_nothing_of_what_was_drained_later_and_
 
 @pytest.mark.long
 def test_the_same_seed_is_the_same_history_in_every_process() -> None:
-    """Also where Python's hashes are others, so that no set's order decides anything, and where threads share a log."""
-    assert max(Scenario.draw(random.Random(seed)).threads for seed in range(1, 16)) > 1
+    """Also where Python's hashes are others, so that no set's order decides anything, and where threads share a log, or
+    executors run parts."""
+    scenarios = [Scenario.draw(random.Random(seed)) for seed in range(1, 16)]
+    assert max(scenario.threads for scenario in scenarios) > 1
+    assert max(scenario.parts for scenario in scenarios) > 1
     found = set()
     for hash_seed in ("1", "2"):
         done = subprocess.run(
