@@ -75,7 +75,7 @@ def numbers(spark: SparkSession, tmp_path: Path) -> Callable[[int], DataFrame]:
     return stream
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     made = Cluster(tmp_path_factory.mktemp("cluster"))
     yield made

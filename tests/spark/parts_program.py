@@ -11,7 +11,7 @@ import rmq_spark as txmq
 
 
 def main(folder: str) -> None:
-    parts_shop.arm()
+    parts_shop.arm(is_task=False)
     spark = SparkSession.builder.getOrCreate()
     incoming = spark.readStream.option("maxFilesPerTrigger", 1).text(f"{folder}/in")
     sink = txmq.TransactionalSink(

@@ -9,12 +9,12 @@ import json
 import os
 import signal
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from pyspark import TaskContext
 
 import rmq_spark as txmq
 from rmq_spark._core.runtime import failpoints
@@ -114,23 +114,20 @@ DEATHS: Mapping[str, Callable[..., None]] = {
 """Who dies, by the name of the kind. ``slow`` is a pause."""
 
 
-def arm() -> None:
-    """Let this process come to its points."""
+def arm(is_task: bool) -> None:
+    """Let this process come to the points of a task, or of a driver."""
     global _is_armed
     if _is_armed:
         return
     _is_armed = True
 
     def hook(point: str, **_: Any) -> None:
-        if point in (TASK_POINTS if TaskContext.get() else DRIVER_POINTS):
+        if point in (TASK_POINTS if is_task else DRIVER_POINTS):
             reach(point)
 
-    def on_commit(connection: sa.Connection) -> None:
-        if TaskContext.get():
-            reach("database commits", connection)
-
     failpoints.set_hook(hook)
-    sa.event.listen(sa.Engine, "commit", on_commit)
+    if is_task:
+        sa.event.listen(sa.Engine, "commit", lambda connection: reach("database commits", connection))
 
 
 # ---------------------------------------------------------------- the local transaction
@@ -138,14 +135,15 @@ class Listener(txmq.SqlTransactionListener):
     """It comes to the points around a part's database transaction, and notes in a journal when it runs a part."""
 
     def execute_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-        if not TaskContext.get():
+        if batch.part is None:  # this is the driver
             return super().execute_local_transaction(batch)
-        arm()
-        note(batch, "begins")
+        arm(is_task=True)
+        task = uuid.uuid4().hex
+        note(batch, task, "begins")
         reach("before the claim")
         verdicts = super().execute_local_transaction(batch)
         reach("after the commit")
-        note(batch, "ends")
+        note(batch, task, "ends")
         return verdicts
 
     def begin_parts(self, batch: txmq.HalfBatch) -> bool:
@@ -154,10 +152,7 @@ class Listener(txmq.SqlTransactionListener):
         return is_begun
 
 
-def note(batch: txmq.HalfBatch, what: str) -> None:
-    context = TaskContext.get()
-    assert context is not None
-    task = context.taskAttemptId()
+def note(batch: txmq.HalfBatch, task: str, what: str) -> None:
     line = json.dumps([batch.half_id, batch.attempt, batch.part, task, what, time.time()])
     with (Path(os.environ[FOLDER]) / "journal").open("a") as journal:
         journal.write(line + "\n")

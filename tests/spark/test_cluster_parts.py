@@ -2,42 +2,26 @@
 
 Executors, their Python workers, drivers, sessions of PostgreSQL and the whole server die, each at a point of the
 protocol or at a random time. A check job runs meanwhile. A seed says who dies when: ``SEED=n`` plays the same deaths
-again, as far as the times of several machines can be played again. ``KILLS=n`` says how many there are in all
-(``TXMQ_TESTS=all KILLS=200 pytest -m "" tests/spark/test_cluster_parts.py``).
+again, as far as the times of several processes can be played again. ``KILLS=n`` says how many there are in all
+(``KILLS=200 make test-all TESTS=tests/spark/test_cluster_parts.py``).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import random
-import re
-import signal
 import subprocess
-import threading
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
-from typing import TypeAlias
 
 import pytest
-import sqlalchemy as sa
 
-from rmq_spark import CheckService, CommitLog, SqlTransactionListener
-from tests.process.postgres import crash
-from tests.spark.parts_shop import DRIVER_POINTS, FOLDER, GROUP, REFUSED, TASK_POINTS, URL, dead, doom
+from tests.spark.parts_shop import FOLDER, URL, doom
 from tests.support.cluster import DEADLINE_S, Cluster, wait_until
+from tests.support.part_kills import Job, Story
 from tests.support.seeds import first_seed
 
 HERE = Path(__file__).parent
 KILLS = int(os.environ.get("KILLS") or 24)
 """The deaths of both stories together."""
-FILES, ROWS, COPIES = 12, 40, 2
-"""Micro-batches that a job begins with, the orders of one, and the messages of an order."""
-AT_ONCE_S = 20.0
-"""Seconds for which a death waits for a process that comes to its point, before the next death is told."""
 SHORT_LIFE = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 SPECULATION = {
     "spark.speculation": "true",
@@ -46,55 +30,16 @@ SPECULATION = {
     "spark.speculation.quantile": "0.25",
     "spark.speculation.minTaskRuntime": "200ms",
 }
-EXPECTED_ENDS = (
-    "a check has rolled back transactions",
-    "OperationalError",
-    "LocalTransactionError",
-    "UnresolvedTransactionError",
-    "Job aborted due to stage failure",
-)
-"""What a driver may say when it ends without being killed: the next one goes on."""
-
 pytestmark = [pytest.mark.long, pytest.mark.postgres, pytest.mark.timeout(1200 + 30 * KILLS)]
 
 
-class Job:
-    """A stream of orders on a cluster, its database and its check job.
-
-    Attributes
-    ----------
-    kills : Counter of str
-        The deaths that no point has met, but a random time.
-    ends : list of str
-        Why drivers ended that nobody killed.
-    """
+class ClusterJob(Job):
+    """A stream of orders on a cluster."""
 
     def __init__(self, folder: Path, cluster: Cluster, url: str, speculation: bool) -> None:
-        self.folder, self.cluster, self.url = folder, cluster, url
+        super().__init__(folder, url)
+        self.cluster = cluster
         self.speculation = SPECULATION if speculation else {"spark.speculation": "false"}
-        for name in ("in", "doomed", "met"):
-            (folder / name).mkdir()
-        self.log = CommitLog.create(folder / "log")
-        self.log.create_topic("orders", queues=2)
-        self.engine = sa.create_engine(url, poolclass=sa.NullPool)
-        with self.engine.begin() as connection:
-            connection.execute(sa.text("create table orders (n integer, attempt integer, part integer)"))
-        SqlTransactionListener(self.engine).create_fence()
-        self.kills: Counter[str] = Counter()
-        self.ends: list[str] = []
-        self.drivers = 0
-        self.rounds: Counter[str] = Counter()
-        self.orders = 0
-        self.add_input(FILES)
-
-    def add_input(self, files: int) -> None:
-        for _ in range(files):
-            numbers = list(range(self.orders, self.orders + ROWS)) * COPIES
-            file = self.folder / "in" / f"{self.orders:06}.txt"
-            file.write_text("\n".join(map(str, numbers)))
-            at_s = 1_700_000_000 + self.orders
-            os.utime(file, (at_s, at_s))  # Spark takes the oldest first
-            self.orders += ROWS
 
     def start(self) -> subprocess.Popen[bytes]:
         self.drivers += 1
@@ -103,6 +48,8 @@ class Job:
             "spark.executor.extraJavaOptions": SHORT_LIFE,
             f"spark.executorEnv.{FOLDER}": str(self.folder),
             f"spark.executorEnv.{URL}": self.url,
+            "spark.executorEnv.PYTHONPATH": str(HERE.parents[1]),
+            "spark.python.daemon.module": "tests.spark.parts_daemon",
             "spark.task.maxFailures": "4",
             "spark.sql.codegen.factoryMode": "NO_CODEGEN",
             "spark.sql.codegen.wholeStage": "false",
@@ -113,176 +60,14 @@ class Job:
             "--py-files", str(HERE / "parts_shop.py"), program, str(self.folder), settings=settings
         )
 
-    def note_end(self, driver: subprocess.Popen[bytes]) -> None:
-        """Keep why a driver ended that was not killed."""
-        if driver.returncode not in (0, -signal.SIGKILL):
-            text = max(self.cluster.folder.glob("submit-*.log")).read_text(errors="replace")
-            self.ends.append(text)
+    def output(self) -> str:
+        return max(self.cluster.folder.glob("submit-*.log")).read_text(errors="replace")
 
-    def killed(self) -> Counter[str]:
-        """All deaths so far, by who died and where."""
-        met = [(kind, point) for kind, point in dead(self.folder) if kind != "slow"]
-        return self.kills + Counter(f"{kind} {point}" for kind, point in met)
+    def tasks(self) -> list[int]:
+        return self.cluster.python_workers()
 
-    def check(self, stop: threading.Event, rng: random.Random) -> None:
-        """Check again and again."""
-        while not stop.wait(rng.uniform(1.0, 5.0)):
-            listener = SqlTransactionListener(self.url, rollback_after=rng.choice([0.0, 2.0, 10.0, 10.0]))
-            try:
-                report = CheckService(self.folder / "log", {GROUP: listener}, transaction_timeout=0.0).run_once()
-            except sa.exc.OperationalError:  # the server is down
-                self.rounds["that found no server"] += 1
-                continue
-            self.rounds["done"] += 1
-            self.rounds["messages committed"] += report.committed.messages
-            self.rounds["messages rolled back"] += report.rolled_back.messages
-
-    def begun(self) -> int:
-        """How many micro-batches have begun on executors."""
-        journal = self.folder / "journal"
-        lines = journal.read_text().splitlines() if journal.exists() else []
-        return len({json.loads(line)[0] for line in lines})
-
-    def twice(self) -> int:
-        """How many parts two tasks ran at once."""
-        spans: dict[tuple[str, int, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for line in (self.folder / "journal").read_text().splitlines():
-            half_id, attempt, part, task, _, at = json.loads(line)
-            spans[half_id, attempt, part][task].append(at)
-        ended = [sorted(times for times in tasks.values() if len(times) == 2) for tasks in spans.values()]
-        return sum(any(one[1] > other[0] for one, other in pairwise(times)) for times in ended)
-
-    def agree(self) -> None:
-        """Require that each order is in the table once and told, or refused and neither."""
-        wait_until(lambda: not self.cluster.python_workers(), "no task is left")
-        good = [n for n in range(self.orders) if n % REFUSED]
-        log = CommitLog.open(self.folder / "log")
-        with self.engine.connect() as connection:
-            in_table = Counter(connection.execute(sa.text("select n from orders")).scalars())
-        rows = log.read("orders", columns=["body", "queue_id", "queue_offset"]).to_pylist()
-        told = Counter(int(row["body"]) for row in rows)
-        assert in_table == dict.fromkeys(good, 1), f"{in_table - Counter(good)} {Counter(good) - in_table}"
-        assert told == dict.fromkeys(good, COPIES), f"{set(told) ^ set(good)}"
-        for queue in {row["queue_id"] for row in rows}:
-            offsets = [row["queue_offset"] for row in rows if row["queue_id"] == queue]
-            assert offsets == list(range(len(offsets))), f"queue {queue} has gaps"
-        assert log.pending().num_rows == 0
-        assert log.conflicts() == []
-
-
-Death: TypeAlias = tuple[str, str] | Callable[[subprocess.Popen[bytes]], None]
-"""The point and the kind of a death, or what kills at a random time while a driver runs."""
-
-
-class Story:
-    """A job of which something dies again and again, until so many deaths are there and its input is done."""
-
-    def __init__(self, job: Job, postgres_folder: Path, seed: int) -> None:
-        self.job, self.postgres_folder, self.seed = job, postgres_folder, seed
-        self.random = random.Random(seed)
-        self._deck: list[Death] = []
-
-    def play(self, kills: int) -> None:
-        stop = threading.Event()
-        checks = threading.Thread(target=self.job.check, args=(stop, random.Random(self.seed + 1)), daemon=True)
-        checks.start()
-        driver, lives = self.job.start(), 0
-        try:
-            while True:
-                is_over = self.job.killed().total() >= kills
-                if is_over:
-                    self._spare()
-                    driver.wait(DEADLINE_S)
-                else:
-                    self._next(driver)
-                if driver.poll() is None:
-                    continue
-                self.job.note_end(driver)
-                if is_over:
-                    lives += 1
-                    assert lives < 10, f"no driver comes to the end:\n{self.job.ends[-1:]}"
-                    if driver.returncode == 0:
-                        break
-                elif driver.returncode == 0:
-                    self.job.add_input(FILES)
-                driver = self.job.start()
-        finally:
-            stop.set()
-            checks.join(DEADLINE_S)
-            if driver.poll() is None:
-                os.killpg(driver.pid, signal.SIGKILL)
-        assert not checks.is_alive()
-
-    def _next(self, driver: subprocess.Popen[bytes]) -> None:
-        """Let one to three things die, and wait until they have."""
-        files = []
-        for _ in range(self.random.randint(1, 3)):
-            if not self._deck:
-                self._deck = self._shuffled()
-            death = self._deck.pop()
-            if callable(death):
-                death(driver)
-            else:
-                files.append(doom(self.job.folder, *death, self.random.uniform(0.5, 6.0)))
-        end = time.monotonic() + AT_ONCE_S
-        while any(file.exists() for file in files) and driver.poll() is None and time.monotonic() < end:
-            time.sleep(0.05)
-        time.sleep(self.random.uniform(0, 0.7))
-
-    def _shuffled(self) -> list[Death]:
-        deck: list[Death] = [(point, kind) for kind in ("worker", "executor", "slow") for point in TASK_POINTS]
-        deck += [(point, "worker") for point in TASK_POINTS]
-        deck += [(point, "executor alone") for point in TASK_POINTS[:4]]
-        deck += [(point, "backend") for point in ("in work", "database commits")] * 2
-        deck += [(point, "driver") for point in DRIVER_POINTS]
-        deck += [self._executor, self._worker, self._worker, self._driver, self._backend, self._backend, self._server]
-        self.random.shuffle(deck)
-        return deck
-
-    def _spare(self) -> None:
-        """Nobody dies any more."""
-        for file in (self.job.folder / "doomed").iterdir():
-            file.unlink(missing_ok=True)
-
-    # ------------------------------------------------------------------ at a random time
-    def _sometime(self, driver: subprocess.Popen[bytes]) -> bool:
-        """Wait for a random time, and return whether the driver lives."""
-        time.sleep(self.random.uniform(0.2, 6.0))
-        return driver.poll() is None
-
-    def _executor(self, driver: subprocess.Popen[bytes]) -> None:
-        if self._sometime(driver):
-            self._kill_one_of(self.job.cluster.executors(), "executor at a random time")
-
-    def _worker(self, driver: subprocess.Popen[bytes]) -> None:
-        if self._sometime(driver):
-            self._kill_one_of(self.job.cluster.python_workers(), "worker at a random time")
-
-    def _kill_one_of(self, pids: list[int], name: str) -> None:
-        if pids:
-            try:
-                os.kill(self.random.choice(pids), signal.SIGKILL)
-            except ProcessLookupError:
-                return
-            self.job.kills[name] += 1
-
-    def _driver(self, driver: subprocess.Popen[bytes]) -> None:
-        if self._sometime(driver):
-            os.killpg(driver.pid, signal.SIGKILL)
-            driver.wait()
-            self.job.kills["driver at a random time"] += 1
-
-    def _backend(self, driver: subprocess.Popen[bytes]) -> None:
-        query = "select pg_terminate_backend(pid) from pg_stat_activity where usename = current_user and pid <> "
-        if self._sometime(driver):
-            with self.job.engine.connect() as connection:
-                ended = connection.execute(sa.text(query + "pg_backend_pid() and backend_type = 'client backend'"))
-                self.job.kills["backend at a random time"] += sum(ended.scalars())
-
-    def _server(self, driver: subprocess.Popen[bytes]) -> None:
-        if self._sometime(driver):
-            crash(self.postgres_folder)
-            self.job.kills["server at a random time"] += 1
+    def executors(self) -> list[int]:
+        return self.cluster.executors()
 
 
 @pytest.mark.parametrize("speculation", [False, True], ids=["no speculation", "speculation"])
@@ -296,40 +81,26 @@ def test_a_job_of_which_something_dies_again_and_again_agrees(
 ) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv(URL, database)
-    job, seed = Job(tmp_path, cluster, database, speculation), first_seed() + speculation
+    job, seed = ClusterJob(tmp_path, cluster, database, speculation), first_seed() + speculation
     try:
         Story(job, postgres_folder, seed).play(KILLS // 2)
         job.agree()
     finally:
-        print(f"seed {seed}: {job.killed().total()} deaths, {job.drivers} drivers, {job.orders} orders")
-        print(f"deaths: {json.dumps(dict(sorted(job.killed().items())), indent=1)}")
-        print(f"pauses: {sum(kind == 'slow' for kind, _ in dead(tmp_path))}; parts run twice at once: {job.twice()}")
-        print(f"rounds of checks: {dict(job.rounds)}")
-        print(f"drivers that nobody killed: {Counter(map(reason_of, job.ends))}")
-    unexpected = [text[-6000:] for text in job.ends if not any(words in text for words in EXPECTED_ENDS)]
-    assert not unexpected, unexpected[0]
+        job.tell(seed)
 
 
-def reason_of(text: str) -> str:
-    """The last error of this package that a driver printed, without what differs."""
-    found = re.findall(
-        r"^(?:rmq_spark|sqlalchemy|psycopg|org\.apache)[\w.]*\.(\w+(?:Error|Exception): .{0,160})", text, re.M
-    )
-    return re.sub(r"[0-9a-f]{8}[0-9a-f-]*|\d+", "_", found[-1]) if found else text[-300:]
-
-
-@pytest.mark.parametrize("point", ["before the claim", "in work", "after the commit"])
 def test_a_part_that_two_tasks_run_at_once_is_taken_once(
-    cluster: Cluster, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+    cluster: Cluster, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv(URL, database)
-    job = Job(tmp_path, cluster, database, speculation=True)
+    job = ClusterJob(tmp_path, cluster, database, speculation=True)
     driver = job.start()
-    for at in range(4):
+    # The first micro-batch is slow by itself.
+    for at, point in enumerate(("in work", "before the claim", "after the commit") * 2):
+        wait_until(lambda at=at: job.begun() > at or driver.poll() is not None, "the next micro-batch")
         slow = doom(tmp_path, point, "slow", 6.0)
         wait_until(lambda file=slow: not file.exists() or driver.poll() is not None, "a task is slow")
-        wait_until(lambda at=at: job.begun() > at + 1 or driver.poll() is not None, "the next micro-batch")
     assert driver.wait(DEADLINE_S) == 0, cluster.said()
     job.agree()
     assert job.twice() > 0

@@ -83,7 +83,7 @@ class Cluster:
 
     def python_workers(self) -> list[int]:
         """The Python processes of this cluster's executors: daemons, and the workers that they fork."""
-        return self._in_work(b"pyspark.daemon")
+        return self._in_work(b"pyspark.worker")
 
     def _in_work(self, word: bytes) -> list[int]:
         found = []
