@@ -37,8 +37,11 @@ EXPECTED_ENDS = (
     "server closed the connection",
 )
 """What a driver may say when it ends without being killed: the next one goes on."""
-NEVER = ("VerdictConflictError", "VerdictError", "rmq_spark.errors.FenceError", "KeyError", "AssertionError")
-"""What no driver may say."""
+NEVER = ("VerdictConflictError", "VerdictError", "FenceError", "KeyError", "AssertionError")
+"""What no driver and no check may say."""
+
+
+VARIES = r"[0-9a-f]{8}[0-9a-f-]*|\d+"
 
 
 class Job(ABC):
@@ -49,7 +52,9 @@ class Job(ABC):
     kills : Counter of str
         The deaths that no point has met, but a random time.
     ends : list of str
-        Why drivers ended that nobody killed.
+        What drivers printed that ended and were not killed.
+    problems : list of str
+        What checks had to say.
     """
 
     has_executors = True
@@ -68,6 +73,7 @@ class Job(ABC):
         SqlTransactionListener(self.engine).create_fence()
         self.kills: Counter[str] = Counter()
         self.ends: list[str] = []
+        self.problems: list[str] = []
         self.drivers = 0
         self.rounds: Counter[str] = Counter()
         self.orders = 0
@@ -120,6 +126,7 @@ class Job(ABC):
                 self.rounds["that found no server"] += 1
                 continue
             self.rounds["done"] += 1
+            self.problems += [sentence for _, sentence in report.problems]
             self.rounds["messages committed"] += report.committed.messages
             self.rounds["messages rolled back"] += report.rolled_back.messages
 
@@ -147,6 +154,7 @@ class Job(ABC):
         pauses = sum(kind == "slow" for kind, _ in dead(self.folder))
         print(f"pauses: {pauses}; parts run twice at once: {self.twice()}; rounds of checks: {dict(self.rounds)}")
         print(f"drivers that nobody killed: {Counter(map(reason_of, self.ends))}")
+        print(f"problems of checks: {Counter(re.sub(VARIES, '_', sentence)[:200] for sentence in self.problems)}")
 
     def agree(self) -> None:
         """Require that each order is in the table once and told, or refused and neither."""
@@ -165,6 +173,7 @@ class Job(ABC):
         assert log.pending().num_rows == 0
         assert log.conflicts() == []
         unexpected = [text[-6000:] for text in self.ends if not is_expected(text)]
+        unexpected += [sentence for sentence in self.problems if any(words in sentence for words in NEVER)]
         assert not unexpected, unexpected[0]
 
 
@@ -276,11 +285,13 @@ class Story:
             self.job.kills["driver at a random time"] += 1
 
     def _backend(self, driver: subprocess.Popen[bytes]) -> None:
-        query = "select pg_terminate_backend(pid) from pg_stat_activity where usename = current_user and pid <> "
+        others = "from pg_stat_activity where backend_type = 'client backend' and pid <> pg_backend_pid()"
         if self._sometime(driver):
             with self.job.engine.connect() as connection:
-                ended = connection.execute(sa.text(query + "pg_backend_pid() and backend_type = 'client backend'"))
-                self.job.kills["backend at a random time"] += sum(ended.scalars())
+                pids = sorted(connection.exec_driver_sql(f"select pid {others}").scalars())
+                if pids:
+                    ended = sa.select(sa.func.pg_terminate_backend(self.random.choice(pids)))
+                    self.job.kills["backend at a random time"] += bool(connection.execute(ended).scalar())
 
     def _server(self, driver: subprocess.Popen[bytes]) -> None:
         if self._sometime(driver):
@@ -297,4 +308,4 @@ def reason_of(text: str) -> str:
     found = re.findall(
         r"^(?:rmq_spark|sqlalchemy|psycopg|org\.apache)[\w.]*\.(\w+(?:Error|Exception): .{0,160})", text, re.M
     )
-    return re.sub(r"[0-9a-f]{8}[0-9a-f-]*|\d+", "_", found[-1]) if found else text[-300:]
+    return re.sub(VARIES, "_", found[-1]) if found else text[-300:]
