@@ -15,6 +15,8 @@ import pyspark
 
 SPARK_HOME = Path(pyspark.__file__).parent
 DEADLINE_S = 300.0
+HOSTS = ("127.0.0.1", "127.0.0.2")
+"""Of the workers: Spark runs a task twice at once on two hosts only."""
 NO_SETTINGS: Mapping[str, str] = {}
 
 
@@ -24,21 +26,21 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
-        master = self._start("Master", "--port", "0", "--webui-port", "0")
+        master = self._start("Master", HOSTS[0], "--port", "0", "--webui-port", "0")
         self.url = self._read(master, "Starting Spark master at ").split()[0]
-        for _ in range(2):
-            self._start("Worker", "--cores", "1", "--memory", "1g", "--webui-port", "0",
+        for host in HOSTS:
+            self._start("Worker", host, "--cores", "1", "--memory", "1g", "--webui-port", "0",
                         "--work-dir", str(folder / "work"), self.url)  # fmt: skip
         wait_until(lambda: master.read_text(errors="replace").count("Registering worker") == 2, "two workers")
 
-    def _start(self, kind: str, *arguments: str) -> Path:
+    def _start(self, kind: str, host: str, *arguments: str) -> Path:
         output = self.folder / f"{kind}-{len(self._processes)}.log"
         command = [str(SPARK_HOME / "bin" / "spark-class"), f"org.apache.spark.deploy.{kind.lower()}.{kind}"]
-        environment = {**os.environ, "SPARK_HOME": str(SPARK_HOME), "SPARK_LOCAL_IP": "127.0.0.1"}
+        environment = {**os.environ, "SPARK_HOME": str(SPARK_HOME), "SPARK_LOCAL_IP": host}
         with output.open("wb") as out:
             self._processes.append(
                 subprocess.Popen(
-                    [*command, "--host", "127.0.0.1", *arguments],
+                    [*command, "--host", host, *arguments],
                     env=environment,
                     stdout=out,
                     stderr=out,

@@ -13,7 +13,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
@@ -139,13 +138,15 @@ class Job(ABC):
         return journal.read_text().splitlines() if journal.exists() else []
 
     def twice(self) -> int:
-        """How many parts two tasks ran at once."""
+        """How many parts a second task began to run before the first one had ended."""
         spans: dict[tuple[str, int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for line in self._journal():
             half_id, attempt, part, task, _, at = json.loads(line)
             spans[half_id, attempt, part][task].append(at)
-        ended = [sorted(times for times in tasks.values() if len(times) == 2) for tasks in spans.values()]
-        return sum(any(one[1] > other[0] for one, other in pairwise(times)) for times in ended)
+        return sum(
+            any(one[0] < other[0] < one[1] for one in tasks.values() if len(one) == 2 for other in tasks.values())
+            for tasks in spans.values()
+        )
 
     def tell(self, seed: int) -> None:
         """Print what happened."""
