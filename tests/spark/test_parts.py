@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,9 @@ def test_parts_run_on_executors_and_agree_after_a_task_failed(
         run(stream, sink(), tmp_path)
     cause = find_cause(raised.value)
     assert isinstance(cause, txmq.LocalTransactionError)
+    assert re.search(
+        r"part 1: ConnectionError: the database went away \(test_parts.py, line \d+, in __call__\)", str(cause)
+    )
     assert len(str(cause)) < 1_000
     assert log.another().pending()["messages"].to_pylist() == [200]
     run(stream, sink(), tmp_path)
@@ -176,12 +180,14 @@ def test_a_fifo_topic_keeps_its_order_or_is_refused(
     spark: SparkSession, log: txmq.CommitLog, url: str, tmp_path: Path
 ) -> None:
     log.create_topic("in-order", queues=1, fifo=True)
-    spark.range(4).selectExpr("cast(id as string) value").write.text(f"{tmp_path}/in")
-    stream = spark.readStream.text(f"{tmp_path}/in").selectExpr(
-        "value body", "cast(value as long) n", "'k' sharding_key"
-    )
     listener = SqlTransactionListener(url, Work())
-    sink = TransactionalSink(log, producer_group="shop", listener=listener, topic="in-order", **BY_KEY)
-    with pytest.raises(Exception, match="the FIFO topic 'in-order' keeps the order"):
+    refused = "the FIFO topic 'in-order' keeps the order"
+    with pytest.raises(txmq.OptionError, match=refused):
+        TransactionalSink(log, producer_group="shop", listener=listener, topic="in-order", **BY_KEY)
+    spark.range(4).selectExpr("cast(id as string) value").write.text(f"{tmp_path}/in")
+    stream = spark.readStream.text(f"{tmp_path}/in")
+    stream = stream.selectExpr("value body", "cast(value as long) n", "'k' sharding_key", "'in-order' topic")
+    sink = TransactionalSink(log, producer_group="shop", listener=listener, **BY_KEY)
+    with pytest.raises(Exception, match=refused):
         run(stream, sink, tmp_path)
     assert log.another().pending().num_rows == 0

@@ -14,9 +14,9 @@ from rmq_spark._core.listeners.listener import TransactionListener
 from rmq_spark._core.log.half import HALF_SCHEMA
 from rmq_spark._core.protocol.parts import PartAnswer, run_part
 from rmq_spark._core.spark.executor_files import LogFiles
-from rmq_spark._core.vocabulary.redaction import cause_of, redacted
+from rmq_spark._core.vocabulary.redaction import cause_of, line_of, one_line, redacted, text_of
 from rmq_spark._core.vocabulary.rows import RowSet, bits_in
-from rmq_spark.errors import ListenerError, LocalTransactionError
+from rmq_spark.errors import ListenerError, LocalTransactionError, TxmqError, find_cause
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -84,12 +84,21 @@ class SparkTasks:
                     try:
                         answer = pickle.dumps(run_part(listener, sent[number]))
                     except Exception as problem:
-                        if cause_of(problem) is None:  # Spark would log a secret
-                            raise LocalTransactionError(redacted(f"{type(problem).__name__}: {problem}")) from None
-                        raise
+                        raise _in_one_line(sent[number], problem) from cause_of(problem)
                     yield pa.record_batch({"number": pa.array([number], pa.int64()), "answer": pa.array([answer])})
 
         tasks = self.spark.range(0, len(sent), 1, len(sent))
-        rows = tasks.mapInArrow(work, "number long, answer binary").collect()
+        try:
+            rows = tasks.mapInArrow(work, "number long, answer binary").collect()
+        except Exception as problem:  # Spark's text has hundreds of lines
+            raise find_cause(problem) or problem from cause_of(problem)
         answers = {row["number"]: pickle.loads(bytes(row["answer"])) for row in rows}
         return [answers[number] for number in range(len(sent))]
+
+
+def _in_one_line(part: HalfBatch, problem: Exception) -> TxmqError:
+    """The error of a task, as :func:`~rmq_spark.errors.find_cause` finds it in Spark's text."""
+    text = one_line(redacted(text_of(problem)))
+    if isinstance(problem, TxmqError):
+        return type(problem)(f"part {part.part}: {text}")
+    return LocalTransactionError(f"part {part.part}: {type(problem).__name__}: {text}{line_of(problem)}")
