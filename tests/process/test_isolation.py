@@ -233,7 +233,9 @@ def test_these_tests_notice_a_listener_that_trusts_its_snapshot(url: sa.URL, mon
     """The listener as it was: it read a taken row from the snapshot, and took one that it did not see for its own."""
 
     def newest(fence: Fence, connection: sa.Connection, batch: HalfBatch) -> Any:
-        return connection.execute(fence._read_one, {"of": batch.half_id, "at": batch.attempt}).one_or_none()
+        return connection.execute(
+            fence._read_one, {"of": batch.half_id, "at": batch.attempt, "in_part": -1}
+        ).one_or_none()
 
     def claim(fence: Fence, connection: sa.Connection, batch: HalfBatch, state: State) -> Recorded | None:
         try:
