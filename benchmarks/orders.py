@@ -292,12 +292,12 @@ class Partner:
 
 
 def calls(root: Path) -> None:
-    """Calls a second of a partner that takes 20 ms, by half batches of 50 calls a thread, beside threads alone."""
+    """Calls a second of a partner that takes 20 ms, by half batches of 200 calls a thread, beside threads alone."""
     pairs = []
     for threads in (1, 16, 64):
         rates: dict[str, list[float]] = {"ours": [], "alone": []}
         for number in range(ROUNDS + 1):
-            log, count = log_at(root / f"calls-{threads}-{number}"), 50 * threads
+            log, count = log_at(root / f"calls-{threads}-{number}"), 200 * threads
             messages = pa.table({"body": [b"%d" % n for n in range(count)]})
             listener = txmq.PerMessageListener(Partner(), threads=threads)
             with txmq.TransactionMQProducer(log, "partner", listener, check_interval=None) as producer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
@@ -71,17 +72,26 @@ class PerMessageListener(TransactionListener):
 
     def _answers(self, batch: HalfBatch, ask: Callable[[MessageExt], Any], goes_on: bool) -> list[_Answer]:
         """Ask about each message. ``goes_on``: an exception is UNKNOWN for its message, unless all raise."""
-        messages = self._messages(batch)
-        answers: list[_Answer] = [None] * len(messages)
+        rows = self._rows(batch)
+        answers: list[_Answer] = [None] * len(rows)
         problems: dict[int, Exception] = {}
         stop = threading.Event()
 
-        def run(positions: Sequence[int]) -> None:
-            for position in positions:
+        parts = deque([range(len(rows))] if self._threads == 1 else _by_sharding_key(rows))
+
+        def positions() -> Iterator[int]:
+            while True:
+                try:
+                    yield from parts.popleft()
+                except IndexError:
+                    return
+
+        def run() -> None:
+            for position in positions():
                 if stop.is_set():
                     return
                 try:
-                    answers[position] = returned(ask, messages[position])
+                    answers[position] = returned(ask, _message(rows[position], batch))
                 except Exception as problem:
                     problems[position] = problem
                     if not goes_on:
@@ -90,46 +100,53 @@ class PerMessageListener(TransactionListener):
                     stop.set()
                     raise
 
-        if self._threads == 1 or len(messages) == 1:
-            run(range(len(messages)))
+        threads = min(self._threads, len(parts))
+        if threads <= 1:
+            run()
         else:
-            with ThreadPoolExecutor(self._threads, "txmq-listener") as pool:
+            with ThreadPoolExecutor(threads, "txmq-listener") as pool:
                 try:
-                    for future in [pool.submit(copy_context().run, run, part) for part in _by_sharding_key(messages)]:
+                    for future in [pool.submit(copy_context().run, run) for _ in range(threads)]:
                         future.result()
                 finally:  # also for an interrupt: nothing begins any more, and what runs is waited for
                     stop.set()
-                    pool.shutdown(wait=False, cancel_futures=True)
         if not problems:
             return answers
         first = min(problems)
-        if not goes_on or len(problems) == len(messages):
+        if not goes_on or len(problems) == len(rows):
             raise problems[first]
-        name = f"message {messages[first].msg_id}: {type(problems[first]).__name__}: {text_of(problems[first])}"
-        batch.reason = f"the listener raised for {count_of(len(problems), 'message')} of {len(messages)}, first {name}"
+        msg_id = rows[first]["msg_id"]
+        name = f"message {msg_id}: {type(problems[first]).__name__}: {text_of(problems[first])}"
+        batch.reason = f"the listener raised for {count_of(len(problems), 'message')} of {len(rows)}, first {name}"
         text = "the listener raised for %d of %d messages of %r, which are UNKNOWN; first message %s: %s"
-        found = (len(problems), len(messages), batch, messages[first].msg_id, traceback_of(problems[first]))
-        logger.warning(text, *found, extra=of_batch(batch))
+        details = (len(problems), len(rows), batch, msg_id, traceback_of(problems[first]))
+        logger.warning(text, *details, extra=of_batch(batch))
         for position in problems:
             answers[position] = UNKNOWN
         return answers
 
-    def _messages(self, batch: HalfBatch) -> list[MessageExt]:
+    def _rows(self, batch: HalfBatch) -> list[dict[str, Any]]:
         table = batch.messages()
         if batch.transaction_per != MESSAGE and not (batch.transaction_per == BATCH and table.num_rows == 1):
             raise ListenerError(
                 f"PerMessageListener answers per message, but half batch {batch.half_id!r} has transactions of several "
                 "messages: set transactionPer=message"
             )
-        common = {"producer_group": batch.producer_group, "check_times": batch.check_times}
-        rows = table.to_pylist()
-        return [MessageExt(**{**row, "properties": dict(row["properties"] or ()), **common}) for row in rows]
+        rows: list[dict[str, Any]] = table.to_pylist()
+        return rows
 
 
-def _by_sharding_key(messages: Sequence[MessageExt]) -> list[list[int]]:
+def _message(row: dict[str, Any], batch: HalfBatch) -> MessageExt:
+    """A message, made only when its turn has come: meanwhile others wait for their partner."""
+    properties = dict(row["properties"] or ())
+    common = {"producer_group": batch.producer_group, "check_times": batch.check_times}
+    return MessageExt(**{**row, "properties": properties, **common})
+
+
+def _by_sharding_key(rows: Sequence[dict[str, Any]]) -> list[Sequence[int]]:
     """The positions of the messages that run one after the other."""
-    parts: dict[object, list[int]] = {}
-    for position, message in enumerate(messages):
-        key = position if message.sharding_key is None else message.sharding_key
-        parts.setdefault(key, []).append(position)
+    parts: dict[tuple[bool, object], list[int]] = {}
+    for position, row in enumerate(rows):
+        key = row["sharding_key"]
+        parts.setdefault((key is None, position if key is None else key), []).append(position)
     return list(parts.values())
