@@ -91,7 +91,10 @@ class SparkTasks:
         try:
             rows = tasks.mapInArrow(work, "number long, answer binary").collect()
         except Exception as problem:  # Spark's text has hundreds of lines
-            raise find_cause(problem) or problem from cause_of(problem)
+            cause = find_cause(problem)
+            if cause is None:
+                raise
+            raise cause from cause_of(problem)
         answers = {row["number"]: pickle.loads(bytes(row["answer"])) for row in rows}
         return [answers[number] for number in range(len(sent))]
 
