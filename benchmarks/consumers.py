@@ -22,7 +22,7 @@ import rmq_spark as txmq
 from benchmarks.report import Pairs, publish
 from benchmarks.spark import session
 from benchmarks.throughput import WARM_UP
-from rmq_spark._core.listeners.listener import CommitOncePrepared
+from rmq_spark._core.listeners.transaction_listener import CommitOncePrepared
 
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "5"))
 ROWS = int(os.environ.get("BENCH_ROWS", "20000"))

@@ -29,7 +29,7 @@ TOPICS = 10
 
 DRAIN = """
 import sys, threading
-from rmq_spark._core.checks.maintainer import Maintainer
+from rmq_spark._core.client.maintainer import Maintainer
 from rmq_spark._core.client.commit_log import CommitLog
 Maintainer(CommitLog.open(sys.argv[1]), float(sys.argv[2])).run(threading.Event())
 """

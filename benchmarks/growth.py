@@ -30,7 +30,7 @@ import rmq_spark as txmq
 from benchmarks.report import Pairs, publish
 from benchmarks.spark import median_ms, session
 from benchmarks.throughput import SMALL_BATCHES, SMALL_ROWS, WARM_UP, stream, txmq_writer, write_input
-from rmq_spark._core.listeners.listener import CommitOncePrepared
+from rmq_spark._core.listeners.transaction_listener import CommitOncePrepared
 from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.log.decision import Decision
 from rmq_spark._core.log.half_header import HalfHeader, Naming, batch_name

@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame, Row
 
 import rmq_spark
 from rmq_spark import HalfBatch, SqlTransactionListener
-from rmq_spark._core.listeners.listener import Verdicts
+from rmq_spark._core.listeners.transaction_listener import Verdicts
 
 URL = "TXMQ_BENCH_URL"
 """The variable with the database's URL, which the workers of Spark inherit."""

@@ -44,7 +44,7 @@ from benchmarks.report import Pairs, publish, write_medians
 from benchmarks.spark import median_ms, micro_batch_ms, session
 from benchmarks.throughput import WARM_UP
 from benchmarks.timing import Counted, timed
-from rmq_spark._core.listeners.listener import CommitOncePrepared, Verdicts
+from rmq_spark._core.listeners.transaction_listener import CommitOncePrepared, Verdicts
 
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "5"))
 ROWS = int(os.environ.get("BENCH_ROWS", "100000"))

@@ -41,7 +41,7 @@ from benchmarks.report import write_medians
 from benchmarks.rocketmq import server as rocketmq
 from benchmarks.timing import Counted, in_flight, timed
 from rmq_spark._core.listeners.half_batch import HalfBatch
-from rmq_spark._core.listeners.listener import CommitOncePrepared, Verdicts
+from rmq_spark._core.listeners.transaction_listener import CommitOncePrepared, Verdicts
 
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "3"))
 SECONDS = float(os.environ.get("BENCH_SECONDS", "3"))

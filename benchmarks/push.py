@@ -23,7 +23,7 @@ from rich.table import Table
 
 import rmq_spark as txmq
 from benchmarks.report import write_medians
-from rmq_spark._core.listeners.listener import CommitOncePrepared
+from rmq_spark._core.listeners.transaction_listener import CommitOncePrepared
 
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "5"))
 SECONDS = float(os.environ.get("BENCH_SECONDS", "5"))

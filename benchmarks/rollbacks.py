@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.listeners.half_batch import HalfBatch
-from rmq_spark._core.listeners.listener import TransactionListener, Verdicts
+from rmq_spark._core.listeners.transaction_listener import TransactionListener, Verdicts
 from rmq_spark._core.vocabulary.rows import arange
 from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 

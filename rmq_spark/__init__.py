@@ -16,21 +16,21 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from rmq_spark._core.checks.service import CheckService as CheckService
     from rmq_spark._core.client.commit_log import CommitLog as CommitLog
+    from rmq_spark._core.consumers.consumer_group import ConsumerGroup as ConsumerGroup
     from rmq_spark._core.consumers.dead_letters import DeadLetters as DeadLetters
-    from rmq_spark._core.consumers.groups import ConsumerGroup as ConsumerGroup
     from rmq_spark._core.consumers.inbox import SqlInbox as SqlInbox
-    from rmq_spark._core.consumers.listener import ConsumeResult as ConsumeResult
-    from rmq_spark._core.consumers.listener import EachMessage as EachMessage
+    from rmq_spark._core.consumers.message_listener import ConsumeResult as ConsumeResult
+    from rmq_spark._core.consumers.message_listener import EachMessage as EachMessage
     from rmq_spark._core.consumers.pull import PullConsumer as PullConsumer
     from rmq_spark._core.consumers.push import PushConsumer as PushConsumer
     from rmq_spark._core.kafka.relay import KafkaRelay as KafkaRelay
     from rmq_spark._core.listeners.delta import DeltaTransactionListener as DeltaTransactionListener
     from rmq_spark._core.listeners.fence import create_fence as create_fence
     from rmq_spark._core.listeners.half_batch import HalfBatch as HalfBatch
-    from rmq_spark._core.listeners.listener import TransactionListener as TransactionListener
     from rmq_spark._core.listeners.per_message import PerMessageListener as PerMessageListener
     from rmq_spark._core.listeners.sql import SqlTransactionListener as SqlTransactionListener
-    from rmq_spark._core.listeners.table import TableListener as TableListener
+    from rmq_spark._core.listeners.table_listener import TableListener as TableListener
+    from rmq_spark._core.listeners.transaction_listener import TransactionListener as TransactionListener
     from rmq_spark._core.producer.producer import TransactionMQProducer as TransactionMQProducer
     from rmq_spark._core.spark.consume import consume as consume
     from rmq_spark._core.spark.datasource import register as register
@@ -49,19 +49,19 @@ _NAMES = {
     "checks.service": "CheckService",
     "client.commit_log": "CommitLog",
     "consumers.dead_letters": "DeadLetters",
-    "consumers.groups": "ConsumerGroup",
+    "consumers.consumer_group": "ConsumerGroup",
     "consumers.inbox": "SqlInbox",
-    "consumers.listener": "ConsumeResult EachMessage",
+    "consumers.message_listener": "ConsumeResult EachMessage",
     "consumers.pull": "PullConsumer",
     "consumers.push": "PushConsumer",
     "kafka.relay": "KafkaRelay",
     "listeners.delta": "DeltaTransactionListener",
     "listeners.fence": "create_fence",
     "listeners.half_batch": "HalfBatch",
-    "listeners.listener": "TransactionListener",
+    "listeners.transaction_listener": "TransactionListener",
     "listeners.per_message": "PerMessageListener",
     "listeners.sql": "SqlTransactionListener",
-    "listeners.table": "TableListener",
+    "listeners.table_listener": "TableListener",
     "producer.producer": "TransactionMQProducer",
     "spark.consume": "consume",
     "spark.datasource": "register",

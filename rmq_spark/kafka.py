@@ -8,12 +8,12 @@ from rmq_spark._core.lazy import public
 
 if TYPE_CHECKING:
     from rmq_spark._core.kafka.relay import KafkaRelay as KafkaRelay
-    from rmq_spark._core.kafka.report import RelayReport as RelayReport
+    from rmq_spark._core.kafka.relay_report import RelayReport as RelayReport
 
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
         "kafka.relay": "KafkaRelay",
-        "kafka.report": "RelayReport",
+        "kafka.relay_report": "RelayReport",
     },
 )

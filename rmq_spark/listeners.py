@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from rmq_spark._core.listeners.fence import create_fence as create_fence
     from rmq_spark._core.listeners.half_batch import HalfBatch as HalfBatch
     from rmq_spark._core.listeners.half_transaction import HalfTransaction as HalfTransaction
-    from rmq_spark._core.listeners.listener import ExecutedAttempt as ExecutedAttempt
-    from rmq_spark._core.listeners.listener import TransactionListener as TransactionListener
-    from rmq_spark._core.listeners.listener import Verdicts as Verdicts
     from rmq_spark._core.listeners.per_message import PerMessageListener as PerMessageListener
     from rmq_spark._core.listeners.sql import SqlTransactionListener as SqlTransactionListener
-    from rmq_spark._core.listeners.table import TableListener as TableListener
+    from rmq_spark._core.listeners.table_listener import TableListener as TableListener
+    from rmq_spark._core.listeners.transaction_listener import ExecutedAttempt as ExecutedAttempt
+    from rmq_spark._core.listeners.transaction_listener import TransactionListener as TransactionListener
+    from rmq_spark._core.listeners.transaction_listener import Verdicts as Verdicts
     from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE as COMMIT_MESSAGE
     from rmq_spark._core.vocabulary.verdicts import ROLLBACK_MESSAGE as ROLLBACK_MESSAGE
     from rmq_spark._core.vocabulary.verdicts import UNKNOWN as UNKNOWN
@@ -34,10 +34,10 @@ __getattr__, __dir__, __all__ = public(
         "listeners.fence": "create_fence",
         "listeners.half_batch": "HalfBatch",
         "listeners.half_transaction": "HalfTransaction",
-        "listeners.listener": "ExecutedAttempt TransactionListener Verdicts",
+        "listeners.transaction_listener": "ExecutedAttempt TransactionListener Verdicts",
         "listeners.per_message": "PerMessageListener",
         "listeners.sql": "SqlTransactionListener",
-        "listeners.table": "TableListener",
+        "listeners.table_listener": "TableListener",
         "vocabulary.verdicts": (
             "COMMIT_MESSAGE LocalTransactionState ROLLBACK_MESSAGE Rollback UNKNOWN Verdict VerdictArray"
         ),

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from rmq_spark._core.lazy import public
 
 if TYPE_CHECKING:
-    from rmq_spark._core.metrics.figures import LogFigures as LogFigures
-    from rmq_spark._core.metrics.figures import LogWatch as LogWatch
     from rmq_spark._core.metrics.log_collector import LogCollector as LogCollector
+    from rmq_spark._core.metrics.log_figures import LogFigures as LogFigures
+    from rmq_spark._core.metrics.log_figures import LogWatch as LogWatch
     from rmq_spark._core.metrics.process import ProcessMetrics as ProcessMetrics
     from rmq_spark._core.metrics.push_gateway import push as push
     from rmq_spark._core.metrics.push_gateway import write_textfile as write_textfile
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
-        "metrics.figures": "LogFigures LogWatch",
+        "metrics.log_figures": "LogFigures LogWatch",
         "metrics.log_collector": "LogCollector",
         "metrics.process": "ProcessMetrics",
         "metrics.push_gateway": "push write_textfile",

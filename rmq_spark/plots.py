@@ -18,7 +18,7 @@ from rmq_spark._core.inspect.history import open_now
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.report import charts, over_time, standing
 from rmq_spark._core.report.choice import trace_of
-from rmq_spark._core.report.figures import listed, look_back, settled_in
+from rmq_spark._core.report.report_figures import listed, look_back, settled_in
 from rmq_spark._core.report.span import SINCE, Span
 from rmq_spark.errors import OptionError
 

@@ -18,12 +18,12 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from rmq_spark._core.client.commit_log import CommitLog
-from rmq_spark._core.log.groups import GROUPS_SCHEMA
+from rmq_spark._core.log.group_table import GROUPS_SCHEMA
 from rmq_spark._core.log.half import HALF_SCHEMA
+from rmq_spark._core.log.log_tables import LogTables
 from rmq_spark._core.log.op import OP_SCHEMA
-from rmq_spark._core.log.tables import LogTables
 from rmq_spark._core.log.topics import TOPICS_SCHEMA
-from rmq_spark._core.messages.table import MESSAGES_SCHEMA
+from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.selector.tree import Filter

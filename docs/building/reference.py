@@ -86,11 +86,11 @@ def _option_rows(table: Mapping[str, tuple[str, str]]) -> Iterable[tuple[str, st
 
 def tables() -> str:
     """The columns that the sink takes, the source gives, and the tables of a log have."""
-    from rmq_spark._core.log.groups import GROUPS_SCHEMA
+    from rmq_spark._core.log.group_table import GROUPS_SCHEMA
     from rmq_spark._core.log.half import HALF_SCHEMA
     from rmq_spark._core.log.op import OP_SCHEMA, Kind
     from rmq_spark._core.log.topics import TOPICS_SCHEMA
-    from rmq_spark._core.messages.table import MESSAGES_SCHEMA, SOURCE_SCHEMA
+    from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA, SOURCE_SCHEMA
     from rmq_spark._core.vocabulary.message import INPUT_COLUMNS
 
     _require_same([kind.value for kind in Kind], columns.KINDS, "kinds of op rows")
@@ -156,8 +156,8 @@ def _columns(types: Mapping[str, str], meanings: Mapping[str, str], what: str) -
 # ---------------------------------------------------------------- configuration
 def configuration() -> str:
     """The settings of conf/txmq.toml: names and defaults from the models, meanings from the file's own comments."""
-    from rmq_spark._core.checks.names import NAMES
-    from rmq_spark._core.checks.settings import JobSettings
+    from rmq_spark._core.checks.job_settings import JobSettings
+    from rmq_spark._core.checks.setting_names import NAMES
 
     written = (ROOT / "conf" / "txmq.toml").read_text()
     meanings = _comments(written)
@@ -235,7 +235,7 @@ def duration(seconds: float) -> str:
 # ---------------------------------------------------------------- metrics
 def metrics() -> str:
     """Every metric, with its labels."""
-    from rmq_spark._core.metrics.names import COMMON, LOG, METRICS
+    from rmq_spark._core.metrics.metric_names import COMMON, LOG, METRICS
 
     def table(of_log: bool) -> str:
         rows = [
@@ -364,7 +364,7 @@ LIMIT_MODULES = (
     ("rmq_spark._core.consumers.push rmq_spark._core.consumers.call_cost", "PushConsumer"),
     ("rmq_spark._core.consumers.pull", "PullConsumer"),
     ("rmq_spark._core.consumers.retry", "Retries"),
-    ("rmq_spark._core.kafka.settings", "The relay to Kafka"),
+    ("rmq_spark._core.kafka.relay_settings", "The relay to Kafka"),
     ("rmq_spark._core.selector", "Selectors"),
 )
 """Modules whose constants a user may meet. Several may share a title."""

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 from rmq_spark._core.lazy import public
 
 if TYPE_CHECKING:
-    from rmq_spark._core.checks.drains import Draining as Draining
-    from rmq_spark._core.checks.maintainer import Maintainer as Maintainer
+    from rmq_spark._core.checks.check_report import CheckReport as CheckReport
     from rmq_spark._core.checks.policy import TransactionCheckListener as TransactionCheckListener
-    from rmq_spark._core.checks.report import CheckReport as CheckReport
     from rmq_spark._core.checks.service import CheckService as CheckService
+    from rmq_spark._core.client.draining import Draining as Draining
+    from rmq_spark._core.client.maintainer import Maintainer as Maintainer
 
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
-        "checks.drains": "Draining",
-        "checks.maintainer": "Maintainer",
+        "client.draining": "Draining",
+        "client.maintainer": "Maintainer",
         "checks.policy": "TransactionCheckListener",
-        "checks.report": "CheckReport",
+        "checks.check_report": "CheckReport",
         "checks.service": "CheckService",
     },
 )

@@ -26,7 +26,7 @@ try:
     from rich.logging import RichHandler
     from rich.markup import escape
 
-    from rmq_spark._core.checks.settings import JobSettings
+    from rmq_spark._core.checks.job_settings import JobSettings
     from rmq_spark.cli.words import sentence_for_command
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "rmq_spark":
@@ -34,7 +34,7 @@ except ModuleNotFoundError as missing:
     sys.exit(f"the check job needs {missing.name}: install rmq_spark with its extra job")
 
 from rmq_spark._core.checks.threads import running, stopped_by_signals
-from rmq_spark._core.listeners.listener import see_working_folder
+from rmq_spark._core.listeners.transaction_listener import see_working_folder
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.storage.location import location
 from rmq_spark._core.vocabulary.redaction import one_line, traceback_of

@@ -52,7 +52,7 @@ def _topics(log: CommitLog) -> Iterable[str]:
 
 
 def _groups(log: CommitLog) -> Iterable[str]:
-    from rmq_spark._core.consumers.groups import groups
+    from rmq_spark._core.consumers.consumer_group import groups
 
     return groups(log.engine) if log.engine.has_groups() else ()
 

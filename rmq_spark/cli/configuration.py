@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rmq_spark._core.checks.names import unknown_settings
+from rmq_spark._core.checks.setting_names import unknown_settings
 from rmq_spark.errors import ConfigError
 
 FILE_ENV, PATH_ENV = "TXMQ_CONFIG", "TXMQ_PATH"

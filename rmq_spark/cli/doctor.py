@@ -55,7 +55,7 @@ def doctor(
 
 
 def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
-    from rmq_spark._core.client.tables import FORMAT
+    from rmq_spark._core.client.delta_tables import FORMAT
     from rmq_spark.cli.configuration import configured
     from rmq_spark.cli.doctor_log import LogDoctor
     from rmq_spark.cli.doctor_machine import look_at_machine
@@ -81,7 +81,7 @@ def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
 def _settings(configuration: Configured) -> tuple[list[str] | None, float, list[Finding]]:
     """Return the producer groups with a listener here or elsewhere (None without a configuration), the seconds between
     checks, and findings about the configuration."""
-    from rmq_spark._core.checks.settings import NEEDED, JobSettings
+    from rmq_spark._core.checks.job_settings import NEEDED, JobSettings
     from rmq_spark._core.vocabulary.options import TRANSACTION_CHECK_INTERVAL_S
     from rmq_spark.cli.configuration import FILE
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.compute as pc
 from pyarrow.fs import FileSelector, LocalFileSystem
 
-from rmq_spark._core.listeners.listener import NO_LISTENER_FENCE
+from rmq_spark._core.listeners.transaction_listener import NO_LISTENER_FENCE
 from rmq_spark._core.storage.foreign_commits import foreign_change
 from rmq_spark._core.storage.location import is_uri
 from rmq_spark._core.storage.store_errors import is_denied

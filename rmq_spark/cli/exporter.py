@@ -78,7 +78,7 @@ def exporter(
 
 
 def _registry(collector: LogCollector) -> Any:
-    from rmq_spark._core.metrics.client import prometheus
+    from rmq_spark._core.metrics.prometheus import prometheus
 
     registry = prometheus.CollectorRegistry()
     registry.register(collector)
@@ -86,7 +86,7 @@ def _registry(collector: LogCollector) -> Any:
 
 
 def _show_once(collector: LogCollector, path: str, push_to: str | None, job: str, textfile: Path | None) -> None:
-    from rmq_spark._core.metrics.client import prometheus
+    from rmq_spark._core.metrics.prometheus import prometheus
     from rmq_spark.metrics import push, write_textfile
 
     registry = _registry(collector)

@@ -87,7 +87,7 @@ def in_words(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def group_rows(log: CommitLog) -> list[dict[str, Any]]:
     """Return a row for each consumer group."""
-    from rmq_spark._core.consumers.groups import groups
+    from rmq_spark._core.consumers.consumer_group import groups
     from rmq_spark.consumers import ConsumerGroup
 
     rows: list[dict[str, Any]] = []
@@ -223,7 +223,7 @@ def _not_a_place(to: str) -> str:
 
 
 def _show_positions(group: ConsumerGroup, positions: Mapping[tuple[str, int], int], as_json: bool) -> None:
-    from rmq_spark._core.log.groups import MEMBERS, kind_of
+    from rmq_spark._core.log.group_table import MEMBERS, kind_of
 
     rows = [{"topic": t, "queue_id": q, "next_offset": n} for (t, q), n in sorted(positions.items())]
     show(rows, as_json, "nothing")
@@ -300,7 +300,7 @@ def _existing_group(log: CommitLog, name: str) -> ConsumerGroup:
 
 
 def _not_found(group: ConsumerGroup) -> GroupNotFoundError:
-    from rmq_spark._core.consumers.groups import groups
+    from rmq_spark._core.consumers.consumer_group import groups
     from rmq_spark._core.vocabulary.options import nearest
 
     names = groups(group.engine)

@@ -9,7 +9,7 @@ from datetime import datetime
 
 import pyarrow as pa
 
-from rmq_spark._core.messages.reader import read_messages
+from rmq_spark._core.messages.message_reader import read_messages
 from rmq_spark.errors import OffsetOutOfRangeError, OptionError
 from rmq_spark.log import CommitLog
 

@@ -53,7 +53,7 @@ def reconcile(
     nothing without --apply. Let nobody send, and no checks run, before."""
     from rmq_spark._core.client.checkpoint import Stream
     from rmq_spark._core.client.reconcile import Reconciler
-    from rmq_spark._core.listeners.listener import load_listener, see_working_folder
+    from rmq_spark._core.listeners.transaction_listener import load_listener, see_working_folder
 
     backup_time = None if since is None else time_of(since, datetime.now(timezone.utc), "since")
     see_working_folder()

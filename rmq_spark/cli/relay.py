@@ -106,7 +106,7 @@ def relay(
         )
     _log_to_stderr()
     try:
-        from rmq_spark._core.kafka.settings import is_secret
+        from rmq_spark._core.kafka.relay_settings import is_secret
         from rmq_spark.kafka import KafkaRelay
 
         log = open_log(path, storage)

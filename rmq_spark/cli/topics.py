@@ -183,6 +183,6 @@ def queue_rows(log: CommitLog, name: str) -> list[dict[str, Any]]:
 
 def last_commits(log: CommitLog, ends: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], datetime]:
     """Return the commit time of the last message before each of these offsets, unless that message is gone."""
-    from rmq_spark._core.consumers.groups import waiting_since
+    from rmq_spark._core.consumers.consumer_group import waiting_since
 
     return waiting_since(log.engine, {queue: end - 1 for queue, end in ends.items() if end > 0})

@@ -84,7 +84,7 @@ def argument_of(name: str) -> dict[str, str]:
 
 
 def _text_of(story: Trace, advice: str | None) -> str:
-    from rmq_spark._core.listeners.listener import NO_LISTENER_FENCE
+    from rmq_spark._core.listeners.transaction_listener import NO_LISTENER_FENCE
 
     outcome = ", ".join(f"{n:,} {OUTCOMES.get(what, what)}" for what, n in story.outcome.items())
     head = {

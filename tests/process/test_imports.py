@@ -21,12 +21,13 @@ LIGHT = (
     "import rmq_spark._core.log.half_writer",
     "import rmq_spark._core.log.op",
     "import rmq_spark._core.log.batch_state",
-    "import rmq_spark._core.messages.reader",
-    "import rmq_spark._core.messages.files",
+    "import rmq_spark._core.messages.message_reader",
+    "import rmq_spark._core.messages.message_files",
     "import rmq_spark.listeners",
     "import rmq_spark._core.selector",
     "import rmq_spark.metrics; dir(rmq_spark.metrics)",
-    "import rmq_spark._core.consumers.in_order, rmq_spark._core.consumers.listener, rmq_spark._core.consumers.retry",
+    "import rmq_spark._core.consumers.in_order, rmq_spark._core.consumers.message_listener",
+    "import rmq_spark._core.consumers.retry",
 )
 WORKERS = (
     *((statement, ("deltalake", "lark", "pyspark", "sqlalchemy", "prometheus_client")) for statement in LIGHT),

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE
-from rmq_spark._core.metrics.figures import LogFigures
 from rmq_spark._core.metrics.log_collector import samples_of
-from rmq_spark._core.metrics.names import COMMON
+from rmq_spark._core.metrics.log_figures import LogFigures
+from rmq_spark._core.metrics.metric_names import COMMON
 from rmq_spark.cli import app
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Ahead

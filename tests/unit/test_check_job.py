@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rmq_spark import CommitLog, SqlTransactionListener
-from rmq_spark._core.checks.names import NAMES
+from rmq_spark._core.checks.setting_names import NAMES
 from rmq_spark.errors import ConfigError
 from tests.support.check_jobs import make_folder, write
 from tests.support.fences import fence_rows, make_older

@@ -15,7 +15,7 @@ import pytest
 import rmq_spark
 from docs.building import docstrings, reference, repository
 from docs.building.repository import DeadLinkError
-from rmq_spark._core.checks.names import CHECK_NAMES, DRAIN_NAMES, MAINTENANCE_NAMES, SECTIONS
+from rmq_spark._core.checks.setting_names import CHECK_NAMES, DRAIN_NAMES, MAINTENANCE_NAMES, SECTIONS
 from rmq_spark.cli import app
 from tests.support.inside import METRICS, SINK_OPTIONS, SOURCE_OPTIONS, whole
 

@@ -15,7 +15,7 @@ import pytest
 
 from rmq_spark import CommitLog
 from rmq_spark._core.log import op as op_module
-from rmq_spark._core.messages import files as message_files
+from rmq_spark._core.messages import message_files as message_files
 from rmq_spark._core.storage.data_file import FEW_ROWS
 from rmq_spark.errors import CorruptLogError
 from tests.support.half_batches import (

@@ -11,7 +11,7 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark._core.consumers.groups import groups
+from rmq_spark._core.consumers.consumer_group import groups
 from tests.support import commands
 from tests.support.commands import objects
 from tests.support.half_batches import another, commit, let_leave, make_log, prepare

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rmq_spark._core.log.half import FOOTER_COLUMNS
-from rmq_spark._core.log.input import require_message_columns
+from rmq_spark._core.log.message_columns import require_message_columns
 from rmq_spark._core.storage.file_system import require_path
 from rmq_spark._core.storage.moved_files import HalfFiles
 from rmq_spark._core.storage.row_range import KEPT

@@ -15,7 +15,7 @@ from deltalake import DeltaTable, Schema
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark._core.client import tables as opening
+from rmq_spark._core.client import delta_tables as opening
 from rmq_spark.errors import CorruptLogError, LogFormatError, NotACommitLogError
 from tests.support.half_batches import (
     another,

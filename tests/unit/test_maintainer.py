@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rmq_spark import CommitLog, Message, SqlTransactionListener, TransactionMQProducer
-from rmq_spark._core.checks.fences import FencePruner
+from rmq_spark._core.upkeep.fence_pruner import FencePruner
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S
 from rmq_spark.errors import NotACommitLogError, OptionError
 from rmq_spark.testing import InMemoryCommitLog

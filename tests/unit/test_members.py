@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark._core.consumers.shares import share
-from rmq_spark._core.log.groups import MEMBERS, SPARK, Report
+from rmq_spark._core.log.group_table import MEMBERS, SPARK, Report
 from tests.support.consumers import (
     DONE,
     LEASE_S,

@@ -22,7 +22,7 @@ import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark._core.metrics.exposition import showing
 from rmq_spark._core.metrics.log_collector import DECISIONS
-from rmq_spark._core.metrics.names import ANSWERS, TABLES
+from rmq_spark._core.metrics.metric_names import ANSWERS, TABLES
 from rmq_spark._core.runtime import observer
 from rmq_spark.metrics import LogCollector, LogWatch, ProcessMetrics
 from rmq_spark.testing import InMemoryCommitLog

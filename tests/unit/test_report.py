@@ -19,10 +19,10 @@ import pytest
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog, plots
 from rmq_spark._core.inspect.trace import TraceEvent, TraceKind
 from rmq_spark._core.report import charts, over_time, standing
-from rmq_spark._core.report.figures import Figures
 from rmq_spark._core.report.headline import findings_of
+from rmq_spark._core.report.report_figures import Figures
 from rmq_spark._core.report.span import PERIODS_MAX, Span
-from rmq_spark._core.report.words import duration, rate, size
+from rmq_spark._core.report.units import duration, rate, size
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support import report_logs

@@ -9,7 +9,7 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark._core.consumers.send import send_each
+from rmq_spark._core.consumers.own_messages import send_each
 from tests.support.consumers import LATER, go_on, joined, queue_of
 from tests.support.half_batches import bodies, in_half, let_leave
 from tests.support.inside import LOOK_INTERVAL_S, RECONSUME_TIME, dlq_topic, retry_topic, sent_back

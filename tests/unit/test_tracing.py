@@ -313,7 +313,7 @@ def test_a_program_without_opentelemetry_does_not_load_it() -> None:
         "import sys\n"
         "import rmq_spark as txmq\n"
         "from rmq_spark.testing import InMemoryCommitLog\n"
-        "from rmq_spark._core.listeners.listener import CommitOncePrepared\n"
+        "from rmq_spark._core.listeners.transaction_listener import CommitOncePrepared\n"
         "log = InMemoryCommitLog(topics={'orders': 1})\n"
         "with txmq.TransactionMQProducer(log, 'shop', CommitOncePrepared(), check_interval=None) as producer:\n"
         "    producer.send(txmq.Message('orders', b'a'))\n"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 
-from rmq_spark._core.listeners.listener import import_error, require_object_path
+from rmq_spark._core.listeners.transaction_listener import import_error, require_object_path
 from rmq_spark.errors import ListenerError
 
 DYNAMIC_NAMES = {"globals", "locals", "vars", "setattr", "exec", "eval"}

@@ -10,8 +10,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from rmq_spark._core.checks.calls import STOP_POLL_S
-from rmq_spark._core.checks.report import CheckReport
-from rmq_spark._core.listeners.listener import TransactionListener
+from rmq_spark._core.checks.check_report import CheckReport
+from rmq_spark._core.listeners.transaction_listener import TransactionListener
 from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.vocabulary.redaction import one_line, redacted, sentence_of
 

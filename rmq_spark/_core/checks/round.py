@@ -25,14 +25,14 @@ from functools import partial
 import pyarrow as pa
 
 from rmq_spark._core.checks.calls import Answer, Asker, NoAnswer, Question
+from rmq_spark._core.checks.check_report import CHECKED, IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport
 from rmq_spark._core.checks.decisions import TOGETHER_MAX, Decisions
 from rmq_spark._core.checks.immunity import COLUMNS, due_rows
 from rmq_spark._core.checks.policy import TransactionCheckListener
 from rmq_spark._core.checks.probe import Probe
-from rmq_spark._core.checks.report import CHECKED, IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport
 from rmq_spark._core.inspect.overview import conflicts
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
-from rmq_spark._core.listeners.listener import (
+from rmq_spark._core.listeners.transaction_listener import (
     NO_LISTENER_FENCE,
     CommitOncePrepared,
     TransactionListener,

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 
+from rmq_spark._core.checks.check_report import CheckReport, Tally
 from rmq_spark._core.checks.policy import TransactionCheckListener, require_policy
-from rmq_spark._core.checks.report import CheckReport, Tally
 from rmq_spark._core.checks.round import Checker, Rules
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.listeners.listener import (
+from rmq_spark._core.listeners.transaction_listener import (
     TransactionListener,
     require_listener,
 )

@@ -38,10 +38,10 @@ from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
 
-from rmq_spark._core.client.tables import DeltaTables, require_no_log_around
-from rmq_spark._core.log.walk import rows_above
+from rmq_spark._core.client.delta_tables import DeltaTables, require_no_log_around
+from rmq_spark._core.log.op_walk import rows_above
 from rmq_spark._core.messages.drain import OP_ROWS_MAX
-from rmq_spark._core.messages.table import drained_up_to
+from rmq_spark._core.messages.messages_table import drained_up_to
 from rmq_spark._core.storage.copy import LOG, LOG_FILE, FileGoneError, Folder, Pin, pin
 from rmq_spark._core.storage.foreign_commits import require_own
 from rmq_spark._core.storage.location import is_uri, location

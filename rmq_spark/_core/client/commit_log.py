@@ -9,29 +9,29 @@ from datetime import datetime
 import pyarrow as pa
 
 from rmq_spark._core.client.backup import BackupReport, back_up
-from rmq_spark._core.client.tables import (
+from rmq_spark._core.client.delta_tables import (
     LOG_RETENTION,
     DeltaTables,
     create_tables,
     require_no_log_around,
     require_no_rest,
 )
-from rmq_spark._core.inspect import overview, story
+from rmq_spark._core.inspect import assemble_trace, overview
 from rmq_spark._core.inspect.trace import Trace
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.log.decision import Placed
+from rmq_spark._core.log.log_tables import LogTables
 from rmq_spark._core.log.op import Who
-from rmq_spark._core.log.tables import LogTables
 from rmq_spark._core.messages.drain import drain
-from rmq_spark._core.messages.reader import read_topic
+from rmq_spark._core.messages.message_reader import read_topic
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.delta_table import DeltaLogTable
 from rmq_spark._core.storage.location import location
 from rmq_spark._core.storage.stores import reaching, require_put_if_absent, require_storage_options
-from rmq_spark._core.upkeep import files
 from rmq_spark._core.upkeep import schedule as upkeep
+from rmq_spark._core.upkeep import table_files
 from rmq_spark._core.upkeep.leave import Graces
 from rmq_spark._core.upkeep.schedule import MaintenanceReport
 from rmq_spark._core.vocabulary.message import require_topic_name
@@ -376,7 +376,7 @@ class CommitLog:
         HalfBatchNotFoundError
             When the log does not have it, or nothing is left of it.
         """
-        return story.trace(self.engine, transaction_id, half_id, message_id)
+        return assemble_trace.trace(self.engine, transaction_id, half_id, message_id)
 
     # ------------------------------------------------------------------ reading
     @named
@@ -437,7 +437,7 @@ class CommitLog:
             )
         with self.engine.lock:
             doubt_s = self.engine.clock_doubt_s(note=not dry_run)
-            return files.vacuum(self.engine.tables(), age_s + doubt_s, dry_run)
+            return table_files.vacuum(self.engine.tables(), age_s + doubt_s, dry_run)
 
     @named
     def maintain(

@@ -39,7 +39,7 @@ from rmq_spark._core.client.checkpoint import Stream
 from rmq_spark._core.client.input import message_list
 from rmq_spark._core.client.reconcile_report import Comparison, ReconcileReport, Standing
 from rmq_spark._core.inspect.history import kept_batches
-from rmq_spark._core.listeners.listener import CommitOncePrepared, ExecutedAttempt, TransactionListener
+from rmq_spark._core.listeners.transaction_listener import CommitOncePrepared, ExecutedAttempt, TransactionListener
 from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.log.half_header import HalfHeader, Naming
 from rmq_spark._core.log.half_writer import HalfWriter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rmq_spark._core.consumers.listener import EachMessage, Listen
+from rmq_spark._core.consumers.message_listener import EachMessage, Listen
 from rmq_spark._core.consumers.progress import ProcessQueue
 from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.vocabulary.message import MessageExt

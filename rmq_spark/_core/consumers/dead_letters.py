@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.consumers.groups import groups
+from rmq_spark._core.consumers.consumer_group import groups
+from rmq_spark._core.consumers.own_messages import send_each
 from rmq_spark._core.consumers.retry import (
     DLQ_ORIGIN_MESSAGE_ID,
     DLQ_ORIGIN_TOPIC,
@@ -20,10 +21,9 @@ from rmq_spark._core.consumers.retry import (
     dlq_topic,
     retry_topic,
 )
-from rmq_spark._core.consumers.send import send_each
 from rmq_spark._core.inspect.history import kept_batches
-from rmq_spark._core.messages.reader import read_topic
-from rmq_spark._core.messages.table import SOURCE_SCHEMA
+from rmq_spark._core.messages.message_reader import read_topic
+from rmq_spark._core.messages.messages_table import SOURCE_SCHEMA
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.own_sends import resend_name
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, PROPERTIES, RETRY_PREFIX, TIMESTAMP, require_group_name

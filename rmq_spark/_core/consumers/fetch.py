@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.placements import Placements, out_of_range
-from rmq_spark._core.messages.reader import read_ranges
-from rmq_spark._core.messages.table import SOURCE_SCHEMA
+from rmq_spark._core.messages.message_reader import read_ranges
+from rmq_spark._core.messages.messages_table import SOURCE_SCHEMA
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.selector.tree import Selector

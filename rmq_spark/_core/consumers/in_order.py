@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from rmq_spark._core.consumers.listener import EachMessage, Listen, answers
+from rmq_spark._core.consumers.message_listener import EachMessage, Listen, answers
 from rmq_spark._core.consumers.retry import restored, tried
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import ConsumeError

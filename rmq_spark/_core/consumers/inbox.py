@@ -16,7 +16,7 @@ from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.database.connection import Address, Database
 from rmq_spark._core.database.exact_keys import IN_INNODB, alike, exact_text, insert_absent, require_exact
 from rmq_spark._core.database.guard import begin_savepoint, end_savepoint, no_commit_within
-from rmq_spark._core.listeners.listener import require_work
+from rmq_spark._core.listeners.transaction_listener import require_work
 from rmq_spark._core.runtime.forks import called_here
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.vocabulary.message import require_group_name, require_topic_name

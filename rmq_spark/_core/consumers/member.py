@@ -21,10 +21,10 @@ from rmq_spark._core.consumers.member_settings import ConsumeFromWhere, MemberSe
 from rmq_spark._core.consumers.progress import HeldUp, ProcessQueue
 from rmq_spark._core.consumers.retry import dlq_topic, retry_topic
 from rmq_spark._core.consumers.shares import Moves, moves
-from rmq_spark._core.log.groups import Place, Report
+from rmq_spark._core.log.group_table import Place, Report
 from rmq_spark._core.protocol.engine import Engine
-from rmq_spark._core.reads.options import Subscription
 from rmq_spark._core.reads.plan import Planner
+from rmq_spark._core.reads.read_options import Subscription
 from rmq_spark._core.runtime.spans import acknowledging, tracing
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.redaction import redacted, traceback_of

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.groups import Claim
+from rmq_spark._core.log.group_table import Claim
 from rmq_spark._core.vocabulary.queues import Queue
 
 

@@ -14,13 +14,6 @@ import pyarrow as pa
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.call_cost import TAKE_S_MAX, CallCost, Timed
 from rmq_spark._core.consumers.heartbeats import MEMBER_LEASE_S
-from rmq_spark._core.consumers.listener import (
-    EachMessage,
-    Listen,
-    answers,
-    require_table_listener,
-    tell_failed,
-)
 from rmq_spark._core.consumers.member import GroupMember
 from rmq_spark._core.consumers.member_settings import (
     CLUSTERING,
@@ -31,10 +24,17 @@ from rmq_spark._core.consumers.member_settings import (
     MemberSettings,
 )
 from rmq_spark._core.consumers.member_threads import MemberThreads
+from rmq_spark._core.consumers.message_listener import (
+    EachMessage,
+    Listen,
+    answers,
+    require_table_listener,
+    tell_failed,
+)
 from rmq_spark._core.consumers.progress import ProcessQueue, Take
 from rmq_spark._core.consumers.retry import restored, tried, with_zero_retries
 from rmq_spark._core.consumers.send_back import RetrySender
-from rmq_spark._core.consumers.spans import traced
+from rmq_spark._core.consumers.traced_listener import traced
 from rmq_spark._core.runtime import observer
 from rmq_spark._core.runtime.callables import name_of
 from rmq_spark._core.runtime.spans import tracing

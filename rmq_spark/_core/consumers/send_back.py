@@ -20,10 +20,10 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from rmq_spark._core.consumers.member import GroupMember
+from rmq_spark._core.consumers.own_messages import send_each
 from rmq_spark._core.consumers.progress import ProcessQueue
 from rmq_spark._core.consumers.retry import MAX_RECONSUME_TIMES, sent_back, tried
-from rmq_spark._core.consumers.send import send_each
-from rmq_spark._core.listeners.listener import CommitOncePrepared
+from rmq_spark._core.listeners.transaction_listener import CommitOncePrepared
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.group_commit import GroupCommit
 from rmq_spark._core.protocol.own_sends import back_name

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from rmq_spark._core.log.groups import Place
+from rmq_spark._core.log.group_table import Place
 from rmq_spark._core.vocabulary.queues import Queue
 
 

@@ -21,9 +21,9 @@ except ImportError as problem:  # pragma: no cover - the test runs this in anoth
     ) from problem
 
 # These import SQLAlchemy as well.
-from rmq_spark._core.database.engine import engine_or_url, lookup_of, make_engine
 from rmq_spark._core.database.error_codes import sqlstate_of
 from rmq_spark._core.database.guard import Owner, add_guards
+from rmq_spark._core.database.sql_engine import engine_or_url, lookup_of, make_engine
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The trace of a transaction, a message or a half batch, as values. ``inspect/story.py`` assembles it."""
+"""The trace of a transaction, a message or a half batch, as values. ``inspect/assemble_trace.py`` assembles it."""
 
 from __future__ import annotations
 

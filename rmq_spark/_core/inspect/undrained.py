@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.walk import rows_above
-from rmq_spark._core.messages.table import drained_up_to
+from rmq_spark._core.log.op_walk import rows_above
+from rmq_spark._core.messages.messages_table import drained_up_to
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine

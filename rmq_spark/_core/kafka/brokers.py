@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rmq_spark._core.kafka.client import Heard, admin, ck, error_of, problem_of, with_settings
+from rmq_spark._core.kafka.kafka_client import Heard, admin, ck, error_of, problem_of, with_settings
 from rmq_spark._core.kafka.positions import PARTITION, Stored
-from rmq_spark._core.kafka.settings import RelaySettings, require_kafka_topic
+from rmq_spark._core.kafka.relay_settings import RelaySettings, require_kafka_topic
 from rmq_spark._core.kafka.transactions import PAUSE_S, SLACK_S
 from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.vocabulary.remedy import Remedy

@@ -11,11 +11,11 @@ from typing import Any
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.kafka.brokers import Brokers
-from rmq_spark._core.kafka.client import ck
+from rmq_spark._core.kafka.kafka_client import ck
 from rmq_spark._core.kafka.positions import Last, Position, PositionRecords
 from rmq_spark._core.kafka.records import Handed, Record, parked
-from rmq_spark._core.kafka.report import RelayReport
-from rmq_spark._core.kafka.settings import (
+from rmq_spark._core.kafka.relay_report import RelayReport
+from rmq_spark._core.kafka.relay_settings import (
     BATCH_BYTES,
     BATCH_MESSAGES,
     EARLIEST,

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from rmq_spark._core.kafka.brokers import Brokers
-from rmq_spark._core.kafka.client import ck
+from rmq_spark._core.kafka.kafka_client import ck
 from rmq_spark._core.kafka.positions import Position, PositionRecords, Stored
-from rmq_spark._core.kafka.settings import LATEST, PARK, RelaySettings
+from rmq_spark._core.kafka.relay_settings import LATEST, PARK, RelaySettings
 from rmq_spark._core.kafka.source import RelaySource
 from rmq_spark._core.kafka.transactions import FAILURES, AbortedError, Transactions
 from rmq_spark._core.protocol.engine import Engine

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from rmq_spark._core.kafka.client import POISON, Heard, ck, error_of, problem_of, said, why_no_answer, with_settings
+from rmq_spark._core.kafka.kafka_client import (
+    POISON,
+    Heard,
+    ck,
+    error_of,
+    problem_of,
+    said,
+    why_no_answer,
+    with_settings,
+)
 from rmq_spark._core.kafka.records import Record
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import Runtime

@@ -40,7 +40,7 @@ from rmq_spark._core.listeners.delta_fence import (
     state_in,
 )
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
-from rmq_spark._core.listeners.listener import TransactionListener, Verdicts, require_work
+from rmq_spark._core.listeners.transaction_listener import TransactionListener, Verdicts, require_work
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.vocabulary.options import named, seconds
 from rmq_spark._core.vocabulary.redaction import redacted

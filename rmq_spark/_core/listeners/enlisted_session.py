@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from rmq_spark._core.database.engine import has_one_connection
 from rmq_spark._core.database.error_codes import is_lock_problem
 from rmq_spark._core.database.guard import Owner, begin_savepoint, end_savepoint
+from rmq_spark._core.database.sql_engine import has_one_connection
 from rmq_spark._core.listeners.fence_row import EXECUTED, Recorded, State
 from rmq_spark._core.listeners.half_batch import HalfBatch
-from rmq_spark._core.listeners.listener import TransactionListener, Verdicts
+from rmq_spark._core.listeners.transaction_listener import TransactionListener, Verdicts
 from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE
 from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError, TransactionEndedError
 

@@ -35,7 +35,7 @@ from rmq_spark._core.listeners.fence_row import (
     together,
 )
 from rmq_spark._core.listeners.half_batch import HalfBatch
-from rmq_spark._core.listeners.listener import ExecutedAttempt
+from rmq_spark._core.listeners.transaction_listener import ExecutedAttempt
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import RUNTIME
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S_MIN

@@ -11,7 +11,7 @@ from contextvars import copy_context
 from typing import Any
 
 from rmq_spark._core.listeners.half_batch import HalfBatch
-from rmq_spark._core.listeners.listener import TransactionListener, Verdicts
+from rmq_spark._core.listeners.transaction_listener import TransactionListener, Verdicts
 from rmq_spark._core.vocabulary.message import MessageExt
 from rmq_spark._core.vocabulary.options import flag, named, whole_number
 from rmq_spark._core.vocabulary.redaction import text_of, traceback_of

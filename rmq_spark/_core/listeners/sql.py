@@ -36,7 +36,7 @@ from rmq_spark._core.listeners.fence_row import BY_PART, STARTED, TOMBSTONE, Rec
 from rmq_spark._core.listeners.fence_verdicts import UNKNOWN_VERDICT, verdicts_of
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.half_transaction import HalfTransaction
-from rmq_spark._core.listeners.listener import (
+from rmq_spark._core.listeners.transaction_listener import (
     ExecutedAttempt,
     TransactionListener,
     Verdicts,

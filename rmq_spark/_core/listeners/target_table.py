@@ -21,7 +21,7 @@ from rmq_spark._core.vocabulary.redaction import one_line, text_of
 from rmq_spark.errors import MessageError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.listeners.table import TableListener
+    from rmq_spark._core.listeners.table_listener import TableListener
 
 EACH_MAX = 4_000
 """Transactions up to which PostgreSQL inserts them one by one after a refusal, instead of by halves."""

@@ -16,7 +16,7 @@ from rmq_spark._core.listeners.fence_row import NOTHING, STARTED, Recorded, Stat
 from rmq_spark._core.listeners.fence_verdicts import COMMIT_VERDICT, UNKNOWN_VERDICT, recorded_as, verdicts_of
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
 from rmq_spark._core.listeners.half_transaction import HalfTransaction, split
-from rmq_spark._core.listeners.listener import Verdicts
+from rmq_spark._core.listeners.transaction_listener import Verdicts
 from rmq_spark._core.vocabulary.verdicts import (
     COMMIT_MESSAGE,
     UNKNOWN,

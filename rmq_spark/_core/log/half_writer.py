@@ -12,7 +12,7 @@ import pyarrow.fs as pafs
 
 from rmq_spark._core.log.half import HALF_SCHEMA, HalfFile, HalfRows, Segment
 from rmq_spark._core.log.half_header import HEADER_COLUMNS, HalfHeader
-from rmq_spark._core.log.input import (
+from rmq_spark._core.log.message_columns import (
     body_of,
     column_of,
     deliver_at_of,

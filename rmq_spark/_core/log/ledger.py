@@ -26,11 +26,11 @@ from rmq_spark._core.log.decision import (
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.key_order import Open
-from rmq_spark._core.log.mark import Marker
+from rmq_spark._core.log.low_water_mark import Marker
 from rmq_spark._core.log.new_op_rows import place_row, placed_messages, rollback_rows, rows_for, with_offsets
 from rmq_spark._core.log.op import STATS_COLUMNS, Kind, OpRow, Who, to_table
 from rmq_spark._core.log.op_reader import OpReader
-from rmq_spark._core.log.places import EPOCH, Placer, in_send_order, last_sent_ms
+from rmq_spark._core.log.placer import EPOCH, Placer, in_send_order, last_sent_ms
 from rmq_spark._core.log.prepared_batches import PreparedBatches
 from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.runtime.failpoints import reach

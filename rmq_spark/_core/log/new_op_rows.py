@@ -9,7 +9,7 @@ from rmq_spark._core.log.decision import Decision, Placed, RolledBack
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op import Kind, OpRow, Who
 from rmq_spark._core.log.op_view import Tails
-from rmq_spark._core.log.places import Piece
+from rmq_spark._core.log.placer import Piece
 from rmq_spark._core.vocabulary.rows import Ranges, RowSet, ranges_count, runs
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.op import OP_SCHEMA, ranges_of
-from rmq_spark._core.log.walk import PLACEMENT_COLUMNS
+from rmq_spark._core.log.op_walk import PLACEMENT_COLUMNS
 from rmq_spark._core.storage.file_system import require_path
 from rmq_spark._core.storage.row_range import RowRange
 from rmq_spark._core.storage.seal import RESTORE

@@ -22,7 +22,14 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.log.op import PRUNED_PLACED, pruned_up_to
 from rmq_spark._core.log.placements import MessageRange
-from rmq_spark._core.messages.table import LAST_COMMIT, LAST_PLACED, NAME, commit_number, drained_up_to, require_drained
+from rmq_spark._core.messages.messages_table import (
+    LAST_COMMIT,
+    LAST_PLACED,
+    NAME,
+    commit_number,
+    drained_up_to,
+    require_drained,
+)
 from rmq_spark._core.storage.foreign_commits import foreign_change
 from rmq_spark._core.storage.row_range import RowRange
 from rmq_spark._core.vocabulary.queues import Queue

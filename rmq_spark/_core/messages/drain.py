@@ -24,9 +24,9 @@ import pyarrow.fs as pafs
 
 from rmq_spark._core.log.damage import looks_again
 from rmq_spark._core.log.op import NO_OPS, PRUNED_PLACED, pruned_up_to
-from rmq_spark._core.log.walk import PLACEMENT_COLUMNS, rows_above
-from rmq_spark._core.messages.files import message_files, placed_ranges
-from rmq_spark._core.messages.table import drained_up_to, require_drained, transactions_of
+from rmq_spark._core.log.op_walk import PLACEMENT_COLUMNS, rows_above
+from rmq_spark._core.messages.message_files import message_files, placed_ranges
+from rmq_spark._core.messages.messages_table import drained_up_to, require_drained, transactions_of
 from rmq_spark._core.storage.data_file import DataFile
 from rmq_spark._core.storage.foreign_commits import require_own
 from rmq_spark._core.storage.table import Change, Table, has_held

@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rmq_spark._core.metrics.client import prometheus
 from rmq_spark._core.metrics.log_collector import CACHE_S, CLUSTER, LogCollector, Unreadable
 from rmq_spark._core.metrics.process import ProcessMetrics
+from rmq_spark._core.metrics.prometheus import prometheus
 from rmq_spark._core.metrics.push_gateway import write_textfile
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark.errors import OptionError, TxmqError

@@ -10,9 +10,9 @@ from typing import Any
 
 from rmq_spark._core.client.commit_log import CommitLog
 from rmq_spark._core.log.op import Who
-from rmq_spark._core.metrics.client import prometheus
-from rmq_spark._core.metrics.figures import LogFigures, LogWatch
-from rmq_spark._core.metrics.names import BY_NAME, COMMON, LOG, METRICS, OF_A_WATCH, Metric
+from rmq_spark._core.metrics.log_figures import LogFigures, LogWatch
+from rmq_spark._core.metrics.metric_names import BY_NAME, COMMON, LOG, METRICS, OF_A_WATCH, Metric
+from rmq_spark._core.metrics.prometheus import prometheus
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.runtime import RUNTIME
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, RETRY_PREFIX

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rmq_spark._core.metrics.client import prometheus
 from rmq_spark._core.metrics.log_collector import CLUSTER, families, family, group_labels
-from rmq_spark._core.metrics.names import ANSWERS, BY_NAME, COMMON, METRICS, PROCESS, ROUNDS, TABLES
+from rmq_spark._core.metrics.metric_names import ANSWERS, BY_NAME, COMMON, METRICS, PROCESS, ROUNDS, TABLES
+from rmq_spark._core.metrics.prometheus import prometheus
 from rmq_spark._core.runtime import observer
 from rmq_spark._core.vocabulary.redaction import redacted
 

@@ -11,7 +11,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from rmq_spark._core.metrics.client import prometheus
+from rmq_spark._core.metrics.prometheus import prometheus
 from rmq_spark._core.vocabulary.options import seconds
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.errors import OptionError, StorageError

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rmq_spark._core.client.commit_log import CommitLog
-from rmq_spark._core.metrics.figures import LogFigures, LogWatch
+from rmq_spark._core.metrics.log_figures import LogFigures, LogWatch
 from rmq_spark._core.vocabulary.message import require_group_name
 from rmq_spark._core.vocabulary.options import seconds
 from rmq_spark._core.vocabulary.redaction import traceback_of

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from rmq_spark._core.listeners.half_batch import HalfBatch
-from rmq_spark._core.listeners.listener import TransactionListener, Verdicts, is_coroutine
+from rmq_spark._core.listeners.transaction_listener import TransactionListener, Verdicts, is_coroutine
 from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark.errors import ListenerError
 

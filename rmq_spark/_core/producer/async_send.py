@@ -18,7 +18,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
-from rmq_spark._core.listeners.listener import CommitOncePrepared
+from rmq_spark._core.listeners.transaction_listener import CommitOncePrepared
 from rmq_spark._core.log.decision import Decided
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.single_messages import OneMessage

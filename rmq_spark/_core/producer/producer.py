@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.client.input import is_small, message_list, require_message
-from rmq_spark._core.listeners.listener import (
+from rmq_spark._core.listeners.transaction_listener import (
     CommitOncePrepared,
     TransactionListener,
     is_coroutine,
@@ -298,8 +298,8 @@ class TransactionMQProducer:
         service.run(closing)
 
     def _maintain(self, closing: threading.Event) -> None:
-        from rmq_spark._core.checks.fences import FencePruner
-        from rmq_spark._core.checks.maintainer import Maintainer
+        from rmq_spark._core.client.maintainer import Maintainer
+        from rmq_spark._core.upkeep.fence_pruner import FencePruner
 
         interval = self.maintenance_interval or MAINTENANCE_INTERVAL_S
         Maintainer(self.engine, interval, fences=FencePruner(self.engine, [self.listener])).run(closing)

@@ -15,23 +15,23 @@ from rmq_spark._core.log.archive import Archived
 from rmq_spark._core.log.batch_state import BatchState
 from rmq_spark._core.log.damage import looks_again
 from rmq_spark._core.log.decision import Decided, Decision
-from rmq_spark._core.log.groups import GroupTable
+from rmq_spark._core.log.group_table import GroupTable
 from rmq_spark._core.log.half import HalfFile, HalfRows
 from rmq_spark._core.log.half_header import HalfHeader
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.half_writer import HalfWriter
-from rmq_spark._core.log.input import require_known_topic
 from rmq_spark._core.log.ledger import Ledger
+from rmq_spark._core.log.log_tables import LogTables
+from rmq_spark._core.log.message_columns import require_known_topic
 from rmq_spark._core.log.op_view import Tails
+from rmq_spark._core.log.op_walk import walk_placements
 from rmq_spark._core.log.placements import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.log.second_look import doubt_s
 from rmq_spark._core.log.staged_batches import PrepareError, Staged
-from rmq_spark._core.log.tables import LogTables
 from rmq_spark._core.log.topics import TopicTable
-from rmq_spark._core.log.walk import walk_placements
 from rmq_spark._core.messages.border import Drained
-from rmq_spark._core.messages.table import require_drained
+from rmq_spark._core.messages.messages_table import require_drained
 from rmq_spark._core.protocol.compaction import Compaction
 from rmq_spark._core.protocol.split import half_batch_of
 from rmq_spark._core.runtime.failpoints import reach

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rmq_spark._core.listeners.listener import NO_LISTENER_FENCE
+from rmq_spark._core.listeners.transaction_listener import NO_LISTENER_FENCE
 from rmq_spark._core.log.archive import Archived
 from rmq_spark._core.log.batch_state import BatchState, RowState
 from rmq_spark._core.log.decision import Placed

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX
 
 if TYPE_CHECKING:
-    from rmq_spark._core.log.groups import Place
+    from rmq_spark._core.log.group_table import Place
     from rmq_spark._core.protocol.engine import Engine
     from rmq_spark._core.vocabulary.queues import Queue
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import pyarrow as pa
 
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
-from rmq_spark._core.listeners.listener import TransactionListener, Verdicts
+from rmq_spark._core.listeners.transaction_listener import TransactionListener, Verdicts
 from rmq_spark._core.vocabulary.value import value
 from rmq_spark._core.vocabulary.verdicts import Verdict, VerdictArray, returned
 from rmq_spark.errors import FencedError, LocalTransactionError, VerdictError

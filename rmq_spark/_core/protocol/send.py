@@ -24,7 +24,7 @@ from contextlib import nullcontext, suppress
 from typing import Any, TypeAlias, TypeVar, cast
 
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
-from rmq_spark._core.listeners.listener import (
+from rmq_spark._core.listeners.transaction_listener import (
     NO_LISTENER_FENCE,
     CommitOncePrepared,
     TransactionListener,

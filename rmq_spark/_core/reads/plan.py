@@ -9,7 +9,7 @@ from datetime import datetime
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeVar
 
-from rmq_spark._core.log.input import require_known_topic
+from rmq_spark._core.log.message_columns import require_known_topic
 from rmq_spark._core.log.placements import MessageRange, PlacedRange, Placements, out_of_range
 from rmq_spark._core.reads.offsets import CountedPositions, Positions, resolve
 from rmq_spark._core.vocabulary.message import RETRY_PREFIX
@@ -18,7 +18,7 @@ from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
-    from rmq_spark._core.reads.options import Subscription
+    from rmq_spark._core.reads.read_options import Subscription
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from rmq_spark._core.report.over_time import (
 )
 from rmq_spark._core.report.span import Span
 from rmq_spark._core.report.standing import EVERY_AGE
-from rmq_spark._core.report.words import amount, duration, size
+from rmq_spark._core.report.units import amount, duration, size
 from rmq_spark._core.vocabulary.text import count_of, plural
 
 if TYPE_CHECKING:

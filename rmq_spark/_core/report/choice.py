@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rmq_spark._core.inspect.story import trace
+from rmq_spark._core.inspect.assemble_trace import trace
 from rmq_spark._core.inspect.trace import Trace
 from rmq_spark._core.protocol.engine import Engine
-from rmq_spark._core.report.figures import Figures
+from rmq_spark._core.report.report_figures import Figures
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pyarrow.compute as pc
 
-from rmq_spark._core.report.figures import Figures
 from rmq_spark._core.report.finding import Finding, Level
-from rmq_spark._core.report.words import are, duration, have
+from rmq_spark._core.report.report_figures import Figures
+from rmq_spark._core.report.units import are, duration, have
 from rmq_spark._core.vocabulary.options import GRACE_S, TRANSACTION_CHECK_INTERVAL_S
 from rmq_spark._core.vocabulary.text import count_of
 

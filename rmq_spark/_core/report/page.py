@@ -18,10 +18,10 @@ from rmq_spark import __version__
 from rmq_spark._core.report import charts
 from rmq_spark._core.report.charts import Drawn
 from rmq_spark._core.report.drawing import scripts
-from rmq_spark._core.report.figures import Figures
 from rmq_spark._core.report.finding import Finding, Level
 from rmq_spark._core.report.headline import findings_of
-from rmq_spark._core.report.words import amount, duration, rate, size
+from rmq_spark._core.report.report_figures import Figures
+from rmq_spark._core.report.units import amount, duration, rate, size
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark._core.vocabulary.text import count_of
 

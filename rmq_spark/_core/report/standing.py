@@ -7,8 +7,8 @@ from datetime import datetime
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.consumers.consumer_group import ConsumerGroup, groups
 from rmq_spark._core.consumers.dead_letters import DeadLetters
-from rmq_spark._core.consumers.groups import ConsumerGroup, groups
 from rmq_spark._core.inspect.history import sizes
 from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.protocol.engine import Engine

@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.in_order import RESULT, QueueResult, by_queue, consume_queue
-from rmq_spark._core.consumers.listener import EachMessage, Listen, answers, require_table_listener, tell_failed
+from rmq_spark._core.consumers.message_listener import EachMessage, Listen, answers, require_table_listener, tell_failed
+from rmq_spark._core.consumers.own_messages import own_header, own_writers, send_each
 from rmq_spark._core.consumers.retry import (
     MAX_RECONSUME_TIMES,
     NEEDED_COLUMNS,
@@ -23,15 +24,14 @@ from rmq_spark._core.consumers.retry import (
     retry_topic,
     sent_back,
 )
-from rmq_spark._core.consumers.send import own_header, own_writers, send_each
-from rmq_spark._core.listeners.listener import CommitOncePrepared
+from rmq_spark._core.listeners.transaction_listener import CommitOncePrepared
 from rmq_spark._core.log.half import HalfFile
 from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.identity import Identity, identity_of
 from rmq_spark._core.protocol.own_sends import dead_name
 from rmq_spark._core.protocol.send import TwoPhase
-from rmq_spark._core.reads.options import ReadOptions
+from rmq_spark._core.reads.read_options import ReadOptions
 from rmq_spark._core.spark.stream_options import sources_of
 from rmq_spark._core.spark.versions import STREAM_TELLS_START
 from rmq_spark._core.spark.workers import require_importable

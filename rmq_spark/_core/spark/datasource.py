@@ -31,7 +31,7 @@ class TxmqDataSource(DataSource):
         return "txmq"
 
     def schema(self) -> StructType:
-        from rmq_spark._core.messages.table import SOURCE_SCHEMA
+        from rmq_spark._core.messages.messages_table import SOURCE_SCHEMA
         from rmq_spark._core.storage.spark_parquet import spark_schema
 
         _require_read_options(dict(self.options))
@@ -71,7 +71,7 @@ class TxmqDataSource(DataSource):
 
 def _require_read_options(options: Mapping[str, str]) -> None:
     """Refuse options that neither a batch nor a stream can use: Spark does not tell here which of them loads."""
-    from rmq_spark._core.reads.options import read_options
+    from rmq_spark._core.reads.read_options import read_options
     from rmq_spark.errors import TxmqError
 
     problems: list[TxmqError] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rmq_spark._core.log.input import require_known_topic, require_message_columns
+from rmq_spark._core.log.message_columns import require_known_topic, require_message_columns
 from rmq_spark._core.vocabulary.message import INPUT_COLUMNS
 from rmq_spark.errors import MessageError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from rmq_spark._core.log.groups import Place, Session
+from rmq_spark._core.log.group_table import Place, Session
 from rmq_spark._core.vocabulary.redaction import traceback_of
 from rmq_spark.errors import GroupInUseError
 

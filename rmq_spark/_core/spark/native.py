@@ -25,13 +25,13 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.log.half import HALF_SCHEMA
-from rmq_spark._core.log.input import require_known_topic
+from rmq_spark._core.log.message_columns import require_known_topic
 from rmq_spark._core.log.placements import PlacedRange, out_of_range
-from rmq_spark._core.messages.table import MESSAGES_SCHEMA, SOURCE_SCHEMA, require_drained
+from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA, SOURCE_SCHEMA, require_drained
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.reads.offsets import EARLIEST, LATEST, Positions, given_positions
-from rmq_spark._core.reads.options import Subscription
 from rmq_spark._core.reads.plan import Planner
+from rmq_spark._core.reads.read_options import Subscription
 from rmq_spark._core.selector import SUB_ALL, parse_selector, parse_tags
 from rmq_spark._core.storage.spark_parquet import PATHS_MAX, read_files, spark_schema
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, RETRY_PREFIX

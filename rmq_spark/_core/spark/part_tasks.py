@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from rmq_spark._core.listeners.half_batch import HalfBatch
-from rmq_spark._core.listeners.listener import TransactionListener
+from rmq_spark._core.listeners.transaction_listener import TransactionListener
 from rmq_spark._core.log.half import HALF_SCHEMA
 from rmq_spark._core.protocol.parts import PartAnswer, run_part
 from rmq_spark._core.spark.executor_files import LogFiles

@@ -16,8 +16,8 @@ from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Inp
 from pyspark.sql.types import DataType, StringType, StructType, TimestampType
 
 from rmq_spark._core.log.placements import MessageRange, out_of_range
-from rmq_spark._core.messages.reader import by_file, read_ranges, require_source_columns, rows_of
-from rmq_spark._core.messages.table import SOURCE_SCHEMA
+from rmq_spark._core.messages.message_reader import by_file, read_ranges, require_source_columns, rows_of
+from rmq_spark._core.messages.messages_table import SOURCE_SCHEMA
 from rmq_spark._core.reads.offsets import (
     Again,
     JsonOffsets,
@@ -29,8 +29,8 @@ from rmq_spark._core.reads.offsets import (
     to_json,
 )
 from rmq_spark._core.reads.option_names import SOURCE_OPTIONS
-from rmq_spark._core.reads.options import ReadOptions, read_options
 from rmq_spark._core.reads.plan import Planner, admit, split
+from rmq_spark._core.reads.read_options import ReadOptions, read_options
 from rmq_spark._core.spark.executor_files import LogFiles
 from rmq_spark._core.spark.versions import (
     STREAM_TELLS_START,

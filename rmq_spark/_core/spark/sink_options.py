@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rmq_spark._core.listeners.listener import (
+from rmq_spark._core.listeners.transaction_listener import (
     CommitOncePrepared,
     TransactionListener,
     load_listener,

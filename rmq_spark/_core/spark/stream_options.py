@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rmq_spark._core.reads.options import ReadOptions, read_options
+from rmq_spark._core.reads.read_options import ReadOptions, read_options
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

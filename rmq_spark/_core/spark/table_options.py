@@ -13,7 +13,7 @@ from rmq_spark._core.vocabulary.options import Options
 from rmq_spark.errors import ListenerError, OptionError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.listeners.table import TableListener
+    from rmq_spark._core.listeners.table_listener import TableListener
 
 _T = TypeVar("_T")
 
@@ -86,7 +86,7 @@ class TableSettings:
 @lru_cache(maxsize=8)
 def _listener(settings: TableSettings, url: str) -> TableListener:
     """Return a cached listener: Spark reuses the process, and the listener holds its connections."""
-    from rmq_spark._core.listeners.table import TableListener
+    from rmq_spark._core.listeners.table_listener import TableListener
 
     return TableListener(
         url,

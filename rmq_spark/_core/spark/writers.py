@@ -18,7 +18,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
-from rmq_spark._core.listeners.listener import TransactionListener, store_id_to_send
+from rmq_spark._core.listeners.transaction_listener import TransactionListener, store_id_to_send
 from rmq_spark._core.log.half import HalfFile
 from rmq_spark._core.log.half_header import HalfHeader, Naming
 from rmq_spark._core.log.half_writer import HalfWriter

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from rmq_spark._core.log.op import Kind, OpRow
 from rmq_spark._core.storage.foreign_commits import require_own
 from rmq_spark._core.storage.table import take_out
-from rmq_spark._core.upkeep.files import removed_earlier_s
+from rmq_spark._core.upkeep.table_files import removed_earlier_s
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine

@@ -27,7 +27,7 @@ from rmq_spark._core.log.half_header import HEADER_COLUMNS
 from rmq_spark._core.log.op import Kind, OpRow
 from rmq_spark._core.log.op_rows import read_op
 from rmq_spark._core.log.op_view import of_kind, settled_rows
-from rmq_spark._core.messages.table import drained_up_to
+from rmq_spark._core.messages.messages_table import drained_up_to
 from rmq_spark._core.storage.foreign_commits import require_own
 from rmq_spark._core.storage.table import take_out
 from rmq_spark._core.vocabulary.options import AUDIT_S, GRACE_S, GRACE_S_MIN, IDEMPOTENCY_S, parse_duration

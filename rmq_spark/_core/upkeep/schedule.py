@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from rmq_spark._core.log import op_merge
 from rmq_spark._core.log.damage import looks_again
 from rmq_spark._core.messages.drain import Drainer
-from rmq_spark._core.messages.table import drained_up_to
+from rmq_spark._core.messages.messages_table import drained_up_to
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.foreign_commits import foreign_change
-from rmq_spark._core.upkeep import files
+from rmq_spark._core.upkeep import table_files
 from rmq_spark._core.upkeep.expire import Expirer
 from rmq_spark._core.upkeep.leave import Graces, Leaver
 from rmq_spark._core.upkeep.prune import Pruner
@@ -168,9 +168,11 @@ def _round(
                 problems.append(problem)
     with engine.lock:
         deleted = [
-            path for table in tables for path in files.delete_replaced([table], files.kept_s(table) + doubt_s, dry_run)
+            path
+            for table in tables
+            for path in table_files.delete_replaced([table], table_files.kept_s(table) + doubt_s, dry_run)
         ]
-        deleted += files.vacuum(tables, ORPHAN_AGE_S + doubt_s, dry_run) if orphans else []
+        deleted += table_files.vacuum(tables, ORPHAN_AGE_S + doubt_s, dry_run) if orphans else []
     report = MaintenanceReport(
         dry_run,
         drained,
@@ -194,4 +196,4 @@ def _drain(engine: Engine) -> int:
 
 @looks_again
 def _merge(engine: Engine, retentions: Mapping[str, float]) -> int:
-    return files.compact_messages(engine.messages_table, retentions)
+    return table_files.compact_messages(engine.messages_table, retentions)

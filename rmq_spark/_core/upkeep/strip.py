@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.log.half import HALF_SCHEMA, STATS_COLUMNS
 from rmq_spark._core.log.half_contents import LargeFile
-from rmq_spark._core.messages.table import drained_up_to
+from rmq_spark._core.messages.messages_table import drained_up_to
 from rmq_spark._core.storage.data_file import ROW_GROUP_ROWS
 from rmq_spark._core.storage.row_range import PAYLOAD_COLUMNS, RowRange
 from rmq_spark._core.storage.table import Change, has_held

@@ -80,11 +80,11 @@ STATELESS = frozenset(
     "_core/storage/data_file.py _core/storage/file_system.py _core/storage/row_range.py "
     "_core/storage/seal.py _core/storage/stores.py "
     "_core/log/batch_state.py _core/log/half.py _core/log/half_header.py _core/log/half_writer.py "
-    "_core/log/input.py _core/log/op.py "
-    "_core/messages/reader.py _core/vocabulary/rows.py "
-    "_core/checks/immunity.py _core/checks/policy.py _core/checks/report.py "
-    "_core/reads/offsets.py _core/reads/options.py "
-    "_core/vocabulary/options.py errors.py _core/listeners/listener.py _core/vocabulary/message.py "
+    "_core/log/message_columns.py _core/log/op.py "
+    "_core/messages/message_reader.py _core/vocabulary/rows.py "
+    "_core/checks/immunity.py _core/checks/policy.py _core/checks/check_report.py "
+    "_core/reads/offsets.py _core/reads/read_options.py "
+    "_core/vocabulary/options.py errors.py _core/listeners/transaction_listener.py _core/vocabulary/message.py "
     "_core/vocabulary/verdicts.py".split()
 )
 

@@ -29,16 +29,16 @@ from rmq_spark._core.consumers import send_back as sending_back
 from rmq_spark._core.consumers.progress import ProcessQueue
 from rmq_spark._core.listeners import fence as fence_module
 from rmq_spark._core.listeners.work import FencedWork
-from rmq_spark._core.log import input as incoming
-from rmq_spark._core.log import places as placing
+from rmq_spark._core.log import message_columns as incoming
+from rmq_spark._core.log import placer as placing
 from rmq_spark._core.log import second_look
 from rmq_spark._core.log.half_contents import HalfContents
 from rmq_spark._core.log.key_order import KeyIndex, Open
-from rmq_spark._core.log.mark import Marker
+from rmq_spark._core.log.low_water_mark import Marker
 from rmq_spark._core.log.new_op_rows import rows_for
 from rmq_spark._core.log.op_reader import OpReader
 from rmq_spark._core.log.op_view import OpView
-from rmq_spark._core.log.places import Placer
+from rmq_spark._core.log.placer import Placer
 from rmq_spark._core.log.shared_files import SharedFiles
 from rmq_spark._core.protocol import engine as steps
 from rmq_spark._core.protocol import own_sends, replay

@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog, LocalTransactionState
 from rmq_spark._core.log import op_view as follow
+from rmq_spark._core.log.log_tables import LogTables
 from rmq_spark._core.log.staged_batches import PrepareError
-from rmq_spark._core.log.tables import LogTables
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark.errors import VerdictConflictError
 from tests.support.inside import (

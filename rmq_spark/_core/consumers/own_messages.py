@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 
 import pyarrow as pa
 
-from rmq_spark._core.listeners.listener import CommitOncePrepared
+from rmq_spark._core.listeners.transaction_listener import CommitOncePrepared
 from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.log.decision import Decision
 from rmq_spark._core.log.half import HalfRows

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark._core.consumers.listener import SUCCESS, EachMessage, Listen, Results
+from rmq_spark._core.consumers.message_listener import SUCCESS, EachMessage, Listen, Results
 from rmq_spark._core.runtime.spans import Tracing
 from rmq_spark._core.vocabulary.message import MessageExt
 

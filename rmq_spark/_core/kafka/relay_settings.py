@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rmq_spark._core.reads.options import Subscription
+from rmq_spark._core.reads.read_options import Subscription
 from rmq_spark._core.vocabulary.message import require_group_name, require_topic_name
 from rmq_spark._core.vocabulary.options import byte_count, nearest, seconds, whole_number
 from rmq_spark._core.vocabulary.redaction import remember

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 from rmq_spark._core.log import half as half_module
 from rmq_spark._core.log import op as op_module
-from rmq_spark._core.log.groups import GROUPS_SCHEMA
+from rmq_spark._core.log.group_table import GROUPS_SCHEMA
 from rmq_spark._core.log.half import HALF_SCHEMA
+from rmq_spark._core.log.log_tables import LogTables
 from rmq_spark._core.log.op import OP_SCHEMA
-from rmq_spark._core.log.tables import LogTables
 from rmq_spark._core.log.topics import TOPICS_SCHEMA
-from rmq_spark._core.messages import table as messages
-from rmq_spark._core.messages.table import MESSAGES_SCHEMA
+from rmq_spark._core.messages import messages_table as messages
+from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.delta_table import DeltaLogTable
 from rmq_spark._core.storage.location import is_uri

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
-from rmq_spark._core.messages.table import history_s, write_messages
+from rmq_spark._core.messages.messages_table import history_s, write_messages
 from rmq_spark._core.storage.foreign_commits import foreign_change
 from rmq_spark._core.storage.merge import compact
 from rmq_spark._core.storage.table import Change, Table

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from rmq_spark._core.checks.fences import FencePruner
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.protocol.engine import Engine
+from rmq_spark._core.upkeep.fence_pruner import FencePruner
 from rmq_spark._core.upkeep.leave import Graces
 from rmq_spark._core.upkeep.schedule import MaintenanceReport, maintain
 from rmq_spark._core.vocabulary.options import JITTER, MAINTENANCE_INTERVAL_S, seconds

@@ -18,12 +18,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.consumers.groups import waiting_since
+from rmq_spark._core.consumers.consumer_group import waiting_since
 from rmq_spark._core.inspect.history import rolled_back_again
 from rmq_spark._core.inspect.undrained import Undrained
 from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.log.op import Kind, Who, ranges_of
-from rmq_spark._core.log.walk import rows_above
+from rmq_spark._core.log.op_walk import rows_above
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX

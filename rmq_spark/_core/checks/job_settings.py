@@ -14,16 +14,16 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
-from rmq_spark._core.checks.drains import Draining
 from rmq_spark._core.checks.example import NAME
-from rmq_spark._core.checks.fences import FencePruner
 from rmq_spark._core.checks.listener_source import is_installed, look_for
-from rmq_spark._core.checks.maintainer import Maintainer
-from rmq_spark._core.checks.names import CHECK_NAMES, NAMES, unknown_settings
 from rmq_spark._core.checks.policy import DiscardPolicy, TransactionCheckListener, require_policy
 from rmq_spark._core.checks.service import CheckService
-from rmq_spark._core.listeners.listener import TransactionListener, load_listener, load_object
+from rmq_spark._core.checks.setting_names import CHECK_NAMES, NAMES, unknown_settings
+from rmq_spark._core.client.draining import Draining
+from rmq_spark._core.client.maintainer import Maintainer
+from rmq_spark._core.listeners.transaction_listener import TransactionListener, load_listener, load_object
 from rmq_spark._core.protocol.engine import Engine
+from rmq_spark._core.upkeep.fence_pruner import FencePruner
 from rmq_spark._core.upkeep.leave import Graces
 from rmq_spark._core.vocabulary.message import require_group_name
 from rmq_spark._core.vocabulary.options import (

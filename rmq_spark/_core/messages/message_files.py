@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.placements import PlacedRange, placed_range
-from rmq_spark._core.messages.reader import STORED_COLUMNS, Piece, by_file, made_of, pieces_of, rows_of
-from rmq_spark._core.messages.table import MESSAGES_SCHEMA, write_messages
+from rmq_spark._core.messages.message_reader import STORED_COLUMNS, Piece, by_file, made_of, pieces_of, rows_of
+from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA, write_messages
 from rmq_spark._core.runtime.pools import submitted
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from rmq_spark._core.inspect.overview import open_messages as open_messages_of
 from rmq_spark._core.log.placements import out_of_range
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.reads.offsets import EARLIEST, LATEST, LATEST_OFFSET, JsonOffsets, Positions, given_positions
-from rmq_spark._core.reads.options import Subscription
 from rmq_spark._core.reads.plan import Planner
+from rmq_spark._core.reads.read_options import Subscription
 from rmq_spark._core.vocabulary.message import TIMESTAMP, require_group_name, require_topic_name
 from rmq_spark._core.vocabulary.options import nearest, require_time
 from rmq_spark._core.vocabulary.queues import Queue
