@@ -15,7 +15,7 @@ import pytest
 from tests.support.inside import located
 
 _STANDS_IN = {
-    "rmq_spark._core.checks.calls": "HUNG_CALLS_MAX",
+    "rmq_spark._core.checks.asker": "HUNG_CALLS_MAX",
     "rmq_spark._core.client.draining": "AFTER_FAILURE_S",
     "rmq_spark._core.client.maintainer": "ORPHANS_EVERY_S",
     "rmq_spark._core.checks.probe": "ALONE_S_MAX ANSWER_S_MAX",

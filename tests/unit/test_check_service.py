@@ -31,7 +31,7 @@ from rmq_spark import (
     TransactionalSink,
     TransactionMQProducer,
 )
-from rmq_spark._core.checks.calls import HUNG_CALLS_MAX
+from rmq_spark._core.checks.asker import HUNG_CALLS_MAX
 from rmq_spark._core.checks.policy import DiscardPolicy
 from rmq_spark.checks import CheckReport, TransactionCheckListener
 from rmq_spark.errors import FenceError, ListenerError, OptionError, VerdictConflictError

@@ -24,7 +24,7 @@ from functools import partial
 
 import pyarrow as pa
 
-from rmq_spark._core.checks.calls import Answer, Asker, NoAnswer, Question
+from rmq_spark._core.checks.asker import Answer, Asker, NoAnswer, Question
 from rmq_spark._core.checks.check_report import CHECKED, IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport
 from rmq_spark._core.checks.decisions import TOGETHER_MAX, Decisions
 from rmq_spark._core.checks.immunity import COLUMNS, due_rows

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 
 from rmq_spark import COMMIT_MESSAGE, CommitLog, HalfBatch
 from rmq_spark._core.checks import round as round_module
-from rmq_spark._core.checks.calls import Answer, Asker
+from rmq_spark._core.checks.asker import Answer, Asker
 from rmq_spark._core.consumers import send_back as sending_back
 from rmq_spark._core.consumers.progress import ProcessQueue
 from rmq_spark._core.listeners import fence as fence_module

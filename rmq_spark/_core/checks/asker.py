@@ -1,13 +1,13 @@
-"""Asks listeners, whose calls may hang. A call cannot be ended from outside: it goes on, and a later round takes its
-answer."""
+"""Asks listeners about half batches, and keeps the calls that have not returned."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from rmq_spark._core.checks.open_call import OpenCall, wait_for
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.batch_state import BatchState
 from rmq_spark._core.log.half_record import HalfRecord
@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 HUNG_CALLS_MAX = 8
 """While this many calls of listeners have outlived their round, no listener is asked."""
-STOP_POLL_S = 0.2
 
 
 class NoAnswer(Exception):
@@ -51,17 +50,26 @@ class Answer:
     verdicts: VerdictArray
 
 
+Answers: TypeAlias = Sequence[VerdictArray | Exception]
+"""A listener's answers about several half batches, in their order."""
+
+
 @dataclass(frozen=True)
-class _Call:
+class _Asked:
+    """A question, and the call in which it was asked with others."""
+
     question: Question
-    began: float
-    verdicts: Future[VerdictArray]
-    together: object
-    """The same object for all questions that share a call of a listener."""
+    call: OpenCall[Answers]
+    at: int
+
+    def verdicts(self) -> VerdictArray | BaseException:
+        """The verdicts, or why there are none, once the call has returned."""
+        problem = self.call.result.exception()
+        return self.call.result.result()[self.at] if problem is None else problem
 
 
 class Asker:
-    """Calls listeners, and keeps the calls that have not returned.
+    """Calls listeners.
 
     Parameters
     ----------
@@ -72,7 +80,7 @@ class Asker:
     def __init__(self, runtime: Runtime, in_threads: bool) -> None:
         self._runtime = runtime
         self.in_threads = in_threads
-        self._calls: dict[tuple[str, int], _Call] = {}
+        self._asked: dict[tuple[str, int], _Asked] = {}  # in calls that have not returned
         self._warned: set[str] = set()  # half batches of which a warning was logged
 
     def ask(
@@ -93,12 +101,14 @@ class Asker:
         ------
         NoAnswer
         """
-        open_call = self._calls.pop(question.key, None)
-        if open_call is None:
-            (open_call,) = self._begin([question], lambda _: [call()], here, seconds_left)
-        if not open_call.verdicts.done():
-            raise self._keep(open_call)
-        if (problem := open_call.verdicts.exception()) is not None:
+        asked = self._asked.pop(question.key, None)
+        if asked is None:
+            (asked,) = self._begin([question], lambda _: [call()], here, seconds_left)
+        if not asked.call.has_returned:
+            raise self._keep(asked)
+        verdicts = asked.verdicts()
+        if isinstance(verdicts, BaseException):
+            problem = verdicts
             half_id, text = question.key[0], traceback_of(problem)
             # Nobody reads the report of a producer's own checks.
             level = logging.INFO if half_id in self._warned else logging.WARNING
@@ -107,76 +117,57 @@ class Asker:
                 level, "the listener of half batch %r did not answer: %s", half_id, text, extra=of_batch(question.batch)
             )
             raise NoAnswer(f"its listener did not answer: {sentence_of(problem)}")
-        return Answer(open_call.question, open_call.verdicts.result())
+        return Answer(asked.question, verdicts)
 
     def ask_many(
         self,
         questions: Sequence[Question],
-        call: Callable[[Sequence[Question]], Sequence[VerdictArray | Exception]],
+        call: Callable[[Sequence[Question]], Answers],
         here: bool,
         seconds_left: Callable[[], float],
     ) -> list[Answer | NoAnswer | None]:
         """The answer to each of several questions, asked in one call of a listener; None for a question that must be
         asked alone, because the call failed. See :meth:`ask`."""
-        new = [q for q in questions if q.key not in self._calls]
-        begun: dict[tuple[str, int], _Call] = {}
+        new = [q for q in questions if q.key not in self._asked]
+        begun: dict[tuple[str, int], _Asked] = {}
         refused: NoAnswer | None = None
         try:
-            begun = {c.question.key: c for c in self._begin(new, call, here, seconds_left)} if new else {}
+            begun = {asked.question.key: asked for asked in self._begin(new, call, here, seconds_left)} if new else {}
         except NoAnswer as reason:
             refused = reason
-        calls = [self._calls.pop(q.key, None) or begun.get(q.key) for q in questions]
-        return [refused if open_call is None else self._answer_of(open_call) for open_call in calls]
+        all_asked = [self._asked.pop(q.key, None) or begun.get(q.key) for q in questions]
+        return [refused if asked is None else self._answer_of(asked) for asked in all_asked]
 
-    def _answer_of(self, call: _Call) -> Answer | NoAnswer | None:
-        if not call.verdicts.done():
-            return self._keep(call)
-        return None if call.verdicts.exception() is not None else Answer(call.question, call.verdicts.result())
+    def _answer_of(self, asked: _Asked) -> Answer | NoAnswer | None:
+        if not asked.call.has_returned:
+            return self._keep(asked)
+        verdicts = asked.verdicts()
+        return None if isinstance(verdicts, BaseException) else Answer(asked.question, verdicts)
 
-    def _keep(self, call: _Call) -> NoAnswer:
-        """Keep a call that has not returned."""
-        self._calls[call.question.key] = call
-        waited_s = self._runtime.monotonic() - call.began
+    def _keep(self, asked: _Asked) -> NoAnswer:
+        """Keep a question whose call has not returned."""
+        self._asked[asked.question.key] = asked
+        waited_s = self._runtime.monotonic() - asked.call.began_s
         return NoAnswer(f"its listener has not answered for {waited_s:.1f} s; a later round uses its answer")
 
     def forget_all_but(self, half_ids: Collection[str]) -> None:
         """Drop answers about all other half batches: they are settled."""
         self._warned.intersection_update(half_ids)
-        self._calls = {key: c for key, c in self._calls.items() if key[0] in half_ids or not c.verdicts.done()}
+        self._asked = {
+            key: asked for key, asked in self._asked.items() if key[0] in half_ids or not asked.call.has_returned
+        }
 
     def _begin(
         self,
         questions: Sequence[Question],
-        call: Callable[[Sequence[Question]], Sequence[VerdictArray | Exception]],
+        call: Callable[[Sequence[Question]], Answers],
         here: bool,
         seconds_left: Callable[[], float],
-    ) -> list[_Call]:
-        hung = len({id(c.together) for c in self._calls.values() if not c.verdicts.done()})
+    ) -> list[_Asked]:
+        hung = len({id(asked.call) for asked in self._asked.values() if not asked.call.has_returned})
         if hung >= HUNG_CALLS_MAX:
             raise NoAnswer(f"it was not asked about: {hung} calls of listeners have not come back; restart the checker")
-        shared, began = object(), self._runtime.monotonic()
-        calls = [_Call(question, began, Future(), shared) for question in questions]
-        if here or not self.in_threads:
-            _answer(calls, call, Exception)  # an exit or an interrupt of the user ends this thread
-        else:  # nothing else would report what ends such a thread
-            self._runtime.start_thread(lambda: _answer(calls, call, BaseException), "txmq-check", daemon=True)
-            last = calls[-1].verdicts
-            while not last.done() and (left_s := seconds_left()) > 0:
-                wait([last], min(STOP_POLL_S, left_s))
-        return calls
-
-
-def _answer(
-    calls: Sequence[_Call],
-    call: Callable[[Sequence[Question]], Sequence[VerdictArray | Exception]],
-    caught: type[BaseException],
-) -> None:
-    try:
-        answers: Sequence[VerdictArray | BaseException] = call([open_call.question for open_call in calls])
-    except caught as problem:
-        answers = [problem] * len(calls)
-    for open_call, answer in zip(calls, answers, strict=True):
-        if isinstance(answer, BaseException):
-            open_call.verdicts.set_exception(answer)
-        else:
-            open_call.verdicts.set_result(answer)
+        thread_name = "txmq-check" if self.in_threads and not here else None
+        open_call = OpenCall.begin(self._runtime, lambda: call(questions), thread_name)
+        wait_for([open_call], seconds_left)
+        return [_Asked(question, open_call, at) for at, question in enumerate(questions)]
