@@ -276,6 +276,11 @@ class Placements:
                 break
         return first_offsets
 
+    def starts_since(self, time: datetime, ends: Mapping[Queue, int]) -> dict[Queue, int]:
+        """The first kept offset of each queue of ``ends`` that was committed at this time or later, else its end."""
+        first, first_kept = self.first_since(time), self.engine.firsts(refresh=False)
+        return {queue: max(min(end, first.get(queue, end)), first_kept.get(queue, 0)) for queue, end in ends.items()}
+
 
 def _spans(start: Positions, end: Positions) -> dict[Queue, tuple[int, int]]:
     """The offsets from ``start`` to ``end`` by queue, without queues that have none between them."""

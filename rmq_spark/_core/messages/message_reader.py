@@ -293,18 +293,6 @@ def _ranges_after(ranges: Sequence[MessageRange], done: int) -> Iterator[Message
         done = max(0, done - placed.count)
 
 
-def starts_since(
-    engine: Engine, tails: Mapping[tuple[str, int], int], topic: str, queues: int, time: datetime
-) -> dict[int, int]:
-    """By queue, its first kept offset that was committed at this time or later, else its end."""
-    first, first_kept = Placements(engine, topic.__eq__).first_since(time), engine.firsts(refresh=False)
-    starts = {}
-    for queue in ((topic, queue_id) for queue_id in range(queues)):
-        end = tails.get(queue, 0)
-        starts[queue[1]] = max(first_kept.get(queue, 0), min(end, first.get(queue, end)))
-    return starts
-
-
 def read_messages(
     engine: Engine,
     tails: Mapping[tuple[str, int], int],
@@ -395,7 +383,9 @@ def read_topic(
     queues = engine.require_topic(topic)
     tails = engine.tails()  # of one version, whatever other threads of this process see meanwhile
     if isinstance(start, datetime):
-        offsets = starts_since(engine, tails, topic, queues, require_time(start, "start"))
+        ends = {(topic, queue_id): tails.get((topic, queue_id), 0) for queue_id in range(queues)}
+        starts = Placements(engine, topic.__eq__).starts_since(require_time(start, "start"), ends)
+        offsets = {queue_id: offset for (_, queue_id), offset in starts.items()}
     elif start is None or isinstance(start, Mapping):
         offsets = dict(start or {})
     else:

@@ -79,12 +79,9 @@ class Planner:
         at its end. Spark's Kafka source fails in that case by default.
         """
         latest = self.latest()
-        firsts = self.engine.firsts(refresh=False)
         if isinstance(given, datetime):
             starts = {(topic, q): 0 for topic, count in self.queues().items() for q in range(count)}
-            first = self._placements.first_since(given)
-            offsets = {queue: min(end, first.get(queue, end)) for queue, end in (starts | latest).items()}
-            return {queue: max(offset, firsts.get(queue, 0)) for queue, offset in offsets.items()}
+            return self._placements.starts_since(given, starts | latest)
         queues = self.queues()
         marks: tuple[int, ...] = ()
         if isinstance(given, CountedPositions):
@@ -98,7 +95,7 @@ class Planner:
             given = {q: n for q, n in given.items() if q[0] in queues or not q[0].startswith(RETRY_PREFIX)}
         if isinstance(given, dict) and (retry := self._subscription.retry) in queues and retry is not None:
             given = {(retry, queue_id): 0 for queue_id in range(queues[retry])} | given  # users do not name this topic
-        return resolve(option, given, queues, latest, firsts, marks)
+        return resolve(option, given, queues, latest, self.engine.firsts(refresh=False), marks)
 
     # ------------------------------------------------------------------ a stream's offsets
     def require_start(self, start: Positions, latest: Positions, whose: str = "the checkpoint") -> Positions:
