@@ -21,7 +21,7 @@ from rmq_spark._core.storage.seal import (
     require_seal,
     rows_of_half_file,
 )
-from rmq_spark._core.vocabulary.rows import bytes_array
+from rmq_spark._core.vocabulary.rows import Ranges, bits_in, bytes_array, ranges_count
 from rmq_spark.errors import CorruptLogError, StrippedError, UnreadableFileError
 
 SHARED_ROWS_MAX = 20_000
@@ -156,29 +156,28 @@ def _read_by_position(
         end = start + file.metadata.row_group(group_no).num_rows
         overlaps = [(max(a, start), min(b, end - 1)) for a, b in row_range.ranges if a < end and b >= start]
         if overlaps:
-            slices = [(a - start, b - a + 1) for a, b in overlaps]
-            part = _read_group(file, group_no, slices, columns, where)
+            ranges = tuple((a - start, b - start) for a, b in overlaps)
+            part = _read_group(file, group_no, ranges, columns, where)
             if part is not None:
                 yield position, part
-            position += sum(length for _, length in slices)
+            position += ranges_count(ranges)
         start = end
 
 
 def _read_group(
-    file: pq.ParquetFile, group_no: int, slices: Sequence[tuple[int, int]], columns: Sequence[str], where: Filter | None
+    file: pq.ParquetFile, group_no: int, ranges: Ranges, columns: Sequence[str], where: Filter | None
 ) -> pa.Table | None:
-    """Return slices (first row, length) of a row group as one table; None when the filter keeps none of their rows."""
+    """Return ranges of a row group's rows as one table; None when the filter keeps none of their rows."""
 
     rows = file.metadata.row_group(group_no).num_rows
-    mask = _mask(rows, slices) if len(slices) > SLICES_MAX else None
+    mask = pc.equal(bytes_array(bits_in(ranges, rows)), 1) if len(ranges) > SLICES_MAX else None
 
     def read(names: Iterable[str]) -> pa.Table:
         group = file.read_row_group(group_no, columns=list(names), use_threads=rows > THREADS_ROWS_MIN)
         if mask is not None:
             return group.filter(mask)
-        if len(slices) == 1:
-            return group.slice(*slices[0])
-        return pa.concat_tables([group.slice(first, length) for first, length in slices])
+        slices = [group.slice(first, last - first + 1) for first, last in ranges]
+        return slices[0] if len(slices) == 1 else pa.concat_tables(slices)
 
     if where is None:
         return read(columns)
@@ -196,14 +195,6 @@ def _with_proof(columns: Sequence[str]) -> list[str]:
     """The columns, and beside payload columns ``born_timestamp``, which tells whether a row still has its payload."""
     proof = ["born_timestamp"] if set(columns).intersection(PAYLOAD_COLUMNS) else []
     return list(dict.fromkeys([*columns, *proof]))
-
-
-def _mask(rows: int, slices: Sequence[tuple[int, int]]) -> pa.Array:
-    """Return, for each of ``rows`` rows, whether it is in one of the slices (first row, length)."""
-    bits = bytearray(rows)
-    for first, length in slices:
-        bits[first : first + length] = b"\x01" * length
-    return pc.equal(bytes_array(bits), 1)
 
 
 def _read_by_address(file: pq.ParquetFile, row_range: RowRange, columns: Sequence[str]) -> pa.Table:
