@@ -174,8 +174,8 @@ class TransactionalSink:
 
     def _start(self) -> None:
         """Make what is not pickled."""
-        self._tasks = SparkTasks(self.engine)
-        self._parts = PartRunner(self._tasks) if self.run_on == EXECUTORS else None
+        self._tasks = SparkTasks(self.engine) if self.run_on == EXECUTORS else None
+        self._parts = None if self._tasks is None else PartRunner(self._tasks)
         run: dict[str, Any] = {} if self._parts is None else {"run": self._parts}
         self._two_phase = TwoPhase(self.engine, self.listener, **self._settings, **run)
         self.last_outcome: Outcome | None = None
@@ -199,7 +199,8 @@ class TransactionalSink:
         """Send one micro-batch. ``foreachBatch`` calls this."""
         require_importable(batch_df.sparkSession)
         require_message_types(batch_df.schema, self.topic, self.transaction_key)
-        self._tasks.spark = batch_df.sparkSession
+        if self._tasks is not None:
+            self._tasks.spark = batch_df.sparkSession
         identity = self._identity(batch_df, batch_id)
         header = self._header(identity, batch_id)
         sending = (run_of(batch_df), batch_id)
