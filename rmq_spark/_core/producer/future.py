@@ -29,12 +29,12 @@ def holds_a_future() -> bool:
     for frame in callers():
         if frame.f_code.co_filename in _METHODS:
             condition = getattr(frame.f_locals.get("self"), "_condition", None)  # not set while it is created
-            if isinstance(condition, _Quiet) and is_held(condition.lock):
+            if isinstance(condition, _LazyCondition) and is_held(condition.lock):
                 return True
     return False
 
 
-class _Quiet:
+class _LazyCondition:
     """The condition of a future: only a lock, until a thread waits for it.
 
     The garbage collector visits every object of the thousands of futures that may be under way, and a
@@ -96,7 +96,7 @@ class SendFuture(Future[TransactionSendResult]):
 
     def __init__(self, room: Room) -> None:
         super().__init__()
-        self._condition = _Quiet()
+        self._condition = _LazyCondition()
         self._room = room
         self._left: deque[Callable[[Future[TransactionSendResult]], object]] | None = None
         self._is_over = False
