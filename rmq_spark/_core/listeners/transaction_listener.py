@@ -168,7 +168,7 @@ def require_parts(listener: TransactionListener, where: str) -> TransactionListe
             "executors already: leave out run_on"
         )
     has_fence = type(listener).begin_parts is not TransactionListener.begin_parts
-    if not (has_fence or listener.idempotent or isinstance(listener, CommitOncePrepared)):
+    if has_local_transaction(listener) and not (has_fence or listener.idempotent):
         raise ListenerError(
             f"{where}: {listener!r} has no fence, and Spark may run a task twice, or two at once. Use a "
             "SqlTransactionListener; or, when running twice has the effect of one run, say so: idempotent = True"
@@ -193,6 +193,11 @@ class CommitOncePrepared(TransactionListener):
         return LocalTransactionState.COMMIT_MESSAGE
 
 
+def has_local_transaction(listener: TransactionListener) -> bool:
+    """Whether there is anything to execute: not with ``transactionListener=none``."""
+    return not isinstance(listener, CommitOncePrepared)
+
+
 def store_id_of(listener: TransactionListener) -> str | None:
     """Return the listener's store id. The id of a fence is read from its database now.
 
@@ -202,7 +207,7 @@ def store_id_of(listener: TransactionListener) -> str | None:
         When it is not the name of a store.
     """
     store_id = listener.store_id
-    if store_id is not None and not isinstance(listener, CommitOncePrepared):
+    if store_id is not None and has_local_transaction(listener):
         _require_store_id(store_id, type(listener).__name__)
     return store_id
 

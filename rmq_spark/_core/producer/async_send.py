@@ -18,7 +18,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
-from rmq_spark._core.listeners.transaction_listener import CommitOncePrepared
+from rmq_spark._core.listeners.transaction_listener import has_local_transaction
 from rmq_spark._core.log.decision import Decided
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.single_messages import OneMessage
@@ -115,7 +115,7 @@ class AsyncSend:
         self._header = message.writer.header
         self._steps = two_phase.steps(self._header, lambda: [message], arg)
         self._future = future
-        self.asks_nobody = type(two_phase.listener) is CommitOncePrepared
+        self.asks_nobody = not has_local_transaction(two_phase.listener)
         self._context = None if self.asks_nobody else copy_context()  # the listener sees the caller's context variables
         self._began_s = two_phase.engine.runtime.monotonic()
 

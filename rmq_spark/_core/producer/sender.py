@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from rmq_spark._core.client.input import stage, topics_in
-from rmq_spark._core.listeners.transaction_listener import CommitOncePrepared, TransactionListener, store_id_to_send
+from rmq_spark._core.listeners.transaction_listener import TransactionListener, has_local_transaction, store_id_to_send
 from rmq_spark._core.log.half_header import HalfHeader, Naming
 from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.producer.admission import Keys
@@ -50,7 +50,7 @@ class Request:
     @property
     def is_plain(self) -> bool:
         """Whether there is no local transaction."""
-        return isinstance(self.two_phase.listener, CommitOncePrepared)
+        return not has_local_transaction(self.two_phase.listener)
 
 
 class Sender:

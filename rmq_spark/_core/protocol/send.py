@@ -29,6 +29,7 @@ from rmq_spark._core.listeners.transaction_listener import (
     CommitOncePrepared,
     TransactionListener,
     Verdicts,
+    has_local_transaction,
     is_coroutine,
     require_same_fence,
 )
@@ -278,7 +279,7 @@ class TwoPhase:
         """Execute rows that only this run may execute, and make the verdicts final."""
         record = run.record
         reach("prepared", header=record.header, attempt=attempt)
-        if type(self._listener_of(run)) is CommitOncePrepared and self.engine.ledger.has_no_op_rows(record):
+        if not has_local_transaction(self._listener_of(run)) and self.engine.ledger.has_no_op_rows(record):
             run.executed.append((attempt, rows))
             reach("executed", header=record.header, attempt=attempt)
             yield from self._decide(run, attempt, Split(rows, NO_ROWS, NO_ROWS), Who.EXECUTE)
@@ -316,7 +317,7 @@ class TwoPhase:
         held = run.held if rows.count == run.record.rows else None
         batch = self.engine.half_batch(run.record, state, attempt, rows, run.arg, held)
         batch.on_listener_error = self.on_listener_error
-        if type(listener) is CommitOncePrepared:  # it takes no time, and any check would answer the same
+        if not has_local_transaction(listener):  # it takes no time, and any check would answer the same
             verdicts: VerdictArray | None = _COMMIT_ALL
         else:
             lease = self.leases.lease(run.record)
