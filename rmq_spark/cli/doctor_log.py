@@ -7,18 +7,26 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 from pyarrow.fs import FileSelector, LocalFileSystem
 
+from rmq_spark._core.consumers.dead_letters import kept_letters
 from rmq_spark._core.listeners.transaction_listener import NO_LISTENER_FENCE
+from rmq_spark._core.report.limits import (
+    FILES_MAX,
+    LAG_S_MAX,
+    PENDING_S_CRITICAL,
+    PENDING_S_MAX,
+    SILENT_INTERVALS,
+    UNDRAINED_S_MAX,
+)
 from rmq_spark._core.storage.foreign_commits import foreign_change
 from rmq_spark._core.storage.location import is_uri
 from rmq_spark._core.storage.store_errors import is_denied
-from rmq_spark._core.vocabulary.message import DLQ_PREFIX
-from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX, DRAIN_EVERY_S, INT64_MAX, TRANSACTION_TIMEOUT_S
+from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import sentence_of
 from rmq_spark.cli.groups import group_rows
@@ -32,16 +40,7 @@ if TYPE_CHECKING:
     from rmq_spark._core.storage.table import Table
     from rmq_spark.log import CommitLog
 
-INTERVALS = 3
-"""Check intervals without an op row of the checker after which it counts as silent."""
-OLD_S = 3600.0
-"""Age in seconds above which an overdue half batch is critical."""
 SKEW_S = 5.0
-HALF_FILES = 5_000
-"""Live files of ``half`` above which upkeep counts as behind."""
-OP_FILES = 2_000
-DRAINS = 10
-"""Default intervals of ``[drain] every`` after which an undrained message means that no program drains."""
 NAMED = 3
 PUT_BACK = "docs/backup.md says how to put files back"
 
@@ -182,7 +181,7 @@ class LogDoctor:
         engine = self._engine
         half, op = (table.actions().num_rows for table in (engine.half.table, engine.op_table))
         what = f"{half:,} live files in half, {op:,} in op"
-        if half > HALF_FILES or op > OP_FILES:
+        if max(half, op) > FILES_MAX:
             yield Finding(
                 "files", Level.WARNING, f"{what}: upkeep is behind, or does not run", self._command("maintain")
             )
@@ -192,20 +191,15 @@ class LogDoctor:
     def _drain(self) -> Iterator[Finding]:
         from rmq_spark._core.inspect.undrained import Undrained
 
-        engine = self._engine
-        waiting = Undrained(engine.another_on_the_same_log()).look(INT64_MAX)
+        undrained = Undrained(self._engine.another_on_the_same_log())
+        waiting = undrained.look()
         if not waiting.messages:
             yield Finding("drain", Level.OK, "every committed message is in the table messages")
             return
-        engine.drained.border()
-        oldest: datetime | None = None
-        for rows, _ in engine.placements(engine.drained.position + 1):
-            op_time = pc.min(rows["op_time"]).as_py()
-            oldest = op_time if oldest is None or (op_time is not None and op_time < oldest) else oldest
-        age_s = 0.0 if oldest is None else (self._now - oldest).total_seconds()
+        age_s = undrained.seconds()
         amount = f"{count_of(waiting.messages, 'message')} ({size(waiting.bytes)})"
         what = f"{amount} committed and not in the table messages yet, the oldest for {short_age(age_s)}"
-        if age_s > DRAINS * DRAIN_EVERY_S:
+        if age_s > UNDRAINED_S_MAX:
             yield Finding("drain", Level.WARNING, f"{what}: nobody drains", self._command("maintain"))
         else:
             yield Finding("drain", Level.OK, what)
@@ -229,18 +223,19 @@ class LogDoctor:
             rows = [row for row in rows if row["producer_group"] is not None]
             if not rows:
                 return
-        limit_s = TRANSACTION_TIMEOUT_S + INTERVALS * self._interval
         oldest = max(rows, key=lambda row: float(row["age_seconds"]))
         count = len({row["half_id"] for row in rows})
         what = (
             f"{count_of(count, 'half batch')} pending, the oldest for {short_age(oldest['age_seconds'])} "
             f"({one_line(oldest['half_id'])} of {oldest['producer_group']}, {count_of(oldest['check_times'], 'check')})"
         )
-        overdue = [row for row in rows if row["age_seconds"] > limit_s and not self._is_leased(row)]
-        level = Level.OK if not overdue else Level.CRITICAL if oldest["age_seconds"] > OLD_S else Level.WARNING
-        remedy = None if not overdue else self._command("trace", oldest["half_id"])
+        waiting = [row for row in rows if not self._is_leased(row)]
+        age_s = max((row["age_seconds"] for row in waiting), default=0.0)
+        level = Level.CRITICAL if age_s > PENDING_S_CRITICAL else Level.WARNING if age_s > PENDING_S_MAX else Level.OK
+        remedy = None if level is Level.OK else self._command("trace", oldest["half_id"])
         yield Finding("pending", level, what, remedy)
-        yield from self._checker(overdue)
+        silent_s = SILENT_INTERVALS * self._interval
+        yield from self._checker([row for row in waiting if row["age_seconds"] > silent_s])
         yield from self._listeners(rows)
 
     def _is_leased(self, row: dict[str, Any]) -> bool:
@@ -252,7 +247,7 @@ class LogDoctor:
             return
         op_rows = self._engine.ledger.scan(sorted({row["half_id"] for row in overdue}))
         newest = pc.max(op_rows.filter(pc.equal(op_rows["decided_by"], "check"))["op_time"]).as_py()
-        limit = self._now - timedelta(seconds=INTERVALS * self._interval)
+        limit = self._now - timedelta(seconds=SILENT_INTERVALS * self._interval)
         if newest is not None and newest > limit:
             age = short_age((self._now - newest).total_seconds())
             yield Finding("checker", Level.OK, f"its last word on what is overdue is {age} old")
@@ -287,7 +282,7 @@ class LogDoctor:
             )
 
     def _delayed(self) -> Iterator[Finding]:
-        limit = self._now - timedelta(seconds=INTERVALS * self._interval)
+        limit = self._now - timedelta(seconds=SILENT_INTERVALS * self._interval)
         self._log.refresh()
         late = sum(
             count
@@ -350,6 +345,16 @@ class LogDoctor:
                     f"({owners[0]}: {heartbeat}): no member lives that could take them",
                     self._command("group members", row["consumer_group"]),
                 )
+        for row in rows:
+            if row["lag_seconds"] > LAG_S_MAX:
+                has_problem = True
+                yield Finding(
+                    "groups",
+                    Level.WARNING,
+                    f"{row['consumer_group']}: {count_of(row['lag'], 'message')} behind, the oldest committed "
+                    f"{short_age(row['lag_seconds'])} ago",
+                    self._command("group lag", row["consumer_group"]),
+                )
         if not has_problem:
             furthest = max(rows, key=lambda row: int(row["lag"]))
             lag = f"{count_of(int(furthest['lag']), 'message')}, {short_age(furthest['lag_seconds'])}"
@@ -357,12 +362,7 @@ class LogDoctor:
             yield Finding("groups", Level.OK, what)
 
     def _dead_letters(self) -> Iterator[Finding]:
-        counts = {
-            topic.removeprefix(DLQ_PREFIX): end - self._engine.firsts(refresh=False).get((topic, queue), 0)
-            for (topic, queue), end in self._engine.tails().items()
-            if topic.startswith(DLQ_PREFIX)
-        }
-        for group, count in sorted(counts.items()):
+        for group, count in sorted(kept_letters(self._engine).items()):
             if count and (waiting := DeadLetters(self._log, group).waiting()):
                 what = f"{group}: {count_of(count, 'dead letter')}"
                 what += "" if waiting == count else f", {waiting:,} of them not sent again"

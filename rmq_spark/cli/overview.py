@@ -40,7 +40,7 @@ class Overview:
     bytes : dict of str to int
         Their bytes.
     dead_letters : dict of str to int
-        By consumer group.
+        By consumer group, those that the log keeps.
     topics : dict of str to int
         Topics and their number of queues.
     """
@@ -74,17 +74,14 @@ class Overview:
 
 def look(log: CommitLog) -> Overview:
     """Collect the figures of a commit log."""
+    from rmq_spark._core.consumers.dead_letters import kept_letters
     from rmq_spark._core.inspect.undrained import Undrained
-    from rmq_spark._core.vocabulary.message import DLQ_PREFIX
-    from rmq_spark._core.vocabulary.options import INT64_MAX
 
     engine = log.engine
     topics = log.topics()
     ends = dict(engine.tails())
-    dead_letter_counts = {name.removeprefix(DLQ_PREFIX): sum(end for (topic, _), end in ends.items() if topic == name)
-                          for name in topics if name.startswith(DLQ_PREFIX)}  # fmt: skip
     firsts = dict(engine.firsts(refresh=False))
-    undrained = Undrained(engine).look(INT64_MAX)
+    undrained = Undrained(engine).look()
     files, table_bytes = {}, {}
     for table in (engine.half.table, engine.op_table, engine.messages_table):
         table.refresh()
@@ -103,7 +100,7 @@ def look(log: CommitLog) -> Overview:
         undrained_bytes=undrained.bytes,
         files=files,
         bytes=table_bytes,
-        dead_letters=dead_letter_counts,
+        dead_letters=kept_letters(engine),
     )
 
 

@@ -18,6 +18,8 @@ from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 from rmq_spark._core.metrics.log_collector import samples_of
 from rmq_spark._core.metrics.log_figures import LogFigures
 from rmq_spark._core.metrics.metric_names import COMMON
+from rmq_spark._core.report import limits
+from rmq_spark._core.vocabulary.options import TRANSACTION_CHECK_INTERVAL_S
 from rmq_spark.cli import app
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Ahead
@@ -77,6 +79,20 @@ def test_an_alert_that_never_fires_is_noticed(alert: str, tmp_path: Path) -> Non
 
 
 # ---------------------------------------------------------------- what they ask for, and what they advise
+def test_the_rules_have_the_limits_of_doctor_and_report() -> None:
+    silent_s = limits.SILENT_INTERVALS * TRANSACTION_CHECK_INTERVAL_S
+    expected = {
+        "TxmqOldestPending": [limits.PENDING_S_MAX],
+        "TxmqCheckerSilent": [silent_s, silent_s],
+        "TxmqCheckJobSilent": [silent_s],
+        "TxmqConsumerLag": [limits.LAG_S_MAX],
+        "TxmqDrainStandsStill": [limits.UNDRAINED_S_MAX],
+        "TxmqLiveFiles": [limits.FILES_MAX],
+    }
+    compared = {rule["alert"]: re.findall(r"[<>] (\d+)", rule["expr"]) for rule in ALERTS}
+    assert {name: list(map(float, compared[name])) for name in expected} == expected
+
+
 def metrics_in(expression: str) -> Iterator[tuple[str, str]]:
     """The metrics of an expression, each with what stands in its braces."""
     for name, labels in re.findall(r"\b((?:txmq|rocketmq)_[a-z_]+)(?:\{([^}]*)\})?", expression):

@@ -346,7 +346,7 @@ def test_upkeep_that_is_behind_is_told(log: CommitLog, monkeypatch: pytest.Monke
         assert bad(log) == {"drain": "warning"}
     log.drain()
     assert found(log)["drain"].what == "every committed message is in the table messages"
-    limit(HALF_FILES=0)
+    limit(FILES_MAX=0)
     assert bad(log) == {"files": "warning"}
     assert found(log)["files"].remedy == "txmq maintain"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
@@ -153,6 +154,15 @@ class DeadLetters:
         if self.group not in known:
             hint = nearest(self.group, known) if known else "no group has read from this commit log yet"
             raise GroupNotFoundError(f"consumer group {self.group!r} is not known in this commit log ({hint})")
+
+
+def kept_letters(engine: Engine) -> dict[str, int]:
+    """Return by consumer group how many dead letters the log keeps, sent again or not."""
+    firsts, kept = engine.firsts(), Counter[str]()
+    for queue, tail in engine.tails(refresh=False).items():
+        if queue[0].startswith(DLQ_PREFIX):
+            kept[queue[0].removeprefix(DLQ_PREFIX)] += tail - firsts.get(queue, 0)
+    return dict(kept)
 
 
 def _messages_to_resend(letters: pa.Table, group: str) -> pa.Table:

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.log.op_walk import rows_above
 from rmq_spark._core.messages.messages_table import drained_up_to
+from rmq_spark._core.vocabulary.options import INT64_MAX
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
@@ -58,7 +59,12 @@ class Undrained:
         """The placement time of the oldest message that the last look counted; None when it counted none."""
         return self._waiting[0][3] if self._waiting else None
 
-    def look(self, enough: int) -> Amount:
+    def seconds(self) -> float:
+        """The seconds since the placement of the oldest message that the last look counted; 0 without one."""
+        since = self.since
+        return 0.0 if since is None else max(0.0, (self._engine.runtime.now() - since).total_seconds())
+
+    def look(self, enough: int = INT64_MAX) -> Amount:
         """Return the present amount. Counting stops at ``enough`` bytes."""
         op = self._engine.op_table
         until = op.refresh()

@@ -7,19 +7,10 @@ from collections.abc import Iterator
 import pyarrow.compute as pc
 
 from rmq_spark._core.report.finding import Finding, Level
+from rmq_spark._core.report.limits import LAG_S_MAX, PENDING_S_CRITICAL, PENDING_S_MAX, UNDRAINED_S_MAX
 from rmq_spark._core.report.report_figures import Figures
 from rmq_spark._core.report.units import are, duration, have
-from rmq_spark._core.vocabulary.options import GRACE_S, TRANSACTION_CHECK_INTERVAL_S
 from rmq_spark._core.vocabulary.text import count_of
-
-PENDING_S_MAX = 10 * TRANSACTION_CHECK_INTERVAL_S
-"""By this age a check should have settled a pending half batch."""
-UNDRAINED_S_MAX = 2 * GRACE_S
-"""Messages that are not in the table messages after this time show that no upkeep runs."""
-PENDING_S_CRITICAL = 3600.0
-"""Half batches that were checked, and are pending for longer, are critical, as in ``txmq doctor``."""
-LAG_S_MAX = 3600.0
-"""A consumer group with a larger lag is a finding."""
 
 
 def findings_of(figures: Figures) -> list[Finding]:

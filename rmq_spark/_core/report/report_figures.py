@@ -9,8 +9,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
+from rmq_spark._core.consumers.dead_letters import DeadLetters, kept_letters
 from rmq_spark._core.inspect import overview
 from rmq_spark._core.inspect.history import Told, first_drained, open_now, told
+from rmq_spark._core.inspect.undrained import Undrained
 from rmq_spark._core.log.op import Kind
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.report import over_time, standing
@@ -133,6 +135,8 @@ def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SI
     settled = _settled(history)
     open_batches = open_now(engine)
     visible = over_time.throughput(engine, span)
+    undrained = Undrained(engine)
+    undrained.look()
     is_dead_letter = pc.equal(visible["topic"], over_time.DEAD_LETTERS)
     return Figures(
         path=engine.path,
@@ -150,8 +154,8 @@ def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SI
         quarantined=tuple(dict.fromkeys(overview.quarantined(engine)["half_id"].to_pylist())),
         conflicts=tuple(overview.conflicts(engine)),
         dead_letters=_sum(visible.filter(is_dead_letter)["messages"]),
-        dead_letters_waiting=standing.dead_letters_waiting(engine),
-        undrained_s=standing.undrained_s(engine, span.until),
+        dead_letters_waiting=sum(DeadLetters(engine, group).waiting() for group in kept_letters(engine)),
+        undrained_s=undrained.seconds(),
     )
 
 

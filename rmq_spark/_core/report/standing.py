@@ -8,12 +8,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.consumers.consumer_group import ConsumerGroup, groups
-from rmq_spark._core.consumers.dead_letters import DeadLetters
 from rmq_spark._core.inspect.history import sizes
 from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.report.over_time import case
-from rmq_spark._core.vocabulary.message import DLQ_PREFIX, TIMESTAMP
+from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark.errors import GroupNotFoundError, HalfBatchNotFoundError
 
 AGES = ((10, "under 10 s"), (60, "under 1 min"), (600, "under 10 min"), (3600, "under 1 h"), (86400, "under 1 day"))
@@ -99,12 +98,6 @@ def pending(engine: Engine, open_batches: pa.Table, now: datetime) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
 
-def dead_letters_waiting(engine: Engine) -> int:
-    """Return the number of all groups' dead letters that were not sent again."""
-    groups = [topic.removeprefix(DLQ_PREFIX) for topic in engine.topics() if topic.startswith(DLQ_PREFIX)]
-    return sum(DeadLetters(engine, group).waiting() for group in groups)
-
-
 def lag(engine: Engine) -> pa.Table:
     """Return the lags of consumer groups, the furthest behind first: ``group, messages, seconds, topics``.
 
@@ -157,14 +150,3 @@ def topics(engine: Engine) -> pa.Table:
     ]
     table = pa.Table.from_pylist(rows, schema=TOPIC_SCHEMA)
     return table.sort_by([("bytes", "descending"), ("committed", "descending"), ("topic", "ascending")])
-
-
-def undrained_s(engine: Engine, now: datetime) -> float:
-    """Return the seconds since the commit of the oldest message that is not in the table messages; 0 without one."""
-    engine.refresh()
-    engine.drained.border()
-    oldest = now
-    for rows, _ in engine.placements(engine.drained.position + 1):
-        first = pc.min(rows["op_time"]).as_py()
-        oldest = oldest if first is None else min(oldest, first)
-    return (now - oldest).total_seconds()
