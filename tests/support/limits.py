@@ -33,7 +33,7 @@ _STANDS_IN = {
     "rmq_spark._core.log.op_merge": "OP_FILES_MAX",
     "rmq_spark._core.log.op_reader": "OPEN_ROWS_KEPT",
     "rmq_spark._core.log.ledger": "ATTEMPTS_MAX MARK_TRIES_MAX TRY_AGAIN_S",
-    "rmq_spark._core.log.placements": "CACHE_ROWS_MAX",
+    "rmq_spark._core.messages.placements": "CACHE_ROWS_MAX",
     "rmq_spark._core.log.topics": "TOPICS_FILES_MAX",
     "rmq_spark._core.log.op_walk": "OP_FILE_BYTES_MAX=FILE_BYTES_MAX",
     "rmq_spark._core.messages.drain": "OP_ROWS_MAX STEP_MESSAGES_MAX VERSIONS_SKIPPED_MAX",

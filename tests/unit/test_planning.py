@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark._core.log.placements import PlacedRange
+from rmq_spark._core.log.message_range import PlacedRange
 from rmq_spark._core.messages.message_reader import messages_of
 from rmq_spark._core.reads.plan import BLOCK_ROWS
 from rmq_spark._core.vocabulary.ids import message_ids, transaction_ids

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.heartbeats import Heartbeat, forget, heartbeats
 from rmq_spark._core.inspect.overview import open_messages as open_messages_of
-from rmq_spark._core.log.placements import out_of_range
+from rmq_spark._core.log.message_range import out_of_range
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.reads.offsets import EARLIEST, LATEST, LATEST_OFFSET, JsonOffsets, Positions, given_positions
 from rmq_spark._core.reads.plan import Planner

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.placements import Placements, out_of_range
+from rmq_spark._core.log.message_range import out_of_range
 from rmq_spark._core.messages.message_reader import read_ranges
 from rmq_spark._core.messages.messages_table import SOURCE_SCHEMA
+from rmq_spark._core.messages.placements import Placements
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.selector.tree import Selector

@@ -17,9 +17,9 @@ from rmq_spark._core.inspect.trace import Trace, TracePlace
 from rmq_spark._core.log.batch_state import BatchState, RowState
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.message_columns import require_known_topic
-from rmq_spark._core.log.placements import Placements
 from rmq_spark._core.messages.message_reader import read_ranges
 from rmq_spark._core.messages.messages_table import SOURCE_SCHEMA
+from rmq_spark._core.messages.placements import Placements
 from rmq_spark._core.selector.tree import And, Condition, Filter, In, Or, Property, Search
 from rmq_spark._core.storage.table import Table
 from rmq_spark._core.vocabulary.ids import message_ids, transaction_ids

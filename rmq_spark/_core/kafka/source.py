@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from rmq_spark._core.kafka.positions import Last
 from rmq_spark._core.kafka.records import COLUMNS, Handed, microseconds, pieces, to_records
 from rmq_spark._core.log.message_columns import require_known_topic
-from rmq_spark._core.log.placements import MessageRange, Placements
+from rmq_spark._core.log.message_range import MessageRange
 from rmq_spark._core.messages.message_reader import read_ranges
+from rmq_spark._core.messages.placements import Placements
 from rmq_spark._core.vocabulary.queues import Queue
 
 if TYPE_CHECKING:

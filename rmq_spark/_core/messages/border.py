@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.log.message_range import MessageRange
 from rmq_spark._core.log.op import PRUNED_PLACED, pruned_up_to
-from rmq_spark._core.log.placements import MessageRange
 from rmq_spark._core.messages.messages_table import (
     LAST_COMMIT,
     LAST_PLACED,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.placements import PlacedRange, placed_range
+from rmq_spark._core.log.message_range import PlacedRange, placed_range
 from rmq_spark._core.messages.message_reader import STORED_COLUMNS, Piece, by_file, made_of, pieces_of, rows_of
 from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA, write_messages
 from rmq_spark._core.runtime.pools import submitted

@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.damage import looks_again
-from rmq_spark._core.log.placements import MessageRange, PlacedRange, Placements, out_of_range
+from rmq_spark._core.log.message_range import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA, SOURCE_SCHEMA
+from rmq_spark._core.messages.placements import Placements
 from rmq_spark._core.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.row_range import KEPT, RowRange

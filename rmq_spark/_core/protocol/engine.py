@@ -24,16 +24,16 @@ from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.log.ledger import Ledger
 from rmq_spark._core.log.log_tables import LogTables
 from rmq_spark._core.log.message_columns import require_known_topic
+from rmq_spark._core.log.message_range import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.log.op_view import Tails
 from rmq_spark._core.log.op_walk import walk_placements
-from rmq_spark._core.log.placements import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.log.second_look import doubt_s
 from rmq_spark._core.log.staged_batches import PrepareError, Staged
 from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.messages.border import Drained
 from rmq_spark._core.messages.messages_table import require_drained
 from rmq_spark._core.protocol.compaction import Compaction
-from rmq_spark._core.protocol.split import half_batch_of
+from rmq_spark._core.protocol.half_batch_view import half_batch_of
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.row_range import RowRange

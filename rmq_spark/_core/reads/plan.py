@@ -10,7 +10,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, TypeVar
 
 from rmq_spark._core.log.message_columns import require_known_topic
-from rmq_spark._core.log.placements import MessageRange, PlacedRange, Placements, out_of_range
+from rmq_spark._core.log.message_range import MessageRange, PlacedRange, out_of_range
+from rmq_spark._core.messages.placements import Placements
 from rmq_spark._core.reads.offsets import CountedPositions, Positions, resolve
 from rmq_spark._core.vocabulary.message import RETRY_PREFIX
 from rmq_spark._core.vocabulary.queues import Queue

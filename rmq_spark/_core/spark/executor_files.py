@@ -13,7 +13,7 @@ from rmq_spark._core.storage.row_range import RowRange, read_range
 from rmq_spark._core.vocabulary.redaction import remember
 
 if TYPE_CHECKING:
-    from rmq_spark._core.log.placements import MessageRange
+    from rmq_spark._core.log.message_range import MessageRange
     from rmq_spark._core.protocol.engine import Engine
     from rmq_spark._core.selector.tree import Filter
 

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.log.half import HALF_SCHEMA
 from rmq_spark._core.log.message_columns import require_known_topic
-from rmq_spark._core.log.placements import PlacedRange, out_of_range
+from rmq_spark._core.log.message_range import PlacedRange, out_of_range
 from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA, SOURCE_SCHEMA, require_drained
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.reads.offsets import EARLIEST, LATEST, Positions, given_positions

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import DataType, StringType, StructType, TimestampType
 
-from rmq_spark._core.log.placements import MessageRange, out_of_range
+from rmq_spark._core.log.message_range import MessageRange, out_of_range
 from rmq_spark._core.messages.message_reader import by_file, read_ranges, require_source_columns, rows_of
 from rmq_spark._core.messages.messages_table import SOURCE_SCHEMA
 from rmq_spark._core.reads.offsets import (

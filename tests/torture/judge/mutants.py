@@ -41,8 +41,7 @@ from rmq_spark._core.log.op_view import OpView
 from rmq_spark._core.log.placer import Placer
 from rmq_spark._core.log.shared_files import SharedFiles
 from rmq_spark._core.protocol import engine as steps
-from rmq_spark._core.protocol import own_sends, replay
-from rmq_spark._core.protocol import split as asked
+from rmq_spark._core.protocol import half_batch_view, own_sends, replay
 from rmq_spark._core.upkeep import expire as expiring
 from rmq_spark._core.upkeep import leave as leaving
 from rmq_spark.errors import HalfBatchLeftError
@@ -1110,7 +1109,7 @@ def _future_believed() -> Iterator[None]:
     def believed(self: CommitLog, record: Any, state: BatchState, attempt: int) -> Any:
         return max(record.prepared_at, state.opened_at.get(attempt, record.prepared_at))
 
-    with replaced((asked, "_began_at", believed)):
+    with replaced((half_batch_view, "_began_at", believed)):
         yield
 
 
