@@ -80,6 +80,17 @@ def test_every_module_is_public_or_in_a_room() -> None:
     assert rooms == {*ROOMS, "__init__.py", "lazy.py"}
 
 
+def test_the_picture_of_the_house_names_each_room_and_modules_that_are_there() -> None:
+    picture = (ROOT / "ARCHITECTURE.md").read_text().partition("=== the border")[2].partition("```")[0]
+    rows = [line.partition(" ") for line in picture.splitlines()[1:]]
+    assert [room for room, _, _ in rows] == list(reversed(ROOMS))
+    for room, _, text in rows:
+        named_modules = re.findall(r"\w+", re.sub(r"\([^)]*\)", "", text.rpartition(":")[2]))
+        assert named_modules, f"the picture names no module of {room}"
+        missing = [name for name in named_modules if not (PACKAGE / "_core" / room / f"{name}.py").exists()]
+        assert not missing, f"the picture names {missing} in {room}"
+
+
 def test_imports_of_rooms_point_down() -> None:
     up = [
         f"{named(path)} imports {name}"
