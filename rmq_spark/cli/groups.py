@@ -271,7 +271,7 @@ def hand_over(path: LogPath, group: GroupName, as_json: AsJson = False, storage:
     """Let others read for a group: Spark after PushConsumer, or the other way round. Stop the old ones first."""
     consumer_group = _existing_group(open_log(path, storage), group)
     consumer_group.hand_over()
-    say(as_json, {"consumer_group": group}, f"{group} is free: who reads for it next, has it")
+    say(as_json, {"consumer_group": group}, f"{group} is free: the next reader takes it over")
 
 
 @group_app.command()

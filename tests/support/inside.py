@@ -37,7 +37,7 @@ _LIVES_IN = {
     "rmq_spark._core.listeners.transaction_listener": "CommitOncePrepared NO_LISTENER_FENCE Verdicts load_listener",
     "rmq_spark._core.log": (
         "decision_module=decision follower=op_reader half half_header half_store=half_table half_writer "
-        "ledger marking=mark op_merge"
+        "ledger marking=low_water_mark op_merge"
     ),
     "rmq_spark._core.log.archive": "Archived ArchivedDecision",
     "rmq_spark._core.log.batch_state": "BatchState RowState",
@@ -106,7 +106,7 @@ _LIVES_IN = {
     "rmq_spark._core.storage.stores": "PROBE require_put_if_absent",
     "rmq_spark._core.storage.table": "Change Table",
     "rmq_spark._core.storage.writer_lock": "WriterLock",
-    "rmq_spark._core.upkeep": "maintenance=files pruning=prune stripping=strip upkeep=schedule",
+    "rmq_spark._core.upkeep": "maintenance=table_files pruning=prune stripping=strip upkeep=schedule",
     "rmq_spark._core.upkeep.expire": "Expirer",
     "rmq_spark._core.upkeep.leave": "Graces Leaver",
     "rmq_spark._core.upkeep.prune": "Pruner",

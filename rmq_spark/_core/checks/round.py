@@ -38,7 +38,7 @@ from rmq_spark._core.listeners.transaction_listener import (
     TransactionListener,
     Verdicts,
     answers_many,
-    require_same_fence,
+    require_same_store,
     store_id_of,
 )
 from rmq_spark._core.log.batch_state import BatchState, RowState
@@ -109,7 +109,7 @@ class Checker:
         self.rules = rules
         self.clock = rules.clock or engine.runtime.now
         self._doubt_s: float | None = None  # of the clock, in this round
-        self._without_fence = CommitOncePrepared()
+        self._no_transaction = CommitOncePrepared()
         in_threads = rules.round_timeout is not None
         self._asker = Asker(engine.runtime, in_threads=in_threads)
         self._probe = Probe(engine.runtime, rules.listeners, in_threads=in_threads)
@@ -191,7 +191,7 @@ class Checker:
 
     def _listener_of(self, record: HalfRecord) -> TransactionListener | None:
         if record.header.fence_id == NO_LISTENER_FENCE:
-            return self._without_fence
+            return self._no_transaction
         return self.rules.listeners.get(record.header.producer_group)
 
     # ------------------------------------------------------------------ due
@@ -232,7 +232,7 @@ class Checker:
         self, pending: Question, listener: TransactionListener | None, report: CheckReport
     ) -> list[tuple[_Todo, RowSet]]:
         age_s = self._age_s(pending, report)
-        expires = listener is not self._without_fence and self._is_expired(age_s)
+        expires = listener is not self._no_transaction and self._is_expired(age_s)
         if expires:
             rows = pending.rows
         else:
@@ -288,7 +288,7 @@ class Checker:
         try:
             match todo:
                 case _Todo.ASK:
-                    self._ask(question, listener or self._without_fence, round_)
+                    self._ask(question, listener or self._no_transaction, round_)
                 case _Todo.DISCARD:
                     self._discard(question, round_.report)
                 case _Todo.EXPIRE:
@@ -301,11 +301,11 @@ class Checker:
         record, batch = question.record, question.batch
 
         def call() -> VerdictArray:
-            if listener is not self._without_fence:
-                require_same_fence(record.half_id, record.header.fence_id, store_id_of(listener))
+            if listener is not self._no_transaction:
+                require_same_store(record.half_id, record.header.fence_id, store_id_of(listener))
             return normalize_verdicts(returned(listener.check_local_transaction, batch), batch)
 
-        asks_nobody = listener is self._without_fence
+        asks_nobody = listener is self._no_transaction
         here = listener.requires_spark or not self._asker.in_threads
         try:
             answer = self._asker.ask(question, call, here or asks_nobody, round_.seconds_to_wait)

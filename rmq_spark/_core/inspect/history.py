@@ -54,7 +54,7 @@ _READ_SCHEMA = EVENT_SCHEMA.remove(EVENT_SCHEMA.get_field_index("standing"))
 _EVENT_COLUMNS = ["half_id", "op_time", "kind", "decided_by", "count", "refused"]
 
 
-class Told(NamedTuple):
+class History(NamedTuple):
     """The events and half batches in ``op``.
 
     Attributes
@@ -73,7 +73,7 @@ class Told(NamedTuple):
     batches: pa.Table
 
 
-def told(engine: Engine, since: datetime) -> Told:
+def history_since(engine: Engine, since: datetime) -> History:
     """Return the events and half batches in ``op`` since a time.
 
     Parameters
@@ -89,11 +89,11 @@ def told(engine: Engine, since: datetime) -> Told:
     all_events = pa.concat_tables([_archived_decisions(archived), _events(engine, since, archived["half_id"])])
     in_range = pc.greater_equal(all_events["at"], pa.scalar(since, TIMESTAMP))
     events = _with_standing(engine, all_events.filter(in_range), archived, since)
-    return Told(events, _all_batches(counted, archived))
+    return History(events, _all_batches(counted, archived))
 
 
 def kept_batches(engine: Engine) -> pa.Table:
-    """Return every kept half batch, in ``half`` or archived, as in :class:`Told`.
+    """Return every kept half batch, in ``half`` or archived, as in :class:`History`.
 
     Raises
     ------
@@ -299,10 +299,8 @@ def placed(engine: Engine, since: datetime, period_s: int) -> pa.Table:
 def _drained_counts(engine: Engine, since: datetime, period_s: int) -> list[pa.Table]:
     table = engine.messages_table
     files = table.actions()
-    first, last = (files[f"{side}.commit_timestamp"] for side in ("min", "max"))
-    topic = files["min.topic"]
     since_us = pa.scalar(since, TIMESTAMP)
-    files = files.filter(pc.fill_null(pc.greater_equal(last, since_us), True))
+    files = files.filter(pc.fill_null(pc.greater_equal(files["max.commit_timestamp"], since_us), True))
     first, last = (files[f"{side}.commit_timestamp"] for side in ("min", "max"))
     topic = files["min.topic"]
     in_one_period = pc.and_(

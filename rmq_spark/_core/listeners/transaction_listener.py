@@ -228,7 +228,7 @@ def _require_store_id(store_id: object, where: str) -> None:
         )
 
 
-def require_same_fence(half_id: str, prepared_with: str | None, found: str | None) -> None:
+def require_same_store(half_id: str, prepared_with: str | None, found: str | None) -> None:
     """Raise FenceError when a half batch was not prepared with a listener of the store ``found``.
 
     Only a listener of the same store knows the local transaction. A named and an unnamed store differ, and both differ

@@ -177,17 +177,17 @@ class BatchState:
 
     def rows_in(self, states: Sequence[RowState], attempt: int | None = None) -> RowSet:
         """The rows in one of these states, of one attempt or of all."""
-        in_state = _ones_at(*states)
+        in_state = ones_at(*states)
         if attempt is None:
             return RowSet({n: f.state.translate(in_state) for n, f in self.files.items()})
-        in_attempt = _ones_at(attempt)
+        in_attempt = ones_at(attempt)
         return RowSet(
             {n: both(f.state.translate(in_state), f.attempt.translate(in_attempt)) for n, f in self.files.items()}
         )
 
     def rows_under(self, attempt: int) -> RowSet:
         """The rows of one attempt."""
-        in_attempt = _ones_at(attempt)
+        in_attempt = ones_at(attempt)
         return RowSet({n: f.attempt.translate(in_attempt) for n, f in self.files.items()})
 
     def count(self, *states: RowState) -> int:
@@ -227,7 +227,7 @@ class BatchState:
 
 
 @lru_cache(maxsize=1024)
-def _ones_at(*positions: int) -> bytes:
+def ones_at(*positions: int) -> bytes:
     """A translation table: 1 for these bytes, 0 for all others."""
     table = bytearray(256)
     for position in positions:

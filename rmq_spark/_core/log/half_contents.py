@@ -99,8 +99,8 @@ class HalfContents:
 
     def _batches_in(self, actions: pa.Table) -> PreparedBatches:
         """The half batches in these files."""
-        low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
-        is_single = pc.and_(pc.fill_null(pc.equal(low, high), False), pc.is_valid(actions["num_records"]))
+        is_single, low = single_batch_files(actions)
+        is_single = pc.and_(is_single, pc.is_valid(actions["num_records"]))
         files = pa.table({"half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"]})
         parts = [files.filter(is_single)]
         details = actions.select(["path", "modification_time", "num_records"]).filter(pc.invert(is_single)).to_pylist()

@@ -26,7 +26,7 @@ NO_KEYED_ROWS = pa.table({"key": NO_KEYS})
 
 
 @dataclass(frozen=True)
-class Open:
+class OpenBatch:
     """A half batch with rows that are pending, or committed and not placed."""
 
     record: HalfRecord
@@ -38,7 +38,7 @@ class _Keyed:
     """The keys of a half batch: those of all its rows, and those of the rows that were open at the last query."""
 
     rows: pa.Table
-    of: Open | None = None
+    of: OpenBatch | None = None
     open_rows: pa.Table | None = None
     open_keys: pa.Array = field(default_factory=lambda: NO_KEYS)
 
@@ -57,14 +57,14 @@ class KeyIndex:
         names = frozenset[str]().union(*(record.topics for record in records))
         return self._topics.with_names(names).fifo & names
 
-    def related(self, to: Sequence[Open], batches: Sequence[Open]) -> list[Open]:
-        """Those of ``batches`` that share a key with one of ``to``, directly or through another of ``batches``.
+    def related(self, to: Sequence[OpenBatch], batches: Sequence[OpenBatch]) -> list[OpenBatch]:
+        """The half batches of ``batches`` that share a key with one of ``to``, directly or through each other.
 
         Parameters
         ----------
-        to : sequence of Open
+        to : sequence of OpenBatch
             All their keys count, whatever the state of the rows.
-        batches : sequence of Open
+        batches : sequence of OpenBatch
             Only the keys of their open rows count.
         """
         if not to or not batches:
@@ -81,7 +81,7 @@ class KeyIndex:
             new_keys = _distinct(keys[i] for i in added)
         return [batches[i] for i in sorted(related)]
 
-    def open_rows(self, batch: Open) -> pa.Table:
+    def open_rows(self, batch: OpenBatch) -> pa.Table:
         """Rows that are pending, or committed and not placed.
 
         Returns
@@ -94,7 +94,7 @@ class KeyIndex:
         assert rows is not None
         return rows
 
-    def _open(self, batch: Open) -> _Keyed:
+    def _open(self, batch: OpenBatch) -> _Keyed:
         keyed = self._keyed_of(batch.record)
         if keyed.of is not batch:
             open_rows = _open_rows(keyed.rows, batch) if keyed.rows.num_rows else keyed.rows
@@ -142,7 +142,7 @@ class KeyIndex:
         )
 
 
-def _open_rows(rows: pa.Table, batch: Open) -> pa.Table:
+def _open_rows(rows: pa.Table, batch: OpenBatch) -> pa.Table:
     files = batch.state.files.values()
     state = pa.concat_arrays([bytes_array(f.state) for f in files])
     attempt = pc.cast(pa.concat_arrays([bytes_array(f.attempt) for f in files]), pa.string())

@@ -1,4 +1,4 @@
-"""Writes every op row.
+"""Writes every new op row. Merging and pruning only rewrite old ones.
 
 All writes go through :meth:`Ledger.append`, a compare-and-set loop that reads the newest state first. So a row is
 decided once, a verdict on a past attempt never counts, and offsets have no gaps.
@@ -25,7 +25,7 @@ from rmq_spark._core.log.decision import (
 )
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.half_table import HalfTable
-from rmq_spark._core.log.key_order import Open
+from rmq_spark._core.log.key_order import OpenBatch
 from rmq_spark._core.log.low_water_mark import Marker
 from rmq_spark._core.log.new_op_rows import place_row, placed_messages, rollback_rows, rows_for, with_offsets
 from rmq_spark._core.log.op import STATS_COLUMNS, Kind, OpRow, Who, to_table
@@ -190,7 +190,7 @@ class Ledger(OpReader):
         if not (self.waiting or any(r.delayed for r in records) or self._placer.keys.fifo_of(*records)):
             return with_offsets(rows, self.tails)
         now = self.runtime.now()
-        batches = [Open(record, self.state_of(record, refresh=False)) for record in records]
+        batches = [OpenBatch(record, self.state_of(record, refresh=False)) for record in records]
         states = {o.record.half_id: o.state for o in batches}
         for row in rows:
             states[row.half_id or ""].fold(replace(row, op_time=self._op_time))
@@ -213,8 +213,8 @@ class Ledger(OpReader):
         return [half_id for half_id in earlier_ids if self.open_batch(half_id).state.count(RowState.PENDING)]
 
     def _to_place(
-        self, opened: Sequence[Open], now: datetime, only_commits: bool = False, try_all: bool = False
-    ) -> list[Open]:
+        self, opened: Sequence[OpenBatch], now: datetime, only_commits: bool = False, try_all: bool = False
+    ) -> list[OpenBatch]:
         """``opened``, and the half batches whose messages may be due or may wait for those of ``opened``.
 
         Parameters
@@ -250,8 +250,12 @@ class Ledger(OpReader):
         return batches
 
     def _with_related(
-        self, opened: Sequence[Open], due_batches: Sequence[Open], due_keyed: Sequence[Open], only_commits: bool
-    ) -> list[Open]:
+        self,
+        opened: Sequence[OpenBatch],
+        due_batches: Sequence[OpenBatch],
+        due_keyed: Sequence[OpenBatch],
+        only_commits: bool,
+    ) -> list[OpenBatch]:
         """``opened`` and those with due messages, and the half batches that share a sharding key of a FIFO topic with
         them.
 
@@ -284,10 +288,10 @@ class Ledger(OpReader):
 
     def _open_pending(
         self, half_ids: Collection[str], prepared: PreparedBatches
-    ) -> tuple[list[Open], list[tuple[int, CorruptLogError]]]:
+    ) -> tuple[list[OpenBatch], list[tuple[int, CorruptLogError]]]:
         """Open pending half batches. Of those that cannot be read: when they were sent (ms, at the earliest), and why
         they cannot."""
-        batches: list[Open] = []
+        batches: list[OpenBatch] = []
         unreadable = [(file.ms, file.problem) for file in prepared.unreadable]
         for half_id in sorted(half_ids):
             try:
@@ -297,10 +301,10 @@ class Ledger(OpReader):
                 unreadable.append((prepared[half_id].ms if is_sent_once else 0, problem))
         return batches, unreadable
 
-    def _open_if_present(self, half_ids: Collection[str]) -> list[Open]:
+    def _open_if_present(self, half_ids: Collection[str]) -> list[OpenBatch]:
         """Open these half batches, except those that have left. ``op`` says so at a version that this handle has not
         read yet, so the commit that is built here is refused and built again."""
-        batches: list[Open] = []
+        batches: list[OpenBatch] = []
         for half_id in sorted(half_ids):
             try:
                 batches.append(self.open_batch(half_id))
@@ -309,10 +313,10 @@ class Ledger(OpReader):
                     raise
         return batches
 
-    def _open_due(self, half_ids: Collection[str], problems: dict[str, TxmqError]) -> list[Open]:
+    def _open_due(self, half_ids: Collection[str], problems: dict[str, TxmqError]) -> list[OpenBatch]:
         """Open the half batches that have due messages. Those that cannot be read wait on and hold up no decision about
         others. ``problems`` gets why they cannot."""
-        batches: list[Open] = []
+        batches: list[OpenBatch] = []
         for half_id in sorted(half_ids):
             try:
                 for batch in self._open_if_present([half_id]):
@@ -500,7 +504,7 @@ class Ledger(OpReader):
 
     def append(self, build: Callable[[], Sequence[OpRow]], *, reopens: bool = False) -> Sequence[OpRow]:
         """Build op rows from the newest state and commit them at the next version, or start again. Returns the rows
-        written. Nothing else writes op rows.
+        written.
 
         Parameters
         ----------

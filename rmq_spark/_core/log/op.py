@@ -112,6 +112,8 @@ class Who(str, Enum):
 KINDS = frozenset(k.value for k in Kind)
 SETTLING = (Kind.COMMIT, Kind.ROLLBACK, Kind.QUARANTINE)
 """Kinds after which a row is no longer pending; ``reopen`` makes it pending again."""
+DECIDING = frozenset(kind.value for kind in (*SETTLING, Kind.REOPEN))
+"""Values of the kinds that change the state of rows."""
 
 
 @dataclass(frozen=True)

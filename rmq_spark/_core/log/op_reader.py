@@ -17,8 +17,8 @@ from rmq_spark._core.log.batch_state import BatchState
 from rmq_spark._core.log.half_header import after_name, batch_name, names_of
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.half_table import HalfTable
-from rmq_spark._core.log.key_order import Open
-from rmq_spark._core.log.op import NO_OPS, SETTLING, Kind, OpRow, pruned_up_to
+from rmq_spark._core.log.key_order import OpenBatch
+from rmq_spark._core.log.op import DECIDING, NO_OPS, Kind, OpRow, pruned_up_to
 from rmq_spark._core.log.op_rows import read_op
 from rmq_spark._core.log.op_view import OpView, Tails, Waiting, of_kind, settled
 from rmq_spark._core.log.prepared_batches import Prepared, PreparedBatches
@@ -27,7 +27,6 @@ from rmq_spark._core.storage.table import Table
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 
 HALF_IDS_KEPT = 10_000
-DECIDING = frozenset(kind.value for kind in (*SETTLING, Kind.REOPEN))
 """Kinds of op rows that settle or reopen rows; a lease or a counted check does not."""
 OLDER_KEPT = 512
 """Half batches whose older op rows are kept in memory until the next mark."""
@@ -68,7 +67,7 @@ class OpReader:
         self.runtime = table.runtime
         self._half = half
         self.followed = OpView()
-        self._open: dict[str, Open] = {}  # never modified, dropped when a newer op row is read
+        self._open: dict[str, OpenBatch] = {}  # never modified, dropped when a newer op row is read
         self._open_rows = 0  # their rows; those of dropped half batches count until the next recount
         # Half batches that this process prepares and that have no op rows yet, oldest first.
         self._untouched: dict[str, None] = {}
@@ -396,13 +395,13 @@ class OpReader:
         actions = self.table.actions()
         return [str(path) for path in actions.filter(pc.is_valid(actions["max.prepared_ms"]))["path"].to_pylist()]
 
-    def open_batch(self, half_id: str) -> Open:
+    def open_batch(self, half_id: str) -> OpenBatch:
         """A half batch and its state, as ``op`` was last read. It is the same object until a new op row, and must not
         be changed."""
         batch = self._open.get(half_id)
         if batch is None:
             record = self._half.get(half_id)
-            batch = self._open[half_id] = Open(record, self.state_of(record, refresh=False))
+            batch = self._open[half_id] = OpenBatch(record, self.state_of(record, refresh=False))
             self._open_rows += record.rows
             if self._open_rows > OPEN_ROWS_KEPT:
                 self._drop_oldest_open()

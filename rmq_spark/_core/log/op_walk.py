@@ -55,7 +55,7 @@ def walk_placements(
         no file remains, None when it is unknown).
     """
     files = newest_files(op, since_version, above)
-    is_wanted = _is_placement() & (pc.field("next_offset") > above)
+    is_wanted = pc.field("queue_offset").is_valid() & (pc.field("next_offset") > above)
     step, at = files_min, 0
     while at < len(files):
         paths = [path for path, _ in files[at : at + step]]
@@ -70,23 +70,14 @@ def newest_files(op: Table, since_version: int = 0, above: int = 0) -> list[tupl
     actions = op.actions()
     if actions.num_rows == 0:
         return []
-    version = _bound(actions, "max.version")
+    version = actions["max.version"]
     needed = pc.fill_null(pc.greater_equal(version, since_version), True)
     if above > 0:
-        needed = pc.and_(needed, pc.fill_null(pc.greater(_bound(actions, "max.next_offset"), above), True))
+        needed = pc.and_(needed, pc.fill_null(pc.greater(actions["max.next_offset"], above), True))
     files = pa.table({"path": actions["path"], "version": version}).filter(needed)
     files = files.sort_by([("version", "descending")])
     newest = list(zip(files["path"].to_pylist(), files["version"].to_pylist(), strict=True))
     return sorted(newest, key=lambda f: f[1] is not None)
-
-
-def _bound(actions: pa.Table, name: str) -> pa.ChunkedArray:
-    # A column without a value in any file has no statistics at all.
-    return actions[name] if name in actions.column_names else pa.chunked_array([pa.nulls(actions.num_rows, pa.int64())])
-
-
-def _is_placement() -> pc.Expression:
-    return pc.field("queue_offset").is_valid()
 
 
 def rows_above(op: Table, position: int, until: int, rows_max: int, columns: Sequence[str]) -> tuple[pa.Table, int]:

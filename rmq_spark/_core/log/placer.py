@@ -13,10 +13,10 @@ from datetime import datetime, timezone
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.batch_state import BatchState, FileState, RowState
+from rmq_spark._core.log.batch_state import BatchState, FileState, RowState, ones_at
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.half_table import HalfTable
-from rmq_spark._core.log.key_order import KeyIndex, Open
+from rmq_spark._core.log.key_order import KeyIndex, OpenBatch
 from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark._core.vocabulary.rows import (
@@ -81,7 +81,7 @@ class Placer:
         return rows_by_due
 
     # ------------------------------------------------------------------ what may be placed
-    def placeable(self, batches: Sequence[Open], now: datetime) -> list[Piece]:
+    def placeable(self, batches: Sequence[OpenBatch], now: datetime) -> list[Piece]:
         """Committed rows that need not wait any longer: delayed ones by due time, all others in send order."""
         blocked = self._blocked(batches)
         pieces: list[Piece] = []
@@ -92,12 +92,12 @@ class Placer:
                 pieces += _pieces(batch, file_no, bits, now)
         return sorted(pieces, key=lambda piece: piece.due or EPOCH)
 
-    def all_wait(self, batches: Sequence[Open], others: Sequence[Open]) -> bool:
+    def all_wait(self, batches: Sequence[OpenBatch], others: Sequence[OpenBatch]) -> bool:
         """Whether messages of ``others`` alone hold up every row of ``batches`` that is committed and not placed."""
         blocked = self._blocked([*batches, *others])
         return not any(b.state.rows_in((RowState.WAITING,)) - blocked.get(b.record.half_id, NO_ROWS) for b in batches)
 
-    def _blocked(self, batches: Sequence[Open]) -> dict[str, RowSet]:
+    def _blocked(self, batches: Sequence[OpenBatch]) -> dict[str, RowSet]:
         """Committed rows that wait for a message sent before them, by half id.
 
         All other committed rows are placed: the largest set in which no transaction waits for one outside the set. Two
@@ -131,7 +131,7 @@ class Placer:
         return {half_id: RowSet(bits) for half_id, bits in blocked.items()}
 
 
-def _ranked(open_rows: pa.Table, batch: Open, sent: RowSet, rank: int) -> pa.Table:
+def _ranked(open_rows: pa.Table, batch: OpenBatch, sent: RowSet, rank: int) -> pa.Table:
     """The open rows of a half batch that were sent together, with their rank in send order."""
     if sent.count < batch.record.rows:
         bits = b"".join(sent.get(n) or bytes(file.rows) for n, file in batch.state.files.items())
@@ -140,13 +140,13 @@ def _ranked(open_rows: pa.Table, batch: Open, sent: RowSet, rank: int) -> pa.Tab
 
 
 # ---------------------------------------------------------------- send order
-def in_send_order(batches: Iterable[Open]) -> Iterator[tuple[Open, RowSet]]:
+def in_send_order(batches: Iterable[OpenBatch]) -> Iterator[tuple[OpenBatch, RowSet]]:
     """Half batches, each with its rows that were sent together, in send order.
 
     They are sorted by prepare time, and those of one commit by name. A reopened transaction counts as sent when it is
     reopened.
     """
-    units: list[tuple[tuple[int, str, int, int], Open, RowSet]] = []
+    units: list[tuple[tuple[int, str, int, int], OpenBatch, RowSet]] = []
     for batch in batches:
         header, prepared_ms = batch.record.header, batch.record.prepared_ms
         for at_ms, rows in _sent_together(batch.state, prepared_ms):
@@ -155,7 +155,7 @@ def in_send_order(batches: Iterable[Open]) -> Iterator[tuple[Open, RowSet]]:
         yield batch, rows
 
 
-def last_sent_ms(batch: Open) -> int:
+def last_sent_ms(batch: OpenBatch) -> int:
     """When the last rows of a half batch were sent (ms)."""
     return max(at_ms for at_ms, _ in _sent_together(batch.state, batch.record.prepared_ms))
 
@@ -178,12 +178,12 @@ def _sent_together(state: BatchState, prepared_ms: int) -> Iterator[tuple[int, R
 
 
 # ---------------------------------------------------------------- pieces
-def _pieces(batch: Open, file_no: int, bits: bytes, now: datetime) -> Iterator[Piece]:
+def _pieces(batch: OpenBatch, file_no: int, bits: bytes, now: datetime) -> Iterator[Piece]:
     file = batch.state.files[file_no]
     attempts = sorted(set(pc.unique(bytes_array(file.attempt).filter(booleans_of(bits))).to_pylist()))
     for due, due_bits in _split_due_rows(file, bits, now):
         for attempt in attempts:
-            attempt_bits = due_bits if len(attempts) == 1 else both(due_bits, _equal_to(file.attempt, attempt))
+            attempt_bits = due_bits if len(attempts) == 1 else both(due_bits, file.attempt.translate(ones_at(attempt)))
             for segment in file.segments:
                 if ranges := runs(attempt_bits, segment.first, segment.last + 1):
                     yield Piece(batch.record, file_no, ranges, segment.topic, segment.queue_id, attempt, due)
@@ -200,9 +200,3 @@ def _split_due_rows(file: FileState, bits: bytes, now: datetime) -> Iterator[tup
     yield None, bytes(free)
     for due, chosen in sorted(dues.items()):
         yield due, bytes(chosen)
-
-
-def _equal_to(values: bytearray, value: int) -> bytes:
-    table = bytearray(256)
-    table[value] = 1
-    return bytes(values.translate(table))

@@ -75,8 +75,8 @@ def drained_up_to(table: Table) -> int:
 
 
 def transactions_of(end: int, rows: pa.Table) -> dict[str, int]:
-    """What a commit notes that brings the table up to version ``end`` of ``op``. ``rows`` are the last op rows of its
-    messages."""
+    """The ``txn`` entries of the commit that brings the table up to version ``end`` of ``op``. ``rows`` are the last op
+    rows of its messages."""
     if rows.num_rows == 0:
         return {POSITION: end}
     last = rows.sort_by("version").slice(rows.num_rows - 1)

@@ -22,7 +22,7 @@ from rmq_spark._core.consumers.consumer_group import waiting_since
 from rmq_spark._core.inspect.history import rolled_back_again
 from rmq_spark._core.inspect.undrained import Undrained
 from rmq_spark._core.log.batch_state import RowState
-from rmq_spark._core.log.op import Kind, Who, ranges_of
+from rmq_spark._core.log.op import DECIDING, Kind, Who, ranges_of
 from rmq_spark._core.log.op_walk import rows_above
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
@@ -39,10 +39,9 @@ LAG_LOOKS_MAX = 500
 """The most queues for which one look reads the commit time of the next message."""
 COLUMNS = ("version", "op_time", "kind", "half_id", "file_no", "ranges", "count", "decided_by")
 CHECKED_BY = (Who.CHECK.value, Who.DISCARD.value)
-DECIDING = (Kind.COMMIT, Kind.ROLLBACK, Kind.QUARANTINE, Kind.REOPEN)
 
 
-class Open(NamedTuple):
+class OpenBatches(NamedTuple):
     """The open half batches of one producer group: their number, and the oldest one's age."""
 
     half_batches: int
@@ -78,7 +77,7 @@ class LogFigures:
         By topic, messages that became visible since the log was made, and expired ones of them.
     half_messages : mapping of str to int
         Pending messages by topic.
-    pending : mapping of str to Open
+    pending : mapping of str to OpenBatches
         By producer group.
     not_looked_at : int
         Pending half batches that were not read yet.
@@ -106,7 +105,7 @@ class LogFigures:
     placed: Mapping[str, int] = field(default_factory=dict)
     expired: Mapping[str, int] = field(default_factory=dict)
     half_messages: Mapping[str, int] = field(default_factory=dict)
-    pending: Mapping[str, Open] = field(default_factory=dict)
+    pending: Mapping[str, OpenBatches] = field(default_factory=dict)
     not_looked_at: int = 0
     quarantined: Mapping[str, int] = field(default_factory=dict)
     conflicts: int = 0
@@ -149,7 +148,7 @@ class _OpenFigures(NamedTuple):
     """The part of the figures about open half batches."""
 
     half_messages: Mapping[str, int]
-    pending: Mapping[str, Open]
+    pending: Mapping[str, OpenBatches]
     not_looked_at: int
     quarantined: Mapping[str, int]
 
@@ -284,7 +283,7 @@ class LogWatch:
                 return
             rows, end = rows_above(seen.engine.op_table, seen.position, head, OP_ROWS_MAX, COLUMNS)
         self._note(seen, rows)
-        deciding = rows.filter(pc.is_in(rows["kind"], value_set=pa.array([kind.value for kind in DECIDING])))
+        deciding = rows.filter(pc.is_in(rows["kind"], value_set=pa.array(sorted(DECIDING))))
         seen.changed.update(pc.unique(deciding["half_id"]).to_pylist())
         sums = deciding.group_by(["kind", "decided_by"], use_threads=False).aggregate([("count", "sum")])
         decided = Counter({(r["kind"], r["decided_by"] or ""): int(r["count_sum"]) for r in sums.to_pylist()})
@@ -356,7 +355,7 @@ class LogWatch:
         ages = {group: max(0.0, (now - min(times)).total_seconds()) for group, times in groups.items()}
         return _OpenFigures(
             half_messages=dict(half_messages),
-            pending={group: Open(len(times), ages[group]) for group, times in groups.items()},
+            pending={group: OpenBatches(len(times), ages[group]) for group, times in groups.items()},
             not_looked_at=len(open_ids) - len(known_batches),
             quarantined=dict(+quarantined),
         )

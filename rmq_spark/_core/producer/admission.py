@@ -41,18 +41,18 @@ class UnderWay:
         self._over.clear()
         self.is_open = True
 
-    def enter(self, who: object) -> bool:
+    def enter(self, send: object) -> bool:
         """Register a send; False when closed."""
         with self.lock:
             if self.is_open:
-                self._inside.add(who)
+                self._inside.add(send)
             return self.is_open
 
-    def leave(self, who: object) -> None:
+    def leave(self, send: object) -> None:
         """Remove a send, if it is registered."""
         with self.lock:
-            if who in self._inside:
-                self._inside.remove(who)
+            if send in self._inside:
+                self._inside.remove(send)
                 self._set_when_over()
 
     def close(self, seconds: float) -> int:
@@ -86,22 +86,22 @@ class InFlight:
         self.changed = threading.Condition()
         """:meth:`leave` takes its lock."""
 
-    def enter(self, who: object, may_wait: Callable[[], bool]) -> None:
+    def enter(self, send: object, may_wait: Callable[[], bool]) -> None:
         """Take a place. Without a free one, wait for it if ``may_wait()``, or go on without a place."""
         with self.changed:
             if has_room := len(self._inside) < self._most:
-                self._inside.add(who)
+                self._inside.add(send)
         if not has_room and may_wait():
             with self.changed:
                 self.changed.wait_for(lambda: len(self._inside) < self._most)
-                self._inside.add(who)
+                self._inside.add(send)
 
-    def leave(self, who: object) -> None:
+    def leave(self, send: object) -> None:
         """Give up the place, if the send has one."""
         with self.changed:
-            self._inside.discard(who)
+            self._inside.discard(send)
             self.changed.notify()
-        self._left(who)
+        self._left(send)
 
 
 class Keys:
@@ -164,25 +164,25 @@ class Admission:
             return self._threads
         return max(self._threads, int(self._threads * self._within_s / max(self._mean_s, 1e-6)))
 
-    def admit(self, who: object, begin: Callable[[], bool], give_up: Callable[[], object] | None = None) -> None:
+    def admit(self, send: object, begin: Callable[[], bool], give_up: Callable[[], object] | None = None) -> None:
         """Call ``begin`` when one more send may be prepared, or ``give_up`` when it never may. When ``begin`` returns
         False, the next send may begin instead. After an interrupt in here, call :meth:`leave`."""
         with self.lock:
             has_room = len(self._admitted) < self.room
             if has_room:
-                self._admitted.add(who)
+                self._admitted.add(send)
             elif give_up is None or not self._is_over:  # a later leave() lets it begin
-                self._waiting.append((who, begin, give_up))
+                self._waiting.append((send, begin, give_up))
                 return
         if not has_room and give_up is not None:
             give_up()
         elif not begin():
-            self.leave(who)
+            self.leave(send)
 
-    def leave(self, who: object) -> None:
+    def leave(self, send: object) -> None:
         """Free the room of a send whose local transaction has ended or will not run, and let others begin."""
         with self.lock:
-            self._admitted.discard(who)
+            self._admitted.discard(send)
         while True:
             with self.lock:
                 if not self._waiting or len(self._admitted) >= self.room:

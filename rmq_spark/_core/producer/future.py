@@ -78,7 +78,7 @@ def _retrieve_exception(waiter: asyncio.Future[TransactionSendResult]) -> None:
 class Room(Protocol):
     """Holds places for futures."""
 
-    def leave(self, who: object) -> object:
+    def leave(self, send: object) -> object:
         """Give up the place."""
 
 

@@ -177,6 +177,7 @@ class TransactionMQProducer:
             self.engine,
             seconds(linger, "linger"),
             whole_number(max_batch_messages, "max_batch_messages", 1, AT_ONCE_MAX),
+            holds_lock=lambda: self._send_threads.holds_lock(),
         )
         self.two_phase = TwoPhase(
             self.engine,
@@ -190,9 +191,8 @@ class TransactionMQProducer:
         self._in_flight_max = whole_number(max_in_flight, "max_in_flight", 1)
         self._await_s = seconds(await_termination, "await_termination")
         self._under_way = UnderWay(self.engine.runtime)
-        self._plainly = self.two_phase.with_listener(CommitOncePrepared())
+        self._plainly = self.two_phase.with_listener(CommitOncePrepared(), "fail")
         self._sender = Sender(self.two_phase, self.producer_group)
-        self._commits.holds = lambda: self._send_threads.holds_lock()
         self._reset_sends()
         self._forks = forks()
         self._opening = self.engine.runtime.lock()
@@ -494,7 +494,7 @@ class TransactionMQProducer:
                 transaction.ended = True
             enlisted.flush()
             if transaction.messages:
-                by_session = self.two_phase.with_listener(enlisted)
+                by_session = self.two_phase.with_listener(enlisted, "fail")
                 transaction.result = self._send(Request(by_session, transaction.messages))
             else:
                 enlisted.let_commit()

@@ -100,10 +100,7 @@ class Sender:
     def writer(self, request: Request) -> HalfWriter:
         """Return what writes the request's half file."""
         topics = self.engine.topic_store.with_names(topics_in(request.batch, request.topic))
-        runtime = self.engine.runtime
-        writer = HalfWriter(
-            self._header(request), topics.queues, request.topic, request.transaction_key, topics.fifo, runtime=runtime
-        )
+        writer = HalfWriter(self._header(request), topics.queues, request.topic, request.transaction_key, topics.fifo)
         return self.engine.with_runtime(writer)
 
     def _header(self, request: Request) -> HalfHeader:

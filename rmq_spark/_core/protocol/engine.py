@@ -264,8 +264,8 @@ class Engine:
         return results
 
     def still_in_half(self, half_ids: Collection[str]) -> set[str]:
-        """Those of these half batches that the table ``half`` has now. No check asks about the others: they are
-        settled and have left, or were never prepared."""
+        """The half batches among these ids that are still in the table ``half``. No check asks about the others: they
+        are settled and have left, or were never prepared."""
         with self.lock:
             counted = self.half.contents.counted()
             # A file that cannot be read may have any of them.

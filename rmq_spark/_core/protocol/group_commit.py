@@ -82,12 +82,19 @@ class GroupCommit:
         Seconds that a prepare waits for others to share its commit, unless there are ``at_once_max`` of them.
     at_once_max : int
         Most half batches of one commit, up to :data:`AT_ONCE_MAX`.
+    holds_lock : callable
+        Returns whether this thread holds a lock that the callback of an answer takes.
     """
 
-    def __init__(self, engine: Engine, linger_s: float = 0.0, at_once_max: int = AT_ONCE_MAX) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        linger_s: float = 0.0,
+        at_once_max: int = AT_ONCE_MAX,
+        holds_lock: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._engine = engine
-        self.holds: Callable[[], bool] = bool
-        """Returns whether this thread holds a lock that the callback of an answer takes."""
+        self._holds_lock = holds_lock
         runtime, needs = engine.runtime, engine.lock
         self._prepares: CommitQueue[OneMessage | Staged, HalfRecord | TxmqError] = CommitQueue(
             runtime, "txmq-prepare", self._prepare, linger_s, at_once_max, needs=needs
@@ -106,7 +113,7 @@ class GroupCommit:
         not: code that Python calls in its midst (a signal handler, ``__del__``, a log handler) would wait for the
         thread itself."""
         queues = (self._prepares, self._decides)
-        return not (any(queue.is_held for queue in queues) or is_within(queues) or self.holds())
+        return not (any(queue.is_held for queue in queues) or is_within(queues) or self._holds_lock())
 
     def require_may_wait(self) -> None:
         """Raise OptionError in a thread that may not wait for a commit."""

@@ -90,7 +90,7 @@ class PartRunner:
 
     def _are_apart(self, batch: HalfBatch, parts: Mapping[int, HalfBatch]) -> bool:
         """Whether each transaction lies in one part. Another run may have staged the half batch otherwise, also while
-        this process staged it; but only who prepared it executes its first attempt."""
+        this process staged it; but only the process that prepared it executes its first attempt."""
         if batch.half_id == self.staged_here and batch.attempt == 1:
             return True
         in_parts: int = sum(part.transactions.num_rows for part in parts.values())

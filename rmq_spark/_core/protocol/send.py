@@ -31,7 +31,7 @@ from rmq_spark._core.listeners.transaction_listener import (
     Verdicts,
     has_local_transaction,
     is_coroutine,
-    require_same_fence,
+    require_same_store,
 )
 from rmq_spark._core.log.batch_state import BatchState, RowState
 from rmq_spark._core.log.half import HalfFile, HalfRows
@@ -141,7 +141,7 @@ class TwoPhase:
         self._run_by = run
         self.leases = LeaseKeeper(engine, seconds(lease_s, "lease_s", above=True))
 
-    def with_listener(self, listener: TransactionListener, on_listener_error: str = "fail") -> TwoPhase:
+    def with_listener(self, listener: TransactionListener, on_listener_error: str) -> TwoPhase:
         """A copy for another listener, with the same commits, leases and limits."""
         twin = copy.copy(self)
         twin.listener, twin.on_listener_error = listener, on_listener_error
@@ -233,7 +233,8 @@ class TwoPhase:
     ) -> Steps:
         """Yield every step of a send, in order. See :meth:`send` for the parameters and the errors."""
         # 1 stage
-        replayed = record = self._replays.find(header)
+        record = self._replays.find(header)
+        is_replay = record is not None
         files: Sequence[Stageable] = ()
         while record is None:
             last = self._replays.predecessor_of(header, lineage)
@@ -249,22 +250,24 @@ class TwoPhase:
                 # A GroupCommit makes rows of messages first.
                 record = yield Prepare(following(header, last, lineage), cast("Sequence[HalfFile | HalfRows]", files))
             except AlreadyPreparedError:  # another run of the same batch was faster
-                replayed = record = self._replays.find(header) if header.numbered else self._replays.require(header)
+                # A name that is not numbered is found by its name alone, so it is there.
+                record = self._replays.find(header) if header.numbered else self._replays.require(header)
+                is_replay = record is not None
             except OF_THE_LOG as problem:  # its commit may have been made
                 yield MayBlock()
                 self._replays.require_not_prepared(header, problem)
                 raise
         if not header.numbered and NO_LISTENER_FENCE not in (record.header.fence_id, header.fence_id):
             # One key under two stores means two sends, whatever became of the first.
-            require_same_fence(record.half_id, record.header.fence_id, header.fence_id)
+            require_same_store(record.half_id, record.header.fence_id, header.fence_id)
         if record.left is not None:
             return outcome_of_left(record, record.left)
-        run = Run(record, header.fence_id, arg, Outcome(record, replayed is not None), numbered=header.numbered)
+        run = Run(record, header.fence_id, arg, Outcome(record, is_replay), numbered=header.numbered)
         try:
-            if replayed is None:
+            if not is_replay:
                 run.held = held_by(files)
                 yield from self._run_attempt(run, 1, record.all_rows)  # 3 execute, 4 decide
-            if not run.outcome.messages and (replayed is not None or not self._is_settled(run)):
+            if not run.outcome.messages and (is_replay or not self._is_settled(run)):
                 yield MayBlock()
                 yield from self._settle(run)  # R
         except HalfBatchLeftError as left:  # this run slept, and others settled the half batch meanwhile
@@ -280,8 +283,7 @@ class TwoPhase:
         record = run.record
         reach("prepared", header=record.header, attempt=attempt)
         if not has_local_transaction(self._listener_of(run)) and self.engine.ledger.has_no_op_rows(record):
-            run.executed.append((attempt, rows))
-            reach("executed", header=record.header, attempt=attempt)
+            _note_executed(run, attempt, rows)
             yield from self._decide(run, attempt, Split(rows, NO_ROWS, NO_ROWS), Who.EXECUTE)
             return
         answered: Answered | None = yield Execute(run, attempt, rows)
@@ -333,8 +335,7 @@ class TwoPhase:
                 lease.end()  # `with` does not, when an interrupt comes while it enters or leaves
         if verdicts is None:
             return None
-        run.executed.append((attempt, rows))
-        reach("executed", header=run.record.header, attempt=attempt)
+        _note_executed(run, attempt, rows)
         return Answered(batch, rows, verdicts, Who.EXECUTE)
 
     def _listener_of(self, run: Run) -> TransactionListener:
@@ -342,7 +343,7 @@ class TwoPhase:
         prepared_with = run.record.header.fence_id
         if prepared_with == NO_LISTENER_FENCE != run.fence_id:  # it was sent without a local transaction
             return CommitOncePrepared()
-        require_same_fence(run.record.half_id, prepared_with, run.fence_id)
+        require_same_store(run.record.half_id, prepared_with, run.fence_id)
         return self.listener
 
     def _ask_execute(self, listener: TransactionListener, run: Run, batch: HalfBatch) -> VerdictArray | None:
@@ -495,3 +496,8 @@ def held_by(files: Sequence[Stageable]) -> HalfRows | None:
     file = files[0] if len(files) == 1 else None
     rows = file.rows if isinstance(file, OneMessage) else file
     return rows if isinstance(rows, HalfRows) else None
+
+
+def _note_executed(run: Run, attempt: int, rows: RowSet) -> None:
+    run.executed.append((attempt, rows))
+    reach("executed", header=run.record.header, attempt=attempt)

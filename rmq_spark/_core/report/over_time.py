@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.inspect.history import Told, placed
+from rmq_spark._core.inspect.history import History, placed
 from rmq_spark._core.log.op import Kind, Who
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.report.span import Span
@@ -46,7 +46,7 @@ def throughput(engine: Engine, span: Span) -> pa.Table:
     return _in_order(sums.rename_columns(["at", "topic", "messages"]), THROUGHPUT)
 
 
-def verdicts(happened: Told, span: Span) -> pa.Table:
+def verdicts(happened: History, span: Span) -> pa.Table:
     """Return the messages and half batches with a verdict, by period: the last verdict of each message."""
     events = happened.events.drop_columns("messages").rename_columns({"standing": "messages"})
     events = events.filter(pc.greater(events["messages"], 0))
@@ -66,7 +66,7 @@ def verdicts(happened: Told, span: Span) -> pa.Table:
     return _by_time(events, label, span)
 
 
-def checks(happened: Told, span: Span) -> pa.Table:
+def checks(happened: History, span: Span) -> pa.Table:
     """Return the results of checks of half batches, by period. Of checks older than the upkeep's grace, only verdicts
     are known."""
     events = happened.events

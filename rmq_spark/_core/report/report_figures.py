@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.dead_letters import DeadLetters, kept_letters
 from rmq_spark._core.inspect import overview
-from rmq_spark._core.inspect.history import Told, first_drained, open_now, told
+from rmq_spark._core.inspect.history import History, first_drained, history_since, open_now
 from rmq_spark._core.inspect.undrained import Undrained
 from rmq_spark._core.log.op import Kind
 from rmq_spark._core.protocol.engine import Engine
@@ -159,9 +159,9 @@ def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SI
     )
 
 
-def look_back(engine: Engine, span: Span) -> tuple[Told, Span]:
+def look_back(engine: Engine, span: Span) -> tuple[History, Span]:
     """Return the history in a span, and the span from the first event in it."""
-    history = told(engine, span.since)
+    history = history_since(engine, span.since)
     engine.messages_table.refresh()
     firsts = (pc.min(history.events["at"]).as_py(), first_drained(engine, span.since))
     return history, span.around(min((first for first in firsts if first is not None), default=None))
@@ -170,10 +170,10 @@ def look_back(engine: Engine, span: Span) -> tuple[Told, Span]:
 def settled_in(engine: Engine, span: Span) -> pa.Table:
     """Return half batches that got a verdict in a span: ``half_id, producer_group, prepared_at, settled_at, messages,
     seconds``. The group is null for a half batch that is still in ``half``."""
-    return _settled(told(engine, span.since))
+    return _settled(history_since(engine, span.since))
 
 
-def _settled(history: Told) -> pa.Table:
+def _settled(history: History) -> pa.Table:
     kinds = pa.array([Kind.COMMIT.value, Kind.ROLLBACK.value])
     decided = pc.and_(pc.is_in(history.events["kind"], value_set=kinds), pc.greater(history.events["standing"], 0))
     decisions = history.events.filter(decided)

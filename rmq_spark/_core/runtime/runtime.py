@@ -18,8 +18,6 @@ from uuid import uuid4
 
 from rmq_spark.errors import OutOfThreadsError
 
-__all__ = ["RUNTIME", "Runtime"]
-
 _SINCE_BOOT: int | None = getattr(time, "CLOCK_BOOTTIME", None)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rmq_spark._core.listeners.transaction_listener import (
+    NO_LISTENER_FENCE,
     CommitOncePrepared,
     TransactionListener,
     load_listener,
@@ -53,7 +54,6 @@ SINK_TABLE: Mapping[str, tuple[str, str]] = {
 }
 """The options of the sink, besides ``storage.<key>``: their default and their meaning."""
 SINK_OPTIONS = tuple(SINK_TABLE)
-NO_LISTENER = "none"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class SinkSettings:
 
     def listener(self) -> TransactionListener:
         """Load the listener that the option names, in this process."""
-        if self.listener_path.lower() == NO_LISTENER:
+        if self.listener_path.lower() == NO_LISTENER_FENCE:
             return CommitOncePrepared()
         listener = self._table_listener() or load_listener(self.listener_path)
         if listener.requires_spark:

@@ -133,7 +133,7 @@ class Entry:
         return f"{text} at {time:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def told(entries: Sequence[Entry]) -> str:
+def describe_commits(entries: Sequence[Entry]) -> str:
     """Return a description of the commits: the first ones, and how many more there are."""
     more = f"; and {len(entries) - NAMED_MAX} more" if len(entries) > NAMED_MAX else ""
     return "; ".join(map(str, entries[:NAMED_MAX])) + more
@@ -191,7 +191,7 @@ def changes(before: Snapshot, after: Snapshot, entries: Sequence[Entry]) -> Chan
         parts.append(f"set what rmq_spark alone may set ({_first_names(app_ids)})")
     if not parts:
         return None
-    text = f"{', '.join(parts)} ({told(entries)})"
+    text = f"{', '.join(parts)} ({describe_commits(entries)})"
     return Changed(text, restorable=not restated and not app_ids, features=after.features - _WRITABLE)
 
 

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from rmq_spark._core.log.archive import DECISIONS_MAX, Archived, ArchivedDecision
 from rmq_spark._core.log.batch_state import RowState, rolled_back_as
 from rmq_spark._core.log.half_header import HEADER_COLUMNS
-from rmq_spark._core.log.op import Kind, OpRow
+from rmq_spark._core.log.op import DECIDING, Kind, OpRow
 from rmq_spark._core.log.op_rows import read_op
 from rmq_spark._core.log.op_view import of_kind, settled_rows
 from rmq_spark._core.messages.messages_table import drained_up_to
@@ -49,7 +49,6 @@ FILES_REMOVED_MAX = 10_000
 LOOKED_AT = (
     "version", "op_time", "kind", "half_id", "count", "attempt", "decided_by", "reason", "refused", "queue_offset",
 )  # fmt: skip
-DECIDING = (Kind.COMMIT, Kind.ROLLBACK, Kind.QUARANTINE, Kind.REOPEN)
 NOT_SIMPLE = (Kind.QUARANTINE, Kind.REOPEN)
 """After an op row of these kinds, counts alone do not tell what became of a half batch that was rolled back."""
 
@@ -186,7 +185,7 @@ class Leaver:
     def _archived(
         self, rows: pa.Table, leaving: Mapping[str, _Batch], prepared_ms: Mapping[str, int]
     ) -> Iterator[Archived]:
-        decided = rows.filter(pc.is_in(rows["kind"], value_set=pa.array([k.value for k in DECIDING])))
+        decided = rows.filter(pc.is_in(rows["kind"], value_set=pa.array(sorted(DECIDING))))
         by_batch: dict[str, list[dict[str, Any]]] = {half_id: [] for half_id in leaving}
         for row in decided.to_pylist():
             if row["half_id"] in by_batch:
@@ -224,7 +223,7 @@ class Leaver:
             yield from (header for header in headers.to_pylist() if header["half_id"] in leaving)
 
     def _stored_headers(self, paths: Sequence[str]) -> pa.Table:
-        """The headers in some files. What lies in a lost or damaged one stays in ``half``, and nobody needs it."""
+        """The headers in some files. A lost or damaged file is left out: its half batches stay in ``half``."""
         try:
             return self._engine.half.table.read(paths, HEADER_COLUMNS)
         except CorruptLogError as problem:

@@ -33,7 +33,7 @@ from rmq_spark._core.log import message_columns as incoming
 from rmq_spark._core.log import placer as placing
 from rmq_spark._core.log import second_look
 from rmq_spark._core.log.half_contents import HalfContents
-from rmq_spark._core.log.key_order import KeyIndex, Open
+from rmq_spark._core.log.key_order import KeyIndex, OpenBatch
 from rmq_spark._core.log.low_water_mark import Marker
 from rmq_spark._core.log.new_op_rows import rows_for
 from rmq_spark._core.log.op_reader import OpReader
@@ -873,7 +873,7 @@ def _half_of_the_work() -> Iterator[None]:
 def _wrong_database() -> Iterator[None]:
     # The check service compares before the listener does.
     with replaced(
-        (round_module, "require_same_fence", lambda half_id, prepared_with, found: None),
+        (round_module, "require_same_store", lambda half_id, prepared_with, found: None),
         (FencedListener, "require_same_fence", lambda self, batch: None),
     ):
         yield
@@ -884,7 +884,7 @@ def _wrong_database() -> Iterator[None]:
     checkers=0, crash=0.04, **CALM, pause=0.0, zombies=0.0, person=False, check_timeout_s=30.0, temper_refuses=0.0,
 )  # fmt: skip
 def _another_store_answers() -> Iterator[None]:
-    with replaced((round_module, "require_same_fence", lambda half_id, prepared_with, found: None)):
+    with replaced((round_module, "require_same_store", lambda half_id, prepared_with, found: None)):
         yield
 
 
@@ -893,7 +893,7 @@ def _another_store_answers() -> Iterator[None]:
     listener="fenced", checkers=0, stranger=False, person=False,
 )  # fmt: skip
 def _any_listener() -> Iterator[None]:
-    with replaced((two_phase, "require_same_fence", lambda half_id, prepared_with, found: None)):
+    with replaced((two_phase, "require_same_store", lambda half_id, prepared_with, found: None)):
         yield
 
 
@@ -1772,7 +1772,7 @@ def _reopened_forgotten() -> AbstractContextManager[None]:
 def _direct_neighbours() -> AbstractContextManager[None]:
     related = KeyIndex.related
 
-    def one_step(self: KeyIndex, to: Sequence[Open], batches: Sequence[Open]) -> list[Open]:
+    def one_step(self: KeyIndex, to: Sequence[OpenBatch], batches: Sequence[OpenBatch]) -> list[OpenBatch]:
         return [batch for batch in batches if related(self, to, [batch])]
 
     return replaced((KeyIndex, "related", one_step))
@@ -1781,7 +1781,7 @@ def _direct_neighbours() -> AbstractContextManager[None]:
 def _releasing_nobody() -> AbstractContextManager[None]:
     to_place = Ledger._to_place
 
-    def hasty(self: Ledger, opened: Sequence[Open], now: datetime, only_commits: bool = False) -> list[Open]:
+    def hasty(self: Ledger, opened: Sequence[OpenBatch], now: datetime, only_commits: bool = False) -> list[OpenBatch]:
         return to_place(self, opened, now, True)
 
     return replaced((Ledger, "_to_place", hasty))
@@ -1803,8 +1803,8 @@ def _stale_neighbours() -> AbstractContextManager[None]:
 def _marker_s_time() -> AbstractContextManager[None]:
     of_batches = placing.in_send_order
 
-    def said(batches: Iterable[Open]) -> Iterator[tuple[Open, Any]]:
-        def early(batch: Open) -> Open:
+    def said(batches: Iterable[OpenBatch]) -> Iterator[tuple[OpenBatch, Any]]:
+        def early(batch: OpenBatch) -> OpenBatch:
             said_ms = [int(row.op_time.timestamp() * 1000) for row in batch.state.history if row.op_time]
             prepared_ms = min([batch.record.prepared_ms, *said_ms[:1]])
             return replace(batch, record=replace(batch.record, prepared_ms=prepared_ms))

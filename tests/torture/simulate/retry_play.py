@@ -37,7 +37,7 @@ ALWAYS = 1_000
 HERE = Path(rmq_spark.__file__).parent
 CONSUMERS = HERE / "_core" / "consumers"
 LINES: Mapping[tuple[Path, ...], int] = {
-    (CONSUMERS / "send_back.py", CONSUMERS / "send.py"): 80,
+    (CONSUMERS / "send_back.py", CONSUMERS / "own_messages.py"): 80,
     (CONSUMERS,): 600,
     (HERE,): 8_000,
 }
