@@ -10,7 +10,7 @@ import pytest
 
 ROUNDS = """
 import resource
-from rmq_spark._core.spark.memory import keep_freed_memory
+from rmq_spark._core.spark.staging import keep_freed_memory
 
 keep_freed_memory()
 for _ in range(4):

@@ -32,18 +32,23 @@ from rmq_spark._core.consumers.message_listener import (
     tell_failed,
 )
 from rmq_spark._core.consumers.progress import ProcessQueue, Take
-from rmq_spark._core.consumers.retry import restored, tried, with_zero_retries
+from rmq_spark._core.consumers.retry import (
+    CONCURRENTLY,
+    ORDERLY,
+    SUSPEND_S,
+    require_retry_options,
+    restored,
+    tried,
+    with_zero_retries,
+)
 from rmq_spark._core.consumers.send_back import RetrySender
 from rmq_spark._core.consumers.traced_listener import traced
 from rmq_spark._core.runtime import observer
 from rmq_spark._core.runtime.callables import name_of
 from rmq_spark._core.runtime.spans import tracing
-from rmq_spark._core.vocabulary.options import DELAY_LEVELS_S, named, seconds, whole_number
+from rmq_spark._core.vocabulary.options import named, seconds, whole_number
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
 
-CONCURRENTLY, ORDERLY = "concurrently", "orderly"
-SUSPEND_S = 1.0
-RECONSUME_TIMES_MAX = 2**31 - 1
 THREADS = 20
 TABLE_ROWS = 16_384
 """Default number of messages in a table listener's call."""
@@ -169,10 +174,7 @@ class PushConsumer:
         if consume_message_batch_max_size is not None:
             whole_number(consume_message_batch_max_size, "consume_message_batch_max_size", 1)
         self._batch_rows = consume_message_batch_max_size or int(getattr(listener, "batch_rows", TABLE_ROWS))
-        if max_reconsume_times is not None:
-            whole_number(max_reconsume_times, "max_reconsume_times", 0, RECONSUME_TIMES_MAX)
-        if delay_level is not None:
-            whole_number(delay_level, "delay_level", 1, len(DELAY_LEVELS_S))
+        require_retry_options(max_reconsume_times, delay_level)
         self._suspend_s = seconds(suspend_s, "suspend_s")
         self._await_s = seconds(await_termination, "await_termination")
         opened = engine_of(log, storage_options)

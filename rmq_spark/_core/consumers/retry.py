@@ -16,10 +16,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, PROPERTIES, RETRY_PREFIX
-from rmq_spark._core.vocabulary.options import DELAY_LEVELS_S
+from rmq_spark._core.vocabulary.options import DELAY_LEVELS_S, whole_number
 
 MAX_RECONSUME_TIMES = 16
 """Retries of a message before it is a dead letter (RocketMQ: ``maxReconsumeTimes``)."""
+CONCURRENTLY, ORDERLY = "concurrently", "orderly"
+"""The modes of a consumer."""
+SUSPEND_S = 1.0
+"""Seconds for which a queue is suspended (RocketMQ: ``suspendCurrentQueueTimeMillis``)."""
+RECONSUME_TIMES_MAX = 2**31 - 1
+"""The count of a message's retries is an int32, as in RocketMQ."""
 FIRST_DELAY_LEVEL = 3
 """Delay level of the first retry (10 s). Each further retry is one level higher."""
 
@@ -76,6 +82,14 @@ def tried(messages: pa.Table, times: int) -> pa.Table:
     counts = messages[name].to_pylist()
     counts[0] += times
     return messages.set_column(messages.column_names.index(name), name, pa.array(counts, pa.int32()))
+
+
+def require_retry_options(max_reconsume_times: int | None, delay_level: int | None) -> None:
+    """Raise OptionError for values that are out of range. None stands for a default."""
+    if max_reconsume_times is not None:
+        whole_number(max_reconsume_times, "max_reconsume_times", 0, RECONSUME_TIMES_MAX)
+    if delay_level is not None:
+        whole_number(delay_level, "delay_level", 1, len(DELAY_LEVELS_S))
 
 
 def sent_back(

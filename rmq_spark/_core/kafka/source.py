@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from rmq_spark._core.kafka.positions import Last
 from rmq_spark._core.kafka.records import COLUMNS, Handed, microseconds, pieces, to_records
-from rmq_spark._core.log.message_columns import require_known_topic
 from rmq_spark._core.log.message_range import MessageRange
 from rmq_spark._core.messages.message_reader import read_ranges
 from rmq_spark._core.messages.placements import Placements
@@ -38,10 +37,7 @@ class RelaySource:
         TopicNotFoundError
             When the settings name a topic that the log does not have.
         """
-        topics = self._engine.topics()
-        for name in self._subscription.topics:
-            require_known_topic(name, topics)
-        return {name: count for name, count in topics.items() if self._subscription.matches(name)}
+        return self._subscription.topics_among(self._engine.topics())
 
     def wants(self, topic: str) -> bool:
         """Return True when the relay hands the topic over."""

@@ -146,14 +146,15 @@ class BatchState:
             files = (self.files[row.file_no],)
         else:
             raise CorruptLogError(
-                f"an op row names file {row.file_no} of half batch {self.half_id!r}, which has no such file"
+                f"table op: the {row.kind} row of {row.op_time} names file {row.file_no} of half batch "
+                f"{self.half_id!r}, which has no such file: {RESTORE}"
             )
         for file in files:
             for first, last in row.ranges or ((0, file.rows - 1),):
                 if last >= file.rows:
                     raise CorruptLogError(
-                        f"an op row names row {last} of file {row.file_no} of half batch {self.half_id!r}, "
-                        f"which has {file.rows} rows"
+                        f"table op: the {row.kind} row of {row.op_time} names row {last} of file {row.file_no} of half "
+                        f"batch {self.half_id!r}, which has {file.rows} rows: {RESTORE}"
                     )
                 yield file, first, last + 1
 

@@ -45,7 +45,7 @@ from rmq_spark._core.vocabulary.options import (
     seconds,
     whole_number,
 )
-from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, MESSAGE
+from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, require_transaction_per
 from rmq_spark.errors import ListenerError, OptionError
 
 logger = logging.getLogger(__name__)
@@ -347,11 +347,21 @@ class TransactionMQProducer:
         transaction_key : str, optional
             A column of the table.
         transaction_per : {"batch", "message"}, optional
+        arg : object, optional
+            Passed to the listener as ``batch.arg``.
+        idempotency_key : str, optional
+            A repeated send with this key returns the first one's outcome, and sends nothing.
+
+        Raises
+        ------
+        OptionError, MessageError, TopicNotFoundError
+            For an invalid argument; nothing is sent.
+        UnresolvedTransactionError
+            When it is not known what became of the send: a check settles it.
         """
         self._require_listener()
         per = transaction_per or (KEY if transaction_key else BATCH)
-        if per not in (BATCH, MESSAGE, KEY) or (per == KEY) != (transaction_key is not None):
-            raise OptionError(f"transaction_per={per!r} and transaction_key={transaction_key!r} contradict each other")
+        require_transaction_per(per, transaction_key, ("transaction_per", "transaction_key"))
         return self._send(Request(self.two_phase, messages, arg, topic, transaction_key, per, idempotency_key))
 
     def send(

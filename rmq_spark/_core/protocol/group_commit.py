@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from types import UnionType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from rmq_spark._core.log.decision import Decided, Decision
@@ -29,11 +30,9 @@ from rmq_spark._core.runtime.runtime import Runtime, callers, is_held
 from rmq_spark._core.vocabulary.message import to_table
 from rmq_spark._core.vocabulary.redaction import traceback_of
 from rmq_spark.errors import (
-    AlreadyPreparedError,
     CorruptLogError,
     LostStagedFileError,
     OptionError,
-    StagedFilesTooOldError,
     TxmqError,
 )
 
@@ -50,7 +49,6 @@ GATHERS_FOR = 3
 """It waits at most as long as this many commits take."""
 GATHERS_S_MAX = 0.25
 """It waits at most this many seconds, and not at all when it starts later than this after a commit."""
-PREPARE_ERRORS = (AlreadyPreparedError, StagedFilesTooOldError)
 OF_ONE = (LostStagedFileError, CorruptLogError)
 """Errors that one half batch of a commit causes. The half batches are then committed one by one."""
 
@@ -134,7 +132,7 @@ class GroupCommit:
         """
         self.require_may_wait()
         answers = self._prepares.ask({batch.header.name: batch for batch in staged})
-        return [_answer(answer, (HalfRecord, *PREPARE_ERRORS)) for answer in answers]
+        return [_answer(answer, HalfRecord | PrepareError) for answer in answers]
 
     def prepare_and_go_on(self, message: OneMessage, then: Then[HalfRecord | TxmqError]) -> None:
         """:meth:`prepare` one message without waiting: ``then`` is called with the result.
@@ -153,7 +151,7 @@ class GroupCommit:
         """
         self.require_may_wait()
         answers = self._decides.ask({decision.record.half_id: decision for decision in decisions})
-        return [_answer(answer, (Decided,)) for answer in answers]
+        return [_answer(answer, Decided) for answer in answers]
 
     def decide_and_go_on(self, decision: Decision, then: Then[Decided]) -> None:
         """:meth:`decide` without waiting: see :meth:`prepare_and_go_on`."""
@@ -172,7 +170,7 @@ class GroupCommit:
         return [problems.get(request.header.half_id) or next(prepared) for request in requests]
 
 
-def _answer(answer: Any, expected: tuple[type, ...]) -> Any:
+def _answer(answer: Any, expected: type | UnionType) -> Any:
     if isinstance(answer, expected):
         return answer
     raise answer

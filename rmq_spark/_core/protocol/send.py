@@ -51,7 +51,7 @@ from rmq_spark._core.protocol.split import Split, split_by_verdict
 from rmq_spark._core.protocol.steps import Answered, Decide, Execute, MayBlock, Prepare, Sleep, Step, Steps, finish
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.spans import settling
-from rmq_spark._core.vocabulary.options import LEASE_S, LEASE_S_MAX, REPLAY_CHECK_TIMEOUT_S, seconds
+from rmq_spark._core.vocabulary.options import LEASE_S, LEASE_S_MAX, ON_LISTENER_ERROR, REPLAY_CHECK_TIMEOUT_S, seconds
 from rmq_spark._core.vocabulary.redaction import cause_of, line_of, text_of, traceback_of
 from rmq_spark._core.vocabulary.remedy import decide_by_hand
 from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet
@@ -73,7 +73,6 @@ from rmq_spark.logs import of_batch, of_header
 
 logger = logging.getLogger(__name__)
 
-ON_LISTENER_ERROR = ("fail", "unknown")
 FINAL_STATES = (RowState.COMMITTED, RowState.WAITING, RowState.ROLLED_BACK)
 _NEVER_HAPPENED = (RowState.ROLLED_BACK_BY_CHECK,)
 """A check rolled these rows back without a refusal: their transaction never happened and never will. They run as the

@@ -9,7 +9,6 @@ from datetime import datetime
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeVar
 
-from rmq_spark._core.log.message_columns import require_known_topic
 from rmq_spark._core.log.message_range import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.messages.placements import Placements
 from rmq_spark._core.reads.offsets import CountedPositions, Positions, resolve
@@ -61,13 +60,12 @@ class Planner:
             When the subscription names a topic that does not exist.
         """
         topics = self.engine.topics()
-        for name in self._subscription.topics:
-            require_known_topic(name, topics)
+        queues = self._subscription.topics_among(topics)
         pattern = self._subscription.pattern
         if pattern is not None and not any(map(self._subscription.matches, topics)):
             known = ", ".join(sorted(topics)) or "none yet"
             logger.warning("subscribePattern=%r matches no topic (there are: %s): nothing is read", pattern, known)
-        return {name: count for name, count in topics.items() if self._subscription.matches(name)}
+        return queues
 
     def latest(self, refresh: bool = True) -> Positions:
         """Return the next offset of every subscribed queue that has messages."""

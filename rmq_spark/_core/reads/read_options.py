@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
+from rmq_spark._core.log.message_columns import require_known_topic
 from rmq_spark._core.reads.offsets import (
     EARLIEST,
     EARLIEST_OFFSET,
@@ -53,6 +54,13 @@ class Subscription:
             (system_prefix for system_prefix in (RETRY_PREFIX, DLQ_PREFIX) if topic.startswith(system_prefix)), ""
         )
         return prefix in self.pattern and re.fullmatch(self.pattern, topic) is not None
+
+    def topics_among(self, topics: Mapping[str, int]) -> dict[str, int]:
+        """The topics to read among those of a log, with their numbers of queues. TopicNotFoundError: one of
+        :attr:`topics` is not there."""
+        for name in self.topics:
+            require_known_topic(name, topics)
+        return {name: count for name, count in topics.items() if self.matches(name)}
 
 
 @dataclass(frozen=True)

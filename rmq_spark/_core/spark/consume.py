@@ -17,9 +17,13 @@ from rmq_spark._core.consumers.in_order import RESULT, QueueResult, by_queue, co
 from rmq_spark._core.consumers.message_listener import EachMessage, Listen, answers, require_table_listener, tell_failed
 from rmq_spark._core.consumers.own_messages import own_header, own_writers, send_each
 from rmq_spark._core.consumers.retry import (
+    CONCURRENTLY,
     MAX_RECONSUME_TIMES,
     NEEDED_COLUMNS,
+    ORDERLY,
+    SUSPEND_S,
     dlq_topic,
+    require_retry_options,
     restored,
     retry_topic,
     sent_back,
@@ -35,9 +39,8 @@ from rmq_spark._core.reads.read_options import ReadOptions
 from rmq_spark._core.spark.stream_options import sources_of
 from rmq_spark._core.spark.versions import STREAM_TELLS_START
 from rmq_spark._core.spark.workers import require_importable
-from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.vocabulary.message import require_app_id, require_group_name
-from rmq_spark._core.vocabulary.options import DELAY_LEVELS_S, named, seconds, whole_number
+from rmq_spark._core.vocabulary.options import named, seconds
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
@@ -47,12 +50,6 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 logger = logging.getLogger(__name__)
-
-CONCURRENTLY, ORDERLY = "concurrently", "orderly"
-SUSPEND_S = 1.0
-"""Seconds for which a queue is suspended (RocketMQ: ``suspendCurrentQueueTimeMillis``)."""
-RECONSUME_TIMES_MAX = 2**31 - 1
-"""The count of a message's retries is an int32, as in RocketMQ."""
 
 
 @named
@@ -126,10 +123,7 @@ def consume(
         raise OptionError(
             f"the stream has no column {missing[0]!r}: load it without .schema(...), and keep all columns"
         )
-    if max_reconsume_times is not None:
-        whole_number(max_reconsume_times, "max_reconsume_times", 0, RECONSUME_TIMES_MAX)
-    if delay_level is not None and (type(delay_level) is not int or not 1 <= delay_level <= len(DELAY_LEVELS_S)):
-        raise OptionError(f"delay_level={delay_level!r} is not a delay level: 1 to {len(DELAY_LEVELS_S)} are there")
+    require_retry_options(max_reconsume_times, delay_level)
     suspend_s = seconds(suspend_s, "suspend_s")
     sources = sources_of(stream)
     engine = _log_of(sources, group, mode, log, storage_options)
@@ -257,7 +251,7 @@ class _Concurrently(_Consumer):
         half_folder, storage_options = f"{self.engine.path}/half", dict(self.engine.storage_options)
 
         def work(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            from pyspark import TaskContext
+            from rmq_spark._core.spark.staging import stage_partition
 
             seen: dict[Queue, int] = {}
 
@@ -277,9 +271,7 @@ class _Concurrently(_Consumer):
                         )
                         yield from retries.to_batches()
 
-            context = TaskContext.get()
-            fs, folder = filesystem(half_folder, storage_options)
-            files: list[HalfFile] = writer.write(fs, folder, context.partitionId() if context else 0, failed())
+            files = stage_partition(writer, half_folder, storage_options, failed())
             yield pa.record_batch({"result": [pickle.dumps((files, seen))]}, schema=RESULT)
 
         return work

@@ -30,13 +30,11 @@ from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime.spans import sending_batch
 from rmq_spark._core.spark.frame import require_message_types, topics_for
 from rmq_spark._core.spark.part_tasks import SparkTasks
-from rmq_spark._core.spark.sink_options import require_transaction_per
 from rmq_spark._core.spark.workers import require_importable
-from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.vocabulary.message import require_app_id, require_group_name
 from rmq_spark._core.vocabulary.options import REPLAY_CHECK_TIMEOUT_S, named, parse_duration, whole_number
 from rmq_spark._core.vocabulary.redaction import text_of
-from rmq_spark._core.vocabulary.verdicts import BATCH, KEY
+from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, require_transaction_per
 from rmq_spark.errors import ListenerError, OptionError
 
 if TYPE_CHECKING:
@@ -125,7 +123,7 @@ class TransactionalSink:
             self.engine.require_topic(topic)
         self.transaction_key = transaction_key
         self.transaction_per = transaction_per or (KEY if transaction_key else BATCH)
-        require_transaction_per(self.transaction_per, transaction_key)
+        require_transaction_per(self.transaction_per, transaction_key, ("transaction_per", "transaction_key"))
         require_transactions_for(self.listener, self.transaction_per, "TransactionalSink")
         self.app_id = None if app_id is None else require_app_id(app_id)
         self.checkpoint_location = checkpoint_location
@@ -251,11 +249,9 @@ class TransactionalSink:
             is_spread = self._deals_out_anew
 
         def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            from pyspark import TaskContext
+            from rmq_spark._core.spark.staging import stage_partition
 
-            context = TaskContext.get()
-            fs, folder = filesystem(half_folder, storage_options)
-            files = writer.write(fs, folder, context.partitionId() if context else 0, batches)
+            files = stage_partition(writer, half_folder, storage_options, batches)
             if is_spread:
                 _refuse_fifo(files, fifo)
             yield pa.record_batch({"files": [pickle.dumps(files)]})

@@ -17,9 +17,9 @@ from rmq_spark._core.protocol.limits import NO_LIMITS, PendingLimits
 from rmq_spark._core.spark.table_options import TABLE_OPTIONS, TableSettings
 from rmq_spark._core.storage.location import location, require_no_tilde
 from rmq_spark._core.vocabulary.message import require_group_name
-from rmq_spark._core.vocabulary.options import REPLAY_CHECK_TIMEOUT_S, Options
-from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, MESSAGE
-from rmq_spark.errors import ListenerError, OptionError
+from rmq_spark._core.vocabulary.options import ON_LISTENER_ERROR, REPLAY_CHECK_TIMEOUT_S, Options
+from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, MESSAGE, require_transaction_per
+from rmq_spark.errors import ListenerError
 
 SINK_TABLE: Mapping[str, tuple[str, str]] = {
     "path": ("required", "The commit log's folder or URI."),
@@ -83,7 +83,7 @@ class SinkSettings:
         require_no_tilde("checkpointLocation", options.get("checkpointLocation") or "")
         key = options.get("transactionKey")
         per = options.choice("transactionPer", (BATCH, MESSAGE, KEY), KEY if key else BATCH)
-        require_transaction_per(per, key)
+        require_transaction_per(per, key, ("transactionPer", "transactionKey"))
         return cls(
             path=location(path),
             topic=options.get("topic"),
@@ -91,7 +91,7 @@ class SinkSettings:
             listener_path=listener.strip(),
             transaction_per=per,
             transaction_key=key,
-            on_listener_error=options.choice("onListenerError", ("fail", "unknown"), "fail"),
+            on_listener_error=options.choice("onListenerError", ON_LISTENER_ERROR, "fail"),
             replay_check_timeout_s=options.duration("replayCheckTimeout", REPLAY_CHECK_TIMEOUT_S),
             pending_limits=PendingLimits(options.integer("maxPendingBatches"), options.byte_count("maxPendingBytes")),
             storage_options=dict(options.storage_options),
@@ -113,12 +113,3 @@ class SinkSettings:
 
     def _table_listener(self) -> TransactionListener | None:
         return None if self.table is None else self.table.listener()
-
-
-def require_transaction_per(per: str, key: str | None) -> None:
-    """Raise OptionError when transactionPer and transactionKey contradict each other."""
-    if (per == KEY) != (key is not None):
-        raise OptionError(
-            f"transactionPer={per!r} and transactionKey={key!r} contradict each other: set transactionKey=<column> "
-            "for a transaction per value of a column, else transactionPer=message or batch"
-        )

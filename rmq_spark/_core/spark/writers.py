@@ -26,11 +26,10 @@ from rmq_spark._core.protocol.identity import Lineage, known_query_id, lineage_o
 from rmq_spark._core.protocol.limits import PendingGuard
 from rmq_spark._core.runtime.spans import sending_batch
 from rmq_spark._core.spark.frame import require_message_types, topics_for
-from rmq_spark._core.spark.memory import keep_freed_memory
 from rmq_spark._core.spark.sink_options import SinkSettings
 from rmq_spark._core.spark.socket import acknowledge_at_once
+from rmq_spark._core.spark.staging import stage_partition
 from rmq_spark._core.spark.versions import DataSourceStreamArrowWriter
-from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.vocabulary.message import require_app_id
 from rmq_spark._core.vocabulary.options import Options, parse_int
 from rmq_spark.errors import CheckpointMismatchError, NotACommitLogError, OptionError
@@ -107,17 +106,14 @@ class _Writer:
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedPartition:
         """Write the partition's half files on an executor. No commit names them yet."""
-        context = TaskContext.get()
-        partition = context.partitionId() if context is not None else 0
-        self._require_same_batch(context)
+        self._require_same_batch(TaskContext.get())
         acknowledge_at_once()
-        keep_freed_memory()
         if self.replayed:
             for _ in iterator:  # Spark requires that its input is read
                 pass
             return StagedPartition(self.header, [])
-        fs, folder = filesystem(self.half_folder, self.settings.storage_options)
-        return StagedPartition(self.header, self.half_writer.write(fs, folder, partition, iterator))
+        files = stage_partition(self.half_writer, self.half_folder, self.settings.storage_options, iterator)
+        return StagedPartition(self.header, files)
 
     def _require_same_batch(self, context: Any) -> None:
         pass
@@ -209,18 +205,18 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
     def _require_same_batch(self, context: Any) -> None:
         running_id = context.getLocalProperty(BATCH_ID_PROPERTY) if context is not None else None
         if running_id is not None and int(running_id) != self.header.batch_id:
-            raise CheckpointMismatchError(
-                f"Spark runs batch {running_id}, but the newest one in the checkpoint is {self.header.batch_id}: two "
-                "queries use the same checkpointLocation"
-            )
+            raise self._two_queries(f"runs batch {running_id}")
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         if batchId != self.header.batch_id:
-            raise CheckpointMismatchError(
-                f"Spark commits batch {batchId}, but the newest one in the checkpoint is {self.header.batch_id}: "
-                "two queries use the same checkpointLocation"
-            )
+            raise self._two_queries(f"commits batch {batchId}")
         self._commit(messages)
+
+    def _two_queries(self, doing: str) -> CheckpointMismatchError:
+        return CheckpointMismatchError(
+            f"Spark {doing}, but the newest one in the checkpoint is {self.header.batch_id}: two queries use the same "
+            "checkpointLocation"
+        )
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         self._abort()

@@ -10,13 +10,22 @@ import pyarrow as pa
 
 from rmq_spark._core.vocabulary.redaction import TEXT_CHARS_MAX, one_line, redacted, text_of
 from rmq_spark._core.vocabulary.value import value
-from rmq_spark.errors import VerdictError
+from rmq_spark.errors import OptionError, VerdictError
 
 BATCH = "batch"
 MESSAGE = "message"
 KEY = "key"
-TRANSACTION_PER = (BATCH, MESSAGE, KEY)
 """What one transaction of a half batch consists of. ``key`` goes with ``transactionKey``."""
+
+
+def require_transaction_per(per: str, key: str | None, names: tuple[str, str]) -> None:
+    """Raise OptionError unless ``per`` is ``batch``, ``message`` or ``key``, and a column is named with ``key`` alone.
+    ``names``: how the door spells the two options."""
+    if per not in (BATCH, MESSAGE, KEY) or (per == KEY) != (key is not None):
+        raise OptionError(
+            f"{names[0]}={per!r} and {names[1]}={key!r} contradict each other: set {names[1]} to a column for a "
+            f"transaction per value of it, else {names[0]} to message or batch"
+        )
 
 
 class LocalTransactionState(str, Enum):
