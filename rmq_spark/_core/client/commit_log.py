@@ -241,8 +241,8 @@ class CommitLog:
         return self.engine.topics()
 
     def fifo_topics(self) -> frozenset[str]:
-        """The FIFO topics as of this handle's last look at the topics (:meth:`topics`)."""
-        return self.engine.topic_store.seen().fifo
+        """The FIFO topics."""
+        return frozenset(name for name, topic in self.engine.topic_store.all().items() if topic.fifo)
 
     def firsts(self) -> dict[tuple[str, int], int]:
         """By (topic, queue_id): the first offset that is kept, where messages have expired."""
@@ -326,6 +326,7 @@ class CommitLog:
 
         Parameters
         ----------
+        half_id : str
         verdict : LocalTransactionState
             COMMIT_MESSAGE or ROLLBACK_MESSAGE.
         reason : str

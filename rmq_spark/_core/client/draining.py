@@ -8,7 +8,7 @@ import threading
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.messages.drain import Drainer
 from rmq_spark._core.protocol.engine import Engine
-from rmq_spark._core.vocabulary.options import DRAIN_EVERY_S, JITTER, seconds
+from rmq_spark._core.vocabulary.options import DRAIN_EVERY_S, seconds
 from rmq_spark.logs import failure
 
 logger = logging.getLogger(__name__)
@@ -46,15 +46,12 @@ class Draining:
     def run(self, stop_event: threading.Event) -> None:
         """Drain at intervals until the event is set, first after one interval. A drain that fails is logged, and tried
         again no sooner than a minute later."""
-        pause_s = self._pause()
+        pause_s = self.engine.runtime.jittered(self.every)
         while not stop_event.wait(pause_s):
-            pause_s = self._pause()
+            pause_s = self.engine.runtime.jittered(self.every)
             try:
                 self.run_once()
             except Exception as problem:
                 logger.warning("a drain of %r failed: %s", self.engine, failure(problem))
                 self._handle = None
                 pause_s = max(pause_s, AFTER_FAILURE_S)
-
-    def _pause(self) -> float:
-        return self.every * (1 + JITTER * (2 * self.engine.runtime.random() - 1))

@@ -12,7 +12,7 @@ from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.upkeep.fence_pruner import FencePruner
 from rmq_spark._core.upkeep.leave import Graces
 from rmq_spark._core.upkeep.schedule import MaintenanceReport, maintain
-from rmq_spark._core.vocabulary.options import JITTER, MAINTENANCE_INTERVAL_S, seconds
+from rmq_spark._core.vocabulary.options import MAINTENANCE_INTERVAL_S, seconds
 from rmq_spark.logs import failure
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Maintainer:
         on_report : callable, optional
             Called with the report of each round.
         """
-        while not stop_event.wait(self._pause()):
+        while not stop_event.wait(self.engine.runtime.jittered(self.interval)):
             try:
                 report = self._keep_up()
             except Exception as problem:
@@ -95,6 +95,3 @@ class Maintainer:
             self.fences.run(seconds_max, is_over)
         except Exception as problem:
             logger.warning("pruning of fence rows failed: %s", failure(problem))
-
-    def _pause(self) -> float:
-        return self.interval * (1 + JITTER * (2 * self.engine.runtime.random() - 1))

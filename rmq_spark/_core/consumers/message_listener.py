@@ -6,7 +6,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from rmq_spark._core.runtime.forks import called_here
 from rmq_spark._core.vocabulary.message import MessageExt
 from rmq_spark._core.vocabulary.redaction import redacted, text_of
+from rmq_spark._core.vocabulary.times import EPOCH
 from rmq_spark.errors import ListenerError
 
 REASON_CHARS_MAX = 1024
@@ -208,7 +209,6 @@ _FIELDS = (
 )  # fmt: skip
 
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _DEFAULTS: dict[str, Any] = {
     "topic": "", "body": b"", "tags": None, "keys": None, "sharding_key": None, "properties": None, "queue_id": None,
     "born_timestamp": None, "deliver_at": None, "delay_level": None, "msg_id": "", "transaction_id": "",
@@ -247,7 +247,7 @@ def _python_values(column: pa.ChunkedArray) -> list[Any]:
         times: list[Any] = []
         for value in microseconds.to_pylist():
             if value is not None and value not in time_of:
-                time_of[value] = _EPOCH + timedelta(microseconds=value)
+                time_of[value] = EPOCH + timedelta(microseconds=value)
             times.append(None if value is None else time_of[value])
         return times
     if (pa.types.is_string(kind) or pa.types.is_integer(kind)) and n > 1 and column[0].equals(column[n - 1]):

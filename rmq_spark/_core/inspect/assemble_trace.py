@@ -39,6 +39,7 @@ from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
 from rmq_spark._core.vocabulary.remedy import LIST_PENDING
 from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark._core.vocabulary.text import message_count
+from rmq_spark._core.vocabulary.times import EPOCH
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, MESSAGE
 from rmq_spark.errors import HalfBatchLeftError, HalfBatchNotFoundError, OptionError
 
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
 LOOKS = 3
 """Number of tries, because a half batch may leave while it is read."""
-EPOCH = datetime.fromtimestamp(0, timezone.utc)
 IN_MESSAGES = (
     "half_id", "file_no", "row_no", "attempt", "topic", "queue_id", "queue_offset", "commit_timestamp", "op_version",
     "producer_group", "transaction_per", "store_timestamp",

@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rmq_spark._core.listeners.delta_fence import (
@@ -44,6 +44,7 @@ from rmq_spark._core.listeners.transaction_listener import TransactionListener, 
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.vocabulary.options import named, seconds
 from rmq_spark._core.vocabulary.redaction import redacted
+from rmq_spark._core.vocabulary.times import utc
 from rmq_spark._core.vocabulary.verdicts import (
     BATCH,
     COMMIT_MESSAGE,
@@ -269,7 +270,7 @@ class DeltaTransactionListener(TransactionListener):
         self._require_fit(spark, batch)
         history = self._read_history(self._open(spark), batch)
         if history.state is None:
-            young = self.runtime.now() - _utc(batch.prepared_at) < timedelta(seconds=self.rollback_after_s)
+            young = self.runtime.now() - utc(batch.prepared_at) < timedelta(seconds=self.rollback_after_s)
             if young and not batch.restarted:
                 wait = f"rollback_after ({self.rollback_after_s:g} s) is not over"
                 batch.reason = f"the table has no commit of it yet, and {wait}"
@@ -301,7 +302,7 @@ class DeltaTransactionListener(TransactionListener):
 
         It reads from the newest commit back to the time of prepare; with ``whole_log``, to the beginning of the log.
         """
-        since = _utc(batch.prepared_at).timestamp() - _CLOCK_SKEW_S
+        since = utc(batch.prepared_at).timestamp() - _CLOCK_SKEW_S
         own_commits: list[tuple[str, str | None, str]] = []
         for limit in _HISTORY_PAGES:
             commits = table.history() if limit is None else table.history(limit)
@@ -429,7 +430,3 @@ def _verdict(result: object, batch: HalfBatch) -> Verdict:
 def _location(table: Any) -> str:
     detail = table.detail().select("name", "location").collect()[0]
     return str(detail.name or detail.location)
-
-
-def _utc(moment: datetime) -> datetime:
-    return moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment

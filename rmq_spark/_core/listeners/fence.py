@@ -40,6 +40,7 @@ from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import RUNTIME
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S_MIN
 from rmq_spark._core.vocabulary.rows import NO_ROWS
+from rmq_spark._core.vocabulary.times import utc
 from rmq_spark.errors import FenceError, ListenerError, LocalTransactionError, OptionError
 
 FENCE_TABLE = "txmq_fence"
@@ -502,7 +503,3 @@ def _row_key(batch: HalfBatch) -> tuple[str, int, int]:
 def _name_of(batch: HalfBatch) -> str:
     part = "" if batch.part is None else f", part {batch.part}"
     return f"half batch {batch.half_id!r}, attempt {batch.attempt}{part}"
-
-
-def utc(moment: datetime) -> datetime:
-    return moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment

@@ -31,7 +31,7 @@ from sqlalchemy.orm import Session
 from rmq_spark._core.database.connection import Address
 from rmq_spark._core.database.error_codes import is_lock_problem
 from rmq_spark._core.listeners.enlisted_session import EnlistedSession
-from rmq_spark._core.listeners.fence import FENCE_TABLE, Fence, Rows, utc
+from rmq_spark._core.listeners.fence import FENCE_TABLE, Fence, Rows
 from rmq_spark._core.listeners.fence_row import BY_PART, STARTED, TOMBSTONE, Recorded, State
 from rmq_spark._core.listeners.fence_verdicts import UNKNOWN_VERDICT, verdicts_of
 from rmq_spark._core.listeners.half_batch import HalfBatch
@@ -49,6 +49,7 @@ from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.vocabulary.message import Message
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S_MIN, flag, named, seconds
 from rmq_spark._core.vocabulary.redaction import traceback_of
+from rmq_spark._core.vocabulary.times import utc
 from rmq_spark._core.vocabulary.verdicts import UNKNOWN, Verdict, VerdictArray
 from rmq_spark.errors import FencedError, FenceError, LocalTransactionError, OptionError, TransactionEndedError
 

@@ -30,13 +30,14 @@ from rmq_spark._core.log.low_water_mark import Marker
 from rmq_spark._core.log.new_op_rows import place_row, placed_messages, rollback_rows, rows_for, with_offsets
 from rmq_spark._core.log.op import STATS_COLUMNS, Kind, OpRow, Who, to_table
 from rmq_spark._core.log.op_reader import OpReader
-from rmq_spark._core.log.placer import EPOCH, Placer, in_send_order, last_sent_ms
+from rmq_spark._core.log.placer import Placer, in_send_order, last_sent_ms
 from rmq_spark._core.log.prepared_batches import PreparedBatches
 from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.table import Change, Table
 from rmq_spark._core.vocabulary.options import ATTEMPTS_MAX
 from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet, ranges_count, runs
+from rmq_spark._core.vocabulary.times import EPOCH
 from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 from rmq_spark.errors import (
     CorruptLogError,

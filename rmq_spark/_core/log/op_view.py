@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.op import NO_OPS, SETTLING, Kind, OpenBelow
+from rmq_spark._core.vocabulary.times import EPOCH
 from rmq_spark.errors import CorruptLogError
 
 CHUNKS_MAX = 64
 _OF_EACH_MARK = ("low_water", "since_version", "tails", "below", "reopened_ms")
 """Columns that every mark fills."""
-EPOCH = datetime.fromtimestamp(0, timezone.utc)
 
 Tails = Mapping[tuple[str, int], int]
 """The next offset of every queue that has messages, by topic and queue."""

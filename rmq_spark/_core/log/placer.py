@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -30,8 +30,7 @@ from rmq_spark._core.vocabulary.rows import (
     ranges_count,
     runs,
 )
-
-EPOCH = datetime.fromtimestamp(0, timezone.utc)
+from rmq_spark._core.vocabulary.times import EPOCH
 
 
 @dataclass(frozen=True)

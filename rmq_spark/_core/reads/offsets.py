@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from rmq_spark._core.vocabulary.options import INT64_MAX, nearest, require_time
 from rmq_spark._core.vocabulary.queues import Queue
+from rmq_spark._core.vocabulary.times import EPOCH
 from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
 
 EARLIEST = "earliest"
@@ -57,7 +58,6 @@ class StreamOffset(NamedTuple):
     log_id: str
 
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _QUEUE_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 _EXAMPLE = '{"orders": {"0": 23, "1": 7}}'
 _WORD_OF_MARK = {LATEST_OFFSET: LATEST, EARLIEST_OFFSET: EARLIEST}
@@ -75,7 +75,7 @@ def to_json(
         json_offsets.setdefault(topic, {})[str(queue_id)] = offset
     if again:
         json_offsets[AGAIN] = {
-            json.dumps([topic, queue_id, (until - _EPOCH) // timedelta(microseconds=1)]): offset
+            json.dumps([topic, queue_id, (until - EPOCH) // timedelta(microseconds=1)]): offset
             for (topic, queue_id), (offset, until) in sorted(again.items())
         }
     if log_id is not None:
@@ -124,7 +124,7 @@ def from_checkpoint(value: object, what: str = "the checkpoint") -> StreamOffset
         for text, offset in value.get(AGAIN, {}).items():
             topic, queue_id, until_us = json.loads(text)
             positions = from_json({topic: {str(queue_id): offset}}, what)
-            again |= {queue: (start, _EPOCH + timedelta(microseconds=until_us)) for queue, start in positions.items()}
+            again |= {queue: (start, EPOCH + timedelta(microseconds=until_us)) for queue, start in positions.items()}
     except (AttributeError, TypeError, ValueError, OverflowError) as problem:
         raise OffsetError(
             f"{what} has {str(value[AGAIN])[:200]} under {AGAIN!r}, which no stream wrote: {problem}"
@@ -330,7 +330,7 @@ def parse_timestamp(text: str, option: str) -> datetime:
 
 
 def _from_ms(milliseconds: int) -> datetime:
-    return _EPOCH + timedelta(milliseconds=milliseconds)
+    return EPOCH + timedelta(milliseconds=milliseconds)
 
 
 # ---------------------------------------------------------------- suspended queues

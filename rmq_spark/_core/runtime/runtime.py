@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 from types import FrameType
 from uuid import uuid4
 
+from rmq_spark._core.vocabulary.options import JITTER
 from rmq_spark.errors import OutOfThreadsError
 
 _SINCE_BOOT: int | None = getattr(time, "CLOCK_BOOTTIME", None)
@@ -62,6 +63,10 @@ class Runtime:
     def random(self) -> float:
         """A random number from 0 (included) to 1 (excluded)."""
         return random.random()
+
+    def jittered(self, seconds: float) -> float:
+        """These seconds, a quarter more or less, so that many processes do not act at the same time."""
+        return seconds * (1 + JITTER * (2 * self.random() - 1))
 
     def unique_id(self) -> str:
         """32 hexadecimal digits, which no other call returns."""

@@ -147,20 +147,22 @@ def has_held(table: Table, file: DataFile) -> bool:
     return file.path in table.actions()["path"].to_pylist() or file.path in table.removed_since()
 
 
+def live_paths(table: Table) -> set[str]:
+    """The files of a table, as it was last read."""
+    return set(table.actions()["path"].to_pylist())
+
+
 def take_out(table: Table, paths: Sequence[str], removed_earlier_s: float = 0.0) -> None:
     """Remove those of the files that are still in the table: another process may remove the same ones.
 
     The commit says that no data changes. Delta refuses any other removal from an append-only table.
     """
 
-    def live() -> set[str]:
-        return set(table.actions()["path"].to_pylist())
-
     def propose(version: int) -> Change | None:
-        remaining = sorted(live().intersection(paths))
+        remaining = sorted(live_paths(table).intersection(paths))
         return Change(remove=remaining, data_change=False, removed_earlier_s=removed_earlier_s) if remaining else None
 
-    table.compare_and_set(propose, lambda change: live().isdisjoint(change.remove))
+    table.compare_and_set(propose, lambda change: live_paths(table).isdisjoint(change.remove))
 
 
 def actions_schema(table: str) -> pa.Schema:

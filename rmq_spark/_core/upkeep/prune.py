@@ -21,7 +21,7 @@ from rmq_spark._core.log.op_merge import MERGED_BYTES_MAX
 from rmq_spark._core.log.op_view import of_kind
 from rmq_spark._core.protocol.own_sends import PREFIXES, OwnSends
 from rmq_spark._core.storage.data_file import DataFile
-from rmq_spark._core.storage.table import Change
+from rmq_spark._core.storage.table import Change, live_paths
 from rmq_spark._core.upkeep.leave import Graces
 
 if TYPE_CHECKING:
@@ -134,16 +134,13 @@ class Pruner:
         last = {PRUNED: pc.max(gone["version"]).as_py(), PRUNED_PLACED: pc.max(placed["version"]).as_py()}
         written = list(self._write(kept))
 
-        def live() -> set[str]:
-            return set(op.actions()["path"].to_pylist())
-
         def propose(version: int) -> Change | None:
-            if not live().issuperset(paths):  # merged, or pruned by another process
+            if not live_paths(op).issuperset(paths):  # merged, or pruned by another process
                 return None
             reached = {name: max(n, pruned_up_to(op, name)) for name, n in last.items() if n is not None}
             return Change(add=written, remove=paths, transactions=reached, data_change=False)
 
-        committed = op.compare_and_set(propose, lambda change: live().isdisjoint(change.remove))
+        committed = op.compare_and_set(propose, lambda change: live_paths(op).isdisjoint(change.remove))
         return 0 if committed is None else gone.num_rows
 
     def _write(self, kept: pa.Table) -> Iterator[DataFile]:

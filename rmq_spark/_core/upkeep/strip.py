@@ -30,7 +30,7 @@ from rmq_spark._core.log.half_contents import LargeFile
 from rmq_spark._core.messages.messages_table import drained_up_to
 from rmq_spark._core.storage.data_file import ROW_GROUP_ROWS
 from rmq_spark._core.storage.row_range import PAYLOAD_COLUMNS, RowRange
-from rmq_spark._core.storage.table import Change, has_held
+from rmq_spark._core.storage.table import Change, has_held, live_paths
 from rmq_spark._core.upkeep.leave import Graces
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark._core.vocabulary.rows import arange, bytes_array
@@ -155,11 +155,8 @@ class Stripper:
             return False
         written = table.write(pa.concat_tables(stripped), table.name, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
 
-        def live() -> set[str]:
-            return set(table.actions()["path"].to_pylist())
-
         def propose(version: int) -> Change | None:
-            if file.path not in live():  # another process was faster
+            if file.path not in live_paths(table):  # another process was faster
                 return None
             # As old as the replaced file, since its half batches are prepared no later than before.
             return Change(add=[written], remove=[file.path], modification_time_ms=file.ms, data_change=False)
