@@ -16,6 +16,7 @@ from rmq_spark._core.reads.offsets import (
     parse_offsets,
     to_json,
 )
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import App
 from rmq_spark.cli.completion import topics_of_option
@@ -222,7 +223,7 @@ def _not_a_place(to: str) -> str:
     )
 
 
-def _show_positions(group: ConsumerGroup, positions: Mapping[tuple[str, int], int], as_json: bool) -> None:
+def _show_positions(group: ConsumerGroup, positions: Mapping[Queue, int], as_json: bool) -> None:
     from rmq_spark._core.log.group_table import MEMBERS, kind_of
 
     rows = [{"topic": t, "queue_id": q, "next_offset": n} for (t, q), n in sorted(positions.items())]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.cli.groups import group_rows
 from rmq_spark.cli.verdicts import conflict_rows, open_rows
 
@@ -47,8 +48,8 @@ class Overview:
 
     at: datetime
     topics: Mapping[str, int]
-    ends: Mapping[tuple[str, int], int]
-    firsts: Mapping[tuple[str, int], int]
+    ends: Mapping[Queue, int]
+    firsts: Mapping[Queue, int]
     pending: list[dict[str, Any]]
     quarantined: list[dict[str, Any]]
     conflicts: list[dict[str, Any]]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import FAILED, App, fail, path_to_type
 from rmq_spark.cli.output import AsJson, LogPath, Storage, TopicName, open_log, plainly, say, show
@@ -134,7 +135,7 @@ def delete_topic(path: LogPath, name: TopicName, storage: Storage = None) -> Non
     fail(OptionError(message), FAILED)
 
 
-def _by_topic(offsets: Mapping[tuple[str, int], int]) -> Counter[str]:
+def _by_topic(offsets: Mapping[Queue, int]) -> Counter[str]:
     sums: Counter[str] = Counter()
     for (topic, _), offset in offsets.items():
         sums[topic] += offset
@@ -181,7 +182,7 @@ def queue_rows(log: CommitLog, name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def last_commits(log: CommitLog, ends: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], datetime]:
+def last_commits(log: CommitLog, ends: Mapping[Queue, int]) -> dict[Queue, datetime]:
     """Return the commit time of the last message before each of these offsets, unless that message is gone."""
     from rmq_spark._core.consumers.consumer_group import waiting_since
 

@@ -21,6 +21,7 @@ from rmq_spark._core.runtime.forks import called_here
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.vocabulary.message import require_group_name, require_topic_name
 from rmq_spark._core.vocabulary.options import GROUP_CHARS_MAX, TOPIC_CHARS_MAX, named, whole_number
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.redaction import cause_of, traceback_of
 from rmq_spark.errors import InboxConflictError, ListenerError, OptionError, TransactionEndedError
 
@@ -159,7 +160,7 @@ class SqlInbox(Database):
                 if not sa.inspect(connection).has_table(table.name, schema=table.schema):
                     raise self._missing_table_error(table)
 
-    def positions(self) -> dict[tuple[str, int], int]:
+    def positions(self) -> dict[Queue, int]:
         """Return the next offset of every queue for which results were written."""
         with self.transaction(write=False) as connection:
             return {queue: position.next_offset for queue, position in self._positions(connection).items()}
@@ -389,7 +390,7 @@ def _committed_us(messages: pa.Table) -> pa.Array | pa.ChunkedArray:
     return messages["commit_timestamp"].cast(pa.timestamp("us", "UTC")).cast(pa.int64())
 
 
-def _values_of_queues(messages: pa.Table, values: Mapping[tuple[str, int], int | None]) -> pa.ChunkedArray:
+def _values_of_queues(messages: pa.Table, values: Mapping[Queue, int | None]) -> pa.ChunkedArray:
     """Return for each message the value of its queue; null for a queue without a value."""
     known_queues = pa.array([f"{queue_id} {topic}" for topic, queue_id in values], pa.string())
     queues = pc.binary_join_element_wise(pc.cast(messages["queue_id"], pa.string()), messages["topic"], " ")

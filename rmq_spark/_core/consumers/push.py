@@ -47,6 +47,7 @@ from rmq_spark._core.runtime import observer
 from rmq_spark._core.runtime.callables import name_of
 from rmq_spark._core.runtime.spans import tracing
 from rmq_spark._core.vocabulary.options import named, seconds, whole_number
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
 
 THREADS = 20
@@ -324,7 +325,7 @@ class PushConsumer:
         """
         return self.member.problem or (self.member.held_up_by if self.is_running else None)
 
-    def queues(self) -> dict[tuple[str, int], int]:
+    def queues(self) -> dict[Queue, int]:
         """Return this member's queues, and the lowest unfinished offset of each."""
         with self.member.changed:
             return {queue: state.lowest for queue, state in sorted(self.member.queues.items()) if state.is_open}

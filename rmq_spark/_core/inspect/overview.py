@@ -17,6 +17,7 @@ from rmq_spark._core.log.half_header import name_of
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op import Kind
 from rmq_spark._core.vocabulary.message import TIMESTAMP
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def conflicts(engine: Engine) -> list[str]:
 
 
 @looks_again
-def open_messages(engine: Engine) -> dict[tuple[str, int], tuple[int, int]]:
+def open_messages(engine: Engine) -> dict[Queue, tuple[int, int]]:
     """See :meth:`CommitLog.open_messages`."""
     batches: dict[str, tuple[HalfRecord, BatchState]] = {}
     for half_id, record in _present(engine, dict.fromkeys([*engine.open_half_ids(), *engine.ledger.waiting])):
@@ -110,7 +111,7 @@ def open_messages(engine: Engine) -> dict[tuple[str, int], tuple[int, int]]:
             state = engine.state_of(record)
             if not state.settled or half_id in engine.ledger.waiting:
                 batches[half_id] = (record, state)
-    counts: dict[tuple[str, int], tuple[int, int]] = {}
+    counts: dict[Queue, tuple[int, int]] = {}
     for record, state in batches.values():
         for file_no, file in record.files.items():
             for segment in file.segments:

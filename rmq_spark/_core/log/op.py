@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from rmq_spark._core.log.archive import ARCHIVED, Archived
 from rmq_spark._core.vocabulary.message import TIMESTAMP
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.rows import Ranges
 
 if TYPE_CHECKING:
@@ -164,8 +165,8 @@ class OpRow:
     verdict: str | None = None
     low_water: int | None = None
     since_version: int | None = None
-    tails: Mapping[tuple[str, int], int] | None = None
-    firsts: Mapping[tuple[str, int], int] | None = None
+    tails: Mapping[Queue, int] | None = None
+    firsts: Mapping[Queue, int] | None = None
     reopened_ms: int | None = None
     below: Mapping[str, OpenBelow] | None = None
     prepared_ms: int | None = None
@@ -231,7 +232,7 @@ def _column(field: pa.Field, rows: Sequence[OpRow]) -> pa.Array:
     return pa.array(values, field.type)
 
 
-def _offsets_value(name: str, offsets: Mapping[tuple[str, int], int]) -> list[dict[str, object]]:
+def _offsets_value(name: str, offsets: Mapping[Queue, int]) -> list[dict[str, object]]:
     return [{"topic": t, "queue_id": q, name: n} for (t, q), n in sorted(offsets.items())]
 
 

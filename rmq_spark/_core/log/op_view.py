@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.op import NO_OPS, SETTLING, Kind, OpenBelow
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.times import EPOCH
 from rmq_spark.errors import CorruptLogError
 
@@ -23,7 +24,7 @@ CHUNKS_MAX = 64
 _OF_EACH_MARK = ("low_water", "since_version", "tails", "below", "reopened_ms")
 """Columns that every mark fills."""
 
-Tails = Mapping[tuple[str, int], int]
+Tails = Mapping[Queue, int]
 """The next offset of every queue that has messages, by topic and queue."""
 Waiting = Mapping[str, Mapping[datetime | None, int]]
 """How many committed messages have no place yet, by half id and due time (None: they wait for an earlier message of
@@ -231,7 +232,7 @@ def _firsts_after(firsts: Tails, rows: pa.Table, tails: Tails) -> Tails:
     return new_firsts if expired else firsts
 
 
-def _firsts(row: Mapping[str, Any]) -> dict[tuple[str, int], int]:
+def _firsts(row: Mapping[str, Any]) -> dict[Queue, int]:
     entries = row["firsts"] or ()
     if any(None in first.values() or first["first_offset"] < 0 for first in entries):
         raise CorruptLogError(

@@ -23,6 +23,7 @@ from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.row_range import KEPT, RowRange
 from rmq_spark._core.vocabulary.ids import batch_transaction_id
 from rmq_spark._core.vocabulary.options import nearest, require_time, whole_number
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.rows import arange
 from rmq_spark._core.vocabulary.verdicts import KEY, MESSAGE
 from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
@@ -296,7 +297,7 @@ def _ranges_after(ranges: Sequence[MessageRange], done: int) -> Iterator[Message
 
 def read_messages(
     engine: Engine,
-    tails: Mapping[tuple[str, int], int],
+    tails: Mapping[Queue, int],
     topic: str,
     queues: int,
     start: Mapping[int, int],
@@ -341,11 +342,9 @@ def read_messages(
     return pa.concat_tables(parts) if parts else schema.empty_table()
 
 
-def _limited_ends(
-    firsts: Mapping[tuple[str, int], int], ends: Mapping[tuple[str, int], int], limit: int
-) -> dict[tuple[str, int], int]:
+def _limited_ends(firsts: Mapping[Queue, int], ends: Mapping[Queue, int], limit: int) -> dict[Queue, int]:
     """By queue, the end of the first ``limit`` messages, when the lowest queues come first."""
-    limited: dict[tuple[str, int], int] = {}
+    limited: dict[Queue, int] = {}
     for queue, first in firsts.items():
         limited[queue] = min(ends[queue], first + limit)
         limit -= limited[queue] - first

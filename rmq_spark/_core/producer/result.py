@@ -10,6 +10,7 @@ from rmq_spark._core.log.batch_state import COMMITTED_STATES, ROLLED_BACK_STATES
 from rmq_spark._core.log.half_header import HalfHeader
 from rmq_spark._core.protocol.outcome import Outcome
 from rmq_spark._core.vocabulary.ids import batch_transaction_id
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.verdicts import LocalTransactionState
 
 
@@ -45,7 +46,7 @@ class TransactionSendResult:
     half_id: str
     transaction_id: str
     local_transaction_state: LocalTransactionState
-    queue_offsets: Mapping[tuple[str, int], tuple[int, int]]
+    queue_offsets: Mapping[Queue, tuple[int, int]]
     messages: int
     replayed: bool
 
@@ -68,7 +69,7 @@ def result_of(header: HalfHeader, outcome: Outcome, rows: int) -> TransactionSen
         verdict = LocalTransactionState.COMMIT_MESSAGE
     elif states and states <= set(ROLLED_BACK_STATES):
         verdict = LocalTransactionState.ROLLBACK_MESSAGE
-    offsets: dict[tuple[str, int], tuple[int, int]] = {}
+    offsets: dict[Queue, tuple[int, int]] = {}
     for placed in outcome.placed:
         first, _ = offsets.get((placed.topic, placed.queue_id), (placed.queue_offset, 0))
         offsets[(placed.topic, placed.queue_id)] = (first, placed.queue_offset + placed.count - 1)

@@ -36,6 +36,7 @@ from rmq_spark._core.selector import SUB_ALL, parse_selector, parse_tags
 from rmq_spark._core.storage.spark_parquet import PATHS_MAX, read_files, spark_schema
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark._core.vocabulary.options import named, nearest, require_time
+from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY
 from rmq_spark.errors import CorruptLogError, LostFileError, OffsetOutOfRangeError, OptionError
 
@@ -250,7 +251,7 @@ def _drained(
     files: pa.Table,
     start: Positions,
     end: Positions,
-    border: Mapping[tuple[str, int], int],
+    border: Mapping[Queue, int],
     limit: datetime | int | None,
 ) -> DataFrame | None:
     from pyspark.sql import functions as F
@@ -275,7 +276,7 @@ def _drained(
     return frame.drop("op_version")
 
 
-def _overlapping_files(actions: pa.Table, spans: Mapping[tuple[str, int], tuple[int, int]]) -> list[str]:
+def _overlapping_files(actions: pa.Table, spans: Mapping[Queue, tuple[int, int]]) -> list[str]:
     """Return the files that may hold some of these offsets, by the statistics in the Delta log."""
     topics = pa.array(sorted({topic for topic, _ in spans}), pa.string())
     of_topic = pc.or_(pc.not_equal(actions["min.topic"], actions["max.topic"]), pc.is_in(actions["min.topic"], topics))
@@ -307,7 +308,7 @@ def _of_one_topic(actions: pa.Table, paths: Sequence[str]) -> bool:
     return pc.all(pc.fill_null(pc.equal(scanned["min.topic"], scanned["max.topic"]), False)).as_py() is True
 
 
-def _within(spans: Mapping[tuple[str, int], tuple[int, int]], cut: Collection[str]) -> Column:
+def _within(spans: Mapping[Queue, tuple[int, int]], cut: Collection[str]) -> Column:
     """Return the condition for these offsets.
 
     Topics that are not ``cut`` are matched by name alone. Queues with the same offsets share a term. The terms are
