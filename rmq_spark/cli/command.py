@@ -1,4 +1,4 @@
-"""What every ``txmq`` command shares: the commit log's path, typed or configured, and errors on one line."""
+"""Shared by every ``txmq`` command: the commit log's path, typed or configured, and errors on one line."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Tally:
 
 @dataclass
 class CheckReport:
-    """What one round of checks did.
+    """The result of one round of checks.
 
     Attributes
     ----------

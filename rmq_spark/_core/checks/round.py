@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Todo(Enum):
-    """What a round does with rows that are due."""
+    """The ways in which a round treats rows that are due."""
 
     ASK = "ask"
     DISCARD = "discard"
@@ -203,7 +203,8 @@ class Checker:
         report: CheckReport,
         held: pa.Table | None,
     ) -> Iterator[tuple[_Todo, Question]]:
-        """What to do now with which pending rows of a half batch. The report counts half batches that are left alone.
+        """Yield the pending rows of a half batch that are due, and how to treat them. The report counts half
+        batches that are left alone.
 
         ==============================================  =======
         older than ``file_reserved_time``               EXPIRE

@@ -1,4 +1,4 @@
-"""What the calls of a message listener cost, measured, and so how many messages a thread takes at a time."""
+"""Measures the calls of a message listener, to choose how many messages a thread takes at a time."""
 
 from __future__ import annotations
 

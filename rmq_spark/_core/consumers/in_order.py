@@ -28,7 +28,7 @@ RESULT = pa.schema([("result", pa.binary())])
 
 @dataclass
 class QueueResult:
-    """What one pass did with a queue.
+    """The result of one pass over a queue.
 
     Attributes
     ----------

@@ -81,7 +81,7 @@ class GroupMember:
         self.name = new_member_name(self.runtime.unique_id())
         self.by = self.name.rpartition(".")[0]
         self.fields = {"consumer_group": self.group, "member": self.name}
-        """What its log messages have as ``extra``."""
+        """The ``extra`` of its log messages."""
         self.changed = threading.Condition()
         """The lock of the shared state. Notified when messages can be taken, and when the consumer ends."""
         self.queues: dict[Queue, ProcessQueue] = {}

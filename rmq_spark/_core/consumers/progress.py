@@ -23,8 +23,8 @@ from rmq_spark._core.vocabulary.queues import Queue
 
 @dataclass(eq=False)
 class Take:
-    """Messages of one queue, in offset order, that were taken at a time of the monotonic clock. Those from the offset
-    ``first`` on are unfinished."""
+    """Messages of one queue, in offset order, that were taken at a time of the monotonic clock. The messages from the
+    offset ``first`` on are unfinished."""
 
     queue: ProcessQueue
     messages: pa.Table

@@ -1,4 +1,4 @@
-"""What an error of a database means, by the codes of each server."""
+"""Meanings of database errors, by the codes of each server."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class _Column(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """What happens to a row whose key is already in the table. No two inserted rows may have the same key.
+    """The fate of a row whose key is already in the table. No two inserted rows may have the same key.
 
     Attributes
     ----------

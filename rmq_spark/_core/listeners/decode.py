@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from rmq_spark.errors import MessageError, OptionError
 
 RAISE, NULL = "raise", "null"
-"""What :meth:`HalfBatch.decode` does with a body that is not a JSON object of the schema."""
+"""Ways in which :meth:`HalfBatch.decode` treats a body that is not a JSON object of the schema."""
 
 _TYPES = {
     "long": pa.int64(), "bigint": pa.int64(), "int": pa.int32(), "integer": pa.int32(), "smallint": pa.int16(),

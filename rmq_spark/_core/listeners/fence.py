@@ -281,7 +281,7 @@ class Fence(Database):
         return {(row.half_id, row.attempt, row.part): row for row in rows}
 
     def states(self, rows: Rows, batch: HalfBatch) -> Recorded:
-        """Return what rows record of a half batch. Those of its parts are put together.
+        """Return the record of a half batch from its rows. The rows of its parts are put together.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""What a fence row records of an attempt: the states of its transactions, by the positions of their messages.
+"""The record of an attempt in a fence row: the states of its transactions, by the positions of their messages.
 
 Most attempts end as a whole, so one word is enough, whatever the number of transactions. Only where their states differ
 does the row list positions, as runs: a few bytes for thousands of messages.

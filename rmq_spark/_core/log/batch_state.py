@@ -213,7 +213,7 @@ class BatchState:
         return sorted(attempts)
 
     def checked_at_least(self, rows: RowSet, times: int) -> RowSet:
-        """Those of ``rows`` that have had at least this many answered checks."""
+        """The rows among ``rows`` that have had at least this many answered checks."""
         enough = (bytes(times) + b"\x01" * 256)[:256]
         return rows & {n: f.checks.translate(enough) for n, f in self.files.items()}
 

@@ -47,7 +47,7 @@ class Naming(Enum):
 
 @value
 class HalfHeader:
-    """What all rows of a half batch have in common (the first columns of ``half``)."""
+    """The values that all rows of a half batch share (the first columns of ``half``)."""
 
     half_id: str
     """The identity, which no other half batch ever has: see :func:`half_id_of` and :func:`new_half_id`. Op markers,

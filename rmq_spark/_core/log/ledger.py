@@ -315,8 +315,8 @@ class Ledger(OpReader):
         return batches
 
     def _open_due(self, half_ids: Collection[str], problems: dict[str, TxmqError]) -> list[OpenBatch]:
-        """Open the half batches that have due messages. Those that cannot be read wait on and hold up no decision about
-        others. ``problems`` gets why they cannot."""
+        """Open the half batches that have due messages. An unreadable half batch waits on and holds up no
+        decision about others. ``problems`` gets its error."""
         batches: list[OpenBatch] = []
         for half_id in sorted(half_ids):
             try:

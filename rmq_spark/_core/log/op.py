@@ -99,7 +99,7 @@ class Kind(str, Enum):
 
 
 class Who(str, Enum):
-    """Who decided."""
+    """The part of the system that made a decision."""
 
     EXECUTE = "execute"
     CHECK = "check"

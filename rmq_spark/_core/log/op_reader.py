@@ -208,7 +208,7 @@ class OpReader:
         return len(self._untouched)
 
     def rows_of(self, record: HalfRecord) -> pa.Table:
-        """The op rows of one half batch, in version order. Those of a half batch above the mark are all in memory."""
+        """The op rows of one half batch, in version order. Above the mark, all rows of a half batch are in memory."""
         kept = _rows_of_batch(self.followed.rows, record.half_id)
         return pa.concat_tables([self._older_rows_of(record.half_id), kept]) if self._is_below(record) else kept
 
@@ -431,7 +431,7 @@ class OpReader:
             prepared = self.prepared()
             open_ids = self.open_among(prepared)
             self.unreadable = prepared.unreadable
-        # What was reopened below the mark is older than all above it.
+        # Messages that were reopened below the mark are older than all above it.
         return sorted(open_ids, key=lambda half_id: prepared[half_id].ms if half_id in prepared else 0)
 
     def open_among(self, prepared: PreparedBatches) -> list[str]:

@@ -53,7 +53,7 @@ def validate_op(rows: pa.Table) -> pa.Table:
 
 
 def _rules(rows: pa.Table) -> Iterator[tuple[str, pa.Array]]:
-    """What can be wrong, and which rows are right."""
+    """Yield each fault that op rows may have, and which rows are without it."""
     columns = set(rows.column_names)
     if "kind" in columns:
         yield "an unknown kind", pc.is_in(rows["kind"], value_set=pa.array(sorted(KINDS)))

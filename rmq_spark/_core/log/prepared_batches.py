@@ -106,12 +106,12 @@ class PreparedBatches(Mapping[str, Prepared]):
         return dict(zip(ids, left.filter(is_open).to_pylist(), strict=True))
 
     def lacks(self, half_ids: pa.Array) -> list[str]:
-        """Those of ``half_ids`` that are not here."""
+        """The ids among ``half_ids`` that are not here."""
         is_known = pc.is_in(half_ids, value_set=_values(self.table["half_id"]))
         return [str(half_id) for half_id in half_ids.filter(pc.invert(is_known)).to_pylist()]
 
     def after(self, ms: int) -> list[str]:
-        """Those that were prepared after a time (ms)."""
+        """The half batches that were prepared after a time (ms)."""
         return [str(h) for h in self.table["half_id"].filter(pc.greater(self.table["ms"], ms)).to_pylist()]
 
     def newest_ms(self, before: int | None = None) -> int:

@@ -20,7 +20,7 @@ from rmq_spark.errors import CorruptLogError
 logger = logging.getLogger(__name__)
 
 IDS_KEPT_MAX = 500_000
-"""Half ids kept in memory, at about 80 bytes each. Those of the least recently used files are dropped first."""
+"""Half ids kept in memory, at about 80 bytes each. The ids of the least recently used files are dropped first."""
 
 
 class UnreadableFile(NamedTuple):

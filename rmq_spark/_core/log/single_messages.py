@@ -40,7 +40,7 @@ class OneMessage:
 
     @property
     def files(self) -> tuple[OneMessage]:
-        """What is to be prepared."""
+        """The rows to prepare."""
         return (self,)
 
 

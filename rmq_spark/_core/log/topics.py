@@ -112,7 +112,7 @@ class TopicTable:
                     raise
 
     def _current(self) -> Known | None:
-        """What this handle has read already; it does not wait for a commit under way."""
+        """The topics as this handle read them last. It does not wait for a commit under way."""
         known = self._known
         return None if known is None or known.version != self.table.version else known
 

@@ -56,14 +56,14 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True)
 class _Border:
-    """What was drained at a version of ``messages``: up to which version of ``op``, and where each queue ended."""
+    """How far a log is drained at a version of ``messages``: up to which version of ``op``, and each queue's end."""
 
     position: int = -1
     ends: Mapping[Queue, int] = field(default_factory=dict)
 
 
 class Drained:
-    """What one handle of a log knows of the table ``messages``."""
+    """The table ``messages`` as one handle of a log has read it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

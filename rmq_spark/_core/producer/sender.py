@@ -23,7 +23,7 @@ from rmq_spark.errors import MessageError
 
 @dataclass(frozen=True)
 class Request:
-    """What one call of a producer sends, and with whom.
+    """The input of one call of a producer, and the protocol that sends it.
 
     Attributes
     ----------

@@ -16,7 +16,7 @@ from rmq_spark.errors import FencedError, LocalTransactionError, VerdictError
 
 @value
 class PartAnswer:
-    """What a task answers for its part.
+    """A task's answer for its part.
 
     Attributes
     ----------

@@ -1,1 +1,1 @@
-"""What the protocol needs from the process it runs in: time, threads, failpoints, observers, spans."""
+"""The process in which the protocol runs: time, threads, failpoints, observers, spans."""

@@ -43,7 +43,7 @@ class Sent(NamedTuple):
 
 
 class Consumed(NamedTuple):
-    """What one call of a listener, or a series of calls, did with messages of one queue.
+    """The result of one call of a listener, or of a series of calls, for messages of one queue.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What the protocol needs from the machine it runs on: the time, a pause, chance, locks and threads.
+"""The machine as the protocol uses it: the time, a pause, chance, locks and threads.
 
 Each table holds a runtime and passes it on, so a commit log has one. A test gives a log another one with
 ``InMemoryCommitLog(runtime=…)``. So a simulation runs the same code on another clock, one thread at a time.

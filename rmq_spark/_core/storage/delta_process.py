@@ -1,4 +1,4 @@
-"""What Delta's engine needs of this process: enough address space, and no fork after its first use.
+"""Requirements of Delta's engine on this process: enough address space, and no fork after its first use.
 
 With less address space the engine ends the process, or its libraries "fail to map a segment". Importing this module
 makes the check, so a module that loads the engine imports it first.

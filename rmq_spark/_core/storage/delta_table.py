@@ -251,7 +251,7 @@ class DeltaLogTable:
         return CorruptLogError(f"the Delta log of table {self.name} cannot be read any more: {answer}")
 
     def _query(self, question: Callable[[DeltaTable], Answer]) -> Answer:
-        """What delta-rs answers about the table. It reads some parts of the Delta log only now, and upkeep may have
+        """Ask delta-rs about the table. It reads some parts of the Delta log only now, and upkeep may have
         removed them while this process was stopped. So the table is opened anew, and asked again, before damage is
         reported. The caller holds the lock; the table may be at a newer version afterwards."""
         try:

@@ -141,7 +141,7 @@ def describe_commits(entries: Sequence[Entry]) -> str:
 
 @dataclass(frozen=True)
 class Changed:
-    """What other writers changed.
+    """The changes by other writers.
 
     Attributes
     ----------

@@ -38,7 +38,7 @@ BOUNDS: Mapping[str, Mapping[str, pa.DataType]] = {
 
 @dataclass(frozen=True)
 class Change:
-    """What one commit does to a table."""
+    """The change that one commit makes to a table."""
 
     add: Sequence[DataFile] = ()
     remove: Sequence[str] = ()

@@ -233,7 +233,7 @@ class Leaver:
             return self._engine.half.table.read([], HEADER_COLUMNS)
 
     def _counts(self, half_id: str) -> dict[str, int] | None:
-        """What became of a half batch's messages, from its whole state; None when it is not settled for good."""
+        """Count a half batch's messages by outcome, from its whole state; None when it is not settled for good."""
         try:
             state = self._engine.state_of(self._engine.get(half_id), refresh=False)
         except HalfBatchLeftError:
@@ -307,7 +307,7 @@ def _batches(rows: pa.Table, row_counts: Mapping[str, int]) -> dict[str, _Batch]
 
 
 def _counts(batch: _Batch, decisions: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """What became of the messages of a half batch that was never reopened or quarantined, or is entirely committed."""
+    """Count by outcome the messages of a half batch that was never reopened or quarantined, or is all committed."""
     if batch.placed == batch.rows:
         return {"committed": batch.rows}
     counts = {"committed": batch.placed}

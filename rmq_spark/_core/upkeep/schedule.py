@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MaintenanceReport:
-    """What upkeep did, or would do.
+    """The result of upkeep, or of a dry run.
 
     Attributes
     ----------

@@ -38,7 +38,7 @@ CHECKS_MAX = 250
 TRANSACTION_TIMEOUT_S = 6.0
 """A half batch younger than this is not checked (RocketMQ: ``transactionTimeOut``)."""
 ON_LISTENER_ERROR = ("fail", "unknown")
-"""What an exception of a local transaction does: it ends the send, or counts as UNKNOWN."""
+"""An exception of a local transaction ends the send, or counts as UNKNOWN."""
 TRANSACTION_CHECK_INTERVAL_S = 60.0
 """Time between two rounds of checks (RocketMQ: ``transactionCheckInterval``, 30 s there)."""
 TRANSACTION_CHECK_MAX = 15

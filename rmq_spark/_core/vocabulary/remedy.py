@@ -1,4 +1,4 @@
-"""What a person does about an error: in the words of a Python program, and of the command ``txmq``."""
+"""The action that mends an error, worded for a Python program and for the command ``txmq``."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from rmq_spark.errors import OptionError, VerdictError
 BATCH = "batch"
 MESSAGE = "message"
 KEY = "key"
-"""What one transaction of a half batch consists of. ``key`` goes with ``transactionKey``."""
+"""The units of a transaction: the half batch, a message, or all messages with one value of ``transactionKey``."""
 
 
 def require_transaction_per(per: str, key: str | None, names: tuple[str, str]) -> None:
@@ -75,7 +75,7 @@ class Rollback(Exception):
 
 @value
 class Verdict:
-    """What became of a transaction.
+    """The outcome of a transaction.
 
     Attributes
     ----------
@@ -162,7 +162,7 @@ def rollback(reason: object = None, refused: bool = False) -> Verdict:
 
 
 def returned(call: Callable[..., Any], *args: Any) -> Any:
-    """What the user's code returned. A :class:`Rollback` that it raised counts as returned."""
+    """Call the user's code and return its result. A :class:`Rollback` that it raises counts as its result."""
     try:
         return call(*args)
     except Rollback as raised:
