@@ -43,8 +43,8 @@ Read = Callable[["RowRange", Sequence[str]], Iterator[tuple[int, pa.Table]]]
 
 
 def placed_ranges(rows: pa.Table) -> Iterator[PlacedRange]:
-    """The ranges that op rows place, in the order of ``op``, but with all ranges of a half file together: the file is then
-    read once. (A half batch that was decided bit by bit is read once for each decision.)
+    """The ranges that op rows place, in the order of ``op``, but with all ranges of a half file together, so that the
+    file is read once. (A half batch that was decided bit by bit is read once for each decision.)
 
     Raises
     ------
