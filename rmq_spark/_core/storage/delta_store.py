@@ -25,6 +25,11 @@ WHOLE_BYTES_MAX = 1 << 20
 """A file of at most this size is read whole, with one request. Parquet's reader would make one for the footer and one for
 each column."""
 
+SMALL_BYTES_MAX = 4 << 20
+"""A file of at most this size is put at its end, so a crash before leaves nothing in the store."""
+SMALL_TRIES_MAX = 10
+"""Puts of a small file. On Azure, of two puts of one name at once the second is refused, as an invalid list of blocks."""
+
 
 def delta_store(uri: str, storage_options: Mapping[str, str] | None) -> tuple[pafs.FileSystem, str]:
     """Return the store below a URI as a file system, and the URI's folder on it.
@@ -62,7 +67,7 @@ class _Handler(DeltaStorageHandler):  # type: ignore[misc]
         self._options = options
 
     @contextmanager
-    def _asked(self) -> Iterator[None]:
+    def asked(self) -> Iterator[None]:
         """Refuse a fork, and make a failure an OSError of one line without secrets."""
         require_no_fork()
         try:
@@ -87,23 +92,23 @@ class _Handler(DeltaStorageHandler):  # type: ignore[misc]
         return path.rstrip("/")
 
     def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
-        with self._asked():
+        with self.asked():
             return [self._shown(info) for info in super().get_file_info([self._below(path) for path in paths])]
 
     def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
         base = self._below(selector.base_dir)
-        with self._asked():
+        with self.asked():
             found = self._handler.get_file_info_selector(base, selector.allow_not_found, selector.recursive)
         if not found and not selector.allow_not_found:
             raise FileNotFoundError(f"there is nothing below {selector.base_dir}")
         return [self._shown(info) for info in found]
 
     def delete_file(self, path: str) -> None:
-        with self._asked():
+        with self.asked():
             super().delete_file(self._below(path))
 
     def open_input_file(self, path: str) -> pa.NativeFile:
-        with self._asked():
+        with self.asked():
             file = self._handler.open_input_file(self._below(path))
             if file.size() <= WHOLE_BYTES_MAX:
                 return pa.BufferReader(file.read())
@@ -112,12 +117,15 @@ class _Handler(DeltaStorageHandler):  # type: ignore[misc]
     open_input_stream = open_input_file
 
     def open_output_stream(self, path: str, metadata: Mapping[str, str] | None = None) -> pa.NativeFile:
-        with self._asked():
-            return pa.PythonFile(_Writing(self, self._handler.open_output_stream(self._below(path), None)), mode="w")
+        return pa.PythonFile(_Writing(self, path), mode="w")
+
+    def begin(self, path: str) -> Any:
+        """Begin to put a file, in parts."""
+        return self._handler.open_output_stream(self._below(path), None)
 
 
-class _File:
-    """An open file, whose failures are those of the store."""
+class _Reading:
+    """A large file, of which each read is a request."""
 
     def __init__(self, store: _Handler, file: Any) -> None:
         self._store, self._file = store, file
@@ -129,27 +137,61 @@ class _File:
     def tell(self) -> int:
         return int(self._file.tell())
 
-    def close(self) -> None:
-        if not self.closed:
-            with self._store._asked():
-                self._file.close()
-
-
-class _Reading(_File):
     def seek(self, offset: int, whence: int = 0) -> int:
         return int(self._file.seek(offset, whence))
 
     def read(self, size: int | None = None) -> bytes:
-        with self._store._asked():
+        with self._store.asked():
             return bytes(self._file.read(size))
 
+    def close(self) -> None:
+        self._file.close()
 
-class _Writing(_File):
-    """A new file, which the store has when it is closed."""
+
+class _Writing:
+    """A new file, which the store has when it is closed. A small one is put at its end, a large one in parts."""
+
+    def __init__(self, store: _Handler, path: str) -> None:
+        self._store, self._path = store, path
+        self._small = bytearray()
+        self._parts: Any = None
+        self._size = 0
+        self.closed = False
+
+    def tell(self) -> int:
+        return self._size
 
     def write(self, data: Any) -> int:
-        with self._store._asked():  # pyarrow passes a buffer, and delta-rs takes bytes alone
-            return int(self._file.write(memoryview(data).tobytes()))
+        content = memoryview(data).cast("B")  # pyarrow passes a buffer, and delta-rs takes bytes alone
+        self._size += len(content)
+        if self._parts is None and self._size <= SMALL_BYTES_MAX:
+            self._small += content
+            return len(content)
+        with self._store.asked():
+            if self._parts is None:
+                self._parts = self._store.begin(self._path)
+                self._parts.write(bytes(self._small))
+                self._small.clear()
+            self._parts.write(content.tobytes())
+        return len(content)
 
     def flush(self) -> None:
-        """Do nothing: delta-rs would put a part that is too small for some stores."""
+        """Do nothing: a part of any size would be too small for some stores."""
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        with self._store.asked():
+            if self._parts is not None:
+                self._parts.close()
+                return
+            for tries in range(SMALL_TRIES_MAX):
+                file = self._store.begin(self._path)
+                try:
+                    file.write(bytes(self._small))
+                    file.close()
+                    return
+                except OSError as problem:
+                    if "InvalidBlockList" not in str(problem) or tries == SMALL_TRIES_MAX - 1:
+                        raise
