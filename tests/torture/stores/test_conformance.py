@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.support.consumers import DONE, go_on, push, seen_by, send
 from tests.support.half_batches import another, bodies, check_offsets, commit, let_leave, prepare, roll_back
 from tests.support.inside import filesystem, stores
 from tests.support.limits import Limit
+from tests.support.meanwhile import at
 from tests.torture.s3.proxy import proxy
 
 ROOT = Path(__file__).parents[3]
@@ -234,9 +236,10 @@ def test_the_file_system_lists_reads_and_deletes_what_it_wrote(store: Any, uri: 
         assert fs.get_file_info(f"{folder}/{name}").type == pafs.FileType.NotFound
         with pytest.raises(FileNotFoundError):
             fs.open_input_file(f"{folder}/{name}").read()
-    assert fs.get_file_info(pafs.FileSelector(folder, allow_not_found=True)) == []
+    rest = fs.get_file_info(pafs.FileSelector(folder, allow_not_found=True))
+    assert not [info.path for info in rest if info.type == pafs.FileType.File]
     with pytest.raises(FileNotFoundError):
-        fs.get_file_info(pafs.FileSelector(folder))
+        fs.get_file_info(pafs.FileSelector(f"{folder}/nothing"))
 
 
 def test_a_bucket_that_is_not_there_is_one_sentence_and_leaves_nothing(store: Any, uri: str) -> None:
@@ -264,3 +267,33 @@ def test_no_secret_is_in_what_a_wrong_secret_raises(store: Any, uri: str, caplog
             error = error.__cause__
     assert not [word for word in hidden if word in caplog.text]
     assert store.objects(uri) == []
+
+
+@pytest.mark.parametrize("failing", ["op", pytest.param("topics", marks=pytest.mark.long)])
+def test_a_log_that_cannot_be_made_leaves_nothing_behind(store: Any, uri: str, failing: str) -> None:
+    def fail() -> None:
+        raise OSError("the store is out of order")
+
+    where = f"{uri}-{failing}"
+    with at("table made", fail, table=failing), pytest.raises(StorageError, match="the store is out of order"):
+        txmq.CommitLog.create(where, storage_options=store.storage_options())
+    assert store.objects(where) == []
+    assert txmq.CommitLog.create(where, storage_options=store.storage_options()).topics() == {}
+
+
+@pytest.mark.long
+def test_what_could_not_be_removed_is_named(store: Any, uri: str) -> None:
+    ended: list[Any] = []
+
+    def end() -> None:
+        ended[0].close()
+
+    with ExitStack() as stack:
+        between = stack.enter_context(proxy(store.endpoint))
+        ended.append(stack.pop_all())
+        options = {**store.storage_options(between.endpoint), "max_retries": "0"}
+        with at("table made", end, table="op"), pytest.raises(StorageError) as caught:
+            txmq.CommitLog.create(uri, storage_options=options)
+    assert f"left behind, and to be deleted by hand: {uri}/half (" in str(caught.value)
+    assert store.objects(uri) == ["half/_delta_log/00000000000000000000.json"]
+    assert txmq.CommitLog.create(uri, storage_options=store.storage_options()).topics() == {}
