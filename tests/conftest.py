@@ -16,8 +16,13 @@ from tests.support import seeds
 from tests.support.half_batches import make_log
 from tests.support.limits import Limit, set_limits
 from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, running
+from tests.torture.stores import azure as azurite
+from tests.torture.stores import google as fake_gcs
+from tests.torture.stores.processes import NoEmulatorError
 
-TOGETHER = tuple(f"tests/{name}/" for name in "spark crash process kafka torture/s3 torture/damage".split())
+TOGETHER = tuple(
+    f"tests/{name}/" for name in "spark crash process kafka torture/s3 torture/stores torture/damage".split()
+)
 """Each folder has one Spark session, one server, or one log to damage, and stays with one worker. Two Spark sessions on
 two cores gained nothing."""
 
@@ -76,7 +81,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "s3" in getattr(item, "fixturenames", ()):  # the first of them may build the server
+        if not {"s3", "azure", "google", "store"}.isdisjoint(getattr(item, "fixturenames", ())):
+            # the first of them may build the server
             item.add_marker(pytest.mark.timeout(BUILD_S_MAX + 600))
 
 
@@ -116,3 +122,23 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         if os.environ.get("CI"):
             raise
         pytest.skip(f"the tests on S3 need a server: {problem}")
+
+
+@pytest.fixture(scope="session")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[azurite.AzureServer]:
+    """An emulator of Azure Blob Storage. Where npm cannot fetch it, the tests are skipped."""
+    try:
+        with azurite.running(tmp_path_factory.mktemp("azure") / "data") as server:
+            yield server
+    except NoEmulatorError as problem:
+        pytest.skip(f"the tests on Azure need an emulator: {problem}")
+
+
+@pytest.fixture(scope="session")
+def google(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fake_gcs.GoogleServer]:
+    """An emulator of Google Cloud Storage. Where Go cannot build it, the tests are skipped."""
+    try:
+        with fake_gcs.running(tmp_path_factory.mktemp("google") / "data") as server:
+            yield server
+    except NoEmulatorError as problem:
+        pytest.skip(f"the tests on Google need an emulator: {problem}")

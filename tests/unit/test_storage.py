@@ -23,7 +23,7 @@ def test_what_a_store_answers_is_one_line_without_the_values_of_secret_options(e
     expected = StorageError if error is OSError else NotACommitLogError
     with pytest.raises(expected) as caught, stores.reaching("s3://shop/log", options):
         raise error(answer)
-    assert str(caught.value).endswith("403 ExpiredToken *** of *** in eu-central-1")
+    assert str(caught.value).endswith("403: ExpiredToken *** of *** in eu-central-1")
     assert "\n" not in str(caught.value)
     assert caught.value.__suppress_context__
 

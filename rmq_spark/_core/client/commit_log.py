@@ -29,7 +29,12 @@ from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.delta_table import DeltaLogTable
 from rmq_spark._core.storage.location import location
-from rmq_spark._core.storage.stores import reaching, require_put_if_absent, require_storage_options
+from rmq_spark._core.storage.stores import (
+    folders_removed,
+    reaching,
+    require_put_if_absent,
+    require_storage_options,
+)
 from rmq_spark._core.upkeep import schedule as upkeep
 from rmq_spark._core.upkeep import table_files
 from rmq_spark._core.upkeep.leave import Graces
@@ -124,7 +129,8 @@ class CommitLog:
         whole_number(queues, "queues", 1, QUEUES_MAX, " of queues")
         retention_s = int(parse_duration(log_retention, "log_retention"))
         require_storage_options(where, storage_options)
-        with reaching(where, storage_options):
+        remember(storage_options)
+        with reaching(where, storage_options), folders_removed(where):
             if DeltaLogTable.exists(f"{where}/topics", storage_options):
                 if exist_ok:
                     return cls.open(where, storage_options)

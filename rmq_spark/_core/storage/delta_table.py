@@ -128,8 +128,8 @@ class DeltaLogTable:
         schema: pa.Schema,
         storage_options: Mapping[str, str] | None,
         configuration: Mapping[str, str],
-    ) -> None:
-        """Make the empty table. An existing table is left as it is."""
+    ) -> bool:
+        """Make the empty table, and return True. An existing table is left as it is."""
         require_no_fork()
         settings: dict[str, str | None] = {
             "delta.appendOnly": "true",
@@ -156,6 +156,8 @@ class DeltaLogTable:
                 raise
             if not DeltaTable.is_deltatable(uri, dict(storage_options or {}) or None):
                 raise NotACommitLogError(f"table {name} cannot be created at {uri}: {problem}") from cause_of(problem)
+            return False
+        return True
 
     @staticmethod
     def exists(uri: str, storage_options: Mapping[str, str] | None) -> bool:
@@ -166,14 +168,14 @@ class DeltaLogTable:
         OptionError
             When delta-rs has no store for the URI's scheme.
         UnreachableStoreError
-            When delta-rs panics, as it does for an endpoint that is no URL.
+            When delta-rs cannot work with the options, such as an endpoint that is no URL.
         """
         require_no_fork()
         options = dict(storage_options or {}) or None
         try:
             is_table = bool(DeltaTable.is_deltatable(uri, options))
         except BaseException as problem:
-            if not is_panic(problem):
+            if not is_panic(problem) and not isinstance(problem, DeltaError):
                 raise
             require_resources(problem, redacted(uri))
             raise UnreachableStoreError(

@@ -13,14 +13,22 @@ SECRET_CHARS_MIN = 4
 """Length of the shortest secret value that is hidden in a store's answer. In other text only longer ones are hidden."""
 
 
+_XML_ERROR = re.compile(
+    r"(?:<\?xml[^>]*> ?)?<Error>.{0,500}?<Code>([^<]*)</Code> ?<Message>([^<]*)</Message>.*?</Error>"
+)
+"""A store's answer to a refused request."""
+
+
 def plainly(text: str, storage_options: Mapping[str, str] | None) -> str:
     """Return a store's answer on one line, without the values of options that may be secret."""
     for name, value in (storage_options or {}).items():
         if is_secret(name, value, SECRET_CHARS_MIN):
             text = text.replace(value, "***")
-    text = re.sub(r"\x1b\[[0-9;]*m|[^\S ]", " ", text)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     text = re.sub(r'Os { code: \d+, kind: \w+, message: "([^"]*)" }', r"\1", text)  # as Rust shows it
-    return redacted(re.sub(r" +(↳ )?", " ", text).strip())
+    text = re.sub(r":?\s*↳\s*", ": ", text)
+    text = _XML_ERROR.sub(r"\1: \2", re.sub(r"\s+", " ", text))
+    return redacted(text.strip(" :"))
 
 
 _DENIED = re.compile(r"permission denied|access[ _]?denied|403 forbidden", re.IGNORECASE)

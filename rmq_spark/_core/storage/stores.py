@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from rmq_spark._core.storage.delta_process import require_no_fork  # isort: skip  (it looks before the engine is loaded)
 
-import logging
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -27,10 +26,8 @@ from rmq_spark._core.storage.delta_table import DeltaLogTable
 from rmq_spark._core.storage.file_system import filesystem
 from rmq_spark._core.storage.location import is_uri
 from rmq_spark._core.storage.store_errors import denied, is_denied, plainly, require_resources
-from rmq_spark._core.vocabulary.redaction import cause_of, redacted, traceback_of
+from rmq_spark._core.vocabulary.redaction import cause_of, redacted
 from rmq_spark.errors import NotACommitLogError, OptionError, StorageError, TxmqError
-
-logger = logging.getLogger(__name__)
 
 CLAIMANTS = 3
 ROUNDS_MAX = 40
@@ -126,28 +123,25 @@ def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None)
     for _ in range(ROUNDS_MAX):
         probe = f"{where}/{PROBE}{uuid4().hex}"
         claims: list[bool | None] = []
-        try:
+        with removing(lambda: [probe] if claims else [], storage_options):  # without a claim there is no table
             _claim_at_once(probe, storage_options, claims)
             is_listed = DeltaLogTable.exists(probe, storage_options)
-        finally:
-            try:
-                remove_table(probe, storage_options)
-            except Exception as problem:  # remains of the probe do no harm
-                if claims:  # else it was never made, and another error is being raised
-                    logger.warning("%s could not be removed, delete it by hand: %s", probe, traceback_of(problem))
+        rest = remove_tables([probe], storage_options)
         if claims.count(True) > 1:
             raise StorageError(
                 f"{where} is on a store without put-if-absent: {claims.count(True)} of {CLAIMANTS} writers that "
                 "created one table at the same time were told that they had, so commits would be lost. Use a store "
-                "with conditional puts (If-None-Match), or turn them on; docs/object-stores.md names some. Nothing "
-                "was left behind"
+                "with conditional puts (If-None-Match), or turn them on; docs/object-stores.md names some. "
+                f"{rest or 'Nothing was left behind'}"
             )
         if not is_listed:
             raise StorageError(
                 f"{where} is on a store that answers with old lists: a file that had been put was not listed after "
                 "that, so messages would be missed. Use a store with consistent lists; docs/object-stores.md names "
-                "some. Nothing was left behind"
+                f"some. {rest or 'Nothing was left behind'}"
             )
+        if rest:
+            raise StorageError(f"{where}: {rest}. Upkeep must be able to remove files: give this program the right to")
         if False in claims:
             return
     raise StorageError(
@@ -220,7 +214,7 @@ def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | N
 
 
 def remove_table(uri: str, storage_options: Mapping[str, str] | None) -> None:
-    """Remove the table that :func:`claim_table` made, if there is one."""
+    """Remove an empty table, such as :func:`claim_table` makes, if there is one."""
     fs, folder = filesystem(uri, storage_options)
     if isinstance(fs, pafs.LocalFileSystem):
         if Path(folder).is_dir():
@@ -229,3 +223,47 @@ def remove_table(uri: str, storage_options: Mapping[str, str] | None) -> None:
         # By its name, since a store with stale lists would not list it. pyarrow would put empty objects in the place
         # of folders.
         DeltaStorageHandler(uri, dict(storage_options or {}) or None).delete_file(_FIRST_ENTRY)
+
+
+def remove_tables(uris: Iterable[str], storage_options: Mapping[str, str] | None) -> str:
+    """Remove empty tables, and return a sentence that names those that could not be removed; without one, ``""``."""
+    left: list[str] = []
+    for uri in uris:
+        try:
+            with suppress(FileNotFoundError):
+                remove_table(uri, storage_options)
+        except Exception as problem:
+            left.append(f"{redacted(uri)} ({plainly(str(problem), storage_options)})")
+    return f"left behind, and to be deleted by hand: {', '.join(left)}" if left else ""
+
+
+@contextmanager
+def removing(made: Callable[[], Iterable[str]], storage_options: Mapping[str, str] | None) -> Iterator[None]:
+    """When the block fails, remove the empty tables that it made.
+
+    Raises
+    ------
+    StorageError
+        In place of the block's error, when some could not be removed: it says both.
+    """
+    try:
+        yield
+    except Exception as problem:
+        rest = remove_tables(made(), storage_options)
+        if rest:
+            answer = plainly(str(problem), storage_options)
+            raise StorageError(f"{answer} ({rest})") from cause_of(problem)
+        raise
+
+
+@contextmanager
+def folders_removed(where: str) -> Iterator[None]:
+    """When the block fails, remove the folders on a local path that were not there before, and are empty."""
+    folders = [] if is_uri(where) else [f for f in (Path(where), *Path(where).parents) if not os.path.exists(f)]
+    try:
+        yield
+    except Exception:
+        with suppress(OSError):
+            for folder in folders:
+                folder.rmdir()
+        raise

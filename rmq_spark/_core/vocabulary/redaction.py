@@ -28,6 +28,8 @@ _PUBLIC = (
     "bucket",
     "provider",
     "rename",
+    "account_name",
+    "container",
 )
 """Parts of names of storage options whose values may be shown, unless the name also matches :data:`_SECRET`."""
 _SECRET = re.compile(r"key|token|secret|passw|pwd|sas|credential|signature", re.IGNORECASE)

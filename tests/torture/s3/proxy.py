@@ -1,5 +1,5 @@
-"""An HTTP proxy in front of an S3 server: it counts requests, and can make of the server one that always overwrites, or
-one that answers with old lists.
+"""An HTTP proxy in front of an object store: it counts requests, and can make of an S3 server one that always overwrites,
+or one that answers with old lists, and of any store one whose answers to commits get lost.
 
 It is a process of its own, because delta-rs keeps Python's lock during some of its requests.
 """
@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 ROOT = Path(__file__).parents[3]
-CONDITION = "if-none-match"
+CONDITIONS = ("if-none-match", "x-goog-if-generation-match")
 COUNTS = "/proxy/counts"
 PASSED_ON_S_MAX = 60
 STOP_S_MAX = 10
@@ -42,7 +43,9 @@ class S3Proxy:
 
 
 @contextmanager
-def proxy(server: str, overwriting: Path | None = None, old_lists: bool = False) -> Iterator[S3Proxy]:
+def proxy(
+    server: str, overwriting: Path | None = None, old_lists: bool = False, lossy: bool = False
+) -> Iterator[S3Proxy]:
     """A proxy in front of a server.
 
     Parameters
@@ -54,8 +57,12 @@ def proxy(server: str, overwriting: Path | None = None, old_lists: bool = False)
         store behaves as one that does not know the condition. (The header cannot be left out: it is signed.)
     old_lists : bool, optional
         Whether each list is answered as it was answered first.
+    lossy : bool, optional
+        Whether the connection breaks in place of the answer to the first conditional put of each object, which the store
+        has made by then. These are counted as ``"lost"``.
     """
     mode = ["overwriting", str(overwriting)] if overwriting else ["old lists"] if old_lists else []
+    mode += ["lossy"] if lossy else []
     command = [sys.executable, "-m", "tests.torture.s3.proxy", server, *mode]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -70,13 +77,19 @@ def proxy(server: str, overwriting: Path | None = None, old_lists: bool = False)
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, server: str, overwriting: Path | None, old_lists: bool) -> None:
+    def __init__(self, server: str, overwriting: Path | None, old_lists: bool, lossy: bool) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.server = urlsplit(server).netloc
-        self.overwriting, self.old_lists = overwriting, old_lists
+        self.overwriting, self.old_lists, self.lossy = overwriting, old_lists, lossy
+        self.lost: set[str] = set()
         self.lists: dict[str, tuple[http.client.HTTPResponse, bytes]] = {}
         self.counts: Counts = Counter()
         self.lock = threading.Lock()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that went away: delta-rs leaves off requests whose answer it no longer needs."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -93,9 +106,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self) -> None:
         body = self._body()
+        is_conditional = any(name in self.headers for name in CONDITIONS)
         with self.server.lock:
-            self.server.counts[_what(self.command, self.path, CONDITION in self.headers), _table(self.path)] += 1
-        if CONDITION in self.headers and self.server.overwriting is not None:
+            self.server.counts[_what(self.command, self.path, is_conditional), _table(self.path)] += 1
+        if is_conditional and self.server.overwriting is not None:
             with self.server.lock:  # nobody else's put comes in between
                 (self.server.overwriting / unquote(urlsplit(self.path).path).lstrip("/")).unlink(missing_ok=True)
                 answer, content = self._ask(body)
@@ -106,6 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
             answer, content = self.server.lists[self.path]
         else:
             answer, content = self._ask(body)
+        if is_conditional and self.server.lossy and self._loses_answer():
+            return
         self.send_response_only(answer.status, answer.reason)
         for name, value in answer.getheaders():
             if name.lower() not in ("transfer-encoding", "connection", "content-length"):
@@ -113,6 +129,17 @@ class _Handler(BaseHTTPRequestHandler):
         # The length of what a HEAD asks about is not that of the empty body.
         length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
         self._end(length or "0", content)
+
+    def _loses_answer(self) -> bool:
+        """Break the connection when this is the first conditional put of the object."""
+        place = urlsplit(self.path).path
+        with self.server.lock:
+            if place in self.server.lost:
+                return False
+            self.server.lost.add(place)
+            self.server.counts["lost", _table(self.path)] += 1
+        self.close_connection = True
+        return True
 
     def _body(self) -> bytes:
         """The body as it came, in chunks when it came in chunks."""
@@ -173,13 +200,14 @@ def _what(method: str, path: str, conditional: bool) -> str:
 
 def _table(path: str) -> str:
     parts = urlsplit(path)
-    place = parse_qs(parts.query).get("prefix", [parts.path])[0]
+    place = unquote(parse_qs(parts.query).get("prefix", [parts.path])[0])
     return next((t for t in ("half", "op", "topics") if f"/{t}/" in f"{place}/"), "other")
 
 
 def main() -> None:
     address, *mode = sys.argv[1:]
-    server = _Server(address, Path(mode[1]) if mode[:1] == ["overwriting"] else None, mode == ["old lists"])
+    overwriting = Path(mode[1]) if mode[:1] == ["overwriting"] else None
+    server = _Server(address, overwriting, "old lists" in mode, "lossy" in mode)
     print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
     server.serve_forever()
 

@@ -70,6 +70,14 @@ class S3Server:
             "AWS_CONDITIONAL_PUT": "etag",
         }
 
+    @property
+    def secrets(self) -> list[str]:
+        return [self.access_key, self.secret_key]
+
+    def wrong_options(self) -> dict[str, str]:
+        """Options with a secret that is another one than the server's."""
+        return {**self.storage_options(), "AWS_SECRET_ACCESS_KEY": "a-secret-that-is-wrong"}
+
     def objects(self, uri: str) -> list[str]:
         """The objects under a URI, relative to it."""
         root = self.folder / uri.removeprefix("s3://")
