@@ -14,7 +14,7 @@ import pytest
 from tests.process import postgres
 
 ROOT = Path(__file__).parents[2]
-NEEDS_A_SERVER = ("object-stores", "postgresql", "spark-postgresql", "kafka")
+NEEDS_A_SERVER = ("object-stores", "postgresql", "spark-postgresql", "recipes", "kafka")
 """test_s3.py, a test of their own and tests/kafka run them."""
 
 
@@ -79,7 +79,12 @@ def test_a_how_to_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.postgres
 @pytest.mark.parametrize(
-    ("page", "user"), [("postgresql", "shop_app"), pytest.param("spark-postgresql", None, marks=pytest.mark.long)]
+    ("page", "user"),
+    [
+        ("postgresql", "shop_app"),
+        pytest.param("spark-postgresql", None, marks=pytest.mark.long),
+        pytest.param("recipes", None, marks=pytest.mark.long),
+    ],
 )
 def test_the_how_to_for_postgresql_runs_from_top_to_bottom(page: str, user: str | None, tmp_path: Path) -> None:
     (tmp_path / "pg").mkdir()

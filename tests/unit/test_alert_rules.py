@@ -269,14 +269,10 @@ def test_what_goes_wrong_in_a_log_fires_its_alert_and_the_remedy_shows_it(tmp_pa
 PAGE = (CONF.parent / "docs" / "monitoring.md").read_text()
 
 
-def test_the_page_lists_every_metric_as_the_exporter_has_it() -> None:
-    tables = {LOG: "From the log", PROCESS: "Of a process"}
-    for origin, title in tables.items():
-        table = PAGE.partition(f"\n{title}, by ")[2].split("\n\n")[1]
-        rows = re.findall(r"^\| `(\w+)` \| (\w+) \| ([^|]*)\| (.*) \|$", table, re.MULTILINE)
-        listed = [(name, kind, tuple(re.findall(r"`(\w+)`", labels)), words) for name, kind, labels, words in rows]
-        wanted = [(m.name, m.kind, m.labels, m.help) for m in METRICS if m.origin == origin]
-        assert listed == wanted
+def test_the_page_lists_every_metric() -> None:
+    for origin, title in {LOG: "From the log", PROCESS: "Of a process"}.items():
+        listed = re.findall(r"`(\w+)`", PAGE.partition(f"\n{title}, by ")[2].split("\n\n")[1])
+        assert listed == [metric.name for metric in METRICS if metric.origin == origin]
 
 
 def test_the_page_lists_every_alert() -> None:

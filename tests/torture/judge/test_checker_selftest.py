@@ -49,7 +49,9 @@ def test_every_other_mutant_is_caught_and_its_control_is_not(name: str) -> None:
     assert found.control == ""
 
 
-@pytest.mark.parametrize("page", ["docs/guarantees.md", "tests/torture/README.md"])
-def test_the_docs_count_the_seeded_bugs(page: str) -> None:
-    text = Path(page).read_text()
-    assert re.search(rf"\b(all {len(NAMES)}\b|{len(NAMES)} (in every|seeded bugs))", text), page
+def test_the_page_of_the_proof_counts_the_seeded_bugs() -> None:
+    text = Path("tests/torture/README.md").read_text()
+    assert set(re.findall(r"\b(?:all (\d+)\b|(\d+) seeded bugs)", text)) == {
+        (str(len(NAMES)), ""),
+        ("", str(len(NAMES))),
+    }
