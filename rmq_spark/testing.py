@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -33,8 +33,13 @@ from rmq_spark._core.storage.foreign_commits import Changed
 from rmq_spark._core.storage.row_range import RowRange, read_range
 from rmq_spark._core.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema, bounds_of
 from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
+from rmq_spark._core.vocabulary.redaction import sentence_of
+from rmq_spark.errors import FenceError
 
-__all__ = ["InMemoryCommitLog", "MemoryTable", "Runtime"]
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+
+__all__ = ["InMemoryCommitLog", "MemoryTable", "Runtime", "check_fence"]
 
 
 class _Files:
@@ -312,3 +317,49 @@ class InMemoryCommitLog(CommitLog):
         twin = InMemoryCommitLog.__new__(InMemoryCommitLog)
         twin._keep(tables)
         return twin
+
+
+def check_fence(url_or_engine: str | sa.URL | sa.Engine) -> list[str]:
+    """Try on a database what a fence needs of it: the suite that this package runs on its own databases.
+
+    A :class:`~rmq_spark.SqlTransactionListener` refuses other databases than SQLite, PostgreSQL, MariaDB and MySQL. The
+    suite tries any, so that you can see what yours lacks. It makes tables whose names begin with ``txmq_trial_``, uses
+    two connections at once, takes some seconds, and drops the tables at the end.
+
+    Parameters
+    ----------
+    url_or_engine : str, sqlalchemy.URL or sqlalchemy.Engine
+        A database with a user that may create and drop tables. An engine is used as it is, with its isolation level.
+
+    Returns
+    -------
+    list of str
+        The rules that hold, a sentence each.
+
+    Raises
+    ------
+    FenceError
+        Some rule does not hold. The error has each of these rules, and what was found.
+    """
+    from rmq_spark._core.database.connection import Database
+    from rmq_spark._core.database.engine import on_trial
+    from rmq_spark._core.producer.fence_rules import RULES, Trial
+
+    problems: list[str] = []
+    with on_trial(url_or_engine) as engine:
+        where = Database(engine).where
+        try:
+            with Trial(engine, InMemoryCommitLog()) as trial:
+                for rule in RULES:
+                    try:
+                        rule.hold(trial)
+                    except Exception as problem:
+                        problems.append(f"{rule.sentence} ({sentence_of(problem)})")
+        except Exception as problem:
+            problems.append(f"The tables of a fence can be made and dropped. ({sentence_of(problem)})")
+    if problems:
+        lines = "".join(f"\n- {problem}" for problem in problems)
+        raise FenceError(
+            f"{where} cannot have a fence, because {len(problems)} of {len(RULES) + 1} rules do not hold:{lines}"
+        )
+    return [rule.sentence for rule in RULES]

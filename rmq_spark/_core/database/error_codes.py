@@ -15,6 +15,8 @@ _VALUE_NUMBERS = frozenset({3819, 4025})
 # invalid_savepoint_specification, no_active_sql_transaction; ER_SP_DOES_NOT_EXIST.
 _NO_SAVEPOINT_STATES = frozenset({"3B001", "25P01"})
 _NO_SAVEPOINT_NUMBER = 1305
+# PostgreSQL: invalid_sql_statement_name, duplicate_prepared_statement, and a statement with other parameters.
+_STATEMENT_STATES = frozenset({"26000", "42P05", "08P01"})
 
 
 def is_lock_problem(problem: sa.exc.DBAPIError) -> bool:
@@ -42,6 +44,18 @@ def is_savepoint_gone(problem: sa.exc.DBAPIError) -> bool:
     if sqlstate_of(cause) in _NO_SAVEPOINT_STATES or _error_number(cause) == _NO_SAVEPOINT_NUMBER:
         return True
     return type(cause).__module__.startswith("sqlite3") and "no such savepoint" in str(cause)
+
+
+def explain_lost_statement(context: sa.engine.ExceptionContext) -> None:
+    """Say in an error about a prepared statement who took it away. An engine calls this for each error of its
+    database."""
+    cause = context.original_exception
+    if sqlstate_of(cause) in _STATEMENT_STATES and "prepared statement" in str(cause) and context.sqlalchemy_exception:
+        context.sqlalchemy_exception.add_detail(
+            "a pooler such as PgBouncer in transaction mode gives each transaction another session, which does not "
+            'have the statements that the driver prepared: make the engine with connect_args={"prepare_threshold": '
+            "None}, or pass the listener or the inbox the URL, from which it makes such an engine"
+        )
 
 
 def sqlstate_of(cause: BaseException | None) -> str | None:

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import sqlalchemy as sa
 
-from rmq_spark._core.database.error_codes import is_savepoint_gone
+from rmq_spark._core.database.error_codes import explain_lost_statement, is_savepoint_gone
 from rmq_spark.errors import ListenerError, TransactionEndedError
 
 _SERVER_STATUS_IN_TRANS = 1  # of the MySQL protocol
@@ -114,12 +114,17 @@ def _require_open(connection: sa.Connection, *_: Any) -> None:
 
 
 _GUARDED: WeakSet[sa.Engine] = WeakSet()
-_GUARDS = (("commit", _refuse_end), ("rollback", _refuse_end), ("before_cursor_execute", _require_open))
+_GUARDS = (
+    ("commit", _refuse_end),
+    ("rollback", _refuse_end),
+    ("before_cursor_execute", _require_open),
+    ("handle_error", explain_lost_statement),
+)
 
 
 def add_guards(engine: sa.Engine) -> None:
-    """Let an engine's connections call the guards of ``work``. They stay with the engine, because SQLAlchemy adds and
-    removes them slowly."""
+    """Let an engine's connections call the guards of ``work``, and explain their errors. Both stay with the engine,
+    because SQLAlchemy adds and removes them slowly."""
     if engine not in _GUARDED:
         for event, guard in _GUARDS:
             sa.event.listen(engine, event, guard)
