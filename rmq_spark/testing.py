@@ -342,7 +342,7 @@ def check_fence(url_or_engine: str | sa.URL | sa.Engine) -> list[str]:
         Some rule does not hold. The error has each of these rules, and what was found.
     """
     from rmq_spark._core.database.connection import Database
-    from rmq_spark._core.database.engine import on_trial
+    from rmq_spark._core.database.sql_engine import on_trial
     from rmq_spark._core.producer.fence_rules import RULES, Trial
 
     problems: list[str] = []

@@ -14,8 +14,8 @@ import sqlalchemy as sa
 
 from rmq_spark._core.client.commit_log import CommitLog
 from rmq_spark._core.listeners.half_batch import HalfBatch
-from rmq_spark._core.listeners.listener import TransactionListener, Verdicts
 from rmq_spark._core.listeners.sql import SqlTransactionListener
+from rmq_spark._core.listeners.transaction_listener import TransactionListener, Verdicts
 from rmq_spark._core.producer.producer import TransactionMQProducer
 from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, Rollback, Verdict
 from rmq_spark.errors import FencedError, FenceError, TransactionEndedError
