@@ -8,11 +8,10 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from rmq_spark._core.vocabulary.redaction import one_line as one_line
-from rmq_spark._core.vocabulary.text import count_of
+from rmq_spark._core.vocabulary.text import byte_size, count_of
 
 BODY_CHARS_SHOWN = 80
 _UNITS = (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1))
-_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def escaped(text: str) -> str:
@@ -88,11 +87,5 @@ def short_age(seconds: float | None) -> str:
 
 
 def size(number: float | None) -> str:
-    """Return bytes in the largest unit that fits, as in ``1.4 MiB``; an empty string for None."""
-    if number is None:
-        return ""
-    for unit in _SIZES:
-        if number < 1024 or unit == _SIZES[-1]:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    raise AssertionError  # the last unit takes all
+    """Return bytes as people read them, as in ``1.4 MB``; an empty string for None."""
+    return "" if number is None else byte_size(number)

@@ -290,7 +290,7 @@ def test_pending_quarantine_resume_and_resolve(log: CommitLog) -> None:
     record = prepare(log)
     found = objects("pending", log.path)
     assert [(r["half_id"], r["messages"], r["producer_group"]) for r in found] == [("app:0", 2, "shop")]
-    assert re.search(r"^app:0 +shop +1 +2 +0 +\S+ +[\d.]+ KiB +20", txmq("pending", log.path)[0], re.MULTILINE)
+    assert re.search(r"^app:0 +shop +1 +2 +0 +\S+ +[\d.]+ kB +20", txmq("pending", log.path)[0], re.MULTILINE)
     out, _ = txmq("pending", log.path, "--group", "shpo")
     assert out == "nothing of group 'shpo' is pending (pending are half batches of 'shop')\n"
     quarantine(log, record)

@@ -580,8 +580,8 @@ def test_ages_sizes_and_escapes_are_short() -> None:
     assert [short_age(s) for s in (None, 0, 0.0123, 59.6, 3600, 3725, 200_000)] == [
         "", "0s", "12ms", "1m", "1h", "1h 2m", "2d 7h",
     ]  # fmt: skip
-    assert [size(n) for n in (None, 0, 1023, 1536, 5 * 1024**3, 3 * 1024**5)] == [
-        "", "0 B", "1023 B", "1.5 KiB", "5.0 GiB", "3072.0 TiB",
+    assert [size(n) for n in (None, 0, 999, 1500, 5 * 10**9, 3 * 10**15)] == [
+        "", "0 B", "999 B", "1.5 kB", "5.0 GB", "3.0 PB",
     ]  # fmt: skip
     assert escaped("a\tb\\ä\x00") == "a\\tb\\ä\\x00"
 

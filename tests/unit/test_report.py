@@ -22,7 +22,8 @@ from rmq_spark._core.report import charts, over_time, standing
 from rmq_spark._core.report.headline import findings_of
 from rmq_spark._core.report.report_figures import Figures
 from rmq_spark._core.report.span import PERIODS_MAX, Span
-from rmq_spark._core.report.units import duration, rate, size
+from rmq_spark._core.report.units import duration, rate
+from rmq_spark._core.vocabulary.text import byte_size
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support import report_logs
@@ -337,7 +338,7 @@ def test_numbers_are_written_for_people() -> None:
     assert [duration(s) for s in seconds] == [
         "0 s", "0.20 s", "1.5 s", "1 min", "1 min", "2 min 30 s", "1 h 5 min", "2 d 6 h", "1 d",
     ]  # fmt: skip
-    assert [size(n) for n in (0, 812, 4_200_000, 999_999)] == ["0 B", "812 B", "4.2 MB", "1.0 MB"]
+    assert [byte_size(n) for n in (0, 812, 4_200_000, 999_999)] == ["0 B", "812 B", "4.2 MB", "1.0 MB"]
     assert [rate(n, 3600) for n in (0, 2, 7200, 180)] == ["", "2 an hour", "2 a second", "3 a minute"]
     assert [rate(6, 640), rate(2, 900), rate(2, 30)] == ["0.6 a minute", "0.1 a minute", "2 a minute"]
 

@@ -26,8 +26,8 @@ from rmq_spark._core.report.over_time import (
 )
 from rmq_spark._core.report.span import Span
 from rmq_spark._core.report.standing import EVERY_AGE
-from rmq_spark._core.report.units import amount, duration, size
-from rmq_spark._core.vocabulary.text import count_of, plural
+from rmq_spark._core.report.units import amount, duration
+from rmq_spark._core.vocabulary.text import byte_size, count_of, plural
 
 if TYPE_CHECKING:
     from rmq_spark._core.inspect.trace import Trace
@@ -249,9 +249,9 @@ def topics(figures: pa.Table) -> Drawn:
         {
             "name": row["topic"],
             "value": row["bytes"],
-            "label": size(row["bytes"]),
+            "label": byte_size(row["bytes"]),
             "colour": BLUE,
-            "more": f"{count_of(row['drained'], 'message')}, {size(row['bytes'])}",
+            "more": f"{count_of(row['drained'], 'message')}, {byte_size(row['bytes'])}",
         }
         for row in figures.slice(0, BARS_MAX).to_pylist()
     ]

@@ -21,9 +21,9 @@ from rmq_spark._core.report.drawing import scripts
 from rmq_spark._core.report.finding import Finding, Level
 from rmq_spark._core.report.headline import findings_of
 from rmq_spark._core.report.report_figures import Figures
-from rmq_spark._core.report.units import amount, duration, rate, size
+from rmq_spark._core.report.units import amount, duration, rate
 from rmq_spark._core.vocabulary.redaction import redacted
-from rmq_spark._core.vocabulary.text import count_of
+from rmq_spark._core.vocabulary.text import byte_size, count_of
 
 if TYPE_CHECKING:
     from rmq_spark._core.inspect.trace import Trace
@@ -405,7 +405,7 @@ def _topics_table(topics: pa.Table) -> str:
             Column("committed", lambda r: f"{r['committed']:,}", "number"),
             Column("expired", lambda r: f"{r['expired']:,}", "number"),
             Column("in messages", lambda r: f"{r['drained']:,}", "number"),
-            Column("size", lambda r: size(r["bytes"]), "number"),
+            Column("size", lambda r: byte_size(r["bytes"]), "number"),
             Column("kept for", lambda r: "ever" if r["retention_s"] is None else duration(r["retention_s"]), "number"),
         ],
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _DURATIONS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
-_SIZES = ("B", "kB", "MB", "GB", "TB", "PB")
 _AMOUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -21,14 +20,6 @@ def duration(seconds: float) -> str:
             part = int(rest // smaller[0]) if smaller else 0
             return f"{whole} {unit}" + (f" {part} {smaller[1]}" if smaller and part else "")
     return "0 s"
-
-
-def size(count: float) -> str:
-    """Format bytes in powers of 1000: ``0 B``, ``812 B``, ``4.2 MB``."""
-    power = 0
-    while count >= 999.5 and power < len(_SIZES) - 1:
-        count, power = count / 1000, power + 1
-    return f"{count:.0f} {_SIZES[power]}" if power == 0 or count >= 99.5 else f"{count:.1f} {_SIZES[power]}"
 
 
 def amount(count: float) -> str:

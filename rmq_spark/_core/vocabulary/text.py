@@ -1,6 +1,8 @@
-"""Numbers with their nouns."""
+"""Numbers with their nouns and units."""
 
 from __future__ import annotations
+
+_SIZES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def plural(noun: str) -> str:
@@ -11,6 +13,14 @@ def plural(noun: str) -> str:
 def count_of(number: int, noun: str) -> str:
     """``1 message``, ``1,234 messages``, ``2 half batches``."""
     return f"{number:,} {noun if number == 1 else plural(noun)}"
+
+
+def byte_size(count: float) -> str:
+    """Format bytes in powers of 1000: ``0 B``, ``812 B``, ``4.2 MB``."""
+    power = 0
+    while count >= 999.5 and power < len(_SIZES) - 1:
+        count, power = count / 1000, power + 1
+    return f"{count:.0f} {_SIZES[power]}" if power == 0 or count >= 99.5 else f"{count:.1f} {_SIZES[power]}"
 
 
 def message_count(count: int) -> str:
