@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark._core.vocabulary.options import parse_duration
 from rmq_spark.cli.output import LogPath, Storage, fail, hide, open_log, plainly
 from rmq_spark.errors import (
     NotACommitLogError,
@@ -130,9 +129,9 @@ def relay(
             replication_factor=replication_factor,
             max_batch_messages=max_batch_messages,
             max_batch_bytes=max_batch_bytes,
-            transaction_timeout=parse_duration(transaction_timeout, "transaction_timeout"),
-            retry_timeout=parse_duration(retry_timeout, "retry_timeout"),
-            poll_interval=parse_duration(poll_interval, "poll_interval"),
+            transaction_timeout=transaction_timeout,
+            retry_timeout=retry_timeout,
+            poll_interval=poll_interval,
             kafka=settings,
         )
         with kafka_relay:

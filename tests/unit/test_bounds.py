@@ -254,3 +254,17 @@ def test_what_is_neither_true_nor_false_is_refused(log: CommitLog, value: Any) -
             log.create_topic("returns", **{name: value})
     with pytest.raises(OptionError, match=r"per_transaction=.* is neither True nor False"):
         txmq.SqlTransactionListener("sqlite://", print, per_transaction=value)
+
+
+def test_a_duration_is_seconds_or_a_text_with_a_unit_at_every_door() -> None:
+    log = InMemoryCommitLog()
+    log.create_topic("orders", retention=7_200)
+    assert CheckService(log, {}, transaction_check_interval="2m").transaction_check_interval == 120
+    producer = txmq.TransactionMQProducer(log, "shop", check_interval="90s", linger="5ms")
+    assert producer.check_interval == 90
+    assert txmq.SqlTransactionListener("sqlite://", rollback_after="10m").rollback_after_s == 600
+    assert log.retentions()["orders"] == 7_200
+    assert log.vacuum(8 * 86_400) == []
+    for wrong in ("90", "soon", "-5s", True, timedelta(seconds=5)):
+        with pytest.raises(OptionError, match="transaction_timeout"):
+            CheckService(log, {}, transaction_timeout=wrong)  # type: ignore[arg-type]

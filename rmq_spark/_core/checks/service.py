@@ -30,6 +30,7 @@ from rmq_spark._core.vocabulary.options import (
     TRANSACTION_CHECK_INTERVAL_S,
     TRANSACTION_CHECK_MAX,
     TRANSACTION_TIMEOUT_S,
+    Duration,
     named,
     seconds,
     whole_number,
@@ -58,16 +59,16 @@ class CheckService:
     log : CommitLog or str
     listeners : mapping of str to TransactionListener
         The listener of each producer group.
-    transaction_timeout : float
+    transaction_timeout : float or str
         Seconds from prepare (or reopen) during which a transaction is left alone. The message property
         ``CHECK_IMMUNITY_TIME_IN_SECONDS`` overrides it; the largest among a transaction's messages counts.
-    transaction_check_interval : float
+    transaction_check_interval : float or str
         Seconds between the rounds of :meth:`run`.
     transaction_check_max : int
         Answers of UNKNOWN after which the discard policy decides.
-    file_reserved_time : float
+    file_reserved_time : float or str
         Seconds after which an open half batch is quarantined, asked or not.
-    round_timeout : float or None
+    round_timeout : float or str or None
         Seconds for a round. After them no more half batches are taken, and the next round begins with those that were
         not reached. An answer that comes later is used in a later round. None: no limit.
     discard_policy : {"quarantine", "rollback", "commit"} or TransactionCheckListener
@@ -103,11 +104,11 @@ class CheckService:
         log: CommitLog | Engine | str | os.PathLike[str],
         listeners: Mapping[str, TransactionListener],
         *,
-        transaction_timeout: float = TRANSACTION_TIMEOUT_S,
-        transaction_check_interval: float = TRANSACTION_CHECK_INTERVAL_S,
+        transaction_timeout: Duration = TRANSACTION_TIMEOUT_S,
+        transaction_check_interval: Duration = TRANSACTION_CHECK_INTERVAL_S,
         transaction_check_max: int = TRANSACTION_CHECK_MAX,
-        file_reserved_time: float = FILE_RESERVED_TIME_S,
-        round_timeout: float | None = CHECK_ROUND_TIMEOUT_S,
+        file_reserved_time: Duration = FILE_RESERVED_TIME_S,
+        round_timeout: Duration | None = CHECK_ROUND_TIMEOUT_S,
         discard_policy: str | TransactionCheckListener = "quarantine",
         only_groups: bool = False,
         elsewhere: Collection[str] = (),

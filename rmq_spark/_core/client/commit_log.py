@@ -45,9 +45,10 @@ from rmq_spark._core.vocabulary.options import (
     QUEUES_DEFAULT,
     QUEUES_MAX,
     RETENTION_S_MIN,
+    Duration,
     flag,
     named,
-    parse_duration,
+    seconds,
     whole_number,
 )
 from rmq_spark._core.vocabulary.redaction import remember
@@ -98,7 +99,7 @@ class CommitLog:
         queues: int = QUEUES_DEFAULT,
         exist_ok: bool = False,
         storage_options: Mapping[str, str] | None = None,
-        log_retention: str = LOG_RETENTION,
+        log_retention: Duration = LOG_RETENTION,
     ) -> CommitLog:
         """Create a commit log and open it.
 
@@ -112,7 +113,7 @@ class CommitLog:
             Open an existing log, instead of raising.
         storage_options : mapping, optional
             Passed to delta-rs: credentials, endpoint, region.
-        log_retention : str
+        log_retention : float or str
             How long entries of the Delta logs stay, such as ``"1m"`` (default). Those of ``messages``, and the files
             that it replaced, stay for at least 7 days. A foreign Delta *stream* reader that lags more needs longer.
 
@@ -127,7 +128,7 @@ class CommitLog:
         """
         where = location(path)
         whole_number(queues, "queues", 1, QUEUES_MAX, " of queues")
-        retention_s = int(parse_duration(log_retention, "log_retention"))
+        retention_s = int(seconds(log_retention, "log_retention"))
         require_storage_options(where, storage_options)
         remember(storage_options)
         with reaching(where, storage_options), folders_removed(where):
@@ -172,7 +173,7 @@ class CommitLog:
         queues: int | None = None,
         fifo: bool = False,
         exist_ok: bool = False,
-        retention: str | None = None,
+        retention: Duration | None = None,
     ) -> None:
         """Add a topic. For arguments and errors see :meth:`create_topics`."""
         self.create_topics([name], queues, fifo, exist_ok, retention)
@@ -184,7 +185,7 @@ class CommitLog:
         queues: int | None = None,
         fifo: bool = False,
         exist_ok: bool = False,
-        retention: str | None = None,
+        retention: Duration | None = None,
     ) -> None:
         """Add topics of one kind in one commit: all of them or none.
 
@@ -198,7 +199,7 @@ class CommitLog:
             a check settles an earlier one. Every message needs a sharding key, and none may be delayed.
         exist_ok : bool
             Leave an existing topic as it is. One with another retention is refused.
-        retention : str, optional
+        retention : float or str, optional
             How long messages are kept after their commit, such as ``"7d"``: at least an hour, by default for ever.
             Upkeep (:meth:`maintain`) lets older ones expire. See :meth:`set_retention`.
 
@@ -221,13 +222,13 @@ class CommitLog:
         )
 
     @named
-    def set_retention(self, name: str, retention: str | None) -> None:
+    def set_retention(self, name: str, retention: Duration | None) -> None:
         """Set how long a topic's messages are kept after their commit (RocketMQ: ``fileReservedTime``).
 
         Parameters
         ----------
         name : str
-        retention : str or None
+        retention : float, str or None
             Such as ``"7d"``, at least an hour; None keeps them for ever.
 
         Raises
@@ -426,17 +427,17 @@ class CommitLog:
 
     # ------------------------------------------------------------------ upkeep
     @named
-    def vacuum(self, older_than: str | None = None, dry_run: bool = False) -> list[str]:
+    def vacuum(self, older_than: Duration | None = None, dry_run: bool = False) -> list[str]:
         """Delete files that no table names (orphans of crashes, leftovers of compaction), and return their paths.
 
         Parameters
         ----------
-        older_than : str, optional
+        older_than : float or str, optional
             At least ``"7d"`` (default), because younger files may belong to a batch that is being prepared.
         dry_run : bool
             Only list the files.
         """
-        age_s = ORPHAN_AGE_S if older_than is None else parse_duration(older_than, "older_than")
+        age_s = ORPHAN_AGE_S if older_than is None else seconds(older_than, "older_than")
         if age_s < ORPHAN_AGE_S:
             raise OptionError(
                 f"{older_than!r} is under {ORPHAN_AGE_S / 86400:.0f}d: files that young may be in use",
@@ -450,9 +451,9 @@ class CommitLog:
     def maintain(
         self,
         dry_run: bool = False,
-        grace: str | None = None,
-        audit: str | None = None,
-        idempotency: str | None = None,
+        grace: Duration | None = None,
+        audit: Duration | None = None,
+        idempotency: Duration | None = None,
     ) -> MaintenanceReport:
         """Do all upkeep, so that the log does not grow with its age: drain, let settled half batches leave, prune their
         op rows, merge small files, delete files that no table names.
@@ -463,13 +464,13 @@ class CommitLog:
         ----------
         dry_run : bool
             Only report the present work, without the steps that follow a drain, such as archiving the drained messages.
-        grace : str, optional
+        grace : float or str, optional
             How long a half batch stays after its last op row, and its op rows after it has left: active readers and
             producers may need them. ``"10m"`` (default) or another duration of a minute or more.
-        audit : str, optional
+        audit : float or str, optional
             How long rolled back messages stay, ``"7d"`` by default. Meanwhile a person can inspect them, and a late
             verdict can be resolved.
-        idempotency : str, optional
+        idempotency : float or str, optional
             How long the outcome of a half batch is kept after it left, ``"7d"`` by default. Meanwhile a retry under its
             idempotency key, or of an old batch id, gets that outcome. Afterwards the key can be used again.
 
@@ -549,11 +550,11 @@ class CommitLog:
         self.engine.close()
 
 
-def _retention_s(retention: str | None) -> float | None:
+def _retention_s(retention: Duration | None) -> float | None:
     if retention is None:
         return None
     try:
-        retention_s = parse_duration(retention, "retention")
+        retention_s = seconds(retention, "retention")
     except OptionError as problem:
         forever = "keeps messages for ever"
         raise OptionError(

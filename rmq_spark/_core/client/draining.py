@@ -8,7 +8,7 @@ import threading
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.messages.drain import Drainer
 from rmq_spark._core.protocol.engine import Engine
-from rmq_spark._core.vocabulary.options import DRAIN_EVERY_S, seconds
+from rmq_spark._core.vocabulary.options import DRAIN_EVERY_S, Duration, seconds
 from rmq_spark.logs import failure
 
 logger = logging.getLogger(__name__)
@@ -26,11 +26,11 @@ class Draining:
     ----------
     log : CommitLog
         It is drained through another handle, so no sink waits.
-    every : float
+    every : float or str
         Seconds between two drains, with jitter.
     """
 
-    def __init__(self, log: CommitLog | Engine, every: float = DRAIN_EVERY_S) -> None:
+    def __init__(self, log: CommitLog | Engine, every: Duration = DRAIN_EVERY_S) -> None:
         self.engine = engine_of(log)
         self.every = seconds(every, "every", above=True)
         self.turn = self.engine.runtime.lock()

@@ -12,7 +12,7 @@ from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.upkeep.fence_pruner import FencePruner
 from rmq_spark._core.upkeep.leave import Graces
 from rmq_spark._core.upkeep.schedule import MaintenanceReport, maintain
-from rmq_spark._core.vocabulary.options import MAINTENANCE_INTERVAL_S, seconds
+from rmq_spark._core.vocabulary.options import MAINTENANCE_INTERVAL_S, Duration, seconds
 from rmq_spark.logs import failure
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Maintainer:
     ----------
     log : CommitLog
         Each round opens a handle of its own.
-    interval : float
+    interval : float or str
         Seconds between two rounds, with jitter.
     graces : Graces
     turn : context manager, optional
@@ -44,7 +44,7 @@ class Maintainer:
     def __init__(
         self,
         log: CommitLog | Engine,
-        interval: float = MAINTENANCE_INTERVAL_S,
+        interval: Duration = MAINTENANCE_INTERVAL_S,
         graces: Graces | None = None,
         turn: AbstractContextManager[object] | None = None,
         fences: FencePruner | None = None,

@@ -10,7 +10,7 @@ from enum import Enum
 from rmq_spark._core.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark._core.selector.tree import Selector
 from rmq_spark._core.vocabulary.message import require_group_name, require_topic_name
-from rmq_spark._core.vocabulary.options import flag, require_time, seconds, whole_number
+from rmq_spark._core.vocabulary.options import Duration, flag, require_time, seconds, whole_number
 from rmq_spark.errors import OptionError
 
 HEARTBEAT_INTERVAL_S = 10.0
@@ -58,10 +58,10 @@ class MemberSettings:
         selector: str | None,
         consume_from_where: ConsumeFromWhere | str,
         consume_timestamp: datetime | None,
-        heartbeat_interval: float,
-        lease: float,
-        persist_consumer_offset_interval: float,
-        pull_interval: float | None,
+        heartbeat_interval: Duration,
+        lease: Duration,
+        persist_consumer_offset_interval: Duration,
+        pull_interval: Duration | None,
         max_span: int,
         message_model: str,
         take_over: bool,

@@ -28,7 +28,7 @@ from rmq_spark._core.consumers.message_listener import messages_of
 from rmq_spark._core.consumers.progress import Take
 from rmq_spark._core.runtime.runtime import is_held
 from rmq_spark._core.vocabulary.message import MessageExt
-from rmq_spark._core.vocabulary.options import flag, named, seconds, whole_number
+from rmq_spark._core.vocabulary.options import Duration, flag, named, seconds, whole_number
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import ConsumeError
 
@@ -92,11 +92,11 @@ class PullConsumer:
         pull_batch_size: int = PULL_BATCH_SIZE,
         consume_from_where: ConsumeFromWhere | str = ConsumeFromWhere.CONSUME_FROM_FIRST_OFFSET,
         consume_timestamp: datetime | None = None,
-        pull_interval: float | None = None,
+        pull_interval: Duration | None = None,
         max_span: int = MAX_SPAN,
-        persist_consumer_offset_interval: float = PERSIST_INTERVAL_S,
-        heartbeat_interval: float = HEARTBEAT_INTERVAL_S,
-        lease: float = MEMBER_LEASE_S,
+        persist_consumer_offset_interval: Duration = PERSIST_INTERVAL_S,
+        heartbeat_interval: Duration = HEARTBEAT_INTERVAL_S,
+        lease: Duration = MEMBER_LEASE_S,
         message_model: str = CLUSTERING,
         take_over: bool = False,
         storage_options: Mapping[str, str] | None = None,
@@ -194,12 +194,12 @@ class PullConsumer:
         self.shutdown()
 
     # ------------------------------------------------------------------ messages
-    def poll(self, timeout: float = POLL_TIMEOUT_S) -> pa.Table | list[MessageExt] | None:
+    def poll(self, timeout: Duration = POLL_TIMEOUT_S) -> pa.Table | list[MessageExt] | None:
         """Return messages of one queue, in order; None when none come before the timeout.
 
         Parameters
         ----------
-        timeout : float
+        timeout : float or str
             Seconds. 0 looks once.
 
         Returns

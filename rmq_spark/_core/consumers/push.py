@@ -46,7 +46,7 @@ from rmq_spark._core.consumers.traced_listener import traced
 from rmq_spark._core.runtime import observer
 from rmq_spark._core.runtime.callables import name_of
 from rmq_spark._core.runtime.spans import tracing
-from rmq_spark._core.vocabulary.options import named, seconds, whole_number
+from rmq_spark._core.vocabulary.options import Duration, named, seconds, whole_number
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import ConsumeError, ListenerError, OptionError
 
@@ -105,16 +105,16 @@ class PushConsumer:
         Where a new group begins.
     consume_timestamp : datetime, optional
         For ``CONSUME_FROM_TIMESTAMP``: the first message that was committed then or later.
-    pull_interval : float, optional
+    pull_interval : float or str, optional
         Seconds between two looks for new messages; when not given, 0.02 on a local disk, and 1 on an object store.
     max_span : int
         Maximum number of messages of a queue under way, and so of those that come again after a crash. A message that
         is never finished stops its queue after this many.
-    persist_consumer_offset_interval : float
+    persist_consumer_offset_interval : float or str
         Minimum seconds between two writes of progress.
     heartbeat_interval, lease : float
         Seconds between two heartbeats, and seconds without one after which other members claim a member's queues.
-    await_termination : float
+    await_termination : float or str
         Seconds for which :meth:`shutdown` waits for running calls.
     message_model : {"clustering"}
         RocketMQ's ``BROADCASTING`` is refused.
@@ -149,12 +149,12 @@ class PushConsumer:
         suspend_s: float = SUSPEND_S,
         consume_from_where: ConsumeFromWhere | str = ConsumeFromWhere.CONSUME_FROM_LAST_OFFSET,
         consume_timestamp: datetime | None = None,
-        pull_interval: float | None = None,
+        pull_interval: Duration | None = None,
         max_span: int = MAX_SPAN,
-        persist_consumer_offset_interval: float = PERSIST_INTERVAL_S,
-        heartbeat_interval: float = HEARTBEAT_INTERVAL_S,
-        lease: float = MEMBER_LEASE_S,
-        await_termination: float = AWAIT_TERMINATION_S,
+        persist_consumer_offset_interval: Duration = PERSIST_INTERVAL_S,
+        heartbeat_interval: Duration = HEARTBEAT_INTERVAL_S,
+        lease: Duration = MEMBER_LEASE_S,
+        await_termination: Duration = AWAIT_TERMINATION_S,
         message_model: str = CLUSTERING,
         take_over: bool = False,
         storage_options: Mapping[str, str] | None = None,

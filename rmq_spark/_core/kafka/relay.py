@@ -36,7 +36,7 @@ from rmq_spark._core.kafka.source import Gap, RelaySource
 from rmq_spark._core.kafka.start import Start, require_not_behind
 from rmq_spark._core.kafka.transactions import AbortedError, FencedByKafkaError, Transactions
 from rmq_spark._core.reads.plan import admit
-from rmq_spark._core.vocabulary.options import named
+from rmq_spark._core.vocabulary.options import Duration, named, seconds
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark.errors import (
@@ -103,11 +103,11 @@ class KafkaRelay:
         For topics that the relay creates. By default the broker's.
     max_batch_messages, max_batch_bytes : int
         Limits of one Kafka transaction; bytes also as ``"16m"``.
-    transaction_timeout : float
+    transaction_timeout : float or str
         Seconds after which Kafka aborts the transaction of a dead process (``transaction.timeout.ms``).
-    retry_timeout : float
+    retry_timeout : float or str
         Seconds for which aborted transactions are retried.
-    poll_interval : float
+    poll_interval : float or str
         Seconds between two looks at the log when nothing is new.
     kafka : mapping, optional
         More settings of Kafka's client, by its own names: ``{"security.protocol": "SASL_SSL", …}``.
@@ -147,9 +147,9 @@ class KafkaRelay:
         replication_factor: int | None = None,
         max_batch_messages: int = BATCH_MESSAGES,
         max_batch_bytes: int | str = BATCH_BYTES,
-        transaction_timeout: float = TRANSACTION_TIMEOUT_S,
-        retry_timeout: float = RETRY_TIMEOUT_S,
-        poll_interval: float = POLL_INTERVAL_S,
+        transaction_timeout: Duration = TRANSACTION_TIMEOUT_S,
+        retry_timeout: Duration = RETRY_TIMEOUT_S,
+        poll_interval: Duration = POLL_INTERVAL_S,
         kafka: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
@@ -171,9 +171,9 @@ class KafkaRelay:
             replication_factor=replication_factor,
             max_batch_messages=max_batch_messages,
             max_batch_bytes=max_batch_bytes,
-            transaction_timeout=transaction_timeout,
-            retry_timeout=retry_timeout,
-            poll_interval=poll_interval,
+            transaction_timeout=seconds(transaction_timeout, "transaction_timeout", 1.0, maximum=86_400.0),
+            retry_timeout=seconds(retry_timeout, "retry_timeout"),
+            poll_interval=seconds(poll_interval, "poll_interval", above=True),
             kafka=_mapping(kafka),
         )
         self.engine = engine_of(log, storage_options)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rmq_spark._core.reads.read_options import Subscription
 from rmq_spark._core.vocabulary.message import require_group_name, require_topic_name
-from rmq_spark._core.vocabulary.options import byte_count, nearest, seconds, whole_number
+from rmq_spark._core.vocabulary.options import byte_count, nearest, whole_number
 from rmq_spark._core.vocabulary.redaction import remember
 from rmq_spark.errors import OptionError
 
@@ -94,9 +94,6 @@ class RelaySettings:
             whole_number(self.replication_factor, "replication_factor", 1, 32_767)
         whole_number(self.max_batch_messages, "max_batch_messages", 1, BATCH_MESSAGES_MAX)
         byte_count(self.max_batch_bytes, "max_batch_bytes")
-        seconds(self.transaction_timeout, "transaction_timeout", 1.0, maximum=86_400.0)
-        seconds(self.retry_timeout, "retry_timeout")
-        seconds(self.poll_interval, "poll_interval", above=True)
         for name, value in self.kafka.items():
             if name in _RESERVED:
                 raise OptionError(f"Kafka's setting {name!r} cannot be given here: {_RESERVED[name]}")

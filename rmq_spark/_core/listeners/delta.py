@@ -42,7 +42,7 @@ from rmq_spark._core.listeners.delta_fence import (
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
 from rmq_spark._core.listeners.transaction_listener import TransactionListener, Verdicts, require_work
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
-from rmq_spark._core.vocabulary.options import named, seconds
+from rmq_spark._core.vocabulary.options import Duration, named, seconds
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark._core.vocabulary.times import utc
 from rmq_spark._core.vocabulary.verdicts import (
@@ -139,7 +139,7 @@ class DeltaTransactionListener(TransactionListener):
         work: Work,
         *,
         spark: SparkSession | None = None,
-        rollback_after: float = ROLLBACK_AFTER_S,
+        rollback_after: Duration = ROLLBACK_AFTER_S,
     ) -> None:
         require_work(work, "work(batch_df, delta_table)")
         self._table = table if isinstance(table, str) else _location(table)

@@ -47,7 +47,7 @@ from rmq_spark._core.listeners.work import BatchWork, FencedWork, TransactionWor
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.vocabulary.message import Message
-from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S_MIN, flag, named, seconds
+from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S_MIN, Duration, flag, named, seconds
 from rmq_spark._core.vocabulary.redaction import traceback_of
 from rmq_spark._core.vocabulary.times import utc
 from rmq_spark._core.vocabulary.verdicts import UNKNOWN, Verdict, VerdictArray
@@ -160,8 +160,8 @@ class SqlTransactionListener(TransactionListener):
         work: BatchWork | TransactionWork | None = None,
         *,
         per_transaction: bool = False,
-        rollback_after: float = ROLLBACK_AFTER_S,
-        lock_timeout: float = LOCK_TIMEOUT_S,
+        rollback_after: Duration = ROLLBACK_AFTER_S,
+        lock_timeout: Duration = LOCK_TIMEOUT_S,
         fence_table: str = FENCE_TABLE,
         schema: str | None = None,
         messages: MessagesAgain | None = None,
@@ -208,16 +208,16 @@ class SqlTransactionListener(TransactionListener):
         self.store_id = self._fence.create(moved)
         return self.store_id
 
-    def prune(self, older_than: float, *logs: CommitLog | Engine) -> int:
-        """Delete fence rows older than ``older_than`` seconds, and return the number of deleted rows.
+    def prune(self, older_than: Duration, *logs: CommitLog | Engine) -> int:
+        """Delete fence rows older than ``older_than``, and return the number of deleted rows.
 
         It deletes only rows of half batches that have left the table ``half`` of these logs: they are settled, and
         neither a check nor a replay asks about them. Without upkeep nothing leaves. Rows of other logs stay.
 
         Parameters
         ----------
-        older_than : float
-            Seconds, at least 7 days: a driver may wake up late.
+        older_than : float or str
+            At least 7 days: a driver may wake up late.
         *logs : CommitLog
 
         Raises
@@ -229,12 +229,12 @@ class SqlTransactionListener(TransactionListener):
         """
         return sum(self.pruning(older_than, *logs))
 
-    def pruning(self, older_than: float, *logs: CommitLog | Engine) -> Iterator[int]:
+    def pruning(self, older_than: Duration, *logs: CommitLog | Engine) -> Iterator[int]:
         """Do what :meth:`prune` does, a page of rows at a time, and yield the number of deleted rows of each page."""
-        seconds(older_than, "older_than")
-        if older_than < FENCE_RETENTION_S_MIN:
+        older_than_s = seconds(older_than, "older_than")
+        if older_than_s < FENCE_RETENTION_S_MIN:
             raise OptionError(
-                f"{older_than!r} s is less than 7 days ({FENCE_RETENTION_S_MIN:.0f} s): fence rows must outlive the "
+                f"{older_than!r} is less than 7 days ({FENCE_RETENTION_S_MIN:.0f} s): fence rows must outlive the "
                 "half batches that they speak for",
                 argument="older_than",
             )
@@ -249,7 +249,7 @@ class SqlTransactionListener(TransactionListener):
                     "other, as prune(older_than, CommitLog.open(path), ...)"
                 )
         doubt_s = max(engine.clock_doubt_s() for engine in engines)
-        return self._fence.prune(older_than + doubt_s, {engine.id: engine.still_in_half for engine in engines})
+        return self._fence.prune(older_than_s + doubt_s, {engine.id: engine.still_in_half for engine in engines})
 
     def pruning_in_turn(self, older_than: float, engine: Engine, every: float) -> Iterator[int]:
         """Do what :meth:`pruning` does, unless a process has begun it for this log in the last ``every`` seconds."""

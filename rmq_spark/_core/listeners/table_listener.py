@@ -26,7 +26,7 @@ from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.json_fields import type_in_json
 from rmq_spark._core.listeners.sql import LOCK_TIMEOUT_S, ROLLBACK_AFTER_S, MessagesAgain, SqlTransactionListener
 from rmq_spark._core.listeners.target_table import Refused, Target
-from rmq_spark._core.vocabulary.options import named
+from rmq_spark._core.vocabulary.options import Duration, named
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, VerdictArray
 from rmq_spark.errors import ListenerError, OptionError
 
@@ -112,8 +112,8 @@ class TableListener(SqlTransactionListener):
         schema: str | None = None,
         fence_table: str = FENCE_TABLE,
         fence_schema: str | None = None,
-        rollback_after: float = ROLLBACK_AFTER_S,
-        lock_timeout: float = LOCK_TIMEOUT_S,
+        rollback_after: Duration = ROLLBACK_AFTER_S,
+        lock_timeout: Duration = LOCK_TIMEOUT_S,
         messages: MessagesAgain | None = None,
     ) -> None:
         super().__init__(

@@ -41,6 +41,7 @@ from rmq_spark._core.vocabulary.options import (
     REPLAY_CHECK_TIMEOUT_S,
     TRANSACTION_CHECK_INTERVAL_S,
     TRANSACTION_TIMEOUT_S,
+    Duration,
     named,
     seconds,
     whole_number,
@@ -103,11 +104,11 @@ class TransactionMQProducer:
         (RocketMQ: ``DefaultMQProducer``).
     on_listener_error : {"unknown", "fail"}
         An exception of the listener counts as UNKNOWN, as in RocketMQ (default), or is raised.
-    check_interval : float or None
+    check_interval : float or str or None
         Seconds between the checks of this group's open transactions; None for no checks.
-    transaction_timeout : float
+    transaction_timeout : float or str
         Seconds before a transaction is checked.
-    maintenance_interval : float or None
+    maintenance_interval : float or str or None
         Seconds between two rounds of the log's upkeep (:meth:`CommitLog.maintain`, with its defaults, and pruning of
         the listener's fence), in a thread of this program; None (default) when the check job does it.
     max_pending_batches : int, optional
@@ -120,15 +121,15 @@ class TransactionMQProducer:
     max_in_flight : int
         Maximum number of unfinished asynchronous sends. Another send waits in the caller's thread; in an event loop it
         is accepted, and waits in the producer.
-    linger : float
+    linger : float or str
         Seconds for which a send waits for sends of other threads, to share its commit. With 0, as in Kafka's producer,
         only sends that come together anyway share one.
     max_batch_messages : int
         Maximum number of sends that share a commit.
-    replay_check_timeout : float
+    replay_check_timeout : float or str
         Seconds for which a repeated send (``idempotency_key``) asks the listener about the first one, before
         UnresolvedTransactionError.
-    await_termination : float
+    await_termination : float or str
         Seconds for which :meth:`shutdown` waits for sends under way, their callbacks, and a check.
 
     Examples
@@ -145,17 +146,17 @@ class TransactionMQProducer:
         listener: TransactionListener | None = None,
         *,
         on_listener_error: str = "unknown",
-        check_interval: float | None = TRANSACTION_CHECK_INTERVAL_S,
-        transaction_timeout: float = TRANSACTION_TIMEOUT_S,
-        maintenance_interval: float | None = None,
+        check_interval: Duration | None = TRANSACTION_CHECK_INTERVAL_S,
+        transaction_timeout: Duration = TRANSACTION_TIMEOUT_S,
+        maintenance_interval: Duration | None = None,
         max_pending_batches: int | None = None,
         max_pending_bytes: int | str | None = None,
         listener_threads: int = LISTENER_THREADS,
         max_in_flight: int = IN_FLIGHT_MAX,
-        linger: float = 0.0,
+        linger: Duration = 0.0,
         max_batch_messages: int = AT_ONCE_MAX,
-        replay_check_timeout: float = REPLAY_CHECK_TIMEOUT_S,
-        await_termination: float = AWAIT_TERMINATION_S,
+        replay_check_timeout: Duration = REPLAY_CHECK_TIMEOUT_S,
+        await_termination: Duration = AWAIT_TERMINATION_S,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
         self.engine = engine_of(log, storage_options)

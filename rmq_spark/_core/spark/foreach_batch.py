@@ -32,7 +32,13 @@ from rmq_spark._core.spark.frame import require_message_types, topics_for
 from rmq_spark._core.spark.part_tasks import SparkTasks
 from rmq_spark._core.spark.workers import require_importable
 from rmq_spark._core.vocabulary.message import require_app_id, require_group_name
-from rmq_spark._core.vocabulary.options import REPLAY_CHECK_TIMEOUT_S, named, parse_duration, whole_number
+from rmq_spark._core.vocabulary.options import (
+    REPLAY_CHECK_TIMEOUT_S,
+    Duration,
+    named,
+    seconds,
+    whole_number,
+)
 from rmq_spark._core.vocabulary.redaction import text_of
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, require_transaction_per
 from rmq_spark.errors import ListenerError, OptionError
@@ -108,7 +114,7 @@ class TransactionalSink:
         run_on: str = DRIVER,
         partitions: int | None = None,
         on_listener_error: str = "fail",
-        replay_check_timeout: str | float = REPLAY_CHECK_TIMEOUT_S,
+        replay_check_timeout: Duration = REPLAY_CHECK_TIMEOUT_S,
         max_pending_batches: int | None = None,
         max_pending_bytes: int | str | None = None,
         storage_options: Mapping[str, str] | None = None,
@@ -127,12 +133,9 @@ class TransactionalSink:
         require_transactions_for(self.listener, self.transaction_per, "TransactionalSink")
         self.app_id = None if app_id is None else require_app_id(app_id)
         self.checkpoint_location = checkpoint_location
-        timeout = replay_check_timeout
         self._settings: dict[str, Any] = {
             "on_listener_error": on_listener_error,
-            "replay_check_timeout_s": (
-                parse_duration(timeout, "replay_check_timeout") if isinstance(timeout, str) else timeout
-            ),
+            "replay_check_timeout_s": seconds(replay_check_timeout, "replay_check_timeout"),
             "pending_limits": PendingLimits.of(max_pending_batches, max_pending_bytes),
         }
         self.run_on = run_on

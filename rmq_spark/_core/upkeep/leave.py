@@ -30,7 +30,14 @@ from rmq_spark._core.log.op_view import of_kind, settled_rows
 from rmq_spark._core.messages.messages_table import drained_up_to
 from rmq_spark._core.storage.foreign_commits import require_own
 from rmq_spark._core.storage.table import take_out
-from rmq_spark._core.vocabulary.options import AUDIT_S, GRACE_S, GRACE_S_MIN, IDEMPOTENCY_S, parse_duration
+from rmq_spark._core.vocabulary.options import (
+    AUDIT_S,
+    GRACE_S,
+    GRACE_S_MIN,
+    IDEMPOTENCY_S,
+    Duration,
+    seconds,
+)
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError, OptionError
 
@@ -72,7 +79,7 @@ class Graces:
     idempotency_s: float = IDEMPOTENCY_S
 
     @classmethod
-    def of(cls, grace: str | None, audit: str | None, idempotency: str | None) -> Graces:
+    def of(cls, grace: Duration | None, audit: Duration | None, idempotency: Duration | None) -> Graces:
         """Graces from durations such as ``"7d"``; None stands for the default.
 
         Raises
@@ -85,7 +92,7 @@ class Graces:
             "audit_s": ("audit", audit),
             "idempotency_s": ("idempotency", idempotency),
         }
-        graces = cls(**{field: parse_duration(text, name) for field, (name, text) in texts.items() if text is not None})
+        graces = cls(**{field: seconds(text, name) for field, (name, text) in texts.items() if text is not None})
         if graces.reader_s < GRACE_S_MIN:
             raise OptionError(
                 f"{grace!r} is under {GRACE_S_MIN:g} seconds: readers and producers at work may need what leaves",

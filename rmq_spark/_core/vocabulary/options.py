@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta, timezone
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeAlias, TypeVar
 
 from rmq_spark.errors import OptionError, TxmqError
 
@@ -37,6 +37,8 @@ CHECKS_MAX = 250
 
 TRANSACTION_TIMEOUT_S = 6.0
 """A half batch younger than this is not checked (RocketMQ: ``transactionTimeOut``)."""
+Duration: TypeAlias = float | str
+"""Seconds, or a text with a unit, such as ``"5m"``."""
 ON_LISTENER_ERROR = ("fail", "unknown")
 """An exception of a local transaction ends the send, or counts as UNKNOWN."""
 TRANSACTION_CHECK_INTERVAL_S = 60.0
@@ -196,13 +198,15 @@ def byte_count(value: object, name: str) -> int:
 def seconds(
     value: object, name: str, minimum: float = 0.0, above: bool = False, maximum: float = DURATION_S_MAX
 ) -> float:
-    """Return an argument in seconds as a float, or raise OptionError when it is not a number in the range.
+    """Return a :data:`Duration` in seconds, or raise OptionError when it is out of the range.
 
     Parameters
     ----------
     above : bool
         True refuses ``minimum`` itself.
     """
+    if isinstance(value, str):
+        value = parse_duration(value, name)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not minimum <= value <= maximum or (above and value == minimum):  # type: ignore[operator]
         least = f"above {minimum:g}" if above else f"of {minimum:g} or more"
