@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -23,10 +22,10 @@ from rmq_spark.errors import ConfigError, ListenerError, OptionError, TxmqError
 try:
     import typer
     from rich.console import Console
-    from rich.logging import RichHandler
     from rich.markup import escape
 
     from rmq_spark._core.checks.job_settings import JobSettings
+    from rmq_spark.cli.stderr_log import log_to_stderr
     from rmq_spark.cli.words import sentence_for_command
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "rmq_spark":
@@ -64,7 +63,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
         Print nothing while all is well.
     """
     open_closed_streams()
-    _log_to_stderr(logging.WARNING if quiet else logging.INFO)
+    log_to_stderr(logging.WARNING if quiet else logging.INFO)
     settings: JobSettings | None = None
     try:
         settings = JobSettings.load(config)
@@ -175,22 +174,6 @@ def _work_once(worker: Draining | Maintainer) -> bool:
         what = "a drain" if isinstance(worker, Draining) else "upkeep"
         logger.warning("%s of %r failed: %s", what, worker.engine, failure(problem))
         return False
-
-
-def _log_to_stderr(level: int) -> None:
-    json_log_handler = json_handler()
-    if json_log_handler is not None:
-        logging.basicConfig(level=logging.WARNING, handlers=[json_log_handler])
-    elif sys.stderr.isatty():
-        handler: logging.Handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False)
-        logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-    else:  # rich would wrap long lines
-        formatter = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%SZ")
-        formatter.converter = time.gmtime  # UTC, as in all output of txmq
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(formatter)
-        logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("rmq_spark").setLevel(level)
 
 
 def _say_error(problem: BaseException) -> None:

@@ -13,8 +13,8 @@ import typer
 from rmq_spark._core.vocabulary.options import parse_duration
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.cli.output import LogPath, Storage, plainly, storage_options
+from rmq_spark.cli.stderr_log import log_to_stderr
 from rmq_spark.errors import OptionError, StorageError, TxmqError
-from rmq_spark.logs import json_handler
 
 if TYPE_CHECKING:
     from rmq_spark.metrics import LogCollector
@@ -106,11 +106,7 @@ def _serve(collector: LogCollector, path: str, address: str, port: int) -> None:
     from rmq_spark._core.checks.threads import stopped_by_signals
     from rmq_spark._core.metrics.exposition import serving
 
-    json_log_handler = json_handler()
-    if json_log_handler is not None:
-        logging.basicConfig(level=logging.WARNING, handlers=[json_log_handler])
-    else:
-        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    log_to_stderr(logging.WARNING)
     stop = threading.Event()
     with serving(_registry(collector), address, port) as url, stopped_by_signals(stop):
         typer.echo(f"the figures of {redacted(path)} are at {url}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rmq_spark.cli.output import LogPath, Storage, fail, hide, open_log, plainly
+from rmq_spark.cli.stderr_log import log_to_stderr
 from rmq_spark.errors import (
     NotACommitLogError,
     OptionError,
@@ -23,7 +24,6 @@ from rmq_spark.errors import (
     TopicNotFoundError,
     TxmqError,
 )
-from rmq_spark.logs import json_handler
 
 if TYPE_CHECKING:
     from rmq_spark.kafka import KafkaRelay, RelayReport
@@ -103,7 +103,7 @@ def relay(
             f"{KAFKA_ENV}BOOTSTRAP_SERVERS (docs/kafka.md)",
             param_hint="--bootstrap-servers",
         )
-    _log_to_stderr()
+    log_to_stderr(logging.INFO)
     try:
         from rmq_spark._core.kafka.relay_settings import is_secret
         from rmq_spark.kafka import KafkaRelay
@@ -176,12 +176,3 @@ def _run(relay: KafkaRelay, once: bool, as_json: bool) -> None:
         show(relay.run_once(stop))
     else:
         relay.run(stop, show)
-
-
-def _log_to_stderr() -> None:
-    json_log_handler = json_handler()
-    if json_log_handler is not None:
-        logging.basicConfig(level=logging.WARNING, handlers=[json_log_handler])
-    else:
-        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("rmq_spark").setLevel(logging.INFO)
