@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 from rmq_spark._core.database.error_codes import is_lock_problem
 from rmq_spark._core.database.guard import Owner, begin_savepoint, end_savepoint
 from rmq_spark._core.database.sql_engine import has_one_connection
+from rmq_spark._core.listeners.fence import Fence
 from rmq_spark._core.listeners.fence_row import EXECUTED, Recorded, State
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.transaction_listener import TransactionListener, Verdicts
@@ -27,15 +28,21 @@ class EnlistedSession(TransactionListener):
     ----------
     listener : SqlTransactionListener
         Answers the checks.
+    fence : Fence
+        That of the listener.
+    lock_timeout_s : float
+        Seconds to wait for the database's locks after the session has ended.
     """
 
-    def __init__(self, listener: SqlTransactionListener, session: sa.Connection | Session) -> None:
+    def __init__(
+        self, listener: SqlTransactionListener, fence: Fence, lock_timeout_s: float, session: sa.Connection | Session
+    ) -> None:
         if not isinstance(session, (sa.Connection, Session)):
             raise ListenerError(
                 f"found {type(session).__name__}: an open sqlalchemy.orm.Session or sqlalchemy.Connection is expected "
                 "(of an AsyncSession pass sync_session, within run_sync)"
             )
-        self._listener = listener
+        self._listener, self._fence, self._lock_timeout_s = listener, fence, lock_timeout_s
         self._session = session
         self._transaction: object = None
         self._committed_through: sa.Connection | None = None
@@ -68,12 +75,12 @@ class EnlistedSession(TransactionListener):
     def _begin(self, connection: sa.Connection) -> None:
         if not isinstance(self._session, Session) and not connection.in_transaction():
             connection.begin()
-        self._listener._fence.refuse_unsafe(connection)
+        self._fence.refuse_unsafe(connection)
         if connection._is_autocommit_isolation():
             raise ListenerError(
                 "the session's engine is set to AUTOCOMMIT: its rows and the messages must commit together"
             )
-        pool = self._listener._fence.engine.pool
+        pool = self._fence.engine.pool
         if connection is self._session and connection.engine.pool is pool and has_one_connection(pool):
             raise ListenerError(
                 "the engine's pool has one connection, and this is it: transaction() looks by another whether it has "
@@ -129,7 +136,7 @@ class EnlistedSession(TransactionListener):
             sa.event.remove(connection, "commit", _refuse_commit)
 
     def _require_same_fence(self) -> None:
-        connection, fence = self._connection, self._listener._fence
+        connection, fence = self._connection, self._fence
         try:
             fence_id = fence.read_id(connection, anywhere=True)
         except sa.exc.DBAPIError as problem:
@@ -184,13 +191,13 @@ class EnlistedSession(TransactionListener):
             )
         self._ended = True
         self._require_whole()
-        recorded = self._listener._fence.claim(self._connection, batch, State(EXECUTED))
+        recorded = self._fence.claim(self._connection, batch, State(EXECUTED))
         if recorded is not None:
             raise LocalTransactionError(
                 f"a check has rolled back half batch {batch.half_id!r} before its session committed: nothing was done. "
                 "Send it again, with its rows"
             )
-        self._listener._fence.require_not_too_late(batch)
+        self._fence.require_not_too_late(batch)
         self.let_commit()
         self._session.commit()
         self.end()
@@ -199,8 +206,8 @@ class EnlistedSession(TransactionListener):
 
     def _require_committed(self, batch: HalfBatch) -> None:
         """Require that another connection sees the fence row: commit() may have ended only a savepoint, or a part."""
-        fence = self._listener._fence
-        with fence.transaction(self._listener._lock_timeout, write=False) as connection:
+        fence = self._fence
+        with fence.transaction(self._lock_timeout_s, write=False) as connection:
             rows = fence.read(connection, [batch])
         if fence.states(rows, batch) != Recorded.of(State(EXECUTED), batch.rows, batch.is_all):
             raise LocalTransactionError(

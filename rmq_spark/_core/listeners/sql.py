@@ -279,7 +279,7 @@ class SqlTransactionListener(TransactionListener):
 
     def enlist(self, session: sa.Connection | Session) -> EnlistedSession:
         """Return the listener of one half batch, whose local transaction is that of an open session."""
-        return EnlistedSession(self, session)
+        return EnlistedSession(self, self._fence, self._lock_timeout, session)
 
     # ------------------------------------------------------------------ execute
     def _refuse_to_execute(self, connection: sa.Connection, batch: HalfBatch | HalfTransaction) -> None:
