@@ -19,7 +19,7 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import another, bodies, check_offsets, decide_one, merge_op_files, move_half, prepare
 from tests.support.inside import HalfRecord, RolledBack, RowSet, RowState, Runtime, Who
 from tests.support.seeds import how_many
-from tests.torture.simulate import model
+from tests.torture.simulate import model, parts_model
 from tests.torture.simulate.model import Rules, State, Step, beginning, search, steps
 
 DAY = timedelta(days=1)
@@ -77,6 +77,30 @@ def test_the_search_finds_what_is_wrong_without_a_rule(name: str) -> None:
     assert found.trace
 
 
+# ---------------------------------------------------------------- parts
+def test_nothing_is_wrong_in_any_state_of_a_driver_whose_tasks_run_the_parts_and_a_checker() -> None:
+    found = parts_model.search(parts_model.SMALL)
+    assert found.wrong is None, found.trace
+    assert (found.states, found.steps) == (19_101, 67_767)
+    assert found.ends > 0
+
+
+@pytest.mark.long
+def test_nothing_is_wrong_in_any_state_of_two_drivers_whose_tasks_run_the_parts_and_a_checker() -> None:
+    found = parts_model.search(parts_model.State())
+    assert found.wrong is None, found.trace
+    assert (found.states, found.steps) == (251_823, 1_231_752)
+    assert found.ends > 0
+
+
+@pytest.mark.parametrize("name", [rule.name for rule in fields(parts_model.Rules)])
+def test_the_search_finds_what_is_wrong_without_a_rule_of_parts(name: str) -> None:
+    found = parts_model.search(parts_model.SMALL, parts_model.Rules(**{name: False}))
+    assert found.wrong is not None
+    assert found.trace
+
+
+# ---------------------------------------------------------------- the real log beside the model
 class _Clock(Runtime):
     """The clocks of all machines; they step together."""
 
