@@ -82,7 +82,16 @@ def test_the_search_knows_the_pages_without_a_server(site: Path) -> None:
 
 def test_drawings_stand_in_the_page_and_have_a_text_for_those_who_cannot_see_them(site: Path) -> None:
     page = (site / "protocol.html").read_text()
-    assert page.count("<figure") == page.count('<svg role="img" aria-label="') == 2
+    assert page.count("<figure") == page.count('<figure class="drawing" role="img" aria-label="') == 2
+    assert page.count('<svg class="wide"') == page.count('<svg class="upright"') == 2
+
+
+def test_both_shapes_of_a_drawing_say_the_same_of_each_state() -> None:
+    def names(drawing: str) -> set[str]:
+        return set(re.findall(r'd-name[^>]*>([^<]+)', (ROOT / "docs" / "assets" / drawing).read_text()))
+
+    assert names("states.svg") - {"rolled back by a check"} == names("states-upright.svg") - {"by a check"}
+    assert names("protocol.svg") - {"if the sender dies here …"} == names("protocol-upright.svg")
 
 
 # ---------------------------------------------------------------- the reference
@@ -144,6 +153,14 @@ def test_the_docs_call_verbs_that_are_there() -> None:
             assert words in verbs, f"{page.name} calls txmq {' '.join(words)}"
             called += 1
     assert called > 50
+
+
+def test_a_report_of_a_bug_asks_for_what_doctor_says_and_names_pages_that_are_there() -> None:
+    templates = {path.name: path.read_text() for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
+    assert "`txmq doctor LOG --json`" in templates["bug.yml"]
+    named = re.findall(r"docs/[a-z-]+\.md", "".join(templates.values()))
+    assert len(named) > 2
+    assert not [page for page in named if not (ROOT / page).is_file()]
 
 
 def test_a_link_leads_from_page_to_page() -> None:
