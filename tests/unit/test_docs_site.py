@@ -77,6 +77,8 @@ def test_the_search_knows_the_pages_without_a_server(site: Path) -> None:
     index = (site / "search" / "search_index.js").read_text()
     assert index.startswith("var __index =")
     assert "tombstone" in index
+    titles = re.findall(r'"title":"([^"]*)"', index)
+    assert {"Troubleshooting", "Messages do not appear", "OptionError"} <= set(titles)
     assert "SqlTransactionListener" in index
 
 
@@ -124,6 +126,11 @@ def test_the_reference_has_every_public_name_with_its_docstring(site: Path) -> N
         assert f'<h2 id="{name}"' in pages
     assert 'id="TransactionMQProducer.send_message_in_transaction"' in pages
     assert "idempotency_key" in pages
+
+
+def test_a_link_leads_to_each_error(site: Path) -> None:
+    page = (site / "reference" / "errors.html").read_text()
+    assert not [name for name in reference.error_classes() if f'<h2 id="{name}"' not in page]
 
 
 def test_every_error_says_what_to_do() -> None:
