@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put our own drawings into the page itself: there they have its colours, its light or dark, and a phone's shape."""
+    """Put our own drawings into the page itself: there they have its colours, light or dark, and a phone's shape."""
 
     def drawn(picture: re.Match[str]) -> str:
         wide = Path(config.docs_dir) / "assets" / picture["name"]

@@ -272,7 +272,7 @@ def all_errors() -> str:
         [
             "# Errors",
             MADE + " Every error that rmq_spark raises on purpose is a `TxmqError`. Its text says what was found, what "
-            "was expected and what to do; here is what each kind means, and then what to do. Spark hides an error among "
+            "was expected and what to do; here is what each kind means, and what to do. Spark hides an error among "
             "hundreds of lines: `txmq.errors.find_cause(problem)` finds it.",
             *found,
         ]

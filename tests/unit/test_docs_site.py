@@ -90,7 +90,7 @@ def test_drawings_stand_in_the_page_and_have_a_text_for_those_who_cannot_see_the
 
 def test_both_shapes_of_a_drawing_say_the_same_of_each_state() -> None:
     def names(drawing: str) -> set[str]:
-        return set(re.findall(r'd-name[^>]*>([^<]+)', (ROOT / "docs" / "assets" / drawing).read_text()))
+        return set(re.findall(r"d-name[^>]*>([^<]+)", (ROOT / "docs" / "assets" / drawing).read_text()))
 
     assert names("states.svg") - {"rolled back by a check"} == names("states-upright.svg") - {"by a check"}
     assert names("protocol.svg") - {"if the sender dies here …"} == names("protocol-upright.svg")
