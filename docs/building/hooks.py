@@ -19,7 +19,7 @@ from docs.building import reference, repository  # noqa: E402
 
 log = logging.getLogger("mkdocs.hooks.rmq_spark")
 
-WIDE = "comparison.md from-rocketmq.md from-kafka-transactions.md reference/errors.md reference/metrics.md".split()
+WIDE = "comparison.md from-rocketmq.md from-kafka-transactions.md reference/metrics.md".split()
 HIDDEN = {"index.md": ["navigation", "toc"], **{page: ["toc"] for page in WIDE}}
 """What a page does without beside it: the first one leads everywhere, and wide tables need the room."""
 _PICTURE = re.compile(r'<p><img alt="(?P<alt>[^"]*)" src="(?P<path>[^"]*/)?(?P<name>[a-z-]+\.svg)"\s*/?></p>')
@@ -48,11 +48,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put our own drawings into the page itself: there they have its colours, and its light or dark."""
+    """Put our own drawings into the page itself: there they have its colours, light or dark, and a phone's shape."""
 
     def drawn(picture: re.Match[str]) -> str:
-        text = (Path(config.docs_dir) / "assets" / picture["name"]).read_text()
-        svg = text[text.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{picture["alt"]}"', 1)
-        return f'<figure class="drawing" data-search-exclude>{svg}</figure>'
+        wide = Path(config.docs_dir) / "assets" / picture["name"]
+        svgs = "".join(path.read_text() for path in (wide, wide.with_name(f"{wide.stem}-upright.svg")))
+        return f'<figure class="drawing" role="img" aria-label="{picture["alt"]}" data-search-exclude>{svgs}</figure>'
 
     return _PICTURE.sub(drawn, html)

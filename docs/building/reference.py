@@ -261,20 +261,20 @@ def metrics() -> str:
 
 # ---------------------------------------------------------------- errors
 def all_errors() -> str:
-    """Every error, what it means, and what to do."""
-    rows = []
+    """Every error, what it means, and what to do: a heading each, so that links and searches lead to it."""
+    found = []
     for name, kind in error_classes().items():
         what, *remedy = paragraphs(kind.__doc__)
         if not remedy and kind is not errors.TxmqError:
             raise UndescribedError(f"{name} has no second paragraph, which says what to do")
-        rows.append((f"`{name}`", what, " ".join(remedy)))
+        found.append("\n\n".join([f"## {name} {{ #{name} }}", what, *remedy]))
     return "\n\n".join(
         [
             "# Errors",
             MADE + " Every error that rmq_spark raises on purpose is a `TxmqError`. Its text says what was found, what "
-            "was expected and what to do; this table is the short form. Spark hides an error among hundreds of lines: "
-            "`txmq.errors.find_cause(problem)` finds it.",
-            _table(("error", "what happened", "what to do"), rows),
+            "was expected and what to do; here is what each kind means, and what to do. Spark hides an error among "
+            "hundreds of lines: `txmq.errors.find_cause(problem)` finds it.",
+            *found,
         ]
     )
 

@@ -77,12 +77,23 @@ def test_the_search_knows_the_pages_without_a_server(site: Path) -> None:
     index = (site / "search" / "search_index.js").read_text()
     assert index.startswith("var __index =")
     assert "tombstone" in index
+    titles = re.findall(r'"title":"([^"]*)"', index)
+    assert {"Troubleshooting", "Messages do not appear", "OptionError"} <= set(titles)
     assert "SqlTransactionListener" in index
 
 
 def test_drawings_stand_in_the_page_and_have_a_text_for_those_who_cannot_see_them(site: Path) -> None:
     page = (site / "protocol.html").read_text()
-    assert page.count("<figure") == page.count('<svg role="img" aria-label="') == 2
+    assert page.count("<figure") == page.count('<figure class="drawing" role="img" aria-label="') == 2
+    assert page.count('<svg class="wide"') == page.count('<svg class="upright"') == 2
+
+
+def test_both_shapes_of_a_drawing_say_the_same_of_each_state() -> None:
+    def names(drawing: str) -> set[str]:
+        return set(re.findall(r"d-name[^>]*>([^<]+)", (ROOT / "docs" / "assets" / drawing).read_text()))
+
+    assert names("states.svg") - {"rolled back by a check"} == names("states-upright.svg") - {"by a check"}
+    assert names("protocol.svg") - {"if the sender dies here …"} == names("protocol-upright.svg")
 
 
 # ---------------------------------------------------------------- the reference
@@ -117,6 +128,11 @@ def test_the_reference_has_every_public_name_with_its_docstring(site: Path) -> N
     assert "idempotency_key" in pages
 
 
+def test_a_link_leads_to_each_error(site: Path) -> None:
+    page = (site / "reference" / "errors.html").read_text()
+    assert not [name for name in reference.error_classes() if f'<h2 id="{name}"' not in page]
+
+
 def test_every_error_says_what_to_do() -> None:
     for name, kind in reference.error_classes().items():
         assert name == "TxmqError" or len(docstrings.paragraphs(kind.__doc__)) > 1, f"{name} says no remedy"
@@ -144,6 +160,14 @@ def test_the_docs_call_verbs_that_are_there() -> None:
             assert words in verbs, f"{page.name} calls txmq {' '.join(words)}"
             called += 1
     assert called > 50
+
+
+def test_a_report_of_a_bug_asks_for_what_doctor_says_and_names_pages_that_are_there() -> None:
+    templates = {path.name: path.read_text() for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
+    assert "`txmq doctor LOG --json`" in templates["bug.yml"]
+    named = re.findall(r"docs/[a-z-]+\.md", "".join(templates.values()))
+    assert len(named) > 2
+    assert not [page for page in named if not (ROOT / page).is_file()]
 
 
 def test_a_link_leads_from_page_to_page() -> None:
