@@ -20,7 +20,9 @@ from tests.torture.stores import azure as azurite
 from tests.torture.stores import google as fake_gcs
 from tests.torture.stores.processes import NoEmulatorError
 
-TOGETHER = tuple(f"tests/{name}/" for name in "spark crash process kafka torture/s3 torture/stores torture/damage".split())
+TOGETHER = tuple(
+    f"tests/{name}/" for name in "spark crash process kafka torture/s3 torture/stores torture/damage".split()
+)
 """Each folder has one Spark session, one server, or one log to damage, and stays with one worker. Two Spark sessions on
 two cores gained nothing."""
 

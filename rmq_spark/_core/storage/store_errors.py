@@ -13,7 +13,9 @@ SECRET_CHARS_MIN = 4
 """Length of the shortest secret value that is hidden in a store's answer. In other text only longer ones are hidden."""
 
 
-_XML_ERROR = re.compile(r"(?:<\?xml[^>]*> ?)?<Error>.{0,500}?<Code>([^<]*)</Code> ?<Message>([^<]*)</Message>.*?</Error>")
+_XML_ERROR = re.compile(
+    r"(?:<\?xml[^>]*> ?)?<Error>.{0,500}?<Code>([^<]*)</Code> ?<Message>([^<]*)</Message>.*?</Error>"
+)
 """A store's answer to a refused request."""
 
 

@@ -1,5 +1,5 @@
-"""An HTTP proxy in front of an object store: it counts requests, and can make of an S3 server one that always overwrites,
-or one that answers with old lists, and of any store one whose answers to commits get lost.
+"""An HTTP proxy in front of an object store: it counts requests, and can make of an S3 server one that always
+overwrites, or one that answers with old lists, and of any store one whose answers to commits get lost.
 
 It is a process of its own, because delta-rs keeps Python's lock during some of its requests.
 """
@@ -58,8 +58,8 @@ def proxy(
     old_lists : bool, optional
         Whether each list is answered as it was answered first.
     lossy : bool, optional
-        Whether the connection breaks in place of the answer to the first conditional put of each object, which the store
-        has made by then. These are counted as ``"lost"``.
+        Whether the connection breaks in place of the answer to the first conditional put of each object, which the
+        store has made by then. These are counted as ``"lost"``.
     """
     mode = ["overwriting", str(overwriting)] if overwriting else ["old lists"] if old_lists else []
     mode += ["lossy"] if lossy else []
@@ -106,6 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self) -> None:
         body = self._body()
+        if self.path.startswith("http://"):  # it is asked as a forward proxy
+            self.path = self.path.removeprefix("http://").partition("/")[2].join(("/", ""))
         is_conditional = any(name in self.headers for name in CONDITIONS)
         with self.server.lock:
             self.server.counts[_what(self.command, self.path, is_conditional), _table(self.path)] += 1

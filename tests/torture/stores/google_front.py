@@ -1,5 +1,5 @@
-"""Stands before fake-gcs-server and makes puts, uploads in parts and lists of Google's XML API requests of its JSON API,
-which alone the emulator serves. Gets, heads and deletes pass as they are.
+"""Stands before fake-gcs-server and makes puts, uploads in parts and lists of Google's XML API requests of its JSON
+API, which alone the emulator serves. Gets, heads and deletes pass as they are.
 
 ``python -m tests.torture.stores.google_front http://127.0.0.1:4443`` prints its own address.
 """
@@ -134,9 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         asked = {"prefix": query.get("prefix", ""), "delimiter": query.get("delimiter", "")}
         after = query.get("start-after", "")
         asked |= {"startOffset": after, "pageToken": query.get("continuation-token", "")}
-        answer, said = self._ask(
-            "GET", f"/storage/v1/b/{bucket}/o?{urlencode({k: v for k, v in asked.items() if v})}"
-        )
+        answer, said = self._ask("GET", f"/storage/v1/b/{bucket}/o?{urlencode({k: v for k, v in asked.items() if v})}")
         if answer.status != 200:
             self._answer(answer.status, {}, said)
             return
