@@ -6,9 +6,7 @@ makes the check, so a module that loads the engine imports it first.
 
 from __future__ import annotations
 
-import os
-
-from rmq_spark._core.runtime.forks import forks
+from rmq_spark._core.storage import delta_fork
 from rmq_spark.errors import OptionError
 
 ADDRESS_SPACE_MIN = 2_560 << 20
@@ -32,23 +30,17 @@ def require_address_space() -> None:
         )
 
 
-_engine_process: tuple[int, int] | None = None
-"""The process in which delta-rs was used first: its number of :func:`forks`, and its id. The engine's threads do not
-survive a fork."""
+_has_space = False
 
 
 def require_no_fork() -> None:
-    """Raise OptionError in a fork of a process that has used delta-rs: its calls would panic there, or hang."""
-    global _engine_process
-    if _engine_process is None:
+    """Raise OptionError in a fork of a process that has used delta-rs, or when the first use finds too little address
+    space."""
+    global _has_space
+    if not _has_space:
         require_address_space()  # it may have been limited since this module was imported
-        _engine_process = (forks(), os.getpid())
-    elif _engine_process[0] != forks():
-        raise OptionError(
-            f"this process is a fork (os.fork) of process {_engine_process[1]}, which had opened a commit log, and "
-            "Delta's engine does not survive a fork: open commit logs after it, or start processes by "
-            "multiprocessing's 'spawn' or 'forkserver'"
-        )
+        _has_space = True
+    delta_fork.require_no_fork()
 
 
 require_address_space()

@@ -1,11 +1,10 @@
 """Object stores through delta-rs, as a file system of pyarrow: data files take the URL and the options of commits.
 
-Executors use this module too, where pyarrow has no store of its own that takes the same options.
+Executors use this module too, where pyarrow has no store of its own that takes the same options. It needs far less
+address space than the engine, which makes commits.
 """
 
 from __future__ import annotations
-
-from rmq_spark._core.storage.delta_process import require_no_fork  # isort: skip  (it looks before the engine is loaded)
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,19 +15,20 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 from deltalake.fs import DeltaStorageHandler
 
+from rmq_spark._core.storage.delta_fork import require_no_fork
 from rmq_spark._core.storage.seal import is_panic
 from rmq_spark._core.storage.store_errors import plainly, require_resources
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.errors import TxmqError, UnreachableStoreError
 
 WHOLE_BYTES_MAX = 1 << 20
-"""A file of at most this size is read whole, with one request. Parquet's reader would make one for the footer and one for
-each column."""
+"""A file of at most this size is read whole, with one request. Parquet's reader would make one for the footer and one
+for each column."""
 
 SMALL_BYTES_MAX = 4 << 20
 """A file of at most this size is put at its end, so a crash before leaves nothing in the store."""
 SMALL_TRIES_MAX = 10
-"""Puts of a small file. On Azure, of two puts of one name at once the second is refused, as an invalid list of blocks."""
+"""Puts of one small file. On Azure, of two puts of one name at once one is refused: its blocks are gone."""
 
 
 def delta_store(uri: str, storage_options: Mapping[str, str] | None) -> tuple[pafs.FileSystem, str]:
@@ -55,7 +55,7 @@ def delta_store(uri: str, storage_options: Mapping[str, str] | None) -> tuple[pa
     return pafs.PyFileSystem(handler), folder
 
 
-class _Handler(DeltaStorageHandler):  # type: ignore[misc]
+class _Handler(DeltaStorageHandler):
     """The store below a folder. Paths begin with the folder, as those of pyarrow's own file systems do.
 
     delta-rs keeps Python's lock during some requests: those of an opened or deleted file, and lists.
@@ -111,7 +111,7 @@ class _Handler(DeltaStorageHandler):  # type: ignore[misc]
         with self.asked():
             file = self._handler.open_input_file(self._below(path))
             if file.size() <= WHOLE_BYTES_MAX:
-                return pa.BufferReader(file.read())
+                return pa.BufferReader(file.read(file.size()))
         return pa.PythonFile(_Reading(self, file), mode="r")
 
     open_input_stream = open_input_file

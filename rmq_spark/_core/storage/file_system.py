@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
@@ -25,7 +26,7 @@ S3_ENVIRONMENT = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_REGION", "AWS_DEFAULT
 S3_SCHEMES = frozenset({"s3", "s3a"})
 _S3_OF_PYARROW = frozenset(
     "access_key_id secret_access_key session_token token region default_region endpoint_url endpoint "
-    "virtual_hosted_style_request skip_signature".split()
+    "virtual_hosted_style_request skip_signature certificate_path".split()
 )
 _S3_OF_COMMITS = frozenset(
     "allow_http conditional_put copy_if_not_exists ec2_metadata_disabled ec2_metadata_timeout max_retries "
@@ -63,8 +64,8 @@ def require_path(path: object, table: str) -> str:
 def filesystem(uri: str, storage_options: Mapping[str, str] | None = None) -> tuple[pafs.FileSystem, str]:
     """Return the file system of a local folder or an object-store URI, and the path on it.
 
-    Local folders and S3 are pyarrow's own, which need little memory, and on S3 are faster. All other stores are those of
-    delta-rs; so is S3 with an option that pyarrow's own does not take.
+    Local folders and S3 are pyarrow's own, which need little memory, and on S3 are faster. All other stores are those
+    of delta-rs; so is S3 with an option that pyarrow's own does not take.
 
     Parameters
     ----------
@@ -85,9 +86,10 @@ def filesystem(uri: str, storage_options: Mapping[str, str] | None = None) -> tu
         return pafs.LocalFileSystem(), uri.removeprefix("file://").rstrip("/") or "/"
     if scheme in S3_SCHEMES:
         arguments = _s3_arguments(storage_options or {})
+        path = unquote(uri.split("://", 1)[1]).rstrip("/")  # as delta-rs reads it
         if arguments is not None:
-            path = unquote(uri.split("://", 1)[1]).rstrip("/")  # as delta-rs reads it
-            return pafs.S3FileSystem(**arguments), path
+            with suppress(TypeError):  # an older pyarrow takes no certificates
+                return pafs.S3FileSystem(**arguments), path
     if scheme in S3_SCHEMES | _DELTA_SCHEMES:
         from rmq_spark._core.storage.delta_store import delta_store  # it loads the engine
 
@@ -125,6 +127,8 @@ def _s3_arguments(storage_options: Mapping[str, str]) -> dict[str, str | bool] |
     if endpoint:
         arguments["endpoint_override"] = endpoint.split("://")[-1]
         arguments["scheme"] = "http" if endpoint.startswith("http://") else "https"
+    if arguments.get("scheme") != "http":
+        arguments["tls_ca_file_path"] = options.get("certificate_path") or os.environ.get("SSL_CERT_FILE")
     return {k: v for k, v in arguments.items() if v}
 
 
@@ -132,8 +136,7 @@ def _has_proxy(endpoint: str) -> bool:
     """Whether the environment names a proxy for an endpoint. delta-rs follows it, and pyarrow's own S3 does not."""
     if not any(name.lower() in _PROXY_VARIABLES for name in os.environ):
         return False
-    from urllib.request import getproxies_environment, proxy_bypass_environment
+    from urllib.request import getproxies, proxy_bypass
 
-    proxies = getproxies_environment()
     parts = urlsplit(endpoint)
-    return not {parts.scheme, "all"}.isdisjoint(proxies) and not proxy_bypass_environment(parts.netloc, proxies)
+    return not {parts.scheme, "all"}.isdisjoint(getproxies()) and not proxy_bypass(parts.netloc)

@@ -122,10 +122,7 @@ def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None)
     """
     for _ in range(ROUNDS_MAX):
         probe = f"{where}/{PROBE}{uuid4().hex}"
-        claims: list[bool | None] = []
-        with removing(lambda: [probe] if claims else [], storage_options):  # without a claim there is no table
-            _claim_at_once(probe, storage_options, claims)
-            is_listed = DeltaLogTable.exists(probe, storage_options)
+        claims, is_listed = _probed(probe, storage_options)
         rest = remove_tables([probe], storage_options)
         if claims.count(True) > 1:
             raise StorageError(
@@ -148,6 +145,15 @@ def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None)
         f"{where}: in {ROUNDS_MAX} rounds of {CLAIMANTS} writers no two came to the same put, so it is not known "
         "whether the store has put-if-absent: try again"
     )
+
+
+def _probed(probe: str, storage_options: Mapping[str, str] | None) -> tuple[list[bool | None], bool]:
+    """What each writer was told, and whether a list shows the table."""
+    claims: list[bool | None] = []
+    with removing(lambda: [probe] if claims else [], storage_options):  # without a claim there is no table
+        _claim_at_once(probe, storage_options, claims)
+        _put_and_get(probe, storage_options)
+        return claims, DeltaLogTable.exists(probe, storage_options)
 
 
 def _claim_at_once(probe: str, storage_options: Mapping[str, str] | None, claims: list[bool | None]) -> None:
@@ -175,6 +181,19 @@ def _claim_at_once(probe: str, storage_options: Mapping[str, str] | None, claims
         thread.join()
     if problems:
         raise problems[0]
+
+
+def _put_and_get(probe: str, storage_options: Mapping[str, str] | None) -> None:
+    """Put a data file, read it and delete it, since data files may take another way to the store than commits."""
+    fs, folder = filesystem(probe, storage_options)
+    path = f"{folder}/{PROBE}"
+    with fs.open_output_stream(path) as stream:
+        stream.write(b"txmq")
+    try:
+        with fs.open_input_stream(path) as stream:
+            stream.read()
+    finally:
+        fs.delete_file(path)
 
 
 # ---------------------------------------------------------------- the table of a probe

@@ -30,6 +30,7 @@ _PUBLIC = (
     "rename",
     "account_name",
     "container",
+    "certificate",
 )
 """Parts of names of storage options whose values may be shown, unless the name also matches :data:`_SECRET`."""
 _SECRET = re.compile(r"key|token|secret|passw|pwd|sas|credential|signature", re.IGNORECASE)

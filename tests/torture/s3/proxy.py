@@ -1,5 +1,5 @@
-"""An HTTP proxy in front of an object store: it counts requests, and can make of an S3 server one that always overwrites,
-or one that answers with old lists, and of any store one whose answers to commits get lost.
+"""An HTTP proxy in front of an object store: it counts requests, and can make of an S3 server one that always
+overwrites, or one that answers with old lists, and of any store one whose answers to commits get lost.
 
 It is a process of its own, because delta-rs keeps Python's lock during some of its requests.
 """
@@ -22,12 +22,15 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 ROOT = Path(__file__).parents[3]
 CONDITIONS = ("if-none-match", "x-goog-if-generation-match")
+ENCRYPTION = "x-amz-server-side-encryption"
+NEW_OBJECTS = ("put", "put if absent", "begin parts")
 COUNTS = "/proxy/counts"
 PASSED_ON_S_MAX = 60
 STOP_S_MAX = 10
 
 Counts = Counter[tuple[str, str]]
-"""Requests by (what was asked for, table): ``("list", "half")``, ``("put if absent", "op")``, …"""
+"""Requests by (what was asked for, table): ``("list", "half")``, ``("put if absent", "op")``, … Beside it, new objects
+by how S3 is asked to encrypt them: ``("encrypted by AES256", "op")``."""
 
 
 class S3Proxy:
@@ -58,8 +61,8 @@ def proxy(
     old_lists : bool, optional
         Whether each list is answered as it was answered first.
     lossy : bool, optional
-        Whether the connection breaks in place of the answer to the first conditional put of each object, which the store
-        has made by then. These are counted as ``"lost"``.
+        Whether the connection breaks in place of the answer to the first conditional put of each object, which the
+        store has made by then. These are counted as ``"lost"``.
     """
     mode = ["overwriting", str(overwriting)] if overwriting else ["old lists"] if old_lists else []
     mode += ["lossy"] if lossy else []
@@ -106,9 +109,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self) -> None:
         body = self._body()
+        if self.path.startswith("http://"):  # it is asked as a forward proxy
+            self.path = self.path.removeprefix("http://").partition("/")[2].join(("/", ""))
         is_conditional = any(name in self.headers for name in CONDITIONS)
+        what = _what(self.command, self.path, is_conditional)
         with self.server.lock:
-            self.server.counts[_what(self.command, self.path, is_conditional), _table(self.path)] += 1
+            self.server.counts[what, _table(self.path)] += 1
+            if what in NEW_OBJECTS:
+                self.server.counts[f"encrypted by {self._encryption()}", _table(self.path)] += 1
         if is_conditional and self.server.overwriting is not None:
             with self.server.lock:  # nobody else's put comes in between
                 (self.server.overwriting / unquote(urlsplit(self.path).path).lstrip("/")).unlink(missing_ok=True)
@@ -129,6 +137,10 @@ class _Handler(BaseHTTPRequestHandler):
         # The length of what a HEAD asks about is not that of the empty body.
         length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
         self._end(length or "0", content)
+
+    def _encryption(self) -> str:
+        named = (self.headers.get(f"{ENCRYPTION}{more}") for more in ("", "-aws-kms-key-id"))
+        return " ".join(value for value in named if value) or "default"
 
     def _loses_answer(self) -> bool:
         """Break the connection when this is the first conditional put of the object."""

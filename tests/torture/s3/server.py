@@ -9,12 +9,13 @@ import os
 import secrets
 import shutil
 import socket
+import ssl
 import subprocess
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ VERSION = "v1.8.0"
 """Its puts with If-None-Match take a lock: of two at the same time one fails, which older versions did not promise."""
 PACKAGE = "github.com/versity/versitygw/cmd/versitygw"
 REGION = "us-east-1"
+ROOT = Path(__file__).parents[3]
 
 BUILD_S_MAX = 1_800
 START_S_MAX = 60
@@ -120,8 +122,15 @@ def built() -> Path:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[S3Server]:
+def running(folder: Path, certificate: tuple[Path, Path] | None = None, more: Sequence[str] = ()) -> Iterator[S3Server]:
     """A server on a free port that keeps its objects below this folder, with credentials of its own.
+
+    Parameters
+    ----------
+    certificate : (Path, Path), optional
+        The files of a certificate for ``localhost`` and of its key. With them the server speaks TLS alone.
+    more : sequence of str, optional
+        More of the server's options.
 
     Raises
     ------
@@ -134,7 +143,7 @@ def running(folder: Path) -> Iterator[S3Server]:
     for tries in range(PORT_TRIES):
         port = _free_port()
         server = S3Server(
-            endpoint=f"http://127.0.0.1:{port}",
+            endpoint=f"https://localhost:{port}" if certificate else f"http://127.0.0.1:{port}",
             access_key=secrets.token_hex(10),
             secret_key=secrets.token_hex(20),
             folder=data,
@@ -142,7 +151,7 @@ def running(folder: Path) -> Iterator[S3Server]:
         )
         with (folder / f"server.{tries}.log").open("wb") as said:
             process = subprocess.Popen(
-                _command(program, port, server), env=_environment(server), stdout=said, stderr=said
+                _command(program, port, server, certificate, more), env=_environment(server), stdout=said, stderr=said
             )
         try:
             if _answers(server, process):
@@ -154,8 +163,12 @@ def running(folder: Path) -> Iterator[S3Server]:
     raise NoS3ServerError(f"versitygw {VERSION} does not start: {said_last.strip()}")
 
 
-def _command(program: Path, port: int, server: S3Server) -> list[str]:
-    command = [str(program), "--port", f"127.0.0.1:{port}", "--region", REGION, "--quiet"]
+def _command(
+    program: Path, port: int, server: S3Server, certificate: tuple[Path, Path] | None, more: Sequence[str]
+) -> list[str]:
+    command = [str(program), "--port", f"127.0.0.1:{port}", "--region", REGION, "--quiet", *more]
+    if certificate:
+        command += ["--cert", str(certificate[0]), "--key", str(certificate[1])]
     command += ["--health", "/health", "--access-log", str(server.log), "posix"]
     if not _has_attributes(server.folder):
         sidecar = server.folder.parent / "attributes"
@@ -189,7 +202,8 @@ def _answers(server: S3Server, process: subprocess.Popen[bytes]) -> bool:
     deadline = time.monotonic() + START_S_MAX
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            with urllib.request.urlopen(f"{server.endpoint}/health", timeout=1):
+            context = ssl._create_unverified_context() if server.endpoint.startswith("https:") else None
+            with urllib.request.urlopen(f"{server.endpoint}/health", timeout=1, context=context):
                 return True
         except (urllib.error.URLError, OSError):
             time.sleep(0.05)

@@ -1,5 +1,5 @@
-"""Stands before fake-gcs-server and makes puts, uploads in parts and lists of Google's XML API requests of its JSON API,
-which alone the emulator serves. Gets, heads and deletes pass as they are.
+"""Stands before fake-gcs-server and makes puts, uploads in parts and lists of Google's XML API requests of its JSON
+API, which alone the emulator serves. Gets, heads and deletes pass as they are.
 
 ``python -m tests.torture.stores.google_front http://127.0.0.1:4443`` prints its own address.
 """

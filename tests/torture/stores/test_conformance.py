@@ -139,6 +139,31 @@ def test_members_share_a_group_by_heartbeats(log: txmq.CommitLog) -> None:
     assert all(place.owner is None for place in log.engine.groups.places("points").values())
 
 
+EXECUTOR = """
+import json, resource, sys
+limit = int(sys.argv[2]) << 20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+import pyarrow as pa
+from rmq_spark._core.storage.data_file import write_table
+from rmq_spark._core.storage.file_system import filesystem
+from rmq_spark._core.storage.row_range import RowRange, read_range
+
+fs, folder = filesystem(sys.argv[1], json.loads(sys.stdin.read()))
+file = write_table(fs, folder, pa.table({"body": [b"x" * 100] * 50_000}), prefix="messages", stats_columns=[])
+wanted = RowRange(file.path, "", 0, file.rows, ((0, file.rows - 1),), "messages")
+print(sum(table.num_rows for _, table in read_range(fs, folder, wanted, ["body"])))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS does not keep to RLIMIT_AS")
+def test_an_executor_writes_and_reads_rows_in_little_address_space(store: Any, uri: str) -> None:
+    command = [sys.executable, "-c", EXECUTOR, f"{uri}/messages", "512" if uri.startswith("s3:") else "1024"]
+    options = json.dumps(store.storage_options())
+    done = subprocess.run(command, cwd=ROOT, input=options, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "50000\n"), done.stderr
+
+
 # ---------------------------------------------------------------- commits
 @pytest.mark.long
 def test_of_writers_that_come_at_once_the_store_lets_one_create_a_table(store: Any, uri: str) -> None:

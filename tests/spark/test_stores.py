@@ -1,6 +1,8 @@
-"""Sink and source on a real S3 server; Spark itself knows nothing of it."""
+"""Sink and source on an S3 server and on emulators of other stores; Spark itself knows nothing of them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from pyspark.sql import DataFrame
@@ -9,30 +11,34 @@ import rmq_spark as txmq
 from tests.spark.test_readme import ROOT, run_examples
 from tests.support.inside import CommitOncePrepared
 from tests.support.meanwhile import seen_at
-from tests.torture.s3.server import S3Server
 
 pytestmark = pytest.mark.long
 SECRET = "a-secret-that-is-wrong"
 
 
+@pytest.fixture(params=["s3", "azure", "google"])
+def store(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
 @pytest.fixture
-def log(s3: S3Server, request: pytest.FixtureRequest) -> txmq.CommitLog:
-    uri = f"{s3.bucket('spark')}/{request.node.name}/log"
-    made = txmq.CommitLog.create(uri, storage_options=s3.storage_options())
+def log(store: Any, request: pytest.FixtureRequest) -> txmq.CommitLog:
+    uri = f"{store.bucket('spark')}/{request.node.name.split('[')[0]}/log"
+    made = txmq.CommitLog.create(uri, storage_options=store.storage_options())
     made.create_topic("orders", 2)
     return made
 
 
 @pytest.fixture
-def storage(s3: S3Server) -> dict[str, str]:
-    return {f"storage.{k}": v for k, v in s3.storage_options().items()}
+def storage(store: Any) -> dict[str, str]:
+    return {f"storage.{k}": v for k, v in store.storage_options().items()}
 
 
 def bodies(log: txmq.CommitLog) -> list[int]:
     return sorted(int(b) for b in log.read("orders", columns=["body"])["body"].to_pylist())
 
 
-def test_streams_write_and_read_a_log_on_s3(spark, log, storage, numbers, tmp_path):
+def test_streams_write_and_read_a_log_on_a_store(spark, log, storage, numbers, tmp_path):
     def send(batches: int) -> None:
         writer = numbers(batches).drop("k").writeStream.format("txmq").option("path", log.path)
         writer = writer.options(**storage, topic="orders", producerGroup="shop", transactionListener="none")
@@ -59,7 +65,7 @@ def test_streams_write_and_read_a_log_on_s3(spark, log, storage, numbers, tmp_pa
     assert log.pending().num_rows == 0
 
 
-def test_a_batch_write_and_a_batch_read_work_on_s3(spark, log, storage):
+def test_a_batch_write_and_a_batch_read_work_on_a_store(spark, log, storage):
     frame = spark.range(50).selectExpr("cast(id as string) body", "id % 2 as k")
     write = frame.write.format("txmq").mode("append").option("path", log.path).options(**storage)
     write.options(topic="orders", producerGroup="shop", transactionListener="none", transactionKey="k").save()
@@ -70,7 +76,7 @@ def test_a_batch_write_and_a_batch_read_work_on_s3(spark, log, storage):
     assert len({(r.queue_id, r.queue_offset) for r in rows}) == 50
 
 
-def test_a_log_on_s3_is_drained(log):
+def test_a_log_on_a_store_is_drained(log):
     with txmq.TransactionMQProducer(log, "shop", CommitOncePrepared(), check_interval=None) as producer:
         for n in range(20):  # a small half file each, which are read ahead
             producer.send_message_in_transaction(txmq.Message("orders", str(n)))
@@ -90,9 +96,9 @@ class Approve(txmq.TransactionListener):
         return txmq.UNKNOWN
 
 
-def test_foreach_batch_sends_to_a_log_on_s3(s3, log, numbers, tmp_path):
+def test_foreach_batch_sends_to_a_log_on_a_store(store, log, numbers, tmp_path):
     sink = txmq.TransactionalSink(
-        log.path, topic="orders", producer_group="shop", listener=Approve(), storage_options=s3.storage_options()
+        log.path, topic="orders", producer_group="shop", listener=Approve(), storage_options=store.storage_options()
     )
     writer = numbers(2).drop("k").writeStream.foreachBatch(sink)
     writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
@@ -101,7 +107,8 @@ def test_foreach_batch_sends_to_a_log_on_s3(s3, log, numbers, tmp_path):
     assert log.pending().num_rows == 0
 
 
-def test_neither_plans_nor_failures_show_the_secret(spark, s3, log, storage, capfd):
+@pytest.mark.parametrize("store", ["s3"], indirect=True)
+def test_neither_plans_nor_failures_show_the_secret(spark, store, log, storage, capfd):
     wrong = {**storage, "storage.AWS_SECRET_ACCESS_KEY": SECRET}
     said: list[str] = []
     for options in (storage, wrong):
@@ -121,7 +128,7 @@ def test_neither_plans_nor_failures_show_the_secret(spark, s3, log, storage, cap
     out, err = capfd.readouterr()
     said += [out, err]
     assert "== Physical Plan ==" in out
-    assert not [word for word in (s3.secret_key, SECRET) for text in said if word in text]
+    assert not [word for word in (store.secret_key, SECRET) for text in said if word in text]
 
 
 def test_the_how_to_for_object_stores_runs_from_top_to_bottom(s3, tmp_path):
