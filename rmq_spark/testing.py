@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,12 +18,15 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.listeners.half_batch import HalfBatch
+from rmq_spark._core.listeners.listener import TransactionListener, Verdicts
 from rmq_spark._core.log.groups import GROUPS_SCHEMA
 from rmq_spark._core.log.half import HALF_SCHEMA
 from rmq_spark._core.log.op import OP_SCHEMA
 from rmq_spark._core.log.tables import LogTables
 from rmq_spark._core.log.topics import TOPICS_SCHEMA
 from rmq_spark._core.messages.table import MESSAGES_SCHEMA
+from rmq_spark._core.producer.producer import TransactionMQProducer
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.selector.tree import Filter
@@ -33,8 +36,14 @@ from rmq_spark._core.storage.foreign_commits import Changed
 from rmq_spark._core.storage.row_range import RowRange, read_range
 from rmq_spark._core.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema, bounds_of
 from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
+from rmq_spark._core.vocabulary.redaction import sentence_of
+from rmq_spark._core.vocabulary.verdicts import UNKNOWN
+from rmq_spark.errors import FenceError
 
-__all__ = ["InMemoryCommitLog", "MemoryTable", "Runtime"]
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+
+__all__ = ["InMemoryCommitLog", "MemoryTable", "Runtime", "check_fence"]
 
 
 class _Files:
@@ -312,3 +321,75 @@ class InMemoryCommitLog(CommitLog):
         twin = InMemoryCommitLog.__new__(InMemoryCommitLog)
         twin._keep(tables)
         return twin
+
+
+def check_fence(url_or_engine: str | sa.URL | sa.Engine) -> list[str]:
+    """Try on a database what a fence needs of it: the suite that this package runs on its own databases.
+
+    A :class:`~rmq_spark.SqlTransactionListener` refuses other databases than SQLite, PostgreSQL, MariaDB and MySQL. The
+    suite tries any, so that you can see what yours lacks. It makes tables whose names begin with ``txmq_trial_``, uses
+    two connections at once, takes some seconds, and drops the tables at the end.
+
+    Parameters
+    ----------
+    url_or_engine : str, sqlalchemy.URL or sqlalchemy.Engine
+        A database with a user that may create and drop tables. An engine is used as it is, with its isolation level.
+
+    Returns
+    -------
+    list of str
+        The rules that hold, a sentence each.
+
+    Raises
+    ------
+    FenceError
+        Some rule does not hold. The error has each of these rules, and what was found.
+    """
+    from rmq_spark._core.database.connection import Database
+    from rmq_spark._core.database.engine import on_trial
+    from rmq_spark._core.listeners.fence_rules import RULES, Trial
+
+    problems: list[str] = []
+    with on_trial(url_or_engine) as engine:
+        where = Database(engine).where
+        try:
+            with Trial(engine, _stage) as trial:
+                for rule in RULES:
+                    try:
+                        rule.hold(trial)
+                    except Exception as problem:
+                        problems.append(f"{rule.sentence} ({sentence_of(problem)})")
+        except Exception as problem:
+            problems.append(f"The tables of a fence can be made and dropped. ({sentence_of(problem)})")
+    if problems:
+        lines = "".join(f"\n- {problem}" for problem in problems)
+        raise FenceError(
+            f"{where} cannot have a fence, because {len(problems)} of {len(RULES) + 1} rules do not hold:{lines}"
+        )
+    return [rule.sentence for rule in RULES]
+
+
+class _Stager(TransactionListener):
+    """Keeps the half batch of a send, and leaves it pending."""
+
+    def __init__(self, store_id: str) -> None:
+        self.store_id = store_id
+        self.batch: HalfBatch | None = None
+
+    def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        self.batch = batch
+        return UNKNOWN
+
+    def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        return UNKNOWN
+
+
+def _stage(fence_id: str, keys: Sequence[str]) -> HalfBatch:
+    """Prepare a half batch with a transaction for each key, in a log of its own."""
+    stager = _Stager(fence_id)
+    messages = pa.table({"body": keys, "order": keys})
+    log = InMemoryCommitLog(topics={"trial": 1})
+    with TransactionMQProducer(log, "trial", stager, check_interval=None) as producer:
+        producer.send_messages_in_transaction(messages, topic="trial", transaction_key="order")
+    assert stager.batch is not None
+    return stager.batch

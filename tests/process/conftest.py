@@ -15,6 +15,7 @@ from tests.process.mariadb import running as mariadb_running
 from tests.process.postgres import running as postgres_running
 
 QUICK_ON_MARIADB = (
+    "test_the_database_passes_the_conformance_suite_of_fences",
     "test_a_check_of_an_old_half_batch_fences_a_late_execute",
     "test_a_check_of_a_running_local_transaction_is_unknown_and_quick",
     "test_a_check_waits_for_a_local_transaction_that_ends_in_time",

@@ -35,6 +35,7 @@ from tests.unit.test_sql_listener import (
 pytestmark = pytest.mark.postgres
 
 AGAIN = (
+    "test_the_database_passes_the_conformance_suite_of_fences",
     "test_execute_commits_the_work_and_a_check_says_so",
     "test_a_check_of_an_old_half_batch_fences_a_late_execute",
     "test_a_refusal_and_its_reason_are_on_record",

@@ -37,7 +37,7 @@ from rmq_spark import (
 )
 from rmq_spark._core.listeners.sql import LOCK_TIMEOUT_S_MAX
 from rmq_spark.listeners import HalfTransaction
-from rmq_spark.testing import InMemoryCommitLog
+from rmq_spark.testing import InMemoryCommitLog, check_fence
 from tests.support.clocks import Ahead
 from tests.support.fences import (
     OLD,
@@ -74,6 +74,10 @@ def url(tmp_path: Path) -> sa.URL:
 @pytest.fixture
 def fence(url: sa.URL) -> str:
     return create_fence(url)
+
+
+def test_the_database_passes_the_conformance_suite_of_fences(url: sa.URL) -> None:
+    check_fence(url)
 
 
 def nothing(connection: sa.Connection, batch: HalfBatch) -> None:

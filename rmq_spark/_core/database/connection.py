@@ -174,6 +174,8 @@ def place_of(connection: sa.Connection) -> str | None:
             return None
         savepoint.commit()
         return f"cluster {cluster}, database {database}"
+    if connection.dialect.name not in ("mariadb", "mysql"):
+        return None  # a database on trial
     # A server that takes over has another server id, so only the database's name can be used.
     return f"database {connection.exec_driver_sql('SELECT DATABASE()').scalar_one()}"[:PLACE_CHARS_MAX]
 
