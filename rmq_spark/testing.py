@@ -18,12 +18,15 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.listeners.half_batch import HalfBatch
+from rmq_spark._core.listeners.transaction_listener import TransactionListener, Verdicts
 from rmq_spark._core.log.group_table import GROUPS_SCHEMA
 from rmq_spark._core.log.half import HALF_SCHEMA
 from rmq_spark._core.log.log_tables import LogTables
 from rmq_spark._core.log.op import OP_SCHEMA
 from rmq_spark._core.log.topics import TOPICS_SCHEMA
 from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA
+from rmq_spark._core.producer.producer import TransactionMQProducer
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.selector.tree import Filter
@@ -34,6 +37,7 @@ from rmq_spark._core.storage.row_range import RowRange, read_range
 from rmq_spark._core.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema, bounds_of
 from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
 from rmq_spark._core.vocabulary.redaction import sentence_of
+from rmq_spark._core.vocabulary.verdicts import UNKNOWN
 from rmq_spark.errors import FenceError
 
 if TYPE_CHECKING:
@@ -343,13 +347,13 @@ def check_fence(url_or_engine: str | sa.URL | sa.Engine) -> list[str]:
     """
     from rmq_spark._core.database.connection import Database
     from rmq_spark._core.database.sql_engine import on_trial
-    from rmq_spark._core.producer.fence_rules import RULES, Trial
+    from rmq_spark._core.listeners.fence_rules import RULES, Trial
 
     problems: list[str] = []
     with on_trial(url_or_engine) as engine:
         where = Database(engine).where
         try:
-            with Trial(engine, InMemoryCommitLog()) as trial:
+            with Trial(engine, _stage) as trial:
                 for rule in RULES:
                     try:
                         rule.hold(trial)
@@ -363,3 +367,29 @@ def check_fence(url_or_engine: str | sa.URL | sa.Engine) -> list[str]:
             f"{where} cannot have a fence, because {len(problems)} of {len(RULES) + 1} rules do not hold:{lines}"
         )
     return [rule.sentence for rule in RULES]
+
+
+class _Stager(TransactionListener):
+    """Keeps the half batch of a send, and leaves it pending."""
+
+    def __init__(self, store_id: str) -> None:
+        self.store_id = store_id
+        self.batch: HalfBatch | None = None
+
+    def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        self.batch = batch
+        return UNKNOWN
+
+    def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
+        return UNKNOWN
+
+
+def _stage(fence_id: str, keys: Sequence[str]) -> HalfBatch:
+    """Prepare a half batch with a transaction for each key, in a log of its own."""
+    stager = _Stager(fence_id)
+    messages = pa.table({"body": keys, "order": keys})
+    log = InMemoryCommitLog(topics={"trial": 1})
+    with TransactionMQProducer(log, "trial", stager, check_interval=None) as producer:
+        producer.send_messages_in_transaction(messages, topic="trial", transaction_key="order")
+    assert stager.batch is not None
+    return stager.batch

@@ -36,6 +36,19 @@ def listener():
     return txmq.SqlTransactionListener(URL, work)
 """
 
+SETTINGS = {
+    "tasks run twice at once": {
+        "spark.speculation": "true",
+        "spark.speculation.interval": "50ms",
+        "spark.speculation.multiplier": "1.1",
+        "spark.speculation.quantile": "0.25",
+        "spark.speculation.minTaskRuntime": "200ms",
+    },
+    "each task has a Python worker of its own": {"spark.python.worker.reuse": "false"},
+    "a shuffle is indeterminate": {"spark.sql.execution.sortBeforeRepartition": "false"},
+}
+"""What makes a worker's life hard, beside an executor that dies."""
+
 pytestmark = [pytest.mark.long, pytest.mark.postgres, pytest.mark.timeout(900)]
 
 
@@ -54,7 +67,9 @@ def test_orders_go_through_a_cluster_of_which_an_executor_dies(cluster: Cluster,
         connection.execute(sa.text("create table orders (n integer primary key)"))
     SqlTransactionListener(engine, lambda connection, batch: None).create_fence()
 
-    driver = cluster.submit("--py-files", str(shop), str(ROOT / "tests/spark/cluster_program.py"), str(tmp_path))
+    program = str(ROOT / "tests/spark/cluster_program.py")
+    settings = {name: value for each in SETTINGS.values() for name, value in each.items()}
+    driver = cluster.submit("--py-files", str(shop), program, str(tmp_path), settings=settings)
     wait_until(lambda: driver.poll() is not None or sum(log.engine.tails().values()) >= ROWS, "the first micro-batch")
     first, *_ = cluster.executors() or [0]
     assert driver.poll() is None, cluster.said()

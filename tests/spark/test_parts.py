@@ -159,7 +159,7 @@ BY_KEY = {"transaction_key": "n", "run_on": "executors"}
         (None, {**BY_KEY, "partitions": 0}, "partitions"),
         (Unfenced(), BY_KEY, "has no fence, and Spark may run a task twice"),
         (NeedsSpark(), BY_KEY, "works with a Spark session"),
-        (Holds(), BY_KEY, "cannot go to an executor, since it cannot be pickled"),
+        (Holds(), BY_KEY, "cannot go to another process, because .*Holds uses '[a-z_]+', a _thread.lock"),
     ],
     ids=["a word", "a whole batch", "partitions alone", "no partition", "no fence", "needs Spark", "not pickled"],
 )

@@ -365,6 +365,16 @@ def test_a_checkpoint_from_a_spark_setting_is_told_to_become_an_option(spark, lo
 
 
 # ---------------------------------------------------------------- foreachBatch
+def test_each_result_of_a_whole_aggregation_is_sent(log, numbers, tmp_path):
+    """``outputMode("complete")``, which ``format("txmq")`` refuses."""
+    sink = txmq.TransactionalSink(log, producer_group="shop", listener=None, topic="orders")
+    counts = numbers(2).groupBy("k").count().selectExpr("string(count) body")
+    query = counts.writeStream.outputMode("complete").foreachBatch(sink)
+    query = query.option("checkpointLocation", str(tmp_path / "cp")).trigger(availableNow=True).start()
+    query.awaitTermination()
+    assert bodies(log) == [3, 3, 4, 6, 7, 7]
+
+
 class Orders(txmq.TransactionListener):
     """Keeps what it was told, in the driver's own process."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
 from rmq_spark import CommitLog
+from tests.spark.identity_table import STARTS_MAX
 from tests.support.half_batches import move_half, prepare
 from tests.support.inside import PROPERTIES, STREAM_TELLS_START
 from tests.support.source_logs import decide, send
@@ -199,3 +201,96 @@ def test_options_that_cannot_be_used_are_named(spark, log):
     ):
         with pytest.raises(Exception, match=words):
             read(spark, log, **options).collect()
+
+
+# ---------------------------------------------------------------- the limit of a micro-batch, on every Spark
+@dataclass
+class Follower:
+    """A query that goes on for as long as there are messages, or for one run of availableNow."""
+
+    spark: SparkSession
+    log: CommitLog
+    folder: Path
+    fails_at: int = -1
+
+    def run(self, available_now: bool = False, **options: str) -> list[list[str]]:
+        """Run the query; the bodies of each of its micro-batches."""
+        batches: dict[int, list[str]] = {}
+
+        def take(batch: DataFrame, batch_id: int) -> None:
+            if batch_id == self.fails_at:
+                raise RuntimeError("the query dies here")
+            batches[batch_id] = [row.body for row in batch.collect()]
+
+        stream = self.spark.readStream.format("txmq").schema("body string").options(
+            path=self.log.path, subscribe="orders", startingOffsets="earliest", **options
+        )  # fmt: skip
+        writer = stream.load().writeStream.foreachBatch(take).option("checkpointLocation", str(self.folder / "cp"))
+        for start in range(1, STARTS_MAX + 1):
+            query = writer.trigger(availableNow=True).start() if available_now else writer.start()
+            try:
+                if available_now:
+                    query.awaitTermination()
+                else:
+                    query.processAllAvailable()
+                break
+            except StreamingQueryException as problem:
+                if "connect back" not in str(problem) or start == STARTS_MAX:  # a Python worker came too late
+                    raise
+            finally:
+                query.stop()
+        return [batch for _, batch in sorted(batches.items()) if batch]
+
+
+SEVEN = {"maxOffsetsPerTrigger": "7"}
+SEVEN_AT_FIRST = {**SEVEN, "limitFirstBatch": "true"}
+
+
+def sizes(batches: list[list[str]]) -> list[int]:
+    return [len(batch) for batch in batches]
+
+
+@pytest.fixture
+def follower(spark: SparkSession, log: CommitLog, tmp_path: Path) -> Follower:
+    return Follower(spark, log, tmp_path)
+
+
+def test_each_micro_batch_is_limited_from_a_query_s_first_run_on(follower: Follower, log: CommitLog) -> None:
+    send(log, 0, 18, partitions=2)
+    first = follower.run(**SEVEN_AT_FIRST)
+    assert sizes(first) == [7, 7, 4]
+    send(log, 1, 16)
+    second = follower.run(**SEVEN_AT_FIRST)
+    assert sizes(second) == [7, 7, 2]
+    send(log, 2, 3)  # below the limit
+    third = follower.run(**SEVEN_AT_FIRST)
+    assert sizes(third) == [3]
+    bodies = [body for run in (first, second, third) for batch in run for body in batch]
+    assert sorted(bodies) == sorted(log.read("orders", columns=["body"])["body"].cast("string").to_pylist())
+
+
+def test_a_micro_batch_that_died_comes_again_and_the_next_ones_are_limited(follower: Follower, log: CommitLog) -> None:
+    send(log, 0, 25)
+    follower.fails_at = 1
+    with pytest.raises(StreamingQueryException, match="the query dies here"):
+        follower.run(**SEVEN_AT_FIRST)
+    follower.fails_at = -1
+    send(log, 1, 4)
+    batches = follower.run(**SEVEN)
+    assert sizes(batches) == [7, 7, 7, 1]
+    assert len({body for batch in batches for body in batch}) == 22
+
+
+def test_without_limitFirstBatch_an_older_spark_limits_from_a_run_s_second_batch_on(
+    follower: Follower, log: CommitLog
+) -> None:
+    send(log, 0, 10)
+    assert sizes(follower.run(**SEVEN)) == ([7, 3] if STREAM_TELLS_START else [10])
+
+
+def test_available_now_ends_at_what_was_there_whatever_the_limit(follower: Follower, log: CommitLog) -> None:
+    for number in range(2):  # a query's first run, and a later one
+        send(log, number, 18)
+        batches = follower.run(available_now=True, **SEVEN)
+        assert sizes(batches) == ([7, 7, 4] if STREAM_TELLS_START else [18])
+        assert len({body for batch in batches for body in batch}) == 18

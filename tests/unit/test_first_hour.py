@@ -192,3 +192,15 @@ def test_a_key_that_a_client_chose_is_to_be_hashed(tmp_path: Path) -> None:
 def test_the_command_runs_as_a_module() -> None:
     said = subprocess.run([sys.executable, "-m", "rmq_spark", "--help"], capture_output=True, text=True, check=True)
     assert "doctor" in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("door", "words"),
+    [
+        ("writer", r"mode\('overwrite'\) is not possible.*use mode\('append'\)"),
+        ("streamWriter", r"outputMode\('complete'\) is not possible.*by foreachBatch\(TransactionalSink\(\.\.\.\)\)"),
+    ],
+)
+def test_a_log_that_only_grows_refuses_to_be_overwritten(door: str, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        getattr(TxmqDataSource({"path": "log"}), door)(None, overwrite=True)

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rmq_spark._core.log.half import FOOTER_COLUMNS
+from rmq_spark._core.log.half_writer import FILE_BYTES_MAX
 from rmq_spark._core.log.message_columns import require_message_columns
 from rmq_spark._core.storage.file_system import require_path
 from rmq_spark._core.storage.moved_files import HalfFiles
@@ -37,7 +38,7 @@ from tests.support.inside import (
     runs,
 )
 from tests.support.inside import HALF_STATS_COLUMNS as STATS_COLUMNS
-from tests.support.limits import set_limits
+from tests.support.limits import Limit, set_limits
 
 LOCAL = pafs.LocalFileSystem()
 TOPICS = {"orders": 4, "points": 3, "one": 1}
@@ -155,6 +156,26 @@ def test_each_message_has_32_kib_of_properties(tmp_path: Path) -> None:
     assert file.data.rows == 3
     with pytest.raises(MessageError, match="32769"):
         write(tmp_path, {"body": [b"x"] * 3, "properties": maps([full, full, [("ab", full[0][1])]])})
+
+
+@pytest.mark.long  # 5 GB of memory
+def test_more_than_2_gb_in_one_column_of_a_batch_are_cut(tmp_path: Path) -> None:
+    """Spark passes such a batch when its session has Arrow's large types."""
+    count = 2_200
+    offsets = pa.array(range(0, (count + 1) * MIB, MIB), pa.int64()).buffers()[1]
+    bodies = pa.Array.from_buffers(pa.large_binary(), count, [None, offsets, pa.py_buffer(bytes(count * MIB))])
+    files = write(tmp_path, pa.table({"body": bodies}))
+    rows = [pq.read_metadata(tmp_path / file.data.path).num_rows for file in files]
+    assert sum(rows) == count
+    assert max(rows) < 2 * FILE_BYTES_MAX // MIB
+
+
+def test_a_batch_that_is_cut_keeps_its_messages_and_their_order(tmp_path: Path, limit: Limit) -> None:
+    limit(BATCH_BYTES_MAX=1000)
+    bodies = [str(number) * (1 + number % 7) for number in range(500)]
+    for column in (pa.array(bodies, pa.large_string()), pa.array(bodies)):
+        (file,) = write(tmp_path, pa.table({"body": column, "queue_id": pa.array([0] * 500, pa.int32())}))
+        assert [body.decode() for body in stored(tmp_path, file)["body"].to_pylist()] == bodies
 
 
 def test_a_body_of_exactly_4_mib_is_kept(tmp_path: Path) -> None:

@@ -423,6 +423,8 @@ ONE_BAR = r"has a single bar: RocketMQ separates tags by two, as in 'TagA \|\| T
         ({**OPTIONS, "endingTimestamp": "1740816000000"}, True, "endingTimestamp is for batch reads"),
         ({**OPTIONS, "maxOffsetsPerTrigger": "5"}, False, "is for streams"),
         ({**OPTIONS, "maxOffsetsPerTrigger": "0"}, True, "at least 1"),
+        ({**OPTIONS, "limitFirstBatch": "true"}, False, "is for streams"),
+        ({**OPTIONS, "limitFirstBatch": "true"}, True, "set maxOffsetsPerTrigger"),
         ({**OPTIONS, "minPartitions": "many"}, False, "not a whole number"),
         ({**OPTIONS, "failOnDataLoss": "no"}, False, "neither 'true' nor 'false'"),
         ({**OPTIONS, "ordered": "true", "minPartitions": "4"}, False, "contradict"),

@@ -383,6 +383,73 @@ def test_a_limit_cuts_a_stream_into_triggers_and_another_one_is_refused(log: Com
         query.batch(ReadMaxFiles(1))
 
 
+class OlderQuery:
+    """A run of a query on Spark 4.0 or 4.1, which tells the source neither its place nor the limit."""
+
+    def __init__(self, log: CommitLog, at: Any = None, **options: str) -> None:
+        self.reader = stream(log, startingOffsets="earliest", **options)
+        self.at = at
+        if at is not None:
+            assert self.reader.partitions(at, at) == []  # how Spark says where the query stands
+
+    def batch(self) -> int:
+        """Run the next micro-batch; the number of its messages."""
+        start, self.at = self.at, self.reader.latestOffset()
+        start = start or self.reader.initialOffset()
+        return run(self.reader, self.reader.partitions(start, self.at)).num_rows
+
+    def batches(self, count: int) -> list[int]:
+        return [self.batch() for _ in range(count)]
+
+
+SEVEN = {"maxOffsetsPerTrigger": "7"}
+SEVEN_AT_FIRST = {**SEVEN, "limitFirstBatch": "true"}
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [({}, [25, 20, 0]), (SEVEN, [25, 7, 7, 6, 0]), (SEVEN_AT_FIRST, [7, 7, 7, 7, 7, 7, 3, 0])],
+    ids=["no limit", "limit", "limit of the first"],
+)
+def test_an_older_spark_is_limited_from_the_second_batch_or_from_the_first(
+    log: CommitLog, options: dict[str, str], sizes: list[int]
+) -> None:
+    send(log, 0, 25)
+    query = OlderQuery(log, **options)
+    first = query.batch()
+    send(log, 1, 20)
+    assert [first, *query.batches(len(sizes) - 1)] == sizes
+
+
+def test_an_older_spark_has_no_batch_above_the_limit_after_a_restart(log: CommitLog) -> None:
+    send(log, 0, 25)
+    query = OlderQuery(log, **SEVEN_AT_FIRST)
+    assert query.batches(2) == [7, 7]
+    assert OlderQuery(log, query.at, **SEVEN_AT_FIRST).batches(3) == [7, 4, 0]
+    assert OlderQuery(log, query.at, **SEVEN).batches(2) == [11, 0]  # all there is, for the run may be availableNow's
+    start, end = query.at, query.reader.latestOffset()
+    again = OlderQuery(log, end, **SEVEN)  # it died within this micro-batch, which comes first
+    assert run(again.reader, again.reader.partitions(start, end)).num_rows == 7
+    send(log, 1, 8)
+    assert again.batches(3) == [7, 5, 0]  # a run of availableNow would have ended
+
+
+def test_an_older_spark_goes_on_when_it_does_not_plan_a_batch(log: CommitLog) -> None:
+    """Spark's optimizer leaves the source out where no row can be kept: WHERE false."""
+    send(log, 0, 20)
+    reader = stream(log, startingOffsets="earliest", **SEVEN_AT_FIRST)
+    ends = [sum(reader.latestOffset()["orders"].values()) for _ in range(4)]
+    assert ends == [7, 14, 20, 20]
+
+
+def test_an_older_spark_advances_every_queue(log: CommitLog) -> None:
+    log.create_topic("deep", queues=4)
+    record = prepare(log, 0, {"body": [str(n) for n in range(100)], "queue_id": [0] * 97 + [1, 2, 3]}, topic="deep")
+    commit(log, record)
+    reader = stream(log, subscribe="deep", startingOffsets="earliest", **SEVEN_AT_FIRST)
+    assert reader.latestOffset()["deep"] == {"0": 4, "1": 1, "2": 1, "3": 1}
+
+
 def test_available_now_ends_where_the_log_stood(log: CommitLog) -> None:
     send(log, 0, 6)
     query = Query(log, available_now=True, startingOffsets="earliest")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,3 +210,102 @@ def test_what_gives_no_url_is_named(address: Any, said: str, monkeypatch: pytest
         txmq.SqlTransactionListener(address, keep).create_fence()
     assert SECRET not in str(caught.value)
     assert SECRET not in str(caught.value.__cause__ or "")
+
+
+LOCK = threading.Lock()
+
+
+class Partner(txmq.TransactionListener):
+    def __init__(self, held: Any = None) -> None:
+        self.held = held
+
+    def execute_local_transaction(self, batch: txmq.HalfBatch) -> Any:
+        return txmq.COMMIT_MESSAGE
+
+    def check_local_transaction(self, batch: txmq.HalfBatch) -> Any:
+        return txmq.COMMIT_MESSAGE
+
+
+class Each:
+    """RocketMQ's own signature."""
+
+    def __init__(self, held: Any = None) -> None:
+        self.held = held
+
+    def execute_local_transaction(self, msg: txmq.MessageExt, arg: Any) -> Any:
+        return txmq.Rollback("no") if msg.keys == "b" else txmq.COMMIT_MESSAGE
+
+    def check_local_transaction(self, msg: txmq.MessageExt) -> Any:
+        return txmq.UNKNOWN
+
+
+def of_a_notebook(held: Any) -> Any:
+    def hold(*_: Any) -> None:
+        held.begin()
+
+    return lambda *_: hold()
+
+
+A_LOCK = "a _thread.lock, which stays in its process: make it where it is used, inside the function$"
+
+
+@pytest.mark.parametrize(
+    ("listener", "said"),
+    [
+        (lambda: Partner(LOCK), rf"TransactionalSink: .*Partner uses 'held', {A_LOCK}"),
+        (lambda: txmq.PerMessageListener(Each(LOCK)), rf"TransactionalSink: .*Each uses 'held', {A_LOCK}"),
+        (
+            lambda: txmq.SqlTransactionListener("sqlite://", of_a_notebook(sa.create_engine("sqlite://"))),
+            r"hold \(test_travelling.py:\d+\) uses 'held', a sqlalchemy.engine.base.Engine, which stays in its process",
+        ),
+        (
+            lambda: txmq.SqlTransactionListener(sa.create_engine(WITH_PASSWORD), keep),
+            r"the engine of postgresql\+psycopg://\*\*\*@db.example/shop cannot go to another process",
+        ),
+    ],
+    ids=["own", "per message", "closure", "engine"],
+)
+def test_what_stays_is_named_before_the_query_starts(tmp_path: Path, listener: Callable[[], Any], said: str) -> None:
+    log = make_log("delta", tmp_path / "log", orders=2)
+    sink = txmq.TransactionalSink(
+        log, producer_group="shop", listener=listener(), topic="orders", transaction_per="message"
+    )
+    with pytest.raises(Exception, match=said) as caught:
+        cloudpickle.dumps(lambda frame, batch_id: sink(frame, batch_id))
+    assert "Could not" not in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+def test_what_stays_of_an_inbox_or_a_consumer_is_named(tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "log", orders=2)
+    engine = txmq.CommitLog.open(log.path).engine
+    with pytest.raises(ListenerError, match=rf"work of SqlInbox.* uses 'held', {A_LOCK}"):
+        cloudpickle.dumps(txmq.SqlInbox("sqlite://", "points", of_a_notebook(LOCK)))
+    with pytest.raises(ListenerError, match=rf"the listener of group 'points' .* uses 'held', {A_LOCK}"):
+        cloudpickle.dumps(Concurrently(engine, "points", of_a_notebook(LOCK), None, None, 1.0, None, None, True))
+
+
+def test_what_a_per_message_listener_holds_arrives(url: str) -> None:
+    arrived = pickle.loads(cloudpickle.dumps(txmq.PerMessageListener(Each("a partner"), threads=3, idempotent=True)))
+    assert arrived.idempotent
+    log = InMemoryCommitLog(topics={"orders": 1})
+    messages = pa.table({"body": ["a", "b"], "keys": ["a", "b"]})
+    with txmq.TransactionMQProducer(log, "shop", arrived, check_interval=None) as producer:
+        producer.send_messages_in_transaction(messages, topic="orders", transaction_per="message")
+    assert log.read("orders", columns=["body"])["body"].to_pylist() == [b"a"]
+
+
+def test_a_delta_listener_arrives_without_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Session:
+        """It cannot be pickled, as a classic session."""
+
+        def __init__(self) -> None:
+            self.held = LOCK
+
+    listener = txmq.DeltaTransactionListener("/tables/gold", keep, spark=Session(), rollback_after=7)  # type: ignore[arg-type]
+    arrived = pickle.loads(cloudpickle.dumps(listener))
+    assert repr(arrived) == repr(listener)
+    assert arrived.rollback_after_s == 7
+    monkeypatch.setattr("pyspark.sql.SparkSession.getActiveSession", lambda: None)
+    with pytest.raises(ListenerError, match="finds no active Spark session here"):
+        _ = arrived.store_id

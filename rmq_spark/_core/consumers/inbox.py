@@ -19,6 +19,7 @@ from rmq_spark._core.database.guard import begin_savepoint, end_savepoint, no_co
 from rmq_spark._core.listeners.transaction_listener import require_work
 from rmq_spark._core.runtime.forks import called_here
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
+from rmq_spark._core.runtime.travel import require_travels
 from rmq_spark._core.vocabulary.message import require_group_name, require_topic_name
 from rmq_spark._core.vocabulary.options import GROUP_CHARS_MAX, TOPIC_CHARS_MAX, named, whole_number
 from rmq_spark._core.vocabulary.queues import Queue
@@ -134,6 +135,7 @@ class SqlInbox(Database):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The pickle has the log's id, and not the log itself, which may be open.
+        require_travels(self._work, f"work of {self!r}")
         make, arguments = super().__reduce__()
         make.keywords.pop("log", None)
         return make, arguments, {"_log_id": self._log_id}

@@ -109,7 +109,8 @@ class DeltaTransactionListener(TransactionListener):
 
         ``None`` from ``work`` means COMMIT. ``None`` from a listener's own method means UNKNOWN.
     spark : SparkSession, optional
-        The session; the active one when not given. Its settings are never changed.
+        The session; the active one when not given, and in another process, to which Spark Connect pickles the listener.
+        Its settings are never changed.
     rollback_after : float, default 60.0
         Seconds from prepare (or reopen). Until then a check that finds no commit answers UNKNOWN. After that it writes
         a tombstone (an empty commit) and answers ROLLBACK.
@@ -149,6 +150,10 @@ class DeltaTransactionListener(TransactionListener):
 
     def __repr__(self) -> str:
         return f"DeltaTransactionListener({redacted(self._table)!r}, work={getattr(self._work, '__qualname__', '?')})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Spark Connect pickles a listener. The other process has a session of its own, which is active there.
+        return {**self.__dict__, "_spark": None}
 
     @property
     def store_id(self) -> str:  # type: ignore[override]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
+from itertools import chain
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -36,6 +37,9 @@ from rmq_spark.errors import MessageError
 
 FILE_BYTES_MAX = 256 * 1024 * 1024
 """An executor ends a half file when its messages reach this size, so a partition may have any size."""
+BATCH_BYTES_MAX = 4 * FILE_BYTES_MAX
+"""A larger Arrow batch is cut, since Arrow counts 2 GB in a column of text or bytes. Spark makes such batches with
+``spark.sql.execution.arrow.useLargeVarTypes``."""
 FILES_PER_PARTITION_MAX = 1000
 
 
@@ -84,7 +88,7 @@ class HalfWriter:
         files: list[HalfFile] = []
         waiting: list[pa.RecordBatch] = []
         size = 0
-        for batch in batches:
+        for batch in chain.from_iterable(map(_small, batches)):
             if batch.num_rows:
                 waiting.append(batch)
                 size += batch.nbytes
@@ -295,6 +299,16 @@ class HalfWriter:
         if _ARRIVAL in part.column_names:
             queues_in_order = [(q, rows.sort_by(_ARRIVAL).drop_columns([_ARRIVAL])) for q, rows in queues_in_order]
         return queues_in_order
+
+
+def _small(batch: pa.RecordBatch, bytes_max: int | None = None) -> Iterator[pa.RecordBatch]:
+    """Yield a batch, or its pieces when it is too large. A piece is a copy, because a slice keeps its offsets."""
+    if batch.num_rows < 2 or batch.nbytes <= (bytes_max or BATCH_BYTES_MAX):
+        yield batch if bytes_max is None else batch.take(arange(batch.num_rows))
+        return
+    half = batch.num_rows // 2
+    for piece in batch.slice(0, half), batch.slice(half):
+        yield from _small(piece, FILE_BYTES_MAX)
 
 
 def partition_of(file_no: int) -> int:

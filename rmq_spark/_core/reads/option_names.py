@@ -15,7 +15,12 @@ SOURCE_TABLE = {
     "endingOffsets": ("latest", "Batches: latest, or JSON as for startingOffsets."),
     "startingTimestamp": ("", "Messages that were committed then or later, in place of startingOffsets."),
     "endingTimestamp": ("", "Batches: messages that were committed before, in place of endingOffsets."),
-    "maxOffsetsPerTrigger": ("all", "Streams: at most so many messages a micro-batch (Spark 4.2)."),
+    "maxOffsetsPerTrigger": ("all", "Streams: at most so many messages a micro-batch."),
+    "limitFirstBatch": (
+        "false",
+        "Streams before Spark 4.2: true: maxOffsetsPerTrigger also limits the first micro-batch of a run. Not with "
+        "trigger(availableNow=True), whose run is one micro-batch there.",
+    ),
     "minPartitions": ("", "Split large ranges, so that Spark has at least so many partitions."),
     "maxRecordsPerPartition": ("", "Split ranges that have more messages than this."),
     "failOnDataLoss": (

@@ -85,6 +85,7 @@ class ReadOptions:
     starting: str | Positions | datetime
     ending: str | Positions | datetime
     offsets_per_trigger_max: int | None
+    limit_first_batch: bool
     partitions_min: int | None
     partition_records_max: int | None
     fail_on_data_loss: bool
@@ -117,8 +118,13 @@ def read_options(given: Mapping[str, str], streaming: bool) -> ReadOptions:
                 raise OptionError(
                     f"{name} is for batch reads: a stream has no end (trigger(availableNow=True) stops it)"
                 )
-    elif "maxOffsetsPerTrigger" in options:
-        raise OptionError("maxOffsetsPerTrigger is for streams: a batch read has no triggers; set endingOffsets")
+    else:
+        for name in ("maxOffsetsPerTrigger", "limitFirstBatch"):
+            if name in options:
+                raise OptionError(f"{name} is for streams: a batch read has no triggers; set endingOffsets")
+    limit_first_batch = options.boolean("limitFirstBatch", False)
+    if limit_first_batch and "maxOffsetsPerTrigger" not in options:
+        raise OptionError("limitFirstBatch=true needs the limit: set maxOffsetsPerTrigger")
     options.at_most_one("tags", "selector")  # RocketMQ: a subscription is of type TAG or SQL92
     tags = parse_tags(options.get("tags", SUB_ALL) or "")
     selector = options.get("selector")
@@ -135,6 +141,7 @@ def read_options(given: Mapping[str, str], streaming: bool) -> ReadOptions:
         starting=_starting(options, streaming),
         ending=_ending(options),
         offsets_per_trigger_max=options.integer("maxOffsetsPerTrigger"),
+        limit_first_batch=limit_first_batch,
         partitions_min=options.integer("minPartitions"),
         partition_records_max=options.integer("maxRecordsPerPartition"),
         fail_on_data_loss=options.boolean("failOnDataLoss", True),

@@ -36,6 +36,7 @@ from rmq_spark._core.protocol.identity import Identity, identity_of
 from rmq_spark._core.protocol.own_sends import dead_name
 from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.reads.read_options import ReadOptions
+from rmq_spark._core.runtime.travel import require_travels
 from rmq_spark._core.spark.stream_options import sources_of
 from rmq_spark._core.spark.versions import STREAM_TELLS_START
 from rmq_spark._core.spark.workers import require_importable
@@ -186,6 +187,7 @@ class _Consumer:
 
     def __getstate__(self) -> dict[str, Any]:
         # Over Spark Connect the function is pickled and sent to the server, which opens the log again.
+        require_travels(self.listener, f"the listener of group {self.group!r}")
         return {**self.__dict__, "engine": (self.engine.path, self.engine.storage_options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

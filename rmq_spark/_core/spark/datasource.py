@@ -59,7 +59,8 @@ class TxmqDataSource(DataSource):
     def streamWriter(self, schema: StructType, overwrite: bool) -> Any:
         if overwrite:
             raise OptionError(
-                "outputMode('complete') is not possible: a commit log only grows; use outputMode('append')"
+                "outputMode('complete') is not possible with format('txmq'): a commit log only grows. Use "
+                "outputMode('append'), or send each micro-batch's whole result by foreachBatch(TransactionalSink(...))"
             )
         from rmq_spark._core.spark.sink_options import SINK_OPTIONS
         from rmq_spark._core.spark.writers import TxmqStreamWriter

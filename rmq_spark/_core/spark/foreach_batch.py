@@ -28,6 +28,7 @@ from rmq_spark._core.protocol.outcome import Outcome
 from rmq_spark._core.protocol.parts import PartRunner
 from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime.spans import sending_batch
+from rmq_spark._core.runtime.travel import require_travels
 from rmq_spark._core.spark.frame import require_message_types, topics_for
 from rmq_spark._core.spark.part_tasks import SparkTasks
 from rmq_spark._core.spark.workers import require_importable
@@ -39,9 +40,8 @@ from rmq_spark._core.vocabulary.options import (
     seconds,
     whole_number,
 )
-from rmq_spark._core.vocabulary.redaction import text_of
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, require_transaction_per
-from rmq_spark.errors import ListenerError, OptionError
+from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -158,15 +158,7 @@ class TransactionalSink:
         require_parts(self.listener, "TransactionalSink")
         if self.topic in self.engine.topic_store.seen().fifo and self._deals_out_anew:
             raise _in_order_error(self.topic)
-        from pyspark import cloudpickle
-
-        try:
-            cloudpickle.dumps(self.listener)  # type: ignore[no-untyped-call]
-        except Exception as problem:
-            raise ListenerError(
-                f"TransactionalSink: {self.listener!r} cannot go to an executor, since it cannot be pickled: "
-                f"{text_of(problem)}"
-            ) from problem
+        require_travels(self.listener, f"TransactionalSink: {self.listener!r}")
 
     @property
     def _deals_out_anew(self) -> bool:
@@ -183,6 +175,7 @@ class TransactionalSink:
 
     def __getstate__(self) -> dict[str, Any]:
         # Over Spark Connect the function is pickled and sent to the server, which opens the log again.
+        require_travels(self.listener, f"TransactionalSink: {self.listener!r}")
         state = {
             k: v
             for k, v in self.__dict__.items()

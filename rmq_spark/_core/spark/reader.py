@@ -157,8 +157,13 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
 
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         super().__init__(options, schema)
-        if self.options.offsets_per_trigger_max is not None and not STREAM_TELLS_START:
-            logger.warning("maxOffsetsPerTrigger has no effect before Spark 4.2: a micro-batch takes all there is")
+        limited = self.options.offsets_per_trigger_max is not None
+        if limited and not (STREAM_TELLS_START or self.options.limit_first_batch):
+            logger.warning(
+                "before Spark 4.2 maxOffsetsPerTrigger does not limit the first micro-batch of a run, since that is "
+                "the only one with trigger(availableNow=True): with another trigger set limitFirstBatch=true"
+            )
+        self._had_batch = False
         self._stop_at: Positions | None = None
         self._initial: JsonOffsets | None = None
         self._planned: JsonOffsets | None = None
@@ -222,15 +227,23 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
     def latestOffset(self, start: JsonOffsets | None = None, limit: ReadLimit | None = None) -> JsonOffsets:
         """Return the end of the next micro-batch, or ``start`` itself when nothing is new.
 
-        Before 4.2 Spark passes neither ``start`` nor ``limit``. Then the query stands at the end of the micro-batch
-        that was planned last: when a query restarts, Spark plans that micro-batch again, or an empty one at its end. A
-        new query has planned none.
+        Before 4.2 Spark passes neither ``start`` nor ``limit``. Then the query stands where the last micro-batch ends
+        that this returned or Spark planned: a query that restarts plans its last one again, or an empty one at its end.
+        Nor does Spark tell the trigger. A run of ``availableNow`` is one micro-batch, so a run's first one takes all
+        there is, unless ``limitFirstBatch`` says that the trigger is another one.
 
         A queue that an orderly consumer has suspended stands still, while the others advance. After the suspension, the
         next micro-batch reads it again from the message that was not consumed.
         """
-        if start is None or limit is None:
-            start, limit = self._planned or self.initialOffset(), ReadAllAvailable()
+        if start is not None and limit is not None:
+            return self._end(start, limit)
+        is_limited = self._had_batch or self.options.limit_first_batch
+        limit = self.getDefaultReadLimit() if is_limited else ReadAllAvailable()
+        self._planned = self._end(self._planned or self.initialOffset(), limit)
+        self._had_batch = True
+        return self._planned
+
+    def _end(self, start: JsonOffsets, limit: ReadLimit) -> JsonOffsets:
         latest = self._latest()
         stored, answered = self._from_this_log(start)
         begin = self.planner.require_start(stored, latest)
@@ -283,6 +296,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
 
     def partitions(self, start: JsonOffsets, end: JsonOffsets) -> Sequence[InputPartition]:
         self._planned = end
+        self._had_batch |= start != end
         begin, _ = self._from_this_log(start, "the start offset")
         # Spark stores no start of the first micro-batch. When it runs again, `start` is the present "latest".
         first = first_begin(end, "the end offset") if start == self._initial != end else None

@@ -9,15 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
 import sqlalchemy as sa
 
-from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.database.exact_keys import IN_INNODB
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.sql import SqlTransactionListener
-from rmq_spark._core.listeners.transaction_listener import TransactionListener, Verdicts
-from rmq_spark._core.producer.producer import TransactionMQProducer
-from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, Rollback, Verdict
+from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, Rollback, Verdict, verdict_of
 from rmq_spark.errors import FencedError, FenceError, TransactionEndedError
 
 WAIT_S = 30.0
@@ -27,38 +24,22 @@ AT_ONCE = 0.0
 Work = Callable[[sa.Connection, Any], Any]
 
 
-class _Stager(TransactionListener):
-    """Keeps the half batch of a send, and leaves it pending."""
-
-    def __init__(self, store_id: str) -> None:
-        self.store_id = store_id
-        self.batch: HalfBatch | None = None
-
-    def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        self.batch = batch
-        return UNKNOWN
-
-    def check_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        return UNKNOWN
-
-
 class Trial:
-    """A database in which rules are tried: tables of its own, which go at the end, and half batches of an empty log."""
+    """A database in which rules are tried: tables of its own, which go at the end, and half batches.
 
-    def __init__(self, engine: sa.Engine, log: CommitLog) -> None:
-        self.engine, self._log = engine, log
+    ``stage(fence_id, keys)`` prepares a half batch with a transaction for each key.
+    """
+
+    def __init__(self, engine: sa.Engine, stage: Callable[[str, Sequence[str]], HalfBatch]) -> None:
+        self.engine, self._stage = engine, stage
         name = f"txmq_trial_{secrets.token_hex(6)}"
         self._fence_table = f"{name}_fence"
         metadata = sa.MetaData()
-        self.rows = sa.Table(name, metadata, sa.Column("id", sa.String(50), primary_key=True))
-        self._tables = [
-            self.rows,
-            sa.Table(self._fence_table, metadata),
-            sa.Table(f"{self._fence_table}_id", metadata),
-        ]
+        self.rows = sa.Table(name, metadata, sa.Column("id", sa.String(50), primary_key=True), **IN_INNODB)
+        fence_tables = [sa.Table(table, metadata) for table in (self._fence_table, f"{self._fence_table}_id")]
+        self._tables = [self.rows, *fence_tables]
 
     def __enter__(self) -> Trial:
-        self._log.create_topic("trial")
         self.rows.create(self.engine)
         try:
             self._fence_id = self.listener(self.insert).create_fence()
@@ -72,13 +53,7 @@ class Trial:
             table.drop(self.engine, checkfirst=True)
 
     def batch(self, *keys: str) -> HalfBatch:
-        """Prepare a half batch with a transaction for each key."""
-        stager = _Stager(self._fence_id)
-        messages = pa.table({"body": keys, "order": keys})
-        with TransactionMQProducer(self._log, "trial", stager, check_interval=None) as producer:
-            producer.send_messages_in_transaction(messages, topic="trial", transaction_key="order")
-        assert stager.batch is not None
-        return stager.batch
+        return self._stage(self._fence_id, keys)
 
     def listener(self, work: Work, **settings: Any) -> SqlTransactionListener:
         return SqlTransactionListener(self.engine, work, fence_table=self._fence_table, **settings)
@@ -232,7 +207,7 @@ def _keys(batch: HalfBatch) -> list[str]:
 
 def _verdicts(batch: HalfBatch, verdicts: Any) -> list[Verdict]:
     count = batch.transactions.num_rows
-    return [Verdict(verdicts)] * count if isinstance(verdicts, str) else list(verdicts.each(count))
+    return [verdict_of(verdicts)] * count if isinstance(verdicts, str) else list(verdicts.each(count))
 
 
 def _states(verdicts: Sequence[Verdict]) -> list[object]:
