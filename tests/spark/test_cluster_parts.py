@@ -99,7 +99,7 @@ def test_a_part_that_two_tasks_run_at_once_is_taken_once(
     # The first micro-batch is slow by itself.
     for at, point in enumerate(("in work", "before the claim", "after the commit") * 2):
         wait_until(lambda at=at: job.begun() > at or driver.poll() is not None, "the next micro-batch")
-        slow = doom(tmp_path, point, "slow", 6.0)
+        slow = doom(tmp_path, point, "slow", 15.0)
         wait_until(lambda file=slow: not file.exists() or driver.poll() is not None, "a task is slow")
     assert driver.wait(DEADLINE_S) == 0, cluster.said()
     job.agree()
