@@ -246,7 +246,7 @@ def remove_table(uri: str, storage_options: Mapping[str, str] | None) -> None:
     """Remove an empty table, such as :func:`claim_table` makes, if there is one."""
     fs, folder = filesystem(uri, storage_options)
     if isinstance(fs, pafs.LocalFileSystem):
-        if Path(folder).is_dir():
+        if os.path.isdir(folder):
             fs.delete_dir(folder)
     else:
         # By its name, since a store with stale lists would not list it. pyarrow would put empty objects in the place
@@ -280,8 +280,8 @@ def removing(made: Callable[[], Iterable[str]], storage_options: Mapping[str, st
     except Exception as problem:
         rest = remove_tables(made(), storage_options)
         if rest:
-            answer = plainly(str(problem), storage_options)
-            raise StorageError(f"{answer} ({rest})") from cause_of(problem)
+            kind = type(problem) if isinstance(problem, StorageError) else StorageError
+            raise kind(f"{plainly(str(problem), storage_options)} ({rest})") from cause_of(problem)
         raise
 
 
