@@ -94,7 +94,6 @@ def test_vacuum_removes_an_orphan_and_nothing_else(log: txmq.CommitLog, store: A
     assert len(bodies(another(log))) == 5
 
 
-@pytest.mark.long
 def test_a_log_is_backed_up_to_a_disk_and_beside_it_and_restored(
     log: txmq.CommitLog, store: Any, uri: str, tmp_path: Path
 ) -> None:
