@@ -15,7 +15,7 @@ from tests.process import postgres
 
 ROOT = Path(__file__).parents[2]
 NEEDS_A_SERVER = ("object-stores", "postgresql", "spark-postgresql", "recipes", "kafka")
-"""test_s3.py, a test of their own and tests/kafka run them."""
+"""test_stores.py, a test of their own and tests/kafka run them."""
 
 
 def run_examples(page: Path, folder: Path, environment: Mapping[str, str] | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,3 +98,22 @@ def test_a_damaged_part_of_the_delta_log_that_is_read_late_is_named(
     monkeypatch.setattr(DeltaTable, method, fail)
     with pytest.raises(CorruptLogError, match="the Delta log of table op cannot be read any more: Kernel error"):
         ask(table)
+
+
+@pytest.mark.parametrize("code", [1, 95])
+def test_a_file_system_without_hard_links_is_refused_and_nothing_is_left_behind(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """s3fs left the log's folder behind, and a raw error of three lines."""
+
+    def create(uri: str, *_: object, **__: object) -> None:
+        (Path(uri) / "_delta_log").mkdir(parents=True, exist_ok=True)
+        raise OSError(
+            f"Generic LocalFileSystem error\n  ↳ Unable to rename file\n   ↳ {os.strerror(code)} (os error {code})"
+        )
+
+    monkeypatch.setattr(stores.DeltaTable, "create", create)
+    with pytest.raises(StorageError, match="without hard links") as caught:
+        txmq.CommitLog.create(tmp_path / "shop" / "log")
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []

@@ -150,7 +150,8 @@ def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None)
 def _probed(probe: str, storage_options: Mapping[str, str] | None) -> tuple[list[bool | None], bool]:
     """What each writer was told, and whether a list shows the table."""
     claims: list[bool | None] = []
-    with removing(lambda: [probe] if claims else [], storage_options):  # without a claim there is no table
+    # Without a claim there is no table, but there may be folders.
+    with removing(lambda: [probe] if claims or not is_uri(probe) else [], storage_options):
         _claim_at_once(probe, storage_options, claims)
         _put_and_get(probe, storage_options)
         return claims, DeltaLogTable.exists(probe, storage_options)
@@ -200,6 +201,9 @@ def _put_and_get(probe: str, storage_options: Mapping[str, str] | None) -> None:
 _FIRST_ENTRY = "_delta_log/00000000000000000000.json"
 """The only file of an empty table."""
 
+_NO_HARD_LINKS = re.compile(r"rename file.*os error (1|38|45|95)\b", re.DOTALL)
+"""What delta-rs says when the system refuses a hard link: not permitted, not implemented, not supported."""
+
 
 def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | None:
     """Create an empty table, and return whether this writer created it.
@@ -221,6 +225,12 @@ def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | N
         return False
     except BaseException as problem:  # a panic of delta-rs is no Exception
         require_resources(problem, redacted(uri))
+        if not is_uri(uri) and _NO_HARD_LINKS.search(str(problem)):
+            where = uri.partition(f"/{PROBE}")[0]
+            raise StorageError(
+                f"{where} is on a file system without hard links, by which one commit excludes another: use a folder "
+                "on another one, or, where an object store is mounted, the store's own URI (s3://, abfss://, gs://)"
+            ) from None
         if not isinstance(problem, DeltaError):
             raise
         if DeltaTable.is_deltatable(uri, options):
@@ -236,7 +246,7 @@ def remove_table(uri: str, storage_options: Mapping[str, str] | None) -> None:
     """Remove an empty table, such as :func:`claim_table` makes, if there is one."""
     fs, folder = filesystem(uri, storage_options)
     if isinstance(fs, pafs.LocalFileSystem):
-        if Path(folder).is_dir():
+        if os.path.isdir(folder):
             fs.delete_dir(folder)
     else:
         # By its name, since a store with stale lists would not list it. pyarrow would put empty objects in the place
@@ -270,8 +280,8 @@ def removing(made: Callable[[], Iterable[str]], storage_options: Mapping[str, st
     except Exception as problem:
         rest = remove_tables(made(), storage_options)
         if rest:
-            answer = plainly(str(problem), storage_options)
-            raise StorageError(f"{answer} ({rest})") from cause_of(problem)
+            kind = type(problem) if isinstance(problem, StorageError) else StorageError
+            raise kind(f"{plainly(str(problem), storage_options)} ({rest})") from cause_of(problem)
         raise
 
 

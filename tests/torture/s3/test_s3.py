@@ -1,4 +1,5 @@
-"""The whole product but Spark on a real S3 server; and a store without put-if-absent is refused."""
+"""What only a real S3 server can show, beside what is the same on all stores (``tests/torture/stores``); and a store
+without put-if-absent is refused."""
 
 from __future__ import annotations
 
@@ -17,17 +18,14 @@ import pyarrow as pa
 import pytest
 
 import rmq_spark as txmq
-from rmq_spark.errors import CommitLogExistsError, LostStagedFileError, NotACommitLogError, StorageError
+from rmq_spark.errors import LostStagedFileError, NotACommitLogError, StorageError
 from tests.support.half_batches import another, bodies, commit, header_of, prepare, prepare_one
-from tests.support.inside import PROBE, HalfWriter, filesystem, stores
+from tests.support.inside import PROBE, HalfWriter, filesystem
 from tests.support.limits import Limit
 from tests.torture.s3.proxy import proxy
 from tests.torture.s3.server import S3Server
 
 pytestmark = pytest.mark.long
-
-PARTS_FROM_BYTES = 10 * 1024 * 1024
-"""pyarrow puts a file of more than this in parts."""
 
 
 class Told(txmq.TransactionListener):
@@ -40,26 +38,8 @@ class Told(txmq.TransactionListener):
         return txmq.COMMIT_MESSAGE
 
 
-# ---------------------------------------------------------------- what the server must be like
-def test_of_writers_that_come_at_once_the_server_lets_one_create_a_table(s3: S3Server, uri: str) -> None:
-    claims: list[list[bool | None]] = [[] for _ in range(20)]
-    for i, told in enumerate(claims):
-        stores._claim_at_once(f"{uri}/{i}", s3.storage_options(), told)
-    assert [c.count(True) for c in claims] == [1] * len(claims)
-    assert any(False in c for c in claims), "no two came to the same put"
-
-
 # ---------------------------------------------------------------- the commit log
-def test_files_in_parts_and_small_ones_are_read_back_as_written(log: txmq.CommitLog) -> None:
-    sent = [os.urandom(size) for size in (0, 1, 4 * 1024 * 1024, 4 * 1024 * 1024, 4 * 1024 * 1024)]
-    assert sum(map(len, sent)) > PARTS_FROM_BYTES
-    record = prepare(log, 0, {"body": sent})
-    commit(log, record)
-    assert sorted(log.read("orders", columns=["body"])["body"].to_pylist()) == sorted(sent)
-
-
 def test_upkeep_and_vacuum_work_on_s3(log: txmq.CommitLog, s3: S3Server, limit: Limit) -> None:
-
     limit(OP_FILES_MAX=4)
     for i in range(6):
         commit(log, prepare(log, i))
@@ -77,29 +57,7 @@ def test_upkeep_and_vacuum_work_on_s3(log: txmq.CommitLog, s3: S3Server, limit: 
     assert bodies(another(log)) == before
 
 
-def test_a_log_is_made_once_and_opened_only_where_there_is_one(log: txmq.CommitLog, s3: S3Server, uri: str) -> None:
-    options = s3.storage_options()
-    with pytest.raises(CommitLogExistsError):
-        txmq.CommitLog.create(uri, storage_options=options)
-    assert txmq.CommitLog.create(uri, exist_ok=True, storage_options=options).topics() == {"orders": 2}
-    with pytest.raises(NotACommitLogError, match="make one with CommitLog"):
-        txmq.CommitLog.open(f"{uri}/elsewhere", options)
-
-
-# ---------------------------------------------------------------- producer, checker, command line
-def test_a_producer_and_a_check_service_settle_transactions_on_s3(log: txmq.CommitLog, s3: S3Server, uri: str) -> None:
-    options = s3.storage_options()
-    with txmq.TransactionMQProducer(uri, "shop", Told(), check_interval=None, storage_options=options) as producer:
-        for number, verdict in enumerate([txmq.COMMIT_MESSAGE, txmq.ROLLBACK_MESSAGE, txmq.UNKNOWN]):
-            producer.send_message_in_transaction(txmq.Message("orders", b"order %d" % number), verdict)
-    assert bodies(log) == ["order 0"]
-    service = txmq.CheckService(uri, {"shop": Told()}, transaction_timeout=0, storage_options=options)
-    report = service.run_once()
-    assert report.problems == []
-    assert sorted(bodies(log)) == ["order 0", "order 2"]
-    assert log.pending().num_rows == 0
-
-
+# ---------------------------------------------------------------- checker, command line
 LISTENER = """
 import rmq_spark as txmq
 
@@ -295,16 +253,6 @@ def test_pyarrow_and_delta_rs_are_told_the_same(
     log.create_topic("orders", 1)
     commit(log, prepare(log, 0))
     assert len(bodies(another(log))) == 5
-
-
-@pytest.mark.parametrize("name", ["with space", "per%20cent", "ü", "a=b+c"])
-def test_every_character_of_a_path_means_the_same_to_pyarrow_and_delta_rs(s3: S3Server, uri: str, name: str) -> None:
-    log = txmq.CommitLog.create(f"{uri}/{name}", storage_options=s3.storage_options())
-    log.create_topic("orders", 1)
-    commit(log, prepare(log, 0))
-    assert len(bodies(another(log))) == 5
-    assert name.replace("%20", " ") in {o.split("/")[0] for o in s3.objects(uri)}
-    assert name == name.replace("%20", " ") or not [o for o in s3.objects(uri) if o.startswith(name)]
 
 
 def test_a_checkpoint_on_s3_is_read_with_the_storage_options(s3: S3Server, log: txmq.CommitLog, uri: str) -> None:

@@ -15,7 +15,7 @@ from tests.torture.s3.server import running
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[3]
-A_TEST = "tests/torture/s3/test_log_on_s3.py::test_a_log_on_s3_keeps_what_was_decided"
+A_TEST = "tests/torture/stores/test_conformance.py::test_what_was_decided_is_kept[s3]"
 
 
 def run_without_go(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ def store(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def uri(store: Any, request: pytest.FixtureRequest) -> str:
     """Where a commit log may be made; nothing is there yet."""
-    return f"{store.bucket('stores')}/{request.node.name.split('[')[0]}/log"
+    return f"{store.bucket('stores')}/{re.sub(r'[^a-z0-9]+', '-', request.node.name)}/log"
 
 
 @pytest.fixture

@@ -94,7 +94,6 @@ def test_vacuum_removes_an_orphan_and_nothing_else(log: txmq.CommitLog, store: A
     assert len(bodies(another(log))) == 5
 
 
-@pytest.mark.long
 def test_a_log_is_backed_up_to_a_disk_and_beside_it_and_restored(
     log: txmq.CommitLog, store: Any, uri: str, tmp_path: Path
 ) -> None:
@@ -232,6 +231,21 @@ def test_a_log_is_made_once_and_opened_only_where_there_is_one(log: txmq.CommitL
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("store", "scheme"),
+    [("s3", "s3a://stores"), ("azure", "az://stores"), ("azure", "abfss://stores")],
+    indirect=["store"],
+)
+def test_another_spelling_of_a_uri_is_the_same_log(log: txmq.CommitLog, store: Any, uri: str, scheme: str) -> None:
+    folder = uri.partition("://")[2].partition("/")[2]
+    same = txmq.CommitLog.open(f"{scheme}/{folder}", store.storage_options())
+    commit(same, prepare(same, 0))
+    same.drain()
+    assert same.id == log.id
+    assert len(bodies(another(log))) == 5
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["with space", "per%20cent", "ü", "a=b+c"])
 def test_every_character_of_a_path_means_the_same_to_files_and_commits(store: Any, uri: str, name: str) -> None:
     log = txmq.CommitLog.create(f"{uri}/{name}", storage_options=store.storage_options())
@@ -299,11 +313,10 @@ def test_a_log_that_cannot_be_made_leaves_nothing_behind(store: Any, uri: str, f
     def fail() -> None:
         raise OSError("the store is out of order")
 
-    where = f"{uri}-{failing}"
     with at("table made", fail, table=failing), pytest.raises(StorageError, match="the store is out of order"):
-        txmq.CommitLog.create(where, storage_options=store.storage_options())
-    assert store.objects(where) == []
-    assert txmq.CommitLog.create(where, storage_options=store.storage_options()).topics() == {}
+        txmq.CommitLog.create(uri, storage_options=store.storage_options())
+    assert store.objects(uri) == []
+    assert txmq.CommitLog.create(uri, storage_options=store.storage_options()).topics() == {}
 
 
 @pytest.mark.long
