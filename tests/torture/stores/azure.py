@@ -31,7 +31,9 @@ class AzureServer:
 
     def bucket(self, name: str) -> str:
         """Make a container and return its URI."""
-        self._files().create_dir(name)
+        files = self._files()
+        if files.get_file_info(name).type == pafs.FileType.NotFound:
+            files.create_dir(name)
         return f"abfss://{name}@{ACCOUNT}.dfs.core.windows.net"
 
     def storage_options(self, endpoint: str | None = None) -> dict[str, str]:
