@@ -929,7 +929,7 @@ class OfRocketMQ(Scripted):
     ("settings", "error", "words"),
     [
         ({"transaction_timeout": -1}, OptionError, "transaction_timeout=-1"),
-        ({"transaction_timeout": "6s"}, OptionError, "transaction_timeout='6s'"),
+        ({"transaction_timeout": "6"}, OptionError, "transaction_timeout='6'"),
         ({"transaction_check_interval": 0}, OptionError, "transaction_check_interval=0"),
         ({"transaction_check_max": 0}, OptionError, "transaction_check_max=0"),
         ({"transaction_check_max": 251}, OptionError, "transaction_check_max=251"),

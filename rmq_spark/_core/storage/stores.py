@@ -153,7 +153,8 @@ def _probed(probe: str, storage_options: Mapping[str, str] | None) -> tuple[list
     # Without a claim there is no table, but there may be folders.
     with removing(lambda: [probe] if claims or not is_uri(probe) else [], storage_options):
         _claim_at_once(probe, storage_options, claims)
-        _put_and_get(probe, storage_options)
+        if claims.count(True) == 1:
+            _put_and_get(probe, storage_options)
         return claims, DeltaLogTable.exists(probe, storage_options)
 
 

@@ -49,12 +49,14 @@ def test_the_log_has_a_file_of_every_kind(folder: Path) -> None:
 def seeds_of_damage(folder: Path) -> list[int]:
     """Each kind of file twice, and in ``make test-all`` each kind in every way of damage.
 
-    The rest of a seed's division by the number of kinds picks the file, the quotient picks the damage. So a step of one
-    more than there are kinds takes the next of both.
+    The rest of a seed's division by the number of kinds picks the file, the quotient picks the damage: each case takes
+    the next of both.
     """
+    if ALL:
+        return [first_seed() + n for n in range(CASES)]
     kinds = len(files_by_kind(folder / "log"))
-    step = 1 if ALL else kinds + 1
-    return [first_seed() + n * step for n in range(CASES)]
+    damage, kind = divmod(first_seed(), kinds)
+    return [(damage + n) * kinds + (kind + n) % kinds for n in range(CASES)]
 
 
 def test_the_seeds_have_every_kind_of_file_and_every_way_of_damage(folder: Path) -> None:
