@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import socket
 import ssl
 import subprocess
 import tempfile
@@ -20,6 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.maven import free_ports
+from tests.torture.stores.processes import stop
+
 VERSION = "v1.8.0"
 """Its puts with If-None-Match take a lock: of two at the same time one fails, which older versions did not promise."""
 PACKAGE = "github.com/versity/versitygw/cmd/versitygw"
@@ -28,7 +30,6 @@ ROOT = Path(__file__).parents[3]
 
 BUILD_S_MAX = 1_800
 START_S_MAX = 60
-STOP_S_MAX = 10
 PORT_TRIES = 3
 
 
@@ -141,7 +142,7 @@ def running(folder: Path, certificate: tuple[Path, Path] | None = None, more: Se
     data = folder / "buckets"
     data.mkdir(parents=True)
     for tries in range(PORT_TRIES):
-        port = _free_port()
+        [port] = free_ports(1)
         server = S3Server(
             endpoint=f"https://localhost:{port}" if certificate else f"http://127.0.0.1:{port}",
             access_key=secrets.token_hex(10),
@@ -158,7 +159,7 @@ def running(folder: Path, certificate: tuple[Path, Path] | None = None, more: Se
                 yield server
                 return
         finally:
-            _stop(process)
+            stop(process)
     said_last = (folder / f"server.{PORT_TRIES - 1}.log").read_text(errors="replace")[-500:]
     raise NoS3ServerError(f"versitygw {VERSION} does not start: {said_last.strip()}")
 
@@ -192,12 +193,6 @@ def _has_attributes(folder: Path) -> bool:
     return True
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def _answers(server: S3Server, process: subprocess.Popen[bytes]) -> bool:
     deadline = time.monotonic() + START_S_MAX
     while time.monotonic() < deadline and process.poll() is None:
@@ -208,12 +203,3 @@ def _answers(server: S3Server, process: subprocess.Popen[bytes]) -> bool:
         except (urllib.error.URLError, OSError):
             time.sleep(0.05)
     return False
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_S_MAX)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

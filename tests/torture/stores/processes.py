@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import tempfile
 import time
@@ -12,6 +11,8 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.support.maven import free_ports
 
 INSTALL_S_MAX = 1_800
 START_S_MAX = 60
@@ -62,12 +63,6 @@ def cached(name: str, fetch: Callable[[Path], tuple[Sequence[str], Mapping[str, 
     return cache / name / program
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 @contextmanager
 def started(
     command: Callable[[int], Sequence[str]], look: str, log: Path, variables: Mapping[str, str] | None = None
@@ -89,7 +84,7 @@ def started(
         When it does not start.
     """
     for _ in range(PORT_TRIES):
-        port = free_port()
+        [port] = free_ports(1)
         with log.open("ab") as said:
             process = subprocess.Popen(
                 command(port), env={**os.environ, **(variables or {})}, stdout=said, stderr=said, cwd=log.parent
@@ -99,7 +94,7 @@ def started(
                 yield port
                 return
         finally:
-            _stop(process)
+            stop(process)
     raise NoEmulatorError(f"{command(0)[0]} does not start: {log.read_text(errors='replace')[-500:].strip()}")
 
 
@@ -116,7 +111,7 @@ def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(STOP_S_MAX)
