@@ -62,8 +62,8 @@ class _Asked:
     call: OpenCall[Answers]
     at: int
 
-    def verdicts(self) -> VerdictArray | BaseException:
-        """The verdicts, or why there are none, once the call has returned."""
+    def answer(self) -> VerdictArray | BaseException:
+        """The verdicts, or the error in their place, once the call has returned."""
         problem = self.call.result.exception()
         return self.call.result.result()[self.at] if problem is None else problem
 
@@ -106,18 +106,17 @@ class Asker:
             (asked,) = self._begin([question], lambda _: [call()], here, seconds_left)
         if not asked.call.has_returned:
             raise self._keep(asked)
-        verdicts = asked.verdicts()
-        if isinstance(verdicts, BaseException):
-            problem = verdicts
-            half_id, text = question.key[0], traceback_of(problem)
+        answer = asked.answer()
+        if isinstance(answer, BaseException):
+            half_id, text = question.key[0], traceback_of(answer)
             # Nobody reads the report of a producer's own checks.
             level = logging.INFO if half_id in self._warned else logging.WARNING
             self._warned.add(half_id)
             logger.log(
                 level, "the listener of half batch %r did not answer: %s", half_id, text, extra=of_batch(question.batch)
             )
-            raise NoAnswer(f"its listener did not answer: {sentence_of(problem)}")
-        return Answer(asked.question, verdicts)
+            raise NoAnswer(f"its listener did not answer: {sentence_of(answer)}")
+        return Answer(asked.question, answer)
 
     def ask_many(
         self,
@@ -141,8 +140,8 @@ class Asker:
     def _answer_of(self, asked: _Asked) -> Answer | NoAnswer | None:
         if not asked.call.has_returned:
             return self._keep(asked)
-        verdicts = asked.verdicts()
-        return None if isinstance(verdicts, BaseException) else Answer(asked.question, verdicts)
+        answer = asked.answer()
+        return None if isinstance(answer, BaseException) else Answer(asked.question, answer)
 
     def _keep(self, asked: _Asked) -> NoAnswer:
         """Keep a question whose call has not returned."""
