@@ -1232,7 +1232,11 @@ def _decides_what_left() -> Iterator[None]:
     **LEAVES | {"crash": 0.06}, streams=0, senders=2, rivals=True,
 )  # fmt: skip
 def _key_is_free() -> Iterator[None]:
-    nothing = ((OpReader, "archived", lambda *_: None), (OpReader, "archived_among", lambda *_: frozenset()))
+    nothing = (
+        (OpReader, "archived", lambda *_: None),
+        (OpReader, "archived_as", lambda *_: None),
+        (OpReader, "archived_among", lambda *_: frozenset()),
+    )
     with _often_leaving(), replaced(*nothing):
         yield
 
