@@ -52,6 +52,7 @@ from tests.support.inside import (
     EXECUTED,
     NO_ROWS,
     NOTHING,
+    ROLLED_BACK,
     TIMESTAMP,
     Archived,
     BatchState,
@@ -201,7 +202,7 @@ def hunt(mutant: Mutant | PlayMutant, first_seed: int = 1, seeds_max: int = SEED
         if (seed - first_seed) % COLLECTED_EVERY == 0:
             gc.collect()
         anomalies, problems = mutant.play(seed, spoiled=True)
-        seen |= {a.kind.value for a in anomalies} | {p.split(":")[0] for p in problems}
+        seen |= {a.kind.value for a in anomalies} | {": ".join(p.split(": ")[:2]) for p in problems}
         kinds = sorted({a.kind for a in anomalies} & mutant.expected, key=lambda k: k.value)
         if kinds:
             control = ""
@@ -806,14 +807,16 @@ def _part_without_tombstone() -> Iterator[None]:
 @mutant("a part of a later attempt is taken for refused", A.LOCAL_STATE_DISAGREES, A.NEVER_REFUSED,
         **TASKS | {"zombies": 0.9, "temper_fails_before": 0.5, "temper_refuses": 0.0}, per="key")  # fmt: skip
 def _by_part_is_refused() -> Iterator[None]:
-    insert = Fence._insert
+    recorded_in = Fence.recorded
 
-    def with_places(self: Fence, connection: Any, batch: HalfBatch, recorded: Recorded) -> bool:
-        if recorded.is_by_part and not batch.is_all:
-            recorded = NOTHING.with_rows(batch.rows, recorded.states)
-        return insert(self, connection, batch, recorded)
+    def word_unknown(self: Fence, row: Any, batch: HalfBatch) -> Recorded:
+        recorded = recorded_in(self, row, batch)
+        is_later = recorded.is_by_part and not batch.is_all
+        if not is_later:
+            return recorded
+        return Recorded([State(ROLLED_BACK)], recorded.files, recorded.staged_ms, batch.layout())
 
-    with replaced((Fence, "_insert", with_places)):
+    with replaced((Fence, "recorded", word_unknown)):
         yield
 
 
@@ -1246,13 +1249,15 @@ def _key_is_free() -> Iterator[None]:
     **LEAVES | {"pause": 0.08}, streams=0, senders=2, rivals=True,
 )  # fmt: skip
 def _key_as_last_read() -> Iterator[None]:
-    archived_among = OpReader.archived_among
+    def as_last_read(look: Any) -> Any:
+        def looked(self: OpReader, *names: Any) -> Any:
+            with patch.object(self, "refresh"):
+                return look(self, *names)
 
-    def as_last_read(self: OpReader, names: Collection[str]) -> frozenset[str]:
-        with patch.object(self, "refresh"):
-            return archived_among(self, names)
+        return looked
 
-    with _often_leaving(), replaced((OpReader, "archived_among", as_last_read)):
+    looks = ((OpReader, name, as_last_read(getattr(OpReader, name))) for name in ("archived_as", "archived_among"))
+    with _often_leaving(), replaced(*looks):
         yield
 
 
@@ -1536,7 +1541,7 @@ def _locks_of_their_own() -> Iterator[None]:
 
     def init(self: Engine, *arguments: Any, **options: Any) -> None:
         make(self, *arguments, **options)
-        self.op.lock, self.lock = self.runtime.lock(), self.runtime.lock()
+        self.op_table.lock, self.lock = self.runtime.lock(), self.runtime.lock()
 
     with replaced(
         (Engine, "__init__", init),

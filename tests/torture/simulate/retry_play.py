@@ -36,12 +36,13 @@ ROUNDS_MAX = 120
 ALWAYS = 1_000
 HERE = Path(rmq_spark.__file__).parent
 CONSUMERS = HERE / "_core" / "consumers"
-LINES: Mapping[tuple[Path, ...], int] = {
-    (CONSUMERS / "send_back.py", CONSUMERS / "own_messages.py"): 80,
-    (CONSUMERS,): 600,
-    (HERE,): 8_000,
+LINES: Mapping[tuple[Path, ...], range] = {
+    (CONSUMERS / "own_messages.py",): range(25, 65),  # most takes are prepared and not decided there
+    (CONSUMERS / "send_back.py", CONSUMERS / "own_messages.py"): range(1, 80),
+    (CONSUMERS,): range(1, 600),
+    (HERE,): range(1, 8_000),
 }
-"""Where a member is killed: in which files, and after how many of their lines at most."""
+"""Where a member is killed: in which files, and after how many of their lines."""
 assert all(path.exists() for paths in LINES for path in paths)
 
 
@@ -171,14 +172,17 @@ class _Play:
     def member(self) -> None:
         """A member consumes, writes progress perhaps, and dies or leaves."""
         member = self.joins()
-        files = self.chance.choice([*LINES][:1] * 3 + [*LINES])
-        with _killed_at(self.chance.randrange(1, LINES[files]), files):
+        files = self.chance.choice([*LINES][:2] * 2 + [*LINES])
+        with _killed_at(self.chance.choice(LINES[files]), files):
             for _ in range(self.chance.choice((1, 2, 8))):
                 member.member.fetch()
                 member.work()
             if self.chance.random() < 0.3:
                 member.member.leave()
         self.is_gone(member)
+        if self.chance.random() < 0.2:
+            self.person()
+            self.let_leave()
 
     def sleeper(self) -> None:
         """A member takes messages, and stands still until others have its queues."""
@@ -222,6 +226,8 @@ class _Play:
         opened = [half_id for half_id in log.engine.open_half_ids() if half_id.startswith("back.")]
         for half_id in opened[:1]:
             log.resolve(half_id, rmq_spark.COMMIT_MESSAGE, "it may go out")
+            self.runtime.sleep(30)
+            log.engine.ledger.place_due()
 
     def reset(self) -> None:
         """The group begins anew: what it has done and given up counts no more."""
