@@ -170,23 +170,31 @@ java:
 	if [ -z "$$version" ]; then echo "$(NEED_JAVA): $(JAVA) does not start."; exit 1; fi; \
 	if [ "$$version" -lt 17 ]; then echo "$(NEED_JAVA): $(JAVA) is Java $$version."; exit 1; fi
 
-# A session started once leaves the jars in ivy's cache, where every later session finds them. A table proves it.
+# A session started once leaves the jars in ivy's cache, where every later session finds them. A table proves it. Its
+# classes are kept for the JVMs of tests (tests/support/jvm.py).
 define FETCH_JARS
 import tempfile
 from delta import configure_spark_with_delta_pip
+from pyspark import SparkContext
 from pyspark.sql import SparkSession
 builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
 builder = builder.config("spark.driver.bindAddress", "127.0.0.1").config("spark.driver.host", "127.0.0.1")
 builder = builder.config("spark.sql.extensions", "io.delta.sql.DeltaSparkSessionExtension")
+builder = builder.config("spark.databricks.delta.snapshotPartitions", "2")
 builder = builder.config("spark.sql.catalog.spark_catalog", "org.apache.spark.sql.delta.catalog.DeltaCatalog")
 spark = configure_spark_with_delta_pip(builder).getOrCreate()
 with tempfile.TemporaryDirectory() as folder:
     spark.range(1).write.format("delta").save(folder + "/table")
+    spark.read.format("delta").load(folder + "/table").count()
 spark.stop()
+gateway = SparkContext._gateway
+gateway.proc.stdin.close()
+gateway.proc.wait()  # it writes the classes when it ends
 endef
 export FETCH_JARS
 
 $(HAVE_JARS): $(HAVE_PACKAGES) | java
 	@echo "Delta's jars: fetching them once"
-	@$(PY) -c "$$FETCH_JARS" >$(VENV)/jars.log 2>&1 || { cat $(VENV)/jars.log; exit 1; }
+	@SPARK_SUBMIT_OPTS="-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:ArchiveClassesAtExit=$(VENV)/spark.jsa" \
+	  $(PY) -c "$$FETCH_JARS" >$(VENV)/jars.log 2>&1 || { cat $(VENV)/jars.log; exit 1; }
 	@touch $@

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import core, settings
 
 from rmq_spark import CommitLog
-from tests.support import seeds
+from tests.support import jvm, seeds
 from tests.support.half_batches import make_log
 from tests.support.limits import Limit, set_limits
 from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, running
@@ -34,6 +34,7 @@ SEEDS = pytest.StashKey[str]()
 # Spark's workers must be this interpreter, also when pytest is started without make.
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+jvm.start_quickly()
 
 # How many examples hypothesis tries: a quick run sees few, `make test-all` many. A test whose examples are slow takes
 # its share of them: `settings.default.max_examples // 5`.

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pyspark
 
+from tests.support import jvm
+
 SPARK_HOME = Path(pyspark.__file__).parent
 DEADLINE_S = 300.0
 HOSTS = ("127.0.0.1", "127.0.0.2")
@@ -62,6 +64,7 @@ class Cluster:
             "spark.driver.bindAddress": "127.0.0.1",
             "spark.ui.enabled": "false",
             "spark.executor.memory": "512m",
+            "spark.executor.extraJavaOptions": jvm.OPTIONS,
             "spark.cores.max": "2",
             "spark.sql.shuffle.partitions": "2",
             "spark.default.parallelism": "2",
