@@ -304,6 +304,11 @@ def test_a_half_batch_that_is_one_transaction_is_not_rolled_back_for_one_row(url
 
 
 # ---------------------------------------------------------------- what is missing
+def test_all_missing_options_of_a_sink_are_named_at_once() -> None:
+    with pytest.raises(OptionError, match="'path' is missing: .*; .*'producerGroup' .*; .*'transactionListener' "):
+        SinkSettings.of(Options({"topic": "orders"}, SINK_OPTIONS))
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -496,6 +501,7 @@ def test_a_password_in_the_environment_is_in_no_text_and_no_pickle(monkeypatch: 
     [
         ({"name": "orders"}, "option 'table.url' is missing"),
         ({"url": "sqlite://"}, "option 'table.name' is missing"),
+        ({"columns": "id"}, "option 'table.url' is missing: .*; option 'table.name' is missing: "),
         ({"url": "env:NOT_SET", "name": "orders"}, r"^table\.url: the environment variable NOT_SET, .* is not set"),
         (
             {"url": "file:/not/there", "name": "orders"},

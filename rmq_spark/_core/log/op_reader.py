@@ -27,7 +27,7 @@ from rmq_spark._core.storage.table import Table
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 
 HALF_IDS_KEPT = 10_000
-"""Kinds of op rows that settle or reopen rows; a lease or a counted check does not."""
+"""Half batches without op rows that are remembered."""
 OLDER_KEPT = 512
 """Half batches whose older op rows are kept in memory until the next mark."""
 OPEN_ROWS_KEPT = 1_000_000

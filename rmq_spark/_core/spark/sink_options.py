@@ -75,10 +75,12 @@ class SinkSettings:
     @classmethod
     def of(cls, options: Options) -> SinkSettings:
         """Read the options of ``format("txmq")``, or raise an OptionError that says what is missing or wrong."""
-        path = options.require("path", "the folder or URI of a commit log, made with rmq_spark.CommitLog.create")
-        group = options.require("producerGroup", "the listeners that can answer for this query's transactions")
-        listener = options.require(
-            "transactionListener", "'module:attribute' of a TransactionListener, or 'none' to send without one"
+        path, group, listener = options.require_all(
+            {
+                "path": "the folder or URI of a commit log, made with rmq_spark.CommitLog.create",
+                "producerGroup": "the listeners that can answer for this query's transactions",
+                "transactionListener": "'module:attribute' of a TransactionListener, or 'none' to send without one",
+            }
         )
         require_no_tilde("checkpointLocation", options.get("checkpointLocation") or "")
         key = options.get("transactionKey")

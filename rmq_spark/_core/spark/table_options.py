@@ -64,12 +64,18 @@ class TableSettings:
             if names:
                 raise OptionError(f"option {names[0]!r} is for transactionListener={TABLE_LISTENER}, not {listener!r}")
             return None
-        url = options.require("table.url", "a database URL without a password, env:NAME or file:/path").strip()
+        url, name = options.require_all(
+            {
+                "table.url": "a database URL without a password, env:NAME or file:/path",
+                "table.name": f"the table that {TABLE_LISTENER} shall insert into",
+            }
+        )
+        url = url.strip()
         if not _call_with_url(is_place, url):
             _require_no_password(url)
         return cls(
             url=url,
-            name=options.require("table.name", f"the table that {TABLE_LISTENER} shall insert into").strip(),
+            name=name.strip(),
             columns=options.get("table.columns"),
             key=options.get("table.key"),
             on_conflict=options.choice("table.onConflict", ("error", "ignore", "update"), "error"),

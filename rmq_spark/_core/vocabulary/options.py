@@ -328,10 +328,14 @@ class Options:
 
     def require(self, name: str, why: str) -> str:
         """Return the value of an option that must be there; ``why`` ends the error's sentence."""
-        value = self._values.get(name)
-        if value is None or not value.strip():
-            raise OptionError(f"option {name!r} is missing: {why}")
-        return value
+        return self.require_all({name: why})[0]
+
+    def require_all(self, whys: Mapping[str, str]) -> list[str]:
+        """Return the values of options that must be there. One error names all that are missing, each with its why."""
+        missing = [name for name in whys if not self._values.get(name, "").strip()]
+        if missing:
+            raise OptionError("; ".join(f"option {name!r} is missing: {whys[name]}" for name in missing))
+        return [self._values[name] for name in whys]
 
     def choice(self, name: str, choices: Iterable[str], default: str) -> str:
         value = self._values.get(name, default).strip()
