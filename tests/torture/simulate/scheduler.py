@@ -337,6 +337,18 @@ class Scheduler:
 EPOCH_S = 1_800_000_000.0
 
 
+def _wait_among(waiting: list[Task], scheduler: Scheduler, task: Task, timeout_s: float | None) -> None:
+    """Wait among others for a lock or an event. A task whose time is over is not woken later, when it waits for
+    something else."""
+    waiting.append(task)
+    if timeout_s is None:
+        scheduler.wait()
+    else:
+        scheduler.sleep(timeout_s)
+    if task in waiting:
+        waiting.remove(task)
+
+
 class SimulatedLock:
     """``threading.RLock`` for tasks; also a database's lock on a row, which is waited for only so long."""
 
@@ -354,11 +366,8 @@ class SimulatedLock:
             assert task is not None
             if deadline is not None and self._scheduler.now >= deadline:
                 return False
-            self._waiting.append(task)
-            if deadline is None:
-                self._scheduler.wait()
-            else:
-                self._scheduler.sleep(deadline - self._scheduler.now)
+            timeout_s = None if deadline is None else deadline - self._scheduler.now
+            _wait_among(self._waiting, self._scheduler, task, timeout_s)
         self._owner = task
         self._count += 1
         return True
@@ -399,12 +408,12 @@ class SimulatedEvent:
 
     def wait(self, timeout: float | None = None) -> bool:
         task = self._scheduler.current
-        if not self._set and task is not None:
-            self._waiting.append(task)
-            if timeout is None:
-                self._scheduler.wait()
-            else:
-                self._scheduler.sleep(timeout)
+        if task is None:
+            return self._set
+        until = None if timeout is None else self._scheduler.now + timeout
+        while not self._set and (until is None or self._scheduler.now < until):
+            timeout_s = None if until is None else until - self._scheduler.now
+            _wait_among(self._waiting, self._scheduler, task, timeout_s)
         return self._set
 
 

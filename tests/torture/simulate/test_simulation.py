@@ -15,7 +15,7 @@ from rmq_spark.errors import LostCommitError
 from tests.support.inside import OP_SCHEMA, Change
 from tests.support.seeds import first_seed, how_many
 from tests.torture.judge.history import History
-from tests.torture.simulate.scheduler import Crash, NoEnd, Process, Scheduler, SimulatedLock
+from tests.torture.simulate.scheduler import Crash, NoEnd, Process, Scheduler, SimulatedEvent, SimulatedLock
 from tests.torture.simulate.simulation import Scenario, Simulation, run, simulate
 from tests.torture.simulate.store import Files, SimulatedTable, Unanswered, Weather
 from tests.torture.simulate.world import SimulatedMachine
@@ -269,6 +269,32 @@ def test_a_dead_process_ends_at_its_next_step_and_its_locks_are_free() -> None:
     scheduler.spawn(Process("killer"), kill)
     scheduler.run()
     assert seen == ["unwound", "lock is free"]
+
+
+def test_a_task_whose_time_is_over_is_not_woken_by_what_it_waited_for() -> None:
+    scheduler = Scheduler(random.Random(1), switch_rate=0.0, tick_s=0.0)
+    first, second = SimulatedEvent(scheduler), SimulatedEvent(scheduler)
+    lock = SimulatedLock(scheduler)
+    seen: list[object] = []
+
+    def waits() -> None:
+        seen.append(first.wait(1.0))
+        seen.append(lock.acquire(1.0))
+        second.wait()
+        seen.append((second.is_set(), scheduler.now))
+
+    def sets() -> None:
+        lock.acquire()
+        scheduler.sleep(3.0)
+        first.set()
+        lock.release()
+        scheduler.sleep(1.0)
+        second.set()
+
+    scheduler.spawn(Process("waits"), waits)
+    scheduler.spawn(Process("sets"), sets)
+    scheduler.run()
+    assert seen == [False, False, (True, 4.0)]
 
 
 def test_sleepers_wake_in_the_order_of_their_times() -> None:
