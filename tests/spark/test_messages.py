@@ -28,7 +28,7 @@ from tests.support.half_batches import (
     send,
     split,
 )
-from tests.support.inside import PROPERTIES, Who, half_batch_of, maintenance, spark_parquet
+from tests.support.inside import PROPERTIES, Who, half_batch_of, spark_parquet, table_files
 from tests.support.limits import Limit
 from tests.support.meanwhile import at
 
@@ -159,7 +159,7 @@ def test_of_many_files_the_folder_is_listed_and_a_lost_one_is_missed(
     limit(HALF_PATHS_MAX=1, DRAINED_PATHS_MAX=1)
     assert rows(txmq.messages(spark, log)) == whole
     limit(MESSAGES_FILES_MAX=2)
-    assert maintenance.compact_messages(another(log).engine.messages_table) > 0
+    assert table_files.compact_messages(another(log).engine.messages_table) > 0
     assert rows(txmq.messages(spark, log)) == whole, "files that were replaced lie in the folder, too"
     record = log.engine.get("app:3")
     Path(log.path, "half", record.files[0].path).unlink()
@@ -213,7 +213,7 @@ def test_a_filter_is_pushed_into_the_files(spark: SparkSession, log: CommitLog, 
     assert "GreaterThanOrEqual(queue_offset,5)" in plan
     assert "BatchEvalPython" not in plan
     limit(MESSAGES_FILES_MAX=2)
-    assert maintenance.compact_messages(another(log).engine.messages_table) > 0
+    assert table_files.compact_messages(another(log).engine.messages_table) > 0
     assert len(txmq.messages(spark, log, "orders").inputFiles()) == 1
     assert frame.count() == txmq.messages(spark, log, "orders").count()  # planned before, its files are still there
 

@@ -36,7 +36,7 @@ _LIVES_IN = {
     "rmq_spark._core.listeners.half_batch": "normalize_verdicts",
     "rmq_spark._core.listeners.transaction_listener": "CommitOncePrepared NO_LISTENER_FENCE Verdicts load_listener",
     "rmq_spark._core.log": (
-        "decision_module=decision follower=op_reader half half_header half_store=half_table half_writer "
+        "decision_module=decision op_reader half half_header half_table half_writer "
         "ledger marking=low_water_mark op_merge"
     ),
     "rmq_spark._core.log.archive": "Archived ArchivedDecision",
@@ -106,7 +106,7 @@ _LIVES_IN = {
     "rmq_spark._core.storage.stores": "PROBE require_put_if_absent",
     "rmq_spark._core.storage.table": "Change Table",
     "rmq_spark._core.storage.writer_lock": "WriterLock",
-    "rmq_spark._core.upkeep": "maintenance=table_files pruning=prune stripping=strip upkeep=schedule",
+    "rmq_spark._core.upkeep": "table_files pruning=prune stripping=strip upkeep=schedule",
     "rmq_spark._core.upkeep.expire": "Expirer",
     "rmq_spark._core.upkeep.leave": "Graces Leaver",
     "rmq_spark._core.upkeep.prune": "Pruner",

@@ -1,4 +1,4 @@
-"""What all op rows of a log say together, found without a follower: every handle must say the same."""
+"""What all op rows of a log say together, found without an OpReader: every handle must say the same."""
 
 from __future__ import annotations
 

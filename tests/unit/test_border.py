@@ -18,7 +18,7 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError
 from tests.support.half_batches import another, commit, decide_one, let_leave, pending, prepare, roll_back, send
 from tests.support.half_batches import split as split_rows
-from tests.support.inside import Planner, Subscription, Who, maintenance, read_ranges, split
+from tests.support.inside import Planner, Subscription, Who, read_ranges, split, table_files
 from tests.support.limits import set_limits
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
@@ -67,7 +67,7 @@ STATES: dict[str, Callable[[CommitLog], object]] = {
 def delete_now(log: CommitLog) -> None:
     """Delete every file that is in no table any more."""
     tables = [another(log).engine.half.table, another(log).engine.op_table, another(log).engine.messages_table]
-    maintenance.delete_replaced(tables, 0, dry_run=False)
+    table_files.delete_replaced(tables, 0, dry_run=False)
 
 
 def everything(log: CommitLog) -> dict[str, list[dict[str, object]]]:
@@ -124,7 +124,7 @@ def test_a_plan_is_good_after_its_files_are_gone(log: CommitLog) -> None:
     log.drain()
     with pytest.MonkeyPatch.context() as patch:
         set_limits(patch, MESSAGES_FILES_MAX=2)
-        assert maintenance.compact_messages(another(log).engine.messages_table) > 0
+        assert table_files.compact_messages(another(log).engine.messages_table) > 0
     delete_now(log)
     for ranges in (of_op, of_messages, pickle.loads(pickle.dumps(of_messages))):
         fresh = another(log)

@@ -893,10 +893,10 @@ def test_a_round_moves_the_low_water_mark_over_what_is_open_and_names_it(log: Co
     _, second, third = (prepare(log, i) for i in range(3))
     check(log, [COMMIT, UNKNOWN, COMMIT])
     assert log.engine.ledger.low_water_ms >= third.prepared_ms
-    assert set(log.engine.ledger.followed.below) == {second.half_id}
+    assert set(log.engine.ledger.view.below) == {second.half_id}
     check(another(log), COMMIT)
     log.engine.ledger.refresh()
-    assert not log.engine.ledger.followed.below
+    assert not log.engine.ledger.view.below
 
 
 # ---------------------------------------------------------------- reports, settings, imports

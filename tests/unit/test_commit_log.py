@@ -544,7 +544,7 @@ def named(log: CommitLog) -> Mapping[str, OpenBelow]:
     """What is open below the newest mark, as a cold start reads it."""
     other = another(log)
     other.refresh()
-    return other.engine.ledger.followed.below
+    return other.engine.ledger.view.below
 
 
 def test_a_batch_decided_while_the_mark_moves_is_not_forgotten(log: CommitLog) -> None:

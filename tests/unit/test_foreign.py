@@ -20,7 +20,7 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import CorruptLogError, ForeignChangeError, UnreadableFileError
 from tests.support.foreign_writers import a_file, cut_back, delete_a_row_by_a_vector, put_entry, raise_protocol
 from tests.support.half_batches import another, commit, let_leave, make_log, prepare, send
-from tests.support.inside import Change, maintenance
+from tests.support.inside import Change, table_files
 from tests.support.limits import set_limits
 from tests.support.meanwhile import at
 
@@ -179,7 +179,7 @@ def test_a_change_that_comes_while_a_merge_reads_stops_it(log: CommitLog, monkey
     log.drain()
     change = at("files read", lambda: delete_by_a_vector(f"{log.path}/messages"), table="messages")
     with change, pytest.raises(ForeignChangeError, match="deletion vectors"):
-        maintenance.compact_messages(another(log).engine.messages_table)
+        table_files.compact_messages(another(log).engine.messages_table)
     assert DeltaTable(f"{log.path}/messages").version() == 4
 
 
@@ -233,8 +233,8 @@ def test_nothing_of_messages_is_deleted_that_a_restore_may_need(log: CommitLog) 
     assert changed
     entry.write_text(long_ago)
     tables = [log.engine.messages_table]
-    assert maintenance.vacuum(tables, -1.0, dry_run=False) == []
-    assert maintenance.delete_replaced(tables, 0, dry_run=False) == []
+    assert table_files.vacuum(tables, -1.0, dry_run=False) == []
+    assert table_files.delete_replaced(tables, 0, dry_run=False) == []
     DeltaTable(f"{log.path}/messages").restore(2, protocol_downgrade_allowed=True)
     assert another(log).read("orders").equals(before)
 

@@ -83,7 +83,7 @@ def named(log: CommitLog) -> set[str]:
     """What is open below the newest mark, as a cold start reads it."""
     cold = another(log)
     cold.refresh()
-    return set(cold.engine.ledger.followed.below)
+    return set(cold.engine.ledger.view.below)
 
 
 def test_a_mark_is_made_when_many_op_rows_can_be_let_go(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_of_many_leases_a_mark_names_the_newest(log: CommitLog) -> None:
     assert log.engine.ledger.mark()
     cold = another(log)
     assert cold.engine.state_of(record).lease_until == until
-    assert len(cold.engine.ledger.followed.below[record.half_id].versions) == 1
+    assert len(cold.engine.ledger.view.below[record.half_id].versions) == 1
 
 
 def test_a_prepare_is_later_than_what_was_reopened_before_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,14 +150,14 @@ def test_a_mark_that_lacks_a_part_is_refused(log: CommitLog, lacks: str) -> None
 def test_a_mark_that_does_not_say_what_is_open_is_refused(log: CommitLog) -> None:
     prepare(log, 0)
     assert log.engine.ledger.mark()
-    rows = log.engine.ledger.followed.rows.to_pylist()
+    rows = log.engine.ledger.view.rows.to_pylist()
     (mark,) = [r for r in rows if r["kind"] == "mark"]
     mark["below"][0]["pending"] = None
     mark["version"] += 1
     log.engine.op_table.refresh()
     table = pa.Table.from_pylist([mark], schema=log.engine.op_table.schema)
     with pytest.raises(CorruptLogError, match="without saying what is open"):
-        log.engine.ledger.followed.after(table, mark["version"])
+        log.engine.ledger.view.after(table, mark["version"])
 
 
 # ---------------------------------------------------------------- a mark among busy writers

@@ -14,7 +14,7 @@ from deltalake import DeltaTable
 
 from rmq_spark import CommitLog
 from tests.support.half_batches import another, commit, decide_one, let_leave, pending, prepare, roll_back, send, split
-from tests.support.inside import Who, maintenance
+from tests.support.inside import Who, table_files
 from tests.support.limits import limited
 
 pytestmark = pytest.mark.log("delta", orders=2, points=1)
@@ -75,7 +75,7 @@ def test_each_reader_sees_the_same_messages_also_after_they_were_merged_and_expi
         for read in READERS:
             assert read(path) == expected(another(log)), (read.__name__, step)
     with limited(MESSAGES_FILES_MAX=2):
-        assert maintenance.compact_messages(another(log).engine.messages_table) > 0
+        assert table_files.compact_messages(another(log).engine.messages_table) > 0
     for read in READERS:
         assert read(path) == expected(another(log)), read.__name__
     log.engine.topic_store.set_retention("points", 0.0)

@@ -12,7 +12,7 @@ from deltalake import DeltaTable
 from rmq_spark import CommitLog
 from tests.support.clocks import Clock, let_upkeep_believe, set_clock
 from tests.support.half_batches import another, commit, make_log, prepare, send
-from tests.support.inside import Expirer, maintenance
+from tests.support.inside import Expirer, table_files
 from tests.support.limits import set_limits
 
 HOUR_S = 3_600.0
@@ -47,7 +47,7 @@ def merge(log: CommitLog) -> None:
     """Merge as upkeep does. (delta-rs tells by a clock of its own how old a removal is: a whole round of upkeep would
     delete at once.)"""
     kept_s = {name: s for name, s in log.retentions().items() if s is not None}
-    assert maintenance.compact_messages(another(log).engine.messages_table, kept_s) == 3
+    assert table_files.compact_messages(another(log).engine.messages_table, kept_s) == 3
 
 
 def rows_at(log: CommitLog, version: int) -> int:
@@ -62,7 +62,7 @@ def test_a_reader_that_stands_at_an_old_version_goes_on_within_seven_days(
     """The files of a merge were deleted after an hour, and a stream that stood for three could never go on."""
     log = merged_before(clock, seconds, lambda: make_log("delta", tmp_path / "log", orders=1))
     assert deleted_messages(log) == []
-    assert maintenance.vacuum([another(log).engine.messages_table], -1.0, dry_run=False) == []
+    assert table_files.vacuum([another(log).engine.messages_table], -1.0, dry_run=False) == []
     assert [rows_at(log, version) for version in range(5)] == [0, 5, 10, 15, 15]
 
 
@@ -130,12 +130,12 @@ def test_a_message_is_rewritten_a_few_times_only() -> None:
     table, drains, size, written, most = Sizes(), 2_000, 28_000, 0, 0
     for _ in range(drains):
         table.sizes.append(size)
-        while chosen := maintenance._messages_to_merge(table):  # type: ignore[arg-type]
+        while chosen := table_files._messages_to_merge(table):  # type: ignore[arg-type]
             at = [int(path) for path in chosen]
             assert at == list(range(at[0], at[-1] + 1))  # so files do not overlap
             merged = sum(table.sizes[at[0] : at[-1] + 1])
             table.sizes[at[0] : at[-1] + 1] = [merged]
             written += merged
-        most = max(most, sum(size < maintenance.MESSAGES_FILE_BYTES for size in table.sizes))
+        most = max(most, sum(size < table_files.MESSAGES_FILE_BYTES for size in table.sizes))
     assert written <= 8 * drains * size
     assert most <= 12

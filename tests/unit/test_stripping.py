@@ -42,9 +42,9 @@ from tests.support.inside import (
     Subscription,
     TwoPhase,
     Who,
-    maintenance,
     native,
     read_ranges,
+    table_files,
 )
 from tests.support.limits import set_limits
 from tests.support.meanwhile import at, seen_at
@@ -80,7 +80,7 @@ def strip(log: CommitLog) -> list[str]:
 
 
 def delete_replaced(log: CommitLog) -> None:
-    maintenance.delete_replaced([another(log).engine.half.table, another(log).engine.messages_table], 0, dry_run=False)
+    table_files.delete_replaced([another(log).engine.half.table, another(log).engine.messages_table], 0, dry_run=False)
 
 
 def stored(log: CommitLog) -> pa.Table:

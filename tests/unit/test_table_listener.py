@@ -305,7 +305,7 @@ def test_a_half_batch_that_is_one_transaction_is_not_rolled_back_for_one_row(url
 
 # ---------------------------------------------------------------- what is missing
 def test_all_missing_options_of_a_sink_are_named_at_once() -> None:
-    with pytest.raises(OptionError, match="'path' is missing: .*; .*'producerGroup' .*; .*'transactionListener' "):
+    with pytest.raises(OptionError, match=r"'path' is missing: .*; .*'producerGroup' .*; .*'transactionListener' "):
         SinkSettings.of(Options({"topic": "orders"}, SINK_OPTIONS))
 
 

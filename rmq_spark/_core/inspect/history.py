@@ -366,8 +366,8 @@ def open_now(engine: Engine) -> pa.Table:
     with engine.lock:
         half_ids = engine.open_half_ids()
         prepared = engine.ledger.prepared()
-        settled = settled_rows(engine.ledger.followed.rows)
-        reopened = engine.ledger.followed.reopened_rows()
+        settled = settled_rows(engine.ledger.view.rows)
+        reopened = engine.ledger.view.reopened_rows()
     prepared_ms: list[int | None] = []
     messages: list[int] = []
     for half_id in half_ids:

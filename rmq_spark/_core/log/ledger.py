@@ -151,10 +151,10 @@ class Ledger(OpReader):
     def _next_op_time(self, reopens: bool) -> datetime:
         """The time of the next op rows: not before the newest row, and for a reopen after every prepare and reopen so
         far. Only the order of these times counts; the machine's clock says which messages are due."""
-        earliest = max(self.runtime.now(), self.followed.last_time)
+        earliest = max(self.runtime.now(), self.view.last_time)
         if not reopens:
             return earliest
-        last_send_ms = max(self._half.newest_ms(), self.reopened_ms)
+        last_send_ms = max(self.half.newest_ms(), self.reopened_ms)
         return max(earliest, datetime.fromtimestamp((last_send_ms + 1) / 1000, timezone.utc))
 
     def _commit_rows(self, record: HalfRecord, rows: RowSet, attempt: int, who: Who, reason: str | None) -> list[OpRow]:
@@ -498,7 +498,7 @@ class Ledger(OpReader):
             return self._marker.next_mark() if tries <= MARK_TRIES_MAX else []
 
         with self.table.lock:
-            self._follow_anew()
+            self.read_anew()
             moves = bool(self.append(build))
         reach("mark moved")
         return moves
@@ -517,7 +517,7 @@ class Ledger(OpReader):
 
         def propose(version: int) -> Change | None:
             nonlocal rows
-            self._catch_up()
+            self.catch_up()
             self._op_time = self._next_op_time(reopens)
             rows = build()
             if not rows:
@@ -528,7 +528,7 @@ class Ledger(OpReader):
             return Change(add=[file])
 
         def landed(change: Change) -> bool:
-            self._catch_up()
+            self.catch_up()
             return awaited.arrived
 
         with self.table.lock, self.awaiting(commit_id) as awaited:

@@ -1,6 +1,6 @@
 """The low-water mark: up to where nobody needs to look again, and which half batches are still open below it.
 
-A mark is made from what a follower has just read from the table. Take half batches 1 to 5, prepared in this order, of
+A mark is made from what a reader has just read from the table. Take half batches 1 to 5, prepared in this order, of
 which 2 and 5 are open::
 
     half    1      2      3      4      5
@@ -41,22 +41,22 @@ class Marker:
 
     Parameters
     ----------
-    follower : OpReader
+    reader : OpReader
         It has just read the state of ``op`` from the table.
     """
 
-    def __init__(self, follower: OpReader, half: HalfTable) -> None:
-        self._follower = follower
+    def __init__(self, reader: OpReader, half: HalfTable) -> None:
+        self._reader = reader
         self._half = half
 
     def next_mark(self) -> list[OpRow]:
         """The row of the next mark, and the conflict rows that it repeats; no row when nothing changed. While a file of
         half batches above the mark cannot be read, there is no next mark: it would pass open ones."""
-        before = self._follower.followed
-        prepared = self._follower.prepared()
+        before = self._reader.view
+        prepared = self._reader.prepared()
         if prepared.unreadable:
             return []
-        unsettled = {*self._follower.open_among(prepared), *before.waiting}
+        unsettled = {*self._reader.open_among(prepared), *before.waiting}
         low_water = self._low_water(prepared, unsettled)
         named_ids = {half_id for half_id in unsettled if half_id not in prepared or prepared[half_id].ms <= low_water}
         since = self._since(set(prepared.after(low_water)) - named_ids)
@@ -76,7 +76,7 @@ class Marker:
 
     def _low_water(self, prepared: PreparedBatches, unsettled: Collection[str]) -> int:
         """The newest prepare time, unless more half batches are open than a mark can name."""
-        before = self._follower.followed
+        before = self._reader.view
         weights = self._weights(unsettled)
         above = {h: prepared[h].ms for h in unsettled if h in prepared}
         above = {h: ms for h, ms in above.items() if ms > before.low_water}
@@ -89,23 +89,23 @@ class Marker:
 
     def _weights(self, half_ids: Collection[str]) -> Mapping[str, int]:
         """How many entries a mark needs for each of these half batches."""
-        followed = self._follower.followed
-        counts = _rows_of_batches(followed.rows, half_ids)["half_id"].value_counts()
+        view = self._reader.view
+        counts = _rows_of_batches(view.rows, half_ids)["half_id"].value_counts()
         rows = Counter(dict(zip(counts.field("values").to_pylist(), counts.field("counts").to_pylist(), strict=True)))
-        older = {h: len(followed.below[h].versions) if h in followed.below else 0 for h in half_ids}
-        return {h: 1 + rows[h] + older[h] + len(followed.waiting.get(h, ())) for h in half_ids}
+        older = {h: len(view.below[h].versions) if h in view.below else 0 for h in half_ids}
+        return {h: 1 + rows[h] + older[h] + len(view.waiting.get(h, ())) for h in half_ids}
 
     def _since(self, counted: Collection[str]) -> int:
-        """The first version that a follower must read. Its op rows tell which half batches above the mark are
+        """The first version that a reader must read. Its op rows tell which half batches above the mark are
         settled."""
-        kept = _rows_of_batches(self._follower.followed.rows, counted)
-        return int(pc.min(kept["version"]).as_py()) if kept.num_rows else self._follower.table.version + 1
+        kept = _rows_of_batches(self._reader.view.rows, counted)
+        return int(pc.min(kept["version"]).as_py()) if kept.num_rows else self._reader.table.version + 1
 
     # ------------------------------------------------------------------ what a mark names
     def _all_below(self, named: Sequence[str], prepared: PreparedBatches, since: int) -> Mapping[str, OpenBelow]:
         """The entries of a mark by half id. Most of thousands that are under way have no op rows, so the rows are
         searched once."""
-        rows = _rows_of_batches(self._follower.followed.rows, named)
+        rows = _rows_of_batches(self._reader.view.rows, named)
         rows = rows.filter(pc.less(rows["version"], since))
         index: dict[str, list[int]] = {}
         for i, half_id in enumerate(rows["half_id"].to_pylist()):
@@ -114,7 +114,7 @@ class Marker:
 
     def _open_below(self, half_id: str, prepared: PreparedBatches, rows: pa.Table, since: int) -> OpenBelow:
         """The entry of a half batch in a mark. ``rows`` are its op rows in memory that stand before a version."""
-        before = self._follower.followed
+        before = self._reader.view
         entry = before.below.get(half_id)
         if entry is not None and not rows.num_rows:
             return entry
@@ -136,20 +136,20 @@ class Marker:
     def _older_versions(self, half_id: str, prepared: PreparedBatches) -> Sequence[int]:
         """Versions older than the rows in memory. Only a half batch that was settled below the last mark and then
         reopened has op rows there."""
-        return () if half_id in prepared else _versions_that_count(self._follower.older([half_id]))
+        return () if half_id in prepared else _versions_that_count(self._reader.older([half_id]))
 
     def _pending(self, half_id: str, prepared: Prepared | None, rows: pa.Table, since: int) -> int:
         """How many rows were pending before a version, of a half batch that the last mark does not name."""
         if prepared is None:  # it was settled at the last mark, and reopened since
-            return max(0, self._follower.followed.reopened_rows(before=since).get(half_id, 0))
+            return max(0, self._reader.view.reopened_rows(before=since).get(half_id, 0))
         return prepared.rows - _settled_count(rows)
 
     # ------------------------------------------------------------------ conflicts
     def _open_conflicts(self, since: int) -> list[OpRow]:
-        """Conflict rows that a mark repeats, because no follower reads the rows before ``since`` again."""
-        followed = self._follower.followed
-        rows = followed.rows.filter(of_kind(followed.rows, Kind.CONFLICT))
-        rows = _rows_of_batches(rows, followed.conflicts)
+        """Conflict rows that a mark repeats, because no reader reads the rows before ``since`` again."""
+        view = self._reader.view
+        rows = view.rows.filter(of_kind(view.rows, Kind.CONFLICT))
+        rows = _rows_of_batches(rows, view.conflicts)
         conflicts: dict[OpRow, bool] = {}  # → whether it also stands at that version or later
         for values in rows.to_pylist():
             row = replace(OpRow.of(values), op_time=None)

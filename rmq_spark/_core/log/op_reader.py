@@ -1,4 +1,4 @@
-"""Follows ``op`` commit by commit: which half batches are open, what waits, and the next offset of every queue."""
+"""Reads ``op`` commit by commit: which half batches are open, what waits, and the next offset of every queue."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Awaited:
 
 
 class OpReader:
-    """Follows ``op`` and writes nothing.
+    """Reads the new rows of ``op``, and keeps what they say. It writes nothing.
 
     Parameters
     ----------
@@ -65,8 +65,8 @@ class OpReader:
     def __init__(self, table: Table, half: HalfTable) -> None:
         self.table = table
         self.runtime = table.runtime
-        self._half = half
-        self.followed = OpView()
+        self.half = half
+        self.view = OpView()
         self._open: dict[str, OpenBatch] = {}  # never modified, dropped when a newer op row is read
         self._open_rows = 0  # their rows; those of dropped half batches count until the next recount
         # Half batches that this process prepares and that have no op rows yet, oldest first.
@@ -88,21 +88,21 @@ class OpReader:
         finally:
             self._awaited = None
 
-    # ------------------------------------------------------------------ following the table
+    # ------------------------------------------------------------------ new op rows
     def refresh(self) -> int:
         """Read the new op rows, and return the version they reach."""
         with self.table.lock:
             version = self.table.refresh()
             try:
-                return self._catch_up()
+                return self.catch_up()
             except CorruptLogError:
                 # This process may have been stopped here, while rows were pruned or files deleted.
                 if self.table.refresh() == version:
                     raise
-            return self._catch_up()
+            return self.catch_up()
 
-    def _catch_up(self) -> int:
-        before, version = self.followed, self.table.version
+    def catch_up(self) -> int:
+        before, version = self.view, self.table.version
         if version <= before.version:
             return version
         if before.version < 0:
@@ -119,17 +119,17 @@ class OpReader:
             self._untouched.pop(half_id, None)
         if self._awaited is not None and pc.any(pc.equal(rows["commit_id"], self._awaited.commit_id)).as_py():
             self._awaited.arrived = True
-        self.followed = after
+        self.view = after
         return version
 
-    def _follow_anew(self) -> None:
+    def read_anew(self) -> None:
         """Read the state from the table, not from memory: nobody looks again at what a mark passes."""
         version = self.table.refresh()
         self._open.clear()
         self._older_rows = (-1, {})
         self._untouched.clear()
         start = self._start()
-        self.followed = start.after(self._read_between(start.version + 1, version), version)
+        self.view = start.after(self._read_between(start.version + 1, version), version)
 
     def _start(self) -> OpView:
         """The state of the newest mark, from which a cold start goes on."""
@@ -163,7 +163,7 @@ class OpReader:
     def low_water_ms(self) -> int:
         """Prepare time (ms) up to which every half batch is settled, except those that the mark names or that were
         reopened later."""
-        return self.followed.low_water
+        return self.view.low_water
 
     def ms_before_prepare(self) -> int:
         """The time (ms) after which a half batch must be prepared now. Open half batches below the mark are not
@@ -174,33 +174,33 @@ class OpReader:
     @property
     def reopened_ms(self) -> int:
         """When a transaction was last reopened (ms)."""
-        return self.followed.reopened_ms
+        return self.view.reopened_ms
 
     @property
     def tails(self) -> Tails:
         """The next offset of every queue that has messages."""
-        return self.followed.tails
+        return self.view.tails
 
     @property
     def firsts(self) -> Tails:
         """The first offset that is kept, of every queue of which messages have expired."""
-        return self.followed.firsts
+        return self.view.firsts
 
     @property
     def waiting(self) -> Waiting:
         """How many committed messages have no place yet, by half id and due time (None: they wait for an earlier
         message of their sharding key)."""
-        return self.followed.waiting
+        return self.view.waiting
 
     @property
     def conflicts(self) -> frozenset[str]:
         """Half batches with a verdict that came too late, which no person has resolved yet."""
-        return self.followed.conflicts
+        return self.view.conflicts
 
     @property
     def rows_kept(self) -> int:
         """How many op rows are kept in memory."""
-        return int(self.followed.rows.num_rows)
+        return int(self.view.rows.num_rows)
 
     @property
     def half_ids_kept(self) -> int:
@@ -209,12 +209,12 @@ class OpReader:
 
     def rows_of(self, record: HalfRecord) -> pa.Table:
         """The op rows of one half batch, in version order. Above the mark, all rows of a half batch are in memory."""
-        kept = _rows_of_batch(self.followed.rows, record.half_id)
+        kept = _rows_of_batch(self.view.rows, record.half_id)
         return pa.concat_tables([self._older_rows_of(record.half_id), kept]) if self._is_below(record) else kept
 
     def _is_below(self, record: HalfRecord) -> bool:
         """Whether a half batch was prepared below the mark, so that it may have op rows older than those in memory."""
-        return record.prepared_ms <= self.followed.low_water
+        return record.prepared_ms <= self.view.low_water
 
     def _older_rows_of(self, half_id: str) -> pa.Table:
         """The op rows of one half batch that are older than those in memory. They are cached: a commit that loses a
@@ -227,9 +227,9 @@ class OpReader:
     def _older_cache(self, more: int = 1) -> dict[str, pa.Table]:
         """The cache of :meth:`_older_rows_of`, with room for ``more`` half batches."""
         marked_at, cache = self._older_rows
-        if marked_at != self.followed.marked_at or len(cache) + more > OLDER_KEPT:
+        if marked_at != self.view.marked_at or len(cache) + more > OLDER_KEPT:
             cache = {}
-            self._older_rows = (self.followed.marked_at, cache)
+            self._older_rows = (self.view.marked_at, cache)
         return cache
 
     def read_older(self, records: Iterable[HalfRecord]) -> None:
@@ -243,7 +243,7 @@ class OpReader:
     def _read_older(self, half_ids: Sequence[str]) -> dict[str, pa.Table]:
         """The op rows that are older than those in memory, by half id and in version order. Of a half batch that the
         mark names, only rows of the versions named there count."""
-        below = self.followed.below
+        below = self.view.below
         versions = sorted({v for h in half_ids if h in below for v in below[h].versions})
         unnamed = [h for h in half_ids if h not in below]
         rows = self.older(unnamed) if unnamed else NO_OPS
@@ -293,7 +293,7 @@ class OpReader:
 
     def older(self, half_ids: Sequence[str]) -> pa.Table:
         """The op rows of half batches that are older than those in memory."""
-        since = self.followed.since
+        since = self.view.since
         return self.scan(half_ids, before=since) if since else NO_OPS
 
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
@@ -329,12 +329,12 @@ class OpReader:
 
     def is_gone(self, record: HalfRecord) -> bool:
         """Whether a half batch has left ``half``. Nothing leaves above the mark."""
-        return self._is_below(record) and not self._half.holds(record)
+        return self._is_below(record) and not self.half.holds(record)
 
     def _was_settled(self, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a half batch was settled and the op rows that say how are gone: the mark has passed it and does not
         name it."""
-        if not self._is_below(record) or record.half_id in self.followed.below:
+        if not self._is_below(record) or record.half_id in self.view.below:
             return False
         return not any(row["kind"] in DECIDING for row in rows)
 
@@ -375,8 +375,8 @@ class OpReader:
 
     def commit_ids_at(self, version: int) -> list[str]:
         """The ids of the commits that wrote the op rows of a version: one, or none when it has no rows."""
-        rows = self.followed.rows
-        if not self.followed.since <= version <= self.followed.version:
+        rows = self.view.rows
+        if not self.view.since <= version <= self.view.version:
             actions = self.table.actions()
             may_hold = pc.and_(
                 pc.fill_null(pc.less_equal(actions["min.version"], version), True),
@@ -400,7 +400,7 @@ class OpReader:
         be changed."""
         batch = self._open.get(half_id)
         if batch is None:
-            record = self._half.get(half_id)
+            record = self.half.get(half_id)
             batch = self._open[half_id] = OpenBatch(record, self.state_of(record, refresh=False))
             self._open_rows += record.rows
             if self._open_rows > OPEN_ROWS_KEPT:
@@ -419,8 +419,8 @@ class OpReader:
     def prepared(self) -> PreparedBatches:
         """Half batches that may be open, by half id: all above the low-water mark, and those that the mark names, with
         their pending rows."""
-        above = self._half.contents.prepared_after(self.low_water_ms)
-        return above.updated({h: Prepared(b.ms, b.pending) for h, b in self.followed.below.items()})
+        above = self.half.contents.prepared_after(self.low_water_ms)
+        return above.updated({h: Prepared(b.ms, b.pending) for h, b in self.view.below.items()})
 
     def open_half_ids(self) -> list[str]:
         """Half batches that may have pending rows, oldest first."""
@@ -439,17 +439,17 @@ class OpReader:
         open."""
         opened = dict.fromkeys(self.open_of(prepared))
         if reopened := self.reopened(prepared):
-            pending = self.followed.reopened_rows()  # all were settled when the mark was made
+            pending = self.view.reopened_rows()  # all were settled when the mark was made
             opened.update(dict.fromkeys(half_id for half_id in reopened if pending.get(half_id, 0) > 0))
         return list(opened)
 
     def open_of(self, prepared: PreparedBatches) -> list[str]:
         """The half batches of ``prepared`` with rows that are not settled."""
-        return list(prepared.left_open(settled(self.followed.rows)))
+        return list(prepared.left_open(settled(self.view.rows)))
 
     def reopened(self, prepared: PreparedBatches) -> list[str]:
         """Half batches that were reopened and are not in ``prepared``: neither above the mark nor named by it."""
-        rows = self.followed.rows
+        rows = self.view.rows
         ids = pc.unique(rows.filter(of_kind(rows, Kind.REOPEN))["half_id"])
         return prepared.lacks(ids)
 

@@ -1,6 +1,6 @@
-"""The state of ``op`` up to a version, followed commit by commit.
+"""The state of ``op`` up to a version, as a reader knows it.
 
-:class:`OpView` is a value. A follower builds the next value aside and takes it in one step. An exception on the way
+:class:`OpView` is a value. A reader builds the next value aside and takes it in one step. An exception on the way
 (an interrupt in a notebook, a full memory) leaves the last value, which is right.
 """
 
@@ -38,7 +38,7 @@ class OpView:
     Attributes
     ----------
     version : int
-        The last version that was followed.
+        The last version that was read.
     since : int
         ``rows`` holds all op rows from this version on.
     marked_at : int

@@ -147,7 +147,7 @@ class Leaver:
         engine = self._engine
         low_water = engine.ledger.low_water_ms
         counted = engine.half.contents.counted().table
-        needed = {*engine.ledger.followed.below, *engine.ledger.waiting, *engine.ledger.conflicts}
+        needed = {*engine.ledger.view.below, *engine.ledger.waiting, *engine.ledger.conflicts}
         below = counted.filter(pc.less_equal(counted["ms"], low_water)).sort_by("ms")
         return below.filter(pc.invert(pc.is_in(below["half_id"], value_set=pa.array(sorted(needed), pa.string()))))
 
@@ -263,8 +263,8 @@ class Leaver:
         ledger = self._engine.ledger
 
         def build() -> list[OpRow]:
-            rows = ledger.followed.rows
-            if ledger.followed.since > version + 1:  # a mark has dropped newer rows: try again next time
+            rows = ledger.view.rows
+            if ledger.view.since > version + 1:  # a mark has dropped newer rows: try again next time
                 return []
             changed_ids = set(rows.filter(pc.greater(rows["version"], version))["half_id"].to_pylist())
             return [_archived_row(record) for record in records if record.half_id not in changed_ids]

@@ -66,7 +66,7 @@ class Pruner:
         engine = self._engine
         with engine.lock:
             engine.ledger.refresh()
-            since = engine.ledger.followed.since
+            since = engine.ledger.view.since
             dead = self._dead()
             files = self._files(dead, since)
             if dry_run:

@@ -635,7 +635,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Truth:
-    """What that means, found without any follower."""
+    """What that means, found without an OpReader."""
 
     said: Said
     records: dict[str, HalfRecord]

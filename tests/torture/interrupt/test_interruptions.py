@@ -76,7 +76,7 @@ def on_disk(clock: StoppedClock, tmp_path_factory: pytest.TempPathFactory) -> Tw
 
 
 # ---------------------------------------------------------------- in short
-def test_a_follower_that_is_interrupted_follows_on(in_memory: Twins) -> None:
+def test_a_reader_that_is_interrupted_reads_on(in_memory: Twins) -> None:
     assert in_memory.interrupted(FOLLOWER, 10, random.Random(first_seed())) == []
 
 
@@ -102,20 +102,20 @@ def test_rows_that_are_taken_before_their_version_are_caught(in_memory: Twins) -
 
 @contextmanager
 def rows_before_version() -> Iterator[None]:
-    """A follower that changes in two steps: the new rows first, and then the version up to which they are there."""
-    catch_up = Ledger._catch_up
+    """A reader that changes in two steps: the new rows first, and then the version up to which they are there."""
+    catch_up = Ledger.catch_up
 
     def two_steps(self: Ledger) -> int:
-        before = self.followed
+        before = self.view
         version = catch_up(self)
-        after = self.followed
-        self.followed = replace(after, version=before.version)
-        self.followed = after
+        after = self.view
+        self.view = replace(after, version=before.version)
+        self.view = after
         return version
 
     # Its lines count as lines of the product.
     two_steps.__code__ = two_steps.__code__.replace(co_filename=catch_up.__code__.co_filename)
-    with patch.object(Ledger, "_catch_up", two_steps):
+    with patch.object(Ledger, "catch_up", two_steps):
         yield
 
 

@@ -429,14 +429,14 @@ def _early_offsets() -> Iterator[None]:
     with_places = Ledger._with_places
 
     def early(self: Any, opened: Any, rows: Any) -> Any:
-        newest = self.followed
+        newest = self.view
         key = (*(row.half_id for row in rows[:1]), *{row.attempt for row in rows})
         early = self.__dict__.setdefault("early_tails", {}).setdefault(key, newest.tails)
-        self.followed = replace(newest, tails=early)
+        self.view = replace(newest, tails=early)
         try:
             return with_places(self, opened, rows)
         finally:
-            self.followed = newest
+            self.view = newest
 
     with replaced((Ledger, "_with_places", early)):
         yield
@@ -1084,10 +1084,10 @@ def _mark_past_open() -> Iterator[None]:
     streams=2, batches=3, upkeep=10, checkers=2, crash=0.0,
 )  # fmt: skip
 def _mark_of_older_half() -> Iterator[None]:
-    follow_anew, prepared_after = OpReader._follow_anew, HalfContents.prepared_after
+    follow_anew, prepared_after = OpReader.read_anew, HalfContents.prepared_after
 
     def follow_later(self: OpReader) -> None:
-        self._half.table.refresh()
+        self.half.table.refresh()
         self.runtime.sleep(30.0)
         follow_anew(self)
 
@@ -1100,7 +1100,7 @@ def _mark_of_older_half() -> Iterator[None]:
             return made(self)
 
     made = Marker.next_mark
-    with replaced((OpReader, "_follow_anew", follow_later), (Marker, "next_mark", next_mark)):
+    with replaced((OpReader, "read_anew", follow_later), (Marker, "next_mark", next_mark)):
         yield
 
 
@@ -1123,7 +1123,7 @@ def _future_believed() -> Iterator[None]:
 )  # fmt: skip
 def _older_markers_forgotten() -> Iterator[None]:
     def none(self: Ledger, half_ids: Any) -> pa.Table:
-        return self.followed.rows.slice(0, 0)
+        return self.view.rows.slice(0, 0)
 
     with replaced((Ledger, "older", none), (Ledger, "_was_settled", lambda *_: False)):
         yield
@@ -1797,7 +1797,7 @@ def _releasing_nobody() -> AbstractContextManager[None]:
 
 
 def _stale_neighbours() -> AbstractContextManager[None]:
-    catch_up = Ledger._catch_up
+    catch_up = Ledger.catch_up
 
     def keeping(self: Ledger) -> int:
         kept = dict(self._open)
@@ -1806,7 +1806,7 @@ def _stale_neighbours() -> AbstractContextManager[None]:
         finally:
             self._open.update(kept)
 
-    return replaced((Ledger, "_catch_up", keeping))
+    return replaced((Ledger, "catch_up", keeping))
 
 
 def _marker_s_time() -> AbstractContextManager[None]:
@@ -1882,8 +1882,8 @@ def _read_before() -> AbstractContextManager[None]:
     committed = OpReader.committed_among
 
     def read(self: OpReader, names: Collection[str]) -> frozenset[str]:
-        for record in filter(None, map(self._half._find, self._half.contents.ids_named(names).values())):
-            self._half.read(record, record.all_rows, ["body"])
+        for record in filter(None, map(self.half._find, self.half.contents.ids_named(names).values())):
+            self.half.read(record, record.all_rows, ["body"])
         return committed(self, names)
 
     return replaced((OpReader, "committed_among", read))

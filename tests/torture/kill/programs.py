@@ -33,9 +33,9 @@ from tests.support.inside import (
     TxmqDataSource,
     Verdicts,
     maintain,
-    maintenance,
     normalize_verdicts,
     op_merge,
+    table_files,
 )
 from tests.support.limits import set_limits
 from tests.torture.judge.history import History, Kind, Phase, payload_hash
@@ -358,7 +358,7 @@ def run(role: str, root: str, process: str, seed: int, fate: Fate | None, *argum
     os.dup2(out, 1)
     os.dup2(out, 2)
     set_limits(pytest.MonkeyPatch(), **LIMITS)
-    maintenance.history_s = lambda table: 0.0
+    table_files.history_s = lambda table: 0.0
     if fate is not None:
         arm(fate, shop.reached)
     PROGRAMS[role](shop, shop.history(), process, random.Random(seed), *arguments)

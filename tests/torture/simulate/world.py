@@ -36,12 +36,12 @@ from tests.support.inside import (
     Table,
     Who,
     drained_up_to,
-    follower,
-    maintenance,
     marking,
     op_merge,
+    op_reader,
     pruning,
     stripping,
+    table_files,
 )
 from tests.torture.judge.history import History, Kind, Phase
 from tests.torture.simulate import store
@@ -252,12 +252,12 @@ def limits(op_files_max: int) -> Iterator[None]:
     """Bounds of the product that are low enough for upkeep to happen within a run."""
     found = (
         (op_merge, "OP_FILES_MAX", op_files_max),
-        (maintenance, "MESSAGES_FILES_MAX", 2),
+        (table_files, "MESSAGES_FILES_MAX", 2),
         (pruning, "PRUNED_SHARE_MIN", 0.0),
         (marking, "ROWS_LET_GO_MIN", 3),
         (stripping, "STRIPPED_BYTES_MIN", 1),
         (follow, "CHUNKS_MAX", 4),
-        (follower, "HALF_IDS_KEPT", 3),
+        (op_reader, "HALF_IDS_KEPT", 3),
     )
     before = [(module, name, getattr(module, name)) for module, name, _ in found]
     for module, name, value in found:

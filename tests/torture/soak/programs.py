@@ -27,7 +27,7 @@ import sqlalchemy as sa
 
 import rmq_spark as txmq
 from rmq_spark import CheckService, SqlTransactionListener, TransactionMQProducer
-from tests.support.inside import Graces, Maintainer, Verdicts, half_store, maintenance, upkeep
+from tests.support.inside import Graces, Maintainer, Verdicts, half_table, table_files, upkeep
 from tests.support.inside import log as log_module
 
 GROUP = "soak"
@@ -212,7 +212,7 @@ def vacuum(soak: Soak) -> None:
     log = txmq.CommitLog.open(soak.log)
     while not soak.over.exists():
         with log.engine.lock:
-            maintenance.vacuum(log.engine.tables(), ORPHAN_AGE_S, False)
+            table_files.vacuum(log.engine.tables(), ORPHAN_AGE_S, False)
         runs += 1
         soak.say("vacuum", runs=runs)
         _sleep(soak, VACUUM_S)
@@ -338,9 +338,9 @@ PROGRAMS: dict[str, Callable[[Soak], None]] = {
 
 
 def main(role: str, root: str) -> None:
-    half_store.ORPHAN_AGE_S = log_module.ORPHAN_AGE_S = upkeep.ORPHAN_AGE_S = ORPHAN_AGE_S
-    maintenance.REPLACED_FILES_S = REPLACED_FILES_S
-    maintenance.history_s = lambda table: 0.0
+    half_table.ORPHAN_AGE_S = log_module.ORPHAN_AGE_S = upkeep.ORPHAN_AGE_S = ORPHAN_AGE_S
+    table_files.REPLACED_FILES_S = REPLACED_FILES_S
+    table_files.history_s = lambda table: 0.0
     log_module.RETENTION_S_MIN = 60.0
     PROGRAMS[role](Soak(Path(root)))
 
