@@ -166,6 +166,7 @@ def overtaken(log: CommitLog, times: int) -> Iterator[list[int]]:
     """Let another writer prepare and commit before each of so many op commits of this handle. How many op files each
     try read."""
     other, reads = another(log), [0]
+    log.engine.compacts_in_background = other.engine.compacts_in_background = False  # it reads files, too
 
     def commits(**_: Any) -> None:
         if len(reads) <= times:
