@@ -10,6 +10,7 @@ import select
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
 
@@ -73,7 +74,18 @@ class LogCommand(TyperCommand):
             args = self._with_path(ctx, list(args), [str(a.name) for a in arguments])
         if ctx.resilient_parsing and args and args[-1].startswith("-"):
             args = args[:-1]  # the shell completes its value; without a value, click would read no argument
+        if not ctx.resilient_parsing:
+            self._require_once(ctx, args)
         return super().parse_args(ctx, args)
+
+    def _require_once(self, ctx: Any, args: list[str]) -> None:
+        """Refuse an option with one value that is given several times: click would take the last value."""
+        given: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
+        for option, times in Counter(given).items():
+            if times > 1 and option.param_type_name == "option" and not (option.multiple or option.is_flag):
+                ctx.fail(
+                    f"{option.opts[0]} was given {times} times, and it has one value. Run the command once for each"
+                )
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [re.sub(r"^[{\[](.*)[}\]]$", _usage_piece, piece) for piece in super().collect_usage_pieces(ctx)]

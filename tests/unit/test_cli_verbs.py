@@ -121,6 +121,12 @@ def test_the_path_need_not_be_typed_where_it_is_configured(
     assert "Usage: " in txmq("read", "--help")[0]
 
 
+def test_an_option_with_one_value_is_given_once(log: CommitLog) -> None:
+    said = words(txmq("query", log.path, "-k", "a", "--key", "b", code=2)[1])
+    assert "--key was given 2 times, and it has one value. Run the command once for each" in said
+    txmq("topics", log.path, "--json", "--json")
+
+
 def test_a_configuration_that_cannot_be_used_ends_with_two(
     log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
