@@ -19,7 +19,7 @@ from docs.building import reference, repository  # noqa: E402
 
 log = logging.getLogger("mkdocs.hooks.rmq_spark")
 
-WIDE = "comparison.md from-rocketmq.md from-kafka-transactions.md reference/metrics.md".split()
+WIDE = "when-not-to-use-it.md from-rocketmq.md from-kafka-transactions.md reference/metrics.md".split()
 HIDDEN = {"index.md": ["navigation", "toc"], **{page: ["toc"] for page in WIDE}}
 """What a page does without beside it: the first one leads everywhere, and wide tables need the room."""
 _PICTURE = re.compile(r'<p><img alt="(?P<alt>[^"]*)" src="(?P<path>[^"]*/)?(?P<name>[a-z-]+\.svg)"\s*/?></p>')

@@ -1,4 +1,4 @@
-"""The same listener object at all four doors: each cell of the table in docs/listeners.md."""
+"""The same listener object at all four doors, as docs/listeners.md says."""
 
 from __future__ import annotations
 

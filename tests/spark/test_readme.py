@@ -52,14 +52,6 @@ def test_the_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert re.findall(r'"order_id": ?(\d+)', printed.removeprefix(promised)) == ["1", "3"]
 
 
-@pytest.mark.long
-def test_the_first_hour_runs_from_top_to_bottom(tmp_path: Path) -> None:
-    printed = run_examples(ROOT / "docs" / "first-hour.md", tmp_path)
-    assert "9 orders are visible; 0 are pending" in printed
-    assert "COMMIT_MESSAGE" in printed
-    assert "topic 'ordes' is not in the commit log" in printed
-
-
 def _is_slow(page: Path) -> bool:
     return "SparkSession" in page.read_text() or page.stem == "backup"
 
@@ -67,7 +59,7 @@ def _is_slow(page: Path) -> bool:
 HOW_TOS = [
     pytest.param(page, id=page.stem, marks=[pytest.mark.long] if _is_slow(page) else [])
     for page in sorted((ROOT / "docs").glob("*.md"))
-    if page.stem not in (*NEEDS_A_SERVER, "first-hour")
+    if page.stem not in NEEDS_A_SERVER
 ]
 """Those that start a Spark of their own take as long as the README."""
 
