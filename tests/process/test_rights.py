@@ -141,7 +141,7 @@ def test_a_role_works_with_what_the_page_gives_it_and_needs_it(role: str, a_log:
         grant(a_log, {**rights, table: "read"})
         refused = run(ROLES[role], a_log)
         assert refused.returncode != 0, f"{role} did its work without the right to write to {table}"
-        said = r"(rmq_spark\.errors\.\w+|messages were not sent back): .*permission denied"
+        said = r"(rmq_spark\.errors\.\w+|messages were not sent back|check of .* failed): .*permission denied"
         assert re.search(said, refused.stderr, re.IGNORECASE), refused.stderr
     grant(a_log, rights)
     done = run(ROLES[role], a_log)
