@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from rmq_spark.cli.overview import Overview
 
+ROWS_MAX = 1_000
+"""Rows of a list that keys move through; the filter finds others."""
 FEW = 3
 """Lines of a list while a person looks at another one."""
 PAGE = 10
@@ -45,21 +47,8 @@ LISTS = ("half batches", "consumer groups", "topics")
 
 @dataclass
 class View:
-    """The part of the screen's lists that a person looks at.
-
-    Attributes
-    ----------
-    chosen : int or None
-        The list of :data:`LISTS` that moves and has most room; None until a key chooses one.
-    first : int
-        Its first row.
-    word : str
-        Rows have this text in one of their cells.
-    is_typing : bool
-        Whether keys are letters of the word.
-    is_wide : bool
-        Whether ids and texts are whole.
-    """
+    """The part of the screen's lists that a person looks at: one list of :data:`LISTS`, once a key has chosen it, from
+    its row ``first`` on; and in all lists the rows that have the word in a cell."""
 
     chosen: int | None = None
     first: int = 0
@@ -224,7 +213,7 @@ def lines(
     """Return the lines of the screen, each with its style: what waits first, then groups, then topics.
 
     No line is wider than the width, unless the view is wide. The lists share what room the height leaves, and say how
-    many more rows they have; without a height they are whole.
+    many more rows they have; without a height they have up to :data:`ROWS_MAX`.
     """
     from rich.cells import cell_len
 
@@ -234,40 +223,36 @@ def lines(
     style = "bold red" if now.conflicts else "yellow" if now.quarantined or now.oldest_pending_s > OLD_S else ""
     shown = [(f"txmq top   {name}   {at}", "bold")]
     shown += [(line, style) for line in hanging("", headline(now), 0, width=width).splitlines()]
-    rows_of_lists = [
-        [row for row in rows if view.word.lower() in " ".join(map(str, row.values())).lower()]
-        for rows in (open_half_batches(now), [in_words(row) for row in consumer_rows(now, before)],
-                     topic_rows(now, before))
-    ]  # fmt: skip
-    tables = [fitted(rows, None if view.is_wide else width)[0] if rows else [] for rows in rows_of_lists]
-    tall = [-(-max(map(cell_len, table)) // (width or 10**6)) if table else 1 for table in tables]
-    room = (
-        None
-        if height is None
-        else height - len(shown) - 1 - sum(2 * n for n, table in zip(tall, tables, strict=True) if table)
-    )
-    counts = _shares([len(rows) * n for rows, n in zip(rows_of_lists, tall, strict=True)], room, view.chosen)
-    for number, (rows, table, count) in enumerate(zip(rows_of_lists, tables, counts, strict=True)):
+    groups = [in_words(row) for row in consumer_rows(now, before)]
+    lists = [
+        [row for row in rows if not view.word or view.word.lower() in " ".join(map(str, row.values())).lower()]
+        for rows in (open_half_batches(now), groups, topic_rows(now, before))
+    ]
+    tables = [fitted(rows[:ROWS_MAX], None if view.is_wide else width)[0] if rows else [] for rows in lists]
+    # Lines of the terminal that a row takes: more than one where ids are whole.
+    tall = [-(-max(map(cell_len, table)) // (width or 10**6)) if table else 0 for table in tables]
+    counts = [len(rows) * n for rows, n in zip(lists, tall, strict=True)]
+    if height is not None:
+        counts = _shares(counts, height - len(shown) - 1 - 2 * sum(tall), view.chosen)
+    for number, (rows, table, count) in enumerate(zip(lists, tables, counts, strict=True)):
         if not rows:
             continue
+        header, *texts = table
         is_cut = count < len(rows) * tall[number]
-        kept = max(1, (count - 1) // tall[number]) if is_cut else len(rows)
+        kept = min(len(texts), max(1, (count - 1) // tall[number])) if is_cut else len(texts)
         first = 0
         if number == view.chosen:
-            first = view.first = min(view.first, len(rows) - kept)
-        header, *texts = table
+            first = view.first = min(view.first, len(texts) - kept)
         shown += [("", ""), (header, "bold reverse" if number == view.chosen else "bold")]
         shown += [(texts[n], STYLES.get(str(rows[n].get("state")), "")) for n in range(first, first + kept)]
-        if is_cut:
+        if len(rows) > kept:
             above = f"{first:,} above, " if first else ""
             shown.append((f"{above}{len(rows) - first - kept:,} more {LISTS[number]}", "dim"))
     return shown
 
 
-def _shares(counts: list[int], room: int | None, chosen: int | None) -> list[int]:
+def _shares(counts: list[int], room: int, chosen: int | None) -> list[int]:
     """Return how many lines each list has: an equal share, or few beside a chosen list; then what others leave."""
-    if room is None:
-        return counts
     share = room // max(1, sum(map(bool, counts))) if chosen is None else FEW
     shares = [min(count, max(1, share)) for count in counts]
     for number in sorted(range(len(counts)), key=lambda number: number != chosen):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from rich.cells import cell_len
@@ -263,6 +264,21 @@ def test_keys_move_filter_and_show_whole_ids(log: CommitLog) -> None:
     half_id = top.open_half_batches(seen)[0]["half_id"]
     assert half_id in "".join(line for line in screen_of(seen, 80, 24, "w"))
     assert not top.View().press("q")
+
+
+def test_many_pending_half_batches_are_counted_and_found(log: CommitLog) -> None:
+    seen = look(log)
+    row = seen.pending[0]
+    many = [{**row, "half_id": f"send.{'x' * 60}-{n:09}:0", "age_seconds": float(n)} for n in range(5000)]
+    crowded = replace(seen, pending=many)
+    lines = screen_of(crowded, 80, 24)
+    rows = [line for line in lines if line.startswith(("conflict ", "quarantined ", "pending "))]
+    assert f"{5_002 - len(rows):,} more half batches" in lines
+    lines = screen_of(crowded, 80, 24, *["\x1b[6~"] * 200)
+    rows = [line for line in lines if line.startswith("pending ")]
+    assert f"{top.ROWS_MAX - len(rows):,} above, {5_002 - top.ROWS_MAX:,} more half batches" in lines
+    (found,) = [line for line in screen_of(crowded, 80, 24, "/", *"0000017:0", "\r") if "pending  " in line]
+    assert found.split()[1] == "17s"
 
 
 def test_the_live_screen_listens_to_keys_and_leaves_the_terminal_as_it_was(log: CommitLog) -> None:
