@@ -109,13 +109,19 @@ def _widths(cells: Sequence[dict[str, str]], whole: dict[str, int], width: int, 
     first, *others = whole
     order = [name for name in spare if name in whole and name != first]
     order += [name for name in reversed(others) if name not in order and name not in WHOLE]
-    for leaving in ["", *order]:
-        least.pop(leaving, None)
-        room = width - 2 * (len(least) - 1)
-        if sum(least.values()) <= room:
-            break
-    else:
-        least[first] = max(1, room - sum(least.values()) + least[first])
+
+    def fits(*names: str) -> bool:
+        return sum(least[name] for name in names) + 2 * (len(names) - 1) <= width
+
+    chosen, gone = list(whole), list[str]()
+    while order and not fits(*chosen):
+        gone.append(order.pop(0))
+        chosen.remove(gone[-1])
+    for name in reversed(gone):  # a narrow one may fit in the place of a wide one
+        chosen += [name] if fits(*chosen, name) else []
+    least = {name: least[name] for name in whole if name in chosen}
+    room = width - 2 * (len(least) - 1)
+    least[first] = min(least[first], max(1, room - sum(least.values()) + least[first]))
     widths = least
     for limit in range(CELL_CHARS_MIN, max(whole.values()) + 1):
         wider = {name: max(chars, min(whole[name], limit)) for name, chars in least.items()}

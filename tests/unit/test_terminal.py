@@ -153,6 +153,8 @@ def test_names_that_differ_only_in_the_middle_get_the_room_for_it() -> None:
     rows = [{"topic": f"orders-of-the-{'north' if n else 'south'}-branches-and-all-of-their-customers"} for n in (0, 1)]
     (_, first, second), _ = output.fitted([{**row, "lag": 1} for row in rows], 50)
     assert first != second
+    wide = [{"topic": "t" * 30, "reason": "r" * 30, "lag": 7, "age": "3h 12m"}]
+    assert output.fitted(wide, 45)[0][0].split() == ["topic", "lag", "age"], "a narrow column stays beside a wide one"
     assert output.shortened("abcdefghij", 5) == "ab…ij"
     assert [output.shortened("漢字漢字漢字", n) for n in (12, 7, 4)] == ["漢字漢字漢字", "漢…漢字", "…字"]
 
