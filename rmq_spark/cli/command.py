@@ -36,6 +36,8 @@ P = ParamSpec("P")
 _secrets: list[str] = []
 _typed: list[str] = []
 """The commit log's path if it was typed. Commands in error messages repeat it."""
+_wide: list[bool] = []
+"""Whether ``--wide`` was given."""
 _configured_storage: dict[str, str] = {}
 """The configuration's options for the store, when the commit log's path was not typed."""
 
@@ -63,12 +65,25 @@ GroupName = Annotated[str, typer.Argument(metavar="GROUP", autocompletion=of_arg
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table: an object a line.")]
 
 
+def _remember_wide(value: bool) -> bool:
+    _wide[:] = [value]
+    return value
+
+
+Wide = Annotated[
+    bool,
+    typer.Option("--wide", help="Whole ids and texts, and all columns, however narrow.", callback=_remember_wide),
+]
+"""A list's option. Its command need not pass it on: :func:`is_wide` tells those who write lines."""
+
+
 class LogCommand(TyperCommand):
     """A command whose first argument, the commit log's path, may be left out when it is configured."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         arguments = [p for p in self.params if p.param_type_name == "argument"]
         _typed.clear()
+        _wide.clear()
         _configured_storage.clear()
         if arguments and arguments[0].name == "path" and not ctx.resilient_parsing:
             args = self._with_path(ctx, list(args), [str(a.name) for a in arguments])
@@ -203,6 +218,11 @@ def path_to_type() -> str:
 def typed_path() -> str | None:
     """Return the commit log's path as it was typed; None when it was configured."""
     return _typed[0] if _typed else None
+
+
+def is_wide() -> bool:
+    """Return True when ``--wide`` was given."""
+    return any(_wide)
 
 
 def nobody_reads(seconds: float = 0.0) -> bool:

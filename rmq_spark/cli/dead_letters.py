@@ -8,7 +8,7 @@ import typer
 
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import App
-from rmq_spark.cli.output import AsJson, GroupName, LogPath, Storage, open_log, plainly, say, show
+from rmq_spark.cli.output import AsJson, GroupName, LogPath, Storage, Wide, open_log, plainly, say, show
 from rmq_spark.cli.text import json_message, short
 from rmq_spark.errors import OptionError
 
@@ -28,6 +28,7 @@ def list_letters(
     path: LogPath,
     group: GroupName,
     limit: Annotated[int, typer.Option(help="At most so many, the oldest first.")] = LIMIT,
+    wide: Wide = False,
     as_json: AsJson = False,
     storage: Storage = None,
 ) -> None:

@@ -11,7 +11,7 @@ import typer
 from rmq_spark._core.report.finding import worst
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import BAD_USAGE, fail, path_to_type, sentence_of
-from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly
+from rmq_spark.cli.output import AsJson, LogPath, Storage, Wide, hanging, open_log, plainly
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import one_line
 from rmq_spark.errors import ConfigError
@@ -38,6 +38,7 @@ def register(app: Any) -> None:
 def doctor(
     path: LogPath,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show warnings and what is critical alone.")] = False,
+    wide: Wide = False,
     as_json: AsJson = False,
     storage: Storage = None,
 ) -> None:
@@ -107,7 +108,9 @@ def _settings(configuration: Configured) -> tuple[list[str] | None, float, list[
 
 def _told(finding: Finding) -> str:
     level = f"{finding.level.value:<10}"
+    text = hanging(f"{level}{finding.check:<15}", one_line(finding.what), 25)
     if not os.environ.get("NO_COLOR"):
-        level = typer.style(level, fg=COLOURS[finding.level])
-    text = f"{level}{finding.check:<15}{one_line(finding.what)}"
-    return text if finding.remedy is None else f"{text}\n{'':<25}→ {one_line(finding.remedy)}"
+        text = typer.style(level, fg=COLOURS[finding.level]) + text[len(level) :]
+    if finding.remedy is not None:
+        text += "\n" + hanging("", f"→ {one_line(finding.remedy)}", 25)
+    return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -100,7 +101,10 @@ class LogDoctor:
         return Finding(name, Level.CRITICAL, sentence_of(problem))
 
     def _command(self, verb: str, *rest: str) -> str:
-        return f"txmq {verb} {self._typed}{' '.join(rest)}".rstrip()
+        return f"txmq {verb} {self._typed}{shlex.join(map(one_line, rest))}".rstrip()
+
+    def _story(self, half_id: str) -> str:
+        return f"{self._command('trace', half_id)} (ends with the commands that settle it)"
 
     # ------------------------------------------------------------------ the store
     def _permissions(self) -> Iterator[Finding]:
@@ -120,7 +124,7 @@ class LogDoctor:
                     level,
                     f"this user cannot {word} {', '.join(denied[:NAMED])}"
                     + (": enough for a reader, not for a sender or a checker" if word != "read" else ""),
-                    f"chmod u+rwX -R {self._log.path} (as its owner), or run as the user who owns it",
+                    f"chmod u+rwX -R {shlex.quote(self._log.path)} (as its owner), or run as the user who owns it",
                 )
                 return
         yield Finding("permissions", Level.OK, f"all {len(folders)} folders can be read and written")
@@ -260,7 +264,7 @@ class LogDoctor:
             f"{since} (it is due every {self._interval:g} s): it does not run, or has no listener for the group, or "
             "its listener fails",
             f"{self._command('check', '--once')} (its output says why), then see that the check job runs; when nobody "
-            "can answer, txmq resolve",
+            f"can answer, {self._story(overdue[0]['half_id'])}",
         )
 
     def _listeners(self, rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
@@ -305,8 +309,8 @@ class LogDoctor:
             return
         half_ids = _some([one_line(row["half_id"]) for row in rows])
         what = f"{count_of(len(rows), 'half batch')} quarantined, and hidden: {half_ids}"
-        remedy = self._command("resume", rows[0]["half_id"])
-        yield Finding("quarantined", Level.WARNING, what, f"{remedy} (asks again), or txmq resolve")
+        remedy = f"{self._command('resume', rows[0]['half_id'])} (asks again); or {self._story(rows[0]['half_id'])}"
+        yield Finding("quarantined", Level.WARNING, what, remedy)
 
     def _conflicts(self) -> Iterator[Finding]:
         rows = conflict_rows(self._log)
@@ -315,8 +319,7 @@ class LogDoctor:
             return
         half_ids = _some([one_line(row["half_id"]) for row in rows])
         what = f"{count_of(len(rows), 'half batch')} with two verdicts that contradict each other: {half_ids}"
-        remedy = self._command("trace", rows[0]["half_id"])
-        yield Finding("conflicts", Level.CRITICAL, what, f"{remedy} (tells its story), then txmq resolve")
+        yield Finding("conflicts", Level.CRITICAL, what, self._story(rows[0]["half_id"]))
 
     # ------------------------------------------------------------------ consumers
     def _groups(self) -> Iterator[Finding]:

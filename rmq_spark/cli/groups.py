@@ -20,7 +20,7 @@ from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import App
 from rmq_spark.cli.completion import topics_of_option
-from rmq_spark.cli.output import AsJson, GroupName, LogPath, Storage, open_log, plainly, rendered, say, show
+from rmq_spark.cli.output import AsJson, GroupName, LogPath, Storage, Wide, open_log, plainly, rendered, say, show
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age
 from rmq_spark.cli.times import time_of
@@ -51,7 +51,9 @@ def register(app: Any) -> None:
 
 @group_app.command("list")
 @plainly
-def list_groups(path: LogPath, watch: Watch = None, as_json: AsJson = False, storage: Storage = None) -> None:
+def list_groups(
+    path: LogPath, watch: Watch = None, wide: Wide = False, as_json: AsJson = False, storage: Storage = None
+) -> None:
     """List consumer groups, and how far they are behind, in messages and in time."""
     log = open_log(path, storage)
     nothing = (
@@ -60,7 +62,7 @@ def list_groups(path: LogPath, watch: Watch = None, as_json: AsJson = False, sto
 
     def text() -> str:
         log.refresh()  # raises when the log is gone
-        return _listed(group_rows(log), as_json, nothing)
+        return _listed(group_rows(log), as_json, nothing, "updated", "topics")
 
     watched(watch, text)
 
@@ -110,12 +112,20 @@ def group_rows(log: CommitLog) -> list[dict[str, Any]]:
 
 @group_app.command()
 @plainly
-def lag(path: LogPath, group: GroupName, watch: Watch = None, as_json: AsJson = False, storage: Storage = None) -> None:
+def lag(
+    path: LogPath,
+    group: GroupName,
+    watch: Watch = None,
+    wide: Wide = False,
+    as_json: AsJson = False,
+    storage: Storage = None,
+) -> None:
     """Show how far a group is behind, queue by queue; and which member reads each queue."""
     from rmq_spark.consumers import ConsumerGroup
 
     consumer_group = ConsumerGroup(open_log(path, storage), group)
-    spare = ("updated_by", "updated", "suspended_until")
+    spare = ("updated_by", "updated", "suspended_until", "generation", "lease", "waiting", "next_offset", "end_offset",
+             "pending")  # fmt: skip
     watched(watch, lambda: _listed(_lag_rows(consumer_group, as_json), as_json, "the group's topics are gone", *spare))
 
 
@@ -134,7 +144,12 @@ def _lag_rows(group: ConsumerGroup, everything: bool) -> list[dict[str, Any]]:
 @group_app.command()
 @plainly
 def members(
-    path: LogPath, group: GroupName, watch: Watch = None, as_json: AsJson = False, storage: Storage = None
+    path: LogPath,
+    group: GroupName,
+    watch: Watch = None,
+    wide: Wide = False,
+    as_json: AsJson = False,
+    storage: Storage = None,
 ) -> None:
     """List the members of a group: which queues each one owns, under which generation, and the age of its heartbeat.
 

@@ -13,7 +13,7 @@ import typer
 from rmq_spark.cli.bodies import BYTES_SHOWN, BodyBytes, BodyForm, Form, short_hex, shown
 from rmq_spark.cli.command import FAILED
 from rmq_spark.cli.completion import topics_of_option
-from rmq_spark.cli.output import AsJson, LogPath, Storage, TopicName, block, open_log, plainly, show
+from rmq_spark.cli.output import AsJson, LogPath, Storage, TopicName, Wide, block, open_log, plainly, show
 from rmq_spark.cli.text import escaped, json_message, one_line, short, short_time
 from rmq_spark.cli.times import time_of
 from rmq_spark.cli.watch import interval_of, wait
@@ -66,6 +66,7 @@ def read(
     every: Annotated[
         str, typer.Option(metavar="EVERY", help="With --follow: how often it looks for new messages.")
     ] = FOLLOWED_EVERY,
+    wide: Wide = False,
     as_json: AsJson = False,
     storage: Storage = None,
 ) -> None:
@@ -193,6 +194,7 @@ def query(
     limit: Annotated[int, typer.Option(min=1, help="At most so many messages.")] = READ_LIMIT,
     body: Form = BodyForm.AUTO,
     body_bytes: BodyBytes = BYTES_SHOWN,
+    wide: Wide = False,
     as_json: AsJson = False,
     storage: Storage = None,
 ) -> None:

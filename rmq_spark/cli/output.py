@@ -1,7 +1,8 @@
-"""Rows as a table, as blocks of names and values, or as JSON."""
+"""Rows as a table, a row as lines of names and values, sentences with hanging indents, and JSON."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
@@ -13,8 +14,10 @@ from rmq_spark.cli.command import GroupName as GroupName
 from rmq_spark.cli.command import LogPath as LogPath
 from rmq_spark.cli.command import Storage as Storage
 from rmq_spark.cli.command import TopicName as TopicName
+from rmq_spark.cli.command import Wide as Wide
 from rmq_spark.cli.command import fail as fail
 from rmq_spark.cli.command import hide as hide
+from rmq_spark.cli.command import is_wide as is_wide
 from rmq_spark.cli.command import open_log as open_log
 from rmq_spark.cli.command import plainly as plainly
 from rmq_spark.cli.command import storage_options as storage_options
@@ -22,12 +25,14 @@ from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import one_line as one_line
 from rmq_spark.cli.text import short_time as short_time
 
-TEXT_CHARS_MIN = 20
-"""Minimum width of a text column that is narrowed to fit a table into the terminal, unless its cells are shorter."""
-TEXT_CHARS_NOT_A_TERMINAL = 120
-
-TEXT = frozenset({"tags", "keys", "body", "reason", "history", "topics", "updated_by", "what", "remedy", "places"})
-"""Columns whose cells may be folded. Other cells are not, and none is cut, so that ids and names can be copied."""
+CELL_CHARS_MIN = 20
+"""Cells are not shortened below this width while a column can be left out instead."""
+TEXT = frozenset({"tags", "keys", "body", "reason", "history", "topics", "updated_by", "what"})
+"""Columns whose cells lose their end when they are shortened. Others, such as ids and names, lose their middle."""
+WHOLE = frozenset({"age", "state", "behind", "event"})
+"""Columns that are neither shortened nor left out."""
+_UNBROKEN = re.compile(r"""(?:→ )?\(?txmq(?: (?:"[^"]*"|'[^']*'|[^\s,;()"']+))+\S*|\S+""")
+"""A command of txmq, or a word."""
 
 
 # ---------------------------------------------------------------- tables
@@ -52,46 +57,156 @@ def say(as_json: bool, row: dict[str, Any], text: str) -> None:
 
 
 def rendered(rows: Sequence[dict[str, Any]], nothing: str, spare: Sequence[str] = ()) -> str:
-    """Return rows as a table; as blocks of ``name value`` lines in a terminal that is too narrow for a table.
+    """Return rows as a table with a line for each row.
+
+    In a terminal that is too narrow for the table, cells are shortened first, then columns are left out. ``--wide`` has
+    all.
 
     Parameters
     ----------
     nothing : str
         The text when there are no rows.
     spare : sequence of str
-        Columns to leave out of a table that is too wide, before blocks replace it.
+        Columns to leave out before others, in this order.
     """
     if not rows:
         return f"{nothing}\n"
     width = terminal_width()
+    (header, *lines), cut = fitted(rows, width, spare)
+    if width is not None:
+        header = typer.style(header, bold=True)
+    if cut:
+        sentence = hanging("", f"{cut} (--wide shows all)", 0)
+        lines += [typer.style(line, dim=True) for line in sentence.splitlines()]
+    return "".join(f"{line}\n" for line in (header, *lines))
+
+
+def fitted(rows: Sequence[dict[str, Any]], width: int | None, spare: Sequence[str] = ()) -> tuple[list[str], str]:
+    """Return the lines of a table, its header first, and what was shortened and left out to fit it into the width."""
+    from rich.cells import cell_len
+
     names = _worth_showing(rows)
-    cells = [{name: _cell(row[name]) for name in names} for row in rows]
-    needed = [name for name in names if name not in spare]
-    if width is None or _width(cells, names) <= width:
-        chosen = names
-    elif _width(cells, needed) <= width:
-        chosen = needed
-    else:
-        return _blocks(cells, width)
-    numbers = {name for name in chosen if all(type(row[name]) in (int, float, type(None)) for row in rows)}
-    text = _table(cells, chosen, numbers, width)
-    if len(chosen) < len(names):
-        left_out = ", ".join(name for name in names if name not in chosen)
-        text += typer.style(f"left out, for want of room: {left_out} (--json has all)", dim=True) + "\n"
+    cells = [{name: _cell(name, row[name]) for name in names} for row in rows]
+    whole = {name: max(cell_len(name), *(cell_len(row[name]) for row in cells)) for name in names}
+    widths = whole if width is None else _widths(cells, whole, width, spare)
+    numbers = {name for name in widths if all(type(row[name]) in (int, float, type(None)) for row in rows)}
+    lines = []
+    for row in ({name: name for name in names}, *cells):
+        shown = {n: shortened(row[n], w, 1.0 if n in TEXT else 0.4) for n, w in widths.items()}
+        padding = {n: " " * (w - cell_len(shown[n])) for n, w in widths.items()}
+        texts = (padding[n] + shown[n] if n in numbers else shown[n] + padding[n] for n in widths)
+        lines.append("  ".join(texts).rstrip())
+    cut = {
+        "shortened": [name for name, w in widths.items() if w < whole[name]],
+        "left out": [name for name in names if name not in widths],
+    }
+    return lines, "; ".join(f"{what}: {', '.join(of)}" for what, of in cut.items() if of)
+
+
+def _widths(cells: Sequence[dict[str, str]], whole: dict[str, int], width: int, spare: Sequence[str]) -> dict[str, int]:
+    """Return the columns that fit into the width, and how wide each one is."""
+    least = {name: _least(cells, name, chars) for name, chars in whole.items()}
+    first, *others = whole
+    order = [name for name in spare if name in whole and name != first]
+    order += [name for name in reversed(others) if name not in order and name not in WHOLE]
+
+    def fits(*names: str) -> bool:
+        return sum(least[name] for name in names) + 2 * (len(names) - 1) <= width
+
+    chosen, gone = list(whole), list[str]()
+    while order and not fits(*chosen):
+        gone.append(order.pop(0))
+        chosen.remove(gone[-1])
+    for name in reversed(gone):  # a narrow one may fit in the place of a wide one
+        chosen += [name] if fits(*chosen, name) else []
+    least = {name: least[name] for name in whole if name in chosen}
+    room = width - 2 * (len(least) - 1)
+    least[first] = min(least[first], max(1, room - sum(least.values()) + least[first]))
+    widths = least
+    for limit in range(CELL_CHARS_MIN, max(whole.values()) + 1):
+        wider = {name: max(chars, min(whole[name], limit)) for name, chars in least.items()}
+        if sum(wider.values()) > room:
+            break
+        widths = wider
+    return widths
+
+
+def _least(cells: Sequence[dict[str, str]], name: str, whole: int) -> int:
+    """Return the minimum width of a column: ids and names that differ must still differ when they are shortened."""
+    least = whole if name in WHOLE else min(whole, max(len(name), CELL_CHARS_MIN))
+    if name not in TEXT:
+        values = {row[name] for row in cells}
+        while least < whole and len({shortened(value, least) for value in values}) < len(values):
+            least += 4
+    return min(least, whole)
+
+
+def shortened(text: str, width: int, head: float = 0.4) -> str:
+    """Return a text in at most so many cells of a terminal. ``head`` is the share of its beginning that stays; an id
+    differs from others at its end."""
+    from rich.cells import cell_len
+
+    if cell_len(text) <= width:
+        return text
+    begin = _beginning(text, round((width - 1) * head))
+    end = _beginning(text[::-1], width - 1 - cell_len(begin))[::-1]
+    return f"{begin}…{end}"
+
+
+def _beginning(text: str, width: int) -> str:
+    from rich.cells import cell_len
+
+    while cell_len(text) > width:
+        text = text[: -max(1, (cell_len(text) - width) // 2)]
     return text
+
+
+def hanging(label: str, text: str, indent: int, shortens: bool = True, width: int | None = None) -> str:
+    """Return a label and a text that begins at this indent, and goes on there in each further line.
+
+    Lines are broken between words alone, and never within a command. A command that is too long for a line begins
+    further left, whole. So does another word, such as an id, unless the function shortens it.
+    """
+    from rich.cells import cell_len
+
+    width = width or terminal_width()
+    if width is None:
+        return f"{label:<{indent}}{text}"
+    lines, is_empty = [f"{label:<{indent}}"], True
+    for word in _UNBROKEN.findall(text):
+        if shortens and "txmq " not in word:
+            word = shortened(word, width - indent)
+        if not is_empty and cell_len(lines[-1]) + 1 + cell_len(word) > width:
+            lines.append(" " * indent)
+            is_empty = True
+        if is_empty and indent + cell_len(word) > width:
+            if lines[-1].strip():
+                lines.append("")
+            lines[-1] = " " * max(0, min(indent, width - cell_len(word)))
+        lines[-1] += word if is_empty else f" {word}"
+        is_empty = False
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def block(row: dict[str, Any]) -> str:
     """Return one row as lines of a name and a value; empty values are left out."""
-    return _blocks([{name: _cell(value) for name, value in row.items()}], terminal_width() or TEXT_CHARS_NOT_A_TERMINAL)
+    indent = max(map(len, row)) + 2
+    lines = []
+    for name, value in row.items():
+        label = name
+        for part in value if isinstance(value, list) else [value]:
+            if text := _cell(name, part):
+                lines.append(hanging(label, text, indent, shortens=False))
+                label = ""
+    return "".join(f"{line}\n" for line in lines)
 
 
 def terminal_width() -> int | None:
-    """Return the width of the terminal; None when standard output is not a terminal."""
+    """Return the width of the terminal; None when standard output is not a terminal, and with ``--wide``."""
     from rich.console import Console
 
     console = Console()
-    return console.width if console.is_terminal else None
+    return console.width if console.is_terminal and not is_wide() else None
 
 
 def _worth_showing(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -102,72 +217,13 @@ def _worth_showing(rows: Sequence[dict[str, Any]]) -> list[str]:
     return names
 
 
-def _width(cells: Sequence[dict[str, str]], names: Sequence[str]) -> int:
-    """Return the minimum width of a table in which only text columns are folded."""
-    return sum(_column_width(cells, name, TEXT_CHARS_MIN) for name in names) + 2 * (len(names) - 1)
-
-
-def _column_width(cells: Sequence[dict[str, str]], name: str, text_chars: int) -> int:
-    from rich.cells import cell_len
-
-    longest = max(cell_len(line) for row in cells for line in row[name].split("\n"))
-    return max(cell_len(name), min(longest, text_chars) if name in TEXT else longest)
-
-
-def _table(cells: Sequence[dict[str, str]], names: Sequence[str], numbers: set[str], width: int | None) -> str:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in names:
-        justify: Any = "right" if name in numbers else "left"
-        if name in TEXT:
-            width_min = _column_width(cells, name, TEXT_CHARS_MIN)
-            table.add_column(name, justify=justify, overflow="fold", min_width=width_min)
-        else:
-            table.add_column(name, justify=justify, no_wrap=True)
-    for row in cells:
-        table.add_row(*(Text(row[name]) for name in names))
-    if width is None:
-        widths = [_column_width(cells, name, TEXT_CHARS_NOT_A_TERMINAL) for name in names]
-        width = sum(widths) + 2 * len(names)
-    return _text_of(table, width)
-
-
-def _blocks(cells: Sequence[dict[str, str]], width: int) -> str:
-    """Return each row as lines of a name and a value, as in psql's expanded mode, with an empty line between rows."""
-    from rich.table import Table
-    from rich.text import Text
-
-    blocks = []
-    for row in cells:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, value in row.items():
-            if value:
-                table.add_row(name, Text(value))
-        name_width = max(map(len, row)) + 2
-        value_width = max((len(value) for name, value in row.items() if name not in TEXT), default=0)
-        blocks.append(_text_of(table, max(width, name_width + value_width + 2)))
-    return "\n".join(blocks)
-
-
-def _text_of(table: Any, width: int) -> str:
-    """Return a table as text without spaces at the ends of lines. rich does not print it: the pipe may be closed."""
-    from rich.console import Console
-
-    console = Console(width=width)
-    with console.capture() as captured:
-        console.print(table, soft_wrap=False, crop=False)
-    return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
-
-
-def _cell(value: object) -> str:
+def _cell(name: str, value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, datetime):
         return short_time(value)
     if isinstance(value, list):
-        return "\n".join(one_line(str(v)) for v in value)
+        return "; ".join(one_line(str(v)) for v in value)
+    if type(value) in (int, float) and not name.endswith(("offset", "_id")):
+        return f"{value:,}"
     return one_line(str(value))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, short_time
+from rmq_spark.cli.output import AsJson, LogPath, Storage, hanging, one_line, open_log, plainly, short_time
 
 if TYPE_CHECKING:
     from rmq_spark.report import Figures, Finding
@@ -61,7 +61,9 @@ def report(
         typer.echo(json.dumps(_summary(figures, findings)))
         return
     for finding in findings:
-        typer.echo(str(finding))
+        typer.echo(hanging("", one_line(finding.what), 2).lstrip())
+        if finding.remedy is not None:
+            typer.echo(hanging("", f"→ {one_line(finding.remedy)}", 2))
     if html is not None:
         typer.secho(f"{html} has the charts ({html.stat().st_size / 1e6:.1f} MB)", dim=True, err=True)
 

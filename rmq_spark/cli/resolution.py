@@ -6,7 +6,7 @@ from rmq_spark._core.log.batch_state import COMMITTED_STATES, OPEN_STATES, ROLLE
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.bodies import peek
 from rmq_spark.cli.command import path_to_type, sentence_of
-from rmq_spark.cli.text import age_in_words, escaped, one_line, short_text, short_time
+from rmq_spark.cli.text import escaped, one_line, short_age, short_text, short_time
 from rmq_spark.errors import TxmqError
 from rmq_spark.listeners import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 from rmq_spark.log import CommitLog, Placed, RowState
@@ -44,7 +44,7 @@ class Resolving:
         """Return the half batch's ids, groups, topics, age and undecided messages, one line each."""
         header, now = self._record.header, self._log.engine.runtime.now()
         prepared_at = self._record.prepared_at
-        age = age_in_words((now - prepared_at).total_seconds())
+        age = short_age((now - prepared_at).total_seconds())
         lines = {
             "half_id": self._record.half_id,
             "producer_group": header.producer_group,

@@ -9,7 +9,7 @@ import typer
 
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.groups import in_words
-from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, rendered
+from rmq_spark.cli.output import AsJson, LogPath, Storage, Wide, open_log, plainly, rendered
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age, size
 
@@ -24,7 +24,7 @@ def register(app: Any) -> None:
 
 
 @plainly
-def stats(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
+def stats(path: LogPath, wide: Wide = False, as_json: AsJson = False, storage: Storage = None) -> None:
     """Count: messages of each topic in the last minute, hour and day; what waits; lag of groups; files and bytes.
 
     --json prints an object for each topic, group and table, and one for transactions; kind says which it is.

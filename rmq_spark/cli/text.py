@@ -8,10 +8,9 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from rmq_spark._core.vocabulary.redaction import one_line as one_line
-from rmq_spark._core.vocabulary.text import byte_size, count_of
+from rmq_spark._core.vocabulary.text import byte_size, duration
 
 BODY_CHARS_SHOWN = 80
-_UNITS = (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1))
 
 
 def escaped(text: str) -> str:
@@ -61,29 +60,9 @@ def as_json(row: dict[str, Any]) -> str:
     return json.dumps({k: plain(v) for k, v in row.items()})
 
 
-def age_in_words(seconds: float) -> str:
-    """Return a duration in the largest unit that fits, as in ``3 hours``."""
-    for unit, length in _UNITS:
-        if seconds >= length:
-            return count_of(int(seconds // length), unit)
-    return "0 seconds"
-
-
 def short_age(seconds: float | None) -> str:
-    """Return a duration in at most two units, as in ``3h 12m``, or in milliseconds; an empty string for None."""
-    if seconds is None:
-        return ""
-    if 0 < seconds < 0.9995:
-        return f"{round(seconds * 1000)}ms"
-    left = max(0, round(seconds))
-    if left == 0:
-        return "0s"
-    parts: list[str] = []
-    for unit, length in _UNITS:
-        number, left = divmod(left, length)
-        if number or parts:
-            parts.append(f"{number}{unit[0]}")
-    return " ".join(part for part in parts[:2] if not part.startswith("0"))
+    """Return a duration as people read it, as in ``3h 12m``; an empty string for None."""
+    return "" if seconds is None else duration(seconds)
 
 
 def size(number: float | None) -> str:

@@ -3,25 +3,82 @@
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.cli.groups import in_words
-from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, rendered
+from rmq_spark.cli.output import (
+    CELL_CHARS_MIN,
+    AsJson,
+    LogPath,
+    Storage,
+    Wide,
+    fitted,
+    hanging,
+    open_log,
+    plainly,
+    shortened,
+    terminal_width,
+)
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import one_line, short_age, short_time, size
-from rmq_spark.cli.watch import interval_of, wait
+from rmq_spark.cli.watch import interval_of, keyboard, wait
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from rmq_spark.cli.overview import Overview
 
-ROWS = 12
-"""Rows that each list shows at most."""
+ROWS_MAX = 1_000
+"""Rows of a list that keys move through; the filter finds others."""
+FEW = 3
+"""Lines of a list while a person looks at another one."""
+PAGE = 10
+OLD_S = 60.0
+STYLES = {"conflict": "bold red", "quarantined": "yellow"}
+KEYS = "↑ ↓ PgUp PgDn move · Tab next list · / filter · w whole ids · q ends"
+LISTS = ("half batches", "consumer groups", "topics")
+
+
+@dataclass
+class View:
+    """The part of the screen's lists that a person looks at: one list of :data:`LISTS`, once a key has chosen it, from
+    its row ``first`` on; and in all lists the rows that have the word in a cell."""
+
+    chosen: int | None = None
+    first: int = 0
+    word: str = ""
+    is_typing: bool = False
+    is_wide: bool = False
+
+    def press(self, key: str) -> bool:
+        """Do what a key says; return False when it ends the screen."""
+        moves = {"\x1b[A": -1, "\x1bOA": -1, "k": -1, "\x1b[B": 1, "\x1bOB": 1, "j": 1, "\x1b[5~": -PAGE,
+                 "\x1b[6~": PAGE}  # fmt: skip
+        if key == "\x1b":
+            self.word, self.is_typing, self.chosen, self.first = "", False, None, 0
+        elif self.is_typing:
+            if key in "\r\n":
+                self.is_typing = False
+            elif key in "\x7f\b":
+                self.word = self.word[:-1]
+            elif key.isprintable():
+                self.word += key
+        elif key in moves:
+            self.chosen = self.chosen or 0
+            self.first = max(0, self.first + moves[key])
+        elif key == "\t":
+            self.chosen, self.first = 0 if self.chosen is None else (self.chosen + 1) % len(LISTS), 0
+        elif key == "/":
+            self.is_typing = True
+        elif key == "w":
+            self.is_wide = not self.is_wide
+        return key != "q" or self.is_typing
 
 
 def register(app: Any) -> None:
@@ -33,10 +90,11 @@ def register(app: Any) -> None:
 def top(
     path: LogPath,
     every: Annotated[str, typer.Option(metavar="EVERY", help="How often it looks.")] = "2s",
+    wide: Wide = False,
     as_json: AsJson = False,
     storage: Storage = None,
 ) -> None:
-    """A live screen: messages a second of each topic and group, lag, what is pending and for how long. Ctrl-C ends it.
+    """A live screen: what waits for a verdict and for how long, lag of groups, messages a second of each topic.
     Where there is no terminal it looks twice, so that there are rates, and prints once."""
     from rich.console import Console
 
@@ -45,19 +103,25 @@ def top(
     interval = interval_of(every, "every")
     log = open_log(path, storage)
     before = look(log)
-    title = f"txmq top   {redacted(log.path)}"
+    name = redacted(log.path)
     if as_json or not sys.stdout.isatty() or Console().is_dumb_terminal:
         if wait(interval):
             now = look(log)
-            typer.echo(json_of(figures(now, before)) if as_json else text(title, now, before), nl=as_json)
+            text = "".join(f"{line}\n" for line, _ in lines(name, now, before, View(), terminal_width()))
+            typer.echo(json_of(figures(now, before)) if as_json else text, nl=as_json)
         return
     from rich.live import Live
 
-    with suppress(KeyboardInterrupt), Live(screen(title, before, before), screen=True, auto_refresh=False) as live:
-        while wait(interval):
-            now = look(log)
-            live.update(screen(title, now, before), refresh=True)
-            before = now
+    now, view, next_look = before, View(is_wide=wide), time.monotonic() + interval
+    with keyboard() as pressed, suppress(KeyboardInterrupt), Live(screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(screen(name, now, before, view, *live.console.size), refresh=True)
+            keys = pressed(next_look - time.monotonic())
+            if keys is None or not all(map(view.press, keys)):
+                return
+            if time.monotonic() >= next_look:
+                before, now = now, look(log)
+                next_look = time.monotonic() + interval
 
 
 def figures(now: Overview, before: Overview) -> dict[str, Any]:
@@ -116,77 +180,95 @@ def consumer_rows(now: Overview, before: Overview) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (-row["lag"], row["consumer_group"]))
 
 
-def headline(now: Overview) -> list[tuple[str, str]]:
-    """Return the figures of the first lines, each with a style, which is empty when all is well."""
-    oldest = now.oldest_pending_s
-    pending = f"{len(now.pending):,} pending" + (f", the oldest for {short_age(oldest)}" if now.pending else "")
-    return [
-        (pending, "yellow" if oldest > 60 else ""),
-        (f"{len(now.quarantined):,} quarantined", "yellow" if now.quarantined else ""),
-        (f"{len(now.conflicts):,} in conflict", "bold red" if now.conflicts else ""),
-        (f"{now.undrained_messages:,} not drained ({size(now.undrained_bytes)})", ""),
-        (f"{sum(now.files.values()):,} live files", ""),
-    ]
+def headline(now: Overview) -> str:
+    """Return what waits, in a sentence, the worst first."""
+    pending = f"{len(now.pending):,} pending"
+    if now.pending:
+        pending += f", the oldest for {short_age(now.oldest_pending_s)}"
+    return (
+        f"{len(now.conflicts):,} in conflict; {len(now.quarantined):,} quarantined; {pending}; "
+        f"{now.undrained_messages:,} not drained ({size(now.undrained_bytes)}); {sum(now.files.values()):,} live files"
+    )
 
 
 def open_half_batches(now: Overview) -> list[dict[str, Any]]:
     """Return half batches that wait for a verdict; those that need a person come first."""
-    rows = []
-    for state, batches in (("conflict", now.conflicts), ("quarantined", now.quarantined), ("pending", now.pending)):
-        for row in sorted(batches, key=lambda batch: -batch["age_seconds"]):
-            rows.append(
-                {
-                    "half_id": row["half_id"],
-                    "state": state,
-                    "group": row["producer_group"],
-                    "messages": row["messages"],
-                    "checks": row["check_times"],
-                    "age": short_age(row["age_seconds"]),
-                }
-            )
-    return rows
+    return [
+        {
+            "state": state,
+            "age": short_age(row["age_seconds"]),
+            "half_id": row["half_id"],
+            "group": row["producer_group"],
+            "messages": row["messages"],
+            "checks": row["check_times"],
+        }
+        for state, batches in (("conflict", now.conflicts), ("quarantined", now.quarantined), ("pending", now.pending))
+        for row in sorted(batches, key=lambda batch: -batch["age_seconds"])
+    ]
 
 
-def text(title: str, now: Overview, before: Overview) -> str:
-    """Return the screen as plain text."""
-    parts = [f"{title}   {short_time(now.at)}\n" + "; ".join(words for words, _ in headline(now)) + "\n"]
-    parts.append(rendered(topic_rows(now, before)[:ROWS], "no topics"))
-    if groups := consumer_rows(now, before)[:ROWS]:
-        parts.append(rendered([in_words(group) for group in groups], ""))
-    if waiting := open_half_batches(now)[:ROWS]:
-        parts.append(rendered(waiting, ""))
-    return "\n".join(parts)
+def lines(
+    name: str, now: Overview, before: Overview, view: View, width: int | None, height: int | None = None
+) -> list[tuple[str, str]]:
+    """Return the lines of the screen, each with its style: what waits first, then groups, then topics.
+
+    No line is wider than the width, unless the view is wide. The lists share what room the height leaves, and say how
+    many more rows they have; without a height they have up to :data:`ROWS_MAX`.
+    """
+    from rich.cells import cell_len
+
+    at = short_time(now.at)
+    if width is not None:
+        name = shortened(one_line(name), max(CELL_CHARS_MIN, width - len(f"txmq top      {at}")))
+    style = "bold red" if now.conflicts else "yellow" if now.quarantined or now.oldest_pending_s > OLD_S else ""
+    shown = [(f"txmq top   {name}   {at}", "bold")]
+    shown += [(line, style) for line in hanging("", headline(now), 0, width=width).splitlines()]
+    groups = [in_words(row) for row in consumer_rows(now, before)]
+    lists = [
+        [row for row in rows if not view.word or view.word.lower() in " ".join(map(str, row.values())).lower()]
+        for rows in (open_half_batches(now), groups, topic_rows(now, before))
+    ]
+    tables = [fitted(rows[:ROWS_MAX], None if view.is_wide else width)[0] if rows else [] for rows in lists]
+    # Lines of the terminal that a row takes: more than one where ids are whole.
+    tall = [-(-max(map(cell_len, table)) // (width or 10**6)) if table else 0 for table in tables]
+    counts = [len(rows) * n for rows, n in zip(lists, tall, strict=True)]
+    if height is not None:
+        counts = _shares(counts, height - len(shown) - 1 - 2 * sum(tall), view.chosen)
+    for number, (rows, table, count) in enumerate(zip(lists, tables, counts, strict=True)):
+        if not rows:
+            continue
+        header, *texts = table
+        is_cut = count < len(rows) * tall[number]
+        kept = min(len(texts), max(1, (count - 1) // tall[number])) if is_cut else len(texts)
+        first = 0
+        if number == view.chosen:
+            first = view.first = min(view.first, len(texts) - kept)
+        shown += [("", ""), (header, "bold reverse" if number == view.chosen else "bold")]
+        shown += [(texts[n], STYLES.get(str(rows[n].get("state")), "")) for n in range(first, first + kept)]
+        if len(rows) > kept:
+            above = f"{first:,} above, " if first else ""
+            shown.append((f"{above}{len(rows) - first - kept:,} more {LISTS[number]}", "dim"))
+    return shown
 
 
-def screen(title: str, now: Overview, before: Overview) -> RenderableType:
+def _shares(counts: list[int], room: int, chosen: int | None) -> list[int]:
+    """Return how many lines each list has: an equal share, or few beside a chosen list; then what others leave."""
+    share = room // max(1, sum(map(bool, counts))) if chosen is None else FEW
+    shares = [min(count, max(1, share)) for count in counts]
+    for number in sorted(range(len(counts)), key=lambda number: number != chosen):
+        shares[number] += max(0, min(counts[number] - shares[number], room - sum(shares)))
+    return shares
+
+
+def screen(name: str, now: Overview, before: Overview, view: View, width: int, height: int) -> RenderableType:
     """Return the live screen."""
-    from rich.console import Group
-    from rich.panel import Panel
+    from rich.cells import chop_cells
     from rich.text import Text
 
-    head = Text("   ").join(Text(words, style=style) for words, style in headline(now))
-    panels: list[RenderableType] = [Text(f"{one_line(title)}   {short_time(now.at)}", style="bold"), head]
-    for name, rows in (
-        ("topics", topic_rows(now, before)),
-        ("consumer groups", [in_words(row) for row in consumer_rows(now, before)]),
-        ("waiting for a verdict", open_half_batches(now)),
-    ):
-        if rows:
-            panels.append(Panel(_grid(rows[:ROWS]), title=name, title_align="left", border_style="dim"))
-    panels.append(Text("Ctrl-C ends", style="dim"))
-    return Group(*panels)
-
-
-def _grid(rows: list[dict[str, Any]]) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table(box=None, expand=True, pad_edge=False, header_style="bold")
-    for name in rows[0]:
-        number = all(isinstance(row[name], (int, float)) for row in rows)
-        grid.add_column(name, justify="right" if number or name == "behind" else "left", no_wrap=True)
-    for row in rows:
-        cells = [f"{v:,}" if isinstance(v, (int, float)) else one_line(str(v)) for v in row.values()]
-        style = {"conflict": "bold red", "quarantined": "yellow"}.get(str(row.get("state")), "")
-        grid.add_row(*(Text(cell, style=style) for cell in cells))
-    return grid
+    shown = lines(name, now, before, view, width, height)
+    keys = f"filter: {view.word}▏ Enter keeps it, Esc ends it" if view.is_typing else KEYS
+    if view.word and not view.is_typing:
+        keys = f"only rows with {view.word!r}, until Esc · {KEYS}"
+    shown = [*shown[: height - 1], (shortened(keys, width, 1.0), "dim")]
+    texts = [Text(part, style=style, no_wrap=True) for line, style in shown for part in chop_cells(line, width) or [""]]
+    return Text("\n", no_wrap=True).join(texts[:height])

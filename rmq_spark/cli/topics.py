@@ -12,7 +12,7 @@ import typer
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import FAILED, App, fail, path_to_type
-from rmq_spark.cli.output import AsJson, LogPath, Storage, TopicName, open_log, plainly, say, show
+from rmq_spark.cli.output import AsJson, LogPath, Storage, TopicName, Wide, open_log, plainly, say, show
 from rmq_spark.cli.text import short_age, size
 from rmq_spark.errors import OptionError
 
@@ -78,7 +78,7 @@ def set_topic(
 
 @topic_app.command("list")
 @plainly
-def list_topics(path: LogPath, as_json: AsJson = False, storage: Storage = None) -> None:
+def list_topics(path: LogPath, wide: Wide = False, as_json: AsJson = False, storage: Storage = None) -> None:
     """List topics: how many messages were committed to each, how many of those have expired, and what they take."""
     log = open_log(path, storage)
     queue_counts, retentions, fifo = log.topics(), log.retentions(), log.fifo_topics()
@@ -109,14 +109,16 @@ def list_topics(path: LogPath, as_json: AsJson = False, storage: Storage = None)
 
 @topic_app.command("status")
 @plainly
-def topic_status(path: LogPath, name: TopicName, as_json: AsJson = False, storage: Storage = None) -> None:
+def topic_status(
+    path: LogPath, name: TopicName, wide: Wide = False, as_json: AsJson = False, storage: Storage = None
+) -> None:
     """Show the queues of a topic: the first offset that is kept, the next one, what is pending, and the last commit.
 
     bytes is what the messages take in the table messages: the share of each queue, by its number of messages.
     """
     log = open_log(path, storage)
     rows = queue_rows(log, name)
-    table = [{**row, "bytes": size(row["bytes"])} for row in rows]
+    table = [{**{k: v for k, v in row.items() if k != "topic"}, "bytes": size(row["bytes"])} for row in rows]
     show(rows, as_json, "", spare=["waiting", "bytes"], table=table)
 
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from datetime import datetime
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rmq_spark.cli.command import path_to_type
 from rmq_spark.cli.completion import of_argument
-from rmq_spark.cli.output import AsJson, LogPath, Storage, block, one_line, open_log, plainly, rendered
+from rmq_spark.cli.output import (
+    AsJson,
+    LogPath,
+    Storage,
+    Wide,
+    block,
+    hanging,
+    one_line,
+    open_log,
+    plainly,
+    rendered,
+    terminal_width,
+)
 from rmq_spark.cli.text import short_age, short_time
 from rmq_spark.errors import OptionError
 
@@ -53,11 +65,12 @@ def trace(
             autocompletion=of_argument,
         ),
     ],
+    wide: Wide = False,
     as_json: AsJson = False,
     storage: Storage = None,
 ) -> None:
-    """Tell the whole story of a transaction: prepared, leased, checked, decided (by whom and why), placed, drained,
-    archived. It says what upkeep has taken. --json prints one object, with its events."""
+    """Tell the whole story of a transaction as a timeline: prepared, leased, checked, decided (by whom, why), placed,
+    drained, archived. It says what upkeep has taken. --json prints one object, with its events."""
     log = open_log(path, storage)
     story = log.trace(**argument_of(name))
     typer.echo(json.dumps(story.to_dict()) if as_json else _text_of(story, _advice(story)), nl=as_json)
@@ -83,7 +96,7 @@ def argument_of(name: str) -> dict[str, str]:
     )
 
 
-def _text_of(story: Trace, advice: str | None) -> str:
+def _text_of(story: Trace, advice: Iterable[str]) -> str:
     from rmq_spark._core.listeners.transaction_listener import NO_LISTENER_FENCE
 
     outcome = ", ".join(f"{n:,} {OUTCOMES.get(what, what)}" for what, n in story.outcome.items())
@@ -100,27 +113,30 @@ def _text_of(story: Trace, advice: str | None) -> str:
         "lease_until": story.lease_until,
         "waits_for": ", ".join(_first_of(story.waits_for)) or None,
     }
-    text = block(head)
-    previous: datetime | None = None
-    rows = []
-    for event in story.events:
-        after = None if previous is None else max(0.0, (event.at - previous).total_seconds())
-        previous = event.at
-        rows.append(
-            {
-                "time": f"{event.at:%Y-%m-%d %H:%M:%S}.{event.at.microsecond // 1000:03}Z",
-                "after": None if after is None else f"+{short_age(after)}",
-                "event": event.word,
-                "by": event.decided_by,
-                "attempt": event.attempt,
-                "messages": event.messages,
-                "what": _event_text(story, event),
-            }
-        )
-    text += f"\n{rendered(rows, '')}"
+    start = story.events[0].at if story.events else None
+    form = "%Y-%m-%d %H:%M:%S"
+    if start is not None and terminal_width() is not None and len({event.at.date() for event in story.events}) == 1:
+        head["date"] = f"{start:%Y-%m-%d}, in UTC"
+        form = "%H:%M:%S"
+    rows = [
+        {
+            "time": f"{event.at:{form}}.{event.at.microsecond // 1000:03}Z",
+            "after": f"+{short_age(max(0.0, (event.at - start).total_seconds()))}"
+            if start and event.at > start
+            else None,
+            "event": event.word,
+            "by": event.decided_by,
+            "attempt": event.attempt if any((e.attempt or 1) > 1 for e in story.events) else None,
+            "messages": event.messages if any(e.messages != story.messages for e in story.events) else None,
+            "what": _event_text(event),
+        }
+        for event in story.events
+    ]
+    text = f"{block(head)}\n{rendered(rows, '', ['attempt', 'messages'])}"
     for sentence in story.unknown:
-        text += f"not known: {one_line(sentence)}\n"
-    return text + (f"\n{advice}\n" if advice else "")
+        text += hanging("", f"not known: {one_line(sentence)}", 2).lstrip() + "\n"
+    lines = [hanging("", one_line(line), 2).lstrip() for line in advice]
+    return text + "".join(f"{line}\n" for line in (["", *lines] if lines else ()))
 
 
 def _first_of(items: Sequence[str]) -> list[str]:
@@ -129,13 +145,11 @@ def _first_of(items: Sequence[str]) -> list[str]:
     return [*items[:PLACES_SHOWN], *([f"and {more} more (--json has all)"] if more > 0 else [])]
 
 
-def _event_text(story: Trace, event: TraceEvent) -> str:
+def _event_text(event: TraceEvent) -> str:
     if event.kind == "conflict" and event.verdict:
         return f"{event.verdict} came too late"
     places = [f"{p.topic} queue {p.queue_id}, {_offsets(p.first_offset, p.last_offset)}" for p in event.places]
     parts = _first_of(places)
-    if event.kind == "prepared":
-        parts.append(f"batch {story.batch_id} of {story.app_id}")
     reason = event.reason or ""
     if event.verdict and not reason.startswith(event.verdict):
         parts.append(event.verdict)
@@ -150,28 +164,25 @@ def _offsets(first: int, last: int) -> str:
     return f"offset {first}" if first == last else f"offsets {first}-{last}"
 
 
-def _advice(story: Trace) -> str | None:
-    """Return what a person can do next; None when nothing is to be done."""
+def _advice(story: Trace) -> Iterator[str]:
+    """Yield what a person can do next: nothing when nothing is to be done."""
     from rmq_spark.listeners import ROLLBACK_MESSAGE
 
-    path = path_to_type()
+    path, half_id = path_to_type(), shlex.quote(one_line(story.half_id or ""))
+    commit, rollback = (f"txmq resolve {path}{half_id} {verdict} --reason …" for verdict in ("COMMIT", "ROLLBACK"))
     if story.in_conflict:
         late = {event.verdict for event in story.events if event.kind == "conflict"}
         if late == {str(ROLLBACK_MESSAGE)}:  # readers may have seen the messages: only COMMIT is possible
-            return f"confirm what readers have seen: txmq resolve {path}{story.half_id} COMMIT --reason …"
-        return f"settle it: txmq resolve {path}{story.half_id} COMMIT|ROLLBACK --reason …"
-    if story.outcome.get("quarantined"):
-        return (
-            f"ask its listener again: txmq resume {path}{story.half_id}; or decide yourself: "
-            f"txmq resolve {path}{story.half_id} COMMIT|ROLLBACK --reason …"
-        )
-    if story.outcome.get("pending") and story.lease_until is None:
-        was_checked = any(event.kind == "checked" for event in story.events)
-        hint = "" if was_checked else "no check has left an answer yet: when one failed, the checker's log says why\n"
-        return (
-            f"{hint}a check asks the listener of {story.producer_group}: txmq check {path}--once; or decide yourself: "
-            f"txmq resolve {path}{story.half_id} COMMIT|ROLLBACK --reason …"
-        )
-    if story.waits_for:
-        return f"see what holds it up: txmq trace {path}{story.waits_for[0]}"
-    return None
+            yield f"confirm what readers have seen: {commit}"
+        else:
+            yield f"settle it: {commit}; or: {rollback}"
+    elif story.outcome.get("quarantined"):
+        yield f"ask its listener again: txmq resume {path}{half_id}"
+        yield f"or decide yourself: {commit}; or: {rollback}"
+    elif story.outcome.get("pending") and story.lease_until is None:
+        if not any(event.kind == "checked" for event in story.events):
+            yield "no check has left an answer yet: when one failed, the checker's log says why"
+        yield f"a check asks the listener of {story.producer_group}: txmq check {path}--once"
+        yield f"or decide yourself: {commit}; or: {rollback}"
+    elif story.waits_for:
+        yield f"see what holds it up: txmq trace {path}{shlex.quote(story.waits_for[0])}"

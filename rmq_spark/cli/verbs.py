@@ -31,8 +31,8 @@ VERBS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "query": ("messages", "Find messages by a key, an id, an offset or a time, and look at them"),
         "trace": (
             "trace",
-            "Tell the whole story of a transaction: prepared, leased, checked, decided (by whom and why), placed, "
-            "drained, archived",
+            "Tell the whole story of a transaction as a timeline: prepared, leased, checked, decided (by whom, why), "
+            "placed, drained, archived",
         ),
         "stats": (
             "statistics",
@@ -41,7 +41,7 @@ VERBS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "top": (
             "top",
-            "A live screen: messages a second of each topic and group, lag, what is pending and for how long",
+            "A live screen: what waits for a verdict and for how long, lag of groups, messages a second of each topic",
         ),
         "doctor": ("doctor", "Look at this machine and a commit log, and say what is wrong and what to do"),
         "report": (

@@ -16,6 +16,7 @@ from rmq_spark.cli.output import (
     AsJson,
     LogPath,
     Storage,
+    Wide,
     one_line,
     open_log,
     plainly,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 VERDICTS = ("COMMIT", "ROLLBACK")
 EVERYTHING = "all"
-SPARE = ("lease_until", "prepared_at", "attempt", "size")
+SPARE = ("lease_until", "prepared_at", "attempt", "size", "check_times", "messages")
 
 HalfId = Annotated[
     str,
@@ -54,7 +55,12 @@ def register(app: Any) -> None:
 
 @plainly
 def pending(
-    path: LogPath, group: Group = None, watch: Watch = None, as_json: AsJson = False, storage: Storage = None
+    path: LogPath,
+    group: Group = None,
+    watch: Watch = None,
+    wide: Wide = False,
+    as_json: AsJson = False,
+    storage: Storage = None,
 ) -> None:
     """List half batches with messages that have no verdict yet: their age, checks, group and size."""
     log = open_log(path, storage)
@@ -63,7 +69,12 @@ def pending(
 
 @plainly
 def quarantined(
-    path: LogPath, group: Group = None, watch: Watch = None, as_json: AsJson = False, storage: Storage = None
+    path: LogPath,
+    group: Group = None,
+    watch: Watch = None,
+    wide: Wide = False,
+    as_json: AsJson = False,
+    storage: Storage = None,
 ) -> None:
     """List half batches that checks gave up; see resume and resolve."""
     log = open_log(path, storage)
@@ -72,7 +83,12 @@ def quarantined(
 
 @plainly
 def conflicts(
-    path: LogPath, group: Group = None, watch: Watch = None, as_json: AsJson = False, storage: Storage = None
+    path: LogPath,
+    group: Group = None,
+    watch: Watch = None,
+    wide: Wide = False,
+    as_json: AsJson = False,
+    storage: Storage = None,
 ) -> None:
     """List half batches with two verdicts that contradict each other; see resolve."""
     log = open_log(path, storage)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import select
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Annotated
 
 import typer
@@ -45,3 +48,31 @@ def wait(seconds: float) -> bool:
         return not nobody_reads(seconds)
     except KeyboardInterrupt:
         return False
+
+
+@contextmanager
+def keyboard() -> Iterator[Callable[[float], list[str] | None]]:
+    """Give a function that waits at most so many seconds for keys, and returns them; None when it is time to end.
+
+    A key is a character, or the sequence of a special key such as ``\\x1b[A``. The terminal shows none of them.
+    """
+    if not sys.stdin.isatty():
+        yield lambda seconds: [] if wait(seconds) else None
+        return
+    import termios
+    import tty
+
+    terminal = sys.stdin.fileno()
+    settings = termios.tcgetattr(terminal)
+
+    def pressed(seconds: float) -> list[str] | None:
+        if not select.select([terminal], [], [], max(0.0, seconds))[0]:
+            return None if nobody_reads() else []
+        text = os.read(terminal, 1024).decode(errors="ignore")
+        return re.findall(r"\x1b[\[O]\d*[A-Z~]|.", text, re.DOTALL) if text else None
+
+    tty.setcbreak(terminal)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, settings)

@@ -111,7 +111,7 @@ def test_a_conflict_is_told_in_the_words_of_the_command(folder: Path) -> None:
         decide_one(log.engine, record, 1, commit=rows, rollback=NO_ROWS, who=Who.EXECUTE)
     code, out, _ = run(folder, "--once")
     assert code == 1
-    assert f"txmq resolve {folder / 'log'} app:0 COMMIT|ROLLBACK --reason" in out
+    assert f"txmq resolve {folder / 'log'} app:0 COMMIT --reason" in out
 
 
 def test_once_exits_with_one_when_a_half_batch_had_a_problem(folder: Path) -> None:

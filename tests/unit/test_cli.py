@@ -380,7 +380,7 @@ def test_resolve_shows_the_half_batch_before_it_asks(log: CommitLog) -> None:
     record = prepare(log)
     quarantine(log, record)
     lines, messages = shown_before_it_asks(log, "ROLLBACK")
-    assert re.fullmatch(r"20.*Z, \d+ \w+ ago", lines.pop("prepared_at"))
+    assert re.fullmatch(r"20.*Z, [\d.]+m?s ago", lines.pop("prepared_at"))
     assert lines == {
         "half_id": "app:0",
         "producer_group": "shop",
@@ -431,10 +431,10 @@ def test_a_message_that_is_committed_and_waits_is_not_called_visible(log: Commit
     assert out == f"app:0: 1 message became visible; {waits}\n"
 
 
-def test_ages_are_told_in_the_largest_unit(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ages_are_told_in_the_largest_units(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = set_clock(monkeypatch)
     prepare(log)
-    for ahead_s, age in ((50, r"5\d seconds"), (3600, "1 hour"), (200_000, "2 days")):
+    for ahead_s, age in ((50, r"5\d(\.\d)?s"), (3600, "1h( \\d+s)?"), (200_000, "2d 7h")):
         clock.ahead_s = ahead_s
         lines, _ = shown_before_it_asks(log)
         assert re.search(f"Z, {age} ago$", lines["prepared_at"])
@@ -604,19 +604,20 @@ LONG_APP = "txmq-producer-12345678-9abc-def0-1234-56789abcdef0"
 
 
 @pytest.mark.parametrize("columns", [20, 80, 200])
-def test_no_id_is_cut_or_folded_however_narrow_the_terminal(
+def test_ids_are_whole_with_wide_however_narrow_the_terminal(
     log: CommitLog, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
     record = prepare(log, 1, app=LONG_APP)
-    assert f"{LONG_APP}:1" in txmq("pending", log.path)[0]
+    assert f"{LONG_APP}:1" in txmq("pending", log.path, "--wide")[0]
     in_conflict(log, record)
-    assert f"{LONG_APP}:1" in txmq("conflicts", log.path)[0]
+    assert f"{LONG_APP}:1" in txmq("conflicts", log.path, "--wide")[0]
     log.create_topic("a-topic-with-quite-a-long-name")
     ConsumerGroup(log, LONG_APP).reset("earliest", ["a-topic-with-quite-a-long-name"])
-    assert "a-topic-with-quite-a-long-name" in txmq("group", "lag", log.path, LONG_APP)[0]
-    assert LONG_APP in txmq("group", "list", log.path)[0]
+    assert "a-topic-with-quite-a-long-name" in txmq("group", "lag", log.path, LONG_APP, "--wide")[0]
+    assert LONG_APP in txmq("group", "list", log.path, "--wide")[0]
+    assert (LONG_APP in txmq("group", "list", log.path)[0]) is (columns == 200)
 
 
 def test_a_table_leaves_out_what_only_repeats_the_half_id_and_json_has_it(log: CommitLog) -> None:
@@ -627,7 +628,7 @@ def test_a_table_leaves_out_what_only_repeats_the_half_id_and_json_has_it(log: C
     assert objects("pending", log.path)[0]["app_id"] == "app"
 
 
-def test_a_narrow_terminal_gets_fewer_columns_then_blocks(
+def test_a_narrow_terminal_gets_shorter_cells_then_fewer_columns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -636,14 +637,18 @@ def test_a_narrow_terminal_gets_fewer_columns_then_blocks(
     def lines(columns: int) -> list[str]:
         monkeypatch.setenv("COLUMNS", str(columns))
         show(made, False, "nothing", spare=["by"])
-        return [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()]
+        shown = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()]
+        assert max(map(len, shown)) <= columns
+        return shown
 
     assert len(lines(130)) == 3
-    assert "by" not in lines(85)[0].split()
-    assert lines(85)[-1] == "left out, for want of room: by (--json has all)"
-    assert max(map(len, lines(85))) <= 85
-    assert lines(40)[:3] == [f"half_id   {LONG_APP}:0", "messages  0", "by        someone"]
-    assert lines(40).count("") == 1
+    assert lines(85)[0].split() == ["half_id", "messages", "by", "reason"]
+    assert lines(85)[1].startswith("txmq-produc")
+    assert f"{LONG_APP[-8:]}:0 " in lines(85)[1]
+    assert lines(85)[-1] == "shortened: half_id, reason (--wide shows all)"
+    assert lines(60)[0].split() == ["half_id", "messages", "reason"]
+    assert lines(60)[-1] == "shortened: half_id, reason; left out: by (--wide shows all)"
+    assert lines(20)[0].split() == ["half_id"]
 
 
 # ---------------------------------------------------------------- words

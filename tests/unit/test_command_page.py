@@ -22,7 +22,7 @@ from tests.support.machines import be_fine
 PAGE = Path(__file__).parents[2] / "docs" / "command.md"
 CHANGES = (
     (r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)", "TIME"),
-    (r"\+?\b\d+(ms|[smhd])( \d+[smhd])?\b(?! --)", "AGE"),
+    (r"\+?\b\d+(\.\d)?(ms|[smhd])( \d+[smhd])?\b(?! --)", "AGE"),
     (r"\b[\d.]+ [KMG]?i?B\b", "SIZE"),
     (r'"(age_seconds|bytes|prepared_at|lag_seconds)": [^,}]+', r'"\1": …'),
     (r"\b\d+\.\d+\b", "NUMBER"),

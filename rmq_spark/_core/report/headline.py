@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 import pyarrow.compute as pc
@@ -10,6 +11,7 @@ from rmq_spark._core.report.finding import Finding, Level
 from rmq_spark._core.report.limits import LAG_S_MAX, PENDING_S_CRITICAL, PENDING_S_MAX, UNDRAINED_S_MAX
 from rmq_spark._core.report.report_figures import Figures
 from rmq_spark._core.report.units import are, duration, have
+from rmq_spark._core.vocabulary.redaction import one_line, redacted
 from rmq_spark._core.vocabulary.text import count_of
 
 
@@ -19,13 +21,19 @@ def findings_of(figures: Figures) -> list[Finding]:
     return problems or [_all_is_well(figures)]
 
 
+def _command(figures: Figures, verb: str, *rest: str) -> str:
+    """Return a command that can be copied."""
+    return f"txmq {verb} {shlex.join(one_line(word) for word in (redacted(figures.path), *rest))}"
+
+
 def _actions(figures: Figures) -> Iterator[Finding]:
     if count := len(figures.conflicts):
         yield Finding(
             "conflicts",
             Level.CRITICAL,
             f"{count_of(count, 'half batch').capitalize()} {have(count)} two verdicts that contradict each other.",
-            "Look at them with txmq conflicts, find out which verdict is true, and settle each with txmq resolve.",
+            f"Find out which verdict is true: {_command(figures, 'trace', figures.conflicts[0])} (ends with the "
+            "commands that settle it)",
         )
     yield from _old_pending(figures)
     if count := len(figures.quarantined):
@@ -34,7 +42,8 @@ def _actions(figures: Figures) -> Iterator[Finding]:
             Level.WARNING,
             f"{count_of(count, 'half batch').capitalize()} {are(count)} quarantined: checks gave up, and nobody sees "
             "the messages.",
-            "Look at them with txmq quarantined; then txmq resume lets checks go on, and txmq resolve decides.",
+            f"Let checks go on: {_command(figures, 'resume', figures.quarantined[0])}; or decide: "
+            f"{_command(figures, 'trace', figures.quarantined[0])} (ends with the commands for that)",
         )
 
 
@@ -52,14 +61,16 @@ def _old_pending(figures: Figures) -> Iterator[Finding]:
             "pending",
             Level.CRITICAL if oldest["seconds"] > PENDING_S_CRITICAL else Level.WARNING,
             f"{sentence}: it was asked about {times}, and its listener does not know.",
-            "Find out why its listener answers UNKNOWN, or decide with txmq resolve.",
+            f"Find out why its listener answers UNKNOWN, or decide: {_command(figures, 'trace', oldest['half_id'])} "
+            "(ends with the commands for that)",
         )
     else:
         yield Finding(
             "pending",
             Level.CRITICAL,
             f"{sentence}, and no check has asked about it (or none since it was resumed).",
-            f"See that a check job runs (txmq check) which has a listener for {oldest['producer_group']}.",
+            f"See that a check job runs which has a listener for {oldest['producer_group']}: "
+            f"{_command(figures, 'check', '--once')} (one round, which says what is wrong)",
         )
 
 
@@ -71,8 +82,8 @@ def _warnings(figures: Figures) -> Iterator[Finding]:
             Level.WARNING,
             ("1 message became a dead letter" if count == 1 else f"{count:,} messages became dead letters")
             + f" in this time; {kept_letters} not sent again.",
-            "Look at them with txmq dlq list GROUP, and send them again with txmq dlq resend GROUP --all when the "
-            "cause is gone.",
+            f"Look at them: {_command(figures, 'dlq list', figures.dead_letters_group)}; send them again when the "
+            f"cause is gone: {_command(figures, 'dlq resend', figures.dead_letters_group, '--all')}",
         )
     slowest = figures.lag.sort_by([("seconds", "descending")]).slice(0, 1).to_pylist()
     if slowest and slowest[0]["seconds"] > LAG_S_MAX:
@@ -82,21 +93,24 @@ def _warnings(figures: Figures) -> Iterator[Finding]:
             Level.WARNING,
             f"Consumer group {group['group']} is behind by {count_of(group['messages'], 'message')}, the oldest of "
             f"them committed {duration(group['seconds'])} ago.",
-            f"See that its consumers run and keep up: txmq group lag {group['group']} shows each queue.",
+            f"See that its consumers run and keep up, queue by queue: {_command(figures, 'group lag', group['group'])}",
         )
     if figures.undrained_s > UNDRAINED_S_MAX:
         yield Finding(
             "drain",
             Level.WARNING,
             f"Messages have been committed for {duration(figures.undrained_s)} and are not in the table messages yet.",
-            "See that upkeep runs: the check job does it, or txmq maintain --every 60s.",
+            f"See that upkeep runs: the check job does it, or {_command(figures, 'maintain', '--every', '60s')}",
         )
 
 
 def _all_is_well(figures: Figures) -> Finding:
     if not figures.topics.num_rows:
         return Finding(
-            "log", Level.OK, "This commit log is new: it has no topic yet.", "Make one with txmq topic create."
+            "log",
+            Level.OK,
+            "This commit log is new: it has no topic yet.",
+            f"Make one: {_command(figures, 'topic create', 'NAME')}",
         )
     if figures.is_empty:
         return Finding("log", Level.OK, "Nothing was sent in this time, and nothing is pending.")

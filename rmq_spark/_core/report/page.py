@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -146,24 +147,11 @@ def _headline(findings: Sequence[Finding]) -> str:
 
 def _commands(text: str) -> str:
     """Return text as HTML, with its commands in monospace."""
-    words = escape(text).split("txmq ")
-    parts = [words[0]]
-    for rest in words[1:]:
-        command, tail = _command(rest.split(" "))
-        parts.append(f"<code>txmq {command}</code>{tail}")
-    return "".join(parts)
-
-
-def _command(words: Sequence[str]) -> tuple[str, str]:
-    count = 1
-    while count < len(words) and (words[count].startswith("--") or words[count - 1].startswith("--every")):
-        count += 1
-    if count < len(words) and words[0] in ("group", "dlq", "topic"):
-        count += 1
-    command = " ".join(words[:count])
-    bare = command.rstrip(".,:;)")
-    rest = " ".join(words[count:])
-    return bare, command[len(bare) :] + (f" {rest}" if rest else "")
+    parts, end = [], 0
+    for match in re.finditer(r"txmq(?: (?:'[^']*'|[^\s,;()']+))+", text):
+        parts.append(f"{escape(text[end : match.start()])}<code>{escape(match[0])}</code>")
+        end = match.end()
+    return "".join([*parts, escape(text[end:])])
 
 
 def _tiles(figures: Figures) -> str:

@@ -70,6 +70,8 @@ class Figures:
         Messages that became dead letters in the span.
     dead_letters_waiting : int
         Kept dead letters that were not sent again.
+    dead_letters_group : str
+        The consumer group with most of these; empty without any group that gave up a message.
     undrained_s : float
         Seconds since the commit of the oldest message that is not in the table messages.
     """
@@ -90,6 +92,7 @@ class Figures:
     conflicts: tuple[str, ...]
     dead_letters: int
     dead_letters_waiting: int
+    dead_letters_group: str
     undrained_s: float
 
     @property
@@ -138,6 +141,7 @@ def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SI
     undrained = Undrained(engine)
     undrained.look()
     is_dead_letter = pc.equal(visible["topic"], over_time.DEAD_LETTERS)
+    waiting = {group: DeadLetters(engine, group).waiting() for group in kept_letters(engine)}
     return Figures(
         path=engine.path,
         span=span,
@@ -154,7 +158,8 @@ def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SI
         quarantined=tuple(dict.fromkeys(overview.quarantined(engine)["half_id"].to_pylist())),
         conflicts=tuple(overview.conflicts(engine)),
         dead_letters=_sum(visible.filter(is_dead_letter)["messages"]),
-        dead_letters_waiting=sum(DeadLetters(engine, group).waiting() for group in kept_letters(engine)),
+        dead_letters_waiting=sum(waiting.values()),
+        dead_letters_group=max(waiting, key=waiting.__getitem__, default=""),
         undrained_s=undrained.seconds(),
     )
 

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-_DURATIONS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+from rmq_spark._core.vocabulary.text import duration as duration
+
 _AMOUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-def duration(seconds: float) -> str:
-    """Format seconds in at most two units: ``0.2 s``, ``45 s``, ``2 min 30 s``, ``3 h 5 min``, ``2 d 6 h``."""
-    if seconds < 1:
-        return f"{seconds:.2f} s" if seconds >= 0.005 else "0 s"
-    if seconds < 10 and seconds != int(seconds):
-        return f"{seconds:.1f} s"
-    rest = round(seconds)
-    for index, (length, unit) in enumerate(_DURATIONS):
-        if rest >= length:
-            whole, rest = divmod(rest, int(length))
-            smaller = _DURATIONS[index + 1] if index + 1 < len(_DURATIONS) else None
-            part = int(rest // smaller[0]) if smaller else 0
-            return f"{whole} {unit}" + (f" {part} {smaller[1]}" if smaller and part else "")
-    return "0 s"
 
 
 def amount(count: float) -> str:

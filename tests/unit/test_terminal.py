@@ -1,0 +1,330 @@
+"""Lists, stories and the live screen in a terminal of 80 and of 120 columns: on a log with 30 topics, 6 groups and ids
+as a producer makes them."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+import rmq_spark
+from rmq_spark import CommitLog, ConsumerGroup
+from rmq_spark.cli import app, output, top
+from rmq_spark.cli.overview import Overview, look
+from tests.support.commands import objects, txmq
+
+GROUP = "order-service-northern-branches"
+TOPICS = [
+    *(f"topic-{n:02}" for n in range(26)), "orders", "payments", "customer-invoices-of-the-northern-branches-v2",
+    "warehouse-movements-eu-central-1-production",
+]  # fmt: skip
+LONG_GROUP = "billing-of-the-northern-branches-nightly"
+LONG_REASON = "the bank has no such payment: a person looked at it, and said so by telephone"
+
+
+class Bank(rmq_spark.TransactionListener):
+    """Answers what the send's argument says; a person overrules it while it runs."""
+
+    def __init__(self, log: CommitLog) -> None:
+        self.log = log
+
+    def execute_local_transaction(self, batch: rmq_spark.HalfBatch) -> rmq_spark.LocalTransactionState:
+        if batch.arg == "overruled":
+            self.log.resolve(batch.half_id, rmq_spark.ROLLBACK_MESSAGE, LONG_REASON)
+        return rmq_spark.COMMIT_MESSAGE if batch.arg in ("paid", "overruled") else rmq_spark.UNKNOWN
+
+    def check_local_transaction(self, batch: rmq_spark.HalfBatch) -> rmq_spark.LocalTransactionState:
+        return rmq_spark.UNKNOWN
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> CommitLog:
+    """One conflict, one half batch in quarantine, three pending ones."""
+    made = CommitLog.create(str(tmp_path_factory.mktemp("shop") / "log"), queues=2)
+    for topic in TOPICS:
+        made.create_topic(topic)
+    bank = Bank(made)
+    with rmq_spark.TransactionMQProducer(made, GROUP, bank, check_interval=None) as producer:
+
+        def send(topic: str, arg: str) -> None:
+            messages = [rmq_spark.Message(topic, b"{}", keys=f"order-{n}") for n in range(4)]
+            producer.send_messages_in_transaction(messages, arg)
+
+        for topic in TOPICS[25:]:
+            send(topic, "paid")
+        send("payments", "unknown")
+        checker = rmq_spark.CheckService(made, {GROUP: bank}, transaction_timeout=0, transaction_check_max=1)
+        for _ in range(2):
+            checker.run_once()
+        for topic in TOPICS[27:]:
+            send(topic, "unknown")
+        with pytest.raises(rmq_spark.VerdictConflictError):
+            send("orders", "overruled")
+    for group, topics in (
+        (LONG_GROUP, TOPICS[27:]),
+        ("audit", TOPICS),
+        *((f"group-{n}", ["orders"]) for n in range(4)),
+    ):
+        ConsumerGroup(made, group).reset("earliest", topics)
+    return made
+
+
+@pytest.fixture(params=[80, 120])
+def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The width of a terminal."""
+    monkeypatch.setenv("COLUMNS", str(request.param))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("TXMQ_PATH", raising=False)
+    monkeypatch.delenv("TXMQ_CONFIG", raising=False)
+    width: int = request.param
+    return width
+
+
+def half_id_of(log: CommitLog, verb: str) -> str:
+    return str(objects(verb, log.path)[0]["half_id"])
+
+
+def lines_of(*arguments: object, code: int = 0) -> list[str]:
+    return re.sub(r"\x1b\[[0-9;]*m", "", txmq(*arguments, code=code)[0]).splitlines()
+
+
+def body_of(lines: list[str]) -> list[str]:
+    """The rows of a table, without its header and its last sentence."""
+    end = next((n for n, line in enumerate(lines) if line.startswith(("shortened: ", "left out: "))), len(lines))
+    return lines[1:end]
+
+
+# ---------------------------------------------------------------- lists
+@pytest.mark.parametrize(
+    ("verb", "rows", "needed"),
+    [
+        ("topics", 30, "committed retention"),
+        ("group list", 6, "lag behind members"),
+        (f"group lag {LONG_GROUP}", 6, "lag behind"),
+        ("pending", 3, "half_id age"),
+        ("quarantined", 1, "half_id age"),
+        ("conflicts", 1, "half_id age history"),
+        ("topic status orders", 2, "next_offset last_commit"),
+        ("query --key order-1", 10, "topic queue_offset state"),
+    ],
+)
+def test_a_list_has_a_line_for_each_row_and_no_line_is_too_wide(
+    log: CommitLog, columns: int, verb: str, rows: int, needed: str
+) -> None:
+    name, *rest = verb.split(" ", 2) if verb.startswith(("group", "topic ")) else verb.split(" ", 1)
+    arguments = [name, log.path, *" ".join(rest).split()]
+    if verb.startswith(("group", "topic ")):
+        arguments = [name, rest[0], log.path, *rest[1:]]
+    lines = lines_of(*arguments)
+    assert max(map(cell_len, lines)) <= columns
+    assert len(body_of(lines)) == rows
+    header = lines[0].split()
+    assert set(needed.split()) <= set(header)
+    wide = lines_of(*arguments, "--wide")
+    assert len(wide) == rows + 1
+    assert not any("…" in line for line in wide)
+    for column in {"age", "state"} & set(header):
+        start = lines[0].index(f" {column}") + 1
+        assert all(re.match(r"([\d.]+[a-z]+( \d+[a-z]+)?|[a-z_]+)( |$)", row[start:]) for row in body_of(lines))
+
+
+def test_ids_that_differ_still_differ_when_they_are_shortened(log: CommitLog, columns: int) -> None:
+    shown = [row.split()[0] for row in body_of(lines_of("pending", log.path))]
+    whole = [row["half_id"] for row in objects("pending", log.path)]
+    assert len(set(shown)) == len(whole) == 3
+    for id_shown, half_id in zip(shown, whole, strict=True):
+        begin, _, end = id_shown.partition("…")
+        assert half_id.startswith(begin)
+        assert half_id.endswith(end)
+
+
+def test_names_that_differ_only_in_the_middle_get_the_room_for_it() -> None:
+    rows = [{"topic": f"orders-of-the-{'north' if n else 'south'}-branches-and-all-of-their-customers"} for n in (0, 1)]
+    (_, first, second), _ = output.fitted([{**row, "lag": 1} for row in rows], 50)
+    assert first != second
+    wide = [{"topic": "t" * 30, "reason": "r" * 30, "lag": 7, "age": "3h 12m"}]
+    assert output.fitted(wide, 45)[0][0].split() == ["topic", "lag", "age"], "a narrow column stays beside a wide one"
+    assert output.shortened("abcdefghij", 5) == "ab…ij"
+    assert [output.shortened("漢字漢字漢字", n) for n in (12, 7, 4)] == ["漢字漢字漢字", "漢…漢字", "…字"]
+
+
+def test_stats_fit(log: CommitLog, columns: int) -> None:
+    lines = lines_of("stats", log.path)
+    assert max(map(cell_len, lines)) <= columns
+    assert sum(line.startswith("topic-") for line in lines) == 26
+    assert len(lines) < 30 + 6 + 3 + 15
+
+
+# ---------------------------------------------------------------- stories and findings
+@pytest.mark.parametrize("verb", ["quarantined", "conflicts", "pending"])
+def test_a_trace_is_a_timeline_with_a_line_for_each_event(log: CommitLog, columns: int, verb: str) -> None:
+    half_id = half_id_of(log, verb)
+    lines = lines_of("trace", log.path, half_id)
+    table = lines[lines.index("") + 1 :]
+    events = objects("trace", log.path, half_id)[0]["events"]
+    told = [line.split() for line in table[1 : 1 + len(events)]]
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3}Z", words[0]) for words in told)
+    assert [words[1 if n == 0 else 2] for n, words in enumerate(told)] == [event["kind"] for event in events]
+    assert told[0][1] == "prepared"
+    assert all(words[1].startswith("+") for words in told[1:])
+    for line in lines:
+        assert cell_len(line) <= columns or line.strip() == half_id or line.startswith("txmq "), line
+    assert any(line.startswith("txmq ") or "txmq " in line for line in table)
+
+
+def test_findings_are_wrapped_between_words_below_their_beginning(log: CommitLog, columns: int) -> None:
+    lines = lines_of("doctor", log.path, code=6)
+    findings = objects("doctor", log.path, code=6)
+    known = {word for finding in findings for part in ("what", "remedy") for word in (finding[part] or "").split()}
+    known |= {word for finding in findings for word in (*finding["check"].split(), finding["level"])} | {"→"}
+    ages = re.compile(r"\(?[\d.]+(ms|[smhd])?\)?:?,?")
+    for line in lines[:-1]:
+        is_command = line.lstrip().startswith(("→ txmq ", "txmq "))
+        assert cell_len(line) <= columns or is_command, line
+        assert line[:10].strip() in ("ok", "note", "warning", "critical", "") or is_command, line
+        for word in line.split():
+            assert word in known or "…" in word or ages.fullmatch(word), (word, line)
+    assert f"→ txmq resume {log.path} {half_id_of(log, 'quarantined')} (" in " ".join(" ".join(lines).split())
+
+
+def test_every_remedy_is_a_command_that_runs(log: CommitLog, columns: int) -> None:
+    findings = [*objects("doctor", log.path, code=6), *objects("report", log.path)[0]["findings"]]
+    commands = [c for f in findings for c in re.findall(r"txmq .*?(?= \(|;|, then|$)", f["remedy"] or "")]
+    assert len(commands) > 5
+    for command in dict.fromkeys(commands):
+        verb = command.split(f" {log.path}")[0].removeprefix("txmq ")
+        if verb in ("trace", "group lag", "maintain"):
+            assert txmq(*shlex.split(command)[1:])[0]
+        else:  # they change the log for other tests, or need a file
+            assert verb in ("resume", "check", "init"), command
+
+
+def test_a_report_is_wrapped_between_words(log: CommitLog, columns: int) -> None:
+    lines = lines_of("report", log.path)
+    whole = " ".join(" ".join(lines).split())
+    assert "1 half batch has two verdicts that contradict each other" in whole
+    for line in lines:
+        assert cell_len(line) <= columns or line.startswith("txmq "), line
+    assert f"txmq trace {log.path} {half_id_of(log, 'conflicts')}" in whole
+
+
+# ---------------------------------------------------------------- top
+def screen_of(seen: Overview, width: int, height: int, *keys: str) -> list[str]:
+    view = top.View()
+    for key in keys:
+        assert view.press(key)
+    console = Console(width=width, height=height, force_terminal=False)
+    with console.capture() as captured:
+        console.print(top.screen("/srv/shop/log", seen, seen, view, width, height))
+    return captured.get().splitlines()
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (60, 16), (40, 12)])
+@pytest.mark.parametrize("keys", ["", "\t\t\tj", "\t\t", "w", "w\t\t", "/order\r"])
+def test_the_screen_is_never_larger_than_the_terminal(log: CommitLog, width: int, height: int, keys: str) -> None:
+    lines = screen_of(look(log), width, height, *keys)
+    assert len(lines) <= height
+    assert max(map(cell_len, lines)) <= width
+
+
+def test_trouble_stands_first_with_its_age_and_state_whole(log: CommitLog) -> None:
+    seen = look(log)
+    lines = screen_of(seen, 80, 24)
+    assert lines[1].startswith("1 in conflict; 1 quarantined; 3 pending, the oldest for ")
+    start = next(n for n, line in enumerate(lines) if line.startswith("state "))
+    rows = lines[start + 1 : start + 6]
+    assert [row.split()[0] for row in rows] == ["conflict", "quarantined", "pending", "pending", "pending"]
+    whole = {row["age"] for row in top.open_half_batches(seen)}
+    assert {row[13:].split("  ")[0].strip() for row in rows} == whole
+    assert lines.index("2 more consumer groups") < next(n for n, line in enumerate(lines) if "more topics" in line)
+    assert lines[-1].endswith("q ends")
+
+
+def test_keys_move_filter_and_show_whole_ids(log: CommitLog) -> None:
+    seen = look(log)
+    moved = screen_of(seen, 80, 24, "\t", "\t", "\t", "\x1b[6~", "\x1b[A")
+    assert "9 above, " in moved[-2]
+    assert "more topics" in moved[-2]
+    end = screen_of(seen, 80, 24, "\t", "\t", "\t", *["\x1b[6~"] * 9)
+    assert "0 more topics" in end[-2]
+    filtered = screen_of(seen, 80, 24, "/", *"wareq", "\x7f", "\r")
+    assert [line.split()[0] for line in filtered if "production" in line] == [TOPICS[-1]]
+    assert not any("orders" in line or "pending " in line for line in filtered[2:-1])
+    assert filtered[-1].startswith("only rows with 'ware', until Esc")
+    assert screen_of(seen, 80, 24, "/", "x", "\x1b") == screen_of(seen, 80, 24)
+    half_id = top.open_half_batches(seen)[0]["half_id"]
+    assert half_id in "".join(line for line in screen_of(seen, 80, 24, "w"))
+    assert not top.View().press("q")
+
+
+def test_many_pending_half_batches_are_counted_and_found(log: CommitLog) -> None:
+    seen = look(log)
+    row = seen.pending[0]
+    many = [{**row, "half_id": f"send.{'x' * 60}-{n:09}:0", "age_seconds": float(n)} for n in range(5000)]
+    crowded = replace(seen, pending=many)
+    lines = screen_of(crowded, 80, 24)
+    rows = [line for line in lines if line.startswith(("conflict ", "quarantined ", "pending "))]
+    assert f"{5_002 - len(rows):,} more half batches" in lines
+    lines = screen_of(crowded, 80, 24, *["\x1b[6~"] * 200)
+    rows = [line for line in lines if line.startswith("pending ")]
+    assert f"{top.ROWS_MAX - len(rows):,} above, {5_002 - top.ROWS_MAX:,} more half batches" in lines
+    (found,) = [line for line in screen_of(crowded, 80, 24, "/", *"0000017:0", "\r") if "pending  " in line]
+    assert found.split()[1] == "17s"
+
+
+def test_the_live_screen_listens_to_keys_and_leaves_the_terminal_as_it_was(log: CommitLog) -> None:
+    main, terminal = pty.openpty()
+    code = "from rmq_spark.cli import app; app()"
+    environment = {**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm", "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-c", code, "top", log.path, "--every", "1m"]
+    import termios
+
+    before = termios.tcgetattr(terminal)
+    program = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
+    shown = ""
+
+    def until(word: str) -> None:
+        nonlocal shown
+        end = time.monotonic() + 60
+        while word not in shown and time.monotonic() < end:
+            if select.select([main], [], [], 0.1)[0]:
+                shown += os.read(main, 65536).decode(errors="replace")
+        assert word in shown, shown[-3000:]
+
+    try:
+        until("q ends")
+        assert "1 in conflict" in shown
+        os.write(main, b"/ware\r")
+        until("only rows with 'ware'")
+        os.write(main, b"q")
+        assert program.wait(60) == 0
+        assert termios.tcgetattr(terminal) == before
+    finally:
+        if program.poll() is None:
+            program.send_signal(signal.SIGKILL)
+        os.close(main)
+        os.close(terminal)
+
+
+def test_every_list_has_json_and_wide() -> None:
+    from tests.support.inside import whole
+
+    lists = {"topics", "stats", "top", "read", "query", "pending", "quarantined", "conflicts", "trace"}
+    commands = whole(app).commands
+    found = {name: {option for p in commands[name].params for option in p.opts} for name in lists}
+    for group in ("topic", "group", "dlq"):
+        for name in {"list", "status", "lag", "members"} & set(commands[group].commands):
+            found[f"{group} {name}"] = {o for p in commands[group].commands[name].params for o in p.opts}
+    assert len(found) == 15
+    assert all({"--json", "--wide"} <= options for options in found.values()), found
