@@ -34,7 +34,7 @@ def _actions(figures: Figures) -> Iterator[Finding]:
             Level.WARNING,
             f"{count_of(count, 'half batch').capitalize()} {are(count)} quarantined: checks gave up, and nobody sees "
             "the messages.",
-            "Look at them with txmq quarantined; then txmq resume lets checks go on, and txmq resolve decides.",
+            "Look at them with txmq quarantined; let checks go on with txmq resume, or decide with txmq resolve.",
         )
 
 
@@ -71,8 +71,8 @@ def _warnings(figures: Figures) -> Iterator[Finding]:
             Level.WARNING,
             ("1 message became a dead letter" if count == 1 else f"{count:,} messages became dead letters")
             + f" in this time; {kept_letters} not sent again.",
-            "Look at them with txmq dlq list GROUP, and send them again with txmq dlq resend GROUP --all when the "
-            "cause is gone.",
+            "Look at them with txmq dlq list GROUP; when the cause is gone, send them again with txmq dlq resend GROUP "
+            "--all.",
         )
     slowest = figures.lag.sort_by([("seconds", "descending")]).slice(0, 1).to_pylist()
     if slowest and slowest[0]["seconds"] > LAG_S_MAX:
@@ -82,7 +82,7 @@ def _warnings(figures: Figures) -> Iterator[Finding]:
             Level.WARNING,
             f"Consumer group {group['group']} is behind by {count_of(group['messages'], 'message')}, the oldest of "
             f"them committed {duration(group['seconds'])} ago.",
-            f"See that its consumers run and keep up: txmq group lag {group['group']} shows each queue.",
+            f"See that its consumers run and keep up; look at each queue with txmq group lag {group['group']}.",
         )
     if figures.undrained_s > UNDRAINED_S_MAX:
         yield Finding(
