@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 SKEW_S = 5.0
 NAMED = 3
+OF_THE_STORE = ("permissions", "store", "clock")
+"""The first checks: whether this user may write, and what the store does when somebody writes."""
 PUT_BACK = "docs/backup.md says how to put files back"
 
 
@@ -68,8 +71,9 @@ class LogDoctor:
         self._answered = answered
         self._now = self._engine.runtime.now()
 
-    def look(self) -> Iterator[Finding]:
-        """Yield findings. A check that fails becomes a finding, and the other checks still run."""
+    def look(self, *, only_read: bool = False) -> Iterator[Finding]:
+        """Yield findings. A check that fails becomes a finding, and the other checks still run. With ``only_read``
+        nothing is tried out at the store."""
         checks: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
             ("permissions", self._permissions),
             ("store", self._store),
@@ -84,7 +88,7 @@ class LogDoctor:
             ("groups", self._groups),
             ("dead letters", self._dead_letters),
         )
-        for name, check in checks:
+        for name, check in checks[len(OF_THE_STORE) :] if only_read else checks:
             try:
                 yield from check()
             except ForeignChangeError:  # the check "tables" reports it
@@ -100,7 +104,10 @@ class LogDoctor:
         return Finding(name, Level.CRITICAL, sentence_of(problem))
 
     def _command(self, verb: str, *rest: str) -> str:
-        return f"txmq {verb} {self._typed}{' '.join(rest)}".rstrip()
+        return f"txmq {verb} {self._typed}{shlex.join(rest)}".rstrip()
+
+    def _resolve(self, half_id: str) -> str:
+        return f"{self._command('resolve', half_id)} COMMIT|ROLLBACK --reason …"
 
     # ------------------------------------------------------------------ the store
     def _permissions(self) -> Iterator[Finding]:
@@ -260,7 +267,7 @@ class LogDoctor:
             f"{since} (it is due every {self._interval:g} s): it does not run, or has no listener for the group, or "
             "its listener fails",
             f"{self._command('check', '--once')} (its output says why), then see that the check job runs; when nobody "
-            "can answer, txmq resolve",
+            f"can answer, {self._resolve(overdue[0]['half_id'])}",
         )
 
     def _listeners(self, rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
@@ -306,7 +313,9 @@ class LogDoctor:
         half_ids = _some([one_line(row["half_id"]) for row in rows])
         what = f"{count_of(len(rows), 'half batch')} quarantined, and hidden: {half_ids}"
         remedy = self._command("resume", rows[0]["half_id"])
-        yield Finding("quarantined", Level.WARNING, what, f"{remedy} (asks again), or txmq resolve")
+        yield Finding(
+            "quarantined", Level.WARNING, what, f"{remedy} (asks again), or {self._resolve(rows[0]['half_id'])}"
+        )
 
     def _conflicts(self) -> Iterator[Finding]:
         rows = conflict_rows(self._log)
@@ -316,7 +325,9 @@ class LogDoctor:
         half_ids = _some([one_line(row["half_id"]) for row in rows])
         what = f"{count_of(len(rows), 'half batch')} with two verdicts that contradict each other: {half_ids}"
         remedy = self._command("trace", rows[0]["half_id"])
-        yield Finding("conflicts", Level.CRITICAL, what, f"{remedy} (tells its story), then txmq resolve")
+        yield Finding(
+            "conflicts", Level.CRITICAL, what, f"{remedy} (tells its story), then {self._resolve(rows[0]['half_id'])}"
+        )
 
     # ------------------------------------------------------------------ consumers
     def _groups(self) -> Iterator[Finding]:

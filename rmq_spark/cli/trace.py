@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,7 +61,7 @@ def trace(
     archived. It says what upkeep has taken. --json prints one object, with its events."""
     log = open_log(path, storage)
     story = log.trace(**argument_of(name))
-    typer.echo(json.dumps(story.to_dict()) if as_json else _text_of(story, _advice(story)), nl=as_json)
+    typer.echo(json.dumps(story.to_dict()) if as_json else _text_of(story, advice(story)), nl=as_json)
 
 
 def argument_of(name: str) -> dict[str, str]:
@@ -150,7 +151,7 @@ def _offsets(first: int, last: int) -> str:
     return f"offset {first}" if first == last else f"offsets {first}-{last}"
 
 
-def _advice(story: Trace) -> str | None:
+def advice(story: Trace) -> str | None:
     """Return what a person can do next; None when nothing is to be done."""
     from rmq_spark.listeners import ROLLBACK_MESSAGE
 
@@ -158,20 +159,20 @@ def _advice(story: Trace) -> str | None:
     if story.in_conflict:
         late = {event.verdict for event in story.events if event.kind == "conflict"}
         if late == {str(ROLLBACK_MESSAGE)}:  # readers may have seen the messages: only COMMIT is possible
-            return f"confirm what readers have seen: txmq resolve {path}{story.half_id} COMMIT --reason …"
-        return f"settle it: txmq resolve {path}{story.half_id} COMMIT|ROLLBACK --reason …"
+            return f"confirm what readers have seen: txmq resolve {path}{shlex.quote(story.half_id)} COMMIT --reason …"
+        return f"settle it: txmq resolve {path}{shlex.quote(story.half_id)} COMMIT|ROLLBACK --reason …"
     if story.outcome.get("quarantined"):
         return (
-            f"ask its listener again: txmq resume {path}{story.half_id}; or decide yourself: "
-            f"txmq resolve {path}{story.half_id} COMMIT|ROLLBACK --reason …"
+            f"ask its listener again: txmq resume {path}{shlex.quote(story.half_id)}; or decide yourself: "
+            f"txmq resolve {path}{shlex.quote(story.half_id)} COMMIT|ROLLBACK --reason …"
         )
     if story.outcome.get("pending") and story.lease_until is None:
         was_checked = any(event.kind == "checked" for event in story.events)
         hint = "" if was_checked else "no check has left an answer yet: when one failed, the checker's log says why\n"
         return (
             f"{hint}a check asks the listener of {story.producer_group}: txmq check {path}--once; or decide yourself: "
-            f"txmq resolve {path}{story.half_id} COMMIT|ROLLBACK --reason …"
+            f"txmq resolve {path}{shlex.quote(story.half_id)} COMMIT|ROLLBACK --reason …"
         )
     if story.waits_for:
-        return f"see what holds it up: txmq trace {path}{story.waits_for[0]}"
+        return f"see what holds it up: txmq trace {path}{shlex.quote(story.waits_for[0])}"
     return None

@@ -126,7 +126,7 @@ def _cell(column: Column, kind: str, row: Any) -> str:
     text, address = escape(column.cell(row)), column.link(row)
     if address is not None:
         text = f'<a href="{escape(address)}">{text}</a>'
-    return f"<td{kind}>{text}</td>"
+    return f'<td{kind} data-head="{escape(column.head)}">{text}</td>'
 
 
 def framed(title: str, hint: str, content: str, wide: bool = False) -> str:

@@ -146,7 +146,7 @@ def behind(engine: Engine) -> pa.Table:
     """Return how far consumer groups are behind, by group and queue: ``consumer_group, topic, queue_id, next_offset,
     end_offset, lag, lag_seconds``."""
     parts = [BEHIND_SCHEMA.empty_table()]
-    for name in groups(engine):
+    for name in groups(engine) if engine.has_groups() else ():  # a look makes no table
         with suppress(GroupNotFoundError):  # the group was deleted meanwhile
             parts.append(ConsumerGroup(engine, name).behind())
     return pa.concat_tables(parts)
