@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +19,8 @@ from rmq_spark.cli.stderr_log import log_to_stderr
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from rmq_spark._core.report.live_server import Query
     from rmq_spark.log import CommitLog
 
@@ -101,7 +104,7 @@ class Looker:
         order = list(Level)
         problems = [finding for finding in doctor.look(only_read=True) if finding.level is not Level.OK]
         problems.sort(key=lambda finding: -order.index(finding.level))
-        return home(figures, problems or findings_of(figures)[:1], path_to_type())
+        return home(figures, problems or findings_of(figures)[:1], path_to_type(), self._since)
 
     def half_batch(self, query: Query) -> str:
         from rmq_spark._core.inspect.find import transactions_of
@@ -116,33 +119,36 @@ class Looker:
         return half_batch(trace, transactions, advice(trace), engine.runtime.now())
 
     def found(self, query: Query) -> str:
-        from rmq_spark._core.report.live_page import FIELDS, found, notice
+        from rmq_spark._core.inspect.find import Wanted, find_everywhere
+        from rmq_spark._core.report.live_page import FIELDS, notice
+        from rmq_spark.cli.trace import argument_of
 
         text, topic, queue, offset = (query.get(field, "").strip() for field in FIELDS)
         if not (text or topic):
             return notice("Find", "Write a key, a message id or a half id; or a topic, with a queue and an offset.")
-        rows = self._rows(text, topic or None, _number(queue, "queue"), _number(offset, "offset"))
-        bodies = [shown(row["body"], BodyForm.AUTO, BYTES_SHOWN) for row in rows] if self._show_bodies else None
-        return found(rows[:FOUND_MAX], len(rows) > FOUND_MAX, self._readers(), bodies)
-
-    def _rows(self, text: str, topic: str | None, queue: int | None, offset: int | None) -> Sequence[dict[str, Any]]:
-        from rmq_spark._core.inspect.find import Wanted, find_by_id, find_everywhere
-        from rmq_spark.cli.trace import argument_of
-
-        if queue is not None and topic is None:
+        if text and not topic:
+            with suppress(OptionError, HalfBatchNotFoundError):  # else it is a key, which may look like an id
+                return self._found_by_id(argument_of(text))
+        wanted = Wanted(topic or None, text or None, None, _number(queue, "queue"), _number(offset, "offset"))
+        if wanted.queue_id is not None and wanted.topic is None:
             raise OptionError("a queue needs a topic: which topic's queue?")
-        if offset is not None and queue is None:
+        if wanted.offset is not None and wanted.queue_id is None:
             raise OptionError("an offset needs a queue: which queue's offset?")
-        engine = self._same_log().engine
-        if text and topic is None:
-            try:
-                rows: list[dict[str, Any]] = find_by_id(engine, FOUND_MAX + 1, **argument_of(text)).to_pylist()
-                return rows
-            except (OptionError, HalfBatchNotFoundError):  # then it is a key, which may look like an id
-                pass
-        wanted = Wanted(topic, text or None, queue_id=queue, offset=offset)
-        rows = find_everywhere(engine, wanted, FOUND_MAX + 1).to_pylist()
-        return rows
+        return self._listed(find_everywhere(self._same_log().engine, wanted, FOUND_MAX + 1))
+
+    def _found_by_id(self, argument: Mapping[str, str]) -> str:
+        from rmq_spark._core.inspect.find import find_by_id
+
+        if "half_id" in argument:
+            return self.half_batch({"id": argument["half_id"]})
+        return self._listed(find_by_id(self._same_log().engine, FOUND_MAX + 1, **argument))
+
+    def _listed(self, messages: pa.Table) -> str:
+        from rmq_spark._core.report.live_page import found
+
+        rows = messages.slice(0, FOUND_MAX).to_pylist()
+        bodies = [shown(row["body"], BodyForm.AUTO, BYTES_SHOWN) for row in rows] if self._show_bodies else None
+        return found(rows, messages.num_rows > FOUND_MAX, self._readers(), bodies)
 
     def _readers(self) -> Mapping[tuple[str, int], list[tuple[str, int]]]:
         """Return consumer groups and their next offsets by topic and queue."""

@@ -28,6 +28,7 @@ from rmq_spark._core.report.finding import Finding
 from rmq_spark._core.report.report_figures import Figures, Lately
 from rmq_spark._core.report.units import duration
 from rmq_spark._core.report.waterfall import reason_of, waterfall
+from rmq_spark._core.vocabulary.options import parse_duration
 from rmq_spark._core.vocabulary.text import count_of
 
 STYLE, SCRIPT = asset("page.css") + asset("live.css"), script(asset("live.js"))
@@ -89,7 +90,7 @@ def notice(title: str, sentence: str) -> str:
 
 
 # ---------------------------------------------------------------- home
-def home(figures: Figures, findings: Sequence[Finding], typed: str) -> str:
+def home(figures: Figures, findings: Sequence[Finding], typed: str, since: str) -> str:
     """Return the main part of the first page.
 
     Parameters
@@ -98,8 +99,10 @@ def home(figures: Figures, findings: Sequence[Finding], typed: str) -> str:
         The most urgent first; at least one.
     typed : str
         The log's path and a space for commands; empty when the configuration names the log.
+    since : str
+        How far back the figures go.
     """
-    span = duration((figures.span.until - figures.span.since).total_seconds())
+    span = duration(parse_duration(since, "since"))
     pending = sum(figures.ages["batches"].to_pylist())
     parts = [
         _open("In conflict", "Two verdicts contradict each other: find out which is true", figures.in_conflict,

@@ -43,8 +43,8 @@ HEADERS = (
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("Cache-Control", "no-store"),
 )
-_STATUS = {200: "OK", 303: "See Other", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found",
-           405: "Method Not Allowed", 503: "Service Unavailable"}  # fmt: skip
+_STATUS = {200: "OK", 202: "Accepted", 303: "See Other", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden",
+           404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}  # fmt: skip
 
 Query = Mapping[str, str]
 
@@ -197,7 +197,7 @@ class LivePages:
         elif main is None:
             sentence = "The commit log or its store is slow. The page comes by itself as soon as it has answered."
             main, every_s = notice("Still reading", sentence), every_s or 3
-        status = 200 if seen.value is not None and seen.problem is None else 503
+        status = 503 if seen.problem is not None else 200 if seen.value is not None else 202
         return status, [], document(self._log, main, note, searched=query, every_s=every_s)
 
     def _notice(self, title: str, sentence: str) -> str:
@@ -230,8 +230,7 @@ def _note_of(seen: Seen[str]) -> str:
     slow = "" if seen.running_s is None else f" A look has been running for {duration(seen.running_s)}."
     if seen.value is None:
         return slow.strip()
-    old = f"{duration(seen.age_s)} old" if seen.age_s >= SLOW_S else "of now"
-    return f"These figures are {old}.{slow}"
+    return f"Looked at {f'{duration(seen.age_s)} ago' if seen.age_s >= SLOW_S else 'just now'}.{slow}"
 
 
 class _Server(ThreadingMixIn, WSGIServer):
