@@ -92,11 +92,10 @@ class Looker:
         Span.of(self._log.engine, self._since)
 
     def home(self, query: Query) -> str:
-        from rmq_spark._core.report.headline import findings_of
         from rmq_spark._core.report.live_page import home
         from rmq_spark._core.vocabulary.options import TRANSACTION_CHECK_INTERVAL_S
         from rmq_spark.cli.doctor_log import LogDoctor
-        from rmq_spark.report import Level, figures_of
+        from rmq_spark.report import Level, figures_of, findings_of
 
         log = self._same_log()
         figures = figures_of(log, self._since)

@@ -313,7 +313,7 @@ def test_a_message_is_found_by_key_id_half_id_and_place(log: CommitLog) -> None:
         assert "a queue needs a topic" in text_of(site.find(q="order-1", queue=0))
         assert "an offset needs a queue" in text_of(site.find(topic="payments", offset=3))
         assert "queue 'one' is no number" in text_of(site.find(topic="payments", queue="one"))
-        assert "no topic 'ordres'" in text_of(site.find(topic="ordres"))
+        assert "did you mean 'orders'?" in text_of(site.find(topic="ordres"))
         assert "Write a key" in text_of(site.find())
 
 

@@ -38,6 +38,8 @@ POLICY = (
 )
 """The Content-Security-Policy of every page: its own script and style, and requests to its own server."""
 READERS_MAX = 6
+GROUPS_MAX, QUEUES_MAX = 20, 4
+"""The most consumer groups, and queues of each, that home lists."""
 FIELDS = ("q", "topic", "queue", "offset")
 """The fields of the form that searches."""
 
@@ -170,27 +172,30 @@ def _rows(rows: Sequence[Any], columns: Sequence[Column], total: int, command: s
 def _lags(figures: Figures, typed: str) -> str:
     if not figures.queues.num_rows:
         return framed("Consumer groups", "None reads from this commit log.", "")
-    groups = [
-        {"consumer_group": row["group"], "place": "all queues", "lag": row["messages"], "lag_seconds": row["seconds"]}
-        for row in figures.lag.to_pylist()
-    ]
-    behind = [row for row in figures.queues.slice(0, ROWS_MAX).to_pylist() if row["lag"]]
-    queues = [{**row, "place": f"{row['topic']} queue {row['queue_id']}"} for row in behind]
+    rows = []
+    behind = [queue for queue in figures.queues.to_pylist() if queue["lag"]]
+    for group in figures.lag.slice(0, GROUPS_MAX).to_pylist():
+        own = [queue for queue in behind if queue["consumer_group"] == group["group"]]
+        rows.append((group["group"], "all queues", group["messages"], group["seconds"]))
+        rows += [
+            (group["group"], f"{queue['topic']} queue {queue['queue_id']}", queue["lag"], queue["lag_seconds"])
+            for queue in own[:QUEUES_MAX]
+        ]
+        if (more := len(own) - QUEUES_MAX) > 0:
+            rows.append(
+                (group["group"], f"{count_of(more, 'more queue')}", sum(q["lag"] for q in own[QUEUES_MAX:]), None)
+            )
     columns = [
-        Column("group", lambda row: row["consumer_group"]),
-        Column("queue", lambda row: row["place"]),
-        Column("behind", lambda row: f"{row['lag']:,}", "number"),
-        Column("for", lambda row: duration(row["lag_seconds"]), "number"),
+        Column("group", lambda row: row[0]),
+        Column("queue", lambda row: row[1]),
+        Column("behind", lambda row: f"{row[2]:,}", "number"),
+        Column("for", lambda row: "" if row[3] is None else duration(row[3]), "number"),
     ]
-    shown = groups[:ROWS_MAX]
-    for number, row in enumerate(groups[:ROWS_MAX], 1):  # each group is followed by its queues with messages
-        at = shown.index(row) + 1
-        shown[at:at] = [queue for queue in queues if queue["consumer_group"] == row["consumer_group"]]
-        if len(shown) >= ROWS_MAX + number:
-            break
-    total = len(groups) + sum(lag > 0 for lag in figures.queues["lag"].to_pylist())
-    hint = "Messages that a group has not read, and for how long the oldest has waited."
-    return framed("Consumer groups", hint, _rows(shown[:ROWS_MAX], columns, total, f"txmq group list {typed}"))
+    hint = (
+        f"Messages that a group has not read, and for how long the oldest has waited: txmq group list {typed}".strip()
+    )
+    content = _rows(rows, columns, len(rows) + max(0, figures.lag.num_rows - GROUPS_MAX))
+    return framed("Consumer groups", hint, content)
 
 
 def _appeared(figures: Figures, span: str) -> str:

@@ -173,6 +173,12 @@ def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SI
     visible = over_time.by_large_topics(placed_counts)
     quarantined = tuple(dict.fromkeys(overview.quarantined(engine)["half_id"].to_pylist()))
     conflicts = tuple(overview.conflicts(engine))
+    pending, in_quarantine, in_conflict = standing.with_reasons(
+        engine,
+        standing.pending(engine, open_batches.slice(0, LISTED_MAX), span.until),
+        standing.to_settle(engine, quarantined[:LISTED_MAX], span.until),
+        standing.to_settle(engine, conflicts[:LISTED_MAX], span.until),
+    )
     queues = standing.behind(engine)
     undrained = Undrained(engine)
     undrained.look()
@@ -184,9 +190,9 @@ def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SI
         verdicts=over_time.verdicts(history, span),
         checks=over_time.checks(history, span),
         ages=standing.ages(open_batches, span.until),
-        pending=standing.pending(engine, open_batches.slice(0, LISTED_MAX), span.until),
-        in_quarantine=standing.to_settle(engine, quarantined[:LISTED_MAX], span.until),
-        in_conflict=standing.to_settle(engine, conflicts[:LISTED_MAX], span.until),
+        pending=pending,
+        in_quarantine=in_quarantine,
+        in_conflict=in_conflict,
         committed_lately=_lately(engine, history, Kind.COMMIT, span),
         rolled_back_lately=_lately(engine, history, Kind.ROLLBACK, span),
         appeared=_by_topic(placed_counts),

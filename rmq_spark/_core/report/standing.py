@@ -80,8 +80,12 @@ def since(times: pa.ChunkedArray, now: datetime) -> pa.ChunkedArray:
     return pc.if_else(pc.less(seconds, 0.0), 0.0, seconds)
 
 
-def pending(engine: Engine, open_batches: pa.Table, now: datetime) -> pa.Table:
-    """Return pending half batches, with their groups, their numbers of checks, and what the last check said."""
+Listed = Sequence[dict[str, Any]]
+"""Half batches with the columns of :data:`PENDING_SCHEMA`, but for the reason."""
+
+
+def pending(engine: Engine, open_batches: pa.Table, now: datetime) -> Listed:
+    """Return pending half batches, with their groups and their numbers of checks."""
     rows = []
     for half_id in open_batches["half_id"].to_pylist():
         try:
@@ -92,10 +96,10 @@ def pending(engine: Engine, open_batches: pa.Table, now: datetime) -> pa.Table:
         pending_rows = state.rows_in((RowState.PENDING,))
         if pending_rows.count:
             rows.append(_listed(record, state, pending_rows, now))
-    return _with_reasons(engine, rows)
+    return rows
 
 
-def to_settle(engine: Engine, half_ids: Sequence[str], now: datetime) -> pa.Table:
+def to_settle(engine: Engine, half_ids: Sequence[str], now: datetime) -> Listed:
     """Return half batches that are quarantined or in conflict, in the form of :func:`pending`. The messages are those
     in that state."""
     rows = []
@@ -109,7 +113,7 @@ def to_settle(engine: Engine, half_ids: Sequence[str], now: datetime) -> pa.Tabl
             continue
         state = engine.state_of(record, refresh=False)
         rows.append(_listed(record, state, state.conflicting() or state.rows_in((RowState.QUARANTINED,)), now))
-    return _with_reasons(engine, rows)
+    return rows
 
 
 def _listed(record: HalfRecord, state: BatchState, rows: RowSet, now: datetime) -> dict[str, Any]:
@@ -124,12 +128,15 @@ def _listed(record: HalfRecord, state: BatchState, rows: RowSet, now: datetime) 
     }
 
 
-def _with_reasons(engine: Engine, rows: Sequence[dict[str, Any]]) -> pa.Table:
-    """Return rows as a table, with what ``op`` last said of each half batch; of one in conflict, both verdicts."""
-    said: dict[str, list[OpRow]] = {row["half_id"]: [] for row in rows}
+def with_reasons(engine: Engine, *lists: Listed) -> list[pa.Table]:
+    """Return lists of half batches as tables, with what ``op`` last said of each; of one in conflict, both verdicts."""
+    said: dict[str, list[OpRow]] = {row["half_id"]: [] for rows in lists for row in rows}
     for fields in engine.ledger.scan(list(said)).to_pylist() if said else ():
         said[fields["half_id"]].append(OpRow.of(fields))
-    return pa.Table.from_pylist([{"reason": _reason(said[row["half_id"]]), **row} for row in rows], PENDING_SCHEMA)
+    return [
+        pa.Table.from_pylist([{"reason": _reason(said[row["half_id"]]), **row} for row in rows], PENDING_SCHEMA)
+        for rows in lists
+    ]
 
 
 def _reason(op_rows: Sequence[OpRow]) -> str | None:
