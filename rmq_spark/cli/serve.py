@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rmq_spark._core.vocabulary.options import TRANSACTION_CHECK_INTERVAL_S
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.cli.bodies import BYTES_SHOWN, BodyForm, shown
 from rmq_spark.cli.command import path_to_type, sentence_of
@@ -21,7 +22,7 @@ from rmq_spark.errors import HalfBatchNotFoundError, OptionError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from rmq_spark._core.report.live_server import Query
+    from rmq_spark._core.report.live_server import Query, View
     from rmq_spark.log import CommitLog
 
 PORT = 5558
@@ -61,16 +62,18 @@ def serve(
     """A live page in a browser: what is wrong and what to do, what waits, lag, one half batch, one message. It only
     reads the log."""
     from rmq_spark._core.checks.threads import stopped_by_signals
-    from rmq_spark._core.report.live_server import Door, LivePages, View, serving
+    from rmq_spark._core.report.live_server import Door, LivePages, serving
     from rmq_spark.cli.command import hide
+    from rmq_spark.cli.configuration import configured
+    from rmq_spark.cli.doctor import settings_of
 
     door = Door(host, name or (), token)
     log = open_log(path, storage)
     hide([token] if token else [])
-    look = Looker(log, since, show_bodies)
+    answered_groups, interval_s, _ = settings_of(configured())
+    look = Looker(log, since, show_bodies, interval_s, answered_groups)
     look.require_span()
-    views = {"/": View(look.home, 3), "/half": View(look.half_batch, 5), "/find": View(look.found)}
-    pages = LivePages(redacted(log.path), views, door, sentence_of)
+    pages = LivePages(redacted(log.path), look.views(), door, sentence_of)
     log_to_stderr(logging.WARNING)
     stop = threading.Event()
     with serving(pages, host, port) as url, stopped_by_signals(stop):
@@ -80,10 +83,36 @@ def serve(
 
 
 class Looker:
-    """Looks at a commit log for the pages. Its methods return the main parts of pages."""
+    """Looks at a commit log for the pages. Its methods return the main parts of pages.
 
-    def __init__(self, log: CommitLog, since: str = "1d", show_bodies: bool = False) -> None:
+    Parameters
+    ----------
+    log : CommitLog
+    since : str
+        How far back verdicts and messages count.
+    show_bodies : bool
+    check_interval, answered
+        As for :class:`LogDoctor`.
+    """
+
+    def __init__(
+        self,
+        log: CommitLog,
+        since: str = "1d",
+        show_bodies: bool = False,
+        check_interval: float = TRANSACTION_CHECK_INTERVAL_S,
+        answered: Sequence[str] | None = None,
+    ) -> None:
         self._log, self._since, self._show_bodies = log, since, show_bodies
+        self._interval, self._answered = check_interval, answered
+
+    def views(self) -> dict[str, View]:
+        """Return the pages by path."""
+        from rmq_spark._core.report.live_page import FIELDS
+        from rmq_spark._core.report.live_server import View
+
+        half_batch = View(self.half_batch, every_s=5, fields=("id",))
+        return {"/": View(self.home, every_s=3), "/half": half_batch, "/find": View(self.found, fields=FIELDS)}
 
     def require_span(self) -> None:
         """Raise OptionError when ``since`` is no time."""
@@ -93,13 +122,12 @@ class Looker:
 
     def home(self, query: Query) -> str:
         from rmq_spark._core.report.live_page import home
-        from rmq_spark._core.vocabulary.options import TRANSACTION_CHECK_INTERVAL_S
         from rmq_spark.cli.doctor_log import LogDoctor
         from rmq_spark.report import Level, figures_of, findings_of
 
         log = self._same_log()
         figures = figures_of(log, self._since)
-        doctor = LogDoctor(log, path_to_type(), TRANSACTION_CHECK_INTERVAL_S)
+        doctor = LogDoctor(log, path_to_type(), self._interval, self._answered)
         order = list(Level)
         problems = [finding for finding in doctor.look(only_read=True) if finding.level is not Level.OK]
         problems.sort(key=lambda finding: -order.index(finding.level))

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 import pytest
 
 from rmq_spark import CommitLog, ConsumerGroup
-from rmq_spark._core.report.live_server import Door, LivePages, View, serving
+from rmq_spark._core.report.live_server import Door, LivePages, serving
 from rmq_spark.cli import serve
 from rmq_spark.cli.command import sentence_of
 from tests.support import browser
@@ -49,8 +49,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> CommitLog:
 @pytest.fixture(scope="module")
 def url(log: CommitLog) -> Iterator[str]:
     looker = serve.Looker(log.another(), show_bodies=True)
-    views = {"/": View(looker.home, 3), "/half": View(looker.half_batch, 5), "/find": View(looker.found)}
-    with serving(LivePages(log.path, views, Door(), sentence_of), "127.0.0.1", 0) as found:
+    with serving(LivePages(log.path, looker.views(), Door(), sentence_of), "127.0.0.1", 0) as found:
         yield found
 
 

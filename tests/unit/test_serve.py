@@ -26,10 +26,11 @@ import pytest
 from rmq_spark import COMMIT_MESSAGE, CommitLog, ConsumerGroup
 from rmq_spark._core.inspect.trace import TraceEvent, TraceKind
 from rmq_spark._core.report import live_page, live_server, shared_look
-from rmq_spark._core.report.components import commands
+from rmq_spark._core.report.components import commands, headline
+from rmq_spark._core.report.finding import Finding
 from rmq_spark._core.report.live_server import Door, LivePages, View, serving
 from rmq_spark._core.report.waterfall import steps_of, waterfall
-from rmq_spark.cli import serve
+from rmq_spark.cli import app, serve
 from rmq_spark.cli.command import sentence_of
 from rmq_spark.cli.doctor_log import LogDoctor
 from rmq_spark.errors import OptionError
@@ -47,7 +48,7 @@ from tests.support.half_batches import (
     quarantine,
     roll_back,
 )
-from tests.support.inside import HalfRecord, Trace, Who
+from tests.support.inside import HalfRecord, Level, Trace, Who, whole
 
 TOKEN = "a token that is long enough"
 EVIL = '"><script>document.title="taken"</script><img/src=x/onerror=alert(1)>\u202e'
@@ -91,8 +92,7 @@ class Site(NamedTuple):
 @contextmanager
 def served(log: CommitLog, door: Door | None = None, show_bodies: bool = False) -> Iterator[Site]:
     looker = serve.Looker(log, "1d", show_bodies)
-    views = {"/": View(looker.home, 3), "/half": View(looker.half_batch, 5), "/find": View(looker.found)}
-    pages = LivePages(log.path, views, door or Door(), sentence_of)
+    pages = LivePages(log.path, looker.views(), door or Door(), sentence_of)
     with serving(pages, (door or Door()).host, 0) as url:
         yield Site(url, pages, looker)
 
@@ -199,6 +199,12 @@ def test_a_log_that_changes_between_two_looks_is_shown_as_it_is(
         assert "Nothing is pending." in text
         assert "late 0 0" in text
         assert "3 committed" in site.half(record)
+
+
+def test_dead_letters_alone_are_a_note(log: CommitLog) -> None:
+    found = headline([Finding("dead letters", Level.NOTE, "points: 1 dead letter", "txmq dlq list shop/log points")])
+    assert '<section class="headline note" aria-label="nothing is urgent">' in found
+    assert "<code>txmq dlq list shop/log points</code>" in found
 
 
 # ---------------------------------------------------------------- one half batch
@@ -540,7 +546,7 @@ def test_two_hundred_requests_are_one_read(log: CommitLog, monkeypatch: pytest.M
     monkeypatch.setattr(shared_look, "EVERY_S", 60.0)
     commit(log, prepare(log, 0, 3))
     with served(log) as site, ThreadPoolExecutor(20) as viewers:
-        answers = list(viewers.map(lambda _: site.get(), range(200)))
+        answers = list(viewers.map(lambda n: site.get(f"/?another={n}"), range(200)))
     assert {answer.status for answer in answers} == {200}
     assert len(reads) == 1
 
@@ -607,11 +613,10 @@ def test_a_look_that_took_long_rests_for_longer(monkeypatch: pytest.MonkeyPatch)
 def test_many_searches_at_once_are_turned_away_and_home_is_not(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_look, "WAIT_S", 0.05)
     may_end = threading.Event()
-    views = {"/": View(lambda query: "home"), "/find": View(lambda query: str(may_end.wait(30)))}
+    views = {"/": View(lambda query: "home"), "/find": View(lambda query: str(may_end.wait(30)), fields=("q",))}
     pages = LivePages("log", views, Door(), sentence_of)
     with serving(pages, "127.0.0.1", 0) as url:
         site = Site(url, pages, serve.Looker(log))
-        site.get()
         statuses = [site.get(f"/find?q={n}").status for n in range(shared_look.RUNNING_MAX + 3)]
         assert statuses == [202] * shared_look.RUNNING_MAX + [503] * 3
         assert site.get("/").status == 200
@@ -677,18 +682,22 @@ def test_the_command_refuses_what_it_cannot_do(log: CommitLog, tmp_path: Path) -
     assert "not a commit log" in txmq("serve", tmp_path / "nothing", code=1)[1]
 
 
-def test_the_command_serves_until_it_is_stopped(log: CommitLog) -> None:
+def test_the_command_of_the_docs_serves_until_it_is_stopped(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    known = {option for parameter in whole(app).commands["serve"].params for option in parameter.opts}
+    assert set(re.findall(r"--[a-z][a-z-]+", text)) < known
+    ((command, printed),) = re.findall(r"^```\n\$ txmq (.*)\n(.*)\n```$", text, re.MULTILINE)
+    log = make_log("delta", tmp_path / "shop" / "log")
     commit(log, prepare(log, 0, 3))
-    command = [sys.executable, "-m", "rmq_spark", "serve", log.path, "--port", "0"]
+    line = [sys.executable, "-m", "rmq_spark", *command.split(), "--port", "0"]
     environment = {**os.environ, "TXMQ_SERVE_TOKEN": TOKEN}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as running:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, env=environment, cwd=tmp_path) as running:
         assert running.stdout is not None
-        line = running.stdout.readline()
-        (url,) = re.findall(r"is shown at (http://127\.0\.0\.1:\d+/)\?token=…", line)
-        parts = urlsplit(url)
-        connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=60)
+        said = running.stdout.readline().strip()
+        port = re.findall(r":(\d+)/", said)[0]
+        assert said == printed.replace("/srv", str(tmp_path)).replace(str(serve.PORT), port) + "?token=…"
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
         connection.request("GET", "/", headers={"Authorization": f"Bearer {TOKEN}"})
         answer = connection.getresponse()
         page = answer.read().decode()

@@ -22,10 +22,16 @@ EXACT_MAX = 1_000_000
 """Smaller numbers of a tile are written out."""
 _SIGNS = {
     Level.OK: '<path d="M5 12.5l4.5 4.5L19 7.5"/>',
+    Level.NOTE: '<path d="M12 11v6.5"/><path d="M12 7v.3"/>',
     Level.WARNING: '<path d="M12 6v7"/><path d="M12 17.2v.3"/>',
     Level.CRITICAL: '<path d="M12 6v7"/><path d="M12 17.2v.3"/>',
 }
-_LEVELS = {Level.OK: "all is well", Level.WARNING: "watch this", Level.CRITICAL: "do something"}
+_LEVELS = {
+    Level.OK: "all is well",
+    Level.NOTE: "nothing is urgent",
+    Level.WARNING: "watch this",
+    Level.CRITICAL: "do something",
+}
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,12 @@ Query = Mapping[str, str]
 
 @dataclass(frozen=True)
 class View:
-    """A page: the function that looks at the log and returns the page's main part, and how often a browser asks again
-    (0: not by itself)."""
+    """A page: the function that looks at the log and returns the page's main part, how often a browser asks again (0:
+    not by itself), and the fields of an address that it knows. Others are left out."""
 
     look: Callable[[Query], str]
     every_s: int = 0
+    fields: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -180,11 +181,10 @@ class LivePages:
         view = self._views.get(path)
         if view is None:
             return 404, [], self._notice("No such page", f"There are only {', '.join(self._views)}.")
-        return self._page(view, path, query)
+        return self._page(view, path, {name: query[name] for name in view.fields if name in query})
 
     def _page(self, view: View, path: str, query: Query) -> tuple[int, list[tuple[str, str]], str]:
-        key = (path, *sorted(query.items()))
-        look = self.looks.of(key, lambda: view.look(query))
+        look = self.looks.of((path, *query.items()), lambda: view.look(query), limited=bool(view.fields))
         if look is None:
             return 503, [("Retry-After", "5")], self._notice("Busy", "Many others search now. Load this page again.")
         seen = look.ask()

@@ -100,11 +100,11 @@ class SharedLooks(Generic[T]):
         self._lock = threading.Lock()
         self._looks: OrderedDict[Hashable, SharedLook[T]] = OrderedDict()
 
-    def of(self, key: Hashable, look: Callable[[], T]) -> SharedLook[T] | None:
-        """Return the look of a key; None when it is new, and too many others run."""
+    def of(self, key: Hashable, look: Callable[[], T], *, limited: bool = True) -> SharedLook[T] | None:
+        """Return the look of a key; None when it is limited and new, and too many others run."""
         with self._lock:
             known = self._looks.pop(key, None)
-            if known is None and sum(other.is_running for other in self._looks.values()) >= RUNNING_MAX:
+            if limited and known is None and sum(other.is_running for other in self._looks.values()) >= RUNNING_MAX:
                 return None
             self._looks[key] = known = known or SharedLook(look)
             for old in list(self._looks)[:-KEPT_MAX]:
@@ -113,6 +113,7 @@ class SharedLooks(Generic[T]):
             return known
 
     def join(self, seconds: float) -> None:
-        """Wait for running looks."""
+        """Wait at most so long for all running looks."""
+        end_s = RUNTIME.monotonic() + seconds
         for look in list(self._looks.values()):
-            look.join(seconds)
+            look.join(max(0.0, end_s - RUNTIME.monotonic()))
