@@ -25,7 +25,7 @@ from rmq_spark._core.report.components import (
     tiles,
 )
 from rmq_spark._core.report.finding import Finding
-from rmq_spark._core.report.report_figures import Figures, Lately
+from rmq_spark._core.report.report_figures import Figures
 from rmq_spark._core.report.units import duration
 from rmq_spark._core.report.waterfall import reason_of, waterfall
 from rmq_spark._core.vocabulary.options import parse_duration
@@ -106,56 +106,43 @@ def home(figures: Figures, findings: Sequence[Finding], typed: str, since: str) 
     """
     span = duration(parse_duration(since, "since"))
     pending = sum(figures.ages["batches"].to_pylist())
+    committed, rolled_back = figures.committed_lately, figures.rolled_back_lately
+    newest = f"The newest in {span}, with the age of the verdict"
     parts = [
-        _open("In conflict", "Two verdicts contradict each other: find out which is true", figures.in_conflict,
-              len(figures.conflicts), f"txmq conflicts {typed}"),
-        _open("Quarantined", "Checks gave up, and nobody sees these messages", figures.in_quarantine,
-              len(figures.quarantined), f"txmq quarantined {typed}"),
-        _open("Pending", "No verdict yet: a check asks about what stays here", figures.pending, pending,
-              f"txmq pending {typed}", "Nothing is pending."),
-        _lately("Rolled back lately", figures.rolled_back_lately, span),
-        _lately("Committed lately", figures.committed_lately, span),
+        _half_batches("In conflict", "Two verdicts contradict each other: find out which is true", figures.in_conflict,
+                      len(figures.conflicts), f"txmq conflicts {typed}"),
+        _half_batches("Quarantined", "Checks gave up, and nobody sees these messages", figures.in_quarantine,
+                      len(figures.quarantined), f"txmq quarantined {typed}"),
+        _half_batches("Pending", "No verdict yet: a check asks about what stays here", figures.pending, pending,
+                      f"txmq pending {typed}", "Nothing is pending."),
+        _half_batches("Rolled back lately", newest, rolled_back.newest, rolled_back.total, nothing="None."),
+        _half_batches("Committed lately", newest, committed.newest, committed.total, nothing="None."),
         _lags(figures, typed),
-        _appeared(figures, span),
+        _appeared(figures, span, typed),
     ]  # fmt: skip
     return f'{headline(findings)}\n{tiles(figures)}\n<div class="grid">{"".join(parts)}</div>'
 
 
-HALF_BATCH = Column("half batch", lambda row: row["half_id"], "id", lambda row: half_address(row["half_id"]))
-
-
-def _open(title: str, hint: str, rows: pa.Table, total: int, command: str, nothing: str = "") -> str:
+def _half_batches(title: str, hint: str, rows: pa.Table, total: int, command: str = "", nothing: str = "") -> str:
     if not rows.num_rows:
-        return framed(title, hint, f'<p class="nothing">{nothing}</p>', wide=True) if nothing else ""
+        return framed(title, f"{hint}.", f'<p class="nothing">{nothing}</p>', wide=True) if nothing else ""
     columns = [
-        HALF_BATCH,
+        Column("half batch", lambda row: row["half_id"], "id", lambda row: half_address(row["half_id"])),
         Column("producer group", lambda row: row["producer_group"] or ""),
         Column("messages", lambda row: _count(row["messages"]), "number"),
         Column("age", lambda row: "" if row["seconds"] is None else duration(row["seconds"]), "number"),
-        Column("checks", lambda row: _count(row["check_times"]), "number"),
-        Column("reason", lambda row: row["reason"] or ("its local transaction runs" if row["leased"] else ""), "text"),
+        Column("checks", lambda row: _count(row["check_times"]), "number")
+        if "check_times" in rows.column_names
+        else Column("by", lambda row: row["decided_by"] or ""),
+        Column("reason", _reason, "text"),
     ]
     return framed(title, f"{hint}.", _rows(rows.to_pylist(), columns, total, command), wide=True)
 
 
-def _lately(title: str, lately: Lately, span: str) -> str:
-    columns = [
-        HALF_BATCH,
-        Column("producer group", lambda row: row["producer_group"] or ""),
-        Column("messages", lambda row: _count(row["messages"]), "number"),
-        Column("age", lambda row: duration(row["seconds"]), "number"),
-        Column("by", lambda row: row["decided_by"] or ""),
-        Column("reason", _reason, "text"),
-    ]
-    if not lately.total:
-        return framed(title, f"In {span}.", '<p class="nothing">None.</p>', wide=True)
-    hint = f"The newest of {count_of(lately.total, 'half batch')} in {span}. The age is that of the verdict."
-    return framed(title, hint, _rows(lately.newest.to_pylist(), columns, lately.total), wide=True)
-
-
 def _reason(row: Mapping[str, Any]) -> str:
-    more = f" (and {count_of(row['reasons'] - 1, 'other reason')})" if row["reasons"] > 1 else ""
-    return f"{row['reason'] or ''}{more}"
+    more = row.get("reasons", 0) - 1
+    text = row["reason"] or ("its local transaction runs" if row.get("leased") else "")
+    return f"{text} (and {count_of(more, 'other reason')})" if more > 0 else text
 
 
 def _count(number: int | None) -> str:
@@ -198,7 +185,7 @@ def _lags(figures: Figures, typed: str) -> str:
     return framed("Consumer groups", hint, content)
 
 
-def _appeared(figures: Figures, span: str) -> str:
+def _appeared(figures: Figures, span: str, typed: str) -> str:
     committed = {row["topic"]: row["committed"] for row in figures.topics.to_pylist()}
     appeared = {row["topic"]: row for row in figures.appeared.to_pylist()}
     rows = [*appeared.values(), *({"topic": name, "messages": 0, "at": None} for name in committed.keys() - appeared)]
@@ -212,7 +199,7 @@ def _appeared(figures: Figures, span: str) -> str:
     if not rows:
         return framed("What appeared", "There is no topic yet.", "")
     hint = "Messages that readers can see, by topic."
-    return framed("What appeared", hint, _rows(rows[:ROWS_MAX], columns, len(rows), "txmq topics"))
+    return framed("What appeared", hint, _rows(rows[:ROWS_MAX], columns, len(rows), f"txmq topics {typed}"))
 
 
 # ---------------------------------------------------------------- a half batch

@@ -238,6 +238,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 1024  # with fewer, a burst of viewers loses connections
 
     def __init__(self, *arguments: Any) -> None:
         self._free = threading.BoundedSemaphore(CONNECTIONS_MAX)
