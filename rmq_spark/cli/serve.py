@@ -13,6 +13,7 @@ import typer
 
 from rmq_spark._core.vocabulary.options import TRANSACTION_CHECK_INTERVAL_S
 from rmq_spark._core.vocabulary.redaction import redacted
+from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.bodies import BYTES_SHOWN, BodyForm, shown
 from rmq_spark.cli.command import path_to_type, sentence_of
 from rmq_spark.cli.output import LogPath, Storage, open_log, plainly
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rmq_spark.log import CommitLog
 
 PORT = 5558
+FINDINGS_MAX = 12
 FOUND_MAX = 20
 TRANSACTIONS_MAX = 1_000
 """The most messages of a half batch whose transactions are listed."""
@@ -123,7 +125,7 @@ class Looker:
     def home(self, query: Query) -> str:
         from rmq_spark._core.report.live_page import home
         from rmq_spark.cli.doctor_log import LogDoctor
-        from rmq_spark.report import Level, figures_of, findings_of
+        from rmq_spark.report import Finding, Level, figures_of, findings_of
 
         log = self._same_log()
         figures = figures_of(log, self._since)
@@ -131,6 +133,9 @@ class Looker:
         order = list(Level)
         problems = [finding for finding in doctor.look(only_read=True) if finding.level is not Level.OK]
         problems.sort(key=lambda finding: -order.index(finding.level))
+        if (more := len(problems) - FINDINGS_MAX) > 0:
+            remedy = f"txmq doctor {path_to_type()}".rstrip()
+            problems[FINDINGS_MAX:] = [Finding("doctor", Level.NOTE, count_of(more, "more finding"), remedy)]
         return home(figures, problems or findings_of(figures)[:1], path_to_type(), self._since)
 
     def half_batch(self, query: Query) -> str:

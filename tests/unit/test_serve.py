@@ -201,6 +201,17 @@ def test_a_log_that_changes_between_two_looks_is_shown_as_it_is(
         assert "3 committed" in site.half(record)
 
 
+def test_of_many_findings_the_worst_are_shown(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = [Finding("groups", Level.WARNING, f"group-{n} is behind") for n in range(30)]
+    bad.append(Finding("tables", Level.CRITICAL, "a file is gone"))
+    monkeypatch.setattr(LogDoctor, "look", lambda self, only_read: iter(bad))
+    with served(log) as site:
+        page = site.get().text
+    assert page.index("a file is gone") < page.index("group-0 is behind")
+    assert "group-12 is behind" not in page
+    assert "<b>19 more findings</b> <code>txmq doctor shop/log</code>" in page
+
+
 def test_dead_letters_alone_are_a_note(log: CommitLog) -> None:
     found = headline([Finding("dead letters", Level.NOTE, "points: 1 dead letter", "txmq dlq list shop/log points")])
     assert '<section class="headline note" aria-label="nothing is urgent">' in found
