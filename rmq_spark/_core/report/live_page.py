@@ -88,7 +88,7 @@ Times are UTC. rmq_spark {__version__}</p></footer>
 
 def notice(title: str, sentence: str) -> str:
     """Return the main part of a page that has only a sentence to say."""
-    return framed(title, sentence, "", wide=True)
+    return f'<section class="card wide"><h2>{escape(title)}</h2><p class="hint">{escape(sentence)}</p></section>'
 
 
 # ---------------------------------------------------------------- home
