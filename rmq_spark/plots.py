@@ -81,7 +81,7 @@ def lag(log: Log) -> Chart:
     ----------
     log : CommitLog or path
     """
-    return charts.lag(standing.lag(_open(log))).chart
+    return charts.lag(standing.lag(standing.behind(_open(log)))).chart
 
 
 def largest(log: Log, since: str = SINCE) -> Chart:

@@ -66,7 +66,7 @@ def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
         configuration = configured()
     except ConfigError as problem:
         fail(problem, BAD_USAGE)
-    answered_groups, interval_s, findings = _settings(configuration)
+    answered_groups, interval_s, findings = settings_of(configuration)
     yield from findings
     try:
         log = open_log(path, storage)
@@ -79,7 +79,7 @@ def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
     yield from LogDoctor(log, path_to_type(), interval_s, answered_groups).look()
 
 
-def _settings(configuration: Configured) -> tuple[list[str] | None, float, list[Finding]]:
+def settings_of(configuration: Configured) -> tuple[list[str] | None, float, list[Finding]]:
     """Return the producer groups with a listener here or elsewhere (None without a configuration), the seconds between
     checks, and findings about the configuration."""
     from rmq_spark._core.checks.job_settings import NEEDED, JobSettings

@@ -201,9 +201,7 @@ def query(
     """Find messages by a key, an id, an offset or a time, and look at them. One message is shown whole, several as a
     table. By a key or an id those are found, too, that are not committed: pending, quarantined or rolled back ones.
     The latter until they leave the log."""
-    import pyarrow as pa
-
-    from rmq_spark._core.inspect.find import Wanted, find, find_by_id, find_not_visible
+    from rmq_spark._core.inspect.find import Wanted, find_by_id, find_everywhere
     from rmq_spark._core.selector import parse_tags
 
     ids = {"message_id": message_id, "transaction_id": transaction_id, "half_id": half_id}
@@ -230,10 +228,7 @@ def query(
             first,
             end,
         )
-        table = find(log.engine, conditions, limit + 1)
-        if key is not None and not {"--queue", "--offset", "--since", "--until"} & set(given_filters):
-            not_visible = find_not_visible(log.engine, conditions, max(0, limit + 1 - table.num_rows))
-            table = pa.concat_tables([table, not_visible])
+        table = find_everywhere(log.engine, conditions, limit + 1)
     has_more = table.num_rows > limit
     rows = table.slice(0, limit).to_pylist()
     if as_json:

@@ -73,7 +73,7 @@ def trace(
     drained, archived. It says what upkeep has taken. --json prints one object, with its events."""
     log = open_log(path, storage)
     story = log.trace(**argument_of(name))
-    typer.echo(json.dumps(story.to_dict()) if as_json else _text_of(story, _advice(story)), nl=as_json)
+    typer.echo(json.dumps(story.to_dict()) if as_json else _text_of(story, advice(story)), nl=as_json)
 
 
 def argument_of(name: str) -> dict[str, str]:
@@ -164,7 +164,7 @@ def _offsets(first: int, last: int) -> str:
     return f"offset {first}" if first == last else f"offsets {first}-{last}"
 
 
-def _advice(story: Trace) -> Iterator[str]:
+def advice(story: Trace) -> Iterator[str]:
     """Yield what a person can do next: nothing when nothing is to be done."""
     from rmq_spark.listeners import ROLLBACK_MESSAGE
 

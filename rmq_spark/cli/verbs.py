@@ -48,6 +48,10 @@ VERBS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "report",
             "Say in one sentence whether all is well, and what to do if not; with --html as a page with charts",
         ),
+        "serve": (
+            "serve",
+            "A live page in a browser: what is wrong and what to do, what waits, lag, one half batch, one message",
+        ),
     },
     SETTLE: {
         "pending": (

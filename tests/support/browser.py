@@ -58,11 +58,12 @@ class Page:
         elif method == "Network.requestWillBeSent":
             self.requests.append(said["request"]["url"])
 
-    def open(self, file: Path) -> None:
-        """Open a file, and wait until it is loaded."""
-        self._call("Page.navigate", {"url": file.as_uri()})
+    def open(self, place: Path | str) -> None:
+        """Open a file or a URL, and wait until it is loaded."""
+        url = place if isinstance(place, str) else place.as_uri()
+        self._call("Page.navigate", {"url": url})
         self.evaluate("new Promise(done => document.readyState == 'complete' ? done() : onload = done)")
-        self.requests.remove(file.as_uri())
+        self.requests.remove(url)
 
     def evaluate(self, script: str) -> Any:
         """What a script returns; of a promise, what it is fulfilled with."""

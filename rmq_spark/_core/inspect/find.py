@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -137,6 +137,16 @@ def find(engine: Engine, wanted: Wanted, limit: int) -> pa.Table:
     return _committed(pa.concat_tables(parts) if parts else SOURCE_SCHEMA.empty_table())
 
 
+def find_everywhere(engine: Engine, wanted: Wanted, limit: int) -> pa.Table:
+    """Return up to ``limit`` messages, visible ones first. A key also finds messages that are not visible, unless a
+    place or a time is wanted, which they do not have."""
+    visible = find(engine, wanted, limit)
+    placed_only = (wanted.queue_id, wanted.offset, wanted.since, wanted.until) != (None, None, None, None)
+    if wanted.key is None or placed_only:
+        return visible
+    return pa.concat_tables([visible, find_not_visible(engine, wanted, max(0, limit - visible.num_rows))])
+
+
 def find_not_visible(engine: Engine, wanted: Wanted, limit: int) -> pa.Table:
     """Return up to ``limit`` messages that are not visible, such as pending or rolled back ones, while ``half`` has
     them.
@@ -214,6 +224,23 @@ def find_by_id(
             record = engine.half.get(traced.half_id)
             parts.append(_not_visible(engine, record, chosen_rows(engine, traced, record), remaining))
     return pa.concat_tables(parts).slice(0, limit) if parts else FOUND_SCHEMA.empty_table()
+
+
+def transactions_of(engine: Engine, traced: Trace, limit: int) -> list[dict[str, Any]]:
+    """Return the transactions of up to ``limit`` messages of a traced half batch, those that are not visible first:
+    ``transaction_id, state, reason, messages`` and the ``keys`` of one of its messages."""
+    parts: list[pa.Table] = []
+    if traced.where == "half":
+        with suppress(HalfBatchNotFoundError):  # the half batch has left meanwhile
+            record = engine.half.get(traced.half_id)
+            parts.append(_not_visible(engine, record, chosen_rows(engine, traced, record), limit))
+    parts += _messages_at(engine, traced, limit - sum(part.num_rows for part in parts))
+    found: dict[tuple[str, str, str | None], dict[str, Any]] = {}
+    for row in (row for part in parts for row in part.drop_columns("body").to_pylist()):
+        named = {name: row[name] for name in ("transaction_id", "state", "reason")}
+        transaction = found.setdefault(tuple(named.values()), {**named, "messages": 0, "keys": row["keys"]})
+        transaction["messages"] += 1
+    return list(found.values())
 
 
 def _messages_at(engine: Engine, traced: Trace, limit: int) -> Iterator[pa.Table]:

@@ -38,6 +38,7 @@ EVENT_SCHEMA = pa.schema(
         ("decided_by", pa.string()),
         ("messages", pa.int64()),
         ("refused", pa.bool_()),
+        ("reason", pa.string()),
         ("standing", pa.int64()),
     ]
 )
@@ -51,7 +52,7 @@ BATCH_SCHEMA = pa.schema(
 )
 OPEN_SCHEMA = BATCH_SCHEMA.remove(1)
 _READ_SCHEMA = EVENT_SCHEMA.remove(EVENT_SCHEMA.get_field_index("standing"))
-_EVENT_COLUMNS = ["half_id", "op_time", "kind", "decided_by", "count", "refused"]
+_EVENT_COLUMNS = ["half_id", "op_time", "kind", "decided_by", "count", "refused", "reason"]
 
 
 class History(NamedTuple):
@@ -60,10 +61,10 @@ class History(NamedTuple):
     Attributes
     ----------
     events : pyarrow.Table
-        ``half_id, at, kind, decided_by, messages, refused, standing``: verdicts, quarantines, reopenings and answered
-        checks. A verdict on messages of several queues may have several rows with the same time. ``standing`` counts
-        the messages that no later reopen took back. So over verdicts and quarantines it counts each message at most
-        once, with its last verdict.
+        ``half_id, at, kind, decided_by, messages, refused, reason, standing``: verdicts, quarantines, reopenings and
+        answered checks. A verdict on messages of several queues may have several rows with the same time. ``standing``
+        counts the messages that no later reopen took back. So over verdicts and quarantines it counts each message at
+        most once, with its last verdict.
     batches : pyarrow.Table
         ``half_id, producer_group, prepared_at, messages`` of every kept half batch: those in ``half``, whose group is
         null here because their files hold it, and archived ones.
@@ -155,6 +156,7 @@ def _archived_decisions(archived: pa.Table) -> pa.Table:
             "decided_by": pc.struct_field(flat, "decided_by"),
             "messages": pc.struct_field(flat, "count"),
             "refused": pc.struct_field(flat, "refused"),
+            "reason": pc.struct_field(flat, "reason"),
         },
         schema=_READ_SCHEMA,
     )
@@ -210,7 +212,7 @@ def _settling_of_state(state: BatchState) -> Iterator[dict[str, Any]]:
             standing = sum(reopened[file_no].count(0, first, end) for file_no, first, end in spans)
             by = None if row.decided_by is None else row.decided_by.value
             yield {"at": row.op_time, "kind": row.kind.value, "decided_by": by, "messages": row.count,
-                   "refused": row.refused, "standing": standing}  # fmt: skip
+                   "refused": row.refused, "reason": row.reason, "standing": standing}  # fmt: skip
 
 
 def _settling_of_archived(decisions: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -230,7 +232,7 @@ def _settling_of_archived(decisions: Sequence[Mapping[str, Any]]) -> Iterator[di
     for d, count in zip(decisions, standing, strict=True):
         if d["kind"] != Kind.REOPEN.value:
             yield {"at": d["at"], "kind": d["kind"], "decided_by": d["decided_by"], "messages": d["count"],
-                   "refused": d["refused"], "standing": count}  # fmt: skip
+                   "refused": d["refused"], "reason": d["reason"], "standing": count}  # fmt: skip
 
 
 def _can_take_back(reopen: Mapping[str, Any], decision: Mapping[str, Any]) -> bool:

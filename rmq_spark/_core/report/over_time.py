@@ -31,7 +31,11 @@ BY_TIME = pa.schema([("at", TIMESTAMP), ("verdict", pa.string()), ("messages", p
 
 def throughput(engine: Engine, span: Span) -> pa.Table:
     """Return the messages that became visible: ``at, topic, messages``."""
-    placed_counts = placed(engine, span.since, span.period_s)
+    return by_large_topics(placed(engine, span.since, span.period_s))
+
+
+def by_large_topics(placed_counts: pa.Table) -> pa.Table:
+    """Return counts of :func:`placed`, with the smaller topics summed up: ``at, topic, messages``."""
     topic = placed_counts["topic"]
     topic = pc.if_else(pc.starts_with(topic, DLQ_PREFIX), DEAD_LETTERS, topic)
     topic = pc.if_else(pc.starts_with(topic, RETRY_PREFIX), RETRIES, topic)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
 import json
-import re
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -18,36 +12,27 @@ import pyarrow as pa
 from rmq_spark import __version__
 from rmq_spark._core.report import charts
 from rmq_spark._core.report.charts import Drawn
+from rmq_spark._core.report.components import (
+    ROWS_MAX,
+    Column,
+    asset,
+    escape,
+    framed,
+    headline,
+    script,
+    sha256,
+    table,
+    tiles,
+)
 from rmq_spark._core.report.drawing import scripts
-from rmq_spark._core.report.finding import Finding, Level
 from rmq_spark._core.report.headline import findings_of
 from rmq_spark._core.report.report_figures import Figures
-from rmq_spark._core.report.units import amount, duration, rate
+from rmq_spark._core.report.units import duration
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark._core.vocabulary.text import byte_size, count_of
 
 if TYPE_CHECKING:
     from rmq_spark._core.inspect.trace import Trace
-
-ROWS_MAX = 60
-"""The most rows of a table on the page."""
-EXACT_MAX = 1_000_000
-"""Smaller numbers of a tile are written out."""
-_SIGNS = {
-    Level.OK: '<path d="M5 12.5l4.5 4.5L19 7.5"/>',
-    Level.WARNING: '<path d="M12 6v7"/><path d="M12 17.2v.3"/>',
-    Level.CRITICAL: '<path d="M12 6v7"/><path d="M12 17.2v.3"/>',
-}
-_LEVELS = {Level.OK: "all is well", Level.WARNING: "watch this", Level.CRITICAL: "do something"}
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table: its head, and the function that formats its cell of a row."""
-
-    head: str
-    cell: Callable[[Any], str]
-    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,11 +48,6 @@ class Card:
     wide: bool = False
 
 
-def escape(text: str) -> str:
-    """Escape text for HTML. Foreign text may contain characters that are invalid or reverse the line's direction."""
-    return html.escape("".join(character if character.isprintable() else "\ufffd" for character in text))
-
-
 def page(figures: Figures, trace: Trace | None = None) -> str:
     """Return the report as HTML.
 
@@ -79,9 +59,9 @@ def page(figures: Figures, trace: Trace | None = None) -> str:
     """
     cards = _cards(figures, trace)
     chart_specs = {card.name: _spec(card.drawn) for card in cards if card.drawn is not None}
-    bundle = _script(scripts())
-    own_script = _script(_asset("page.js"))
-    allowed = " ".join(f"'sha256-{_sha256(script)}'" for script in (bundle, own_script))
+    bundle = script(scripts())
+    own_script = script(asset("page.js"))
+    allowed = " ".join(f"'sha256-{sha256(script)}'" for script in (bundle, own_script))
     policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
     name = redacted(figures.path)
     return f"""<!DOCTYPE html>
@@ -93,7 +73,7 @@ def page(figures: Figures, trace: Trace | None = None) -> str:
 <meta name="generator" content="rmq_spark {__version__}">
 <title>Commit log {escape(name)}</title>
 <link rel="icon" href="data:,">
-<style>{_asset("page.css")}</style>
+<style>{asset("page.css")}</style>
 </head>
 <body>
 <header>
@@ -101,8 +81,8 @@ def page(figures: Figures, trace: Trace | None = None) -> str:
 <h1>{escape(name)}</h1>
 <p class="when">{_when(figures)}</p>
 </header>
-{_headline(findings_of(figures))}
-{_tiles(figures)}
+{headline(findings_of(figures))}
+{tiles(figures)}
 <main class="grid">
 {"".join(map(_card, cards))}</main>
 <footer>
@@ -130,70 +110,6 @@ def _time(at: datetime) -> str:
     return f"{at.day} {at:%b %Y, %H:%M}"
 
 
-def _headline(findings: Sequence[Finding]) -> str:
-    first, *others = findings
-    further_items = "".join(
-        f"<li><b>{escape(finding.what)}</b> {_commands(finding.remedy or '')}</li>" for finding in others
-    )
-    ring = '<circle cx="12" cy="12" r="10.5"/>'
-    return f"""<section class="headline {first.level}" aria-label="{_LEVELS[first.level]}">
-<svg class="sign" viewBox="0 0 24 24" fill="none" stroke="currentColor" stroke-width="2.2" stroke-linecap="round"
- stroke-linejoin="round" aria-hidden="true">{ring}{_SIGNS[first.level]}</svg>
-<div><p class="says">{escape(first.what)}</p>
-{f'<p class="do">{_commands(first.remedy)}</p>' if first.remedy else ""}
-{f'<ul class="also">{further_items}</ul>' if further_items else ""}</div>
-</section>"""
-
-
-def _commands(text: str) -> str:
-    """Return text as HTML, with its commands in monospace."""
-    parts, end = [], 0
-    for match in re.finditer(r"txmq(?: (?:'[^']*'|[^\s,;()']+))+", text):
-        parts.append(f"{escape(text[end : match.start()])}<code>{escape(match[0])}</code>")
-        end = match.end()
-    return "".join([*parts, escape(text[end:])])
-
-
-def _tiles(figures: Figures) -> str:
-    settled = figures.committed + figures.rolled_back
-    share = f"{100 * figures.rolled_back / settled:.1f} % of all" if settled else ""
-    oldest = max(figures.pending["seconds"].to_pylist(), default=0.0)
-    to_settle = len(figures.quarantined) + len(figures.conflicts)
-    slowest = figures.lag.sort_by([("seconds", "descending")]).slice(0, 1).to_pylist()
-    length_s = (figures.span.until - figures.span.since).total_seconds()
-    tiles = [
-        ("Messages appeared", _number(figures.committed), rate(figures.committed, length_s)),
-        ("Half batches settled", _number(figures.settled), rate(figures.settled, length_s)),
-        ("Messages rolled back", _number(figures.rolled_back), share),
-        (
-            "Pending now",
-            _number(figures.pending_messages),
-            f"oldest: {duration(oldest)}" if figures.pending_messages else "nothing waits",
-        ),
-        (
-            "For a person to settle",
-            str(to_settle),
-            f"{len(figures.quarantined)} quarantined, {len(figures.conflicts)} in conflict" if to_settle else "nothing",
-        ),
-        (
-            "Furthest behind",
-            _number(slowest[0]["messages"]) if slowest else "–",
-            f"{slowest[0]['group']}, for {duration(slowest[0]['seconds'])}"
-            if slowest and slowest[0]["messages"]
-            else ("every group is up to date" if slowest else "no consumer group"),
-        ),
-    ]
-    items = "".join(
-        f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}<div class="more">{escape(note)}</div></dd></div>'
-        for name, value, note in tiles
-    )
-    return f'<dl class="tiles">{items}</dl>'
-
-
-def _number(count: int) -> str:
-    return f"{count:,}" if count < EXACT_MAX else amount(count)
-
-
 def _card(card: Card) -> str:
     if card.drawn is None:
         content = f'<p class="nothing">{escape(card.nothing)}</p>'
@@ -209,22 +125,7 @@ def _card(card: Card) -> str:
             '<details><summary>The numbers</summary><div class="scroll" tabindex="0" role="region" '
             f'aria-label="{escape(card.title)}: the numbers">{card.table}</div></details>'
         )
-    return f"""<section class="card{" wide" if card.wide else ""}">
-<h2>{escape(card.title)}</h2>
-<p class="hint">{escape(card.hint)}</p>
-{content}
-</section>
-"""
-
-
-def _table(rows: Iterable[Any], columns: Sequence[Column]) -> str:
-    kinds = [f' class="{c.kind}"' if c.kind else "" for c in columns]
-    head = "".join(f'<th scope="col"{kind}>{escape(c.head)}</th>' for c, kind in zip(columns, kinds, strict=True))
-    body = "".join(
-        f"<tr>{''.join(f'<td{k}>{escape(c.cell(row))}</td>' for c, k in zip(columns, kinds, strict=True))}</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return framed(card.title, card.hint, content, card.wide)
 
 
 # ---------------------------------------------------------------- cards
@@ -330,7 +231,7 @@ def _timeline(trace: Trace) -> Card:
         " ".join([summary, *(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in trace.unknown)]),
         charts.timeline(trace) if trace.events else None,
         "Nothing is known of its events any more.",
-        _table(events, columns),
+        table(events, columns),
     )
 
 
@@ -342,11 +243,11 @@ def _over_time(figures: pa.Table, by: str, value: str) -> str:
         values_by_time.setdefault(row["at"], {})[row[by]] = row[value]
     columns = [Column("from (UTC)", lambda r: f"{r[0]:%Y-%m-%d %H:%M:%S}")]
     columns += [Column(w, lambda r, w=w: f"{r[1].get(w, 0):,}", "number") for w in words]  # type: ignore[misc]
-    return _table(values_by_time.items(), columns)
+    return table(values_by_time.items(), columns)
 
 
 def _pending_table(pending: pa.Table) -> str:
-    return _table(
+    return table(
         pending.to_pylist(),
         [
             Column("half batch", lambda r: r["half_id"], "id"),
@@ -360,7 +261,7 @@ def _pending_table(pending: pa.Table) -> str:
 
 
 def _lag_table(lag: pa.Table) -> str:
-    return _table(
+    return table(
         lag.slice(0, ROWS_MAX).to_pylist(),
         [
             Column("consumer group", lambda r: r["group"]),
@@ -372,7 +273,7 @@ def _lag_table(lag: pa.Table) -> str:
 
 
 def _batches_table(batches: pa.Table) -> str:
-    return _table(
+    return table(
         batches.to_pylist(),
         [
             Column("half batch", lambda r: r["half_id"], "id"),
@@ -385,7 +286,7 @@ def _batches_table(batches: pa.Table) -> str:
 
 
 def _topics_table(topics: pa.Table) -> str:
-    return _table(
+    return table(
         topics.slice(0, ROWS_MAX).to_pylist(),
         [
             Column("topic", lambda r: r["topic"]),
@@ -408,19 +309,6 @@ def _spec(drawn: Drawn) -> dict[str, Any]:
     if drawn.legend:  # the page has its own legend, which folds on a phone
         spec["encoding"]["color"]["legend"] = None
     return {**spec, "width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
-
-
-def _asset(name: str) -> str:
-    return files("rmq_spark._core.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _script(text: str) -> str:
-    """Escape a script for use between tags."""
-    return "\n" + text.replace("</script", "<\\/script").replace("<!--", "<\\!--") + "\n"
-
-
-def _sha256(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _json(value: object) -> str:

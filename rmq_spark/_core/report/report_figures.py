@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -11,7 +12,7 @@ import pyarrow.compute as pc
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.dead_letters import DeadLetters, kept_letters
 from rmq_spark._core.inspect import overview
-from rmq_spark._core.inspect.history import History, first_drained, history_since, open_now
+from rmq_spark._core.inspect.history import History, first_drained, history_since, open_now, placed
 from rmq_spark._core.inspect.undrained import Undrained
 from rmq_spark._core.log.op import Kind
 from rmq_spark._core.protocol.engine import Engine
@@ -32,6 +33,26 @@ LISTED = pa.schema(
         ("seconds", pa.float64()),
     ]
 )
+LATELY = pa.schema(
+    [
+        ("half_id", pa.string()),
+        ("producer_group", pa.string()),
+        ("at", TIMESTAMP),
+        ("seconds", pa.float64()),
+        ("decided_by", pa.string()),
+        ("messages", pa.int64()),
+        ("reasons", pa.int64()),
+        ("reason", pa.string()),
+    ]
+)
+
+
+class Lately(NamedTuple):
+    """Half batches that got a verdict: their number, and the newest: ``half_id, producer_group, at, seconds`` (since
+    then), ``decided_by, messages, reasons`` (how many different ones) and ``reason`` (one of them)."""
+
+    total: int
+    newest: pa.Table
 
 
 @dataclass(frozen=True)
@@ -54,7 +75,15 @@ class Figures:
         ``age, messages, batches``: pending messages and half batches.
     pending : pyarrow.Table
         The oldest pending half batches: ``half_id, producer_group, prepared_at, messages, seconds, check_times,
-        leased``.
+        leased, reason``.
+    in_quarantine, in_conflict : pyarrow.Table
+        The same columns of half batches that wait for a person.
+    committed_lately, rolled_back_lately : Lately
+        Half batches that got this verdict in the span.
+    appeared : pyarrow.Table
+        ``topic, messages, at``: messages that became visible in the span, and the period of the newest.
+    queues : pyarrow.Table
+        The lag of each group's queues: ``consumer_group, topic, queue_id, next_offset, end_offset, lag, lag_seconds``.
     lag : pyarrow.Table
         ``group, messages, seconds, topics``, the furthest behind first.
     largest, slowest : pyarrow.Table
@@ -83,6 +112,12 @@ class Figures:
     checks: pa.Table
     ages: pa.Table
     pending: pa.Table
+    in_quarantine: pa.Table
+    in_conflict: pa.Table
+    committed_lately: Lately
+    rolled_back_lately: Lately
+    appeared: pa.Table
+    queues: pa.Table
     lag: pa.Table
     largest: pa.Table
     slowest: pa.Table
@@ -137,7 +172,17 @@ def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SI
     history, span = look_back(engine, Span.of(engine, since))
     settled = _settled(history)
     open_batches = open_now(engine)
-    visible = over_time.throughput(engine, span)
+    placed_counts = placed(engine, span.since, span.period_s)
+    visible = over_time.by_large_topics(placed_counts)
+    quarantined = tuple(dict.fromkeys(overview.quarantined(engine)["half_id"].to_pylist()))
+    conflicts = tuple(overview.conflicts(engine))
+    pending, in_quarantine, in_conflict = standing.with_reasons(
+        engine,
+        standing.pending(engine, open_batches.slice(0, LISTED_MAX), span.until),
+        standing.to_settle(engine, quarantined[:LISTED_MAX], span.until),
+        standing.to_settle(engine, conflicts[:LISTED_MAX], span.until),
+    )
+    queues = standing.behind(engine)
     undrained = Undrained(engine)
     undrained.look()
     is_dead_letter = pc.equal(visible["topic"], over_time.DEAD_LETTERS)
@@ -149,14 +194,20 @@ def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SI
         verdicts=over_time.verdicts(history, span),
         checks=over_time.checks(history, span),
         ages=standing.ages(open_batches, span.until),
-        pending=standing.pending(engine, open_batches.slice(0, LISTED_MAX), span.until),
-        lag=standing.lag(engine),
+        pending=pending,
+        in_quarantine=in_quarantine,
+        in_conflict=in_conflict,
+        committed_lately=_lately(engine, history, Kind.COMMIT, span),
+        rolled_back_lately=_lately(engine, history, Kind.ROLLBACK, span),
+        appeared=_by_topic(placed_counts),
+        queues=queues.sort_by([("lag", "descending"), ("consumer_group", "ascending"), ("topic", "ascending")]),
+        lag=standing.lag(queues),
         largest=listed(engine, settled, "messages"),
         slowest=listed(engine, settled, "seconds"),
         topics=standing.topics(engine),
         settled=settled.num_rows,
-        quarantined=tuple(dict.fromkeys(overview.quarantined(engine)["half_id"].to_pylist())),
-        conflicts=tuple(overview.conflicts(engine)),
+        quarantined=quarantined,
+        conflicts=conflicts,
         dead_letters=_sum(visible.filter(is_dead_letter)["messages"]),
         dead_letters_waiting=sum(waiting.values()),
         dead_letters_group=max(waiting, key=waiting.__getitem__, default=""),
@@ -206,6 +257,37 @@ def listed(engine: Engine, settled: pa.Table, by: str) -> pa.Table:
     groups = [row["producer_group"] or _group(engine, row["half_id"]) for row in rows]
     top = top.set_column(top.column_names.index("producer_group"), "producer_group", pa.array(groups, pa.string()))
     return top.select(LISTED.names).cast(LISTED)
+
+
+def _lately(engine: Engine, history: History, kind: Kind, span: Span) -> Lately:
+    events = history.events
+    events = events.filter(pc.and_(pc.equal(events["kind"], kind.value), pc.greater(events["standing"], 0)))
+    told = [("at", "max"), ("standing", "sum"), ("decided_by", "max"), ("reason", "count_distinct"), ("reason", "max")]
+    batches = events.group_by("half_id", use_threads=False).aggregate(told)
+    order = [("at_max", "descending"), ("half_id", "ascending")]
+    newest = batches.take(pc.select_k_unstable(batches, LISTED_MAX, order)) if batches.num_rows else batches
+    groups = history.batches.filter(pc.is_in(history.batches["half_id"], value_set=newest["half_id"].combine_chunks()))
+    group_of = dict(zip(groups["half_id"].to_pylist(), groups["producer_group"].to_pylist(), strict=True))
+    half_ids = newest["half_id"].to_pylist()
+    columns: dict[str, object] = {
+        "half_id": newest["half_id"],
+        "producer_group": pa.array([group_of.get(name) or _group(engine, name) for name in half_ids], pa.string()),
+        "at": newest["at_max"],
+        "seconds": standing.since(newest["at_max"], span.until),
+        "decided_by": newest["decided_by_max"],
+        "messages": newest["standing_sum"],
+        "reasons": newest["reason_count_distinct"],
+        "reason": newest["reason_max"],
+    }
+    return Lately(batches.num_rows, pa.table(columns, schema=LATELY))
+
+
+def _by_topic(placed_counts: pa.Table) -> pa.Table:
+    """Return counts of messages that became visible, the largest first: ``topic, messages, at``."""
+    sums = placed_counts.group_by("topic", use_threads=False).aggregate([("messages", "sum"), ("at", "max")])
+    return sums.rename_columns(["topic", "messages", "at"]).sort_by(
+        [("messages", "descending"), ("topic", "ascending")]
+    )
 
 
 def _group(engine: Engine, half_id: str) -> str | None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.consumers.consumer_group import ConsumerGroup, groups
+from rmq_spark._core.consumers.consumer_group import BEHIND_SCHEMA, ConsumerGroup, groups
 from rmq_spark._core.inspect.history import sizes
-from rmq_spark._core.log.batch_state import RowState
+from rmq_spark._core.log.batch_state import BatchState, RowState
+from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.log.op import Kind, OpRow
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.report.over_time import case
 from rmq_spark._core.vocabulary.message import TIMESTAMP
-from rmq_spark.errors import GroupNotFoundError, HalfBatchNotFoundError
+from rmq_spark._core.vocabulary.rows import RowSet
+from rmq_spark._core.vocabulary.verdicts import ROLLBACK_MESSAGE
+from rmq_spark.errors import CorruptLogError, GroupNotFoundError, HalfBatchNotFoundError
 
 AGES = ((10, "under 10 s"), (60, "under 1 min"), (600, "under 10 min"), (3600, "under 1 h"), (86400, "under 1 day"))
 OLDEST = "1 day or more"
@@ -32,6 +39,7 @@ PENDING_SCHEMA = pa.schema(
         ("seconds", pa.float64()),
         ("check_times", pa.int32()),
         ("leased", pa.bool_()),
+        ("reason", pa.string()),
     ]
 )
 TOPIC_SCHEMA = pa.schema(
@@ -72,7 +80,11 @@ def since(times: pa.ChunkedArray, now: datetime) -> pa.ChunkedArray:
     return pc.if_else(pc.less(seconds, 0.0), 0.0, seconds)
 
 
-def pending(engine: Engine, open_batches: pa.Table, now: datetime) -> pa.Table:
+Listed = Sequence[dict[str, Any]]
+"""Half batches with the columns of :data:`PENDING_SCHEMA`, but for the reason."""
+
+
+def pending(engine: Engine, open_batches: pa.Table, now: datetime) -> Listed:
     """Return pending half batches, with their groups and their numbers of checks."""
     rows = []
     for half_id in open_batches["half_id"].to_pylist():
@@ -82,42 +94,88 @@ def pending(engine: Engine, open_batches: pa.Table, now: datetime) -> pa.Table:
             continue
         state = engine.state_of(record, refresh=False)
         pending_rows = state.rows_in((RowState.PENDING,))
-        if not pending_rows.count:
+        if pending_rows.count:
+            rows.append(_listed(record, state, pending_rows, now))
+    return rows
+
+
+def to_settle(engine: Engine, half_ids: Sequence[str], now: datetime) -> Listed:
+    """Return half batches that are quarantined or in conflict, in the form of :func:`pending`. The messages are those
+    in that state."""
+    rows = []
+    for half_id in half_ids:
+        try:
+            record = engine.get(half_id)
+        except HalfBatchNotFoundError:  # a person has settled it meanwhile
             continue
-        rows.append(
-            {
-                "half_id": half_id,
-                "producer_group": record.header.producer_group,
-                "prepared_at": record.prepared_at,
-                "messages": pending_rows.count,
-                "seconds": max(0.0, (now - record.prepared_at).total_seconds()),
-                "check_times": state.check_times(pending_rows),
-                "leased": state.leased(now),
-            }
-        )
-    return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
+        except CorruptLogError:
+            rows.append({"half_id": half_id, "reason": "it cannot be read: txmq doctor says more"})
+            continue
+        state = engine.state_of(record, refresh=False)
+        rows.append(_listed(record, state, state.conflicting() or state.rows_in((RowState.QUARANTINED,)), now))
+    return rows
 
 
-def lag(engine: Engine) -> pa.Table:
-    """Return the lags of consumer groups, the furthest behind first: ``group, messages, seconds, topics``.
+def _listed(record: HalfRecord, state: BatchState, rows: RowSet, now: datetime) -> dict[str, Any]:
+    return {
+        "half_id": record.half_id,
+        "producer_group": record.header.producer_group,
+        "prepared_at": record.prepared_at,
+        "messages": rows.count,
+        "seconds": max(0.0, (now - record.prepared_at).total_seconds()),
+        "check_times": state.check_times(rows),
+        "leased": state.leased(now),
+    }
+
+
+def with_reasons(engine: Engine, *lists: Listed) -> list[pa.Table]:
+    """Return lists of half batches as tables, with what ``op`` last said of each; of one in conflict, both verdicts."""
+    said: dict[str, list[OpRow]] = {row["half_id"]: [] for rows in lists for row in rows}
+    for fields in engine.ledger.scan(list(said)).to_pylist() if said else ():
+        said[fields["half_id"]].append(OpRow.of(fields))
+    return [
+        pa.Table.from_pylist([{"reason": _reason(said[row["half_id"]]), **row} for row in rows], PENDING_SCHEMA)
+        for rows in lists
+    ]
+
+
+def _reason(op_rows: Sequence[OpRow]) -> str | None:
+    last = next((row for row in reversed(op_rows) if row.kind is Kind.CONFLICT), None)
+    if last is None or last.attempt is None:  # without an attempt, a person has resolved it
+        return next((row.reason for row in reversed(op_rows) if row.reason), None)
+    counts, late = (Kind.COMMIT, "ROLLBACK") if last.verdict == str(ROLLBACK_MESSAGE) else (Kind.ROLLBACK, "COMMIT")
+    first = next((row for row in op_rows if row.kind is counts), OpRow(counts))
+    why = f" ({first.reason})" if first.reason else ""
+    return f"{counts.value.upper()} by {first.decided_by}{why}; too late: {late} by {last.decided_by}"
+
+
+def behind(engine: Engine) -> pa.Table:
+    """Return how far consumer groups are behind, by group and queue: ``consumer_group, topic, queue_id, next_offset,
+    end_offset, lag, lag_seconds``."""
+    parts = [BEHIND_SCHEMA.empty_table()]
+    for name in groups(engine) if engine.has_groups() else ():  # a look makes no table
+        with suppress(GroupNotFoundError):  # the group was deleted meanwhile
+            parts.append(ConsumerGroup(engine, name).behind())
+    return pa.concat_tables(parts)
+
+
+def lag(queues: pa.Table) -> pa.Table:
+    """Return the lags of consumer groups from those of their queues, the furthest behind first: ``group, messages,
+    seconds, topics``.
 
     ``seconds`` is the time since the commit of the oldest message that the group has not read.
     """
-    rows = []
-    for name in groups(engine):
-        try:
-            queue_lags = ConsumerGroup(engine, name).behind()
-        except GroupNotFoundError:  # the group was deleted meanwhile
-            continue
-        rows.append(
-            {
-                "group": name,
-                "messages": pc.sum(queue_lags["lag"]).as_py() or 0,
-                "seconds": pc.max(queue_lags["lag_seconds"]).as_py() or 0.0,
-                "topics": ", ".join(sorted(pc.unique(queue_lags["topic"]).to_pylist())),
-            }
+    rows: dict[str, dict[str, Any]] = {}
+    for queue in queues.to_pylist():
+        row = rows.setdefault(
+            queue["consumer_group"],
+            {"group": queue["consumer_group"], "messages": 0, "seconds": 0.0, "topics": set()},
         )
-    table = pa.Table.from_pylist(rows, schema=LAG_SCHEMA)
+        row["messages"] += queue["lag"]
+        row["seconds"] = max(row["seconds"], queue["lag_seconds"])
+        row["topics"].add(queue["topic"])
+    named = [{**row, "topics": ", ".join(sorted(row["topics"]))} for row in rows.values()]
+    table = pa.Table.from_pylist(named, schema=LAG_SCHEMA)
     return table.sort_by([("messages", "descending"), ("group", "ascending")])
 
 

@@ -1,0 +1,157 @@
+"""The parts that the report and the live page are made of: findings, figures, tables, scripts."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import repeat
+from typing import Any
+
+from rmq_spark._core.report.finding import Finding, Level
+from rmq_spark._core.report.report_figures import Figures
+from rmq_spark._core.report.units import amount, duration, rate
+
+ROWS_MAX = 60
+"""The most rows of a table on the page."""
+EXACT_MAX = 1_000_000
+"""Smaller numbers of a tile are written out."""
+_SIGNS = {
+    Level.OK: '<path d="M5 12.5l4.5 4.5L19 7.5"/>',
+    Level.NOTE: '<path d="M12 11v6.5"/><path d="M12 7v.3"/>',
+    Level.WARNING: '<path d="M12 6v7"/><path d="M12 17.2v.3"/>',
+    Level.CRITICAL: '<path d="M12 6v7"/><path d="M12 17.2v.3"/>',
+}
+_LEVELS = {
+    Level.OK: "all is well",
+    Level.NOTE: "nothing is urgent",
+    Level.WARNING: "watch this",
+    Level.CRITICAL: "do something",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its head, and the functions that format its cell of a row, and the cell's address."""
+
+    head: str
+    cell: Callable[[Any], str]
+    kind: str = ""
+    link: Callable[[Any], str | None] = lambda row: None
+
+
+def escape(text: str) -> str:
+    """Escape text for HTML. Foreign text may contain characters that are invalid or reverse the line's direction."""
+    return html.escape("".join(character if character.isprintable() else "\ufffd" for character in text))
+
+
+def headline(findings: Sequence[Finding]) -> str:
+    first, *others = findings
+    further_items = "".join(
+        f'<li class="{finding.level}"><b>{escape(finding.what)}</b> {commands(finding.remedy or "")}</li>'
+        for finding in others
+    )
+    ring = '<circle cx="12" cy="12" r="10.5"/>'
+    return f"""<section class="headline {first.level}" aria-label="{_LEVELS[first.level]}">
+<svg class="sign" viewBox="0 0 24 24" fill="none" stroke="currentColor" stroke-width="2.2" stroke-linecap="round"
+ stroke-linejoin="round" aria-hidden="true">{ring}{_SIGNS[first.level]}</svg>
+<div><p class="says">{escape(first.what)}</p>
+{f'<p class="do">{commands(first.remedy)}</p>' if first.remedy else ""}
+{f'<ul class="also">{further_items}</ul>' if further_items else ""}</div>
+</section>"""
+
+
+def commands(text: str) -> str:
+    """Return text as HTML, with its commands in monospace. A command ends before a comma, a semicolon or a parenthesis,
+    or with the sentence."""
+    parts, end = [], 0
+    for match in _COMMAND.finditer(text):
+        command = match[0].rstrip(" .")
+        whole = command.replace("--reason …", '--reason "…"')
+        parts += [escape(text[end : match.start()]), f"<code>{escape(whole)}</code>"]
+        end = match.start() + len(command)
+    return "".join([*parts, escape(text[end:])])
+
+
+_COMMAND = re.compile(r"txmq(?:(?<!\.) (?:'[^']*'|[^\s,;()']+))+")
+
+
+def tiles(figures: Figures) -> str:
+    settled = figures.committed + figures.rolled_back
+    share = f"{100 * figures.rolled_back / settled:.1f} % of all" if settled else ""
+    oldest = max(figures.pending["seconds"].to_pylist(), default=0.0)
+    to_settle = len(figures.quarantined) + len(figures.conflicts)
+    slowest = figures.lag.sort_by([("seconds", "descending")]).slice(0, 1).to_pylist()
+    length_s = (figures.span.until - figures.span.since).total_seconds()
+    tiles = [
+        ("Messages appeared", number(figures.committed), rate(figures.committed, length_s)),
+        ("Half batches settled", number(figures.settled), rate(figures.settled, length_s)),
+        ("Messages rolled back", number(figures.rolled_back), share),
+        (
+            "Pending now",
+            number(figures.pending_messages),
+            f"oldest: {duration(oldest)}" if figures.pending_messages else "nothing waits",
+        ),
+        (
+            "For a person to settle",
+            str(to_settle),
+            f"{len(figures.quarantined)} quarantined, {len(figures.conflicts)} in conflict" if to_settle else "nothing",
+        ),
+        (
+            "Furthest behind",
+            number(slowest[0]["messages"]) if slowest else "–",
+            f"{slowest[0]['group']}, for {duration(slowest[0]['seconds'])}"
+            if slowest and slowest[0]["messages"]
+            else ("every group is up to date" if slowest else "no consumer group"),
+        ),
+    ]
+    items = "".join(
+        f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}<div class="more">{escape(note)}</div></dd></div>'
+        for name, value, note in tiles
+    )
+    return f'<dl class="tiles">{items}</dl>'
+
+
+def number(count: int) -> str:
+    return f"{count:,}" if count < EXACT_MAX else amount(count)
+
+
+def table(rows: Iterable[Any], columns: Sequence[Column]) -> str:
+    kinds = [f' class="{c.kind}"' if c.kind else "" for c in columns]
+    head = "".join(f'<th scope="col"{kind}>{escape(c.head)}</th>' for c, kind in zip(columns, kinds, strict=True))
+    body = "".join(f"<tr>{''.join(map(_cell, columns, kinds, repeat(row)))}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(column: Column, kind: str, row: Any) -> str:
+    text, address = escape(column.cell(row)), column.link(row)
+    if address is not None:
+        text = f'<a href="{escape(address)}">{text}</a>'
+    return f'<td{kind} data-head="{escape(column.head)}">{text}</td>'
+
+
+def framed(title: str, hint: str, content: str, wide: bool = False) -> str:
+    """Return a card with this content."""
+    return f"""<section class="card{" wide" if wide else ""}">
+<h2>{escape(title)}</h2>
+<p class="hint">{commands(hint)}</p>
+{content}
+</section>
+"""
+
+
+def asset(name: str) -> str:
+    return files("rmq_spark._core.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def script(text: str) -> str:
+    """Escape a script for use between tags."""
+    return "\n" + text.replace("</script", "<\\/script").replace("<!--", "<\\!--") + "\n"
+
+
+def sha256(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

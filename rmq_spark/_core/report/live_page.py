@@ -1,0 +1,324 @@
+"""The pages of ``txmq serve``, made of the parts and figures of the report: home, a half batch, what a search finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+from urllib.parse import urlencode
+
+import pyarrow as pa
+
+from rmq_spark import __version__
+from rmq_spark._core.inspect.trace import Trace, TraceKind
+from rmq_spark._core.report.components import (
+    ROWS_MAX,
+    Column,
+    asset,
+    commands,
+    escape,
+    framed,
+    headline,
+    script,
+    sha256,
+    table,
+    tiles,
+)
+from rmq_spark._core.report.finding import Finding
+from rmq_spark._core.report.report_figures import Figures
+from rmq_spark._core.report.units import duration
+from rmq_spark._core.report.waterfall import reason_of, waterfall
+from rmq_spark._core.vocabulary.options import parse_duration
+from rmq_spark._core.vocabulary.text import count_of
+
+STYLE, SCRIPT = asset("page.css") + asset("live.css"), script(asset("live.js"))
+POLICY = (
+    f"default-src 'none'; script-src 'sha256-{sha256(SCRIPT)}'; style-src 'sha256-{sha256(STYLE)}'; "
+    "connect-src 'self'; img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+"""The Content-Security-Policy of every page: its own script and style, and requests to its own server."""
+READERS_MAX = 6
+GROUPS_MAX, QUEUES_MAX = 20, 4
+"""The most consumer groups, and queues of each, that home lists."""
+FIELDS = ("q", "topic", "queue", "offset")
+"""The fields of the form that searches."""
+
+
+def half_address(half_id: str) -> str:
+    return f"/half?{urlencode({'id': half_id})}"
+
+
+def document(log: str, main: str, note: str, *, searched: Mapping[str, str] | None = None, every_s: int = 0) -> str:
+    """Return a page around its main part. With ``every_s`` the browser gets that part again so often."""
+    values = {name: escape((searched or {}).get(name, "")) for name in FIELDS}
+    again = f'<noscript><meta http-equiv="refresh" content="{3 * every_s}"></noscript>' if every_s else ""
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Commit log {escape(log)}</title>
+<link rel="icon" href="data:,">
+<style>{STYLE}</style>
+{again}
+</head>
+<body>
+<header>
+<p class="kind"><a href="/">txmq serve</a>: a commit log, live and only to look at</p>
+<h1>{escape(log)}</h1>
+<form action="/find" role="search">
+<input name="q" value="{values["q"]}" placeholder="key, message id or half id" aria-label="key, message id or half id">
+<input name="topic" value="{values["topic"]}" placeholder="topic" aria-label="topic">
+<input name="queue" value="{values["queue"]}" inputmode="numeric" placeholder="queue" aria-label="queue">
+<input name="offset" value="{values["offset"]}" inputmode="numeric" placeholder="offset" aria-label="offset">
+<button>Find</button>
+</form>
+</header>
+<main data-every="{every_s}">
+<p class="when" role="status" id="note">{escape(note)}</p>
+{main}
+</main>
+<footer><p>A half batch is what one micro-batch, batch write or send stored together; it has one transaction or several.
+Times are UTC. rmq_spark {__version__}</p></footer>
+<script>{SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def notice(title: str, sentence: str) -> str:
+    """Return the main part of a page that has only a sentence to say."""
+    return f'<section class="card wide"><h2>{escape(title)}</h2><p class="hint">{escape(sentence)}</p></section>'
+
+
+# ---------------------------------------------------------------- home
+def home(figures: Figures, findings: Sequence[Finding], typed: str, since: str) -> str:
+    """Return the main part of the first page.
+
+    Parameters
+    ----------
+    findings : sequence of Finding
+        The most urgent first; at least one.
+    typed : str
+        The log's path and a space for commands; empty when the configuration names the log.
+    since : str
+        How far back the figures go.
+    """
+    span = duration(parse_duration(since, "since"))
+    pending = sum(figures.ages["batches"].to_pylist())
+    committed, rolled_back = figures.committed_lately, figures.rolled_back_lately
+    newest = f"The newest in {span}, with the age of the verdict"
+    parts = [
+        _half_batches("In conflict", "Two verdicts contradict each other: find out which is true", figures.in_conflict,
+                      len(figures.conflicts), f"txmq conflicts {typed}"),
+        _half_batches("Quarantined", "Checks gave up, and nobody sees these messages", figures.in_quarantine,
+                      len(figures.quarantined), f"txmq quarantined {typed}"),
+        _half_batches("Pending", "No verdict yet: a check asks about what stays here", figures.pending, pending,
+                      f"txmq pending {typed}", "Nothing is pending."),
+        _half_batches("Rolled back lately", newest, rolled_back.newest, rolled_back.total, nothing="None."),
+        _half_batches("Committed lately", newest, committed.newest, committed.total, nothing="None."),
+        _lags(figures, typed),
+        _appeared(figures, span, typed),
+    ]  # fmt: skip
+    return f'{headline(findings)}\n{tiles(figures)}\n<div class="grid">{"".join(parts)}</div>'
+
+
+def _half_batches(title: str, hint: str, rows: pa.Table, total: int, command: str = "", nothing: str = "") -> str:
+    if not rows.num_rows:
+        return framed(title, f"{hint}.", f'<p class="nothing">{nothing}</p>', wide=True) if nothing else ""
+    columns = [
+        Column("half batch", lambda row: row["half_id"], "id", lambda row: half_address(row["half_id"])),
+        Column("producer group", lambda row: row["producer_group"] or ""),
+        Column("messages", lambda row: _count(row["messages"]), "number"),
+        Column("age", lambda row: "" if row["seconds"] is None else duration(row["seconds"]), "number"),
+        Column("checks", lambda row: _count(row["check_times"]), "number")
+        if "check_times" in rows.column_names
+        else Column("by", lambda row: row["decided_by"] or ""),
+        Column("reason", _reason, "text"),
+    ]
+    return framed(title, f"{hint}.", _rows(rows.to_pylist(), columns, total, command), wide=True)
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    more = row.get("reasons", 0) - 1
+    text = row["reason"] or ("its local transaction runs" if row.get("leased") else "")
+    return f"{text} (and {count_of(more, 'other reason')})" if more > 0 else text
+
+
+def _count(number: int | None) -> str:
+    return "" if number is None else f"{number:,}"
+
+
+def _rows(rows: Sequence[Any], columns: Sequence[Column], total: int, command: str = "") -> str:
+    more = total - len(rows)
+    lists = f": {commands(command.strip())} lists all" if command else ""
+    last = f'<p class="more">{more:,} more{lists}</p>' if more > 0 else ""
+    return f'<div class="rows">{table(rows, columns)}</div>{last}'
+
+
+def _lags(figures: Figures, typed: str) -> str:
+    if not figures.queues.num_rows:
+        return framed("Consumer groups", "None reads from this commit log.", "")
+    rows = []
+    behind = [queue for queue in figures.queues.to_pylist() if queue["lag"]]
+    for group in figures.lag.slice(0, GROUPS_MAX).to_pylist():
+        own = [queue for queue in behind if queue["consumer_group"] == group["group"]]
+        rows.append((group["group"], "all queues", group["messages"], group["seconds"]))
+        rows += [
+            (group["group"], f"{queue['topic']} queue {queue['queue_id']}", queue["lag"], queue["lag_seconds"])
+            for queue in own[:QUEUES_MAX]
+        ]
+        if (more := len(own) - QUEUES_MAX) > 0:
+            rows.append(
+                (group["group"], f"{count_of(more, 'more queue')}", sum(q["lag"] for q in own[QUEUES_MAX:]), None)
+            )
+    columns = [
+        Column("group", lambda row: row[0]),
+        Column("queue", lambda row: row[1]),
+        Column("behind", lambda row: f"{row[2]:,}", "number"),
+        Column("for", lambda row: "" if row[3] is None else duration(row[3]), "number"),
+    ]
+    hint = (
+        f"Messages that a group has not read, and for how long the oldest has waited: txmq group list {typed}".strip()
+    )
+    content = _rows(rows, columns, len(rows) + max(0, figures.lag.num_rows - GROUPS_MAX))
+    return framed("Consumer groups", hint, content)
+
+
+def _appeared(figures: Figures, span: str, typed: str) -> str:
+    committed = {row["topic"]: row["committed"] for row in figures.topics.to_pylist()}
+    appeared = {row["topic"]: row for row in figures.appeared.to_pylist()}
+    rows = [*appeared.values(), *({"topic": name, "messages": 0, "at": None} for name in committed.keys() - appeared)]
+    columns = [
+        Column("topic", lambda row: row["topic"]),
+        Column(f"in {span}", lambda row: f"{row['messages']:,}", "number"),
+        Column("ever", lambda row: _count(committed.get(row["topic"])), "number"),
+        Column("last", lambda row: "" if row["at"] is None else f"{row['at']:%d %b %H:%M}"),
+    ]
+    rows.sort(key=lambda row: (-row["messages"], row["topic"]))
+    if not rows:
+        return framed("What appeared", "There is no topic yet.", "")
+    hint = "Messages that readers can see, by topic."
+    return framed("What appeared", hint, _rows(rows[:ROWS_MAX], columns, len(rows), f"txmq topics {typed}"))
+
+
+# ---------------------------------------------------------------- a half batch
+def half_batch(trace: Trace, transactions: Sequence[Mapping[str, Any]], advice: Sequence[str], now: datetime) -> str:
+    """Return the main part of a half batch's page.
+
+    Parameters
+    ----------
+    transactions : sequence of mapping
+        ``transaction_id, state, reason, messages, keys``.
+    advice : sequence of str
+        What a person can do next, a sentence each.
+    """
+    outcome = ", ".join(f"{count:,} {state.replace('_', ' ')}" for state, count in trace.outcome.items())
+    group = trace.producer_group or "an unknown producer group"
+    summary = f"{count_of(trace.messages, 'message')} of {group}: {outcome or 'what became of them is not known'}."
+    waits = "".join(
+        f'<li>waits for <a href="{escape(half_address(half_id))}">{escape(half_id)}</a></li>'
+        for half_id in trace.waits_for[:READERS_MAX]
+    )
+    unknown = "".join(f"<li>not known: {escape(sentence)}</li>" for sentence in trace.unknown)
+    listed = f'<ul class="later">{waits}{unknown}</ul>' if waits or unknown else ""
+    parts = [
+        f'<h2 class="id">{escape(trace.half_id)}</h2><p class="hint">{escape(summary)}</p>{listed}',
+        framed("What to do", "", "".join(f'<p class="do">{commands(line)}</p>' for line in advice), wide=True)
+        if advice
+        else "",
+        _two_verdicts(trace) if trace.in_conflict else "",
+        framed("From the prepare on", "Each step ends so long after the prepare.", waterfall(trace, now), wide=True),
+        _transactions(trace, transactions),
+    ]
+    return f'<div class="grid one">{"".join(parts)}</div>'
+
+
+def _two_verdicts(trace: Trace) -> str:
+    columns = [
+        Column("", lambda row: row[0]),
+        Column("verdict", lambda row: row[1]),
+        Column("by", lambda row: row[2].decided_by or ""),
+        Column("when (UTC)", lambda row: f"{row[2].at:%Y-%m-%d %H:%M:%S}"),
+        Column("messages", lambda row: f"{row[2].messages:,}", "number"),
+        Column("reason", lambda row: reason_of(row[2]), "text"),
+    ]
+    words = {TraceKind.COMMITTED: "COMMIT", TraceKind.ROLLED_BACK: "ROLLBACK"}
+    rows = [("counts", words[event.kind], event) for event in trace.events if event.kind in words]
+    late = [e for e in trace.events if e.kind is TraceKind.CONFLICT]
+    rows += [("too late", (event.verdict or "").removesuffix("_MESSAGE"), event) for event in late]
+    hint = "They contradict each other. The first one counts until a person decides."
+    return framed("Two verdicts", hint, _rows(rows[:ROWS_MAX], columns, len(rows)), wide=True)
+
+
+def _transactions(trace: Trace, transactions: Sequence[Mapping[str, Any]]) -> str:
+    columns = [
+        Column("transaction", lambda row: row["transaction_id"].removeprefix(f"{trace.half_id}:"), "id"),
+        Column("key", lambda row: row["keys"] or ""),
+        Column("messages", lambda row: f"{row['messages']:,}", "number"),
+        Column("state", lambda row: row["state"].replace("_", " ")),
+        Column("reason", lambda row: row["reason"] or "", "text"),
+    ]
+    looked_at = sum(row["messages"] for row in transactions)
+    hint = "Those that are not visible come first. An id begins with the half id, which is left out."
+    if looked_at < trace.messages:
+        hint += f" These are of {count_of(looked_at, 'message')}; {trace.messages - looked_at:,} more are not read."
+    content = _rows(transactions[:ROWS_MAX], columns, len(transactions))
+    return framed("Its transactions", hint, content, wide=True)
+
+
+# ---------------------------------------------------------------- a search
+def found(
+    rows: Sequence[Mapping[str, Any]],
+    has_more: bool,
+    readers: Mapping[tuple[str, int], Sequence[tuple[str, int]]],
+    bodies: Sequence[str] | None,
+) -> str:
+    """Return the main part of a page with the messages that a search has found.
+
+    Parameters
+    ----------
+    readers : mapping
+        By topic and queue, the consumer groups that read it and their next offsets.
+    bodies : sequence of str, optional
+        The bodies as text; None when they are hidden.
+    """
+    if not rows:
+        return notice("Found", "No such message. A key finds what is not visible only while it is in half.")
+    parts = []
+    for number, row in enumerate(rows):
+        offset, at, half = row["queue_offset"], row["commit_timestamp"], escape(half_address(row["half_id"]))
+        facts = {
+            "state": f"{row['state'].replace('_', ' ')}{': ' if row['reason'] else ''}{row['reason'] or ''}",
+            "topic": row["topic"],
+            "place": "none: it is not visible" if offset is None else f"queue {row['queue_id']}, offset {offset}",
+            "keys": row["keys"],
+            "tags": row["tags"],
+            "committed": None if at is None else f"{at:%Y-%m-%d %H:%M:%S} UTC",
+            "producer group": row["producer_group"],
+            "read by": _readers(row, readers.get((row["topic"], row["queue_id"]), ())),
+            "body": f"{len(row['body'] or b''):,} bytes, hidden" if bodies is None else None,
+        }
+        items = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items() if text)
+        body = "" if bodies is None else f"<pre>{_lines(bodies[number])}</pre>"
+        parts.append(
+            f'<section class="card wide"><h2 class="id">{escape(row["msg_id"])}</h2><dl class="facts">{items}'
+            f'<dt>half batch</dt><dd><a href="{half}">{escape(row["half_id"])}</a></dd></dl>{body}</section>'
+        )
+    more = '<p class="more">There are more: name a topic, a queue, an offset.</p>' if has_more else ""
+    return f'<div class="grid one">{"".join(parts)}</div>{more}'
+
+
+def _readers(row: Mapping[str, Any], groups: Sequence[tuple[str, int]]) -> str:
+    offset = row["queue_offset"]
+    if offset is None:
+        return ""
+    if not groups:
+        return "no consumer group reads this queue"
+    words = [f"{group}: {'yes' if end > offset else f'not yet, {end} is its next offset'}" for group, end in groups]
+    more = len(words) - READERS_MAX
+    return "; ".join([*words[:READERS_MAX], *([f"{more} more groups"] if more > 0 else [])])
+
+
+def _lines(text: str) -> str:
+    return "\n".join(map(escape, text.split("\n")))

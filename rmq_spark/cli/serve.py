@@ -1,0 +1,205 @@
+"""``txmq serve``: a live page about a commit log, which only reads it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rmq_spark._core.vocabulary.options import TRANSACTION_CHECK_INTERVAL_S
+from rmq_spark._core.vocabulary.redaction import redacted
+from rmq_spark._core.vocabulary.text import count_of
+from rmq_spark.cli.bodies import BYTES_SHOWN, BodyForm, shown
+from rmq_spark.cli.command import path_to_type, sentence_of
+from rmq_spark.cli.output import LogPath, Storage, open_log, plainly
+from rmq_spark.cli.stderr_log import log_to_stderr
+from rmq_spark.errors import HalfBatchNotFoundError, OptionError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from rmq_spark._core.report.live_server import Query, View
+    from rmq_spark.log import CommitLog
+
+PORT = 5558
+FINDINGS_MAX = 12
+FOUND_MAX = 20
+TRANSACTIONS_MAX = 1_000
+"""The most messages of a half batch whose transactions are listed."""
+
+
+def register(app: Any) -> None:
+    """Add the command to the app."""
+    app.command()(serve)
+
+
+@plainly
+def serve(
+    path: LogPath,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where browsers reach it; 0 takes a free one.")] = PORT,
+    host: Annotated[
+        str, typer.Option(help="The address to listen at. One that other machines reach needs a token.")
+    ] = "127.0.0.1",
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="A further name of it in addresses, such as a proxy's; may be repeated. It needs a token."),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TXMQ_SERVE_TOKEN",
+            help="What a viewer has to know, 16 characters or more: open the address once with ?token=…. Other users "
+            "of the machine can see arguments, so set it in the environment.",
+        ),
+    ] = None,
+    since: Annotated[str, typer.Option(help='How far back verdicts and messages count: "7d", "12h".')] = "1d",
+    show_bodies: Annotated[bool, typer.Option("--show-bodies", help="Show bodies of messages, too.")] = False,
+    storage: Storage = None,
+) -> None:
+    """A live page in a browser: what is wrong and what to do, what waits, lag, one half batch, one message. It only
+    reads the log."""
+    from rmq_spark._core.checks.threads import stopped_by_signals
+    from rmq_spark._core.report.live_server import Door, LivePages, serving
+    from rmq_spark.cli.command import hide
+    from rmq_spark.cli.configuration import configured
+    from rmq_spark.cli.doctor import settings_of
+
+    door = Door(host, name or (), token)
+    log = open_log(path, storage)
+    hide([token] if token else [])
+    answered_groups, interval_s, _ = settings_of(configured())
+    look = Looker(log, since, show_bodies, interval_s, answered_groups)
+    look.require_span()
+    pages = LivePages(redacted(log.path), look.views(), door, sentence_of)
+    log_to_stderr(logging.WARNING)
+    stop = threading.Event()
+    with serving(pages, host, port) as url, stopped_by_signals(stop):
+        typer.echo(f"{redacted(log.path)} is shown at {url}{'?token=…' if token else ''}")
+        sys.stdout.flush()
+        stop.wait()
+
+
+class Looker:
+    """Looks at a commit log for the pages. Its methods return the main parts of pages.
+
+    Parameters
+    ----------
+    log : CommitLog
+    since : str
+        How far back verdicts and messages count.
+    show_bodies : bool
+    check_interval, answered
+        As for :class:`LogDoctor`.
+    """
+
+    def __init__(
+        self,
+        log: CommitLog,
+        since: str = "1d",
+        show_bodies: bool = False,
+        check_interval: float = TRANSACTION_CHECK_INTERVAL_S,
+        answered: Sequence[str] | None = None,
+    ) -> None:
+        self._log, self._since, self._show_bodies = log, since, show_bodies
+        self._interval, self._answered = check_interval, answered
+
+    def views(self) -> dict[str, View]:
+        """Return the pages by path."""
+        from rmq_spark._core.report.live_page import FIELDS
+        from rmq_spark._core.report.live_server import View
+
+        half_batch = View(self.half_batch, every_s=5, fields=("id",))
+        return {"/": View(self.home, every_s=3), "/half": half_batch, "/find": View(self.found, fields=FIELDS)}
+
+    def require_span(self) -> None:
+        """Raise OptionError when ``since`` is no time."""
+        from rmq_spark._core.report.span import Span
+
+        Span.of(self._log.engine, self._since)
+
+    def home(self, query: Query) -> str:
+        from rmq_spark._core.report.live_page import home
+        from rmq_spark.cli.doctor_log import LogDoctor
+        from rmq_spark.report import Finding, Level, figures_of, findings_of
+
+        log = self._same_log()
+        figures = figures_of(log, self._since)
+        doctor = LogDoctor(log, path_to_type(), self._interval, self._answered)
+        order = list(Level)
+        problems = [finding for finding in doctor.look(only_read=True) if finding.level is not Level.OK]
+        problems.sort(key=lambda finding: -order.index(finding.level))
+        if (more := len(problems) - FINDINGS_MAX) > 0:
+            remedy = f"txmq doctor {path_to_type()}".rstrip()
+            problems[FINDINGS_MAX:] = [Finding("doctor", Level.NOTE, count_of(more, "more finding"), remedy)]
+        return home(figures, problems or findings_of(figures)[:1], path_to_type(), self._since)
+
+    def half_batch(self, query: Query) -> str:
+        from rmq_spark._core.inspect.find import transactions_of
+        from rmq_spark._core.report.live_page import half_batch
+        from rmq_spark.cli.trace import advice, argument_of
+
+        engine = self._same_log().engine
+        trace = self._log.trace(**argument_of(query.get("id", "")))
+        if trace.transaction_id or trace.message_id:
+            trace = self._log.trace(half_id=trace.half_id)
+        transactions = transactions_of(engine, trace, TRANSACTIONS_MAX)
+        return half_batch(trace, transactions, list(advice(trace)), engine.runtime.now())
+
+    def found(self, query: Query) -> str:
+        from rmq_spark._core.inspect.find import Wanted, find_everywhere
+        from rmq_spark._core.report.live_page import FIELDS, notice
+        from rmq_spark.cli.trace import argument_of
+
+        text, topic, queue, offset = (query.get(field, "").strip() for field in FIELDS)
+        if not (text or topic):
+            return notice("Find", "Write a key, a message id or a half id; or a topic, with a queue and an offset.")
+        if text and not topic:
+            with suppress(OptionError, HalfBatchNotFoundError):  # else it is a key, which may look like an id
+                return self._found_by_id(argument_of(text))
+        wanted = Wanted(topic or None, text or None, None, _number(queue, "queue"), _number(offset, "offset"))
+        if wanted.queue_id is not None and wanted.topic is None:
+            raise OptionError("a queue needs a topic: which topic's queue?")
+        if wanted.offset is not None and wanted.queue_id is None:
+            raise OptionError("an offset needs a queue: which queue's offset?")
+        return self._listed(find_everywhere(self._same_log().engine, wanted, FOUND_MAX + 1))
+
+    def _found_by_id(self, argument: Mapping[str, str]) -> str:
+        from rmq_spark._core.inspect.find import find_by_id
+
+        if "half_id" in argument:
+            return self.half_batch({"id": argument["half_id"]})
+        return self._listed(find_by_id(self._same_log().engine, FOUND_MAX + 1, **argument))
+
+    def _listed(self, messages: pa.Table) -> str:
+        from rmq_spark._core.report.live_page import found
+
+        rows = messages.slice(0, FOUND_MAX).to_pylist()
+        bodies = [shown(row["body"], BodyForm.AUTO, BYTES_SHOWN) for row in rows] if self._show_bodies else None
+        return found(rows, messages.num_rows > FOUND_MAX, self._readers(), bodies)
+
+    def _readers(self) -> Mapping[tuple[str, int], list[tuple[str, int]]]:
+        """Return consumer groups and their next offsets by topic and queue."""
+        readers: dict[tuple[str, int], list[tuple[str, int]]] = {}
+        for row in self._log.engine.groups.rows().to_pylist() if self._log.engine.has_groups() else ():
+            place = (row["topic"], row["queue_id"])
+            readers.setdefault(place, []).append((row["consumer_group"], row["next_offset"]))
+        return readers
+
+    def _same_log(self) -> CommitLog:
+        """Return the log, read anew. Raises NotACommitLogError when it is gone, or another one is in its place."""
+        self._log.engine.another_on_the_same_log()
+        self._log.refresh()
+        return self._log
+
+
+def _number(text: str, what: str) -> int | None:
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal()):
+        raise OptionError(f"{what} {text!r} is no number: 0 or more is expected")
+    return int(text)
