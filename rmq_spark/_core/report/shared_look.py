@@ -46,7 +46,7 @@ class SharedLook(Generic[T]):
 
     def __init__(self, look: Callable[[], T]) -> None:
         self._look = look
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._value: T | None = None
         self._problem: Exception | None = None
@@ -97,7 +97,7 @@ class SharedLooks(Generic[T]):
     """The looks of a server, by what they look at. The ones that nobody has asked for longest are forgotten."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._looks: OrderedDict[Hashable, SharedLook[T]] = OrderedDict()
 
     def of(self, key: Hashable, look: Callable[[], T], *, limited: bool = True) -> SharedLook[T] | None:
