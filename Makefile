@@ -195,6 +195,9 @@ export FETCH_JARS
 
 $(HAVE_JARS): $(HAVE_PACKAGES) | java
 	@echo "Delta's jars: fetching them once"
-	@SPARK_SUBMIT_OPTS="-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:ArchiveClassesAtExit=$(VENV)/spark.jsa" \
+	@rm -f $(VENV)/spark.jsa*
+	@SPARK_SUBMIT_OPTS="-XX:+IgnoreUnrecognizedVMOptions -XX:+UseSerialGC -XX:TieredStopAtLevel=1 \
+	    -XX:ArchiveClassesAtExit=$(VENV)/spark.jsa.new" \
 	  $(PY) -c "$$FETCH_JARS" >$(VENV)/jars.log 2>&1 || { cat $(VENV)/jars.log; exit 1; }
+	@if [ -f $(VENV)/spark.jsa.new ]; then mv $(VENV)/spark.jsa.new $(VENV)/spark.jsa; fi # half of one ends the JVM
 	@touch $@

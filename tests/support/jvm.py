@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+OPTIONS = "-XX:+IgnoreUnrecognizedVMOptions -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 """For a JVM that ``spark-submit`` does not start."""
 CLASSES = Path(sys.prefix, "spark.jsa")
 """The classes of Spark and Delta, as the JVM has them in memory. Another JVM than the one that wrote them loads its
