@@ -1,7 +1,7 @@
 """Options for the JVMs of tests, which live for seconds: how fast they start matters, not what they compile to.
 
-Measured on two cores, a session that writes and reads one Delta table: 64 s of processor time as Spark starts it, 37 s
-with the first compiler alone, 28 s when the classes come from the archive that ``make install`` has made, too.
+Measured on two cores, a session that writes and reads one Delta table: 64 s of processor time as Spark starts it, 36 s
+with the first compiler alone, 27 s when the classes come from the archive that ``make install`` has made, too.
 """
 
 from __future__ import annotations
