@@ -42,7 +42,7 @@ def register(app: Any) -> None:
 def serve(
     path: LogPath,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Where browsers reach it; 0 takes a free one.")] = PORT,
-    host: Annotated[
+    address: Annotated[
         str, typer.Option(help="The address to listen at. One that other machines reach needs a token.")
     ] = "127.0.0.1",
     name: Annotated[
@@ -69,7 +69,7 @@ def serve(
     from rmq_spark.cli.configuration import configured
     from rmq_spark.cli.doctor import settings_of
 
-    door = Door(host, name or (), token)
+    door = Door(address, name or (), token)
     log = open_log(path, storage)
     hide([token] if token else [])
     answered_groups, interval_s, _ = settings_of(configured())
@@ -78,7 +78,7 @@ def serve(
     pages = LivePages(redacted(log.path), look.views(), door, sentence_of)
     log_to_stderr(logging.WARNING)
     stop = threading.Event()
-    with serving(pages, host, port) as url, stopped_by_signals(stop):
+    with serving(pages, address, port) as url, stopped_by_signals(stop):
         typer.echo(f"{redacted(log.path)} is shown at {url}{'?token=…' if token else ''}")
         sys.stdout.flush()
         stop.wait()

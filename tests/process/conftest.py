@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from tests.process.mariadb import NoMariadbError
 from tests.process.mariadb import running as mariadb_running
 from tests.process.postgres import running as postgres_running
+from tests.support import browser
 
 QUICK_ON_MARIADB = (
     "test_the_database_passes_the_conformance_suite_of_fences",
@@ -53,3 +54,12 @@ def mariadb() -> Iterator[sa.URL]:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(problem))
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
+    command = browser.find()
+    if command is None:
+        pytest.skip("there is no Chromium on this machine: apt-get install --no-install-recommends chromium")
+    with browser.running(command, tmp_path_factory.mktemp("chromium")) as found:
+        yield found

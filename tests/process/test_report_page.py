@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,15 +20,6 @@ DRAWN = """new Promise(done => {
   look();
 })"""
 """Waits until all charts are drawn, and says how many."""
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
-    command = browser.find()
-    if command is None:
-        pytest.skip("there is no Chromium on this machine: apt-get install --no-install-recommends chromium")
-    with browser.running(command, tmp_path_factory.mktemp("chromium")) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -23,15 +23,6 @@ REPLACED_S_MAX = 60.0
 
 
 @pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
-    command = browser.find()
-    if command is None:
-        pytest.skip("there is no Chromium on this machine: apt-get install --no-install-recommends chromium")
-    with browser.running(command, tmp_path_factory.mktemp("chromium")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> CommitLog:
     """A log with a producer's default ids, and one of each trouble."""
     made = make_log("delta", tmp_path_factory.mktemp("shop") / "log", **{f"topic-{n}": 2 for n in range(12)}, orders=4)

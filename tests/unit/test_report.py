@@ -22,8 +22,8 @@ from rmq_spark._core.report import charts, over_time, standing
 from rmq_spark._core.report.headline import findings_of
 from rmq_spark._core.report.report_figures import Figures
 from rmq_spark._core.report.span import PERIODS_MAX, Span
-from rmq_spark._core.report.units import duration, rate
-from rmq_spark._core.vocabulary.text import byte_size
+from rmq_spark._core.report.units import rate
+from rmq_spark._core.vocabulary.text import byte_size, duration
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support import report_logs

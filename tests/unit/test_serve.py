@@ -681,7 +681,7 @@ def test_a_client_that_sends_nothing_is_dropped(log: CommitLog, monkeypatch: pyt
 
 # ---------------------------------------------------------------- the command
 def test_the_command_refuses_what_it_cannot_do(log: CommitLog, tmp_path: Path) -> None:
-    assert "there is no token. Set TXMQ_SERVE_TOKEN" in txmq("serve", log.path, "--host", "0.0.0.0", code=2)[1]
+    assert "there is no token. Set TXMQ_SERVE_TOKEN" in txmq("serve", log.path, "--address", "0.0.0.0", code=2)[1]
     assert "is no time" in txmq("serve", log.path, "--since", "0s", code=2)[1]
     assert "not a commit log" in txmq("serve", tmp_path / "nothing", code=1)[1]
 

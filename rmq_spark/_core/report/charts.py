@@ -26,8 +26,8 @@ from rmq_spark._core.report.over_time import (
 )
 from rmq_spark._core.report.span import Span
 from rmq_spark._core.report.standing import EVERY_AGE
-from rmq_spark._core.report.units import amount, duration
-from rmq_spark._core.vocabulary.text import byte_size, count_of, plural
+from rmq_spark._core.report.units import amount
+from rmq_spark._core.vocabulary.text import byte_size, count_of, duration, plural
 
 if TYPE_CHECKING:
     from rmq_spark._core.inspect.trace import Trace

@@ -14,7 +14,8 @@ from typing import Any
 
 from rmq_spark._core.report.finding import Finding, Level
 from rmq_spark._core.report.report_figures import Figures
-from rmq_spark._core.report.units import amount, duration, rate
+from rmq_spark._core.report.units import amount, rate
+from rmq_spark._core.vocabulary.text import duration
 
 ROWS_MAX = 60
 """The most rows of a table on the page."""

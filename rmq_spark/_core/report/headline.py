@@ -10,9 +10,9 @@ import pyarrow.compute as pc
 from rmq_spark._core.report.finding import Finding, Level
 from rmq_spark._core.report.limits import LAG_S_MAX, PENDING_S_CRITICAL, PENDING_S_MAX, UNDRAINED_S_MAX
 from rmq_spark._core.report.report_figures import Figures
-from rmq_spark._core.report.units import are, duration, have
+from rmq_spark._core.report.units import are, have
 from rmq_spark._core.vocabulary.redaction import one_line, redacted
-from rmq_spark._core.vocabulary.text import count_of
+from rmq_spark._core.vocabulary.text import count_of, duration
 
 
 def findings_of(figures: Figures) -> list[Finding]:

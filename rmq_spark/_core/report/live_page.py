@@ -26,10 +26,9 @@ from rmq_spark._core.report.components import (
 )
 from rmq_spark._core.report.finding import Finding
 from rmq_spark._core.report.report_figures import Figures
-from rmq_spark._core.report.units import duration
 from rmq_spark._core.report.waterfall import reason_of, waterfall
 from rmq_spark._core.vocabulary.options import parse_duration
-from rmq_spark._core.vocabulary.text import count_of
+from rmq_spark._core.vocabulary.text import count_of, duration
 
 STYLE, SCRIPT = asset("page.css") + asset("live.css"), script(asset("live.js"))
 POLICY = (

@@ -19,7 +19,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from rmq_spark._core.report.live_page import POLICY, document, notice
 from rmq_spark._core.report.shared_look import Seen, SharedLooks
-from rmq_spark._core.report.units import duration
+from rmq_spark._core.vocabulary.text import duration
 from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OptionError, TopicNotFoundError
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def serving(pages: LivePages, host: str, port: int) -> Iterator[str]:
     try:
         server = server_class((host, port), _Handler)
     except (OSError, UnicodeError) as problem:
-        raise OptionError(f"nothing can listen at {host}:{port}: {problem}. Choose another port or host") from None
+        raise OptionError(f"nothing can listen at {host}:{port}: {problem}. Choose another port or address") from None
     server.set_app(pages)
     thread = threading.Thread(target=server.serve_forever, name="txmq serve", daemon=True)
     thread.start()

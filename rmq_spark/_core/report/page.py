@@ -27,9 +27,8 @@ from rmq_spark._core.report.components import (
 from rmq_spark._core.report.drawing import scripts
 from rmq_spark._core.report.headline import findings_of
 from rmq_spark._core.report.report_figures import Figures
-from rmq_spark._core.report.units import duration
 from rmq_spark._core.vocabulary.redaction import redacted
-from rmq_spark._core.vocabulary.text import byte_size, count_of
+from rmq_spark._core.vocabulary.text import byte_size, count_of, duration
 
 if TYPE_CHECKING:
     from rmq_spark._core.inspect.trace import Trace

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from rmq_spark._core.vocabulary.text import duration as duration
-
 _AMOUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 

@@ -10,8 +10,7 @@ from rmq_spark._core.inspect.trace import Trace, TraceEvent, TraceKind
 from rmq_spark._core.listeners.transaction_listener import NO_LISTENER_FENCE
 from rmq_spark._core.report.charts import EVENT_COLOURS, EVENTS_MAX
 from rmq_spark._core.report.components import escape
-from rmq_spark._core.report.units import duration
-from rmq_spark._core.vocabulary.text import count_of
+from rmq_spark._core.vocabulary.text import count_of, duration
 
 BY_UPKEEP = (TraceKind.DRAINED, TraceKind.ARCHIVED)
 """They may come days later. On one axis with them, all before would be a dot."""
