@@ -74,7 +74,7 @@ Wide = Annotated[
     bool,
     typer.Option("--wide", help="Whole ids and texts, and all columns, however narrow.", callback=_remember_wide),
 ]
-"""A list's option. Its command need not pass it on: :func:`is_wide` tells those who write lines."""
+"""An option of each list. Commands do not pass it on: functions that write lines ask :func:`is_wide`."""
 
 
 class LogCommand(TyperCommand):

@@ -48,7 +48,8 @@ def half_address(half_id: str) -> str:
 
 
 def document(log: str, main: str, note: str, *, searched: Mapping[str, str] | None = None, every_s: int = 0) -> str:
-    """Return a page around its main part. With ``every_s`` the browser gets that part again so often."""
+    """Return a page around its main part. With ``every_s`` the browser fetches that part
+    again after this many seconds."""
     values = {name: escape((searched or {}).get(name, "")) for name in FIELDS}
     again = f'<noscript><meta http-equiv="refresh" content="{3 * every_s}"></noscript>' if every_s else ""
     return f"""<!DOCTYPE html>

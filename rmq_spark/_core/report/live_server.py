@@ -1,4 +1,4 @@
-"""Serves pages about a commit log over HTTP: only to look at, and to whom it may show them."""
+"""Serves read-only pages about a commit log over HTTP, and decides who may see them."""
 
 from __future__ import annotations
 
@@ -51,8 +51,17 @@ Query = Mapping[str, str]
 
 @dataclass(frozen=True)
 class View:
-    """A page: the function that looks at the log and returns the page's main part, how often a browser asks again (0:
-    not by itself), and the fields of an address that it knows. Others are left out."""
+    """A page of the log.
+
+    Attributes
+    ----------
+    look : callable
+        Reads the log, and returns the page's main part.
+    every_s : int
+        Seconds after which a browser asks again; 0: it does not.
+    fields : sequence of str
+        The fields of an address that reach ``look``. Others are left out.
+    """
 
     look: Callable[[Query], str]
     every_s: int = 0
