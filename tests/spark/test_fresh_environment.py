@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import pyspark
 import pytest
+
+from tests.support.maven import free_ports
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,6 +23,7 @@ pytestmark = pytest.mark.long  # a wheel, an environment, and two Sparks of its 
 
 PROGRAM = """
 import os, sys
+from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 import rmq_spark as txmq
 
@@ -33,7 +41,11 @@ log = txmq.CommitLog.create(folder + "/log")
 log.create_topic("orders")
 builder = SparkSession.builder.config("spark.ui.enabled", "false")
 builder = builder.config("spark.driver.bindAddress", "127.0.0.1").config("spark.driver.host", "127.0.0.1")
-spark = builder.remote("local[2]").getOrCreate() if kind == "connect" else builder.master("local[2]").getOrCreate()
+if kind == "classic":
+    spark = builder.master("local[2]").getOrCreate()
+else:
+    spark = SparkSession.builder.remote(sys.argv[3]).getOrCreate() if kind == "client" else (
+        builder.remote("local[2]").getOrCreate())
 
 options = dict(path=log.path, topic="orders", producerGroup="shop", transactionListener="none")
 spark.range(10).selectExpr("cast(id as string) body").write.format("txmq").mode("append").options(**options).save()
@@ -75,9 +87,9 @@ for _ in range(1 if spark.version >= "4.2" else 2):  # before, a suspended queue
     query.option("checkpointLocation", where).trigger(availableNow=True).start().awaitTermination(120)
 print("booked", len(open(folder + "/booked").readlines()), sum(txmq.ConsumerGroup(log, "books").positions().values()))
 drained = log.drain()
-log.messages_table.refresh()
-print("drained", drained == log.refresh(), sum(log.messages_table.actions()["num_records"].to_pylist()))
-if kind == "connect":
+table = DeltaTable(log.path + "/messages").to_pyarrow_table(columns=["topic"])
+print("drained", drained == log.refresh(), table.num_rows)
+if kind != "classic":
     try:
         hidden = txmq.TransactionalSink(log, producer_group="shop", topic="orders", listener=None, app_id="x")
         query = stream.writeStream.foreachBatch(hidden).option("checkpointLocation", folder + "/cp4")
@@ -89,14 +101,20 @@ spark.stop()
 
 
 @pytest.fixture(scope="module")
-def fresh_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True, text=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def fresh_python(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
     """A new environment with the wheel; Spark itself comes from this environment's packages, to save a download."""
     folder = tmp_path_factory.mktemp("fresh")
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder / "dist"), str(ROOT)]
-    subprocess.run(build, check=True, capture_output=True, text=True)
-    (wheel,) = (folder / "dist").glob("*.whl")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
-    python = folder / "env" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
     where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
     # A path inside a .pth file is added as it is: the editable install of this project in it is not followed.
@@ -106,20 +124,77 @@ def fresh_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-@pytest.mark.parametrize("kind", ["classic", pytest.param("connect", marks=pytest.mark.connect)])
-def test_the_wheel_registers_itself_and_every_door_works(fresh_python: Path, tmp_path: Path, kind: str) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+@pytest.fixture(scope="module")
+def client_python(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+    """A new environment with the wheel and ``pyspark-client``, which has no JVM."""
+    folder = tmp_path_factory.mktemp("client")
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    wanted = [str(wheel), f"pyspark-client=={pyspark.__version__}", "pandas>=2.2,<3"]
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]
+    subprocess.run(install, check=True, capture_output=True, text=True)
+    return python
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, fresh_python: Path) -> Iterator[str]:
+    """A Connect server in a process of its own, and its address."""
+    home = Path(pyspark.__file__).parent
+    [port] = free_ports(1)
+    command = [
+        str(home / "bin" / "spark-submit"), "--master", "local[2]",
+        "--conf", f"spark.connect.grpc.binding.port={port}", "--conf", "spark.ui.enabled=false",
+        "--class", "org.apache.spark.sql.connect.service.SparkConnectServer", "spark-internal",
+    ]  # fmt: skip
+    folder = tmp_path_factory.mktemp("server")
+    environment = outside(fresh_python) | {"SPARK_HOME": str(home)}
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
+    try:
+        until = time.monotonic() + 120
+        while True:
+            with suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), timeout=5).close()
+                break
+            assert process.poll() is None, (folder / "output").read_text()[-3000:]
+            assert time.monotonic() < until, (folder / "output").read_text()[-3000:]
+            time.sleep(0.2)
+        yield f"sc://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def outside(python: Path) -> dict[str, str]:
+    """Return an environment in which nothing but the wheel is found."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "SPARK_REMOTE")}
-    environment |= {"PYSPARK_PYTHON": str(fresh_python), "PYSPARK_DRIVER_PYTHON": str(fresh_python)}
-    done = subprocess.run(
-        [str(fresh_python), str(program), kind, str(tmp_path)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    return environment | {"PYSPARK_PYTHON": str(python), "PYSPARK_DRIVER_PYTHON": str(python)}
+
+
+def run(python: Path, folder: Path, *arguments: str) -> str:
+    """Run the program, and return its output, of which every door's line is checked."""
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    command = [str(python), str(program), *arguments]
+    done = subprocess.run(command, cwd=folder, env=outside(python), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, "\n".join(x for x in done.stderr.splitlines() if not x.strip().startswith("at "))[-4000:]
     assert f"read {[*range(10), *sorted([*range(100, 105)] * 2)]}" in done.stdout
     assert "streamed 20" in done.stdout
     assert "booked 21 20" in done.stdout  # one came twice
     assert "drained True 20" in done.stdout
-    if kind == "connect":
-        assert "refused True" in done.stdout
+    return done.stdout
+
+
+def test_the_wheel_registers_itself_and_every_door_works(fresh_python: Path, tmp_path: Path) -> None:
+    run(fresh_python, tmp_path, "classic", str(tmp_path))
+
+
+@pytest.mark.connect
+def test_every_door_works_over_connect(fresh_python: Path, tmp_path: Path) -> None:
+    assert "refused True" in run(fresh_python, tmp_path, "connect", str(tmp_path))
+
+
+@pytest.mark.connect
+def test_every_door_works_for_a_client_without_a_jvm(client_python: Path, server: str, tmp_path: Path) -> None:
+    assert not list(client_python.parents[1].rglob("*.jar"))
+    assert "refused True" in run(client_python, tmp_path, "client", str(tmp_path), server)
