@@ -86,6 +86,7 @@ def _option_rows(table: Mapping[str, tuple[str, str]]) -> Iterable[tuple[str, st
 
 def tables() -> str:
     """The columns that the sink takes, the source gives, and the tables of a log have."""
+    from rmq_spark._core.client.columns import GROUPS, HALF, MESSAGES, OP, TOPICS
     from rmq_spark._core.log.group_table import GROUPS_SCHEMA
     from rmq_spark._core.log.half import HALF_SCHEMA
     from rmq_spark._core.log.op import OP_SCHEMA, Kind
@@ -95,8 +96,8 @@ def tables() -> str:
 
     _require_same([kind.value for kind in Kind], columns.KINDS, "kinds of op rows")
     kinds = _table(("kind", "it says of the rows that it names"), ((f"`{k}`", s) for k, s in columns.KINDS.items()))
-    own = {name: text for name, text in columns.MESSAGES.items() if name not in SOURCE_SCHEMA.names}
-    seen = {name: text for name, text in columns.MESSAGES.items() if name in SOURCE_SCHEMA.names}
+    own = {name: text for name, text in MESSAGES.items() if name not in SOURCE_SCHEMA.names}
+    seen = {name: text for name, text in MESSAGES.items() if name in SOURCE_SCHEMA.names}
     return "\n\n".join(
         [
             "# Columns",
@@ -118,16 +119,16 @@ def tables() -> str:
             ),
             "### half",
             "Half messages: pending ones, and settled ones that have not left.",
-            _columns(_types(HALF_SCHEMA), columns.HALF, "columns of half"),
+            _columns(_types(HALF_SCHEMA), HALF, "columns of half"),
             "### op",
             "What was decided, checked, placed and archived. `op` alone decides what is visible.",
-            _columns(_types(OP_SCHEMA), columns.OP, "columns of op"),
+            _columns(_types(OP_SCHEMA), OP, "columns of op"),
             kinds,
             "### topics",
-            _columns(_types(TOPICS_SCHEMA), columns.TOPICS, "columns of topics"),
+            _columns(_types(TOPICS_SCHEMA), TOPICS, "columns of topics"),
             "### groups",
             "How far consumer groups are.",
-            _columns(_types(GROUPS_SCHEMA), columns.GROUPS, "columns of groups"),
+            _columns(_types(GROUPS_SCHEMA), GROUPS, "columns of groups"),
         ]
     )
 
@@ -566,6 +567,6 @@ def _require_same(of_code: Iterable[str], described: Iterable[str], what: str) -
     code, text = set(of_code), set(described)
     if code != text:
         raise UndescribedError(
-            f"{what}: docs/building/columns.py lacks {sorted(code - text)}, and describes {sorted(text - code)}, which "
-            "the code does not have"
+            f"{what}: columns.py (docs/building; of a table, rmq_spark/_core/client) lacks {sorted(code - text)}, "
+            f"and describes {sorted(text - code)}, which the code does not have"
         )

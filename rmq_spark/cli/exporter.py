@@ -50,7 +50,7 @@ def exporter(
 ) -> None:
     """Show a commit log's figures to Prometheus: pending, quarantined, lag, dead letters, files. It only reads the log.
 
-    One exporter a log is enough. docs/monitoring.md lists the metrics, and conf/prometheus has alert rules for them.
+    One exporter a log is enough. docs/monitoring.md says what to alarm on; --once shows what each metric means.
     """
     modes = [name for name, chosen in (("--once", once), ("--push", push_to), ("--textfile", textfile)) if chosen]
     if len(modes) > 1:

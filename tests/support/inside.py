@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _LIVES_IN = {
+    "rmq_spark._core.client.columns": "COLUMN_MEANINGS=COLUMNS",
     "rmq_spark._core.client.draining": "Draining",
     "rmq_spark._core.client.maintainer": "Maintainer",
     "rmq_spark._core.checks.check_report": "LEASED",

@@ -24,7 +24,7 @@ from rmq_spark.cli import app
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Ahead
 from tests.support.half_batches import commit, in_conflict, prepare, quarantine
-from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, LogWatch, whole
+from tests.support.inside import BY_NAME, LOG, LogWatch, whole
 
 CONF = Path(__file__).parents[2] / "conf"
 RULES = CONF / "prometheus" / "txmq.rules.yml"
@@ -267,12 +267,6 @@ def test_what_goes_wrong_in_a_log_fires_its_alert_and_the_remedy_shows_it(tmp_pa
 
 # ---------------------------------------------------------------- docs/monitoring.md
 PAGE = (CONF.parent / "docs" / "monitoring.md").read_text()
-
-
-def test_the_page_lists_every_metric() -> None:
-    for origin, title in {LOG: "From the log", PROCESS: "Of a process"}.items():
-        listed = re.findall(r"`(\w+)`", PAGE.partition(f"\n{title}, by ")[2].split("\n\n")[1])
-        assert listed == [metric.name for metric in METRICS if metric.origin == origin]
 
 
 def test_the_page_lists_every_alert() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,10 @@ import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable
 
+import rmq_spark as txmq
 from rmq_spark import CommitLog
 from tests.support.half_batches import another, commit, decide_one, let_leave, pending, prepare, roll_back, send, split
-from tests.support.inside import Who, table_files
+from tests.support.inside import COLUMN_MEANINGS, Who, table_files
 from tests.support.limits import limited
 
 pytestmark = pytest.mark.log("delta", orders=2, points=1)
@@ -96,3 +98,12 @@ def test_a_filter_on_offsets_gives_the_same_rows(log: CommitLog) -> None:
         columns=COLUMNS, filters=(pc.field("topic") == "orders") & (pc.field("queue_offset") >= 3)
     )
     assert kept.sort_by(ORDER).to_pylist() == wanted
+
+
+def test_each_column_of_a_table_says_what_it_means_also_after_commits_and_upkeep(log: CommitLog) -> None:
+    txmq.ConsumerGroup(log, "shop").reset("earliest", ["orders"])  # makes the table groups
+    fill(log, 0)
+    log.maintain()
+    for table, meanings in COLUMN_MEANINGS.items():
+        fields = json.loads(DeltaTable(f"{log.path}/{table}").schema().to_json())["fields"]
+        assert {field["name"]: field["metadata"].get("comment") for field in fields} == meanings

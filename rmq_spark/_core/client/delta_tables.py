@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Mapping
 
+from rmq_spark._core.client.columns import commented
 from rmq_spark._core.log import half as half_module
 from rmq_spark._core.log import op as op_module
 from rmq_spark._core.log.group_table import GROUPS_SCHEMA
@@ -69,6 +70,7 @@ def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | 
     def make(name: str) -> None:
         reach("table made", table=name)
         schema, own_settings = tables[name]
+        schema = commented(name, schema)
         if DeltaLogTable.create(f"{where}/{name}", name, schema, storage_options, {**settings, **own_settings}):
             made.append(f"{where}/{name}")
 
@@ -195,7 +197,7 @@ class DeltaTables(LogTables):
                 assert isinstance(self.half, DeltaLogTable)
                 kept = self.half.configuration.get("delta.logRetentionDuration", f"interval {LOG_RETENTION}")
                 settings = {"delta.appendOnly": "false", "delta.logRetentionDuration": kept, **OF_REPLACED_FILES}
-                DeltaLogTable.create(path, "groups", GROUPS_SCHEMA, options, settings)
+                DeltaLogTable.create(path, "groups", commented("groups", GROUPS_SCHEMA), options, settings)
             return DeltaLogTable(path, "groups", GROUPS_SCHEMA, options)
 
     def another(self) -> DeltaTables:

@@ -37,38 +37,39 @@ BELOW = pa.list_(
 )
 OP_SCHEMA = pa.schema(
     [
-        ("version", pa.int64()),  # of this table, at which the row was committed
+        ("version", pa.int64()),
         ("op_time", TIMESTAMP),
-        ("commit_id", pa.string()),  # one id per commit, by which a writer recognises its own rows
+        ("commit_id", pa.string()),
         ("kind", pa.string()),
         ("half_id", pa.string()),
-        ("file_no", pa.int64()),  # null = all files of the half batch
-        ("ranges", RANGES),  # null = all rows
-        ("count", pa.int64()),  # rows named
+        ("file_no", pa.int64()),
+        ("ranges", RANGES),
+        ("count", pa.int64()),
         ("attempt", pa.int32()),
-        ("decided_by", pa.string()),  # execute, check, discard, admin
-        ("refused", pa.bool_()),  # rollback: true when the local transaction ran and said no, so it is final
+        ("decided_by", pa.string()),
+        ("refused", pa.bool_()),
         ("reason", pa.string()),
         ("topic", pa.string()),
         ("queue_id", pa.int32()),
-        ("queue_offset", pa.int64()),  # of the first row named; the others follow in order
-        ("next_offset", pa.int64()),  # queue_offset + count
-        ("path", pa.string()),  # where the rows lay when this was written: a hint
-        ("file_rows", pa.int64()),  # rows of the half file as written
+        ("queue_offset", pa.int64()),
+        ("next_offset", pa.int64()),
+        ("path", pa.string()),
+        ("file_rows", pa.int64()),
         ("transaction_per", pa.string()),
         ("producer_group", pa.string()),
-        ("until", TIMESTAMP),  # lease: its end; commit without an offset: when its messages are due
-        ("verdict", pa.string()),  # conflict: the verdict that came too late
-        ("low_water", pa.int64()),  # mark: prepare time (ms) up to which everything is settled
-        ("since_version", pa.int64()),  # mark: op rows before this one are not needed for what is open
-        ("tails", TAILS),  # mark: the next offset of every queue
-        ("firsts", FIRSTS),  # expire, mark: the first offset that is kept of queues
-        ("reopened_ms", pa.int64()),  # mark: when a transaction was last reopened
-        ("below", BELOW),  # mark: half batches at or below low_water that are open, as of since_version
-        ("prepared_ms", pa.int64()),  # archived: when the half batch was prepared
-        ("archived", ARCHIVED),  # archived: what is kept of a half batch that leaves
+        ("until", TIMESTAMP),
+        ("verdict", pa.string()),
+        ("low_water", pa.int64()),
+        ("since_version", pa.int64()),
+        ("tails", TAILS),
+        ("firsts", FIRSTS),
+        ("reopened_ms", pa.int64()),
+        ("below", BELOW),
+        ("prepared_ms", pa.int64()),
+        ("archived", ARCHIVED),
     ]
 )
+"""``client/columns.py`` says what the columns mean."""
 NO_OPS = OP_SCHEMA.empty_table()
 STATS_COLUMNS = ("version", "next_offset", "low_water", "prepared_ms")
 

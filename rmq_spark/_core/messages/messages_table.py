@@ -45,7 +45,7 @@ MESSAGES_SCHEMA = pa.schema(
         ("file_no", pa.int64()),
         ("row_no", pa.int64()),
         ("attempt", pa.int32()),
-        ("op_version", pa.int64()),  # of op, at which the message was placed
+        ("op_version", pa.int64()),
         ("transaction_per", pa.string()),
         ("transaction_key", pa.string()),
     ]

@@ -49,7 +49,7 @@ class LogCollector(prometheus.registry.Collector):
     """Exposes the figures of commit logs to Prometheus, under RocketMQ 5's names where they exist.
 
     Register it in a program's registry, or run ``txmq exporter``. One program a log is enough, because the figures are
-    the log's. docs/monitoring.md lists all of them.
+    the log's. The reference of the docs lists all of them.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """All metrics: their names, kinds, labels and help texts. RocketMQ 5's names have their meaning and units there.
 
-Tests hold the exporter, the alert rules, the dashboard and the table in docs/monitoring.md to this list.
+Tests hold the exporter, the alert rules and the dashboard to this list; the reference of the docs is made from it.
 """
 
 from __future__ import annotations
