@@ -177,7 +177,8 @@ def run(python: Path, folder: Path, *arguments: str) -> str:
     program.write_text(PROGRAM)
     command = [str(python), str(program), *arguments]
     done = subprocess.run(command, cwd=folder, env=outside(python), capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, "\n".join(x for x in done.stderr.splitlines() if not x.strip().startswith("at "))[-4000:]
+    without_jvm = [line for line in done.stderr.splitlines() if not line.strip().startswith("at ")]
+    assert done.returncode == 0, "\n".join(without_jvm)[-4000:]
     assert f"read {[*range(10), *sorted([*range(100, 105)] * 2)]}" in done.stdout
     assert "streamed 20" in done.stdout
     assert "booked 21 20" in done.stdout  # one came twice
