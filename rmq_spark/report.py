@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING
 from rmq_spark._core.lazy import public
 
 if TYPE_CHECKING:
-    from rmq_spark._core.report.finding import Finding as Finding
-    from rmq_spark._core.report.finding import Level as Level
-    from rmq_spark._core.report.headline import findings_of as findings_of
+    from rmq_spark._core.inspect.finding import Finding as Finding
+    from rmq_spark._core.inspect.finding import Level as Level
     from rmq_spark._core.report.page import page as page
     from rmq_spark._core.report.report_figures import Figures as Figures
     from rmq_spark._core.report.report_figures import figures_of as figures_of
+    from rmq_spark._core.report.report_figures import findings_of as findings_of
 
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
-        "report.report_figures": "Figures figures_of",
-        "report.finding": "Finding Level",
-        "report.headline": "findings_of",
+        "report.report_figures": "Figures figures_of findings_of",
+        "inspect.finding": "Finding Level",
         "report.page": "page",
     },
 )

@@ -17,10 +17,10 @@ from deltalake import DeltaTable, write_deltalake
 from typer.testing import CliRunner
 
 from rmq_spark import CommitLog, ConsumerGroup
-from rmq_spark._core.report.finding import Finding, worst
+from rmq_spark._core.inspect.finding import Finding, worst
 from rmq_spark.cli import app, doctor
-from rmq_spark.cli.doctor_log import LogDoctor
 from rmq_spark.cli.doctor_machine import java_home, java_version, look_at_machine
+from rmq_spark.cli.doctor_store import look_at_store
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
 from tests.support.half_batches import (
@@ -34,7 +34,7 @@ from tests.support.half_batches import (
     prepare_one,
     quarantine,
 )
-from tests.support.inside import HalfWriter, Level, Members
+from tests.support.inside import Diagnosis, HalfWriter, Level, Members, Standing
 from tests.support.limits import Limit
 from tests.support.machines import FINE, be_fine, have_versions
 
@@ -50,10 +50,16 @@ def log(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
     return made
 
 
+def look_at(log: CommitLog, interval: float = 60.0, answered: list[str] | None = None) -> Iterator[Finding]:
+    """What doctor finds on a log."""
+    yield from look_at_store(log.another())
+    yield from Diagnosis(Standing(log.another().engine), "", interval, answered).findings()
+
+
 def found(log: CommitLog, interval: float = 60.0, answered: list[str] | None = None) -> Mapping[str, Finding]:
     """The worst finding of each check."""
     findings: dict[str, Finding] = {}
-    for finding in LogDoctor(log.another(), "", interval, answered).look():
+    for finding in look_at(log, interval, answered):
         known = findings.get(finding.check)
         findings[finding.check] = finding if known is None or worst([known, finding]) is not known.level else known
     return findings
@@ -269,7 +275,7 @@ def test_tables_that_somebody_wrote_to_are_told(log: CommitLog) -> None:
     assert bad(log)["tables"] == "critical"
     op = DeltaTable(f"{log.path}/op")
     op.alter.set_table_properties({"delta.logRetentionDuration": "interval 1 minutes"})
-    told = [finding for finding in LogDoctor(log.another(), "", 60.0).look() if finding.level is Level.CRITICAL]
+    told = [finding for finding in look_at(log) if finding.level is Level.CRITICAL]
     assert [finding.check for finding in told] == ["tables", "tables"], "each check would say it again"
     assert "table op is not what rmq_spark left in version" in told[0].what
 
