@@ -19,9 +19,8 @@ from rmq_spark.errors import ConfigError
 from rmq_spark.report import Finding, Level
 
 if TYPE_CHECKING:
-    from rmq_spark._core.inspect.diagnosis import Diagnosis
-    from rmq_spark._core.inspect.standing import Standing
     from rmq_spark.cli.configuration import Configured
+    from rmq_spark.report import Diagnosis, Standing
 
 WARNINGS, CRITICAL = 5, 6
 COLOURS = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.CRITICAL: "red"}
@@ -60,11 +59,10 @@ def doctor(
 
 def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
     from rmq_spark._core.client.delta_tables import FORMAT
-    from rmq_spark._core.inspect.diagnosis import Diagnosis
-    from rmq_spark._core.inspect.standing import Standing
     from rmq_spark.cli.configuration import configured
     from rmq_spark.cli.doctor_machine import look_at_machine
     from rmq_spark.cli.doctor_store import look_at_store
+    from rmq_spark.report import Diagnosis, Standing
 
     yield from look_at_machine()
     try:
@@ -88,8 +86,8 @@ def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
 
 def judge() -> Callable[[Standing], Diagnosis]:
     """Return what judges a log by the configuration that the command finds."""
-    from rmq_spark._core.inspect.diagnosis import Diagnosis
     from rmq_spark.cli.configuration import configured
+    from rmq_spark.report import Diagnosis
 
     groups, interval_s, _ = settings_of(configured())
     return partial(Diagnosis, typed=path_to_type(), check_interval_s=interval_s, answered=groups, said=sentence_of)

@@ -55,7 +55,7 @@ def list_groups(
     path: LogPath, watch: Watch = None, wide: Wide = False, as_json: AsJson = False, storage: Storage = None
 ) -> None:
     """List consumer groups, and how far they are behind, in messages and in time."""
-    from rmq_spark._core.inspect.standing import Standing
+    from rmq_spark.report import Standing
 
     log = open_log(path, storage)
     nothing = (

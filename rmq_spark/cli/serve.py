@@ -22,10 +22,9 @@ from rmq_spark.errors import HalfBatchNotFoundError, OptionError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from rmq_spark._core.inspect.diagnosis import Diagnosis
-    from rmq_spark._core.inspect.standing import Standing
     from rmq_spark._core.report.live_server import Query, View
     from rmq_spark.log import CommitLog
+    from rmq_spark.report import Diagnosis, Standing
 
 PORT = 5558
 FOUND_MAX = 20
@@ -102,7 +101,7 @@ class Looker:
         show_bodies: bool = False,
         judge: Callable[[Standing], Diagnosis] | None = None,
     ) -> None:
-        from rmq_spark._core.inspect.diagnosis import Diagnosis
+        from rmq_spark.report import Diagnosis
 
         self._log, self._since, self._show_bodies = log, since, show_bodies
         self._judge = judge or partial(Diagnosis, typed=path_to_type(), said=sentence_of)

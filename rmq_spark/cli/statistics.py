@@ -14,7 +14,7 @@ from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age, size
 
 if TYPE_CHECKING:
-    from rmq_spark._core.inspect.standing import Standing
+    from rmq_spark.report import Standing
 
 WINDOWS = {"last_minute": 60.0, "last_hour": 3600.0, "last_day": 86_400.0}
 """Windows in which messages are counted, in seconds before now."""
@@ -31,7 +31,7 @@ def stats(path: LogPath, wide: Wide = False, as_json: AsJson = False, storage: S
 
     --json prints an object for each topic, group and table, and one for transactions; kind says which it is.
     """
-    from rmq_spark._core.inspect.standing import Standing
+    from rmq_spark.report import Standing
 
     log = open_log(path, storage)
     rows = list(stat_rows(Standing(log.engine)))

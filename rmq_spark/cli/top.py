@@ -34,7 +34,7 @@ from rmq_spark.cli.watch import interval_of, keyboard, wait
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from rmq_spark._core.inspect.standing import Standing
+    from rmq_spark.report import Standing
 
 ROWS_MAX = 1_000
 """Rows of a list that keys move through; the filter finds others."""
@@ -100,7 +100,7 @@ def top(
     Where there is no terminal it looks twice, so that there are rates, and prints once."""
     from rich.console import Console
 
-    from rmq_spark._core.inspect.standing import Standing
+    from rmq_spark.report import Standing
 
     interval = interval_of(every, "every")
     log = open_log(path, storage)
@@ -214,8 +214,8 @@ def lines(
     """
     from rich.cells import cell_len
 
-    from rmq_spark._core.inspect.diagnosis import Diagnosis
     from rmq_spark._core.inspect.finding import worst
+    from rmq_spark.report import Diagnosis
 
     at = short_time(now.at)
     if width is not None:

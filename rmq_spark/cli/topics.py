@@ -78,7 +78,7 @@ def set_topic(
 @plainly
 def list_topics(path: LogPath, wide: Wide = False, as_json: AsJson = False, storage: Storage = None) -> None:
     """List topics: how many messages were committed to each, how many of those have expired, and what they take."""
-    from rmq_spark._core.inspect.standing import Standing
+    from rmq_spark.report import Standing
 
     log = open_log(path, storage)
     rows = [{n: v for n, v in row.items() if n != "drained"} for row in Standing(log.engine).topics.values()]
@@ -139,7 +139,7 @@ def expiring(engine: Engine, topic: str, retention_s: float) -> int:
 
 def queue_rows(log: CommitLog, name: str) -> list[dict[str, Any]]:
     """Return a row for each queue of a topic."""
-    from rmq_spark._core.inspect.standing import Standing
+    from rmq_spark.report import Standing
 
     queues = log.engine.require_topic(name)
     tails, firsts, open_counts = log.engine.tails(), log.engine.firsts(), log.open_messages()

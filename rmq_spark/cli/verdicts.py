@@ -90,7 +90,7 @@ def conflicts(
 ) -> None:
     """List half batches with two verdicts that contradict each other; see resolve."""
     log = open_log(path, storage)
-    from rmq_spark._core.inspect.standing import Standing
+    from rmq_spark.report import Standing
 
     def text() -> str:
         rows = [row for row in Standing(log.engine).conflicts if group in (None, row["producer_group"])]

@@ -398,9 +398,11 @@ def test_a_tooltip_counts_one_message_as_one() -> None:
 
 def test_the_timeline_is_of_the_slowest_or_of_a_named_one(shop: InMemoryCommitLog, figures: Figures) -> None:
     slowest = figures.slowest["half_id"][0].as_py()
-    assert plots.timeline(shop).to_dict()["description"] == f"Timeline of {slowest}"
+    drawn = plots.timeline(shop).to_dict()
+    assert drawn["description"] == f"Timeline of {slowest}; drained 2h 35m later"
+    assert "drained" not in {row["label"] for row in drawn["layer"][0]["data"]["values"]}, "it would squeeze the others"
     named = plots.timeline(shop, f"{slowest}:1").to_dict()
-    assert named["description"] == f"Timeline of {slowest}:1"
+    assert named["description"] == f"Timeline of {slowest}:1; drained 2h 35m later"
     with pytest.raises(HalfBatchNotFoundError):
         plots.timeline(shop, "nobody:7")
     with pytest.raises(OptionError, match="name a transaction"):

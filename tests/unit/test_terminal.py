@@ -215,7 +215,7 @@ def test_a_report_is_wrapped_between_words(log: CommitLog, columns: int) -> None
     whole = " ".join(" ".join(lines).split())
     assert "1 half batch with two verdicts that contradict each other" in whole
     for line in lines:
-        assert cell_len(line) <= columns or line.startswith("txmq "), line
+        assert cell_len(line) <= columns or line.startswith(("txmq ", "→ txmq ")), line
     assert f"txmq trace {log.path} {half_id_of(log, 'conflicts')}" in whole
 
 

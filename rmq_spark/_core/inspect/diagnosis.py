@@ -71,10 +71,10 @@ class Diagnosis:
         Without ``tables`` it is not looked whether each file is there."""
         checks: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
             ("tables", self._tables),
+            ("conflicts", self._conflicts),
             ("pending", self._pending),
             ("delayed", self._delayed),
             ("quarantined", self._quarantined),
-            ("conflicts", self._conflicts),
             ("files", self._files),
             ("drain", self._drain),
             ("groups", self._groups),

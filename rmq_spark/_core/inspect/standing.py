@@ -99,6 +99,7 @@ class Standing:
 
     @cached_property
     def undrained(self) -> NotDrained:
+        """Visible messages that are not in the table ``messages``."""
         undrained = Undrained(self.engine)
         amount = undrained.look()
         return NotDrained(amount.messages, amount.bytes, undrained.seconds())
@@ -132,10 +133,12 @@ class Standing:
 
     @property
     def pending_batches(self) -> int:
+        """The number of pending half batches, each of which may have several rows in ``pending``."""
         return len({row["half_id"] or id(row) for row in self.pending})
 
     @property
     def oldest_pending_s(self) -> float:
+        """Seconds since the oldest pending half batch was prepared; 0 when none is pending."""
         return max((row["age_seconds"] for row in self.pending), default=0.0)
 
     def _aged(self, rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.inspect.limits import LAG_S_MAX, PENDING_S_CRITICAL, PENDING_S_MAX
+from rmq_spark._core.inspect.trace import TraceKind
 from rmq_spark._core.report.drawing import altair
 from rmq_spark._core.report.over_time import (
     ANSWERS,
@@ -334,7 +335,6 @@ _SHORT_LABEL = (
 EVENT_COLOURS: Mapping[str, str] = {
     "committed": GREEN,
     "placed": GREEN,
-    "drained": GREEN,
     "conflict_resolved": GREEN,
     "rolled_back": ORANGE,
     "reopened": OLIVE,
@@ -342,14 +342,16 @@ EVENT_COLOURS: Mapping[str, str] = {
     "conflict": RED,
 }
 """The colours of events. Others are grey: no message has a state by them."""
+BY_UPKEEP = (TraceKind.DRAINED, TraceKind.ARCHIVED)
+"""They may come days later. On one axis with them, all before would be a dot."""
 EVENTS_MAX = 40
 """The most events in a timeline. Of more, the first and the last ones are drawn."""
 
 
 def timeline(trace: Trace) -> Drawn:
-    """Draw the events of a transaction in order, each on its own line and at its time."""
+    """Draw the events of a transaction, each on its own line and at its time. The title has those of upkeep."""
     alt = altair()
-    events = list(trace.events)
+    events = [event for event in trace.events if event.kind not in BY_UPKEEP]
     omitted = 0
     if len(events) > EVENTS_MAX:
         omitted = len(events) - EVENTS_MAX
@@ -399,8 +401,10 @@ def timeline(trace: Trace) -> Drawn:
     waits = base.mark_bar(height=3, opacity=0.45).encode(x="before:T", x2="at:T", color=colour)
     points = base.mark_circle(size=130, opacity=1).encode(x=time_axis, color=colour)
     labels = base.mark_text(align="left", dx=11, baseline="middle").encode(x=time_axis, text="after:N")
-    omission = f"; {omitted} events between are left out" if omitted else ""
-    title = f"Timeline of {trace.transaction_id or trace.message_id or trace.half_id}{omission}"
+    notes = [f"{omitted} events between are left out"] if omitted else []
+    later = ((event.kind.value, event.at - began) for event in trace.events if event.kind in BY_UPKEEP)
+    notes += [f"{kind} {duration(after.total_seconds())} later" for kind, after in later]
+    title = "; ".join([f"Timeline of {trace.transaction_id or trace.message_id or trace.half_id}", *notes])
     chart = alt.layer(waits, points, labels, space).properties(
         title=title,
         description=title,

@@ -122,7 +122,7 @@ def home(figures: Figures, findings: Sequence[Finding], typed: str, more: str = 
             Column("age", lambda row: duration(row["age_seconds"]), "number"),
             Column("checks", lambda row: counted(row["check_times"]), "number")
             if "check_times" in rows[0]
-            else Column("by", lambda row: row["decided_by"] or ""),
+            else Column("by", lambda row: row["decided_by"] or "", "word"),
             Column("reason", _reason, "text"),
         ]
         return framed(title, f"{hint}.", listed(rows, columns, total, command and f"{command} {typed}"), wide=True)

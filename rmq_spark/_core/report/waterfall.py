@@ -8,12 +8,10 @@ from datetime import datetime
 
 from rmq_spark._core.inspect.trace import Trace, TraceEvent, TraceKind
 from rmq_spark._core.listeners.transaction_listener import NO_LISTENER_FENCE
-from rmq_spark._core.report.charts import EVENT_COLOURS, EVENTS_MAX, GREY
+from rmq_spark._core.report.charts import BY_UPKEEP, EVENT_COLOURS, EVENTS_MAX, GREY
 from rmq_spark._core.report.components import escape
 from rmq_spark._core.vocabulary.text import count_of, duration
 
-BY_UPKEEP = (TraceKind.DRAINED, TraceKind.ARCHIVED)
-"""They may come days later. On one axis with them, all before would be a dot."""
 _VERDICTS = (TraceKind.COMMITTED, TraceKind.ROLLED_BACK, TraceKind.CONFLICT)
 _PHASES = {TraceKind.PREPARED: "prepare", TraceKind.CHECKED: "check", TraceKind.PLACED: "placed"}
 PLACES_MAX = 4
