@@ -203,12 +203,12 @@ class Standing:
         newest: datetime | None = pc.max(by_check["op_time"]).as_py()
         return newest
 
-    def with_reasons(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """Return rows of half batches with the ``reason`` that ``op`` last gave; of one in conflict, both verdicts."""
-        said: dict[str | None, list[OpRow]] = {row["half_id"]: [] for row in rows if row["half_id"] is not None}
-        for fields in self.engine.ledger.scan([name for name in said if name]).to_pylist() if said else ():
+    def with_reasons(self, *lists: Sequence[Row]) -> list[list[dict[str, Any]]]:
+        """Return lists of half batches with the ``reason`` that ``op`` last gave; of one in conflict, both verdicts."""
+        said: dict[str, list[OpRow]] = {row["half_id"]: [] for rows in lists for row in rows if row["half_id"]}
+        for fields in self.engine.ledger.scan(list(said)).to_pylist() if said else ():
             said[fields["half_id"]].append(OpRow.of(fields))
-        return [{**row, "reason": _reason(said.get(row["half_id"], ()), row)} for row in rows]
+        return [[{**row, "reason": _reason(said.get(row["half_id"], ()), row)} for row in rows] for rows in lists]
 
 
 def _reason(op_rows: Sequence[OpRow], row: Row) -> str | None:
