@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,7 +35,7 @@ from rmq_spark.cli.watch import interval_of, keyboard, wait
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from rmq_spark.report import Standing
+    from rmq_spark.report import Finding, Standing
 
 ROWS_MAX = 1_000
 """Rows of a list that keys move through; the filter finds others."""
@@ -188,6 +189,14 @@ def headline(now: Standing) -> str:
     )
 
 
+@lru_cache(maxsize=1)  # of a look, not of each key
+def _worst(now: Standing) -> Finding | None:
+    """Return the worst finding of doctor, without those about single files; None when all is well."""
+    from rmq_spark.report import Diagnosis
+
+    return next(iter(Diagnosis(now).problems(1, tables=False)), None)
+
+
 def open_half_batches(now: Standing) -> list[dict[str, Any]]:
     """Return half batches that wait for a verdict; those that need a person come first."""
     return [
@@ -214,15 +223,16 @@ def lines(
     """
     from rich.cells import cell_len
 
-    from rmq_spark._core.inspect.finding import worst
-    from rmq_spark.report import Diagnosis
-
     at = short_time(now.at)
     if width is not None:
         name = shortened(one_line(name), max(CELL_CHARS_MIN, width - len(f"txmq top      {at}")))
-    style = STYLES.get(worst(list(Diagnosis(now).findings(tables=False))), "")
+    problem = _worst(now)
+    style = "" if problem is None else STYLES.get(problem.level, "")
     shown = [(f"txmq top   {name}   {at}", "bold")]
     shown += [(line, style) for line in hanging("", headline(now), 0, width=width).splitlines()]
+    if problem is not None:
+        text = one_line(f"{problem.check}: {problem.what}")
+        shown.append((text if width is None else shortened(text, width, 1.0), style))
     groups = [in_words(row) for row in consumer_rows(now, before)]
     lists = [
         [row for row in rows if not view.word or view.word.lower() in " ".join(map(str, row.values())).lower()]

@@ -198,7 +198,7 @@ def test_a_log_that_changes_between_two_looks_is_shown_as_it_is(
 def test_of_many_findings_the_worst_are_shown(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = [Finding("groups", Level.WARNING, f"group-{n} is behind") for n in range(30)]
     bad.append(Finding("tables", Level.CRITICAL, "a file is gone"))
-    monkeypatch.setattr(Diagnosis, "findings", lambda self: iter(bad))
+    monkeypatch.setattr(Diagnosis, "findings", lambda self, **_: iter(bad))
     with served(log) as site:
         page = site.get().text
     assert page.index("a file is gone") < page.index("group-0 is behind")

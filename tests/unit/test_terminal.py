@@ -242,12 +242,13 @@ def test_trouble_stands_first_with_its_age_and_state_whole(log: CommitLog) -> No
     seen = Standing(log.engine).read()
     lines = screen_of(seen, 80, 24)
     assert lines[1].startswith("1 in conflict; 1 quarantined; 3 pending, the oldest for ")
+    assert lines[3].startswith("conflicts: 1 half batch with two verdicts that contradict each other: send.")
     start = next(n for n, line in enumerate(lines) if line.startswith("state "))
     rows = lines[start + 1 : start + 6]
     assert [row.split()[0] for row in rows] == ["conflict", "quarantined", "pending", "pending", "pending"]
     whole = {row["age"] for row in top.open_half_batches(seen)}
     assert {row[13:].split("  ")[0].strip() for row in rows} == whole
-    assert lines.index("2 more consumer groups") < next(n for n, line in enumerate(lines) if "more topics" in line)
+    assert lines.index("3 more consumer groups") < next(n for n, line in enumerate(lines) if "more topics" in line)
     assert lines[-1].endswith("q ends")
 
 

@@ -88,10 +88,10 @@ class Diagnosis:
             except Exception as problem:
                 yield Finding(name, Level.CRITICAL, self._said(problem))
 
-    def problems(self, most: int) -> list[Finding]:
+    def problems(self, most: int, *, tables: bool = True) -> list[Finding]:
         """Return at most so many findings of what is not well, the worst first, and how many more there are."""
         order = list(Level)
-        found = [finding for finding in self.findings() if finding.level is not Level.OK]
+        found = [finding for finding in self.findings(tables=tables) if finding.level is not Level.OK]
         found.sort(key=lambda finding: -order.index(finding.level))
         if (more := len(found) - most) > 0:
             found[most:] = [Finding("doctor", Level.NOTE, count_of(more, "more finding"), self.command("doctor"))]
