@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from html import escape
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark._core.inspect.finding import Finding, worst
-from rmq_spark.cli import app, doctor
+from rmq_spark.cli import app, doctor, serve
 from rmq_spark.cli.doctor_machine import java_home, java_version, look_at_machine
 from rmq_spark.cli.doctor_store import look_at_store
 from tests.support.clocks import set_clock
@@ -403,6 +404,26 @@ def test_queues_of_a_dead_member_and_dead_letters_are_told(log: CommitLog) -> No
     table = pa.table({"body": ["x"]})
     commit(log, prepare_one(log.engine, header, log.engine.stage(writer, table.to_batches())))
     assert found(log)["dead letters"].what == "points: 1 dead letter"
+
+
+OF_BOTH = ("conflicts", "pending", "checker", "quarantined", "groups", "drain")
+
+
+def test_doctor_report_and_live_page_say_the_same(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(log, prepare(log, 0))
+    quarantine(log, prepare(log, 1))
+    in_conflict(log, prepare(log, 2))
+    prepare(log, 3)
+    ConsumerGroup(log, "points").reset("earliest", ["orders"])
+    set_clock(monkeypatch, ahead_s=2 * HOUR_S)
+    by_doctor = [row for row in objects("doctor", code=doctor.CRITICAL) if row["check"] in OF_BOTH]
+    by_report = objects("report")[0]["findings"]
+    assert sorted(row["check"] for row in by_report) == sorted(OF_BOTH)
+    assert sorted(by_report, key=str) == sorted(by_doctor, key=str)
+    levels = [row["level"] for row in by_report]
+    assert levels == sorted(levels), "critical before warning"
+    page = serve.Looker(log).home({})
+    assert all(escape(row["what"]) in page for row in by_report)
 
 
 # ---------------------------------------------------------------- the machine
