@@ -14,9 +14,9 @@ import os
 from typing import TYPE_CHECKING
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.inspect.history import open_now
+from rmq_spark._core.inspect.standing import Standing
 from rmq_spark._core.protocol.engine import Engine
-from rmq_spark._core.report import charts, over_time, standing
+from rmq_spark._core.report import charts, over_time
 from rmq_spark._core.report.choice import trace_of
 from rmq_spark._core.report.report_figures import listed, look_back, settled_in
 from rmq_spark._core.report.span import SINCE, Span
@@ -70,8 +70,7 @@ def pending(log: Log) -> Chart:
     ----------
     log : CommitLog or path
     """
-    engine = _open(log)
-    return charts.pending(standing.ages(open_now(engine), engine.runtime.now())).chart
+    return charts.pending(Standing(_open(log)).pending).chart
 
 
 def lag(log: Log) -> Chart:
@@ -81,7 +80,7 @@ def lag(log: Log) -> Chart:
     ----------
     log : CommitLog or path
     """
-    return charts.lag(standing.lag(standing.behind(_open(log)))).chart
+    return charts.lag(Standing(_open(log)).groups).chart
 
 
 def largest(log: Log, since: str = SINCE) -> Chart:
@@ -104,7 +103,7 @@ def topics(log: Log) -> Chart:
     ----------
     log : CommitLog or path
     """
-    return charts.topics(standing.topics(_open(log))).chart
+    return charts.topics(Standing(_open(log)).topics.values()).chart
 
 
 def timeline(log: Log, transaction: str | None = None) -> Chart:

@@ -1,4 +1,4 @@
-"""The report of a commit log: its figures and findings, and one page of HTML with them."""
+"""How a commit log stands, what is wrong with it and what to do; and a report, one page of HTML with both."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from typing import TYPE_CHECKING
 from rmq_spark._core.lazy import public
 
 if TYPE_CHECKING:
-    from rmq_spark._core.report.finding import Finding as Finding
-    from rmq_spark._core.report.finding import Level as Level
-    from rmq_spark._core.report.headline import findings_of as findings_of
+    from rmq_spark._core.inspect.diagnosis import Diagnosis as Diagnosis
+    from rmq_spark._core.inspect.finding import Finding as Finding
+    from rmq_spark._core.inspect.finding import Level as Level
+    from rmq_spark._core.inspect.standing import Standing as Standing
     from rmq_spark._core.report.page import page as page
     from rmq_spark._core.report.report_figures import Figures as Figures
     from rmq_spark._core.report.report_figures import figures_of as figures_of
+    from rmq_spark._core.report.report_figures import findings_of as findings_of
 
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
-        "report.report_figures": "Figures figures_of",
-        "report.finding": "Finding Level",
-        "report.headline": "findings_of",
+        "report.report_figures": "Figures figures_of findings_of",
+        "inspect.diagnosis": "Diagnosis",
+        "inspect.finding": "Finding Level",
+        "inspect.standing": "Standing",
         "report.page": "page",
     },
 )

@@ -74,8 +74,11 @@ class _Files:
         return pa.BufferReader(self.content[path])
 
     def get_file_info(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
-        paths = [path for path in self.content if path.startswith(f"{selector.base_dir}/")]
-        return [pafs.FileInfo(path, pafs.FileType.File, mtime=self.written[path]) for path in paths]
+        return [
+            pafs.FileInfo(path, pafs.FileType.File, size=len(content), mtime=self.written[path])
+            for path, content in self.content.items()
+            if path.startswith(f"{selector.base_dir}/")
+        ]
 
     def delete_file(self, path: str) -> None:
         if self.content.pop(path, None) is None:

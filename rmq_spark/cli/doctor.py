@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark._core.report.finding import worst
+from rmq_spark._core.inspect.finding import worst
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import BAD_USAGE, fail, path_to_type, sentence_of
 from rmq_spark.cli.output import AsJson, LogPath, Storage, Wide, hanging, open_log, plainly
@@ -19,6 +20,7 @@ from rmq_spark.report import Finding, Level
 
 if TYPE_CHECKING:
     from rmq_spark.cli.configuration import Configured
+    from rmq_spark.report import Diagnosis, Standing
 
 WARNINGS, CRITICAL = 5, 6
 COLOURS = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.CRITICAL: "red"}
@@ -58,8 +60,9 @@ def doctor(
 def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
     from rmq_spark._core.client.delta_tables import FORMAT
     from rmq_spark.cli.configuration import configured
-    from rmq_spark.cli.doctor_log import LogDoctor
     from rmq_spark.cli.doctor_machine import look_at_machine
+    from rmq_spark.cli.doctor_store import look_at_store
+    from rmq_spark.report import Diagnosis, Standing
 
     yield from look_at_machine()
     try:
@@ -76,7 +79,18 @@ def _look(path: str, storage: list[str] | None) -> Iterator[Finding]:
     yield Finding(
         "log", Level.OK, f"{one_line(log.path)} is a commit log of format {FORMAT}, which this version writes"
     )
-    yield from LogDoctor(log, path_to_type(), interval_s, answered_groups).look()
+    yield from look_at_store(log)
+    standing = Standing(log.engine)
+    yield from Diagnosis(standing, path_to_type(), interval_s, answered_groups, sentence_of).findings()
+
+
+def judge() -> Callable[[Standing], Diagnosis]:
+    """Return what judges a log by the configuration that the command finds."""
+    from rmq_spark.cli.configuration import configured
+    from rmq_spark.report import Diagnosis
+
+    groups, interval_s, _ = settings_of(configured())
+    return partial(Diagnosis, typed=path_to_type(), check_interval_s=interval_s, answered=groups, said=sentence_of)
 
 
 def settings_of(configuration: Configured) -> tuple[list[str] | None, float, list[Finding]]:

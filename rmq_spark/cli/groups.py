@@ -55,6 +55,8 @@ def list_groups(
     path: LogPath, watch: Watch = None, wide: Wide = False, as_json: AsJson = False, storage: Storage = None
 ) -> None:
     """List consumer groups, and how far they are behind, in messages and in time."""
+    from rmq_spark.report import Standing
+
     log = open_log(path, storage)
     nothing = (
         "no consumer group has read from this log: start a PushConsumer, or set the option consumerGroup of a stream"
@@ -62,7 +64,7 @@ def list_groups(
 
     def text() -> str:
         log.refresh()  # raises when the log is gone
-        return _listed(group_rows(log), as_json, nothing, "updated", "topics")
+        return _listed(Standing(log.engine).groups, as_json, nothing, "updated", "topics")
 
     watched(watch, text)
 
@@ -86,28 +88,6 @@ def in_words(row: Mapping[str, Any]) -> dict[str, Any]:
         else:
             shown[name] = value
     return shown
-
-
-def group_rows(log: CommitLog) -> list[dict[str, Any]]:
-    """Return a row for each consumer group."""
-    from rmq_spark._core.consumers.consumer_group import groups
-    from rmq_spark.consumers import ConsumerGroup
-
-    rows: list[dict[str, Any]] = []
-    for name in groups(log.engine) if log.engine.has_groups() else ():
-        group = ConsumerGroup(log, name)
-        lag = group.lag()
-        rows.append(
-            {
-                "consumer_group": name,
-                "topics": ", ".join(sorted(set(lag["topic"].to_pylist()))),
-                "lag": sum(lag["lag"].to_pylist()),
-                "lag_seconds": round(max(lag["lag_seconds"].to_pylist(), default=0.0), 1),
-                "members": sum(beat.is_alive for beat in group.members().values()),
-                "updated": max((t for t in lag["updated"].to_pylist() if t is not None), default=None),
-            }
-        )
-    return rows
 
 
 @group_app.command()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rmq_spark._core.vocabulary.text import byte_size
 from rmq_spark.cli.output import AsJson, LogPath, Storage, hanging, one_line, open_log, plainly, short_time
 
 if TYPE_CHECKING:
@@ -45,18 +46,18 @@ def report(
     if transaction is not None and html is None:
         raise typer.BadParameter("it is shown on a page: write --html FILE, too", param_hint="--transaction")
     from rmq_spark._core.report.choice import slowest_of, trace_of
+    from rmq_spark.cli.doctor import judge
     from rmq_spark.report import figures_of, findings_of
 
     log = open_log(path, storage)
+    chosen = None if transaction is None else trace_of(log.engine, transaction)
+    figures = figures_of(log, since)
+    diagnosis = judge()(figures.now)
     if html is not None:
         from rmq_spark.report import page
 
-        chosen = None if transaction is None else trace_of(log.engine, transaction)
-        figures = figures_of(log, since)
-        html.write_text(page(figures, chosen or slowest_of(log.engine, figures)), encoding="utf-8")
-    else:
-        figures = figures_of(log, since)
-    findings = findings_of(figures)
+        html.write_text(page(figures, chosen or slowest_of(log.engine, figures), diagnosis), encoding="utf-8")
+    findings = findings_of(figures, diagnosis)
     if as_json:
         typer.echo(json.dumps(_summary(figures, findings)))
         return
@@ -65,12 +66,12 @@ def report(
         if finding.remedy is not None:
             typer.echo(hanging("", f"→ {one_line(finding.remedy)}", 2))
     if html is not None:
-        typer.secho(f"{html} has the charts ({html.stat().st_size / 1e6:.1f} MB)", dim=True, err=True)
+        typer.secho(f"{html} has the charts ({byte_size(html.stat().st_size)})", dim=True, err=True)
 
 
 def _summary(figures: Figures, findings: list[Finding]) -> dict[str, Any]:
     """Return a report for programs."""
-    oldest = max(figures.pending["seconds"].to_pylist(), default=0.0)
+    now = figures.now
     return {
         "since": short_time(figures.span.since).replace(" ", "T"),
         "until": short_time(figures.span.until).replace(" ", "T"),
@@ -80,10 +81,10 @@ def _summary(figures: Figures, findings: list[Finding]) -> dict[str, Any]:
         "messages_rolled_back": figures.rolled_back,
         "half_batches_settled": figures.settled,
         "messages_pending": figures.pending_messages,
-        "oldest_pending_s": oldest,
-        "quarantined": list(figures.quarantined),
-        "conflicts": list(figures.conflicts),
+        "oldest_pending_s": now.oldest_pending_s,
+        "quarantined": list(dict.fromkeys(row["half_id"] for row in now.quarantined)),
+        "conflicts": [row["half_id"] for row in now.conflicts],
         "dead_letters": figures.dead_letters,
-        "undrained_s": figures.undrained_s,
-        "groups": figures.lag.select(["group", "messages", "seconds"]).to_pylist(),
+        "undrained_s": now.undrained.seconds,
+        "groups": [{name: row[name] for name in ("consumer_group", "lag", "lag_seconds")} for row in now.groups],
     }

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark._core.vocabulary.options import TRANSACTION_CHECK_INTERVAL_S
 from rmq_spark._core.vocabulary.redaction import redacted
-from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.bodies import BYTES_SHOWN, BodyForm, shown
 from rmq_spark.cli.command import path_to_type, sentence_of
 from rmq_spark.cli.output import LogPath, Storage, open_log, plainly
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
 
     from rmq_spark._core.report.live_server import Query, View
     from rmq_spark.log import CommitLog
+    from rmq_spark.report import Diagnosis, Standing
 
 PORT = 5558
-FINDINGS_MAX = 12
 FOUND_MAX = 20
 TRANSACTIONS_MAX = 1_000
 """The most messages of a half batch whose transactions are listed."""
@@ -66,14 +65,12 @@ def serve(
     from rmq_spark._core.checks.threads import stopped_by_signals
     from rmq_spark._core.report.live_server import Door, LivePages, serving
     from rmq_spark.cli.command import hide
-    from rmq_spark.cli.configuration import configured
-    from rmq_spark.cli.doctor import settings_of
+    from rmq_spark.cli.doctor import judge
 
     door = Door(address, name or (), token)
     log = open_log(path, storage)
     hide([token] if token else [])
-    answered_groups, interval_s, _ = settings_of(configured())
-    look = Looker(log, since, show_bodies, interval_s, answered_groups)
+    look = Looker(log, since, show_bodies, judge())
     look.require_span()
     pages = LivePages(redacted(log.path), look.views(), door, sentence_of)
     log_to_stderr(logging.WARNING)
@@ -93,8 +90,8 @@ class Looker:
     since : str
         How far back verdicts and messages count.
     show_bodies : bool
-    check_interval, answered
-        As for :class:`LogDoctor`.
+    judge : callable, optional
+        Makes a diagnosis of how the log stands.
     """
 
     def __init__(
@@ -102,11 +99,12 @@ class Looker:
         log: CommitLog,
         since: str = "1d",
         show_bodies: bool = False,
-        check_interval: float = TRANSACTION_CHECK_INTERVAL_S,
-        answered: Sequence[str] | None = None,
+        judge: Callable[[Standing], Diagnosis] | None = None,
     ) -> None:
+        from rmq_spark.report import Diagnosis
+
         self._log, self._since, self._show_bodies = log, since, show_bodies
-        self._interval, self._answered = check_interval, answered
+        self._judge = judge or partial(Diagnosis, typed=path_to_type(), said=sentence_of)
 
     def views(self) -> dict[str, View]:
         """Return the pages by path."""
@@ -124,19 +122,11 @@ class Looker:
 
     def home(self, query: Query) -> str:
         from rmq_spark._core.report.live_page import home
-        from rmq_spark.cli.doctor_log import LogDoctor
-        from rmq_spark.report import Finding, Level, figures_of, findings_of
+        from rmq_spark.report import figures_of, findings_of
 
-        log = self._same_log()
-        figures = figures_of(log, self._since)
-        doctor = LogDoctor(log, path_to_type(), self._interval, self._answered)
-        order = list(Level)
-        problems = [finding for finding in doctor.look(only_read=True) if finding.level is not Level.OK]
-        problems.sort(key=lambda finding: -order.index(finding.level))
-        if (more := len(problems) - FINDINGS_MAX) > 0:
-            remedy = f"txmq doctor {path_to_type()}".rstrip()
-            problems[FINDINGS_MAX:] = [Finding("doctor", Level.NOTE, count_of(more, "more finding"), remedy)]
-        return home(figures, problems or findings_of(figures)[:1], path_to_type(), self._since)
+        figures = figures_of(self._same_log(), self._since)
+        diagnosis = self._judge(figures.now)
+        return home(figures, findings_of(figures, diagnosis), diagnosis.typed)
 
     def half_batch(self, query: Query) -> str:
         from rmq_spark._core.inspect.find import transactions_of

@@ -14,8 +14,10 @@ from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age, size
 
 if TYPE_CHECKING:
-    from rmq_spark.cli.overview import Overview
-    from rmq_spark.log import CommitLog
+    from rmq_spark.report import Standing
+
+WINDOWS = {"last_minute": 60.0, "last_hour": 3600.0, "last_day": 86_400.0}
+"""Windows in which messages are counted, in seconds before now."""
 
 
 def register(app: Any) -> None:
@@ -29,11 +31,10 @@ def stats(path: LogPath, wide: Wide = False, as_json: AsJson = False, storage: S
 
     --json prints an object for each topic, group and table, and one for transactions; kind says which it is.
     """
-    from rmq_spark.cli.overview import look
+    from rmq_spark.report import Standing
 
     log = open_log(path, storage)
-    overview = look(log)
-    rows = list(stat_rows(log, overview))
+    rows = list(stat_rows(Standing(log.engine)))
     if as_json:
         for row in rows:
             typer.echo(json_of(row))
@@ -41,27 +42,32 @@ def stats(path: LogPath, wide: Wide = False, as_json: AsJson = False, storage: S
     typer.echo("\n".join(_tables(rows)), nl=False)
 
 
-def stat_rows(log: CommitLog, found: Overview) -> Iterator[dict[str, Any]]:
+def stat_rows(now: Standing) -> Iterator[dict[str, Any]]:
     """Yield the objects that ``--json`` prints."""
-    from rmq_spark.cli.overview import WINDOWS, committed_since
+    from rmq_spark._core.inspect.history import placed_within
 
-    recent_counts = committed_since(log.engine, found.at)
-    for topic, queues in sorted(found.topics.items()):
-        counts = recent_counts.get(topic, dict.fromkeys(WINDOWS, 0))
-        yield {"kind": "topic", "topic": topic, "queues": queues, **counts, "committed": found.committed(topic),
-               "kept": found.kept(topic)}  # fmt: skip
-    for group in found.groups:
-        yield {"kind": "group", **group, "dead_letters": found.dead_letters.get(group["consumer_group"], 0)}
-    for table, files in found.files.items():
-        yield {"kind": "table", "table": table, "files": files, "bytes": found.bytes[table]}
-    yield {
-        "kind": "transactions",
-        "pending": len(found.pending),
-        "oldest_pending_seconds": found.oldest_pending_s,
-        "quarantined": len(found.quarantined),
-        "conflicts": len(found.conflicts),
-        "undrained_messages": found.undrained_messages,
-        "undrained_bytes": found.undrained_bytes,
+    recent_counts = placed_within(now.engine, now.at, WINDOWS)
+    for name, topic in sorted(now.topics.items()):
+        counts = recent_counts.get(name, dict.fromkeys(WINDOWS, 0))
+        yield {"kind": "topic", "topic": name, "queues": topic["queues"], **counts, "committed": topic["committed"],
+               "kept": topic["committed"] - topic["expired"]}  # fmt: skip
+    for group in now.groups:
+        letters = now.dead_letters.get(group["consumer_group"])
+        yield {"kind": "group", **group, "dead_letters": 0 if letters is None else letters.kept}
+    for table, figures in now.tables.items():
+        yield {"kind": "table", "table": table, "files": figures.files, "bytes": figures.bytes}
+    yield {"kind": "transactions", **unsettled(now)}
+
+
+def unsettled(now: Standing) -> dict[str, Any]:
+    """Return the numbers of what waits."""
+    return {
+        "pending": now.pending_batches,
+        "oldest_pending_seconds": now.oldest_pending_s,
+        "quarantined": len(now.quarantined),
+        "conflicts": len(now.conflicts),
+        "undrained_messages": now.undrained.messages,
+        "undrained_bytes": now.undrained.bytes,
     }
 
 

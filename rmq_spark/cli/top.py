@@ -6,11 +6,13 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rmq_spark._core.vocabulary.redaction import redacted
+from rmq_spark._core.vocabulary.text import byte_size
 from rmq_spark.cli.groups import in_words
 from rmq_spark.cli.output import (
     CELL_CHARS_MIN,
@@ -25,22 +27,23 @@ from rmq_spark.cli.output import (
     shortened,
     terminal_width,
 )
+from rmq_spark.cli.statistics import unsettled
 from rmq_spark.cli.text import as_json as json_of
-from rmq_spark.cli.text import one_line, short_age, short_time, size
+from rmq_spark.cli.text import one_line, short_age, short_time
 from rmq_spark.cli.watch import interval_of, keyboard, wait
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from rmq_spark.cli.overview import Overview
+    from rmq_spark.report import Finding, Standing
 
 ROWS_MAX = 1_000
 """Rows of a list that keys move through; the filter finds others."""
 FEW = 3
 """Lines of a list while a person looks at another one."""
 PAGE = 10
-OLD_S = 60.0
-STYLES = {"conflict": "bold red", "quarantined": "yellow"}
+STYLES = {"conflict": "bold red", "quarantined": "yellow", "critical": "bold red", "warning": "yellow"}
+"""By the state of a half batch, and by the worst level of a finding."""
 KEYS = "↑ ↓ PgUp PgDn move · Tab next list · / filter · w whole ids · q ends"
 LISTS = ("half batches", "consumer groups", "topics")
 
@@ -98,15 +101,15 @@ def top(
     Where there is no terminal it looks twice, so that there are rates, and prints once."""
     from rich.console import Console
 
-    from rmq_spark.cli.overview import look
+    from rmq_spark.report import Standing
 
     interval = interval_of(every, "every")
     log = open_log(path, storage)
-    before = look(log)
+    before = Standing(log.engine).read()
     name = redacted(log.path)
     if as_json or not sys.stdout.isatty() or Console().is_dumb_terminal:
         if wait(interval):
-            now = look(log)
+            now = Standing(log.engine).read()
             text = "".join(f"{line}\n" for line, _ in lines(name, now, before, View(), terminal_width()))
             typer.echo(json_of(figures(now, before)) if as_json else text, nl=as_json)
         return
@@ -120,52 +123,46 @@ def top(
             if keys is None or not all(map(view.press, keys)):
                 return
             if time.monotonic() >= next_look:
-                before, now = now, look(log)
+                before, now = now, Standing(log.engine).read()
                 next_look = time.monotonic() + interval
 
 
-def figures(now: Overview, before: Overview) -> dict[str, Any]:
+def figures(now: Standing, before: Standing) -> dict[str, Any]:
     """Return the figures of the screen for JSON."""
-    return {
-        "at": now.at,
-        "pending": len(now.pending),
-        "oldest_pending_seconds": now.oldest_pending_s,
-        "quarantined": len(now.quarantined),
-        "conflicts": len(now.conflicts),
-        "undrained_messages": now.undrained_messages,
-        "undrained_bytes": now.undrained_bytes,
-        "topics": topic_rows(now, before),
-        "groups": consumer_rows(now, before),
-    }
+    return {"at": now.at, **unsettled(now), "topics": topic_rows(now, before), "groups": consumer_rows(now, before)}
 
 
-def _seconds(now: Overview, before: Overview) -> float:
+def _seconds(now: Standing, before: Standing) -> float:
     return max((now.at - before.at).total_seconds(), 1e-3)
 
 
-def topic_rows(now: Overview, before: Overview) -> list[dict[str, Any]]:
+def topic_rows(now: Standing, before: Standing) -> list[dict[str, Any]]:
     """Return topics, the busiest first, with messages a second since the last look."""
     seconds = _seconds(now, before)
     rows = [
         {
-            "topic": topic,
-            "in_per_second": round((now.committed(topic) - before.committed(topic)) / seconds, 1),
-            "committed": now.committed(topic),
-            "kept": now.kept(topic),
+            "topic": name,
+            "in_per_second": round((topic["committed"] - _committed(before, name)) / seconds, 1),
+            "committed": topic["committed"],
+            "kept": topic["committed"] - topic["expired"],
         }
-        for topic in sorted(now.topics)
+        for name, topic in sorted(now.topics.items())
     ]
     return sorted(rows, key=lambda row: (-row["in_per_second"], -row["committed"]))
 
 
-def consumer_rows(now: Overview, before: Overview) -> list[dict[str, Any]]:
+def _committed(seen: Standing, topic: str) -> int:
+    return int(seen.topics[topic]["committed"]) if topic in seen.topics else 0
+
+
+def consumer_rows(now: Standing, before: Standing) -> list[dict[str, Any]]:
     """Return consumer groups, those furthest behind first, with messages a second since the last look."""
     seconds = _seconds(now, before)
     lags = {row["consumer_group"]: row["lag"] for row in before.groups}
     rows = []
     for group in now.groups:
         name, topics = group["consumer_group"], group["topics"].split(", ")
-        committed = sum(now.committed(topic) - before.committed(topic) for topic in topics)
+        committed = sum(_committed(now, topic) - _committed(before, topic) for topic in topics)
         consumed = max(0, lags.get(name, group["lag"]) + committed - group["lag"])
         rows.append(
             {
@@ -174,24 +171,33 @@ def consumer_rows(now: Overview, before: Overview) -> list[dict[str, Any]]:
                 "lag": group["lag"],
                 "lag_seconds": group["lag_seconds"],
                 "members": group["members"],
-                "dead_letters": now.dead_letters.get(name, 0),
+                "dead_letters": now.dead_letters[name].kept if name in now.dead_letters else 0,
             }
         )
     return sorted(rows, key=lambda row: (-row["lag"], row["consumer_group"]))
 
 
-def headline(now: Overview) -> str:
+def headline(now: Standing) -> str:
     """Return what waits, in a sentence, the worst first."""
-    pending = f"{len(now.pending):,} pending"
+    pending = f"{now.pending_batches:,} pending"
     if now.pending:
         pending += f", the oldest for {short_age(now.oldest_pending_s)}"
     return (
         f"{len(now.conflicts):,} in conflict; {len(now.quarantined):,} quarantined; {pending}; "
-        f"{now.undrained_messages:,} not drained ({size(now.undrained_bytes)}); {sum(now.files.values()):,} live files"
+        f"{now.undrained.messages:,} not drained ({byte_size(now.undrained.bytes)}); "
+        f"{sum(table.files for table in now.tables.values()):,} live files"
     )
 
 
-def open_half_batches(now: Overview) -> list[dict[str, Any]]:
+@lru_cache(maxsize=1)  # of a look, not of each key
+def _worst(now: Standing) -> Finding | None:
+    """Return the worst finding of doctor, without those about single files; None when all is well."""
+    from rmq_spark.report import Diagnosis
+
+    return next(iter(Diagnosis(now).problems(1, tables=False)), None)
+
+
+def open_half_batches(now: Standing) -> list[dict[str, Any]]:
     """Return half batches that wait for a verdict; those that need a person come first."""
     return [
         {
@@ -208,7 +214,7 @@ def open_half_batches(now: Overview) -> list[dict[str, Any]]:
 
 
 def lines(
-    name: str, now: Overview, before: Overview, view: View, width: int | None, height: int | None = None
+    name: str, now: Standing, before: Standing, view: View, width: int | None, height: int | None = None
 ) -> list[tuple[str, str]]:
     """Return the lines of the screen, each with its style: what waits first, then groups, then topics.
 
@@ -220,9 +226,13 @@ def lines(
     at = short_time(now.at)
     if width is not None:
         name = shortened(one_line(name), max(CELL_CHARS_MIN, width - len(f"txmq top      {at}")))
-    style = "bold red" if now.conflicts else "yellow" if now.quarantined or now.oldest_pending_s > OLD_S else ""
+    problem = _worst(now)
+    style = "" if problem is None else STYLES.get(problem.level, "")
     shown = [(f"txmq top   {name}   {at}", "bold")]
     shown += [(line, style) for line in hanging("", headline(now), 0, width=width).splitlines()]
+    if problem is not None:
+        text = one_line(f"{problem.check}: {problem.what}")
+        shown.append((text if width is None else shortened(text, width, 1.0), style))
     groups = [in_words(row) for row in consumer_rows(now, before)]
     lists = [
         [row for row in rows if not view.word or view.word.lower() in " ".join(map(str, row.values())).lower()]
@@ -260,7 +270,7 @@ def _shares(counts: list[int], room: int, chosen: int | None) -> list[int]:
     return shares
 
 
-def screen(name: str, now: Overview, before: Overview, view: View, width: int, height: int) -> RenderableType:
+def screen(name: str, now: Standing, before: Standing, view: View, width: int, height: int) -> RenderableType:
     """Return the live screen."""
     from rich.cells import chop_cells
     from rich.text import Text

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +16,7 @@ from rmq_spark.cli.text import short_age, size
 from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
+    from rmq_spark._core.protocol.engine import Engine
     from rmq_spark.log import CommitLog
 
 FOREVER = "forever"
@@ -63,8 +63,6 @@ def set_topic(
     storage: Storage = None,
 ) -> None:
     """Change how long messages of a topic are kept."""
-    from rmq_spark.cli.overview import expiring
-
     log = open_log(path, storage)
     log.set_retention(name, None if retention == FOREVER else retention)
     words = "for ever" if retention == FOREVER else f"for {retention}"
@@ -80,22 +78,10 @@ def set_topic(
 @plainly
 def list_topics(path: LogPath, wide: Wide = False, as_json: AsJson = False, storage: Storage = None) -> None:
     """List topics: how many messages were committed to each, how many of those have expired, and what they take."""
+    from rmq_spark.report import Standing
+
     log = open_log(path, storage)
-    queue_counts, retentions, fifo = log.topics(), log.retentions(), log.fifo_topics()
-    engine = log.engine
-    committed, expired, topic_bytes = _by_topic(engine.tails()), _by_topic(engine.firsts()), bytes_by_topic(log)
-    rows: list[dict[str, Any]] = [
-        {
-            "topic": name,
-            "queues": queues,
-            "fifo": name in fifo,
-            "retention_s": retentions[name],
-            "committed": committed[name],
-            "expired": expired[name],
-            "bytes": topic_bytes.get(name, 0),
-        }
-        for name, queues in queue_counts.items()
-    ]
+    rows = [{n: v for n, v in row.items() if n != "drained"} for row in Standing(log.engine).topics.values()]
     table = [
         {
             **{k: v for k, v in row.items() if k != "retention_s"},
@@ -137,32 +123,30 @@ def delete_topic(path: LogPath, name: TopicName, storage: Storage = None) -> Non
     fail(OptionError(message), FAILED)
 
 
-def _by_topic(offsets: Mapping[Queue, int]) -> Counter[str]:
-    sums: Counter[str] = Counter()
-    for (topic, _), offset in offsets.items():
-        sums[topic] += offset
-    return sums
+def expiring(engine: Engine, topic: str, retention_s: float) -> int:
+    """Return how many messages of a topic the next upkeep removes with this retention: those of files with no younger
+    message."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
 
-
-def bytes_by_topic(log: CommitLog) -> dict[str, int]:
-    """Return the bytes of each topic in the table ``messages``. Each of its files has one topic."""
-    table = log.engine.messages_table
-    table.refresh()
-    sums: Counter[str] = Counter()
-    for file in table.actions().select(["min.topic", "size_bytes"]).to_pylist():
-        if file["min.topic"] is not None:
-            sums[file["min.topic"]] += file["size_bytes"] or 0
-    return dict(sums)
+    engine.drained.border()
+    actions = engine.messages_table.actions()
+    limit = engine.runtime.now() - timedelta(seconds=retention_s)
+    newest = actions["max.commit_timestamp"]
+    expires = pc.and_(pc.equal(actions["min.topic"], topic), pc.less(newest, pa.scalar(limit, newest.type)))
+    return int(pc.sum(actions.filter(expires)["num_records"]).as_py() or 0)
 
 
 def queue_rows(log: CommitLog, name: str) -> list[dict[str, Any]]:
     """Return a row for each queue of a topic."""
+    from rmq_spark.report import Standing
+
     queues = log.engine.require_topic(name)
     tails, firsts, open_counts = log.engine.tails(), log.engine.firsts(), log.open_messages()
     commit_times = last_commits(log, {(name, q): tails.get((name, q), 0) for q in range(queues)})
     border = log.engine.drained.border()
     drained = {q: max(0, border.get((name, q), 0) - firsts.get((name, q), 0)) for q in range(queues)}
-    drained_total, topic_bytes = sum(drained.values()), bytes_by_topic(log).get(name, 0)
+    drained_total, topic_bytes = sum(drained.values()), Standing(log.engine).topics[name]["bytes"]
     rows = []
     for queue_id in range(queues):
         queue = (name, queue_id)
@@ -186,6 +170,6 @@ def queue_rows(log: CommitLog, name: str) -> list[dict[str, Any]]:
 
 def last_commits(log: CommitLog, ends: Mapping[Queue, int]) -> dict[Queue, datetime]:
     """Return the commit time of the last message before each of these offsets, unless that message is gone."""
-    from rmq_spark._core.consumers.consumer_group import waiting_since
+    from rmq_spark._core.inspect.consumption import waiting_since
 
     return waiting_since(log.engine, {queue: end - 1 for queue, end in ends.items() if end > 0})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,12 +21,11 @@ from rmq_spark.cli.output import (
     plainly,
     rendered,
     say,
-    short_time,
 )
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age, size
 from rmq_spark.cli.watch import Watch, watched
-from rmq_spark.errors import CorruptLogError, OptionError
+from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -92,14 +90,29 @@ def conflicts(
 ) -> None:
     """List half batches with two verdicts that contradict each other; see resolve."""
     log = open_log(path, storage)
-    watched(watch, lambda: _listed(conflict_rows(log, group), as_json, "there are no conflicts"))
+    from rmq_spark.report import Standing
+
+    def text() -> str:
+        rows = [row for row in Standing(log.engine).conflicts if group in (None, row["producer_group"])]
+        left_out = ("lease_until", "leased")
+        rows = [{name: value for name, value in row.items() if name not in left_out} for row in rows]
+        return _listed(rows, as_json, "there are no conflicts")
+
+    watched(watch, text)
 
 
 def _open_listed(log: CommitLog, table: pa.Table, group: str | None, as_json: bool, what: str) -> str:
+    from rmq_spark._core.inspect.standing import age_s
+
     groups = sorted(set(table["producer_group"].drop_null().to_pylist()))
     of_group = "" if group is None else f" of group {group!r}"
     hint = f" ({what} are half batches of {', '.join(map(repr, groups))})" if of_group and groups else ""
-    return _listed(open_rows(log, table, group), as_json, f"nothing{of_group} is {what}{hint}")
+    now = log.engine.runtime.now()
+    rows = table.to_pylist()
+    shown = [
+        {**row, "age_seconds": age_s(row["prepared_at"], now)} for row in rows if group in (None, row["producer_group"])
+    ]
+    return _listed(shown, as_json, f"nothing{of_group} is {what}{hint}")
 
 
 def _listed(rows: Sequence[dict[str, Any]], as_json: bool, nothing: str) -> str:
@@ -116,61 +129,6 @@ def _listed(rows: Sequence[dict[str, Any]], as_json: bool, nothing: str) -> str:
         for row in rows
     ]
     return rendered(table, nothing, SPARE)
-
-
-def _seconds_since(time: datetime | None, now: datetime) -> float:
-    return 0.0 if time is None else round(max(0.0, (now - time).total_seconds()), 1)
-
-
-def open_rows(log: CommitLog, table: pa.Table, group: str | None) -> list[dict[str, Any]]:
-    """Return rows of pending or quarantined half batches, with their age in seconds."""
-    now = log.engine.runtime.now()
-    return [
-        {**row, "age_seconds": _seconds_since(row["prepared_at"], now)}
-        for row in table.to_pylist()
-        if group in (None, row["producer_group"])
-    ]
-
-
-def conflict_rows(log: CommitLog, group: str | None = None) -> list[dict[str, Any]]:
-    """Return a row for each half batch in conflict, with the history of its decisions."""
-    now = log.engine.runtime.now()
-    rows: list[dict[str, Any]] = []
-    for half_id in log.conflicts():
-        try:
-            record = log.engine.get(half_id)
-        except CorruptLogError as problem:
-            if group is None:
-                rows.append(
-                    {
-                        **dict.fromkeys(("half_id", "producer_group", "messages", "check_times", "prepared_at")),
-                        "half_id": half_id,
-                        "history": [f"it cannot be read: {problem}"],
-                        "age_seconds": 0.0,
-                        "bytes": None,
-                    }
-                )
-            continue
-        if group not in (None, record.header.producer_group):
-            continue
-        state = log.engine.state_of(record)
-        rows.append(
-            {
-                "half_id": half_id,
-                "producer_group": record.header.producer_group,
-                "messages": state.conflicting().count,
-                "check_times": state.check_times(state.conflicting()),
-                "prepared_at": record.prepared_at,
-                "history": [
-                    f"{row.kind} by {row.decided_by} (attempt {row.attempt or 1}, {short_time(row.op_time)})"
-                    for row in state.history
-                    if row.op_time is not None
-                ],
-                "age_seconds": round(max(0.0, (now - record.prepared_at).total_seconds()), 1),
-                "bytes": log.engine.half.bytes_of(record),
-            }
-        )
-    return rows
 
 
 @plainly

@@ -77,6 +77,10 @@ class Page:
         answer = self._call("Page.captureScreenshot", {"captureBeyondViewport": True})
         return base64.b64decode(answer["data"])
 
+    def pdf(self) -> bytes:
+        """The page as it is printed."""
+        return base64.b64decode(self._call("Page.printToPDF")["data"])
+
 
 class Browser:
     """A running Chromium."""

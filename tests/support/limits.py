@@ -55,7 +55,7 @@ _STANDS_IN = {
     "rmq_spark._core.upkeep.prune": "PRUNED_SHARE_MIN",
     "rmq_spark._core.upkeep.strip": "STRIPPED_BYTES_MIN",
     "rmq_spark.cli.completion": "COMPLETES_S_MAX=SECONDS_MAX",
-    "rmq_spark.cli.doctor_log": "FILES_MAX",
+    "rmq_spark._core.inspect.diagnosis": "FILES_MAX",
     "rmq_spark.cli.message_choice": "FILTERED_SPAN",
 }
 _WHERE = located(_STANDS_IN)

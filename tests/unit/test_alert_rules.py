@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE
+from rmq_spark._core.inspect import limits
 from rmq_spark._core.metrics.log_collector import samples_of
 from rmq_spark._core.metrics.log_figures import LogFigures
 from rmq_spark._core.metrics.metric_names import COMMON
-from rmq_spark._core.report import limits
 from rmq_spark._core.vocabulary.options import TRANSACTION_CHECK_INTERVAL_S
 from rmq_spark.cli import app
 from rmq_spark.testing import InMemoryCommitLog

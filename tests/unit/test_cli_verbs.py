@@ -21,7 +21,7 @@ import rmq_spark as txmq_package
 from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli import app, top
 from rmq_spark.cli.bodies import BodyForm, shown
-from rmq_spark.cli.overview import committed_since, look
+from rmq_spark.cli.statistics import WINDOWS
 from rmq_spark.cli.text import escaped, short_age, size
 from rmq_spark.cli.trace import argument_of
 from rmq_spark.errors import VerdictConflictError
@@ -39,7 +39,7 @@ from tests.support.half_batches import (
     quarantine,
     split,
 )
-from tests.support.inside import RowState, Who
+from tests.support.inside import RowState, Standing, Who, placed_within
 from tests.support.limits import Limit
 from tests.support.meanwhile import seen_at
 
@@ -519,7 +519,7 @@ def test_stats_count_the_same_whether_drained_or_not(log: CommitLog) -> None:
 
     def counts() -> list[dict[str, int]]:
         ends = [times[2] + timedelta(minutes=1), times[-1], times[2] + timedelta(hours=1), times[0] + timedelta(days=2)]
-        return [committed_since(CommitLog.open(log.path).engine, end).get("orders", {}) for end in ends]
+        return [placed_within(CommitLog.open(log.path).engine, end, WINDOWS).get("orders", {}) for end in ends]
 
     before = counts()
     assert [found.get("last_minute") for found in before[:2]] == [4, 6]
@@ -565,14 +565,14 @@ def test_top_shows_rates_between_two_looks(log: CommitLog, monkeypatch: pytest.M
     stopping(monkeypatch, lambda: None)
     out, _ = txmq("top")
     assert "behind" in out
-    assert re.search(rf"^quarantined  \w+  {half_id} ", out, re.MULTILINE)
+    assert re.search(rf"^quarantined  [\w.]+  {half_id} ", out, re.MULTILINE)
     assert "0 in conflict; 1 quarantined; 0 pending; 3 not drained" in out
 
 
 def test_the_live_screen_has_all_and_no_control_characters_of_others(log: CommitLog) -> None:
     conflict(log)
     ConsumerGroup(log, "points").reset("earliest", ["orders"])
-    seen = look(log)
+    seen = Standing(log.engine).read()
     console = Console(width=100, force_terminal=False)
     with console.capture() as captured:
         console.print(top.screen("a\x1b[2Jb", seen, seen, top.View(), 100, 24))

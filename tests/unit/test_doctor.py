@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from html import escape
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,10 +18,10 @@ from deltalake import DeltaTable, write_deltalake
 from typer.testing import CliRunner
 
 from rmq_spark import CommitLog, ConsumerGroup
-from rmq_spark._core.report.finding import Finding, worst
-from rmq_spark.cli import app, doctor
-from rmq_spark.cli.doctor_log import LogDoctor
+from rmq_spark._core.inspect.finding import Finding, worst
+from rmq_spark.cli import app, doctor, serve
 from rmq_spark.cli.doctor_machine import java_home, java_version, look_at_machine
+from rmq_spark.cli.doctor_store import look_at_store
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
 from tests.support.half_batches import (
@@ -34,7 +35,7 @@ from tests.support.half_batches import (
     prepare_one,
     quarantine,
 )
-from tests.support.inside import HalfWriter, Level, Members
+from tests.support.inside import Diagnosis, HalfWriter, Level, Members, Standing
 from tests.support.limits import Limit
 from tests.support.machines import FINE, be_fine, have_versions
 
@@ -50,10 +51,16 @@ def log(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
     return made
 
 
+def look_at(log: CommitLog, interval: float = 60.0, answered: list[str] | None = None) -> Iterator[Finding]:
+    """What doctor finds on a log."""
+    yield from look_at_store(log.another())
+    yield from Diagnosis(Standing(log.another().engine), "", interval, answered).findings()
+
+
 def found(log: CommitLog, interval: float = 60.0, answered: list[str] | None = None) -> Mapping[str, Finding]:
     """The worst finding of each check."""
     findings: dict[str, Finding] = {}
-    for finding in LogDoctor(log.another(), "", interval, answered).look():
+    for finding in look_at(log, interval, answered):
         known = findings.get(finding.check)
         findings[finding.check] = finding if known is None or worst([known, finding]) is not known.level else known
     return findings
@@ -269,7 +276,7 @@ def test_tables_that_somebody_wrote_to_are_told(log: CommitLog) -> None:
     assert bad(log)["tables"] == "critical"
     op = DeltaTable(f"{log.path}/op")
     op.alter.set_table_properties({"delta.logRetentionDuration": "interval 1 minutes"})
-    told = [finding for finding in LogDoctor(log.another(), "", 60.0).look() if finding.level is Level.CRITICAL]
+    told = [finding for finding in look_at(log) if finding.level is Level.CRITICAL]
     assert [finding.check for finding in told] == ["tables", "tables"], "each check would say it again"
     assert "table op is not what rmq_spark left in version" in told[0].what
 
@@ -397,6 +404,26 @@ def test_queues_of_a_dead_member_and_dead_letters_are_told(log: CommitLog) -> No
     table = pa.table({"body": ["x"]})
     commit(log, prepare_one(log.engine, header, log.engine.stage(writer, table.to_batches())))
     assert found(log)["dead letters"].what == "points: 1 dead letter"
+
+
+OF_BOTH = ("conflicts", "pending", "checker", "quarantined", "groups", "drain")
+
+
+def test_doctor_report_and_live_page_say_the_same(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(log, prepare(log, 0))
+    quarantine(log, prepare(log, 1))
+    in_conflict(log, prepare(log, 2))
+    prepare(log, 3)
+    ConsumerGroup(log, "points").reset("earliest", ["orders"])
+    set_clock(monkeypatch, ahead_s=2 * HOUR_S)
+    by_doctor = [row for row in objects("doctor", code=doctor.CRITICAL) if row["check"] in OF_BOTH]
+    by_report = objects("report")[0]["findings"]
+    assert sorted(row["check"] for row in by_report) == sorted(OF_BOTH)
+    assert sorted(by_report, key=str) == sorted(by_doctor, key=str)
+    levels = [row["level"] for row in by_report]
+    assert levels == sorted(levels), "critical before warning"
+    page = serve.Looker(log).home({})
+    assert all(escape(row["what"]) in page for row in by_report)
 
 
 # ---------------------------------------------------------------- the machine

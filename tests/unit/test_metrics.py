@@ -26,6 +26,7 @@ from rmq_spark._core.metrics.metric_names import ANSWERS, TABLES
 from rmq_spark._core.runtime import observer
 from rmq_spark.metrics import LogCollector, LogWatch, ProcessMetrics
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support import report_logs
 from tests.support.consumers import DONE, LATER, consume_all, go_on, joined, memory_log, push, send
 from tests.support.half_batches import (
     commit,
@@ -40,7 +41,7 @@ from tests.support.half_batches import (
     roll_back,
     split,
 )
-from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, RowState, Who
+from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, RowState, Standing, Who
 from tests.support.limits import Limit
 from tests.support.listeners import Scripted
 from tests.support.maven import free_ports
@@ -599,3 +600,22 @@ def test_figures_of_messages_in_a_table_are_told_by_topic(counted: Any) -> None:
         producer.send_messages_in_transaction(table, txmq.COMMIT_MESSAGE)
     assert value(counted, "txmq_sent_messages_total", topic="orders") == 2
     assert value(counted, "txmq_sent_messages_total", topic="points") == 1
+
+
+def test_the_exporter_and_the_report_have_the_same_figures() -> None:
+    """The same functions compute them, or there is no reason why they should agree."""
+    log = report_logs.a_shop(0.4)
+    seen, now = LogWatch(log).look(), Standing(log.engine).read()
+    for name, topic in now.topics.items():
+        assert (seen.placed.get(name, 0), seen.expired.get(name, 0)) == (topic["committed"], topic["expired"])
+    lags = {row["consumer_group"]: (row["lag"], row["lag_seconds"]) for row in now.groups}
+    assert {name: seen.lag_of(name) for name in lags} == {
+        name: pytest.approx(lag, abs=0.1) for name, lag in lags.items()
+    }
+    assert seen.tables == now.tables
+    assert (seen.undrained_messages, seen.undrained_bytes, seen.publish_lag_s) == now.undrained
+    assert sum(group.half_batches for group in seen.pending.values()) == now.pending_batches == 2
+    assert seen.oldest_pending_s == pytest.approx(now.oldest_pending_s, abs=0.1)
+    assert sum(seen.half_messages.values()) == sum(row["messages"] for row in now.pending)
+    assert sum(seen.quarantined.values()) == sum(row["messages"] for row in now.quarantined) > 0
+    assert seen.conflicts == len(now.conflicts) == 1

@@ -7,7 +7,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,13 @@ import pyarrow.compute as pc
 import pytest
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog, plots
+from rmq_spark._core.inspect import standing
+from rmq_spark._core.inspect.standing import Letters, NotDrained
 from rmq_spark._core.inspect.trace import TraceEvent, TraceKind
-from rmq_spark._core.report import charts, over_time, standing
-from rmq_spark._core.report.headline import findings_of
-from rmq_spark._core.report.report_figures import Figures
+from rmq_spark._core.report import charts, over_time
+from rmq_spark._core.report.report_figures import FINDINGS_MAX, Figures, findings_of
 from rmq_spark._core.report.span import PERIODS_MAX, Span
-from rmq_spark._core.report.units import rate
-from rmq_spark._core.vocabulary.text import byte_size, duration
+from rmq_spark._core.vocabulary.text import byte_size, duration, rate
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support import report_logs
@@ -84,10 +83,10 @@ def test_figures_are_the_same_before_and_after_upkeep() -> None:
     log.maintain(grace="1m", audit="1m")
     after = figures_of(log)
     assert len(log.engine.half.contents.counted()) == 1  # the application's last one stays
-    for name in ("throughput", "verdicts", "checks", "ages", "largest", "slowest"):
+    for name in ("throughput", "verdicts", "checks", "largest", "slowest"):
         assert getattr(before, name).to_pylist() == getattr(after, name).to_pylist(), name
     assert before.settled == after.settled == 12
-    assert before.undrained_s > 0 == after.undrained_s
+    assert before.now.undrained.seconds > 0 == after.now.undrained.seconds
 
 
 def test_a_rollback_that_a_person_confirms_is_counted_once_before_and_after_upkeep() -> None:
@@ -187,33 +186,45 @@ def test_a_quarantined_half_batch_is_not_settled_and_is_pending_again_when_it_is
     quarantine(log, hidden)
     log.engine.ledger.mark()
     found = figures_of(log)
-    assert (found.settled, found.quarantined, found.pending_messages) == (1, (hidden.half_id,), 0)
+    assert (found.settled, [row["half_id"] for row in found.quarantined]) == (1, [hidden.half_id])
+    assert found.pending_messages == 0
     assert [row["half_id"] for row in found.slowest.to_pylist()] == ["app:0"]
     log.resume(hidden.half_id)
     found = figures_of(log)
-    assert (found.pending_messages, found.pending.num_rows, found.quarantined) == (3, 1, ())
+    assert (found.pending_messages, len(found.pending), found.quarantined) == (3, 1, [])
     log.resolve(hidden.half_id, COMMIT_MESSAGE, "the bank says yes")
     assert figures_of(log).settled == 2
 
 
 def test_what_is_pending_is_told_by_age_and_the_oldest_are_named(figures: Figures) -> None:
-    ages = {row["age"]: (row["messages"], row["batches"]) for row in figures.ages.to_pylist() if row["messages"]}
-    assert ages == {"under 10 s": (90, 1), "under 1 day": (25, 1)}
-    oldest = figures.pending.to_pylist()[0]
+    bars = charts.pending(figures.now.pending).chart.to_dict()["data"]["values"]
+    ages = {bar["name"]: (bar["value"], bar["more"]) for bar in bars if bar["value"]}
+    assert ages == {"under 10 s": (90, "1 half batch"), "under 1 day": (25, "1 half batch")}
+    oldest = figures.pending[0]
     assert (oldest["producer_group"], oldest["messages"], oldest["check_times"]) == ("payment-service", 25, 4)
+    assert oldest["reason"] == "the bank does not answer"
     assert (len(figures.quarantined), len(figures.conflicts)) == (1, 1)
 
 
-def test_no_half_file_is_read_but_for_what_is_listed() -> None:
+def test_of_many_pending_half_batches_the_oldest_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "LOOKED_AT_MAX", 10)
     shop = Shop()
     shop.log.create_topic("orders", 1)
-    for _ in range(30):
+    for number in range(30):
+        shop.runtime.at_s = NOW_S - 3600 + number
         shop.prepare(("orders",), 2)
-    shop.log.engine.groups.set("points", {("orders", 0): 0}, "test")
+    shop.runtime.at_s = NOW_S
     with seen_at("files read", table="half") as reads:
-        assert figures_of(shop.log).pending_messages == 60
+        figures = figures_of(shop.log)
+    assert (figures.pending_messages, figures.now.pending_batches) == (60, 30)
     files = [path for read in reads for path in read["paths"]]
     assert len(set(files)) == len(files) == 10
+    assert [row["producer_group"] for row in figures.now.pending] == ["order-service"] * 10 + [None] * 20
+    ages = [row["age_seconds"] for row in figures.now.pending]
+    assert ages == [3600.0 - number for number in range(30)]
+    assert "30 half batches pending, the oldest for 1h (" in str(
+        {finding.check: finding for finding in findings_of(figures)}["pending"]
+    )
 
 
 def test_small_topics_are_summed_up_and_dead_letters_never() -> None:
@@ -280,47 +291,62 @@ def test_a_time_that_is_none_is_refused(since: str) -> None:
 
 
 # ---------------------------------------------------------------- sentences
-def pending(seconds: float, check_times: int = 0, leased: bool = False) -> pa.Table:
-    row = {"half_id": "app:1", "producer_group": "shop", "prepared_at": NOW, "messages": 3, "seconds": seconds}
-    return pa.Table.from_pylist([{**row, "check_times": check_times, "leased": leased}], standing.PENDING_SCHEMA)
+def pending(age_s: float, check_times: int = 0, leased: bool = False) -> dict[str, Any]:
+    row = dict.fromkeys(("app_id", "batch_id", "attempt", "lease_until", "bytes"))
+    row |= {"half_id": "app:1", "producer_group": "shop", "prepared_at": NOW, "messages": 3, "check_times": check_times}
+    return {"pending": [{**row, "age_seconds": age_s, "leased": leased}]}
 
 
-def behind(seconds: float) -> pa.Table:
-    row = {"group": "points", "messages": 7, "seconds": seconds, "topics": "orders"}
-    return pa.Table.from_pylist([row], standing.LAG_SCHEMA)
+def behind(age_s: float) -> dict[str, Any]:
+    row = {"consumer_group": "points", "lag": 7, "lag_seconds": age_s, "topics": "orders", "members": 0}
+    return {"groups": [row], "members": {}, "queues": []}
+
+
+def batches(*half_ids: str) -> list[dict[str, Any]]:
+    return [{"half_id": half_id, "producer_group": "shop"} for half_id in half_ids]
 
 
 @pytest.mark.parametrize(
     ("changed", "level", "said"),
     [
         ({}, Level.OK, "This commit log is new: it has no topic yet. Make one: txmq topic create "),
-        ({"conflicts": ("a:1", "a:2")}, Level.CRITICAL, "2 half batches have two verdicts"),
-        ({"quarantined": ("a:1",)}, Level.WARNING, "1 half batch is quarantined"),
-        ({"conflicts": ("a:1",), "quarantined": ("a:1",)}, Level.CRITICAL, "1 half batch has two verdicts"),
+        ({"conflicts": batches("a:1", "a:2")}, Level.CRITICAL, "2 half batches with two verdicts that contradict"),
+        ({"quarantined": batches("a:1")}, Level.WARNING, "1 half batch quarantined, and hidden: a:1"),
         (
-            {"pending": pending(900)},
+            {"conflicts": batches("a:1"), "quarantined": batches("a:2")},
             Level.CRITICAL,
-            "pending for 15m, and no check has asked about it (or none since it was resumed)",
+            "1 half batch with two verdicts",
         ),
-        ({"pending": pending(900, 3)}, Level.WARNING, "asked about 3 times, and its listener does not know"),
-        ({"pending": pending(4000, 3)}, Level.CRITICAL, "asked about 3 times, and its listener does not know"),
-        ({"pending": pending(900, leased=True)}, Level.OK, "new"),
-        ({"pending": pending(500)}, Level.OK, "new"),
+        (pending(100), Level.OK, "new"),
+        (pending(900), Level.CRITICAL, "1 half batch should have been checked, and no checker has said a word on that"),
+        (pending(900, leased=True), Level.OK, "new"),
         (
-            {"dead_letters": 4, "dead_letters_waiting": 2, "dead_letters_group": "points"},
-            Level.WARNING,
-            "4 messages became dead letters in this time; 2 of those that are kept were not sent again.",
+            {"dead_letters": {"points": Letters(4, 2)}},
+            Level.NOTE,
+            "points: 4 dead letters, 2 of them not sent again txmq dlq list memory: points; when the cause is gone, "
+            "txmq dlq resend memory: points --all",
         ),
-        ({"dead_letters": 4, "dead_letters_waiting": 0}, Level.OK, "new"),
-        ({"lag": behind(5000)}, Level.WARNING, "Consumer group points is behind by 7 messages"),
-        ({"lag": behind(500)}, Level.OK, "new"),
-        ({"undrained_s": 3000.0}, Level.WARNING, "Messages have been committed for 50m"),
+        ({"dead_letters": {"points": Letters(4, 0)}}, Level.OK, "new"),
+        (behind(5000), Level.WARNING, "points: 7 messages behind, the oldest committed 1h 23m ago"),
+        (behind(500), Level.OK, "new"),
+        ({"undrained": NotDrained(3, 812, 3000.0)}, Level.WARNING, "3 messages (812 B) committed and not in the table"),
     ],
 )
 def test_the_headline_is_the_most_pressing_finding(changed: dict[str, Any], level: Level, said: str) -> None:
-    first = findings_of(replace(figures_of(InMemoryCommitLog()), **changed))[0]
+    figures = figures_of(InMemoryCommitLog())
+    vars(figures.now).update(changed)
+    first = findings_of(figures)[0]
     assert first.level is level
     assert said in str(first)
+
+
+def test_of_many_findings_the_worst_stand_first_and_the_others_are_counted() -> None:
+    figures = figures_of(InMemoryCommitLog())
+    rows = [{**behind(5000)["groups"][0], "consumer_group": f"group-{n}"} for n in range(30)]
+    vars(figures.now).update({**behind(0), "groups": rows, "conflicts": batches("a:1")})
+    findings = findings_of(figures)
+    assert (findings[0].level, len(findings)) == (Level.CRITICAL, FINDINGS_MAX + 1)
+    assert str(findings[-1]) == "19 more findings txmq doctor memory:"
 
 
 def test_a_log_that_is_well_says_so() -> None:
@@ -372,9 +398,11 @@ def test_a_tooltip_counts_one_message_as_one() -> None:
 
 def test_the_timeline_is_of_the_slowest_or_of_a_named_one(shop: InMemoryCommitLog, figures: Figures) -> None:
     slowest = figures.slowest["half_id"][0].as_py()
-    assert plots.timeline(shop).to_dict()["description"] == f"Timeline of {slowest}"
+    drawn = plots.timeline(shop).to_dict()
+    assert drawn["description"] == f"Timeline of {slowest}; drained 2h 35m later"
+    assert "drained" not in {row["label"] for row in drawn["layer"][0]["data"]["values"]}, "it would squeeze the others"
     named = plots.timeline(shop, f"{slowest}:1").to_dict()
-    assert named["description"] == f"Timeline of {slowest}:1"
+    assert named["description"] == f"Timeline of {slowest}:1; drained 2h 35m later"
     with pytest.raises(HalfBatchNotFoundError):
         plots.timeline(shop, "nobody:7")
     with pytest.raises(OptionError, match="name a transaction"):
@@ -388,13 +416,20 @@ def test_a_long_story_is_drawn_from_both_ends() -> None:
     assert len(drawn["layer"][0]["data"]["values"]) == charts.EVENTS_MAX
 
 
+STATES = {*charts.OF_WORDS.values(), *charts.EVENT_COLOURS.values(), *(colour for _, _, colour in charts.AGES)}
+
+
+def test_no_topic_looks_like_a_state() -> None:
+    assert not STATES & {*charts.OF_TOPICS}
+
+
 def test_colours_stand_out_from_a_light_and_a_dark_page() -> None:
     def luminance(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         r, g, b = (p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
         return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
-    for colour in {*charts.OF_TOPICS, *charts.OF_WORDS.values(), *charts.EVENT_COLOURS.values(), *charts.AGE_COLOURS}:
+    for colour in {*charts.OF_TOPICS, *STATES}:
         for paper in ("#ffffff", "#1a1f26"):  # the cards of page.css
             low, high = sorted((luminance(colour), luminance(paper)))
             assert (high + 0.05) / (low + 0.05) >= 3, (colour, paper)
@@ -409,7 +444,7 @@ def test_the_page_holds_all_and_names_no_address(shop: InMemoryCommitLog, figure
     assert text.count("</script>") == 3
     drawn = json.loads(head.partition('id="charts">')[2].partition("</script>")[0])
     assert set(drawn) == {
-        "throughput", "verdicts", "checks", "pending", "lag", "largest", "slowest", "topics", "timeline",
+        "throughput", "verdicts", "checks", "pending", "lag", "largest", "slowest", "topics",
     }  # fmt: skip
     assert not any("title" in spec for spec in drawn.values()), "its card has the title"
     assert "<code>txmq trace memory: order:18</code> (ends" in head
@@ -443,9 +478,9 @@ def test_the_command_says_a_sentence_and_writes_the_page(log: CommitLog, tmp_pat
     assert txmq("report", log.path)[0] == said
     file = tmp_path / "out.html"
     assert txmq("report", log.path, "--html", file, "--since", "1h", "--transaction", "app:1:1")[0] == said
-    assert "Timeline of app:1:1" in file.read_text()
+    assert '<h2 class="id">app:1:1</h2>' in file.read_text()
     assert txmq("report", log.path, "--html", file)[0] == said
-    assert "Timeline of app:1<" in file.read_text()
+    assert '<h2 class="id">app:1</h2>' in file.read_text()
 
 
 def test_the_command_prints_json(log: CommitLog) -> None:

@@ -24,15 +24,14 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from rmq_spark import COMMIT_MESSAGE, CommitLog, ConsumerGroup
+from rmq_spark._core.inspect.finding import Finding
 from rmq_spark._core.inspect.trace import TraceEvent, TraceKind
 from rmq_spark._core.report import live_page, live_server, shared_look
 from rmq_spark._core.report.components import commands, headline
-from rmq_spark._core.report.finding import Finding
 from rmq_spark._core.report.live_server import Door, LivePages, View, serving
 from rmq_spark._core.report.waterfall import steps_of, waterfall
 from rmq_spark.cli import app, serve
 from rmq_spark.cli.command import sentence_of
-from rmq_spark.cli.doctor_log import LogDoctor
 from rmq_spark.errors import OptionError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.commands import txmq
@@ -48,7 +47,7 @@ from tests.support.half_batches import (
     quarantine,
     roll_back,
 )
-from tests.support.inside import HalfRecord, Level, Trace, Who, whole
+from tests.support.inside import Diagnosis, HalfRecord, Level, Standing, Trace, Who, whole
 
 TOKEN = "a token that is long enough"
 EVIL = '"><script>document.title="taken"</script><img/src=x/onerror=alert(1)>\u202e'
@@ -199,7 +198,7 @@ def test_a_log_that_changes_between_two_looks_is_shown_as_it_is(
 def test_of_many_findings_the_worst_are_shown(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = [Finding("groups", Level.WARNING, f"group-{n} is behind") for n in range(30)]
     bad.append(Finding("tables", Level.CRITICAL, "a file is gone"))
-    monkeypatch.setattr(LogDoctor, "look", lambda self, only_read: iter(bad))
+    monkeypatch.setattr(Diagnosis, "findings", lambda self, **_: iter(bad))
     with served(log) as site:
         page = site.get().text
     assert page.index("a file is gone") < page.index("group-0 is behind")
@@ -399,7 +398,7 @@ def test_a_command_to_copy_is_one_word_a_name() -> None:
     """Group names and applications may have a bar, which a shell takes for a pipe."""
     log = InMemoryCommitLog(topics={"orders": 1})
     quarantine(log, prepare(log, 0, 1, app="a|reboot"))
-    found = {f.check: f for f in LogDoctor(log, "shop/log ", 60.0).look(only_read=True)}
+    found = {f.check: f for f in Diagnosis(Standing(log.engine), "shop/log ").findings()}
     assert str(found["quarantined"].remedy).startswith("txmq resume shop/log 'a|reboot:0' (asks again); or txmq trace")
 
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from copy import copy
 
 import pytest
 from rich.cells import cell_len
@@ -21,8 +21,8 @@ from rich.console import Console
 import rmq_spark
 from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli import app, output, top
-from rmq_spark.cli.overview import Overview, look
 from tests.support.commands import objects, txmq
+from tests.support.inside import Standing
 
 GROUP = "order-service-northern-branches"
 TOPICS = [
@@ -213,14 +213,14 @@ def test_every_remedy_is_a_command_that_runs(log: CommitLog, columns: int) -> No
 def test_a_report_is_wrapped_between_words(log: CommitLog, columns: int) -> None:
     lines = lines_of("report", log.path)
     whole = " ".join(" ".join(lines).split())
-    assert "1 half batch has two verdicts that contradict each other" in whole
+    assert "1 half batch with two verdicts that contradict each other" in whole
     for line in lines:
-        assert cell_len(line) <= columns or line.startswith("txmq "), line
+        assert cell_len(line) <= columns or line.startswith(("txmq ", "→ txmq ")), line
     assert f"txmq trace {log.path} {half_id_of(log, 'conflicts')}" in whole
 
 
 # ---------------------------------------------------------------- top
-def screen_of(seen: Overview, width: int, height: int, *keys: str) -> list[str]:
+def screen_of(seen: Standing, width: int, height: int, *keys: str) -> list[str]:
     view = top.View()
     for key in keys:
         assert view.press(key)
@@ -233,26 +233,27 @@ def screen_of(seen: Overview, width: int, height: int, *keys: str) -> list[str]:
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (60, 16), (40, 12)])
 @pytest.mark.parametrize("keys", ["", "\t\t\tj", "\t\t", "w", "w\t\t", "/order\r"])
 def test_the_screen_is_never_larger_than_the_terminal(log: CommitLog, width: int, height: int, keys: str) -> None:
-    lines = screen_of(look(log), width, height, *keys)
+    lines = screen_of(Standing(log.engine).read(), width, height, *keys)
     assert len(lines) <= height
     assert max(map(cell_len, lines)) <= width
 
 
 def test_trouble_stands_first_with_its_age_and_state_whole(log: CommitLog) -> None:
-    seen = look(log)
+    seen = Standing(log.engine).read()
     lines = screen_of(seen, 80, 24)
     assert lines[1].startswith("1 in conflict; 1 quarantined; 3 pending, the oldest for ")
+    assert lines[3].startswith("conflicts: 1 half batch with two verdicts that contradict each other: send.")
     start = next(n for n, line in enumerate(lines) if line.startswith("state "))
     rows = lines[start + 1 : start + 6]
     assert [row.split()[0] for row in rows] == ["conflict", "quarantined", "pending", "pending", "pending"]
     whole = {row["age"] for row in top.open_half_batches(seen)}
     assert {row[13:].split("  ")[0].strip() for row in rows} == whole
-    assert lines.index("2 more consumer groups") < next(n for n, line in enumerate(lines) if "more topics" in line)
+    assert lines.index("3 more consumer groups") < next(n for n, line in enumerate(lines) if "more topics" in line)
     assert lines[-1].endswith("q ends")
 
 
 def test_keys_move_filter_and_show_whole_ids(log: CommitLog) -> None:
-    seen = look(log)
+    seen = Standing(log.engine).read()
     moved = screen_of(seen, 80, 24, "\t", "\t", "\t", "\x1b[6~", "\x1b[A")
     assert "9 above, " in moved[-2]
     assert "more topics" in moved[-2]
@@ -269,10 +270,11 @@ def test_keys_move_filter_and_show_whole_ids(log: CommitLog) -> None:
 
 
 def test_many_pending_half_batches_are_counted_and_found(log: CommitLog) -> None:
-    seen = look(log)
+    seen = Standing(log.engine).read()
     row = seen.pending[0]
     many = [{**row, "half_id": f"send.{'x' * 60}-{n:09}:0", "age_seconds": float(n)} for n in range(5000)]
-    crowded = replace(seen, pending=many)
+    crowded = copy(seen)
+    crowded.pending = many
     lines = screen_of(crowded, 80, 24)
     rows = [line for line in lines if line.startswith(("conflict ", "quarantined ", "pending "))]
     assert f"{5_002 - len(rows):,} more half batches" in lines

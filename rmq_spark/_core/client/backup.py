@@ -46,7 +46,7 @@ from rmq_spark._core.storage.copy import LOG, LOG_FILE, FileGoneError, Folder, P
 from rmq_spark._core.storage.foreign_commits import require_own
 from rmq_spark._core.storage.location import is_uri, location
 from rmq_spark._core.storage.stores import reaching, require_storage_options
-from rmq_spark._core.vocabulary.text import count_of
+from rmq_spark._core.vocabulary.text import byte_size, count_of
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LostFileError, OptionError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class BackupReport:
     files_deleted: int = 0
 
     def __str__(self) -> str:
-        copied = f"{count_of(self.files_copied, 'file')} ({self.bytes_copied / 1e6:.1f} MB) copied"
+        copied = f"{count_of(self.files_copied, 'file')} ({byte_size(self.bytes_copied)}) copied"
         kept = f", {count_of(self.files_kept, 'file')} there already" if self.files_kept else ""
         deleted = f", {count_of(self.files_deleted, 'old file')} deleted" if self.files_deleted else ""
         return f"{self.target} is the log as it was at {self.taken_at:%Y-%m-%d %H:%M:%S}Z: {copied}{kept}{deleted}"

@@ -6,14 +6,16 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.consumers.heartbeats import Heartbeat, forget, heartbeats
+from rmq_spark._core.inspect.consumption import commit_times, queue_lags
 from rmq_spark._core.inspect.overview import open_messages as open_messages_of
+from rmq_spark._core.log.heartbeats import Heartbeat, forget, heartbeats
 from rmq_spark._core.log.message_range import out_of_range
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.reads.offsets import EARLIEST, LATEST, LATEST_OFFSET, JsonOffsets, Positions, given_positions
@@ -21,10 +23,9 @@ from rmq_spark._core.reads.plan import Planner
 from rmq_spark._core.reads.read_options import Subscription
 from rmq_spark._core.vocabulary.message import TIMESTAMP, require_group_name, require_topic_name
 from rmq_spark._core.vocabulary.options import nearest, require_time
-from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import GroupNotFoundError, OffsetOutOfRangeError, OptionError
 
-BEHIND_SCHEMA = pa.schema(
+LAG_SCHEMA = pa.schema(
     [
         ("consumer_group", pa.string()),
         ("topic", pa.string()),
@@ -33,11 +34,6 @@ BEHIND_SCHEMA = pa.schema(
         ("end_offset", pa.int64()),
         ("lag", pa.int64()),
         ("lag_seconds", pa.float64()),
-    ]
-)
-LAG_SCHEMA = pa.schema(
-    [
-        *BEHIND_SCHEMA,
         ("pending", pa.int64()),
         ("waiting", pa.int64()),
         ("updated", TIMESTAMP),
@@ -49,7 +45,6 @@ LAG_SCHEMA = pa.schema(
         ("lease_seconds", pa.float64()),
     ]
 )
-_OF_PROGRESS = ("updated", "updated_by", "suspended_until", "owner", "generation")
 
 
 class ConsumerGroup:
@@ -104,57 +99,18 @@ class ConsumerGroup:
         GroupNotFoundError
             When the group has no progress.
         """
-        progress = {(r["topic"], r["queue_id"]): r for r in self._progress_rows().to_pylist()}
-        open_messages = open_messages_of(self.engine)
-        beats = self.members()
-        rows = self._lag_rows(progress)
+        rows = self._lag_rows()
+        open_messages, beats = open_messages_of(self.engine), self.members()
         for row in rows:
-            queue = (row["topic"], row["queue_id"])
-            row["pending"], row["waiting"] = open_messages.get(queue, (0, 0))
-            row.update({name: progress[queue][name] if queue in progress else None for name in _OF_PROGRESS})
+            row["pending"], row["waiting"] = open_messages.get((row["topic"], row["queue_id"]), (0, 0))
             row["heartbeat_seconds"], row["lease_seconds"] = beats.get(row["owner"], (None, None))
         return pa.Table.from_pylist(rows, schema=LAG_SCHEMA)
 
-    def behind(self) -> pa.Table:
-        """Return how far the group is behind, without the other columns of :meth:`lag`. It reads no half batch, so it
-        is quick even when many are pending.
-
-        Returns
-        -------
-        pyarrow.Table
-            ``consumer_group, topic, queue_id, next_offset, end_offset, lag, lag_seconds``.
-
-        Raises
-        ------
-        GroupNotFoundError
-            When the group has no progress.
-        """
-        progress = {(r["topic"], r["queue_id"]): r for r in self._progress_rows().to_pylist()}
-        return pa.Table.from_pylist(self._lag_rows(progress), schema=BEHIND_SCHEMA)
-
-    def _lag_rows(self, rows: Mapping[Queue, Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return a row of :data:`BEHIND_SCHEMA` for each queue of the topics in ``rows``."""
-        queues_of = self.engine.topics()
-        topics = sorted({topic for topic, _ in rows})
-        tails = self.engine.tails()
-        queues = [(t, q) for t in topics for q in range(queues_of.get(t, 0))]
-        firsts = self.engine.firsts()
-        reached = {queue: rows[queue]["next_offset"] if queue in rows else firsts.get(queue, 0) for queue in queues}
-        unread = {queue: max(offset, firsts.get(queue, 0)) for queue, offset in reached.items()}  # without expired ones
-        waits_since = waiting_since(self.engine, {q: n for q, n in unread.items() if n < tails.get(q, 0)})
-        now = self.engine.runtime.now()
-        return [
-            {
-                "consumer_group": self.name,
-                "topic": queue[0],
-                "queue_id": queue[1],
-                "next_offset": reached[queue],
-                "end_offset": tails.get(queue, 0),
-                "lag": max(0, tails.get(queue, 0) - unread[queue]),
-                "lag_seconds": max(0.0, (now - waits_since[queue]).total_seconds()) if queue in waits_since else 0.0,
-            }
-            for queue in queues
-        ]
+    def _lag_rows(self) -> list[dict[str, Any]]:
+        engine = self.engine
+        progress, tails = self._progress_rows().to_pylist(), engine.tails()
+        firsts, now = engine.firsts(refresh=False), engine.runtime.now()
+        return queue_lags(progress, engine.topics(), tails, firsts, now, partial(commit_times, engine))
 
     def members(self) -> dict[str, Heartbeat]:
         """Return the newest heartbeat of each :class:`PushConsumer` and :class:`PullConsumer` of the group.
@@ -299,25 +255,6 @@ class ConsumerGroup:
         had_progress = self.engine.groups.delete(self.name)
         forget(self.engine.groups.table, self.name)
         return had_progress
-
-
-def waiting_since(engine: Engine, behind: Mapping[Queue, int]) -> dict[Queue, datetime]:
-    """Return the commit time of the message at each queue's offset. The caller must have read ``op``."""
-    commit_times: dict[Queue, datetime] = {}
-    border = engine.drained.border() if behind else {}
-    commit_times |= engine.drained.times_of({q: offset for q, offset in behind.items() if offset < border.get(q, 0)})
-    unresolved = {queue: offset for queue, offset in behind.items() if queue not in commit_times}
-    for rows, _ in engine.placements(above=min(unresolved.values(), default=0)) if unresolved else ():
-        for (topic, queue_id), offset in list(unresolved.items()):
-            of_queue = pc.and_(pc.equal(rows["topic"], topic), pc.equal(rows["queue_id"], queue_id))
-            covers = pc.and_(pc.less_equal(rows["queue_offset"], offset), pc.greater(rows["next_offset"], offset))
-            times = rows.filter(pc.and_(of_queue, covers))["op_time"]
-            if len(times):
-                commit_times[(topic, queue_id)] = times[0].as_py()
-                del unresolved[(topic, queue_id)]
-        if not unresolved:
-            break
-    return commit_times
 
 
 def groups(engine: Engine) -> list[str]:

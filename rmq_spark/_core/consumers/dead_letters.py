@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
@@ -22,7 +21,7 @@ from rmq_spark._core.consumers.retry import (
     dlq_topic,
     retry_topic,
 )
-from rmq_spark._core.inspect.history import kept_batches
+from rmq_spark._core.inspect.consumption import resend_times, waiting_letters
 from rmq_spark._core.messages.message_reader import read_topic
 from rmq_spark._core.messages.messages_table import SOURCE_SCHEMA
 from rmq_spark._core.protocol.engine import Engine
@@ -90,24 +89,12 @@ class DeadLetters:
 
     def waiting(self) -> int:
         """Return how many dead letters have not been sent again. It reads no message."""
-        topic, firsts, tails = DLQ_PREFIX + self.group, self.engine.firsts(), self.engine.tails()
-        kept_offsets = [range(firsts.get(queue, 0), tail) for queue, tail in tails.items() if queue[0] == topic]
-        if not any(kept_offsets):
-            return 0
-        resent_offsets = self._resend_times()
-        return sum(len(offsets) - sum(offset in offsets for offset in resent_offsets) for offsets in kept_offsets)
+        return waiting_letters(self.engine, self.group)
 
     def _resend_times_at(self, offsets: Sequence[int]) -> Sequence[datetime | None]:
         """Return the time at which each letter was sent again, or None."""
-        times = self._resend_times() if offsets else {}
+        times = resend_times(self.engine, self.group) if offsets else {}
         return [times.get(offset) for offset in offsets]
-
-    def _resend_times(self) -> dict[int, datetime]:
-        """Return the times at which letters were sent again, by the letters' offsets."""
-        prefix, batches = resend_name(self.group, ""), kept_batches(self.engine)
-        sent = batches.filter(pc.starts_with(batches["half_id"], prefix)).select(["half_id", "prepared_at"])
-        rows = ((row["half_id"].removeprefix(prefix).partition(":")[0], row["prepared_at"]) for row in sent.to_pylist())
-        return {int(offset): time for offset, time in rows if offset.isdecimal()}  # a longer group name may begin alike
 
     def resend(self, offsets: Iterable[int] | None = None) -> int:
         """Send dead letters to this group again, and to no other group. Their retries are counted from 0 again.
@@ -154,15 +141,6 @@ class DeadLetters:
         if self.group not in known:
             hint = nearest(self.group, known) if known else "no group has read from this commit log yet"
             raise GroupNotFoundError(f"consumer group {self.group!r} is not known in this commit log ({hint})")
-
-
-def kept_letters(engine: Engine) -> dict[str, int]:
-    """Return by consumer group how many dead letters the log keeps, sent again or not."""
-    firsts, kept = engine.firsts(), Counter[str]()
-    for queue, tail in engine.tails(refresh=False).items():
-        if queue[0].startswith(DLQ_PREFIX):
-            kept[queue[0].removeprefix(DLQ_PREFIX)] += tail - firsts.get(queue, 0)
-    return dict(kept)
 
 
 def _messages_to_resend(letters: pa.Table, group: str) -> pa.Table:

@@ -16,12 +16,12 @@ from contextlib import suppress
 import pyarrow.fs as pafs
 
 from rmq_spark._core.consumers.fetch import FETCH_BYTES, Fetcher
-from rmq_spark._core.consumers.heartbeats import Members, new_member_name
 from rmq_spark._core.consumers.member_settings import ConsumeFromWhere, MemberSettings
 from rmq_spark._core.consumers.progress import HeldUp, ProcessQueue
 from rmq_spark._core.consumers.retry import dlq_topic, retry_topic
 from rmq_spark._core.consumers.shares import Moves, moves
 from rmq_spark._core.log.group_table import Place, Report
+from rmq_spark._core.log.heartbeats import Members, new_member_name
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.reads.plan import Planner
 from rmq_spark._core.reads.read_options import Subscription

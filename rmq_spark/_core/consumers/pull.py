@@ -13,7 +13,6 @@ from typing import Any
 import pyarrow as pa
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.consumers.heartbeats import MEMBER_LEASE_S
 from rmq_spark._core.consumers.member import GroupMember
 from rmq_spark._core.consumers.member_settings import (
     CLUSTERING,
@@ -26,6 +25,7 @@ from rmq_spark._core.consumers.member_settings import (
 from rmq_spark._core.consumers.member_threads import MemberThreads
 from rmq_spark._core.consumers.message_listener import messages_of
 from rmq_spark._core.consumers.progress import Take
+from rmq_spark._core.log.heartbeats import MEMBER_LEASE_S
 from rmq_spark._core.runtime.runtime import is_held
 from rmq_spark._core.vocabulary.message import MessageExt
 from rmq_spark._core.vocabulary.options import Duration, flag, named, seconds, whole_number

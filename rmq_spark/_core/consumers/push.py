@@ -13,7 +13,6 @@ import pyarrow as pa
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.call_cost import TAKE_S_MAX, CallCost, Timed
-from rmq_spark._core.consumers.heartbeats import MEMBER_LEASE_S
 from rmq_spark._core.consumers.member import GroupMember
 from rmq_spark._core.consumers.member_settings import (
     CLUSTERING,
@@ -43,6 +42,7 @@ from rmq_spark._core.consumers.retry import (
 )
 from rmq_spark._core.consumers.send_back import RetrySender
 from rmq_spark._core.consumers.traced_listener import traced
+from rmq_spark._core.log.heartbeats import MEMBER_LEASE_S
 from rmq_spark._core.runtime import observer
 from rmq_spark._core.runtime.callables import name_of
 from rmq_spark._core.runtime.spans import tracing

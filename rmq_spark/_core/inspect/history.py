@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
@@ -274,6 +274,10 @@ def _spans(state: BatchState, row: OpRow) -> Iterator[tuple[int, int, int]]:
 
 
 # ---------------------------------------------------------------- messages that became visible
+ALL_TIME_S = 1 << 34
+"""A period that begins in 1970 and has every time of a message in it."""
+
+
 def placed(engine: Engine, since: datetime, period_s: int) -> pa.Table:
     """Return the numbers of messages that became visible since a time, by topic and period, without expired ones.
 
@@ -296,6 +300,18 @@ def placed(engine: Engine, since: datetime, period_s: int) -> pa.Table:
         parts.append(_by_period(rows["topic"], rows["op_time"], rows["count"], since, period_s))
     sums = pa.concat_tables(parts).group_by(["topic", "at"], use_threads=False).aggregate([("messages", "sum")])
     return sums.rename_columns(["topic", "at", "messages"])
+
+
+def placed_within(engine: Engine, now: datetime, windows: Mapping[str, float]) -> dict[str, dict[str, int]]:
+    """Return by topic how many messages became visible in each of these windows, which are in seconds before now.
+
+    Drained messages are counted by the statistics of their files. Only a file in which a window begins is read.
+    """
+    counts_by_topic: dict[str, dict[str, int]] = {}
+    for name, seconds in windows.items():
+        for row in placed(engine, now - timedelta(seconds=seconds), ALL_TIME_S).to_pylist():
+            counts_by_topic.setdefault(row["topic"], dict.fromkeys(windows, 0))[name] += row["messages"]
+    return counts_by_topic
 
 
 def _drained_counts(engine: Engine, since: datetime, period_s: int) -> list[pa.Table]:

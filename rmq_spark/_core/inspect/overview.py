@@ -42,9 +42,9 @@ PENDING_SCHEMA = pa.schema(
 
 
 @looks_again
-def pending(engine: Engine) -> pa.Table:
-    """See :meth:`CommitLog.pending`."""
-    half_ids = engine.open_half_ids()
+def pending(engine: Engine, most: int | None = None) -> pa.Table:
+    """See :meth:`CommitLog.pending`; of at most so many half batches, the oldest ones."""
+    half_ids = engine.open_half_ids()[:most]
     rows: list[dict[str, object]] = [
         {"messages": file.rows, "prepared_at": _time_of(file.ms)} for file in engine.ledger.unreadable
     ]

@@ -66,6 +66,11 @@ def rolled_back_as(decided_by: Who | str | None, refused: bool | None) -> RowSta
     return RowState.ROLLED_BACK if refused else _NOT_FINAL.get(str(decided_by), RowState.ROLLED_BACK)
 
 
+def is_leased(until: datetime | None, now: datetime) -> bool:
+    """Return True while a lease runs. One that ends far ahead (by a wrong clock) is ignored."""
+    return until is not None and now < until <= now + timedelta(seconds=LEASE_S_MAX)
+
+
 class BatchState:
     """The state of one half batch, after all its op markers.
 
@@ -84,8 +89,8 @@ class BatchState:
         self.history: list[OpRow] = []  # rows that settled or reopened messages, in version order
 
     def leased(self, now: datetime) -> bool:
-        """True while a local transaction is known to run. A lease that ends far ahead (by a wrong clock) is ignored."""
-        return self.lease_until is not None and now < self.lease_until <= now + timedelta(seconds=LEASE_S_MAX)
+        """True while a local transaction is known to run."""
+        return is_leased(self.lease_until, now)
 
     def checked_lately(self, now: datetime, seconds: float) -> bool:
         """True when a check was counted in the last seconds. A check far ahead (by a wrong clock) is ignored."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rmq_spark._core.client.commit_log import CommitLog
+from rmq_spark._core.inspect.consumption import kept_letters
 from rmq_spark._core.log.op import Who
 from rmq_spark._core.metrics.log_figures import LogFigures, LogWatch
 from rmq_spark._core.metrics.metric_names import BY_NAME, COMMON, LOG, METRICS, OF_A_WATCH, Metric
@@ -213,11 +214,11 @@ def _of_groups(figures: LogFigures) -> Iterator[Sample]:
         yield "rocketmq_consumer_lag_messages", labels, lag.messages
         yield "rocketmq_consumer_lag_latency", labels, lag.seconds * 1_000
     letters_of = {**dict.fromkeys((group for group, _ in figures.lags), 0), **figures.dead_letters()}
+    kept = kept_letters(figures.placed, figures.expired)
     for group, letters in letters_of.items():
         labels = {"consumer_group": group, "topic": f"{DLQ_PREFIX}{group}", "is_system": "false"}
         yield "rocketmq_send_to_dlq_messages_total", labels, letters
-        kept = letters - figures.expired.get(f"{DLQ_PREFIX}{group}", 0)
-        yield "txmq_dead_letters", {"consumer_group": group}, kept
+        yield "txmq_dead_letters", {"consumer_group": group}, kept.get(group, 0)
 
 
 def group_labels(group: str, topic: str) -> dict[str, str]:

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.consumers.consumer_group import waiting_since
+from rmq_spark._core.inspect.consumption import Place, commit_times, kept_letters, queue_lags
 from rmq_spark._core.inspect.history import rolled_back_again
+from rmq_spark._core.inspect.standing import TableFigures, by_topic, table_figures
 from rmq_spark._core.inspect.undrained import Undrained
 from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.log.op import DECIDING, Kind, Who, ranges_of
 from rmq_spark._core.log.op_walk import rows_above
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
-from rmq_spark._core.vocabulary.message import DLQ_PREFIX
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import HalfBatchNotFoundError, TxmqError
 
@@ -53,14 +54,6 @@ class Lag(NamedTuple):
 
     messages: int
     seconds: float
-
-
-class TableFigures(NamedTuple):
-    """A table: its live files, their bytes, and its version."""
-
-    files: int
-    bytes: int
-    version: int
 
 
 @dataclass(frozen=True)
@@ -132,7 +125,7 @@ class LogFigures:
 
     def dead_letters(self) -> dict[str, int]:
         """Return by consumer group the letters in its dead letter topic since the log was made."""
-        return {t.removeprefix(DLQ_PREFIX): self.placed.get(t, 0) for t in self.topics if t.startswith(DLQ_PREFIX)}
+        return kept_letters({topic: self.placed.get(topic, 0) for topic in self.topics}, {})
 
 
 class _HalfBatch(NamedTuple):
@@ -166,7 +159,7 @@ class _Seen:
     maybe_quarantined: set[str] = field(default_factory=set)
     reopened: set[str] = field(default_factory=set)
     """Half batches that were reopened, and may be rolled back again."""
-    times: dict[tuple[Queue, int], datetime] = field(default_factory=dict)
+    times: dict[Place, datetime] = field(default_factory=dict)
 
 
 class LogWatch:
@@ -215,16 +208,13 @@ class LogWatch:
         now = engine.runtime.now()
         open_figures = self._open_figures(seen, now)
         amount = seen.undrained.look(UNDRAINED_BYTES)
-        since = seen.undrained.since
-        tables = {table.name: table for table in engine.tables()}
-        for table in tables.values():
-            table.refresh()
+        tables = table_figures(engine)
         delayed = sum(count for counts in waiting.values() for due, count in counts.items() if due is not None)
         return LogFigures(
             at=now,
             topics={name: name in fifo for name in topics},
-            placed=_by_topic(tails),
-            expired=_by_topic(firsts),
+            placed=by_topic(tails),
+            expired=by_topic(firsts),
             conflicts=len(engine.ledger.conflicts),
             delayed=delayed,
             ordered=sum(count for counts in waiting.values() for count in counts.values()) - delayed,
@@ -233,14 +223,9 @@ class LogWatch:
             last_check=self._last_check,
             undrained_messages=amount.messages,
             undrained_bytes=amount.bytes,
-            publish_lag_s=0.0 if since is None else max(0.0, (now - since).total_seconds()),
+            publish_lag_s=seen.undrained.seconds(),
             lags=self._lags(seen, tails, firsts, topics, now) if "groups" in tables else {},
-            tables={
-                name: TableFigures(
-                    table.actions().num_rows, pc.sum(table.actions()["size_bytes"]).as_py() or 0, table.version
-                )
-                for name, table in tables.items()
-            },
+            tables=tables,
             half_messages=open_figures.half_messages,
             pending=open_figures.pending,
             not_looked_at=open_figures.not_looked_at,
@@ -287,7 +272,7 @@ class LogWatch:
         seen.changed.update(pc.unique(deciding["half_id"]).to_pylist())
         sums = deciding.group_by(["kind", "decided_by"], use_threads=False).aggregate([("count", "sum")])
         decided = Counter({(r["kind"], r["decided_by"] or ""): int(r["count_sum"]) for r in sums.to_pylist()})
-        rolled_back = self._count_by_topic(seen.engine, rows.filter(pc.equal(rows["kind"], Kind.ROLLBACK.value)))
+        rolled_back = self._countby_topic(seen.engine, rows.filter(pc.equal(rows["kind"], Kind.ROLLBACK.value)))
         rolled_back -= _count_repeated(seen, rows)
         if end == head:  # a half batch that is settled now needs another reopen first
             seen.reopened.intersection_update(seen.engine.open_half_ids())
@@ -297,7 +282,7 @@ class LogWatch:
         self._rolled_back += rolled_back
 
     @staticmethod
-    def _count_by_topic(engine: Engine, rows: pa.Table) -> Counter[str]:
+    def _countby_topic(engine: Engine, rows: pa.Table) -> Counter[str]:
         """Return by topic the number of messages that op rows without a topic name."""
         counts: Counter[str] = Counter()
         records = {}
@@ -369,41 +354,20 @@ class LogWatch:
         topics: Mapping[str, int],
         now: datetime,
     ) -> dict[tuple[str, str], Lag]:
-        rows = seen.engine.groups.rows().select(["consumer_group", "topic", "queue_id", "next_offset"]).to_pylist()
-        next_offsets = {(r["consumer_group"], r["topic"], r["queue_id"]): int(r["next_offset"]) for r in rows}
-        positions = {  # expired messages are in no group's lag
-            (group, (topic, queue_id)): max(
-                next_offsets.get((group, topic, queue_id), 0), firsts.get((topic, queue_id), 0)
-            )
-            for group, topic in dict.fromkeys((r["consumer_group"], r["topic"]) for r in rows)
-            for queue_id in range(topics.get(topic, 0))
-        }
-        behind = {(queue, offset) for (_, queue), offset in positions.items() if offset < tails.get(queue, 0)}
-        self._find_times(seen, behind)
         lags: dict[tuple[str, str], Lag] = {}
-        for (group, queue), offset in positions.items():
-            since = seen.times.get((queue, offset)) if (queue, offset) in behind else None
-            seconds = 0.0 if since is None else max(0.0, (now - since).total_seconds())
-            lag = lags.get((group, queue[0]), Lag(0, 0.0))
-            messages = max(0, tails.get(queue, 0) - offset)
-            lags[(group, queue[0])] = Lag(lag.messages + messages, max(lag.seconds, seconds))
+        rows = seen.engine.groups.rows().select(["consumer_group", "topic", "queue_id", "next_offset"]).to_pylist()
+        for row in queue_lags(rows, topics, tails, firsts, now, partial(_known_times, seen)):
+            key = (row["consumer_group"], row["topic"])
+            lag = lags.get(key, Lag(0, 0.0))
+            lags[key] = Lag(lag.messages + row["lag"], max(lag.seconds, row["lag_seconds"]))
         return lags
 
-    @staticmethod
-    def _find_times(seen: _Seen, behind: Iterable[tuple[Queue, int]]) -> None:
-        """Read the commit times of the messages at these offsets. They never change."""
-        seen.times = {place: seen.times[place] for place in behind if place in seen.times}
-        missing = sorted(place for place in behind if place not in seen.times)[:LAG_LOOKS_MAX]
-        while missing:  # groups may have several positions in one queue
-            offsets, later = {}, []
-            for queue, offset in missing:
-                if queue in offsets:
-                    later.append((queue, offset))
-                else:
-                    offsets[queue] = offset
-            for queue, time in waiting_since(seen.engine, offsets).items():
-                seen.times[(queue, offsets[queue])] = time
-            missing = later
+
+def _known_times(seen: _Seen, behind: set[Place]) -> Mapping[Place, datetime]:
+    """Return the commit times of the messages at these places. They never change, so each is read once."""
+    seen.times = {place: seen.times[place] for place in behind if place in seen.times}
+    seen.times |= commit_times(seen.engine, sorted(behind - seen.times.keys())[:LAG_LOOKS_MAX])
+    return seen.times
 
 
 def _count_repeated(seen: _Seen, rows: pa.Table) -> Counter[str]:
@@ -440,10 +404,3 @@ def _half_batch(engine: Engine, half_id: str) -> _HalfBatch | None:
             pending[segment.topic] += states.count(RowState.PENDING)
             quarantined += states.count(RowState.QUARANTINED)
     return _HalfBatch(record.header.producer_group, record.prepared_at, dict(+pending), quarantined)
-
-
-def _by_topic(offsets: Mapping[Queue, int]) -> dict[str, int]:
-    sums: Counter[str] = Counter()
-    for (topic, _), offset in offsets.items():
-        sums[topic] += offset
-    return dict(sums)

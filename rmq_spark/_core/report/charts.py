@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.inspect.limits import LAG_S_MAX, PENDING_S_CRITICAL, PENDING_S_MAX
+from rmq_spark._core.inspect.trace import TraceKind
 from rmq_spark._core.report.drawing import altair
 from rmq_spark._core.report.over_time import (
     ANSWERS,
@@ -25,31 +29,37 @@ from rmq_spark._core.report.over_time import (
     VERDICTS,
 )
 from rmq_spark._core.report.span import Span
-from rmq_spark._core.report.standing import EVERY_AGE
-from rmq_spark._core.report.units import amount
-from rmq_spark._core.vocabulary.text import byte_size, count_of, duration, plural
+from rmq_spark._core.vocabulary.text import amount, byte_size, count_of, duration, plural
 
 if TYPE_CHECKING:
     from rmq_spark._core.inspect.trace import Trace
     from rmq_spark._core.report.drawing import Chart
 
-BLUE, ORANGE, TEAL, VIOLET, BROWN, RED, GREY = (
-    "#3d84c6", "#cf6a12", "#1c9f9f", "#8541e9", "#9a6949", "#d8324a", "#868d98",
-)  # fmt: skip
-"""Colours with a contrast of at least 3 to 1 on white and dark pages. Adjacent colours of a chart also differ for
-colour-blind people."""
-OF_TOPICS = (BLUE, ORANGE, TEAL, VIOLET)
+GREEN, ORANGE, BROWN, OLIVE, RED, GREY = "#0f9b78", "#dd7411", "#905f40", "#8f7a00", "#d8324a", "#868d98"
+"""The colours of states, on all charts."""
+BLUE, MAGENTA, CYAN, VIOLET = "#3d84c6", "#c24bb5", "#1497b8", "#8541e9"
+"""The colours of topics; the first one is also that of what has neither state nor topic. All colours have a contrast of
+at least 3 to 1 on white and dark pages."""
+OF_TOPICS = (BLUE, MAGENTA, CYAN, VIOLET)
 OF_WORDS: Mapping[str, str] = {
-    COMMITTED: BLUE,
+    COMMITTED: GREEN,
     ROLLED_BACK: ORANGE,
-    BY_CHECK: VIOLET,
+    BY_CHECK: BROWN,
     BY_POLICY: RED,
     UNKNOWN: GREY,
-    RETRIES: BROWN,
+    RETRIES: OLIVE,
     OTHERS: GREY,
     DEAD_LETTERS: RED,
 }
-AGE_COLOURS = (BLUE, BLUE, BLUE, ORANGE, RED, RED)
+AGES = (
+    (10.0, "under 10 s", GREY),
+    (60.0, "under 1 min", GREY),
+    (PENDING_S_MAX, "under 10 min", GREY),
+    (PENDING_S_CRITICAL, "under 1 h", ORANGE),
+    (86400.0, "under 1 day", RED),
+    (math.inf, "1 day or more", RED),
+)
+"""Pending messages by age: less seconds than these, in words, and the colour."""
 BARS_MAX = 12
 """The most bars of one chart: consumer groups, topics."""
 TICKS = 5
@@ -201,33 +211,40 @@ def _ms(at: datetime) -> int:
 
 
 # ---------------------------------------------------------------- now
-def pending(ages: pa.Table) -> Drawn:
-    """Draw the pending messages by age."""
+def pending(batches: Iterable[Mapping[str, Any]]) -> Drawn:
+    """Draw the messages of pending half batches by age."""
+    messages, count = Counter[str](), Counter[str]()
+    for batch in batches:
+        age = next(name for limit_s, name, _ in AGES if batch["age_seconds"] < limit_s)
+        messages[age] += batch["messages"] or 1
+        count[age] += 1
     rows = [
         {
-            "name": row["age"],
-            "value": row["messages"],
-            "label": count_of(row["messages"], "message") if row["messages"] else "0",
+            "name": age,
+            "value": messages[age],
+            "label": count_of(messages[age], "message") if messages[age] else "0",
             "colour": colour,
-            "more": count_of(row["batches"], "half batch"),
+            "more": count_of(count[age], "half batch"),
         }
-        for row, colour in zip(ages.to_pylist(), AGE_COLOURS, strict=True)
+        for _, age, colour in AGES
     ]
-    return _bars(rows, "Pending messages by age", "age", "half batches", list(EVERY_AGE))
+    return _bars(rows, "Pending messages by age", "age", "half batches", [age for _, age, _ in AGES])
 
 
-def lag(figures: pa.Table) -> Drawn:
-    """Draw the lag of consumer groups."""
-    rows = [
-        {
-            "name": row["group"],
-            "value": row["messages"],
-            "label": f"{amount(row['messages'])}, {duration(row['seconds'])}" if row["messages"] else "up to date",
-            "colour": BLUE,
-            "more": f"{count_of(row['messages'], 'message')}; the oldest was committed {duration(row['seconds'])} ago",
-        }
-        for row in figures.slice(0, BARS_MAX).to_pylist()
-    ]
+def lag(groups: Iterable[Mapping[str, Any]]) -> Drawn:
+    """Draw the lag of consumer groups, the furthest behind first."""
+    rows = []
+    for group in sorted(groups, key=lambda group: (-group["lag"], group["consumer_group"]))[:BARS_MAX]:
+        age = duration(group["lag_seconds"])
+        rows.append(
+            {
+                "name": group["consumer_group"],
+                "value": group["lag"],
+                "label": f"{amount(group['lag'])}, {age}" if group["lag"] else "up to date",
+                "colour": ORANGE if group["lag_seconds"] > LAG_S_MAX else BLUE,
+                "more": f"{count_of(group['lag'], 'message')}; the oldest was committed {age} ago",
+            }
+        )
     return _bars(rows, "Messages that consumer groups have not read", "consumer group", "behind")
 
 
@@ -243,7 +260,12 @@ def slowest(figures: pa.Table) -> Drawn:
     return _bars(rows, "Half batches that waited longest for their last verdict", "half batch", "what")
 
 
-def topics(figures: pa.Table) -> Drawn:
+def largest_topics(topics: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return topics, the largest first."""
+    return sorted(topics, key=lambda topic: (-topic["bytes"], -topic["committed"], topic["topic"]))
+
+
+def topics(figures: Iterable[Mapping[str, Any]]) -> Drawn:
     """Draw the sizes of topics in the table messages."""
     rows = [
         {
@@ -253,7 +275,7 @@ def topics(figures: pa.Table) -> Drawn:
             "colour": BLUE,
             "more": f"{count_of(row['drained'], 'message')}, {byte_size(row['bytes'])}",
         }
-        for row in figures.slice(0, BARS_MAX).to_pylist()
+        for row in largest_topics(figures)[:BARS_MAX]
     ]
     return _bars(rows, "Bytes of topics in the table messages", "topic", "holds")
 
@@ -311,27 +333,25 @@ _SHORT_LABEL = (
 
 # ---------------------------------------------------------------- one transaction
 EVENT_COLOURS: Mapping[str, str] = {
-    "prepared": GREY,
-    "leased": GREY,
-    "checked": BROWN,
-    "committed": BLUE,
-    "placed": BLUE,
+    "committed": GREEN,
+    "placed": GREEN,
+    "conflict_resolved": GREEN,
     "rolled_back": ORANGE,
+    "reopened": OLIVE,
     "quarantined": RED,
-    "reopened": VIOLET,
     "conflict": RED,
-    "conflict_resolved": TEAL,
-    "drained": TEAL,
-    "archived": GREY,
 }
+"""The colours of events. Others are grey: no message has a state by them."""
+BY_UPKEEP = (TraceKind.DRAINED, TraceKind.ARCHIVED)
+"""They may come days later. On one axis with them, all before would be a dot."""
 EVENTS_MAX = 40
 """The most events in a timeline. Of more, the first and the last ones are drawn."""
 
 
 def timeline(trace: Trace) -> Drawn:
-    """Draw the events of a transaction in order, each on its own line and at its time."""
+    """Draw the events of a transaction, each on its own line and at its time. The title has those of upkeep."""
     alt = altair()
-    events = list(trace.events)
+    events = [event for event in trace.events if event.kind not in BY_UPKEEP]
     omitted = 0
     if len(events) > EVENTS_MAX:
         omitted = len(events) - EVENTS_MAX
@@ -381,8 +401,10 @@ def timeline(trace: Trace) -> Drawn:
     waits = base.mark_bar(height=3, opacity=0.45).encode(x="before:T", x2="at:T", color=colour)
     points = base.mark_circle(size=130, opacity=1).encode(x=time_axis, color=colour)
     labels = base.mark_text(align="left", dx=11, baseline="middle").encode(x=time_axis, text="after:N")
-    omission = f"; {omitted} events between are left out" if omitted else ""
-    title = f"Timeline of {trace.transaction_id or trace.message_id or trace.half_id}{omission}"
+    notes = [f"{omitted} events between are left out"] if omitted else []
+    later = ((event.kind.value, event.at - began) for event in trace.events if event.kind in BY_UPKEEP)
+    notes += [f"{kind} {duration(after.total_seconds())} later" for kind, after in later]
+    title = "; ".join([f"Timeline of {trace.transaction_id or trace.message_id or trace.half_id}", *notes])
     chart = alt.layer(waits, points, labels, space).properties(
         title=title,
         description=title,

@@ -12,10 +12,9 @@ from importlib.resources import files
 from itertools import repeat
 from typing import Any
 
-from rmq_spark._core.report.finding import Finding, Level
+from rmq_spark._core.inspect.finding import Finding, Level
 from rmq_spark._core.report.report_figures import Figures
-from rmq_spark._core.report.units import amount, rate
-from rmq_spark._core.vocabulary.text import duration
+from rmq_spark._core.vocabulary.text import amount, duration, rate
 
 ROWS_MAX = 60
 """The most rows of a table on the page."""
@@ -84,9 +83,9 @@ _COMMAND = re.compile(r"txmq(?:(?<!\.) (?:'[^']*'|[^\s,;()']+))+")
 def tiles(figures: Figures) -> str:
     settled = figures.committed + figures.rolled_back
     share = f"{100 * figures.rolled_back / settled:.1f} % of all" if settled else ""
-    oldest = max(figures.pending["seconds"].to_pylist(), default=0.0)
-    to_settle = len(figures.quarantined) + len(figures.conflicts)
-    slowest = figures.lag.sort_by([("seconds", "descending")]).slice(0, 1).to_pylist()
+    now = figures.now
+    to_settle = len(now.quarantined) + len(now.conflicts)
+    slowest = max(now.groups, key=lambda group: float(group["lag_seconds"]), default=None)
     length_s = (figures.span.until - figures.span.since).total_seconds()
     tiles = [
         ("Messages appeared", number(figures.committed), rate(figures.committed, length_s)),
@@ -95,18 +94,18 @@ def tiles(figures: Figures) -> str:
         (
             "Pending now",
             number(figures.pending_messages),
-            f"oldest: {duration(oldest)}" if figures.pending_messages else "nothing waits",
+            f"oldest: {duration(now.oldest_pending_s)}" if figures.pending_messages else "nothing waits",
         ),
         (
             "For a person to settle",
             str(to_settle),
-            f"{len(figures.quarantined)} quarantined, {len(figures.conflicts)} in conflict" if to_settle else "nothing",
+            f"{len(now.quarantined)} quarantined, {len(now.conflicts)} in conflict" if to_settle else "nothing",
         ),
         (
             "Furthest behind",
-            number(slowest[0]["messages"]) if slowest else "–",
-            f"{slowest[0]['group']}, for {duration(slowest[0]['seconds'])}"
-            if slowest and slowest[0]["messages"]
+            number(slowest["lag"]) if slowest else "–",
+            f"{slowest['consumer_group']}, for {duration(slowest['lag_seconds'])}"
+            if slowest and slowest["lag"]
             else ("every group is up to date" if slowest else "no consumer group"),
         ),
     ]
@@ -119,6 +118,18 @@ def tiles(figures: Figures) -> str:
 
 def number(count: int) -> str:
     return f"{count:,}" if count < EXACT_MAX else amount(count)
+
+
+def counted(number: int | None) -> str:
+    return "" if number is None else f"{number:,}"
+
+
+def listed(rows: Sequence[Any], columns: Sequence[Column], total: int, command: str = "") -> str:
+    """Return a table that folds on a phone, and how many more rows there are."""
+    more = total - len(rows)
+    lists = f": {commands(command.strip())} lists all" if command else ""
+    last = f'<p class="more">{more:,} more{lists}</p>' if more > 0 else ""
+    return f'<div class="rows">{table(rows, columns)}</div>{last}'
 
 
 def table(rows: Iterable[Any], columns: Sequence[Column]) -> str:
@@ -147,6 +158,9 @@ def framed(title: str, hint: str, content: str, wide: bool = False) -> str:
 
 def asset(name: str) -> str:
     return files("rmq_spark._core.report").joinpath(name).read_text(encoding="utf-8")
+
+
+STYLE = asset("page.css")
 
 
 def script(text: str) -> str:

@@ -7,30 +7,30 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import urlencode
 
-import pyarrow as pa
-
 from rmq_spark import __version__
+from rmq_spark._core.inspect.finding import Finding
+from rmq_spark._core.inspect.standing import Standing
 from rmq_spark._core.inspect.trace import Trace, TraceKind
 from rmq_spark._core.report.components import (
     ROWS_MAX,
+    STYLE,
     Column,
     asset,
     commands,
+    counted,
     escape,
     framed,
     headline,
+    listed,
     script,
     sha256,
-    table,
     tiles,
 )
-from rmq_spark._core.report.finding import Finding
 from rmq_spark._core.report.report_figures import Figures
 from rmq_spark._core.report.waterfall import reason_of, waterfall
-from rmq_spark._core.vocabulary.options import parse_duration
 from rmq_spark._core.vocabulary.text import count_of, duration
 
-STYLE, SCRIPT = asset("page.css") + asset("live.css"), script(asset("live.js"))
+SCRIPT = script(asset("live.js"))
 POLICY = (
     f"default-src 'none'; script-src 'sha256-{sha256(SCRIPT)}'; style-src 'sha256-{sha256(STYLE)}'; "
     "connect-src 'self'; img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -92,8 +92,8 @@ def notice(title: str, sentence: str) -> str:
 
 
 # ---------------------------------------------------------------- home
-def home(figures: Figures, findings: Sequence[Finding], typed: str, since: str) -> str:
-    """Return the main part of the first page.
+def home(figures: Figures, findings: Sequence[Finding], typed: str, more: str = "", *, has_links: bool = True) -> str:
+    """Return the main part of the first page, and of a report.
 
     Parameters
     ----------
@@ -101,42 +101,50 @@ def home(figures: Figures, findings: Sequence[Finding], typed: str, since: str) 
         The most urgent first; at least one.
     typed : str
         The log's path and a space for commands; empty when the configuration names the log.
-    since : str
-        How far back the figures go.
+    more : str
+        Further cards.
+    has_links : bool
+        Whether there are pages of half batches.
     """
-    span = duration(parse_duration(since, "since"))
-    pending = sum(figures.ages["batches"].to_pylist())
+    now, span = figures.now, duration(figures.span.asked_s)
     committed, rolled_back = figures.committed_lately, figures.rolled_back_lately
     newest = f"The newest in {span}, with the age of the verdict"
+
+    def half_batches(
+        title: str, hint: str, rows: Sequence[Mapping[str, Any]], total: int, command: str = "", nothing: str = ""
+    ) -> str:
+        if not rows:
+            return framed(title, f"{hint}.", f'<p class="nothing">{nothing}</p>', wide=True) if nothing else ""
+        columns = [
+            Column("half batch", lambda row: row["half_id"] or "", "id", _address if has_links else lambda row: None),
+            Column("producer group", lambda row: row["producer_group"] or ""),
+            Column("messages", lambda row: counted(row["messages"]), "number"),
+            Column("age", lambda row: duration(row["age_seconds"]), "number"),
+            Column("checks", lambda row: counted(row["check_times"]), "number")
+            if "check_times" in rows[0]
+            else Column("by", lambda row: row["decided_by"] or "", "word"),
+            Column("reason", _reason, "text"),
+        ]
+        return framed(title, f"{hint}.", listed(rows, columns, total, command and f"{command} {typed}"), wide=True)
+
     parts = [
-        _half_batches("In conflict", "Two verdicts contradict each other: find out which is true", figures.in_conflict,
-                      len(figures.conflicts), f"txmq conflicts {typed}"),
-        _half_batches("Quarantined", "Checks gave up, and nobody sees these messages", figures.in_quarantine,
-                      len(figures.quarantined), f"txmq quarantined {typed}"),
-        _half_batches("Pending", "No verdict yet: a check asks about what stays here", figures.pending, pending,
-                      f"txmq pending {typed}", "Nothing is pending."),
-        _half_batches("Rolled back lately", newest, rolled_back.newest, rolled_back.total, nothing="None."),
-        _half_batches("Committed lately", newest, committed.newest, committed.total, nothing="None."),
-        _lags(figures, typed),
+        half_batches("In conflict", "Two verdicts contradict each other: find out which is true", figures.conflicts,
+                     len(now.conflicts), "txmq conflicts"),
+        half_batches("Quarantined", "Checks gave up, and nobody sees these messages", figures.quarantined,
+                     len(now.quarantined), "txmq quarantined"),
+        half_batches("Pending", "No verdict yet: a check asks about what stays here", figures.pending,
+                     now.pending_batches, "txmq pending", "Nothing is pending."),
+        half_batches("Rolled back lately", newest, rolled_back.newest.to_pylist(), rolled_back.total, nothing="None."),
+        half_batches("Committed lately", newest, committed.newest.to_pylist(), committed.total, nothing="None."),
+        _lags(now, typed),
         _appeared(figures, span, typed),
+        more,
     ]  # fmt: skip
     return f'{headline(findings)}\n{tiles(figures)}\n<div class="grid">{"".join(parts)}</div>'
 
 
-def _half_batches(title: str, hint: str, rows: pa.Table, total: int, command: str = "", nothing: str = "") -> str:
-    if not rows.num_rows:
-        return framed(title, f"{hint}.", f'<p class="nothing">{nothing}</p>', wide=True) if nothing else ""
-    columns = [
-        Column("half batch", lambda row: row["half_id"], "id", lambda row: half_address(row["half_id"])),
-        Column("producer group", lambda row: row["producer_group"] or ""),
-        Column("messages", lambda row: _count(row["messages"]), "number"),
-        Column("age", lambda row: "" if row["seconds"] is None else duration(row["seconds"]), "number"),
-        Column("checks", lambda row: _count(row["check_times"]), "number")
-        if "check_times" in rows.column_names
-        else Column("by", lambda row: row["decided_by"] or ""),
-        Column("reason", _reason, "text"),
-    ]
-    return framed(title, f"{hint}.", _rows(rows.to_pylist(), columns, total, command), wide=True)
+def _address(row: Mapping[str, Any]) -> str | None:
+    return None if row["half_id"] is None else half_address(row["half_id"])
 
 
 def _reason(row: Mapping[str, Any]) -> str:
@@ -145,33 +153,22 @@ def _reason(row: Mapping[str, Any]) -> str:
     return f"{text} (and {count_of(more, 'other reason')})" if more > 0 else text
 
 
-def _count(number: int | None) -> str:
-    return "" if number is None else f"{number:,}"
-
-
-def _rows(rows: Sequence[Any], columns: Sequence[Column], total: int, command: str = "") -> str:
-    more = total - len(rows)
-    lists = f": {commands(command.strip())} lists all" if command else ""
-    last = f'<p class="more">{more:,} more{lists}</p>' if more > 0 else ""
-    return f'<div class="rows">{table(rows, columns)}</div>{last}'
-
-
-def _lags(figures: Figures, typed: str) -> str:
-    if not figures.queues.num_rows:
+def _lags(now: Standing, typed: str) -> str:
+    if not now.groups:
         return framed("Consumer groups", "None reads from this commit log.", "")
     rows = []
-    behind = [queue for queue in figures.queues.to_pylist() if queue["lag"]]
-    for group in figures.lag.slice(0, GROUPS_MAX).to_pylist():
-        own = [queue for queue in behind if queue["consumer_group"] == group["group"]]
-        rows.append((group["group"], "all queues", group["messages"], group["seconds"]))
+    groups = sorted(now.groups, key=lambda group: (-group["lag"], group["consumer_group"]))
+    for group in groups[:GROUPS_MAX]:
+        name = group["consumer_group"]
+        own = [queue for queue in now.queues if queue["lag"] and queue["consumer_group"] == name]
+        own.sort(key=lambda queue: -queue["lag"])
+        rows.append((name, "all queues", group["lag"], group["lag_seconds"]))
         rows += [
-            (group["group"], f"{queue['topic']} queue {queue['queue_id']}", queue["lag"], queue["lag_seconds"])
+            (name, f"{queue['topic']} queue {queue['queue_id']}", queue["lag"], queue["lag_seconds"])
             for queue in own[:QUEUES_MAX]
         ]
         if (more := len(own) - QUEUES_MAX) > 0:
-            rows.append(
-                (group["group"], f"{count_of(more, 'more queue')}", sum(q["lag"] for q in own[QUEUES_MAX:]), None)
-            )
+            rows.append((name, f"{count_of(more, 'more queue')}", sum(q["lag"] for q in own[QUEUES_MAX:]), None))
     columns = [
         Column("group", lambda row: row[0]),
         Column("queue", lambda row: row[1]),
@@ -181,25 +178,25 @@ def _lags(figures: Figures, typed: str) -> str:
     hint = (
         f"Messages that a group has not read, and for how long the oldest has waited: txmq group list {typed}".strip()
     )
-    content = _rows(rows, columns, len(rows) + max(0, figures.lag.num_rows - GROUPS_MAX))
+    content = listed(rows, columns, len(rows) + max(0, len(groups) - GROUPS_MAX))
     return framed("Consumer groups", hint, content)
 
 
 def _appeared(figures: Figures, span: str, typed: str) -> str:
-    committed = {row["topic"]: row["committed"] for row in figures.topics.to_pylist()}
+    topics = figures.now.topics
     appeared = {row["topic"]: row for row in figures.appeared.to_pylist()}
-    rows = [*appeared.values(), *({"topic": name, "messages": 0, "at": None} for name in committed.keys() - appeared)]
+    rows = [*appeared.values(), *({"topic": name, "messages": 0, "at": None} for name in topics.keys() - appeared)]
     columns = [
         Column("topic", lambda row: row["topic"]),
         Column(f"in {span}", lambda row: f"{row['messages']:,}", "number"),
-        Column("ever", lambda row: _count(committed.get(row["topic"])), "number"),
+        Column("ever", lambda row: counted(topics[row["topic"]]["committed"]), "number"),
         Column("last", lambda row: "" if row["at"] is None else f"{row['at']:%d %b %H:%M}"),
     ]
     rows.sort(key=lambda row: (-row["messages"], row["topic"]))
     if not rows:
         return framed("What appeared", "There is no topic yet.", "")
     hint = "Messages that readers can see, by topic."
-    return framed("What appeared", hint, _rows(rows[:ROWS_MAX], columns, len(rows), f"txmq topics {typed}"))
+    return framed("What appeared", hint, listed(rows[:ROWS_MAX], columns, len(rows), f"txmq topics {typed}"))
 
 
 # ---------------------------------------------------------------- a half batch
@@ -221,15 +218,16 @@ def half_batch(trace: Trace, transactions: Sequence[Mapping[str, Any]], advice: 
         for half_id in trace.waits_for[:READERS_MAX]
     )
     unknown = "".join(f"<li>not known: {escape(sentence)}</li>" for sentence in trace.unknown)
-    listed = f'<ul class="later">{waits}{unknown}</ul>' if waits or unknown else ""
+    more = f'<ul class="later">{waits}{unknown}</ul>' if waits or unknown else ""
+    name = trace.transaction_id or trace.message_id or trace.half_id
     parts = [
-        f'<h2 class="id">{escape(trace.half_id)}</h2><p class="hint">{escape(summary)}</p>{listed}',
+        f'<h2 class="id">{escape(name)}</h2><p class="hint">{escape(summary)}</p>{more}',
         framed("What to do", "", "".join(f'<p class="do">{commands(line)}</p>' for line in advice), wide=True)
         if advice
         else "",
         _two_verdicts(trace) if trace.in_conflict else "",
         framed("From the prepare on", "Each step ends so long after the prepare.", waterfall(trace, now), wide=True),
-        _transactions(trace, transactions),
+        _transactions(trace, transactions) if transactions else "",
     ]
     return f'<div class="grid one">{"".join(parts)}</div>'
 
@@ -248,7 +246,7 @@ def _two_verdicts(trace: Trace) -> str:
     late = [e for e in trace.events if e.kind is TraceKind.CONFLICT]
     rows += [("too late", (event.verdict or "").removesuffix("_MESSAGE"), event) for event in late]
     hint = "They contradict each other. The first one counts until a person decides."
-    return framed("Two verdicts", hint, _rows(rows[:ROWS_MAX], columns, len(rows)), wide=True)
+    return framed("Two verdicts", hint, listed(rows[:ROWS_MAX], columns, len(rows)), wide=True)
 
 
 def _transactions(trace: Trace, transactions: Sequence[Mapping[str, Any]]) -> str:
@@ -263,7 +261,7 @@ def _transactions(trace: Trace, transactions: Sequence[Mapping[str, Any]]) -> st
     hint = "Those that are not visible come first. An id begins with the half id, which is left out."
     if looked_at < trace.messages:
         hint += f" These are of {count_of(looked_at, 'message')}; {trace.messages - looked_at:,} more are not read."
-    content = _rows(transactions[:ROWS_MAX], columns, len(transactions))
+    content = listed(transactions[:ROWS_MAX], columns, len(transactions))
     return framed("Its transactions", hint, content, wide=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -10,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from rmq_spark import __version__
+from rmq_spark._core.inspect.diagnosis import Diagnosis
 from rmq_spark._core.report import charts
 from rmq_spark._core.report.charts import Drawn
 from rmq_spark._core.report.components import (
     ROWS_MAX,
+    STYLE,
     Column,
     asset,
     escape,
     framed,
-    headline,
+    listed,
     script,
     sha256,
-    table,
-    tiles,
 )
 from rmq_spark._core.report.drawing import scripts
-from rmq_spark._core.report.headline import findings_of
-from rmq_spark._core.report.report_figures import Figures
+from rmq_spark._core.report.live_page import half_batch, home
+from rmq_spark._core.report.report_figures import Figures, findings_of
 from rmq_spark._core.vocabulary.redaction import redacted
-from rmq_spark._core.vocabulary.text import byte_size, count_of, duration
+from rmq_spark._core.vocabulary.text import byte_size, duration
 
 if TYPE_CHECKING:
     from rmq_spark._core.inspect.trace import Trace
@@ -36,27 +37,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Card:
-    """A card of the page: a chart, its explanation, and its numbers as a table."""
+    """A card of the page: a chart, its explanation, and its numbers as a table, where no other card has them."""
 
     name: str
     title: str
     hint: str
     drawn: Drawn | None
     nothing: str
-    table: str
+    table: str = ""
     wide: bool = False
 
 
-def page(figures: Figures, trace: Trace | None = None) -> str:
-    """Return the report as HTML.
+def page(figures: Figures, trace: Trace | None = None, diagnosis: Diagnosis | None = None) -> str:
+    """Return the report as HTML: the live page as it was, and charts of what happened until then.
 
     Parameters
     ----------
     figures : Figures
     trace : Trace, optional
-        The transaction of the timeline.
+        The transaction whose steps are shown.
+    diagnosis : Diagnosis, optional
+        As for :func:`findings_of`.
     """
-    cards = _cards(figures, trace)
+    diagnosis = diagnosis or Diagnosis(figures.now)
+    cards = _cards(figures)
+    main = home(figures, findings_of(figures, diagnosis), diagnosis.typed, "".join(map(_card, cards)), has_links=False)
+    steps = "" if trace is None else half_batch(trace, (), (), figures.span.until)
     chart_specs = {card.name: _spec(card.drawn) for card in cards if card.drawn is not None}
     bundle = script(scripts())
     own_script = script(asset("page.js"))
@@ -72,7 +78,7 @@ def page(figures: Figures, trace: Trace | None = None) -> str:
 <meta name="generator" content="rmq_spark {__version__}">
 <title>Commit log {escape(name)}</title>
 <link rel="icon" href="data:,">
-<style>{asset("page.css")}</style>
+<style>{STYLE}</style>
 </head>
 <body>
 <header>
@@ -80,10 +86,7 @@ def page(figures: Figures, trace: Trace | None = None) -> str:
 <h1>{escape(name)}</h1>
 <p class="when">{_when(figures)}</p>
 </header>
-{headline(findings_of(figures))}
-{tiles(figures)}
-<main class="grid">
-{"".join(map(_card, cards))}</main>
+<main>{main}{steps}</main>
 <footer>
 <p>A half batch is what one micro-batch, batch write or send stored together; it has one transaction or several. Nobody
 sees its messages before they have a verdict. Times are UTC.</p>
@@ -119,17 +122,17 @@ def _card(card: Card) -> str:
             for word, colour in card.drawn.legend
         )
         legend = f'<ul class="legend">{marks}</ul>' if len(card.drawn.legend) > 1 else ""
-        content = (
-            f'{legend}<div class="chart" id="{card.name}"></div>'
+        numbers = (
             '<details><summary>The numbers</summary><div class="scroll" tabindex="0" role="region" '
             f'aria-label="{escape(card.title)}: the numbers">{card.table}</div></details>'
         )
+        content = f'{legend}<div class="chart" id="{card.name}"></div>{numbers if card.table else ""}'
     return framed(card.title, card.hint, content, card.wide)
 
 
 # ---------------------------------------------------------------- cards
-def _cards(figures: Figures, trace: Trace | None) -> list[Card]:
-    span = figures.span
+def _cards(figures: Figures) -> list[Card]:
+    span, topics = figures.span, charts.largest_topics(figures.now.topics.values())
     per = charts.period(span)
     return [
         Card(
@@ -161,17 +164,15 @@ def _cards(figures: Figures, trace: Trace | None) -> list[Card]:
             "pending",
             "Pending now, by age",
             "Messages that have no verdict yet. A check should settle them within minutes.",
-            charts.pending(figures.ages) if figures.pending_messages else None,
+            charts.pending(figures.now.pending) if figures.now.pending else None,
             "Nothing is pending.",
-            _pending_table(figures.pending),
         ),
         Card(
             "lag",
-            "Consumer groups",
+            "Lag of consumer groups",
             "Messages that a group has not read, and how long the oldest has waited.",
-            charts.lag(figures.lag) if figures.lag.num_rows else None,
+            charts.lag(figures.now.groups) if figures.now.groups else None,
             "No consumer group reads from this commit log.",
-            _lag_table(figures.lag),
         ),
         Card(
             "largest",
@@ -193,45 +194,14 @@ def _cards(figures: Figures, trace: Trace | None) -> list[Card]:
             "topics",
             "Topics",
             "What the table messages holds of each topic.",
-            charts.topics(figures.topics) if any(figures.topics["bytes"].to_pylist()) else None,
+            charts.topics(topics) if any(topic["bytes"] for topic in topics) else None,
             "Nothing has been copied into the table messages yet: upkeep does that."
-            if figures.topics.num_rows
+            if topics
             else "There is no topic yet.",
-            _topics_table(figures.topics),
-            wide=trace is None,
+            _topics_table(topics),
+            wide=True,
         ),
-        *([] if trace is None else [_timeline(trace)]),
     ]
-
-
-def _timeline(trace: Trace) -> Card:
-    name = trace.transaction_id or trace.message_id or trace.half_id
-    outcome = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in trace.outcome.items() if count)
-    columns = [
-        Column("when (UTC)", lambda event: f"{event['at']:%Y-%m-%d %H:%M:%S.%f}"[:-3]),
-        Column("what", lambda event: event["kind"]),
-        Column("messages", lambda event: f"{event['messages']:,}", "number"),
-        Column("attempt", lambda event: str(event["attempt"] or ""), "number"),
-        Column("by", lambda event: event["decided_by"] or ""),
-        Column("why", lambda event: event["reason"] or "", "text"),
-    ]
-    events = [
-        {
-            **{field: getattr(event, field) for field in ("at", "messages", "attempt", "decided_by", "reason")},
-            "kind": str(event.kind),
-        }
-        for event in trace.events[:ROWS_MAX]
-    ]
-    group = trace.producer_group or "an unknown group"
-    summary = f"{count_of(trace.messages, 'message')} of {group}: {outcome or 'not known'}."
-    return Card(
-        "timeline",
-        f"Timeline of {name}",
-        " ".join([summary, *(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in trace.unknown)]),
-        charts.timeline(trace) if trace.events else None,
-        "Nothing is known of its events any more.",
-        table(events, columns),
-    )
 
 
 def _over_time(figures: pa.Table, by: str, value: str) -> str:
@@ -242,61 +212,31 @@ def _over_time(figures: pa.Table, by: str, value: str) -> str:
         values_by_time.setdefault(row["at"], {})[row[by]] = row[value]
     columns = [Column("from (UTC)", lambda r: f"{r[0]:%Y-%m-%d %H:%M:%S}")]
     columns += [Column(w, lambda r, w=w: f"{r[1].get(w, 0):,}", "number") for w in words]  # type: ignore[misc]
-    return table(values_by_time.items(), columns)
-
-
-def _pending_table(pending: pa.Table) -> str:
-    return table(
-        pending.to_pylist(),
-        [
-            Column("half batch", lambda r: r["half_id"], "id"),
-            Column("producer group", lambda r: r["producer_group"]),
-            Column("messages", lambda r: f"{r['messages']:,}", "number"),
-            Column("age", lambda r: duration(r["seconds"]), "number"),
-            Column("checks", lambda r: f"{r['check_times']}", "number"),
-            Column("", lambda r: "its local transaction runs" if r["leased"] else ""),
-        ],
-    )
-
-
-def _lag_table(lag: pa.Table) -> str:
-    return table(
-        lag.slice(0, ROWS_MAX).to_pylist(),
-        [
-            Column("consumer group", lambda r: r["group"]),
-            Column("behind", lambda r: f"{r['messages']:,}", "number"),
-            Column("for", lambda r: duration(r["seconds"]), "number"),
-            Column("topics", lambda r: r["topics"], "text"),
-        ],
-    )
+    return listed(list(values_by_time.items()), columns, len(values_by_time))
 
 
 def _batches_table(batches: pa.Table) -> str:
-    return table(
-        batches.to_pylist(),
-        [
-            Column("half batch", lambda r: r["half_id"], "id"),
-            Column("producer group", lambda r: r["producer_group"] or ""),
-            Column("messages", lambda r: f"{r['messages']:,}", "number"),
-            Column("took", lambda r: duration(r["seconds"]), "number"),
-            Column("settled (UTC)", lambda r: f"{r['settled_at']:%Y-%m-%d %H:%M:%S}"),
-        ],
-    )
+    columns = [
+        Column("half batch", lambda r: r["half_id"], "id"),
+        Column("producer group", lambda r: r["producer_group"] or ""),
+        Column("messages", lambda r: f"{r['messages']:,}", "number"),
+        Column("took", lambda r: duration(r["seconds"]), "number"),
+        Column("settled (UTC)", lambda r: f"{r['settled_at']:%Y-%m-%d %H:%M:%S}"),
+    ]
+    return listed(batches.to_pylist(), columns, batches.num_rows)
 
 
-def _topics_table(topics: pa.Table) -> str:
-    return table(
-        topics.slice(0, ROWS_MAX).to_pylist(),
-        [
-            Column("topic", lambda r: r["topic"]),
-            Column("queues", lambda r: f"{r['queues']}{' (FIFO)' if r['fifo'] else ''}", "number"),
-            Column("committed", lambda r: f"{r['committed']:,}", "number"),
-            Column("expired", lambda r: f"{r['expired']:,}", "number"),
-            Column("in messages", lambda r: f"{r['drained']:,}", "number"),
-            Column("size", lambda r: byte_size(r["bytes"]), "number"),
-            Column("kept for", lambda r: "ever" if r["retention_s"] is None else duration(r["retention_s"]), "number"),
-        ],
-    )
+def _topics_table(topics: Sequence[Mapping[str, Any]]) -> str:
+    columns = [
+        Column("topic", lambda r: r["topic"]),
+        Column("queues", lambda r: f"{r['queues']}{' (FIFO)' if r['fifo'] else ''}", "number"),
+        Column("committed", lambda r: f"{r['committed']:,}", "number"),
+        Column("expired", lambda r: f"{r['expired']:,}", "number"),
+        Column("in messages", lambda r: f"{r['drained']:,}", "number"),
+        Column("size", lambda r: byte_size(r["bytes"]), "number"),
+        Column("kept for", lambda r: "ever" if r["retention_s"] is None else duration(r["retention_s"]), "number"),
+    ]
+    return listed(topics[:ROWS_MAX], columns, len(topics))
 
 
 # ---------------------------------------------------------------- inlined content

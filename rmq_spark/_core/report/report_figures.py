@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.consumers.dead_letters import DeadLetters, kept_letters
-from rmq_spark._core.inspect import overview
-from rmq_spark._core.inspect.history import History, first_drained, history_since, open_now, placed
-from rmq_spark._core.inspect.undrained import Undrained
+from rmq_spark._core.inspect.diagnosis import Diagnosis
+from rmq_spark._core.inspect.finding import Finding, Level
+from rmq_spark._core.inspect.history import History, first_drained, history_since, placed
+from rmq_spark._core.inspect.standing import Standing
 from rmq_spark._core.log.op import Kind
 from rmq_spark._core.protocol.engine import Engine
-from rmq_spark._core.report import over_time, standing
+from rmq_spark._core.report import over_time
 from rmq_spark._core.report.span import SINCE, Span
 from rmq_spark._core.vocabulary.message import TIMESTAMP
+from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.errors import HalfBatchNotFoundError
 
 LISTED_MAX = 10
 """The most rows of a list: of the largest, slowest or oldest half batches."""
+FINDINGS_MAX = 12
 LISTED = pa.schema(
     [
         ("half_id", pa.string()),
@@ -38,7 +40,7 @@ LATELY = pa.schema(
         ("half_id", pa.string()),
         ("producer_group", pa.string()),
         ("at", TIMESTAMP),
-        ("seconds", pa.float64()),
+        ("age_seconds", pa.float64()),
         ("decided_by", pa.string()),
         ("messages", pa.int64()),
         ("reasons", pa.int64()),
@@ -48,8 +50,8 @@ LATELY = pa.schema(
 
 
 class Lately(NamedTuple):
-    """Half batches that got a verdict: their number, and the newest: ``half_id, producer_group, at, seconds`` (since
-    then), ``decided_by, messages, reasons`` (how many different ones) and ``reason`` (one of them)."""
+    """Half batches that got a verdict: their number, and the newest: ``half_id, producer_group, at, age_seconds,
+    decided_by, messages, reasons`` (how many different ones) and ``reason`` (one of them)."""
 
     total: int
     newest: pa.Table
@@ -71,38 +73,21 @@ class Figures:
         ``at, verdict, messages, batches``: by period and verdict, messages and half batches.
     checks : pyarrow.Table
         The same columns for the results of checks.
-    ages : pyarrow.Table
-        ``age, messages, batches``: pending messages and half batches.
-    pending : pyarrow.Table
-        The oldest pending half batches: ``half_id, producer_group, prepared_at, messages, seconds, check_times,
-        leased, reason``.
-    in_quarantine, in_conflict : pyarrow.Table
-        The same columns of half batches that wait for a person.
+    now : Standing
+        How the log stands at the end of the span.
+    pending, quarantined, conflicts : list of dict
+        The first half batches of each of these lists of ``now``, with the ``reason`` that was last given.
     committed_lately, rolled_back_lately : Lately
         Half batches that got this verdict in the span.
     appeared : pyarrow.Table
         ``topic, messages, at``: messages that became visible in the span, and the period of the newest.
-    queues : pyarrow.Table
-        The lag of each group's queues: ``consumer_group, topic, queue_id, next_offset, end_offset, lag, lag_seconds``.
-    lag : pyarrow.Table
-        ``group, messages, seconds, topics``, the furthest behind first.
     largest, slowest : pyarrow.Table
         Half batches that were settled in the span: ``half_id, producer_group, prepared_at, settled_at, messages`` and
         ``seconds`` from the prepare to the last verdict.
-    topics : pyarrow.Table
-        ``topic, queues, fifo, retention_s, committed, expired, drained, bytes``, the largest first.
     settled : int
         Half batches that got a verdict in the span.
-    quarantined, conflicts : tuple of str
-        Half batches that wait for a person.
     dead_letters : int
         Messages that became dead letters in the span.
-    dead_letters_waiting : int
-        Kept dead letters that were not sent again.
-    dead_letters_group : str
-        The consumer group with most of these; empty without any group that gave up a message.
-    undrained_s : float
-        Seconds since the commit of the oldest message that is not in the table messages.
     """
 
     path: str
@@ -110,25 +95,17 @@ class Figures:
     throughput: pa.Table
     verdicts: pa.Table
     checks: pa.Table
-    ages: pa.Table
-    pending: pa.Table
-    in_quarantine: pa.Table
-    in_conflict: pa.Table
+    now: Standing
+    pending: list[dict[str, Any]]
+    quarantined: list[dict[str, Any]]
+    conflicts: list[dict[str, Any]]
     committed_lately: Lately
     rolled_back_lately: Lately
     appeared: pa.Table
-    queues: pa.Table
-    lag: pa.Table
     largest: pa.Table
     slowest: pa.Table
-    topics: pa.Table
     settled: int
-    quarantined: tuple[str, ...]
-    conflicts: tuple[str, ...]
     dead_letters: int
-    dead_letters_waiting: int
-    dead_letters_group: str
-    undrained_s: float
 
     @property
     def committed(self) -> int:
@@ -145,7 +122,7 @@ class Figures:
     @property
     def pending_messages(self) -> int:
         """Pending messages."""
-        return _sum(self.ages["messages"])
+        return sum(row["messages"] or 1 for row in self.now.pending)
 
     @property
     def is_empty(self) -> bool:
@@ -171,48 +148,56 @@ def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SI
     engine = engine_of(log).another()
     history, span = look_back(engine, Span.of(engine, since))
     settled = _settled(history)
-    open_batches = open_now(engine)
     placed_counts = placed(engine, span.since, span.period_s)
     visible = over_time.by_large_topics(placed_counts)
-    quarantined = tuple(dict.fromkeys(overview.quarantined(engine)["half_id"].to_pylist()))
-    conflicts = tuple(overview.conflicts(engine))
-    pending, in_quarantine, in_conflict = standing.with_reasons(
-        engine,
-        standing.pending(engine, open_batches.slice(0, LISTED_MAX), span.until),
-        standing.to_settle(engine, quarantined[:LISTED_MAX], span.until),
-        standing.to_settle(engine, conflicts[:LISTED_MAX], span.until),
-    )
-    queues = standing.behind(engine)
-    undrained = Undrained(engine)
-    undrained.look()
-    is_dead_letter = pc.equal(visible["topic"], over_time.DEAD_LETTERS)
-    waiting = {group: DeadLetters(engine, group).waiting() for group in kept_letters(engine)}
+    now = Standing(engine).read()
+    waiting = (now.pending, now.quarantined, now.conflicts)
+    pending, quarantined, conflicts = now.with_reasons(*(rows[:LISTED_MAX] for rows in waiting))
     return Figures(
         path=engine.path,
         span=span,
         throughput=visible,
         verdicts=over_time.verdicts(history, span),
         checks=over_time.checks(history, span),
-        ages=standing.ages(open_batches, span.until),
+        now=now,
         pending=pending,
-        in_quarantine=in_quarantine,
-        in_conflict=in_conflict,
+        quarantined=quarantined,
+        conflicts=conflicts,
         committed_lately=_lately(engine, history, Kind.COMMIT, span),
         rolled_back_lately=_lately(engine, history, Kind.ROLLBACK, span),
         appeared=_by_topic(placed_counts),
-        queues=queues.sort_by([("lag", "descending"), ("consumer_group", "ascending"), ("topic", "ascending")]),
-        lag=standing.lag(queues),
         largest=listed(engine, settled, "messages"),
         slowest=listed(engine, settled, "seconds"),
-        topics=standing.topics(engine),
         settled=settled.num_rows,
-        quarantined=quarantined,
-        conflicts=conflicts,
-        dead_letters=_sum(visible.filter(is_dead_letter)["messages"]),
-        dead_letters_waiting=sum(waiting.values()),
-        dead_letters_group=max(waiting, key=waiting.__getitem__, default=""),
-        undrained_s=undrained.seconds(),
+        dead_letters=_sum(visible.filter(pc.equal(visible["topic"], over_time.DEAD_LETTERS))["messages"]),
     )
+
+
+def findings_of(figures: Figures, diagnosis: Diagnosis | None = None) -> list[Finding]:
+    """Return the findings, the most urgent first. The first is the headline; there is at least one.
+
+    Parameters
+    ----------
+    figures : Figures
+    diagnosis : Diagnosis, optional
+        Of ``figures.now``, when it is not the default one.
+    """
+    diagnosis = diagnosis or Diagnosis(figures.now)
+    return diagnosis.problems(FINDINGS_MAX) or [_all_is_well(figures, diagnosis)]
+
+
+def _all_is_well(figures: Figures, diagnosis: Diagnosis) -> Finding:
+    if not figures.now.topics:
+        remedy = f"Make one: {diagnosis.command('topic create', 'NAME')}"
+        return Finding("log", Level.OK, "This commit log is new: it has no topic yet.", remedy)
+    if figures.is_empty:
+        return Finding("log", Level.OK, "Nothing was sent in this time, and nothing is pending.")
+    count = figures.pending_messages
+    are = f"{'is' if count == 1 else 'are'} pending, none for long"
+    pending = f"{count_of(count, 'message')} {are}" if count else "nothing is pending"
+    appeared = count_of(figures.committed, "message")
+    what = f"All is well: {appeared} appeared, {pending}, and nothing waits for a person."
+    return Finding("log", Level.OK, what)
 
 
 def look_back(engine: Engine, span: Span) -> tuple[History, Span]:
@@ -235,8 +220,6 @@ def _settled(history: History) -> pa.Table:
     decisions = history.events.filter(decided)
     last = decisions.group_by("half_id", use_threads=False).aggregate([("at", "max")])
     settled = last.join(history.batches, "half_id", join_type="inner", use_threads=False)
-    waited_us = pc.subtract(pc.cast(settled["at_max"], pa.int64()), pc.cast(settled["prepared_at"], pa.int64()))
-    seconds = pc.divide(pc.cast(waited_us, pa.float64()), 1e6)
     return pa.table(
         {
             "half_id": settled["half_id"],
@@ -244,9 +227,16 @@ def _settled(history: History) -> pa.Table:
             "prepared_at": settled["prepared_at"],
             "settled_at": settled["at_max"],
             "messages": settled["messages"],
-            "seconds": pc.if_else(pc.less(seconds, 0.0), 0.0, seconds),  # the times come from two clocks
+            "seconds": _seconds(settled["prepared_at"], settled["at_max"]),
         }
     )
+
+
+def _seconds(begin: pa.ChunkedArray, end: pa.ChunkedArray | pa.Scalar) -> pa.ChunkedArray:
+    """Return the seconds between times, at least 0: the times may come from two clocks."""
+    us = pc.subtract(pc.cast(end, pa.int64()), pc.cast(begin, pa.int64()))
+    seconds = pc.divide(pc.cast(us, pa.float64()), 1e6)
+    return pc.if_else(pc.less(seconds, 0.0), 0.0, seconds)
 
 
 def listed(engine: Engine, settled: pa.Table, by: str) -> pa.Table:
@@ -273,7 +263,7 @@ def _lately(engine: Engine, history: History, kind: Kind, span: Span) -> Lately:
         "half_id": newest["half_id"],
         "producer_group": pa.array([group_of.get(name) or _group(engine, name) for name in half_ids], pa.string()),
         "at": newest["at_max"],
-        "seconds": standing.since(newest["at_max"], span.until),
+        "age_seconds": _seconds(newest["at_max"], pa.scalar(span.until, TIMESTAMP)),
         "decided_by": newest["decided_by_max"],
         "messages": newest["standing_sum"],
         "reasons": newest["reason_count_distinct"],

@@ -26,13 +26,18 @@ class Span:
 
     Attributes
     ----------
+    since, until : datetime
+        From the first event on, once it is known.
     period_s : int
         Seconds of a chart's column. Periods begin at multiples of it since 1970.
+    asked_s : float
+        The length that was asked for.
     """
 
     since: datetime
     until: datetime
     period_s: int = PERIODS_S[0]
+    asked_s: float = 0.0
 
     @classmethod
     def of(cls, engine: Engine, since: str) -> Span:
@@ -47,7 +52,9 @@ class Span:
         if length_s <= 0:
             raise OptionError(f"{since!r} is no time: write how far back, such as '7d'", argument="since")
         now = engine.runtime.now()
-        return cls(max(datetime.fromtimestamp(0, timezone.utc), now - timedelta(seconds=length_s)), now)
+        return cls(
+            max(datetime.fromtimestamp(0, timezone.utc), now - timedelta(seconds=length_s)), now, asked_s=length_s
+        )
 
     def around(self, first: datetime | None) -> Span:
         """Return the span from the first event, with the shortest periods of which few enough are needed."""

@@ -8,12 +8,10 @@ from datetime import datetime
 
 from rmq_spark._core.inspect.trace import Trace, TraceEvent, TraceKind
 from rmq_spark._core.listeners.transaction_listener import NO_LISTENER_FENCE
-from rmq_spark._core.report.charts import EVENT_COLOURS, EVENTS_MAX
+from rmq_spark._core.report.charts import BY_UPKEEP, EVENT_COLOURS, EVENTS_MAX, GREY
 from rmq_spark._core.report.components import escape
 from rmq_spark._core.vocabulary.text import count_of, duration
 
-BY_UPKEEP = (TraceKind.DRAINED, TraceKind.ARCHIVED)
-"""They may come days later. On one axis with them, all before would be a dot."""
 _VERDICTS = (TraceKind.COMMITTED, TraceKind.ROLLED_BACK, TraceKind.CONFLICT)
 _PHASES = {TraceKind.PREPARED: "prepare", TraceKind.CHECKED: "check", TraceKind.PLACED: "placed"}
 PLACES_MAX = 4
@@ -41,7 +39,7 @@ def steps_of(trace: Trace, now: datetime) -> list[Step]:
     for event in events:
         at_s = max(previous_s, (event.at - start).total_seconds())  # the times come from several clocks
         phase = _PHASES.get(event.kind, "verdict")
-        steps.append(Step(phase, previous_s, at_s, EVENT_COLOURS[event.kind.value], _what(event)))
+        steps.append(Step(phase, previous_s, at_s, EVENT_COLOURS.get(event.kind.value, GREY), _what(event)))
         if event.kind is TraceKind.PREPARED and trace.fence_id != NO_LISTENER_FENCE:
             steps.append(_execute(trace, events, start, now))
         if event.kind is TraceKind.COMMITTED and event.places:
@@ -52,7 +50,7 @@ def steps_of(trace: Trace, now: datetime) -> list[Step]:
 
 def _execute(trace: Trace, events: Sequence[TraceEvent], start: datetime, now: datetime) -> Step:
     verdict = next((e for e in events if e.decided_by == "execute" and e.kind in _VERDICTS), None)
-    colour = EVENT_COLOURS["leased"]
+    colour = GREY
     if verdict is not None:
         return Step("execute", 0.0, (verdict.at - start).total_seconds(), colour, "until its verdict")
     if trace.lease_until is not None:

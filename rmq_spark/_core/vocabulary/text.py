@@ -1,8 +1,9 @@
-"""Numbers with their nouns and units, and durations."""
+"""Numbers with their nouns and units, rates, and durations."""
 
 from __future__ import annotations
 
 _SIZES = ("B", "kB", "MB", "GB", "TB", "PB")
+_AMOUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _UNITS = (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1))
 
 
@@ -42,3 +43,30 @@ def duration(seconds: float) -> str:
 def message_count(count: int) -> str:
     """``1 message``, ``1234 messages``: without commas, as errors and traces have numbers."""
     return f"{count} {'message' if count == 1 else 'messages'}"
+
+
+def amount(count: float) -> str:
+    """Format a number: ``950``, ``12.4k``, ``3.1M``."""
+    for length, unit in _AMOUNTS:
+        if count >= length:
+            shown = count / length
+            return f"{shown:.0f}{unit}" if shown >= 99.5 else f"{shown:.1f}{unit}"
+    return f"{count:,.0f}"
+
+
+def rate(count: float, seconds: float) -> str:
+    """Format a rate: ``3.2 a second``, ``150 an hour``.
+
+    The unit is the smallest that gives 1 or more and is not longer than the time. Without one: ``0.6 a minute``.
+    """
+    if count == 0 or seconds <= 0:
+        return ""
+    for length, unit in ((1.0, "a second"), (60.0, "a minute"), (3600.0, "an hour"), (86400.0, "a day")):
+        per_unit = count * length / max(seconds, length)
+        if length > max(seconds, 60.0):
+            break
+        if per_unit >= 1:
+            number = f"{per_unit:.1f}".removesuffix(".0") if per_unit < 10 else amount(round(per_unit))
+            return f"{number} {unit}"
+    per_unit = count * 60 / max(seconds, 60.0)
+    return f"{per_unit:.1f} a minute" if per_unit >= 0.1 else ""
