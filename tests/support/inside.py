@@ -83,7 +83,6 @@ _LIVES_IN = {
     "rmq_spark._core.report.report_figures": "figures_of",
     "rmq_spark._core.report.finding": "Level",
     "rmq_spark._core.report.page": "page",
-    "rmq_spark._core.runtime.failpoints": "hooked",
     "rmq_spark._core.runtime.runtime": "RUNTIME Runtime",
     "rmq_spark._core.selector": "parse_selector",
     "rmq_spark._core.spark": "native reader",

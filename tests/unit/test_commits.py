@@ -16,9 +16,9 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark._core.runtime import failpoints
 from rmq_spark.errors import AlreadyPreparedError, CommitError, LostCommitError, TopicExistsError
 from rmq_spark.testing import MemoryTable
+from tests.support import failpoints
 from tests.support.half_batches import (
     another,
     bodies,

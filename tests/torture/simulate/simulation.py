@@ -53,6 +53,7 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
+from tests.support.failpoints import hooked
 from tests.support.inside import (
     CHECK_IMMUNITY_PROPERTY,
     PROPERTIES,
@@ -75,7 +76,6 @@ from tests.support.inside import (
     batch_name,
     drained_up_to,
     half_id_of,
-    hooked,
     input_hash_of,
     name_of,
     op_merge,
