@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from rmq_spark._core.checks.example import NAME
-from rmq_spark._core.checks.listener_source import is_installed, look_for
+from rmq_spark._core.checks.module_search import is_installed, require_module
 from rmq_spark._core.checks.policy import DiscardPolicy, TransactionCheckListener, require_policy
 from rmq_spark._core.checks.service import CheckService
 from rmq_spark._core.checks.setting_names import CHECK_NAMES, NAMES, unknown_settings
@@ -220,40 +220,31 @@ class JobSettings(BaseSettings):
         except TxmqError as problem:
             raise ConfigError(f"[check] discardPolicy: {problem}") from problem
 
-    def look(self) -> tuple[list[str], list[str]]:
-        """Look for everything that the job would import, without running any of it.
-
-        Returns
-        -------
-        tuple of list of str
-            A sentence for each thing that the job would refuse, and for each that only running it would tell.
-        """
+    def look(self) -> list[str]:
+        """Look for the modules that the job would import, without running any. Returns a sentence for each thing that
+        the job would refuse."""
         refused: list[str] = []
-        unknown: list[str] = []
-        looks: list[tuple[str, Callable[[], str | None]]] = [
+        looks: list[tuple[str, Callable[[], None]]] = [
             *((f"[listeners] {group!r}", partial(self._look_for_listener, group)) for group in self.listeners),
             ("[check] discardPolicy", self._look_for_policy),
             ("[metrics]", self._look_for_client),
         ]
         for where, look in looks:
             try:
-                sentence = look()
+                look()
             except TxmqError as problem:
                 refused.append(f"{where}: {problem}")
-            else:
-                unknown += [] if sentence is None else [f"{where}: {sentence}"]
-        return refused, unknown
+        return refused
 
-    def _look_for_listener(self, group: str) -> str | None:
+    def _look_for_listener(self, group: str) -> None:
         require_group_name(group)
-        return look_for(self.listeners[group], self.listener_modules)
+        require_module(self.listeners[group], self.listener_modules)
 
-    def _look_for_policy(self) -> str | None:
-        policy = self.check.discard_policy
-        if ":" in policy:
-            return look_for(policy, self.listener_modules)
-        require_policy(policy)
-        return None
+    def _look_for_policy(self) -> None:
+        if ":" in self.check.discard_policy:
+            require_module(self.check.discard_policy, self.listener_modules)
+        else:
+            require_policy(self.check.discard_policy)
 
     def _look_for_client(self) -> None:
         if self.metrics.wanted and not is_installed("prometheus_client"):
