@@ -115,7 +115,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
     except OptionError as problem:
         _say_error(problem)
         return BAD_CONFIGURATION
-    service.engine.close()
+    service.engine.compaction.wait()
     if not once:
         return OK
     if not (reports and _all_answered(reports[-1], settings.elsewhere) and all(successes)):

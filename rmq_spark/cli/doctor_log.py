@@ -295,7 +295,7 @@ class LogDoctor:
         self._log.refresh()
         late = sum(
             count
-            for counts in self._engine.ledger.waiting.values()
+            for counts in self._engine.ledger.view.waiting.values()
             for due, count in counts.items()
             if due is not None and due < limit
         )

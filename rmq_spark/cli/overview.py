@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.log.op_walk import walk_placements
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.cli.groups import group_rows
 from rmq_spark.cli.verdicts import conflict_rows, open_rows
@@ -115,7 +116,7 @@ def committed_since(engine: Engine, now: datetime) -> dict[str, dict[str, int]]:
     earliest = now - timedelta(seconds=max(WINDOWS.values()))
     for name, topic, count in _drained_within(engine, now):
         counts_by_topic.setdefault(topic, dict.fromkeys(WINDOWS, 0))[name] += count
-    for rows, _ in engine.placements(engine.drained.position + 1):
+    for rows, _ in walk_placements(engine.op_table, engine.drained.position + 1):
         recent = rows.filter(pc.greater_equal(rows["op_time"], pa.scalar(earliest, rows["op_time"].type)))
         for row in recent.select(["topic", "count", "op_time"]).to_pylist():
             counts = counts_by_topic.setdefault(row["topic"], dict.fromkeys(WINDOWS, 0))

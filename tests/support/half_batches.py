@@ -213,7 +213,7 @@ def check_offsets(log: CommitLog, topic: str = "orders") -> None:
         by_queue.setdefault(queue_id, []).append(offset)
     assert all(offsets == list(range(len(offsets))) for offsets in by_queue.values())
     log.engine.ledger.refresh()
-    tails = {q: n for (t, q), n in log.engine.ledger.tails.items() if t == topic}
+    tails = {q: n for (t, q), n in log.engine.ledger.view.tails.items() if t == topic}
     assert tails == {q: len(offsets) for q, offsets in by_queue.items()}
 
 

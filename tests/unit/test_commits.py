@@ -108,7 +108,10 @@ def test_a_thread_that_looks_for_topics_lets_no_topic_be_made_twice(log: CommitL
     other = another(log)
     with (
         look_meanwhile(
-            "topics", lambda: other.create_topic("bills", 2), lambda: log.engine.topics_with(["no such topic"]), here
+            "topics",
+            lambda: other.create_topic("bills", 2),
+            lambda: log.engine.topic_store.with_names(["no such topic"]),
+            here,
         ),
         pytest.raises(TopicExistsError),
     ):

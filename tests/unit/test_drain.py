@@ -127,7 +127,7 @@ def test_a_backlog_is_drained_in_steps(
     set_limits(
         monkeypatch, OP_ROWS_MAX=op_rows, OP_FILE_BYTES_MAX=op_bytes, STEP_MESSAGES_MAX=12, MESSAGES_FILE_BYTES_MAX=500
     )
-    log.engine.compacts_in_background = False
+    log.engine.compaction.is_on = False
     for i in range(9):
         commit(log, prepare(log, i, topic="points" if i % 4 == 1 else "orders"))
         if i in (3, 6):
@@ -144,7 +144,7 @@ def test_a_backlog_is_drained_in_steps(
 def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """A merge lost to a writer may leave files whose versions lie between each other's; each holds a part."""
     set_limits(monkeypatch, OP_ROWS_MAX=2)
-    log.engine.compacts_in_background = False
+    log.engine.compaction.is_on = False
     for i in range(6):
         commit(log, prepare(log, i))
     table = another(log).engine.op_table

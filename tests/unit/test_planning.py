@@ -129,7 +129,7 @@ def test_a_compaction_that_loses_races_to_a_busy_writer_merges_once(log: CommitL
     for batch_id in range(4):
         send(log, batch_id)
     limit(OP_FILES_MAX=2)
-    log.engine.compacts_in_background = False
+    log.engine.compaction.is_on = False
 
     def overtaken(**_: Any) -> None:
         if len(tries) <= 3:
@@ -248,7 +248,7 @@ def test_a_checkpoint_past_the_end_is_an_error_or_goes_back(log: CommitLog) -> N
 @both_kinds
 def test_a_hand_edited_op_row_that_points_outside_the_log_is_an_error(log: CommitLog) -> None:
     send(log, 0, 3)
-    offset = log.engine.ledger.tails[("orders", 0)]
+    offset = log.engine.ledger.view.tails[("orders", 0)]
     row = OpRow(Kind.COMMIT, "app:0", 0, ((0, 0),), 1, 1, topic="orders", queue_id=0, queue_offset=offset,
                 path="../../secret.parquet", file_rows=3, transaction_per="batch", producer_group="g")  # fmt: skip
     log.engine.ledger.append(lambda: [row])

@@ -266,7 +266,7 @@ class CommitLog:
     @property
     def version(self) -> int:
         """The version of ``op`` that was read last."""
-        return self.engine.version
+        return self.engine.op_table.version
 
     # ------------------------------------------------------------------ unsettled half batches
     def pending(self) -> pa.Table:
@@ -547,7 +547,7 @@ class CommitLog:
 
     def close(self) -> None:
         """Wait for running upkeep."""
-        self.engine.close()
+        self.engine.compaction.wait()
 
 
 def _retention_s(retention: Duration | None) -> float | None:

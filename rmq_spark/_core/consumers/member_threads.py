@@ -120,7 +120,7 @@ class MemberThreads:
             running = late_calls | self._wait_for_threads(late_s if late or late_calls else at_exit_s, OF_THE_STORE)
             if not (at_exit and running & OF_THE_STORE):
                 self._member.leave()
-                self._member.engine.close()
+                self._member.engine.compaction.wait()
         except BaseException:  # an interrupt: the exit handler does the rest
             self._is_ending = False
             raise

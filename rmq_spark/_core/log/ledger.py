@@ -188,8 +188,8 @@ class Ledger(OpReader):
         """Add offsets to settling op rows, or place rows for the messages that they commit or set free."""
         if not rows:
             return rows
-        if not (self.waiting or any(r.delayed for r in records) or self._placer.keys.fifo_of(*records)):
-            return with_offsets(rows, self.tails)
+        if not (self.view.waiting or any(r.delayed for r in records) or self._placer.keys.fifo_of(*records)):
+            return with_offsets(rows, self.view.tails)
         now = self.runtime.now()
         batches = [OpenBatch(record, self.state_of(record, refresh=False)) for record in records]
         states = {o.record.half_id: o.state for o in batches}
@@ -199,12 +199,12 @@ class Ledger(OpReader):
         pieces = self._placer.placeable(self._to_place(batches, now, only_commits), now)
         commits = [(r.half_id, r.file_no, r.ranges, r.attempt) for r in rows if r.kind is Kind.COMMIT]
         if [(p.record.half_id, p.file_no, p.ranges, p.attempt) for p in pieces] == commits:  # nothing waits
-            return with_offsets(rows, self.tails)
-        return rows + with_offsets([place_row(piece) for piece in pieces], self.tails)
+            return with_offsets(rows, self.view.tails)
+        return rows + with_offsets([place_row(piece) for piece in pieces], self.view.tails)
 
     def holding_up(self, record: HalfRecord) -> list[str]:
         """Half batches whose pending messages hold up committed messages of this one, in send order."""
-        if None not in self.waiting.get(record.half_id, {}):
+        if None not in self.view.waiting.get(record.half_id, {}):
             return []
         with self.table.lock:
             own_batch = self.open_batch(record.half_id)
@@ -229,7 +229,7 @@ class Ledger(OpReader):
         """
         opened_ids = {o.record.half_id for o in opened}
         due_ids = {
-            h for h, counts in self.waiting.items() if any(d is not None and d <= now for d in counts)
+            h for h, counts in self.view.waiting.items() if any(d is not None and d <= now for d in counts)
         } - opened_ids
         if self.runtime.monotonic() - self._tried_s < TRY_AGAIN_S and not try_all:
             problems = {half_id: self.unplaceable[half_id] for half_id in self.unplaceable.keys() & due_ids}
@@ -272,7 +272,9 @@ class Ledger(OpReader):
         opened_ids, due_ids = ({o.record.half_id for o in batches} for batches in (opened, due_batches))
         prepared = self.prepared()
         pending_ids = {*self.open_of(prepared), *self.reopened(prepared)} - opened_ids - due_ids
-        waiting_ids = {h for h, counts in self.waiting.items() if None in counts} - opened_ids - due_ids - pending_ids
+        waiting_ids = (
+            {h for h, counts in self.view.waiting.items() if None in counts} - opened_ids - due_ids - pending_ids
+        )
         pending_batches, unreadable = self._open_pending(pending_ids, prepared)
         related = self._placer.keys.related
         if only_commits and waiting_ids and self._placer.all_wait(keyed, related(keyed, pending_batches)):
@@ -298,7 +300,7 @@ class Ledger(OpReader):
             try:
                 batches += self._open_if_present([half_id])
             except (LostFileError, UnreadableFileError) as problem:
-                is_sent_once = half_id in prepared and half_id not in self.waiting
+                is_sent_once = half_id in prepared and half_id not in self.view.waiting
                 unreadable.append((prepared[half_id].ms if is_sent_once else 0, problem))
         return batches, unreadable
 
@@ -332,11 +334,11 @@ class Ledger(OpReader):
 
         def build() -> list[OpRow]:
             now = self.runtime.now()
-            if not any(due is not None and due <= now for counts in self.waiting.values() for due in counts):
+            if not any(due is not None and due <= now for counts in self.view.waiting.values() for due in counts):
                 self.unplaceable = {}
                 return []
             pieces = self._placer.placeable(self._to_place([], now, try_all=True), now)
-            return with_offsets([place_row(piece) for piece in pieces], self.tails)
+            return with_offsets([place_row(piece) for piece in pieces], self.view.tails)
 
         return placed_messages(self.append(build))
 

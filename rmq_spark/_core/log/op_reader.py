@@ -20,7 +20,7 @@ from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.key_order import OpenBatch
 from rmq_spark._core.log.op import DECIDING, NO_OPS, Kind, OpRow, pruned_up_to
 from rmq_spark._core.log.op_rows import read_op
-from rmq_spark._core.log.op_view import OpView, Tails, Waiting, of_kind, settled
+from rmq_spark._core.log.op_view import OpView, of_kind, settled
 from rmq_spark._core.log.prepared_batches import Prepared, PreparedBatches
 from rmq_spark._core.log.shared_files import UnreadableFile
 from rmq_spark._core.storage.table import Table
@@ -159,53 +159,16 @@ class OpReader:
         return rows.filter(between).sort_by("version")
 
     # ------------------------------------------------------------------ questions
-    @property
-    def low_water_ms(self) -> int:
-        """Prepare time (ms) up to which every half batch is settled, except those that the mark names or that were
-        reopened later."""
-        return self.view.low_water
-
     def ms_before_prepare(self) -> int:
         """The time (ms) after which a half batch must be prepared now. Open half batches below the mark are not
         searched for, and what was reopened so far counts as sent earlier, whatever the clocks say."""
         self.refresh()
-        return max(self.low_water_ms, self.reopened_ms)
+        return max(self.view.low_water, self.reopened_ms)
 
     @property
     def reopened_ms(self) -> int:
         """When a transaction was last reopened (ms)."""
         return self.view.reopened_ms
-
-    @property
-    def tails(self) -> Tails:
-        """The next offset of every queue that has messages."""
-        return self.view.tails
-
-    @property
-    def firsts(self) -> Tails:
-        """The first offset that is kept, of every queue of which messages have expired."""
-        return self.view.firsts
-
-    @property
-    def waiting(self) -> Waiting:
-        """How many committed messages have no place yet, by half id and due time (None: they wait for an earlier
-        message of their sharding key)."""
-        return self.view.waiting
-
-    @property
-    def conflicts(self) -> frozenset[str]:
-        """Half batches with a verdict that came too late, which no person has resolved yet."""
-        return self.view.conflicts
-
-    @property
-    def rows_kept(self) -> int:
-        """How many op rows are kept in memory."""
-        return int(self.view.rows.num_rows)
-
-    @property
-    def half_ids_kept(self) -> int:
-        """How many half batches are known to have no op rows."""
-        return len(self._untouched)
 
     def rows_of(self, record: HalfRecord) -> pa.Table:
         """The op rows of one half batch, in version order. Above the mark, all rows of a half batch are in memory."""
@@ -419,7 +382,7 @@ class OpReader:
     def prepared(self) -> PreparedBatches:
         """Half batches that may be open, by half id: all above the low-water mark, and those that the mark names, with
         their pending rows."""
-        above = self.half.contents.prepared_after(self.low_water_ms)
+        above = self.half.contents.prepared_after(self.view.low_water)
         return above.updated({h: Prepared(b.ms, b.pending) for h, b in self.view.below.items()})
 
     def open_half_ids(self) -> list[str]:

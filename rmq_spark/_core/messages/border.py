@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.log.message_range import MessageRange
 from rmq_spark._core.log.op import PRUNED_PLACED, pruned_up_to
+from rmq_spark._core.log.op_walk import walk_placements
 from rmq_spark._core.messages.messages_table import (
     LAST_COMMIT,
     LAST_PLACED,
@@ -113,13 +114,14 @@ class Drained:
 
     def _require_same_op(self, position: int) -> None:
         engine, table = self._engine, self._engine.messages_table
-        if engine.version < position and engine.refresh() < position:
+        op = engine.op_table
+        if op.version < position and engine.refresh() < position:
             raise CorruptLogError(
-                f"table messages has what op placed up to version {position}, and op is at version {engine.version}: "
+                f"table messages has what op placed up to version {position}, and op is at version {op.version}: "
                 "table op was set back to an older copy. Restore the newest one"
             )
         placed, commit = (table.transaction_version(name) for name in (LAST_PLACED, LAST_COMMIT))
-        if placed is None or placed <= pruned_up_to(engine.op_table, PRUNED_PLACED):
+        if placed is None or placed <= pruned_up_to(op, PRUNED_PLACED):
             return
         if commit not in {commit_number(commit_id) for commit_id in engine.ledger.commit_ids_at(placed)}:
             raise CorruptLogError(
@@ -150,7 +152,7 @@ class Drained:
     def _ends(self) -> dict[Queue, int]:
         """By queue, the offset of its first placement above the position, or else its end."""
         ends = dict(self._engine.tails(refresh=False))
-        for rows, _ in self._engine.placements(self.position + 1):
+        for rows, _ in walk_placements(self._engine.op_table, self.position + 1):
             firsts = rows.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
             for row in firsts.to_pylist():
                 queue = (row["topic"], row["queue_id"])
@@ -169,7 +171,7 @@ class Drained:
         """
         ranges: list[MessageRange] = []
         missing: list[tuple[int, int]] = []
-        next_offset = max(first, min(stop, self._engine.ledger.firsts.get(queue, 0)))
+        next_offset = max(first, min(stop, self._engine.ledger.view.firsts.get(queue, 0)))
         if first < next_offset:
             missing.append((first, next_offset))
         if next_offset >= stop:

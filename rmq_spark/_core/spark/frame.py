@@ -78,7 +78,7 @@ def topics_for(engine: Engine, columns: Sequence[str], topic: str | None) -> Map
 
     Raises TopicNotFoundError when the log does not have ``topic``.
     """
-    topics = engine.topics() if topic is None or "topic" in columns else engine.topics_with([topic])
+    topics = engine.topics() if topic is None or "topic" in columns else engine.topic_store.with_names([topic]).queues
     if topic is not None:
         require_known_topic(topic, topics)
     return topics

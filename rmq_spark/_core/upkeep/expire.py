@@ -76,7 +76,7 @@ class Expirer:
         ledger = self._engine.ledger
 
         def build() -> list[OpRow]:
-            moved = {queue: first for queue, first in firsts.items() if first > ledger.firsts.get(queue, 0)}
+            moved = {queue: first for queue, first in firsts.items() if first > ledger.view.firsts.get(queue, 0)}
             return [OpRow(Kind.EXPIRE, firsts=moved)] if moved else []
 
         ledger.append(build)

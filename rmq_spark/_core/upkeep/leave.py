@@ -145,9 +145,9 @@ class Leaver:
         """Half batches whose files all lie at or below the mark, except those that are open or needed: ``half_id, rows,
         ms``, the oldest first."""
         engine = self._engine
-        low_water = engine.ledger.low_water_ms
+        low_water = engine.ledger.view.low_water
         counted = engine.half.contents.counted().table
-        needed = {*engine.ledger.view.below, *engine.ledger.waiting, *engine.ledger.conflicts}
+        needed = {*engine.ledger.view.below, *engine.ledger.view.waiting, *engine.ledger.view.conflicts}
         below = counted.filter(pc.less_equal(counted["ms"], low_water)).sort_by("ms")
         return below.filter(pc.invert(pc.is_in(below["half_id"], value_set=pa.array(sorted(needed), pa.string()))))
 

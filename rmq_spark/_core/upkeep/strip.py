@@ -70,7 +70,7 @@ class Stripper:
         engine = self._engine
         engine.ledger.refresh()
         engine.half.table.refresh()
-        files = engine.half.contents.large_files(STRIPPED_BYTES_MIN, engine.ledger.low_water_ms)
+        files = engine.half.contents.large_files(STRIPPED_BYTES_MIN, engine.ledger.view.low_water)
         if not files:
             return []
         counted = engine.half.contents.counted().table
@@ -110,7 +110,7 @@ class Stripper:
         )
         sums = sums.filter(ripe)
         counts = dict(zip(sums["half_id"].to_pylist(), sums["count_sum"].to_pylist(), strict=True))
-        return {half_id: count for half_id, count in counts.items() if half_id not in engine.ledger.conflicts}
+        return {half_id: count for half_id, count in counts.items() if half_id not in engine.ledger.view.conflicts}
 
     def _drained_rows(self, file: LargeFile, placed: Mapping[str, int], archived: Collection[str]) -> pa.Table | None:
         """The rows of a file that may go: a table of ``half_id`` for half batches that go whole, or of ``row_no`` in a

@@ -134,7 +134,7 @@ def sends(rng: random.Random) -> bool:
         return False
     assert sent is not None
     _comes_out(log, shown)
-    if log.engine.ledger.waiting:  # delayed: it is not visible yet
+    if log.engine.ledger.view.waiting:  # delayed: it is not visible yet
         require(len(shown) < sent.messages, f"{sent} waits, and is shown")
         return True
     bodies = [v.encode() if isinstance(v, str) else v for v in table["body"].to_pylist()]
