@@ -69,13 +69,7 @@ class _Asked:
 
 
 class Asker:
-    """Calls listeners.
-
-    Parameters
-    ----------
-    in_threads : bool
-        False: every call is made in the caller's thread.
-    """
+    """Calls listeners, in threads unless ``in_threads`` is False."""
 
     def __init__(self, runtime: Runtime, in_threads: bool) -> None:
         self._runtime = runtime
@@ -86,20 +80,11 @@ class Asker:
     def ask(
         self, question: Question, call: Callable[[], VerdictArray], here: bool, seconds_left: Callable[[], float]
     ) -> Answer:
-        """The answer to a question, or to an earlier round's question about the same attempt.
+        """The answer to a question, or to an earlier round's question about the same attempt. NoAnswer: there is none
+        yet.
 
-        Parameters
-        ----------
-        call : callable
-            Asks the listener.
-        here : bool
-            Whether it must be called in this thread.
-        seconds_left : callable
-            Returns the seconds that are left to wait for the answer.
-
-        Raises
-        ------
-        NoAnswer
+        ``call`` asks the listener, in this thread if ``here``. ``seconds_left`` returns the seconds that are left to
+        wait.
         """
         asked = self._asked.pop(question.key, None)
         if asked is None:

@@ -22,13 +22,8 @@ WAITS_S_MAX = 0.5
 
 
 class Decisions:
-    """Collects decisions to share a commit. A crash loses those that wait: a later check asks again.
-
-    Parameters
-    ----------
-    on_problem : callable
-        Called with each decision that was not made, and the reason.
-    """
+    """Collects decisions to share a commit. A crash loses those that wait: a later check asks again. ``on_problem`` is
+    called with each decision that was not made, and the reason."""
 
     def __init__(self, engine: Engine, on_problem: Callable[[Decision, Exception], None]) -> None:
         self._engine = engine

@@ -175,13 +175,8 @@ class JobSettings(BaseSettings):
 
     @classmethod
     def load(cls, file: str | Path) -> JobSettings:
-        """Read the settings from a TOML file and the environment, which wins.
-
-        Raises
-        ------
-        ConfigError
-            When the file cannot be read, a name is unknown, or a value cannot be used.
-        """
+        """Read the settings from a TOML file and the environment, which wins. ConfigError: the file cannot be read, a
+        name is unknown, or a value cannot be used."""
         # The environment may have all settings, as in a container. A file that is named must exist.
         has_no_file = str(file) == NAME and not Path(file).exists()
         _warn_of_unknown_variables(cls.model_fields)

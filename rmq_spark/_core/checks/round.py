@@ -81,12 +81,8 @@ class _Todo(Enum):
 class Rules:
     """The rules by which a checker asks. See :class:`~rmq_spark.CheckService` for the other attributes.
 
-    Attributes
-    ----------
-    pause_s : float
-        A half batch of which a process counted a check within this many seconds is left alone.
-    clock : callable or None
-        The time, for tests. None: the log's own clock, whose doubt counts before anything expires.
+    A half batch of which a process counted a check within ``pause_s`` is left alone. ``clock`` gives the time, for
+    tests. Without it the log's own clock counts, whose doubt counts before anything expires.
     """
 
     listeners: Mapping[str, TransactionListener]

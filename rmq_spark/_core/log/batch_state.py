@@ -67,13 +67,8 @@ def rolled_back_as(decided_by: Who | str | None, refused: bool | None) -> RowSta
 
 
 class BatchState:
-    """The state of one half batch, after all its op markers.
-
-    Parameters
-    ----------
-    files : mapping of int to FileState
-        By file number, fresh (every row pending under attempt 1).
-    """
+    """The state of one half batch, after all its op markers. It begins with fresh ``files``, by file number: every row
+    pending under attempt 1."""
 
     def __init__(self, half_id: str, files: Mapping[int, FileState]) -> None:
         self.half_id = half_id
@@ -92,13 +87,8 @@ class BatchState:
         return self.checked_at is not None and abs((now - self.checked_at).total_seconds()) < seconds
 
     def fold(self, row: OpRow) -> None:
-        """Apply an op row of this half batch. Rows must come in version order.
-
-        Raises
-        ------
-        CorruptLogError
-            When the row names files or rows that the half batch does not have.
-        """
+        """Apply an op row of this half batch. Rows must come in version order. CorruptLogError: the row names files or
+        rows that the half batch does not have."""
         if row.kind is Kind.LEASE:
             self.lease_until = row.until
             return

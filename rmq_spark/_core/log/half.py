@@ -95,13 +95,8 @@ class HalfFile:
 
 @value
 class HalfRows:
-    """The checked and ordered messages of a future half file. Several small ones may share a file.
-
-    Attributes
-    ----------
-    source : pyarrow.Table
-        These rows, from row ``at`` on, and maybe those of other half batches.
-    """
+    """The checked and ordered messages of a future half file: the rows of ``source`` from row ``at`` on. The source may
+    have those of other half batches, too, since several small ones may share a file."""
 
     writer: HalfWriter
     source: pa.Table

@@ -27,13 +27,7 @@ class LargeFile(NamedTuple):
 
 
 class HalfContents:
-    """The half batches in the files of ``half``. Rows are read only to learn which half batches share a file.
-
-    Parameters
-    ----------
-    table : Table
-        ``half``.
-    """
+    """The half batches in the files of ``half``. Rows are read only to learn which half batches share a file."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -46,12 +40,7 @@ class HalfContents:
 
     def ids_named(self, names: Collection[str]) -> dict[str, str]:
         """The ids of the half batches in the table that have these names, by name. It does not refresh.
-
-        Raises
-        ------
-        CorruptLogError
-            When a file cannot be read that may have one of the other names: that name may be taken.
-        """
+        CorruptLogError: a file cannot be read that may have one of the other names, so that name may be taken."""
         actions = self.table.actions()
         (is_single, low), high = single_batch_files(actions), pc.cast(actions["max.half_id"], pa.string())
         wanted_names = pa.array(sorted(names), pa.string())

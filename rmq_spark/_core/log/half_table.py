@@ -63,34 +63,16 @@ class HalfTable:
         after_ms: Callable[[], int] = lambda: 0,
         left_among: Callable[[Collection[str]], Collection[str]] = lambda names: (),
     ) -> list[HalfRecord | PrepareError]:
-        """Commit the staged files of half batches in one commit. From here on they exist, and no reader sees them.
+        """Commit the staged files of half batches in one commit. From here on they exist, and no reader sees them. Each
+        half batch comes once, and at most one numbered half batch of each application.
 
-        Parameters
-        ----------
-        staged : sequence of Staged
-            Each half batch once, and at most one numbered half batch of each application.
-        after_ms : callable
-            Returns the time (ms) after which they must be prepared: not below the low-water mark, where open half
-            batches are not searched for.
-        left_among : callable
-            Takes names and returns those whose half batches have left the table. It is called with the table refreshed.
+        ``after_ms`` returns the time (ms) after which they must be prepared: not below the low-water mark, where open
+        half batches are not searched for. ``left_among`` takes names and returns those whose half batches have left the
+        table. It is called with the table refreshed.
 
-        Returns
-        -------
-        list of HalfRecord or exception
-            One for each half batch. AlreadyPreparedError: the log has this batch id, or a later one of the application.
-            StagedFilesTooOldError: vacuum may remove its files soon. A refused half batch does not stop the others.
-
-        Raises
-        ------
-        LostStagedFileError
-            When a file was removed; nothing is prepared then.
-        MessageError
-            When a half batch has no files, or files of another one.
-        ValueError
-            When a name comes twice, or an application has two numbered half batches.
-
-        Any other problem, such as a store that does not answer, fails all half batches.
+        A refused half batch does not stop the others. Its result is AlreadyPreparedError (the log has this batch id, or
+        a later one of the application) or StagedFilesTooOldError (vacuum may remove its files soon). Any other problem,
+        such as a staged file that is gone or a store that does not answer, is raised, and nothing is prepared then.
         """
         for batch in staged:
             require_staged(batch.header, batch.files)
@@ -323,13 +305,8 @@ class HalfTable:
         return self._last_shared[1]
 
     def locate(self, half_id: str, file_no: int) -> str:
-        """The path where a half file's rows lie now, for a reader whose hint is out of date.
-
-        Raises
-        ------
-        LostFileError
-            When this handle does not see the half batch: op names its rows, so they are lost.
-        """
+        """The path where a half file's rows lie now, for a reader whose hint is out of date. LostFileError: this handle
+        does not see the half batch whose rows op names, so they are lost."""
         try:
             record = self.get(half_id)
         except HalfBatchNotFoundError as problem:

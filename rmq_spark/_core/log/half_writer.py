@@ -45,25 +45,10 @@ FILES_PER_PARTITION_MAX = 1000
 
 @value
 class HalfWriter:
-    """Turns a partition's Arrow batches into staged half files; pickled to executors.
-
-    Parameters
-    ----------
-    topics : mapping of str to int
-        Number of queues of every topic of the commit log.
-    default_topic : str or None
-        For messages without a topic.
-    transaction_key : str or None
-        The column whose equal values form one transaction.
-    fifo : frozenset of str
-        The FIFO topics among ``topics``.
-    own : bool
-        True for messages that rmq_spark itself sends again: they may have RocketMQ's reserved properties.
-    runtime : Runtime
-        Its clock gives ``store_timestamp``.
-    write_file : callable, optional
-        Replaces :func:`~rmq_spark._core.storage.data_file.write_table`.
-    """
+    """Turns a partition's Arrow batches into staged half files; pickled to executors. ``topics`` has the number of
+    queues of every topic of the log, and ``fifo`` the FIFO topics among them. Equal values of the column
+    ``transaction_key`` form one transaction. ``own`` is for messages that rmq_spark itself sends again: they may have
+    RocketMQ's reserved properties. ``write_file`` replaces :func:`~rmq_spark._core.storage.data_file.write_table`."""
 
     header: HalfHeader
     topics: Mapping[str, int]
@@ -78,13 +63,8 @@ class HalfWriter:
     def write(
         self, fs: pafs.FileSystem, folder: str, partition: int, batches: Iterable[pa.RecordBatch]
     ) -> list[HalfFile]:
-        """Write a partition. Nothing is visible until a driver commits the files.
-
-        Raises
-        ------
-        MessageError, TopicNotFoundError
-            For the first message that breaks a rule. Files written so far are orphans, which vacuum removes.
-        """
+        """Write a partition. Nothing is visible until a driver commits the files. The first message that breaks a rule
+        raises MessageError or TopicNotFoundError. Files written so far are then orphans, which vacuum removes."""
         files: list[HalfFile] = []
         waiting: list[pa.RecordBatch] = []
         size = 0
@@ -224,13 +204,8 @@ class HalfWriter:
         )
 
     def rows_of(self, table: pa.Table, file_no: int = 0) -> HalfRows:
-        """Messages as the rows of a half file that is not written yet.
-
-        Raises
-        ------
-        MessageError, TopicNotFoundError
-            For the first message that breaks a rule.
-        """
+        """Messages as the rows of a half file that is not written yet. The first one that breaks a rule raises its
+        error."""
         arranged, segments = self.arrange(self.normalize(table), file_no)
         staged_at = arranged["store_timestamp"][0].value / 1_000_000
         delayed = arranged["deliver_at"].null_count < arranged.num_rows

@@ -60,13 +60,8 @@ MARK_TRIES_MAX = 20
 
 
 class Ledger(OpReader):
-    """Writes the op markers of a commit log, each from the newest state that :class:`OpReader` has read.
-
-    Parameters
-    ----------
-    has_left : callable
-        Whether a half batch has left the table ``half``, as another handle on the log sees it.
-    """
+    """Writes the op markers of a commit log, each from the newest state that :class:`OpReader` has read. ``has_left``
+    tells whether a half batch has left the table ``half``, as another handle on the log sees it."""
 
     def __init__(self, table: Table, half: HalfTable, topics: TopicTable, has_left: Callable[[str], bool]) -> None:
         super().__init__(table, half)
@@ -81,26 +76,11 @@ class Ledger(OpReader):
     # ------------------------------------------------------------------ decisions
     def decide(self, decisions: Sequence[Decision]) -> list[Decided]:
         """Make verdicts final, all in one commit: commits with their offsets, rollbacks without. The first marker wins.
-
         Rows that already have the same verdict stay unchanged, so a decision may be repeated.
 
-        Parameters
-        ----------
-        decisions : sequence of Decision
-            At most one for each half batch.
-
-        Returns
-        -------
-        list of Decided
-            One for each decision. Its problem is a VerdictConflictError when the opposite verdict is final (a
-            ``conflict`` row records this), and a StaleAttemptError when rows are under another attempt, are
-            quarantined, have too few checks, or left long ago. A decision that fails does not stop the others.
-
-        Raises
-        ------
-        ValueError
-            When two decisions are about one half batch, or rows get both verdicts.
-
+        There is at most one decision for each half batch, and one that fails does not stop the others. Its problem is a
+        VerdictConflictError when the opposite verdict is final (a ``conflict`` row records this), and a
+        StaleAttemptError when rows are under another attempt, are quarantined, have too few checks, or left long ago.
         Any other problem, such as a lost half file, fails all decisions.
         """
         for d in decisions:
@@ -218,14 +198,10 @@ class Ledger(OpReader):
     ) -> list[OpenBatch]:
         """``opened``, and the half batches whose messages may be due or may wait for those of ``opened``.
 
-        Parameters
-        ----------
-        only_commits : bool
-            True when nothing of ``opened`` is rolled back. If all that it commits then waits for pending messages, no
-            earlier message is set free, and the waiting half batches are not read. So a further message of a key costs
-            the same, however many wait already.
-        try_all : bool
-            True: also try half batches again that could not be read within the last :data:`TRY_AGAIN_S`.
+        ``only_commits`` says that nothing of ``opened`` is rolled back. If all that it commits then waits for pending
+        messages, no earlier message is set free, and the waiting half batches are not read. So a further message of a
+        key costs the same, however many wait already. ``try_all`` also tries half batches again that could not be read
+        within the last :data:`TRY_AGAIN_S`.
         """
         opened_ids = {o.record.half_id for o in opened}
         due_ids = {
@@ -260,11 +236,8 @@ class Ledger(OpReader):
         """``opened`` and those with due messages, and the half batches that share a sharding key of a FIFO topic with
         them.
 
-        Raises
-        ------
-        CorruptLogError
-            When messages are to be placed that were sent after a pending half batch which cannot be read: nobody knows
-            whether the two share a key. And when a committed one that waits for an earlier one cannot be read.
+        CorruptLogError: messages are to be placed that were sent after a pending half batch which cannot be read, so
+        nobody knows whether the two share a key; or a committed one that waits for an earlier one cannot be read.
         """
         keyed = [*(o for o in opened if self._placer.keys.fifo_of(o.record)), *due_keyed]
         if not keyed:
@@ -439,14 +412,8 @@ class Ledger(OpReader):
         return placed_messages(self.append(build, reopens=True))
 
     def overrule(self, record: HalfRecord, verdict: LocalTransactionState, reason: str) -> list[Placed]:
-        """Apply a person's verdict to rows that are pending, quarantined or in conflict.
-
-        Raises
-        ------
-        VerdictConflictError
-            When readers may have seen the messages to roll back, or when no row is open and the opposite verdict is
-            final.
-        """
+        """Apply a person's verdict to rows that are pending, quarantined or in conflict. VerdictConflictError: readers
+        may have seen the messages to roll back, or no row is open and the opposite verdict is final."""
 
         def build() -> list[OpRow]:
             state = self.state_of(record, refresh=False)
@@ -507,13 +474,8 @@ class Ledger(OpReader):
 
     def append(self, build: Callable[[], Sequence[OpRow]], *, reopens: bool = False) -> Sequence[OpRow]:
         """Build op rows from the newest state and commit them at the next version, or start again. Returns the rows
-        written.
-
-        Parameters
-        ----------
-        reopens : bool
-            Whether there may be ``reopen`` rows. Their messages are sent after everything that is prepared by now.
-        """
+        written. ``reopens``: there may be ``reopen`` rows, whose messages are sent after everything that is prepared by
+        now."""
         commit_id = self.runtime.unique_id()
         rows: Sequence[OpRow] = ()
 

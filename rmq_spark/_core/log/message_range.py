@@ -25,15 +25,8 @@ _Range = TypeVar("_Range", bound="MessageRange")
 
 @dataclass(frozen=True)
 class MessageRange:
-    """Messages that stand in a queue one after the other, and where their rows lie; picklable.
-
-    Attributes
-    ----------
-    queue_offset : int
-        Of the first row; the others follow in order.
-    since : int
-        Of a file of ``messages``: the version of ``op`` at which its first message was placed.
-    """
+    """Messages that stand in a queue one after the other, from ``queue_offset`` on, and where their rows lie;
+    picklable. ``since`` is of a file of ``messages``: the version of ``op`` at which its first message was placed."""
 
     rows: RowRange
     topic: str
@@ -73,13 +66,7 @@ class MessageRange:
 
 @dataclass(frozen=True)
 class PlacedRange(MessageRange):
-    """Rows of ``half``, and what ``op`` says of them.
-
-    Attributes
-    ----------
-    op_version : int
-        The version of ``op`` at which the rows were placed.
-    """
+    """Rows of ``half``, and what ``op`` says of them. They were placed at ``op_version``."""
 
     attempt: int
     transaction_per: str
@@ -109,13 +96,7 @@ def select(
     end: int,
 ) -> tuple[list[PlacedRange], list[tuple[int, int]]]:
     """The ranges that hold offsets ``start`` (included) to ``end`` (excluded) of a queue, in offset order; and the
-    offsets (first, end) that the log does not hold.
-
-    Raises
-    ------
-    CorruptLogError
-        When an offset is placed twice.
-    """
+    offsets (first, end) that the log does not hold. CorruptLogError: an offset is placed twice."""
     if start >= end:
         return [], []
     of_queue = pc.and_(pc.equal(placements["topic"], topic), pc.equal(placements["queue_id"], queue_id))

@@ -36,15 +36,7 @@ OPEN_ROWS_KEPT = 1_000_000
 
 @dataclass
 class Awaited:
-    """A commit of op rows that is under way.
-
-    Attributes
-    ----------
-    written : dict of str to pyarrow.Table
-        The rows of its files, by path.
-    arrived : bool
-        Whether its rows were read.
-    """
+    """A commit of op rows that is under way: the rows of its files by path, and whether they were read."""
 
     commit_id: str
     written: dict[str, pa.Table] = field(default_factory=dict)
@@ -52,15 +44,8 @@ class Awaited:
 
 
 class OpReader:
-    """Reads the new rows of ``op``, and keeps what they say. It writes nothing.
-
-    Parameters
-    ----------
-    table : Table
-        ``op``.
-    half : HalfTable
-        The prepared half batches; each is open until op rows settle it.
-    """
+    """Reads the new rows of ``op``, and keeps what they say. It writes nothing. Each prepared half batch of ``half`` is
+    open until op rows settle it."""
 
     def __init__(self, table: Table, half: HalfTable) -> None:
         self.table = table

@@ -86,13 +86,8 @@ class OpView:
         )  # fmt: skip
 
     def after(self, rows: pa.Table, version: int) -> OpView:
-        """The state after the op rows up to ``version``. ``rows`` are the new ones, in version order.
-
-        Raises
-        ------
-        CorruptLogError
-            When the rows contradict each other or the state before.
-        """
+        """The state after the op rows up to ``version``. ``rows`` are the new ones, in version order. CorruptLogError:
+        they contradict each other or the state before."""
         if rows.num_rows == 0:
             return replace(self, version=version)
         kept = pa.concat_tables([self.rows, rows])
@@ -212,13 +207,7 @@ def _last_reopened_ms(rows: pa.Table) -> int:
 
 
 def _firsts_after(firsts: Tails, rows: pa.Table, tails: Tails) -> Tails:
-    """The first offsets that are kept, after these op rows.
-
-    Raises
-    ------
-    CorruptLogError
-        When the rows expire messages that never existed.
-    """
+    """The first offsets that are kept, after these op rows. CorruptLogError: they expire what never existed."""
     expired = rows.filter(of_kind(rows, Kind.EXPIRE)).select(["firsts"]).to_pylist()
     new_firsts = dict(firsts)
     for row in expired:
@@ -242,13 +231,7 @@ def _firsts(row: Mapping[str, Any]) -> dict[Queue, int]:
 
 
 def _below(mark: Mapping[str, Any]) -> dict[str, OpenBelow]:
-    """The open half batches that a mark names.
-
-    Raises
-    ------
-    CorruptLogError
-        When the mark has an impossible entry.
-    """
+    """The open half batches that a mark names. CorruptLogError: the mark has an impossible entry."""
     return {entry["half_id"]: _open_below(entry, mark) for entry in mark["below"]}
 
 

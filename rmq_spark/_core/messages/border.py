@@ -78,15 +78,9 @@ class Drained:
         return self._asked[1]
 
     def border(self) -> Mapping[Queue, int]:
-        """By queue, the offset of its first message that is not drained yet; 0 for a queue that is missing.
-
-        Read ``op`` before: what was pruned from it by then is in the table now.
-
-        Raises
-        ------
-        CorruptLogError
-            When ``op`` has not placed what was drained: one of the two tables is an older copy.
-        """
+        """By queue, the offset of its first message that is not drained yet; 0 for a queue that is missing. Read ``op``
+        before: what was pruned from it by then is in the table now. CorruptLogError: ``op`` has not placed what was
+        drained, so one of the two tables is an older copy."""
         engine = self._engine
         with engine.lock:
             table = engine.messages_table
@@ -162,13 +156,7 @@ class Drained:
     # ------------------------------------------------------------------ where they lie
     def ranges(self, queue: Queue, first: int, stop: int) -> tuple[list[MessageRange], list[tuple[int, int]]]:
         """The rows of ``messages`` with a queue's offsets from ``first`` (included) to ``stop`` (excluded), in order;
-        and the offsets (first, end) that it lacks, or that have expired.
-
-        Raises
-        ------
-        CorruptLogError
-            When an offset is there twice.
-        """
+        and the offsets (first, end) that it lacks, or that have expired. CorruptLogError: an offset is there twice."""
         ranges: list[MessageRange] = []
         missing: list[tuple[int, int]] = []
         next_offset = max(first, min(stop, self._engine.ledger.view.firsts.get(queue, 0)))

@@ -60,13 +60,7 @@ class _Kept:
 
 
 class Placements:
-    """The placements of some topics, for one reader.
-
-    Parameters
-    ----------
-    wants : callable
-        Whether the reader wants a topic.
-    """
+    """The placements of the topics that one reader ``wants``."""
 
     def __init__(self, engine: Engine, wants: Callable[[str], bool]) -> None:
         self.engine = engine

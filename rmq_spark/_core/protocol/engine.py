@@ -327,13 +327,7 @@ class Engine:
         return self.half.read_range(wanted, columns, where)
 
     def find_again(self, lost: MessageRange) -> list[MessageRange]:
-        """Where messages lie now whose file was removed after a read was planned.
-
-        Raises
-        ------
-        LostFileError
-            When they are nowhere.
-        """
+        """Where messages lie now whose file was removed after a read was planned. LostFileError: they are nowhere."""
         self.refresh()
         if isinstance(lost, PlacedRange):
             has_left = self.archived(lost.rows.half_id) is not None

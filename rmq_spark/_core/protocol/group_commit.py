@@ -74,14 +74,8 @@ class GroupCommit:
     """Lets the half batches of many threads share commits. Threads of its own commit, so an interrupt in a caller's
     thread ends only that thread's wait.
 
-    Parameters
-    ----------
-    linger_s : float
-        Seconds that a prepare waits for others to share its commit, unless there are ``at_once_max`` of them.
-    at_once_max : int
-        Most half batches of one commit, up to :data:`AT_ONCE_MAX`.
-    holds_lock : callable
-        Returns whether this thread holds a lock that the callback of an answer takes.
+    A prepare waits ``linger_s`` seconds for others to share its commit, unless there are ``at_once_max`` of them.
+    ``holds_lock`` returns whether this thread holds a lock that the callback of an answer takes.
     """
 
     def __init__(
@@ -123,13 +117,8 @@ class GroupCommit:
             )
 
     def prepare(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
-        """Commit staged files together with those of other threads. Rows and messages are written to files first.
-
-        Raises
-        ------
-        TxmqError
-            For a problem with one of them that :meth:`Engine.prepare` does not return. The others may be prepared.
-        """
+        """Commit staged files together with those of other threads. Rows and messages are written to files first. A
+        problem with one of them that :meth:`Engine.prepare` does not return is raised. The others may be prepared."""
         self.require_may_wait()
         answers = self._prepares.ask({batch.header.name: batch for batch in staged})
         return [_answer(answer, HalfRecord | PrepareError) for answer in answers]
@@ -142,13 +131,8 @@ class GroupCommit:
         self._prepares.put(message, message.header.name, then)
 
     def decide(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
-        """Make verdicts final together with those of other threads.
-
-        Raises
-        ------
-        TxmqError
-            For a problem with one of them that :meth:`Engine.decide` does not return. The others may be decided.
-        """
+        """Make verdicts final together with those of other threads. A problem with one of them that
+        :meth:`Engine.decide` does not return is raised. The others may be decided."""
         self.require_may_wait()
         answers = self._decides.ask({decision.record.half_id: decision for decision in decisions})
         return [_answer(answer, Decided) for answer in answers]
@@ -226,25 +210,12 @@ class _Wait(Generic[Result]):
 
 
 class CommitQueue(Generic[Request, Result]):
-    """Makes one commit after the other, each for all requests that wait by then.
+    """Makes one commit after the other, each for all requests that wait by then. ``commit`` takes requests about
+    different half batches and returns an answer for each.
 
     Its thread starts with the first request and ends when none is left. So an idle program has no thread, and Python
-    exits after the commits that are under way.
-
-    Parameters
-    ----------
-    name : str
-        Name of the thread.
-    commit : callable
-        Takes requests about different half batches and returns an answer for each.
-    linger_s : float
-        Seconds that the first request waits for others.
-    at_once_max : int
-        Most requests of one commit.
-    beside : CommitQueue, optional
-        The queue to which senders go after this one, and from which they come.
-    needs : lock, optional
-        A lock that a commit takes.
+    exits after the commits that are under way. The first request waits ``linger_s`` seconds for others. Senders go to
+    the queue ``beside`` after this one, and come from there. ``needs`` is a lock that a commit takes.
     """
 
     def __init__(

@@ -61,18 +61,12 @@ class Outcome:
 
 @dataclass
 class Run:
-    """One run of one half batch.
+    """One run of one half batch. It executes only what it prepared or reopened itself (``executed``: the attempt, and
+    its rows), and checks everything else.
 
-    Attributes
-    ----------
-    fence_id : str or None
-        The listener's fence id, as it is now.
-    executed : list of (attempt, rows)
-        Rows that this run executed. It executes only what it prepared or reopened itself, and checks everything else.
-    held : HalfRows or None
-        All rows of a half batch that this run has prepared. They need not be read from their file.
-    numbered : bool
-        From the sender's header. A header that is read from the log does not have it.
+    ``fence_id`` is the listener's, as it is now. ``held`` are all rows of a half batch that this run has prepared, so
+    that they need not be read from their file. ``numbered`` is from the sender's header: a header that is read from the
+    log does not have it.
     """
 
     record: HalfRecord

@@ -97,21 +97,11 @@ _COMMIT_ALL = VerdictArray((Verdict(COMMIT_MESSAGE),))
 class TwoPhase:
     """Runs half batches of one producer group through the protocol.
 
-    Parameters
-    ----------
-    on_listener_error : {"fail", "unknown"}
-        What an exception of ``execute_local_transaction`` does: end the query with the half batch pending (default), or
-        count as UNKNOWN, as in RocketMQ.
-    replay_check_timeout_s : float
-        Seconds for which a replay asks the listener again while it answers UNKNOWN.
-    lease_s : float
-        Seconds that a lease lasts. It is renewed at a third of this while ``execute_local_transaction`` runs.
-    pending_limits : PendingLimits
-        A new half batch is refused when this much of its producer group is pending; a replay never is.
-    commits : Commits, optional
-        How half batches are prepared and decided; by default each alone.
-    run : callable, optional
-        How the listener runs a local transaction; by default in this thread.
+    An exception of ``execute_local_transaction`` ends the query with the half batch pending, or counts as UNKNOWN, as
+    in RocketMQ (``on_listener_error``: "fail" or "unknown"). A replay asks the listener again for
+    ``replay_check_timeout_s`` while it answers UNKNOWN. A lease lasts ``lease_s``. A new half batch is refused when
+    ``pending_limits`` are reached; a replay never is. ``commits`` prepares and decides half batches, by default each
+    alone, and ``run`` runs a local transaction, by default in this thread.
     """
 
     def __init__(
@@ -156,37 +146,21 @@ class TwoPhase:
     ) -> Outcome:
         """Bring a half batch to its verdicts. A batch that was prepared before goes on from its present state.
 
-        Parameters
-        ----------
-        header : HalfHeader
-            With the fence of this listener.
-        stage : callable
-            Returns half files that it wrote or that executors wrote, or rows to be written. It is called for a new
-            batch only.
-        arg : object, optional
-            Handed to ``execute_local_transaction`` as ``batch.arg``.
-        lineage : Lineage, optional
-            Of the micro-batch's checkpoint, if that can be read.
+        The header has the fence of this listener. ``stage`` returns half files that it wrote or that executors wrote,
+        or rows to be written. It is called for a new batch only. The listener gets ``arg`` as ``batch.arg``.
+        ``lineage`` is that of the micro-batch's checkpoint, if it can be read.
 
-        Raises
-        ------
-        CheckpointMismatchError
-            When the batch id was used by another query or with other input, or this cannot be ruled out; or when the
-            log has a last batch that the checkpoint does not know.
-        FenceError
-            When the half batch was prepared with another fence than the header's, and is still open.
-        LocalTransactionError
-            When the listener raised (``on_listener_error="fail"``).
-        VerdictConflictError
-            When two verdicts contradict each other: a person must resolve the half batch.
-        UnresolvedTransactionError
-            When a replay's checks stay UNKNOWN, or the store failed after the prepare.
-        PendingLimitError
-            When too much of the producer group is pending; nothing is written then.
-        ListenerError
-            When the local transaction is a coroutine.
-        HalfBatchLeftError
-            When a check has rolled the half batch back so long ago that its messages have left the log.
+        ==========================  ===================================================================================
+        CheckpointMismatchError     another query or other input used the batch id, or this cannot be ruled out; or the
+                                    checkpoint does not know the log's last batch
+        FenceError                  the half batch was prepared with another fence, and is still open
+        LocalTransactionError       the listener raised (``on_listener_error="fail"``)
+        VerdictConflictError        two verdicts contradict each other: a person must resolve the half batch
+        UnresolvedTransactionError  a replay's checks stay UNKNOWN, or the store failed after the prepare
+        PendingLimitError           too much of the producer group is pending; nothing is written then
+        ListenerError               the local transaction is a coroutine
+        HalfBatchLeftError          a check has rolled the half batch back, and its messages have left the log since
+        ==========================  ===================================================================================
         """
         if is_coroutine(self.listener):
             raise ListenerError(

@@ -29,15 +29,8 @@ BLOCK_ROWS = 262_144
 
 
 class Planner:
-    """Plans reads of one subscription.
-
-    Parameters
-    ----------
-    engine : Engine
-        A handle for this planner only.
-    fail_on_data_loss : bool
-        False: messages that the log no longer holds are skipped with a warning.
-    """
+    """Plans reads of one subscription, by an engine of its own. Without ``fail_on_data_loss``, messages that the log no
+    longer holds are skipped with a warning."""
 
     def __init__(self, engine: Engine, subscription: Subscription, fail_on_data_loss: bool = True) -> None:
         self.engine = engine
@@ -52,13 +45,8 @@ class Planner:
 
     # ------------------------------------------------------------------ topics and offsets
     def queues(self) -> dict[str, int]:
-        """Return the subscribed topics that exist, and their numbers of queues.
-
-        Raises
-        ------
-        TopicNotFoundError
-            When the subscription names a topic that does not exist.
-        """
+        """Return the subscribed topics that exist, and their numbers of queues. TopicNotFoundError: the subscription
+        names a topic that does not exist."""
         topics = self.engine.topics()
         queues = self._subscription.topics_among(topics)
         pattern = self._subscription.pattern
@@ -99,13 +87,8 @@ class Planner:
     # ------------------------------------------------------------------ a stream's offsets
     def require_start(self, start: Positions, latest: Positions, whose: str = "the checkpoint") -> Positions:
         """Return a stream's start, from its checkpoint or group, for the queues of this log and subscription.
-
-        Raises
-        ------
-        OffsetOutOfRangeError
-            When an offset is past the end of its queue: the checkpoint belongs to another log, or the log was
-            recreated.
-        """
+        OffsetOutOfRangeError: an offset is past the end of its queue, so the checkpoint belongs to another log, or the
+        log was made anew."""
         positions = self._firsts()
         for (topic, queue_id), offset in start.items():
             end = latest.get((topic, queue_id), 0)
@@ -133,13 +116,7 @@ class Planner:
     # ------------------------------------------------------------------ ranges
     def ranges(self, start: Positions, end: Positions) -> list[MessageRange]:
         """Return the rows of every queue's offsets from ``start`` (included) to ``end`` (excluded), by queue and
-        offset.
-
-        Raises
-        ------
-        OffsetOutOfRangeError
-            When the log does not hold all of them, unless data loss is skipped.
-        """
+        offset. OffsetOutOfRangeError: the log does not hold all of them, and data loss is not skipped."""
         placed, missing = self._look_twice(lambda: self._placements.between(self._firsts() | start, end))
         for queue, first, stop in missing:
             self._lost(out_of_range(*queue, first, stop, self._firsts()))
@@ -180,15 +157,11 @@ class Planner:
 
 # ---------------------------------------------------------------- the share of a trigger
 def admit(start: Positions, latest: Positions, limit: int | None) -> Positions:
-    """Return the end of a micro-batch of at most ``limit`` messages (None: no limit).
+    """Return the end of a micro-batch of at most ``limit`` messages (None: no limit): an offset for every queue of
+    ``start``, and for every other queue that has messages.
 
     Each queue with a backlog gets one message, and a share of the rest in proportion to its backlog. When the limit is
     below the number of these queues, they take turns.
-
-    Returns
-    -------
-    dict
-        An offset for every queue of ``start``, and for every other queue that has messages.
     """
     backlogs = {queue: end - start.get(queue, 0) for queue, end in sorted(latest.items()) if end > start.get(queue, 0)}
     if limit is None or sum(backlogs.values()) <= limit:
@@ -228,19 +201,11 @@ def split(
     partitions_min: int | None = None,
     partition_records_max: int | None = None,
 ) -> list[list[MessageRange]]:
-    """Distribute ranges to partitions.
+    """Distribute ranges, by queue and offset, to partitions of equal size: at least ``partitions_min`` of them (but no
+    more than messages), with at most ``partition_records_max`` messages.
 
-    Parameters
-    ----------
-    ranges : sequence of MessageRange
-        By queue and offset.
-    ordered : bool
-        Each queue is read in one partition, in order. Otherwise adjacent rows of a file are read together: no file is
-        read twice, and messages come in the file's order.
-    partitions_min : int, optional
-        The least number of partitions, of equal size (but no more than messages).
-    partition_records_max : int, optional
-        The most messages of a partition.
+    ``ordered``: each queue is read in one partition, in order. Otherwise adjacent rows of a file are read together: no
+    file is read twice, and messages come in the file's order.
     """
     if ordered:
         return [list(queue) for _, queue in groupby(ranges, key=lambda r: (r.topic, r.queue_id))]

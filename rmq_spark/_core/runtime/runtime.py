@@ -81,13 +81,8 @@ class Runtime:
         return threading.Event()
 
     def start_thread(self, work: Callable[[], object], name: str, daemon: bool = False) -> threading.Thread:
-        """Run ``work`` in a new thread.
-
-        Raises
-        ------
-        OutOfThreadsError
-            When there is no room for another thread, or Python ends. It is also a RuntimeError, like Python's own.
-        """
+        """Run ``work`` in a new thread. OutOfThreadsError, which is also a RuntimeError like Python's own: there is no
+        room for another thread, or Python ends."""
         thread = threading.Thread(target=work, name=name, daemon=daemon)
         try:
             thread.start()

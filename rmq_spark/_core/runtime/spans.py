@@ -84,21 +84,8 @@ class Tracing:
         transactional: bool,
         fifo: frozenset[str],
     ) -> Iterator[tuple[list[Message] | pa.Table, Span]]:
-        """The span of a send, and the messages with their context.
-
-        Parameters
-        ----------
-        log : str
-            The path of the commit log.
-        group : str
-            The producer group.
-        topic : str, optional
-            For rows of a table without a ``topic``.
-        transactional : bool
-            Whether a local transaction runs.
-        fifo : frozenset of str
-            FIFO topics.
-        """
+        """The span of a send, and the messages with their context. ``topic`` is for rows of a table without one;
+        ``transactional`` tells whether a local transaction runs."""
         common = {"messaging.system": SYSTEM, "messaging.rocketmq.namespace": redacted(log)}
         common["txmq.producer_group"] = group
         kinds = self._api.SpanKind
@@ -224,13 +211,8 @@ class Tracing:
         links: Sequence[Any] = (),
         **more: str | int,
     ) -> Iterator[Span]:
-        """The span of a verdict: ``commit``, ``rollback``, ``ack``, ``retry``.
-
-        Parameters
-        ----------
-        more : str or int
-            Attributes of our own, ``half_id`` for ``txmq.half_id``; ``group`` is the consumer group.
-        """
+        """The span of a verdict: ``commit``, ``rollback``, ``ack``, ``retry``. ``more`` are attributes of our own, such
+        as ``half_id`` for ``txmq.half_id``; ``group`` is the consumer group."""
         names = sorted(set(topics))
         group = more.pop("group", None)
         attributes = self._consuming(log, group, names, "settle", verdict)

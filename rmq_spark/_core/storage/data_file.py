@@ -36,18 +36,8 @@ saves."""
 
 @dataclass(frozen=True)
 class DataFile:
-    """A Parquet file that a commit can add to a table.
-
-    Attributes
-    ----------
-    path : str
-        Relative to the table's folder.
-    size_bytes, rows : int
-    stats : str
-        Delta's statistics, as JSON.
-    written_s : float or None
-        Monotonic time of the writing process when the write began.
-    """
+    """A Parquet file that a commit can add to a table. ``path`` is relative to the table's folder, ``stats`` are
+    Delta's statistics as JSON, and ``written_s`` is the monotonic time of the writing process when the write began."""
 
     path: str
     size_bytes: int

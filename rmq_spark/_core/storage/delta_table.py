@@ -161,15 +161,8 @@ class DeltaLogTable:
 
     @staticmethod
     def exists(uri: str, storage_options: Mapping[str, str] | None) -> bool:
-        """Return True when the folder holds a Delta table.
-
-        Raises
-        ------
-        OptionError
-            When delta-rs has no store for the URI's scheme.
-        UnreachableStoreError
-            When delta-rs cannot work with the options, such as an endpoint that is no URL.
-        """
+        """Return True when the folder holds a Delta table. OptionError: delta-rs has no store for the URI's scheme.
+        UnreachableStoreError: it cannot work with the options, such as an endpoint that is no URL."""
         require_no_fork()
         options = dict(storage_options or {}) or None
         try:

@@ -95,28 +95,15 @@ class RowRange:
 def read_range(
     fs: pafs.FileSystem, folder: str, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Yield the rows of a range in row_no order, one row group at a time; the rows of several half batches, which share
-    a file, in one table.
+    """Yield the rows of a range in row_no order, one row group at a time, each with the number of rows before it. The
+    rows of several half batches, which share a file, come in one table.
 
-    Parameters
-    ----------
-    where : Filter, optional
-        Row groups in which it keeps no row are left out, and only the filter's columns of them are read. The others
-        come with all their wanted rows and one more column, :data:`KEPT`.
+    With ``where``, row groups in which it keeps no row are left out, and only the filter's columns of them are read.
+    The others come with all their wanted rows and one more column, :data:`KEPT`.
 
-    Yields
-    ------
-    (position, table)
-        The number of rows of the range before the table, and the table with ``columns``.
-
-    Raises
-    ------
-    LostFileError
-        When the file is gone. It was stripped, and the caller has to look up where the rows are now.
-    StrippedError
-        When payload columns of stripped rows are wanted: their messages are in the table ``messages``.
-    CorruptLogError
-        When the file lacks some of the rows, or is damaged.
+    LostFileError: the file is gone. It was stripped, and the caller has to look up where the rows are now.
+    StrippedError: payload columns of stripped rows are wanted, whose messages are in the table ``messages``.
+    CorruptLogError: the file lacks some of the rows, or is damaged.
     """
     path = require_path(wanted.path, wanted.table)
     filter_columns = [] if where is None else where.columns

@@ -55,28 +55,12 @@ def read_files(
     schema: pa.Schema,
     paths_max: int = PATHS_MAX,
 ) -> DataFrame:
-    """Rows of some files of a log's table.
+    """Rows of files of a log's table, in the columns of ``schema``. ``files`` are what the Delta log says of them
+    (``table.actions()``), ``names`` their paths. CorruptLogError: one on a local disk has another size than the Delta
+    log says.
 
-    Spark would list each of many files in a task of its own. So it lists the folder instead, and keeps the rows of
-    these files.
-
-    Parameters
-    ----------
-    root : str
-        The commit log.
-    files : pyarrow.Table
-        What the Delta log says of the files (``table.actions()``).
-    names : sequence of str
-        Their paths in the table's folder.
-    schema : pyarrow.Schema
-        The wanted columns.
-    paths_max : int
-        With more files the folder is listed.
-
-    Raises
-    ------
-    CorruptLogError
-        When a file on a local disk has another size than the Delta log says.
+    Spark would list each of many files in a task of its own. So with more than ``paths_max`` it lists the folder
+    instead, and keeps the rows of these files.
     """
     require_sizes(table, files, names)
     reader = spark.read.schema(spark_schema(schema)).options(**READ_OPTIONS)

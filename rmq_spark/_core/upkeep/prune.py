@@ -33,15 +33,8 @@ PRUNED_SHARE_MIN = 0.5
 
 @dataclass(frozen=True)
 class _Dead:
-    """Half batches that have left.
-
-    Attributes
-    ----------
-    ids : pyarrow.Array
-        Half batches whose rows other than ``archived`` may go.
-    forgotten : pyarrow.Array
-        Half batches whose ``archived`` row may go, too.
-    """
+    """Half batches that have left: ``ids`` are those whose rows other than ``archived`` may go, ``forgotten`` those
+    whose ``archived`` row may go, too."""
 
     ids: pa.Array
     forgotten: pa.Array

@@ -52,13 +52,7 @@ PLACED_COLUMNS = ("half_id", "version", "op_time", "count", "queue_offset")
 
 
 class Stripper:
-    """Strips half files of one commit log.
-
-    Parameters
-    ----------
-    engine : Engine
-        A handle that no other thread uses.
-    """
+    """Strips half files of one commit log. No other thread may use its engine."""
 
     def __init__(self, engine: Engine, graces: Graces) -> None:
         self._engine = engine

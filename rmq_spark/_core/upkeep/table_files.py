@@ -33,15 +33,9 @@ MERGED_ROWS_MAX = 400_000
 
 
 def compact_messages(table: Table, retentions: Mapping[str, float] | None = None) -> int:
-    """Merge small files of ``messages`` into larger ones, each of one topic; return how many were merged.
-
-    Each message keeps its offset and everything else, so readers see the same before and after.
-
-    Parameters
-    ----------
-    retentions : mapping of str to float, optional
-        By topic, the seconds after which its messages expire. The files that were merged stay no longer.
-    """
+    """Merge small files of ``messages`` into larger ones, each of one topic; return how many were merged. Each message
+    keeps its offset and everything else, so readers see the same before and after. Messages of a topic in
+    ``retentions`` expire after these seconds, and the files that were merged stay no longer."""
     expires_s = retentions or {}
 
     def merge(paths: list[str]) -> Change:

@@ -107,20 +107,8 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_duration(text: str, name: str = "duration") -> float:
-    """Return the seconds of a duration such as ``500ms``, ``6s``, ``5m``, ``72h`` or ``7d``.
-
-    Parameters
-    ----------
-    text : str
-        A number and a unit. A number alone is refused, because its unit would be a guess.
-    name : str
-        The option's name, for the error's text.
-
-    Raises
-    ------
-    OptionError
-        When the text is not a duration.
-    """
+    """Return the seconds of a duration such as ``500ms``, ``6s``, ``5m``, ``72h`` or ``7d``, or raise OptionError. A
+    number alone is refused, because its unit would be a guess."""
     match = _DURATION.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise OptionError(
@@ -171,14 +159,8 @@ def flag(value: object, name: str) -> bool:
 
 
 def byte_count(value: object, name: str) -> int:
-    """Return a number of bytes: an int, or a text such as ``500m`` or ``10g`` in Spark's units (of 1,024).
-
-    A text without a unit is refused, as for durations: ``256`` may be meant as megabytes.
-
-    Raises
-    ------
-    OptionError
-        When it is neither, or less than 1.
+    """Return a number of bytes of 1 or more, or raise OptionError: from an int, or a text such as ``500m`` or ``10g``
+    in Spark's units (of 1,024). A text without a unit is refused, as for durations: ``256`` may be meant as megabytes.
     """
     match = _BYTES.fullmatch(value.lower()) if isinstance(value, str) else None
     if match is not None:
@@ -198,13 +180,8 @@ def byte_count(value: object, name: str) -> int:
 def seconds(
     value: object, name: str, minimum: float = 0.0, above: bool = False, maximum: float = DURATION_S_MAX
 ) -> float:
-    """Return a :data:`Duration` in seconds, or raise OptionError when it is out of the range.
-
-    Parameters
-    ----------
-    above : bool
-        True refuses ``minimum`` itself.
-    """
+    """Return a :data:`Duration` in seconds, or raise OptionError when it is out of the range. ``above`` refuses
+    ``minimum`` itself."""
     if isinstance(value, str):
         value = parse_duration(value, name)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -266,13 +243,7 @@ Made = TypeVar("Made")
 
 
 def named(function: Callable[Taken, Made]) -> Callable[Taken, Made]:
-    """Make a function refuse an unknown argument with an error that names the nearest known one.
-
-    Raises
-    ------
-    OptionError
-        From a call with such an argument, in place of Python's TypeError.
-    """
+    """Make a function refuse an unknown argument by an OptionError that names the nearest known one."""
     known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
     what = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
@@ -291,20 +262,9 @@ WORDS_OF_THE_OTHER_SIDE = {"topic": "subscribe", "topics": "subscribe", "subscri
 
 
 class Options:
-    """The options of one ``format("txmq")`` call, by their documented names.
-
-    Parameters
-    ----------
-    given : mapping
-        The options as Spark passes them on. Upper and lower case in a name are the same, as for Spark.
-    known : iterable of str
-        The documented names. ``storage.<key>`` is always known.
-
-    Raises
-    ------
-    OptionError
-        When a name is not known; the error offers the nearest right one.
-    """
+    """The options of one ``format("txmq")`` call, by their documented names. Upper and lower case are the same, as for
+    Spark, and ``storage.<key>`` is always known. An unknown name raises an OptionError that offers the nearest right
+    one."""
 
     def __init__(self, given: Mapping[str, str], known: Iterable[str]) -> None:
         names = {k.lower(): k for k in known}

@@ -17,16 +17,8 @@ _OPPOSITE = bytes([1, 0, *range(2, 256)])
 
 
 class RowSet(Mapping[int, bytes]):
-    """An immutable set of rows of one half batch.
-
-    It has a byte for each row of a half file: 1 for a row in the set, 0 for any other. Files without a row in the set
-    are left out, and an empty set is false.
-
-    Parameters
-    ----------
-    files : mapping of int to bytes
-        By file number.
-    """
+    """An immutable set of rows of one half batch. It has a byte for each row of a half file, by file number: 1 for a
+    row in the set, 0 for any other. Files without a row in the set are left out, and an empty set is false."""
 
     __slots__ = ("_count", "_files")
 
