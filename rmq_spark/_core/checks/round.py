@@ -63,7 +63,7 @@ from rmq_spark._core.vocabulary.verdicts import (
     kept_reason,
     returned,
 )
-from rmq_spark.errors import HalfBatchLeftError
+from rmq_spark.errors import FenceError, HalfBatchLeftError
 from rmq_spark.logs import failure, of_batch, of_header
 
 logger = logging.getLogger(__name__)
@@ -304,10 +304,9 @@ class Checker:
 
         asks_nobody = listener is self._no_transaction
         here = listener.requires_spark or not self._asker.in_threads
-        try:
-            answer = self._asker.ask(question, call, here or asks_nobody, round_.seconds_to_wait)
-        except NoAnswer as reason:
-            round_.report.problem(record.half_id, str(reason))
+        (answer,) = self._asker.ask([question], lambda _: [call()], here or asks_nobody, round_.seconds_to_wait)
+        if not isinstance(answer, Answer):
+            round_.report.problem(record.half_id, self._asker.why(question, answer))
             return
         # The next listener may hang in this very thread. And with tracing each half batch has its own span.
         at_once = (here and not asks_nobody) or tracing() is not None
@@ -328,17 +327,17 @@ class Checker:
             return [verdicts.get(q.key, _OF_ANOTHER_STORE) for q in new]
 
         here = listener.requires_spark or not self._asker.in_threads
-        answers = self._asker.ask_many(questions, call, here, round_.seconds_to_wait)
+        answers = self._asker.ask(questions, call, here, round_.seconds_to_wait)
         alone: set[str] = set()
         unknown: list[AnsweredCheck] = []
         for question, answer in zip(questions, answers, strict=True):
-            if answer is None:
-                alone.add(question.record.half_id)
+            if isinstance(answer, Answer):
+                check = self._take(answer, listener, round_, tracing() is not None)
+                unknown += [check] if check is not None else []
             elif isinstance(answer, NoAnswer):
                 round_.report.problem(question.record.half_id, str(answer))
             else:
-                check = self._take(answer, listener, round_, tracing() is not None)
-                unknown += [check] if check is not None else []
+                alone.add(question.record.half_id)
         round_.decisions.make()
         if unknown:
             self.engine.ledger.record_checks(unknown, self.rules.pause_s)
@@ -482,7 +481,7 @@ def _unknown_reason(listener: TransactionListener, batch: HalfBatch) -> str:
     return text if reason is None else f"{text}: {reason}"
 
 
-_OF_ANOTHER_STORE = NoAnswer("it is of another store than the listener: asked alone, that is reported")
+_OF_ANOTHER_STORE = FenceError("it is of another store than the listener: asked alone, that is reported")
 
 
 @dataclass

@@ -999,9 +999,9 @@ def _immunity_counts() -> Iterator[None]:
     on_listener_error="unknown", crash=0.0, zombies=0.0, pause=0.0, checkers=1, weather=Weather(),
 )  # fmt: skip
 def _one_stops_all() -> Iterator[None]:
-    def ask(self: Asker, question: Any, call: Any, here: bool, seconds_left: Any) -> Answer:
+    def ask(self: Asker, questions: Any, call: Any, here: bool, seconds_left: Any) -> list[Answer]:
         try:
-            return Answer(question, call())
+            return [Answer(*pair) for pair in zip(questions, call(questions), strict=True)]
         except Exception as problem:
             raise OSError("the round ends here") from problem
 
