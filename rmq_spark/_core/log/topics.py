@@ -69,25 +69,22 @@ class TopicTable:
         """The topics by name, as the table has them now."""
         with self.table.lock:
             self.table.refresh()
-            return self.known()
+            return self.seen().topics
 
     def with_names(self, names: Collection[str]) -> Known:
         """The topics that this handle knows. It reads the table when one of these names is unknown."""
-        needed, seen = set(names), self._current()
-        if seen is not None and seen.topics.keys() >= needed:
-            return seen
-        with self.table.lock:
-            if self._known is None or not self.known().keys() >= needed:
-                self.table.refresh()
-            return self.seen()
-
-    def known(self) -> dict[str, Topic]:
-        """The topics as of this handle's last read."""
-        return self.seen().topics
+        needed, seen = set(names), self._known
+        if seen is None or not seen.topics.keys() >= needed:
+            with self.table.lock:
+                if self._known is None or not self.seen().topics.keys() >= needed:
+                    self.table.refresh()
+        return self.seen()
 
     def seen(self) -> Known:
-        """The topics as of this handle's last read, with their version."""
-        if (seen := self._current()) is not None:
+        """The topics as of this handle's last read. It waits for no commit under way, unless there is something to
+        read."""
+        seen = self._known
+        if seen is not None and seen.version == self.table.version:
             return seen
         with self.table.lock:
             if self._known is None or self._known.version != self.table.version:
@@ -111,11 +108,6 @@ class TopicTable:
                 if self.table.refresh() == version:
                     raise
 
-    def _current(self) -> Known | None:
-        """The topics as this handle read them last. It does not wait for a commit under way."""
-        known = self._known
-        return None if known is None or known.version != self.table.version else known
-
     def create(
         self, names: Iterable[str], queues: int | None, fifo: bool, exist_ok: bool, retention_s: float | None = None
     ) -> None:
@@ -126,7 +118,7 @@ class TopicTable:
         topic_names = list(dict.fromkeys(names))
 
         def is_there(name: str) -> bool:
-            topic = self.known().get(name)
+            topic = self.seen().topics.get(name)
             if topic is None:
                 return False
             as_asked = queues in (None, topic.queues) and topic.fifo == bool(fifo)
@@ -180,7 +172,7 @@ class TopicTable:
         """Change how long messages of a topic are kept; None for ever. The topic must exist."""
 
         def propose(version: int) -> Change | None:
-            if self.known()[name].retention_s == retention_s:
+            if self.seen().topics[name].retention_s == retention_s:
                 return None
             for path in self.table.actions()["path"].to_pylist():
                 rows = self.table.read([path])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rmq_spark._core.log.message_range import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.messages.placements import Placements
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Found = TypeVar("Found")
+Found = TypeVar("Found", bound=tuple[Any, ...])
 
 BLOCK_ROWS = 262_144
 """Default messages of a partition: four row groups of a half file, about 75 MB."""
@@ -124,26 +124,18 @@ class Planner:
 
     def tail(self, start: Positions, end: Positions) -> tuple[Mapping[Queue, int], list[PlacedRange]]:
         """Return the border, below which the table ``messages`` has all messages, and the ranges above it."""
-        (border, by_queue), missing = self._look_twice(lambda: self._tail(self._firsts() | start, end))
+        border, by_queue, missing = self._look_twice(lambda: self._placements.tail(self._firsts() | start, end))
         for queue, first, stop in missing:
             self._lost(out_of_range(*queue, first, stop, self._firsts()))
         return border, [placed_range for queue in sorted(by_queue) for placed_range in by_queue[queue]]
 
-    def _tail(
-        self, start: Positions, end: Positions
-    ) -> tuple[tuple[Mapping[Queue, int], Mapping[Queue, list[PlacedRange]]], list[tuple[Queue, int, int]]]:
-        border, by_queue, missing = self._placements.tail(start, end)
-        return (border, by_queue), missing
-
-    def _look_twice(
-        self, look: Callable[[], tuple[Found, list[tuple[Queue, int, int]]]]
-    ) -> tuple[Found, list[tuple[Queue, int, int]]]:
+    def _look_twice(self, look: Callable[[], Found]) -> Found:
         """Look, and look again at the newest state before anything counts as damaged or lost: this process may have
-        been stopped for longer than the log keeps replaced files."""
+        been stopped for longer than the log keeps replaced files. The missing offsets come last in what is found."""
         with suppress(CorruptLogError):
-            result, missing = look()
-            if not missing:
-                return result, missing
+            found = look()
+            if not found[-1]:
+                return found
         for table in self.engine.looked_at():
             table.refresh()
         self._placements = Placements(self.engine, self._subscription.matches)

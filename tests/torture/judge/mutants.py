@@ -1563,7 +1563,7 @@ def _topics_unlocked() -> Iterator[None]:
 
     def topics(self: Engine) -> dict[str, int]:
         self.topics_table.refresh()
-        return {name: topic.queues for name, topic in self.topic_store.known().items()}
+        return {name: topic.queues for name, topic in self.topic_store.seen().topics.items()}
 
     with replaced((SimulatedTable, "refresh", unlocked), (Engine, "topics", topics)):
         yield
