@@ -176,11 +176,6 @@ class BatchState:
             {n: both(f.state.translate(in_state), f.attempt.translate(in_attempt)) for n, f in self.files.items()}
         )
 
-    def rows_under(self, attempt: int) -> RowSet:
-        """The rows of one attempt."""
-        in_attempt = ones_at(attempt)
-        return RowSet({n: f.attempt.translate(in_attempt) for n, f in self.files.items()})
-
     def count(self, *states: RowState) -> int:
         """How many rows are in one of these states."""
         return sum(f.state.count(int(s)) for f in self.files.values() for s in states)

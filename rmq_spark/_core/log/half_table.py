@@ -47,7 +47,7 @@ class HalfTable:
     def __init__(self, table: Table) -> None:
         self.table = table
         self._last_shared = "", pa.table({})  # path of a shared file, and its rows without payload
-        self._files = HalfFiles(lambda *arguments: self.table.read_range(*arguments), self._locate_now)
+        self._files = HalfFiles(lambda *arguments: self.table.read_range(*arguments), self.locate)
         self.contents = HalfContents(table)
 
     def write_shared(self, several: Sequence[HalfRows]) -> list[HalfFile]:
@@ -184,10 +184,6 @@ class HalfTable:
         return self.table.removed_since().issuperset(paths.difference(live))
 
     # ------------------------------------------------------------------ finding
-    def last_batch_id(self, app_id: str) -> int | None:
-        """The newest batch id that this application prepared. It does not refresh."""
-        return self.table.transaction_version(app_id)
-
     def find(self, app_id: str, batch_id: int) -> HalfRecord | None:
         """The half batch of an application and batch id; None when there is none."""
         self.table.refresh()
@@ -320,10 +316,6 @@ class HalfTable:
                 f"half batch {half_id!r} has no file {file_no}, which op names: it has {paths}. {RESTORE.capitalize()}"
             )
         return record.files[file_no].path
-
-    def _locate_now(self, half_id: str, file_no: int) -> str:
-        self.table.refresh()
-        return self.locate(half_id, file_no)
 
     # ------------------------------------------------------------------ rows
     def has_payload(self, wanted: RowRange) -> bool | None:

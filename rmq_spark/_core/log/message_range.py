@@ -122,6 +122,14 @@ def select(
     return selected, gaps
 
 
+def note_first_offsets(offsets: dict[Queue, int], rows: pa.Table) -> None:
+    """Lower the offset of each queue of these rows to the first one among them."""
+    firsts = rows.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
+    for row in firsts.to_pylist():
+        queue, first = (row["topic"], row["queue_id"]), row["queue_offset_min"]
+        offsets[queue] = min(offsets.get(queue, first), first)
+
+
 def out_of_range(topic: str, queue_id: int, start: int, end: int, firsts: Positions | None = None) -> str:
     """The error text for offsets (``end`` excluded) that the log does not hold."""
     where = f"topic {topic!r}, queue {queue_id}: offsets {start} to {end - 1}"

@@ -181,22 +181,17 @@ class OpRow:
         who = read["decided_by"]
         return cls(
             kind=Kind(read["kind"]),
-            half_id=read["half_id"],
-            file_no=read["file_no"],
             ranges=ranges_of(read["ranges"]),
-            count=read["count"],
-            attempt=read["attempt"],
             decided_by=None if who is None else Who(who),
-            reason=read["reason"],
-            topic=read["topic"],
-            queue_id=read["queue_id"],
-            queue_offset=read["queue_offset"],
-            producer_group=read["producer_group"],
-            until=read["until"],
-            verdict=read["verdict"],
-            refused=read["refused"],
-            op_time=read["op_time"],
+            **{name: read[name] for name in _AS_READ},
         )
+
+
+_AS_READ = (
+    "half_id", "file_no", "count", "attempt", "reason", "topic", "queue_id", "queue_offset", "producer_group", "until",
+    "verdict", "refused", "op_time",
+)  # fmt: skip
+"""Columns that a row of one half batch keeps as they are read."""
 
 
 def pruned_up_to(op: Table, what: str = PRUNED) -> int:

@@ -158,26 +158,23 @@ class OpReader:
     def rows_of(self, record: HalfRecord) -> pa.Table:
         """The op rows of one half batch, in version order. Above the mark, all rows of a half batch are in memory."""
         kept = _rows_of_batch(self.view.rows, record.half_id)
-        return pa.concat_tables([self._older_rows_of(record.half_id), kept]) if self._is_below(record) else kept
+        if not self._is_below(record):
+            return kept
+        return pa.concat_tables([self._older_rows_of([record.half_id])[record.half_id], kept])
 
     def _is_below(self, record: HalfRecord) -> bool:
         """Whether a half batch was prepared below the mark, so that it may have op rows older than those in memory."""
         return record.prepared_ms <= self.view.low_water
 
-    def _older_rows_of(self, half_id: str) -> pa.Table:
-        """The op rows of one half batch that are older than those in memory. They are cached: a commit that loses a
-        race needs them again, and another scan would make it lose the next race, too."""
-        cache = self._older_cache()
-        if half_id not in cache:
-            cache.update(self._read_older([half_id]))
-        return cache[half_id]
-
-    def _older_cache(self, more: int = 1) -> dict[str, pa.Table]:
-        """The cache of :meth:`_older_rows_of`, with room for ``more`` half batches."""
+    def _older_rows_of(self, half_ids: Sequence[str]) -> Mapping[str, pa.Table]:
+        """The op rows of half batches that are older than those in memory, and perhaps those of others. They are
+        cached: a commit that loses a race needs them again, and another scan would make it lose the next race, too."""
         marked_at, cache = self._older_rows
-        if marked_at != self.view.marked_at or len(cache) + more > OLDER_KEPT:
+        if marked_at != self.view.marked_at or len({*cache, *half_ids}) > OLDER_KEPT:
             cache = {}
             self._older_rows = (self.view.marked_at, cache)
+        if unread := [half_id for half_id in half_ids if half_id not in cache]:
+            cache.update(self._read_older(unread))
         return cache
 
     def read_older(self, records: Iterable[HalfRecord]) -> None:
@@ -185,8 +182,7 @@ class OpReader:
         with self.table.lock:
             half_ids = [record.half_id for record in records if self._is_below(record)]
             if len(half_ids) <= OLDER_KEPT:
-                cache = self._older_cache(len(half_ids))
-                cache.update(self._read_older([h for h in half_ids if h not in cache]))
+                self._older_rows_of(half_ids)
 
     def _read_older(self, half_ids: Sequence[str]) -> dict[str, pa.Table]:
         """The op rows that are older than those in memory, by half id and in version order. Of a half batch that the

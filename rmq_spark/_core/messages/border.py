@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.message_range import MessageRange
+from rmq_spark._core.log.message_range import MessageRange, note_first_offsets
 from rmq_spark._core.log.op import PRUNED_PLACED, pruned_up_to
 from rmq_spark._core.log.op_walk import walk_placements
 from rmq_spark._core.messages.messages_table import (
@@ -147,10 +147,7 @@ class Drained:
         """By queue, the offset of its first placement above the position, or else its end."""
         ends = dict(self._engine.tails(refresh=False))
         for rows, _ in walk_placements(self._engine.op_table, self.position + 1):
-            firsts = rows.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
-            for row in firsts.to_pylist():
-                queue = (row["topic"], row["queue_id"])
-                ends[queue] = min(ends.get(queue, row["queue_offset_min"]), row["queue_offset_min"])
+            note_first_offsets(ends, rows)
         return ends
 
     # ------------------------------------------------------------------ where they lie
@@ -222,11 +219,7 @@ class Drained:
                 rows = self._engine.messages_table.read(
                     [path], ["topic", "queue_id", "queue_offset", "commit_timestamp"]
                 )
-                rows = rows.filter(pc.greater_equal(rows["commit_timestamp"], since))
-                firsts = rows.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
-                for row in firsts.to_pylist():
-                    queue = (row["topic"], row["queue_id"])
-                    offsets[queue] = min(offsets.get(queue, row["queue_offset_min"]), row["queue_offset_min"])
+                note_first_offsets(offsets, rows.filter(pc.greater_equal(rows["commit_timestamp"], since)))
             return offsets
 
     def times_of(self, offsets: Mapping[Queue, int]) -> dict[Queue, datetime]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.message_range import MessageRange, PlacedRange, Positions, select
+from rmq_spark._core.log.message_range import MessageRange, PlacedRange, Positions, note_first_offsets, select
 from rmq_spark._core.log.op import OP_SCHEMA
 from rmq_spark._core.log.op_walk import PLACEMENT_COLUMNS, walk_placements
 from rmq_spark._core.vocabulary.queues import Queue
@@ -181,11 +181,7 @@ class Placements:
         first_offsets = {queue: offset for queue, offset in drained.first_since(time).items() if self._wants(queue[0])}
         for rows, rest in walk_placements(self.engine.op_table, drained.position + 1):
             placed = self._of_wanted_topics(rows.filter(pc.is_valid(rows["queue_offset"])))
-            late = placed.filter(pc.greater_equal(placed["op_time"], since))
-            first = late.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
-            for row in first.to_pylist():
-                queue = (row["topic"], row["queue_id"])
-                first_offsets[queue] = min(first_offsets.get(queue, row["queue_offset_min"]), row["queue_offset_min"])
+            note_first_offsets(first_offsets, placed.filter(pc.greater_equal(placed["op_time"], since)))
             # Times ascend with versions, so older files than this are entirely too early.
             early = pc.max(rows.filter(pc.less(rows["op_time"], since))["version"]).as_py()
             if early is not None and rest is not None and rest <= early:

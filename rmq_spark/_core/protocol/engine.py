@@ -173,7 +173,7 @@ class Engine:
         with self.lock:
             if refresh:
                 self.half.table.refresh()
-            return self.half.last_batch_id(app_id)
+            return self.half.table.transaction_version(app_id)
 
     def is_replay(self, header: HalfHeader) -> bool:
         """Whether the log has this numbered batch, or a later one of its application."""

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 from rmq_spark._core.log.decision import Decided, Decision
 from rmq_spark._core.log.half import HalfFile, HalfRows
@@ -58,16 +58,6 @@ Result = TypeVar("Result")
 
 Stageable = HalfFile | HalfRows | OneMessage
 """A half file, or rows or a message that will be written to one."""
-
-
-class Commits(Protocol):
-    """How a sender commits: alone (:class:`Engine`), or together with other threads (:class:`GroupCommit`)."""
-
-    def prepare(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
-        """Commit the staged files of half batches, then refresh ``op``, as ``Engine.prepare`` does."""
-
-    def decide(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
-        """Make verdicts final, as ``Engine.decide`` does."""
 
 
 class GroupCommit:
@@ -190,25 +180,6 @@ class _Entry(Generic[Request, Result]):
             logger.error("what follows on half batch %r ended: %s", self.about, traceback_of(problem))
 
 
-class _Wait(Generic[Result]):
-    """Lets a thread wait for the answer to its request."""
-
-    def __init__(self, done: threading.Event) -> None:
-        self._done = done
-        self._answer: Result | None = None
-        self._problem: BaseException | None = None
-
-    def hear(self, answer: Result | None, problem: BaseException | None) -> None:
-        """Take the answer, and end the wait."""
-        self._answer, self._problem = answer, problem
-        self._done.set()
-
-    def outcome(self) -> Result | BaseException:
-        """Wait for the answer or the problem, and return it."""
-        self._done.wait()
-        return cast(Result, self._answer) if self._problem is None else self._problem
-
-
 class CommitQueue(Generic[Request, Result]):
     """Makes one commit after the other, each for all requests that wait by then. ``commit`` takes requests about
     different half batches and returns an answer for each.
@@ -259,10 +230,14 @@ class CommitQueue(Generic[Request, Result]):
 
     def ask(self, requests: Mapping[str, Request]) -> list[Result | BaseException]:
         """Add requests, by half id; wait for their commits; return the answer or the problem of each."""
-        waits: list[_Wait[Result]] = [_Wait(self._runtime.event()) for _ in requests]
-        pairs = zip(requests.items(), waits, strict=True)
-        self._put([_Entry(request, about, wait.hear) for (about, request), wait in pairs])
-        return [wait.outcome() for wait in waits]
+        waits: list[tuple[_Entry[Request, Result], threading.Event]] = []
+        for about, request in requests.items():
+            done = self._runtime.event()
+            waits.append((_Entry(request, about, lambda *_, done=done: done.set()), done))
+        self._put([entry for entry, _ in waits])
+        for _, done in waits:
+            done.wait()
+        return [cast(Result, entry.answer) if entry.problem is None else entry.problem for entry, _ in waits]
 
     def _put(self, entries: Sequence[_Entry[Request, Result]]) -> None:
         has_thread = True

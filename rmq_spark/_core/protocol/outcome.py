@@ -33,30 +33,19 @@ OF_THE_LOG = (
 
 @dataclass
 class Outcome:
-    """The outcome of a half batch in this run.
-
-    Attributes
-    ----------
-    record : HalfRecord or None
-        None for an empty batch, which leaves nothing in the log.
-    replayed : bool
-        True when the batch had been prepared before this run.
-    attempt : int
-        The newest attempt.
-    messages : dict of RowState to int
-        Messages in each state at the end.
-    placed : list of Placed
-        The messages that this run made visible.
-    error : BaseException or None
-        The listener's exception, with ``onListenerError=unknown``.
-    """
+    """The outcome of a half batch in this run. An empty batch leaves nothing in the log, and has no ``record``."""
 
     record: HalfRecord | None = None
     replayed: bool = False
+    """Whether the batch had been prepared before this run."""
     attempt: int = 1
+    """The newest attempt."""
     messages: dict[RowState, int] = field(default_factory=dict)
+    """Messages in each state at the end."""
     placed: list[Placed] = field(default_factory=list)
+    """The messages that this run made visible."""
     error: BaseException | None = None
+    """The listener's exception, with ``onListenerError=unknown``."""
 
 
 @dataclass

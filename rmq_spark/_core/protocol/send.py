@@ -40,7 +40,7 @@ from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op import Who
 from rmq_spark._core.log.single_messages import OneMessage
 from rmq_spark._core.protocol.engine import Engine
-from rmq_spark._core.protocol.group_commit import Commits, Stageable
+from rmq_spark._core.protocol.group_commit import GroupCommit, Stageable
 from rmq_spark._core.protocol.identity import Lineage
 from rmq_spark._core.protocol.leases import LeaseKeeper
 from rmq_spark._core.protocol.limits import NO_LIMITS, PendingGuard, PendingLimits
@@ -113,7 +113,7 @@ class TwoPhase:
         replay_check_timeout_s: float = REPLAY_CHECK_TIMEOUT_S,
         lease_s: float = LEASE_S,
         pending_limits: PendingLimits = NO_LIMITS,
-        commits: Commits | None = None,
+        commits: GroupCommit | None = None,
         run: Callable[[TransactionListener, HalfBatch], Verdicts] = in_this_thread,
     ) -> None:
         if on_listener_error not in ON_LISTENER_ERROR:
@@ -126,7 +126,7 @@ class TwoPhase:
         self.replay_check_timeout_s = seconds(replay_check_timeout_s, "replay_check_timeout")
         self.pending = PendingGuard(engine, pending_limits)
         self._replays = Replays(engine)
-        self.commits: Commits = engine if commits is None else commits
+        self.commits: Engine | GroupCommit = engine if commits is None else commits
         self._run_by = run
         self.leases = LeaseKeeper(engine, seconds(lease_s, "lease_s", above=True))
 

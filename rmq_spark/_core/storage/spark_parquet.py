@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
 from rmq_spark._core.storage.location import spark_path
+from rmq_spark._core.storage.seal import RESTORE
 from rmq_spark.errors import CorruptLogError
 
 if TYPE_CHECKING:
@@ -98,6 +99,5 @@ def require_sizes(table: Table, files: pa.Table, names: Sequence[str]) -> None:
     ):
         if info.type == pafs.FileType.File and size is not None and info.size != size:
             raise CorruptLogError(
-                f"file {path} of table {table.name} has {info.size} bytes, its Delta log says {size}: restore it from "
-                "a copy, and write nothing to this commit log before"
+                f"file {path} of table {table.name} has {info.size} bytes, its Delta log says {size}: {RESTORE}"
             )
