@@ -171,7 +171,7 @@ def test_more_than_2_gb_in_one_column_of_a_batch_are_cut(tmp_path: Path) -> None
 
 
 def test_a_batch_that_is_cut_keeps_its_messages_and_their_order(tmp_path: Path, limit: Limit) -> None:
-    limit(BATCH_BYTES_MAX=1000)
+    limit(ARROW_BYTES_MAX=1000)
     bodies = [str(number) * (1 + number % 7) for number in range(500)]
     for column in (pa.array(bodies, pa.large_string()), pa.array(bodies)):
         (file,) = write(tmp_path, pa.table({"body": column, "queue_id": pa.array([0] * 500, pa.int32())}))
@@ -349,10 +349,10 @@ def test_messages_without_a_key_spread_evenly(tmp_path: Path, rows: int, partiti
     assert max(counts.values()) - min(counts.values()) <= max(1, total // 10)
 
 
-def test_a_large_partition_becomes_several_files(tmp_path: Path) -> None:
-    small = writer(file_bytes_max=2_000)
+def test_a_large_partition_becomes_several_files(tmp_path: Path, limit: Limit) -> None:
+    limit(HALF_FILE_BYTES_MAX=2_000)
     batches = pa.table({"body": [f"{i:0100}" for i in range(100)]}).to_batches(max_chunksize=10)
-    files = small.write(LOCAL, str(tmp_path), 3, batches)
+    files = writer().write(LOCAL, str(tmp_path), 3, batches)
     assert len(files) > 3
     assert [f.file_no for f in files] == [3000 + i for i in range(len(files))]
     seen = [int(b) for f in files for b in stored(tmp_path, f)["body"].to_pylist()]

@@ -87,7 +87,7 @@ def test_a_planner_follows_the_log_and_reads_only_what_is_new(log: CommitLog) ->
         files += op_files(reads)
         seen += sum(placed.count for placed in found)
         plans.forget(latest)
-        assert plans.rows_kept == 0
+        assert plans._placements._kept.rows.num_rows == 0
         at = latest
     assert seen == 20
     assert len(files) == len(set(files)) == 5
@@ -154,7 +154,7 @@ def test_a_cache_over_its_size_is_filled_again_as_the_stream_goes_on(log: Commit
     while at != latest:
         end = admit(at, latest, 7)
         parts += plans.ranges(at, end)
-        assert plans.rows_kept <= 4 * 4
+        assert plans._placements._kept.rows.num_rows <= 4 * 4
         plans.forget(end)
         at = end
     assert read(log, parts).equals(whole(log))

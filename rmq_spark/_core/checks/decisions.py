@@ -47,7 +47,6 @@ class Decisions:
             self.make()
 
     def make(self) -> None:
-        """Make the waiting decisions."""
         waiting, self._waiting = list(self._waiting.values()), {}
         try:
             if len(waiting) > 1:

@@ -91,8 +91,6 @@ class CheckSettings(BaseModel):
 
 
 class MaintenanceSettings(BaseModel):
-    """The settings of ``[maintenance]``."""
-
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     interval: Annotated[float, BeforeValidator(_duration_or_zero)] = MAINTENANCE_INTERVAL_S
@@ -103,16 +101,12 @@ class MaintenanceSettings(BaseModel):
 
 
 class DrainSettings(BaseModel):
-    """The settings of ``[drain]``."""
-
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     every: Annotated[float, BeforeValidator(_duration_or_zero)] = DRAIN_EVERY_S
 
 
 class MetricsSettings(BaseModel):
-    """The settings of ``[metrics]``."""
-
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     port: int = Field(0, ge=0, le=65_535)
@@ -249,7 +243,6 @@ class JobSettings(BaseSettings):
         return {name: value.get_secret_value() for name, value in self.storage.items()} or None
 
     def service(self, listeners: Mapping[str, TransactionListener]) -> CheckService:
-        """Return a check service with these settings."""
         check = self.check
         return CheckService(
             self.path,

@@ -48,8 +48,6 @@ class TransactionCheckListener(ABC):
 
 
 class NamedPolicy(TransactionCheckListener):
-    """A policy of :class:`DiscardPolicy`."""
-
     def __init__(self, policy: DiscardPolicy) -> None:
         self.policy = policy
 

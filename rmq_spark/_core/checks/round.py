@@ -461,7 +461,6 @@ def _not_decided(decision: Decision, problem: Exception, report: CheckReport) ->
 
 
 def _came_too_late(record: HalfRecord, attempt: int, problem: Exception, report: CheckReport) -> None:
-    """Report verdicts that came too late, because another process was faster."""
     logger.warning(
         "verdicts for half batch %r came too late: %s", record.half_id, problem,
         extra={**of_header(record.header), "attempt": attempt},

@@ -163,7 +163,6 @@ class BatchState:
         return any(b"\x01" in f.conflict for f in self.files.values())
 
     def conflicting(self) -> RowSet:
-        """The rows in conflict."""
         return RowSet({n: f.conflict for n, f in self.files.items()})
 
     def rows_in(self, states: Sequence[RowState], attempt: int | None = None) -> RowSet:

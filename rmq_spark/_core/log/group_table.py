@@ -104,13 +104,10 @@ class Session:
 
 
 class GroupTable:
-    """The ``groups`` table of a commit log."""
-
     def __init__(self, table: Table) -> None:
         self.table = table
 
     def looked_at(self) -> Iterable[Table]:
-        """The tables that this object reads."""
         return (self.table,)
 
     @looks_again

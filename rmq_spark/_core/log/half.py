@@ -116,7 +116,6 @@ class HalfRows:
 
     @property
     def table(self) -> pa.Table:
-        """These rows alone."""
         return self.source.slice(self.at, self.count)
 
     def in_file(self, data: DataFile) -> HalfFile:
@@ -124,7 +123,6 @@ class HalfRows:
         return HalfFile(data, self.file_no, self.segments, self.staged_at, self.half_id, self.delayed)
 
     def write(self, fs: pafs.FileSystem, folder: str) -> HalfFile:
-        """Write the rows to a file of their own."""
         table = self.table
         one_topic = len({segment.topic for segment in self.segments}) == 1
         data = (self.writer.write_file or write_table)(

@@ -87,7 +87,6 @@ class HalfContents:
         return self._batches_in(self.table.actions())
 
     def _batches_in(self, actions: pa.Table) -> PreparedBatches:
-        """The half batches in these files."""
         is_single, low = single_batch_files(actions)
         is_single = pc.and_(is_single, pc.is_valid(actions["num_records"]))
         files = pa.table({"half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"]})
@@ -153,5 +152,4 @@ def single_batch_files(actions: pa.Table) -> tuple[pa.ChunkedArray, pa.ChunkedAr
 
 
 def _has_any(batches: pa.Table, half_ids: pa.Array) -> bool:
-    """Whether a file has rows of one of these half batches."""
     return bool(pc.any(pc.is_in(batches["half_id"], value_set=half_ids)).as_py())

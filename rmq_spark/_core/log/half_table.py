@@ -42,8 +42,6 @@ SHARED_ROWS_KEPT = 65_536
 
 
 class HalfTable:
-    """The ``half`` table of a commit log."""
-
     def __init__(self, table: Table) -> None:
         self.table = table
         self._last_shared = "", pa.table({})  # path of a shared file, and its rows without payload
@@ -51,7 +49,6 @@ class HalfTable:
         self.contents = HalfContents(table)
 
     def write_shared(self, several: Sequence[HalfRows]) -> list[HalfFile]:
-        """Write the rows of several half batches to one file."""
         rows = together(several)
         data = self.table.write(rows, self.table.name, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
         self.contents.shared.keep(data.path, counted(rows["half_id"]))
@@ -160,7 +157,6 @@ class HalfTable:
         return {path: size or 0 for path, size in sizes}
 
     def holds(self, record: HalfRecord) -> bool:
-        """Whether a half batch is in the table."""
         self.table.refresh()
         paths = pa.array({file.path for file in record.files.values()}, pa.string())
         if pc.sum(pc.is_in(self.table.actions()["path"], value_set=paths)).as_py() == len(paths):
@@ -343,7 +339,6 @@ class HalfTable:
         return part["deliver_at"].combine_chunks().filter(booleans_of(bits))
 
     def read(self, record: HalfRecord, rows: RowSet, columns: Sequence[str]) -> pa.Table:
-        """Rows of a half batch in send order."""
         schema = pa.schema([HALF_SCHEMA.field(c) for c in columns])
         parts = [part for wanted in ranges_of(record, rows) for _, part in self.read_range(wanted, columns)]
         return pa.concat_tables([p.cast(schema) for p in parts]) if parts else schema.empty_table()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import field
 from itertools import chain
 
 import pyarrow as pa
@@ -56,7 +55,6 @@ class HalfWriter:
     transaction_key: str | None
     fifo: frozenset[str] = frozenset()
     own: bool = False
-    file_bytes_max: int = field(default=FILE_BYTES_MAX)
     runtime: Runtime = RUNTIME
     write_file: Callable[..., DataFile] | None = None
 
@@ -72,7 +70,7 @@ class HalfWriter:
             if batch.num_rows:
                 waiting.append(batch)
                 size += batch.nbytes
-            if size >= self.file_bytes_max:
+            if size >= FILE_BYTES_MAX:
                 files.append(self._write_file(fs, folder, partition, len(files), waiting))
                 waiting, size = [], 0
         if waiting:
@@ -197,7 +195,7 @@ class HalfWriter:
         if part >= FILES_PER_PARTITION_MAX:
             raise MessageError(
                 f"partition {partition} holds more than {FILES_PER_PARTITION_MAX} files of "
-                f"{self.file_bytes_max} bytes: repartition the batch"
+                f"{FILE_BYTES_MAX} bytes: repartition the batch"
             )
         return self.rows_of(pa.Table.from_batches(batches), partition * FILES_PER_PARTITION_MAX + part).write(
             fs, folder

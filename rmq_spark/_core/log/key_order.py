@@ -140,6 +140,5 @@ def _open_rows(rows: pa.Table, batch: OpenBatch) -> pa.Table:
 
 
 def _distinct(keys: Iterable[pa.Array | pa.ChunkedArray]) -> pa.Array:
-    """The distinct keys, without nulls."""
     chunks = [c for k in keys for c in (k.chunks if isinstance(k, pa.ChunkedArray) else [k])]
     return pc.unique(pa.concat_arrays([NO_KEYS, *chunks]).drop_null())

@@ -80,8 +80,6 @@ PRUNED_PLACED = "txmq.pruned.placed"
 
 
 class Kind(str, Enum):
-    """The kinds of op rows."""
-
     COMMIT = "commit"
     PLACE = "place"
     ROLLBACK = "rollback"

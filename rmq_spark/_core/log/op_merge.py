@@ -42,7 +42,6 @@ def _in_version_order(rows: pa.Table) -> pa.Table:
 
 
 def is_due(table: Table) -> bool:
-    """True when ``op`` has enough small files to merge."""
     return table.actions().num_rows >= OP_FILES_MAX and bool(_to_merge(table))
 
 

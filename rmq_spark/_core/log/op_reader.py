@@ -129,7 +129,6 @@ class OpReader:
         return OpView.from_mark(read_op(self.table, paths))
 
     def _read_between(self, first: int, last: int) -> pa.Table:
-        """The op rows of these versions, in version order."""
         actions = self.table.actions()
         if actions.num_rows == 0:
             return NO_OPS
@@ -300,7 +299,6 @@ class OpReader:
         return Archived.of(rows.slice(rows.num_rows - 1).to_pylist()[0]) if rows.num_rows else None
 
     def archived_among(self, names: Collection[str]) -> frozenset[str]:
-        """The names whose half batches have left or are about to leave."""
         with self.table.lock:
             self.refresh()
             rows = self.table.read(self.archive_paths(), ["kind", "half_id"], _may_be_named(names))

@@ -133,7 +133,6 @@ class OpView:
 
 
 def of_kind(rows: pa.Table, kind: Kind) -> pa.ChunkedArray:
-    """Which op rows are of this kind."""
     return pc.equal(rows["kind"], kind.value)
 
 

@@ -37,9 +37,7 @@ FILE_BYTES_MAX = 16 * 1024 * 1024
 every other one of 100,000 messages is large."""
 
 
-def walk_placements(
-    op: Table, since_version: int = 0, above: int = 0, files_min: int = 16
-) -> Iterator[tuple[pa.Table, int | None]]:
+def walk_placements(op: Table, since_version: int = 0, above: int = 0) -> Iterator[tuple[pa.Table, int | None]]:
     """Placements, from the newest op file backwards. A reader near the head of its queues stops early, so its cost does
     not depend on the age of the log. Each step reads twice as many files as the one before.
 
@@ -48,7 +46,7 @@ def walk_placements(
     """
     files = newest_files(op, since_version, above)
     is_wanted = pc.field("queue_offset").is_valid() & (pc.field("next_offset") > above)
-    step, at = files_min, 0
+    step, at = 16, 0
     while at < len(files):
         paths = [path for path, _ in files[at : at + step]]
         at, step = at + step, step * 2

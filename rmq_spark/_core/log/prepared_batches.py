@@ -37,7 +37,6 @@ class PreparedBatches(Mapping[str, Prepared]):
 
     @classmethod
     def of(cls, batches: Mapping[str, Prepared]) -> PreparedBatches:
-        """Put these half batches into columns."""
         columns = list(zip(*batches.values(), strict=True)) or [()] * len(Prepared._fields)
         return cls(pa.table([list(batches), *columns], schema=SCHEMA))
 

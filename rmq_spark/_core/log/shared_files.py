@@ -84,7 +84,6 @@ class SharedFiles:
         return batches is not None and 0 < (pc.sum(batches["rows"]).as_py() or 0) <= rows_max
 
     def keep(self, path: str, found: pa.Table) -> None:
-        """Keep the contents of a file."""
         self._kept[path] = found
         self._ids += found.num_rows
         while self._ids > IDS_KEPT_MAX and len(self._kept) > 1:

@@ -34,7 +34,6 @@ class OneMessage:
 
     @property
     def files(self) -> tuple[OneMessage]:
-        """The rows to prepare."""
         return (self,)
 
 

@@ -57,8 +57,6 @@ _NO_ROWS = pa.schema([TOPICS_SCHEMA.field(name) for name in _COLUMNS]).empty_tab
 
 
 class TopicTable:
-    """The ``topics`` table of a commit log."""
-
     def __init__(self, table: Table, default_queues: int) -> None:
         self.table = table
         self.default_queues = default_queues

@@ -275,7 +275,6 @@ def read_ranges(
 
 
 def _ranges_after(ranges: Sequence[MessageRange], done: int) -> Iterator[MessageRange]:
-    """Ranges without their first ``done`` rows."""
     for placed in ranges:
         if done < placed.count:
             yield placed.cut(placed.queue_offset + done, placed.stop)

@@ -70,10 +70,6 @@ class Placements:
             NO_PLACEMENTS, until, dict(engine.tails(refresh=False))
         )  # replaced in one step, never changed
 
-    @property
-    def rows_kept(self) -> int:
-        return int(self._kept.rows.num_rows)
-
     def latest(self, refresh: bool = True) -> dict[Queue, int]:
         """The next offset of every wanted queue that has messages."""
         tails = self.engine.tails(refresh)
@@ -141,7 +137,6 @@ class Placements:
         return self._kept.rows
 
     def _read_newer(self, spans: Spans, version: int) -> None:
-        """Add the placements that were committed since the last read."""
         kept = self._kept
         rows, until = kept.rows.filter(pc.less(kept.rows["version"], kept.until)), version + 1
         for new, _ in walk_placements(self.engine.op_table, kept.until):

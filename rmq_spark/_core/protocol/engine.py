@@ -145,7 +145,6 @@ class Engine:
         self.topic_store.create([name], 1, fifo=False, exist_ok=True)
 
     def topics(self) -> dict[str, int]:
-        """The number of queues of each topic."""
         return {name: topic.queues for name, topic in self.topic_store.all().items()}
 
     def require_topic(self, name: str) -> int:
@@ -164,7 +163,6 @@ class Engine:
         return self.with_runtime(writer).write(self.half.table.fs, self.half.table.folder, partition, batches)
 
     def with_runtime(self, writer: HalfWriter) -> HalfWriter:
-        """The writer, with this log's runtime."""
         return writer if writer.runtime is self.runtime else replace(writer, runtime=self.runtime)
 
     @looks_again

@@ -276,7 +276,6 @@ class Lineage:
 
 
 def lineage_of(location: str, storage_options: Mapping[str, str] | None) -> Lineage:
-    """Return a checkpoint's record of the batches that were sent from it."""
     return Lineage(_python_folder(location, storage_options))
 
 
@@ -288,8 +287,6 @@ def _unreadable(location: str, problem: BaseException) -> OptionError:
 
 
 class Folder(Protocol):
-    """A checkpoint's folder."""
-
     name: str
 
     def read(self, file: str) -> bytes | None:

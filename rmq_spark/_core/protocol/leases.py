@@ -86,7 +86,6 @@ class LeaseKeeper:
             raise
 
     def _may_end(self) -> bool:
-        """Whether the thread may end: no lease has been added meanwhile. A later one starts another thread."""
         with self._lock:
             self._has_thread = False
             self._has_thread = bool(self._running)

@@ -48,8 +48,6 @@ NO_LIMITS = PendingLimits()
 
 
 class _Pending(NamedTuple):
-    """A half batch with pending messages."""
-
     half_id: str
     producer_group: str
     size: int

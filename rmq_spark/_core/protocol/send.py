@@ -87,7 +87,6 @@ REPLAY_BACKOFF_S_MAX = 5.0
 
 
 def in_this_thread(listener: TransactionListener, batch: HalfBatch) -> Verdicts:
-    """Run the local transaction of a half batch."""
     return listener.execute_local_transaction(batch)
 
 
@@ -405,7 +404,6 @@ class TwoPhase:
             )
 
     def _reopen(self, run: Run, attempt: int, states: tuple[RowState, ...], as_attempt: int, reason: str) -> RowSet:
-        """Make rows pending again."""
         return self.engine.ledger.reopen(run.record, attempt, states, as_attempt, Who.EXECUTE, reason)
 
     def _not_executed_here(self, run: Run, state: BatchState) -> list[tuple[int, RowSet]]:

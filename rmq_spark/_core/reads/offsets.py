@@ -284,5 +284,4 @@ def due(suspended: Again, now: datetime) -> Again:
 
 
 def seconds_to_wait(suspended: Again, now: datetime) -> float:
-    """Return the seconds until the first suspension is over."""
     return max(0.0, (min(until for _, until in suspended.values()) - now).total_seconds())

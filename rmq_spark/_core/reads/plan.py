@@ -38,11 +38,6 @@ class Planner:
         self._fail_on_data_loss = fail_on_data_loss
         self._placements = Placements(engine, subscription.matches)
 
-    @property
-    def rows_kept(self) -> int:
-        """Number of placements in memory."""
-        return self._placements.rows_kept
-
     # ------------------------------------------------------------------ topics and offsets
     def queues(self) -> dict[str, int]:
         """Return the subscribed topics that exist, and their numbers of queues. TopicNotFoundError: the subscription

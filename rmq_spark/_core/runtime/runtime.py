@@ -44,11 +44,9 @@ class Runtime:
         return time.time()
 
     def time_ms(self) -> int:
-        """Milliseconds since the epoch."""
         return int(self.time() * 1_000)
 
     def now(self) -> datetime:
-        """The time, in UTC."""
         return datetime.fromtimestamp(self.time(), timezone.utc)
 
     def monotonic(self) -> float:
@@ -57,7 +55,6 @@ class Runtime:
         return time.monotonic() if _SINCE_BOOT is None else time.clock_gettime(_SINCE_BOOT)
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
         time.sleep(seconds)
 
     def random(self) -> float:

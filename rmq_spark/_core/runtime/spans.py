@@ -236,7 +236,6 @@ class Tracing:
                 raise
 
     def failed(self, span: Span, problem: BaseException | str) -> None:
-        """Record in a span what went wrong."""
         kind, description = (
             (problem, problem) if isinstance(problem, str) else (type(problem).__name__, sentence_of(problem))
         )

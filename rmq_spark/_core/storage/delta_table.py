@@ -89,8 +89,6 @@ def _require_store(uri: str, storage_options: dict[str, str] | None) -> None:
 
 
 class DeltaLogTable:
-    """A Delta table of a commit log, through delta-rs."""
-
     def __init__(
         self,
         uri: str,
@@ -307,7 +305,6 @@ class DeltaLogTable:
 
     @property
     def configuration(self) -> dict[str, str]:
-        """The table's properties."""
         return dict(self._table.metadata().configuration)
 
     def refresh(self) -> int:
@@ -436,7 +433,6 @@ class DeltaLogTable:
         return read_range(self.fs, self.folder, wanted, columns, where)
 
     def _row_counts(self, paths: Sequence[str]) -> dict[str, int | None]:
-        """Row counts of some files, by path, from the Delta log."""
         actions = self.actions()
         named = actions.filter(pc.is_in(actions["path"], value_set=pa.array(paths, pa.string())))
         return dict(zip(named["path"].to_pylist(), named["num_records"].to_pylist(), strict=True))

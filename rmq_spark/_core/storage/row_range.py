@@ -83,7 +83,6 @@ class RowRange:
         return sum(last - first + 1 for first, last in self.ranges) + sum(part.rows for part in self.more)
 
     def is_same_half_file(self, other: RowRange) -> bool:
-        """Whether both are rows of the same half file."""
         return (self.half_id, self.file_no) == (other.half_id, other.file_no)
 
     @property

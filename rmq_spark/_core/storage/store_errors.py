@@ -40,7 +40,6 @@ def is_denied(problem: BaseException) -> bool:
 
 
 def denied(where: str) -> StorageError:
-    """The error for a place to which this program may not write."""
     return StorageError(f"{where} cannot be written to (permission denied): give this program the right to write")
 
 

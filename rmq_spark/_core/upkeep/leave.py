@@ -119,8 +119,6 @@ class _Batch:
 
 
 class Leaver:
-    """Lets half batches leave one commit log."""
-
     def __init__(self, engine: Engine, graces: Graces) -> None:
         self._engine = engine
         self._graces = graces
@@ -214,7 +212,6 @@ class Leaver:
                 )
 
     def _headers(self, leaving: Collection[str]) -> Iterator[dict[str, Any]]:
-        """The headers of half batches, from their files."""
         paths = self._engine.half.contents.paths_of(leaving)
         while paths:
             chunk: list[str] = []
@@ -289,7 +286,6 @@ class Leaver:
 
 
 def _batches(rows: pa.Table, row_counts: Mapping[str, int]) -> dict[str, _Batch]:
-    """Sums of the op rows of half batches, by half id."""
     is_placed = pc.is_valid(rows["queue_offset"])
     is_special = pc.is_in(rows["kind"], value_set=pa.array([k.value for k in NOT_SIMPLE]))
     columns = {

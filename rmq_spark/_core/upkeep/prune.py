@@ -48,8 +48,6 @@ class _Dead:
 
 
 class Pruner:
-    """Prunes ``op`` of one commit log."""
-
     def __init__(self, engine: Engine, graces: Graces) -> None:
         self._engine = engine
         self._graces = graces

@@ -158,7 +158,7 @@ def _round(
         deleted = [
             path
             for table in tables
-            for path in table_files.delete_replaced([table], table_files.kept_s(table) + doubt_s, dry_run)
+            for path in table_files.delete_replaced(table, table_files.kept_s(table) + doubt_s, dry_run)
         ]
         deleted += table_files.vacuum(tables, ORPHAN_AGE_S + doubt_s, dry_run) if orphans else []
     report = MaintenanceReport(

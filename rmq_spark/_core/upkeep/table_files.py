@@ -95,22 +95,18 @@ def removed_earlier_s(table: Table, useful_s: float | None) -> float:
     return 0.0 if useful_s is None else max(0.0, kept_s(table) - max(REPLACED_FILES_S, useful_s))
 
 
-def delete_replaced(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:
+def delete_replaced(table: Table, age_s: float, dry_run: bool) -> list[str]:
     """Delete files that left a table more than ``age_s`` seconds ago; return ``<table>/<file>`` of each."""
-    deleted: list[str] = []
-    for table in tables:
-        table.clock.require_near()
-        table.refresh()
-        gone = table.removed_since() - table.removed_since(age_s) - set(table.actions()["path"].to_pylist())
-        if not gone or _is_left_alone(table):
-            continue
-        for info in table.fs.get_file_info(pafs.FileSelector(table.folder)):
-            name = info.path.rsplit("/", 1)[-1]
-            if name in gone:
-                deleted.append(f"{table.name}/{name}")
-                if not dry_run:
-                    _delete(table, name)
-    return deleted
+    table.clock.require_near()
+    table.refresh()
+    gone = table.removed_since() - table.removed_since(age_s) - set(table.actions()["path"].to_pylist())
+    if not gone or _is_left_alone(table):
+        return []
+    infos = table.fs.get_file_info(pafs.FileSelector(table.folder))
+    names = [name for info in infos if (name := info.path.rsplit("/", 1)[-1]) in gone]
+    for name in names if not dry_run else ():
+        _delete(table, name)
+    return [f"{table.name}/{name}" for name in names]
 
 
 def _is_left_alone(table: Table) -> bool:

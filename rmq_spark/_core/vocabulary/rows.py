@@ -41,7 +41,6 @@ class RowSet(Mapping[int, bytes]):
         return f"RowSet({ {n: runs(bits) for n, bits in self._files.items()} })"
 
     def __and__(self, other: Mapping[int, bytes | bytearray]) -> RowSet:
-        """Rows that are in both."""
         other = other._files if isinstance(other, RowSet) else other
         if not (self._files and other):
             return NO_ROWS
@@ -59,7 +58,6 @@ class RowSet(Mapping[int, bytes]):
 
     @property
     def count(self) -> int:
-        """The number of rows."""
         if self._count < 0:
             self._count = sum([bits.count(1) for bits in self._files.values()])
         return self._count
@@ -108,7 +106,6 @@ def bits_in(ranges: Ranges, rows: int) -> bytes:
 
 
 def ranges_count(ranges: Ranges) -> int:
-    """The number of rows in these ranges."""
     return sum(last - first + 1 for first, last in ranges)
 
 
