@@ -119,16 +119,9 @@ DECIDING = frozenset(kind.value for kind in (*SETTLING, Kind.REOPEN))
 class OpenBelow:
     """A half batch that was open when a mark passed it. The mark names it, so that nothing else waits for it.
 
-    Attributes
-    ----------
-    ms : int
-        When it was prepared.
-    pending : int
-        Its pending rows before ``since_version`` of the mark.
-    versions : tuple of int
-        Versions before ``since_version`` with op rows of it that still count.
-    waiting : mapping of datetime or None to int
-        Its committed messages that had no place then, by due time (None: they wait for their sharding key).
+    It was prepared at ``ms``. ``pending`` are its pending rows, and ``versions`` those with op rows of it that still
+    count, both before ``since_version`` of the mark. ``waiting`` are its committed messages that had no place then, by
+    due time (None: they wait for their sharding key).
     """
 
     ms: int

@@ -33,40 +33,27 @@ their sharding key)."""
 
 @dataclass(frozen=True)
 class OpView:
-    """The state after the op rows up to a version.
-
-    Attributes
-    ----------
-    version : int
-        The last version that was read.
-    since : int
-        ``rows`` holds all op rows from this version on.
-    marked_at : int
-        The version of the newest mark; -1 before the first one.
-    low_water : int
-        Prepare time (ms) up to which every half batch is settled, except those ``below`` and those reopened later.
-    below : mapping of str to OpenBelow
-        Half batches that were open when the newest mark passed them, by half id.
-    reopened_ms : int
-        When a transaction was last reopened.
-    conflicts : frozenset of str
-        Half batches in conflict that no person has resolved yet.
-    firsts : mapping of (topic, queue_id) to int
-        The first offset that is kept, of queues with expired messages.
-    """
+    """The state after the op rows up to a version."""
 
     version: int = -1
     rows: pa.Table = field(default_factory=lambda: NO_OPS)
     since: int = 0
+    """``rows`` holds all op rows from this version on."""
     tails: Tails = field(default_factory=dict)
     waiting: Waiting = field(default_factory=dict)
     last_time: datetime = EPOCH
     low_water: int = 0
+    """Prepare time (ms) up to which every half batch is settled, except those ``below`` and those reopened later."""
     conflicts: frozenset[str] = frozenset()
+    """Half batches with a verdict that came too late, which no person has resolved yet."""
     below: Mapping[str, OpenBelow] = field(default_factory=dict)
+    """Half batches that were open when the newest mark passed them, by half id."""
     reopened_ms: int = 0
+    """When a transaction was last reopened."""
     marked_at: int = -1
+    """The version of the newest mark; -1 before the first one."""
     firsts: Tails = field(default_factory=dict)
+    """The first offset that is kept, of queues with expired messages."""
 
     @classmethod
     def from_mark(cls, rows: pa.Table) -> OpView:

@@ -55,19 +55,10 @@ def _is_as_written(file: pq.ParquetFile, row_range: RowRange, columns: Sequence[
 class RowRange:
     """Rows of one file that a reader wants, with everything that an executor needs to read them.
 
-    Attributes
-    ----------
-    path : str
-        The file, relative to the table. In ``half`` it is a hint: the file may have been stripped.
-    half_id : str
-        Empty for a file of ``messages``.
-    file_no, file_rows : int
-        The half file's number, and the number of rows that it was written with.
-    ranges : tuple of (first, last)
-        row_no of the wanted rows, ascending, both ends included; in ``messages`` their positions in the file.
-    table : {"half", "messages"}
-    more : tuple of RowRange
-        Rows of other half batches in the same file, which follow these.
+    ``path`` is relative to the table. In ``half`` it is a hint: the file may have been stripped. The half file has the
+    number ``file_no``, and was written with ``file_rows`` rows. ``ranges`` are the first and the last row_no of each
+    run, ascending. A file of ``messages`` has an empty ``half_id``, and its ranges are positions in the file. ``more``
+    are rows of other half batches in the same file, which follow these.
     """
 
     path: str
