@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark._core.log import op as op_module
 from rmq_spark._core.messages import message_files as message_files
 from rmq_spark._core.storage.data_file import FEW_ROWS
 from rmq_spark.errors import CorruptLogError
@@ -151,7 +150,7 @@ def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, monkeyp
     table.refresh()
     paths = table.actions().sort_by("min.version")["path"].to_pylist()
     for several in (paths[0::2], paths[1::2]):
-        merged = table.write(table.read(several).sort_by("version"), "op", op_module.STATS_COLUMNS)
+        merged = table.write(table.read(several).sort_by("version"))
         change = Change(add=[merged], remove=several, data_change=False)
         table.compare_and_set(lambda _, c=change: c, lambda _: True)
     log.drain()

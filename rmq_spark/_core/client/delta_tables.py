@@ -6,8 +6,6 @@ import os
 import shlex
 from collections.abc import Mapping
 
-from rmq_spark._core.log import half as half_module
-from rmq_spark._core.log import op as op_module
 from rmq_spark._core.log.group_table import GROUPS_SCHEMA
 from rmq_spark._core.log.half import HALF_SCHEMA
 from rmq_spark._core.log.log_tables import LogTables
@@ -19,7 +17,7 @@ from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.delta_table import DeltaLogTable
 from rmq_spark._core.storage.location import is_uri
 from rmq_spark._core.storage.stores import claim_table, reaching, removing
-from rmq_spark._core.storage.table import Table
+from rmq_spark._core.storage.table import BOUNDS, Table
 from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
 from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LogFormatError, NotACommitLogError, StorageError
@@ -52,9 +50,9 @@ def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | 
         When another process, which was making the same log, has just given up.
     """
     settings = {"delta.logRetentionDuration": f"interval {max(1, retention_s)} seconds"}
-    half_settings = {"delta.dataSkippingStatsColumns": ",".join(half_module.STATS_COLUMNS), **OF_LEAVING_FILES}
+    half_settings = {"delta.dataSkippingStatsColumns": ",".join(BOUNDS["half"]), **OF_LEAVING_FILES}
     op_settings = {
-        "delta.dataSkippingStatsColumns": ",".join(op_module.STATS_COLUMNS),
+        "delta.dataSkippingStatsColumns": ",".join(BOUNDS["op"]),
         **OF_REPLACED_FILES,
     }
     # topics comes last and carries the format: a half-created log is created again, and never opened.
@@ -101,7 +99,7 @@ def _messages_settings(retention_s: int) -> dict[str, str]:
         "delta.logRetentionDuration": f"interval {kept_s} seconds",
         # By then upkeep has deleted a replaced file.
         "delta.deletedFileRetentionDuration": f"interval {kept_s + 86_400} seconds",
-        "delta.dataSkippingStatsColumns": ",".join(messages.STATS_COLUMNS),
+        "delta.dataSkippingStatsColumns": ",".join(BOUNDS["messages"]),
     }
 
 

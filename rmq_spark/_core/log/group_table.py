@@ -310,7 +310,7 @@ class GroupTable:
                 for queue, place in sorted(after.items())
             ]
             files = [pa.Table.from_pylist(rows, schema=GROUPS_SCHEMA)] if rows else []
-            return Change(add=[self.table.write(f, "groups", ("consumer_group",)) for f in files], remove=paths)
+            return Change(add=[self.table.write(f) for f in files], remove=paths)
 
         def landed(change: Change) -> bool:
             live = set(self._paths(None))

@@ -9,14 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.half import HALF_SCHEMA, STATS_COLUMNS, HalfFile, HalfRows, together
+from rmq_spark._core.log.half import HALF_SCHEMA, HalfFile, HalfRows, together
 from rmq_spark._core.log.half_contents import HalfContents, single_batch_files
 from rmq_spark._core.log.half_header import FIRST, HEADER_COLUMNS, HalfHeader, batch_name
 from rmq_spark._core.log.half_record import HalfRecord, StoredFile, record_of, stored_files_of
 from rmq_spark._core.log.shared_files import counted
 from rmq_spark._core.log.staged_batches import PrepareError, Shared, Staged, require_each_once, require_staged
 from rmq_spark._core.selector.tree import Filter
-from rmq_spark._core.storage.data_file import ROW_GROUP_ROWS
 from rmq_spark._core.storage.file_system import require_path
 from rmq_spark._core.storage.moved_files import HalfFiles
 from rmq_spark._core.storage.row_range import RowRange
@@ -50,7 +49,7 @@ class HalfTable:
 
     def write_shared(self, several: Sequence[HalfRows]) -> list[HalfFile]:
         rows = together(several)
-        data = self.table.write(rows, self.table.name, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
+        data = self.table.write(rows)
         self.contents.shared.keep(data.path, counted(rows["half_id"]))
         return [half_rows.in_file(data) for half_rows in several]
 

@@ -28,7 +28,7 @@ from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.key_order import OpenBatch
 from rmq_spark._core.log.low_water_mark import Marker
 from rmq_spark._core.log.new_op_rows import place_row, placed_messages, rollback_rows, rows_for, with_offsets
-from rmq_spark._core.log.op import STATS_COLUMNS, Kind, OpRow, Who, to_table
+from rmq_spark._core.log.op import Kind, OpRow, Who, to_table
 from rmq_spark._core.log.op_reader import OpReader
 from rmq_spark._core.log.placer import Placer, in_send_order, last_sent_ms
 from rmq_spark._core.log.prepared_batches import PreparedBatches
@@ -487,7 +487,7 @@ class Ledger(OpReader):
             if not rows:
                 return None
             table = to_table(rows, self.table.version + 1, self._op_time, commit_id)
-            file = self.table.write(table, "op", STATS_COLUMNS)
+            file = self.table.write(table)
             awaited.written[file.path] = table
             return Change(add=[file])
 

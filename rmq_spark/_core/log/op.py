@@ -70,7 +70,6 @@ OP_SCHEMA = pa.schema(
     ]
 )
 NO_OPS = OP_SCHEMA.empty_table()
-STATS_COLUMNS = ("version", "next_offset", "low_water", "prepared_ms")
 
 
 PRUNED = "txmq.pruned"

@@ -141,7 +141,7 @@ class TopicTable:
             kind = {"queues": queue_count, "fifo": bool(fifo), "retention_s": retention_s}
             rows = [{"name": name, **kind, "created": self.table.runtime.now()} for name in new_names]
             table = pa.Table.from_pylist(rows, schema=TOPICS_SCHEMA)
-            return Change(add=[self.table.write(table, "topics", ("name",))]) if new_names else None
+            return Change(add=[self.table.write(table)]) if new_names else None
 
         def landed(change: Change) -> bool:
             # A topic of this name may be another process's, so only the file counts, even when it was merged since.
@@ -158,7 +158,7 @@ class TopicTable:
             return paths if len(paths) >= TOPICS_FILES_MAX else []
 
         def merge(paths: list[str]) -> Change:
-            file = self.table.write(self.table.read(paths), "topics", ("name",))
+            file = self.table.write(self.table.read(paths))
             return Change(add=[file], remove=paths, data_change=False)
 
         try:
@@ -178,7 +178,7 @@ class TopicTable:
                 if pc.any(is_topic).as_py():
                     at = rows.column_names.index("retention_s")
                     changed = pc.if_else(is_topic, pa.scalar(retention_s, pa.float64()), rows["retention_s"])
-                    file = self.table.write(rows.set_column(at, "retention_s", changed), "topics", ("name",))
+                    file = self.table.write(rows.set_column(at, "retention_s", changed))
                     return Change(add=[file], remove=[path], data_change=False)
             return None
 

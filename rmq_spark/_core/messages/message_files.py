@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.log.message_range import PlacedRange, placed_range
 from rmq_spark._core.messages.message_reader import STORED_COLUMNS, Piece, by_file, made_of, pieces_of, rows_of
-from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA, write_messages
+from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA
 from rmq_spark._core.runtime.pools import submitted
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ def message_files(
             collected.setdefault(topic, _Collected()).add(part)
         if sum(c.size for c in collected.values()) >= FILE_BYTES_MAX:
             largest = max(collected.values(), key=lambda c: c.size)
-            yield write_messages(table, largest.take())
+            yield table.write(largest.take())
     for rest in collected.values():
         if rest.parts:
-            yield write_messages(table, rest.take())
+            yield table.write(rest.take())
 
 
 # ---------------------------------------------------------------- reading

@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
@@ -31,7 +30,7 @@ from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.clock import StoreClock
 from rmq_spark._core.storage.compare_and_set import compare_and_set
-from rmq_spark._core.storage.data_file import DataFile, write_table
+from rmq_spark._core.storage.data_file import DataFile
 from rmq_spark._core.storage.delta_entries import LISTS_MAX, DeltaEntries
 from rmq_spark._core.storage.file_reader import FileReader
 from rmq_spark._core.storage.file_system import filesystem
@@ -47,7 +46,7 @@ from rmq_spark._core.storage.location import is_uri
 from rmq_spark._core.storage.row_range import RowRange, read_range
 from rmq_spark._core.storage.seal import is_panic, require_bounds
 from rmq_spark._core.storage.store_errors import asking, plainly, require_resources
-from rmq_spark._core.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema
+from rmq_spark._core.storage.table import Change, Clock, actions_schema, write_file
 from rmq_spark._core.storage.writer_lock import WriterLock
 from rmq_spark._core.vocabulary.redaction import cause_of, redacted
 from rmq_spark.errors import (
@@ -397,19 +396,8 @@ class DeltaLogTable:
                 "writer away, and restore the log from a copy (docs/backup.md)"
             ) from cause_of(problem)
 
-    def write(
-        self,
-        rows: pa.Table,
-        prefix: str,
-        stats_columns: Sequence[str],
-        row_group_rows: int = ROW_GROUP_ROWS,
-    ) -> DataFile:
-        began_s = self.runtime.monotonic()
-        file = write_table(
-            self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=row_group_rows
-        )
-        reach("file written", table=self.name)
-        return replace(file, written_s=began_s)
+    def write(self, rows: pa.Table) -> DataFile:
+        return write_file(self, rows)
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
         paths = [f"{self.folder}/{f.path}" for f in files]

@@ -25,10 +25,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.batch_state import RowState
-from rmq_spark._core.log.half import HALF_SCHEMA, STATS_COLUMNS
+from rmq_spark._core.log.half import HALF_SCHEMA
 from rmq_spark._core.log.half_contents import LargeFile
 from rmq_spark._core.messages.messages_table import drained_up_to
-from rmq_spark._core.storage.data_file import ROW_GROUP_ROWS
 from rmq_spark._core.storage.row_range import PAYLOAD_COLUMNS, RowRange
 from rmq_spark._core.storage.table import Change, has_held, live_paths
 from rmq_spark._core.upkeep.leave import Graces
@@ -147,7 +146,7 @@ class Stripper:
         stripped = [_without_payload(part, pc.is_in(part[name], value_set=keys)) for part in parts]
         if not stripped:  # another process has stripped the file since we looked
             return False
-        written = table.write(pa.concat_tables(stripped), table.name, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
+        written = table.write(pa.concat_tables(stripped))
 
         def propose(version: int) -> Change | None:
             if file.path not in live_paths(table):  # another process was faster

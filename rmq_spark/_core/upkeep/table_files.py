@@ -9,7 +9,7 @@ from contextlib import suppress
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
-from rmq_spark._core.messages.messages_table import history_s, write_messages
+from rmq_spark._core.messages.messages_table import history_s
 from rmq_spark._core.storage.foreign_commits import foreign_change
 from rmq_spark._core.storage.merge import compact
 from rmq_spark._core.storage.table import Change, Table
@@ -41,7 +41,7 @@ def compact_messages(table: Table, retentions: Mapping[str, float] | None = None
     def merge(paths: list[str]) -> Change:
         rows = table.read(paths).sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")])
         earlier_s = removed_earlier_s(table, expires_s.get(rows["topic"][0].as_py()))
-        return Change(add=[write_messages(table, rows)], remove=paths, data_change=False, removed_earlier_s=earlier_s)
+        return Change(add=[table.write(rows)], remove=paths, data_change=False, removed_earlier_s=earlier_s)
 
     merged = 0
     while done := compact(table, _messages_to_merge, merge):

@@ -1147,7 +1147,7 @@ def _merge_loses() -> Iterator[None]:
             small = op_merge._to_merge(table)
             if not small:
                 return None
-            merged = table.write(table.read(small[1:]).sort_by("version"), "op", op_merge.STATS_COLUMNS)
+            merged = table.write(table.read(small[1:]).sort_by("version"))
             return Change(add=[merged], remove=small, data_change=False)
 
         def landed(change: Change) -> bool:
@@ -1433,7 +1433,7 @@ def _half_compaction(careful: bool) -> Patch:
         kept = rows.filter(pc.invert(pc.is_in(rows["half_id"], value_set=pa.array(sorted(droppable), pa.string()))))
         if not droppable or not kept.num_rows:
             return
-        change = Change(add=[table.write(kept, "part", ("half_id",))], remove=old, data_change=False)
+        change = Change(add=[table.write(kept)], remove=old, data_change=False)
 
         def propose(_: int) -> Change | None:
             return change if set(table.actions()["path"].to_pylist()).issuperset(old) else None
