@@ -44,7 +44,7 @@ from rmq_spark._core.protocol.group_commit import GroupCommit, Stageable
 from rmq_spark._core.protocol.identity import Lineage
 from rmq_spark._core.protocol.leases import LeaseKeeper
 from rmq_spark._core.protocol.limits import NO_LIMITS, PendingGuard, PendingLimits
-from rmq_spark._core.protocol.observe import observed
+from rmq_spark._core.protocol.observe import tell_not_sent, tell_sent
 from rmq_spark._core.protocol.outcome import OF_THE_LOG, Outcome, Run, left_open, outcome_of_left
 from rmq_spark._core.protocol.replay import Replays, following
 from rmq_spark._core.protocol.split import Split, split_by_verdict
@@ -167,10 +167,13 @@ class TwoPhase:
                 "TransactionMQProducer.send_message_in_transaction_async can wait for it; make it a plain function"
             )
         reach("send begins", header=header)
-        steps = self.steps(header, stage, arg, lineage)
-        with observed(self.engine, header.producer_group) as tell:
-            outcome = finish(steps, self.do)
-            tell(outcome)
+        began_s = self.engine.runtime.monotonic()
+        try:
+            outcome = finish(self.steps(header, stage, arg, lineage), self.do)
+        except Exception as problem:
+            tell_not_sent(self.engine, header.producer_group, problem)
+            raise
+        tell_sent(self.engine, header.producer_group, outcome, began_s)
         reach("sent", header=header)
         return outcome
 

@@ -129,15 +129,14 @@ def parse_bool(text: str, name: str) -> bool:
     return value == "true"
 
 
-def parse_int(text: str, name: str, minimum: int = 1, maximum: int = INT64_MAX) -> int:
-    """Read a whole number from ``minimum`` to ``maximum``, or raise OptionError for anything else."""
+def parse_int(text: str, name: str, minimum: int = 1) -> int:
+    """Read a whole number from ``minimum`` on, or raise OptionError for anything else."""
     try:
         value = int(str(text).strip())
     except ValueError:
         raise OptionError(f"{_short(text)} is not a whole number", argument=name) from None
-    if not minimum <= value <= maximum:
-        upper = "" if maximum == INT64_MAX else f" and at most {maximum}"
-        raise OptionError(f"{_short(text)} is out of range: it must be at least {minimum}{upper}", argument=name)
+    if not minimum <= value <= INT64_MAX:
+        raise OptionError(f"{_short(text)} is out of range: it must be at least {minimum}", argument=name)
     return value
 
 
@@ -308,9 +307,9 @@ class Options:
         value = self._values.get(name)
         return default_s if value is None else parse_duration(value, name)
 
-    def integer(self, name: str, minimum: int = 1) -> int | None:
+    def integer(self, name: str) -> int | None:
         value = self._values.get(name)
-        return None if value is None else parse_int(value, name, minimum)
+        return None if value is None else parse_int(value, name)
 
     def byte_count(self, name: str) -> int | None:
         value = self._values.get(name)
