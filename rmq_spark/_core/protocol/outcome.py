@@ -53,13 +53,13 @@ class Run:
     """One run of one half batch. It executes only what it prepared or reopened itself (``executed``: the attempt, and
     its rows), and checks everything else.
 
-    ``fence_id`` is the listener's, as it is now. ``held`` are all rows of a half batch that this run has prepared, so
+    ``store_id`` is the listener's, as it is now. ``held`` are all rows of a half batch that this run has prepared, so
     that they need not be read from their file. ``numbered`` is from the sender's header: a header that is read from the
     log does not have it.
     """
 
     record: HalfRecord
-    fence_id: str | None
+    store_id: str | None
     arg: Any
     outcome: Outcome
     executed: list[tuple[int, RowSet]] = field(default_factory=list)

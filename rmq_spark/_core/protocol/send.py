@@ -316,9 +316,9 @@ class TwoPhase:
     def _listener_of(self, run: Run) -> TransactionListener:
         """The listener to ask about a half batch; FenceError when this one cannot answer for it."""
         prepared_with = run.record.header.fence_id
-        if prepared_with == NO_LISTENER_FENCE != run.fence_id:  # it was sent without a local transaction
+        if prepared_with == NO_LISTENER_FENCE != run.store_id:  # it was sent without a local transaction
             return CommitOncePrepared()
-        require_same_store(run.record.half_id, prepared_with, run.fence_id)
+        require_same_store(run.record.half_id, prepared_with, run.store_id)
         return self.listener
 
     def _ask_execute(self, listener: TransactionListener, run: Run, batch: HalfBatch) -> VerdictArray | None:
