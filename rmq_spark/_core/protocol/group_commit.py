@@ -27,7 +27,6 @@ from rmq_spark._core.log.single_messages import OneMessage, arrange
 from rmq_spark._core.log.staged_batches import PrepareError, Staged
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import Runtime, callers, is_held
-from rmq_spark._core.vocabulary.message import to_table
 from rmq_spark._core.vocabulary.redaction import traceback_of
 from rmq_spark.errors import (
     CorruptLogError,
@@ -134,7 +133,7 @@ class GroupCommit:
     def _prepare(self, requests: Sequence[OneMessage | Staged]) -> list[HalfRecord | TxmqError]:
         problems = arrange([file for request in requests for file in request.files if isinstance(file, OneMessage)])
         staged = [
-            Staged(request.header, [_arranged(file) for file in request.files])
+            Staged(request.header, [cast(HalfRows, f.rows) if isinstance(f, OneMessage) else f for f in request.files])
             for request in requests
             if request.header.half_id not in problems
         ]
@@ -148,12 +147,6 @@ def _answer(answer: Any, expected: type | UnionType) -> Any:
     if isinstance(answer, expected):
         return answer
     raise answer
-
-
-def _arranged(file: Stageable) -> HalfFile | HalfRows:
-    if not isinstance(file, OneMessage):
-        return file
-    return file.rows or file.writer.rows_of(to_table([file.message]))
 
 
 Then: TypeAlias = Callable[[Result | None, BaseException | None], None]
