@@ -10,6 +10,9 @@ import pyarrow as pa
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.row_range import RowRange
 
+MOVED_KEPT = 10_000
+"""The most new places of half files that are kept in memory."""
+
 
 class HalfFiles:
     """Reads half files wherever they lie now: a stripped file is found again by its address. ``read`` is
@@ -23,6 +26,7 @@ class HalfFiles:
     ) -> None:
         self._read = read
         self._locate = locate
+        self._moved: dict[tuple[str, int], str] = {}
 
     def read(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
@@ -31,14 +35,20 @@ class HalfFiles:
         if wanted.more:
             yield from self._read_shared(wanted, columns, where)
             return
+        address = (wanted.half_id, wanted.file_no)
         rows_read = 0
         try:
-            for position, table in self._read(wanted, columns, where):
+            for position, table in self._read(
+                replace(wanted, path=self._moved.get(address, wanted.path)), columns, where
+            ):
                 rows_read = position + table.num_rows
                 yield position, table
             return
         except FileNotFoundError:
-            path = self._locate(wanted.half_id, wanted.file_no)
+            path = self._locate(*address)
+        if len(self._moved) >= MOVED_KEPT:
+            self._moved.clear()
+        self._moved[address] = path
         for position, table in self._read(replace(wanted, path=path), columns, where):
             skipped = max(0, rows_read - position)
             if skipped < table.num_rows:
