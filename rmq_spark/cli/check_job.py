@@ -39,7 +39,7 @@ from rmq_spark._core.storage.location import location
 from rmq_spark._core.vocabulary.redaction import one_line, traceback_of
 from rmq_spark.checks import CheckReport, Draining, Maintainer
 from rmq_spark.listeners import TransactionListener
-from rmq_spark.log_records import failure, json_handler, open_closed_streams
+from rmq_spark.logs import failure, json_handler, open_closed_streams
 
 OK, PROBLEMS, BAD_CONFIGURATION = 0, 1, 2
 APP_NAME = "txmq check"

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 
-from rmq_spark.log_records import json_handler
+from rmq_spark.logs import json_handler
 
 
 def log_to_stderr(level: int) -> None:

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog, HalfBatch
-from rmq_spark.log_records import FIELDS, JsonFormatter, json_handler
+from rmq_spark.logs import FIELDS, JsonFormatter, json_handler
 from tests.support.consumers import DONE, go_on, push, queue_of
 from tests.support.half_batches import prepare
 from tests.support.listeners import Scripted

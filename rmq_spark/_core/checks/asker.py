@@ -15,7 +15,7 @@ from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.vocabulary.redaction import sentence_of, traceback_of
 from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark._core.vocabulary.verdicts import VerdictArray
-from rmq_spark.log_records import of_batch
+from rmq_spark.logs import of_batch
 
 logger = logging.getLogger(__name__)
 

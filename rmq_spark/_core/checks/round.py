@@ -63,7 +63,7 @@ from rmq_spark._core.vocabulary.verdicts import (
     returned,
 )
 from rmq_spark.errors import FenceError, HalfBatchLeftError
-from rmq_spark.log_records import failure, of_batch, of_header
+from rmq_spark.logs import failure, of_batch, of_header
 
 logger = logging.getLogger(__name__)
 

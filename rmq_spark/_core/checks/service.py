@@ -37,7 +37,7 @@ from rmq_spark._core.vocabulary.options import (
 )
 from rmq_spark._core.vocabulary.redaction import sentence_of
 from rmq_spark.errors import OptionError
-from rmq_spark.log_records import failure
+from rmq_spark.logs import failure
 
 __all__ = ["CheckReport", "CheckService", "Tally"]
 

@@ -18,7 +18,7 @@ from rmq_spark._core.vocabulary.redaction import text_of, traceback_of
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark._core.vocabulary.verdicts import BATCH, MESSAGE, UNKNOWN, LocalTransactionState, Rollback, returned
 from rmq_spark.errors import ListenerError
-from rmq_spark.log_records import of_batch
+from rmq_spark.logs import of_batch
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark._core.vocabulary.options import QUEUES_MAX, whole_number
 from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark.errors import CorruptLogError, TopicExistsError
-from rmq_spark.log_records import failure
+from rmq_spark.logs import failure
 
 logger = logging.getLogger(__name__)
 

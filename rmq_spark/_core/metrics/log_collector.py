@@ -19,7 +19,7 @@ from rmq_spark._core.vocabulary.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark._core.vocabulary.options import seconds
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.errors import OptionError
-from rmq_spark.log_records import failure
+from rmq_spark.logs import failure
 
 logger = logging.getLogger(__name__)
 

@@ -69,7 +69,7 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
-from rmq_spark.log_records import of_batch, of_header
+from rmq_spark.logs import of_batch, of_header
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from rmq_spark._core.spark.versions import DataSourceStreamArrowWriter
 from rmq_spark._core.vocabulary.message import require_app_id
 from rmq_spark._core.vocabulary.options import Options, parse_int
 from rmq_spark.errors import CheckpointMismatchError, NotACommitLogError, OptionError
-from rmq_spark.log_records import of_header
+from rmq_spark.logs import of_header
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
