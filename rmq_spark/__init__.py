@@ -71,7 +71,7 @@ _NAMES = {
     "vocabulary.verdicts": "COMMIT_MESSAGE LocalTransactionState ROLLBACK_MESSAGE Rollback UNKNOWN",
 }
 _MODULES = (
-    "checks consumers errors kafka listeners log logs message metrics plots producer report sink spark testing"
+    "checks consumers errors json_logs kafka listeners log message metrics plots producer report sink spark testing"
 ).split()
 _of_core, _, _all = public(__name__, _NAMES)
 __all__ = sorted([*_all, "__version__", *_MODULES])

@@ -25,7 +25,7 @@ try:
     from rich.markup import escape
 
     from rmq_spark._core.checks.job_settings import JobSettings
-    from rmq_spark.cli.stderr_log import log_to_stderr
+    from rmq_spark.cli.stderr_log import json_handler, log_to_stderr, open_closed_streams
     from rmq_spark.cli.words import sentence_for_command
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "rmq_spark":
@@ -35,11 +35,11 @@ except ModuleNotFoundError as missing:
 from rmq_spark._core.checks.threads import running, stopped_by_signals
 from rmq_spark._core.listeners.transaction_listener import see_working_folder
 from rmq_spark._core.protocol.engine import Engine
+from rmq_spark._core.runtime.log_records import failure
 from rmq_spark._core.storage.location import location
 from rmq_spark._core.vocabulary.redaction import one_line, traceback_of
 from rmq_spark.checks import CheckReport, Draining, Maintainer
 from rmq_spark.listeners import TransactionListener
-from rmq_spark.logs import failure, json_handler, open_closed_streams
 
 OK, PROBLEMS, BAD_CONFIGURATION = 0, 1, 2
 APP_NAME = "txmq check"

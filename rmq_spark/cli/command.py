@@ -19,10 +19,10 @@ from typer.core import TyperCommand
 
 from rmq_spark.cli.completion import of_argument
 from rmq_spark.cli.configuration import PATH_ENV, WHERE, configured
+from rmq_spark.cli.stderr_log import open_closed_streams
 from rmq_spark.cli.text import one_line
 from rmq_spark.cli.words import sentence_for_command
 from rmq_spark.errors import ConfigError, MessageError, NotACommitLogError, OptionError, TxmqError
-from rmq_spark.logs import open_closed_streams
 
 if TYPE_CHECKING:
     from rmq_spark.log import CommitLog

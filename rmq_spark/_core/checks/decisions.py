@@ -10,8 +10,8 @@ import pyarrow as pa
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.decision import Decided, Decision
 from rmq_spark._core.protocol.engine import Engine
+from rmq_spark._core.runtime.log_records import of_batch
 from rmq_spark._core.runtime.spans import settling
-from rmq_spark.logs import of_batch
 
 logger = logging.getLogger(__name__)
 
