@@ -48,19 +48,11 @@ logger = logging.getLogger("rmq_spark.checks.job")
 
 
 def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet: bool = False) -> int:
-    """Run the job, and return its exit code.
+    """Run the job of a TOML file, and return its exit code.
 
-    Parameters
-    ----------
-    config : str or path
-        The TOML file.
-    once : bool
-        Run one round, and return 1 when it had a problem or quarantined something. Otherwise run a round every
-        ``transactionCheckInterval``, until SIGTERM or SIGINT.
-    as_json : bool
-        Print each round's report as a line of JSON instead of a sentence.
-    quiet : bool
-        Print nothing while all is well.
+    It runs a round every ``transactionCheckInterval``, until SIGTERM or SIGINT. ``once``: a single round, and 1 when it
+    had a problem or quarantined something. ``as_json``: each round's report as a line of JSON instead of a sentence.
+    ``quiet``: print nothing while all is well.
     """
     open_closed_streams()
     log_to_stderr(logging.WARNING if quiet else logging.INFO)

@@ -301,12 +301,7 @@ def delete(path: LogPath, group: GroupName, as_json: AsJson = False, storage: St
 
 
 def _existing_group(log: CommitLog, name: str) -> ConsumerGroup:
-    """Return a group that has progress.
-
-    Raises
-    ------
-    GroupNotFoundError
-    """
+    """Return a group that has progress, or raise GroupNotFoundError."""
     from rmq_spark.consumers import ConsumerGroup
 
     group = ConsumerGroup(log, name)

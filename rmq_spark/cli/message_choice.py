@@ -33,13 +33,8 @@ class Choice:
     selector: str | None = None
 
     def first(self, start: Offsets, limit: int) -> pa.Table:
-        """Return at most ``limit`` messages from these offsets on, the lowest queues first.
-
-        Parameters
-        ----------
-        start : mapping of int to int
-            First offset by queue. Other queues are read from their first kept message.
-        """
+        """Return at most ``limit`` messages from these offsets on, the lowest queues first. Queues without an offset
+        are read from their first kept message."""
         return self._read_kept(lambda firsts, ends: self._between({**firsts, **start}, ends, limit))
 
     def newest(self, count: int) -> pa.Table:

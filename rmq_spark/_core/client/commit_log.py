@@ -570,13 +570,8 @@ def _retention_s(retention: Duration | None) -> float | None:
 def engine_of(
     log: CommitLog | Engine | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
 ) -> Engine:
-    """Return the engine of an open commit log or of the one at a path; an engine is returned as it is.
-
-    Raises
-    ------
-    NotACommitLogError, LogFormatError, StorageError
-        As :meth:`CommitLog.open` does.
-    """
+    """Return the engine of an open commit log or of the one at a path, opened as :meth:`CommitLog.open` does; an engine
+    is returned as it is."""
     if isinstance(log, Engine):
         return log
     return (log if isinstance(log, CommitLog) else CommitLog.open(log, storage_options)).engine

@@ -44,13 +44,8 @@ OF_LEAVING_FILES = {
 
 
 def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | None, retention_s: int) -> None:
-    """Make the tables of a log. When that fails, remove those that were made.
-
-    Raises
-    ------
-    StorageError
-        When another process, which was making the same log, has just given up.
-    """
+    """Make the tables of a log. When that fails, remove those that were made. When another process, which was making
+    the same log, has just given up, that is a StorageError."""
     settings = {"delta.logRetentionDuration": f"interval {max(1, retention_s)} seconds"}
     half_settings = {"delta.dataSkippingStatsColumns": ",".join(half_module.STATS_COLUMNS), **OF_LEAVING_FILES}
     op_settings = {
@@ -163,12 +158,7 @@ class DeltaTables(LogTables):
 
     @classmethod
     def open(cls, where: str, storage_options: Mapping[str, str] | None) -> DeltaTables:
-        """Open the tables of the commit log at ``where``.
-
-        Raises
-        ------
-        NotACommitLogError, LogFormatError, StorageError
-        """
+        """Open the tables of the commit log at ``where``."""
         with reaching(where, storage_options):
             _require_log(where, storage_options)
             topics, half, op = (

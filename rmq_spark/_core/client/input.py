@@ -22,7 +22,6 @@ UTF8_BYTES_MAX = 4
 
 
 def require_message(message: object) -> None:
-    """Raise MessageError for anything but a Message."""
     if not isinstance(message, Message):
         several = "; send_messages_in_transaction takes several" if isinstance(message, list | tuple | pa.Table) else ""
         raise MessageError(f"found {type(message).__name__}: rmq_spark.Message is expected{several}")

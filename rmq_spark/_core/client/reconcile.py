@@ -72,25 +72,11 @@ OF_ONE_SEND = "."
 
 @dataclass
 class Reconciler:
-    """Compares one commit log with a listener's database.
+    """Compares one commit log, to which no program sends and for which no checks run, with a listener's database.
 
-    Parameters
-    ----------
-    engine : Engine
-        No program sends to it, and no checks run.
-    listener : TransactionListener
-        A listener with a readable fence: :class:`~rmq_spark.SqlTransactionListener`.
-    streams : sequence of Stream
-        The checkpoints of the queries that send to the log.
-    since : datetime, optional
-        The time of the backup (UTC). By default from the manifest of a copy by ``txmq backup``.
-
-    Raises
-    ------
-    OptionError
-        When the time of the backup is unknown.
-    ListenerError
-        When the listener has no readable fence.
+    The listener has a fence that can be read: :class:`~rmq_spark.SqlTransactionListener`. ``streams`` are the
+    checkpoints of the queries that send to the log. ``since`` is the time of the backup (UTC), by default from the
+    manifest of a copy by ``txmq backup``; when nobody knows it, that is an OptionError.
     """
 
     engine: Engine

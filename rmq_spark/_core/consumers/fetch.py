@@ -35,15 +35,8 @@ class Fetched(NamedTuple):
 
 
 class Fetcher:
-    """Reads queues forward, for one consumer. Only one thread at a time may use it.
-
-    Parameters
-    ----------
-    wants : callable
-        Tells whether the consumer reads a topic.
-    selector : Selector, optional
-        Messages that it does not match are left out.
-    """
+    """Reads queues forward, for one consumer. Only one thread at a time may use it. ``wants`` tells whether the
+    consumer reads a topic."""
 
     def __init__(self, engine: Engine, wants: Callable[[str], bool], selector: Selector | None) -> None:
         self._engine = engine
@@ -53,18 +46,9 @@ class Fetcher:
         """Mean bytes of a message in memory in the last fetch; 0 before the first."""
 
     def fetch(self, starts: Mapping[Queue, tuple[int, int]]) -> dict[Queue, Fetched]:
-        """Fetch new messages of these queues; empty when there are none.
-
-        Parameters
-        ----------
-        starts : mapping
-            By queue, the first offset to fetch, and the number of messages that there is room for.
-
-        Raises
-        ------
-        OffsetOutOfRangeError
-            When messages are missing that have not expired.
-        """
+        """Fetch new messages of these queues; empty when there are none. ``starts`` has, by queue, the first offset to
+        fetch, and the number of messages that there is room for. Missing messages that have not expired are an
+        OffsetOutOfRangeError."""
         reach("fetch begins", starts=starts)
         tails = self._engine.tails()
         behind = {q: (start, room) for q, (start, room) in starts.items() if start < tails.get(q, 0) and room > 0}

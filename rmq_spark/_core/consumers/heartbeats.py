@@ -42,15 +42,8 @@ def new_member_name(unique_id: str) -> str:
 
 
 class Heartbeat(NamedTuple):
-    """The newest heartbeat of a member, for display.
-
-    Attributes
-    ----------
-    age_s : float
-        Seconds since it was put: from the store's time of the put to this machine's time now.
-    lease_s : float
-        The member's own lease in seconds, as the heartbeat names it.
-    """
+    """The newest heartbeat of a member, for display: ``age_s``, the seconds from the store's time of the put to this
+    machine's time now, and ``lease_s``, the member's own lease, as the heartbeat names it."""
 
     age_s: float
     lease_s: float
@@ -73,20 +66,10 @@ class _Seen:
 
 
 class Members:
-    """The members of a group, as one member sees them.
+    """The members of a group, as one member sees them in the table ``groups``.
 
-    Parameters
-    ----------
-    table : Table
-        The table ``groups``.
-    topics : collection of str
-        Topics that this member reads. The members that read a topic share its queues.
-    lease_s : float
-        Seconds without a heartbeat after which this member is dead.
-    margin_s : float
-        Seconds before the end of its own lease in which a member starts no listener call.
-    chooses : str
-        Tags or selector of this member; empty when it reads all messages.
+    The members that read a topic share its queues. ``margin_s``: seconds before the end of its own lease in which a
+    member starts no listener call. ``chooses``: tags or selector of this member; empty when it reads all messages.
     """
 
     def __init__(
@@ -137,7 +120,6 @@ class Members:
         return self._beat_s is not None and self._runtime.monotonic() - self._beat_s < self._lease_s - self._margin_s
 
     def leave(self) -> None:
-        """Remove the heartbeat."""
         self._beat_s = None
         with suppress(FileNotFoundError), writing(self._folder):
             self._table.fs.delete_file(self._path(self.member))

@@ -28,19 +28,8 @@ RESULT = pa.schema([("result", pa.binary())])
 
 @dataclass
 class QueueResult:
-    """The result of one pass over a queue.
-
-    Attributes
-    ----------
-    next_offset : int
-        The first offset that was not consumed.
-    seen_to : int
-        The offset after the last message that the pass received, consumed or not.
-    stopped_at : bytes or None
-        The message that was not consumed, as an Arrow stream.
-    reason : str or None
-        Why it was not consumed: the listener's exception, or its result.
-    """
+    """The result of one pass over a queue: the first offset that was not consumed, the offset after the last message
+    that the pass received, and the message that was not consumed, as an Arrow stream, with the reason."""
 
     next_offset: int
     seen_to: int

@@ -368,7 +368,6 @@ class SqlInbox(Database):
 
 
 def _without_duplicates(messages: pa.Table) -> pa.Table:
-    """Remove duplicates from sorted messages."""
     previous, following = messages.slice(0, messages.num_rows - 1), messages.slice(1)
     same = [pc.equal(following[name].combine_chunks(), previous[name].combine_chunks()) for name in POSITION_COLUMNS]
     is_repeated = pc.and_(pc.and_(same[0], same[1]), same[2])

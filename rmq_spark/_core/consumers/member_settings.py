@@ -66,12 +66,7 @@ class MemberSettings:
         message_model: str,
         take_over: bool,
     ) -> MemberSettings:
-        """Validate arguments.
-
-        Raises
-        ------
-        OptionError, MessageError
-        """
+        """Validate arguments."""
         require_group_name(group, "consumerGroup")
         if str(message_model).lower() != CLUSTERING:
             raise OptionError(

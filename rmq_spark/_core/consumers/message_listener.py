@@ -100,12 +100,8 @@ class EachBatch:
 def answers(listener: Listen | EachMessage, messages: pa.Table) -> Iterator[tuple[bool, str | None]]:
     """Yield for each message in turn whether it was consumed, and the reason when it was not.
 
-    A value of another type, or a wrong number of results, counts as a failure.
-
-    Raises
-    ------
-    ListenerError
-        When the listener uses the table as if it were one message.
+    A value of another type, or a wrong number of results, counts as a failure. A listener that uses the table as if it
+    were one message is a ListenerError.
     """
     if isinstance(listener, EachMessage):
         yield from listener.each(messages)
@@ -128,13 +124,8 @@ def answers(listener: Listen | EachMessage, messages: pa.Table) -> Iterator[tupl
 
 
 def require_table_listener(listener: Callable[..., object]) -> None:
-    """Refuse an unwrapped function whose annotation names a message or a list of messages.
-
-    Raises
-    ------
-    ListenerError
-        Names the class to wrap the function in.
-    """
+    """Refuse an unwrapped function whose annotation names a message or a list of messages. The ListenerError names the
+    class to wrap it in."""
     _require_no_coroutine(listener, "the message listener")
     try:
         parameters = list(inspect.signature(listener).parameters.values())

@@ -67,15 +67,11 @@ def _inserts(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str
 
 
 def require_exact(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
-    """Require that a table tells apart rows whose keys are alike, and that a rollback removes them.
+    """Require that a table tells apart rows whose keys are alike, and that a rollback removes them, or raise
+    ListenerError.
 
     It inserts such rows and undoes the insert. A table that was not made here may ignore case, accents or spaces at the
-    end of a key, or belong to a storage engine without transactions (MyISAM).
-
-    Raises
-    ------
-    ListenerError
-        When the table fails either test. Rows that were not undone are deleted.
+    end of a key, or belong to a storage engine without transactions (MyISAM). Rows that were not undone are deleted.
     """
     name, keys = table.fullname, list(table.primary_key)
     savepoint = connection.begin_nested()

@@ -53,19 +53,11 @@ class Brokers:
 
     # ------------------------------------------------------------------ topics
     def require_topics(self, topics: Mapping[str, int]) -> None:
-        """Require a topic of Kafka with enough partitions for each of these topics of the log.
+        """Require a topic of Kafka with enough partitions for each of these topics of the log, given with their numbers
+        of queues.
 
-        Parameters
-        ----------
-        topics : mapping of str to int
-            Topics of the log, and their number of queues.
-
-        Raises
-        ------
-        OptionError
-            When Kafka accepts no topic of this name.
-        RelayRefusedError
-            When a topic is missing and the relay may not create topics, or has too few partitions.
+        When Kafka accepts no topic of this name, that is an OptionError. A RelayRefusedError says that a topic is
+        missing and the relay may not create topics, or that it has too few partitions.
         """
         unchecked = {require_kafka_topic(self._settings.kafka_topic(topic)): n for topic, n in topics.items()}
         unchecked = {name: queues for name, queues in unchecked.items() if name not in self._large_enough}
@@ -93,13 +85,8 @@ class Brokers:
         self._large_enough.update(unchecked)
 
     def require_own_topics(self, parking: bool) -> None:
-        """Require the positions topic, and the parking topic if needed. Missing ones are created.
-
-        Raises
-        ------
-        RelayRefusedError
-            When the positions topic would lose records.
-        """
+        """Require the positions topic, and the parking topic if needed. Missing ones are created. A positions topic
+        that would lose records is a RelayRefusedError."""
         name = self._settings.positions_topic
         existing = self._partitions()
         if name not in existing:
@@ -184,18 +171,10 @@ class Brokers:
     def stored(self, end: int | None = None, committed: bool = False) -> Stored:
         """Read this relay's records from the positions topic.
 
-        Parameters
-        ----------
-        end : int, optional
-            Only committed records before this offset of the topic. Waits for open transactions before it. By default
-            all present records, even those of open and aborted transactions.
-        committed : bool
-            Without an end: only records that are known as committed now, without waiting. Some may be missing.
-
-        Raises
-        ------
-        RelayError
-            When transactions before the end do not end in time.
+        With ``end``, only committed records before this offset of the topic: it waits for open transactions before it,
+        and raises RelayError when these do not end in time. Without, all present records, even those of open and
+        aborted transactions; or, if ``committed``, those that are known as committed now, without waiting. Then some
+        may be missing.
         """
         stored = Stored(self._settings.relay)
         topic = self._settings.positions_topic

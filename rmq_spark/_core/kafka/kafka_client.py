@@ -72,14 +72,8 @@ _NO_BROKER = (
 class Heard:
     """Errors that Kafka's client reports outside its calls. The calls themselves fail without the cause.
 
-    Attributes
-    ----------
-    error : KafkaError or None
-        A failed login or certificate. The call itself reports that no broker answers.
-    denied : KafkaError or None
-        A right that a transaction lacks. The delivery itself reports that the records were purged.
-    topic : str
-        The topic for which the right is missing.
+    ``error`` is a failed login or certificate, where the call reports that no broker answers. ``denied`` is a right
+    that a transaction lacks, for ``topic``, where the delivery reports that the records were purged.
     """
 
     def __init__(self) -> None:
@@ -156,13 +150,8 @@ def _error_text(error: Any) -> str:
 
 
 def with_settings(kind: Callable[..., Any], settings: dict[str, Any], heard: Heard) -> Any:
-    """Make a client with settings, some of them the user's. The client reports failed logins to ``heard``.
-
-    Raises
-    ------
-    OptionError
-        When the client does not know a setting, or refuses its value.
-    """
+    """Make a client with settings, some of them the user's: one that it does not know, or a value that it refuses, is
+    an OptionError. The client reports failed logins to ``heard``."""
     try:
         return kind({"error_cb": heard, **settings}, logger=heard)
     except (ck.KafkaException, ValueError, TypeError) as problem:

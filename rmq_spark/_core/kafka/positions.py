@@ -45,13 +45,8 @@ class Last(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The position up to which a queue is handed over.
-
-    Attributes
-    ----------
-    last : Last or None
-        The message before ``next_offset``. None when there is none, because messages expired or none was sent.
-    """
+    """The position up to which a queue is handed over. ``last`` is the message before ``next_offset``; None when
+    messages expired or none was sent."""
 
     next_offset: int
     last: Last | None = None
@@ -69,15 +64,9 @@ class Agreed:
 class Stored:
     """One relay's records in the positions topic.
 
-    Attributes
-    ----------
-    agreed : dict
-        The shared settings by log id. A relay belongs to one log, so there is one entry, or none before the first
-        start.
-    positions : dict
-        The queues' positions by log id and queue.
-    runs : dict
-        By log id and shard: the newest run that claimed the shard, and the claim's offset in the positions topic.
+    ``agreed`` has the shared settings by log id: one entry, or none before the first start, for a relay belongs to one
+    log. ``positions`` are by log id and queue. ``runs`` has, by log id and shard, the newest run that claimed the
+    shard, and the claim's offset in the positions topic.
     """
 
     relay: str
@@ -86,13 +75,8 @@ class Stored:
     runs: dict[tuple[str, int], tuple[str, int]] = field(default_factory=dict)
 
     def add(self, key: bytes | None, value: bytes | None, offset: int) -> None:
-        """Add a record of the topic. Records of other relays are ignored.
-
-        Raises
-        ------
-        RelayRefusedError
-            When a foreign program wrote the record.
-        """
+        """Add a record of the topic. Records of other relays are ignored. One that a foreign program wrote is a
+        RelayRefusedError."""
         try:
             key_fields: dict[str, Any] = json.loads(key or b"")
             if key_fields["relay"] != self.relay:
@@ -116,18 +100,11 @@ class Stored:
             ) from None
 
     def of_log(self, log_id: str) -> dict[Queue, Position]:
-        """Return the positions in a log, by queue."""
         return {queue: position for (log, queue), position in self.positions.items() if log == log_id}
 
 
 class PositionRecords:
-    """Makes the records of one relay and log.
-
-    Parameters
-    ----------
-    topic : str
-        The positions topic.
-    """
+    """Makes the records of one relay and log for the positions topic."""
 
     def __init__(self, topic: str, relay: str, log_id: str) -> None:
         self._topic = topic

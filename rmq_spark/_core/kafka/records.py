@@ -51,13 +51,7 @@ Headers = tuple[tuple[str, bytes], ...]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record to send.
-
-    Attributes
-    ----------
-    timestamp_ms : int or None
-        With None, Kafka's client sets the time of sending.
-    """
+    """A record to send. Without ``timestamp_ms`` Kafka's client sets the time of sending."""
 
     topic: str
     partition: int
@@ -84,13 +78,8 @@ class Handed:
 
 
 def to_records(messages: pa.Table, kafka_topic: Callable[[str], str]) -> list[Handed]:
-    """Return messages, which have the columns :data:`COLUMNS`, as records in the same order.
-
-    Parameters
-    ----------
-    kafka_topic : callable
-        Returns Kafka's topic for a topic of the log.
-    """
+    """Return messages, which have the columns :data:`COLUMNS`, as records in the same order. ``kafka_topic`` returns
+    Kafka's topic for a topic of the log."""
     topics = {topic: kafka_topic(topic) for topic in pc.unique(messages["topic"]).to_pylist()}
     key = pc.coalesce(messages["sharding_key"], messages["keys"])
     names = [HEADER_PREFIX + name for name in HEADER_COLUMNS]

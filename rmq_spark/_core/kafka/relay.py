@@ -401,13 +401,8 @@ class KafkaRelay:
         self.report.parked += 1
 
     def _commit_with_retries(self, *parts: Sequence[Record]) -> None:
-        """Send records in one transaction, and repeat it while Kafka aborts it without refusing a message.
-
-        Raises
-        ------
-        AbortedError
-            When Kafka refuses a message. Nothing was handed over.
-        """
+        """Send records in one transaction, and repeat it while Kafka aborts it without refusing a message. When Kafka
+        refuses one, that is an AbortedError, and nothing was handed over."""
         assert self._transactions is not None
         deadline = self._runtime.monotonic() + self.settings.retry_timeout
         pause_s = BACKOFF_S

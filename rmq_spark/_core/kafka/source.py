@@ -30,13 +30,8 @@ class RelaySource:
         self._placements = Placements(engine, self._subscription.matches)
 
     def topics(self) -> dict[str, int]:
-        """Return the topics that all shards hand over, with their numbers of queues.
-
-        Raises
-        ------
-        TopicNotFoundError
-            When the settings name a topic that the log does not have.
-        """
+        """Return the topics that all shards hand over, with their numbers of queues. One that the settings name and the
+        log does not have is a TopicNotFoundError."""
         return self._subscription.topics_among(self._engine.topics())
 
     def wants(self, topic: str) -> bool:

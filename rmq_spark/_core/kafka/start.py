@@ -27,13 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Start:
-    """A start of one shard.
-
-    Parameters
-    ----------
-    run : str
-        The unique id of this run.
-    """
+    """A start of one shard. ``run`` is the unique id of this run."""
 
     def __init__(
         self, engine: Engine, settings: RelaySettings, source: RelaySource, brokers: Brokers, run: str
@@ -46,14 +40,8 @@ class Start:
         self._records = PositionRecords(settings.positions_topic, settings.relay, engine.id)
 
     def run(self) -> tuple[Transactions, dict[Queue, Position]]:
-        """Return the shard's producer, and the positions of its queues.
-
-        Raises
-        ------
-        OptionError, RelayError, RelayRefusedError
-        FencedByKafkaError
-            When another process starts the same shard.
-        """
+        """Return the shard's producer, and the positions of its queues. When another process starts the same shard,
+        that is a FencedByKafkaError."""
         settings = self._settings
         topics = self._source.topics()
         self._brokers.require_own_topics(parking=settings.on_poison == PARK)
@@ -89,12 +77,8 @@ class Start:
     def _claim(self, transactions: Transactions, topics: Mapping[str, int]) -> Stored | None:
         """Claim the shard, and return all positions that were committed before the claim.
 
-        Returns None when this changed the number of shards: then the shard must be claimed again.
-
-        Raises
-        ------
-        RelayRefusedError
-            When the relay belongs to another log, or its processes have different settings.
+        Returns None when this changed the number of shards: then the shard must be claimed again. A relay that belongs
+        to another log, or whose processes have different settings, is a RelayRefusedError.
         """
         settings = self._settings
         who = {"host": socket.gethostname(), "pid": os.getpid(), "at": self._engine.runtime.now().isoformat()}

@@ -50,15 +50,9 @@ FAILURES = (ck.KafkaException, SystemError, UndeliveredError)
 class AbortedError(Exception):
     """The transaction was aborted: none of its records will become visible.
 
-    Attributes
-    ----------
-    first, suspects : int
-        For refused messages: the index of the first one in the transaction, and the largest possible number of them.
-        ``suspects`` is 0 for any other reason.
-    code : int or None
-        Kafka's error code for refused messages.
-    stays : bool
-        Whether the reason lasts until a person acts.
+    For refused messages, ``first`` is the index of the first one in the transaction, ``suspects`` the largest possible
+    number of them, and ``code`` Kafka's error. ``suspects`` is 0 for any other reason. ``stays``: the reason lasts
+    until a person acts.
     """
 
     def __init__(
@@ -69,15 +63,7 @@ class AbortedError(Exception):
 
 
 class Transactions:
-    """The producer of one ``transactional.id``.
-
-    Parameters
-    ----------
-    settings : dict
-        Settings of Kafka's client, with a ``transactional.id``.
-    timeout_s : float
-        The transaction's timeout.
-    """
+    """The producer of one ``transactional.id``, which ``settings`` of Kafka's client name."""
 
     def __init__(self, settings: dict[str, Any], timeout_s: float, runtime: Runtime) -> None:
         self._settings = settings
@@ -91,12 +77,7 @@ class Transactions:
         self._offsets: dict[int, int] = {}
 
     def open(self) -> None:
-        """Fence the previous producer with this ``transactional.id``, and end its transaction.
-
-        Raises
-        ------
-        OptionError, RelayError, RelayRefusedError
-        """
+        """Fence the previous producer with this ``transactional.id``, and end its transaction."""
         self._producer = with_settings(ck.Producer, self._settings, self._heard)
         deadline = self._runtime.monotonic() + self._timeout_s + SLACK_S
         while True:
@@ -112,15 +93,8 @@ class Transactions:
 
     # ------------------------------------------------------------------ one transaction
     def transact(self, *parts: Sequence[Record]) -> None:
-        """Send records in one transaction and commit it.
-
-        Raises
-        ------
-        AbortedError
-        FencedByKafkaError
-        RelayError
-            When it is unknown whether the transaction was committed.
-        """
+        """Send records in one transaction and commit it. When nobody knows whether the transaction was committed, that
+        is a RelayError."""
         try:
             self.begin()
             for part in parts:
@@ -174,13 +148,8 @@ class Transactions:
             self._refused[place] = error
 
     def deliver(self) -> None:
-        """Wait until Kafka has accepted every record.
-
-        Raises
-        ------
-        UndeliveredError
-            When Kafka refuses a record, or does not answer.
-        """
+        """Wait until Kafka has accepted every record. A record that Kafka refuses or does not answer is an
+        UndeliveredError."""
         deadline = self._runtime.monotonic() + self._timeout_s + SLACK_S
         while self._producer.flush(DELIVER_S) and not self._refused and self._runtime.monotonic() < deadline:
             pass
@@ -193,13 +162,8 @@ class Transactions:
         return self._offsets[place]
 
     def commit(self) -> None:
-        """Commit. A commit without an answer is repeated, which is safe.
-
-        Raises
-        ------
-        RelayError
-            When it is unknown whether the transaction was committed.
-        """
+        """Commit. A commit without an answer is repeated, which is safe. When there is still none, that is a
+        RelayError."""
         deadline = self._runtime.monotonic() + self._timeout_s + SLACK_S
         while True:
             try:
@@ -255,7 +219,6 @@ class Transactions:
         return problem_of(problem, "messages were handed over")
 
     def abort(self) -> None:
-        """Abort the transaction."""
         deadline = self._runtime.monotonic() + self._timeout_s + SLACK_S
         while True:
             try:

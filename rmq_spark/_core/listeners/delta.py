@@ -201,7 +201,7 @@ class DeltaTransactionListener(TransactionListener):
         return self._require_one_commit(self._read_history(self._open(spark), batch), batch, is_version_unused)
 
     def _explain(self, problem: Exception, history: _AttemptHistory, batch: HalfBatch) -> None:
-        """Raise a clearer error when Delta refused what ``work`` wrote; else return."""
+        """Raise a clearer error when Delta refused what ``work`` wrote."""
         if history.state == TOMBSTONE:
             raise self._fenced_error(batch) from problem
         if _SECOND_WRITE in str(problem):

@@ -205,11 +205,6 @@ class Fence(Database):
         exists, lock it until the database transaction ends, and return what it records.
 
         It waits for another database transaction that has inserted or locked the row.
-
-        Raises
-        ------
-        FenceError
-            The half batch was prepared with another fence, or the existing row cannot be read.
         """
         if not self._is_known:
             self.require_id_of(batch, self.read_id(connection))
@@ -264,13 +259,7 @@ class Fence(Database):
         return connection.execute(query, _key_of(batch)).one_or_none()
 
     def read(self, connection: sa.Connection, batches: Sequence[HalfBatch]) -> Rows:
-        """Return the committed rows of half batches.
-
-        Raises
-        ------
-        FenceError
-            A half batch was prepared with another fence.
-        """
+        """Return the committed rows of half batches, or raise FenceError when one was prepared with another fence."""
         fence_id = self.read_id(connection)
         for batch in batches:
             self.require_id_of(batch, fence_id)
@@ -281,13 +270,7 @@ class Fence(Database):
         return {(row.half_id, row.attempt, row.part): row for row in rows}
 
     def states(self, rows: Rows, batch: HalfBatch) -> Recorded:
-        """Return the record of a half batch from its rows. The rows of its parts are put together.
-
-        Raises
-        ------
-        FenceError
-            As :meth:`recorded`.
-        """
+        """Return the record of a half batch from its rows. The rows of its parts are put together."""
         row = rows.get(_row_key(batch))
         recorded = NOTHING if row is None else self.recorded(row, batch)
         if not recorded.is_by_part:
@@ -305,13 +288,8 @@ class Fence(Database):
         return together(NOTHING if (row := rows.get(_row_key(p))) is None else self.recorded(row, p) for p in parts)
 
     def recorded(self, row: sa.Row[Any], batch: HalfBatch) -> Recorded:
-        """Return what a row records of a half batch.
-
-        Raises
-        ------
-        FenceError
-            The row is of another log, has positions in other half files, or is damaged.
-        """
+        """Return what a row records of a half batch, or raise FenceError when the row is of another log, has positions
+        in other half files, or is damaged."""
         if row.log_id and batch.log_id and row.log_id != batch.log_id:
             raise FenceError(
                 f"half batch {batch.half_id!r} is in the fence of {self.where} already, for another commit log (its id "
@@ -326,13 +304,8 @@ class Fence(Database):
         return recorded
 
     def write(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> None:
-        """Update the attempt's row, which this database transaction has claimed.
-
-        Raises
-        ------
-        FenceError
-            The row is gone, so no check would find what was done.
-        """
+        """Update the attempt's row, which this database transaction has claimed. When the row is gone, no check would
+        find what was done: that is a FenceError."""
         recorded = recorded.of_batch(batch)
         values = {"word": recorded.state, "sets": recorded.encoded(), "now": self._now()}
         changed = connection.execute(self._update, {**_key_of(batch), **values}).rowcount
@@ -481,7 +454,6 @@ def create_fence(
 
 
 def _time_of(connection: sa.Connection) -> datetime:
-    """Return the time by the database server's clock."""
     queries = {"sqlite": "SELECT strftime('%s', 'now')", "postgresql": "SELECT extract(epoch FROM now())"}
     epoch_s = connection.exec_driver_sql(queries.get(connection.dialect.name, "SELECT unix_timestamp()")).scalar_one()
     return datetime.fromtimestamp(float(epoch_s), timezone.utc)

@@ -52,17 +52,10 @@ class State(NamedTuple):
 class Recorded:
     """The states of an attempt's rows; immutable.
 
-    Parameters
-    ----------
-    states : sequence of State
-        Distinct states.
-    files : mapping of int to pyarrow.Int32Array, optional
-        By file number, for each row of the half file the position of its state in ``states``; null where it is unknown.
-        None: all rows of the half batch have the first state.
-    staged_ms : int, optional
-        When the half files of these rows were written (milliseconds since 1970).
-    layout : str, optional
-        The :meth:`~rmq_spark.HalfBatch.layout` of these half files.
+    ``states`` are distinct. ``files`` has, by file number, for each row of the half file the position of its state in
+    ``states``; null where it is unknown. None: all rows of the half batch have the first state. ``staged_ms`` (when the
+    half files were written, milliseconds since 1970) and ``layout`` (:meth:`~rmq_spark.HalfBatch.layout`) tell these
+    half files from others.
     """
 
     __slots__ = ("files", "layout", "staged_ms", "states")
@@ -134,13 +127,7 @@ class Recorded:
         return all(len(files.get(file_no, ())) == len(bits) for file_no, bits in batch.rows.items())
 
     def among(self, rows: RowSet) -> pa.Int32Array:
-        """Return the position of the state of each row, in send order; null where the state is unknown.
-
-        Raises
-        ------
-        FenceError
-            A half file has another number of rows than the fence says.
-        """
+        """Return the position of the state of each row, in send order; null where the state is unknown."""
         if self.files is None:
             return pa.repeat(pa.scalar(0, _CODE), rows.count)
         parts = []
@@ -186,13 +173,8 @@ class Recorded:
 
     @classmethod
     def read(cls, state: object, outcome: bytes | None) -> Recorded:
-        """Decode the columns of a fence row.
-
-        Raises
-        ------
-        FenceError
-            The database is damaged, or the row was changed by hand.
-        """
+        """Decode the columns of a fence row, or raise FenceError: the database is damaged, or the row was changed by
+        hand."""
         if outcome is None:
             if state not in WORDS:
                 raise _damaged(f"it says {state!r}, which is not one of {', '.join(WORDS)}")
