@@ -246,8 +246,7 @@ class TransactionMQProducer:
         self._commits.hurry()
         left = self._under_way.close(self._await_s)
         if left:
-            running = self._send_threads.give_up()
-            late = [f"local transaction of {name_of(self.listener)}" for _ in running]
+            late = [f"local transaction of {name_of(self.listener)}"] if self._send_threads.give_up() else []
         else:
             late = self._send_threads.wait(seconds_left)
         self._closing.set()
