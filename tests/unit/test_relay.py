@@ -228,9 +228,9 @@ class Restored:
         log = self.log.another()
         source = RelaySource(log.engine, self.settings)
         self.require_fit()
-        ends = source.ends()
+        ends = source.placements.latest()
         start = {queue: p.next_offset for queue, p in self.stored.of_log(log.id).items()}
-        ranges, missing = source.ranges({queue: start.get(queue, 0) for queue in ends}, ends)
+        ranges, missing = source.placements.between({queue: start.get(queue, 0) for queue in ends}, ends)
         assert not missing
         handed = [message for batch in source.batches(ranges) for message in batch]
         for queue, position in _positions_after(handed).items():
@@ -238,9 +238,9 @@ class Restored:
         return [message.record.value for message in handed]
 
     def require_fit(self) -> None:
-        log = self.log.another()
+        engine = self.log.another().engine
         brokers: Any = None
-        Start(log, self.settings, RelaySource(log.engine, self.settings), brokers, "a-run")._require_fit(self.stored)
+        Start(engine, self.settings, RelaySource(engine, self.settings), brokers, "a-run")._require_fit(self.stored)
 
 
 @pytest.fixture

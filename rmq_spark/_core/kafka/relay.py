@@ -278,7 +278,7 @@ class KafkaRelay:
     # ------------------------------------------------------------------ handing over
     def _goal(self) -> dict[Queue, int]:
         """Return the present ends of this shard's queues. New topics begin at their first message."""
-        ends = self._source.ends()
+        ends = self._source.placements.latest()
         new = {topic for topic, _ in ends} - self._topics
         if new:
             topics = self._source.topics()
@@ -298,7 +298,7 @@ class KafkaRelay:
         if all(offset >= goal[queue] for queue, offset in start.items()):
             return False
         end = admit(start, goal, PLAN_MESSAGES)
-        ranges, missing = self._source.ranges(start, end)
+        ranges, missing = self._source.placements.between(start, end)
         if missing:
             self._skip(missing)
             return True
@@ -308,14 +308,14 @@ class KafkaRelay:
                 if self._stop.is_set():
                     break
         except LostFileError:
-            self._source.ends()
+            self._source.placements.latest()
             if not any(first > self._positions[q].next_offset for q, first in self._firsts().items()):
                 raise  # the file is lost, and has not expired meanwhile
-        self._source.forget(self.positions)
+        self._source.placements.forget(self.positions)
         return True
 
     def _firsts(self) -> dict[Queue, int]:
-        return {queue: first for queue, first in self._source.firsts().items() if queue in self._positions}
+        return {queue: first for queue, first in self.engine.firsts(refresh=False).items() if queue in self._positions}
 
     def _skip(self, missing: Sequence[Gap]) -> None:
         """Move past expired messages, and record their offsets."""

@@ -26,33 +26,13 @@ class RelaySource:
     def __init__(self, engine: Engine, settings: RelaySettings) -> None:
         self._engine = engine
         self._settings = settings
-        self._subscription = settings.subscription
-        self._placements = Placements(engine, self._subscription.matches)
+        self.subscription = settings.subscription
+        self.placements = Placements(engine, self.subscription.matches)
 
     def topics(self) -> dict[str, int]:
         """Return the topics that all shards hand over, with their numbers of queues. One that the settings name and the
         log does not have is a TopicNotFoundError."""
-        return self._subscription.topics_among(self._engine.topics())
-
-    def wants(self, topic: str) -> bool:
-        """Return True when the relay hands the topic over."""
-        return self._subscription.matches(topic)
-
-    def ends(self, refresh: bool = True) -> dict[Queue, int]:
-        """Return the next offset of each of the relay's queues that has messages."""
-        return self._placements.latest(refresh)
-
-    def firsts(self) -> Mapping[Queue, int]:
-        """Return the first kept offset of each queue from which messages have expired."""
-        return self._engine.firsts(refresh=False)
-
-    def ranges(self, start: Mapping[Queue, int], end: Mapping[Queue, int]) -> tuple[list[MessageRange], list[Gap]]:
-        """Return the places of the messages between these offsets, by queue and offset, and the log's gaps."""
-        return self._placements.between(start, end)
-
-    def forget(self, start: Mapping[Queue, int]) -> None:
-        """Drop the places below these offsets, so that memory does not grow."""
-        self._placements.forget(start)
+        return self.subscription.topics_among(self._engine.topics())
 
     def batches(self, ranges: list[MessageRange]) -> Iterator[list[Handed]]:
         """Yield batches of at most ``max_batch_messages`` and ``max_batch_bytes``. A larger message is a batch."""
@@ -71,7 +51,7 @@ class RelaySource:
 
     def lasts(self, offsets: Mapping[Queue, int]) -> dict[Queue, Last]:
         """Return the messages at these offsets, as far as the log holds them."""
-        ranges, _ = self.ranges(offsets, {queue: offset + 1 for queue, offset in offsets.items()})
+        ranges, _ = self.placements.between(offsets, {queue: offset + 1 for queue, offset in offsets.items()})
         columns = ("topic", "queue_id", "msg_id", "commit_timestamp")
         lasts_by_queue: dict[Queue, Last] = {}
         for messages in read_ranges(ranges, self._engine.read_range, self._engine.find_again, columns):

@@ -86,7 +86,7 @@ class Start:
             transactions.begin()
             transactions.send([self._records.claim(settings.shard, self._run, who)])
             transactions.deliver()
-            stored = self._brokers.stored(end=transactions.offset_of(0))
+            stored = self._brokers.stored(end=transactions.first_offset)
             agrees = self._agrees(stored)
             if agrees and self._engine.id not in stored.agreed:
                 stored.positions = {
@@ -154,7 +154,7 @@ class Start:
 
     def _beginnings(self, topics: Mapping[str, int]) -> dict[Queue, Position]:
         """Return the start of the queues of all shards, for the relay's first start."""
-        ends, firsts = self._source.ends(), self._source.firsts()
+        ends, firsts = self._source.placements.latest(), self._engine.firsts(refresh=False)
         queues = [(topic, queue_id) for topic, count in sorted(topics.items()) for queue_id in range(count)]
         if self._settings.start != LATEST:
             return {queue: Position(firsts.get(queue, 0)) for queue in queues}
@@ -169,9 +169,9 @@ class Start:
         own_positions = {
             queue: p
             for queue, p in stored.of_log(self._engine.id).items()
-            if self._settings.is_mine(*queue) and self._source.wants(queue[0])
+            if self._settings.is_mine(*queue) and self._source.subscription.matches(queue[0])
         }
-        ends, firsts = self._source.ends(), self._source.firsts()
+        ends, firsts = self._source.placements.latest(), self._engine.firsts(refresh=False)
         require_not_behind(ends, own_positions)
         unexpired = {queue: p for queue, p in own_positions.items() if p.next_offset > firsts.get(queue, 0)}
         lasts = self._source.lasts({q: p.next_offset - 1 for q, p in unexpired.items() if p.last is not None})

@@ -157,9 +157,10 @@ class Transactions:
             raise UndeliveredError(next(iter(self._refused.values()), "Kafka does not answer"))
         reach("relay step", step="delivered")
 
-    def offset_of(self, place: int) -> int:
-        """Return a delivered record's offset in its partition."""
-        return self._offsets[place]
+    @property
+    def first_offset(self) -> int:
+        """The offset of the first delivered record in its partition."""
+        return self._offsets[0]
 
     def commit(self) -> None:
         """Commit. A commit without an answer is repeated, which is safe. When there is still none, that is a
