@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.consumers.in_order import by_queue
 from rmq_spark._core.log.message_range import out_of_range
 from rmq_spark._core.messages.message_reader import read_ranges
 from rmq_spark._core.messages.messages_table import SOURCE_SCHEMA
@@ -68,7 +69,7 @@ class Fetcher:
         for table in read_ranges(
             ranges, self._engine.read_range, self._engine.find_again, SOURCE_SCHEMA.names, row_filter
         ):
-            for queue, part in _split_by_queue(table):
+            for queue, part in by_queue(table):
                 parts[queue].append(part)
             rows, size = rows + table.num_rows, size + table.nbytes
         if rows:
@@ -86,17 +87,6 @@ class Fetcher:
             if end > firsts.get(queue, 0):
                 raise OffsetOutOfRangeError(out_of_range(*queue, start, end, firsts))
             logger.warning("%s. The consumer goes on there", out_of_range(*queue, start, end, firsts))
-
-
-def _split_by_queue(messages: pa.Table) -> Iterator[tuple[Queue, pa.Table]]:
-    """Split a table by queue: small ranges of several queues are read as one table."""
-    queues = messages.group_by(["topic", "queue_id"], use_threads=False).aggregate([])
-    for topic, queue_id in zip(queues["topic"].to_pylist(), queues["queue_id"].to_pylist(), strict=True):
-        if queues.num_rows == 1:
-            yield (topic, queue_id), messages
-        else:
-            of_queue = pc.and_(pc.equal(messages["topic"], topic), pc.equal(messages["queue_id"], queue_id))
-            yield (topic, queue_id), messages.filter(of_queue)
 
 
 def _sorted_by_offset(parts: list[pa.Table]) -> pa.Table:
