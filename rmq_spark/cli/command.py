@@ -221,7 +221,6 @@ def typed_path() -> str | None:
 
 
 def is_wide() -> bool:
-    """Return True when ``--wide`` was given."""
     return any(_wide)
 
 
@@ -243,7 +242,6 @@ def nobody_reads(seconds: float = 0.0) -> bool:
 
 # ---------------------------------------------------------------- the commit log
 def open_log(path: str, storage: Sequence[str] | None) -> CommitLog:
-    """Open a command's commit log."""
     from rmq_spark.log import CommitLog
 
     try:
@@ -274,5 +272,4 @@ def storage_options(
 
 
 def hide(values: Iterable[str]) -> None:
-    """Hide these values in error messages."""
     _secrets.extend(v for v in values if len(v) > 3)

@@ -52,7 +52,6 @@ def init(
 
 
 def _example_for(file: str) -> str:
-    """Return the example configuration, with this file's name and the environment's path."""
     from rmq_spark._core.checks.example import example_configuration
 
     text = example_configuration().replace("conf/txmq.toml", file)

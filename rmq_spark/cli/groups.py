@@ -89,7 +89,6 @@ def in_words(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def group_rows(log: CommitLog) -> list[dict[str, Any]]:
-    """Return a row for each consumer group."""
     from rmq_spark._core.consumers.consumer_group import groups
     from rmq_spark.consumers import ConsumerGroup
 

@@ -45,7 +45,6 @@ class Choice:
         return self._read_kept(lambda firsts, ends: self._newest(count, firsts, ends))
 
     def ends(self) -> dict[int, int]:
-        """Return the next offset of each queue."""
         return self._bounds()[1]
 
     def newest_before(self, count: int, ends: Offsets) -> pa.Table:

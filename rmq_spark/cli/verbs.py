@@ -133,8 +133,6 @@ class Verb(TyperCommand):
 
 
 class Verbs(TyperGroup):
-    """The group of all verbs."""
-
     def __init__(self, **settings: Any) -> None:
         settings["commands"] = {
             name: Verb(name, module, short_help=sentence, rich_help_panel=panel)

@@ -139,7 +139,6 @@ def back_up(
     storage_options: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> BackupReport:
-    """Copy a commit log. See :meth:`CommitLog.backup`."""
     where = location(target)
     options = dict(engine.storage_options if storage_options is None else storage_options) if is_uri(where) else {}
     require_storage_options(where, options)
@@ -293,8 +292,6 @@ def _verify(where: str, storage_options: Mapping[str, str], pins: Sequence[Pin])
 
 # ---------------------------------------------------------------- the copy
 class _Copy:
-    """A copy of a commit log at ``where``."""
-
     def __init__(self, where: str, storage_options: Mapping[str, str] | None) -> None:
         self._where = where
         self._folder = Folder(where, storage_options)
@@ -393,7 +390,6 @@ class _Copy:
         self._apply(packed.getvalue())
 
     def finish(self) -> None:
-        """Complete an interrupted switch."""
         packed = self._folder.read(SWITCH)
         if packed is None:
             return

@@ -158,7 +158,6 @@ class DeltaTables(LogTables):
 
     @classmethod
     def open(cls, where: str, storage_options: Mapping[str, str] | None) -> DeltaTables:
-        """Open the tables of the commit log at ``where``."""
         with reaching(where, storage_options):
             _require_log(where, storage_options)
             topics, half, op = (

@@ -28,7 +28,6 @@ def require_message(message: object) -> None:
 
 
 def topics_in(given: list[Message] | pa.Table, default: str | None) -> set[str]:
-    """Return the topics of messages, and the default topic."""
     if isinstance(given, pa.Table):
         names = distinct(given["topic"]) if "topic" in given.column_names else []
     else:
@@ -66,7 +65,6 @@ def is_small(given: list[Message]) -> bool:
 
 
 def _size_of(message: Message) -> int:
-    """Return an upper bound of a message's bytes."""
     try:
         properties = message.properties or {}
         characters = sum(len(name) + len(value) for name, value in properties.items())

@@ -170,7 +170,6 @@ class Reconciler:
             yield from self._compare_unknown(attempts, apply)
 
     def _known(self, record: HalfRecord, attempt: ExecutedAttempt, apply: bool) -> Comparison:
-        """Return the finding of an attempt whose half batch the log knows."""
         if not attempt.is_whole:
             return _compared(Standing.PERSON, attempt, _ENDED)
         if record.left is not None:
@@ -202,18 +201,15 @@ class Reconciler:
         return replace(finding, done=f"{count} became visible")
 
     def _rows_of(self, record: HalfRecord, attempt: ExecutedAttempt) -> RowSet:
-        """Return the rows of the transactions that were executed under an attempt."""
         return record.all_rows if attempt.rows is None else record.all_rows & attempt.rows
 
     def _other_of_same_name(self, record: HalfRecord, attempt: ExecutedAttempt) -> Comparison:
-        """Return the finding of an attempt when the log knows another half batch of this name."""
         if record.header.producer_group == GROUP:
             return _compared(Standing.SETTLED, attempt, "its messages were made again")
         what = f"the log has half batch {record.half_id!r} of the same app and number: it was sent again since, and "
         return _compared(Standing.PERSON, attempt, f"{what}executed twice. Look whether its rows are there twice")
 
     def _compare_unknown(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Comparison]:
-        """Yield the findings of a half batch whose name the log does not know."""
         first = attempts[0]
         if first.half_id in self._in_messages:  # settled so long ago that only its messages are kept
             yield from (_compared(Standing.SETTLED, a, "its messages are visible") for a in attempts)

@@ -12,8 +12,6 @@ from rmq_spark._core.vocabulary.text import count_of
 
 
 class Standing(str, Enum):
-    """The standing of an attempt or a half batch."""
-
     SETTLED = "settled"
     REPLAYED = "replayed"
     LOST = "lost"
@@ -94,7 +92,6 @@ class ReconcileReport:
         return report
 
     def content(self) -> bytes:
-        """Return the report as a JSON file's content."""
         return json.dumps(asdict(self), default=_plain, indent=1).encode()
 
 

@@ -321,5 +321,4 @@ def waiting_since(engine: Engine, behind: Mapping[Queue, int]) -> dict[Queue, da
 
 
 def groups(engine: Engine) -> list[str]:
-    """Return the consumer groups that have progress in a commit log."""
     return sorted(pc.unique(engine.groups.rows()["consumer_group"]).to_pylist())

@@ -50,7 +50,6 @@ class Heartbeat(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the heartbeat is no older than the lease."""
         return self.age_s <= self.lease_s
 
 
@@ -126,7 +125,6 @@ class Members:
 
     # ------------------------------------------------------------------ all heartbeats
     def look(self) -> None:
-        """Read the heartbeats of all members of the group."""
         now_s = self._runtime.monotonic()
         infos = _list_heartbeats(self._table)
         self.of_all_groups = max(1, len(infos))
@@ -181,7 +179,6 @@ class Members:
 
 
 def _list_heartbeats(table: Table) -> list[pafs.FileInfo]:
-    """Return the heartbeat files of all groups."""
     selector = pafs.FileSelector(f"{table.folder}/{FOLDER}", allow_not_found=True, recursive=True)
     with asking(redacted(selector.base_dir), None):
         return [info for info in table.fs.get_file_info(selector) if info.type == pafs.FileType.File]
@@ -198,7 +195,6 @@ def _read_content(table: Table, infos: Iterable[pafs.FileInfo], group: str) -> d
 
 
 def _files_of_group(table: Table, infos: Iterable[pafs.FileInfo], group: str) -> Iterator[tuple[str, pafs.FileInfo]]:
-    """Yield the members of a group, and their heartbeat files."""
     prefix = f"{table.folder}/{FOLDER}/{group}/"
     for info in infos:
         if info.path.startswith(prefix):
@@ -216,7 +212,6 @@ def _parsed(content: bytes, since_s: float, lease_s: float) -> _Seen:
 
 
 def _lease_of(content: bytes, default_s: float) -> float:
-    """Return the lease in seconds that a heartbeat names, or the default."""
     try:
         return seconds(json.loads(content)["lease"], "lease", above=True)
     except (ValueError, KeyError, TypeError, OptionError):

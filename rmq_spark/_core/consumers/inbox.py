@@ -375,7 +375,6 @@ def _without_duplicates(messages: pa.Table) -> pa.Table:
 
 
 def _end_positions(messages: pa.Table) -> dict[tuple[str, int], _Position]:
-    """Return the position after the last message of each queue."""
     timed = messages.select(["topic", "queue_id", "queue_offset"]).append_column(
         "committed_us", _committed_us(messages)
     )

@@ -266,7 +266,6 @@ class GroupMember:
             logger.warning("consumer group %r: %s: %s", self.group, what, _problem_text(problem), extra=self.fields)
 
     def fail(self, problem: BaseException) -> None:
-        """End the consumer with a problem."""
         with self.changed:  # all threads may report the same problem
             is_first, self.problem = self.problem is None, self.problem or problem
         if is_first:

@@ -204,7 +204,6 @@ def _no_table_error(connection: sa.Connection, table: str, schema: str | None) -
 
 
 def _require_storable(rows: pa.Table) -> None:
-    """Raise MessageError for a value that PostgreSQL cannot keep, with its first row."""
     for name, flaw, has_flaw in unstorable(rows):
         if (row := pc.index(has_flaw, True).as_py()) >= 0:
             raise MessageError(f"column {name!r} has {flaw} in row {row}, which PostgreSQL cannot keep")

@@ -42,8 +42,6 @@ POSITIONS_CONFIG: Mapping[str, str] = {
 
 
 class Brokers:
-    """Topics of Kafka, for one relay."""
-
     def __init__(self, settings: RelaySettings, runtime: Runtime) -> None:
         self._settings = settings
         self._runtime = runtime
@@ -217,7 +215,6 @@ class Brokers:
 
 
 def _is_temporary(error: Any) -> bool:
-    """Return True when the request should be repeated."""
     return bool(error.retriable() or error.code() in _TEMPORARY)
 
 

@@ -113,12 +113,10 @@ class Heard:
 
 
 def error_of(problem: BaseException) -> Any:
-    """Return the KafkaError in an exception of Kafka's client."""
     return problem.args[0] if problem.args else None
 
 
 def problem_of(problem: BaseException, doing: str, heard: Heard | None = None) -> RelayError:
-    """Return this package's error for an exception of Kafka's client."""
     error = error_of(problem)
     code = error.code() if isinstance(error, ck.KafkaError) else None
     why = "" if heard is None else why_no_answer(problem, heard)

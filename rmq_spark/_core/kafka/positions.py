@@ -104,8 +104,6 @@ class Stored:
 
 
 class PositionRecords:
-    """Makes the records of one relay and log for the positions topic."""
-
     def __init__(self, topic: str, relay: str, log_id: str) -> None:
         self._topic = topic
         self._common_key = {"relay": relay, "log": log_id}

@@ -113,7 +113,6 @@ def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def microseconds(times: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return times as microseconds since 1970."""
     return times.cast(pa.timestamp("us", "UTC")).cast(pa.int64())
 
 

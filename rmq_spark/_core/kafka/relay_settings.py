@@ -188,7 +188,6 @@ def is_secret(name: str) -> bool:
 
 
 def require_kafka_topic(name: str) -> str:
-    """Return the name, or raise OptionError when Kafka does not accept it as a topic."""
     if not isinstance(name, str) or _TOPIC_NAME.fullmatch(name) is None or name in (".", ".."):
         raise OptionError(
             f"{name!r} cannot be a topic of Kafka: up to 249 of the letters a to z and A to Z, digits, '.', '_' and "

@@ -21,8 +21,6 @@ Gap = tuple[Queue, int, int]
 
 
 class RelaySource:
-    """The topics of a commit log that a relay hands over."""
-
     def __init__(self, engine: Engine, settings: RelaySettings) -> None:
         self._engine = engine
         self._settings = settings

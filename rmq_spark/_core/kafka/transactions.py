@@ -159,7 +159,6 @@ class Transactions:
 
     @property
     def first_offset(self) -> int:
-        """The offset of the first delivered record in its partition."""
         return self._offsets[0]
 
     def commit(self) -> None:

@@ -464,7 +464,6 @@ def _part_of(batch: HalfBatch) -> int:
 
 
 def _key_of(batch: HalfBatch) -> dict[str, object]:
-    """The parameters that select the row of an attempt, or of a part of it."""
     return {"of": batch.half_id, "at": batch.attempt, "in_part": _part_of(batch)}
 
 

@@ -239,7 +239,6 @@ def _damaged(contradiction: str) -> FenceError:
 
 
 def _runs(codes: pa.Int32Array) -> tuple[list[int], list[int | None]]:
-    """Return the length and the code of each run."""
     runs = pc.run_end_encode(codes)
     ends = runs.run_ends.to_pylist()
     return [end - start for start, end in pairwise([0, *ends])], runs.values.to_pylist()

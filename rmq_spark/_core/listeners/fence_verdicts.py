@@ -43,7 +43,6 @@ def _verdict(state: State, batch: HalfBatch) -> Verdict:
 
 
 def recorded_as(verdict: Verdict) -> State:
-    """Return the state to record for a verdict of ``work``."""
     return State(EXECUTED) if verdict.state is COMMIT_MESSAGE else State(ROLLED_BACK, verdict.reason)
 
 

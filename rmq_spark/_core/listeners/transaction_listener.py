@@ -303,7 +303,6 @@ def answers_many(listener: TransactionListener) -> bool:
 
 
 def is_coroutine(listener: TransactionListener) -> bool:
-    """Whether a local transaction needs an event loop."""
     return inspect.iscoroutinefunction(listener.execute_local_transaction)
 
 
@@ -367,7 +366,6 @@ def require_object_path(path: str, allowed_prefixes: Sequence[str] | None = None
 
 
 def import_error(path: str, module_name: str, problem: Exception) -> ListenerError:
-    """Return the error for a module of ``module:attribute`` that cannot be imported."""
     missing = problem.name if isinstance(problem, ModuleNotFoundError) else None
     remedy = "put its folder on the PYTHONPATH, install it, or hand it over with spark-submit --py-files"
     if missing is None:

@@ -517,7 +517,6 @@ class TransactionMQProducer:
             enlisted.end()
 
     def _send(self, request: Request) -> TransactionSendResult:
-        """Send in this thread."""
         place = object()
         try:
             self._enter(place)

@@ -148,7 +148,6 @@ class SendThreads:
 
 
 def event_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that runs in this thread."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

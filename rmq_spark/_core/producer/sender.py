@@ -53,7 +53,6 @@ class Sender:
         self._sends = count(1)  # consecutive ids lie close together in a file, so its bounds find them
 
     def send(self, request: Request) -> TransactionSendResult:
-        """Send, and wait for the outcome."""
         if len(request.batch) == 0:
             raise MessageError("no messages were given: a half batch has at least one")
         if (tracer := tracing()) is None:

@@ -130,7 +130,6 @@ class Selector:
     tree: Condition
 
     def at(self, now_ms: int) -> Filter:
-        """Return the selector with ``now`` fixed."""
         return Filter(self.tree, now_ms)
 
 

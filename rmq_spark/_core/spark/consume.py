@@ -170,8 +170,6 @@ def _log_of(
 
 @dataclass
 class _Consumer:
-    """A function for ``foreachBatch``."""
-
     engine: Engine
     group: str
     listener: Listen | EachMessage

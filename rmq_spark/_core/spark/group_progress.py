@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 
 class GroupProgress:
-    """The progress of one run of a query, for its consumer group."""
-
     def __init__(self, engine: Engine, group: str) -> None:
         self._engine = engine
         self._group = group

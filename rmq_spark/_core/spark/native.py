@@ -405,8 +405,6 @@ def _block_rows(ranges: Sequence[PlacedRange], bits: int) -> Iterator[dict[str, 
 
 
 class _RowFilter:
-    """Filters Arrow batches by a selector."""
-
     def __init__(self, condition: Filter) -> None:
         self._condition = condition
 

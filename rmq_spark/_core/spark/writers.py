@@ -54,8 +54,6 @@ class StagedPartition(WriterCommitMessage):
 
 
 class _Writer:
-    """The common part of the batch writer and the streaming writer."""
-
     def __init__(self, options: Options, schema: StructType) -> None:
         self.settings = SinkSettings.of(options)
         require_message_types(schema, self.settings.topic, self.settings.transaction_key)
