@@ -11,9 +11,5 @@ if TYPE_CHECKING:
     from rmq_spark._core.spark.foreach_batch import TransactionalSink as TransactionalSink
 
 __getattr__, __dir__, __all__ = public(
-    __name__,
-    {
-        "protocol.outcome": "Outcome",
-        "spark.foreach_batch": "TransactionalSink",
-    },
+    __name__, {"protocol.outcome": "Outcome", "spark.foreach_batch": "TransactionalSink"}
 )

@@ -181,11 +181,7 @@ class MemoryTable:
         return None  # no foreign program can reach the table
 
     def write(
-        self,
-        rows: pa.Table,
-        prefix: str,
-        stats_columns: Sequence[str],
-        row_group_rows: int = ROW_GROUP_ROWS,
+        self, rows: pa.Table, prefix: str, stats_columns: Sequence[str], row_group_rows: int = ROW_GROUP_ROWS
     ) -> DataFile:
         began_s = self.runtime.monotonic()
         file = write_table(

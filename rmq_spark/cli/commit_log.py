@@ -90,8 +90,7 @@ def maintain(
         str | None, typer.Option(help='Do it again and again, such as every "60s", until stopped.')
     ] = None,
     drain_every: Annotated[
-        str | None,
-        typer.Option(help='With --every: how often to drain, such as "30s"; "0s": in its rounds only.'),
+        str | None, typer.Option(help='With --every: how often to drain, such as "30s"; "0s": in its rounds only.')
     ] = None,
     grace: Annotated[str | None, typer.Option(help='How long what is settled stays for readers: "10m".')] = None,
     audit: Annotated[str | None, typer.Option(help='How long rolled back messages stay: "7d".')] = None,

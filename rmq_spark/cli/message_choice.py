@@ -116,13 +116,5 @@ class Choice:
         ends = {(self.topic, queue): offset for queue, offset in stop.items()}
         begins = {**dict.fromkeys(range(queues), 0), **start}
         return read_messages(
-            self.log.engine,
-            ends,
-            self.topic,
-            queues,
-            begins,
-            limit,
-            columns,
-            tags=self.tags,
-            selector=self.selector,
+            self.log.engine, ends, self.topic, queues, begins, limit, columns, tags=self.tags, selector=self.selector
         )

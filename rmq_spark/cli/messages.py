@@ -219,15 +219,7 @@ def query(
         end = None if until is None else time_of(until, now, "until")
         if first is not None and end is not None and first >= end:
             raise OptionError(f"--since {since!r} is not before --until {until!r}: no message can be between them")
-        conditions = Wanted(
-            topic,
-            key,
-            None if tags is None else parse_tags(tags),
-            queue,
-            offset,
-            first,
-            end,
-        )
+        conditions = Wanted(topic, key, None if tags is None else parse_tags(tags), queue, offset, first, end)
         table = find_everywhere(log.engine, conditions, limit + 1)
     has_more = table.num_rows > limit
     rows = table.slice(0, limit).to_pylist()

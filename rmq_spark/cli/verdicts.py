@@ -12,18 +12,7 @@ import typer
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import FAILED, fail, path_to_type
 from rmq_spark.cli.completion import of_argument
-from rmq_spark.cli.output import (
-    AsJson,
-    LogPath,
-    Storage,
-    Wide,
-    one_line,
-    open_log,
-    plainly,
-    rendered,
-    say,
-    short_time,
-)
+from rmq_spark.cli.output import AsJson, LogPath, Storage, Wide, one_line, open_log, plainly, rendered, say, short_time
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age, size
 from rmq_spark.cli.watch import Watch, watched

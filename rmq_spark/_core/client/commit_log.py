@@ -29,12 +29,7 @@ from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.delta_table import DeltaLogTable
 from rmq_spark._core.storage.location import location
-from rmq_spark._core.storage.stores import (
-    folders_removed,
-    reaching,
-    require_put_if_absent,
-    require_storage_options,
-)
+from rmq_spark._core.storage.stores import folders_removed, reaching, require_put_if_absent, require_storage_options
 from rmq_spark._core.upkeep import schedule as upkeep
 from rmq_spark._core.upkeep import table_files
 from rmq_spark._core.upkeep.leave import Graces

@@ -32,14 +32,14 @@ LOG_RETENTION = "1m"
 OF_REPLACED_FILES = {
     # op and groups replace their own files constantly. By default the tombstones would lengthen every checkpoint for a
     # week.
-    "delta.deletedFileRetentionDuration": "interval 5 minutes",
+    "delta.deletedFileRetentionDuration": "interval 5 minutes"
 }
 
 
 OF_LEAVING_FILES = {
     # Every settled half batch leaves half. Its Delta log forgets the file hours later. By then upkeep has deleted the
     # file, or a vacuum does so later.
-    "delta.deletedFileRetentionDuration": "interval 6 hours",
+    "delta.deletedFileRetentionDuration": "interval 6 hours"
 }
 
 
@@ -48,10 +48,7 @@ def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | 
     the same log, has just given up, that is a StorageError."""
     settings = {"delta.logRetentionDuration": f"interval {max(1, retention_s)} seconds"}
     half_settings = {"delta.dataSkippingStatsColumns": ",".join(half_module.STATS_COLUMNS), **OF_LEAVING_FILES}
-    op_settings = {
-        "delta.dataSkippingStatsColumns": ",".join(op_module.STATS_COLUMNS),
-        **OF_REPLACED_FILES,
-    }
+    op_settings = {"delta.dataSkippingStatsColumns": ",".join(op_module.STATS_COLUMNS), **OF_REPLACED_FILES}
     # topics comes last and carries the format: a half-created log is created again, and never opened.
     tables = {
         "half": (HALF_SCHEMA, half_settings),

@@ -24,13 +24,7 @@ from rmq_spark._core.consumers.member_settings import (
     MemberSettings,
 )
 from rmq_spark._core.consumers.member_threads import MemberThreads
-from rmq_spark._core.consumers.message_listener import (
-    EachMessage,
-    Listen,
-    answers,
-    require_table_listener,
-    tell_failed,
-)
+from rmq_spark._core.consumers.message_listener import EachMessage, Listen, answers, require_table_listener, tell_failed
 from rmq_spark._core.consumers.progress import ProcessQueue, Take
 from rmq_spark._core.consumers.retry import (
     CONCURRENTLY,

@@ -434,11 +434,7 @@ class Fence(Database):
 
 
 def create_fence(
-    url_or_engine: Address,
-    *,
-    fence_table: str = FENCE_TABLE,
-    schema: str | None = None,
-    moved: bool = False,
+    url_or_engine: Address, *, fence_table: str = FENCE_TABLE, schema: str | None = None, moved: bool = False
 ) -> str:
     """Make a database's fence from a script: its tables and a random id, unless they exist.
 

@@ -33,13 +33,7 @@ from rmq_spark._core.spark.frame import require_message_types, topics_for
 from rmq_spark._core.spark.part_tasks import SparkTasks
 from rmq_spark._core.spark.workers import require_importable
 from rmq_spark._core.vocabulary.message import require_app_id, require_group_name
-from rmq_spark._core.vocabulary.options import (
-    REPLAY_CHECK_TIMEOUT_S,
-    Duration,
-    named,
-    seconds,
-    whole_number,
-)
+from rmq_spark._core.vocabulary.options import REPLAY_CHECK_TIMEOUT_S, Duration, named, seconds, whole_number
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, require_transaction_per
 from rmq_spark.errors import OptionError
 
