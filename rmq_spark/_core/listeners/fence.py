@@ -290,7 +290,7 @@ class Fence(Database):
     def recorded(self, row: sa.Row[Any], batch: HalfBatch) -> Recorded:
         """Return what a row records of a half batch, or raise FenceError when the row is of another log, has positions
         in other half files, or is damaged."""
-        if row.log_id and batch.log_id and row.log_id != batch.log_id:
+        if row.log_id != batch.log_id:
             raise FenceError(
                 f"half batch {batch.half_id!r} is in the fence of {self.where} already, for another commit log (its id "
                 f"is {row.log_id}; this one's is {batch.log_id}). Logs that share a fence need appIds and idempotency "

@@ -83,7 +83,7 @@ class HalfBatch:
     staged_ms : int
         When its half files were written (milliseconds since 1970). A restored log may have a half batch with the same
         id, and its messages in other positions.
-    log_id : str or None
+    log_id : str
         The id of the commit log. Another log may have a half batch with the same id.
     arg : object
         The argument of ``send_message_in_transaction(message, arg)``; None in checks and streams.
@@ -115,7 +115,7 @@ class HalfBatch:
         fence_id: str | None,
         rows: RowReader,
         staged_ms: int,
-        log_id: str | None = None,
+        log_id: str,
         arg: Any = None,
     ) -> None:
         self.half_id = half_id
