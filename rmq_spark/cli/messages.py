@@ -224,23 +224,11 @@ def query(
     has_more = table.num_rows > limit
     rows = table.slice(0, limit).to_pylist()
     if as_json:
-        for row in rows:
-            typer.echo(json.dumps(json_message(row)))
+        _print_json(table.slice(0, limit))
     elif len(rows) == 1:
         typer.echo(_message_text(rows[0], body, body_bytes), nl=False)
     else:
-        columns = [
-            "topic",
-            "queue_id",
-            "queue_offset",
-            "state",
-            "reason",
-            "msg_id",
-            "tags",
-            "keys",
-            "body",
-            "commit_timestamp",
-        ]
+        columns = "topic queue_id queue_offset state reason msg_id tags keys body commit_timestamp".split()
         all_visible = all(row["state"] == "committed" for row in rows)
         if all_visible and not given_ids:
             columns.remove("state")
