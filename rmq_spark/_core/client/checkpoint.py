@@ -59,14 +59,12 @@ class Stream:
 
 
 def _id_of(fs: Any, root: str) -> str:
-    for file in (ID_FILE, "metadata"):
-        try:
-            with fs.open_input_stream(f"{root}/{file}") as stream:
-                return str(json.loads(stream.readall())["id"])
-        except FileNotFoundError:
-            if file == "metadata":
-                raise
-    raise AssertionError
+    try:
+        stream = fs.open_input_stream(f"{root}/{ID_FILE}")
+    except FileNotFoundError:
+        stream = fs.open_input_stream(f"{root}/metadata")
+    with stream:
+        return str(json.loads(stream.readall())["id"])
 
 
 def _input_hash(fs: Any, path: str) -> str:

@@ -21,8 +21,6 @@ except ModuleNotFoundError as missing:
         raise
     raise OptionError("a relay to Kafka needs confluent-kafka: install rmq_spark with its extra kafka") from None
 
-__all__ = ["CLIENT_LOG", "POISON", "Heard", "admin", "ck", "error_of", "problem_of", "with_settings"]
-
 CLIENT_LOG = logging.getLogger("rmq_spark.kafka.librdkafka")
 """The log of Kafka's client."""
 

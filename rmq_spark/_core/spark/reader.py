@@ -28,7 +28,6 @@ from rmq_spark._core.reads.offsets import (
     seconds_to_wait,
     to_json,
 )
-from rmq_spark._core.reads.option_names import SOURCE_OPTIONS
 from rmq_spark._core.reads.plan import Planner, admit, split
 from rmq_spark._core.reads.read_options import ReadOptions, read_options
 from rmq_spark._core.spark.executor_files import LogFiles
@@ -48,8 +47,6 @@ from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OffsetError, 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
     from rmq_spark._core.spark.group_progress import GroupProgress
-
-__all__ = ["SOURCE_OPTIONS", "TxmqPartition", "TxmqReader", "TxmqStreamReader"]
 
 logger = logging.getLogger(__name__)
 
