@@ -209,7 +209,7 @@ class ConsumerGroup:
         """
         if topics is not None:
             is_list = isinstance(topics, Iterable) and not isinstance(topics, (str, bytes))
-            topics = [require_topic_name(name, own=True) for name in (topics if is_list else [topics])]  # type: ignore[arg-type]
+            topics = [require_topic_name(name, own=True) for name in (topics if is_list else [topics])]
         target: str | datetime | Positions
         if isinstance(to, datetime):
             target = require_time(to, "to")
