@@ -63,7 +63,7 @@ class EachMessage:
         made when the caller asks: a consumer can stop at a failure."""
         for message in messages_of(messages):
             try:
-                answer = _judged(called_here(self.function, message))
+                answer = _outcome(called_here(self.function, message))
             except KeyboardInterrupt:
                 raise
             except BaseException as problem:  # one message must not end the consumer
@@ -115,12 +115,12 @@ def answers(listener: Listen | EachMessage, messages: pa.Table) -> Iterator[tupl
         yield from [(False, reason_of(problem))] * messages.num_rows
         return
     if not isinstance(returned, list | tuple):
-        yield from [_judged(returned)] * messages.num_rows
+        yield from [_outcome(returned)] * messages.num_rows
     elif len(returned) != messages.num_rows:
         text = f"the listener returned {len(returned)} results for {messages.num_rows} messages: return one for each"
         yield from [(False, text)] * messages.num_rows
     else:
-        yield from map(_judged, returned)
+        yield from map(_outcome, returned)
 
 
 def require_table_listener(listener: Callable[..., object]) -> None:
@@ -167,7 +167,7 @@ def _name(listener: object) -> str:
 COMES_AGAIN = "What has a try left comes again, the rest becomes dead letters"
 
 
-def tell_failed(
+def log_failures(
     group: str, queue: tuple[str, int], failed: int, of: int, reason: str | None, then: str = COMES_AGAIN
 ) -> None:
     """Log that a message listener failed, with the first reason, so that its retries are explained."""
@@ -178,7 +178,7 @@ def tell_failed(
     )  # fmt: skip
 
 
-def _judged(result: object) -> tuple[bool, str | None]:
+def _outcome(result: object) -> tuple[bool, str | None]:
     """Return whether a result says that a message was consumed, and the reason when it does not."""
     if result is None or result is SUCCESS:
         return True, None

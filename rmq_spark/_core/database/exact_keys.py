@@ -91,6 +91,6 @@ def require_exact(connection: sa.Connection, table: sa.Table, rows: Sequence[dic
         )
 
 
-def alike(prefix: str) -> list[str]:
+def similar_names(prefix: str) -> list[str]:
     """Return names that a careless collation takes for equal."""
     return [f"{prefix}a", f"{prefix}A", f"{prefix}a ", f"{prefix}\u00e4"]

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rmq_spark._core.kafka.kafka_client import Heard, admin, ck, error_of, problem_of, with_settings
-from rmq_spark._core.kafka.positions import PARTITION, Stored
+from rmq_spark._core.kafka.kafka_client import ReportedErrors, admin, ck, error_of, problem_of, with_settings
+from rmq_spark._core.kafka.positions import PARTITION, StoredPositions
 from rmq_spark._core.kafka.relay_settings import RelaySettings, require_kafka_topic
 from rmq_spark._core.kafka.transactions import PAUSE_S, SLACK_S
 from rmq_spark._core.runtime.runtime import Runtime
@@ -45,8 +45,8 @@ class Brokers:
     def __init__(self, settings: RelaySettings, runtime: Runtime) -> None:
         self._settings = settings
         self._runtime = runtime
-        self._heard = Heard()
-        self._admin = with_settings(admin.AdminClient, settings.client(), self._heard)
+        self._reported = ReportedErrors()
+        self._admin = with_settings(admin.AdminClient, settings.client(), self._reported)
         self._large_enough: set[str] = set()
 
     # ------------------------------------------------------------------ topics
@@ -115,7 +115,7 @@ class Brokers:
             topics = self._answer(lambda: self._admin.list_topics(timeout=TRY_S)).topics
         except ck.KafkaException as problem:
             doing = f"its topics were listed ({self._settings.bootstrap_servers})"
-            raise problem_of(problem, doing, self._heard) from None
+            raise problem_of(problem, doing, self._reported) from None
         return {name: len(topic.partitions) for name, topic in topics.items() if topic.error is None}
 
     def _answer(self, request: Callable[[], Any]) -> Any:
@@ -124,11 +124,11 @@ class Brokers:
         while True:
             try:
                 answer = request()
-                self._heard.error = None  # another broker accepts the connection
+                self._reported.error = None  # another broker accepts the connection
                 return answer
             except ck.KafkaException as problem:
                 self._admin.poll(0)  # lets the client report the reason
-                temporary = _is_temporary(error_of(problem)) and not self._heard.refuses
+                temporary = _is_temporary(error_of(problem)) and not self._reported.refuses
                 if not temporary or self._runtime.monotonic() > deadline:
                     raise
             self._runtime.sleep(PAUSE_S)
@@ -166,7 +166,7 @@ class Brokers:
                     raise problem_of(problem, doing) from None
 
     # ------------------------------------------------------------------ positions
-    def stored(self, end: int | None = None, committed: bool = False) -> Stored:
+    def stored(self, end: int | None = None, committed: bool = False) -> StoredPositions:
         """Read this relay's records from the positions topic.
 
         With ``end``, only committed records before this offset of the topic: it waits for open transactions before it,
@@ -174,10 +174,10 @@ class Brokers:
         aborted transactions; or, if ``committed``, those that are known as committed now, without waiting. Then some
         may be missing.
         """
-        stored = Stored(self._settings.relay)
+        stored = StoredPositions(self._settings.relay)
         topic = self._settings.positions_topic
         isolation = "read_uncommitted" if end is None and not committed else "read_committed"
-        consumer = with_settings(ck.Consumer, self._settings.consumer(isolation), self._heard)
+        consumer = with_settings(ck.Consumer, self._settings.consumer(isolation), self._reported)
         deadline = self._runtime.monotonic() + self._settings.transaction_timeout + 2 * SLACK_S
         try:
             # Always asked first, because this finds the broker. An assignment looks for it only every 0.5 s.
@@ -193,11 +193,11 @@ class Brokers:
                     )
             return stored
         except ck.KafkaException as problem:
-            raise problem_of(problem, f"the positions topic {topic!r} was read", self._heard) from None
+            raise problem_of(problem, f"the positions topic {topic!r} was read", self._reported) from None
         finally:
             consumer.close()
 
-    def _read(self, consumer: Any, stored: Stored, end: int) -> bool:
+    def _read(self, consumer: Any, stored: StoredPositions, end: int) -> bool:
         """Add the next record. Return True when all records before the end are added."""
         message = consumer.poll(POLL_S)
         if message is None:

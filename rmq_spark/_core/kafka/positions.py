@@ -29,7 +29,7 @@ from rmq_spark.errors import RelayRefusedError
 PARTITION = 0
 
 
-class Last(NamedTuple):
+class LastMessage(NamedTuple):
     """Identifies a message in one history of the log.
 
     The id alone does not: a half batch that was pending in a copy keeps its identity when it is committed again,
@@ -49,11 +49,11 @@ class Position:
     messages expired or none was sent."""
 
     next_offset: int
-    last: Last | None = None
+    last: LastMessage | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class SharedSettings:
     """The settings that all processes of a relay must share."""
 
     shards: int
@@ -61,7 +61,7 @@ class Agreed:
 
 
 @dataclass
-class Stored:
+class StoredPositions:
     """One relay's records in the positions topic.
 
     ``agreed`` has the shared settings by log id: one entry, or none before the first start, for a relay belongs to one
@@ -70,7 +70,7 @@ class Stored:
     """
 
     relay: str
-    agreed: dict[str, Agreed] = field(default_factory=dict)
+    agreed: dict[str, SharedSettings] = field(default_factory=dict)
     positions: dict[tuple[str, Queue], Position] = field(default_factory=dict)
     runs: dict[tuple[str, int], tuple[str, int]] = field(default_factory=dict)
 
@@ -86,13 +86,15 @@ class Stored:
             if "gap" in key_fields:
                 return
             if "topic" in key_fields:
-                last = None if fields["msg_id"] is None else Last(str(fields["msg_id"]), int(fields["committed"]))
+                last = (
+                    None if fields["msg_id"] is None else LastMessage(str(fields["msg_id"]), int(fields["committed"]))
+                )
                 position = Position(int(fields["next_offset"]), last)
                 self.positions[log, (str(key_fields["topic"]), int(key_fields["queue"]))] = position
             elif "shard" in key_fields:
                 self.runs[log, int(key_fields["shard"])] = (str(fields["run"]), offset)
             else:
-                self.agreed[log] = Agreed(int(fields["shards"]), str(fields["topic_template"]))
+                self.agreed[log] = SharedSettings(int(fields["shards"]), str(fields["topic_template"]))
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise RelayRefusedError(
                 f"the record at offset {offset} of the positions topic was not written by a relay ({problem!r}): give "

@@ -12,8 +12,8 @@ from typing import Any
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.kafka.brokers import Brokers
 from rmq_spark._core.kafka.kafka_client import ck
-from rmq_spark._core.kafka.positions import Last, Position, PositionRecords
-from rmq_spark._core.kafka.records import Handed, Record, parked
+from rmq_spark._core.kafka.positions import LastMessage, Position, PositionRecords
+from rmq_spark._core.kafka.records import OutgoingMessage, Record, parked_record
 from rmq_spark._core.kafka.relay_report import RelayReport
 from rmq_spark._core.kafka.relay_settings import (
     BATCH_BYTES,
@@ -342,7 +342,7 @@ class KafkaRelay:
         self._positions |= moved
         self.report.skipped += skipped
 
-    def _hand_over(self, batch: list[Handed]) -> None:
+    def _hand_over(self, batch: list[OutgoingMessage]) -> None:
         """Hand over a batch in one transaction, or in several while Kafka refuses one of its messages."""
         while batch:
             part = batch[: self._limit]
@@ -373,7 +373,7 @@ class KafkaRelay:
             if self._stop.is_set():
                 return
 
-    def _park_or_raise(self, message: Handed, refused: AbortedError) -> None:
+    def _park_or_raise(self, message: OutgoingMessage, refused: AbortedError) -> None:
         """Park the one message that Kafka refuses, or raise PoisonMessageError."""
         description = f"Kafka refuses {message.where} with {len(message.record.value or b'')} bytes: {refused.reason}"
         if self.settings.on_poison != PARK:
@@ -384,7 +384,7 @@ class KafkaRelay:
             raise PoisonMessageError(
                 description, remedy=Remedy(f"{let_it} on_poison='park'", f"{let_it} --on-poison park")
             )
-        record = parked(
+        record = parked_record(
             message,
             self.settings.parking_topic,
             refused.reason,
@@ -455,6 +455,6 @@ def _mapping(kafka: object) -> dict[str, Any]:
     return dict(kafka or {})
 
 
-def _positions_after(batch: Sequence[Handed]) -> dict[Queue, Position]:
+def _positions_after(batch: Sequence[OutgoingMessage]) -> dict[Queue, Position]:
     """Return the queues' positions after these messages, which are in the order of each queue."""
-    return {(m.topic, m.queue_id): Position(m.queue_offset + 1, Last(m.msg_id, m.committed_us)) for m in batch}
+    return {(m.topic, m.queue_id): Position(m.queue_offset + 1, LastMessage(m.msg_id, m.committed_us)) for m in batch}

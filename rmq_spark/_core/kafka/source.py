@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from rmq_spark._core.kafka.positions import Last
-from rmq_spark._core.kafka.records import COLUMNS, Handed, microseconds, pieces, to_records
+from rmq_spark._core.kafka.positions import LastMessage
+from rmq_spark._core.kafka.records import COLUMNS, OutgoingMessage, microseconds, split_by_size, to_records
 from rmq_spark._core.log.message_range import MessageRange
 from rmq_spark._core.messages.message_reader import read_ranges
 from rmq_spark._core.messages.placements import Placements
@@ -32,13 +32,13 @@ class RelaySource:
         log does not have is a TopicNotFoundError."""
         return self.subscription.topics_among(self._engine.topics())
 
-    def batches(self, ranges: list[MessageRange]) -> Iterator[list[Handed]]:
+    def batches(self, ranges: list[MessageRange]) -> Iterator[list[OutgoingMessage]]:
         """Yield batches of at most ``max_batch_messages`` and ``max_batch_bytes``. A larger message is a batch."""
         rows_max, bytes_max = self._settings.max_batch_messages, self._settings.batch_bytes
-        batch: list[Handed] = []
+        batch: list[OutgoingMessage] = []
         size = 0
         for messages in read_ranges(ranges, self._engine.read_range, self._engine.find_again, COLUMNS):
-            for piece in pieces(messages, rows_max, bytes_max):
+            for piece in split_by_size(messages, rows_max, bytes_max):
                 if batch and (len(batch) + piece.num_rows > rows_max or size + piece.nbytes > bytes_max):
                     yield batch
                     batch, size = [], 0
@@ -47,13 +47,13 @@ class RelaySource:
         if batch:
             yield batch
 
-    def lasts(self, offsets: Mapping[Queue, int]) -> dict[Queue, Last]:
+    def lasts(self, offsets: Mapping[Queue, int]) -> dict[Queue, LastMessage]:
         """Return the messages at these offsets, as far as the log holds them."""
         ranges, _ = self.placements.between(offsets, {queue: offset + 1 for queue, offset in offsets.items()})
         columns = ("topic", "queue_id", "msg_id", "commit_timestamp")
-        lasts_by_queue: dict[Queue, Last] = {}
+        lasts_by_queue: dict[Queue, LastMessage] = {}
         for messages in read_ranges(ranges, self._engine.read_range, self._engine.find_again, columns):
             times = microseconds(messages["commit_timestamp"]).to_pylist()
             for row, committed_us in zip(messages.to_pylist(), times, strict=True):
-                lasts_by_queue[row["topic"], row["queue_id"]] = Last(row["msg_id"], committed_us)
+                lasts_by_queue[row["topic"], row["queue_id"]] = LastMessage(row["msg_id"], committed_us)
         return lasts_by_queue

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from rmq_spark._core.kafka.brokers import Brokers
 from rmq_spark._core.kafka.kafka_client import ck
-from rmq_spark._core.kafka.positions import Position, PositionRecords, Stored
+from rmq_spark._core.kafka.positions import Position, PositionRecords, StoredPositions
 from rmq_spark._core.kafka.relay_settings import LATEST, PARK, RelaySettings
 from rmq_spark._core.kafka.source import RelaySource
 from rmq_spark._core.kafka.transactions import FAILURES, AbortedError, Transactions
@@ -74,7 +74,7 @@ class Start:
         return transactions
 
     # ------------------------------------------------------------------ the claim
-    def _claim(self, transactions: Transactions, topics: Mapping[str, int]) -> Stored | None:
+    def _claim(self, transactions: Transactions, topics: Mapping[str, int]) -> StoredPositions | None:
         """Claim the shard, and return all positions that were committed before the claim.
 
         Returns None when this changed the number of shards: then the shard must be claimed again. A relay that belongs
@@ -115,7 +115,7 @@ class Start:
                 transactions.abort()
             raise
 
-    def _agrees(self, stored: Stored) -> bool:
+    def _agrees(self, stored: StoredPositions) -> bool:
         """Return True when the number of shards is the agreed one, or at the relay's first start."""
         settings, log_id = self._settings, self._engine.id
         if stored.agreed and log_id not in stored.agreed:
@@ -163,7 +163,7 @@ class Start:
         return {queue: Position(ends.get(queue, 0), lasts.get(queue)) for queue in queues}
 
     # ------------------------------------------------------------------ the same log
-    def _require_fit(self, stored: Stored) -> None:
+    def _require_fit(self, stored: StoredPositions) -> None:
         """Require that the log holds the last messages that this shard handed over."""
         self._agrees(stored)
         own_positions = {

@@ -10,12 +10,12 @@ from typing import Any
 
 from rmq_spark._core.kafka.kafka_client import (
     POISON,
-    Heard,
+    ReportedErrors,
     ck,
     error_of,
     problem_of,
-    said,
-    why_no_answer,
+    problem_text,
+    why_refused,
     with_settings,
 )
 from rmq_spark._core.kafka.records import Record
@@ -70,7 +70,7 @@ class Transactions:
         self._timeout_s = timeout_s
         self._runtime = runtime
         self._producer: Any = None
-        self._heard = Heard()
+        self._reported = ReportedErrors()
         self._number = 0  # counts transactions
         self._sent = 0
         self._refused: dict[int, Any] = {}  # by a record's index in its transaction
@@ -78,7 +78,7 @@ class Transactions:
 
     def open(self) -> None:
         """Fence the previous producer with this ``transactional.id``, and end its transaction."""
-        self._producer = with_settings(ck.Producer, self._settings, self._heard)
+        self._producer = with_settings(ck.Producer, self._settings, self._reported)
         deadline = self._runtime.monotonic() + self._timeout_s + SLACK_S
         while True:
             try:
@@ -88,7 +88,7 @@ class Transactions:
             except ck.KafkaException as problem:
                 error = error_of(problem)
                 if error.fatal() or not error.retriable() or self._runtime.monotonic() > deadline:
-                    raise problem_of(problem, "the relay's transactions were opened", self._heard) from None
+                    raise problem_of(problem, "the relay's transactions were opened", self._reported) from None
             self._runtime.sleep(PAUSE_S)
 
     # ------------------------------------------------------------------ one transaction
@@ -107,7 +107,7 @@ class Transactions:
     def begin(self) -> None:
         self._number += 1
         self._sent, self._refused, self._offsets = 0, {}, {}
-        self._heard.denied, self._heard.topic = None, ""
+        self._reported.denied, self._reported.topic = None, ""
         self._producer.begin_transaction()
         reach("relay step", step="begun")
 
@@ -168,7 +168,7 @@ class Transactions:
         while True:
             try:
                 self._producer.commit_transaction(TRY_S)
-                self._heard.error = None
+                self._reported.error = None
                 reach("relay step", step="committed")
                 return
             except ck.KafkaException as problem:
@@ -177,10 +177,10 @@ class Transactions:
                     raise
                 if not error.retriable() or self._runtime.monotonic() > deadline:
                     raise RelayError(
-                        f"nobody knows whether Kafka committed the last transaction: {said(problem)}. Start the relay "
-                        "again: it reads the positions, which are in that transaction"
+                        f"nobody knows whether Kafka committed the last transaction: {problem_text(problem)}. Start "
+                        "the relay again: it reads the positions, which are in that transaction"
                     ) from None
-                logger.warning("a commit is tried again: %s", said(problem))
+                logger.warning("a commit is tried again: %s", problem_text(problem))
             self._runtime.sleep(PAUSE_S)
 
     def ended(self, problem: BaseException) -> Exception:
@@ -193,12 +193,12 @@ class Transactions:
             return self._fatal(problem)
         refused = {place: error for place, error in sorted(self._refused.items()) if error.code() in POISON}
         self._producer.poll(0)  # lets the client report the reason
-        if self._heard.denied is not None:
-            problem = ck.KafkaException(self._heard.denied)
-        reason = said(problem) + why_no_answer(problem, self._heard)
-        where = f" to topic {self._heard.topic!r}" if self._heard.topic else ""
-        lasting = problem_of(problem, f"messages were handed over{where}", self._heard)
-        is_lasting = not refused and isinstance(lasting, RelayRefusedError) and not self._heard.refuses
+        if self._reported.denied is not None:
+            problem = ck.KafkaException(self._reported.denied)
+        reason = problem_text(problem) + why_refused(problem, self._reported)
+        where = f" to topic {self._reported.topic!r}" if self._reported.topic else ""
+        lasting = problem_of(problem, f"messages were handed over{where}", self._reported)
+        is_lasting = not refused and isinstance(lasting, RelayRefusedError) and not self._reported.refuses
         try:
             self.abort()
         except ck.KafkaException as abort_problem:
@@ -206,16 +206,16 @@ class Transactions:
                 fatal = self._fatal(abort_problem)
                 # Kafka does not know a transaction if this user may not write to its topics.
                 return lasting if is_lasting and not isinstance(fatal, FencedByKafkaError) else fatal
-            return problem_of(abort_problem, "a transaction was aborted", self._heard)
+            return problem_of(abort_problem, "a transaction was aborted", self._reported)
         if not refused:
-            return lasting if is_lasting else AbortedError(reason, stays=self._heard.refuses)
+            return lasting if is_lasting else AbortedError(reason, stays=self._reported.refuses)
         first, error = next(iter(refused.items()))
         return AbortedError(f"{error.str()} ({error.name()})", first, len(refused), error.code())
 
     def _fatal(self, problem: BaseException) -> Exception:
         error = error_of(problem)
         if error.code() in (ck.KafkaError._FENCED, ck.KafkaError.PRODUCER_FENCED, ck.KafkaError.INVALID_PRODUCER_EPOCH):
-            return FencedByKafkaError(said(problem))
+            return FencedByKafkaError(problem_text(problem))
         return problem_of(problem, "messages were handed over")
 
     def abort(self) -> None:

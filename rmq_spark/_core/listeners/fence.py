@@ -21,7 +21,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 # Imported first: its error says what to install when SQLAlchemy is missing.
 from rmq_spark._core.database.connection import PLACE_CHARS_MAX, Address, Database, place_of
 from rmq_spark._core.database.error_codes import is_lock_problem
-from rmq_spark._core.database.exact_keys import IN_INNODB, alike, exact_text, insert_absent, require_exact
+from rmq_spark._core.database.exact_keys import IN_INNODB, exact_text, insert_absent, require_exact, similar_names
 from rmq_spark._core.listeners.fence_row import (
     BY_PART,
     EXECUTED,
@@ -31,8 +31,8 @@ from rmq_spark._core.listeners.fence_row import (
     TOMBSTONE,
     Recorded,
     State,
-    dealt_out_anew,
-    together,
+    merged,
+    restaged_error,
 )
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.transaction_listener import ExecutedAttempt
@@ -152,7 +152,7 @@ class Fence(Database):
             return
         now = self._now()
         row = {"attempt": 0, "part": WHOLE, "state": STARTED, "changed_at": now}
-        rows = [{"half_id": i, **row} for i in alike(f"trial:{secrets.token_hex(8)}:")]
+        rows = [{"half_id": i, **row} for i in similar_names(f"trial:{secrets.token_hex(8)}:")]
         try:
             require_exact(connection, self._rows, rows)
         except ListenerError as problem:
@@ -277,15 +277,13 @@ class Fence(Database):
             return recorded
         if not recorded.is_staged_as(batch):
             own_rows = [row for key, row in rows.items() if key[:2] == _row_key(batch)[:2] and row.part != WHOLE]
-            executed = together([NOTHING, *(Recorded.read(row.state, row.outcome) for row in own_rows)]).rows_in(
-                EXECUTED
-            )
+            executed = merged([NOTHING, *(Recorded.read(row.state, row.outcome) for row in own_rows)]).rows_in(EXECUTED)
             if not (recorded.rows_in(BY_PART) or NO_ROWS) - (executed or NO_ROWS):
                 return Recorded([State(EXECUTED)])  # all of it, wherever its messages lie now
             if not recorded.has_files_of(batch):
-                raise dealt_out_anew(batch)
+                raise restaged_error(batch)
         parts = batch.parts().values()
-        return together(NOTHING if (row := rows.get(_row_key(p))) is None else self.recorded(row, p) for p in parts)
+        return merged(NOTHING if (row := rows.get(_row_key(p))) is None else self.recorded(row, p) for p in parts)
 
     def recorded(self, row: sa.Row[Any], batch: HalfBatch) -> Recorded:
         """Return what a row records of a half batch, or raise FenceError when the row is of another log, has positions
@@ -327,7 +325,7 @@ class Fence(Database):
                 known = self.states(self.read(connection, [batch]), batch)
                 if known.files is None:
                     return known
-            return together([self.fill(connection, part, state) for part in batch.parts().values()])
+            return merged([self.fill(connection, part, state) for part in batch.parts().values()])
         absent = batch.rows.where(pc.is_null(recorded.among(batch.rows)))
         if absent:
             recorded = recorded.with_rows(absent, [state])
@@ -374,7 +372,7 @@ class Fence(Database):
             rows = connection.execute(query.execution_options(yield_per=PRUNED_AT_ONCE))
             for _, of_attempt in groupby(rows, key=lambda row: (row.half_id, row.attempt)):
                 parts = list(of_attempt)
-                recorded = together([Recorded.read(part.state, part.outcome) for part in parts])
+                recorded = merged([Recorded.read(part.state, part.outcome) for part in parts])
                 is_whole = all(state.word != STARTED for state in recorded.states)
                 executed = recorded.rows_in(EXECUTED if is_whole else STARTED)
                 if executed is None or executed:

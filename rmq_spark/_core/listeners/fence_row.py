@@ -119,7 +119,7 @@ class Recorded:
         if self.is_by_part or self.is_staged_as(batch):
             return
         if self.layout is None or self.layout != batch.layout():
-            raise dealt_out_anew(batch)
+            raise restaged_error(batch)
 
     def has_files_of(self, batch: HalfBatch) -> bool:
         """Whether the files that have rows of the batch are as long as they were."""
@@ -201,7 +201,7 @@ class Recorded:
 NOTHING = Recorded([], {})
 
 
-def together(parts: Iterable[Recorded]) -> Recorded:
+def merged(parts: Iterable[Recorded]) -> Recorded:
     """The states of all parts of an attempt, as one. An attempt without parts has one."""
     several = list(parts)
     if len(several) == 1:
@@ -226,7 +226,7 @@ def _position(state: State, positions: dict[State, int]) -> int:
     return positions.setdefault(state, len(positions))
 
 
-def dealt_out_anew(batch: HalfBatch) -> FenceError:
+def restaged_error(batch: HalfBatch) -> FenceError:
     return FenceError(
         f"half batch {batch.half_id!r}, attempt {batch.attempt}, was executed with its messages in other places, and "
         "its transactions did not all run and end alike: the log was restored, and has dealt the messages out anew. "
