@@ -18,7 +18,7 @@ from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.delta_table import DeltaLogTable
 from rmq_spark._core.storage.location import is_uri
-from rmq_spark._core.storage.stores import reaching
+from rmq_spark._core.storage.stores import claim_table, reaching, removing
 from rmq_spark._core.storage.table import Table
 from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
 from rmq_spark._core.vocabulary.remedy import Remedy
@@ -44,7 +44,8 @@ OF_LEAVING_FILES = {
 
 
 def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | None, retention_s: int) -> None:
-    """Make the tables of a log, as far as they are not there."""
+    """Make the tables of a log. When that fails, remove those that were made. When another process, which was making
+    the same log, has just given up, that is a StorageError."""
     settings = {"delta.logRetentionDuration": f"interval {max(1, retention_s)} seconds"}
     half_settings = {"delta.dataSkippingStatsColumns": ",".join(half_module.STATS_COLUMNS), **OF_LEAVING_FILES}
     op_settings = {"delta.dataSkippingStatsColumns": ",".join(op_module.STATS_COLUMNS), **OF_REPLACED_FILES}
@@ -55,9 +56,35 @@ def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | 
         "messages": (MESSAGES_SCHEMA, _messages_settings(retention_s)),
         "topics": (TOPICS_SCHEMA, {"txmq.format": str(FORMAT), "txmq.queues": str(queues)}),
     }
-    for name, (schema, own_settings) in tables.items():
+    made: list[str] = []
+
+    def make(name: str) -> None:
         reach("table made", table=name)
-        DeltaLogTable.create(f"{where}/{name}", name, schema, storage_options, {**settings, **own_settings})
+        schema, own_settings = tables[name]
+        if DeltaLogTable.create(f"{where}/{name}", name, schema, storage_options, {**settings, **own_settings}):
+            made.append(f"{where}/{name}")
+
+    with removing(lambda: _removable(where, made, storage_options), storage_options):
+        for name in tables:
+            make(name)
+        # A process that made one of them before may have given up meanwhile, and removed it.
+        found = [name for name in tables if f"{where}/{name}" not in made]
+        for name in [name for name in found if not DeltaLogTable.exists(f"{where}/{name}", storage_options)]:
+            if "topics" in found:
+                raise StorageError(f"{where}: another process gave up making this commit log just now: try again")
+            make(name)  # after topics is there, nobody removes a table
+
+
+def _removable(where: str, made: list[str], storage_options: Mapping[str, str] | None) -> list[str]:
+    """The tables that were made, when no other process can complete the log with them any more: a claim in the place of
+    ``topics``, which goes last, sees to that."""
+    topics = f"{where}/topics"
+    if not made or topics in made:
+        return []
+    try:
+        return [*made, topics] if claim_table(topics, storage_options) else []
+    except Exception:
+        return made  # the store fails, so these cannot be removed either, and are named
 
 
 def _messages_settings(retention_s: int) -> dict[str, str]:

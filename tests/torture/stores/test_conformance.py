@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -308,12 +309,29 @@ def test_no_secret_is_in_what_a_wrong_secret_raises(store: Any, uri: str, caplog
 
 
 @pytest.mark.parametrize("failing", ["op", pytest.param("topics", marks=pytest.mark.long)])
-def test_a_log_that_could_not_be_made_is_made_by_the_next_try(store: Any, uri: str, failing: str) -> None:
+def test_a_log_that_cannot_be_made_leaves_nothing_behind(store: Any, uri: str, failing: str) -> None:
     def fail() -> None:
         raise OSError("the store is out of order")
 
     with at("table made", fail, table=failing), pytest.raises(StorageError, match="the store is out of order"):
         txmq.CommitLog.create(uri, storage_options=store.storage_options())
-    with pytest.raises(NotACommitLogError):
-        txmq.CommitLog.open(uri, storage_options=store.storage_options())
+    assert store.objects(uri) == []
+    assert txmq.CommitLog.create(uri, storage_options=store.storage_options()).topics() == {}
+
+
+@pytest.mark.long
+def test_what_could_not_be_removed_is_named(store: Any, uri: str) -> None:
+    ended: list[Any] = []
+
+    def end() -> None:
+        ended[0].close()
+
+    with ExitStack() as stack:
+        between = stack.enter_context(proxy(store.endpoint))
+        ended.append(stack.pop_all())
+        options = {**store.storage_options(between.endpoint), "max_retries": "0"}
+        with at("table made", end, table="op"), pytest.raises(StorageError) as caught:
+            txmq.CommitLog.create(uri, storage_options=options)
+    assert f"left behind, and to be deleted by hand: {uri}/half (" in str(caught.value)
+    assert store.objects(uri) == ["half/_delta_log/00000000000000000000.json"]
     assert txmq.CommitLog.create(uri, storage_options=store.storage_options()).topics() == {}
