@@ -14,12 +14,4 @@ if TYPE_CHECKING:
     from rmq_spark._core.report.report_figures import Figures as Figures
     from rmq_spark._core.report.report_figures import figures_of as figures_of
 
-__getattr__, __dir__, __all__ = public(
-    __name__,
-    {
-        "report.report_figures": "Figures figures_of",
-        "report.finding": "Finding Level",
-        "report.headline": "findings_of",
-        "report.page": "page",
-    },
-)
+__getattr__, __dir__, __all__ = public(__name__)

@@ -156,7 +156,6 @@ def bytes_by_topic(log: CommitLog) -> dict[str, int]:
 
 
 def queue_rows(log: CommitLog, name: str) -> list[dict[str, Any]]:
-    """Return a row for each queue of a topic."""
     queues = log.engine.require_topic(name)
     tails, firsts, open_counts = log.engine.tails(), log.engine.firsts(), log.open_messages()
     commit_times = last_commits(log, {(name, q): tails.get((name, q), 0) for q in range(queues)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,21 +11,9 @@ import typer
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import FAILED, fail, path_to_type
 from rmq_spark.cli.completion import of_argument
-from rmq_spark.cli.output import (
-    AsJson,
-    LogPath,
-    Storage,
-    Wide,
-    one_line,
-    open_log,
-    plainly,
-    rendered,
-    say,
-    short_time,
-)
-from rmq_spark.cli.text import as_json as json_of
+from rmq_spark.cli.output import AsJson, LogPath, Storage, Wide, one_line, open_log, plainly, say, short_time
 from rmq_spark.cli.text import short_age, size
-from rmq_spark.cli.watch import Watch, watched
+from rmq_spark.cli.watch import Watch, listed, watched
 from rmq_spark.errors import CorruptLogError, OptionError
 
 if TYPE_CHECKING:
@@ -92,30 +79,24 @@ def conflicts(
 ) -> None:
     """List half batches with two verdicts that contradict each other; see resolve."""
     log = open_log(path, storage)
-    watched(watch, lambda: _listed(conflict_rows(log, group), as_json, "there are no conflicts"))
+    watched(watch, lambda: listed(conflict_rows(log, group), as_json, "there are no conflicts", SPARE, _in_words))
 
 
 def _open_listed(log: CommitLog, table: pa.Table, group: str | None, as_json: bool, what: str) -> str:
     groups = sorted(set(table["producer_group"].drop_null().to_pylist()))
     of_group = "" if group is None else f" of group {group!r}"
     hint = f" ({what} are half batches of {', '.join(map(repr, groups))})" if of_group and groups else ""
-    return _listed(open_rows(log, table, group), as_json, f"nothing{of_group} is {what}{hint}")
+    return listed(open_rows(log, table, group), as_json, f"nothing{of_group} is {what}{hint}", SPARE, _in_words)
 
 
-def _listed(rows: Sequence[dict[str, Any]], as_json: bool, nothing: str) -> str:
-    if as_json:
-        return "".join(f"{json_of(row)}\n" for row in rows)
+def _in_words(row: dict[str, Any]) -> dict[str, Any]:
     last_columns = ("age_seconds", "bytes", "prepared_at", "lease_until", "history")
-    table = [
-        {
-            **{k: v for k, v in row.items() if k not in last_columns},
-            "age": short_age(row["age_seconds"]),
-            "size": size(row["bytes"]),
-            **{k: row[k] for k in last_columns[2:] if k in row},
-        }
-        for row in rows
-    ]
-    return rendered(table, nothing, SPARE)
+    return {
+        **{k: v for k, v in row.items() if k not in last_columns},
+        "age": short_age(row["age_seconds"]),
+        "size": size(row["bytes"]),
+        **{k: row[k] for k in last_columns[2:] if k in row},
+    }
 
 
 def _seconds_since(time: datetime | None, now: datetime) -> float:

@@ -11,11 +11,11 @@ from rmq_spark._core.checks.open_call import OpenCall, wait_for
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.batch_state import BatchState
 from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.runtime.log_records import of_batch
 from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.vocabulary.redaction import sentence_of, traceback_of
 from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark._core.vocabulary.verdicts import VerdictArray
-from rmq_spark.logs import of_batch
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from rmq_spark._core.checks.check_report import CheckReport
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.decision import Decided, Decision
 from rmq_spark._core.protocol.engine import Engine
+from rmq_spark._core.runtime.log_records import of_batch
 from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.runtime.spans import settling
-from rmq_spark.logs import of_batch
 
 logger = logging.getLogger(__name__)
 

@@ -47,6 +47,7 @@ from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op import Who
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.split import Split, split_by_verdict
+from rmq_spark._core.runtime.log_records import failure, of_batch, of_header
 from rmq_spark._core.runtime.spans import tracing
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
 from rmq_spark._core.vocabulary.redaction import redacted, sentence_of
@@ -63,7 +64,6 @@ from rmq_spark._core.vocabulary.verdicts import (
     returned,
 )
 from rmq_spark.errors import FenceError, HalfBatchLeftError
-from rmq_spark.logs import failure, of_batch, of_header
 
 logger = logging.getLogger(__name__)
 

@@ -30,31 +30,23 @@ LOG_RETENTION = "1m"
 OF_REPLACED_FILES = {
     # op and groups replace their own files constantly. By default the tombstones would lengthen every checkpoint for a
     # week.
-    "delta.deletedFileRetentionDuration": "interval 5 minutes",
+    "delta.deletedFileRetentionDuration": "interval 5 minutes"
 }
 
 
 OF_LEAVING_FILES = {
     # Every settled half batch leaves half. Its Delta log forgets the file hours later. By then upkeep has deleted the
     # file, or a vacuum does so later.
-    "delta.deletedFileRetentionDuration": "interval 6 hours",
+    "delta.deletedFileRetentionDuration": "interval 6 hours"
 }
 
 
 def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | None, retention_s: int) -> None:
-    """Make the tables of a log. When that fails, remove those that were made.
-
-    Raises
-    ------
-    StorageError
-        When another process, which was making the same log, has just given up.
-    """
+    """Make the tables of a log. When that fails, remove those that were made. When another process, which was making
+    the same log, has just given up, that is a StorageError."""
     settings = {"delta.logRetentionDuration": f"interval {max(1, retention_s)} seconds"}
     half_settings = {"delta.dataSkippingStatsColumns": ",".join(BOUNDS["half"]), **OF_LEAVING_FILES}
-    op_settings = {
-        "delta.dataSkippingStatsColumns": ",".join(BOUNDS["op"]),
-        **OF_REPLACED_FILES,
-    }
+    op_settings = {"delta.dataSkippingStatsColumns": ",".join(BOUNDS["op"]), **OF_REPLACED_FILES}
     # topics comes last and carries the format: a half-created log is created again, and never opened.
     tables = {
         "half": (HALF_SCHEMA, half_settings),
@@ -161,12 +153,6 @@ class DeltaTables(LogTables):
 
     @classmethod
     def open(cls, where: str, storage_options: Mapping[str, str] | None) -> DeltaTables:
-        """Open the tables of the commit log at ``where``.
-
-        Raises
-        ------
-        NotACommitLogError, LogFormatError, StorageError
-        """
         with reaching(where, storage_options):
             _require_log(where, storage_options)
             topics, half, op = (

@@ -31,8 +31,6 @@ OF_THE_STORE = {"member", "fetch"}
 
 
 class MemberThreads:
-    """The threads that work for one member."""
-
     def __init__(self, member: GroupMember) -> None:
         self._member = member
         self._runtime = member.runtime

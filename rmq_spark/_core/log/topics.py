@@ -9,13 +9,13 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.runtime.log_records import failure
 from rmq_spark._core.storage.merge import compact
 from rmq_spark._core.storage.table import Change, Table, has_held
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark._core.vocabulary.options import QUEUES_MAX, whole_number
 from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark.errors import CorruptLogError, TopicExistsError
-from rmq_spark.logs import failure
 
 logger = logging.getLogger(__name__)
 

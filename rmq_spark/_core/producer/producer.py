@@ -191,7 +191,7 @@ class TransactionMQProducer:
         self._in_flight_max = whole_number(max_in_flight, "max_in_flight", 1)
         self._await_s = seconds(await_termination, "await_termination")
         self._under_way = UnderWay(self.engine.runtime)
-        self._plainly = self.two_phase.with_listener(CommitOncePrepared(), "fail")
+        self._without_listener = self.two_phase.with_listener(CommitOncePrepared(), "fail")
         self._sender = Sender(self.two_phase, self.producer_group)
         self._reset_sends()
         self._pid = os.getpid()
@@ -245,8 +245,7 @@ class TransactionMQProducer:
         self._commits.hurry()
         left = self._under_way.close(self._await_s)
         if left:
-            running = self._send_threads.give_up()
-            late = [f"local transaction of {name_of(self.listener)}" for _ in running]
+            late = [f"local transaction of {name_of(self.listener)}"] if self._send_threads.give_up() else []
         else:
             late = self._send_threads.wait(seconds_left)
         self._closing.set()
@@ -383,7 +382,7 @@ class TransactionMQProducer:
             A retry with the same key sends nothing twice.
         """
         batch = [messages] if isinstance(messages, Message) else messages
-        return self._send(Request(self._plainly, batch, topic=topic, idempotency_key=idempotency_key))
+        return self._send(Request(self._without_listener, batch, topic=topic, idempotency_key=idempotency_key))
 
     # ------------------------------------------------------------------ sending, and not waiting
     def send_message_in_transaction_async(
@@ -435,7 +434,7 @@ class TransactionMQProducer:
         # A copy: the caller may change its list before the thread reads it.
         batch = [messages] if isinstance(messages, Message) else messages
         batch = batch if isinstance(batch, pa.Table) else message_list(batch)
-        request = Request(self._plainly, batch, topic=topic, idempotency_key=idempotency_key)
+        request = Request(self._without_listener, batch, topic=topic, idempotency_key=idempotency_key)
         if self._needs_no_thread(batch, idempotency_key):
             return self._start_shared(request)
         return self._send_threads.start(lambda: self._sender.send(request))
@@ -517,7 +516,6 @@ class TransactionMQProducer:
             enlisted.end()
 
     def _send(self, request: Request) -> TransactionSendResult:
-        """Send in this thread."""
         place = object()
         try:
             self._enter(place)

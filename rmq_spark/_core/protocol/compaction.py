@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rmq_spark._core.log import op_merge
+from rmq_spark._core.runtime.log_records import failure
 from rmq_spark._core.vocabulary.redaction import redacted
-from rmq_spark.logs import failure
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine

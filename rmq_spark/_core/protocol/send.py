@@ -50,6 +50,7 @@ from rmq_spark._core.protocol.replay import Replays, following
 from rmq_spark._core.protocol.split import Split, split_by_verdict
 from rmq_spark._core.protocol.steps import Answered, Decide, Execute, MayBlock, Prepare, Sleep, Step, Steps, finish
 from rmq_spark._core.runtime.failpoints import reach
+from rmq_spark._core.runtime.log_records import of_batch, of_header
 from rmq_spark._core.runtime.spans import settling
 from rmq_spark._core.vocabulary.options import LEASE_S, LEASE_S_MAX, ON_LISTENER_ERROR, REPLAY_CHECK_TIMEOUT_S, seconds
 from rmq_spark._core.vocabulary.redaction import cause_of, line_of, text_of, traceback_of
@@ -69,7 +70,6 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
-from rmq_spark.logs import of_batch, of_header
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from rmq_spark._core.listeners.transaction_listener import TransactionListener
 from rmq_spark._core.protocol.engine import Engine
+from rmq_spark._core.runtime.log_records import failure
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S, FENCE_RETENTION_S_MIN, seconds
-from rmq_spark.logs import failure
 
 logger = logging.getLogger(__name__)
 
