@@ -76,9 +76,9 @@ def staged(log: txmq.CommitLog, number: int, message: txmq.Message, fence_id: st
     """A single send, as a producer stages it."""
     app_id = f"send.bench.{number:032d}"
     header = HalfHeader(batch_name(app_id, 0), app_id, 0, None, None, fence_id, "batch", "bench", naming=Naming.MADE_UP)
-    fifo = log.fifo_topics()
+    topics = log.engine.topic_store.with_names([message.topic])
     return OneMessage(
-        log.engine.with_runtime(HalfWriter(header, log.engine.topics_with([message.topic]), None, None, fifo)), message
+        log.engine.with_runtime(HalfWriter(header, topics.queues, None, None, log.fifo_topics())), message
     )
 
 

@@ -45,35 +45,10 @@ if TYPE_CHECKING:
     from rmq_spark._core.vocabulary.verdicts import Rollback as Rollback
     from rmq_spark.errors import *  # noqa: F403
 
-_NAMES = {
-    "checks.service": "CheckService",
-    "client.commit_log": "CommitLog",
-    "consumers.dead_letters": "DeadLetters",
-    "consumers.consumer_group": "ConsumerGroup",
-    "consumers.inbox": "SqlInbox",
-    "consumers.message_listener": "ConsumeResult EachMessage",
-    "consumers.pull": "PullConsumer",
-    "consumers.push": "PushConsumer",
-    "kafka.relay": "KafkaRelay",
-    "listeners.delta": "DeltaTransactionListener",
-    "listeners.fence": "create_fence",
-    "listeners.half_batch": "HalfBatch",
-    "listeners.transaction_listener": "TransactionListener",
-    "listeners.per_message": "PerMessageListener",
-    "listeners.sql": "SqlTransactionListener",
-    "listeners.table_listener": "TableListener",
-    "producer.producer": "TransactionMQProducer",
-    "spark.consume": "consume",
-    "spark.datasource": "register",
-    "spark.foreach_batch": "TransactionalSink",
-    "spark.native": "messages",
-    "vocabulary.message": "Message MessageExt",
-    "vocabulary.verdicts": "COMMIT_MESSAGE LocalTransactionState ROLLBACK_MESSAGE Rollback UNKNOWN",
-}
 _MODULES = (
-    "checks consumers errors kafka listeners log logs message metrics plots producer report sink spark testing"
+    "checks consumers errors json_logs kafka listeners log message metrics plots producer report sink spark testing"
 ).split()
-_of_core, _, _all = public(__name__, _NAMES)
+_of_core, _, _all = public(__name__)
 __all__ = sorted([*_all, "__version__", *_MODULES])
 
 _OF_ROCKETMQ = {

@@ -18,16 +18,4 @@ if TYPE_CHECKING:
     from rmq_spark._core.consumers.push import PushConsumer as PushConsumer
     from rmq_spark._core.spark.consume import consume as consume
 
-__getattr__, __dir__, __all__ = public(
-    __name__,
-    {
-        "consumers.dead_letters": "DeadLetters",
-        "consumers.consumer_group": "ConsumerGroup",
-        "consumers.inbox": "SqlInbox",
-        "consumers.message_listener": "ConsumeResult EachBatch EachMessage",
-        "consumers.member_settings": "ConsumeFromWhere",
-        "consumers.pull": "PullConsumer",
-        "consumers.push": "PushConsumer",
-        "spark.consume": "consume",
-    },
-)
+__getattr__, __dir__, __all__ = public(__name__)

@@ -10,10 +10,4 @@ if TYPE_CHECKING:
     from rmq_spark._core.kafka.relay import KafkaRelay as KafkaRelay
     from rmq_spark._core.kafka.relay_report import RelayReport as RelayReport
 
-__getattr__, __dir__, __all__ = public(
-    __name__,
-    {
-        "kafka.relay": "KafkaRelay",
-        "kafka.relay_report": "RelayReport",
-    },
-)
+__getattr__, __dir__, __all__ = public(__name__)

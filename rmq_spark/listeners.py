@@ -26,20 +26,4 @@ if TYPE_CHECKING:
     from rmq_spark._core.vocabulary.verdicts import Verdict as Verdict
     from rmq_spark._core.vocabulary.verdicts import VerdictArray as VerdictArray
 
-__getattr__, __dir__, __all__ = public(
-    __name__,
-    {
-        "listeners.decode": "decode_json",
-        "listeners.delta": "DeltaTransactionListener",
-        "listeners.fence": "create_fence",
-        "listeners.half_batch": "HalfBatch",
-        "listeners.half_transaction": "HalfTransaction",
-        "listeners.transaction_listener": "ExecutedAttempt TransactionListener Verdicts",
-        "listeners.per_message": "PerMessageListener",
-        "listeners.sql": "SqlTransactionListener",
-        "listeners.table_listener": "TableListener",
-        "vocabulary.verdicts": (
-            "COMMIT_MESSAGE LocalTransactionState ROLLBACK_MESSAGE Rollback UNKNOWN Verdict VerdictArray"
-        ),
-    },
-)
+__getattr__, __dir__, __all__ = public(__name__)

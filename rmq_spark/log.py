@@ -17,16 +17,4 @@ if TYPE_CHECKING:
     from rmq_spark._core.upkeep.leave import Graces as Graces
     from rmq_spark._core.upkeep.schedule import MaintenanceReport as MaintenanceReport
 
-__getattr__, __dir__, __all__ = public(
-    __name__,
-    {
-        "client.commit_log": "CommitLog",
-        "client.backup": "BackupReport",
-        "inspect.trace": "Trace TraceEvent",
-        "log.batch_state": "RowState",
-        "log.decision": "Placed",
-        "log.op": "Who",
-        "upkeep.leave": "Graces",
-        "upkeep.schedule": "MaintenanceReport",
-    },
-)
+__getattr__, __dir__, __all__ = public(__name__)

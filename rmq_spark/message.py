@@ -10,9 +10,4 @@ if TYPE_CHECKING:
     from rmq_spark._core.vocabulary.message import Message as Message
     from rmq_spark._core.vocabulary.message import MessageExt as MessageExt
 
-__getattr__, __dir__, __all__ = public(
-    __name__,
-    {
-        "vocabulary.message": "Message MessageExt",
-    },
-)
+__getattr__, __dir__, __all__ = public(__name__)

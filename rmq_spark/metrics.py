@@ -18,13 +18,4 @@ if TYPE_CHECKING:
     from rmq_spark._core.metrics.push_gateway import write_textfile as write_textfile
     from rmq_spark._core.metrics.query_listener import QueryListener as QueryListener
 
-__getattr__, __dir__, __all__ = public(
-    __name__,
-    {
-        "metrics.log_figures": "LogFigures LogWatch",
-        "metrics.log_collector": "LogCollector",
-        "metrics.process": "ProcessMetrics",
-        "metrics.push_gateway": "push write_textfile",
-        "metrics.query_listener": "QueryListener",
-    },
-)
+__getattr__, __dir__, __all__ = public(__name__)

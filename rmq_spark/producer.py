@@ -12,11 +12,4 @@ if TYPE_CHECKING:
     from rmq_spark._core.producer.producer import TransactionMQProducer as TransactionMQProducer
     from rmq_spark._core.producer.result import TransactionSendResult as TransactionSendResult
 
-__getattr__, __dir__, __all__ = public(
-    __name__,
-    {
-        "producer.future": "SendFuture",
-        "producer.producer": "SessionTransaction TransactionMQProducer",
-        "producer.result": "TransactionSendResult",
-    },
-)
+__getattr__, __dir__, __all__ = public(__name__)

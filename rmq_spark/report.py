@@ -16,13 +16,4 @@ if TYPE_CHECKING:
     from rmq_spark._core.report.report_figures import figures_of as figures_of
     from rmq_spark._core.report.report_figures import findings_of as findings_of
 
-__getattr__, __dir__, __all__ = public(
-    __name__,
-    {
-        "report.report_figures": "Figures figures_of findings_of",
-        "inspect.diagnosis": "Diagnosis",
-        "inspect.finding": "Finding Level",
-        "inspect.standing": "Standing",
-        "report.page": "page",
-    },
-)
+__getattr__, __dir__, __all__ = public(__name__)

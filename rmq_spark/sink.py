@@ -10,10 +10,4 @@ if TYPE_CHECKING:
     from rmq_spark._core.protocol.outcome import Outcome as Outcome
     from rmq_spark._core.spark.foreach_batch import TransactionalSink as TransactionalSink
 
-__getattr__, __dir__, __all__ = public(
-    __name__,
-    {
-        "protocol.outcome": "Outcome",
-        "spark.foreach_batch": "TransactionalSink",
-    },
-)
+__getattr__, __dir__, __all__ = public(__name__)

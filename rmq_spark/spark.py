@@ -11,10 +11,4 @@ if TYPE_CHECKING:
     from rmq_spark._core.spark.datasource import register as register
     from rmq_spark._core.spark.native import messages as messages
 
-__getattr__, __dir__, __all__ = public(
-    __name__,
-    {
-        "spark.datasource": "TxmqDataSource register",
-        "spark.native": "messages",
-    },
-)
+__getattr__, __dir__, __all__ = public(__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +31,10 @@ from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.compare_and_set import compare_and_set
-from rmq_spark._core.storage.data_file import DataFile, write_table
+from rmq_spark._core.storage.data_file import DataFile
 from rmq_spark._core.storage.foreign_commits import Changed
 from rmq_spark._core.storage.row_range import RowRange, read_range
-from rmq_spark._core.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema, bounds_of
+from rmq_spark._core.storage.table import Change, Clock, actions_schema, bounds_of, write_file
 from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
 from rmq_spark._core.vocabulary.redaction import sentence_of
 from rmq_spark._core.vocabulary.verdicts import UNKNOWN
@@ -183,19 +183,8 @@ class MemoryTable:
     def changed_by_others(self, since: int) -> Changed | None:
         return None  # no foreign program can reach the table
 
-    def write(
-        self,
-        rows: pa.Table,
-        prefix: str,
-        stats_columns: Sequence[str],
-        row_group_rows: int = ROW_GROUP_ROWS,
-    ) -> DataFile:
-        began_s = self.runtime.monotonic()
-        file = write_table(
-            self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=row_group_rows,
-        )  # fmt: skip
-        reach("file written", table=self.name)
-        return replace(file, written_s=began_s)
+    def write(self, rows: pa.Table) -> DataFile:
+        return write_file(self, rows)
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
         content = self.fs.content

@@ -6,30 +6,28 @@ forks. Not everyone has SQLAlchemy, Spark or Prometheus' client, either.
 
 from __future__ import annotations
 
+import ast
 import importlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _EXTRAS = {"pyspark": "spark", "sqlalchemy": "sql"}
 
 
-def public(module: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a public module.
+def public(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a public module, which gives its ``__name__``.
 
-    Parameters
-    ----------
-    module : str
-        The public module's ``__name__``.
-    names : mapping of str to str
-        Names with spaces between, by the module below ``rmq_spark._core`` that defines them.
+    Its names are those that it imports for type checkers, as ``from rmq_spark._core.room.module import Name as Name``.
+    So each is written once.
     """
-    lives_in = {name: where for where, several in names.items() for name in several.split()}
+    lives_in = dict(_names_for_type_checkers(module))
 
     def __getattr__(name: str) -> Any:
         if name not in lives_in:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         try:
-            return getattr(importlib.import_module(f"rmq_spark._core.{lives_in[name]}"), name)
+            return getattr(importlib.import_module(lives_in[name]), name)
         except ModuleNotFoundError as missing:
             package = (missing.name or "").partition(".")[0]
             if package not in _EXTRAS:
@@ -38,3 +36,13 @@ def public(module: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any],
             raise ModuleNotFoundError(text, name=package) from None
 
     return __getattr__, lambda: sorted(lives_in), sorted(lives_in)
+
+
+def _names_for_type_checkers(module: str) -> Iterator[tuple[str, str]]:
+    """Yield each name that a module exports from below the border, and the module that defines it."""
+    spec = sys.modules[module].__spec__
+    assert spec is not None
+    loader: Any = spec.loader
+    for node in ast.walk(ast.parse(loader.get_source(module))):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("rmq_spark._core."):
+            yield from ((alias.name, node.module) for alias in node.names if alias.asname == alias.name)

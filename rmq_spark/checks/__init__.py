@@ -13,13 +13,4 @@ if TYPE_CHECKING:
     from rmq_spark._core.client.draining import Draining as Draining
     from rmq_spark._core.client.maintainer import Maintainer as Maintainer
 
-__getattr__, __dir__, __all__ = public(
-    __name__,
-    {
-        "client.draining": "Draining",
-        "client.maintainer": "Maintainer",
-        "checks.policy": "TransactionCheckListener",
-        "checks.check_report": "CheckReport",
-        "checks.service": "CheckService",
-    },
-)
+__getattr__, __dir__, __all__ = public(__name__)

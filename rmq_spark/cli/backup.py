@@ -52,7 +52,6 @@ def backup(
 
 @contextmanager
 def _progress_bar() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar of copied bytes on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 

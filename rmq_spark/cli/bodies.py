@@ -68,7 +68,6 @@ def peek(body: bytes | None) -> str:
 
 
 def short_hex(body: bytes) -> str:
-    """Return the first bytes of a body in hex."""
     return body[:PEEKED_BYTES].hex(" ") + ("…" if len(body) > PEEKED_BYTES else "")
 
 

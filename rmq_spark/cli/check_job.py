@@ -25,7 +25,7 @@ try:
     from rich.markup import escape
 
     from rmq_spark._core.checks.job_settings import JobSettings
-    from rmq_spark.cli.stderr_log import log_to_stderr
+    from rmq_spark.cli.stderr_log import json_handler, log_to_stderr, open_closed_streams
     from rmq_spark.cli.words import sentence_for_command
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "rmq_spark":
@@ -35,11 +35,11 @@ except ModuleNotFoundError as missing:
 from rmq_spark._core.checks.threads import running, stopped_by_signals
 from rmq_spark._core.listeners.transaction_listener import see_working_folder
 from rmq_spark._core.protocol.engine import Engine
+from rmq_spark._core.runtime.log_records import failure
 from rmq_spark._core.storage.location import location
 from rmq_spark._core.vocabulary.redaction import one_line, traceback_of
 from rmq_spark.checks import CheckReport, Draining, Maintainer
 from rmq_spark.listeners import TransactionListener
-from rmq_spark.logs import failure, json_handler, open_closed_streams
 
 OK, PROBLEMS, BAD_CONFIGURATION = 0, 1, 2
 APP_NAME = "txmq check"
@@ -48,19 +48,11 @@ logger = logging.getLogger("rmq_spark.checks.job")
 
 
 def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet: bool = False) -> int:
-    """Run the job, and return its exit code.
+    """Run the job of a TOML file, and return its exit code.
 
-    Parameters
-    ----------
-    config : str or path
-        The TOML file.
-    once : bool
-        Run one round, and return 1 when it had a problem or quarantined something. Otherwise run a round every
-        ``transactionCheckInterval``, until SIGTERM or SIGINT.
-    as_json : bool
-        Print each round's report as a line of JSON instead of a sentence.
-    quiet : bool
-        Print nothing while all is well.
+    It runs a round every ``transactionCheckInterval``, until SIGTERM or SIGINT. ``once``: a single round, and 1 when it
+    had a problem or quarantined something. ``as_json``: each round's report as a line of JSON instead of a sentence.
+    ``quiet``: print nothing while all is well.
     """
     open_closed_streams()
     log_to_stderr(logging.WARNING if quiet else logging.INFO)
@@ -115,7 +107,7 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
     except OptionError as problem:
         _say_error(problem)
         return BAD_CONFIGURATION
-    service.engine.close()
+    service.engine.compaction.wait()
     if not once:
         return OK
     if not (reports and _all_answered(reports[-1], settings.elsewhere) and all(successes)):

@@ -19,10 +19,10 @@ from typer.core import TyperCommand
 
 from rmq_spark.cli.completion import of_argument
 from rmq_spark.cli.configuration import PATH_ENV, WHERE, configured
+from rmq_spark.cli.stderr_log import open_closed_streams
 from rmq_spark.cli.text import one_line
 from rmq_spark.cli.words import sentence_for_command
 from rmq_spark.errors import ConfigError, MessageError, NotACommitLogError, OptionError, TxmqError
-from rmq_spark.logs import open_closed_streams
 
 if TYPE_CHECKING:
     from rmq_spark.log import CommitLog
@@ -221,7 +221,6 @@ def typed_path() -> str | None:
 
 
 def is_wide() -> bool:
-    """Return True when ``--wide`` was given."""
     return any(_wide)
 
 
@@ -243,7 +242,6 @@ def nobody_reads(seconds: float = 0.0) -> bool:
 
 # ---------------------------------------------------------------- the commit log
 def open_log(path: str, storage: Sequence[str] | None) -> CommitLog:
-    """Open a command's commit log."""
     from rmq_spark.log import CommitLog
 
     try:
@@ -274,5 +272,4 @@ def storage_options(
 
 
 def hide(values: Iterable[str]) -> None:
-    """Hide these values in error messages."""
     _secrets.extend(v for v in values if len(v) > 3)

@@ -110,10 +110,9 @@ def settings_of(configuration: Configured) -> tuple[list[str] | None, float, lis
         what = sentence_of(problem)
         return None, TRANSACTION_CHECK_INTERVAL_S, [Finding("configuration", Level.WARNING, what, f"edit {where}")]
     interval_s = settings.check.transaction_check_interval
-    refused, unknown = settings.look()
+    refused = settings.look()
     remedy = f"mend that, or edit {where}: until then txmq check ends with code {BAD_USAGE}"
     findings = [Finding("configuration", Level.WARNING, f"{where}: {what}", remedy) for what in refused]
-    findings += [Finding("configuration", Level.NOTE, f"{where}: {what}") for what in unknown]
     if not refused:
         what = f"{where}: {count_of(len(settings.listeners), 'listener')} (looked for, not run), checks every "
         findings.append(Finding("configuration", Level.OK, f"{what}{interval_s:g} s"))

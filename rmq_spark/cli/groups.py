@@ -20,16 +20,14 @@ from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import App
 from rmq_spark.cli.completion import topics_of_option
-from rmq_spark.cli.output import AsJson, GroupName, LogPath, Storage, Wide, open_log, plainly, rendered, say, show
-from rmq_spark.cli.text import as_json as json_of
+from rmq_spark.cli.output import AsJson, GroupName, LogPath, Storage, Wide, open_log, plainly, say, show
 from rmq_spark.cli.text import short_age
 from rmq_spark.cli.times import time_of
-from rmq_spark.cli.watch import Watch, watched
+from rmq_spark.cli.watch import Watch, listed, watched
 from rmq_spark.errors import GroupNotFoundError, OffsetError, OptionError
 
 if TYPE_CHECKING:
     from rmq_spark.consumers import ConsumerGroup
-    from rmq_spark.log import CommitLog
 
 group_app = App(no_args_is_help=True, help="Consumer groups of a commit log.")
 
@@ -64,15 +62,9 @@ def list_groups(
 
     def text() -> str:
         log.refresh()  # raises when the log is gone
-        return _listed(Standing(log.engine).groups, as_json, nothing, "updated", "topics")
+        return listed(Standing(log.engine).groups, as_json, nothing, ("updated", "topics"), in_words)
 
     watched(watch, text)
-
-
-def _listed(rows: list[dict[str, Any]], as_json: bool, nothing: str, *spare: str) -> str:
-    if as_json:
-        return "".join(f"{json_of(row)}\n" for row in rows)
-    return rendered([in_words(row) for row in rows], nothing, spare)
 
 
 def in_words(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +98,8 @@ def lag(
     consumer_group = ConsumerGroup(open_log(path, storage), group)
     spare = ("updated_by", "updated", "suspended_until", "generation", "lease", "waiting", "next_offset", "end_offset",
              "pending")  # fmt: skip
-    watched(watch, lambda: _listed(_lag_rows(consumer_group, as_json), as_json, "the group's topics are gone", *spare))
+    nothing = "the group's topics are gone"
+    watched(watch, lambda: listed(_lag_rows(consumer_group, as_json), as_json, nothing, spare, in_words))
 
 
 def _lag_rows(group: ConsumerGroup, everything: bool) -> list[dict[str, Any]]:
@@ -139,10 +132,14 @@ def members(
 
     consumer_group = ConsumerGroup(open_log(path, storage), group)
     nothing = "the group has no members now: Spark's queries read for it, or nobody does"
-    watched(watch, lambda: _listed(member_rows(consumer_group, as_json), as_json, nothing))
+    watched(watch, lambda: listed(member_rows(consumer_group), as_json, nothing, (), _member_in_words))
 
 
-def member_rows(group: ConsumerGroup, everything: bool) -> list[dict[str, Any]]:
+def _member_in_words(row: Mapping[str, Any]) -> dict[str, Any]:
+    return in_words(row) | {"queues": len(row["queues"]), "alive": "yes" if row["alive"] else "no"}
+
+
+def member_rows(group: ConsumerGroup) -> list[dict[str, Any]]:
     """Return a row for each member that has a heartbeat or owns a queue."""
     queues = group.lag().to_pylist()
     beats = group.members()
@@ -153,7 +150,7 @@ def member_rows(group: ConsumerGroup, everything: bool) -> list[dict[str, Any]]:
         rows.append(
             {
                 "member": member,
-                "queues": [f"{q['topic']} {q['queue_id']}" for q in own_queues] if everything else len(own_queues),
+                "queues": [f"{q['topic']} {q['queue_id']}" for q in own_queues],
                 "topics": ", ".join(sorted({q["topic"] for q in own_queues})) or None,
                 "generation": max((q["generation"] for q in own_queues), default=None),
                 "lag": sum(q["lag"] for q in own_queues),
@@ -162,7 +159,7 @@ def member_rows(group: ConsumerGroup, everything: bool) -> list[dict[str, Any]]:
                 "alive": beat is not None and beat.is_alive,
             }
         )
-    return rows if everything else [in_words(row) | {"alive": "yes" if row["alive"] else "no"} for row in rows]
+    return rows
 
 
 # ---------------------------------------------------------------- moving
@@ -265,8 +262,11 @@ def clone(
 @plainly
 def hand_over(path: LogPath, group: GroupName, as_json: AsJson = False, storage: Storage = None) -> None:
     """Let others read for a group: Spark after PushConsumer, or the other way round. Stop the old ones first."""
-    consumer_group = _existing_group(open_log(path, storage), group)
-    consumer_group.hand_over()
+    from rmq_spark.consumers import ConsumerGroup
+
+    consumer_group = ConsumerGroup(open_log(path, storage), group)
+    if not consumer_group.hand_over():
+        raise _not_found(consumer_group)
     say(as_json, {"consumer_group": group}, f"{group} is free: the next reader takes it over")
 
 
@@ -274,25 +274,12 @@ def hand_over(path: LogPath, group: GroupName, as_json: AsJson = False, storage:
 @plainly
 def delete(path: LogPath, group: GroupName, as_json: AsJson = False, storage: Storage = None) -> None:
     """Forget a group's progress. Members that still read for it notice, and begin anew."""
-    consumer_group = _existing_group(open_log(path, storage), group)
+    from rmq_spark.consumers import ConsumerGroup
+
+    consumer_group = ConsumerGroup(open_log(path, storage), group)
     if not consumer_group.delete():
         raise _not_found(consumer_group)
     say(as_json, {"consumer_group": group}, f"{group} is forgotten")
-
-
-def _existing_group(log: CommitLog, name: str) -> ConsumerGroup:
-    """Return a group that has progress.
-
-    Raises
-    ------
-    GroupNotFoundError
-    """
-    from rmq_spark.consumers import ConsumerGroup
-
-    group = ConsumerGroup(log, name)
-    if not group.positions():
-        raise _not_found(group)
-    return group
 
 
 def _not_found(group: ConsumerGroup) -> GroupNotFoundError:

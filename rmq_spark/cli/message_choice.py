@@ -33,13 +33,8 @@ class Choice:
     selector: str | None = None
 
     def first(self, start: Offsets, limit: int) -> pa.Table:
-        """Return at most ``limit`` messages from these offsets on, the lowest queues first.
-
-        Parameters
-        ----------
-        start : mapping of int to int
-            First offset by queue. Other queues are read from their first kept message.
-        """
+        """Return at most ``limit`` messages from these offsets on, the lowest queues first. Queues without an offset
+        are read from their first kept message."""
         return self._read_kept(lambda firsts, ends: self._between({**firsts, **start}, ends, limit))
 
     def newest(self, count: int) -> pa.Table:
@@ -50,7 +45,6 @@ class Choice:
         return self._read_kept(lambda firsts, ends: self._newest(count, firsts, ends))
 
     def ends(self) -> dict[int, int]:
-        """Return the next offset of each queue."""
         return self._bounds()[1]
 
     def newest_before(self, count: int, ends: Offsets) -> pa.Table:
@@ -122,13 +116,5 @@ class Choice:
         ends = {(self.topic, queue): offset for queue, offset in stop.items()}
         begins = {**dict.fromkeys(range(queues), 0), **start}
         return read_messages(
-            self.log.engine,
-            ends,
-            self.topic,
-            queues,
-            begins,
-            limit,
-            columns,
-            tags=self.tags,
-            selector=self.selector,
+            self.log.engine, ends, self.topic, queues, begins, limit, columns, tags=self.tags, selector=self.selector
         )

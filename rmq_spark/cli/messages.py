@@ -219,36 +219,16 @@ def query(
         end = None if until is None else time_of(until, now, "until")
         if first is not None and end is not None and first >= end:
             raise OptionError(f"--since {since!r} is not before --until {until!r}: no message can be between them")
-        conditions = Wanted(
-            topic,
-            key,
-            None if tags is None else parse_tags(tags),
-            queue,
-            offset,
-            first,
-            end,
-        )
+        conditions = Wanted(topic, key, None if tags is None else parse_tags(tags), queue, offset, first, end)
         table = find_everywhere(log.engine, conditions, limit + 1)
     has_more = table.num_rows > limit
     rows = table.slice(0, limit).to_pylist()
     if as_json:
-        for row in rows:
-            typer.echo(json.dumps(json_message(row)))
+        _print_json(table.slice(0, limit))
     elif len(rows) == 1:
         typer.echo(_message_text(rows[0], body, body_bytes), nl=False)
     else:
-        columns = [
-            "topic",
-            "queue_id",
-            "queue_offset",
-            "state",
-            "reason",
-            "msg_id",
-            "tags",
-            "keys",
-            "body",
-            "commit_timestamp",
-        ]
+        columns = "topic queue_id queue_offset state reason msg_id tags keys body commit_timestamp".split()
         all_visible = all(row["state"] == "committed" for row in rows)
         if all_visible and not given_ids:
             columns.remove("state")

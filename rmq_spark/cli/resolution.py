@@ -20,15 +20,7 @@ _RUNS_AGAIN = (
 
 
 class Resolving:
-    """A person's verdict on one half batch.
-
-    Parameters
-    ----------
-    log : CommitLog
-    half_id : str
-    verdict : str
-        ``COMMIT`` or ``ROLLBACK``.
-    """
+    """A person's verdict, ``COMMIT`` or ``ROLLBACK``, on one half batch."""
 
     def __init__(self, log: CommitLog, half_id: str, verdict: str) -> None:
         self._log = log
@@ -82,19 +74,13 @@ class Resolving:
         return "\n".join(f"  {line.rstrip()}" for line in lines)
 
     def question(self) -> str:
-        """Return the question that a person has to confirm."""
         if self._commits:
             return "Commit them? Messages that became visible cannot be taken back."
         return "Roll them back? Nobody will see these messages."
 
     def run(self, reason: str) -> str:
-        """Decide, and return what became of the messages.
-
-        Raises
-        ------
-        VerdictConflictError
-            When visible messages would have to be taken back.
-        """
+        """Decide, and return what became of the messages. When visible ones would have to be taken back, that is a
+        VerdictConflictError."""
         placed = self._log.resolve(self._record.half_id, COMMIT_MESSAGE if self._commits else ROLLBACK_MESSAGE, reason)
         state = self._log.engine.state_of(self._record)
         return (self._committed(placed, state) if self._commits else self._rolled_back(state)) or self._as_before(state)

@@ -1,12 +1,16 @@
-"""Writes the log of a job to standard error: the check job, the exporter and the relay."""
+"""Writes the log of a job to standard error: the check job, the exporter and the relay. Opens closed streams."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 
-from rmq_spark.logs import json_handler
+from rmq_spark.json_logs import JsonFormatter
+
+FORMAT_ENV = "TXMQ_LOG_FORMAT"
+"""``json`` makes the commands write their logs as lines of JSON."""
 
 
 def log_to_stderr(level: int) -> None:
@@ -29,3 +33,19 @@ def _console_handler() -> logging.Handler:
     handler = logging.StreamHandler(sys.stderr)  # rich would wrap long lines
     handler.setFormatter(formatter)
     return handler
+
+
+def json_handler() -> logging.Handler | None:
+    """Return a handler that writes lines of JSON to standard error, if the environment asks for it; else None."""
+    if os.environ.get(FORMAT_ENV, "").lower() != "json":
+        return None
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    return handler
+
+
+def open_closed_streams() -> None:
+    """Replace each closed standard stream (``>&-``), for which Python has None, by an empty file."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115

@@ -66,13 +66,8 @@ def _maintain_once(
 
 
 def storage_of(scope: str | None) -> dict[str, str]:
-    """Return the secrets of a Databricks secret scope as storage options; none without a scope.
-
-    Raises
-    ------
-    ConfigError
-        Outside Databricks.
-    """
+    """Return the secrets of a Databricks secret scope as storage options; none without a scope. Outside Databricks that
+    is a ConfigError."""
     if scope is None:
         return {}
     try:

@@ -138,7 +138,6 @@ def expiring(engine: Engine, topic: str, retention_s: float) -> int:
 
 
 def queue_rows(log: CommitLog, name: str) -> list[dict[str, Any]]:
-    """Return a row for each queue of a topic."""
     from rmq_spark.report import Standing
 
     queues = log.engine.require_topic(name)

@@ -68,21 +68,21 @@ VERBS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "verdicts",
             "Take a half batch out of quarantine: the next round of checks asks its listener again, and counts anew",
         ),
-        "check": ("logs", "Ask listeners what became of transactions that a crash left open, and settle them"),
+        "check": ("commit_log", "Ask listeners what became of transactions that a crash left open, and settle them"),
     },
     UPKEEP: {
         "init": (
-            "logs",
+            "commit_log",
             "Write a configuration with a comment for every setting: the commit log's path, and the check job's "
             "settings",
         ),
-        "create": ("logs", "Make a commit log"),
-        "maintain": ("logs", "Do all the upkeep, so that the log does not grow with its age"),
+        "create": ("commit_log", "Make a commit log"),
+        "maintain": ("commit_log", "Do all the upkeep, so that the log does not grow with its age"),
         "drain": (
-            "logs",
+            "commit_log",
             "Copy committed messages into the table messages, which every reader of Delta can read",
         ),
-        "vacuum": ("logs", "Remove files that no table names: what crashes and compaction left behind"),
+        "vacuum": ("commit_log", "Remove files that no table names: what crashes and compaction left behind"),
         "backup": (
             "backup",
             "Copy a commit log as it is at one moment, while programs use it; or a copy back to where the log was",
@@ -133,8 +133,6 @@ class Verb(TyperCommand):
 
 
 class Verbs(TyperGroup):
-    """The group of all verbs."""
-
     def __init__(self, **settings: Any) -> None:
         settings["commands"] = {
             name: Verb(name, module, short_help=sentence, rich_help_panel=panel)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,20 +10,9 @@ import typer
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import FAILED, fail, path_to_type
 from rmq_spark.cli.completion import of_argument
-from rmq_spark.cli.output import (
-    AsJson,
-    LogPath,
-    Storage,
-    Wide,
-    one_line,
-    open_log,
-    plainly,
-    rendered,
-    say,
-)
-from rmq_spark.cli.text import as_json as json_of
+from rmq_spark.cli.output import AsJson, LogPath, Storage, Wide, one_line, open_log, plainly, say
 from rmq_spark.cli.text import short_age, size
-from rmq_spark.cli.watch import Watch, watched
+from rmq_spark.cli.watch import Watch, listed, watched
 from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
@@ -96,7 +84,7 @@ def conflicts(
         rows = [row for row in Standing(log.engine).conflicts if group in (None, row["producer_group"])]
         left_out = ("lease_until", "leased")
         rows = [{name: value for name, value in row.items() if name not in left_out} for row in rows]
-        return _listed(rows, as_json, "there are no conflicts")
+        return listed(rows, as_json, "there are no conflicts", SPARE, _in_words)
 
     watched(watch, text)
 
@@ -112,23 +100,17 @@ def _open_listed(log: CommitLog, table: pa.Table, group: str | None, as_json: bo
     shown = [
         {**row, "age_seconds": age_s(row["prepared_at"], now)} for row in rows if group in (None, row["producer_group"])
     ]
-    return _listed(shown, as_json, f"nothing{of_group} is {what}{hint}")
+    return listed(shown, as_json, f"nothing{of_group} is {what}{hint}", SPARE, _in_words)
 
 
-def _listed(rows: Sequence[dict[str, Any]], as_json: bool, nothing: str) -> str:
-    if as_json:
-        return "".join(f"{json_of(row)}\n" for row in rows)
+def _in_words(row: dict[str, Any]) -> dict[str, Any]:
     last_columns = ("age_seconds", "bytes", "prepared_at", "lease_until", "history")
-    table = [
-        {
-            **{k: v for k, v in row.items() if k not in last_columns},
-            "age": short_age(row["age_seconds"]),
-            "size": size(row["bytes"]),
-            **{k: row[k] for k in last_columns[2:] if k in row},
-        }
-        for row in rows
-    ]
-    return rendered(table, nothing, SPARE)
+    return {
+        **{k: v for k, v in row.items() if k not in last_columns},
+        "age": short_age(row["age_seconds"]),
+        "size": size(row["bytes"]),
+        **{k: row[k] for k in last_columns[2:] if k in row},
+    }
 
 
 @plainly

@@ -6,14 +6,16 @@ import os
 import re
 import select
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from rmq_spark._core.vocabulary.options import parse_duration
 from rmq_spark.cli.command import nobody_reads
+from rmq_spark.cli.output import rendered
+from rmq_spark.cli.text import as_json as json_of
 
 Watch = Annotated[
     str | None,
@@ -32,6 +34,19 @@ def watched(every: str | None, text: Callable[[], str]) -> None:
             sys.stdout.flush()
             if interval is None or not wait(interval):
                 return
+
+
+def listed(
+    rows: Sequence[dict[str, Any]],
+    as_json: bool,
+    nothing: str,
+    spare: Sequence[str],
+    in_words: Callable[[dict[str, Any]], dict[str, Any]],
+) -> str:
+    """Return rows as JSON, an object a line, or in words as a table."""
+    if as_json:
+        return "".join(f"{json_of(row)}\n" for row in rows)
+    return rendered([in_words(row) for row in rows], nothing, spare)
 
 
 def interval_of(every: str, option: str = "watch") -> float:

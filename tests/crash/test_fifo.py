@@ -60,4 +60,4 @@ def test_the_steps_of_every_order_stand_in_order_whoever_was_killed(tmp_path: Pa
     with sa.create_engine(f"sqlite:///{tmp_path}/shop.db").connect() as connection:
         done = connection.execute(sa.text("select step from steps")).scalars().all()
     assert sorted(done) == sorted(row["body"].decode() for row in rows)
-    assert not log.engine.ledger.waiting
+    assert not log.engine.ledger.view.waiting

@@ -48,5 +48,5 @@ def test_every_message_counts_once_and_in_the_order_of_its_key(tmp_path: Path) -
         "kind"
     ].to_pylist()
     assert "place" in kinds, "no message had to wait for an earlier one: the test tried nothing"
-    assert not log.engine.ledger.waiting
+    assert not log.engine.ledger.view.waiting
     assert log.read(TOPIC, limit=1).num_rows == 1

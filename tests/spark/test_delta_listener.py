@@ -47,7 +47,7 @@ def half_batch(
     half_id: str = "app-7",
     attempt: int = 1,
     per: str = "batch",
-    log_id: str | None = None,
+    log_id: str = "a-log",
 ) -> HalfBatch:
     rows = pa.table({"file_no": pa.array([0] * len(keys), pa.int32()), "keys": pa.array(list(keys), pa.string())})
     return HalfBatch(
@@ -112,7 +112,7 @@ def test_execute_makes_one_commit_and_a_check_finds_it(spark: Any, table: str, w
     batch = half_batch(gold.store_id)
     assert gold.execute_local_transaction(batch) == COMMIT_MESSAGE
     assert stored(spark, table) == ["a", "b"]
-    assert [(v, t["appId"], t["version"]) for v, t in log_actions(table, "txn")] == [(1, "txmq:app-7:1", 1)]
+    assert [(v, t["appId"], t["version"]) for v, t in log_actions(table, "txn")] == [(1, "txmq:a-log:app-7:1", 1)]
     assert gold.check_local_transaction(half_batch(gold.store_id, age=OLD)) == COMMIT_MESSAGE
     # Once more under the same attempt: Delta skips the write, and the answer stays.
     assert gold.execute_local_transaction(batch) == COMMIT_MESSAGE
@@ -141,7 +141,7 @@ def test_a_tombstone_fences_a_late_execute_but_not_the_next_attempt(spark: Any, 
 
     old = half_batch(gold.store_id, age=OLD)
     assert verdict_of(gold.check_local_transaction(old)).state == ROLLBACK_MESSAGE
-    assert [(v, t["appId"], t["version"]) for v, t in log_actions(table, "txn")] == [(1, "txmq:app-7:1", 1)]
+    assert [(v, t["appId"], t["version"]) for v, t in log_actions(table, "txn")] == [(1, "txmq:a-log:app-7:1", 1)]
     assert [v for v, _ in log_actions(table, "add")] == [], "a tombstone adds no file"
     with pytest.raises(FencedError, match="came too late: a check has put a tombstone"):
         gold.execute_local_transaction(old)
@@ -325,7 +325,7 @@ def test_the_users_session_is_never_touched(spark: Any, table: str) -> None:
     before = type(spark).getActiveSession()
     gold = listener(spark, table, work)
     gold.execute_local_transaction(half_batch(gold.store_id))
-    assert seen["inside"] == ("1", "txmq:app-7:1", True)
+    assert seen["inside"] == ("1", "txmq:a-log:app-7:1", True)
     assert seen["view"] == 3
     assert seen["active"]
     assert nothing_is_set(spark)

@@ -96,7 +96,7 @@ def half_batch(
     age: timedelta = YOUNG,
     half_id: str = "app-7",
     attempt: int = 1,
-    log_id: str | None = None,
+    log_id: str = "a-log",
     undecided: str | None = None,
     staged_ms: int = 1_800_000_000_000,
 ) -> HalfBatch:

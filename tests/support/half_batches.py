@@ -37,7 +37,6 @@ from tests.support.inside import (
     Staged,
     Who,
     batch_name,
-    half,
     op_merge,
     upkeep,
 )
@@ -177,7 +176,7 @@ def move_half(log: CommitLog) -> None:
     table = another(log).engine.half.table
     table.refresh()
     for file in table.actions().to_pylist():
-        moved = table.write(table.read([file["path"]]), table.name, half.STATS_COLUMNS)
+        moved = table.write(table.read([file["path"]]))
         ms = file["modification_time"]
         change = Change(add=[moved], remove=[file["path"]], modification_time_ms=ms, data_change=False)
         assert table.compare_and_set(lambda _, change=change: change, lambda _: True) is not None
@@ -189,7 +188,7 @@ def share_half_file(log: CommitLog) -> None:
     table.refresh()
     actions = table.actions()
     old = actions["path"].to_pylist()
-    shared = table.write(table.read(old), table.name, half.STATS_COLUMNS)
+    shared = table.write(table.read(old))
     ms = pc.max(actions["modification_time"]).as_py()
     change = Change(add=[shared], remove=old, modification_time_ms=ms, data_change=False)
     assert table.compare_and_set(lambda _: change, lambda _: True) is not None
@@ -213,7 +212,7 @@ def check_offsets(log: CommitLog, topic: str = "orders") -> None:
         by_queue.setdefault(queue_id, []).append(offset)
     assert all(offsets == list(range(len(offsets))) for offsets in by_queue.values())
     log.engine.ledger.refresh()
-    tails = {q: n for (t, q), n in log.engine.ledger.tails.items() if t == topic}
+    tails = {q: n for (t, q), n in log.engine.ledger.view.tails.items() if t == topic}
     assert tails == {q: len(offsets) for q, offsets in by_queue.items()}
 
 

@@ -28,7 +28,7 @@ _STANDS_IN = {
     "rmq_spark._core.kafka.transactions": "SLACK_S TRY_S",
     "rmq_spark._core.listeners.fence": "PRUNED_AT_ONCE",
     "rmq_spark._core.listeners.target_table": "EACH_MAX",
-    "rmq_spark._core.log.half_writer": "BATCH_BYTES_MAX",
+    "rmq_spark._core.log.half_writer": "ARROW_BYTES_MAX=BATCH_BYTES_MAX HALF_FILE_BYTES_MAX=FILE_BYTES_MAX",
     "rmq_spark._core.log.half_table": "STAGED_S_MAX=ORPHAN_AGE_S",
     "rmq_spark._core.log.low_water_mark": "NAMED_MAX ROWS_LET_GO_MIN",
     "rmq_spark._core.log.op_merge": "OP_FILES_MAX",

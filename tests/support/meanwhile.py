@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rmq_spark._core.runtime.failpoints import POINTS, hooked, set_hook
+from rmq_spark._core.runtime.failpoints import set_hook
+from tests.support.failpoints import POINTS, hooked
 
 
 class Died(BaseException):

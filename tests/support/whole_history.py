@@ -38,7 +38,7 @@ def require_whole(log: CommitLog, who: str, states: Mapping[str, BatchState] | N
     log.refresh()
     assert set(log.engine.open_half_ids()) == {h for h, s in states.items() if not s.settled}, who
     waiting = {h: s.count(RowState.WAITING) for h, s in states.items() if s.count(RowState.WAITING)}
-    assert {h: sum(counts.values()) for h, counts in log.engine.ledger.waiting.items()} == waiting, who
+    assert {h: sum(counts.values()) for h, counts in log.engine.ledger.view.waiting.items()} == waiting, who
     assert set(log.conflicts()) == {h for h, s in states.items() if s.in_conflict}, who
     for half_id, state in states.items():
         assert _words(log.engine.state_of(log.engine.get(half_id))) == _words(state), f"{who}: {half_id}"

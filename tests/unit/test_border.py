@@ -66,8 +66,8 @@ STATES: dict[str, Callable[[CommitLog], object]] = {
 
 def delete_now(log: CommitLog) -> None:
     """Delete every file that is in no table any more."""
-    tables = [another(log).engine.half.table, another(log).engine.op_table, another(log).engine.messages_table]
-    table_files.delete_replaced(tables, 0, dry_run=False)
+    for table in (another(log).engine.half.table, another(log).engine.op_table, another(log).engine.messages_table):
+        table_files.delete_replaced(table, 0, dry_run=False)
 
 
 def everything(log: CommitLog) -> dict[str, list[dict[str, object]]]:

@@ -756,7 +756,7 @@ def test_op_rows_changed_by_hand_stop_only_their_half_batch(log: CommitLog) -> N
 def test_a_bad_half_batch_below_the_mark_hides_nothing(log: CommitLog) -> None:
     bad = prepare(log, 0)
     check(log, ROLLBACK)
-    assert log.engine.ledger.low_water_ms >= bad.prepared_ms
+    assert log.engine.ledger.view.low_water >= bad.prepared_ms
     reopen(log, bad)
     (Path(log.path) / "half" / bad.files[0].path).unlink()
     good = prepare(log, 1, 4)
@@ -892,7 +892,7 @@ def test_stopping_does_not_wait_for_a_hung_listener(log: CommitLog) -> None:
 def test_a_round_moves_the_low_water_mark_over_what_is_open_and_names_it(log: CommitLog) -> None:
     _, second, third = (prepare(log, i) for i in range(3))
     check(log, [COMMIT, UNKNOWN, COMMIT])
-    assert log.engine.ledger.low_water_ms >= third.prepared_ms
+    assert log.engine.ledger.view.low_water >= third.prepared_ms
     assert set(log.engine.ledger.view.below) == {second.half_id}
     check(another(log), COMMIT)
     log.engine.ledger.refresh()

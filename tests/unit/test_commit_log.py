@@ -192,7 +192,7 @@ def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> N
             assert log.engine.ledger.mark()
             merge_op_files(log)
         assert log.conflicts() == another(log).conflicts() == ["app:0"]
-    assert log.engine.ledger.rows_kept <= 6, "an open conflict keeps nothing else in memory"
+    assert log.engine.ledger.view.rows.num_rows <= 6, "an open conflict keeps nothing else in memory"
     told = op_rows(log, Kind.CONFLICT)
     assert {(r["verdict"], r["decided_by"], r["attempt"], r["reason"]) for r in told} == {
         (first["verdict"], first["decided_by"], first["attempt"], first["reason"])
@@ -496,12 +496,12 @@ def test_a_topic_is_made_although_the_files_cannot_be_merged(log: CommitLog, lim
 
 def test_a_topic_that_is_known_is_not_looked_for_again(log: CommitLog) -> None:
     other = another(log)
-    assert log.engine.topics_with(["orders"]) == {"orders": 2, "points": 3}
+    assert log.engine.topic_store.with_names(["orders"]).queues == {"orders": 2, "points": 3}
     other.create_topic("carts", queues=1, fifo=True)
     with seen_at("table seen") as looks:
-        assert log.engine.topics_with(["orders", "points"]) == {"orders": 2, "points": 3}
+        assert log.engine.topic_store.with_names(["orders", "points"]).queues == {"orders": 2, "points": 3}
         assert looks == []
-        assert log.engine.topics_with(["carts"])["carts"] == 1
+        assert log.engine.topic_store.with_names(["carts"]).queues["carts"] == 1
         assert (log.engine.topic_store.seen().fifo, looks) == (frozenset({"carts"}), [{"table": "topics"}])
 
 
@@ -531,7 +531,7 @@ def test_the_mark_moves_over_what_is_settled_and_names_what_is_open(log: CommitL
     for record in records[:2]:
         commit(log, record)
     assert log.engine.ledger.mark()
-    assert log.engine.ledger.low_water_ms == records[2].prepared_ms
+    assert log.engine.ledger.view.low_water == records[2].prepared_ms
     assert {h: b.pending for h, b in named(log).items()} == {"app:2": 5}
     assert not log.engine.ledger.mark()
     commit(log, records[2])
@@ -560,7 +560,7 @@ def test_a_batch_decided_while_the_mark_moves_is_not_forgotten(log: CommitLog) -
 
 def test_merging_op_files_changes_nothing(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, OP_FILES_MAX=4)
-    log.engine.compacts_in_background = False
+    log.engine.compaction.is_on = False
     for i in range(5):
         record = prepare(log, i)
         yes, no = split(pending(log, record), every=2)
@@ -584,9 +584,9 @@ def test_what_is_kept_in_memory_follows_what_is_open(log: CommitLog) -> None:
         commit(log, prepare(log, i, 2))
         if i % 10 == 9:
             log.engine.ledger.mark()
-            kept.append(log.engine.ledger.rows_kept)
+            kept.append(log.engine.ledger.view.rows.num_rows)
     assert max(kept) <= 2  # the mark itself
-    assert log.engine.ledger.half_ids_kept <= 1
+    assert len(log.engine.ledger._untouched) <= 1
 
 
 def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,7 +596,7 @@ def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch
         log.close()
     log.engine.ledger.refresh()
     assert log.engine.op_table.actions().num_rows < 16
-    assert log.engine.ledger.low_water_ms > 0
+    assert log.engine.ledger.view.low_water > 0
     check_offsets(log)
 
 
@@ -716,5 +716,5 @@ def test_topics_that_others_changed_long_ago_do_not_stop_a_sender(tmp_path: Path
     for file in Path(log.path, "topics").glob("*.parquet"):
         if file.name not in live:
             file.unlink()
-    assert quiet.engine.topics_with(["orders"]) == {"orders": 1}
+    assert quiet.engine.topic_store.with_names(["orders"]).queues == {"orders": 1}
     assert quiet.fifo_topics() == frozenset()

@@ -34,7 +34,7 @@ class CommitLogMachine(RuleBasedStateMachine):
         self.clock = Ticking(time.time(), step_s=0.002)
         self.log: CommitLog = InMemoryCommitLog(topics={"orders": 2}, runtime=self.clock)
         self.log.create_topic("steps", 1, fifo=True)
-        self.log.engine.compacts_in_background = False
+        self.log.engine.compaction.is_on = False
         self.follower = another(self.log)
         self.records: list[HalfRecord] = []
 
@@ -142,7 +142,7 @@ class CommitLogMachine(RuleBasedStateMachine):
         assert placed == sum(s.count(RowState.COMMITTED) for s in states.values())
         for who, log in {"who did it": self.log, "follower": self.follower, "cold": another(self.log)}.items():
             require_whole(log, who, states)
-            assert log.engine.ledger.tails == tails
+            assert log.engine.ledger.view.tails == tails
             for found, wanted in ((log.pending(), RowState.PENDING), (log.quarantined(), RowState.QUARANTINED)):
                 rows = found.select(["half_id", "attempt", "messages", "check_times", "lease_until"]).to_pylist()
                 assert sorted(map(_text, rows)) == sorted(map(_text, _listed(states, wanted)))

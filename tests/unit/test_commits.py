@@ -16,9 +16,9 @@ import pyarrow as pa
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark._core.runtime import failpoints
 from rmq_spark.errors import AlreadyPreparedError, CommitError, LostCommitError, TopicExistsError
 from rmq_spark.testing import MemoryTable
+from tests.support import failpoints
 from tests.support.half_batches import (
     another,
     bodies,
@@ -33,7 +33,6 @@ from tests.support.half_batches import (
     prepare_one,
     stage,
 )
-from tests.support.inside import OP_STATS_COLUMNS as STATS_COLUMNS
 from tests.support.inside import (
     Change,
     DeltaLogTable,
@@ -108,7 +107,10 @@ def test_a_thread_that_looks_for_topics_lets_no_topic_be_made_twice(log: CommitL
     other = another(log)
     with (
         look_meanwhile(
-            "topics", lambda: other.create_topic("bills", 2), lambda: log.engine.topics_with(["no such topic"]), here
+            "topics",
+            lambda: other.create_topic("bills", 2),
+            lambda: log.engine.topic_store.with_names(["no such topic"]),
+            here,
         ),
         pytest.raises(TopicExistsError),
     ):
@@ -226,7 +228,7 @@ def test_a_commit_is_known_again_after_any_number_of_others(log: CommitLog) -> N
         other.engine.op_table.refresh()
         version = other.engine.op_table.version + 1
         leases = [to_table([OpRow(Kind.LEASE, "app:0")], version, record.prepared_at, f"c{i}") for i in range(1100)]
-        file = other.engine.op_table.write(pa.concat_tables(leases), "op", STATS_COLUMNS)
+        file = other.engine.op_table.write(pa.concat_tables(leases))
         assert other.engine.op_table.compare_and_set(lambda _: Change(add=[file]), lambda _: True)
 
     with at("commit done", others_commit, table="op"):
@@ -269,7 +271,7 @@ def opened(tmp_path: Path) -> Opened:
 
 
 def put(table: DeltaLogTable, number: int) -> None:
-    file = table.write(pa.table({"version": [number]}, schema=ONE), "n", ("version",))
+    file = table.write(pa.table({"version": [number]}, schema=ONE))
     table.compare_and_set(lambda _: Change(add=[file]), lambda c: file.path in table.actions()["path"].to_pylist())
 
 
@@ -333,6 +335,6 @@ def test_a_commit_below_the_head_of_the_log_is_never_taken_for_a_success(opened:
 def test_a_table_in_memory_refuses_a_stale_commit() -> None:
     table = MemoryTable("numbers", ONE)
     stale = table.another()
-    file = table.write(pa.table({"version": [1]}, schema=ONE), "n", ("version",))
+    file = table.write(pa.table({"version": [1]}, schema=ONE))
     assert table.try_commit(Change(add=[file]))
     assert not stale.try_commit(Change(add=[file]))

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from rmq_spark import CommitLog
-from rmq_spark._core.log import op as op_module
 from rmq_spark._core.messages import message_files as message_files
 from rmq_spark._core.storage.data_file import FEW_ROWS
 from rmq_spark.errors import CorruptLogError
@@ -127,7 +126,7 @@ def test_a_backlog_is_drained_in_steps(
     set_limits(
         monkeypatch, OP_ROWS_MAX=op_rows, OP_FILE_BYTES_MAX=op_bytes, STEP_MESSAGES_MAX=12, MESSAGES_FILE_BYTES_MAX=500
     )
-    log.engine.compacts_in_background = False
+    log.engine.compaction.is_on = False
     for i in range(9):
         commit(log, prepare(log, i, topic="points" if i % 4 == 1 else "orders"))
         if i in (3, 6):
@@ -144,14 +143,14 @@ def test_a_backlog_is_drained_in_steps(
 def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """A merge lost to a writer may leave files whose versions lie between each other's; each holds a part."""
     set_limits(monkeypatch, OP_ROWS_MAX=2)
-    log.engine.compacts_in_background = False
+    log.engine.compaction.is_on = False
     for i in range(6):
         commit(log, prepare(log, i))
     table = another(log).engine.op_table
     table.refresh()
     paths = table.actions().sort_by("min.version")["path"].to_pylist()
     for several in (paths[0::2], paths[1::2]):
-        merged = table.write(table.read(several).sort_by("version"), "op", op_module.STATS_COLUMNS)
+        merged = table.write(table.read(several).sort_by("version"))
         change = Change(add=[merged], remove=several, data_change=False)
         table.compare_and_set(lambda _, c=change: c, lambda _: True)
     log.drain()

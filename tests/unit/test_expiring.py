@@ -12,7 +12,7 @@ from rmq_spark.cli import message_choice
 from rmq_spark.errors import OffsetOutOfRangeError, TopicExistsError
 from tests.support.clocks import set_clock
 from tests.support.half_batches import another, commit, let_leave, send
-from tests.support.inside import TIME_MIN, Change, Expirer, LogWatch, write_messages
+from tests.support.inside import TIME_MIN, Change, Expirer, LogWatch
 from tests.support.meanwhile import at, dies_at
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2)
@@ -73,7 +73,7 @@ def test_a_queue_never_has_a_hole(log: CommitLog, monkeypatch: pytest.MonkeyPatc
     table = another(log).engine.messages_table
     table.refresh()
     first, _, third, _ = table.actions().sort_by("min.op_version")["path"].to_pylist()
-    merged = write_messages(table, table.read([first, third]).sort_by([("queue_id", "ascending")]))
+    merged = table.write(table.read([first, third]).sort_by([("queue_id", "ascending")]))
     change = Change(add=[merged], remove=[first, third], data_change=False)
     assert table.compare_and_set(lambda _: change, lambda _: True)
     log.engine.topic_store.set_retention("orders", 1000.0)

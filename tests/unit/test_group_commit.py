@@ -411,7 +411,7 @@ def test_a_lone_send_after_a_standstill_does_not_wait_as_long(
 
 def test_a_forked_process_is_refused(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     with producer_of(log) as producer:
-        monkeypatch.setattr("rmq_spark._core.runtime.forks._forks", -1)
+        monkeypatch.setattr(producer, "_pid", -1)
         with pytest.raises(OptionError, match="Make a producer in each worker, after the fork"):
             producer.send_message_in_transaction(message("x"))
         producer.shutdown()

@@ -37,7 +37,6 @@ from tests.support.inside import (
     read_range,
     runs,
 )
-from tests.support.inside import HALF_STATS_COLUMNS as STATS_COLUMNS
 from tests.support.limits import Limit, set_limits
 
 LOCAL = pafs.LocalFileSystem()
@@ -171,7 +170,7 @@ def test_more_than_2_gb_in_one_column_of_a_batch_are_cut(tmp_path: Path) -> None
 
 
 def test_a_batch_that_is_cut_keeps_its_messages_and_their_order(tmp_path: Path, limit: Limit) -> None:
-    limit(BATCH_BYTES_MAX=1000)
+    limit(ARROW_BYTES_MAX=1000)
     bodies = [str(number) * (1 + number % 7) for number in range(500)]
     for column in (pa.array(bodies, pa.large_string()), pa.array(bodies)):
         (file,) = write(tmp_path, pa.table({"body": column, "queue_id": pa.array([0] * 500, pa.int32())}))
@@ -349,10 +348,10 @@ def test_messages_without_a_key_spread_evenly(tmp_path: Path, rows: int, partiti
     assert max(counts.values()) - min(counts.values()) <= max(1, total // 10)
 
 
-def test_a_large_partition_becomes_several_files(tmp_path: Path) -> None:
-    small = writer(file_bytes_max=2_000)
+def test_a_large_partition_becomes_several_files(tmp_path: Path, limit: Limit) -> None:
+    limit(HALF_FILE_BYTES_MAX=2_000)
     batches = pa.table({"body": [f"{i:0100}" for i in range(100)]}).to_batches(max_chunksize=10)
-    files = small.write(LOCAL, str(tmp_path), 3, batches)
+    files = writer().write(LOCAL, str(tmp_path), 3, batches)
     assert len(files) > 3
     assert [f.file_no for f in files] == [3000 + i for i in range(len(files))]
     seen = [int(b) for f in files for b in stored(tmp_path, f)["body"].to_pylist()]
@@ -397,14 +396,14 @@ def test_statistics_are_those_of_the_file(tmp_path: Path) -> None:
     stats = json.loads(file.data.stats)
     assert stats["numRecords"] == file.data.rows == 5
     assert file.data.size_bytes == (tmp_path / file.data.path).stat().st_size
-    for name in STATS_COLUMNS:
+    for name in ("half_id",):
         bounds = pc.min_max(table[name]).as_py()
         assert (stats["minValues"][name], stats["maxValues"][name]) == (bounds["min"], bounds["max"])
         assert stats["nullCount"][name] == 0
     footer = pq.ParquetFile(tmp_path / file.data.path).metadata.row_group(0)
     for i in range(footer.num_columns):
         column = footer.column(i)
-        if column.path_in_schema in STATS_COLUMNS + FOOTER_COLUMNS:
+        if column.path_in_schema in ("half_id", *FOOTER_COLUMNS):
             bounds = pc.min_max(table[column.path_in_schema]).as_py()
             assert column.statistics is not None
             assert (column.statistics.min, column.statistics.max) == (bounds["min"], bounds["max"])

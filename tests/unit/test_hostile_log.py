@@ -31,7 +31,6 @@ from tests.support.half_batches import (
 from tests.support.inside import (
     HALF_SCHEMA,
     OP_SCHEMA,
-    OP_STATS_COLUMNS,
     TOPICS_SCHEMA,
     Change,
     DeltaLogTable,
@@ -176,7 +175,7 @@ def edit(log: CommitLog, **changes: object) -> CommitLog:
     paths = op.actions()["path"].to_pylist()
     (row,) = op.read(paths).to_pylist()
     rows = pa.Table.from_pylist([{**row, **changes}], schema=OP_SCHEMA)
-    change = Change(add=[op.write(rows, "op", OP_STATS_COLUMNS)], remove=paths, data_change=False)
+    change = Change(add=[op.write(rows)], remove=paths, data_change=False)
     assert op.compare_and_set(lambda _: change, lambda c: c.add[0].path in op.actions()["path"].to_pylist()) is change
     return another(log)
 
@@ -273,7 +272,7 @@ def test_a_half_batch_that_lies_twice_stops_every_decision_on_its_topic(log: Com
     table = another(log).engine.half.table
     table.refresh()
     (file,) = twice.files.values()
-    copy = table.write(table.read([file.path]), "half", ("half_id",))
+    copy = table.write(table.read([file.path]))
     assert table.compare_and_set(lambda _: Change(add=[copy]), lambda _: True) is not None
     for look in (
         lambda: commit(log, before),

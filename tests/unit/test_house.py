@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rmq_spark"
 PUBLIC = frozenset(
-    "checks cli consumers errors kafka listeners log logs message metrics plots producer report sink spark "
+    "checks cli consumers errors json_logs kafka listeners log message metrics plots producer report sink spark "
     "testing".split()
 )
 ROOMS = (
@@ -23,7 +23,7 @@ ROOMS = (
     "producer consumers spark kafka metrics report"
 ).split()
 """From the bottom to the top. A room imports itself and the rooms before it."""
-BELOW_ALL = ("rmq_spark.errors", "rmq_spark.logs")
+BELOW_ALL = ("rmq_spark.errors",)
 """Public modules that every room imports: they stand on the vocabulary alone."""
 
 

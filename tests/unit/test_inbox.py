@@ -30,7 +30,7 @@ def test_messages_count_once_however_often_they_come(url: str, log: CommitLog) -
     commit(log, prepare(log, 1, 3))
     assert inbox_of(url).apply(log.read("orders")) == 3
     assert results(url) == sorted(b.decode() for b in log.read("orders")["body"].to_pylist())
-    assert inbox.positions() == {(t, q): n for (t, q), n in log.engine.ledger.tails.items()}
+    assert inbox.positions() == {(t, q): n for (t, q), n in log.engine.ledger.view.tails.items()}
 
 
 def test_a_message_that_stands_twice_in_one_table_counts_once(url: str, log: CommitLog) -> None:

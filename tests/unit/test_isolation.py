@@ -92,7 +92,7 @@ def test_a_lost_file_of_a_due_message_stops_no_decision_and_no_other_due_message
     commit(log, prepare(log, 2, {"body": ["x"]}, topic="plain"))
     roll_back(log, prepare(log, 3, {"body": ["y"]}, topic="orders"))
     assert bodies(log, "plain") == ["x", "late 1"]
-    assert set(log.engine.ledger.waiting) == {delayed[0].half_id}
+    assert set(log.engine.ledger.view.waiting) == {delayed[0].half_id}
 
 
 def test_a_check_reports_due_messages_that_cannot_be_placed(log: CommitLog, delayed: list[HalfRecord]) -> None:

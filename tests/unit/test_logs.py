@@ -13,7 +13,8 @@ from opentelemetry.sdk.trace import TracerProvider
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog, HalfBatch
-from rmq_spark.logs import FIELDS, JsonFormatter, json_handler
+from rmq_spark.cli.stderr_log import json_handler
+from rmq_spark.json_logs import FIELDS, JsonFormatter
 from tests.support.consumers import DONE, go_on, push, queue_of
 from tests.support.half_batches import prepare
 from tests.support.listeners import Scripted

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.log("memory", "delta", orders=1)
 def log(log: CommitLog) -> CommitLog:
     """With a FIFO topic, and without upkeep."""
     log.create_topic("steps", 1, fifo=True)
-    log.engine.compacts_in_background = False
+    log.engine.compaction.is_on = False
     return log
 
 
@@ -65,14 +65,14 @@ def test_what_stays_open_keeps_no_later_op_row_in_memory(
         assert log.engine.ledger.mark()
         cold = another(log)
         cold.refresh()
-        assert cold.engine.ledger.rows_kept == log.engine.ledger.rows_kept == 1, "the mark itself"
+        assert cold.engine.ledger.view.rows.num_rows == log.engine.ledger.view.rows.num_rows == 1, "the mark itself"
         require_whole(cold, f"after mark {i}")
     clock.ahead_s += DAYS_S + 60
     end_it()
     assert not another(log).engine.open_half_ids()
     cold = another(log)
     cold.refresh()
-    assert not cold.engine.ledger.waiting
+    assert not cold.engine.ledger.view.waiting
     later = prepare(log, 99, 1)
     commit(log, later)
     assert log.engine.ledger.mark()
@@ -166,7 +166,7 @@ def overtaken(log: CommitLog, times: int) -> Iterator[list[int]]:
     """Let another writer prepare and commit before each of so many op commits of this handle. How many op files each
     try read."""
     other, reads = another(log), [0]
-    log.engine.compacts_in_background = other.engine.compacts_in_background = False  # it reads files, too
+    log.engine.compaction.is_on = other.engine.compaction.is_on = False  # it reads files, too
 
     def commits(**_: Any) -> None:
         if len(reads) <= times:

@@ -175,7 +175,7 @@ class _Play:
         while self.pending:
             self.settle(whole=True)
             self.check()
-        assert not self.log.engine.ledger.waiting, "all is decided, and something waits"
+        assert not self.log.engine.ledger.view.waiting, "all is decided, and something waits"
 
     def prepare(self) -> None:
         chance = self.chance
@@ -289,7 +289,7 @@ def test_a_delayed_message_appears_at_its_time_and_not_before(log: CommitLog, mo
     assert [p.count for p in log.engine.ledger.place_due()] == [1]
     assert bodies(log, "plain") == ["now", "later"]
     assert log.engine.ledger.place_due() == []
-    assert not log.engine.ledger.waiting
+    assert not log.engine.ledger.view.waiting
 
 
 def test_the_next_commit_places_what_is_due_by_its_time(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:

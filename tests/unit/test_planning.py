@@ -87,7 +87,7 @@ def test_a_planner_follows_the_log_and_reads_only_what_is_new(log: CommitLog) ->
         files += op_files(reads)
         seen += sum(placed.count for placed in found)
         plans.forget(latest)
-        assert plans.rows_kept == 0
+        assert plans._placements._kept.rows.num_rows == 0
         at = latest
     assert seen == 20
     assert len(files) == len(set(files)) == 5
@@ -129,7 +129,7 @@ def test_a_compaction_that_loses_races_to_a_busy_writer_merges_once(log: CommitL
     for batch_id in range(4):
         send(log, batch_id)
     limit(OP_FILES_MAX=2)
-    log.engine.compacts_in_background = False
+    log.engine.compaction.is_on = False
 
     def overtaken(**_: Any) -> None:
         if len(tries) <= 3:
@@ -154,7 +154,7 @@ def test_a_cache_over_its_size_is_filled_again_as_the_stream_goes_on(log: Commit
     while at != latest:
         end = admit(at, latest, 7)
         parts += plans.ranges(at, end)
-        assert plans.rows_kept <= 4 * 4
+        assert plans._placements._kept.rows.num_rows <= 4 * 4
         plans.forget(end)
         at = end
     assert read(log, parts).equals(whole(log))
@@ -248,7 +248,7 @@ def test_a_checkpoint_past_the_end_is_an_error_or_goes_back(log: CommitLog) -> N
 @both_kinds
 def test_a_hand_edited_op_row_that_points_outside_the_log_is_an_error(log: CommitLog) -> None:
     send(log, 0, 3)
-    offset = log.engine.ledger.tails[("orders", 0)]
+    offset = log.engine.ledger.view.tails[("orders", 0)]
     row = OpRow(Kind.COMMIT, "app:0", 0, ((0, 0),), 1, 1, topic="orders", queue_id=0, queue_offset=offset,
                 path="../../secret.parquet", file_rows=3, transaction_per="batch", producer_group="g")  # fmt: skip
     log.engine.ledger.append(lambda: [row])

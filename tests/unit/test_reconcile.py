@@ -23,7 +23,7 @@ from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CheckService, CommitLog,
 from rmq_spark._core.client import reconcile as reconcile_module
 from rmq_spark._core.client.checkpoint import Stream
 from rmq_spark._core.client.reconcile import Reconciler
-from rmq_spark._core.client.reconcile_report import Comparison, ReconcileReport, Standing
+from rmq_spark._core.client.reconcile_report import ReconcileReport, Standing
 from rmq_spark.errors import ListenerError, OptionError
 from rmq_spark.listeners import ExecutedAttempt, HalfTransaction
 from tests.support.clocks import set_clock
@@ -533,8 +533,8 @@ def test_after_any_losses_rows_and_messages_agree(shop: Shop, seed: int) -> None
 def test_the_drill_notices_a_comparison_that_looks_at_half_ids_and_not_at_attempts(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def known(self: Reconciler, record: HalfRecord, attempt: ExecutedAttempt, apply: bool) -> Comparison:
-        return reconcile_module._compared(Standing.SETTLED, attempt, "the log knows it")
+    def known(self: Reconciler, record: HalfRecord, attempt: ExecutedAttempt, apply: bool) -> Any:
+        return reconcile_module._Finding(Standing.SETTLED, "the log knows it")
 
     monkeypatch.setattr(Reconciler, "_known", known)
     with pytest.raises(AssertionError):

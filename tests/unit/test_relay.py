@@ -11,8 +11,8 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
-from rmq_spark._core.kafka.positions import Agreed, Last, Position, PositionRecords, Stored
-from rmq_spark._core.kafka.records import COLUMNS, parked, pieces, to_records
+from rmq_spark._core.kafka.positions import LastMessage, Position, PositionRecords, SharedSettings, StoredPositions
+from rmq_spark._core.kafka.records import COLUMNS, parked_record, split_by_size, to_records
 from rmq_spark._core.kafka.relay import _positions_after
 from rmq_spark._core.kafka.source import RelaySource
 from rmq_spark.cli.relay import _exit_code, kafka_settings
@@ -139,8 +139,8 @@ def test_a_parked_message_keeps_what_it_was_and_says_why_it_is_there() -> None:
     row = {"msg_id": "a:0:0.0", "body": b"1234", "queue_id": 3, "born_timestamp": 5_000}
     (message,) = to_records(messages(row), lambda topic: f"shop.{topic}")
     assert message.record.topic == "shop.orders"
-    kept = parked(message, "parked", "too late", with_body=True)
-    note = parked(message, "parked", "too large", with_body=False)
+    kept = parked_record(message, "parked", "too late", with_body=True)
+    note = parked_record(message, "parked", "too large", with_body=False)
     assert (kept.topic, kept.partition, kept.key, kept.value) == ("parked", 0, b"a:0:0.0", b"1234")
     assert kept.timestamp_ms is None
     assert (note.value, dict(note.headers)["txmq.parked.body_bytes"]) == (None, b"4")
@@ -149,24 +149,24 @@ def test_a_parked_message_keeps_what_it_was_and_says_why_it_is_there() -> None:
 
 def test_pieces_are_small_enough_and_lose_nothing() -> None:
     table = pa.table({"n": list(range(100)), "body": pa.array([b"x" * (5_000 if n == 50 else 10) for n in range(100)])})
-    found = list(pieces(table, 30, 1_000))
+    found = list(split_by_size(table, 30, 1_000))
     assert all(p.num_rows == 1 or (p.num_rows <= 30 and p.nbytes <= 1_000) for p in found)
     assert pa.concat_tables(found).equals(table)
-    assert list(pieces(table.slice(0, 0), 30, 1_000)) == []
+    assert list(split_by_size(table.slice(0, 0), 30, 1_000)) == []
 
 
 # ---------------------------------------------------------------- positions
 def test_positions_are_read_as_they_were_written_and_those_of_other_relays_are_left_out() -> None:
-    stored = Stored("mine")
+    stored = StoredPositions("mine")
     for relay in ("mine", "other"):
         makes = PositionRecords("positions", relay, "log")
         written = [makes.agreed(2, "{topic}"), makes.claim(1, f"run of {relay}", {"host": "h"})]
-        written += [makes.position(("ö", 3), Position(n, Last(f"{relay}{n}", n))) for n in (7, 8)]
+        written += [makes.position(("ö", 3), Position(n, LastMessage(f"{relay}{n}", n))) for n in (7, 8)]
         written += [makes.gap(("ö", 3), 1, 4, "now")]
         for offset, record in enumerate(written):
             stored.add(record.key, record.value, offset)
-    assert stored.agreed == {"log": Agreed(2, "{topic}")}
-    assert stored.of_log("log") == {("ö", 3): Position(8, Last("mine8", 8))}
+    assert stored.agreed == {"log": SharedSettings(2, "{topic}")}
+    assert stored.of_log("log") == {("ö", 3): Position(8, LastMessage("mine8", 8))}
     assert stored.of_log("another") == {}
     assert stored.runs == {("log", 1): ("run of mine", 1)}
 
@@ -183,7 +183,7 @@ def test_positions_are_read_as_they_were_written_and_those_of_other_relays_are_l
 )
 def test_what_no_relay_wrote_is_refused(key: bytes | None, value: bytes | None) -> None:
     with pytest.raises(txmq.RelayRefusedError, match=r"record at offset 5 .* was not written by a relay"):
-        Stored("mine").add(key, value, 5)
+        StoredPositions("mine").add(key, value, 5)
 
 
 def test_a_report_is_said_in_words() -> None:
@@ -204,7 +204,7 @@ class Restored:
         self.log = make_log("delta", folder / "log", orders=1)
         self.settings = settings()
         self.records = PositionRecords("positions", "kafka", self.log.id)
-        self.stored = Stored("kafka")
+        self.stored = StoredPositions("kafka")
         self.keep(self.records.agreed(1, "{topic}"))
 
     def keep(self, record: Record) -> None:
@@ -228,9 +228,9 @@ class Restored:
         log = self.log.another()
         source = RelaySource(log.engine, self.settings)
         self.require_fit()
-        ends = source.ends()
+        ends = source.placements.latest()
         start = {queue: p.next_offset for queue, p in self.stored.of_log(log.id).items()}
-        ranges, missing = source.ranges({queue: start.get(queue, 0) for queue in ends}, ends)
+        ranges, missing = source.placements.between({queue: start.get(queue, 0) for queue in ends}, ends)
         assert not missing
         handed = [message for batch in source.batches(ranges) for message in batch]
         for queue, position in _positions_after(handed).items():
@@ -238,9 +238,9 @@ class Restored:
         return [message.record.value for message in handed]
 
     def require_fit(self) -> None:
-        log = self.log.another()
+        engine = self.log.another().engine
         brokers: Any = None
-        Start(log, self.settings, RelaySource(log.engine, self.settings), brokers, "a-run")._require_fit(self.stored)
+        Start(engine, self.settings, RelaySource(engine, self.settings), brokers, "a-run")._require_fit(self.stored)
 
 
 @pytest.fixture

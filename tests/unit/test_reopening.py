@@ -141,8 +141,8 @@ def test_topics_are_looked_up_in_a_log_that_was_made_anew_before_their_first_use
     assert log.engine.topic_store.table.version >= 0
     make_anew(folder, orders=3)
     with pytest.raises(NotACommitLogError, match="made anew"):
-        log.engine.topics_with(["orders"])
-    assert CommitLog.open(folder).engine.topics_with(["orders"]) == {"orders": 3}
+        log.engine.topic_store.with_names(["orders"])
+    assert CommitLog.open(folder).engine.topic_store.with_names(["orders"]).queues == {"orders": 3}
 
 
 # ---------------------------------------------------------------- a failure is told once

@@ -47,7 +47,7 @@ def test_a_merged_file_that_a_race_kept_waiting_and_somebody_removed_is_not_comm
     """The op rows that it replaces would be in no file."""
     set_limits(monkeypatch, OP_FILES_MAX=3)
     clock = set_clock(monkeypatch)
-    log.engine.compacts_in_background = False
+    log.engine.compaction.is_on = False
     for number in range(4):
         commit(log, prepare(log, number, 1))
     prepare(log, 4, 1)

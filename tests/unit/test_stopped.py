@@ -100,7 +100,7 @@ CALLS: dict[str, Callable[[CommitLog], object]] = {
     "trace": lambda log: log.trace(half_id="open:0"),
     "send": lambda log: send_all(log, "mine", 1),
     "positions": lambda log: log.engine.groups.positions("readers"),
-    "topics": lambda log: (log.topics(), log.engine.topics_with(["nowhere"])),
+    "topics": lambda log: (log.topics(), log.engine.topic_store.with_names(["nowhere"]).queues),
     "plan": plan,
     "drain": lambda log: log.drain(),
     "check": lambda log: CheckService(log, {}, transaction_timeout=0).run_once(),

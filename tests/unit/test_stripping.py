@@ -80,7 +80,8 @@ def strip(log: CommitLog) -> list[str]:
 
 
 def delete_replaced(log: CommitLog) -> None:
-    table_files.delete_replaced([another(log).engine.half.table, another(log).engine.messages_table], 0, dry_run=False)
+    for table in (another(log).engine.half.table, another(log).engine.messages_table):
+        table_files.delete_replaced(table, 0, dry_run=False)
 
 
 def stored(log: CommitLog) -> pa.Table:

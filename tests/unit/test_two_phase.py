@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, CommitLog, HalfBatch, TransactionListener
-from rmq_spark._core.runtime.failpoints import hooked
 from rmq_spark.errors import (
     CheckpointMismatchError,
     FencedError,
@@ -30,6 +29,7 @@ from rmq_spark.errors import (
     VerdictConflictError,
 )
 from tests.support.clocks import set_clock
+from tests.support.failpoints import hooked
 from tests.support.half_batches import (
     another,
     commit,

@@ -59,7 +59,7 @@ def test_what_is_placed_and_not_drained_is_counted_without_reading_it(log: Commi
 
 
 def test_each_op_row_is_read_once_and_a_look_that_finds_nothing_new_reads_nothing(log: CommitLog) -> None:
-    log.engine.compacts_in_background = False
+    log.engine.compaction.is_on = False
     for i in range(4):
         commit(log, prepare(log, i))
     watch = Undrained(another(log).engine)
@@ -75,7 +75,7 @@ def test_each_op_row_is_read_once_and_a_look_that_finds_nothing_new_reads_nothin
 
 
 def test_it_stops_counting_when_it_is_enough(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    log.engine.compacts_in_background = False
+    log.engine.compaction.is_on = False
     set_limits(monkeypatch, UNDRAINED_OP_ROWS_MAX=5)
     sizes = []
     for i in range(6):

@@ -96,7 +96,7 @@ def merged(
 ) -> tuple[CommitLog, list[str]]:
     """A handle from before a merge of old op files, so many days ago, and the files that it knows."""
     set_limits(monkeypatch, OP_FILES_MAX=3)
-    log.engine.compacts_in_background = False
+    log.engine.compaction.is_on = False
     for i in range(4):
         commit(log, prepare(log, i))
     age(tmp_path / "log", 30)

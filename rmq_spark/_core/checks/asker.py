@@ -11,11 +11,11 @@ from rmq_spark._core.checks.open_call import OpenCall, wait_for
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.batch_state import BatchState
 from rmq_spark._core.log.half_record import HalfRecord
+from rmq_spark._core.runtime.log_records import of_batch
 from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.vocabulary.redaction import sentence_of, traceback_of
 from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark._core.vocabulary.verdicts import VerdictArray
-from rmq_spark.logs import of_batch
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +69,7 @@ class _Asked:
 
 
 class Asker:
-    """Calls listeners.
-
-    Parameters
-    ----------
-    in_threads : bool
-        False: every call is made in the caller's thread.
-    """
+    """Calls listeners, in threads unless ``in_threads`` is False."""
 
     def __init__(self, runtime: Runtime, in_threads: bool) -> None:
         self._runtime = runtime
@@ -84,52 +78,20 @@ class Asker:
         self._warned: set[str] = set()  # half batches of which a warning was logged
 
     def ask(
-        self, question: Question, call: Callable[[], VerdictArray], here: bool, seconds_left: Callable[[], float]
-    ) -> Answer:
-        """The answer to a question, or to an earlier round's question about the same attempt.
-
-        Parameters
-        ----------
-        call : callable
-            Asks the listener.
-        here : bool
-            Whether it must be called in this thread.
-        seconds_left : callable
-            Returns the seconds that are left to wait for the answer.
-
-        Raises
-        ------
-        NoAnswer
-        """
-        asked = self._asked.pop(question.key, None)
-        if asked is None:
-            (asked,) = self._begin([question], lambda _: [call()], here, seconds_left)
-        if not asked.call.has_returned:
-            raise self._keep(asked)
-        answer = asked.answer()
-        if isinstance(answer, BaseException):
-            half_id, text = question.key[0], traceback_of(answer)
-            # Nobody reads the report of a producer's own checks.
-            level = logging.INFO if half_id in self._warned else logging.WARNING
-            self._warned.add(half_id)
-            logger.log(
-                level, "the listener of half batch %r did not answer: %s", half_id, text, extra=of_batch(question.batch)
-            )
-            raise NoAnswer(f"its listener did not answer: {sentence_of(answer)}")
-        return Answer(asked.question, answer)
-
-    def ask_many(
         self,
         questions: Sequence[Question],
         call: Callable[[Sequence[Question]], Answers],
         here: bool,
         seconds_left: Callable[[], float],
-    ) -> list[Answer | NoAnswer | None]:
-        """The answer to each of several questions, asked in one call of a listener; None for a question that must be
-        asked alone, because the call failed. See :meth:`ask`."""
+    ) -> list[Answer | BaseException]:
+        """The answer to each question, from one call of a listener, or from an earlier round's call about the same
+        attempt. In place of an answer: NoAnswer, or what the listener raised.
+
+        The call is made in this thread if ``here``. ``seconds_left`` returns the seconds that are left to wait.
+        """
         new = [q for q in questions if q.key not in self._asked]
         begun: dict[tuple[str, int], _Asked] = {}
-        refused: NoAnswer | None = None
+        refused = NoAnswer()
         try:
             begun = {asked.question.key: asked for asked in self._begin(new, call, here, seconds_left)} if new else {}
         except NoAnswer as reason:
@@ -137,17 +99,26 @@ class Asker:
         all_asked = [self._asked.pop(q.key, None) or begun.get(q.key) for q in questions]
         return [refused if asked is None else self._answer_of(asked) for asked in all_asked]
 
-    def _answer_of(self, asked: _Asked) -> Answer | NoAnswer | None:
+    def _answer_of(self, asked: _Asked) -> Answer | BaseException:
         if not asked.call.has_returned:
-            return self._keep(asked)
+            self._asked[asked.question.key] = asked
+            waited_s = self._runtime.monotonic() - asked.call.began_s
+            return NoAnswer(f"its listener has not answered for {waited_s:.1f} s; a later round uses its answer")
         answer = asked.answer()
-        return None if isinstance(answer, BaseException) else Answer(asked.question, answer)
+        return answer if isinstance(answer, BaseException) else Answer(asked.question, answer)
 
-    def _keep(self, asked: _Asked) -> NoAnswer:
-        """Keep a question whose call has not returned."""
-        self._asked[asked.question.key] = asked
-        waited_s = self._runtime.monotonic() - asked.call.began_s
-        return NoAnswer(f"its listener has not answered for {waited_s:.1f} s; a later round uses its answer")
+    def why(self, question: Question, problem: BaseException) -> str:
+        """Why a listener gave no answer, for the report. The first failure about a half batch is a warning, since
+        nobody reads the report of a producer's own checks."""
+        if isinstance(problem, NoAnswer):
+            return str(problem)
+        half_id, text = question.key[0], traceback_of(problem)
+        level = logging.INFO if half_id in self._warned else logging.WARNING
+        self._warned.add(half_id)
+        logger.log(
+            level, "the listener of half batch %r did not answer: %s", half_id, text, extra=of_batch(question.batch)
+        )
+        return f"its listener did not answer: {sentence_of(problem)}"
 
     def forget_all_but(self, half_ids: Collection[str]) -> None:
         """Drop answers about all other half batches: they are settled."""

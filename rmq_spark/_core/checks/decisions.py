@@ -1,17 +1,21 @@
-"""The decisions of a round of checks, several half batches in one commit."""
+"""The decisions of a round of checks, several half batches in one commit, and what else the round has while it runs."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pyarrow as pa
 
+from rmq_spark._core.checks.check_report import CheckReport
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.decision import Decided, Decision
 from rmq_spark._core.protocol.engine import Engine
+from rmq_spark._core.runtime.log_records import of_batch
+from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.runtime.spans import settling
-from rmq_spark.logs import of_batch
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +26,8 @@ WAITS_S_MAX = 0.5
 
 
 class Decisions:
-    """Collects decisions to share a commit. A crash loses those that wait: a later check asks again.
-
-    Parameters
-    ----------
-    on_problem : callable
-        Called with each decision that was not made, and the reason.
-    """
+    """Collects decisions to share a commit. A crash loses those that wait: a later check asks again. ``on_problem`` is
+    called with each decision that was not made, and the reason."""
 
     def __init__(self, engine: Engine, on_problem: Callable[[Decision, Exception], None]) -> None:
         self._engine = engine
@@ -52,7 +51,6 @@ class Decisions:
             self.make()
 
     def make(self) -> None:
-        """Make the waiting decisions."""
         waiting, self._waiting = list(self._waiting.values()), {}
         try:
             if len(waiting) > 1:
@@ -87,3 +85,29 @@ class Decisions:
             text = "%r: %d messages are committed, %d rolled back, by %s"
             commit, rollback = decision.commit.count, decision.rollback.count
             logger.debug(text, batch, commit, rollback, decision.who, extra=of_batch(batch))
+
+
+@dataclass
+class OpenRound:
+    """The report, the decisions and the time limit of one round."""
+
+    report: CheckReport
+    decisions: Decisions
+    timeout_s: float | None
+    stop: threading.Event
+    runtime: Runtime
+    began_s: float
+
+    def seconds(self) -> float:
+        return self.runtime.monotonic() - self.began_s
+
+    def seconds_left(self) -> float:
+        """Seconds left for the round; 0 when the checker is to stop."""
+        if self.stop.is_set():
+            return 0.0
+        return float("inf") if self.timeout_s is None else self.timeout_s - self.seconds()
+
+    def seconds_to_wait(self) -> float:
+        """Seconds left for a call of the listener. A call that hangs must not delay decisions, so old ones are made."""
+        self.decisions.make_if_old()
+        return self.seconds_left()

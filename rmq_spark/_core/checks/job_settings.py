@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from rmq_spark._core.checks.example import NAME
-from rmq_spark._core.checks.listener_source import is_installed, look_for
+from rmq_spark._core.checks.module_search import is_installed, require_module
 from rmq_spark._core.checks.policy import DiscardPolicy, TransactionCheckListener, require_policy
 from rmq_spark._core.checks.service import CheckService
 from rmq_spark._core.checks.setting_names import CHECK_NAMES, NAMES, unknown_settings
@@ -91,8 +91,6 @@ class CheckSettings(BaseModel):
 
 
 class MaintenanceSettings(BaseModel):
-    """The settings of ``[maintenance]``."""
-
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     interval: Annotated[float, BeforeValidator(_duration_or_zero)] = MAINTENANCE_INTERVAL_S
@@ -103,16 +101,12 @@ class MaintenanceSettings(BaseModel):
 
 
 class DrainSettings(BaseModel):
-    """The settings of ``[drain]``."""
-
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     every: Annotated[float, BeforeValidator(_duration_or_zero)] = DRAIN_EVERY_S
 
 
 class MetricsSettings(BaseModel):
-    """The settings of ``[metrics]``."""
-
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     port: int = Field(0, ge=0, le=65_535)
@@ -175,13 +169,8 @@ class JobSettings(BaseSettings):
 
     @classmethod
     def load(cls, file: str | Path) -> JobSettings:
-        """Read the settings from a TOML file and the environment, which wins.
-
-        Raises
-        ------
-        ConfigError
-            When the file cannot be read, a name is unknown, or a value cannot be used.
-        """
+        """Read the settings from a TOML file and the environment, which wins. ConfigError: the file cannot be read, a
+        name is unknown, or a value cannot be used."""
         # The environment may have all settings, as in a container. A file that is named must exist.
         has_no_file = str(file) == NAME and not Path(file).exists()
         _warn_of_unknown_variables(cls.model_fields)
@@ -220,40 +209,31 @@ class JobSettings(BaseSettings):
         except TxmqError as problem:
             raise ConfigError(f"[check] discardPolicy: {problem}") from problem
 
-    def look(self) -> tuple[list[str], list[str]]:
-        """Look for everything that the job would import, without running any of it.
-
-        Returns
-        -------
-        tuple of list of str
-            A sentence for each thing that the job would refuse, and for each that only running it would tell.
-        """
+    def look(self) -> list[str]:
+        """Look for the modules that the job would import, without running any. Returns a sentence for each thing that
+        the job would refuse."""
         refused: list[str] = []
-        unknown: list[str] = []
-        looks: list[tuple[str, Callable[[], str | None]]] = [
+        looks: list[tuple[str, Callable[[], None]]] = [
             *((f"[listeners] {group!r}", partial(self._look_for_listener, group)) for group in self.listeners),
             ("[check] discardPolicy", self._look_for_policy),
             ("[metrics]", self._look_for_client),
         ]
         for where, look in looks:
             try:
-                sentence = look()
+                look()
             except TxmqError as problem:
                 refused.append(f"{where}: {problem}")
-            else:
-                unknown += [] if sentence is None else [f"{where}: {sentence}"]
-        return refused, unknown
+        return refused
 
-    def _look_for_listener(self, group: str) -> str | None:
+    def _look_for_listener(self, group: str) -> None:
         require_group_name(group)
-        return look_for(self.listeners[group], self.listener_modules)
+        require_module(self.listeners[group], self.listener_modules)
 
-    def _look_for_policy(self) -> str | None:
-        policy = self.check.discard_policy
-        if ":" in policy:
-            return look_for(policy, self.listener_modules)
-        require_policy(policy)
-        return None
+    def _look_for_policy(self) -> None:
+        if ":" in self.check.discard_policy:
+            require_module(self.check.discard_policy, self.listener_modules)
+        else:
+            require_policy(self.check.discard_policy)
 
     def _look_for_client(self) -> None:
         if self.metrics.wanted and not is_installed("prometheus_client"):
@@ -263,7 +243,6 @@ class JobSettings(BaseSettings):
         return {name: value.get_secret_value() for name, value in self.storage.items()} or None
 
     def service(self, listeners: Mapping[str, TransactionListener]) -> CheckService:
-        """Return a check service with these settings."""
         check = self.check
         return CheckService(
             self.path,

@@ -48,8 +48,6 @@ class TransactionCheckListener(ABC):
 
 
 class NamedPolicy(TransactionCheckListener):
-    """A policy of :class:`DiscardPolicy`."""
-
     def __init__(self, policy: DiscardPolicy) -> None:
         self.policy = policy
 
@@ -61,13 +59,7 @@ class NamedPolicy(TransactionCheckListener):
 
 
 def require_policy(policy: object) -> TransactionCheckListener:
-    """Return the policy that has this name, or the user's own policy unchanged.
-
-    Raises
-    ------
-    OptionError
-        When it is neither.
-    """
+    """Return the policy that has this name, or the user's own policy unchanged; OptionError for anything else."""
     if isinstance(policy, TransactionCheckListener):
         return policy
     names = [p.value for p in DiscardPolicy]

@@ -23,15 +23,8 @@ ALONE_S_MAX = 1.0
 
 
 class Probe:
-    """Calls :meth:`TransactionListener.require_reachable` of the listeners that override it.
-
-    Parameters
-    ----------
-    listeners : mapping of str to TransactionListener
-        By their producer groups.
-    in_threads : bool
-        False: every call is made in the caller's thread.
-    """
+    """Calls :meth:`TransactionListener.require_reachable` of the listeners (by producer group) that override it, in
+    threads unless ``in_threads`` is False."""
 
     def __init__(self, runtime: Runtime, listeners: Mapping[str, TransactionListener], in_threads: bool) -> None:
         self._runtime = runtime

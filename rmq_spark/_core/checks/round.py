@@ -17,7 +17,7 @@ import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 from functools import partial
@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from rmq_spark._core.checks.asker import Answer, Asker, NoAnswer, Question
 from rmq_spark._core.checks.check_report import CHECKED, IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport
-from rmq_spark._core.checks.decisions import TOGETHER_MAX, Decisions
+from rmq_spark._core.checks.decisions import TOGETHER_MAX, Decisions, OpenRound
 from rmq_spark._core.checks.immunity import COLUMNS, due_rows
 from rmq_spark._core.checks.policy import TransactionCheckListener
 from rmq_spark._core.checks.probe import Probe
@@ -47,7 +47,7 @@ from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op import Who
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.split import Split, split_by_verdict
-from rmq_spark._core.runtime.runtime import Runtime
+from rmq_spark._core.runtime.log_records import failure, of_batch, of_header
 from rmq_spark._core.runtime.spans import tracing
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
 from rmq_spark._core.vocabulary.redaction import redacted, sentence_of
@@ -63,8 +63,7 @@ from rmq_spark._core.vocabulary.verdicts import (
     kept_reason,
     returned,
 )
-from rmq_spark.errors import HalfBatchLeftError
-from rmq_spark.logs import failure, of_batch, of_header
+from rmq_spark.errors import FenceError, HalfBatchLeftError
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +80,8 @@ class _Todo(Enum):
 class Rules:
     """The rules by which a checker asks. See :class:`~rmq_spark.CheckService` for the other attributes.
 
-    Attributes
-    ----------
-    pause_s : float
-        A half batch of which a process counted a check within this many seconds is left alone.
-    clock : callable or None
-        The time, for tests. None: the log's own clock, whose doubt counts before anything expires.
+    A half batch of which a process counted a check within ``pause_s`` is left alone. ``clock`` gives the time, for
+    tests. Without it the log's own clock counts, whose doubt counts before anything expires.
     """
 
     listeners: Mapping[str, TransactionListener]
@@ -120,8 +115,9 @@ class Checker:
         """Run one round. A fault of a single half batch or its listener does not end it."""
         report = CheckReport(self.clock())
         self._doubt_s = None
+        runtime = self.engine.runtime
         decisions = Decisions(self.engine, lambda decision, problem: _not_decided(decision, problem, report))
-        round_ = _Round(report, decisions, self.rules.round_timeout, stop, self.engine.runtime)
+        round_ = OpenRound(report, decisions, self.rules.round_timeout, stop, runtime, runtime.monotonic())
         half_ids = self._open_half_ids()
         self._not_reached = []
         done: set[str] = set()
@@ -148,7 +144,7 @@ class Checker:
         first = [i for i in self._not_reached if i in set(ids)]
         return first + [i for i in ids if i not in set(first)]
 
-    def _check(self, half_id: str, round_: _Round) -> None:
+    def _check(self, half_id: str, round_: OpenRound) -> None:
         """Check a half batch alone."""
         try:
             record = self.engine.get(half_id)
@@ -163,7 +159,7 @@ class Checker:
         except Exception as problem:  # such as a damaged file: the other half batches must not wait
             _cannot_check(half_id, problem, round_.report)
 
-    def _check_together(self, half_ids: Sequence[str], round_: _Round) -> set[str]:
+    def _check_together(self, half_ids: Sequence[str], round_: OpenRound) -> set[str]:
         """Check the small half batches among these whose listener answers many at once. Returns those that are done.
         All others are checked alone, also those about which the listener gave no answer."""
         if not any(answers_many(listener) for listener in self.rules.listeners.values()):
@@ -284,7 +280,7 @@ class Checker:
         return rows
 
     # ------------------------------------------------------------------ ask
-    def _do(self, todo: _Todo, question: Question, listener: TransactionListener | None, round_: _Round) -> None:
+    def _do(self, todo: _Todo, question: Question, listener: TransactionListener | None, round_: OpenRound) -> None:
         """Ask about rows that are due, or settle them without an answer."""
         try:
             match todo:
@@ -297,7 +293,7 @@ class Checker:
         except TOO_LATE as problem:
             _came_too_late(question.record, question.attempt, problem, round_.report)
 
-    def _ask(self, question: Question, listener: TransactionListener, round_: _Round) -> None:
+    def _ask(self, question: Question, listener: TransactionListener, round_: OpenRound) -> None:
         """Ask the listener, make its verdicts final, and count the check for rows that stay UNKNOWN."""
         record, batch = question.record, question.batch
 
@@ -308,10 +304,9 @@ class Checker:
 
         asks_nobody = listener is self._no_transaction
         here = listener.requires_spark or not self._asker.in_threads
-        try:
-            answer = self._asker.ask(question, call, here or asks_nobody, round_.seconds_to_wait)
-        except NoAnswer as reason:
-            round_.report.problem(record.half_id, str(reason))
+        (answer,) = self._asker.ask([question], lambda _: [call()], here or asks_nobody, round_.seconds_to_wait)
+        if not isinstance(answer, Answer):
+            round_.report.problem(record.half_id, self._asker.why(question, answer))
             return
         # The next listener may hang in this very thread. And with tracing each half batch has its own span.
         at_once = (here and not asks_nobody) or tracing() is not None
@@ -320,7 +315,7 @@ class Checker:
             self.engine.ledger.record_checks([unknown], self.rules.pause_s)
         round_.decisions.make_if_old()
 
-    def _ask_many(self, questions: Sequence[Question], listener: TransactionListener, round_: _Round) -> set[str]:
+    def _ask_many(self, questions: Sequence[Question], listener: TransactionListener, round_: OpenRound) -> set[str]:
         """Ask about several half batches at once, make the verdicts final, and count the checks for rows that stay
         UNKNOWN. Returns the half batches about which the listener must be asked alone."""
 
@@ -332,17 +327,17 @@ class Checker:
             return [verdicts.get(q.key, _OF_ANOTHER_STORE) for q in new]
 
         here = listener.requires_spark or not self._asker.in_threads
-        answers = self._asker.ask_many(questions, call, here, round_.seconds_to_wait)
+        answers = self._asker.ask(questions, call, here, round_.seconds_to_wait)
         alone: set[str] = set()
         unknown: list[AnsweredCheck] = []
         for question, answer in zip(questions, answers, strict=True):
-            if answer is None:
-                alone.add(question.record.half_id)
+            if isinstance(answer, Answer):
+                check = self._take(answer, listener, round_, tracing() is not None)
+                unknown += [check] if check is not None else []
             elif isinstance(answer, NoAnswer):
                 round_.report.problem(question.record.half_id, str(answer))
             else:
-                check = self._take(answer, listener, round_, tracing() is not None)
-                unknown += [check] if check is not None else []
+                alone.add(question.record.half_id)
         round_.decisions.make()
         if unknown:
             self.engine.ledger.record_checks(unknown, self.rules.pause_s)
@@ -350,7 +345,7 @@ class Checker:
 
     # ------------------------------------------------------------------ decide
     def _take(
-        self, answer: Answer, listener: TransactionListener, round_: _Round, at_once: bool
+        self, answer: Answer, listener: TransactionListener, round_: OpenRound, at_once: bool
     ) -> AnsweredCheck | None:
         """Add an answer's decision, and return the check to count for rows that stay UNKNOWN."""
         question = answer.question
@@ -377,9 +372,7 @@ class Checker:
             report.problem(record.half_id, f"the discard policy did not answer: {sentence_of(problem)}")
             return
         if verdict is UNKNOWN:
-            self.engine.ledger.quarantine(record, attempt, rows, Who.DISCARD, reason, checks_min=limit)
-            logger.info("%r is quarantined: %s", batch, reason, extra=of_batch(batch))
-            report.quarantined.add(batch.transactions.num_rows, rows.count)
+            self._quarantine(question, reason, report, checks_min=limit)
             return
         commit, rollback = (rows, NO_ROWS) if verdict is COMMIT_MESSAGE else (NO_ROWS, rows)
         decision = Decision(record, attempt, commit, rollback, Who.DISCARD, reason, checks_min=limit)
@@ -392,9 +385,13 @@ class Checker:
         age_s = (self.clock() - question.batch.prepared_at).total_seconds()
         limit_h = self.rules.file_reserved_time / 3600
         reason = f"open for {age_s / 3600:.1f} h, which is not less than fileReservedTime ({limit_h:g} h)"
-        self.engine.ledger.quarantine(question.record, question.attempt, question.rows, Who.DISCARD, reason)
-        logger.info("%r is quarantined: %s", question.batch, reason, extra=of_batch(question.batch))
-        report.quarantined.add(question.batch.transactions.num_rows, question.rows.count)
+        self._quarantine(question, reason, report)
+
+    def _quarantine(self, question: Question, reason: str, report: CheckReport, checks_min: int = 0) -> None:
+        record, attempt, rows, batch = question.record, question.attempt, question.rows, question.batch
+        self.engine.ledger.quarantine(record, attempt, rows, Who.DISCARD, reason, checks_min)
+        logger.info("%r is quarantined: %s", batch, reason, extra=of_batch(batch))
+        report.quarantined.add(batch.transactions.num_rows, rows.count)
 
     # ------------------------------------------------------------------ the end of a round
     def _finish(self, report: CheckReport, stop: threading.Event) -> None:
@@ -466,7 +463,6 @@ def _not_decided(decision: Decision, problem: Exception, report: CheckReport) ->
 
 
 def _came_too_late(record: HalfRecord, attempt: int, problem: Exception, report: CheckReport) -> None:
-    """Report verdicts that came too late, because another process was faster."""
     logger.warning(
         "verdicts for half batch %r came too late: %s", record.half_id, problem,
         extra={**of_header(record.header), "attempt": attempt},
@@ -486,36 +482,7 @@ def _unknown_reason(listener: TransactionListener, batch: HalfBatch) -> str:
     return text if reason is None else f"{text}: {reason}"
 
 
-_OF_ANOTHER_STORE = NoAnswer("it is of another store than the listener: asked alone, that is reported")
-
-
-@dataclass
-class _Round:
-    """The report, the decisions and the time limit of one round."""
-
-    report: CheckReport
-    decisions: Decisions
-    timeout_s: float | None
-    stop: threading.Event
-    runtime: Runtime
-    _started: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._started = self.runtime.monotonic()
-
-    def seconds(self) -> float:
-        return self.runtime.monotonic() - self._started
-
-    def seconds_left(self) -> float:
-        """Seconds left for the round; 0 when the checker is to stop."""
-        if self.stop.is_set():
-            return 0.0
-        return float("inf") if self.timeout_s is None else self.timeout_s - self.seconds()
-
-    def seconds_to_wait(self) -> float:
-        """Seconds left for a call of the listener. A call that hangs must not delay decisions, so old ones are made."""
-        self.decisions.make_if_old()
-        return self.seconds_left()
+_OF_ANOTHER_STORE = FenceError("it is of another store than the listener: asked alone, that is reported")
 
 
 def _tally(

@@ -22,6 +22,7 @@ from rmq_spark._core.listeners.transaction_listener import (
 )
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime import observer
+from rmq_spark._core.runtime.log_records import failure
 from rmq_spark._core.vocabulary.message import require_group_name
 from rmq_spark._core.vocabulary.options import (
     CHECK_ROUND_TIMEOUT_S,
@@ -37,7 +38,6 @@ from rmq_spark._core.vocabulary.options import (
 )
 from rmq_spark._core.vocabulary.redaction import sentence_of
 from rmq_spark.errors import OptionError
-from rmq_spark.logs import failure
 
 __all__ = ["CheckReport", "CheckService", "Tally"]
 

@@ -17,16 +17,9 @@ AT_EXIT_S_MAX = 10.0
 
 @contextmanager
 def running(stop_event: threading.Event, workers: Mapping[str, Callable[[threading.Event], object]]) -> Iterator[None]:
-    """Run workers in threads until the block ends, and then wait briefly for them, because Python crashes when it exits
-    while a thread is within delta-rs.
-
-    Parameters
-    ----------
-    stop_event : threading.Event
-        Given to each worker; set when the block ends.
-    workers : mapping of str to callable
-        By the names of their threads.
-    """
+    """Run workers, by the names of their threads, until the block ends, and then wait briefly for them, because Python
+    crashes when it exits while a thread is within delta-rs. Each worker gets the event, which is set when the block
+    ends."""
     threads = [
         threading.Thread(target=worker, args=(stop_event,), name=name, daemon=True) for name, worker in workers.items()
     ]

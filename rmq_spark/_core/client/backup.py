@@ -106,13 +106,7 @@ class BackupReport:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a copy's manifest.
-
-    Attributes
-    ----------
-    taken_at : datetime or None
-        None, like the versions, while the first copy is unfinished.
-    """
+    """The content of a copy's manifest. While the first copy is unfinished, it has neither a time nor versions."""
 
     log_id: str
     taken_at: datetime | None = None
@@ -120,12 +114,7 @@ class Manifest:
 
     @classmethod
     def of(cls, content: bytes, where: str) -> Manifest:
-        """Parse a manifest's content.
-
-        Raises
-        ------
-        CorruptLogError
-        """
+        """Parse a manifest's content, or raise CorruptLogError."""
         try:
             fields = json.loads(content)
             taken_at = fields["taken_at"]
@@ -140,7 +129,6 @@ class Manifest:
             ) from None
 
     def content(self) -> bytes:
-        """Return the manifest as a file's content."""
         taken_at = None if self.taken_at is None else self.taken_at.isoformat()
         return json.dumps({"log_id": self.log_id, "taken_at": taken_at, "versions": self.versions}).encode()
 
@@ -151,7 +139,6 @@ def back_up(
     storage_options: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> BackupReport:
-    """Copy a commit log. See :meth:`CommitLog.backup`."""
     where = location(target)
     options = dict(engine.storage_options if storage_options is None else storage_options) if is_uri(where) else {}
     require_storage_options(where, options)
@@ -288,12 +275,7 @@ def _not_in_half(engine: Engine, until: int) -> list[str]:
 
 
 def _verify(where: str, storage_options: Mapping[str, str], pins: Sequence[Pin]) -> None:
-    """Open the copy, and read the newest file of each table.
-
-    Raises
-    ------
-    CorruptLogError, NotACommitLogError
-    """
+    """Open the copy, and read the newest file of each table."""
     from rmq_spark._core.protocol.engine import Engine
 
     tables = {table.name: table for table in Engine(DeltaTables.open(where, storage_options or None)).tables()}
@@ -310,21 +292,14 @@ def _verify(where: str, storage_options: Mapping[str, str], pins: Sequence[Pin])
 
 # ---------------------------------------------------------------- the copy
 class _Copy:
-    """A copy of a commit log at ``where``."""
-
     def __init__(self, where: str, storage_options: Mapping[str, str] | None) -> None:
         self._where = where
         self._folder = Folder(where, storage_options)
         self._versions: Mapping[str, int] = {}
 
     def begin(self, log_id: str) -> None:
-        """Finish an interrupted update, and require an empty place or an older copy of the log.
-
-        Raises
-        ------
-        CommitLogExistsError
-            For another log, foreign content, and a copy to which a program has written.
-        """
+        """Finish an interrupted update, and require an empty place or an older copy of the log: another log, foreign
+        content, and a copy to which a program has written are a CommitLogExistsError."""
         self.finish()
         content = self._folder.read(MANIFEST)
         if content is None:
@@ -384,12 +359,7 @@ class _Copy:
         return {name: size for name, size in sizes.items() if _DATA_FILE.fullmatch(name) is not None}
 
     def fetch(self, pins: Sequence[Pin], progress: Progress | None) -> None:
-        """Copy the data files that are missing here or incomplete.
-
-        Raises
-        ------
-        FileGoneError
-        """
+        """Copy the data files that are missing here or incomplete, or raise FileGoneError."""
         existing = self.files()
         missing = {
             p.name: {path: size for path, size in p.files.items() if existing.get(f"{p.name}/{path}") != size}
@@ -420,7 +390,6 @@ class _Copy:
         self._apply(packed.getvalue())
 
     def finish(self) -> None:
-        """Complete an interrupted switch."""
         packed = self._folder.read(SWITCH)
         if packed is None:
             return
@@ -434,13 +403,8 @@ class _Copy:
             self._apply(packed)
 
     def _unpacked(self, packed: bytes) -> tuple[bytes, dict[str, bytes]]:
-        """Return the manifest, and the Delta logs' files by name.
-
-        Raises
-        ------
-        CorruptLogError
-            When it is unreadable, or has any other file, whose name could be any path.
-        """
+        """Return the manifest, and the Delta logs' files by name. A file that is unreadable, or has any other file,
+        whose name could be any path, is a CorruptLogError."""
         try:
             with zipfile.ZipFile(io.BytesIO(packed)) as file:
                 log_files = {name: file.read(name) for name in file.namelist()}

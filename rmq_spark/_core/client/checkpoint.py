@@ -19,16 +19,9 @@ from rmq_spark.errors import OptionError
 class Stream:
     """The checkpoint of a stopped streaming query.
 
-    Attributes
-    ----------
-    next_batch : int
-        The batch that runs when the query starts.
-    planned : bool
-        True when its input is already fixed, because it ran or began to.
-    query_id : str
-        The query's id, which the log has with the checkpoint's batches.
-    input_hashes : mapping of int to str
-        Input hashes of the batches whose input the checkpoint still has.
+    ``next_batch`` is the batch that runs when the query starts. If ``planned``, its input is already fixed, because it
+    ran or began to. The log has ``query_id`` with the checkpoint's batches. ``input_hashes`` are those of the batches
+    whose input the checkpoint still has.
     """
 
     app_id: str
@@ -41,11 +34,7 @@ class Stream:
     @classmethod
     def read(cls, given: str, storage_options: Mapping[str, str] | None = None) -> Stream:
         """Read a checkpoint at a place, given as ``<place>``, or ``<appId>=<place>`` for a query with option ``appId``.
-
-        Raises
-        ------
-        OptionError
-        """
+        One that cannot be read is an OptionError."""
         app_id, equals, place = given.partition("=")
         if not equals or "/" in app_id:
             app_id, place = "", given
@@ -70,14 +59,12 @@ class Stream:
 
 
 def _id_of(fs: Any, root: str) -> str:
-    for file in (ID_FILE, "metadata"):
-        try:
-            with fs.open_input_stream(f"{root}/{file}") as stream:
-                return str(json.loads(stream.readall())["id"])
-        except FileNotFoundError:
-            if file == "metadata":
-                raise
-    raise AssertionError
+    try:
+        stream = fs.open_input_stream(f"{root}/{ID_FILE}")
+    except FileNotFoundError:
+        stream = fs.open_input_stream(f"{root}/metadata")
+    with stream:
+        return str(json.loads(stream.readall())["id"])
 
 
 def _input_hash(fs: Any, path: str) -> str:

@@ -29,12 +29,7 @@ from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.delta_table import DeltaLogTable
 from rmq_spark._core.storage.location import location
-from rmq_spark._core.storage.stores import (
-    folders_removed,
-    reaching,
-    require_put_if_absent,
-    require_storage_options,
-)
+from rmq_spark._core.storage.stores import folders_removed, reaching, require_put_if_absent, require_storage_options
 from rmq_spark._core.upkeep import schedule as upkeep
 from rmq_spark._core.upkeep import table_files
 from rmq_spark._core.upkeep.leave import Graces
@@ -266,7 +261,7 @@ class CommitLog:
     @property
     def version(self) -> int:
         """The version of ``op`` that was read last."""
-        return self.engine.version
+        return self.engine.op_table.version
 
     # ------------------------------------------------------------------ unsettled half batches
     def pending(self) -> pa.Table:
@@ -547,7 +542,7 @@ class CommitLog:
 
     def close(self) -> None:
         """Wait for running upkeep."""
-        self.engine.close()
+        self.engine.compaction.wait()
 
 
 def _retention_s(retention: Duration | None) -> float | None:
@@ -570,13 +565,8 @@ def _retention_s(retention: Duration | None) -> float | None:
 def engine_of(
     log: CommitLog | Engine | str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
 ) -> Engine:
-    """Return the engine of an open commit log or of the one at a path; an engine is returned as it is.
-
-    Raises
-    ------
-    NotACommitLogError, LogFormatError, StorageError
-        As :meth:`CommitLog.open` does.
-    """
+    """Return the engine of an open commit log or of the one at a path, opened as :meth:`CommitLog.open` does; an engine
+    is returned as it is."""
     if isinstance(log, Engine):
         return log
     return (log if isinstance(log, CommitLog) else CommitLog.open(log, storage_options)).engine

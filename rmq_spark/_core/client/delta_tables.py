@@ -7,8 +7,6 @@ import shlex
 from collections.abc import Mapping
 
 from rmq_spark._core.client.columns import commented
-from rmq_spark._core.log import half as half_module
-from rmq_spark._core.log import op as op_module
 from rmq_spark._core.log.group_table import GROUPS_SCHEMA
 from rmq_spark._core.log.half import HALF_SCHEMA
 from rmq_spark._core.log.log_tables import LogTables
@@ -20,7 +18,7 @@ from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.delta_table import DeltaLogTable
 from rmq_spark._core.storage.location import is_uri
 from rmq_spark._core.storage.stores import claim_table, reaching, removing
-from rmq_spark._core.storage.table import Table
+from rmq_spark._core.storage.table import BOUNDS, Table
 from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
 from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LogFormatError, NotACommitLogError, StorageError
@@ -33,31 +31,23 @@ LOG_RETENTION = "1m"
 OF_REPLACED_FILES = {
     # op and groups replace their own files constantly. By default the tombstones would lengthen every checkpoint for a
     # week.
-    "delta.deletedFileRetentionDuration": "interval 5 minutes",
+    "delta.deletedFileRetentionDuration": "interval 5 minutes"
 }
 
 
 OF_LEAVING_FILES = {
     # Every settled half batch leaves half. Its Delta log forgets the file hours later. By then upkeep has deleted the
     # file, or a vacuum does so later.
-    "delta.deletedFileRetentionDuration": "interval 6 hours",
+    "delta.deletedFileRetentionDuration": "interval 6 hours"
 }
 
 
 def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | None, retention_s: int) -> None:
-    """Make the tables of a log. When that fails, remove those that were made.
-
-    Raises
-    ------
-    StorageError
-        When another process, which was making the same log, has just given up.
-    """
+    """Make the tables of a log. When that fails, remove those that were made. When another process, which was making
+    the same log, has just given up, that is a StorageError."""
     settings = {"delta.logRetentionDuration": f"interval {max(1, retention_s)} seconds"}
-    half_settings = {"delta.dataSkippingStatsColumns": ",".join(half_module.STATS_COLUMNS), **OF_LEAVING_FILES}
-    op_settings = {
-        "delta.dataSkippingStatsColumns": ",".join(op_module.STATS_COLUMNS),
-        **OF_REPLACED_FILES,
-    }
+    half_settings = {"delta.dataSkippingStatsColumns": ",".join(BOUNDS["half"]), **OF_LEAVING_FILES}
+    op_settings = {"delta.dataSkippingStatsColumns": ",".join(BOUNDS["op"]), **OF_REPLACED_FILES}
     # topics comes last and carries the format: a half-created log is created again, and never opened.
     tables = {
         "half": (HALF_SCHEMA, half_settings),
@@ -103,7 +93,7 @@ def _messages_settings(retention_s: int) -> dict[str, str]:
         "delta.logRetentionDuration": f"interval {kept_s} seconds",
         # By then upkeep has deleted a replaced file.
         "delta.deletedFileRetentionDuration": f"interval {kept_s + 86_400} seconds",
-        "delta.dataSkippingStatsColumns": ",".join(messages.STATS_COLUMNS),
+        "delta.dataSkippingStatsColumns": ",".join(BOUNDS["messages"]),
     }
 
 
@@ -165,12 +155,6 @@ class DeltaTables(LogTables):
 
     @classmethod
     def open(cls, where: str, storage_options: Mapping[str, str] | None) -> DeltaTables:
-        """Open the tables of the commit log at ``where``.
-
-        Raises
-        ------
-        NotACommitLogError, LogFormatError, StorageError
-        """
         with reaching(where, storage_options):
             _require_log(where, storage_options)
             topics, half, op = (

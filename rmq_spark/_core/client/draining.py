@@ -8,8 +8,8 @@ import threading
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.messages.drain import Drainer
 from rmq_spark._core.protocol.engine import Engine
+from rmq_spark._core.runtime.log_records import failure
 from rmq_spark._core.vocabulary.options import DRAIN_EVERY_S, Duration, seconds
-from rmq_spark.logs import failure
 
 logger = logging.getLogger(__name__)
 

@@ -22,14 +22,12 @@ UTF8_BYTES_MAX = 4
 
 
 def require_message(message: object) -> None:
-    """Raise MessageError for anything but a Message."""
     if not isinstance(message, Message):
         several = "; send_messages_in_transaction takes several" if isinstance(message, list | tuple | pa.Table) else ""
         raise MessageError(f"found {type(message).__name__}: rmq_spark.Message is expected{several}")
 
 
 def topics_in(given: list[Message] | pa.Table, default: str | None) -> set[str]:
-    """Return the topics of messages, and the default topic."""
     if isinstance(given, pa.Table):
         names = distinct(given["topic"]) if "topic" in given.column_names else []
     else:
@@ -67,7 +65,6 @@ def is_small(given: list[Message]) -> bool:
 
 
 def _size_of(message: Message) -> int:
-    """Return an upper bound of a message's bytes."""
     try:
         properties = message.properties or {}
         characters = sum(len(name) + len(value) for name, value in properties.items())

@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.protocol.engine import Engine
+from rmq_spark._core.runtime.log_records import failure
 from rmq_spark._core.upkeep.fence_pruner import FencePruner
 from rmq_spark._core.upkeep.leave import Graces
 from rmq_spark._core.upkeep.schedule import MaintenanceReport, maintain
 from rmq_spark._core.vocabulary.options import MAINTENANCE_INTERVAL_S, Duration, seconds
-from rmq_spark.logs import failure
 
 logger = logging.getLogger(__name__)
 

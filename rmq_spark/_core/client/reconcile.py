@@ -26,10 +26,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -55,7 +55,6 @@ from rmq_spark.errors import HalfBatchLeftError, ListenerError, OptionError, Txm
 if TYPE_CHECKING:
     from rmq_spark._core.log.half_record import HalfRecord
     from rmq_spark._core.protocol.engine import Engine
-    from rmq_spark._core.vocabulary.rows import RowSet
 
 GROUP = "txmq-reconcile"
 """The producer group of half batches whose messages were recreated from rows."""
@@ -70,27 +69,19 @@ OF_ONE_SEND = "."
 """Occurs in the app id of every producer's send, and in no stream's."""
 
 
+class _Finding(NamedTuple):
+    standing: Standing
+    what: str
+    done: str | None = None
+
+
 @dataclass
 class Reconciler:
-    """Compares one commit log with a listener's database.
+    """Compares one commit log, to which no program sends and for which no checks run, with a listener's database.
 
-    Parameters
-    ----------
-    engine : Engine
-        No program sends to it, and no checks run.
-    listener : TransactionListener
-        A listener with a readable fence: :class:`~rmq_spark.SqlTransactionListener`.
-    streams : sequence of Stream
-        The checkpoints of the queries that send to the log.
-    since : datetime, optional
-        The time of the backup (UTC). By default from the manifest of a copy by ``txmq backup``.
-
-    Raises
-    ------
-    OptionError
-        When the time of the backup is unknown.
-    ListenerError
-        When the listener has no readable fence.
+    The listener has a fence that can be read: :class:`~rmq_spark.SqlTransactionListener`. ``streams`` are the
+    checkpoints of the queries that send to the log. ``since`` is the time of the backup (UTC), by default from the
+    manifest of a copy by ``txmq backup``; when nobody knows it, that is an OptionError.
     """
 
     engine: Engine
@@ -131,7 +122,7 @@ class Reconciler:
         settled = 0
         executed.sort(key=lambda a: (a.app_id, a.batch_id, a.half_id, a.attempt))  # in the order of sending
         for _, attempts in groupby(executed, key=lambda attempt: attempt.half_id):
-            for finding in self._compare_safely(list(attempts), apply):
+            for finding in self._compare(list(attempts), apply):
                 if finding.standing is Standing.SETTLED:
                     settled += 1
                 else:
@@ -163,119 +154,98 @@ class Reconciler:
         return self.engine.runtime.now() - executed_at > timedelta(seconds=IDEMPOTENCY_S)
 
     # ------------------------------------------------------------------ executed by the database
-    def _compare_safely(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> list[Comparison]:
+    def _compare(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> list[Comparison]:
         """Return the findings of one half batch. A damaged half batch does not prevent those of others."""
-        try:
-            return list(self._compare(attempts, apply))
-        except TxmqError as problem:
-            what = f"it cannot be looked at: {sentence_of(problem)}"
-            return [_compared(Standing.PERSON, attempt, what) for attempt in attempts]
-
-    def _compare(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Comparison]:
         first = attempts[0]
-        record = self.engine.find(first.app_id, first.batch_id)
-        if record is not None and record.half_id == first.half_id and record.header.producer_group != GROUP:
-            for attempt in attempts:
-                yield self._known(record, attempt, apply)
-        elif record is not None:
-            for attempt in attempts:
-                yield self._other_of_same_name(record, attempt)
-        else:
-            yield from self._compare_unknown(attempts, apply)
+        try:
+            record = self.engine.find(first.app_id, first.batch_id)
+            if record is None:
+                findings = [self._unknown(attempts, apply)] * len(attempts)
+            elif record.header.producer_group == GROUP:
+                findings = [_Finding(Standing.SETTLED, "its messages were made again")] * len(attempts)
+            elif record.half_id != first.half_id:
+                what = f"the log has half batch {record.half_id!r} of the same app and number: it was sent again since"
+                what += ", and executed twice. Look whether its rows are there twice"
+                findings = [_Finding(Standing.PERSON, what)] * len(attempts)
+            else:
+                findings = [self._known(record, attempt, apply) for attempt in attempts]
+        except TxmqError as problem:
+            findings = [_Finding(Standing.PERSON, f"it cannot be looked at: {sentence_of(problem)}")] * len(attempts)
+        return [
+            Comparison(
+                finding.standing, a.half_id, a.app_id, a.batch_id, a.attempt, None if a.rows is None else a.rows.count,
+                a.executed_at, finding.what, finding.done,
+            )
+            for a, finding in zip(attempts, findings, strict=True)
+        ]  # fmt: skip
 
-    def _known(self, record: HalfRecord, attempt: ExecutedAttempt, apply: bool) -> Comparison:
-        """Return the finding of an attempt whose half batch the log knows."""
+    def _known(self, record: HalfRecord, attempt: ExecutedAttempt, apply: bool) -> _Finding:
         if not attempt.is_whole:
-            return _compared(Standing.PERSON, attempt, _ENDED)
+            return _Finding(Standing.PERSON, _ENDED)
         if record.left is not None:
             by_person = any(
                 decision.kind == Kind.ROLLBACK.value and decision.decided_by == Who.ADMIN.value
                 for decision in record.left.decisions
             )
             if record.left.final and not by_person:  # messages that are not committed were refused
-                return _compared(Standing.SETTLED, attempt, "it is committed")
-            what = (
-                "the log has rolled some of its messages back, and they have left it: look which, and send them again"
+                return _Finding(Standing.SETTLED, "it is committed")
+            return _Finding(
+                Standing.PERSON,
+                "the log has rolled some of its messages back, and they have left it: look which, and send them again",
             )
-            return _compared(Standing.PERSON, attempt, what)
         state = self.engine.state_of(record)
-        rows = self._rows_of(record, attempt)
+        rows = record.all_rows if attempt.rows is None else record.all_rows & attempt.rows
         missing = rows - state.rows_in(COMMITTED) - state.rows_in((RowState.PENDING,), attempt.attempt)
         if not missing:
-            return _compared(Standing.SETTLED, attempt, "it is committed, or a check commits it")
+            return _Finding(Standing.SETTLED, "it is committed, or a check commits it")
         if missing & state.rows_in(REFUSED):
             what = "the log says that it was refused, or a person has rolled it back, and the database has executed it"
-            return _compared(Standing.PERSON, attempt, f"{what}: look, and send its messages again if they are missing")
+            return _Finding(Standing.PERSON, f"{what}: look, and send its messages again if they are missing")
         count = count_of(missing.count, "message")
-        finding = _compared(
-            Standing.LOST, attempt, f"{count} did not become visible; the log has them, and can make them visible"
-        )
-        if not apply:
-            return finding
-        self.engine.ledger.commit_executed(record, attempt.attempt, missing, REASON)
-        return replace(finding, done=f"{count} became visible")
+        done = None
+        if apply:
+            self.engine.ledger.commit_executed(record, attempt.attempt, missing, REASON)
+            done = f"{count} became visible"
+        what = f"{count} did not become visible; the log has them, and can make them visible"
+        return _Finding(Standing.LOST, what, done)
 
-    def _rows_of(self, record: HalfRecord, attempt: ExecutedAttempt) -> RowSet:
-        """Return the rows of the transactions that were executed under an attempt."""
-        return record.all_rows if attempt.rows is None else record.all_rows & attempt.rows
-
-    def _other_of_same_name(self, record: HalfRecord, attempt: ExecutedAttempt) -> Comparison:
-        """Return the finding of an attempt when the log knows another half batch of this name."""
-        if record.header.producer_group == GROUP:
-            return _compared(Standing.SETTLED, attempt, "its messages were made again")
-        what = f"the log has half batch {record.half_id!r} of the same app and number: it was sent again since, and "
-        return _compared(Standing.PERSON, attempt, f"{what}executed twice. Look whether its rows are there twice")
-
-    def _compare_unknown(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> Iterator[Comparison]:
-        """Yield the findings of a half batch whose name the log does not know."""
+    def _unknown(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> _Finding:
+        """Return the finding of a half batch whose name the log does not know."""
         first = attempts[0]
         if first.half_id in self._in_messages:  # settled so long ago that only its messages are kept
-            yield from (_compared(Standing.SETTLED, a, "its messages are visible") for a in attempts)
-            return
+            return _Finding(Standing.SETTLED, "its messages are visible")
         if any(self._is_forgotten(a.executed_at) for a in attempts):
-            yield from (_compared(Standing.PERSON, a, _FORGOTTEN) for a in attempts)
-            return
+            return _Finding(Standing.PERSON, _FORGOTTEN)
         stream = self._by_app.get(first.app_id)
         if stream is not None and first.batch_id >= stream.next_batch:
-            replays = first.batch_id == stream.next_batch and stream.planned
-            what = (
-                f"stream {stream.app_id} runs batch {first.batch_id} again when it starts, with the same input"
-                if replays
-                else f"the checkpoint {stream.place} is older than the database: it would make another batch "
-                f"{first.batch_id} of what was executed. Put the newest checkpoint there"
-            )
-            yield from (_compared(Standing.REPLAYED if replays else Standing.PERSON, a, what) for a in attempts)
-            return
+            if first.batch_id == stream.next_batch and stream.planned:
+                what = f"stream {stream.app_id} runs batch {first.batch_id} again when it starts, with the same input"
+                return _Finding(Standing.REPLAYED, what)
+            what = f"the checkpoint {stream.place} is older than the database: it would make another batch "
+            what += f"{first.batch_id} of what was executed. Put the newest checkpoint there"
+            return _Finding(Standing.PERSON, what)
         if not all(a.is_whole for a in attempts):
-            yield from (_compared(Standing.PERSON, a, _ENDED) for a in attempts)
-            return
-        lost = [
-            _compared(Standing.LOST, a, "its messages are lost, and its rows are in the database") for a in attempts
-        ]
+            return _Finding(Standing.PERSON, _ENDED)
+        lost = "its messages are lost, and its rows are in the database"
         if stream is None and OF_ONE_SEND not in first.app_id:
             # Recreated now, the messages would block a stream that runs the batch again.
             advice = "a stream sent them: name its checkpoint (--checkpoint); or a batch write: run it again"
-            yield from (replace(f, what=f"{f.what}; {advice}") for f in lost)
-            return
+            return _Finding(Standing.LOST, f"{lost}; {advice}")
         try:
             messages = self._messages(attempts)
         except Exception as problem:  # raised by the user's function
-            yield from (replace(f, what=f"{f.what}; making them again failed: {sentence_of(problem)}") for f in lost)
-            return
+            return _Finding(Standing.LOST, f"{lost}; making them again failed: {sentence_of(problem)}")
         if messages is None:
-            yield from (replace(f, what=f"{f.what}: send them again, without a local transaction") for f in lost)
-            return
+            return _Finding(Standing.LOST, f"{lost}: send them again, without a local transaction")
         count = count_of(messages.num_rows, "message")
-        recoverable = [replace(f, what=f"{f.what}; the listener makes {count} again from its rows") for f in lost]
+        lost += f"; the listener makes {count} again from its rows"
         if not apply:
-            yield from recoverable
-            return
+            return _Finding(Standing.LOST, lost)
         try:
             self._send(first, stream, messages)
         except TxmqError as problem:
-            yield from (replace(f, what=f"{f.what}; sending them failed: {sentence_of(problem)}") for f in recoverable)
-            return
-        yield from (replace(f, done=f"{count} became visible") for f in recoverable)
+            return _Finding(Standing.LOST, f"{lost}; sending them failed: {sentence_of(problem)}")
+        return _Finding(Standing.LOST, lost, f"{count} became visible")
 
     def _messages(self, attempts: Sequence[ExecutedAttempt]) -> pa.Table | None:
         """Recreate the messages of a half batch, for all its attempts; None when the listener cannot make them all."""
@@ -395,16 +365,3 @@ def _committed_by_listener(decisions: Iterable[tuple[object, object]]) -> bool:
     """Return True when a commit among the decisions was a listener's answer, not a person's or a policy's."""
     answers = (Who.EXECUTE.value, Who.CHECK.value)
     return any(str(kind) == Kind.COMMIT.value and str(decided_by) in answers for kind, decided_by in decisions)
-
-
-def _compared(standing: Standing, attempt: ExecutedAttempt, what: str) -> Comparison:
-    return Comparison(
-        standing,
-        attempt.half_id,
-        attempt.app_id,
-        attempt.batch_id,
-        attempt.attempt,
-        None if attempt.rows is None else attempt.rows.count,
-        attempt.executed_at,
-        what,
-    )

@@ -12,8 +12,6 @@ from rmq_spark._core.vocabulary.text import count_of
 
 
 class Standing(str, Enum):
-    """The standing of an attempt or a half batch."""
-
     SETTLED = "settled"
     REPLAYED = "replayed"
     LOST = "lost"
@@ -28,18 +26,9 @@ class Standing(str, Enum):
 class Comparison:
     """The comparison's result for one attempt.
 
-    Attributes
-    ----------
-    half_id, app_id, batch_id, attempt :
-        Of the half batch. ``attempt`` is None when the database does not know it.
-    messages : int or None
-        Number of its affected messages, if known.
-    at : datetime or None
-        When the database executed it, or when the log prepared it (UTC).
-    what : str
-        The finding, and the action to take.
-    done : str or None
-        The action of ``apply``; None without one.
+    ``attempt`` is None when the database does not know it, ``messages`` the number of its affected messages, if known,
+    and ``at`` when the database executed it, or when the log prepared it (UTC). ``what`` is the finding, and the action
+    to take; ``done`` the action of ``apply``, if any.
     """
 
     standing: Standing
@@ -62,22 +51,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ReconcileReport:
-    """The result of a comparison.
+    """The result of a comparison of what was executed since a time (UTC).
 
-    Attributes
-    ----------
-    since, made_at : datetime
-        The start of the compared executions, and the time of the comparison (UTC).
-    executed : int
-        Attempts that the database executed since.
-    settled : int
-        Attempts that need no action.
-    findings : tuple of Comparison
-        All other attempts.
-    streams : tuple of str
-        A sentence for each checkpoint.
-    careful : tuple of str
-        Sentences about possible blind spots of the comparison.
+    ``executed``: attempts that the database executed since. ``settled``: those that need no action. ``findings``: all
+    other attempts. ``streams`` has a sentence for each checkpoint, ``careful`` sentences about possible blind spots of
+    the comparison.
     """
 
     log: str
@@ -110,12 +88,10 @@ class ReconcileReport:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report for JSON."""
         report: dict[str, Any] = json.loads(self.content())
         return report
 
     def content(self) -> bytes:
-        """Return the report as a JSON file's content."""
         return json.dumps(asdict(self), default=_plain, indent=1).encode()
 
 

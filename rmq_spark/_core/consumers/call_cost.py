@@ -21,15 +21,8 @@ not wait, so Python runs one call at a time anyway, and more threads slow it dow
 
 
 class CallCost:
-    """The cost of a listener's calls, as of its recent ones.
-
-    Parameters
-    ----------
-    is_each : bool
-        Whether the listener takes single messages.
-    batch_rows : int
-        Messages of one call of another listener.
-    """
+    """The cost of a listener's calls, as of its recent ones. ``batch_rows``: messages of one call of a listener that
+    does not take single messages."""
 
     def __init__(self, is_each: bool, batch_rows: int) -> None:
         self._is_each, self._batch_rows = is_each, batch_rows

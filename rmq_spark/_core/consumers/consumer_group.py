@@ -121,13 +121,12 @@ class ConsumerGroup:
             ``age_s`` and the member's own ``lease_s``, both in seconds, and ``is_alive``. A killed member
             is listed for a few more leases, and is not alive.
         """
-        beats = heartbeats(self.engine.groups.table, self.name, self.engine.runtime.now())
-        return dict(sorted(beats.items()))
+        return dict(sorted(heartbeats(self.engine.groups.table, self.name, self.engine.runtime.now()).items()))
 
     def _progress_rows(self) -> pa.Table:
         rows = self.engine.groups.rows(self.name)
         if rows.num_rows == 0:
-            known_groups = pc.unique(self.engine.groups.rows()["consumer_group"]).to_pylist()
+            known_groups = groups(self.engine)
             hint = nearest(self.name, known_groups) if known_groups else "no group has read from this commit log yet"
             raise GroupNotFoundError(f"consumer group {self.name!r} has no progress ({hint})")
         return rows
@@ -166,11 +165,7 @@ class ConsumerGroup:
         """
         if topics is not None:
             is_list = isinstance(topics, Iterable) and not isinstance(topics, (str, bytes))
-            topics = (
-                [require_topic_name(name, own=True) for name in topics]
-                if is_list
-                else [require_topic_name(topics, own=True)]
-            )
+            topics = [require_topic_name(name, own=True) for name in (topics if is_list else [topics])]
         target: str | datetime | Positions
         if isinstance(to, datetime):
             target = require_time(to, "to")
@@ -198,7 +193,7 @@ class ConsumerGroup:
             firsts = self.engine.firsts(refresh=False)
             for queue, offset in positions.items():
                 if offset < firsts.get(queue, 0):
-                    raise OffsetOutOfRangeError(f"{out_of_range(*queue, offset, offset + 1, firsts)}")
+                    raise OffsetOutOfRangeError(out_of_range(*queue, offset, offset + 1, firsts))
         self.engine.groups.set(self.name, positions, f"reset to {to if isinstance(to, (str, datetime)) else 'offsets'}")
         return positions
 
@@ -258,5 +253,4 @@ class ConsumerGroup:
 
 
 def groups(engine: Engine) -> list[str]:
-    """Return the consumer groups that have progress in a commit log."""
     return sorted(pc.unique(engine.groups.rows()["consumer_group"]).to_pylist())

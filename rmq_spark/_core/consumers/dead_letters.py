@@ -92,7 +92,6 @@ class DeadLetters:
         return waiting_letters(self.engine, self.group)
 
     def _resend_times_at(self, offsets: Sequence[int]) -> Sequence[datetime | None]:
-        """Return the time at which each letter was sent again, or None."""
         times = resend_times(self.engine, self.group) if offsets else {}
         return [times.get(offset) for offset in offsets]
 
@@ -144,7 +143,6 @@ class DeadLetters:
 
 
 def _messages_to_resend(letters: pa.Table, group: str) -> pa.Table:
-    """Return the messages that send these dead letters again."""
     dropped_names = (DLQ_ORIGIN_TOPIC, DLQ_ORIGIN_MESSAGE_ID, REASON)
     with_count = [{**dict(row or ()), RECONSUME_TIME: "0"} for row in letters["properties"].to_pylist()]
     properties = [[(k, v) for k, v in row.items() if k not in dropped_names] for row in with_count]

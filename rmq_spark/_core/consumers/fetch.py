@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.consumers.in_order import by_queue
 from rmq_spark._core.log.message_range import out_of_range
 from rmq_spark._core.messages.message_reader import read_ranges
 from rmq_spark._core.messages.messages_table import SOURCE_SCHEMA
@@ -35,15 +36,8 @@ class Fetched(NamedTuple):
 
 
 class Fetcher:
-    """Reads queues forward, for one consumer. Only one thread at a time may use it.
-
-    Parameters
-    ----------
-    wants : callable
-        Tells whether the consumer reads a topic.
-    selector : Selector, optional
-        Messages that it does not match are left out.
-    """
+    """Reads queues forward, for one consumer. Only one thread at a time may use it. ``wants`` tells whether the
+    consumer reads a topic."""
 
     def __init__(self, engine: Engine, wants: Callable[[str], bool], selector: Selector | None) -> None:
         self._engine = engine
@@ -53,18 +47,9 @@ class Fetcher:
         """Mean bytes of a message in memory in the last fetch; 0 before the first."""
 
     def fetch(self, starts: Mapping[Queue, tuple[int, int]]) -> dict[Queue, Fetched]:
-        """Fetch new messages of these queues; empty when there are none.
-
-        Parameters
-        ----------
-        starts : mapping
-            By queue, the first offset to fetch, and the number of messages that there is room for.
-
-        Raises
-        ------
-        OffsetOutOfRangeError
-            When messages are missing that have not expired.
-        """
+        """Fetch new messages of these queues; empty when there are none. ``starts`` has, by queue, the first offset to
+        fetch, and the number of messages that there is room for. Missing messages that have not expired are an
+        OffsetOutOfRangeError."""
         reach("fetch begins", starts=starts)
         tails = self._engine.tails()
         behind = {q: (start, room) for q, (start, room) in starts.items() if start < tails.get(q, 0) and room > 0}
@@ -84,7 +69,7 @@ class Fetcher:
         for table in read_ranges(
             ranges, self._engine.read_range, self._engine.find_again, SOURCE_SCHEMA.names, row_filter
         ):
-            for queue, part in _split_by_queue(table):
+            for queue, part in by_queue(table):
                 parts[queue].append(part)
             rows, size = rows + table.num_rows, size + table.nbytes
         if rows:
@@ -102,17 +87,6 @@ class Fetcher:
             if end > firsts.get(queue, 0):
                 raise OffsetOutOfRangeError(out_of_range(*queue, start, end, firsts))
             logger.warning("%s. The consumer goes on there", out_of_range(*queue, start, end, firsts))
-
-
-def _split_by_queue(messages: pa.Table) -> Iterator[tuple[Queue, pa.Table]]:
-    """Split a table by queue: small ranges of several queues are read as one table."""
-    queues = messages.group_by(["topic", "queue_id"], use_threads=False).aggregate([])
-    for topic, queue_id in zip(queues["topic"].to_pylist(), queues["queue_id"].to_pylist(), strict=True):
-        if queues.num_rows == 1:
-            yield (topic, queue_id), messages
-        else:
-            of_queue = pc.and_(pc.equal(messages["topic"], topic), pc.equal(messages["queue_id"], queue_id))
-            yield (topic, queue_id), messages.filter(of_queue)
 
 
 def _sorted_by_offset(parts: list[pa.Table]) -> pa.Table:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rmq_spark._core.consumers.message_listener import EachMessage, Listen, answers
 from rmq_spark._core.consumers.retry import restored, tried
@@ -28,19 +29,8 @@ RESULT = pa.schema([("result", pa.binary())])
 
 @dataclass
 class QueueResult:
-    """The result of one pass over a queue.
-
-    Attributes
-    ----------
-    next_offset : int
-        The first offset that was not consumed.
-    seen_to : int
-        The offset after the last message that the pass received, consumed or not.
-    stopped_at : bytes or None
-        The message that was not consumed, as an Arrow stream.
-    reason : str or None
-        Why it was not consumed: the listener's exception, or its result.
-    """
+    """The result of one pass over a queue: the first offset that was not consumed, the offset after the last message
+    that the pass received, and the message that was not consumed, as an Arrow stream, with the reason."""
 
     next_offset: int
     seen_to: int
@@ -87,10 +77,11 @@ def consume_queue(
 
 
 def by_queue(messages: pa.Table) -> Iterator[tuple[Queue, pa.Table]]:
-    """Yield the messages in runs of consecutive rows that belong to one queue."""
-    queues = list(zip(messages["topic"].to_pylist(), messages["queue_id"].to_pylist(), strict=True))
-    start = 0
-    for end in range(1, len(queues) + 1):
-        if end == len(queues) or queues[end] != queues[start]:
-            yield queues[start], messages.slice(start, end - start)
-            start = end
+    """Yield the messages of each queue, in the order that they have."""
+    queues = messages.group_by(["topic", "queue_id"], use_threads=False).aggregate([])
+    for topic, queue_id in zip(queues["topic"].to_pylist(), queues["queue_id"].to_pylist(), strict=True):
+        if queues.num_rows == 1:
+            yield (topic, queue_id), messages
+        else:
+            of_queue = pc.and_(pc.equal(messages["topic"], topic), pc.equal(messages["queue_id"], queue_id))
+            yield (topic, queue_id), messages.filter(of_queue)

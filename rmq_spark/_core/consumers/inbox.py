@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.database.connection import Address, Database
-from rmq_spark._core.database.exact_keys import IN_INNODB, alike, exact_text, insert_absent, require_exact
+from rmq_spark._core.database.exact_keys import IN_INNODB, exact_text, insert_absent, require_exact, similar_names
 from rmq_spark._core.database.guard import begin_savepoint, end_savepoint, no_commit_within
 from rmq_spark._core.listeners.transaction_listener import require_work
 from rmq_spark._core.runtime.forks import called_here
@@ -290,7 +290,8 @@ class SqlInbox(Database):
         if self._tried:
             return
         trial = f"trial-{self.runtime.unique_id()}"
-        names = [(group, "t") for group in alike(f"{trial}-g")] + [(trial, topic) for topic in alike("t-")]
+        names = [(group, "t") for group in similar_names(f"{trial}-g")]
+        names += [(trial, topic) for topic in similar_names("t-")]
         rows = [{"consumer_group": g, "topic": t, "queue_id": 0, "next_offset": 0} for g, t in names]
         require_exact(connection, self._table, rows)
         self._tried = True
@@ -368,7 +369,6 @@ class SqlInbox(Database):
 
 
 def _without_duplicates(messages: pa.Table) -> pa.Table:
-    """Remove duplicates from sorted messages."""
     previous, following = messages.slice(0, messages.num_rows - 1), messages.slice(1)
     same = [pc.equal(following[name].combine_chunks(), previous[name].combine_chunks()) for name in POSITION_COLUMNS]
     is_repeated = pc.and_(pc.and_(same[0], same[1]), same[2])
@@ -376,7 +376,6 @@ def _without_duplicates(messages: pa.Table) -> pa.Table:
 
 
 def _end_positions(messages: pa.Table) -> dict[tuple[str, int], _Position]:
-    """Return the position after the last message of each queue."""
     timed = messages.select(["topic", "queue_id", "queue_offset"]).append_column(
         "committed_us", _committed_us(messages)
     )

@@ -57,14 +57,9 @@ HELD_UP_S_MIN = 1.0
 
 
 class GroupMember:
-    """One member of a consumer group.
+    """One member of a consumer group. ``reads_retries``: it also reads the group's retry topic.
 
     Without threads, call its steps directly: :meth:`join`, :meth:`keep`, :meth:`fetch` and :meth:`leave`.
-
-    Parameters
-    ----------
-    reads_retries : bool
-        Whether it also reads the group's retry topic.
     """
 
     def __init__(self, engine: Engine, settings: MemberSettings, reads_retries: bool) -> None:
@@ -106,13 +101,8 @@ class GroupMember:
 
     # ------------------------------------------------------------------ its place in the group
     def join(self) -> None:
-        """Put the first heartbeat, and claim the member's share of the queues.
-
-        Raises
-        ------
-        GroupInUseError
-            When Spark reads for the group.
-        """
+        """Put the first heartbeat, and claim the member's share of the queues. When Spark reads for the group, that is
+        a GroupInUseError."""
         try:
             self._beat()
             self._balance()
@@ -276,7 +266,6 @@ class GroupMember:
             logger.warning("consumer group %r: %s: %s", self.group, what, _problem_text(problem), extra=self.fields)
 
     def fail(self, problem: BaseException) -> None:
-        """End the consumer with a problem."""
         with self.changed:  # all threads may report the same problem
             is_first, self.problem = self.problem is None, self.problem or problem
         if is_first:
@@ -444,6 +433,5 @@ def _problem_text(problem: Exception) -> str:
 
 
 def _subscription_text(topics: Iterable[str], chooses: str) -> str:
-    """Return topics and a filter as text."""
     names = ", ".join(repr(topic) for topic in sorted(topics))
     return f"{names} (of them {chooses!r})" if chooses else names

@@ -66,12 +66,6 @@ class MemberSettings:
         message_model: str,
         take_over: bool,
     ) -> MemberSettings:
-        """Validate arguments.
-
-        Raises
-        ------
-        OptionError, MessageError
-        """
         require_group_name(group, "consumerGroup")
         if str(message_model).lower() != CLUSTERING:
             raise OptionError(

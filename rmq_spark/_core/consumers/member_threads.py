@@ -31,8 +31,6 @@ OF_THE_STORE = {"member", "fetch"}
 
 
 class MemberThreads:
-    """The threads that work for one member."""
-
     def __init__(self, member: GroupMember) -> None:
         self._member = member
         self._runtime = member.runtime
@@ -120,7 +118,7 @@ class MemberThreads:
             running = late_calls | self._wait_for_threads(late_s if late or late_calls else at_exit_s, OF_THE_STORE)
             if not (at_exit and running & OF_THE_STORE):
                 self._member.leave()
-                self._member.engine.close()
+                self._member.engine.compaction.wait()
         except BaseException:  # an interrupt: the exit handler does the rest
             self._is_ending = False
             raise

@@ -63,7 +63,7 @@ class EachMessage:
         made when the caller asks: a consumer can stop at a failure."""
         for message in messages_of(messages):
             try:
-                answer = _judged(called_here(self.function, message))
+                answer = _outcome(called_here(self.function, message))
             except KeyboardInterrupt:
                 raise
             except BaseException as problem:  # one message must not end the consumer
@@ -100,12 +100,8 @@ class EachBatch:
 def answers(listener: Listen | EachMessage, messages: pa.Table) -> Iterator[tuple[bool, str | None]]:
     """Yield for each message in turn whether it was consumed, and the reason when it was not.
 
-    A value of another type, or a wrong number of results, counts as a failure.
-
-    Raises
-    ------
-    ListenerError
-        When the listener uses the table as if it were one message.
+    A value of another type, or a wrong number of results, counts as a failure. A listener that uses the table as if it
+    were one message is a ListenerError.
     """
     if isinstance(listener, EachMessage):
         yield from listener.each(messages)
@@ -119,22 +115,17 @@ def answers(listener: Listen | EachMessage, messages: pa.Table) -> Iterator[tupl
         yield from [(False, reason_of(problem))] * messages.num_rows
         return
     if not isinstance(returned, list | tuple):
-        yield from [_judged(returned)] * messages.num_rows
+        yield from [_outcome(returned)] * messages.num_rows
     elif len(returned) != messages.num_rows:
         text = f"the listener returned {len(returned)} results for {messages.num_rows} messages: return one for each"
         yield from [(False, text)] * messages.num_rows
     else:
-        yield from map(_judged, returned)
+        yield from map(_outcome, returned)
 
 
 def require_table_listener(listener: Callable[..., object]) -> None:
-    """Refuse an unwrapped function whose annotation names a message or a list of messages.
-
-    Raises
-    ------
-    ListenerError
-        Names the class to wrap the function in.
-    """
+    """Refuse an unwrapped function whose annotation names a message or a list of messages. The ListenerError names the
+    class to wrap it in."""
     _require_no_coroutine(listener, "the message listener")
     try:
         parameters = list(inspect.signature(listener).parameters.values())
@@ -176,7 +167,7 @@ def _name(listener: object) -> str:
 COMES_AGAIN = "What has a try left comes again, the rest becomes dead letters"
 
 
-def tell_failed(
+def log_failures(
     group: str, queue: tuple[str, int], failed: int, of: int, reason: str | None, then: str = COMES_AGAIN
 ) -> None:
     """Log that a message listener failed, with the first reason, so that its retries are explained."""
@@ -187,7 +178,7 @@ def tell_failed(
     )  # fmt: skip
 
 
-def _judged(result: object) -> tuple[bool, str | None]:
+def _outcome(result: object) -> tuple[bool, str | None]:
     """Return whether a result says that a message was consumed, and the reason when it does not."""
     if result is None or result is SUCCESS:
         return True, None

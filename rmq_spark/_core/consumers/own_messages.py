@@ -66,18 +66,9 @@ def own_writers(engine: Engine, headers: Sequence[HalfHeader]) -> list[HalfWrite
 def send_each(
     engine: Engine, group: str, names: Sequence[str], messages: pa.Table, two_phase: TwoPhase | None = None
 ) -> int:
-    """Send each message as the half batch of its name, up to :data:`AT_ONCE_MAX` in one commit to each table, and
-    return how many were new.
-
-    Parameters
-    ----------
-    names : sequence of str
-        One for each message, all different.
-    messages : pyarrow.Table
-        As a :class:`~rmq_spark._core.log.half_writer.HalfWriter` takes them.
-    two_phase : TwoPhase, optional
-        The sender's; when not given, one without shared commits.
-    """
+    """Send each message, as a HalfWriter takes them, as the half batch of its name, up to :data:`AT_ONCE_MAX` in one
+    commit to each table, and return how many were new. All names differ. Without ``two_phase`` no commits are
+    shared."""
     two_phase = two_phase or TwoPhase(engine, CommitOncePrepared())
     writers = own_writers(engine, [own_header(engine, group, name) for name in names])
     new = 0

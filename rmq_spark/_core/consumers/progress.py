@@ -49,22 +49,10 @@ class HeldUp:
 class ProcessQueue:
     """A claimed queue (RocketMQ: ``ProcessQueue``). Its callers hold the member's lock.
 
-    Attributes
-    ----------
-    fetched_to : int
-        The next offset to fetch.
-    written : int
-        The progress that was written to the log.
-    lost : bool
-        True when another member has the queue. Calls that still run do not count.
-    releasing : bool
-        True when it is to be released as soon as none of its messages run.
-    again_s : float
-        The monotonic time until which an orderly queue is suspended.
-    tries : int
-        How many times in a row an orderly queue has stopped at its first message.
-    held_up : HeldUp, optional
-        Set when the last fetch could not read it.
+    ``fetched_to`` is the next offset to fetch, ``written`` the progress that was written to the log. A queue is
+    ``lost`` when another member has it; calls that still run do not count. One that is ``releasing`` is released as
+    soon as none of its messages run. An orderly queue is suspended until ``again_s`` of the monotonic clock, and has
+    stopped ``tries`` times in a row at its first message. ``held_up`` is set when the last fetch could not read it.
     """
 
     def __init__(self, queue: Queue, claim: Claim) -> None:

@@ -27,8 +27,8 @@ from rmq_spark._core.consumers.message_listener import (
     EachMessage,
     Listen,
     answers,
+    log_failures,
     require_table_listener,
-    tell_failed,
 )
 from rmq_spark._core.consumers.progress import ProcessQueue, Take
 from rmq_spark._core.consumers.retry import (
@@ -409,7 +409,7 @@ class PushConsumer:
         done = len(results)
         if failed:
             reasons = [results[row][1] for row in failed]
-            tell_failed(self.member.group, take.queue.queue, len(failed), len(results), reasons[0])
+            log_failures(self.member.group, take.queue.queue, len(failed), len(results), reasons[0])
             if not self._retries.send(take.queue, messages.take(pa.array(failed)), reasons, "retry"):
                 done = failed[0]  # the consumer ends, or the queue is lost: they come again
         self._give_back(take, done)
@@ -427,7 +427,7 @@ class PushConsumer:
                 then = "The first one becomes a dead letter"
                 if not self._retries.is_out_of_retries(queue.tries):
                     then = f"The queue waits {self._suspend_s:g} s and goes on there"
-                tell_failed(self.member.group, queue.queue, failed, messages.num_rows, reason, then)
+                log_failures(self.member.group, queue.queue, failed, messages.num_rows, reason, then)
                 if self._retries.is_out_of_retries(queue.tries) and self._retries.send(
                     queue, messages.slice(done, 1), [reason], "dead", queue.tries - 1
                 ):

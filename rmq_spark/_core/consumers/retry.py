@@ -85,7 +85,7 @@ def tried(messages: pa.Table, times: int) -> pa.Table:
 
 
 def require_retry_options(max_reconsume_times: int | None, delay_level: int | None) -> None:
-    """Raise OptionError for values that are out of range. None stands for a default."""
+    """Raise OptionError for values that are out of range."""
     if max_reconsume_times is not None:
         whole_number(max_reconsume_times, "max_reconsume_times", 0, RECONSUME_TIMES_MAX)
     if delay_level is not None:
@@ -95,17 +95,9 @@ def require_retry_options(max_reconsume_times: int | None, delay_level: int | No
 def sent_back(
     messages: pa.Table, reasons: Sequence[str | None], group: str, reconsume_max: int, delay_level: int | None
 ) -> pa.Table:
-    """Turn messages that were not consumed into retries with a delay, or into dead letters after too many retries.
-
-    RocketMQ calls this ``sendMessageBack``.
-
-    Parameters
-    ----------
-    messages : pyarrow.Table
-        As :func:`restored` returns them.
-    delay_level : int, optional
-        Delay level of every retry. When not given, it rises with each retry.
-    """
+    """Turn messages that were not consumed, as :func:`restored` returns them, into retries with a delay, or into dead
+    letters after too many retries. Without ``delay_level`` the delay rises with each retry. RocketMQ calls this
+    ``sendMessageBack``."""
     columns = ["tags", "keys", "sharding_key", "body"]
     columns += [name for name in ("born_timestamp",) if name in messages.column_names]
     rows: list[dict[str, Any]] = []

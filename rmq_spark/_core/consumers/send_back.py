@@ -35,14 +35,7 @@ SEND_AGAIN_S = 1.0
 
 class RetrySender:
     """Sends back what the listener of a member did not consume, and tries again while the store fails.
-
-    Parameters
-    ----------
-    reconsume_max : int, optional
-        Retries of a message before it is a dead letter; when not given, 16, and no limit for tries in its place.
-    delay_level : int, optional
-        Delay level of every retry. When not given, it rises with each retry.
-    """
+    ``reconsume_max`` and ``delay_level`` are the consumer's ``max_reconsume_times`` and ``delay_level``."""
 
     def __init__(self, member: GroupMember, reconsume_max: int | None, delay_level: int | None) -> None:
         self._member = member
@@ -86,15 +79,8 @@ def send_back(
     two_phase: TwoPhase,
     tries: int = 0,
 ) -> int:
-    """Send messages of one queue to the group's retries or dead letters, and return how many were not there yet.
-
-    Parameters
-    ----------
-    messages : pyarrow.Table
-        As :func:`~rmq_spark._core.consumers.retry.restored` returns them, in offset order.
-    tries : int
-        How often the first message was tried again in its place.
-    """
+    """Send messages of one queue, as ``retry.restored`` returns them, to the group's retries or dead letters, and
+    return how many were not there yet. ``tries``: how often the first message was tried again in its place."""
     rows = sent_back(tried(messages, tries), reasons, group, reconsume_max, delay_level)
     names = [back_name(group, queue.queue, offset, queue.epoch) for offset in messages["queue_offset"].to_pylist()]
     return send_each(engine, group, names, rows, two_phase)

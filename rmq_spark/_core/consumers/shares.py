@@ -48,21 +48,9 @@ def moves(
     live: Callable[[str], Sequence[str]],
     is_dead: Callable[[str], bool],
 ) -> Moves:
-    """Return what a member should release and claim.
-
-    Parameters
-    ----------
-    owned : collection of Queue
-        Queues that the member reads, without those that it is about to release.
-    queues : mapping of str to int
-        The topics that the member reads, and how many queues each has.
-    places : mapping
-        The group's places.
-    live : callable
-        Returns the sorted living members that read a topic.
-    is_dead : callable
-        Tells whether the owner of a queue is dead.
-    """
+    """Return what a member should release and claim. ``owned`` are the queues that it reads, without those that it is
+    about to release. ``queues`` has the topics that it reads, and how many queues each has. ``live`` returns the sorted
+    living members that read a topic."""
     release: list[Queue] = []
     claim: dict[Queue, int] = {}
     is_short = False

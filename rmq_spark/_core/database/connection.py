@@ -35,15 +35,11 @@ URL or an engine. Each process that uses the database looks up the place, or cal
 
 
 class Database:
-    """A database, which connects at first use.
+    """A database, which connects at first use. It is pickled as its arguments, and the other process connects by
+    itself.
 
-    It is pickled as its arguments, and the other process connects by itself.
-
-    Raises
-    ------
-    ListenerError
-        When the argument is no :data:`Address`, the kind of database is untested, or SQLAlchemy cannot make an engine
-        of it. When a database that was made of an engine is pickled.
+    A ListenerError tells that the argument is no :data:`Address`, that this kind of database is untested, or that
+    SQLAlchemy cannot make an engine of it. So does pickling a database that was made of an engine.
     """
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]

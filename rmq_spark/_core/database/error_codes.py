@@ -67,6 +67,5 @@ def sqlstate_of(cause: BaseException | None) -> str | None:
 
 
 def _error_number(cause: BaseException | None) -> int | None:
-    """Return the number of a MariaDB or MySQL error, or None for another database's."""
     number = cause.args[0] if cause is not None and cause.args else None
     return number if isinstance(number, int) else None

@@ -67,15 +67,11 @@ def _inserts(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str
 
 
 def require_exact(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
-    """Require that a table tells apart rows whose keys are alike, and that a rollback removes them.
+    """Require that a table tells apart rows whose keys are alike, and that a rollback removes them, or raise
+    ListenerError.
 
     It inserts such rows and undoes the insert. A table that was not made here may ignore case, accents or spaces at the
-    end of a key, or belong to a storage engine without transactions (MyISAM).
-
-    Raises
-    ------
-    ListenerError
-        When the table fails either test. Rows that were not undone are deleted.
+    end of a key, or belong to a storage engine without transactions (MyISAM). Rows that were not undone are deleted.
     """
     name, keys = table.fullname, list(table.primary_key)
     savepoint = connection.begin_nested()
@@ -95,6 +91,6 @@ def require_exact(connection: sa.Connection, table: sa.Table, rows: Sequence[dic
         )
 
 
-def alike(prefix: str) -> list[str]:
+def similar_names(prefix: str) -> list[str]:
     """Return names that a careless collation takes for equal."""
     return [f"{prefix}a", f"{prefix}A", f"{prefix}a ", f"{prefix}\u00e4"]

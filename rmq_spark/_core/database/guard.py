@@ -23,13 +23,7 @@ class Owner:
         self._held: tuple[sa.PoolProxiedConnection, object] | None = None
 
     def take(self, connection: sa.Connection) -> None:
-        """Own a connection, until :meth:`release`.
-
-        Raises
-        ------
-        ListenerError
-            When the connection has another owner.
-        """
+        """Own a connection until :meth:`release`, or raise ListenerError when it has another owner."""
         checked_out = connection.connection
         driver = checked_out.dbapi_connection
         self._held = checked_out, driver
@@ -48,14 +42,12 @@ class Owner:
         return held is not None and held[0].dbapi_connection is driver
 
     def release(self) -> None:
-        """Let others own the connection."""
         held, self._held = self._held, None
         if held is not None and _OWNERS.get(id(held[1])) is self:
             del _OWNERS[id(held[1])]
 
     @contextmanager
     def holding(self, connection: sa.Connection) -> Iterator[None]:
-        """Own a connection within a ``with`` statement."""
         self.take(connection)
         try:
             yield
@@ -77,12 +69,8 @@ ENDED = (
 def no_commit_within(connection: sa.Connection) -> Iterator[None]:
     """Keep ``work`` from committing, rolling back or closing its connection, whose transaction the caller commits.
 
-    Raises
-    ------
-    ListenerError
-        When ``work`` asks SQLAlchemy to do so. Nothing has happened then.
-    TransactionEndedError
-        When ``work`` runs a statement after the transaction has ended in some other way.
+    When ``work`` asks SQLAlchemy to do so, that is a ListenerError, and nothing has happened. When ``work`` runs a
+    statement after the transaction has ended in some other way, it is a TransactionEndedError.
     """
     info = connection.info  # the driver connection's, which all objects of SQLAlchemy share
     info[_AT_WORK] = True
@@ -142,12 +130,8 @@ def begin_savepoint(connection: sa.Connection) -> None:
 def end_savepoint(connection: sa.Connection, *, keep: bool) -> None:
     """Keep or undo what was written since :func:`begin_savepoint`, and so prove that the transaction is still the same.
 
-    A database forgets its savepoints when their transaction ends, however it ends, even if another one begins after.
-
-    Raises
-    ------
-    TransactionEndedError
-        When the savepoint is gone.
+    A database forgets its savepoints when their transaction ends, however it ends, even if another one begins after. A
+    savepoint that is gone is a TransactionEndedError.
     """
     try:
         if not keep:

@@ -70,15 +70,10 @@ class _Column(NamedTuple):
 class Conflict(NamedTuple):
     """The fate of a row whose key is already in the table. No two inserted rows may have the same key.
 
-    Attributes
-    ----------
-    key : sequence of str
-        The columns of the unique key. MariaDB and MySQL consider every unique key of the table. So do others when it is
-        empty, which is possible without ``update``.
-    update : sequence of str
-        The columns of the existing row that get the new row's values. When there are none, the new row is left out.
-    keeps : bool
-        Whether a column keeps its value where the new row has null.
+    ``key`` has the columns of the unique key. MariaDB and MySQL consider every unique key of the table. So do others
+    when it is empty, which is possible without ``update``. ``update`` has the columns of the existing row that get the
+    new row's values; when there are none, the new row is left out. With ``keeps`` a column keeps its value where the
+    new row has null.
     """
 
     key: Sequence[str]
@@ -94,34 +89,14 @@ def insert(
     conflict: Conflict | None = None,
     known: sa.Table | None = None,
 ) -> int:
-    """Insert rows into a table, in the open database transaction.
+    """Insert rows into a table, in the open database transaction, and return their number.
 
-    Parameters
-    ----------
-    connection : sqlalchemy.Connection
-        The connection that ``work`` gets.
-    rows : pyarrow.Table
-        Its columns are matched by name. Columns that it lacks get the table's defaults.
-    schema : str, optional
-        The database schema of the table.
-    conflict : Conflict, optional
-        Without it the database refuses a row whose key exists.
-    known : sqlalchemy.Table, optional
-        The result of :func:`as_table`, so that the table is not looked up again.
+    Columns are matched by name, and those that the rows lack get the table's defaults. Without ``conflict`` the
+    database refuses a row whose key exists. ``known`` is the result of :func:`as_table`, so that the table is not
+    looked up again.
 
-    Returns
-    -------
-    int
-        The number of rows.
-
-    Raises
-    ------
-    ListenerError
-        When the table does not exist, or lacks a column.
-    MessageError
-        For text with a NUL character, or a time outside of the years 1 to 9999, which PostgreSQL cannot keep.
-    sqlalchemy.exc.DBAPIError
-        When the database refuses a row.
+    A table that does not exist or lacks a column is a ListenerError. Text with a NUL character, or a time outside of
+    the years 1 to 9999, which PostgreSQL cannot keep, is a MessageError.
     """
     if not rows.num_columns:
         raise MessageError("the rows have no column: name those that are to be inserted")
@@ -229,7 +204,6 @@ def _no_table_error(connection: sa.Connection, table: str, schema: str | None) -
 
 
 def _require_storable(rows: pa.Table) -> None:
-    """Raise MessageError for a value that PostgreSQL cannot keep, with its first row."""
     for name, flaw, has_flaw in unstorable(rows):
         if (row := pc.index(has_flaw, True).as_py()) >= 0:
             raise MessageError(f"column {name!r} has {flaw} in row {row}, which PostgreSQL cannot keep")
@@ -318,7 +292,6 @@ def _stage(
 
 
 def can_insert_each(connection: sa.Connection, rows: pa.Table) -> bool:
-    """Whether :func:`insert_each` can be used."""
     return connection.dialect.name == "postgresql" and _can_copy(connection, rows)
 
 
@@ -330,18 +303,9 @@ def insert_each(
     schema: str | None,
     conflict: Conflict | None,
 ) -> dict[int, str]:
-    """Insert rows unit by unit, each in a savepoint of its own, by a loop within PostgreSQL.
-
-    Parameters
-    ----------
-    units : pyarrow.Array of int32
-        The unit of each row. Units are inserted in the order in which they first appear.
-
-    Returns
-    -------
-    dict
-        PostgreSQL's error text, by refused unit.
-    """
+    """Insert rows unit by unit, each in a savepoint of its own, by a loop within PostgreSQL, and return PostgreSQL's
+    error text by refused unit. ``units`` has the unit of each row. Units are inserted in the order in which they first
+    appear."""
     quote = connection.dialect.identifier_preparer.quote_identifier
     target, names = _quoted(connection, table, schema), ", ".join(quote(name) for name in rows.column_names)
     distinct = pc.unique(units)

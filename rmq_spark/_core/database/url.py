@@ -12,13 +12,7 @@ _ENVIRONMENT, _FILE = "env:", "file:"
 
 
 def is_place(address: str) -> bool:
-    """Whether an address is the place of a URL; else it is the URL.
-
-    Raises
-    ------
-    ListenerError
-        ``env:`` is not followed by the name of an environment variable.
-    """
+    """Whether an address is the place of a URL; else it is the URL."""
     variable = address.removeprefix(_ENVIRONMENT)
     if variable != address and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable) is None:
         raise ListenerError(f"{_ENVIRONMENT!r} is not followed by the name of an environment variable")
@@ -26,13 +20,8 @@ def is_place(address: str) -> bool:
 
 
 def look_up(address: str) -> str:
-    """Return the URL from its place, or the address itself when it is the URL.
-
-    Raises
-    ------
-    ListenerError
-        The environment variable or the file has no URL.
-    """
+    """Return the URL from its place, or the address itself when it is the URL. A variable or a file without a URL is a
+    ListenerError."""
     if not is_place(address):
         return address
     kind, _, name = address.partition(":")

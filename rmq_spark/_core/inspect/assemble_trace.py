@@ -175,7 +175,7 @@ def _trace_in_half(engine: Engine, target: _Target, record: HalfRecord, rows: pa
     state = engine.state_of(record, refresh=False)
     chosen = _chosen_in_half(engine, target, record)
     traced = _row_set(record, chosen)
-    attempt = max(number for number in state.attempts(*RowState) if state.rows_under(number) & traced)
+    attempt = max(number for number in state.attempts(*RowState) if state.rows_in(tuple(RowState), number) & traced)
     if target.attempt is not None and target.attempt > attempt:
         raise HalfBatchNotFoundError(
             f"{target.name!r} names attempt {target.attempt}, and the newest one of these messages is {attempt}"

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from rmq_spark._core.inspect.history import kept_batches
+from rmq_spark._core.log.op_walk import walk_placements
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.own_sends import resend_name
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX
@@ -85,7 +86,7 @@ def waiting_since(engine: Engine, behind: Mapping[Queue, int]) -> dict[Queue, da
     border = engine.drained.border() if behind else {}
     commit_times |= engine.drained.times_of({q: offset for q, offset in behind.items() if offset < border.get(q, 0)})
     unresolved = {queue: offset for queue, offset in behind.items() if queue not in commit_times}
-    for rows, _ in engine.placements(above=min(unresolved.values(), default=0)) if unresolved else ():
+    for rows, _ in walk_placements(engine.op_table, above=min(unresolved.values(), default=0)) if unresolved else ():
         for (topic, queue_id), offset in list(unresolved.items()):
             of_queue = pc.and_(pc.equal(rows["topic"], topic), pc.equal(rows["queue_id"], queue_id))
             covers = pc.and_(pc.less_equal(rows["queue_offset"], offset), pc.greater(rows["next_offset"], offset))

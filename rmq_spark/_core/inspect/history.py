@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.log.op import SETTLING, Kind, Who
 from rmq_spark._core.log.op_view import of_kind, settled_rows
+from rmq_spark._core.log.op_walk import walk_placements
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark.errors import TxmqError
@@ -296,7 +297,7 @@ def placed(engine: Engine, since: datetime, period_s: int) -> pa.Table:
     engine.refresh()
     engine.drained.border()
     parts = _drained_counts(engine, since, period_s)
-    for rows, _ in engine.placements(engine.drained.position + 1):
+    for rows, _ in walk_placements(engine.op_table, engine.drained.position + 1):
         parts.append(_by_period(rows["topic"], rows["op_time"], rows["count"], since, period_s))
     sums = pa.concat_tables(parts).group_by(["topic", "at"], use_threads=False).aggregate([("messages", "sum")])
     return sums.rename_columns(["topic", "at", "messages"])

@@ -97,19 +97,19 @@ def conflicts(engine: Engine) -> list[str]:
     """See :meth:`CommitLog.conflicts`."""
     with engine.lock:
         engine.ledger.refresh()
-        return sorted(engine.ledger.conflicts)
+        return sorted(engine.ledger.view.conflicts)
 
 
 @looks_again
 def open_messages(engine: Engine) -> dict[Queue, tuple[int, int]]:
     """See :meth:`CommitLog.open_messages`."""
     batches: dict[str, tuple[HalfRecord, BatchState]] = {}
-    for half_id, record in _present(engine, dict.fromkeys([*engine.open_half_ids(), *engine.ledger.waiting])):
+    for half_id, record in _present(engine, dict.fromkeys([*engine.open_half_ids(), *engine.ledger.view.waiting])):
         if record is None:  # its messages are not counted
             continue
         with suppress(HalfBatchLeftError):
             state = engine.state_of(record)
-            if not state.settled or half_id in engine.ledger.waiting:
+            if not state.settled or half_id in engine.ledger.view.waiting:
                 batches[half_id] = (record, state)
     counts: dict[Queue, tuple[int, int]] = {}
     for record, state in batches.values():

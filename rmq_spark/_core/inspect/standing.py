@@ -152,7 +152,7 @@ class Standing:
         """Committed messages that wait for their time, by that time."""
         self.engine.refresh()
         due = Counter[datetime]()
-        for counts in self.engine.ledger.waiting.values():
+        for counts in self.engine.ledger.view.waiting.values():
             due.update({at: count for at, count in counts.items() if at is not None})
         return dict(due)
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rmq_spark._core.kafka.kafka_client import Heard, admin, ck, error_of, problem_of, with_settings
-from rmq_spark._core.kafka.positions import PARTITION, Stored
+from rmq_spark._core.kafka.kafka_client import ReportedErrors, admin, ck, error_of, problem_of, with_settings
+from rmq_spark._core.kafka.positions import PARTITION, StoredPositions
 from rmq_spark._core.kafka.relay_settings import RelaySettings, require_kafka_topic
 from rmq_spark._core.kafka.transactions import PAUSE_S, SLACK_S
 from rmq_spark._core.runtime.runtime import Runtime
@@ -42,30 +42,20 @@ POSITIONS_CONFIG: Mapping[str, str] = {
 
 
 class Brokers:
-    """Topics of Kafka, for one relay."""
-
     def __init__(self, settings: RelaySettings, runtime: Runtime) -> None:
         self._settings = settings
         self._runtime = runtime
-        self._heard = Heard()
-        self._admin = with_settings(admin.AdminClient, settings.client(), self._heard)
+        self._reported = ReportedErrors()
+        self._admin = with_settings(admin.AdminClient, settings.client(), self._reported)
         self._large_enough: set[str] = set()
 
     # ------------------------------------------------------------------ topics
     def require_topics(self, topics: Mapping[str, int]) -> None:
-        """Require a topic of Kafka with enough partitions for each of these topics of the log.
+        """Require a topic of Kafka with enough partitions for each of these topics of the log, given with their numbers
+        of queues.
 
-        Parameters
-        ----------
-        topics : mapping of str to int
-            Topics of the log, and their number of queues.
-
-        Raises
-        ------
-        OptionError
-            When Kafka accepts no topic of this name.
-        RelayRefusedError
-            When a topic is missing and the relay may not create topics, or has too few partitions.
+        When Kafka accepts no topic of this name, that is an OptionError. A RelayRefusedError says that a topic is
+        missing and the relay may not create topics, or that it has too few partitions.
         """
         unchecked = {require_kafka_topic(self._settings.kafka_topic(topic)): n for topic, n in topics.items()}
         unchecked = {name: queues for name, queues in unchecked.items() if name not in self._large_enough}
@@ -93,13 +83,8 @@ class Brokers:
         self._large_enough.update(unchecked)
 
     def require_own_topics(self, parking: bool) -> None:
-        """Require the positions topic, and the parking topic if needed. Missing ones are created.
-
-        Raises
-        ------
-        RelayRefusedError
-            When the positions topic would lose records.
-        """
+        """Require the positions topic, and the parking topic if needed. Missing ones are created. A positions topic
+        that would lose records is a RelayRefusedError."""
         name = self._settings.positions_topic
         existing = self._partitions()
         if name not in existing:
@@ -130,7 +115,7 @@ class Brokers:
             topics = self._answer(lambda: self._admin.list_topics(timeout=TRY_S)).topics
         except ck.KafkaException as problem:
             doing = f"its topics were listed ({self._settings.bootstrap_servers})"
-            raise problem_of(problem, doing, self._heard) from None
+            raise problem_of(problem, doing, self._reported) from None
         return {name: len(topic.partitions) for name, topic in topics.items() if topic.error is None}
 
     def _answer(self, request: Callable[[], Any]) -> Any:
@@ -139,11 +124,11 @@ class Brokers:
         while True:
             try:
                 answer = request()
-                self._heard.error = None  # another broker accepts the connection
+                self._reported.error = None  # another broker accepts the connection
                 return answer
             except ck.KafkaException as problem:
                 self._admin.poll(0)  # lets the client report the reason
-                temporary = _is_temporary(error_of(problem)) and not self._heard.refuses
+                temporary = _is_temporary(error_of(problem)) and not self._reported.refuses
                 if not temporary or self._runtime.monotonic() > deadline:
                     raise
             self._runtime.sleep(PAUSE_S)
@@ -181,26 +166,18 @@ class Brokers:
                     raise problem_of(problem, doing) from None
 
     # ------------------------------------------------------------------ positions
-    def stored(self, end: int | None = None, committed: bool = False) -> Stored:
+    def stored(self, end: int | None = None, committed: bool = False) -> StoredPositions:
         """Read this relay's records from the positions topic.
 
-        Parameters
-        ----------
-        end : int, optional
-            Only committed records before this offset of the topic. Waits for open transactions before it. By default
-            all present records, even those of open and aborted transactions.
-        committed : bool
-            Without an end: only records that are known as committed now, without waiting. Some may be missing.
-
-        Raises
-        ------
-        RelayError
-            When transactions before the end do not end in time.
+        With ``end``, only committed records before this offset of the topic: it waits for open transactions before it,
+        and raises RelayError when these do not end in time. Without, all present records, even those of open and
+        aborted transactions; or, if ``committed``, those that are known as committed now, without waiting. Then some
+        may be missing.
         """
-        stored = Stored(self._settings.relay)
+        stored = StoredPositions(self._settings.relay)
         topic = self._settings.positions_topic
         isolation = "read_uncommitted" if end is None and not committed else "read_committed"
-        consumer = with_settings(ck.Consumer, self._settings.consumer(isolation), self._heard)
+        consumer = with_settings(ck.Consumer, self._settings.consumer(isolation), self._reported)
         deadline = self._runtime.monotonic() + self._settings.transaction_timeout + 2 * SLACK_S
         try:
             # Always asked first, because this finds the broker. An assignment looks for it only every 0.5 s.
@@ -216,11 +193,11 @@ class Brokers:
                     )
             return stored
         except ck.KafkaException as problem:
-            raise problem_of(problem, f"the positions topic {topic!r} was read", self._heard) from None
+            raise problem_of(problem, f"the positions topic {topic!r} was read", self._reported) from None
         finally:
             consumer.close()
 
-    def _read(self, consumer: Any, stored: Stored, end: int) -> bool:
+    def _read(self, consumer: Any, stored: StoredPositions, end: int) -> bool:
         """Add the next record. Return True when all records before the end are added."""
         message = consumer.poll(POLL_S)
         if message is None:
@@ -238,7 +215,6 @@ class Brokers:
 
 
 def _is_temporary(error: Any) -> bool:
-    """Return True when the request should be repeated."""
     return bool(error.retriable() or error.code() in _TEMPORARY)
 
 

@@ -21,8 +21,6 @@ except ModuleNotFoundError as missing:
         raise
     raise OptionError("a relay to Kafka needs confluent-kafka: install rmq_spark with its extra kafka") from None
 
-__all__ = ["CLIENT_LOG", "POISON", "Heard", "admin", "ck", "error_of", "problem_of", "with_settings"]
-
 CLIENT_LOG = logging.getLogger("rmq_spark.kafka.librdkafka")
 """The log of Kafka's client."""
 
@@ -69,17 +67,11 @@ _NO_BROKER = (
 )
 
 
-class Heard:
+class ReportedErrors:
     """Errors that Kafka's client reports outside its calls. The calls themselves fail without the cause.
 
-    Attributes
-    ----------
-    error : KafkaError or None
-        A failed login or certificate. The call itself reports that no broker answers.
-    denied : KafkaError or None
-        A right that a transaction lacks. The delivery itself reports that the records were purged.
-    topic : str
-        The topic for which the right is missing.
+    ``error`` is a failed login or certificate, where the call reports that no broker answers. ``denied`` is a right
+    that a transaction lacks, for ``topic``, where the delivery reports that the records were purged.
     """
 
     def __init__(self) -> None:
@@ -119,33 +111,31 @@ class Heard:
 
 
 def error_of(problem: BaseException) -> Any:
-    """Return the KafkaError in an exception of Kafka's client."""
     return problem.args[0] if problem.args else None
 
 
-def problem_of(problem: BaseException, doing: str, heard: Heard | None = None) -> RelayError:
-    """Return this package's error for an exception of Kafka's client."""
+def problem_of(problem: BaseException, doing: str, reported: ReportedErrors | None = None) -> RelayError:
     error = error_of(problem)
     code = error.code() if isinstance(error, ck.KafkaError) else None
-    why = "" if heard is None else why_no_answer(problem, heard)
+    why = "" if reported is None else why_refused(problem, reported)
     if why:
-        kind = RelayRefusedError if heard is not None and heard.refuses else RelayError
+        kind = RelayRefusedError if reported is not None and reported.refuses else RelayError
     else:
         kind = RelayRefusedError if code in _FOR_A_PERSON else RelayError
         why = _NO_BROKER if code in _UNREACHED else ""
         why += f". The relay's user needs {_RIGHTS[code]} (docs/kafka.md)" if code in _RIGHTS else ""
-    return kind(f"Kafka failed while {doing}: {said(problem)}{why}")
+    return kind(f"Kafka failed while {doing}: {problem_text(problem)}{why}")
 
 
-def why_no_answer(problem: BaseException, heard: Heard) -> str:
+def why_refused(problem: BaseException, reported: ReportedErrors) -> str:
     """Return the reported reason why no broker answers; empty for any other failure."""
     error = error_of(problem)
-    if heard.error is None or not isinstance(error, ck.KafkaError) or error.code() not in _NO_ANSWER:
+    if reported.error is None or not isinstance(error, ck.KafkaError) or error.code() not in _NO_ANSWER:
         return ""
-    return f". A broker refuses the connection: {_error_text(heard.error)}"
+    return f". A broker refuses the connection: {_error_text(reported.error)}"
 
 
-def said(problem: BaseException) -> str:
+def problem_text(problem: BaseException) -> str:
     """Return the message of Kafka's client, with the error's name."""
     error = error_of(problem)
     return _error_text(error) if isinstance(error, ck.KafkaError) else redacted(problem)
@@ -155,15 +145,10 @@ def _error_text(error: Any) -> str:
     return f"{redacted(error.str())} ({error.name()})"
 
 
-def with_settings(kind: Callable[..., Any], settings: dict[str, Any], heard: Heard) -> Any:
-    """Make a client with settings, some of them the user's. The client reports failed logins to ``heard``.
-
-    Raises
-    ------
-    OptionError
-        When the client does not know a setting, or refuses its value.
-    """
+def with_settings(kind: Callable[..., Any], settings: dict[str, Any], reported: ReportedErrors) -> Any:
+    """Make a client with settings, some of them the user's: one that it does not know, or a value that it refuses, is
+    an OptionError. The client reports failed logins to ``reported``."""
     try:
-        return kind({"error_cb": heard, **settings}, logger=heard)
+        return kind({"error_cb": reported, **settings}, logger=reported)
     except (ck.KafkaException, ValueError, TypeError) as problem:
-        raise OptionError(f"Kafka's client refuses its settings: {said(problem)}") from None
+        raise OptionError(f"Kafka's client refuses its settings: {problem_text(problem)}") from None

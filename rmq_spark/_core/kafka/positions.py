@@ -29,7 +29,7 @@ from rmq_spark.errors import RelayRefusedError
 PARTITION = 0
 
 
-class Last(NamedTuple):
+class LastMessage(NamedTuple):
     """Identifies a message in one history of the log.
 
     The id alone does not: a half batch that was pending in a copy keeps its identity when it is committed again,
@@ -45,20 +45,15 @@ class Last(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The position up to which a queue is handed over.
-
-    Attributes
-    ----------
-    last : Last or None
-        The message before ``next_offset``. None when there is none, because messages expired or none was sent.
-    """
+    """The position up to which a queue is handed over. ``last`` is the message before ``next_offset``; None when
+    messages expired or none was sent."""
 
     next_offset: int
-    last: Last | None = None
+    last: LastMessage | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class SharedSettings:
     """The settings that all processes of a relay must share."""
 
     shards: int
@@ -66,33 +61,22 @@ class Agreed:
 
 
 @dataclass
-class Stored:
+class StoredPositions:
     """One relay's records in the positions topic.
 
-    Attributes
-    ----------
-    agreed : dict
-        The shared settings by log id. A relay belongs to one log, so there is one entry, or none before the first
-        start.
-    positions : dict
-        The queues' positions by log id and queue.
-    runs : dict
-        By log id and shard: the newest run that claimed the shard, and the claim's offset in the positions topic.
+    ``agreed`` has the shared settings by log id: one entry, or none before the first start, for a relay belongs to one
+    log. ``positions`` are by log id and queue. ``runs`` has, by log id and shard, the newest run that claimed the
+    shard, and the claim's offset in the positions topic.
     """
 
     relay: str
-    agreed: dict[str, Agreed] = field(default_factory=dict)
+    agreed: dict[str, SharedSettings] = field(default_factory=dict)
     positions: dict[tuple[str, Queue], Position] = field(default_factory=dict)
     runs: dict[tuple[str, int], tuple[str, int]] = field(default_factory=dict)
 
     def add(self, key: bytes | None, value: bytes | None, offset: int) -> None:
-        """Add a record of the topic. Records of other relays are ignored.
-
-        Raises
-        ------
-        RelayRefusedError
-            When a foreign program wrote the record.
-        """
+        """Add a record of the topic. Records of other relays are ignored. One that a foreign program wrote is a
+        RelayRefusedError."""
         try:
             key_fields: dict[str, Any] = json.loads(key or b"")
             if key_fields["relay"] != self.relay:
@@ -102,13 +86,15 @@ class Stored:
             if "gap" in key_fields:
                 return
             if "topic" in key_fields:
-                last = None if fields["msg_id"] is None else Last(str(fields["msg_id"]), int(fields["committed"]))
+                last = (
+                    None if fields["msg_id"] is None else LastMessage(str(fields["msg_id"]), int(fields["committed"]))
+                )
                 position = Position(int(fields["next_offset"]), last)
                 self.positions[log, (str(key_fields["topic"]), int(key_fields["queue"]))] = position
             elif "shard" in key_fields:
                 self.runs[log, int(key_fields["shard"])] = (str(fields["run"]), offset)
             else:
-                self.agreed[log] = Agreed(int(fields["shards"]), str(fields["topic_template"]))
+                self.agreed[log] = SharedSettings(int(fields["shards"]), str(fields["topic_template"]))
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise RelayRefusedError(
                 f"the record at offset {offset} of the positions topic was not written by a relay ({problem!r}): give "
@@ -116,19 +102,10 @@ class Stored:
             ) from None
 
     def of_log(self, log_id: str) -> dict[Queue, Position]:
-        """Return the positions in a log, by queue."""
         return {queue: position for (log, queue), position in self.positions.items() if log == log_id}
 
 
 class PositionRecords:
-    """Makes the records of one relay and log.
-
-    Parameters
-    ----------
-    topic : str
-        The positions topic.
-    """
-
     def __init__(self, topic: str, relay: str, log_id: str) -> None:
         self._topic = topic
         self._common_key = {"relay": relay, "log": log_id}

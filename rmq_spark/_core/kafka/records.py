@@ -51,13 +51,7 @@ Headers = tuple[tuple[str, bytes], ...]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record to send.
-
-    Attributes
-    ----------
-    timestamp_ms : int or None
-        With None, Kafka's client sets the time of sending.
-    """
+    """A record to send. Without ``timestamp_ms`` Kafka's client sets the time of sending."""
 
     topic: str
     partition: int
@@ -68,7 +62,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
+class OutgoingMessage:
     """A message to hand over: its place in the log, and its record."""
 
     topic: str
@@ -83,14 +77,9 @@ class Handed:
         return f"message {self.msg_id} (topic {self.topic!r}, queue {self.queue_id}, offset {self.queue_offset})"
 
 
-def to_records(messages: pa.Table, kafka_topic: Callable[[str], str]) -> list[Handed]:
-    """Return messages, which have the columns :data:`COLUMNS`, as records in the same order.
-
-    Parameters
-    ----------
-    kafka_topic : callable
-        Returns Kafka's topic for a topic of the log.
-    """
+def to_records(messages: pa.Table, kafka_topic: Callable[[str], str]) -> list[OutgoingMessage]:
+    """Return messages, which have the columns :data:`COLUMNS`, as records in the same order. ``kafka_topic`` returns
+    Kafka's topic for a topic of the log."""
     topics = {topic: kafka_topic(topic) for topic in pc.unique(messages["topic"]).to_pylist()}
     key = pc.coalesce(messages["sharding_key"], messages["keys"])
     names = [HEADER_PREFIX + name for name in HEADER_COLUMNS]
@@ -103,12 +92,12 @@ def to_records(messages: pa.Table, kafka_topic: Callable[[str], str]) -> list[Ha
         header_values,
         strict=True,
     )
-    handed: list[Handed] = []
+    handed: list[OutgoingMessage] = []
     for topic, queue_id, offset, msg_id, body, properties, committed_us, key_bytes, born_ms, values in rows:
         headers = [(_header_of(name), value.encode()) for name, value in properties or () if value is not None]
         headers += [(name, value) for name, value in zip(names, values, strict=True) if value is not None]
         record = Record(topics[topic], queue_id, key_bytes, body, tuple(headers), born_ms)
-        handed.append(Handed(topic, queue_id, offset, msg_id, committed_us, record))
+        handed.append(OutgoingMessage(topic, queue_id, offset, msg_id, committed_us, record))
     return handed
 
 
@@ -124,7 +113,6 @@ def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def microseconds(times: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return times as microseconds since 1970."""
     return times.cast(pa.timestamp("us", "UTC")).cast(pa.int64())
 
 
@@ -133,7 +121,7 @@ def _milliseconds(times: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.floor_temporal(times, unit="millisecond").cast(pa.timestamp("ms", "UTC")).cast(pa.int64())
 
 
-def parked(message: Handed, parking_topic: str, reason: str, with_body: bool) -> Record:
+def parked_record(message: OutgoingMessage, parking_topic: str, reason: str, with_body: bool) -> Record:
     """Return the parking topic's record for a message that Kafka refused.
 
     Its time is the time of sending, because Kafka may refuse the message's own. Without its body it is a note, and the
@@ -159,7 +147,7 @@ def parked(message: Handed, parking_topic: str, reason: str, with_body: bool) ->
     )
 
 
-def pieces(messages: pa.Table, rows_max: int, bytes_max: int) -> Iterator[pa.Table]:
+def split_by_size(messages: pa.Table, rows_max: int, bytes_max: int) -> Iterator[pa.Table]:
     """Cut a table into parts of at most ``rows_max`` rows and ``bytes_max`` bytes. A larger single row is a part."""
     rows = messages.num_rows
     if rows == 0:
@@ -168,5 +156,5 @@ def pieces(messages: pa.Table, rows_max: int, bytes_max: int) -> Iterator[pa.Tab
         yield messages
         return
     half = rows_max if rows > rows_max else rows // 2
-    yield from pieces(messages.slice(0, half), rows_max, bytes_max)
-    yield from pieces(messages.slice(half), rows_max, bytes_max)
+    yield from split_by_size(messages.slice(0, half), rows_max, bytes_max)
+    yield from split_by_size(messages.slice(half), rows_max, bytes_max)

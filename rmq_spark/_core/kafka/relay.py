@@ -12,8 +12,8 @@ from typing import Any
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.kafka.brokers import Brokers
 from rmq_spark._core.kafka.kafka_client import ck
-from rmq_spark._core.kafka.positions import Last, Position, PositionRecords
-from rmq_spark._core.kafka.records import Handed, Record, parked
+from rmq_spark._core.kafka.positions import LastMessage, Position, PositionRecords
+from rmq_spark._core.kafka.records import OutgoingMessage, Record, parked_record
 from rmq_spark._core.kafka.relay_report import RelayReport
 from rmq_spark._core.kafka.relay_settings import (
     BATCH_BYTES,
@@ -278,7 +278,7 @@ class KafkaRelay:
     # ------------------------------------------------------------------ handing over
     def _goal(self) -> dict[Queue, int]:
         """Return the present ends of this shard's queues. New topics begin at their first message."""
-        ends = self._source.ends()
+        ends = self._source.placements.latest()
         new = {topic for topic, _ in ends} - self._topics
         if new:
             topics = self._source.topics()
@@ -298,7 +298,7 @@ class KafkaRelay:
         if all(offset >= goal[queue] for queue, offset in start.items()):
             return False
         end = admit(start, goal, PLAN_MESSAGES)
-        ranges, missing = self._source.ranges(start, end)
+        ranges, missing = self._source.placements.between(start, end)
         if missing:
             self._skip(missing)
             return True
@@ -308,14 +308,14 @@ class KafkaRelay:
                 if self._stop.is_set():
                     break
         except LostFileError:
-            self._source.ends()
+            self._source.placements.latest()
             if not any(first > self._positions[q].next_offset for q, first in self._firsts().items()):
                 raise  # the file is lost, and has not expired meanwhile
-        self._source.forget(self.positions)
+        self._source.placements.forget(self.positions)
         return True
 
     def _firsts(self) -> dict[Queue, int]:
-        return {queue: first for queue, first in self._source.firsts().items() if queue in self._positions}
+        return {queue: first for queue, first in self.engine.firsts(refresh=False).items() if queue in self._positions}
 
     def _skip(self, missing: Sequence[Gap]) -> None:
         """Move past expired messages, and record their offsets."""
@@ -342,7 +342,7 @@ class KafkaRelay:
         self._positions |= moved
         self.report.skipped += skipped
 
-    def _hand_over(self, batch: list[Handed]) -> None:
+    def _hand_over(self, batch: list[OutgoingMessage]) -> None:
         """Hand over a batch in one transaction, or in several while Kafka refuses one of its messages."""
         while batch:
             part = batch[: self._limit]
@@ -373,7 +373,7 @@ class KafkaRelay:
             if self._stop.is_set():
                 return
 
-    def _park_or_raise(self, message: Handed, refused: AbortedError) -> None:
+    def _park_or_raise(self, message: OutgoingMessage, refused: AbortedError) -> None:
         """Park the one message that Kafka refuses, or raise PoisonMessageError."""
         description = f"Kafka refuses {message.where} with {len(message.record.value or b'')} bytes: {refused.reason}"
         if self.settings.on_poison != PARK:
@@ -384,7 +384,7 @@ class KafkaRelay:
             raise PoisonMessageError(
                 description, remedy=Remedy(f"{let_it} on_poison='park'", f"{let_it} --on-poison park")
             )
-        record = parked(
+        record = parked_record(
             message,
             self.settings.parking_topic,
             refused.reason,
@@ -401,13 +401,8 @@ class KafkaRelay:
         self.report.parked += 1
 
     def _commit_with_retries(self, *parts: Sequence[Record]) -> None:
-        """Send records in one transaction, and repeat it while Kafka aborts it without refusing a message.
-
-        Raises
-        ------
-        AbortedError
-            When Kafka refuses a message. Nothing was handed over.
-        """
+        """Send records in one transaction, and repeat it while Kafka aborts it without refusing a message. When Kafka
+        refuses one, that is an AbortedError, and nothing was handed over."""
         assert self._transactions is not None
         deadline = self._runtime.monotonic() + self.settings.retry_timeout
         pause_s = BACKOFF_S
@@ -460,6 +455,6 @@ def _mapping(kafka: object) -> dict[str, Any]:
     return dict(kafka or {})
 
 
-def _positions_after(batch: Sequence[Handed]) -> dict[Queue, Position]:
+def _positions_after(batch: Sequence[OutgoingMessage]) -> dict[Queue, Position]:
     """Return the queues' positions after these messages, which are in the order of each queue."""
-    return {(m.topic, m.queue_id): Position(m.queue_offset + 1, Last(m.msg_id, m.committed_us)) for m in batch}
+    return {(m.topic, m.queue_id): Position(m.queue_offset + 1, LastMessage(m.msg_id, m.committed_us)) for m in batch}

@@ -50,13 +50,8 @@ _SECRET = re.compile(r"password|secret|token|jaas|\.pem$|\.key$|username", re.IG
 
 @dataclass(frozen=True)
 class RelaySettings:
-    """The settings of a relay to Kafka; see :class:`~rmq_spark.KafkaRelay`.
-
-    Raises
-    ------
-    OptionError
-        When a value is invalid, or two values contradict each other.
-    """
+    """The settings of a relay to Kafka; see :class:`~rmq_spark.KafkaRelay`. An invalid value, or two that contradict
+    each other, are an OptionError."""
 
     bootstrap_servers: str
     relay: str
@@ -140,7 +135,6 @@ class RelaySettings:
         return Subscription(pattern=r"[^%].*" if self.topic_pattern is None else self.topic_pattern)
 
     def kafka_topic(self, topic: str) -> str:
-        """Return Kafka's topic for a topic of the log."""
         return self.topic_template.replace(TOPIC, topic)
 
     def is_mine(self, topic: str, queue_id: int) -> bool:
@@ -157,7 +151,6 @@ class RelaySettings:
 
     # ------------------------------------------------------------------ Kafka's client
     def client(self) -> dict[str, Any]:
-        """Return the settings of every client."""
         return {
             "client.id": f"txmq-{self.relay}-{self.shard}",
             **self.kafka,
@@ -195,7 +188,6 @@ def is_secret(name: str) -> bool:
 
 
 def require_kafka_topic(name: str) -> str:
-    """Return the name, or raise OptionError when Kafka does not accept it as a topic."""
     if not isinstance(name, str) or _TOPIC_NAME.fullmatch(name) is None or name in (".", ".."):
         raise OptionError(
             f"{name!r} cannot be a topic of Kafka: up to 249 of the letters a to z and A to Z, digits, '.', '_' and "

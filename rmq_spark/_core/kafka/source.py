@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from rmq_spark._core.kafka.positions import Last
-from rmq_spark._core.kafka.records import COLUMNS, Handed, microseconds, pieces, to_records
+from rmq_spark._core.kafka.positions import LastMessage
+from rmq_spark._core.kafka.records import COLUMNS, OutgoingMessage, microseconds, split_by_size, to_records
 from rmq_spark._core.log.message_range import MessageRange
 from rmq_spark._core.messages.message_reader import read_ranges
 from rmq_spark._core.messages.placements import Placements
@@ -21,51 +21,24 @@ Gap = tuple[Queue, int, int]
 
 
 class RelaySource:
-    """The topics of a commit log that a relay hands over."""
-
     def __init__(self, engine: Engine, settings: RelaySettings) -> None:
         self._engine = engine
         self._settings = settings
-        self._subscription = settings.subscription
-        self._placements = Placements(engine, self._subscription.matches)
+        self.subscription = settings.subscription
+        self.placements = Placements(engine, self.subscription.matches)
 
     def topics(self) -> dict[str, int]:
-        """Return the topics that all shards hand over, with their numbers of queues.
+        """Return the topics that all shards hand over, with their numbers of queues. One that the settings name and the
+        log does not have is a TopicNotFoundError."""
+        return self.subscription.topics_among(self._engine.topics())
 
-        Raises
-        ------
-        TopicNotFoundError
-            When the settings name a topic that the log does not have.
-        """
-        return self._subscription.topics_among(self._engine.topics())
-
-    def wants(self, topic: str) -> bool:
-        """Return True when the relay hands the topic over."""
-        return self._subscription.matches(topic)
-
-    def ends(self, refresh: bool = True) -> dict[Queue, int]:
-        """Return the next offset of each of the relay's queues that has messages."""
-        return self._placements.latest(refresh)
-
-    def firsts(self) -> Mapping[Queue, int]:
-        """Return the first kept offset of each queue from which messages have expired."""
-        return self._engine.firsts(refresh=False)
-
-    def ranges(self, start: Mapping[Queue, int], end: Mapping[Queue, int]) -> tuple[list[MessageRange], list[Gap]]:
-        """Return the places of the messages between these offsets, by queue and offset, and the log's gaps."""
-        return self._placements.between(start, end)
-
-    def forget(self, start: Mapping[Queue, int]) -> None:
-        """Drop the places below these offsets, so that memory does not grow."""
-        self._placements.forget(start)
-
-    def batches(self, ranges: list[MessageRange]) -> Iterator[list[Handed]]:
+    def batches(self, ranges: list[MessageRange]) -> Iterator[list[OutgoingMessage]]:
         """Yield batches of at most ``max_batch_messages`` and ``max_batch_bytes``. A larger message is a batch."""
         rows_max, bytes_max = self._settings.max_batch_messages, self._settings.batch_bytes
-        batch: list[Handed] = []
+        batch: list[OutgoingMessage] = []
         size = 0
         for messages in read_ranges(ranges, self._engine.read_range, self._engine.find_again, COLUMNS):
-            for piece in pieces(messages, rows_max, bytes_max):
+            for piece in split_by_size(messages, rows_max, bytes_max):
                 if batch and (len(batch) + piece.num_rows > rows_max or size + piece.nbytes > bytes_max):
                     yield batch
                     batch, size = [], 0
@@ -74,13 +47,13 @@ class RelaySource:
         if batch:
             yield batch
 
-    def lasts(self, offsets: Mapping[Queue, int]) -> dict[Queue, Last]:
+    def lasts(self, offsets: Mapping[Queue, int]) -> dict[Queue, LastMessage]:
         """Return the messages at these offsets, as far as the log holds them."""
-        ranges, _ = self.ranges(offsets, {queue: offset + 1 for queue, offset in offsets.items()})
+        ranges, _ = self.placements.between(offsets, {queue: offset + 1 for queue, offset in offsets.items()})
         columns = ("topic", "queue_id", "msg_id", "commit_timestamp")
-        lasts_by_queue: dict[Queue, Last] = {}
+        lasts_by_queue: dict[Queue, LastMessage] = {}
         for messages in read_ranges(ranges, self._engine.read_range, self._engine.find_again, columns):
             times = microseconds(messages["commit_timestamp"]).to_pylist()
             for row, committed_us in zip(messages.to_pylist(), times, strict=True):
-                lasts_by_queue[row["topic"], row["queue_id"]] = Last(row["msg_id"], committed_us)
+                lasts_by_queue[row["topic"], row["queue_id"]] = LastMessage(row["msg_id"], committed_us)
         return lasts_by_queue

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from rmq_spark._core.kafka.brokers import Brokers
 from rmq_spark._core.kafka.kafka_client import ck
-from rmq_spark._core.kafka.positions import Position, PositionRecords, Stored
+from rmq_spark._core.kafka.positions import Position, PositionRecords, StoredPositions
 from rmq_spark._core.kafka.relay_settings import LATEST, PARK, RelaySettings
 from rmq_spark._core.kafka.source import RelaySource
 from rmq_spark._core.kafka.transactions import FAILURES, AbortedError, Transactions
@@ -27,13 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Start:
-    """A start of one shard.
-
-    Parameters
-    ----------
-    run : str
-        The unique id of this run.
-    """
+    """A start of one shard. ``run`` is the unique id of this run."""
 
     def __init__(
         self, engine: Engine, settings: RelaySettings, source: RelaySource, brokers: Brokers, run: str
@@ -46,14 +40,8 @@ class Start:
         self._records = PositionRecords(settings.positions_topic, settings.relay, engine.id)
 
     def run(self) -> tuple[Transactions, dict[Queue, Position]]:
-        """Return the shard's producer, and the positions of its queues.
-
-        Raises
-        ------
-        OptionError, RelayError, RelayRefusedError
-        FencedByKafkaError
-            When another process starts the same shard.
-        """
+        """Return the shard's producer, and the positions of its queues. When another process starts the same shard,
+        that is a FencedByKafkaError."""
         settings = self._settings
         topics = self._source.topics()
         self._brokers.require_own_topics(parking=settings.on_poison == PARK)
@@ -86,15 +74,11 @@ class Start:
         return transactions
 
     # ------------------------------------------------------------------ the claim
-    def _claim(self, transactions: Transactions, topics: Mapping[str, int]) -> Stored | None:
+    def _claim(self, transactions: Transactions, topics: Mapping[str, int]) -> StoredPositions | None:
         """Claim the shard, and return all positions that were committed before the claim.
 
-        Returns None when this changed the number of shards: then the shard must be claimed again.
-
-        Raises
-        ------
-        RelayRefusedError
-            When the relay belongs to another log, or its processes have different settings.
+        Returns None when this changed the number of shards: then the shard must be claimed again. A relay that belongs
+        to another log, or whose processes have different settings, is a RelayRefusedError.
         """
         settings = self._settings
         who = {"host": socket.gethostname(), "pid": os.getpid(), "at": self._engine.runtime.now().isoformat()}
@@ -102,7 +86,7 @@ class Start:
             transactions.begin()
             transactions.send([self._records.claim(settings.shard, self._run, who)])
             transactions.deliver()
-            stored = self._brokers.stored(end=transactions.offset_of(0))
+            stored = self._brokers.stored(end=transactions.first_offset)
             agrees = self._agrees(stored)
             if agrees and self._engine.id not in stored.agreed:
                 stored.positions = {
@@ -131,7 +115,7 @@ class Start:
                 transactions.abort()
             raise
 
-    def _agrees(self, stored: Stored) -> bool:
+    def _agrees(self, stored: StoredPositions) -> bool:
         """Return True when the number of shards is the agreed one, or at the relay's first start."""
         settings, log_id = self._settings, self._engine.id
         if stored.agreed and log_id not in stored.agreed:
@@ -170,7 +154,7 @@ class Start:
 
     def _beginnings(self, topics: Mapping[str, int]) -> dict[Queue, Position]:
         """Return the start of the queues of all shards, for the relay's first start."""
-        ends, firsts = self._source.ends(), self._source.firsts()
+        ends, firsts = self._source.placements.latest(), self._engine.firsts(refresh=False)
         queues = [(topic, queue_id) for topic, count in sorted(topics.items()) for queue_id in range(count)]
         if self._settings.start != LATEST:
             return {queue: Position(firsts.get(queue, 0)) for queue in queues}
@@ -179,15 +163,15 @@ class Start:
         return {queue: Position(ends.get(queue, 0), lasts.get(queue)) for queue in queues}
 
     # ------------------------------------------------------------------ the same log
-    def _require_fit(self, stored: Stored) -> None:
+    def _require_fit(self, stored: StoredPositions) -> None:
         """Require that the log holds the last messages that this shard handed over."""
         self._agrees(stored)
         own_positions = {
             queue: p
             for queue, p in stored.of_log(self._engine.id).items()
-            if self._settings.is_mine(*queue) and self._source.wants(queue[0])
+            if self._settings.is_mine(*queue) and self._source.subscription.matches(queue[0])
         }
-        ends, firsts = self._source.ends(), self._source.firsts()
+        ends, firsts = self._source.placements.latest(), self._engine.firsts(refresh=False)
         require_not_behind(ends, own_positions)
         unexpired = {queue: p for queue, p in own_positions.items() if p.next_offset > firsts.get(queue, 0)}
         lasts = self._source.lasts({q: p.next_offset - 1 for q, p in unexpired.items() if p.last is not None})

@@ -10,12 +10,12 @@ from typing import Any
 
 from rmq_spark._core.kafka.kafka_client import (
     POISON,
-    Heard,
+    ReportedErrors,
     ck,
     error_of,
     problem_of,
-    said,
-    why_no_answer,
+    problem_text,
+    why_refused,
     with_settings,
 )
 from rmq_spark._core.kafka.records import Record
@@ -50,15 +50,9 @@ FAILURES = (ck.KafkaException, SystemError, UndeliveredError)
 class AbortedError(Exception):
     """The transaction was aborted: none of its records will become visible.
 
-    Attributes
-    ----------
-    first, suspects : int
-        For refused messages: the index of the first one in the transaction, and the largest possible number of them.
-        ``suspects`` is 0 for any other reason.
-    code : int or None
-        Kafka's error code for refused messages.
-    stays : bool
-        Whether the reason lasts until a person acts.
+    For refused messages, ``first`` is the index of the first one in the transaction, ``suspects`` the largest possible
+    number of them, and ``code`` Kafka's error. ``suspects`` is 0 for any other reason. ``stays``: the reason lasts
+    until a person acts.
     """
 
     def __init__(
@@ -69,35 +63,22 @@ class AbortedError(Exception):
 
 
 class Transactions:
-    """The producer of one ``transactional.id``.
-
-    Parameters
-    ----------
-    settings : dict
-        Settings of Kafka's client, with a ``transactional.id``.
-    timeout_s : float
-        The transaction's timeout.
-    """
+    """The producer of one ``transactional.id``, which ``settings`` of Kafka's client name."""
 
     def __init__(self, settings: dict[str, Any], timeout_s: float, runtime: Runtime) -> None:
         self._settings = settings
         self._timeout_s = timeout_s
         self._runtime = runtime
         self._producer: Any = None
-        self._heard = Heard()
+        self._reported = ReportedErrors()
         self._number = 0  # counts transactions
         self._sent = 0
         self._refused: dict[int, Any] = {}  # by a record's index in its transaction
         self._offsets: dict[int, int] = {}
 
     def open(self) -> None:
-        """Fence the previous producer with this ``transactional.id``, and end its transaction.
-
-        Raises
-        ------
-        OptionError, RelayError, RelayRefusedError
-        """
-        self._producer = with_settings(ck.Producer, self._settings, self._heard)
+        """Fence the previous producer with this ``transactional.id``, and end its transaction."""
+        self._producer = with_settings(ck.Producer, self._settings, self._reported)
         deadline = self._runtime.monotonic() + self._timeout_s + SLACK_S
         while True:
             try:
@@ -107,20 +88,13 @@ class Transactions:
             except ck.KafkaException as problem:
                 error = error_of(problem)
                 if error.fatal() or not error.retriable() or self._runtime.monotonic() > deadline:
-                    raise problem_of(problem, "the relay's transactions were opened", self._heard) from None
+                    raise problem_of(problem, "the relay's transactions were opened", self._reported) from None
             self._runtime.sleep(PAUSE_S)
 
     # ------------------------------------------------------------------ one transaction
     def transact(self, *parts: Sequence[Record]) -> None:
-        """Send records in one transaction and commit it.
-
-        Raises
-        ------
-        AbortedError
-        FencedByKafkaError
-        RelayError
-            When it is unknown whether the transaction was committed.
-        """
+        """Send records in one transaction and commit it. When nobody knows whether the transaction was committed, that
+        is a RelayError."""
         try:
             self.begin()
             for part in parts:
@@ -133,7 +107,7 @@ class Transactions:
     def begin(self) -> None:
         self._number += 1
         self._sent, self._refused, self._offsets = 0, {}, {}
-        self._heard.denied, self._heard.topic = None, ""
+        self._reported.denied, self._reported.topic = None, ""
         self._producer.begin_transaction()
         reach("relay step", step="begun")
 
@@ -174,13 +148,8 @@ class Transactions:
             self._refused[place] = error
 
     def deliver(self) -> None:
-        """Wait until Kafka has accepted every record.
-
-        Raises
-        ------
-        UndeliveredError
-            When Kafka refuses a record, or does not answer.
-        """
+        """Wait until Kafka has accepted every record. A record that Kafka refuses or does not answer is an
+        UndeliveredError."""
         deadline = self._runtime.monotonic() + self._timeout_s + SLACK_S
         while self._producer.flush(DELIVER_S) and not self._refused and self._runtime.monotonic() < deadline:
             pass
@@ -188,23 +157,18 @@ class Transactions:
             raise UndeliveredError(next(iter(self._refused.values()), "Kafka does not answer"))
         reach("relay step", step="delivered")
 
-    def offset_of(self, place: int) -> int:
-        """Return a delivered record's offset in its partition."""
-        return self._offsets[place]
+    @property
+    def first_offset(self) -> int:
+        return self._offsets[0]
 
     def commit(self) -> None:
-        """Commit. A commit without an answer is repeated, which is safe.
-
-        Raises
-        ------
-        RelayError
-            When it is unknown whether the transaction was committed.
-        """
+        """Commit. A commit without an answer is repeated, which is safe. When there is still none, that is a
+        RelayError."""
         deadline = self._runtime.monotonic() + self._timeout_s + SLACK_S
         while True:
             try:
                 self._producer.commit_transaction(TRY_S)
-                self._heard.error = None
+                self._reported.error = None
                 reach("relay step", step="committed")
                 return
             except ck.KafkaException as problem:
@@ -213,10 +177,10 @@ class Transactions:
                     raise
                 if not error.retriable() or self._runtime.monotonic() > deadline:
                     raise RelayError(
-                        f"nobody knows whether Kafka committed the last transaction: {said(problem)}. Start the relay "
-                        "again: it reads the positions, which are in that transaction"
+                        f"nobody knows whether Kafka committed the last transaction: {problem_text(problem)}. Start "
+                        "the relay again: it reads the positions, which are in that transaction"
                     ) from None
-                logger.warning("a commit is tried again: %s", said(problem))
+                logger.warning("a commit is tried again: %s", problem_text(problem))
             self._runtime.sleep(PAUSE_S)
 
     def ended(self, problem: BaseException) -> Exception:
@@ -229,12 +193,12 @@ class Transactions:
             return self._fatal(problem)
         refused = {place: error for place, error in sorted(self._refused.items()) if error.code() in POISON}
         self._producer.poll(0)  # lets the client report the reason
-        if self._heard.denied is not None:
-            problem = ck.KafkaException(self._heard.denied)
-        reason = said(problem) + why_no_answer(problem, self._heard)
-        where = f" to topic {self._heard.topic!r}" if self._heard.topic else ""
-        lasting = problem_of(problem, f"messages were handed over{where}", self._heard)
-        is_lasting = not refused and isinstance(lasting, RelayRefusedError) and not self._heard.refuses
+        if self._reported.denied is not None:
+            problem = ck.KafkaException(self._reported.denied)
+        reason = problem_text(problem) + why_refused(problem, self._reported)
+        where = f" to topic {self._reported.topic!r}" if self._reported.topic else ""
+        lasting = problem_of(problem, f"messages were handed over{where}", self._reported)
+        is_lasting = not refused and isinstance(lasting, RelayRefusedError) and not self._reported.refuses
         try:
             self.abort()
         except ck.KafkaException as abort_problem:
@@ -242,20 +206,19 @@ class Transactions:
                 fatal = self._fatal(abort_problem)
                 # Kafka does not know a transaction if this user may not write to its topics.
                 return lasting if is_lasting and not isinstance(fatal, FencedByKafkaError) else fatal
-            return problem_of(abort_problem, "a transaction was aborted", self._heard)
+            return problem_of(abort_problem, "a transaction was aborted", self._reported)
         if not refused:
-            return lasting if is_lasting else AbortedError(reason, stays=self._heard.refuses)
+            return lasting if is_lasting else AbortedError(reason, stays=self._reported.refuses)
         first, error = next(iter(refused.items()))
         return AbortedError(f"{error.str()} ({error.name()})", first, len(refused), error.code())
 
     def _fatal(self, problem: BaseException) -> Exception:
         error = error_of(problem)
         if error.code() in (ck.KafkaError._FENCED, ck.KafkaError.PRODUCER_FENCED, ck.KafkaError.INVALID_PRODUCER_EPOCH):
-            return FencedByKafkaError(said(problem))
+            return FencedByKafkaError(problem_text(problem))
         return problem_of(problem, "messages were handed over")
 
     def abort(self) -> None:
-        """Abort the transaction."""
         deadline = self._runtime.monotonic() + self._timeout_s + SLACK_S
         while True:
             try:

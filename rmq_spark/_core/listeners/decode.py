@@ -49,10 +49,7 @@ BAD_COUNTED_MAX = 1_000
 
 
 def decode_json(
-    bodies: pa.ChunkedArray,
-    schema: str | pa.Schema,
-    on_error: str = RAISE,
-    name_of: Callable[[int], str] | None = None,
+    bodies: pa.ChunkedArray, schema: str | pa.Schema, on_error: str = RAISE, name_of: Callable[[int], str] | None = None
 ) -> pa.Table:
     """Return JSON bodies as an Arrow table with this schema (see :meth:`HalfBatch.decode`).
 

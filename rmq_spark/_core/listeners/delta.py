@@ -30,15 +30,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rmq_spark._core.listeners.delta_fence import (
-    EXECUTED,
-    ROLLED_BACK,
-    TOMBSTONE,
-    TXN_VERSION,
-    app_id_of,
-    fenced_session,
-    state_in,
-)
+from rmq_spark._core.listeners.delta_fence import TXN_VERSION, app_id_of, fenced_session, state_in
+from rmq_spark._core.listeners.fence_row import EXECUTED, ROLLED_BACK, TOMBSTONE
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
 from rmq_spark._core.listeners.transaction_listener import TransactionListener, Verdicts, require_work
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
@@ -201,7 +194,7 @@ class DeltaTransactionListener(TransactionListener):
         return self._require_one_commit(self._read_history(self._open(spark), batch), batch, is_version_unused)
 
     def _explain(self, problem: Exception, history: _AttemptHistory, batch: HalfBatch) -> None:
-        """Raise a clearer error when Delta refused what ``work`` wrote; else return."""
+        """Raise a clearer error when Delta refused what ``work`` wrote."""
         if history.state == TOMBSTONE:
             raise self._fenced_error(batch) from problem
         if _SECOND_WRITE in str(problem):
@@ -368,9 +361,8 @@ class DeltaTransactionListener(TransactionListener):
             ) from problem
         if "delta.setTransactionRetentionDuration" in (detail.properties or {}):
             logger.warning(
-                "%s sets delta.setTransactionRetentionDuration=%s: a half batch that stays pending for "
-                "longer is "
-                "not fenced any more",
+                "%s sets delta.setTransactionRetentionDuration=%s: a half batch that stays pending for longer is not "
+                "fenced any more",
                 self._table,
                 detail.properties["delta.setTransactionRetentionDuration"],
             )

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+from rmq_spark._core.listeners.fence_row import EXECUTED, ROLLED_BACK, TOMBSTONE
 from rmq_spark._core.listeners.half_batch import HalfBatch
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-EXECUTED = "executed"
-ROLLED_BACK = "rolled_back"
-TOMBSTONE = "tombstone"
 _STATES = (EXECUTED, ROLLED_BACK, TOMBSTONE)
 
 _APP_ID = "spark.databricks.delta.write.txnAppId"
@@ -25,14 +23,12 @@ _USER_METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 
 
 def app_id_of(batch: HalfBatch) -> str:
-    log_prefix = "" if batch.log_id is None else f"{batch.log_id}:"
-    return f"txmq:{log_prefix}{batch.half_id}:{batch.attempt}"
+    return f"txmq:{batch.log_id}:{batch.half_id}:{batch.attempt}"
 
 
 def _user_metadata(batch: HalfBatch, state: str, reason: str | None = None) -> str:
-    of_log = {} if batch.log_id is None else {"log": batch.log_id}
     why = {} if reason is None else {"reason": reason}
-    return json.dumps({"txmq": state, **of_log, "half_id": batch.half_id, "attempt": batch.attempt, **why})
+    return json.dumps({"txmq": state, "log": batch.log_id, "half_id": batch.half_id, "attempt": batch.attempt, **why})
 
 
 def state_in(user_metadata: str | None, batch: HalfBatch) -> tuple[str, str | None] | None:

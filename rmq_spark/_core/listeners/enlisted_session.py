@@ -22,17 +22,8 @@ if TYPE_CHECKING:
 
 
 class EnlistedSession(TransactionListener):
-    """A listener whose local transaction is that of an open session. The fence row joins it and commits with it.
-
-    Parameters
-    ----------
-    listener : SqlTransactionListener
-        Answers the checks.
-    fence : Fence
-        That of the listener.
-    lock_timeout_s : float
-        Seconds to wait for the database's locks after the session has ended.
-    """
+    """A listener whose local transaction is that of an open session. The fence row joins it and commits with it. Checks
+    go to the listener that the fence belongs to."""
 
     def __init__(
         self, listener: SqlTransactionListener, fence: Fence, lock_timeout_s: float, session: sa.Connection | Session
@@ -58,12 +49,7 @@ class EnlistedSession(TransactionListener):
         return self._session.connection() if isinstance(self._session, Session) else self._session
 
     def begin(self) -> None:
-        """Begin the session's database transaction unless it has begun, and require that it can be enlisted.
-
-        Raises
-        ------
-        ListenerError
-        """
+        """Begin the session's database transaction unless it has begun, and require that it can be enlisted."""
         connection = self._connection
         self._owner.take(connection)
         try:
@@ -130,7 +116,6 @@ class EnlistedSession(TransactionListener):
         self._owner.release()
 
     def let_commit(self) -> None:
-        """Allow a commit of the session."""
         connection, self._committed_through = self._committed_through, None
         if connection is not None:
             sa.event.remove(connection, "commit", _refuse_commit)
@@ -154,15 +139,8 @@ class EnlistedSession(TransactionListener):
             )
 
     def flush(self) -> None:
-        """Flush the session to the database, so that its errors show before messages are sent.
-
-        Raises
-        ------
-        FenceError
-            When the session is of another database than the listener's fence.
-        ListenerError
-            When the session's transaction is not the one that began.
-        """
+        """Flush the session to the database, so that its errors show before messages are sent. Require that it is still
+        the transaction that began, and that the database has the listener's fence."""
         self._require_whole()
         if isinstance(self._session, Session):
             self._session.flush()
@@ -178,13 +156,8 @@ class EnlistedSession(TransactionListener):
         self._require_same_fence()
 
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        """Insert the fence row in the session's database transaction, and commit it.
-
-        Raises
-        ------
-        LocalTransactionError
-            When a check was faster, or the session has ended: its changes are gone, and nothing runs again.
-        """
+        """Insert the fence row in the session's database transaction, and commit it. When a check was faster, or the
+        session has ended, its changes are gone, and nothing runs again: a LocalTransactionError."""
         if self._ended:
             raise LocalTransactionError(
                 f"the session that half batch {batch.half_id!r} was sent with has ended: send it again, with its rows"

@@ -21,7 +21,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 # Imported first: its error says what to install when SQLAlchemy is missing.
 from rmq_spark._core.database.connection import PLACE_CHARS_MAX, Address, Database, place_of
 from rmq_spark._core.database.error_codes import is_lock_problem
-from rmq_spark._core.database.exact_keys import IN_INNODB, alike, exact_text, insert_absent, require_exact
+from rmq_spark._core.database.exact_keys import IN_INNODB, exact_text, insert_absent, require_exact, similar_names
 from rmq_spark._core.listeners.fence_row import (
     BY_PART,
     EXECUTED,
@@ -31,8 +31,8 @@ from rmq_spark._core.listeners.fence_row import (
     TOMBSTONE,
     Recorded,
     State,
-    dealt_out_anew,
-    together,
+    merged,
+    restaged_error,
 )
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.transaction_listener import ExecutedAttempt
@@ -152,7 +152,7 @@ class Fence(Database):
             return
         now = self._now()
         row = {"attempt": 0, "part": WHOLE, "state": STARTED, "changed_at": now}
-        rows = [{"half_id": i, **row} for i in alike(f"trial:{secrets.token_hex(8)}:")]
+        rows = [{"half_id": i, **row} for i in similar_names(f"trial:{secrets.token_hex(8)}:")]
         try:
             require_exact(connection, self._rows, rows)
         except ListenerError as problem:
@@ -205,11 +205,6 @@ class Fence(Database):
         exists, lock it until the database transaction ends, and return what it records.
 
         It waits for another database transaction that has inserted or locked the row.
-
-        Raises
-        ------
-        FenceError
-            The half batch was prepared with another fence, or the existing row cannot be read.
         """
         if not self._is_known:
             self.require_id_of(batch, self.read_id(connection))
@@ -264,13 +259,7 @@ class Fence(Database):
         return connection.execute(query, _key_of(batch)).one_or_none()
 
     def read(self, connection: sa.Connection, batches: Sequence[HalfBatch]) -> Rows:
-        """Return the committed rows of half batches.
-
-        Raises
-        ------
-        FenceError
-            A half batch was prepared with another fence.
-        """
+        """Return the committed rows of half batches, or raise FenceError when one was prepared with another fence."""
         fence_id = self.read_id(connection)
         for batch in batches:
             self.require_id_of(batch, fence_id)
@@ -281,38 +270,25 @@ class Fence(Database):
         return {(row.half_id, row.attempt, row.part): row for row in rows}
 
     def states(self, rows: Rows, batch: HalfBatch) -> Recorded:
-        """Return the record of a half batch from its rows. The rows of its parts are put together.
-
-        Raises
-        ------
-        FenceError
-            As :meth:`recorded`.
-        """
+        """Return the record of a half batch from its rows. The rows of its parts are put together."""
         row = rows.get(_row_key(batch))
         recorded = NOTHING if row is None else self.recorded(row, batch)
         if not recorded.is_by_part:
             return recorded
         if not recorded.is_staged_as(batch):
             own_rows = [row for key, row in rows.items() if key[:2] == _row_key(batch)[:2] and row.part != WHOLE]
-            executed = together([NOTHING, *(Recorded.read(row.state, row.outcome) for row in own_rows)]).rows_in(
-                EXECUTED
-            )
+            executed = merged([NOTHING, *(Recorded.read(row.state, row.outcome) for row in own_rows)]).rows_in(EXECUTED)
             if not (recorded.rows_in(BY_PART) or NO_ROWS) - (executed or NO_ROWS):
                 return Recorded([State(EXECUTED)])  # all of it, wherever its messages lie now
             if not recorded.has_files_of(batch):
-                raise dealt_out_anew(batch)
+                raise restaged_error(batch)
         parts = batch.parts().values()
-        return together(NOTHING if (row := rows.get(_row_key(p))) is None else self.recorded(row, p) for p in parts)
+        return merged(NOTHING if (row := rows.get(_row_key(p))) is None else self.recorded(row, p) for p in parts)
 
     def recorded(self, row: sa.Row[Any], batch: HalfBatch) -> Recorded:
-        """Return what a row records of a half batch.
-
-        Raises
-        ------
-        FenceError
-            The row is of another log, has positions in other half files, or is damaged.
-        """
-        if row.log_id and batch.log_id and row.log_id != batch.log_id:
+        """Return what a row records of a half batch, or raise FenceError when the row is of another log, has positions
+        in other half files, or is damaged."""
+        if row.log_id != batch.log_id:
             raise FenceError(
                 f"half batch {batch.half_id!r} is in the fence of {self.where} already, for another commit log (its id "
                 f"is {row.log_id}; this one's is {batch.log_id}). Logs that share a fence need appIds and idempotency "
@@ -326,13 +302,8 @@ class Fence(Database):
         return recorded
 
     def write(self, connection: sa.Connection, batch: HalfBatch, recorded: Recorded) -> None:
-        """Update the attempt's row, which this database transaction has claimed.
-
-        Raises
-        ------
-        FenceError
-            The row is gone, so no check would find what was done.
-        """
+        """Update the attempt's row, which this database transaction has claimed. When the row is gone, no check would
+        find what was done: that is a FenceError."""
         recorded = recorded.of_batch(batch)
         values = {"word": recorded.state, "sets": recorded.encoded(), "now": self._now()}
         changed = connection.execute(self._update, {**_key_of(batch), **values}).rowcount
@@ -354,7 +325,7 @@ class Fence(Database):
                 known = self.states(self.read(connection, [batch]), batch)
                 if known.files is None:
                     return known
-            return together([self.fill(connection, part, state) for part in batch.parts().values()])
+            return merged([self.fill(connection, part, state) for part in batch.parts().values()])
         absent = batch.rows.where(pc.is_null(recorded.among(batch.rows)))
         if absent:
             recorded = recorded.with_rows(absent, [state])
@@ -401,7 +372,7 @@ class Fence(Database):
             rows = connection.execute(query.execution_options(yield_per=PRUNED_AT_ONCE))
             for _, of_attempt in groupby(rows, key=lambda row: (row.half_id, row.attempt)):
                 parts = list(of_attempt)
-                recorded = together([Recorded.read(part.state, part.outcome) for part in parts])
+                recorded = merged([Recorded.read(part.state, part.outcome) for part in parts])
                 is_whole = all(state.word != STARTED for state in recorded.states)
                 executed = recorded.rows_in(EXECUTED if is_whole else STARTED)
                 if executed is None or executed:
@@ -461,11 +432,7 @@ class Fence(Database):
 
 
 def create_fence(
-    url_or_engine: Address,
-    *,
-    fence_table: str = FENCE_TABLE,
-    schema: str | None = None,
-    moved: bool = False,
+    url_or_engine: Address, *, fence_table: str = FENCE_TABLE, schema: str | None = None, moved: bool = False
 ) -> str:
     """Make a database's fence from a script: its tables and a random id, unless they exist.
 
@@ -481,7 +448,6 @@ def create_fence(
 
 
 def _time_of(connection: sa.Connection) -> datetime:
-    """Return the time by the database server's clock."""
     queries = {"sqlite": "SELECT strftime('%s', 'now')", "postgresql": "SELECT extract(epoch FROM now())"}
     epoch_s = connection.exec_driver_sql(queries.get(connection.dialect.name, "SELECT unix_timestamp()")).scalar_one()
     return datetime.fromtimestamp(float(epoch_s), timezone.utc)
@@ -492,7 +458,6 @@ def _part_of(batch: HalfBatch) -> int:
 
 
 def _key_of(batch: HalfBatch) -> dict[str, object]:
-    """The parameters that select the row of an attempt, or of a part of it."""
     return {"of": batch.half_id, "at": batch.attempt, "in_part": _part_of(batch)}
 
 

@@ -52,17 +52,10 @@ class State(NamedTuple):
 class Recorded:
     """The states of an attempt's rows; immutable.
 
-    Parameters
-    ----------
-    states : sequence of State
-        Distinct states.
-    files : mapping of int to pyarrow.Int32Array, optional
-        By file number, for each row of the half file the position of its state in ``states``; null where it is unknown.
-        None: all rows of the half batch have the first state.
-    staged_ms : int, optional
-        When the half files of these rows were written (milliseconds since 1970).
-    layout : str, optional
-        The :meth:`~rmq_spark.HalfBatch.layout` of these half files.
+    ``states`` are distinct. ``files`` has, by file number, for each row of the half file the position of its state in
+    ``states``; null where it is unknown. None: all rows of the half batch have the first state. ``staged_ms`` (when the
+    half files were written, milliseconds since 1970) and ``layout`` (:meth:`~rmq_spark.HalfBatch.layout`) tell these
+    half files from others.
     """
 
     __slots__ = ("files", "layout", "staged_ms", "states")
@@ -126,7 +119,7 @@ class Recorded:
         if self.is_by_part or self.is_staged_as(batch):
             return
         if self.layout is None or self.layout != batch.layout():
-            raise dealt_out_anew(batch)
+            raise restaged_error(batch)
 
     def has_files_of(self, batch: HalfBatch) -> bool:
         """Whether the files that have rows of the batch are as long as they were."""
@@ -134,13 +127,7 @@ class Recorded:
         return all(len(files.get(file_no, ())) == len(bits) for file_no, bits in batch.rows.items())
 
     def among(self, rows: RowSet) -> pa.Int32Array:
-        """Return the position of the state of each row, in send order; null where the state is unknown.
-
-        Raises
-        ------
-        FenceError
-            A half file has another number of rows than the fence says.
-        """
+        """Return the position of the state of each row, in send order; null where the state is unknown."""
         if self.files is None:
             return pa.repeat(pa.scalar(0, _CODE), rows.count)
         parts = []
@@ -186,13 +173,8 @@ class Recorded:
 
     @classmethod
     def read(cls, state: object, outcome: bytes | None) -> Recorded:
-        """Decode the columns of a fence row.
-
-        Raises
-        ------
-        FenceError
-            The database is damaged, or the row was changed by hand.
-        """
+        """Decode the columns of a fence row, or raise FenceError: the database is damaged, or the row was changed by
+        hand."""
         if outcome is None:
             if state not in WORDS:
                 raise _damaged(f"it says {state!r}, which is not one of {', '.join(WORDS)}")
@@ -219,7 +201,7 @@ class Recorded:
 NOTHING = Recorded([], {})
 
 
-def together(parts: Iterable[Recorded]) -> Recorded:
+def merged(parts: Iterable[Recorded]) -> Recorded:
     """The states of all parts of an attempt, as one. An attempt without parts has one."""
     several = list(parts)
     if len(several) == 1:
@@ -244,7 +226,7 @@ def _position(state: State, positions: dict[State, int]) -> int:
     return positions.setdefault(state, len(positions))
 
 
-def dealt_out_anew(batch: HalfBatch) -> FenceError:
+def restaged_error(batch: HalfBatch) -> FenceError:
     return FenceError(
         f"half batch {batch.half_id!r}, attempt {batch.attempt}, was executed with its messages in other places, and "
         "its transactions did not all run and end alike: the log was restored, and has dealt the messages out anew. "
@@ -257,7 +239,6 @@ def _damaged(contradiction: str) -> FenceError:
 
 
 def _runs(codes: pa.Int32Array) -> tuple[list[int], list[int | None]]:
-    """Return the length and the code of each run."""
     runs = pc.run_end_encode(codes)
     ends = runs.run_ends.to_pylist()
     return [end - start for start, end in pairwise([0, *ends])], runs.values.to_pylist()

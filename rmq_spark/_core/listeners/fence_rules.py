@@ -25,10 +25,8 @@ Work = Callable[[sa.Connection, Any], Any]
 
 
 class Trial:
-    """A database in which rules are tried: tables of its own, which go at the end, and half batches.
-
-    ``stage(fence_id, keys)`` prepares a half batch with a transaction for each key.
-    """
+    """A database in which rules are tried: tables of its own, which go at the end, and half batches. ``stage(fence_id,
+    keys)`` prepares a half batch with a transaction for each key."""
 
     def __init__(self, engine: sa.Engine, stage: Callable[[str, Sequence[str]], HalfBatch]) -> None:
         self.engine, self._stage = engine, stage

@@ -29,13 +29,8 @@ _NEVER_HAPPENED = rollback("it never happened: a check found no fence row of it,
 
 
 def _verdict(state: State, batch: HalfBatch) -> Verdict:
-    """Return the verdict that a check gives for a state.
-
-    Raises
-    ------
-    FenceError
-        When work ended the database transaction in its middle.
-    """
+    """Return the verdict that a check gives for a state, or raise FenceError when work ended the database transaction
+    in its middle."""
     if state.word == STARTED:
         raise FenceError(
             f"work ended the database transaction of half batch {batch.half_id!r}, attempt {batch.attempt}, in its "
@@ -48,19 +43,13 @@ def _verdict(state: State, batch: HalfBatch) -> Verdict:
 
 
 def recorded_as(verdict: Verdict) -> State:
-    """Return the state to record for a verdict of ``work``."""
     return State(EXECUTED) if verdict.state is COMMIT_MESSAGE else State(ROLLED_BACK, verdict.reason)
 
 
 def verdicts_of(batch: HalfBatch, recorded: Recorded, ended: Verdict | None = None) -> VerdictArray:
     """Return the recorded verdict of each transaction; UNKNOWN where nothing is recorded. ``ended``: the verdict of
-    those whose part work ended in its middle, while others can be answered.
-
-    Raises
-    ------
-    FenceError
-        When work ended the database transaction in its middle, or one transaction has two states.
-    """
+    those whose part work ended in its middle, while others can be answered; else that is a FenceError, as are two
+    states of one transaction."""
     codes = recorded.among(batch.rows)
     used = pc.unique(codes)
     states = [None if code is None else recorded.states[code] for code in used.to_pylist()]

@@ -40,15 +40,8 @@ if TYPE_CHECKING:
 
 
 class RowReader(Protocol):
-    """Reads the rows of a half batch from a commit log or its twin in memory.
-
-    Attributes
-    ----------
-    rows : RowSet
-        The undecided rows.
-    is_all : bool
-        Whether these are all rows of the half batch, or of the part of it.
-    """
+    """Reads the undecided rows of a half batch from a commit log or its twin in memory. ``is_all`` tells whether these
+    are all rows of the half batch, or of the part of it."""
 
     @property
     def rows(self) -> RowSet: ...
@@ -90,7 +83,7 @@ class HalfBatch:
     staged_ms : int
         When its half files were written (milliseconds since 1970). A restored log may have a half batch with the same
         id, and its messages in other positions.
-    log_id : str or None
+    log_id : str
         The id of the commit log. Another log may have a half batch with the same id.
     arg : object
         The argument of ``send_message_in_transaction(message, arg)``; None in checks and streams.
@@ -122,7 +115,7 @@ class HalfBatch:
         fence_id: str | None,
         rows: RowReader,
         staged_ms: int,
-        log_id: str | None = None,
+        log_id: str,
         arg: Any = None,
     ) -> None:
         self.half_id = half_id
@@ -278,7 +271,6 @@ class HalfBatch:
         return insert(connection, table, rows if isinstance(rows, pa.Table) else self.decode(rows), schema)
 
     def _name_of(self, row: int) -> str:
-        """Name the message of a row, for an error."""
         return message_name(self.messages(["transaction_key", "transaction_id", "msg_id"]), row)
 
     def to_spark(self, spark: SparkSession) -> DataFrame:
@@ -435,15 +427,9 @@ MESSAGE_COLUMNS = (
 
 
 def normalize_verdicts(result: object, batch: HalfBatch) -> VerdictArray:
-    """Convert a listener's result to a verdict for each transaction. Rollbacks without a reason get ``batch.reason``.
-
-    ``None`` means UNKNOWN, as in RocketMQ.
-
-    Raises
-    ------
-    VerdictError
-        When the type or the length is wrong, or a value is no verdict.
-    """
+    """Convert a listener's result to a verdict for each transaction. Rollbacks without a reason get ``batch.reason``,
+    and ``None`` means UNKNOWN, as in RocketMQ. A wrong type or length, or a value that is no verdict, is a
+    VerdictError."""
     return _verdicts(result, batch).explained(kept_reason(batch.reason))
 
 

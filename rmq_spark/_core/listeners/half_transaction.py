@@ -46,8 +46,6 @@ class HalfTransaction:
 
 
 class _GroupedMessages:
-    """All messages of a half batch, grouped by transaction."""
-
     def __init__(self, table: pa.Table) -> None:
         self.table = table
         self._decoded: dict[tuple[str | pa.Schema, str], pa.Table | None] = {}

@@ -12,13 +12,13 @@ from typing import Any
 
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.transaction_listener import TransactionListener, Verdicts
+from rmq_spark._core.runtime.log_records import of_batch
 from rmq_spark._core.vocabulary.message import MessageExt
 from rmq_spark._core.vocabulary.options import flag, named, whole_number
 from rmq_spark._core.vocabulary.redaction import text_of, traceback_of
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark._core.vocabulary.verdicts import BATCH, MESSAGE, UNKNOWN, LocalTransactionState, Rollback, returned
 from rmq_spark.errors import ListenerError
-from rmq_spark.logs import of_batch
 
 logger = logging.getLogger(__name__)
 

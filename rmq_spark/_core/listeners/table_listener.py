@@ -127,10 +127,7 @@ class TableListener(SqlTransactionListener):
         )
         if not isinstance(table, str) or not table:
             raise OptionError(f"table={table!r} is not the name of a table")
-        for name, value, known in (
-            ("on_conflict", on_conflict, ON_CONFLICT),
-            ("on_bad_row", on_bad_row, ON_BAD_ROW),
-        ):
+        for name, value, known in (("on_conflict", on_conflict, ON_CONFLICT), ("on_bad_row", on_bad_row, ON_BAD_ROW)):
             if value not in known:
                 raise OptionError(f"{name}={value!r} is not one of {', '.join(known)}")
         self.table, self._schema = table, schema

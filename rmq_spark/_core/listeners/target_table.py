@@ -48,7 +48,6 @@ class Refused:
         ) from problem
 
     def others(self, rows: pa.Table, units: pa.Array) -> tuple[pa.Table, pa.Array]:
-        """Return the rows of transactions that are not refused."""
         if not self.reasons:
             return rows, units
         keep = pc.invert(pc.is_in(units, value_set=pa.array(list(self.reasons), units.type)))

@@ -199,13 +199,8 @@ def has_local_transaction(listener: TransactionListener) -> bool:
 
 
 def store_id_of(listener: TransactionListener) -> str | None:
-    """Return the listener's store id. The id of a fence is read from its database now.
-
-    Raises
-    ------
-    ListenerError
-        When it is not the name of a store.
-    """
+    """Return the listener's store id, or raise ListenerError when it is not the name of a store. The id of a fence is
+    read from its database now."""
     store_id = listener.store_id
     if store_id is not None and has_local_transaction(listener):
         _require_store_id(store_id, type(listener).__name__)
@@ -308,7 +303,6 @@ def answers_many(listener: TransactionListener) -> bool:
 
 
 def is_coroutine(listener: TransactionListener) -> bool:
-    """Whether a local transaction needs an event loop."""
     return inspect.iscoroutinefunction(listener.execute_local_transaction)
 
 
@@ -318,17 +312,9 @@ _PATH = re.compile(r"[A-Za-z_][\w]*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*
 def load_listener(path: str, allowed_prefixes: Sequence[str] | None = None) -> TransactionListener:
     """Import the listener that ``module:attribute`` names: an instance, or a class or function that makes one.
 
-    Parameters
-    ----------
-    path : str
-        Comes from the user's own option or configuration file, never from a table.
-    allowed_prefixes : sequence of str, optional
-        Modules that may be imported: ``"shop"`` allows ``shop`` and ``shop.orders``, not ``shopping``.
-
-    Raises
-    ------
-    ListenerError
-        When the path is malformed, not allowed, cannot be imported, or names no TransactionListener.
+    The path comes from the user's own option or configuration file, never from a table. Of ``allowed_prefixes``,
+    ``"shop"`` allows the modules ``shop`` and ``shop.orders``, not ``shopping``. A path that is malformed, not allowed,
+    cannot be imported, or names no TransactionListener is a ListenerError.
     """
     listener = load_object(path, allowed_prefixes)
     if not isinstance(listener, TransactionListener) and callable(listener):
@@ -380,7 +366,6 @@ def require_object_path(path: str, allowed_prefixes: Sequence[str] | None = None
 
 
 def import_error(path: str, module_name: str, problem: Exception) -> ListenerError:
-    """Return the error for a module of ``module:attribute`` that cannot be imported."""
     missing = problem.name if isinstance(problem, ModuleNotFoundError) else None
     remedy = "put its folder on the PYTHONPATH, install it, or hand it over with spark-submit --py-files"
     if missing is None:

@@ -36,8 +36,8 @@ TransactionWork: TypeAlias = Callable[[sa.Connection, HalfTransaction], LocalTra
 
 
 class FencedWork:
-    """The function ``work`` of a listener. It runs in the database transaction that has claimed an attempt's fence row,
-    where its verdicts are recorded."""
+    """The function ``work`` of a listener, which runs in the database transaction that has claimed an attempt's fence
+    row. Its verdicts are recorded there."""
 
     def __init__(self, fence: Fence, function: Callable[[sa.Connection, Any], Any], per_transaction: bool) -> None:
         self._fence = fence

@@ -147,13 +147,7 @@ class Archived:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Archived:
-        """Make the archive from a row of ``op``.
-
-        Raises
-        ------
-        CorruptLogError
-            When the row lacks what an ``archived`` row must have.
-        """
+        """Make the archive from a row of ``op``. CorruptLogError: the row lacks what an ``archived`` row must have."""
         struct = row["archived"]
         try:
             decisions = tuple(ArchivedDecision(**d) for d in struct["decisions"])

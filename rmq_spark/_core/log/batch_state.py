@@ -72,13 +72,8 @@ def is_leased(until: datetime | None, now: datetime) -> bool:
 
 
 class BatchState:
-    """The state of one half batch, after all its op markers.
-
-    Parameters
-    ----------
-    files : mapping of int to FileState
-        By file number, fresh (every row pending under attempt 1).
-    """
+    """The state of one half batch, after all its op markers. It begins with fresh ``files``, by file number: every row
+    pending under attempt 1."""
 
     def __init__(self, half_id: str, files: Mapping[int, FileState]) -> None:
         self.half_id = half_id
@@ -97,13 +92,8 @@ class BatchState:
         return self.checked_at is not None and abs((now - self.checked_at).total_seconds()) < seconds
 
     def fold(self, row: OpRow) -> None:
-        """Apply an op row of this half batch. Rows must come in version order.
-
-        Raises
-        ------
-        CorruptLogError
-            When the row names files or rows that the half batch does not have.
-        """
+        """Apply an op row of this half batch. Rows must come in version order. CorruptLogError: the row names files or
+        rows that the half batch does not have."""
         if row.kind is Kind.LEASE:
             self.lease_until = row.until
             return
@@ -178,7 +168,6 @@ class BatchState:
         return any(b"\x01" in f.conflict for f in self.files.values())
 
     def conflicting(self) -> RowSet:
-        """The rows in conflict."""
         return RowSet({n: f.conflict for n, f in self.files.items()})
 
     def rows_in(self, states: Sequence[RowState], attempt: int | None = None) -> RowSet:
@@ -190,11 +179,6 @@ class BatchState:
         return RowSet(
             {n: both(f.state.translate(in_state), f.attempt.translate(in_attempt)) for n, f in self.files.items()}
         )
-
-    def rows_under(self, attempt: int) -> RowSet:
-        """The rows of one attempt."""
-        in_attempt = ones_at(attempt)
-        return RowSet({n: f.attempt.translate(in_attempt) for n, f in self.files.items()})
 
     def count(self, *states: RowState) -> int:
         """How many rows are in one of these states."""

@@ -29,15 +29,8 @@ class Placed:
 
 @value
 class RolledBack:
-    """Rows that are rolled back for one reason.
-
-    Attributes
-    ----------
-    refused : bool
-        The local transaction ran and refused the rows, so the rollback is final. A rollback by ``execute`` always is.
-    ranges : mapping of int to Ranges
-        The rows, by file number.
-    """
+    """Rows that are rolled back for one reason. ``refused`` says that the local transaction ran and refused the rows,
+    so the rollback is final. A rollback by ``execute`` always is."""
 
     reason: str | None
     refused: bool
@@ -46,15 +39,9 @@ class RolledBack:
 
 @value
 class Decision:
-    """Verdicts on rows of one half batch under one attempt.
-
-    Attributes
-    ----------
-    checks_min : int
-        Answered checks that each row must have. A row with fewer was reopened after the check and is checked again.
-    rolled_back : sequence of RolledBack
-        The rows of ``rollback`` by reason. When it is empty, all have the decision's reason.
-    """
+    """Verdicts on rows of one half batch under one attempt. Each row must have ``checks_min`` answered checks: a row
+    with fewer was reopened after the check, and is checked again. ``rolled_back`` has the rows of ``rollback`` by
+    reason; when it is empty, all have the decision's reason."""
 
     record: HalfRecord
     attempt: int
@@ -74,12 +61,7 @@ class Decided:
     problem: DecisionError | None = None
 
     def or_raise(self) -> Sequence[Placed]:
-        """Return the messages that the decision made visible.
-
-        Raises
-        ------
-        VerdictConflictError, StaleAttemptError
-        """
+        """Return the messages that the decision made visible, or raise its problem."""
         if self.problem is not None:
             raise self.problem
         return self.placed

@@ -104,13 +104,10 @@ class Session:
 
 
 class GroupTable:
-    """The ``groups`` table of a commit log."""
-
     def __init__(self, table: Table) -> None:
         self.table = table
 
     def looked_at(self) -> Iterable[Table]:
-        """The tables that this object reads."""
         return (self.table,)
 
     @looks_again
@@ -141,19 +138,10 @@ class GroupTable:
         """Move a group on; a queue never moves backwards (RocketMQ: ``increaseOnly``). Returns False when nothing
         moved.
 
-        Parameters
-        ----------
-        session : Session, optional
-            The session that reads the queues, and claims them. Two sessions that read one queue claim it in turn, and
-            the one started later fails.
-        answered : mapping, optional
-            By queue, the end of the suspension after which it was read again. A queue with another suspension stays,
-            unless its position is not past the suspended place: then it is read again, too.
-
-        Raises
-        ------
-        GroupInUseError
-            When a session that started earlier reads one of the queues as well.
+        ``session`` reads the queues, and claims them. Two sessions that read one queue claim it in turn, and the one
+        that started later gets a GroupInUseError. ``answered`` has by queue the end of the suspension after which it
+        was read again. A queue with another suspension stays, unless its position is not past the suspended place: then
+        it is read again, too.
         """
         session = session or Session()
         names: dict[Queue, str] = {}
@@ -216,25 +204,12 @@ class GroupTable:
         by: str,
         take_over: bool = False,
     ) -> dict[Queue, Claim]:
-        """Claim queues for a member, and return the claims that it got.
+        """Claim queues for a member, whose name is unique among all that ever were, and return the claims that it got.
+        GroupInUseError: Spark reads the group, and ``take_over`` does not say to take it.
 
-        Parameters
-        ----------
-        member : str
-            Unique among all members that ever were.
-        wanted : mapping of queue to int
-            The queues, each with its generation as the member saw it (0: no place). A queue that was claimed or reset
-            since is not claimed.
-        start : mapping
-            First offsets of queues. A queue without a place gets it here, claimed or not. So all queues of a group that
-            begins at the end of the log begin at one moment.
-        take_over : bool
-            True takes a group that Spark's queries read.
-
-        Raises
-        ------
-        GroupInUseError
-            When Spark reads the group.
+        ``wanted`` has each queue's generation as the member saw it (0: no place). A queue that was claimed or reset
+        since is not claimed. ``start`` has first offsets. A queue without a place gets it here, claimed or not. So all
+        queues of a group that begins at the end of the log begin at one moment.
         """
         claims: dict[Queue, Claim] = {}
 
@@ -265,14 +240,9 @@ class GroupTable:
         return claims
 
     def report(self, group: str, member: str, reports: Mapping[Queue, Report], by: str) -> set[Queue]:
-        """Write a member's progress, and free the queues that it releases.
-
-        Returns
-        -------
-        set of Queue
-            The queues for which nothing was written, because the member no longer owns them: another member has claimed
-            them, or the group was reset or deleted.
-        """
+        """Write a member's progress, and free the queues that it releases. Returns the queues for which nothing was
+        written, because the member no longer owns them: another member has claimed them, or the group was reset or
+        deleted."""
         refused: set[Queue] = set()
 
         def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
@@ -340,7 +310,7 @@ class GroupTable:
                 for queue, place in sorted(after.items())
             ]
             files = [pa.Table.from_pylist(rows, schema=GROUPS_SCHEMA)] if rows else []
-            return Change(add=[self.table.write(f, "groups", ("consumer_group",)) for f in files], remove=paths)
+            return Change(add=[self.table.write(f) for f in files], remove=paths)
 
         def landed(change: Change) -> bool:
             live = set(self._paths(None))

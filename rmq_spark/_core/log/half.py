@@ -13,6 +13,7 @@ from rmq_spark._core.log.half_header import HEADER_COLUMNS
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.data_file import DataFile, write_table
 from rmq_spark._core.storage.seal import rows_of_half_file
+from rmq_spark._core.storage.table import BOUNDS
 from rmq_spark._core.vocabulary.message import PROPERTIES, TIMESTAMP
 from rmq_spark._core.vocabulary.value import value
 
@@ -44,9 +45,6 @@ HALF_SCHEMA = pa.schema(
         ("deliver_at", TIMESTAMP),
     ]
 )
-STATS_COLUMNS = ("half_id",)
-"""Statistics of files in the Delta log. delta-rs goes through those of all live files at every commit, so each further
-column slows down a long log."""
 FOOTER_COLUMNS = ("app_id", "batch_id", "file_no", "row_no", "topic", "queue_id")
 PLAIN_COLUMNS = ("row_no", "keys", "transaction_key", "sharding_key", "body", "born_timestamp")
 CLOSE_COLUMNS = ("row_no", "born_timestamp")
@@ -95,13 +93,8 @@ class HalfFile:
 
 @value
 class HalfRows:
-    """The checked and ordered messages of a future half file. Several small ones may share a file.
-
-    Attributes
-    ----------
-    source : pyarrow.Table
-        These rows, from row ``at`` on, and maybe those of other half batches.
-    """
+    """The checked and ordered messages of a future half file: the rows of ``source`` from row ``at`` on. The source may
+    have those of other half batches, too, since several small ones may share a file."""
 
     writer: HalfWriter
     source: pa.Table
@@ -121,7 +114,6 @@ class HalfRows:
 
     @property
     def table(self) -> pa.Table:
-        """These rows alone."""
         return self.source.slice(self.at, self.count)
 
     def in_file(self, data: DataFile) -> HalfFile:
@@ -129,7 +121,6 @@ class HalfRows:
         return HalfFile(data, self.file_no, self.segments, self.staged_at, self.half_id, self.delayed)
 
     def write(self, fs: pafs.FileSystem, folder: str) -> HalfFile:
-        """Write the rows to a file of their own."""
         table = self.table
         one_topic = len({segment.topic for segment in self.segments}) == 1
         data = (self.writer.write_file or write_table)(
@@ -137,7 +128,7 @@ class HalfRows:
             folder,
             table,
             prefix="half",
-            stats_columns=STATS_COLUMNS,
+            stats_columns=tuple(BOUNDS["half"]),
             footer_columns=FOOTER_COLUMNS,
             plain_columns=PLAIN_COLUMNS,
             constant_columns=[*HEADER_COLUMNS, "topic"] if one_topic else HEADER_COLUMNS,

@@ -27,13 +27,7 @@ class LargeFile(NamedTuple):
 
 
 class HalfContents:
-    """The half batches in the files of ``half``. Rows are read only to learn which half batches share a file.
-
-    Parameters
-    ----------
-    table : Table
-        ``half``.
-    """
+    """The half batches in the files of ``half``. Rows are read only to learn which half batches share a file."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -46,12 +40,7 @@ class HalfContents:
 
     def ids_named(self, names: Collection[str]) -> dict[str, str]:
         """The ids of the half batches in the table that have these names, by name. It does not refresh.
-
-        Raises
-        ------
-        CorruptLogError
-            When a file cannot be read that may have one of the other names: that name may be taken.
-        """
+        CorruptLogError: a file cannot be read that may have one of the other names, so that name may be taken."""
         actions = self.table.actions()
         (is_single, low), high = single_batch_files(actions), pc.cast(actions["max.half_id"], pa.string())
         wanted_names = pa.array(sorted(names), pa.string())
@@ -98,7 +87,6 @@ class HalfContents:
         return self._batches_in(self.table.actions())
 
     def _batches_in(self, actions: pa.Table) -> PreparedBatches:
-        """The half batches in these files."""
         is_single, low = single_batch_files(actions)
         is_single = pc.and_(is_single, pc.is_valid(actions["num_records"]))
         files = pa.table({"half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"]})
@@ -164,5 +152,4 @@ def single_batch_files(actions: pa.Table) -> tuple[pa.ChunkedArray, pa.ChunkedAr
 
 
 def _has_any(batches: pa.Table, half_ids: pa.Array) -> bool:
-    """Whether a file has rows of one of these half batches."""
     return bool(pc.any(pc.is_in(batches["half_id"], value_set=half_ids)).as_py())

@@ -57,6 +57,7 @@ class HalfHeader:
     query_id: str | None
     input_hash: str | None
     fence_id: str | None
+    """The name of the store that holds the local transaction: a fence's id, or a listener's ``store_id``."""
     transaction_per: str
     producer_group: str
     naming: Naming = field(default=Naming.COUNTED, compare=False)

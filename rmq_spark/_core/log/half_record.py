@@ -61,12 +61,10 @@ class HalfRecord:
 
     @property
     def delayed(self) -> bool:
-        """True when some of its messages are due later."""
         return any(f.delayed for f in self.files.values())
 
     @classmethod
     def of_archived(cls, kept: Archived) -> HalfRecord:
-        """The record of a half batch that has left."""
         header = HalfHeader(**{name: getattr(kept, name) for name in HEADER_COLUMNS})
         return cls(header, kept.prepared_ms, {}, kept.prepared_ms, kept)
 

@@ -9,14 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.half import HALF_SCHEMA, STATS_COLUMNS, HalfFile, HalfRows, together
+from rmq_spark._core.log.half import HALF_SCHEMA, HalfFile, HalfRows, together
 from rmq_spark._core.log.half_contents import HalfContents, single_batch_files
 from rmq_spark._core.log.half_header import FIRST, HEADER_COLUMNS, HalfHeader, batch_name
 from rmq_spark._core.log.half_record import HalfRecord, StoredFile, record_of, stored_files_of
 from rmq_spark._core.log.shared_files import counted
 from rmq_spark._core.log.staged_batches import PrepareError, Shared, Staged, require_each_once, require_staged
 from rmq_spark._core.selector.tree import Filter
-from rmq_spark._core.storage.data_file import ROW_GROUP_ROWS
 from rmq_spark._core.storage.file_system import require_path
 from rmq_spark._core.storage.moved_files import HalfFiles
 from rmq_spark._core.storage.row_range import RowRange
@@ -42,18 +41,15 @@ SHARED_ROWS_KEPT = 65_536
 
 
 class HalfTable:
-    """The ``half`` table of a commit log."""
-
     def __init__(self, table: Table) -> None:
         self.table = table
         self._last_shared = "", pa.table({})  # path of a shared file, and its rows without payload
-        self._files = HalfFiles(lambda *arguments: self.table.read_range(*arguments), self._locate_now)
+        self._files = HalfFiles(lambda *arguments: self.table.read_range(*arguments), self.locate)
         self.contents = HalfContents(table)
 
     def write_shared(self, several: Sequence[HalfRows]) -> list[HalfFile]:
-        """Write the rows of several half batches to one file."""
         rows = together(several)
-        data = self.table.write(rows, self.table.name, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
+        data = self.table.write(rows)
         self.contents.shared.keep(data.path, counted(rows["half_id"]))
         return [half_rows.in_file(data) for half_rows in several]
 
@@ -63,34 +59,16 @@ class HalfTable:
         after_ms: Callable[[], int] = lambda: 0,
         left_among: Callable[[Collection[str]], Collection[str]] = lambda names: (),
     ) -> list[HalfRecord | PrepareError]:
-        """Commit the staged files of half batches in one commit. From here on they exist, and no reader sees them.
+        """Commit the staged files of half batches in one commit. From here on they exist, and no reader sees them. Each
+        half batch comes once, and at most one numbered half batch of each application.
 
-        Parameters
-        ----------
-        staged : sequence of Staged
-            Each half batch once, and at most one numbered half batch of each application.
-        after_ms : callable
-            Returns the time (ms) after which they must be prepared: not below the low-water mark, where open half
-            batches are not searched for.
-        left_among : callable
-            Takes names and returns those whose half batches have left the table. It is called with the table refreshed.
+        ``after_ms`` returns the time (ms) after which they must be prepared: not below the low-water mark, where open
+        half batches are not searched for. ``left_among`` takes names and returns those whose half batches have left the
+        table. It is called with the table refreshed.
 
-        Returns
-        -------
-        list of HalfRecord or exception
-            One for each half batch. AlreadyPreparedError: the log has this batch id, or a later one of the application.
-            StagedFilesTooOldError: vacuum may remove its files soon. A refused half batch does not stop the others.
-
-        Raises
-        ------
-        LostStagedFileError
-            When a file was removed; nothing is prepared then.
-        MessageError
-            When a half batch has no files, or files of another one.
-        ValueError
-            When a name comes twice, or an application has two numbered half batches.
-
-        Any other problem, such as a store that does not answer, fails all half batches.
+        A refused half batch does not stop the others. Its result is AlreadyPreparedError (the log has this batch id, or
+        a later one of the application) or StagedFilesTooOldError (vacuum may remove its files soon). Any other problem,
+        such as a staged file that is gone or a store that does not answer, is raised, and nothing is prepared then.
         """
         for batch in staged:
             require_staged(batch.header, batch.files)
@@ -178,7 +156,6 @@ class HalfTable:
         return {path: size or 0 for path, size in sizes}
 
     def holds(self, record: HalfRecord) -> bool:
-        """Whether a half batch is in the table."""
         self.table.refresh()
         paths = pa.array({file.path for file in record.files.values()}, pa.string())
         if pc.sum(pc.is_in(self.table.actions()["path"], value_set=paths)).as_py() == len(paths):
@@ -202,10 +179,6 @@ class HalfTable:
         return self.table.removed_since().issuperset(paths.difference(live))
 
     # ------------------------------------------------------------------ finding
-    def last_batch_id(self, app_id: str) -> int | None:
-        """The newest batch id that this application prepared. It does not refresh."""
-        return self.table.transaction_version(app_id)
-
     def find(self, app_id: str, batch_id: int) -> HalfRecord | None:
         """The half batch of an application and batch id; None when there is none."""
         self.table.refresh()
@@ -323,13 +296,8 @@ class HalfTable:
         return self._last_shared[1]
 
     def locate(self, half_id: str, file_no: int) -> str:
-        """The path where a half file's rows lie now, for a reader whose hint is out of date.
-
-        Raises
-        ------
-        LostFileError
-            When this handle does not see the half batch: op names its rows, so they are lost.
-        """
+        """The path where a half file's rows lie now, for a reader whose hint is out of date. LostFileError: this handle
+        does not see the half batch whose rows op names, so they are lost."""
         try:
             record = self.get(half_id)
         except HalfBatchNotFoundError as problem:
@@ -343,10 +311,6 @@ class HalfTable:
                 f"half batch {half_id!r} has no file {file_no}, which op names: it has {paths}. {RESTORE.capitalize()}"
             )
         return record.files[file_no].path
-
-    def _locate_now(self, half_id: str, file_no: int) -> str:
-        self.table.refresh()
-        return self.locate(half_id, file_no)
 
     # ------------------------------------------------------------------ rows
     def has_payload(self, wanted: RowRange) -> bool | None:
@@ -374,7 +338,6 @@ class HalfTable:
         return part["deliver_at"].combine_chunks().filter(booleans_of(bits))
 
     def read(self, record: HalfRecord, rows: RowSet, columns: Sequence[str]) -> pa.Table:
-        """Rows of a half batch in send order."""
         schema = pa.schema([HALF_SCHEMA.field(c) for c in columns])
         parts = [part for wanted in ranges_of(record, rows) for _, part in self.read_range(wanted, columns)]
         return pa.concat_tables([p.cast(schema) for p in parts]) if parts else schema.empty_table()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import field
 from itertools import chain
 
 import pyarrow as pa
@@ -45,25 +44,10 @@ FILES_PER_PARTITION_MAX = 1000
 
 @value
 class HalfWriter:
-    """Turns a partition's Arrow batches into staged half files; pickled to executors.
-
-    Parameters
-    ----------
-    topics : mapping of str to int
-        Number of queues of every topic of the commit log.
-    default_topic : str or None
-        For messages without a topic.
-    transaction_key : str or None
-        The column whose equal values form one transaction.
-    fifo : frozenset of str
-        The FIFO topics among ``topics``.
-    own : bool
-        True for messages that rmq_spark itself sends again: they may have RocketMQ's reserved properties.
-    runtime : Runtime
-        Its clock gives ``store_timestamp``.
-    write_file : callable, optional
-        Replaces :func:`~rmq_spark._core.storage.data_file.write_table`.
-    """
+    """Turns a partition's Arrow batches into staged half files; pickled to executors. ``topics`` has the number of
+    queues of every topic of the log, and ``fifo`` the FIFO topics among them. Equal values of the column
+    ``transaction_key`` form one transaction. ``own`` is for messages that rmq_spark itself sends again: they may have
+    RocketMQ's reserved properties. ``write_file`` replaces :func:`~rmq_spark._core.storage.data_file.write_table`."""
 
     header: HalfHeader
     topics: Mapping[str, int]
@@ -71,20 +55,14 @@ class HalfWriter:
     transaction_key: str | None
     fifo: frozenset[str] = frozenset()
     own: bool = False
-    file_bytes_max: int = field(default=FILE_BYTES_MAX)
     runtime: Runtime = RUNTIME
     write_file: Callable[..., DataFile] | None = None
 
     def write(
         self, fs: pafs.FileSystem, folder: str, partition: int, batches: Iterable[pa.RecordBatch]
     ) -> list[HalfFile]:
-        """Write a partition. Nothing is visible until a driver commits the files.
-
-        Raises
-        ------
-        MessageError, TopicNotFoundError
-            For the first message that breaks a rule. Files written so far are orphans, which vacuum removes.
-        """
+        """Write a partition. Nothing is visible until a driver commits the files. The first message that breaks a rule
+        raises MessageError or TopicNotFoundError. Files written so far are then orphans, which vacuum removes."""
         files: list[HalfFile] = []
         waiting: list[pa.RecordBatch] = []
         size = 0
@@ -92,7 +70,7 @@ class HalfWriter:
             if batch.num_rows:
                 waiting.append(batch)
                 size += batch.nbytes
-            if size >= self.file_bytes_max:
+            if size >= FILE_BYTES_MAX:
                 files.append(self._write_file(fs, folder, partition, len(files), waiting))
                 waiting, size = [], 0
         if waiting:
@@ -217,20 +195,15 @@ class HalfWriter:
         if part >= FILES_PER_PARTITION_MAX:
             raise MessageError(
                 f"partition {partition} holds more than {FILES_PER_PARTITION_MAX} files of "
-                f"{self.file_bytes_max} bytes: repartition the batch"
+                f"{FILE_BYTES_MAX} bytes: repartition the batch"
             )
         return self.rows_of(pa.Table.from_batches(batches), partition * FILES_PER_PARTITION_MAX + part).write(
             fs, folder
         )
 
     def rows_of(self, table: pa.Table, file_no: int = 0) -> HalfRows:
-        """Messages as the rows of a half file that is not written yet.
-
-        Raises
-        ------
-        MessageError, TopicNotFoundError
-            For the first message that breaks a rule.
-        """
+        """Messages as the rows of a half file that is not written yet. The first one that breaks a rule raises its
+        error."""
         arranged, segments = self.arrange(self.normalize(table), file_no)
         staged_at = arranged["store_timestamp"][0].value / 1_000_000
         delayed = arranged["deliver_at"].null_count < arranged.num_rows

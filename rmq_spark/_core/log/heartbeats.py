@@ -42,22 +42,14 @@ def new_member_name(unique_id: str) -> str:
 
 
 class Heartbeat(NamedTuple):
-    """The newest heartbeat of a member, for display.
-
-    Attributes
-    ----------
-    age_s : float
-        Seconds since it was put: from the store's time of the put to this machine's time now.
-    lease_s : float
-        The member's own lease in seconds, as the heartbeat names it.
-    """
+    """The newest heartbeat of a member, for display: ``age_s``, the seconds from the store's time of the put to this
+    machine's time now, and ``lease_s``, the member's own lease, as the heartbeat names it."""
 
     age_s: float
     lease_s: float
 
     @property
     def is_alive(self) -> bool:
-        """Whether the heartbeat is no older than the lease."""
         return self.age_s <= self.lease_s
 
 
@@ -73,20 +65,10 @@ class _Seen:
 
 
 class Members:
-    """The members of a group, as one member sees them.
+    """The members of a group, as one member sees them in the table ``groups``.
 
-    Parameters
-    ----------
-    table : Table
-        The table ``groups``.
-    topics : collection of str
-        Topics that this member reads. The members that read a topic share its queues.
-    lease_s : float
-        Seconds without a heartbeat after which this member is dead.
-    margin_s : float
-        Seconds before the end of its own lease in which a member starts no listener call.
-    chooses : str
-        Tags or selector of this member; empty when it reads all messages.
+    The members that read a topic share its queues. ``margin_s``: seconds before the end of its own lease in which a
+    member starts no listener call. ``chooses``: tags or selector of this member; empty when it reads all messages.
     """
 
     def __init__(
@@ -137,14 +119,12 @@ class Members:
         return self._beat_s is not None and self._runtime.monotonic() - self._beat_s < self._lease_s - self._margin_s
 
     def leave(self) -> None:
-        """Remove the heartbeat."""
         self._beat_s = None
         with suppress(FileNotFoundError), writing(self._folder):
             self._table.fs.delete_file(self._path(self.member))
 
     # ------------------------------------------------------------------ all heartbeats
     def look(self) -> None:
-        """Read the heartbeats of all members of the group."""
         now_s = self._runtime.monotonic()
         infos = _list_heartbeats(self._table)
         self.of_all_groups = max(1, len(infos))
@@ -199,7 +179,6 @@ class Members:
 
 
 def _list_heartbeats(table: Table) -> list[pafs.FileInfo]:
-    """Return the heartbeat files of all groups."""
     selector = pafs.FileSelector(f"{table.folder}/{FOLDER}", allow_not_found=True, recursive=True)
     with asking(redacted(selector.base_dir), None):
         return [info for info in table.fs.get_file_info(selector) if info.type == pafs.FileType.File]
@@ -216,7 +195,6 @@ def _read_content(table: Table, infos: Iterable[pafs.FileInfo], group: str) -> d
 
 
 def _files_of_group(table: Table, infos: Iterable[pafs.FileInfo], group: str) -> Iterator[tuple[str, pafs.FileInfo]]:
-    """Yield the members of a group, and their heartbeat files."""
     prefix = f"{table.folder}/{FOLDER}/{group}/"
     for info in infos:
         if info.path.startswith(prefix):
@@ -234,7 +212,6 @@ def _parsed(content: bytes, since_s: float, lease_s: float) -> _Seen:
 
 
 def _lease_of(content: bytes, default_s: float) -> float:
-    """Return the lease in seconds that a heartbeat names, or the default."""
     try:
         return seconds(json.loads(content)["lease"], "lease", above=True)
     except (ValueError, KeyError, TypeError, OptionError):

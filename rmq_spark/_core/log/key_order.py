@@ -58,15 +58,8 @@ class KeyIndex:
         return self._topics.with_names(names).fifo & names
 
     def related(self, to: Sequence[OpenBatch], batches: Sequence[OpenBatch]) -> list[OpenBatch]:
-        """The half batches of ``batches`` that share a key with one of ``to``, directly or through each other.
-
-        Parameters
-        ----------
-        to : sequence of OpenBatch
-            All their keys count, whatever the state of the rows.
-        batches : sequence of OpenBatch
-            Only the keys of their open rows count.
-        """
+        """The half batches of ``batches`` that share a key with one of ``to``, directly or through each other. All keys
+        of ``to`` count, and of ``batches`` only those of their open rows."""
         if not to or not batches:
             return []
         new_keys = _distinct(self._keyed_of(batch.record).rows["key"] for batch in to)
@@ -82,14 +75,8 @@ class KeyIndex:
         return [batches[i] for i in sorted(related)]
 
     def open_rows(self, batch: OpenBatch) -> pa.Table:
-        """Rows that are pending, or committed and not placed.
-
-        Returns
-        -------
-        pyarrow.Table
-            ``half_id, file_no, row_no``; ``at``, the row's number in the half batch; ``key`` (null outside FIFO
-            topics), ``transaction`` and ``pending``.
-        """
+        """Rows that are pending, or committed and not placed: ``half_id, file_no, row_no``; ``at``, the row's number in
+        the half batch; ``key`` (null outside FIFO topics), ``transaction`` and ``pending``."""
         rows = self._open(batch).open_rows
         assert rows is not None
         return rows
@@ -153,6 +140,5 @@ def _open_rows(rows: pa.Table, batch: OpenBatch) -> pa.Table:
 
 
 def _distinct(keys: Iterable[pa.Array | pa.ChunkedArray]) -> pa.Array:
-    """The distinct keys, without nulls."""
     chunks = [c for k in keys for c in (k.chunks if isinstance(k, pa.ChunkedArray) else [k])]
     return pc.unique(pa.concat_arrays([NO_KEYS, *chunks]).drop_null())

@@ -28,7 +28,7 @@ from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.key_order import OpenBatch
 from rmq_spark._core.log.low_water_mark import Marker
 from rmq_spark._core.log.new_op_rows import place_row, placed_messages, rollback_rows, rows_for, with_offsets
-from rmq_spark._core.log.op import STATS_COLUMNS, Kind, OpRow, Who, to_table
+from rmq_spark._core.log.op import Kind, OpRow, Who, to_table
 from rmq_spark._core.log.op_reader import OpReader
 from rmq_spark._core.log.placer import Placer, in_send_order, last_sent_ms
 from rmq_spark._core.log.prepared_batches import PreparedBatches
@@ -60,13 +60,8 @@ MARK_TRIES_MAX = 20
 
 
 class Ledger(OpReader):
-    """Writes the op markers of a commit log, each from the newest state that :class:`OpReader` has read.
-
-    Parameters
-    ----------
-    has_left : callable
-        Whether a half batch has left the table ``half``, as another handle on the log sees it.
-    """
+    """Writes the op markers of a commit log, each from the newest state that :class:`OpReader` has read. ``has_left``
+    tells whether a half batch has left the table ``half``, as another handle on the log sees it."""
 
     def __init__(self, table: Table, half: HalfTable, topics: TopicTable, has_left: Callable[[str], bool]) -> None:
         super().__init__(table, half)
@@ -81,26 +76,11 @@ class Ledger(OpReader):
     # ------------------------------------------------------------------ decisions
     def decide(self, decisions: Sequence[Decision]) -> list[Decided]:
         """Make verdicts final, all in one commit: commits with their offsets, rollbacks without. The first marker wins.
-
         Rows that already have the same verdict stay unchanged, so a decision may be repeated.
 
-        Parameters
-        ----------
-        decisions : sequence of Decision
-            At most one for each half batch.
-
-        Returns
-        -------
-        list of Decided
-            One for each decision. Its problem is a VerdictConflictError when the opposite verdict is final (a
-            ``conflict`` row records this), and a StaleAttemptError when rows are under another attempt, are
-            quarantined, have too few checks, or left long ago. A decision that fails does not stop the others.
-
-        Raises
-        ------
-        ValueError
-            When two decisions are about one half batch, or rows get both verdicts.
-
+        There is at most one decision for each half batch, and one that fails does not stop the others. Its problem is a
+        VerdictConflictError when the opposite verdict is final (a ``conflict`` row records this), and a
+        StaleAttemptError when rows are under another attempt, are quarantined, have too few checks, or left long ago.
         Any other problem, such as a lost half file, fails all decisions.
         """
         for d in decisions:
@@ -188,8 +168,8 @@ class Ledger(OpReader):
         """Add offsets to settling op rows, or place rows for the messages that they commit or set free."""
         if not rows:
             return rows
-        if not (self.waiting or any(r.delayed for r in records) or self._placer.keys.fifo_of(*records)):
-            return with_offsets(rows, self.tails)
+        if not (self.view.waiting or any(r.delayed for r in records) or self._placer.keys.fifo_of(*records)):
+            return with_offsets(rows, self.view.tails)
         now = self.runtime.now()
         batches = [OpenBatch(record, self.state_of(record, refresh=False)) for record in records]
         states = {o.record.half_id: o.state for o in batches}
@@ -199,12 +179,12 @@ class Ledger(OpReader):
         pieces = self._placer.placeable(self._to_place(batches, now, only_commits), now)
         commits = [(r.half_id, r.file_no, r.ranges, r.attempt) for r in rows if r.kind is Kind.COMMIT]
         if [(p.record.half_id, p.file_no, p.ranges, p.attempt) for p in pieces] == commits:  # nothing waits
-            return with_offsets(rows, self.tails)
-        return rows + with_offsets([place_row(piece) for piece in pieces], self.tails)
+            return with_offsets(rows, self.view.tails)
+        return rows + with_offsets([place_row(piece) for piece in pieces], self.view.tails)
 
     def holding_up(self, record: HalfRecord) -> list[str]:
         """Half batches whose pending messages hold up committed messages of this one, in send order."""
-        if None not in self.waiting.get(record.half_id, {}):
+        if None not in self.view.waiting.get(record.half_id, {}):
             return []
         with self.table.lock:
             own_batch = self.open_batch(record.half_id)
@@ -218,18 +198,14 @@ class Ledger(OpReader):
     ) -> list[OpenBatch]:
         """``opened``, and the half batches whose messages may be due or may wait for those of ``opened``.
 
-        Parameters
-        ----------
-        only_commits : bool
-            True when nothing of ``opened`` is rolled back. If all that it commits then waits for pending messages, no
-            earlier message is set free, and the waiting half batches are not read. So a further message of a key costs
-            the same, however many wait already.
-        try_all : bool
-            True: also try half batches again that could not be read within the last :data:`TRY_AGAIN_S`.
+        ``only_commits`` says that nothing of ``opened`` is rolled back. If all that it commits then waits for pending
+        messages, no earlier message is set free, and the waiting half batches are not read. So a further message of a
+        key costs the same, however many wait already. ``try_all`` also tries half batches again that could not be read
+        within the last :data:`TRY_AGAIN_S`.
         """
         opened_ids = {o.record.half_id for o in opened}
         due_ids = {
-            h for h, counts in self.waiting.items() if any(d is not None and d <= now for d in counts)
+            h for h, counts in self.view.waiting.items() if any(d is not None and d <= now for d in counts)
         } - opened_ids
         if self.runtime.monotonic() - self._tried_s < TRY_AGAIN_S and not try_all:
             problems = {half_id: self.unplaceable[half_id] for half_id in self.unplaceable.keys() & due_ids}
@@ -260,11 +236,8 @@ class Ledger(OpReader):
         """``opened`` and those with due messages, and the half batches that share a sharding key of a FIFO topic with
         them.
 
-        Raises
-        ------
-        CorruptLogError
-            When messages are to be placed that were sent after a pending half batch which cannot be read: nobody knows
-            whether the two share a key. And when a committed one that waits for an earlier one cannot be read.
+        CorruptLogError: messages are to be placed that were sent after a pending half batch which cannot be read, so
+        nobody knows whether the two share a key; or a committed one that waits for an earlier one cannot be read.
         """
         keyed = [*(o for o in opened if self._placer.keys.fifo_of(o.record)), *due_keyed]
         if not keyed:
@@ -272,7 +245,9 @@ class Ledger(OpReader):
         opened_ids, due_ids = ({o.record.half_id for o in batches} for batches in (opened, due_batches))
         prepared = self.prepared()
         pending_ids = {*self.open_of(prepared), *self.reopened(prepared)} - opened_ids - due_ids
-        waiting_ids = {h for h, counts in self.waiting.items() if None in counts} - opened_ids - due_ids - pending_ids
+        waiting_ids = (
+            {h for h, counts in self.view.waiting.items() if None in counts} - opened_ids - due_ids - pending_ids
+        )
         pending_batches, unreadable = self._open_pending(pending_ids, prepared)
         related = self._placer.keys.related
         if only_commits and waiting_ids and self._placer.all_wait(keyed, related(keyed, pending_batches)):
@@ -298,7 +273,7 @@ class Ledger(OpReader):
             try:
                 batches += self._open_if_present([half_id])
             except (LostFileError, UnreadableFileError) as problem:
-                is_sent_once = half_id in prepared and half_id not in self.waiting
+                is_sent_once = half_id in prepared and half_id not in self.view.waiting
                 unreadable.append((prepared[half_id].ms if is_sent_once else 0, problem))
         return batches, unreadable
 
@@ -332,11 +307,11 @@ class Ledger(OpReader):
 
         def build() -> list[OpRow]:
             now = self.runtime.now()
-            if not any(due is not None and due <= now for counts in self.waiting.values() for due in counts):
+            if not any(due is not None and due <= now for counts in self.view.waiting.values() for due in counts):
                 self.unplaceable = {}
                 return []
             pieces = self._placer.placeable(self._to_place([], now, try_all=True), now)
-            return with_offsets([place_row(piece) for piece in pieces], self.tails)
+            return with_offsets([place_row(piece) for piece in pieces], self.view.tails)
 
         return placed_messages(self.append(build))
 
@@ -437,14 +412,8 @@ class Ledger(OpReader):
         return placed_messages(self.append(build, reopens=True))
 
     def overrule(self, record: HalfRecord, verdict: LocalTransactionState, reason: str) -> list[Placed]:
-        """Apply a person's verdict to rows that are pending, quarantined or in conflict.
-
-        Raises
-        ------
-        VerdictConflictError
-            When readers may have seen the messages to roll back, or when no row is open and the opposite verdict is
-            final.
-        """
+        """Apply a person's verdict to rows that are pending, quarantined or in conflict. VerdictConflictError: readers
+        may have seen the messages to roll back, or no row is open and the opposite verdict is final."""
 
         def build() -> list[OpRow]:
             state = self.state_of(record, refresh=False)
@@ -505,13 +474,8 @@ class Ledger(OpReader):
 
     def append(self, build: Callable[[], Sequence[OpRow]], *, reopens: bool = False) -> Sequence[OpRow]:
         """Build op rows from the newest state and commit them at the next version, or start again. Returns the rows
-        written.
-
-        Parameters
-        ----------
-        reopens : bool
-            Whether there may be ``reopen`` rows. Their messages are sent after everything that is prepared by now.
-        """
+        written. ``reopens``: there may be ``reopen`` rows, whose messages are sent after everything that is prepared by
+        now."""
         commit_id = self.runtime.unique_id()
         rows: Sequence[OpRow] = ()
 
@@ -523,7 +487,7 @@ class Ledger(OpReader):
             if not rows:
                 return None
             table = to_table(rows, self.table.version + 1, self._op_time, commit_id)
-            file = self.table.write(table, "op", STATS_COLUMNS)
+            file = self.table.write(table)
             awaited.written[file.path] = table
             return Change(add=[file])
 

@@ -11,16 +11,8 @@ from rmq_spark._core.vocabulary.options import QUEUES_DEFAULT
 
 
 class LogTables(ABC):
-    """The tables of one commit log. ``messages`` and ``groups`` are opened when they are first needed.
-
-    Attributes
-    ----------
-    path : str
-    half, op, topics : Table
-    default_queues : int
-        Queues of a topic that is created without a number of its own.
-    storage_options : dict
-    """
+    """The tables of one commit log. ``messages`` and ``groups`` are opened when they are first needed. A topic that is
+    created without a number of queues gets ``default_queues``."""
 
     def __init__(
         self,

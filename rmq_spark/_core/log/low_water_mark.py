@@ -37,13 +37,7 @@ ROWS_LET_GO_MIN = 64
 
 
 class Marker:
-    """Makes the next mark.
-
-    Parameters
-    ----------
-    reader : OpReader
-        It has just read the state of ``op`` from the table.
-    """
+    """Makes the next mark. ``reader`` has just read the state of ``op`` from the table."""
 
     def __init__(self, reader: OpReader, half: HalfTable) -> None:
         self._reader = reader

@@ -25,15 +25,8 @@ _Range = TypeVar("_Range", bound="MessageRange")
 
 @dataclass(frozen=True)
 class MessageRange:
-    """Messages that stand in a queue one after the other, and where their rows lie; picklable.
-
-    Attributes
-    ----------
-    queue_offset : int
-        Of the first row; the others follow in order.
-    since : int
-        Of a file of ``messages``: the version of ``op`` at which its first message was placed.
-    """
+    """Messages that stand in a queue one after the other, from ``queue_offset`` on, and where their rows lie;
+    picklable. ``since`` is of a file of ``messages``: the version of ``op`` at which its first message was placed."""
 
     rows: RowRange
     topic: str
@@ -73,13 +66,7 @@ class MessageRange:
 
 @dataclass(frozen=True)
 class PlacedRange(MessageRange):
-    """Rows of ``half``, and what ``op`` says of them.
-
-    Attributes
-    ----------
-    op_version : int
-        The version of ``op`` at which the rows were placed.
-    """
+    """Rows of ``half``, and what ``op`` says of them. They were placed at ``op_version``."""
 
     attempt: int
     transaction_per: str
@@ -109,13 +96,7 @@ def select(
     end: int,
 ) -> tuple[list[PlacedRange], list[tuple[int, int]]]:
     """The ranges that hold offsets ``start`` (included) to ``end`` (excluded) of a queue, in offset order; and the
-    offsets (first, end) that the log does not hold.
-
-    Raises
-    ------
-    CorruptLogError
-        When an offset is placed twice.
-    """
+    offsets (first, end) that the log does not hold. CorruptLogError: an offset is placed twice."""
     if start >= end:
         return [], []
     of_queue = pc.and_(pc.equal(placements["topic"], topic), pc.equal(placements["queue_id"], queue_id))
@@ -139,6 +120,14 @@ def select(
     if position < end:
         gaps.append((position, end))
     return selected, gaps
+
+
+def note_first_offsets(offsets: dict[Queue, int], rows: pa.Table) -> None:
+    """Lower the offset of each queue of these rows to the first one among them."""
+    firsts = rows.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
+    for row in firsts.to_pylist():
+        queue, first = (row["topic"], row["queue_id"]), row["queue_offset_min"]
+        offsets[queue] = min(offsets.get(queue, first), first)
 
 
 def out_of_range(topic: str, queue_id: int, start: int, end: int, firsts: Positions | None = None) -> str:

@@ -62,7 +62,7 @@ def rollback_rows(decision: Decision, rows: RowSet) -> list[OpRow]:
         part_ranges = part.ranges
         if rows.count < decision.rollback.count:
             part_ranges = {n: _ranges_within(rows.get(n, b""), ranges) for n, ranges in part_ranges.items()}
-        op_rows = _op_rows_of(Kind.ROLLBACK, decision.record, part_ranges, decision.attempt, decision.who, part.reason)
+        op_rows = _rows_naming(Kind.ROLLBACK, decision.record, part_ranges, decision.attempt, decision.who, part.reason)
         rollback_rows += [replace(row, refused=refused) for row in op_rows]
     return rollback_rows
 
@@ -73,33 +73,18 @@ def _ranges_within(bits: bytes, ranges: Ranges) -> Ranges:
 
 def rows_for(kind: Kind, record: HalfRecord, rows: RowSet, attempt: int, who: Who, reason: str | None) -> list[OpRow]:
     """As few op rows as possible that name these rows."""
-    if rows.count == record.rows:
-        return [_op_row(kind, record, None, None, record.rows, attempt, who, reason)]
-    return _op_rows_of(kind, record, dict(rows.ranges()), attempt, who, reason)
+    return _rows_naming(kind, record, dict(rows.ranges()), attempt, who, reason)
 
 
-def _op_rows_of(
+def _rows_naming(
     kind: Kind, record: HalfRecord, ranges: Mapping[int, Ranges], attempt: int, who: Who, reason: str | None
 ) -> list[OpRow]:
     counts = {file_no: ranges_count(file_ranges) for file_no, file_ranges in ranges.items()}
+    named: list[tuple[int | None, Ranges | None, int]] = [(n, ranges[n], count) for n, count in counts.items() if count]
     if sum(counts.values()) == record.rows:
-        return [_op_row(kind, record, None, None, record.rows, attempt, who, reason)]
+        named = [(None, None, record.rows)]
+    group = record.header.producer_group
     return [
-        _op_row(kind, record, file_no, ranges[file_no], count, attempt, who, reason)
-        for file_no, count in counts.items()
-        if count
+        OpRow(kind, record.half_id, file_no, file_ranges, count, attempt, who, reason, producer_group=group)
+        for file_no, file_ranges, count in named
     ]
-
-
-def _op_row(
-    kind: Kind,
-    record: HalfRecord,
-    file_no: int | None,
-    ranges: Ranges | None,
-    count: int,
-    attempt: int,
-    who: Who,
-    reason: str | None,
-) -> OpRow:
-    return OpRow(kind, record.half_id, file_no, ranges, count, attempt, who, reason,
-                 producer_group=record.header.producer_group)  # fmt: skip

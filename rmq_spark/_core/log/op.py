@@ -71,7 +71,6 @@ OP_SCHEMA = pa.schema(
 )
 """``client/columns.py`` says what the columns mean."""
 NO_OPS = OP_SCHEMA.empty_table()
-STATS_COLUMNS = ("version", "next_offset", "low_water", "prepared_ms")
 
 
 PRUNED = "txmq.pruned"
@@ -81,8 +80,6 @@ PRUNED_PLACED = "txmq.pruned.placed"
 
 
 class Kind(str, Enum):
-    """The kinds of op rows."""
-
     COMMIT = "commit"
     PLACE = "place"
     ROLLBACK = "rollback"
@@ -122,16 +119,9 @@ DECIDING = frozenset(kind.value for kind in (*SETTLING, Kind.REOPEN))
 class OpenBelow:
     """A half batch that was open when a mark passed it. The mark names it, so that nothing else waits for it.
 
-    Attributes
-    ----------
-    ms : int
-        When it was prepared.
-    pending : int
-        Its pending rows before ``since_version`` of the mark.
-    versions : tuple of int
-        Versions before ``since_version`` with op rows of it that still count.
-    waiting : mapping of datetime or None to int
-        Its committed messages that had no place then, by due time (None: they wait for their sharding key).
+    It was prepared at ``ms``. ``pending`` are its pending rows, and ``versions`` those with op rows of it that still
+    count, both before ``since_version`` of the mark. ``waiting`` are its committed messages that had no place then, by
+    due time (None: they wait for their sharding key).
     """
 
     ms: int
@@ -182,22 +172,17 @@ class OpRow:
         who = read["decided_by"]
         return cls(
             kind=Kind(read["kind"]),
-            half_id=read["half_id"],
-            file_no=read["file_no"],
             ranges=ranges_of(read["ranges"]),
-            count=read["count"],
-            attempt=read["attempt"],
             decided_by=None if who is None else Who(who),
-            reason=read["reason"],
-            topic=read["topic"],
-            queue_id=read["queue_id"],
-            queue_offset=read["queue_offset"],
-            producer_group=read["producer_group"],
-            until=read["until"],
-            verdict=read["verdict"],
-            refused=read["refused"],
-            op_time=read["op_time"],
+            **{name: read[name] for name in _AS_READ},
         )
+
+
+_AS_READ = (
+    "half_id", "file_no", "count", "attempt", "reason", "topic", "queue_id", "queue_offset", "producer_group", "until",
+    "verdict", "refused", "op_time",
+)  # fmt: skip
+"""Columns that a row of one half batch keeps as they are read."""
 
 
 def pruned_up_to(op: Table, what: str = PRUNED) -> int:

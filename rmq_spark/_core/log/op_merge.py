@@ -7,7 +7,6 @@ import logging
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.op import STATS_COLUMNS
 from rmq_spark._core.storage.merge import compact
 from rmq_spark._core.storage.table import Change, Table
 
@@ -42,7 +41,6 @@ def _in_version_order(rows: pa.Table) -> pa.Table:
 
 
 def is_due(table: Table) -> bool:
-    """True when ``op`` has enough small files to merge."""
     return table.actions().num_rows >= OP_FILES_MAX and bool(_to_merge(table))
 
 
@@ -53,7 +51,7 @@ def compact_op(table: Table) -> int:
     """
 
     def merge(small: list[str]) -> Change:
-        merged = table.write(_in_version_order(table.read(small)), "op", STATS_COLUMNS)
+        merged = table.write(_in_version_order(table.read(small)))
         return Change(add=[merged], remove=small, data_change=False)
 
     return compact(table, _to_merge, merge)

@@ -20,7 +20,7 @@ from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.key_order import OpenBatch
 from rmq_spark._core.log.op import DECIDING, NO_OPS, Kind, OpRow, pruned_up_to
 from rmq_spark._core.log.op_rows import read_op
-from rmq_spark._core.log.op_view import OpView, Tails, Waiting, of_kind, settled
+from rmq_spark._core.log.op_view import OpView, of_kind, settled
 from rmq_spark._core.log.prepared_batches import Prepared, PreparedBatches
 from rmq_spark._core.log.shared_files import UnreadableFile
 from rmq_spark._core.storage.table import Table
@@ -36,15 +36,7 @@ OPEN_ROWS_KEPT = 1_000_000
 
 @dataclass
 class Awaited:
-    """A commit of op rows that is under way.
-
-    Attributes
-    ----------
-    written : dict of str to pyarrow.Table
-        The rows of its files, by path.
-    arrived : bool
-        Whether its rows were read.
-    """
+    """A commit of op rows that is under way: the rows of its files by path, and whether they were read."""
 
     commit_id: str
     written: dict[str, pa.Table] = field(default_factory=dict)
@@ -52,15 +44,8 @@ class Awaited:
 
 
 class OpReader:
-    """Reads the new rows of ``op``, and keeps what they say. It writes nothing.
-
-    Parameters
-    ----------
-    table : Table
-        ``op``.
-    half : HalfTable
-        The prepared half batches; each is open until op rows settle it.
-    """
+    """Reads the new rows of ``op``, and keeps what they say. It writes nothing. Each prepared half batch of ``half`` is
+    open until op rows settle it."""
 
     def __init__(self, table: Table, half: HalfTable) -> None:
         self.table = table
@@ -144,7 +129,6 @@ class OpReader:
         return OpView.from_mark(read_op(self.table, paths))
 
     def _read_between(self, first: int, last: int) -> pa.Table:
-        """The op rows of these versions, in version order."""
         actions = self.table.actions()
         if actions.num_rows == 0:
             return NO_OPS
@@ -159,77 +143,37 @@ class OpReader:
         return rows.filter(between).sort_by("version")
 
     # ------------------------------------------------------------------ questions
-    @property
-    def low_water_ms(self) -> int:
-        """Prepare time (ms) up to which every half batch is settled, except those that the mark names or that were
-        reopened later."""
-        return self.view.low_water
-
     def ms_before_prepare(self) -> int:
         """The time (ms) after which a half batch must be prepared now. Open half batches below the mark are not
         searched for, and what was reopened so far counts as sent earlier, whatever the clocks say."""
         self.refresh()
-        return max(self.low_water_ms, self.reopened_ms)
+        return max(self.view.low_water, self.reopened_ms)
 
     @property
     def reopened_ms(self) -> int:
         """When a transaction was last reopened (ms)."""
         return self.view.reopened_ms
 
-    @property
-    def tails(self) -> Tails:
-        """The next offset of every queue that has messages."""
-        return self.view.tails
-
-    @property
-    def firsts(self) -> Tails:
-        """The first offset that is kept, of every queue of which messages have expired."""
-        return self.view.firsts
-
-    @property
-    def waiting(self) -> Waiting:
-        """How many committed messages have no place yet, by half id and due time (None: they wait for an earlier
-        message of their sharding key)."""
-        return self.view.waiting
-
-    @property
-    def conflicts(self) -> frozenset[str]:
-        """Half batches with a verdict that came too late, which no person has resolved yet."""
-        return self.view.conflicts
-
-    @property
-    def rows_kept(self) -> int:
-        """How many op rows are kept in memory."""
-        return int(self.view.rows.num_rows)
-
-    @property
-    def half_ids_kept(self) -> int:
-        """How many half batches are known to have no op rows."""
-        return len(self._untouched)
-
     def rows_of(self, record: HalfRecord) -> pa.Table:
         """The op rows of one half batch, in version order. Above the mark, all rows of a half batch are in memory."""
         kept = _rows_of_batch(self.view.rows, record.half_id)
-        return pa.concat_tables([self._older_rows_of(record.half_id), kept]) if self._is_below(record) else kept
+        if not self._is_below(record):
+            return kept
+        return pa.concat_tables([self._older_rows_of([record.half_id])[record.half_id], kept])
 
     def _is_below(self, record: HalfRecord) -> bool:
         """Whether a half batch was prepared below the mark, so that it may have op rows older than those in memory."""
         return record.prepared_ms <= self.view.low_water
 
-    def _older_rows_of(self, half_id: str) -> pa.Table:
-        """The op rows of one half batch that are older than those in memory. They are cached: a commit that loses a
-        race needs them again, and another scan would make it lose the next race, too."""
-        cache = self._older_cache()
-        if half_id not in cache:
-            cache.update(self._read_older([half_id]))
-        return cache[half_id]
-
-    def _older_cache(self, more: int = 1) -> dict[str, pa.Table]:
-        """The cache of :meth:`_older_rows_of`, with room for ``more`` half batches."""
+    def _older_rows_of(self, half_ids: Sequence[str]) -> Mapping[str, pa.Table]:
+        """The op rows of half batches that are older than those in memory, and perhaps those of others. They are
+        cached: a commit that loses a race needs them again, and another scan would make it lose the next race, too."""
         marked_at, cache = self._older_rows
-        if marked_at != self.view.marked_at or len(cache) + more > OLDER_KEPT:
+        if marked_at != self.view.marked_at or len({*cache, *half_ids}) > OLDER_KEPT:
             cache = {}
             self._older_rows = (self.view.marked_at, cache)
+        if unread := [half_id for half_id in half_ids if half_id not in cache]:
+            cache.update(self._read_older(unread))
         return cache
 
     def read_older(self, records: Iterable[HalfRecord]) -> None:
@@ -237,8 +181,7 @@ class OpReader:
         with self.table.lock:
             half_ids = [record.half_id for record in records if self._is_below(record)]
             if len(half_ids) <= OLDER_KEPT:
-                cache = self._older_cache(len(half_ids))
-                cache.update(self._read_older([h for h in half_ids if h not in cache]))
+                self._older_rows_of(half_ids)
 
     def _read_older(self, half_ids: Sequence[str]) -> dict[str, pa.Table]:
         """The op rows that are older than those in memory, by half id and in version order. Of a half batch that the
@@ -356,7 +299,6 @@ class OpReader:
         return Archived.of(rows.slice(rows.num_rows - 1).to_pylist()[0]) if rows.num_rows else None
 
     def archived_among(self, names: Collection[str]) -> frozenset[str]:
-        """The names whose half batches have left or are about to leave."""
         with self.table.lock:
             self.refresh()
             rows = self.table.read(self.archive_paths(), ["kind", "half_id"], _may_be_named(names))
@@ -419,7 +361,7 @@ class OpReader:
     def prepared(self) -> PreparedBatches:
         """Half batches that may be open, by half id: all above the low-water mark, and those that the mark names, with
         their pending rows."""
-        above = self.half.contents.prepared_after(self.low_water_ms)
+        above = self.half.contents.prepared_after(self.view.low_water)
         return above.updated({h: Prepared(b.ms, b.pending) for h, b in self.view.below.items()})
 
     def open_half_ids(self) -> list[str]:

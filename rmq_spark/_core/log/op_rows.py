@@ -28,18 +28,10 @@ def read_op(
 
 def validate_op(rows: pa.Table) -> pa.Table:
     """Return the op rows when each is possible by itself. Contradictions with a half batch are found where the half
-    batch is known.
+    batch is known. Rules about absent columns are skipped.
 
-    Parameters
-    ----------
-    rows : pyarrow.Table
-        Any columns of ``OP_SCHEMA``. Rules about absent columns are skipped.
-
-    Raises
-    ------
-    CorruptLogError
-        When a row has an unknown word, no time, an impossible attempt or count, offsets without a queue or not matching
-        its count, or row ranges that are empty, overlap, or do not match its count.
+    CorruptLogError: a row has an unknown word, no time, an impossible attempt or count, offsets without a queue or not
+    matching its count, or row ranges that are empty, overlap, or do not match its count.
     """
     if rows.num_rows == 0:
         return rows

@@ -33,40 +33,27 @@ their sharding key)."""
 
 @dataclass(frozen=True)
 class OpView:
-    """The state after the op rows up to a version.
-
-    Attributes
-    ----------
-    version : int
-        The last version that was read.
-    since : int
-        ``rows`` holds all op rows from this version on.
-    marked_at : int
-        The version of the newest mark; -1 before the first one.
-    low_water : int
-        Prepare time (ms) up to which every half batch is settled, except those ``below`` and those reopened later.
-    below : mapping of str to OpenBelow
-        Half batches that were open when the newest mark passed them, by half id.
-    reopened_ms : int
-        When a transaction was last reopened.
-    conflicts : frozenset of str
-        Half batches in conflict that no person has resolved yet.
-    firsts : mapping of (topic, queue_id) to int
-        The first offset that is kept, of queues with expired messages.
-    """
+    """The state after the op rows up to a version."""
 
     version: int = -1
     rows: pa.Table = field(default_factory=lambda: NO_OPS)
     since: int = 0
+    """``rows`` holds all op rows from this version on."""
     tails: Tails = field(default_factory=dict)
     waiting: Waiting = field(default_factory=dict)
     last_time: datetime = EPOCH
     low_water: int = 0
+    """Prepare time (ms) up to which every half batch is settled, except those ``below`` and those reopened later."""
     conflicts: frozenset[str] = frozenset()
+    """Half batches with a verdict that came too late, which no person has resolved yet."""
     below: Mapping[str, OpenBelow] = field(default_factory=dict)
+    """Half batches that were open when the newest mark passed them, by half id."""
     reopened_ms: int = 0
+    """When a transaction was last reopened."""
     marked_at: int = -1
+    """The version of the newest mark; -1 before the first one."""
     firsts: Tails = field(default_factory=dict)
+    """The first offset that is kept, of queues with expired messages."""
 
     @classmethod
     def from_mark(cls, rows: pa.Table) -> OpView:
@@ -86,13 +73,8 @@ class OpView:
         )  # fmt: skip
 
     def after(self, rows: pa.Table, version: int) -> OpView:
-        """The state after the op rows up to ``version``. ``rows`` are the new ones, in version order.
-
-        Raises
-        ------
-        CorruptLogError
-            When the rows contradict each other or the state before.
-        """
+        """The state after the op rows up to ``version``. ``rows`` are the new ones, in version order. CorruptLogError:
+        they contradict each other or the state before."""
         if rows.num_rows == 0:
             return replace(self, version=version)
         kept = pa.concat_tables([self.rows, rows])
@@ -138,7 +120,6 @@ class OpView:
 
 
 def of_kind(rows: pa.Table, kind: Kind) -> pa.ChunkedArray:
-    """Which op rows are of this kind."""
     return pc.equal(rows["kind"], kind.value)
 
 
@@ -212,13 +193,7 @@ def _last_reopened_ms(rows: pa.Table) -> int:
 
 
 def _firsts_after(firsts: Tails, rows: pa.Table, tails: Tails) -> Tails:
-    """The first offsets that are kept, after these op rows.
-
-    Raises
-    ------
-    CorruptLogError
-        When the rows expire messages that never existed.
-    """
+    """The first offsets that are kept, after these op rows. CorruptLogError: they expire what never existed."""
     expired = rows.filter(of_kind(rows, Kind.EXPIRE)).select(["firsts"]).to_pylist()
     new_firsts = dict(firsts)
     for row in expired:
@@ -242,13 +217,7 @@ def _firsts(row: Mapping[str, Any]) -> dict[Queue, int]:
 
 
 def _below(mark: Mapping[str, Any]) -> dict[str, OpenBelow]:
-    """The open half batches that a mark names.
-
-    Raises
-    ------
-    CorruptLogError
-        When the mark has an impossible entry.
-    """
+    """The open half batches that a mark names. CorruptLogError: the mark has an impossible entry."""
     return {entry["half_id"]: _open_below(entry, mark) for entry in mark["below"]}
 
 

@@ -37,26 +37,16 @@ FILE_BYTES_MAX = 16 * 1024 * 1024
 every other one of 100,000 messages is large."""
 
 
-def walk_placements(
-    op: Table, since_version: int = 0, above: int = 0, files_min: int = 16
-) -> Iterator[tuple[pa.Table, int | None]]:
+def walk_placements(op: Table, since_version: int = 0, above: int = 0) -> Iterator[tuple[pa.Table, int | None]]:
     """Placements, from the newest op file backwards. A reader near the head of its queues stops early, so its cost does
-    not depend on the age of the log.
+    not depend on the age of the log. Each step reads twice as many files as the one before.
 
-    Parameters
-    ----------
-    files_min : int
-        Files of the first step. Each further step takes twice as many.
-
-    Yields
-    ------
-    (rows, rest)
-        Rows with :data:`PLACEMENT_COLUMNS`; and the highest version that rows of the remaining files can have (-1 when
-        no file remains, None when it is unknown).
+    It yields rows with :data:`PLACEMENT_COLUMNS`, and the highest version that rows of the remaining files can have (-1
+    when no file remains, None when it is unknown).
     """
     files = newest_files(op, since_version, above)
     is_wanted = pc.field("queue_offset").is_valid() & (pc.field("next_offset") > above)
-    step, at = files_min, 0
+    step, at = 16, 0
     while at < len(files):
         paths = [path for path, _ in files[at : at + step]]
         at, step = at + step, step * 2
@@ -82,13 +72,8 @@ def newest_files(op: Table, since_version: int = 0, above: int = 0) -> list[tupl
 
 def rows_above(op: Table, position: int, until: int, rows_max: int, columns: Sequence[str]) -> tuple[pa.Table, int]:
     """All op rows above a version, as many as fit into memory; and the version up to which they are complete. That is
-    ``until`` when all were read.
-
-    Parameters
-    ----------
-    rows_max : int
-        No further file of ``op`` is read when the rows would exceed this, or the files :data:`FILE_BYTES_MAX`.
-    """
+    ``until`` when all were read. No further file of ``op`` is read when the rows would exceed ``rows_max``, or the
+    files :data:`FILE_BYTES_MAX`."""
     actions = op.actions()
     actions = actions.filter(pc.fill_null(pc.greater(actions["max.version"], position), True))
     # Files without statistics may hold any version, so they come first.

@@ -35,13 +35,7 @@ from rmq_spark._core.vocabulary.times import EPOCH
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one half file that follow each other in a queue.
-
-    Attributes
-    ----------
-    due : datetime or None
-        When delayed messages were to appear.
-    """
+    """Rows of one half file that follow each other in a queue. Delayed messages were to appear at ``due``."""
 
     record: HalfRecord
     file_no: int

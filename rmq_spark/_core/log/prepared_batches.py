@@ -21,28 +21,15 @@ SCHEMA = pa.schema([
 
 
 class Prepared(NamedTuple):
-    """The entry of a prepared half batch in the Delta log.
-
-    Attributes
-    ----------
-    ms : int
-        When it was prepared.
-    """
+    """The entry of a prepared half batch in the Delta log: when it was prepared (ms), and its rows."""
 
     ms: int
     rows: int
 
 
 class PreparedBatches(Mapping[str, Prepared]):
-    """Prepared half batches by half id.
-
-    Parameters
-    ----------
-    table : pyarrow.Table
-        ``half_id`` (each once)``, ms, rows``.
-    unreadable : sequence of UnreadableFile
-        Files whose half batches are not among them: nobody knows which these are.
-    """
+    """Prepared half batches by half id, from a table of ``half_id`` (each once)``, ms, rows``. ``unreadable`` are files
+    whose half batches are not among them: nobody knows which these are."""
 
     def __init__(self, table: pa.Table, unreadable: Sequence[UnreadableFile] = ()) -> None:
         self.table = table.cast(SCHEMA).combine_chunks()
@@ -50,7 +37,6 @@ class PreparedBatches(Mapping[str, Prepared]):
 
     @classmethod
     def of(cls, batches: Mapping[str, Prepared]) -> PreparedBatches:
-        """Put these half batches into columns."""
         columns = list(zip(*batches.values(), strict=True)) or [()] * len(Prepared._fields)
         return cls(pa.table([list(batches), *columns], schema=SCHEMA))
 
@@ -91,13 +77,8 @@ class PreparedBatches(Mapping[str, Prepared]):
         return PreparedBatches(pa.concat_tables([kept, added]), self.unreadable)
 
     def left_open(self, settled: pa.Table) -> dict[str, int]:
-        """How many rows of each half batch are not settled, without half batches that are settled entirely.
-
-        Parameters
-        ----------
-        settled : pyarrow.Table
-            ``half_id`` (each once)``, rows``.
-        """
+        """How many rows of each half batch are not settled, without half batches that are settled entirely. ``settled``
+        has ``half_id`` (each once)``, rows``."""
         places = pc.index_in(self.table["half_id"], value_set=_values(settled["half_id"]))
         gone = pc.fill_null(settled["rows"].combine_chunks().take(places.combine_chunks()), 0)
         left = pc.subtract(self.table["rows"], gone)

@@ -37,18 +37,9 @@ BELIEVED = "txmq.believed"
 
 
 def doubt_s(engine: Engine, note: bool = True) -> float:
-    """Return the seconds by which this machine's clock may be ahead. Only what is older by this much may be deleted.
-
-    Parameters
-    ----------
-    note : bool
-        Whether this look is noted. A look that is not noted does not help later ones.
-
-    Returns
-    -------
-    float
-        0 while looks follow each other. After a time without upkeep it is that time, until the second look.
-    """
+    """Return the seconds by which this machine's clock may be ahead. Only what is older by this much may be deleted. It
+    is 0 while looks follow each other. After a time without upkeep it is that time, until the second look. A look that
+    is not noted does not help later ones."""
     op = engine.op_table
     with engine.lock:
         op.refresh()

@@ -24,15 +24,8 @@ IDS_KEPT_MAX = 500_000
 
 
 class UnreadableFile(NamedTuple):
-    """A shared file that is lost or damaged.
-
-    Attributes
-    ----------
-    ms : int
-        When its half batches were prepared.
-    rows : int or None
-        Rows of all its half batches, by the Delta log.
-    """
+    """A shared file that is lost or damaged. Its half batches were prepared at ``ms``, and have ``rows`` rows by the
+    Delta log."""
 
     path: str
     ms: int
@@ -41,15 +34,8 @@ class UnreadableFile(NamedTuple):
 
 
 class SharedFiles:
-    """The contents of shared files: ``half_id`` and ``rows`` of each half batch.
-
-    Parameters
-    ----------
-    read : callable
-        Takes the paths of half files, and returns the column ``half_id`` of all their rows.
-    is_live : callable
-        Takes a path, and returns whether the newest version of ``half`` names it.
-    """
+    """The contents of shared files: ``half_id`` and ``rows`` of each half batch. ``read`` returns the column
+    ``half_id`` of all rows of some half files, and ``is_live`` whether the newest version of ``half`` names a file."""
 
     def __init__(self, read: Callable[[list[str]], pa.ChunkedArray], is_live: Callable[[str], bool]) -> None:
         self._read = read
@@ -59,13 +45,7 @@ class SharedFiles:
         self._ids = 0
 
     def of(self, path: str) -> pa.Table:
-        """The half batches in one file.
-
-        Raises
-        ------
-        CorruptLogError
-            When the file is damaged, or has a row without half_id.
-        """
+        """The half batches in one file. CorruptLogError: the file is damaged, or has a row without half_id."""
         batches = self._kept.get(path)
         if batches is None:
             ids = self._read([path])
@@ -79,13 +59,8 @@ class SharedFiles:
 
     def readable(self, paths: Iterable[str]) -> Iterator[tuple[str, pa.Table]]:
         """Yield the paths of those files that can be read, with their half batches. A file that cannot be read is
-        logged once, and :meth:`problems` tells why.
-
-        Raises
-        ------
-        CorruptLogError
-            When a file is gone because another process has taken it out of the table: look again.
-        """
+        logged once, and :meth:`problems` tells why. CorruptLogError: a file is gone because another process has taken
+        it out of the table, so look again."""
         for path in paths:
             try:
                 batches = self.of(path)
@@ -109,7 +84,6 @@ class SharedFiles:
         return batches is not None and 0 < (pc.sum(batches["rows"]).as_py() or 0) <= rows_max
 
     def keep(self, path: str, found: pa.Table) -> None:
-        """Keep the contents of a file."""
         self._kept[path] = found
         self._ids += found.num_rows
         while self._ids > IDS_KEPT_MAX and len(self._kept) > 1:

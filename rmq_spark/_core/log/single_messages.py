@@ -18,13 +18,7 @@ from rmq_spark.errors import MessageError, TxmqError
 
 @dataclass(eq=False, slots=True)
 class OneMessage:
-    """A half batch of one message that is not yet checked and arranged.
-
-    Attributes
-    ----------
-    rows : HalfRows or None
-        The arranged message.
-    """
+    """A half batch of one message that is not yet checked; ``rows`` is the arranged message, once it is."""
 
     writer: HalfWriter
     message: Message
@@ -40,7 +34,6 @@ class OneMessage:
 
     @property
     def files(self) -> tuple[OneMessage]:
-        """The rows to prepare."""
         return (self,)
 
 
@@ -74,13 +67,8 @@ def _arrange_together(ones: Sequence[OneMessage]) -> None:
 
 
 def rows_of_each(table: pa.Table, writers: Sequence[HalfWriter], checks: HalfWriter) -> list[HalfRows]:
-    """Each message as the rows of its own half batch, by its writer. ``checks`` checks all of them.
-
-    Raises
-    ------
-    MessageError, TopicNotFoundError
-        For the first message that breaks a rule.
-    """
+    """Each message as the rows of its own half batch, by its writer. ``checks`` checks all of them, and raises the
+    error of the first one that breaks a rule."""
     messages = checks.normalize(table)
     places = list(zip(messages["topic"].to_pylist(), messages["queue_id"].to_pylist(), strict=True))
     queues = [

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.runtime.log_records import failure
 from rmq_spark._core.storage.merge import compact
 from rmq_spark._core.storage.table import Change, Table, has_held
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark._core.vocabulary.options import QUEUES_MAX, whole_number
 from rmq_spark._core.vocabulary.remedy import Remedy
 from rmq_spark.errors import CorruptLogError, TopicExistsError
-from rmq_spark.logs import failure
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,6 @@ _NO_ROWS = pa.schema([TOPICS_SCHEMA.field(name) for name in _COLUMNS]).empty_tab
 
 
 class TopicTable:
-    """The ``topics`` table of a commit log."""
-
     def __init__(self, table: Table, default_queues: int) -> None:
         self.table = table
         self.default_queues = default_queues
@@ -69,25 +67,22 @@ class TopicTable:
         """The topics by name, as the table has them now."""
         with self.table.lock:
             self.table.refresh()
-            return self.known()
+            return self.seen().topics
 
     def with_names(self, names: Collection[str]) -> Known:
         """The topics that this handle knows. It reads the table when one of these names is unknown."""
-        needed, seen = set(names), self._current()
-        if seen is not None and seen.topics.keys() >= needed:
-            return seen
-        with self.table.lock:
-            if self._known is None or not self.known().keys() >= needed:
-                self.table.refresh()
-            return self.seen()
-
-    def known(self) -> dict[str, Topic]:
-        """The topics as of this handle's last read."""
-        return self.seen().topics
+        needed, seen = set(names), self._known
+        if seen is None or not seen.topics.keys() >= needed:
+            with self.table.lock:
+                if self._known is None or not self.seen().topics.keys() >= needed:
+                    self.table.refresh()
+        return self.seen()
 
     def seen(self) -> Known:
-        """The topics as of this handle's last read, with their version."""
-        if (seen := self._current()) is not None:
+        """The topics as of this handle's last read. It waits for no commit under way, unless there is something to
+        read."""
+        seen = self._known
+        if seen is not None and seen.version == self.table.version:
             return seen
         with self.table.lock:
             if self._known is None or self._known.version != self.table.version:
@@ -111,11 +106,6 @@ class TopicTable:
                 if self.table.refresh() == version:
                     raise
 
-    def _current(self) -> Known | None:
-        """The topics as this handle read them last. It does not wait for a commit under way."""
-        known = self._known
-        return None if known is None or known.version != self.table.version else known
-
     def create(
         self, names: Iterable[str], queues: int | None, fifo: bool, exist_ok: bool, retention_s: float | None = None
     ) -> None:
@@ -126,7 +116,7 @@ class TopicTable:
         topic_names = list(dict.fromkeys(names))
 
         def is_there(name: str) -> bool:
-            topic = self.known().get(name)
+            topic = self.seen().topics.get(name)
             if topic is None:
                 return False
             as_asked = queues in (None, topic.queues) and topic.fifo == bool(fifo)
@@ -151,7 +141,7 @@ class TopicTable:
             kind = {"queues": queue_count, "fifo": bool(fifo), "retention_s": retention_s}
             rows = [{"name": name, **kind, "created": self.table.runtime.now()} for name in new_names]
             table = pa.Table.from_pylist(rows, schema=TOPICS_SCHEMA)
-            return Change(add=[self.table.write(table, "topics", ("name",))]) if new_names else None
+            return Change(add=[self.table.write(table)]) if new_names else None
 
         def landed(change: Change) -> bool:
             # A topic of this name may be another process's, so only the file counts, even when it was merged since.
@@ -168,7 +158,7 @@ class TopicTable:
             return paths if len(paths) >= TOPICS_FILES_MAX else []
 
         def merge(paths: list[str]) -> Change:
-            file = self.table.write(self.table.read(paths), "topics", ("name",))
+            file = self.table.write(self.table.read(paths))
             return Change(add=[file], remove=paths, data_change=False)
 
         try:
@@ -180,7 +170,7 @@ class TopicTable:
         """Change how long messages of a topic are kept; None for ever. The topic must exist."""
 
         def propose(version: int) -> Change | None:
-            if self.known()[name].retention_s == retention_s:
+            if self.seen().topics[name].retention_s == retention_s:
                 return None
             for path in self.table.actions()["path"].to_pylist():
                 rows = self.table.read([path])
@@ -188,7 +178,7 @@ class TopicTable:
                 if pc.any(is_topic).as_py():
                     at = rows.column_names.index("retention_s")
                     changed = pc.if_else(is_topic, pa.scalar(retention_s, pa.float64()), rows["retention_s"])
-                    file = self.table.write(rows.set_column(at, "retention_s", changed), "topics", ("name",))
+                    file = self.table.write(rows.set_column(at, "retention_s", changed))
                     return Change(add=[file], remove=[path], data_change=False)
             return None
 

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.message_range import MessageRange
+from rmq_spark._core.log.message_range import MessageRange, note_first_offsets
 from rmq_spark._core.log.op import PRUNED_PLACED, pruned_up_to
+from rmq_spark._core.log.op_walk import walk_placements
 from rmq_spark._core.messages.messages_table import (
     LAST_COMMIT,
     LAST_PLACED,
@@ -77,15 +78,9 @@ class Drained:
         return self._asked[1]
 
     def border(self) -> Mapping[Queue, int]:
-        """By queue, the offset of its first message that is not drained yet; 0 for a queue that is missing.
-
-        Read ``op`` before: what was pruned from it by then is in the table now.
-
-        Raises
-        ------
-        CorruptLogError
-            When ``op`` has not placed what was drained: one of the two tables is an older copy.
-        """
+        """By queue, the offset of its first message that is not drained yet; 0 for a queue that is missing. Read ``op``
+        before: what was pruned from it by then is in the table now. CorruptLogError: ``op`` has not placed what was
+        drained, so one of the two tables is an older copy."""
         engine = self._engine
         with engine.lock:
             table = engine.messages_table
@@ -113,13 +108,14 @@ class Drained:
 
     def _require_same_op(self, position: int) -> None:
         engine, table = self._engine, self._engine.messages_table
-        if engine.version < position and engine.refresh() < position:
+        op = engine.op_table
+        if op.version < position and engine.refresh() < position:
             raise CorruptLogError(
-                f"table messages has what op placed up to version {position}, and op is at version {engine.version}: "
+                f"table messages has what op placed up to version {position}, and op is at version {op.version}: "
                 "table op was set back to an older copy. Restore the newest one"
             )
         placed, commit = (table.transaction_version(name) for name in (LAST_PLACED, LAST_COMMIT))
-        if placed is None or placed <= pruned_up_to(engine.op_table, PRUNED_PLACED):
+        if placed is None or placed <= pruned_up_to(op, PRUNED_PLACED):
             return
         if commit not in {commit_number(commit_id) for commit_id in engine.ledger.commit_ids_at(placed)}:
             raise CorruptLogError(
@@ -150,26 +146,17 @@ class Drained:
     def _ends(self) -> dict[Queue, int]:
         """By queue, the offset of its first placement above the position, or else its end."""
         ends = dict(self._engine.tails(refresh=False))
-        for rows, _ in self._engine.placements(self.position + 1):
-            firsts = rows.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
-            for row in firsts.to_pylist():
-                queue = (row["topic"], row["queue_id"])
-                ends[queue] = min(ends.get(queue, row["queue_offset_min"]), row["queue_offset_min"])
+        for rows, _ in walk_placements(self._engine.op_table, self.position + 1):
+            note_first_offsets(ends, rows)
         return ends
 
     # ------------------------------------------------------------------ where they lie
     def ranges(self, queue: Queue, first: int, stop: int) -> tuple[list[MessageRange], list[tuple[int, int]]]:
         """The rows of ``messages`` with a queue's offsets from ``first`` (included) to ``stop`` (excluded), in order;
-        and the offsets (first, end) that it lacks, or that have expired.
-
-        Raises
-        ------
-        CorruptLogError
-            When an offset is there twice.
-        """
+        and the offsets (first, end) that it lacks, or that have expired. CorruptLogError: an offset is there twice."""
         ranges: list[MessageRange] = []
         missing: list[tuple[int, int]] = []
-        next_offset = max(first, min(stop, self._engine.ledger.firsts.get(queue, 0)))
+        next_offset = max(first, min(stop, self._engine.ledger.view.firsts.get(queue, 0)))
         if first < next_offset:
             missing.append((first, next_offset))
         if next_offset >= stop:
@@ -232,11 +219,7 @@ class Drained:
                 rows = self._engine.messages_table.read(
                     [path], ["topic", "queue_id", "queue_offset", "commit_timestamp"]
                 )
-                rows = rows.filter(pc.greater_equal(rows["commit_timestamp"], since))
-                firsts = rows.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
-                for row in firsts.to_pylist():
-                    queue = (row["topic"], row["queue_id"])
-                    offsets[queue] = min(offsets.get(queue, row["queue_offset_min"]), row["queue_offset_min"])
+                note_first_offsets(offsets, rows.filter(pc.greater_equal(rows["commit_timestamp"], since)))
             return offsets
 
     def times_of(self, offsets: Mapping[Queue, int]) -> dict[Queue, datetime]:

@@ -46,27 +46,15 @@ COLUMNS = [*PLACEMENT_COLUMNS, "commit_id"]
 
 
 class Drainer:
-    """Drains one commit log, within some 300 MB of memory.
-
-    Parameters
-    ----------
-    engine : Engine
-        A handle that no other thread uses.
-    """
+    """Drains one commit log, within some 300 MB of memory. No other thread may use its engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def run(self) -> int:
         """Drain everything placed by now, step by step; return the version of ``op`` that is reached.
-
-        Raises
-        ------
-        ForeignChangeError
-            When another writer changed the table.
-        CorruptLogError
-            When the table contradicts ``op``, such as when one of the two is an older copy.
-        """
+        ForeignChangeError: another writer changed the table. CorruptLogError: the table contradicts ``op``, as when one
+        of the two is an older copy."""
         self._engine.messages_table.refresh()
         require_own(self._engine.messages_table)
         if odd := self._engine.drained.odd_rows():

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.log.message_range import PlacedRange, placed_range
 from rmq_spark._core.messages.message_reader import STORED_COLUMNS, Piece, by_file, made_of, pieces_of, rows_of
-from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA, write_messages
+from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA
 from rmq_spark._core.runtime.pools import submitted
 
 if TYPE_CHECKING:
@@ -44,13 +44,8 @@ Read = Callable[["RowRange", Sequence[str]], Iterator[tuple[int, pa.Table]]]
 
 def placed_ranges(rows: pa.Table) -> Iterator[PlacedRange]:
     """The ranges that op rows place, in the order of ``op``, but with all ranges of a half file together, so that the
-    file is read once. (A half batch that was decided bit by bit is read once for each decision.)
-
-    Raises
-    ------
-    CorruptLogError
-        When a row names a file outside the log.
-    """
+    file is read once. (A half batch that was decided bit by bit is read once for each decision.) CorruptLogError: a row
+    names a file outside the log."""
     rows = rows.combine_chunks()
     firsts = rows.group_by("path", use_threads=False).aggregate([("version", "min")])
     file_at = firsts["version_min"].take(pc.index_in(rows["path"], value_set=firsts["path"].combine_chunks()))
@@ -74,27 +69,19 @@ def message_files(
     table: Table,
     sizes: Mapping[str, int] | None = None,
 ) -> Iterator[DataFile]:
-    """Write the messages of some ranges as files of ``messages``, each of one topic. A commit must add them.
-
-    Parameters
-    ----------
-    ranges : iterable of PlacedRange
-        The ranges of a half file follow each other.
-    table : Table
-        ``messages``.
-    sizes : mapping of str to int, optional
-        Bytes of half files. Given where each read takes long: small half files are then read at the same time.
-    """
+    """Write the messages of some ranges as files of the table ``messages``, each of one topic. A commit must add them.
+    The ranges of a half file follow each other. ``sizes`` (bytes of half files) are given where each read takes long:
+    small half files are then read at the same time."""
     collected: dict[str, _Collected] = {}
     for messages in made_of(_pieces(ranges, read, sizes or {}), MESSAGES_SCHEMA.names):
         for topic, part in _by_topic(messages):
             collected.setdefault(topic, _Collected()).add(part)
         if sum(c.size for c in collected.values()) >= FILE_BYTES_MAX:
             largest = max(collected.values(), key=lambda c: c.size)
-            yield write_messages(table, largest.take())
+            yield table.write(largest.take())
     for rest in collected.values():
         if rest.parts:
-            yield write_messages(table, rest.take())
+            yield table.write(rest.take())
 
 
 # ---------------------------------------------------------------- reading

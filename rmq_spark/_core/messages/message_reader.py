@@ -111,14 +111,8 @@ def pieces_of(together: Sequence[_Range], tables: Iterable[tuple[int, pa.Table]]
 
 
 def made_of(pieces: Iterable[Piece[_Range]], columns: Sequence[str]) -> Iterator[pa.Table]:
-    """Messages of the source from pieces, in their order: those that a filter keeps. Small pieces that follow each
-    other, even of several files and queues, come in one table.
-
-    Parameters
-    ----------
-    columns : sequence of str
-        Of the source, or of the table ``messages``.
-    """
+    """Messages from pieces, in their order: those that a filter keeps. Small pieces that follow each other, even of
+    several files and queues, come in one table. The columns are those of the source, or of the table ``messages``."""
     waiting: list[Piece[PlacedRange]] = []
 
     def flush() -> Iterator[pa.Table]:
@@ -258,19 +252,12 @@ def read_ranges(
     columns: Sequence[str],
     where: Filter | None = None,
 ) -> Iterator[pa.Table]:
-    """Messages of some ranges, a row group and queue at a time, in the order of the ranges.
+    """Messages of some ranges, a row group and queue at a time, in the order of the ranges; with ``where`` only those
+    that it keeps.
 
-    Parameters
-    ----------
-    read : callable
-        Reads rows of a file of either table, as ``row_range.read_range`` does.
-    find_again : callable
-        Returns where messages lie now whose file is gone: they have been drained, or the drained file was merged.
-        Raises FileNotFoundError when they are nowhere.
-    columns : sequence of str
-        Of the source.
-    where : Filter, optional
-        Only messages that it keeps.
+    ``read`` reads rows of a file of either table, as ``row_range.read_range`` does. ``find_again`` returns where
+    messages lie now whose file is gone: they have been drained, or the drained file was merged. It raises
+    FileNotFoundError when they are nowhere.
     """
     for file_ranges in by_file(ranges):
         rows_done = 0
@@ -288,7 +275,6 @@ def read_ranges(
 
 
 def _ranges_after(ranges: Sequence[MessageRange], done: int) -> Iterator[MessageRange]:
-    """Ranges without their first ``done`` rows."""
     for placed in ranges:
         if done < placed.count:
             yield placed.cut(placed.queue_offset + done, placed.stop)
@@ -352,13 +338,8 @@ def _limited_ends(firsts: Mapping[Queue, int], ends: Mapping[Queue, int], limit:
 
 
 def _filter_of(tags: str | None, selector: str | None, now_ms: int) -> Filter | None:
-    """The filter that these expressions mean at a time; None keeps all.
-
-    Raises
-    ------
-    OptionError
-        When both are given (in RocketMQ a subscription is of type TAG or SQL92), or one cannot be used.
-    """
+    """The filter that these expressions mean at a time; None keeps all. OptionError: both are given (in RocketMQ a
+    subscription is of type TAG or SQL92), or one cannot be used."""
     if tags is not None and selector is not None:
         raise OptionError("tags and selector contradict each other: give one of them (a selector can say TAGS = 'a')")
     parsed = (

@@ -15,7 +15,6 @@ from rmq_spark._core.vocabulary.message import PROPERTIES, TIMESTAMP
 from rmq_spark.errors import CorruptLogError
 
 if TYPE_CHECKING:
-    from rmq_spark._core.storage.data_file import DataFile
     from rmq_spark._core.storage.table import Table
 
 SOURCE_SCHEMA = pa.schema(
@@ -53,19 +52,12 @@ MESSAGES_SCHEMA = pa.schema(
 KEPT_S = 7 * 86_400
 """Seconds for which entries of the table's Delta log and replaced files stay, so that other readers can go on where
 they stand, and go back. A log with a longer ``log_retention`` keeps them for that."""
-STATS_COLUMNS = ("topic", "queue_id", "queue_offset", "commit_timestamp", "op_version")
-ROW_GROUP_ROWS = 65_536
 POSITION = "txmq.op"
 """Name under which the table keeps the version of ``op`` up to which it has all messages (Delta's ``txn``)."""
 LAST_PLACED = "txmq.op.placed"
 """Name for the last version of ``op`` that placed some of them."""
 LAST_COMMIT = "txmq.op.commit"
 """Name for a hash of that version's commit id. It exposes an ``op`` that was set back and has grown again."""
-
-
-def write_messages(table: Table, messages: pa.Table) -> DataFile:
-    """Write messages of one topic, by queue and offset, as a file of the table. A commit must add it."""
-    return table.write(messages, NAME, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
 
 
 def drained_up_to(table: Table) -> int:

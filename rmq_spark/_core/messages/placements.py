@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.message_range import MessageRange, PlacedRange, Positions, select
+from rmq_spark._core.log.message_range import MessageRange, PlacedRange, Positions, note_first_offsets, select
 from rmq_spark._core.log.op import OP_SCHEMA
-from rmq_spark._core.log.op_walk import PLACEMENT_COLUMNS
+from rmq_spark._core.log.op_walk import PLACEMENT_COLUMNS, walk_placements
 from rmq_spark._core.vocabulary.queues import Queue
 
 if TYPE_CHECKING:
@@ -60,13 +60,7 @@ class _Kept:
 
 
 class Placements:
-    """The placements of some topics, for one reader.
-
-    Parameters
-    ----------
-    wants : callable
-        Whether the reader wants a topic.
-    """
+    """The placements of the topics that one reader ``wants``."""
 
     def __init__(self, engine: Engine, wants: Callable[[str], bool]) -> None:
         self.engine = engine
@@ -75,10 +69,6 @@ class Placements:
         self._kept = _Kept(
             NO_PLACEMENTS, until, dict(engine.tails(refresh=False))
         )  # replaced in one step, never changed
-
-    @property
-    def rows_kept(self) -> int:
-        return int(self._kept.rows.num_rows)
 
     def latest(self, refresh: bool = True) -> dict[Queue, int]:
         """The next offset of every wanted queue that has messages."""
@@ -139,7 +129,7 @@ class Placements:
             tails = self.engine.tails(refresh=False)
             if any(stop > tails.get(queue, 0) for queue, (_, stop) in spans.items()):
                 self.engine.refresh()
-            version = self.engine.version
+            version = self.engine.op_table.version
             if self._kept.reaches_down_to(spans):
                 self._read_newer(spans, version)
             if not self._kept.holds(spans):
@@ -147,10 +137,9 @@ class Placements:
         return self._kept.rows
 
     def _read_newer(self, spans: Spans, version: int) -> None:
-        """Add the placements that were committed since the last read."""
         kept = self._kept
         rows, until = kept.rows.filter(pc.less(kept.rows["version"], kept.until)), version + 1
-        for new, _ in self.engine.placements(kept.until):
+        for new, _ in walk_placements(self.engine.op_table, kept.until):
             rows, until = _bounded(pa.concat_tables([rows, self._wanted_above(new, kept.floor)]), until, spans)
         self._kept = _Kept(rows.combine_chunks(), until, kept.floor)
 
@@ -162,7 +151,7 @@ class Placements:
         missing = _Missing(to_head)
         above = min(first for first, end in [*to_head.values(), *spans.values()] if first < end)
         rows, until = NO_PLACEMENTS, version + 1
-        for new, _ in self.engine.placements(0, above):
+        for new, _ in walk_placements(self.engine.op_table, 0, above):
             own_rows = self._wanted_above(new, floor)
             missing.found(own_rows)
             rows, until = _bounded(pa.concat_tables([rows, own_rows]), until, spans)
@@ -185,13 +174,9 @@ class Placements:
         drained = self.engine.drained
         drained.whole_border()
         first_offsets = {queue: offset for queue, offset in drained.first_since(time).items() if self._wants(queue[0])}
-        for rows, rest in self.engine.placements(drained.position + 1):
+        for rows, rest in walk_placements(self.engine.op_table, drained.position + 1):
             placed = self._of_wanted_topics(rows.filter(pc.is_valid(rows["queue_offset"])))
-            late = placed.filter(pc.greater_equal(placed["op_time"], since))
-            first = late.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
-            for row in first.to_pylist():
-                queue = (row["topic"], row["queue_id"])
-                first_offsets[queue] = min(first_offsets.get(queue, row["queue_offset_min"]), row["queue_offset_min"])
+            note_first_offsets(first_offsets, placed.filter(pc.greater_equal(placed["op_time"], since)))
             # Times ascend with versions, so older files than this are entirely too early.
             early = pc.max(rows.filter(pc.less(rows["op_time"], since))["version"]).as_py()
             if early is not None and rest is not None and rest <= early:

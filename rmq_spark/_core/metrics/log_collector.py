@@ -15,12 +15,12 @@ from rmq_spark._core.metrics.log_figures import LogFigures, LogWatch
 from rmq_spark._core.metrics.metric_names import BY_NAME, COMMON, LOG, METRICS, OF_A_WATCH, Metric
 from rmq_spark._core.metrics.prometheus import prometheus
 from rmq_spark._core.protocol.engine import Engine
+from rmq_spark._core.runtime.log_records import failure
 from rmq_spark._core.runtime.runtime import RUNTIME
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark._core.vocabulary.options import seconds
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.errors import OptionError
-from rmq_spark.logs import failure
 
 logger = logging.getLogger(__name__)
 

@@ -204,7 +204,7 @@ class LogWatch:
         engine.refresh()
         self._follow(seen)
         topics, fifo = engine.topics(), engine.topic_store.seen().fifo
-        tails, firsts, waiting = engine.tails(refresh=False), engine.firsts(refresh=False), engine.ledger.waiting
+        tails, firsts, waiting = engine.tails(refresh=False), engine.firsts(refresh=False), engine.ledger.view.waiting
         now = engine.runtime.now()
         open_figures = self._open_figures(seen, now)
         amount = seen.undrained.look(UNDRAINED_BYTES)
@@ -215,7 +215,7 @@ class LogWatch:
             topics={name: name in fifo for name in topics},
             placed=by_topic(tails),
             expired=by_topic(firsts),
-            conflicts=len(engine.ledger.conflicts),
+            conflicts=len(engine.ledger.view.conflicts),
             delayed=delayed,
             ordered=sum(count for counts in waiting.values() for count in counts.values()) - delayed,
             rolled_back=dict(self._rolled_back),
@@ -263,7 +263,7 @@ class LogWatch:
     def _follow(self, seen: _Seen) -> None:
         """Read the new op rows."""
         with seen.engine.lock:
-            head = seen.engine.version
+            head = seen.engine.op_table.version
             if head <= seen.position:
                 return
             rows, end = rows_above(seen.engine.op_table, seen.position, head, OP_ROWS_MAX, COLUMNS)

@@ -26,8 +26,7 @@ LOOP_LOOKED_AT_S = 1.0
 
 class UnderWay:
     """Registers sends while the producer is open, and waits for their end when it closes. :meth:`leave` may also follow
-    an interrupted :meth:`enter`.
-    """
+    an interrupted :meth:`enter`."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.lock = runtime.lock()
@@ -37,7 +36,6 @@ class UnderWay:
         self.is_open = False
 
     def open(self) -> None:
-        """Accept sends."""
         self._over.clear()
         self.is_open = True
 
@@ -49,7 +47,6 @@ class UnderWay:
             return self.is_open
 
     def leave(self, send: object) -> None:
-        """Remove a send, if it is registered."""
         with self.lock:
             if send in self._inside:
                 self._inside.remove(send)
@@ -69,15 +66,7 @@ class UnderWay:
 
 
 class InFlight:
-    """Gives a place to a limited number of sends at once; others wait.
-
-    Parameters
-    ----------
-    most : int
-        The number of places.
-    left : callable
-        Called with each send that leaves.
-    """
+    """Gives a place to at most ``most`` sends at once; others wait. ``left`` is called with each send that leaves."""
 
     def __init__(self, most: int, left: Callable[[object], object]) -> None:
         self._most = most
@@ -97,7 +86,6 @@ class InFlight:
                 self._inside.add(send)
 
     def leave(self, send: object) -> None:
-        """Give up the place, if the send has one."""
         with self.changed:
             self._inside.discard(send)
             self.changed.notify()
@@ -134,16 +122,9 @@ class Keys:
 class Admission:
     """Limits how many sends are prepared, and how many of their local transactions run, at once.
 
-    A half batch that waited for a free thread after its prepare could be checked, after ``transaction_timeout``,
-    before its local transaction begins. So it waits before its prepare.
-
-    Parameters
-    ----------
-    threads : int
-        Local transactions that run at once. At least as many sends may be prepared, and more when local transactions
-        are short: as many as can begin soon.
-    transaction_timeout_s : float
-        Seconds after which a pending half batch is checked.
+    A half batch that waited for a free thread after its prepare could be checked, after ``transaction_timeout``, before
+    its local transaction begins. So it waits before its prepare. At least as many sends may be prepared as there are
+    threads, and more when local transactions are short: as many as can begin soon.
     """
 
     def __init__(self, threads: int, transaction_timeout_s: float) -> None:
@@ -207,18 +188,8 @@ class Admission:
     def admitted(
         self, listener: TransactionListener, loop: asyncio.AbstractEventLoop | None = None
     ) -> Iterator[TransactionListener]:
-        """Wait until one more send may be prepared. Its room is freed when its local transaction has ended.
-
-        Parameters
-        ----------
-        loop : asyncio.AbstractEventLoop, optional
-            Runs the local transaction when it is a coroutine.
-
-        Returns
-        -------
-        TransactionListener
-            The same listener, for this send.
-        """
+        """Wait until one more send may be prepared, and give the listener for it. The room is freed when the local
+        transaction has ended. ``loop`` runs a local transaction that is a coroutine."""
         may_begin = threading.Event()
 
         def begin() -> bool:

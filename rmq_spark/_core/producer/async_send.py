@@ -16,16 +16,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import copy_context
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rmq_spark._core.listeners.transaction_listener import has_local_transaction
 from rmq_spark._core.log.decision import Decided
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.single_messages import OneMessage
-from rmq_spark._core.producer.admission import Admission
 from rmq_spark._core.producer.future import SendFuture
 from rmq_spark._core.producer.result import result_of
-from rmq_spark._core.protocol.group_commit import GroupCommit
 from rmq_spark._core.protocol.observe import tell_not_sent, tell_sent
 from rmq_spark._core.protocol.outcome import Outcome
 from rmq_spark._core.protocol.send import TwoPhase
@@ -33,84 +31,22 @@ from rmq_spark._core.protocol.steps import Decide, Execute, MayBlock, Prepare, S
 from rmq_spark._core.runtime.pools import ElasticPool
 from rmq_spark.errors import TxmqError
 
+if TYPE_CHECKING:
+    from rmq_spark._core.producer.send_threads import SendThreads
+
 Done = TypeVar("Done")
 
 
-class AsyncSends:
-    """State that the asynchronous sends of a producer share.
-
-    Parameters
-    ----------
-    admission : Admission
-        The turns of local transactions.
-    senders : ElasticPool
-        Threads for the waiting steps of sends without a local transaction, one for each send.
-    listeners : ElasticPool
-        Threads for local transactions, and for the waiting steps of their sends.
-    callers : ElasticPool
-        Threads for callbacks. A callback may wait for other sends, so no step of a send runs in them.
-    """
-
-    def __init__(
-        self,
-        commits: GroupCommit,
-        admission: Admission,
-        senders: ElasticPool,
-        listeners: ElasticPool,
-        callers: ElasticPool,
-    ) -> None:
-        self.commits = commits
-        self.admission = admission
-        self.senders = senders
-        self.listeners = listeners
-        self.callers = callers
-
-    def start(self, two_phase: TwoPhase, message: OneMessage, arg: Any, future: SendFuture) -> None:
-        """Start to send a message, without waiting.
-
-        Parameters
-        ----------
-        two_phase : TwoPhase
-            Has the listener to ask.
-        arg : object
-            Handed to the local transaction.
-        """
-        send = AsyncSend(self, two_phase, message, arg, future)
-        if send.asks_nobody:
-            send.begin()
-            return
-        try:
-            self.admission.admit(send, send.begin, lambda: self.give_up(future))
-        except BaseException:  # an interrupt
-            self.admission.leave(send)
-            raise
-
-    def give_up(self, future: SendFuture) -> None:
-        """Cancel a send that has not begun. The caller does not run its callbacks, because one may block."""
-        if future.give_up():
-            self.callers.put(future.call_back)
-
-    def end(self, future: SendFuture) -> None:
-        """Have the callbacks of an ended send called."""
-        if future.end():
-            self.callers.put(future.call_back)
-
-
 class AsyncSend:
-    """Drives one send, step by step, each in the thread that suits the step.
+    """Drives one send, step by step, each in the thread that suits the step. ``asks_nobody``: there is no local
+    transaction."""
 
-    Attributes
-    ----------
-    asks_nobody : bool
-        Whether there is no local transaction.
-    """
-
-    __slots__ = ("_began_s", "_context", "_future", "_header", "_shared", "_steps", "_two_phase", "asks_nobody")
+    __slots__ = ("_began_s", "_context", "_future", "_header", "_steps", "_threads", "_two_phase", "asks_nobody")
 
     def __init__(
-        self, shared: AsyncSends, two_phase: TwoPhase, message: OneMessage, arg: Any, future: SendFuture
+        self, threads: SendThreads, two_phase: TwoPhase, message: OneMessage, arg: Any, future: SendFuture
     ) -> None:
-        self._shared = shared
+        self._threads = threads
         self._two_phase = two_phase
         self._header = message.writer.header
         self._steps = two_phase.steps(self._header, lambda: [message], arg)
@@ -140,11 +76,11 @@ class AsyncSend:
         """Start a step, without waiting. The thread that does the step calls :meth:`_go_on`."""
         match step:
             case Prepare(files=[OneMessage() as message]):
-                self._shared.commits.prepare_and_go_on(message, self._prepared)
+                self._threads.commits.prepare_and_go_on(message, self._prepared)
             case Execute():
                 self._pool.put(partial(self._execute, step))
             case Decide():
-                self._shared.commits.decide_and_go_on(step.decision, self._decided)
+                self._threads.commits.decide_and_go_on(step.decision, self._decided)
             case MayBlock():
                 self._leave_turn()
                 self._pool.put(partial(self._finish, step))
@@ -153,7 +89,7 @@ class AsyncSend:
 
     @property
     def _pool(self) -> ElasticPool:
-        return self._shared.senders if self.asks_nobody else self._shared.listeners
+        return self._threads.senders if self.asks_nobody else self._threads.listeners
 
     def _prepared(self, record: HalfRecord | TxmqError | None, problem: BaseException | None) -> None:
         error = problem or (None if isinstance(record, HalfRecord) else record or AssertionError())
@@ -188,7 +124,7 @@ class AsyncSend:
             self._fail(raised)
 
     def _turn(self) -> Any:
-        return nullcontext() if self.asks_nobody else self._shared.admission.running()
+        return nullcontext() if self.asks_nobody else self._threads.admission.running()
 
     def _in_context(self, work: Callable[[], Done]) -> Done:
         return work() if self._context is None else self._context.run(work)
@@ -197,7 +133,7 @@ class AsyncSend:
     def _leave_turn(self) -> None:
         """Let others be prepared: this send has no local transaction to come."""
         if not self.asks_nobody:
-            self._shared.admission.leave(self)
+            self._threads.admission.leave(self)
 
     def _succeed(self, outcome: Outcome) -> None:
         try:
@@ -208,11 +144,11 @@ class AsyncSend:
             return
         self._leave_turn()
         self._future.set_result(result)
-        self._shared.end(self._future)
+        self._threads.end(self._future)
 
     def _fail(self, problem: BaseException) -> None:
         self._leave_turn()
         if isinstance(problem, Exception):
             tell_not_sent(self._two_phase.engine, self._header.producer_group, problem)
         self._future.set_exception(problem)
-        self._shared.end(self._future)
+        self._threads.end(self._future)

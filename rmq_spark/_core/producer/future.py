@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
+from rmq_spark._core.producer.admission import InFlight
 from rmq_spark._core.producer.result import TransactionSendResult
 from rmq_spark._core.runtime.runtime import callers, is_held
 from rmq_spark._core.vocabulary.redaction import traceback_of
@@ -75,26 +76,19 @@ def _retrieve_exception(waiter: asyncio.Future[TransactionSendResult]) -> None:
         waiter.exception()
 
 
-class Room(Protocol):
-    """Holds places for futures."""
-
-    def leave(self, send: object) -> object:
-        """Give up the place."""
-
-
 class SendFuture(Future[TransactionSendResult]):
     """The future of a send. Waiting threads get the result at once. Its callbacks run in the thread that calls
     :meth:`call_back`, in which they may wait.
 
     Parameters
     ----------
-    room : Room
+    room : InFlight
         The future leaves it when the send ends or is cancelled.
     """
 
     _condition: Any
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: InFlight) -> None:
         super().__init__()
         self._condition = _LazyCondition()
         self._room = room

@@ -33,7 +33,6 @@ from rmq_spark._core.protocol.group_commit import AT_ONCE_MAX, GroupCommit
 from rmq_spark._core.protocol.limits import NO_LIMITS, PendingLimits
 from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime.callables import name_of
-from rmq_spark._core.runtime.forks import forks
 from rmq_spark._core.runtime.spans import tracing
 from rmq_spark._core.vocabulary.message import Message, require_group_name
 from rmq_spark._core.vocabulary.options import (
@@ -192,10 +191,10 @@ class TransactionMQProducer:
         self._in_flight_max = whole_number(max_in_flight, "max_in_flight", 1)
         self._await_s = seconds(await_termination, "await_termination")
         self._under_way = UnderWay(self.engine.runtime)
-        self._plainly = self.two_phase.with_listener(CommitOncePrepared(), "fail")
+        self._without_listener = self.two_phase.with_listener(CommitOncePrepared(), "fail")
         self._sender = Sender(self.two_phase, self.producer_group)
         self._reset_sends()
-        self._forks = forks()
+        self._pid = os.getpid()
         self._opening = self.engine.runtime.lock()
         self._closing = self.engine.runtime.event()
         self._threads: list[threading.Thread] = []
@@ -235,7 +234,7 @@ class TransactionMQProducer:
         It waits for ``await_termination`` seconds at most, and then logs what still runs. Sends that have not begun by
         then are cancelled and leave nothing; a check settles what the others leave.
         """
-        if forks() != self._forks:  # a forked copy has none of the threads
+        if os.getpid() != self._pid:  # a forked copy has none of the threads
             self._under_way.is_open = False
             return
         end_s = self.engine.runtime.monotonic() + self._await_s
@@ -246,8 +245,7 @@ class TransactionMQProducer:
         self._commits.hurry()
         left = self._under_way.close(self._await_s)
         if left:
-            running = self._send_threads.give_up()
-            late = [f"local transaction of {name_of(self.listener)}" for _ in running]
+            late = [f"local transaction of {name_of(self.listener)}"] if self._send_threads.give_up() else []
         else:
             late = self._send_threads.wait(seconds_left)
         self._closing.set()
@@ -260,7 +258,7 @@ class TransactionMQProducer:
         if left or late:
             self._warn_of_late(left, late)
         else:  # a send that still ran would need the log
-            self.engine.close()
+            self.engine.compaction.wait()
 
     def _warn_of_late(self, left: int, late: Sequence[str]) -> None:
         names = f" Still running: {'; '.join(sorted(set(late)))}." if late else ""
@@ -274,7 +272,7 @@ class TransactionMQProducer:
     def _end(self) -> None:
         """Stop the threads at the end of Python, which a thread within delta-rs would crash."""
         self._under_way.is_open = False
-        if forks() != self._forks:  # a forked copy has none of the threads
+        if os.getpid() != self._pid:  # a forked copy has none of the threads
             return
         self._closing.set()
         for thread in self._threads:
@@ -384,7 +382,7 @@ class TransactionMQProducer:
             A retry with the same key sends nothing twice.
         """
         batch = [messages] if isinstance(messages, Message) else messages
-        return self._send(Request(self._plainly, batch, topic=topic, idempotency_key=idempotency_key))
+        return self._send(Request(self._without_listener, batch, topic=topic, idempotency_key=idempotency_key))
 
     # ------------------------------------------------------------------ sending, and not waiting
     def send_message_in_transaction_async(
@@ -436,7 +434,7 @@ class TransactionMQProducer:
         # A copy: the caller may change its list before the thread reads it.
         batch = [messages] if isinstance(messages, Message) else messages
         batch = batch if isinstance(batch, pa.Table) else message_list(batch)
-        request = Request(self._plainly, batch, topic=topic, idempotency_key=idempotency_key)
+        request = Request(self._without_listener, batch, topic=topic, idempotency_key=idempotency_key)
         if self._needs_no_thread(batch, idempotency_key):
             return self._start_shared(request)
         return self._send_threads.start(lambda: self._sender.send(request))
@@ -518,7 +516,6 @@ class TransactionMQProducer:
             enlisted.end()
 
     def _send(self, request: Request) -> TransactionSendResult:
-        """Send in this thread."""
         place = object()
         try:
             self._enter(place)
@@ -535,7 +532,7 @@ class TransactionMQProducer:
             raise OptionError("the producer is not open: use it in a with statement, or call start()")
 
     def _require_own_process(self) -> None:
-        if forks() != self._forks:
+        if os.getpid() != self._pid:
             raise OptionError(
                 "the producer was made in another process, of which this one is a copy (os.fork): its threads and "
                 "connections did not come along. Make a producer in each worker, after the fork"

@@ -62,7 +62,6 @@ class TransactionSendResult:
 
 
 def result_of(header: HalfHeader, outcome: Outcome, rows: int) -> TransactionSendResult:
-    """Return the result of a send of ``rows`` messages."""
     states = set(outcome.messages)
     verdict = LocalTransactionState.UNKNOWN
     if states and states <= set(COMMITTED_STATES):

@@ -9,7 +9,7 @@ from typing import Any
 
 from rmq_spark._core.log.single_messages import OneMessage
 from rmq_spark._core.producer.admission import Admission, InFlight, UnderWay
-from rmq_spark._core.producer.async_send import AsyncSends
+from rmq_spark._core.producer.async_send import AsyncSend
 from rmq_spark._core.producer.future import SendFuture, holds_a_future
 from rmq_spark._core.producer.result import TransactionSendResult
 from rmq_spark._core.protocol.group_commit import GroupCommit
@@ -20,19 +20,8 @@ from rmq_spark._core.runtime.runtime import Runtime, callers, is_held
 
 
 class SendThreads:
-    """Starts the asynchronous sends of a producer, from one start to its shutdown.
-
-    Parameters
-    ----------
-    producer_group : str
-        Names the threads.
-    enter : callable
-        Registers a send, or raises because the producer is closed.
-    in_flight_max : int
-        Sends that may be under way at once.
-    transaction_timeout : float
-        Seconds.
-    """
+    """Starts the asynchronous sends of a producer, from one start to its shutdown. ``enter`` registers a send, or
+    raises because the producer is closed. The producer group names the threads."""
 
     def __init__(
         self,
@@ -48,14 +37,15 @@ class SendThreads:
         self.admission = Admission(listener_threads, transaction_timeout)
         self.in_flight = InFlight(in_flight_max, under_way.leave)
         name = f"txmq-{producer_group}"
-        self._senders = ElasticPool(in_flight_max, name, runtime)
-        self._listeners = ElasticPool(listener_threads, f"{name}-listener", runtime)
-        self._callers = ElasticPool(in_flight_max, f"{name}-callback", runtime)
-        self._shared = AsyncSends(commits, self.admission, self._senders, self._listeners, self._callers)
-        self._commits = commits
+        self.senders = ElasticPool(in_flight_max, name, runtime)
+        """Threads for the waiting steps of sends without a local transaction, one for each send."""
+        self.listeners = ElasticPool(listener_threads, f"{name}-listener", runtime)
+        """Threads for local transactions, and for the waiting steps of their sends."""
+        self._callers = ElasticPool(in_flight_max, f"{name}-callback", runtime)  # a callback may wait for other sends
+        self.commits = commits
         self._enter = enter
         self._with_thread: set[SendFuture] = set()  # sends that have a thread of their own, or wait for one
-        pools = (self._senders, self._listeners, self._callers)
+        pools = (self.senders, self.listeners, self._callers)
         self._locks = (under_way.lock, self.in_flight.changed, self.admission.lock, *(pool.lock for pool in pools))
 
     def holds_lock(self) -> bool:
@@ -64,13 +54,8 @@ class SendThreads:
         return any(map(is_held, self._locks)) or holds_a_future()
 
     def start_shared(self, two_phase: TwoPhase, message: Callable[[], OneMessage], arg: Any) -> SendFuture:
-        """Send one message in threads that all sends share.
-
-        Parameters
-        ----------
-        message : callable
-            Makes the message's half file. Its exception is the future's.
-        """
+        """Send one message in threads that all sends share. ``message`` makes its half file; an exception of it is the
+        future's."""
         future = SendFuture(self.in_flight)
         try:
             self._take_room(future)
@@ -78,7 +63,11 @@ class SendThreads:
             future.end()
             raise
         try:
-            self._shared.start(two_phase, message(), arg, future)
+            send = AsyncSend(self, two_phase, message(), arg, future)
+            if send.asks_nobody:
+                send.begin()
+            else:
+                self._begin_in_turn(send, future)
         except Exception as problem:
             future.set_exception(problem)
             future.end()
@@ -86,6 +75,13 @@ class SendThreads:
             future.end()
             raise
         return future
+
+    def _begin_in_turn(self, send: AsyncSend, future: SendFuture) -> None:
+        try:
+            self.admission.admit(send, send.begin, lambda: self._give_up(future))
+        except BaseException:  # an interrupt
+            self.admission.leave(send)
+            raise
 
     def start(self, send: Callable[[], TransactionSendResult]) -> SendFuture:
         """Send in a thread that may wait."""
@@ -102,12 +98,12 @@ class SendThreads:
                 future.set_exception(problem)
             finally:
                 self._with_thread.discard(future)
-                self._shared.end(future)
+                self.end(future)
 
         try:
             self._take_room(future)
             self._with_thread.add(future)
-            self._senders.put(work)
+            self.senders.put(work)
         except BaseException:
             self._with_thread.discard(future)
             future.end()
@@ -122,33 +118,36 @@ class SendThreads:
     def _may_wait_for_room(self) -> bool:
         """Whether this call may wait until a send has ended. That send may need this thread: its event loop, the
         listener, callback or commit that runs in it, or the send that this call has interrupted."""
-        return event_loop() is None and not is_in_pool() and self._commits.may_wait and not _is_within_a_send()
+        return event_loop() is None and not is_in_pool() and self.commits.may_wait and not _is_within_a_send()
 
     # ------------------------------------------------------------------ the end
-    def give_up(self) -> list[str]:
-        """Cancel the sends that have not begun.
+    def end(self, future: SendFuture) -> None:
+        """Have the callbacks of an ended send called."""
+        if future.end():
+            self._callers.put(future.call_back)
 
-        Returns
-        -------
-        list of str
-            ``["listener"]`` when local transactions run in these threads.
-        """
+    def _give_up(self, future: SendFuture) -> None:
+        """Cancel a send that has not begun. The caller does not run its callbacks, because one may block."""
+        if future.give_up():
+            self._callers.put(future.call_back)
+
+    def give_up(self) -> bool:
+        """Cancel the sends that have not begun, and return whether local transactions run in these threads."""
         self.admission.close()
         for future in list(self._with_thread):
-            self._shared.give_up(future)
-        return ["listener"] if self._listeners.under_way() else []
+            self._give_up(future)
+        return bool(self.listeners.under_way())
 
     def wait(self, seconds_left: Callable[[], float]) -> list[str]:
         """Wait for the threads' work, and return the names of the callbacks that still run."""
         if is_in_pool():  # a callback that closes the producer runs in one of its threads, which cannot wait for itself
             return []
-        for pool in (self._senders, self._listeners):
+        for pool in (self.senders, self.listeners):
             pool.wait(seconds_left())
         return [f"callback {_callback_of(work)}" for work in self._callers.wait(seconds_left())]
 
 
 def event_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that runs in this thread."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -156,7 +155,6 @@ def event_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def _callback_of(work: Callable[[], object]) -> str:
-    """Return the name of the callback that a piece of work of the callback threads calls."""
     future = getattr(work, "__self__", None)
     return name_of(future.calls if isinstance(future, SendFuture) and future.calls is not None else work)
 

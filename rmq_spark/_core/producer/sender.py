@@ -23,21 +23,9 @@ from rmq_spark.errors import MessageError
 
 @dataclass(frozen=True)
 class Request:
-    """The input of one call of a producer, and the protocol that sends it.
-
-    Attributes
-    ----------
-    two_phase : TwoPhase
-        Has the listener that executes.
-    arg : object
-        Handed to the local transaction.
-    topic : str or None
-        For rows of a table without a ``topic``.
-    transaction_key : str or None
-        A column of the table.
-    per : str
-        ``batch``, ``message`` or ``key``.
-    """
+    """The input of one call of a producer, and the protocol that sends it, which has the listener that executes.
+    ``topic`` is for rows of a table without one. ``transaction_key`` is a column of the table, and ``per`` one of
+    ``batch``, ``message`` and ``key``."""
 
     two_phase: TwoPhase
     batch: list[Message] | pa.Table
@@ -54,13 +42,7 @@ class Request:
 
 
 class Sender:
-    """Sends the requests of one producer.
-
-    Parameters
-    ----------
-    two_phase : TwoPhase
-        Of the producer's own listener.
-    """
+    """Sends the requests of one producer, whose own listener ``two_phase`` has."""
 
     def __init__(self, two_phase: TwoPhase, producer_group: str) -> None:
         self.engine = two_phase.engine
@@ -71,7 +53,6 @@ class Sender:
         self._sends = count(1)  # consecutive ids lie close together in a file, so its bounds find them
 
     def send(self, request: Request) -> TransactionSendResult:
-        """Send, and wait for the outcome."""
         if len(request.batch) == 0:
             raise MessageError("no messages were given: a half batch has at least one")
         if (tracer := tracing()) is None:
@@ -98,7 +79,6 @@ class Sender:
         return result_of(writer.header, outcome, len(request.batch))
 
     def writer(self, request: Request) -> HalfWriter:
-        """Return what writes the request's half file."""
         topics = self.engine.topic_store.with_names(topics_in(request.batch, request.topic))
         writer = HalfWriter(self._header(request), topics.queues, request.topic, request.transaction_key, topics.fifo)
         return self.engine.with_runtime(writer)

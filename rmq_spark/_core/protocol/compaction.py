@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rmq_spark._core.log import op_merge
+from rmq_spark._core.runtime.log_records import failure
 from rmq_spark._core.vocabulary.redaction import redacted
-from rmq_spark.logs import failure
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
@@ -19,19 +20,22 @@ logger = logging.getLogger(__name__)
 class Compaction:
     """Compacts ``op`` and moves the low-water mark in a background thread, with table handles of its own."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, in_background: Callable[[Callable[[], None]], threading.Thread | None]) -> None:
         self._engine = engine
+        self._in_background = in_background
+        self.is_on = True
+        """Whether decisions start a run. Upkeep by hand ignores it."""
         self._thread: threading.Thread | None = None
 
     def after_commit(self) -> None:
         """Start a run, if ``op`` has many small files and no run is under way."""
         if (
-            self._engine.compacts_in_background
+            self.is_on
             and op_merge.is_due(self._engine.op_table)
             and (self._thread is None or not self._thread.is_alive())
         ):
             try:
-                self._thread = self._engine.in_background(self.run)
+                self._thread = self._in_background(self.run)
             except RuntimeError as problem:  # no thread can be started; the next commit tries again
                 logger.info("upkeep waits for a later commit: %s", problem)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -26,7 +25,6 @@ from rmq_spark._core.log.log_tables import LogTables
 from rmq_spark._core.log.message_columns import require_known_topic
 from rmq_spark._core.log.message_range import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.log.op_view import Tails
-from rmq_spark._core.log.op_walk import walk_placements
 from rmq_spark._core.log.second_look import doubt_s
 from rmq_spark._core.log.staged_batches import PrepareError, Staged
 from rmq_spark._core.log.topics import TopicTable
@@ -73,9 +71,7 @@ class Engine:
         self.ledger = Ledger(self.op_table, self.half, self.topic_store, self._has_left_elsewhere)
         self.runtime = tables.half.runtime
         self.drained = Drained(self)
-        self._compaction = Compaction(self)
-        self.compacts_in_background = True
-        """Whether decisions compact ``op`` when it has many small files. Upkeep by hand ignores it."""
+        self.compaction = Compaction(self, tables.in_background)
         self._prepared: dict[str, HalfHeader] = {}  # by app id, its last numbered half batch
         self._groups: GroupTable | None = None
         self._messages: Table | None = None
@@ -110,14 +106,6 @@ class Engine:
                 f"the commit log at {redacted(self.path)!r} was made anew since this handle was opened: open it again"
             )
         return engine
-
-    def after_decision(self) -> None:
-        """Compact ``op`` in the background, if it has many small files."""
-        self._compaction.after_commit()
-
-    def close(self) -> None:
-        """Wait for a compaction that is under way."""
-        self._compaction.wait()
 
     # ------------------------------------------------------------------ its tables
     def _with_our_lock(self, table: Table) -> Table:
@@ -157,13 +145,7 @@ class Engine:
         self.topic_store.create([name], 1, fifo=False, exist_ok=True)
 
     def topics(self) -> dict[str, int]:
-        """The number of queues of each topic."""
         return {name: topic.queues for name, topic in self.topic_store.all().items()}
-
-    def topics_with(self, names: Collection[str]) -> Mapping[str, int]:
-        """The number of queues of each topic that this engine knows. The table is read only when one of ``names`` is
-        not among them, because a topic never changes."""
-        return self.topic_store.with_names(names).queues
 
     def require_topic(self, name: str) -> int:
         """The number of queues of a topic. TopicNotFoundError names the nearest topic that exists."""
@@ -171,14 +153,9 @@ class Engine:
         require_known_topic(name, topics)
         return topics[name]
 
-    # ------------------------------------------------------------------ its clock and threads
     def clock_doubt_s(self, note: bool = True) -> float:
         """Seconds by which this machine's clock may be ahead: see :func:`~rmq_spark._core.log.second_look.doubt_s`."""
         return doubt_s(self, note)
-
-    def in_background(self, work: Callable[[], None]) -> threading.Thread | None:
-        """Run upkeep in another thread; None when it is done already."""
-        return self._tables.in_background(work)
 
     # ------------------------------------------------------------------ a half batch, from its files to its verdicts
     def stage(self, writer: HalfWriter, batches: Sequence[pa.RecordBatch], partition: int = 0) -> list[HalfFile]:
@@ -186,7 +163,6 @@ class Engine:
         return self.with_runtime(writer).write(self.half.table.fs, self.half.table.folder, partition, batches)
 
     def with_runtime(self, writer: HalfWriter) -> HalfWriter:
-        """The writer, with this log's runtime."""
         return writer if writer.runtime is self.runtime else replace(writer, runtime=self.runtime)
 
     @looks_again
@@ -195,7 +171,7 @@ class Engine:
         with self.lock:
             if refresh:
                 self.half.table.refresh()
-            return self.half.last_batch_id(app_id)
+            return self.half.table.transaction_version(app_id)
 
     def is_replay(self, header: HalfHeader) -> bool:
         """Whether the log has this numbered batch, or a later one of its application."""
@@ -307,7 +283,7 @@ class Engine:
     def decide(self, decisions: Sequence[Decision]) -> list[Decided]:
         """Make verdicts on half batches final, all in one commit: see :meth:`Ledger.decide`."""
         decided = self.ledger.decide(decisions)
-        self.after_decision()
+        self.compaction.after_commit()
         return decided
 
     # ------------------------------------------------------------------ what is open
@@ -324,18 +300,13 @@ class Engine:
         """Read the new rows of ``op``, and return its version."""
         return self.ledger.refresh()
 
-    @property
-    def version(self) -> int:
-        """The version of ``op`` that this handle last read."""
-        return self.op_table.version
-
     @looks_again
     def tails(self, refresh: bool = True) -> Tails:
         """The next offset of every queue that has messages, by (topic, queue_id)."""
         with self.lock:
             if refresh:
                 self.ledger.refresh()
-            return self.ledger.tails
+            return self.ledger.view.tails
 
     @looks_again
     def firsts(self, refresh: bool = True) -> Tails:
@@ -343,11 +314,7 @@ class Engine:
         with self.lock:
             if refresh:
                 self.ledger.refresh()
-            return self.ledger.firsts
-
-    def placements(self, since: int = 0, above: int = 0) -> Iterator[tuple[pa.Table, int | None]]:
-        """Op rows that place messages, the newest first: see :func:`walk_placements`."""
-        return walk_placements(self.op_table, since, above)
+            return self.ledger.view.firsts
 
     def read_range(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
@@ -358,13 +325,7 @@ class Engine:
         return self.half.read_range(wanted, columns, where)
 
     def find_again(self, lost: MessageRange) -> list[MessageRange]:
-        """Where messages lie now whose file was removed after a read was planned.
-
-        Raises
-        ------
-        LostFileError
-            When they are nowhere.
-        """
+        """Where messages lie now whose file was removed after a read was planned. LostFileError: they are nowhere."""
         self.refresh()
         if isinstance(lost, PlacedRange):
             has_left = self.archived(lost.rows.half_id) is not None

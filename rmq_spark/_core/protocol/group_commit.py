@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 from rmq_spark._core.log.decision import Decided, Decision
 from rmq_spark._core.log.half import HalfFile, HalfRows
@@ -27,7 +27,6 @@ from rmq_spark._core.log.single_messages import OneMessage, arrange
 from rmq_spark._core.log.staged_batches import PrepareError, Staged
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import Runtime, callers, is_held
-from rmq_spark._core.vocabulary.message import to_table
 from rmq_spark._core.vocabulary.redaction import traceback_of
 from rmq_spark.errors import (
     CorruptLogError,
@@ -60,28 +59,12 @@ Stageable = HalfFile | HalfRows | OneMessage
 """A half file, or rows or a message that will be written to one."""
 
 
-class Commits(Protocol):
-    """How a sender commits: alone (:class:`Engine`), or together with other threads (:class:`GroupCommit`)."""
-
-    def prepare(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
-        """Commit the staged files of half batches, then refresh ``op``, as ``Engine.prepare`` does."""
-
-    def decide(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
-        """Make verdicts final, as ``Engine.decide`` does."""
-
-
 class GroupCommit:
     """Lets the half batches of many threads share commits. Threads of its own commit, so an interrupt in a caller's
     thread ends only that thread's wait.
 
-    Parameters
-    ----------
-    linger_s : float
-        Seconds that a prepare waits for others to share its commit, unless there are ``at_once_max`` of them.
-    at_once_max : int
-        Most half batches of one commit, up to :data:`AT_ONCE_MAX`.
-    holds_lock : callable
-        Returns whether this thread holds a lock that the callback of an answer takes.
+    A prepare waits ``linger_s`` seconds for others to share its commit, unless there are ``at_once_max`` of them.
+    ``holds_lock`` returns whether this thread holds a lock that the callback of an answer takes.
     """
 
     def __init__(
@@ -123,13 +106,8 @@ class GroupCommit:
             )
 
     def prepare(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
-        """Commit staged files together with those of other threads. Rows and messages are written to files first.
-
-        Raises
-        ------
-        TxmqError
-            For a problem with one of them that :meth:`Engine.prepare` does not return. The others may be prepared.
-        """
+        """Commit staged files together with those of other threads. Rows and messages are written to files first. A
+        problem with one of them that :meth:`Engine.prepare` does not return is raised. The others may be prepared."""
         self.require_may_wait()
         answers = self._prepares.ask({batch.header.name: batch for batch in staged})
         return [_answer(answer, HalfRecord | PrepareError) for answer in answers]
@@ -142,13 +120,8 @@ class GroupCommit:
         self._prepares.put(message, message.header.name, then)
 
     def decide(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
-        """Make verdicts final together with those of other threads.
-
-        Raises
-        ------
-        TxmqError
-            For a problem with one of them that :meth:`Engine.decide` does not return. The others may be decided.
-        """
+        """Make verdicts final together with those of other threads. A problem with one of them that
+        :meth:`Engine.decide` does not return is raised. The others may be decided."""
         self.require_may_wait()
         answers = self._decides.ask({decision.record.half_id: decision for decision in decisions})
         return [_answer(answer, Decided) for answer in answers]
@@ -160,7 +133,7 @@ class GroupCommit:
     def _prepare(self, requests: Sequence[OneMessage | Staged]) -> list[HalfRecord | TxmqError]:
         problems = arrange([file for request in requests for file in request.files if isinstance(file, OneMessage)])
         staged = [
-            Staged(request.header, [_arranged(file) for file in request.files])
+            Staged(request.header, [cast(HalfRows, f.rows) if isinstance(f, OneMessage) else f for f in request.files])
             for request in requests
             if request.header.half_id not in problems
         ]
@@ -174,12 +147,6 @@ def _answer(answer: Any, expected: type | UnionType) -> Any:
     if isinstance(answer, expected):
         return answer
     raise answer
-
-
-def _arranged(file: Stageable) -> HalfFile | HalfRows:
-    if not isinstance(file, OneMessage):
-        return file
-    return file.rows or file.writer.rows_of(to_table([file.message]))
 
 
 Then: TypeAlias = Callable[[Result | None, BaseException | None], None]
@@ -206,45 +173,13 @@ class _Entry(Generic[Request, Result]):
             logger.error("what follows on half batch %r ended: %s", self.about, traceback_of(problem))
 
 
-class _Wait(Generic[Result]):
-    """Lets a thread wait for the answer to its request."""
-
-    def __init__(self, done: threading.Event) -> None:
-        self._done = done
-        self._answer: Result | None = None
-        self._problem: BaseException | None = None
-
-    def hear(self, answer: Result | None, problem: BaseException | None) -> None:
-        """Take the answer, and end the wait."""
-        self._answer, self._problem = answer, problem
-        self._done.set()
-
-    def outcome(self) -> Result | BaseException:
-        """Wait for the answer or the problem, and return it."""
-        self._done.wait()
-        return cast(Result, self._answer) if self._problem is None else self._problem
-
-
 class CommitQueue(Generic[Request, Result]):
-    """Makes one commit after the other, each for all requests that wait by then.
+    """Makes one commit after the other, each for all requests that wait by then. ``commit`` takes requests about
+    different half batches and returns an answer for each.
 
     Its thread starts with the first request and ends when none is left. So an idle program has no thread, and Python
-    exits after the commits that are under way.
-
-    Parameters
-    ----------
-    name : str
-        Name of the thread.
-    commit : callable
-        Takes requests about different half batches and returns an answer for each.
-    linger_s : float
-        Seconds that the first request waits for others.
-    at_once_max : int
-        Most requests of one commit.
-    beside : CommitQueue, optional
-        The queue to which senders go after this one, and from which they come.
-    needs : lock, optional
-        A lock that a commit takes.
+    exits after the commits that are under way. The first request waits ``linger_s`` seconds for others. Senders go to
+    the queue ``beside`` after this one, and come from there. ``needs`` is a lock that a commit takes.
     """
 
     def __init__(
@@ -288,10 +223,14 @@ class CommitQueue(Generic[Request, Result]):
 
     def ask(self, requests: Mapping[str, Request]) -> list[Result | BaseException]:
         """Add requests, by half id; wait for their commits; return the answer or the problem of each."""
-        waits: list[_Wait[Result]] = [_Wait(self._runtime.event()) for _ in requests]
-        pairs = zip(requests.items(), waits, strict=True)
-        self._put([_Entry(request, about, wait.hear) for (about, request), wait in pairs])
-        return [wait.outcome() for wait in waits]
+        waits: list[tuple[_Entry[Request, Result], threading.Event]] = []
+        for about, request in requests.items():
+            done = self._runtime.event()
+            waits.append((_Entry(request, about, lambda *_, done=done: done.set()), done))
+        self._put([entry for entry, _ in waits])
+        for _, done in waits:
+            done.wait()
+        return [cast(Result, entry.answer) if entry.problem is None else entry.problem for entry, _ in waits]
 
     def _put(self, entries: Sequence[_Entry[Request, Result]]) -> None:
         has_thread = True

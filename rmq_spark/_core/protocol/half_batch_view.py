@@ -72,8 +72,6 @@ def _began_at(engine: Engine, record: HalfRecord, state: BatchState, attempt: in
 
 
 class _LogRows:
-    """The rows of one half batch for a listener."""
-
     def __init__(self, engine: Engine, record: HalfRecord, rows: RowSet, held: HalfRows | pa.Table | None) -> None:
         self._engine, self._record, self.rows, self._held = engine, record, rows, held
 

@@ -55,17 +55,11 @@ _known_logs: set[tuple[str, str]] = set()  # checkpoints, each with the id of it
 
 @dataclass(frozen=True)
 class Identity:
-    """The identity of a micro-batch of ``foreachBatch``.
+    """The identity of a micro-batch of ``foreachBatch``. ``query_id`` is the id by which the log knows the checkpoint,
+    whatever Spark's id is now. ``lineage`` is the checkpoint's record of earlier batches.
 
-    Attributes
-    ----------
-    query_id : str
-        The id by which the log knows the checkpoint, whatever Spark's id is now.
-    input_hash : str or None
-        None when the application has a name and Spark does not tell where the checkpoint is. A checkpoint that was
-        restored from an older copy is then not noticed.
-    lineage : Lineage or None
-        The checkpoint's record of earlier batches; None when ``input_hash`` is.
+    ``input_hash`` and ``lineage`` are None when the application has a name and Spark does not tell where the checkpoint
+    is. A checkpoint that was restored from an older copy is then not noticed.
     """
 
     query_id: str
@@ -82,20 +76,12 @@ def identity_of(
     or_else: str | None,
 ) -> Identity:
     """Return a micro-batch's identity from the files of its checkpoint, at the caller's location or at Spark's.
+    ``door`` is the class or function that takes ``checkpoint_location``, for the error's text; for ``or_else`` see
+    :func:`known_query_id`.
 
-    Parameters
-    ----------
-    door : str
-        Name of the class or function that takes ``checkpoint_location``, for the error's text.
-    or_else : str or None
-        As for :func:`known_query_id`.
-
-    Raises
-    ------
-    OptionError
-        When neither has the query's id, or ``checkpoint_location`` belongs to another query.
-    CheckpointMismatchError
-        When the newest batch in the checkpoint is another one, or the id under which it sent before is lost.
+    OptionError: neither has the query's id, or ``checkpoint_location`` belongs to another query.
+    CheckpointMismatchError: the newest batch in the checkpoint is another one, or the id under which it sent before is
+    lost.
     """
     spark_id = query_id_of(batch)
     if checkpoint_location is not None:
@@ -163,13 +149,8 @@ class Checkpoint:
 
 
 def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | None = None) -> Checkpoint:
-    """Read the query id, the newest batch id and the hash of its offsets.
-
-    Raises
-    ------
-    OptionError
-        When the checkpoint cannot be read, or ``location`` is empty because a Spark setting gave it or it is temporary.
-    """
+    """Read the query id, the newest batch id and the hash of its offsets. OptionError: the checkpoint cannot be read,
+    or ``location`` is empty because a Spark setting gave it or it is temporary."""
     if not location:
         raise OptionError(
             "option 'checkpointLocation' is missing: the sink takes the query's identity from it, and cannot "
@@ -194,18 +175,9 @@ def known_query_id(
 ) -> str:
     """Return the id by which the log knows a checkpoint's query. At the first batch Spark's id is written to the file.
 
-    Parameters
-    ----------
-    or_else : str or None
-        What a person can do when the id is lost, as the end of an error's sentence. None: the application has a name
-        by which the log knows its batches, so Spark's id will do.
-
-    Raises
-    ------
-    CheckpointMismatchError
-        When batches were sent before, and the id under which they were sent is lost.
-    OptionError
-        When the file cannot be read or written.
+    ``or_else`` says what a person can do when the id is lost, as the end of an error's sentence. None: the application
+    has a name by which the log knows its batches, so Spark's id will do. CheckpointMismatchError: batches were sent
+    before, and the id under which they were sent is lost. OptionError: the file cannot be read or written.
     """
     try:
         return _known_query_id(
@@ -273,12 +245,7 @@ class Lineage:
 
     def holds(self, batch_id: int, input_hash: str) -> bool:
         """Whether this batch was sent from the checkpoint: its offsets have this hash, or :meth:`keep` recorded it.
-
-        Raises
-        ------
-        OptionError
-            When the checkpoint cannot be read.
-        """
+        OptionError: the checkpoint cannot be read."""
         try:
             offsets = self._folder.read(f"offsets/{batch_id}")
             if offsets is not None and input_hash_of(offsets) == input_hash:
@@ -309,7 +276,6 @@ class Lineage:
 
 
 def lineage_of(location: str, storage_options: Mapping[str, str] | None) -> Lineage:
-    """Return a checkpoint's record of the batches that were sent from it."""
     return Lineage(_python_folder(location, storage_options))
 
 
@@ -321,8 +287,6 @@ def _unreadable(location: str, problem: BaseException) -> OptionError:
 
 
 class Folder(Protocol):
-    """A checkpoint's folder."""
-
     name: str
 
     def read(self, file: str) -> bytes | None:
@@ -398,15 +362,9 @@ class _SparkFolder:
 
 
 def require_same_log(location: str, storage_options: Mapping[str, str] | None, log_id: str, log_path: str) -> None:
-    """Raise unless a query's earlier micro-batches went into this commit log, by the file in the checkpoint.
-
-    A checkpoint without the file gets it, if Python may write there.
-
-    Raises
-    ------
-    CheckpointMismatchError
-        When they went into another log. Each log would lack messages of the query.
-    """
+    """Raise CheckpointMismatchError unless a query's earlier micro-batches went into this commit log, by the file in
+    the checkpoint: each log would lack messages of the query. A checkpoint without the file gets it, if Python may
+    write there."""
     if (location, log_id) in _known_logs:
         return
     fs, root = _checkpoint_folder(location, storage_options)

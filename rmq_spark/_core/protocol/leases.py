@@ -17,22 +17,16 @@ LINGER_S = 0.05
 
 
 class LeaseKeeper:
-    """Renews the leases of all local transactions that run, several in one commit. A short transaction gets none.
+    """Renews the leases of all local transactions that run, several in one commit. A lease lasts ``lease_s``. It is
+    written when a transaction has run for a third of this, and again after each further third. So a short transaction
+    gets none.
 
-    One thread renews them all. It starts with the first transaction, and ends soon after the last. Adding or removing
-    a lease usually takes no lock, because many threads would wait for it longer than their transactions take.
-
-    ::
+    One thread renews them all. It starts with the first transaction, and ends soon after the last. Adding or removing a
+    lease usually takes no lock, because many threads would wait for it longer than their transactions take::
 
         lease_s = 60     0 s        20 s         40 s        60 s
         transaction      begins ─── runs on ──── runs on ─── ends
         lease                       until 80 s   until 100 s
-
-    Parameters
-    ----------
-    lease_s : float
-        Seconds that a lease lasts. It is written when a transaction has run for a third of this, and again after each
-        further third.
     """
 
     def __init__(self, engine: Engine, lease_s: float) -> None:
@@ -92,7 +86,6 @@ class LeaseKeeper:
             raise
 
     def _may_end(self) -> bool:
-        """Whether the thread may end: no lease has been added meanwhile. A later one starts another thread."""
         with self._lock:
             self._has_thread = False
             self._has_thread = bool(self._running)

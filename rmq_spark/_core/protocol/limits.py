@@ -28,28 +28,16 @@ WARNED_AT = 0.8
 
 @dataclass(frozen=True)
 class PendingLimits:
-    """How much of one producer group may be pending before a new half batch is refused; None for no limit.
-
-    Attributes
-    ----------
-    batches : int or None
-        Pending half batches.
-    size : int or None
-        Bytes of their files.
-    """
+    """How many half batches of one producer group, and how many bytes of their files, may be pending before a new one
+    is refused; None for no limit."""
 
     batches: int | None = None
     size: int | None = None
 
     @classmethod
     def of(cls, batches: int | None, size: int | str | None) -> PendingLimits:
-        """Limits from the arguments ``max_pending_batches`` and ``max_pending_bytes``.
-
-        Raises
-        ------
-        OptionError
-            When one is not a whole number of 1 or more (bytes also as ``"500m"`` or ``"10g"``).
-        """
+        """Limits from the arguments ``max_pending_batches`` and ``max_pending_bytes``. OptionError: one is not a whole
+        number of 1 or more (bytes also as ``"500m"`` or ``"10g"``)."""
         return cls(
             None if batches is None else whole_number(batches, "max_pending_batches", 1),
             None if size is None else byte_count(size, "max_pending_bytes"),
@@ -60,8 +48,6 @@ NO_LIMITS = PendingLimits()
 
 
 class _Pending(NamedTuple):
-    """A half batch with pending messages."""
-
     half_id: str
     producer_group: str
     size: int
@@ -81,13 +67,8 @@ class PendingGuard:
         self._warned = False
 
     def require_room(self, producer_group: str) -> None:
-        """Raise unless a new half batch of this group may be prepared. Warn when little room is left.
-
-        Raises
-        ------
-        PendingLimitError
-            When another one would exceed a limit.
-        """
+        """Raise PendingLimitError when a new half batch of this group would exceed a limit. Warn when little room is
+        left."""
         if self.limits == NO_LIMITS:
             return
         own_batches = [pending for pending in self._pending() if pending.producer_group == producer_group]

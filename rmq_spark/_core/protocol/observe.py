@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rmq_spark._core.log.batch_state import RowState
@@ -13,17 +11,6 @@ from rmq_spark._core.runtime import observer
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.outcome import Outcome
-
-
-@contextmanager
-def observed(engine: Engine, producer_group: str) -> Iterator[Callable[[Outcome], None]]:
-    """Tell observers of the send in the block: the outcome that the block hands in, or what it raises."""
-    began_s = engine.runtime.monotonic()
-    try:
-        yield lambda outcome: tell_sent(engine, producer_group, outcome, began_s)
-    except Exception as problem:
-        tell_not_sent(engine, producer_group, problem)
-        raise
 
 
 def tell_not_sent(engine: Engine, producer_group: str, problem: Exception) -> None:

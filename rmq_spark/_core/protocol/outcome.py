@@ -33,50 +33,33 @@ OF_THE_LOG = (
 
 @dataclass
 class Outcome:
-    """The outcome of a half batch in this run.
-
-    Attributes
-    ----------
-    record : HalfRecord or None
-        None for an empty batch, which leaves nothing in the log.
-    replayed : bool
-        True when the batch had been prepared before this run.
-    attempt : int
-        The newest attempt.
-    messages : dict of RowState to int
-        Messages in each state at the end.
-    placed : list of Placed
-        The messages that this run made visible.
-    error : BaseException or None
-        The listener's exception, with ``onListenerError=unknown``.
-    """
+    """The outcome of a half batch in this run. An empty batch leaves nothing in the log, and has no ``record``."""
 
     record: HalfRecord | None = None
     replayed: bool = False
+    """Whether the batch had been prepared before this run."""
     attempt: int = 1
+    """The newest attempt."""
     messages: dict[RowState, int] = field(default_factory=dict)
+    """Messages in each state at the end."""
     placed: list[Placed] = field(default_factory=list)
+    """The messages that this run made visible."""
     error: BaseException | None = None
+    """The listener's exception, with ``onListenerError=unknown``."""
 
 
 @dataclass
 class Run:
-    """One run of one half batch.
+    """One run of one half batch. It executes only what it prepared or reopened itself (``executed``: the attempt, and
+    its rows), and checks everything else.
 
-    Attributes
-    ----------
-    fence_id : str or None
-        The listener's fence id, as it is now.
-    executed : list of (attempt, rows)
-        Rows that this run executed. It executes only what it prepared or reopened itself, and checks everything else.
-    held : HalfRows or None
-        All rows of a half batch that this run has prepared. They need not be read from their file.
-    numbered : bool
-        From the sender's header. A header that is read from the log does not have it.
+    ``store_id`` is the listener's, as it is now. ``held`` are all rows of a half batch that this run has prepared, so
+    that they need not be read from their file. ``numbered`` is from the sender's header: a header that is read from the
+    log does not have it.
     """
 
     record: HalfRecord
-    fence_id: str | None
+    store_id: str | None
     arg: Any
     outcome: Outcome
     executed: list[tuple[int, RowSet]] = field(default_factory=list)

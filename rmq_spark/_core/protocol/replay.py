@@ -78,13 +78,8 @@ class Replays:
         return record
 
     def require_not_prepared(self, header: HalfHeader, problem: BaseException) -> None:
-        """Raise unless a failed prepare has left the log without the half batch.
-
-        Raises
-        ------
-        UnresolvedTransactionError
-            When its commit was made after all, or the log cannot be read. A check then settles the half batch.
-        """
+        """Raise UnresolvedTransactionError unless a failed prepare has left the log without the half batch: its commit
+        was made after all, or the log cannot be read. A check then settles the half batch."""
         with suppress(Exception):
             if self._engine.find(header.app_id, header.batch_id) is None:
                 return

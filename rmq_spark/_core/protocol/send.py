@@ -40,16 +40,17 @@ from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op import Who
 from rmq_spark._core.log.single_messages import OneMessage
 from rmq_spark._core.protocol.engine import Engine
-from rmq_spark._core.protocol.group_commit import Commits, Stageable
+from rmq_spark._core.protocol.group_commit import GroupCommit, Stageable
 from rmq_spark._core.protocol.identity import Lineage
 from rmq_spark._core.protocol.leases import LeaseKeeper
 from rmq_spark._core.protocol.limits import NO_LIMITS, PendingGuard, PendingLimits
-from rmq_spark._core.protocol.observe import observed
+from rmq_spark._core.protocol.observe import tell_not_sent, tell_sent
 from rmq_spark._core.protocol.outcome import OF_THE_LOG, Outcome, Run, left_open, outcome_of_left
 from rmq_spark._core.protocol.replay import Replays, following
 from rmq_spark._core.protocol.split import Split, split_by_verdict
 from rmq_spark._core.protocol.steps import Answered, Decide, Execute, MayBlock, Prepare, Sleep, Step, Steps, finish
 from rmq_spark._core.runtime.failpoints import reach
+from rmq_spark._core.runtime.log_records import of_batch, of_header
 from rmq_spark._core.runtime.spans import settling
 from rmq_spark._core.vocabulary.options import LEASE_S, LEASE_S_MAX, ON_LISTENER_ERROR, REPLAY_CHECK_TIMEOUT_S, seconds
 from rmq_spark._core.vocabulary.redaction import cause_of, line_of, text_of, traceback_of
@@ -69,7 +70,6 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
-from rmq_spark.logs import of_batch, of_header
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,6 @@ REPLAY_BACKOFF_S_MAX = 5.0
 
 
 def in_this_thread(listener: TransactionListener, batch: HalfBatch) -> Verdicts:
-    """Run the local transaction of a half batch."""
     return listener.execute_local_transaction(batch)
 
 
@@ -97,21 +96,11 @@ _COMMIT_ALL = VerdictArray((Verdict(COMMIT_MESSAGE),))
 class TwoPhase:
     """Runs half batches of one producer group through the protocol.
 
-    Parameters
-    ----------
-    on_listener_error : {"fail", "unknown"}
-        What an exception of ``execute_local_transaction`` does: end the query with the half batch pending (default), or
-        count as UNKNOWN, as in RocketMQ.
-    replay_check_timeout_s : float
-        Seconds for which a replay asks the listener again while it answers UNKNOWN.
-    lease_s : float
-        Seconds that a lease lasts. It is renewed at a third of this while ``execute_local_transaction`` runs.
-    pending_limits : PendingLimits
-        A new half batch is refused when this much of its producer group is pending; a replay never is.
-    commits : Commits, optional
-        How half batches are prepared and decided; by default each alone.
-    run : callable, optional
-        How the listener runs a local transaction; by default in this thread.
+    An exception of ``execute_local_transaction`` ends the query with the half batch pending, or counts as UNKNOWN, as
+    in RocketMQ (``on_listener_error``: "fail" or "unknown"). A replay asks the listener again for
+    ``replay_check_timeout_s`` while it answers UNKNOWN. A lease lasts ``lease_s``. A new half batch is refused when
+    ``pending_limits`` are reached; a replay never is. ``commits`` prepares and decides half batches, by default each
+    alone, and ``run`` runs a local transaction, by default in this thread.
     """
 
     def __init__(
@@ -123,7 +112,7 @@ class TwoPhase:
         replay_check_timeout_s: float = REPLAY_CHECK_TIMEOUT_S,
         lease_s: float = LEASE_S,
         pending_limits: PendingLimits = NO_LIMITS,
-        commits: Commits | None = None,
+        commits: GroupCommit | None = None,
         run: Callable[[TransactionListener, HalfBatch], Verdicts] = in_this_thread,
     ) -> None:
         if on_listener_error not in ON_LISTENER_ERROR:
@@ -136,7 +125,7 @@ class TwoPhase:
         self.replay_check_timeout_s = seconds(replay_check_timeout_s, "replay_check_timeout")
         self.pending = PendingGuard(engine, pending_limits)
         self._replays = Replays(engine)
-        self.commits: Commits = engine if commits is None else commits
+        self.commits: Engine | GroupCommit = engine if commits is None else commits
         self._run_by = run
         self.leases = LeaseKeeper(engine, seconds(lease_s, "lease_s", above=True))
 
@@ -156,37 +145,21 @@ class TwoPhase:
     ) -> Outcome:
         """Bring a half batch to its verdicts. A batch that was prepared before goes on from its present state.
 
-        Parameters
-        ----------
-        header : HalfHeader
-            With the fence of this listener.
-        stage : callable
-            Returns half files that it wrote or that executors wrote, or rows to be written. It is called for a new
-            batch only.
-        arg : object, optional
-            Handed to ``execute_local_transaction`` as ``batch.arg``.
-        lineage : Lineage, optional
-            Of the micro-batch's checkpoint, if that can be read.
+        The header has the fence of this listener. ``stage`` returns half files that it wrote or that executors wrote,
+        or rows to be written. It is called for a new batch only. The listener gets ``arg`` as ``batch.arg``.
+        ``lineage`` is that of the micro-batch's checkpoint, if it can be read.
 
-        Raises
-        ------
-        CheckpointMismatchError
-            When the batch id was used by another query or with other input, or this cannot be ruled out; or when the
-            log has a last batch that the checkpoint does not know.
-        FenceError
-            When the half batch was prepared with another fence than the header's, and is still open.
-        LocalTransactionError
-            When the listener raised (``on_listener_error="fail"``).
-        VerdictConflictError
-            When two verdicts contradict each other: a person must resolve the half batch.
-        UnresolvedTransactionError
-            When a replay's checks stay UNKNOWN, or the store failed after the prepare.
-        PendingLimitError
-            When too much of the producer group is pending; nothing is written then.
-        ListenerError
-            When the local transaction is a coroutine.
-        HalfBatchLeftError
-            When a check has rolled the half batch back so long ago that its messages have left the log.
+        ==========================  ===================================================================================
+        CheckpointMismatchError     another query or other input used the batch id, or this cannot be ruled out; or the
+                                    checkpoint does not know the log's last batch
+        FenceError                  the half batch was prepared with another fence, and is still open
+        LocalTransactionError       the listener raised (``on_listener_error="fail"``)
+        VerdictConflictError        two verdicts contradict each other: a person must resolve the half batch
+        UnresolvedTransactionError  a replay's checks stay UNKNOWN, or the store failed after the prepare
+        PendingLimitError           too much of the producer group is pending; nothing is written then
+        ListenerError               the local transaction is a coroutine
+        HalfBatchLeftError          a check has rolled the half batch back, and its messages have left the log since
+        ==========================  ===================================================================================
         """
         if is_coroutine(self.listener):
             raise ListenerError(
@@ -194,10 +167,13 @@ class TwoPhase:
                 "TransactionMQProducer.send_message_in_transaction_async can wait for it; make it a plain function"
             )
         reach("send begins", header=header)
-        steps = self.steps(header, stage, arg, lineage)
-        with observed(self.engine, header.producer_group) as tell:
-            outcome = finish(steps, self.do)
-            tell(outcome)
+        began_s = self.engine.runtime.monotonic()
+        try:
+            outcome = finish(self.steps(header, stage, arg, lineage), self.do)
+        except Exception as problem:
+            tell_not_sent(self.engine, header.producer_group, problem)
+            raise
+        tell_sent(self.engine, header.producer_group, outcome, began_s)
         reach("sent", header=header)
         return outcome
 
@@ -340,9 +316,9 @@ class TwoPhase:
     def _listener_of(self, run: Run) -> TransactionListener:
         """The listener to ask about a half batch; FenceError when this one cannot answer for it."""
         prepared_with = run.record.header.fence_id
-        if prepared_with == NO_LISTENER_FENCE != run.fence_id:  # it was sent without a local transaction
+        if prepared_with == NO_LISTENER_FENCE != run.store_id:  # it was sent without a local transaction
             return CommitOncePrepared()
-        require_same_store(run.record.half_id, prepared_with, run.fence_id)
+        require_same_store(run.record.half_id, prepared_with, run.store_id)
         return self.listener
 
     def _ask_execute(self, listener: TransactionListener, run: Run, batch: HalfBatch) -> VerdictArray | None:
@@ -431,7 +407,6 @@ class TwoPhase:
             )
 
     def _reopen(self, run: Run, attempt: int, states: tuple[RowState, ...], as_attempt: int, reason: str) -> RowSet:
-        """Make rows pending again."""
         return self.engine.ledger.reopen(run.record, attempt, states, as_attempt, Who.EXECUTE, reason)
 
     def _not_executed_here(self, run: Run, state: BatchState) -> list[tuple[int, RowSet]]:

@@ -42,14 +42,12 @@ class Split:
         return bool(self.commit or self.rollback)
 
     def decision(self, record: HalfRecord, attempt: int, who: Who) -> Decision:
-        """The decision that makes these verdicts final."""
         return Decision(record, attempt, self.commit, self.rollback, who, rolled_back=self.rolled_back)
 
 
 def split_by_verdict(
     engine: Engine, record: HalfRecord, rows: RowSet, batch: HalfBatch, verdicts: VerdictArray
 ) -> Split:
-    """The rows of a half batch by the verdict of their transaction."""
     which, distinct = verdicts.which, verdicts.distinct
     if which is not None and len(which) == 1:
         distinct = (distinct[which[0].as_py()],)

@@ -65,15 +65,8 @@ Steps: TypeAlias = Generator[Step, Any, Outcome]
 
 
 def finish(steps: Steps, do: Callable[[Step], Any]) -> Outcome:
-    """Do every step in this thread, and return the outcome of the half batch.
-
-    Parameters
-    ----------
-    steps : Steps
-        They go on from where they are.
-    do : callable
-        Does one step, and returns its answer.
-    """
+    """Do every step in this thread, from where the steps are, and return the outcome of the half batch. ``do`` does one
+    step, and returns its answer."""
     answer, problem = None, None
     while True:
         try:

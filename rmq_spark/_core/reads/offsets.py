@@ -89,12 +89,7 @@ def to_json(
 
 def first_begin(value: object, what: str) -> Positions | None:
     """Return the start of a query's first micro-batch, from the offset of its end; None from any other offset.
-
-    Raises
-    ------
-    OffsetError
-        When :func:`to_json` did not write it.
-    """
+    OffsetError: :func:`to_json` did not write it."""
     if not isinstance(value, dict) or BEGIN not in value:
         return None
     positions: Positions = {}
@@ -110,13 +105,7 @@ def first_begin(value: object, what: str) -> Positions | None:
 
 
 def from_checkpoint(value: object, what: str = "the checkpoint") -> StreamOffset:
-    """Read an offset that :func:`to_json` wrote.
-
-    Raises
-    ------
-    OffsetError
-        When the value has another form.
-    """
+    """Read an offset that :func:`to_json` wrote. OffsetError: the value has another form."""
     if not isinstance(value, dict):
         raise OffsetError(f"{what} is not of the form {_EXAMPLE}: found {str(value)[:200]}")
     again: Again = {}
@@ -140,20 +129,8 @@ def _log_id(value: object, what: str) -> str:
 
 
 def from_json(value: object, what: str, marks: tuple[int, ...] = ()) -> Positions:
-    """Read positions from a JSON value.
-
-    Parameters
-    ----------
-    what : str
-        The value's origin, for the error's text.
-    marks : tuple of int
-        The allowed marks in place of an offset: of -2 (earliest) and -1 (latest).
-
-    Raises
-    ------
-    OffsetError
-        When the value does not have the form ``{"topic": {"queue": offset}}``.
-    """
+    """Read positions from a value of the form ``{"topic": {"queue": offset}}``, or raise OffsetError, which says
+    ``what`` the value is. ``marks`` are allowed in place of an offset: of -2 (earliest) and -1 (latest)."""
     if not isinstance(value, dict) or not all(isinstance(queues, dict) for queues in value.values()):
         raise OffsetError(f"{what} is not of the form {_EXAMPLE}: found {str(value)[:200]}")
     positions: Positions = {}
@@ -183,24 +160,8 @@ def from_json(value: object, what: str, marks: tuple[int, ...] = ()) -> Position
 
 
 def parse_offsets(text: str, option: str, keywords: tuple[str, ...], marks: tuple[int, ...]) -> str | Positions:
-    """Read the value of ``startingOffsets`` or ``endingOffsets``.
-
-    Parameters
-    ----------
-    keywords : tuple of str
-        The allowed keywords: of ``earliest`` and ``latest``.
-    marks : tuple of int
-        The allowed marks in JSON: of -2 (earliest) and -1 (latest).
-
-    Returns
-    -------
-    str or dict
-        A keyword; or an offset, -2 or -1 by (topic, queue).
-
-    Raises
-    ------
-    OffsetError
-        When the text is neither of these, or is malformed.
+    """Read the value of ``startingOffsets`` or ``endingOffsets``: one of ``keywords`` (of ``earliest`` and ``latest``),
+    or offsets by (topic, queue) from JSON, in which ``marks`` are allowed (of -2 and -1). OffsetError: it is neither.
     """
     word = text.strip().lower()
     if word in keywords:
@@ -249,25 +210,12 @@ def resolve(
     firsts: Mapping[Queue, int] | None = None,
     marks: tuple[int, ...] = (),
 ) -> Positions:
-    """Return the offset of each queue for a result of :func:`parse_offsets`.
+    """Return the offset of each queue for a result of :func:`parse_offsets`. ``queues`` are the subscribed topics with
+    their numbers of queues, ``tails`` the next offsets, ``firsts`` the first kept ones where messages have expired.
+    ``marks`` are those allowed, for the error's text.
 
-    Parameters
-    ----------
-    queues : mapping of str to int
-        The subscribed topics, and their numbers of queues.
-    tails : mapping
-        The next offset of every queue that has messages.
-    firsts : mapping, optional
-        The first kept offset of queues from which messages have expired.
-    marks : tuple of int
-        The allowed marks, for the error's text.
-
-    Raises
-    ------
-    OffsetError
-        When JSON names a topic or queue that is not read, or omits one.
-    OffsetOutOfRangeError
-        When an offset is past the end of its queue.
+    OffsetError: JSON names a topic or queue that is not read, or omits one. OffsetOutOfRangeError: an offset is past
+    the end of its queue.
     """
     ends = {(t, q): tails.get((t, q), 0) for t, n in queues.items() for q in range(n)}
     starts = {queue: (firsts or {}).get(queue, 0) for queue in ends}
@@ -300,13 +248,9 @@ def resolve(
 
 
 def parse_timestamp(text: str, option: str) -> datetime:
-    """Read a time with a zone, such as ``2025-03-01T08:00:00Z`` or ``…T09:00:00+01:00``, or milliseconds since 1970.
-
-    Raises
-    ------
-    OptionError
-        For anything else. A time without a zone or a number of seconds is refused, because its meaning is a guess.
-    """
+    """Read a time with a zone, such as ``2025-03-01T08:00:00Z`` or ``…T09:00:00+01:00``, or milliseconds since 1970;
+    OptionError for anything else. A time without a zone or a number of seconds is refused, because its meaning is a
+    guess."""
     value = text.strip()
     example = "write it as 2025-03-01T08:00:00Z, or as milliseconds since 1970"
     if value.isascii() and value.isdigit():
@@ -340,5 +284,4 @@ def due(suspended: Again, now: datetime) -> Again:
 
 
 def seconds_to_wait(suspended: Again, now: datetime) -> float:
-    """Return the seconds until the first suspension is over."""
     return max(0.0, (min(until for _, until in suspended.values()) - now).total_seconds())

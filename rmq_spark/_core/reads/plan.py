@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rmq_spark._core.log.message_range import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.messages.placements import Placements
@@ -22,22 +22,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Found = TypeVar("Found")
+Found = TypeVar("Found", bound=tuple[Any, ...])
 
 BLOCK_ROWS = 262_144
 """Default messages of a partition: four row groups of a half file, about 75 MB."""
 
 
 class Planner:
-    """Plans reads of one subscription.
-
-    Parameters
-    ----------
-    engine : Engine
-        A handle for this planner only.
-    fail_on_data_loss : bool
-        False: messages that the log no longer holds are skipped with a warning.
-    """
+    """Plans reads of one subscription, by an engine of its own. Without ``fail_on_data_loss``, messages that the log no
+    longer holds are skipped with a warning."""
 
     def __init__(self, engine: Engine, subscription: Subscription, fail_on_data_loss: bool = True) -> None:
         self.engine = engine
@@ -45,20 +38,10 @@ class Planner:
         self._fail_on_data_loss = fail_on_data_loss
         self._placements = Placements(engine, subscription.matches)
 
-    @property
-    def rows_kept(self) -> int:
-        """Number of placements in memory."""
-        return self._placements.rows_kept
-
     # ------------------------------------------------------------------ topics and offsets
     def queues(self) -> dict[str, int]:
-        """Return the subscribed topics that exist, and their numbers of queues.
-
-        Raises
-        ------
-        TopicNotFoundError
-            When the subscription names a topic that does not exist.
-        """
+        """Return the subscribed topics that exist, and their numbers of queues. TopicNotFoundError: the subscription
+        names a topic that does not exist."""
         topics = self.engine.topics()
         queues = self._subscription.topics_among(topics)
         pattern = self._subscription.pattern
@@ -99,13 +82,8 @@ class Planner:
     # ------------------------------------------------------------------ a stream's offsets
     def require_start(self, start: Positions, latest: Positions, whose: str = "the checkpoint") -> Positions:
         """Return a stream's start, from its checkpoint or group, for the queues of this log and subscription.
-
-        Raises
-        ------
-        OffsetOutOfRangeError
-            When an offset is past the end of its queue: the checkpoint belongs to another log, or the log was
-            recreated.
-        """
+        OffsetOutOfRangeError: an offset is past the end of its queue, so the checkpoint belongs to another log, or the
+        log was made anew."""
         positions = self._firsts()
         for (topic, queue_id), offset in start.items():
             end = latest.get((topic, queue_id), 0)
@@ -133,13 +111,7 @@ class Planner:
     # ------------------------------------------------------------------ ranges
     def ranges(self, start: Positions, end: Positions) -> list[MessageRange]:
         """Return the rows of every queue's offsets from ``start`` (included) to ``end`` (excluded), by queue and
-        offset.
-
-        Raises
-        ------
-        OffsetOutOfRangeError
-            When the log does not hold all of them, unless data loss is skipped.
-        """
+        offset. OffsetOutOfRangeError: the log does not hold all of them, and data loss is not skipped."""
         placed, missing = self._look_twice(lambda: self._placements.between(self._firsts() | start, end))
         for queue, first, stop in missing:
             self._lost(out_of_range(*queue, first, stop, self._firsts()))
@@ -147,26 +119,18 @@ class Planner:
 
     def tail(self, start: Positions, end: Positions) -> tuple[Mapping[Queue, int], list[PlacedRange]]:
         """Return the border, below which the table ``messages`` has all messages, and the ranges above it."""
-        (border, by_queue), missing = self._look_twice(lambda: self._tail(self._firsts() | start, end))
+        border, by_queue, missing = self._look_twice(lambda: self._placements.tail(self._firsts() | start, end))
         for queue, first, stop in missing:
             self._lost(out_of_range(*queue, first, stop, self._firsts()))
         return border, [placed_range for queue in sorted(by_queue) for placed_range in by_queue[queue]]
 
-    def _tail(
-        self, start: Positions, end: Positions
-    ) -> tuple[tuple[Mapping[Queue, int], Mapping[Queue, list[PlacedRange]]], list[tuple[Queue, int, int]]]:
-        border, by_queue, missing = self._placements.tail(start, end)
-        return (border, by_queue), missing
-
-    def _look_twice(
-        self, look: Callable[[], tuple[Found, list[tuple[Queue, int, int]]]]
-    ) -> tuple[Found, list[tuple[Queue, int, int]]]:
+    def _look_twice(self, look: Callable[[], Found]) -> Found:
         """Look, and look again at the newest state before anything counts as damaged or lost: this process may have
-        been stopped for longer than the log keeps replaced files."""
+        been stopped for longer than the log keeps replaced files. The missing offsets come last in what is found."""
         with suppress(CorruptLogError):
-            result, missing = look()
-            if not missing:
-                return result, missing
+            found = look()
+            if not found[-1]:
+                return found
         for table in self.engine.looked_at():
             table.refresh()
         self._placements = Placements(self.engine, self._subscription.matches)
@@ -180,15 +144,11 @@ class Planner:
 
 # ---------------------------------------------------------------- the share of a trigger
 def admit(start: Positions, latest: Positions, limit: int | None) -> Positions:
-    """Return the end of a micro-batch of at most ``limit`` messages (None: no limit).
+    """Return the end of a micro-batch of at most ``limit`` messages (None: no limit): an offset for every queue of
+    ``start``, and for every other queue that has messages.
 
     Each queue with a backlog gets one message, and a share of the rest in proportion to its backlog. When the limit is
     below the number of these queues, they take turns.
-
-    Returns
-    -------
-    dict
-        An offset for every queue of ``start``, and for every other queue that has messages.
     """
     backlogs = {queue: end - start.get(queue, 0) for queue, end in sorted(latest.items()) if end > start.get(queue, 0)}
     if limit is None or sum(backlogs.values()) <= limit:
@@ -228,19 +188,11 @@ def split(
     partitions_min: int | None = None,
     partition_records_max: int | None = None,
 ) -> list[list[MessageRange]]:
-    """Distribute ranges to partitions.
+    """Distribute ranges, by queue and offset, to partitions of equal size: at least ``partitions_min`` of them (but no
+    more than messages), with at most ``partition_records_max`` messages.
 
-    Parameters
-    ----------
-    ranges : sequence of MessageRange
-        By queue and offset.
-    ordered : bool
-        Each queue is read in one partition, in order. Otherwise adjacent rows of a file are read together: no file is
-        read twice, and messages come in the file's order.
-    partitions_min : int, optional
-        The least number of partitions, of equal size (but no more than messages).
-    partition_records_max : int, optional
-        The most messages of a partition.
+    ``ordered``: each queue is read in one partition, in order. Otherwise adjacent rows of a file are read together: no
+    file is read twice, and messages come in the file's order.
     """
     if ordered:
         return [list(queue) for _, queue in groupby(ranges, key=lambda r: (r.topic, r.queue_id))]

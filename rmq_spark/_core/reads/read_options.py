@@ -28,17 +28,9 @@ from rmq_spark.errors import OptionError
 
 @dataclass(frozen=True)
 class Subscription:
-    """The topics to read: by name, or by a pattern that the whole name must match.
-
-    Attributes
-    ----------
-    topics : tuple of str
-        Empty with a pattern.
-    pattern : str or None
-        Matches topics of retries and dead letters only if it contains their prefix, ``%RETRY%`` or ``%DLQ%``.
-    retry : str or None
-        The topic of a consumer group's retries, which is also read if it exists.
-    """
+    """The topics to read: by name, or by a pattern that the whole name must match. A pattern matches topics of retries
+    and dead letters only if it contains their prefix, ``%RETRY%`` or ``%DLQ%``. ``retry`` is the topic of a consumer
+    group's retries, which is also read if it exists."""
 
     topics: tuple[str, ...] = ()
     pattern: str | None = None
@@ -65,17 +57,9 @@ class Subscription:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """The options of one read. They can be pickled.
-
-    Attributes
-    ----------
-    starting, ending : str, dict or datetime
-        ``earliest``, ``latest``, offsets by (topic, queue), or a commit time.
-    tags : tuple of str or None
-        None reads messages with any tag.
-    selector : Selector or None
-        The filter by ``tags`` or the option ``selector``; None reads all.
-    """
+    """The options of one read. They can be pickled. ``starting`` and ``ending`` are ``earliest``, ``latest``, offsets
+    by (topic, queue), or a commit time. ``selector`` is the filter by ``tags`` or the option ``selector``; None reads
+    all."""
 
     path: str
     storage_options: Mapping[str, str] = field(repr=False)
@@ -94,15 +78,8 @@ class ReadOptions:
 
 
 def read_options(given: Mapping[str, str], streaming: bool) -> ReadOptions:
-    """Read and validate the options of a read.
-
-    Raises
-    ------
-    OptionError
-        When an option is missing, unknown or invalid, or contradicts another one.
-    OffsetError
-        When offsets are malformed.
-    """
+    """Read and validate the options of a read. OptionError: one is missing, unknown or invalid, or contradicts another
+    one. OffsetError: offsets are malformed."""
     options = Options(given, SOURCE_OPTIONS)
     group = options.get("consumerGroup")
     if group is not None:

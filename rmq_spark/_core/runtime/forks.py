@@ -1,4 +1,4 @@
-"""Tells a fork (``os.fork``) from its parent process, without a system call."""
+"""Calls functions of the user that may fork (``os.fork``)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,6 @@ from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
-_forks = 0
-
-
-def _count() -> None:
-    global _forks
-    _forks += 1
-
-
-def forks() -> int:
-    """How many forks lie between this process and its first Python program. A stored number tells later whether this is
-    still the process that stored it."""
-    return _forks
-
 
 def called_here(function: Callable[..., T], *given: object) -> T:
     """Call a function of the user. If it forks, the fork ends here when the function returns or raises in it.
@@ -30,14 +17,14 @@ def called_here(function: Callable[..., T], *given: object) -> T:
     The fork is no second consumer. It ends with the code 0, with the code of SystemExit, or with 1 after another
     exception, which is printed.
     """
-    before = _forks
+    before = os.getpid()
     try:
         result = function(*given)
     except BaseException as problem:
-        if _forks != before:
+        if os.getpid() != before:
             _end(problem)
         raise
-    if _forks != before:
+    if os.getpid() != before:
         _end(None)
     return result
 
@@ -55,7 +42,3 @@ def _end(problem: BaseException | None) -> NoReturn:
         sys.stderr.flush()
     finally:  # whatever the user did to the streams
         os._exit(code)
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks
-    os.register_at_fork(after_in_child=_count)

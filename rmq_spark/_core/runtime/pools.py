@@ -56,17 +56,10 @@ class Once(Generic[Result]):
 
 
 class ElasticPool:
-    """Does pieces of work in threads of its own. A thread goes on with the next piece, since to wake one up for each
-    takes longer than a short piece. It ends soon after nothing is left.
+    """Does pieces of work in at most ``most`` threads of its own. A thread goes on with the next piece, since to wake
+    one up for each takes longer than a short piece. It ends soon after nothing is left.
 
     The caller's thread does the work when no other can be started.
-
-    Parameters
-    ----------
-    most : int
-        The most threads at once.
-    name : str
-        Name of the threads.
     """
 
     def __init__(self, most: int, name: str, runtime: Runtime) -> None:

@@ -44,11 +44,9 @@ class Runtime:
         return time.time()
 
     def time_ms(self) -> int:
-        """Milliseconds since the epoch."""
         return int(self.time() * 1_000)
 
     def now(self) -> datetime:
-        """The time, in UTC."""
         return datetime.fromtimestamp(self.time(), timezone.utc)
 
     def monotonic(self) -> float:
@@ -57,7 +55,6 @@ class Runtime:
         return time.monotonic() if _SINCE_BOOT is None else time.clock_gettime(_SINCE_BOOT)
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
         time.sleep(seconds)
 
     def random(self) -> float:
@@ -81,13 +78,8 @@ class Runtime:
         return threading.Event()
 
     def start_thread(self, work: Callable[[], object], name: str, daemon: bool = False) -> threading.Thread:
-        """Run ``work`` in a new thread.
-
-        Raises
-        ------
-        OutOfThreadsError
-            When there is no room for another thread, or Python ends. It is also a RuntimeError, like Python's own.
-        """
+        """Run ``work`` in a new thread. OutOfThreadsError, which is also a RuntimeError like Python's own: there is no
+        room for another thread, or Python ends."""
         thread = threading.Thread(target=work, name=name, daemon=daemon)
         try:
             thread.start()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -84,21 +84,8 @@ class Tracing:
         transactional: bool,
         fifo: frozenset[str],
     ) -> Iterator[tuple[list[Message] | pa.Table, Span]]:
-        """The span of a send, and the messages with their context.
-
-        Parameters
-        ----------
-        log : str
-            The path of the commit log.
-        group : str
-            The producer group.
-        topic : str, optional
-            For rows of a table without a ``topic``.
-        transactional : bool
-            Whether a local transaction runs.
-        fifo : frozenset of str
-            FIFO topics.
-        """
+        """The span of a send, and the messages with their context. ``topic`` is for rows of a table without one;
+        ``transactional`` tells whether a local transaction runs."""
         common = {"messaging.system": SYSTEM, "messaging.rocketmq.namespace": redacted(log)}
         common["txmq.producer_group"] = group
         kinds = self._api.SpanKind
@@ -163,9 +150,8 @@ class Tracing:
         except MessageError:  # there is no room for it
             return message
 
-    @contextmanager
-    def sending_batch(self, log: str, half_id: str, topic: str | None) -> Iterator[Span]:
-        """The span of a sink's micro-batch: see :func:`sending_batch`."""
+    def sending_batch(self, log: str, half_id: str, topic: str | None) -> AbstractContextManager[Span]:
+        """See :func:`sending_batch`."""
         attributes = {
             "messaging.system": SYSTEM,
             "messaging.rocketmq.namespace": redacted(log),
@@ -173,8 +159,7 @@ class Tracing:
             **_destination([topic] if topic else []),
             "txmq.half_id": half_id,
         }
-        with self._span("send", [topic] if topic else [], self._api.SpanKind.CLIENT, attributes) as span:
-            yield span
+        return self._span("send", [topic] if topic else [], self._api.SpanKind.CLIENT, attributes)
 
     # ------------------------------------------------------------------ consuming
     def received(self, log: str, group: str, tables: Sequence[pa.Table], began_ns: int) -> None:
@@ -192,29 +177,24 @@ class Tracing:
         )
         span.end()
 
-    @contextmanager
-    def processing(self, log: str, group: str, messages: pa.Table) -> Iterator[Span]:
+    def processing(self, log: str, group: str, messages: pa.Table) -> AbstractContextManager[Span]:
         """The span of a listener's call for a table of messages, with links to their spans."""
         topics = sorted(pc.unique(messages["topic"]).to_pylist())
         attributes = self._consuming(log, group, topics, "process", "process")
         attributes["messaging.batch.message_count"] = messages.num_rows
         attributes |= _partition(pc.unique(messages["queue_id"]).to_pylist())
         links = self.links_of([messages])
-        with self._span("process", topics, self._api.SpanKind.CONSUMER, attributes, links) as span:
-            yield span
+        return self._span("process", topics, self._api.SpanKind.CONSUMER, attributes, links)
 
-    @contextmanager
-    def processing_one(self, log: str, group: str, message: Any) -> Iterator[Span]:
+    def processing_one(self, log: str, group: str, message: Any) -> AbstractContextManager[Span]:
         """The span of a listener's call for one message: a child of the message's own span."""
         attributes = self._consuming(log, group, [message.topic], "process", "process")
         attributes |= {**_of_message(message, None, frozenset()), "messaging.message.id": message.msg_id}
         attributes |= _partition([message.queue_id])
         context = self._context(message.properties or {})
-        with self._span("process", [message.topic], self._api.SpanKind.CONSUMER, attributes, (), context) as span:
-            yield span
+        return self._span("process", [message.topic], self._api.SpanKind.CONSUMER, attributes, (), context)
 
     # ------------------------------------------------------------------ settling
-    @contextmanager
     def settling(
         self,
         log: str,
@@ -223,21 +203,15 @@ class Tracing:
         messages: int,
         links: Sequence[Any] = (),
         **more: str | int,
-    ) -> Iterator[Span]:
-        """The span of a verdict: ``commit``, ``rollback``, ``ack``, ``retry``.
-
-        Parameters
-        ----------
-        more : str or int
-            Attributes of our own, ``half_id`` for ``txmq.half_id``; ``group`` is the consumer group.
-        """
+    ) -> AbstractContextManager[Span]:
+        """The span of a verdict: ``commit``, ``rollback``, ``ack``, ``retry``. ``more`` are attributes of our own, such
+        as ``half_id`` for ``txmq.half_id``; ``group`` is the consumer group."""
         names = sorted(set(topics))
         group = more.pop("group", None)
         attributes = self._consuming(log, group, names, "settle", verdict)
         attributes["messaging.batch.message_count"] = messages
         attributes |= {f"txmq.{name}": value for name, value in more.items()}
-        with self._span(verdict, names, self._api.SpanKind.CLIENT, attributes, links) as span:
-            yield span
+        return self._span(verdict, names, self._api.SpanKind.CLIENT, attributes, links)
 
     # ------------------------------------------------------------------ parts
     @contextmanager
@@ -262,7 +236,6 @@ class Tracing:
                 raise
 
     def failed(self, span: Span, problem: BaseException | str) -> None:
-        """Record in a span what went wrong."""
         kind, description = (
             (problem, problem) if isinstance(problem, str) else (type(problem).__name__, sentence_of(problem))
         )
@@ -298,19 +271,13 @@ class Tracing:
         return self.links(dict(p) for p in _properties(tables))
 
 
-@contextmanager
-def sending_batch(log: str, half_id: str, topic: str | None) -> Iterator[None]:
+def sending_batch(log: str, half_id: str, topic: str | None) -> AbstractContextManager[object]:
     """The span of a sink's micro-batch, where this program traces. Its messages have the context in their
     ``properties``: nothing is done for each row."""
     tracer = tracing()
-    if tracer is None:
-        yield
-        return
-    with tracer.sending_batch(log, half_id, topic):
-        yield
+    return nullcontext() if tracer is None else tracer.sending_batch(log, half_id, topic)
 
 
-@contextmanager
 def settling(
     log: str,
     half_id: str,
@@ -320,16 +287,14 @@ def settling(
     rollback: int,
     topics: Iterable[str],
     messages: Callable[[], pa.Table] | None = None,
-) -> Iterator[None]:
+) -> AbstractContextManager[object]:
     """The span of verdicts on messages of a half batch, where this program traces. It links to the spans of
     ``messages``; within the span of their send it needs no links."""
     verdict = "settle" if commit and rollback else "commit" if commit else "rollback"
     ids: dict[str, str | int] = {"half_id": half_id, "attempt": attempt, "decided_by": who}
-    with acknowledging(log, verdict, topics, commit + rollback, messages, **ids):
-        yield
+    return acknowledging(log, verdict, topics, commit + rollback, messages, **ids)
 
 
-@contextmanager
 def acknowledging(
     log: str,
     what: str,
@@ -337,16 +302,14 @@ def acknowledging(
     messages: int,
     linked: Callable[[], pa.Table] | None = None,
     **more: str | int,
-) -> Iterator[None]:
+) -> AbstractContextManager[object]:
     """The span of an action on messages, such as ``ack`` or ``retry``, where this program traces, with links to their
     spans."""
     tracer = tracing()
     if tracer is None or not messages:  # a queue given back unread concerns no messages
-        yield
-        return
+        return nullcontext()
     links = [] if linked is None else tracer.links_of([linked()])
-    with tracer.settling(log, what, topics, messages, links, **more):
-        yield
+    return tracer.settling(log, what, topics, messages, links, **more)
 
 
 # ---------------------------------------------------------------- attributes

@@ -16,13 +16,8 @@ _DEPTH_MAX = 8
 
 
 def require_travels(value: object, what: str) -> None:
-    """Require that Spark's pickler takes an object, which Spark Connect or an executor gets.
-
-    Raises
-    ------
-    ListenerError
-        It does not. The error names the variable that stays, and who uses it.
-    """
+    """Require that Spark's pickler takes an object, which Spark Connect or an executor gets. Else a ListenerError names
+    the variable that stays, and the object that uses it."""
     problem = _problem_of(value)
     if problem is None:
         return

@@ -45,16 +45,7 @@ def tag_selector(tags: tuple[str, ...] | None) -> Selector | None:
 def parse_selector(text: str) -> Selector:
     """Read a selector in RocketMQ's SQL92, such as ``a > 5 AND region IN ('eu', 'us')`` (``SelectorParser.parse``).
 
-    Parameters
-    ----------
-    text : str
-        At most :data:`SELECTOR_CHARS_MAX` characters.
-
-    Raises
-    ------
-    OptionError
-        When the text is no selector; the error names the place, what was found there, and what was expected. Also when
-        the package lark is not installed.
+    For a text that is no selector, the OptionError names the place, what was found there, and what was expected.
     """
     if not isinstance(text, str):
         raise OptionError(f"selector is {type(text).__name__}: a string such as \"region = 'eu'\" is expected")

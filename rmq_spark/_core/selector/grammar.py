@@ -317,13 +317,8 @@ _PARSER = Lark(
 
 
 def parse(text: str) -> Condition:
-    """Return the tree of a selector.
-
-    Raises
-    ------
-    OptionError
-        It names the place, what was found there and what was expected.
-    """
+    """Return the tree of a selector, or raise OptionError, which names the place, what was found there and what was
+    expected."""
     try:
         return _condition(_PARSER.parse(text))  # type: ignore[arg-type]
     except _Refused as problem:

@@ -124,19 +124,12 @@ SEARCHES: Mapping[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Selector:
-    """A condition on messages. It can be pickled and hashed.
-
-    Attributes
-    ----------
-    text : str
-        The selector as the user wrote it.
-    """
+    """A condition on messages, with its text as the user wrote it. It can be pickled and hashed."""
 
     text: str
     tree: Condition
 
     def at(self, now_ms: int) -> Filter:
-        """Return the selector with ``now`` fixed."""
         return Filter(self.tree, now_ms)
 
 
@@ -160,13 +153,8 @@ class Filter:
         return sorted(columns) or ["tags"]
 
     def evaluate(self, rows: pa.Table) -> pa.ChunkedArray:
-        """Return TRUE, FALSE or null for each row.
-
-        Parameters
-        ----------
-        rows : pyarrow.Table
-            Has :attr:`columns`: ``properties`` map<string,string>, ``tags`` and ``keys`` string.
-        """
+        """Return TRUE, FALSE or null for each row of a table with :attr:`columns`: ``properties`` map<string,string>,
+        ``tags`` and ``keys`` string."""
         # One chunk at a time: all chunks together may be too long for one string array.
         parts = [_Evaluation(batch, self.now_ms).condition(self.tree) for batch in rows.to_batches()]
         return pa.chunked_array(parts, pa.bool_())

@@ -14,7 +14,13 @@ import pyarrow as pa
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.consumers.in_order import RESULT, QueueResult, by_queue, consume_queue
-from rmq_spark._core.consumers.message_listener import EachMessage, Listen, answers, require_table_listener, tell_failed
+from rmq_spark._core.consumers.message_listener import (
+    EachMessage,
+    Listen,
+    answers,
+    log_failures,
+    require_table_listener,
+)
 from rmq_spark._core.consumers.own_messages import own_header, own_writers, send_each
 from rmq_spark._core.consumers.retry import (
     CONCURRENTLY,
@@ -170,8 +176,6 @@ def _log_of(
 
 @dataclass
 class _Consumer:
-    """A function for ``foreachBatch``."""
-
     engine: Engine
     group: str
     listener: Listen | EachMessage
@@ -267,7 +271,7 @@ class _Concurrently(_Consumer):
                     if failures:
                         reasons = [results[row][1] for row in failures]
                         topic, queue_id = (messages[name][failures[0]].as_py() for name in ("topic", "queue_id"))
-                        tell_failed(group, (topic, queue_id), len(failures), len(results), reasons[0])
+                        log_failures(group, (topic, queue_id), len(failures), len(results), reasons[0])
                         retries = sent_back(
                             messages.take(pa.array(failures)), reasons, group, reconsume_max, delay_level
                         )

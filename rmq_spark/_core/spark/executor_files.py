@@ -19,13 +19,8 @@ if TYPE_CHECKING:
 
 
 class LogFiles:
-    """The files of ``half`` and ``messages`` as an executor reads them. Only a lost file makes it open the commit log.
-
-    Parameters
-    ----------
-    path : str
-        The commit log.
-    """
+    """The files of ``half`` and ``messages`` as an executor reads them. Only a lost file makes it open the commit
+    log."""
 
     def __init__(self, path: str, storage_options: Mapping[str, str]) -> None:
         self._path = path

@@ -33,13 +33,7 @@ from rmq_spark._core.spark.frame import require_message_types, topics_for
 from rmq_spark._core.spark.part_tasks import SparkTasks
 from rmq_spark._core.spark.workers import require_importable
 from rmq_spark._core.vocabulary.message import require_app_id, require_group_name
-from rmq_spark._core.vocabulary.options import (
-    REPLAY_CHECK_TIMEOUT_S,
-    Duration,
-    named,
-    seconds,
-    whole_number,
-)
+from rmq_spark._core.vocabulary.options import REPLAY_CHECK_TIMEOUT_S, Duration, named, seconds, whole_number
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, require_transaction_per
 from rmq_spark.errors import OptionError
 
@@ -156,12 +150,12 @@ class TransactionalSink:
                 "one: set transaction_key, or transaction_per='message'"
             )
         require_parts(self.listener, "TransactionalSink")
-        if self.topic in self.engine.topic_store.seen().fifo and self._deals_out_anew:
+        if self.topic in self.engine.topic_store.seen().fifo and self._repartitions:
             raise _in_order_error(self.topic)
         require_travels(self.listener, f"TransactionalSink: {self.listener!r}")
 
     @property
-    def _deals_out_anew(self) -> bool:
+    def _repartitions(self) -> bool:
         """Whether parts are other partitions than those of the micro-batch."""
         return self.transaction_key is not None or self.partitions is not None
 
@@ -242,7 +236,7 @@ class TransactionalSink:
         if self._parts is not None:
             batch_df = self._in_parts(batch_df)
             self._parts.staged_here = header.half_id
-            is_spread = self._deals_out_anew
+            is_spread = self._repartitions
 
         def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             from rmq_spark._core.spark.staging import stage_partition

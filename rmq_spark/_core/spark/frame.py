@@ -74,11 +74,8 @@ def _remedy(name: str, kind: DataType) -> str:
 
 
 def topics_for(engine: Engine, columns: Sequence[str], topic: str | None) -> Mapping[str, int]:
-    """Return the possible topics of rows with these columns, with their numbers of queues.
-
-    Raises TopicNotFoundError when the log does not have ``topic``.
-    """
-    topics = engine.topics() if topic is None or "topic" in columns else engine.topics_with([topic])
+    """Return the possible topics of rows with these columns, with their numbers of queues."""
+    topics = engine.topics() if topic is None or "topic" in columns else engine.topic_store.with_names([topic]).queues
     if topic is not None:
         require_known_topic(topic, topics)
     return topics

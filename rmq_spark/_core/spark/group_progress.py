@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 
 class GroupProgress:
-    """The progress of one run of a query, for its consumer group."""
-
     def __init__(self, engine: Engine, group: str) -> None:
         self._engine = engine
         self._group = group
@@ -28,15 +26,9 @@ class GroupProgress:
         self._published: tuple[Positions, Again] | None = None
 
     def publish(self, positions: Positions, again: Again) -> None:
-        """Publish that Spark has processed all messages below these positions, and has read these queues again.
-
-        Raises
-        ------
-        GroupInUseError
-            When another query, which started earlier, reads the same queues for the group.
-        StorageError
-            When the group's suspended queues cannot be read.
-        """
+        """Publish that Spark has processed all messages below these positions, and has read these queues again. When
+        another query, which started earlier, reads the same queues for the group, that is a GroupInUseError; suspended
+        queues that cannot be read are a StorageError."""
         if (positions, again) == self._published:
             return
         try:

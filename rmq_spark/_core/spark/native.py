@@ -160,8 +160,8 @@ def messages(
     condition = None if selector is None else parse_selector(selector).at(engine.runtime.time_ms())
     tag_names = parse_tags(SUB_ALL if tags is None else tags)
     planner = Planner(engine, Subscription(_topic_names(engine, topics)))
-    start = planner.resolve("starting", _parse_where(starting, "starting", EARLIEST))
-    end = planner.resolve("ending", _parse_where(ending, "ending", LATEST))
+    start = planner.resolve("starting", _parse_where(starting, "starting"))
+    end = planner.resolve("ending", _parse_where(ending, "ending"))
     named_offsets = isinstance(starting, Mapping) or isinstance(ending, Mapping)
     firsts = engine.firsts(refresh=False) if named_offsets else {}
     for queue, offset in start.items():
@@ -184,19 +184,14 @@ def messages(
             break
     ends = {queue: min(offset, border.get(queue, 0)) for queue, offset in end.items()}
     drained = _drained(spark, engine, files, start, ends, border, limit)
-    parts = [
-        part
-        for part in (drained, _tail(spark, engine, tail_ranges, paths) if tail_ranges else None)
-        if part is not None
-    ]
-    frame = reduce(lambda left, right: left.unionByName(right), parts) if parts else _empty(spark)
+    frame = _tail(spark, engine, tail_ranges, paths) if tail_ranges else None
+    if drained is not None:
+        frame = drained if frame is None else drained.unionByName(frame)
+    if frame is None:
+        frame = spark.createDataFrame([], spark_schema(SOURCE_SCHEMA))
     if tag_names is not None:
         frame = frame.where(frame["tags"].isin(*tag_names))
     return frame if condition is None else frame.mapInArrow(_RowFilter(condition), frame.schema)
-
-
-def _empty(spark: SparkSession) -> DataFrame:
-    return spark.createDataFrame([], spark_schema(SOURCE_SCHEMA))
 
 
 # ---------------------------------------------------------------- the arguments
@@ -210,7 +205,7 @@ def _topic_names(engine: Engine, topics: str | Sequence[str] | None) -> tuple[st
     return names
 
 
-def _parse_where(value: Where, name: str, word: str) -> str | datetime | Positions:
+def _parse_where(value: Where, name: str) -> str | datetime | Positions:
     if isinstance(value, datetime):
         return require_time(value, name)
     if isinstance(value, str):
@@ -405,8 +400,6 @@ def _block_rows(ranges: Sequence[PlacedRange], bits: int) -> Iterator[dict[str, 
 
 
 class _RowFilter:
-    """Filters Arrow batches by a selector."""
-
     def __init__(self, condition: Filter) -> None:
         self._condition = condition
 

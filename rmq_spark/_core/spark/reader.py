@@ -28,7 +28,6 @@ from rmq_spark._core.reads.offsets import (
     seconds_to_wait,
     to_json,
 )
-from rmq_spark._core.reads.option_names import SOURCE_OPTIONS
 from rmq_spark._core.reads.plan import Planner, admit, split
 from rmq_spark._core.reads.read_options import ReadOptions, read_options
 from rmq_spark._core.spark.executor_files import LogFiles
@@ -48,8 +47,6 @@ from rmq_spark.errors import HalfBatchNotFoundError, MessageError, OffsetError, 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
     from rmq_spark._core.spark.group_progress import GroupProgress
-
-__all__ = ["SOURCE_OPTIONS", "TxmqPartition", "TxmqReader", "TxmqStreamReader"]
 
 logger = logging.getLogger(__name__)
 
@@ -100,32 +97,16 @@ class _Reader:
         return [TxmqPartition(tuple(part), now_ms) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Read the messages of a partition as Arrow batches, on an executor.
-
-        Raises
-        ------
-        OffsetOutOfRangeError
-            When the log no longer has the rows, unless ``failOnDataLoss=false``.
-        """
+        """Read the messages of a partition as Arrow batches, on an executor. Rows that the log no longer has are an
+        OffsetOutOfRangeError, unless ``failOnDataLoss=false``."""
         if not isinstance(partition, TxmqPartition):  # Spark's stand-in when there is nothing to read
             return iter(())
         return to_batches(_messages(self.options, self.schema, partition.ranges, partition.now_ms))
 
 
 class TxmqReader(_Reader, DataSourceReader):
-    """Reads committed messages up to the log's present end, or to ``endingOffsets``.
-
-    Parameters
-    ----------
-    options : mapping of str to str
-        See :data:`SOURCE_OPTIONS`.
-    schema : StructType
-        All columns of the source, or some of them (``.schema("keys string, body binary")``).
-
-    Raises
-    ------
-    OptionError, OffsetError
-    """
+    """Reads committed messages up to the log's present end, or to ``endingOffsets``. The schema has all columns of the
+    source, or some of them (``.schema("keys string, body binary")``)."""
 
     streaming = False
 
@@ -145,13 +126,7 @@ class TxmqReader(_Reader, DataSourceReader):
 
 
 class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads committed messages as they come; offsets are ``{"topic": {"queue": next offset}}``.
-
-    Parameters
-    ----------
-    options, schema
-        As for :class:`TxmqReader`.
-    """
+    """Reads committed messages as they come; offsets are ``{"topic": {"queue": next offset}}``."""
 
     streaming = True
 
@@ -192,13 +167,8 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         return to_json(positions, log_id=self.planner.engine.id)
 
     def _from_this_log(self, offset: JsonOffsets, what: str = "the checkpoint") -> tuple[Positions, Again]:
-        """Parse an offset. An offset of another commit log means nothing here: this log is then read from its start.
-
-        Raises
-        ------
-        OffsetOutOfRangeError
-            For an offset of another commit log, unless ``failOnDataLoss=false``.
-        """
+        """Parse an offset. An offset of another commit log means nothing here: unless ``failOnDataLoss=false``, it is
+        an OffsetOutOfRangeError; else this log is read from its start."""
         positions, again, log_id = from_checkpoint(offset, what)
         if log_id == self.planner.engine.id:
             return positions, again
@@ -345,13 +315,8 @@ def _open(options: ReadOptions) -> Engine:
 
 # ---------------------------------------------------------------- the schema
 def arrow_schema(schema: StructType) -> pa.Schema:
-    """Return the Arrow schema that Spark expects for a schema of the source's columns.
-
-    Raises
-    ------
-    OptionError
-        For a column or a type that the source does not have. The error names the nearest right one.
-    """
+    """Return the Arrow schema that Spark expects for a schema of the source's columns. A column or a type that the
+    source does not have is an OptionError, which names the nearest right one."""
     if not len(schema.fields):
         columns = ", ".join(SOURCE_SCHEMA.names)
         raise OptionError(f"the schema has no columns: leave .schema(...) out, or take some of {columns}")

@@ -104,7 +104,7 @@ class SinkSettings:
         """Load the listener that the option names, in this process."""
         if self.listener_path.lower() == NO_LISTENER_FENCE:
             return CommitOncePrepared()
-        listener = self._table_listener() or load_listener(self.listener_path)
+        listener = load_listener(self.listener_path) if self.table is None else self.table.listener()
         if listener.requires_spark:
             raise ListenerError(
                 f"listener {self.listener_path!r} works through a Spark session, but format('txmq') commits "
@@ -112,6 +112,3 @@ class SinkSettings:
             )
         where = f"listener {self.listener_path!r}"
         return require_transactions_for(require_executing(listener, where), self.transaction_per, where)
-
-    def _table_listener(self) -> TransactionListener | None:
-        return None if self.table is None else self.table.listener()

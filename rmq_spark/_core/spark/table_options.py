@@ -55,10 +55,7 @@ class TableSettings:
 
     @classmethod
     def of(cls, options: Options, listener: str) -> TableSettings | None:
-        """Read the options. Return None for another listener.
-
-        Raises OptionError, which says what is missing or wrong.
-        """
+        """Read the options. Return None for another listener."""
         names = [name for name in TABLE_OPTIONS if name in options]
         if listener.lower() != TABLE_LISTENER:
             if names:

@@ -79,7 +79,6 @@ _TIME_ZONE: dict[str, Any] = {"timezone": "UTC"} if "timezone" in inspect.signat
 
 
 def arrow_schema_in_utc(schema: StructType) -> pa.Schema:
-    """Return the Arrow schema of a Spark schema, with times in UTC."""
     return to_arrow_schema(schema, **_TIME_ZONE)
 
 

@@ -24,6 +24,7 @@ from rmq_spark._core.log.half_header import HalfHeader, Naming
 from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.protocol.identity import Lineage, known_query_id, lineage_of, read_checkpoint, require_same_log
 from rmq_spark._core.protocol.limits import PendingGuard
+from rmq_spark._core.runtime.log_records import of_header
 from rmq_spark._core.runtime.spans import sending_batch
 from rmq_spark._core.spark.frame import require_message_types, topics_for
 from rmq_spark._core.spark.sink_options import SinkSettings
@@ -33,7 +34,6 @@ from rmq_spark._core.spark.versions import DataSourceStreamArrowWriter
 from rmq_spark._core.vocabulary.message import require_app_id
 from rmq_spark._core.vocabulary.options import Options, parse_int
 from rmq_spark.errors import CheckpointMismatchError, NotACommitLogError, OptionError
-from rmq_spark.logs import of_header
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -54,8 +54,6 @@ class StagedPartition(WriterCommitMessage):
 
 
 class _Writer:
-    """The common part of the batch writer and the streaming writer."""
-
     def __init__(self, options: Options, schema: StructType) -> None:
         self.settings = SinkSettings.of(options)
         require_message_types(schema, self.settings.topic, self.settings.transaction_key)

@@ -45,17 +45,8 @@ class StoreClock:
         self._looked_at = offset_s
 
     def stored_at(self) -> float:
-        """Write the probe file and return the time that the store gives it, in seconds since the epoch.
-
-        For a store that gives no time, return this machine's.
-
-        Raises
-        ------
-        CorruptLogError
-            When the folder is gone.
-        StorageError
-            When the folder cannot be written to.
-        """
+        """Write the probe file and return the time that the store gives it, in seconds since the epoch; this machine's
+        time when the store gives none. CorruptLogError: the folder is gone. StorageError: it cannot be written to."""
         path = f"{self._folder}/{PROBE}"
         try:
             with writing(path), self._fs.open_output_stream(path) as stream:

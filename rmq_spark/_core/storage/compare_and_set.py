@@ -52,33 +52,21 @@ def compare_and_set(
         │              try_commit ── acknowledged ─▶ refresh, find the rows, return the change
         └── wait ◀────────┘ refused or failed
 
-    Parameters
-    ----------
-    propose : callable
-        Takes the next version, after a refresh. Returns what to commit, or None when there is nothing (left) to do.
-        When it raises, the loop ends and writes nothing more.
-    landed : callable
-        Takes a change, after a refresh. Returns True when the change's rows are in the table.
-    try_commit : callable
-        Returns True when the commit was acknowledged, and False when another writer took the version or nobody knows.
-        An exception leaves open whether the commit was made.
-    turns : WriterLock
-        Lets this machine's processes that write to the table take turns.
+    ``propose`` takes the next version, after a refresh, and returns what to commit, or None when there is nothing
+    (left) to do. When it raises, the loop ends and writes nothing more. ``landed`` takes a change, after a refresh,
+    and returns True when the change's rows are in the table. ``try_commit`` returns True when the commit was
+    acknowledged, and False when another writer took the version or nobody knows. An exception leaves open whether
+    the commit was made. ``turns`` lets this machine's processes that write to the table take turns.
 
-    Raises
-    ------
-    ClockError
-        When this machine's clock is too far from the store's; nothing was written.
-    ForeignChangeError
-        When another writer changed the table.
-    CommitError
-        When the tries are used up.
-    LostCommitError
-        When a commit was acknowledged but the table does not hold its rows: it went below the newest version.
-    LostStagedFileError
-        When a file of the change is gone before the commit.
-    LostFileError
-        When such a file is gone after the commit.
+    ====================  ==========================================================================================
+    ClockError            this machine's clock is too far from the store's; nothing was written
+    ForeignChangeError    another writer changed the table
+    CommitError           the tries are used up
+    LostCommitError       a commit was acknowledged but the table does not hold its rows: it went below the newest
+                          version
+    LostStagedFileError   a file of the change is gone before the commit
+    LostFileError         such a file is gone after the commit
+    ====================  ==========================================================================================
     """
     table.clock.require_near()
     failures = 0

@@ -34,13 +34,8 @@ LOG_FILE = re.compile(r"(\d{20})\.(json|checkpoint(\.[\w-]+)*\.parquet)")
 
 
 class FileGoneError(Exception):
-    """A file of the source is gone, because its table has moved on. The caller must look at the table again.
-
-    Attributes
-    ----------
-    name : str
-        ``<table>/<file>``.
-    """
+    """A file of the source (``<table>/<file>``) is gone, because its table has moved on. The caller must look at the
+    table again."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -49,15 +44,8 @@ class FileGoneError(Exception):
 
 @dataclass(frozen=True)
 class Pin:
-    """A table at one version.
-
-    Attributes
-    ----------
-    log : mapping of str to bytes
-        The files of its Delta log that make up this version, by name: a checkpoint, and the entries after it.
-    files : mapping of str to int
-        The live data files and their sizes in bytes.
-    """
+    """A table at one version: the files of its Delta log that make up this version (a checkpoint, and the entries after
+    it), and the live data files with their sizes in bytes."""
 
     table: Table
     version: int
@@ -70,15 +58,8 @@ class Pin:
 
 
 def pin(table: Table) -> Pin:
-    """Return the newest version of a table. No other thread may use the handle meanwhile.
-
-    Raises
-    ------
-    OptionError
-        For a table in memory.
-    CorruptLogError
-        When entries of its Delta log are missing.
-    """
+    """Return the newest version of a table. No other thread may use the handle meanwhile. OptionError: the table is in
+    memory. CorruptLogError: entries of its Delta log are missing."""
     if not isinstance(table.fs, pafs.FileSystem):
         raise OptionError("a commit log in memory has no files that could be copied")
     for _ in range(LISTS_MAX):  # upkeep may remove old entries between a listing and the reads
@@ -150,15 +131,8 @@ class Folder:
             self._fs.delete_file(f"{self.path}/{name}")
 
     def copy(self, table: Table, files: Mapping[str, int], done: Callable[[int], None]) -> None:
-        """Copy data files of a table, and call ``done`` with the size of each.
-
-        Raises
-        ------
-        FileGoneError
-            When a file is gone.
-        CorruptLogError
-            When a file has another size than the Delta log says, or cannot be read.
-        """
+        """Copy data files of a table, and call ``done`` with the size of each. FileGoneError: a file is gone.
+        CorruptLogError: a file has another size than the Delta log says, or cannot be read."""
         pool = ThreadPoolExecutor(COPIES_AT_ONCE, "txmq-copy")
         try:
             for copying in [submitted(pool, self._copy, table, path, size) for path, size in files.items()]:

@@ -36,18 +36,8 @@ saves."""
 
 @dataclass(frozen=True)
 class DataFile:
-    """A Parquet file that a commit can add to a table.
-
-    Attributes
-    ----------
-    path : str
-        Relative to the table's folder.
-    size_bytes, rows : int
-    stats : str
-        Delta's statistics, as JSON.
-    written_s : float or None
-        Monotonic time of the writing process when the write began.
-    """
+    """A Parquet file that a commit can add to a table. ``path`` is relative to the table's folder, ``stats`` are
+    Delta's statistics as JSON, and ``written_s`` is the monotonic time of the writing process when the write began."""
 
     path: str
     size_bytes: int
@@ -110,31 +100,19 @@ def write_table(
     close_columns: Sequence[str] = (),
     page_bytes: int = PAGE_BYTES,
 ) -> DataFile:
-    """Write one Parquet file under a new name and return what a commit needs to add it.
+    """Write one Parquet file under a new name and return what a commit needs to add it. ``holds`` says which rows the
+    file holds, for its seal.
 
-    Parameters
-    ----------
-    stats_columns : sequence of str
-        Columns with statistics in the Delta log and in the file's footer.
-    footer_columns : sequence of str
-        Columns with statistics only in the footer. Statistics in the Delta log take memory in every writer.
-    plain_columns : sequence of str, optional
-        Columns without a dictionary, because their values hardly repeat. By default, the first rows decide.
-    constant_columns : sequence of str
-        Columns with one value in all rows, best made by :func:`repeated`. Their text is hashed and compared once, not
-        for each row.
-    row_group_rows : int, optional
-        :data:`ROW_GROUP_ROWS` by default.
-    holds : str
-        Which rows the file holds, for its seal.
-    compression : str
-        A codec of Parquet, by pyarrow's name. A small table gets :data:`COMPRESSION_OF_SMALL` in place of zstd.
-    raw_columns : sequence of str
-        Columns that are not compressed. With these, no column but maps may be nested.
-    close_columns : sequence of str
-        Numbers and times without a dictionary whose neighbours are close. Their differences are stored, uncompressed.
-    page_bytes : int
-        Approximate size of a column's page.
+    =====================  =============================================================================================
+    ``stats_columns``      have statistics in the Delta log and in the file's footer
+    ``footer_columns``     have statistics only in the footer; those in the Delta log take memory in every writer
+    ``plain_columns``      have no dictionary, because their values hardly repeat; by default the first rows decide
+    ``constant_columns``   have one value in all rows, best made by :func:`repeated`; it is hashed and compared once
+    ``raw_columns``        are not compressed; with these, no column but maps may be nested
+    ``close_columns``      are numbers and times whose neighbours are close; their differences are stored, uncompressed
+    =====================  =============================================================================================
+
+    A small table gets :data:`COMPRESSION_OF_SMALL` in place of zstd.
     """
     path = f"{prefix}-{uuid4().hex}.parquet"
     flat = [f.name for f in table.schema if not pa.types.is_nested(f.type)]

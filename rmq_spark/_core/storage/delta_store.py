@@ -32,13 +32,8 @@ SMALL_TRIES_MAX = 10
 
 
 def delta_store(uri: str, storage_options: Mapping[str, str] | None) -> tuple[pafs.FileSystem, str]:
-    """Return the store below a URI as a file system, and the URI's folder on it.
-
-    Raises
-    ------
-    UnreachableStoreError
-        When delta-rs cannot work with the URI or the options.
-    """
+    """Return the store below a URI as a file system, and the URI's folder on it. UnreachableStoreError: delta-rs cannot
+    work with the URI or the options."""
     require_no_fork()
     parts = urlsplit(uri)
     folder = unquote(f"{parts.netloc.rpartition('@')[0] or parts.netloc}{parts.path}").rstrip("/")

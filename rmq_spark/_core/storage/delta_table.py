@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
@@ -31,7 +30,7 @@ from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.clock import StoreClock
 from rmq_spark._core.storage.compare_and_set import compare_and_set
-from rmq_spark._core.storage.data_file import DataFile, write_table
+from rmq_spark._core.storage.data_file import DataFile
 from rmq_spark._core.storage.delta_entries import LISTS_MAX, DeltaEntries
 from rmq_spark._core.storage.file_reader import FileReader
 from rmq_spark._core.storage.file_system import filesystem
@@ -47,7 +46,7 @@ from rmq_spark._core.storage.location import is_uri
 from rmq_spark._core.storage.row_range import RowRange, read_range
 from rmq_spark._core.storage.seal import is_panic, require_bounds
 from rmq_spark._core.storage.store_errors import asking, plainly, require_resources
-from rmq_spark._core.storage.table import ROW_GROUP_ROWS, Change, Clock, actions_schema
+from rmq_spark._core.storage.table import Change, Clock, actions_schema, write_file
 from rmq_spark._core.storage.writer_lock import WriterLock
 from rmq_spark._core.vocabulary.redaction import cause_of, redacted
 from rmq_spark.errors import (
@@ -89,8 +88,6 @@ def _require_store(uri: str, storage_options: dict[str, str] | None) -> None:
 
 
 class DeltaLogTable:
-    """A Delta table of a commit log, through delta-rs."""
-
     def __init__(
         self,
         uri: str,
@@ -161,15 +158,8 @@ class DeltaLogTable:
 
     @staticmethod
     def exists(uri: str, storage_options: Mapping[str, str] | None) -> bool:
-        """Return True when the folder holds a Delta table.
-
-        Raises
-        ------
-        OptionError
-            When delta-rs has no store for the URI's scheme.
-        UnreachableStoreError
-            When delta-rs cannot work with the options, such as an endpoint that is no URL.
-        """
+        """Return True when the folder holds a Delta table. OptionError: delta-rs has no store for the URI's scheme.
+        UnreachableStoreError: it cannot work with the options, such as an endpoint that is no URL."""
         require_no_fork()
         options = dict(storage_options or {}) or None
         try:
@@ -314,7 +304,6 @@ class DeltaLogTable:
 
     @property
     def configuration(self) -> dict[str, str]:
-        """The table's properties."""
         return dict(self._table.metadata().configuration)
 
     def refresh(self) -> int:
@@ -407,19 +396,8 @@ class DeltaLogTable:
                 "writer away, and restore the log from a copy (docs/backup.md)"
             ) from cause_of(problem)
 
-    def write(
-        self,
-        rows: pa.Table,
-        prefix: str,
-        stats_columns: Sequence[str],
-        row_group_rows: int = ROW_GROUP_ROWS,
-    ) -> DataFile:
-        began_s = self.runtime.monotonic()
-        file = write_table(
-            self.fs, self.folder, rows, prefix=prefix, stats_columns=stats_columns, row_group_rows=row_group_rows
-        )
-        reach("file written", table=self.name)
-        return replace(file, written_s=began_s)
+    def write(self, rows: pa.Table) -> DataFile:
+        return write_file(self, rows)
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
         paths = [f"{self.folder}/{f.path}" for f in files]
@@ -443,7 +421,6 @@ class DeltaLogTable:
         return read_range(self.fs, self.folder, wanted, columns, where)
 
     def _row_counts(self, paths: Sequence[str]) -> dict[str, int | None]:
-        """Row counts of some files, by path, from the Delta log."""
         actions = self.actions()
         named = actions.filter(pc.is_in(actions["path"], value_set=pa.array(paths, pa.string())))
         return dict(zip(named["path"].to_pylist(), named["num_records"].to_pylist(), strict=True))

@@ -22,8 +22,6 @@ PARQUET_WITH_CHECKSUMS = pads.ParquetFileFormat(
 
 
 class FileReader:
-    """Reads whole data files of one table."""
-
     def __init__(self, fs: pafs.FileSystem, folder: str, name: str, schema: pa.Schema) -> None:
         self.fs = fs
         self.folder = folder

@@ -47,13 +47,8 @@ _RELATIVE_PATH = re.compile(r"(?!/)[A-Za-z0-9_=%.-]+(/[A-Za-z0-9_=%.-]+)*")
 
 
 def require_path(path: object, table: str) -> str:
-    """Return the path, after checking that it stays inside the table's folder.
-
-    Raises
-    ------
-    CorruptLogError
-        For an absolute path, a URI, or a path with ``..``. A log edited by hand must not make a reader read elsewhere.
-    """
+    """Return the path, or raise CorruptLogError for an absolute path, a URI, or a path with ``..``: a log edited by
+    hand must not make a reader read outside the table's folder."""
     if not isinstance(path, str) or _RELATIVE_PATH.fullmatch(path) is None or ".." in path.split("/"):
         raise CorruptLogError(
             f"table {table} names the file {path!r}, which is not inside the table: rmq_spark did not write the row"
@@ -62,24 +57,11 @@ def require_path(path: object, table: str) -> str:
 
 
 def filesystem(uri: str, storage_options: Mapping[str, str] | None = None) -> tuple[pafs.FileSystem, str]:
-    """Return the file system of a local folder or an object-store URI, and the path on it.
+    """Return the file system of a local folder or an object-store URI, and the path on it. OptionError: there is no
+    store for the URI's scheme. UnreachableStoreError: delta-rs cannot work with the options.
 
     Local folders and S3 are pyarrow's own, which need little memory, and on S3 are faster. All other stores are those
-    of delta-rs; so is S3 with an option that pyarrow's own does not take.
-
-    Parameters
-    ----------
-    uri : str
-        A local path, ``file://``, ``s3://bucket/prefix`` or the URI of another store of delta-rs or pyarrow.
-    storage_options : mapping, optional
-        delta-rs's names (``AWS_ACCESS_KEY_ID``, ``AZURE_STORAGE_ACCOUNT_NAME``, …).
-
-    Raises
-    ------
-    OptionError
-        When there is no store for the URI's scheme.
-    UnreachableStoreError
-        When delta-rs cannot work with the options.
+    of delta-rs; so is S3 with an option that pyarrow's own does not take. The options have delta-rs's names.
     """
     scheme = uri.partition("://")[0] if "://" in uri else "file"
     if scheme == "file":

@@ -61,17 +61,9 @@ _NOT_DROPPED = {
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that decides what readers see of a table, and what writers may do with it.
-
-    Attributes
-    ----------
-    files : mapping
-        By path, what the Delta log says of a live file: its size and its statistics.
-    columns : str
-        Names and types of the columns, as JSON, and the partition columns.
-    protocol : str
-        Its versions, for readers and for writers.
-    """
+    """Everything that decides what readers see of a table, and what writers may do with it. ``files`` has by path what
+    the Delta log says of a live file, ``columns`` their names and types as JSON and the partition columns, and
+    ``protocol`` its versions for readers and for writers."""
 
     files: Mapping[str, Mapping[str, Any]]
     columns: str
@@ -106,13 +98,7 @@ class Entry:
 
     @classmethod
     def of(cls, version: int, content: bytes) -> Entry:
-        """Parse an entry.
-
-        Raises
-        ------
-        ValueError
-            When the content is no entry.
-        """
+        """Parse an entry. ValueError: the content is none."""
         actions = [json.loads(line) for line in content.splitlines() if line.strip()]
         if not all(isinstance(action, dict) and len(action) == 1 for action in actions):
             raise ValueError("an action is no object")
@@ -141,18 +127,10 @@ def describe_commits(entries: Sequence[Entry]) -> str:
 
 @dataclass(frozen=True)
 class Changed:
-    """The changes by other writers.
-
-    Attributes
-    ----------
-    said : str
-        The end of a sentence that begins with "another writer": the changes, and the commits that made them.
-    restorable : bool
-        Whether a RESTORE undoes the changes. It puts back files by their paths, columns, properties and the protocol,
-        but neither statistics nor applications' versions.
-    features : frozenset of str
-        Features that the table has now, and with which delta-rs can neither write nor RESTORE.
-    """
+    """The changes by other writers. ``said`` names them, and the commits that made them, after the words "another
+    writer". ``restorable`` tells whether a RESTORE undoes them: it puts back files by their paths, columns, properties
+    and the protocol, but neither statistics nor applications' versions. With ``features`` delta-rs can neither write
+    nor RESTORE."""
 
     said: str
     restorable: bool
@@ -160,13 +138,7 @@ class Changed:
 
 
 def changes(before: Snapshot, after: Snapshot, entries: Sequence[Entry]) -> Changed | None:
-    """Return what other writers changed; None when the table is as it was.
-
-    Parameters
-    ----------
-    entries : sequence of Entry
-        All commits between the two.
-    """
+    """Return what other writers changed, in all commits between the two (``entries``); None when nothing is changed."""
     parts: list[str] = []
     both = before.files.keys() & after.files.keys()
     with_vectors = deletion_vectors(entries) & after.files.keys()

@@ -35,21 +35,11 @@ def spark_path(root: str, table: str) -> str:
 
 
 def location(path: object) -> str:
-    """Return the path of a commit log: an absolute local path, or the URI of a prefix in an object store.
+    """Return the path of a commit log: an absolute local path, or the URI of a prefix in an object store. A local path
+    is taken literally, and may be relative to the working folder.
 
-    Parameters
-    ----------
-    path : str or path
-        A local path, which is taken literally and may be relative to the working folder; ``file://`` and a path in
-        percent encoding; or another URI.
-
-    Raises
-    ------
-    OptionError
-        When it is no path, contains credentials, does not mean the same folder to delta-rs, pyarrow and Spark, or leads
-        into a loop of symbolic links.
-    NotACommitLogError
-        When it is a file.
+    OptionError: it is no path, contains credentials, does not mean the same folder to delta-rs, pyarrow and Spark, or
+    leads into a loop of symbolic links. NotACommitLogError: it is a file.
     """
     try:
         text = os.fspath(path)  # type: ignore[call-overload]

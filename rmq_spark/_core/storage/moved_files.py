@@ -15,16 +15,9 @@ MOVED_KEPT = 10_000
 
 
 class HalfFiles:
-    """Reads half files wherever they lie now: a stripped file is found again by its address.
-
-    Parameters
-    ----------
-    read : callable
-        ``row_range.read_range`` of the table's folder.
-    locate : callable
-        Returns where a half file lies now. It lists ``half``, so it is called only when a file is not where ``op``
-        says: the cost of reading must not follow the age of the log.
-    """
+    """Reads half files wherever they lie now: a stripped file is found again by its address. ``read`` is
+    ``row_range.read_range`` of the table's folder. ``locate`` returns where a half file lies now. It lists ``half``, so
+    it is called only when a file is not where ``op`` says: the cost of reading must not follow the age of the log."""
 
     def __init__(
         self,

@@ -55,19 +55,10 @@ def _is_as_written(file: pq.ParquetFile, row_range: RowRange, columns: Sequence[
 class RowRange:
     """Rows of one file that a reader wants, with everything that an executor needs to read them.
 
-    Attributes
-    ----------
-    path : str
-        The file, relative to the table. In ``half`` it is a hint: the file may have been stripped.
-    half_id : str
-        Empty for a file of ``messages``.
-    file_no, file_rows : int
-        The half file's number, and the number of rows that it was written with.
-    ranges : tuple of (first, last)
-        row_no of the wanted rows, ascending, both ends included; in ``messages`` their positions in the file.
-    table : {"half", "messages"}
-    more : tuple of RowRange
-        Rows of other half batches in the same file, which follow these.
+    ``path`` is relative to the table. In ``half`` it is a hint: the file may have been stripped. The half file has the
+    number ``file_no``, and was written with ``file_rows`` rows. ``ranges`` are the first and the last row_no of each
+    run, ascending. A file of ``messages`` has an empty ``half_id``, and its ranges are positions in the file. ``more``
+    are rows of other half batches in the same file, which follow these.
     """
 
     path: str
@@ -83,7 +74,6 @@ class RowRange:
         return sum(last - first + 1 for first, last in self.ranges) + sum(part.rows for part in self.more)
 
     def is_same_half_file(self, other: RowRange) -> bool:
-        """Whether both are rows of the same half file."""
         return (self.half_id, self.file_no) == (other.half_id, other.file_no)
 
     @property
@@ -95,28 +85,15 @@ class RowRange:
 def read_range(
     fs: pafs.FileSystem, folder: str, wanted: RowRange, columns: Sequence[str], where: Filter | None = None
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Yield the rows of a range in row_no order, one row group at a time; the rows of several half batches, which share
-    a file, in one table.
+    """Yield the rows of a range in row_no order, one row group at a time, each with the number of rows before it. The
+    rows of several half batches, which share a file, come in one table.
 
-    Parameters
-    ----------
-    where : Filter, optional
-        Row groups in which it keeps no row are left out, and only the filter's columns of them are read. The others
-        come with all their wanted rows and one more column, :data:`KEPT`.
+    With ``where``, row groups in which it keeps no row are left out, and only the filter's columns of them are read.
+    The others come with all their wanted rows and one more column, :data:`KEPT`.
 
-    Yields
-    ------
-    (position, table)
-        The number of rows of the range before the table, and the table with ``columns``.
-
-    Raises
-    ------
-    LostFileError
-        When the file is gone. It was stripped, and the caller has to look up where the rows are now.
-    StrippedError
-        When payload columns of stripped rows are wanted: their messages are in the table ``messages``.
-    CorruptLogError
-        When the file lacks some of the rows, or is damaged.
+    LostFileError: the file is gone. It was stripped, and the caller has to look up where the rows are now.
+    StrippedError: payload columns of stripped rows are wanted, whose messages are in the table ``messages``.
+    CorruptLogError: the file lacks some of the rows, or is damaged.
     """
     path = require_path(wanted.path, wanted.table)
     filter_columns = [] if where is None else where.columns

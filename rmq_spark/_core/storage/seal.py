@@ -57,20 +57,8 @@ def _type_text(kind: pa.DataType) -> str:
 
 
 def require_seal(schema: pa.Schema, path: str, table: str, columns: Iterable[str]) -> str | None:
-    """Return which rows a file holds by its seal, or None when it has no seal of its own.
-
-    Parameters
-    ----------
-    schema : pyarrow.Schema
-        The file's schema, with its metadata.
-    columns : iterable of str
-        Columns that the file must have.
-
-    Raises
-    ------
-    CorruptLogError
-        When the file was written under another name, has other columns than its seal says, or lacks a column.
-    """
+    """Return which rows a file holds by its seal, or None when it has no seal of its own. CorruptLogError: the file was
+    written under another name, has other columns than its seal says, or lacks one of ``columns``."""
     metadata = schema.metadata or {}
     name = path.rpartition("/")[2]
     sealed_name = metadata.get(_NAME, b"").decode(errors="replace")
@@ -130,19 +118,9 @@ def is_panic(problem: BaseException) -> bool:
 
 @contextmanager
 def reading(path: str, table: str) -> Iterator[None]:
-    """Turn an error while a file is read into one that names the file and the table.
-
-    Raises
-    ------
-    OptionError
-        For a wanted text that is no UTF-8: no file has it.
-    LostFileError
-        For pyarrow's FileNotFoundError.
-    UnreachableStoreError
-        For a lack of descriptors, threads or memory: the file is sound.
-    UnreadableFileError
-        For every other error of the store or of pyarrow. Its text says when only permission is missing.
-    """
+    """Turn an error while a file is read into one that names the file and the table: LostFileError for a file that is
+    gone, UnreachableStoreError for a lack of descriptors, threads or memory (the file is sound), OptionError for a
+    wanted text that is no UTF-8, and UnreadableFileError for every other error of the store or of pyarrow."""
     try:
         yield
     except TxmqError:
@@ -166,15 +144,11 @@ def reading(path: str, table: str) -> Iterator[None]:
 
 # ---------------------------------------------------------------- entries of a Delta log
 def require_entries(log_folder: Path, table: str, since: int, until: int | None) -> None:
-    """Raise CorruptLogError for entries of a local Delta log that are empty or no JSON.
+    """Raise CorruptLogError for entries of a local Delta log that are empty or no JSON. A power cut can leave an empty
+    entry, which delta-rs takes for a commit that did nothing.
 
-    A power cut can leave an empty entry, which delta-rs takes for a commit that did nothing.
-
-    Parameters
-    ----------
-    until : int, optional
-        Read the entries after version ``since``, up to version ``until`` (None: up to the newest). A negative ``since``
-        stands for the newest checkpoint. Entries that were cleaned up are skipped.
+    It reads the entries after version ``since`` (a negative one stands for the newest checkpoint), up to version
+    ``until`` or the newest. Entries that were cleaned up are skipped.
     """
     if until is None:
         until = max((int(f.stem) for f in log_folder.glob("*.json") if f.stem.isdigit()), default=-1)

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
 from rmq_spark._core.storage.location import spark_path
+from rmq_spark._core.storage.seal import RESTORE
 from rmq_spark.errors import CorruptLogError
 
 if TYPE_CHECKING:
@@ -55,28 +56,12 @@ def read_files(
     schema: pa.Schema,
     paths_max: int = PATHS_MAX,
 ) -> DataFrame:
-    """Rows of some files of a log's table.
+    """Rows of files of a log's table, in the columns of ``schema``. ``files`` are what the Delta log says of them
+    (``table.actions()``), ``names`` their paths. CorruptLogError: one on a local disk has another size than the Delta
+    log says.
 
-    Spark would list each of many files in a task of its own. So it lists the folder instead, and keeps the rows of
-    these files.
-
-    Parameters
-    ----------
-    root : str
-        The commit log.
-    files : pyarrow.Table
-        What the Delta log says of the files (``table.actions()``).
-    names : sequence of str
-        Their paths in the table's folder.
-    schema : pyarrow.Schema
-        The wanted columns.
-    paths_max : int
-        With more files the folder is listed.
-
-    Raises
-    ------
-    CorruptLogError
-        When a file on a local disk has another size than the Delta log says.
+    Spark would list each of many files in a task of its own. So with more than ``paths_max`` it lists the folder
+    instead, and keeps the rows of these files.
     """
     require_sizes(table, files, names)
     reader = spark.read.schema(spark_schema(schema)).options(**READ_OPTIONS)
@@ -114,6 +99,5 @@ def require_sizes(table: Table, files: pa.Table, names: Sequence[str]) -> None:
     ):
         if info.type == pafs.FileType.File and size is not None and info.size != size:
             raise CorruptLogError(
-                f"file {path} of table {table.name} has {info.size} bytes, its Delta log says {size}: restore it from "
-                "a copy, and write nothing to this commit log before"
+                f"file {path} of table {table.name} has {info.size} bytes, its Delta log says {size}: {RESTORE}"
             )

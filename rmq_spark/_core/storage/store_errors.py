@@ -40,7 +40,6 @@ def is_denied(problem: BaseException) -> bool:
 
 
 def denied(where: str) -> StorageError:
-    """The error for a place to which this program may not write."""
     return StorageError(f"{where} cannot be written to (permission denied): give this program the right to write")
 
 
@@ -73,13 +72,8 @@ def require_resources(problem: BaseException, where: str) -> None:
 
 @contextmanager
 def writing(where: str) -> Iterator[None]:
-    """Turn a failure to write into an error that names the place. FileNotFoundError passes: the folder is gone.
-
-    Raises
-    ------
-    StorageError
-        For an OSError. It is an UnreachableStoreError when trying again may help.
-    """
+    """Turn an OSError of a write into a StorageError that names the place; an UnreachableStoreError when trying again
+    may help. FileNotFoundError passes: the folder is gone."""
     try:
         yield
     except FileNotFoundError:
@@ -97,13 +91,8 @@ def writing(where: str) -> Iterator[None]:
 
 @contextmanager
 def asking(where: str, storage_options: Mapping[str, str] | None) -> Iterator[None]:
-    """Turn a failure of the store into an error that says so and names the table.
-
-    Raises
-    ------
-    UnreachableStoreError
-        For an OSError. delta-rs and pyarrow raise one for every failure of a store.
-    """
+    """Turn an OSError, which delta-rs and pyarrow raise for every failure of a store, into an UnreachableStoreError
+    that says so and names the table."""
     try:
         yield
     except TxmqError:

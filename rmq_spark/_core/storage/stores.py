@@ -39,12 +39,8 @@ _YES = ("1", "true", "on", "yes", "y")
 
 # ---------------------------------------------------------------- settings
 def require_storage_options(where: str, storage_options: Mapping[str, str] | None) -> None:
-    """Refuse settings, in the options or the environment, that let two writers overwrite each other's commits.
-
-    Raises
-    ------
-    OptionError
-    """
+    """Raise OptionError for settings, in the options or the environment, that let two writers overwrite each other's
+    commits."""
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise OptionError(
             f"storage_options is {type(storage_options).__name__}: a mapping of names to texts is expected, such as "
@@ -102,8 +98,8 @@ def reaching(where: str, storage_options: Mapping[str, str] | None) -> Iterator[
 
 # ---------------------------------------------------------------- the probe
 def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None) -> None:
-    """Require that the store refuses the second of two puts of one file, and lists what was put. Commits are such puts,
-    and such lists find them.
+    """Raise StorageError unless the store refuses the second of two puts of one file, and lists what was put. Commits
+    are such puts, and such lists find them.
 
     In each round three writers create the same table below ``where`` at once, through delta-rs. A writer that sees
     another writer's table skips its put. Their three answers settle the question, or not::
@@ -113,12 +109,6 @@ def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None)
         created, seen, seen         unknown: the next round
 
     Nothing stays behind.
-
-    Raises
-    ------
-    StorageError
-        When several writers were told that they had created the table, when a later list does not show it, or when no
-        round settled the question.
     """
     for _ in range(ROUNDS_MAX):
         probe = f"{where}/{PROBE}{uuid4().hex}"
@@ -207,14 +197,9 @@ _NO_HARD_LINKS = re.compile(r"rename file.*os error (1|38|45|95)\b", re.DOTALL)
 
 
 def claim_table(uri: str, storage_options: Mapping[str, str] | None) -> bool | None:
-    """Create an empty table, and return whether this writer created it.
-
-    Returns
-    -------
-    bool or None
-        True when it was created. False when the store refused the put of its first entry, because another writer's
-        entry is there. None when delta-rs saw another writer's table first, and skipped the put.
-    """
+    """Create an empty table. Returns True when this writer created it, False when the store refused the put of its
+    first entry, because another writer's entry is there, and None when delta-rs saw another writer's table first, and
+    skipped the put."""
     require_no_fork()
     options = dict(storage_options or {}) or None
     schema = Schema.from_arrow(pa.schema([("version", pa.int64())]))
@@ -269,13 +254,8 @@ def remove_tables(uris: Iterable[str], storage_options: Mapping[str, str] | None
 
 @contextmanager
 def removing(made: Callable[[], Iterable[str]], storage_options: Mapping[str, str] | None) -> Iterator[None]:
-    """When the block fails, remove the empty tables that it made.
-
-    Raises
-    ------
-    StorageError
-        In place of the block's error, when some could not be removed: it says both.
-    """
+    """When the block fails, remove the empty tables that it made. When some cannot be removed, a StorageError says that
+    and the block's error."""
     try:
         yield
     except Exception as problem:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.selector.tree import Filter
-from rmq_spark._core.storage.data_file import DataFile
+from rmq_spark._core.storage.data_file import DataFile, write_table
 from rmq_spark._core.storage.foreign_commits import Changed
 from rmq_spark._core.storage.row_range import RowRange
 
-ROW_GROUP_ROWS = 4_096
+OP_ROW_GROUP_ROWS = 4_096
 """Rows of a row group of ``op``, which is sorted by version. A reader of the newest rows skips earlier row groups."""
 
 BOUNDS: Mapping[str, Mapping[str, pa.DataType]] = {
@@ -32,8 +33,10 @@ BOUNDS: Mapping[str, Mapping[str, pa.DataType]] = {
         "commit_timestamp": pa.timestamp("us", "UTC"),
         "op_version": pa.int64(),
     },
+    "topics": {"name": pa.string()},
 }
-"""By table, the columns whose minimum and maximum in each file are read from the Delta log."""
+"""By table, the columns whose minimum and maximum in each file stand in the Delta log. delta-rs goes through those of
+all live files at every commit, so each further column slows down a long log."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +116,7 @@ class Table(Protocol):
         """Return what the commits after version ``since``, all by other writers, changed; None when the table is as it
         was at that version. Raise ForeignChangeError when this cannot be found out any more."""
 
-    def write(
-        self,
-        rows: pa.Table,
-        prefix: str,
-        stats_columns: Sequence[str],
-        row_group_rows: int = ROW_GROUP_ROWS,
-    ) -> DataFile:
+    def write(self, rows: pa.Table) -> DataFile:
         """Write a data file. It belongs to the table once a commit adds it."""
 
     def missing(self, files: Sequence[DataFile]) -> list[DataFile]:
@@ -140,6 +137,18 @@ class Table(Protocol):
     ) -> Change | None:
         """Commit what ``propose`` returns at the next version, and ask it again when another writer takes that
         version."""
+
+
+def write_file(table: Table, rows: pa.Table) -> DataFile:
+    """Write rows as a data file of a table, with Parquet's pages and Delta's statistics as its readers want them."""
+    began_s = table.runtime.monotonic()
+    row_group_rows = OP_ROW_GROUP_ROWS if table.name == "op" else None
+    stats_columns = tuple(BOUNDS.get(table.name, ()))
+    file = write_table(
+        table.fs, table.folder, rows, prefix=table.name, stats_columns=stats_columns, row_group_rows=row_group_rows
+    )
+    reach("file written", table=table.name)
+    return replace(file, written_s=began_s)
 
 
 def has_held(table: Table, file: DataFile) -> bool:

@@ -30,13 +30,7 @@ LOOKS_S = 0.001
 
 
 class WriterLock:
-    """The turns of a table.
-
-    Parameters
-    ----------
-    folder : Path or None
-        The table's folder, on a local disk; None where no turns can be taken.
-    """
+    """The turns of a table in ``folder``, on a local disk; without a folder no turns can be taken."""
 
     def __init__(self, folder: Path | None, runtime: Runtime) -> None:
         self._file = None if folder is None or fcntl is None else folder / "_turn"  # Delta's VACUUM leaves it

@@ -22,13 +22,8 @@ if TYPE_CHECKING:
 
 
 class Expirer:
-    """Lets messages of one commit log expire.
-
-    Parameters
-    ----------
-    doubt_s : float
-        Messages expire this much later than their retention says: see :mod:`~rmq_spark._core.log.second_look`.
-    """
+    """Lets messages of one commit log expire, ``doubt_s`` seconds later than their retention says: see
+    :mod:`~rmq_spark._core.log.second_look`."""
 
     def __init__(self, engine: Engine, doubt_s: float) -> None:
         self._engine = engine
@@ -76,7 +71,7 @@ class Expirer:
         ledger = self._engine.ledger
 
         def build() -> list[OpRow]:
-            moved = {queue: first for queue, first in firsts.items() if first > ledger.firsts.get(queue, 0)}
+            moved = {queue: first for queue, first in firsts.items() if first > ledger.view.firsts.get(queue, 0)}
             return [OpRow(Kind.EXPIRE, firsts=moved)] if moved else []
 
         ledger.append(build)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from rmq_spark._core.listeners.transaction_listener import TransactionListener
 from rmq_spark._core.protocol.engine import Engine
+from rmq_spark._core.runtime.log_records import failure
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S, FENCE_RETENTION_S_MIN, seconds
-from rmq_spark.logs import failure
 
 logger = logging.getLogger(__name__)
 
@@ -20,17 +20,8 @@ TURN_S = EVERY_S / 2
 
 
 class FencePruner:
-    """Prunes the fences of listeners once a day, a page at a time.
-
-    Parameters
-    ----------
-    engine : Engine
-        Fence rows of other logs stay.
-    listeners : iterable of TransactionListener
-        Those without a method ``pruning_in_turn`` keep nothing that could be pruned.
-    older_than : float
-        Seconds: younger rows stay.
-    """
+    """Prunes the fences of listeners once a day, a page at a time: rows of this log that are older than ``older_than``
+    seconds. Listeners without a method ``pruning_in_turn`` keep nothing that could be pruned."""
 
     def __init__(
         self, engine: Engine, listeners: Iterable[TransactionListener], older_than: float = FENCE_RETENTION_S

@@ -119,8 +119,6 @@ class _Batch:
 
 
 class Leaver:
-    """Lets half batches leave one commit log."""
-
     def __init__(self, engine: Engine, graces: Graces) -> None:
         self._engine = engine
         self._graces = graces
@@ -145,9 +143,9 @@ class Leaver:
         """Half batches whose files all lie at or below the mark, except those that are open or needed: ``half_id, rows,
         ms``, the oldest first."""
         engine = self._engine
-        low_water = engine.ledger.low_water_ms
+        low_water = engine.ledger.view.low_water
         counted = engine.half.contents.counted().table
-        needed = {*engine.ledger.view.below, *engine.ledger.waiting, *engine.ledger.conflicts}
+        needed = {*engine.ledger.view.below, *engine.ledger.view.waiting, *engine.ledger.view.conflicts}
         below = counted.filter(pc.less_equal(counted["ms"], low_water)).sort_by("ms")
         return below.filter(pc.invert(pc.is_in(below["half_id"], value_set=pa.array(sorted(needed), pa.string()))))
 
@@ -214,7 +212,6 @@ class Leaver:
                 )
 
     def _headers(self, leaving: Collection[str]) -> Iterator[dict[str, Any]]:
-        """The headers of half batches, from their files."""
         paths = self._engine.half.contents.paths_of(leaving)
         while paths:
             chunk: list[str] = []
@@ -289,7 +286,6 @@ class Leaver:
 
 
 def _batches(rows: pa.Table, row_counts: Mapping[str, int]) -> dict[str, _Batch]:
-    """Sums of the op rows of half batches, by half id."""
     is_placed = pc.is_valid(rows["queue_offset"])
     is_special = pc.is_in(rows["kind"], value_set=pa.array([k.value for k in NOT_SIMPLE]))
     columns = {

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.op import PRUNED, PRUNED_PLACED, STATS_COLUMNS, Kind, pruned_up_to
+from rmq_spark._core.log.op import PRUNED, PRUNED_PLACED, Kind, pruned_up_to
 from rmq_spark._core.log.op_merge import MERGED_BYTES_MAX
 from rmq_spark._core.log.op_view import of_kind
 from rmq_spark._core.protocol.own_sends import PREFIXES, OwnSends
@@ -33,15 +33,8 @@ PRUNED_SHARE_MIN = 0.5
 
 @dataclass(frozen=True)
 class _Dead:
-    """Half batches that have left.
-
-    Attributes
-    ----------
-    ids : pyarrow.Array
-        Half batches whose rows other than ``archived`` may go.
-    forgotten : pyarrow.Array
-        Half batches whose ``archived`` row may go, too.
-    """
+    """Half batches that have left: ``ids`` are those whose rows other than ``archived`` may go, ``forgotten`` those
+    whose ``archived`` row may go, too."""
 
     ids: pa.Array
     forgotten: pa.Array
@@ -55,8 +48,6 @@ class _Dead:
 
 
 class Pruner:
-    """Prunes ``op`` of one commit log."""
-
     def __init__(self, engine: Engine, graces: Graces) -> None:
         self._engine = engine
         self._graces = graces
@@ -148,7 +139,7 @@ class Pruner:
         # Archived rows are looked for by half id, the others by version.
         for part, order in ((kept.filter(is_archived), "half_id"), (kept.filter(pc.invert(is_archived)), "version")):
             if part.num_rows:
-                yield self._engine.op_table.write(part.sort_by(order), "op", STATS_COLUMNS)
+                yield self._engine.op_table.write(part.sort_by(order))
 
 
 def _groups(files: Sequence[dict[str, Any]]) -> Iterator[list[str]]:

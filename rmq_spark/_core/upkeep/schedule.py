@@ -98,23 +98,11 @@ def maintain(
     orphans: bool = True,
     turn: AbstractContextManager[object] | None = None,
 ) -> MaintenanceReport:
-    """Bring a commit log into order. See :meth:`CommitLog.maintain`.
+    """Bring a commit log into order, by another engine on the same log. See :meth:`CommitLog.maintain`. ``orphans``:
+    also look for files that no table ever named, by listing the tables' folders. ``turn`` is entered while messages are
+    in memory.
 
-    Parameters
-    ----------
-    engine : Engine
-        Upkeep opens another engine on the same log, which no other thread uses.
-    dry_run : bool
-        Change nothing.
-    orphans : bool
-        Also look for files that no table ever named, by listing the tables' folders.
-    turn : context manager, optional
-        Entered while messages are in memory.
-
-    Raises
-    ------
-    LostFileError, UnreadableFileError
-        When a file is lost or damaged. All that it does not touch was done.
+    LostFileError, UnreadableFileError: a file is lost or damaged. All that it does not touch was done.
     """
     report, problem = _round(engine, graces, dry_run, orphans, nullcontext() if turn is None else turn)
     if problem is not None:
@@ -170,7 +158,7 @@ def _round(
         deleted = [
             path
             for table in tables
-            for path in table_files.delete_replaced([table], table_files.kept_s(table) + doubt_s, dry_run)
+            for path in table_files.delete_replaced(table, table_files.kept_s(table) + doubt_s, dry_run)
         ]
         deleted += table_files.vacuum(tables, ORPHAN_AGE_S + doubt_s, dry_run) if orphans else []
     report = MaintenanceReport(

@@ -25,10 +25,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.batch_state import RowState
-from rmq_spark._core.log.half import HALF_SCHEMA, STATS_COLUMNS
+from rmq_spark._core.log.half import HALF_SCHEMA
 from rmq_spark._core.log.half_contents import LargeFile
 from rmq_spark._core.messages.messages_table import drained_up_to
-from rmq_spark._core.storage.data_file import ROW_GROUP_ROWS
 from rmq_spark._core.storage.row_range import PAYLOAD_COLUMNS, RowRange
 from rmq_spark._core.storage.table import Change, has_held, live_paths
 from rmq_spark._core.upkeep.leave import Graces
@@ -52,13 +51,7 @@ PLACED_COLUMNS = ("half_id", "version", "op_time", "count", "queue_offset")
 
 
 class Stripper:
-    """Strips half files of one commit log.
-
-    Parameters
-    ----------
-    engine : Engine
-        A handle that no other thread uses.
-    """
+    """Strips half files of one commit log. No other thread may use its engine."""
 
     def __init__(self, engine: Engine, graces: Graces) -> None:
         self._engine = engine
@@ -70,7 +63,7 @@ class Stripper:
         engine = self._engine
         engine.ledger.refresh()
         engine.half.table.refresh()
-        files = engine.half.contents.large_files(STRIPPED_BYTES_MIN, engine.ledger.low_water_ms)
+        files = engine.half.contents.large_files(STRIPPED_BYTES_MIN, engine.ledger.view.low_water)
         if not files:
             return []
         counted = engine.half.contents.counted().table
@@ -110,7 +103,7 @@ class Stripper:
         )
         sums = sums.filter(ripe)
         counts = dict(zip(sums["half_id"].to_pylist(), sums["count_sum"].to_pylist(), strict=True))
-        return {half_id: count for half_id, count in counts.items() if half_id not in engine.ledger.conflicts}
+        return {half_id: count for half_id, count in counts.items() if half_id not in engine.ledger.view.conflicts}
 
     def _drained_rows(self, file: LargeFile, placed: Mapping[str, int], archived: Collection[str]) -> pa.Table | None:
         """The rows of a file that may go: a table of ``half_id`` for half batches that go whole, or of ``row_no`` in a
@@ -153,7 +146,7 @@ class Stripper:
         stripped = [_without_payload(part, pc.is_in(part[name], value_set=keys)) for part in parts]
         if not stripped:  # another process has stripped the file since we looked
             return False
-        written = table.write(pa.concat_tables(stripped), table.name, STATS_COLUMNS, row_group_rows=ROW_GROUP_ROWS)
+        written = table.write(pa.concat_tables(stripped))
 
         def propose(version: int) -> Change | None:
             if file.path not in live_paths(table):  # another process was faster

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
-from rmq_spark._core.messages.messages_table import history_s, write_messages
+from rmq_spark._core.messages.messages_table import history_s
 from rmq_spark._core.storage.foreign_commits import foreign_change
 from rmq_spark._core.storage.merge import compact
 from rmq_spark._core.storage.table import Change, Table
@@ -33,21 +33,15 @@ MERGED_ROWS_MAX = 400_000
 
 
 def compact_messages(table: Table, retentions: Mapping[str, float] | None = None) -> int:
-    """Merge small files of ``messages`` into larger ones, each of one topic; return how many were merged.
-
-    Each message keeps its offset and everything else, so readers see the same before and after.
-
-    Parameters
-    ----------
-    retentions : mapping of str to float, optional
-        By topic, the seconds after which its messages expire. The files that were merged stay no longer.
-    """
+    """Merge small files of ``messages`` into larger ones, each of one topic; return how many were merged. Each message
+    keeps its offset and everything else, so readers see the same before and after. Messages of a topic in
+    ``retentions`` expire after these seconds, and the files that were merged stay no longer."""
     expires_s = retentions or {}
 
     def merge(paths: list[str]) -> Change:
         rows = table.read(paths).sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")])
         earlier_s = removed_earlier_s(table, expires_s.get(rows["topic"][0].as_py()))
-        return Change(add=[write_messages(table, rows)], remove=paths, data_change=False, removed_earlier_s=earlier_s)
+        return Change(add=[table.write(rows)], remove=paths, data_change=False, removed_earlier_s=earlier_s)
 
     merged = 0
     while done := compact(table, _messages_to_merge, merge):
@@ -101,22 +95,18 @@ def removed_earlier_s(table: Table, useful_s: float | None) -> float:
     return 0.0 if useful_s is None else max(0.0, kept_s(table) - max(REPLACED_FILES_S, useful_s))
 
 
-def delete_replaced(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:
+def delete_replaced(table: Table, age_s: float, dry_run: bool) -> list[str]:
     """Delete files that left a table more than ``age_s`` seconds ago; return ``<table>/<file>`` of each."""
-    deleted: list[str] = []
-    for table in tables:
-        table.clock.require_near()
-        table.refresh()
-        gone = table.removed_since() - table.removed_since(age_s) - set(table.actions()["path"].to_pylist())
-        if not gone or _is_left_alone(table):
-            continue
-        for info in table.fs.get_file_info(pafs.FileSelector(table.folder)):
-            name = info.path.rsplit("/", 1)[-1]
-            if name in gone:
-                deleted.append(f"{table.name}/{name}")
-                if not dry_run:
-                    _delete(table, name)
-    return deleted
+    table.clock.require_near()
+    table.refresh()
+    gone = table.removed_since() - table.removed_since(age_s) - set(table.actions()["path"].to_pylist())
+    if not gone or _is_left_alone(table):
+        return []
+    infos = table.fs.get_file_info(pafs.FileSelector(table.folder))
+    names = [name for info in infos if (name := info.path.rsplit("/", 1)[-1]) in gone]
+    for name in names if not dry_run else ():
+        _delete(table, name)
+    return [f"{table.name}/{name}" for name in names]
 
 
 def _is_left_alone(table: Table) -> bool:

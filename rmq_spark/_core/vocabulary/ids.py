@@ -13,16 +13,9 @@ from rmq_spark.errors import OptionError
 
 def transaction_ids(half_id: str, attempt: int | pa.Array, per: str, rows: pa.Table) -> pa.Array | pa.ChunkedArray:
     """Return the transaction ids of rows: ``<half_id>:<attempt>``, then a colon and the key or ``<file_no>.<row_no>``,
-    unless the half batch is one transaction.
+    unless the half batch is one transaction. ``attempt`` is one for all rows, or one for each.
 
     Ids are derived, not stored. Every replay of an attempt gives the same ids, and each attempt gives others.
-
-    Parameters
-    ----------
-    attempt : int or pyarrow.Array
-        One for all rows, or one for each.
-    rows : pyarrow.Table
-        Has the column ``transaction_key`` (``per="key"``), or ``file_no`` and ``row_no`` (``per="message"``).
     """
     attempts = pa.scalar(attempt) if isinstance(attempt, int) else attempt
     head = pc.binary_join_element_wise(pa.scalar(half_id), pc.cast(attempts, pa.string()), ":")
@@ -52,13 +45,7 @@ _MESSAGE_ID = re.compile(r"([^:]+:\d{1,19}(?:-[0-9a-f]+)?):(\d{1,18})\.(\d{1,18}
 
 def parse_transaction_id(text: str) -> tuple[str, int, str | None]:
     """Split a transaction id into the half id, the attempt, and the key or address (None where a half batch is one
-    transaction).
-
-    Raises
-    ------
-    OptionError
-        When the text is no transaction id.
-    """
+    transaction). OptionError: the text is no transaction id."""
     match = _TRANSACTION_ID.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise OptionError(f"{text!r} is not a transaction id: <half_id>:<attempt> is expected, and perhaps :<key>")
@@ -66,13 +53,7 @@ def parse_transaction_id(text: str) -> tuple[str, int, str | None]:
 
 
 def parse_message_id(text: str) -> tuple[str, int, int]:
-    """Split a message id into the half id, the file number and the row number.
-
-    Raises
-    ------
-    OptionError
-        When the text is no message id.
-    """
+    """Split a message id into the half id, the file number and the row number. OptionError: the text is none."""
     match = _MESSAGE_ID.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise OptionError(f"{text!r} is not a message id: <half_id>:<file>.<row> is expected")

@@ -91,12 +91,7 @@ def distinct(topics: pa.ChunkedArray) -> list[object]:
 
 def require_topic_name(name: object, own: bool = False) -> str:
     """Return a topic's name, or raise MessageError when it breaks RocketMQ's rules (``TopicValidator.validateTopic``).
-
-    Parameters
-    ----------
-    own : bool
-        True allows the topics of retries and dead letters. Users may read them, but not create them or send to them.
-    """
+    ``own`` allows the topics of retries and dead letters. Users may read them, but not create them or send to them."""
     topic = _require_name(name, "topic", TOPIC_CHARS_MAX)
     if own and topic.startswith((RETRY_PREFIX, DLQ_PREFIX)):
         return topic

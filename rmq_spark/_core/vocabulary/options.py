@@ -107,20 +107,8 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_duration(text: str, name: str = "duration") -> float:
-    """Return the seconds of a duration such as ``500ms``, ``6s``, ``5m``, ``72h`` or ``7d``.
-
-    Parameters
-    ----------
-    text : str
-        A number and a unit. A number alone is refused, because its unit would be a guess.
-    name : str
-        The option's name, for the error's text.
-
-    Raises
-    ------
-    OptionError
-        When the text is not a duration.
-    """
+    """Return the seconds of a duration such as ``500ms``, ``6s``, ``5m``, ``72h`` or ``7d``, or raise OptionError. A
+    number alone is refused, because its unit would be a guess."""
     match = _DURATION.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise OptionError(
@@ -141,15 +129,14 @@ def parse_bool(text: str, name: str) -> bool:
     return value == "true"
 
 
-def parse_int(text: str, name: str, minimum: int = 1, maximum: int = INT64_MAX) -> int:
-    """Read a whole number from ``minimum`` to ``maximum``, or raise OptionError for anything else."""
+def parse_int(text: str, name: str, minimum: int = 1) -> int:
+    """Read a whole number from ``minimum`` on, or raise OptionError for anything else."""
     try:
         value = int(str(text).strip())
     except ValueError:
         raise OptionError(f"{_short(text)} is not a whole number", argument=name) from None
-    if not minimum <= value <= maximum:
-        upper = "" if maximum == INT64_MAX else f" and at most {maximum}"
-        raise OptionError(f"{_short(text)} is out of range: it must be at least {minimum}{upper}", argument=name)
+    if not minimum <= value <= INT64_MAX:
+        raise OptionError(f"{_short(text)} is out of range: it must be at least {minimum}", argument=name)
     return value
 
 
@@ -171,14 +158,8 @@ def flag(value: object, name: str) -> bool:
 
 
 def byte_count(value: object, name: str) -> int:
-    """Return a number of bytes: an int, or a text such as ``500m`` or ``10g`` in Spark's units (of 1,024).
-
-    A text without a unit is refused, as for durations: ``256`` may be meant as megabytes.
-
-    Raises
-    ------
-    OptionError
-        When it is neither, or less than 1.
+    """Return a number of bytes of 1 or more, or raise OptionError: from an int, or a text such as ``500m`` or ``10g``
+    in Spark's units (of 1,024). A text without a unit is refused, as for durations: ``256`` may be meant as megabytes.
     """
     match = _BYTES.fullmatch(value.lower()) if isinstance(value, str) else None
     if match is not None:
@@ -198,13 +179,8 @@ def byte_count(value: object, name: str) -> int:
 def seconds(
     value: object, name: str, minimum: float = 0.0, above: bool = False, maximum: float = DURATION_S_MAX
 ) -> float:
-    """Return a :data:`Duration` in seconds, or raise OptionError when it is out of the range.
-
-    Parameters
-    ----------
-    above : bool
-        True refuses ``minimum`` itself.
-    """
+    """Return a :data:`Duration` in seconds, or raise OptionError when it is out of the range. ``above`` refuses
+    ``minimum`` itself."""
     if isinstance(value, str):
         value = parse_duration(value, name)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -266,13 +242,7 @@ Made = TypeVar("Made")
 
 
 def named(function: Callable[Taken, Made]) -> Callable[Taken, Made]:
-    """Make a function refuse an unknown argument with an error that names the nearest known one.
-
-    Raises
-    ------
-    OptionError
-        From a call with such an argument, in place of Python's TypeError.
-    """
+    """Make a function refuse an unknown argument by an OptionError that names the nearest known one."""
     known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
     what = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
@@ -291,20 +261,9 @@ WORDS_OF_THE_OTHER_SIDE = {"topic": "subscribe", "topics": "subscribe", "subscri
 
 
 class Options:
-    """The options of one ``format("txmq")`` call, by their documented names.
-
-    Parameters
-    ----------
-    given : mapping
-        The options as Spark passes them on. Upper and lower case in a name are the same, as for Spark.
-    known : iterable of str
-        The documented names. ``storage.<key>`` is always known.
-
-    Raises
-    ------
-    OptionError
-        When a name is not known; the error offers the nearest right one.
-    """
+    """The options of one ``format("txmq")`` call, by their documented names. Upper and lower case are the same, as for
+    Spark, and ``storage.<key>`` is always known. An unknown name raises an OptionError that offers the nearest right
+    one."""
 
     def __init__(self, given: Mapping[str, str], known: Iterable[str]) -> None:
         names = {k.lower(): k for k in known}
@@ -348,9 +307,9 @@ class Options:
         value = self._values.get(name)
         return default_s if value is None else parse_duration(value, name)
 
-    def integer(self, name: str, minimum: int = 1) -> int | None:
+    def integer(self, name: str) -> int | None:
         value = self._values.get(name)
-        return None if value is None else parse_int(value, name, minimum)
+        return None if value is None else parse_int(value, name)
 
     def byte_count(self, name: str) -> int | None:
         value = self._values.get(name)

@@ -11,16 +11,8 @@ LOG = "{log}"
 
 @dataclass(frozen=True)
 class Remedy:
-    """The end of an error's sentence, once for each door.
-
-    Parameters
-    ----------
-    text : str
-        For a Python program, such as ``make it with log.create_topic('orders')``.
-    command : str
-        For a person at a terminal, such as ``make it with txmq topic create {log} orders``. ``{log}`` stands for the
-        commit log's path.
-    """
+    """The end of an error's sentence: ``text`` for a Python program, ``command`` for a person at a terminal. In a
+    command ``{log}`` stands for the commit log's path."""
 
     text: str
     command: str

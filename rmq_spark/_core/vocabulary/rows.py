@@ -17,16 +17,8 @@ _OPPOSITE = bytes([1, 0, *range(2, 256)])
 
 
 class RowSet(Mapping[int, bytes]):
-    """An immutable set of rows of one half batch.
-
-    It has a byte for each row of a half file: 1 for a row in the set, 0 for any other. Files without a row in the set
-    are left out, and an empty set is false.
-
-    Parameters
-    ----------
-    files : mapping of int to bytes
-        By file number.
-    """
+    """An immutable set of rows of one half batch. It has a byte for each row of a half file, by file number: 1 for a
+    row in the set, 0 for any other. Files without a row in the set are left out, and an empty set is false."""
 
     __slots__ = ("_count", "_files")
 
@@ -49,7 +41,6 @@ class RowSet(Mapping[int, bytes]):
         return f"RowSet({ {n: runs(bits) for n, bits in self._files.items()} })"
 
     def __and__(self, other: Mapping[int, bytes | bytearray]) -> RowSet:
-        """Rows that are in both."""
         other = other._files if isinstance(other, RowSet) else other
         if not (self._files and other):
             return NO_ROWS
@@ -67,7 +58,6 @@ class RowSet(Mapping[int, bytes]):
 
     @property
     def count(self) -> int:
-        """The number of rows."""
         if self._count < 0:
             self._count = sum([bits.count(1) for bits in self._files.values()])
         return self._count
@@ -116,7 +106,6 @@ def bits_in(ranges: Ranges, rows: int) -> bytes:
 
 
 def ranges_count(ranges: Ranges) -> int:
-    """The number of rows in these ranges."""
     return sum(last - first + 1 for first, last in ranges)
 
 

@@ -157,7 +157,6 @@ def kept_reason(said: object) -> str | None:
 
 
 def rollback(reason: object = None, refused: bool = False) -> Verdict:
-    """The verdict ROLLBACK_MESSAGE, with its reason as the log keeps it."""
     return Verdict(ROLLBACK_MESSAGE, kept_reason(reason), refused)
 
 

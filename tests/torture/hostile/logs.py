@@ -34,8 +34,6 @@ from tests.support.inside import (
     sent_back,
     to_json,
 )
-from tests.support.inside import HALF_STATS_COLUMNS as HALF_STATS
-from tests.support.inside import OP_STATS_COLUMNS as STATS_COLUMNS
 from tests.support.source_logs import source_schema
 from tests.torture.hostile.doors import Door, attempt, require
 from tests.torture.hostile.values import ARROW_KINDS, anything, arrow_column, text
@@ -134,7 +132,7 @@ def sends(rng: random.Random) -> bool:
         return False
     assert sent is not None
     _comes_out(log, shown)
-    if log.engine.ledger.waiting:  # delayed: it is not visible yet
+    if log.engine.ledger.view.waiting:  # delayed: it is not visible yet
         require(len(shown) < sent.messages, f"{sent} waits, and is shown")
         return True
     bodies = [v.encode() if isinstance(v, str) else v for v in table["body"].to_pylist()]
@@ -360,7 +358,7 @@ def _odd_value(rng: random.Random, name: str, kind: pa.DataType, column: list[An
     return rng.choice(("", "execute", "batch", "message", "key", "none", "os:system", "x" * 1000))
 
 
-def _edit(rng: random.Random, table: Table, schema: pa.Schema, stats: Sequence[str]) -> None:
+def _edit(rng: random.Random, table: Table, schema: pa.Schema) -> None:
     """Replace the table's files by one with some edited rows."""
     table.refresh()
     paths = table.actions()["path"].to_pylist()
@@ -375,7 +373,7 @@ def _edit(rng: random.Random, table: Table, schema: pa.Schema, stats: Sequence[s
             rows.remove(row)
         else:
             rows.append(dict(row))
-    _replace(table, paths, pa.Table.from_pylist(rows, schema=schema), stats)
+    _replace(table, paths, pa.Table.from_pylist(rows, schema=schema))
 
 
 def edit_row(table: Table, kind: str, column: str | None, value: Any, row: int = 0) -> None:
@@ -388,11 +386,11 @@ def edit_row(table: Table, kind: str, column: str | None, value: Any, row: int =
         del rows[at]
     else:
         rows[at][column] = value
-    _replace(table, paths, pa.Table.from_pylist(rows, schema=OP_SCHEMA), STATS_COLUMNS)
+    _replace(table, paths, pa.Table.from_pylist(rows, schema=OP_SCHEMA))
 
 
-def _replace(table: Table, paths: list[str], rows: pa.Table, stats: Sequence[str]) -> None:
-    change = Change(add=[table.write(rows, table.name, stats)], remove=paths, data_change=False)
+def _replace(table: Table, paths: list[str], rows: pa.Table) -> None:
+    change = Change(add=[table.write(rows)], remove=paths, data_change=False)
     table.compare_and_set(lambda _: change, lambda c: c.add[0].path in table.actions()["path"].to_pylist())
 
 
@@ -456,7 +454,7 @@ def edited_op_rows(rng: random.Random) -> bool:
     are, at offsets without gaps."""
     made = rng.choice(_TO_EDIT).copy()
     outside = _watch_paths(made)
-    _edit(rng, made.engine.op_table, OP_SCHEMA, STATS_COLUMNS)
+    _edit(rng, made.engine.op_table, OP_SCHEMA)
     log = made.another()
     shown = _ask_everything(log, outside)
     true = _true_rows(log)
@@ -471,7 +469,7 @@ def edited_half_rows(rng: random.Random) -> bool:
     made = rng.choice(_TO_EDIT).copy()
     outside = _watch_paths(made)
     before = {r["msg_id"]: r["body"] for r in _shown(made)}
-    _edit(rng, made.engine.half.table, HALF_SCHEMA, HALF_STATS)
+    _edit(rng, made.engine.half.table, HALF_SCHEMA)
     shown = _ask_everything(made.another(), outside)
     return bool(shown) and bool(before)
 

@@ -204,7 +204,7 @@ class Content:
     def open(self, op: Operation) -> tuple[CommitLog, Callable[[], object]]:
         """A handle on a copy with the news, and what it is to do."""
         log = self.handle(op.warm)
-        log.engine.compacts_in_background = False
+        log.engine.compaction.is_on = False
         if op.warm:
             warm_up(log)
         call = op.make(log, self)
@@ -241,10 +241,10 @@ class InMemory(Content):
     def __init__(self, clock: StoppedClock) -> None:
         super().__init__(clock)
         self._old = InMemoryCommitLog()
-        self._old.engine.compacts_in_background = False
+        self._old.engine.compaction.is_on = False
         self.fill(self._old)
         self._new = self._old.copy()
-        self._new.engine.compacts_in_background = False
+        self._new.engine.compaction.is_on = False
         self.bring_news(self._new)
 
     def handle(self, warm: bool) -> CommitLog:
@@ -268,11 +268,11 @@ class OnDisk(Content):
         self._folder, self._copies = folder, count(1)
         self._copy = folder / "copy0"
         log = CommitLog.create(folder / "old")
-        log.engine.compacts_in_background = False
+        log.engine.compaction.is_on = False
         self.fill(log)
         shutil.copytree(folder / "old", folder / "new")
         log = CommitLog.open(folder / "new")
-        log.engine.compacts_in_background = False
+        log.engine.compaction.is_on = False
         self.bring_news(log)
 
     def handle(self, warm: bool) -> CommitLog:
@@ -716,9 +716,9 @@ def followed(log: CommitLog, truth: Truth, who: str) -> list[str]:
             wrong.append(f"{who}: {what} is {found}, and in the tables {expected}")
 
     log.engine.ledger.refresh()
-    expect("tails", log.engine.ledger.tails, truth.tails)
-    expect("waiting", {h: sum(c.values()) for h, c in log.engine.ledger.waiting.items()}, dict(truth.waiting))
-    expect("the mark", log.engine.ledger.low_water_ms, truth.low_water)
+    expect("tails", log.engine.ledger.view.tails, truth.tails)
+    expect("waiting", {h: sum(c.values()) for h, c in log.engine.ledger.view.waiting.items()}, dict(truth.waiting))
+    expect("the mark", log.engine.ledger.view.low_water, truth.low_water)
     expect("open half batches", set(log.engine.open_half_ids()), truth.open)
     for half_id, record in truth.records.items():
         if record.prepared_ms <= truth.low_water and half_id not in truth.waiting:
@@ -892,10 +892,9 @@ def used_on(content: Content, twin: Twin, log: CommitLog, call: Callable[[], obj
     if visible(other) != end:
         wrong.append(f"another handle sees {visible(other)} in the end, this one {end}")
     for handle in (log, other):
-        if handle.engine.open_half_ids() or handle.engine.ledger.waiting:
-            wrong.append(
-                f"in the end {handle.engine.open_half_ids()} is open and {dict(handle.engine.ledger.waiting)} waits"
-            )
+        waiting = handle.engine.ledger.view.waiting
+        if handle.engine.open_half_ids() or waiting:
+            wrong.append(f"in the end {handle.engine.open_half_ids()} is open and {dict(waiting)} waits")
     return wrong + gaps(log)
 
 

@@ -999,9 +999,9 @@ def _immunity_counts() -> Iterator[None]:
     on_listener_error="unknown", crash=0.0, zombies=0.0, pause=0.0, checkers=1, weather=Weather(),
 )  # fmt: skip
 def _one_stops_all() -> Iterator[None]:
-    def ask(self: Asker, question: Any, call: Any, here: bool, seconds_left: Any) -> Answer:
+    def ask(self: Asker, questions: Any, call: Any, here: bool, seconds_left: Any) -> list[Answer]:
         try:
-            return Answer(question, call())
+            return [Answer(*pair) for pair in zip(questions, call(questions), strict=True)]
         except Exception as problem:
             raise OSError("the round ends here") from problem
 
@@ -1147,7 +1147,7 @@ def _merge_loses() -> Iterator[None]:
             small = op_merge._to_merge(table)
             if not small:
                 return None
-            merged = table.write(table.read(small[1:]).sort_by("version"), "op", op_merge.STATS_COLUMNS)
+            merged = table.write(table.read(small[1:]).sort_by("version"))
             return Change(add=[merged], remove=small, data_change=False)
 
         def landed(change: Change) -> bool:
@@ -1269,7 +1269,7 @@ def _pruned_above_the_mark() -> Iterator[None]:
     files = Pruner._files
 
     def all_files(self: Pruner, dead: Any, since: int) -> Any:
-        return files(self, dead, self._engine.version + 1)
+        return files(self, dead, self._engine.op_table.version + 1)
 
     with _often_leaving(), replaced((Pruner, "_files", all_files)):
         yield
@@ -1433,7 +1433,7 @@ def _half_compaction(careful: bool) -> Patch:
         kept = rows.filter(pc.invert(pc.is_in(rows["half_id"], value_set=pa.array(sorted(droppable), pa.string()))))
         if not droppable or not kept.num_rows:
             return
-        change = Change(add=[table.write(kept, "part", ("half_id",))], remove=old, data_change=False)
+        change = Change(add=[table.write(kept)], remove=old, data_change=False)
 
         def propose(_: int) -> Change | None:
             return change if set(table.actions()["path"].to_pylist()).issuperset(old) else None
@@ -1563,7 +1563,7 @@ def _topics_unlocked() -> Iterator[None]:
 
     def topics(self: Engine) -> dict[str, int]:
         self.topics_table.refresh()
-        return {name: topic.queues for name, topic in self.topic_store.known().items()}
+        return {name: topic.queues for name, topic in self.topic_store.seen().topics.items()}
 
     with replaced((SimulatedTable, "refresh", unlocked), (Engine, "topics", topics)):
         yield

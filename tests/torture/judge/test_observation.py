@@ -52,7 +52,7 @@ def test_a_log_of_the_product_shows_nothing(log: CommitLog) -> None:
 
 def test_a_topic_that_was_made_twice_is_seen(log: CommitLog) -> None:
     table = log.engine.topics_table
-    file = table.write(table.read(table.actions()["path"].to_pylist()), "topics", ("name",))
+    file = table.write(table.read(table.actions()["path"].to_pylist()))
     assert table.compare_and_set(lambda _: Change(add=[file]), lambda _: True) is not None
     assert kinds_of(find_anomalies(observe(log))) == {AnomalyKind.DUPLICATE}
 

@@ -211,7 +211,7 @@ class Race:
         deadline = time.monotonic() + SETTLE_S_MAX
         while time.monotonic() < deadline:
             service.run_once()
-            if not self._open_half_ids(log) and not log.engine.ledger.waiting:
+            if not self._open_half_ids(log) and not log.engine.ledger.view.waiting:
                 return
         self.failures.append(f"still open after {SETTLE_S_MAX:.0f} s: {self._open_half_ids(log)[:5]}")
 

@@ -253,7 +253,7 @@ class _Play:
             positions, tails = log.engine.groups.positions(GROUP), log.engine.tails()
             read = (TOPIC, retry_topic(GROUP))
             behind = [queue for queue, end in tails.items() if queue[0] in read and positions.get(queue, 0) < end]
-            if not (behind or log.engine.ledger.waiting or log.engine.open_half_ids()):
+            if not (behind or log.engine.ledger.view.waiting or log.engine.open_half_ids()):
                 return
         self.say(AnomalyKind.STUCK_HALF, f"the group does not come to an end: {behind}")
 

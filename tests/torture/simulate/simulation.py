@@ -53,6 +53,7 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
+from tests.support.failpoints import hooked
 from tests.support.inside import (
     CHECK_IMMUNITY_PROPERTY,
     PROPERTIES,
@@ -75,14 +76,12 @@ from tests.support.inside import (
     batch_name,
     drained_up_to,
     half_id_of,
-    hooked,
     input_hash_of,
     name_of,
     op_merge,
     read_ranges,
     upkeep,
 )
-from tests.support.inside import HALF_STATS_COLUMNS as STATS_COLUMNS
 from tests.torture.judge.anomalies import Anomaly, Rules, find_anomalies
 from tests.torture.judge.history import FINAL, Event, History, Kind, Phase, payload_hash
 from tests.torture.judge.observation import PLACE, READ_COLUMNS, note_drained, note_expired, note_messages, note_tables
@@ -690,7 +689,7 @@ class Simulation:
         for file in table.actions().to_pylist():
             if self.chance.random() < 0.3:
                 continue
-            moved = table.write(table.read([file["path"]]), table.name, STATS_COLUMNS)
+            moved = table.write(table.read([file["path"]]))
 
             def propose(_: int, file: Mapping[str, Any] = file, moved: DataFile = moved) -> Change | None:
                 if file["path"] not in table.actions()["path"].to_pylist():

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from rmq_spark._core.storage.compare_and_set import compare_and_set
 from rmq_spark._core.storage.data_file import column_stats
 from rmq_spark._core.storage.foreign_commits import OWN, Changed
-from rmq_spark._core.storage.table import Clock, actions_schema, bounds_of
+from rmq_spark._core.storage.table import BOUNDS, Clock, actions_schema, bounds_of
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
 from rmq_spark.errors import ClockError, CorruptLogError, StrippedError
 from tests.support.inside import PAYLOAD_COLUMNS, Change, DataFile, RowRange, Runtime, WriterLock
@@ -261,9 +261,9 @@ class SimulatedTable:
         return read_range(self.fs, self.folder, wanted, columns)
 
     # ------------------------------------------------------------------ writing
-    def write(self, rows: pa.Table, prefix: str, stats_columns: Sequence[str], **_: object) -> DataFile:
+    def write(self, rows: pa.Table) -> DataFile:
         began_s = self._scheduler.now
-        file = self.fs.put(self.folder, rows, prefix, stats_columns)
+        file = self.fs.put(self.folder, rows, self.name, tuple(BOUNDS.get(self.name, ())))
         self._scheduler.step()
         return replace(file, written_s=began_s)
 

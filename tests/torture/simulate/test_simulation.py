@@ -110,7 +110,7 @@ def table(weather: Weather) -> SimulatedTable:
 
 
 def change(of: SimulatedTable) -> Change:
-    return Change(add=[of.write(OP_SCHEMA.empty_table(), "op", ())])
+    return Change(add=[of.write(OP_SCHEMA.empty_table())])
 
 
 def append(to: SimulatedTable) -> bool:

@@ -9,16 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import sys
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from rmq_spark._core.vocabulary.redaction import one_line, redacted, traceback_of
-from rmq_spark.errors import TxmqError
-
-if TYPE_CHECKING:
-    from rmq_spark._core.listeners.half_batch import HalfBatch
+from rmq_spark._core.vocabulary.redaction import redacted
 
 __all__ = ["FIELDS", "JsonFormatter"]
 
@@ -36,51 +31,7 @@ FIELDS = (
     "queue_offset",
 )
 """Fields of the package's records. A record has those that are known where it is logged."""
-FORMAT_ENV = "TXMQ_LOG_FORMAT"
-"""``json`` makes the commands write their logs as lines of JSON."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
-
-
-class Header(Protocol):
-    """The names of a half batch (:class:`rmq_spark._core.log.half_header.HalfHeader`)."""
-
-    @property
-    def half_id(self) -> str: ...
-    @property
-    def app_id(self) -> str: ...
-    @property
-    def batch_id(self) -> int: ...
-    @property
-    def producer_group(self) -> str: ...
-
-
-def of_batch(batch: HalfBatch) -> dict[str, Any]:
-    """Return the fields of a record about a half batch. All transaction ids in it begin with ``transaction_id``."""
-    from rmq_spark._core.vocabulary.ids import batch_transaction_id
-
-    return {
-        "half_id": batch.half_id,
-        "app_id": batch.app_id,
-        "batch_id": batch.batch_id,
-        "transaction_id": batch_transaction_id(batch.half_id, batch.attempt),
-        "attempt": batch.attempt,
-        "producer_group": batch.producer_group,
-    }
-
-
-def of_header(header: Header, attempt: int | None = None) -> dict[str, Any]:
-    """Return the fields of a record about a half batch, or about an attempt of it."""
-    from rmq_spark._core.vocabulary.ids import batch_transaction_id
-
-    fields = {name: getattr(header, name) for name in ("half_id", "app_id", "batch_id", "producer_group")}
-    if attempt is None:
-        return fields
-    return {**fields, "transaction_id": batch_transaction_id(header.half_id, attempt), "attempt": attempt}
-
-
-def failure(problem: BaseException) -> str:
-    """Return a failure's text for a log: the sentence of a TxmqError, and the traceback of any other exception."""
-    return one_line(redacted(problem)) if isinstance(problem, TxmqError) else traceback_of(problem)
 
 
 class JsonFormatter(logging.Formatter):
@@ -134,19 +85,3 @@ def _trace() -> dict[str, str]:
     if not context.is_valid:
         return {}
     return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
-
-
-def open_closed_streams() -> None:
-    """Replace each closed standard stream (``>&-``), for which Python has None, by an empty file."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-
-
-def json_handler() -> logging.Handler | None:
-    """Return a handler that writes lines of JSON to standard error, if the environment asks for it; else None."""
-    if os.environ.get(FORMAT_ENV, "").lower() != "json":
-        return None
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
-    return handler

@@ -52,7 +52,6 @@ def init(
 
 
 def _example_for(file: str) -> str:
-    """Return the example configuration, with this file's name and the environment's path."""
     from rmq_spark._core.checks.example import example_configuration
 
     text = example_configuration().replace("conf/txmq.toml", file)
@@ -91,8 +90,7 @@ def maintain(
         str | None, typer.Option(help='Do it again and again, such as every "60s", until stopped.')
     ] = None,
     drain_every: Annotated[
-        str | None,
-        typer.Option(help='With --every: how often to drain, such as "30s"; "0s": in its rounds only.'),
+        str | None, typer.Option(help='With --every: how often to drain, such as "30s"; "0s": in its rounds only.')
     ] = None,
     grace: Annotated[str | None, typer.Option(help='How long what is settled stays for readers: "10m".')] = None,
     audit: Annotated[str | None, typer.Option(help='How long rolled back messages stay: "7d".')] = None,
