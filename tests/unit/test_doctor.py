@@ -170,6 +170,7 @@ def said_of(text: str) -> dict[str, str]:
     return {row["level"]: row["what"] for row in rows if row["check"] == "configuration"}
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -357,6 +358,7 @@ def claim(log: CommitLog, member: str) -> None:
     assert log.engine.groups.claim("points", member, {("orders", 0): generation}, {}, "test", take_over=True)
 
 
+@pytest.mark.turns(5)
 @pytest.mark.parametrize(
     ("lease_s", "age_s", "is_dead"),
     [(120.0, 0.0, False), (120.0, 60.0, False), (120.0, 130.0, True), (20.0, 0.0, False), (20.0, 25.0, True)],

@@ -444,8 +444,6 @@ def test_the_command_says_a_sentence_and_writes_the_page(log: CommitLog, tmp_pat
     file = tmp_path / "out.html"
     assert txmq("report", log.path, "--html", file, "--since", "1h", "--transaction", "app:1:1")[0] == said
     assert "Timeline of app:1:1" in file.read_text()
-    assert txmq("report", log.path, "--html", file)[0] == said
-    assert "Timeline of app:1<" in file.read_text()
 
 
 def test_the_command_prints_json(log: CommitLog) -> None:

@@ -49,6 +49,7 @@ from tests.support.half_batches import (
     roll_back,
 )
 from tests.support.inside import HalfRecord, Level, Trace, Who, whole
+from tests.support.limits import Limit
 
 TOKEN = "a token that is long enough"
 EVIL = '"><script>document.title="taken"</script><img/src=x/onerror=alert(1)>\u202e'
@@ -98,8 +99,9 @@ def served(log: CommitLog, door: Door | None = None, show_bodies: bool = False) 
 
 
 @pytest.fixture(autouse=True)
-def typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log's path as a user has typed it."""
+def typed(monkeypatch: pytest.MonkeyPatch, limit: Limit) -> None:
+    """The log's path as a user has typed it, and servers that end at once."""
+    limit(ENDS_S=0.01)
     monkeypatch.setattr("rmq_spark.cli.command._typed", ["shop/log"])
 
 

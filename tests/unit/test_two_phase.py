@@ -893,6 +893,7 @@ def crash_and_agree(log: CommitLog, per: str, plan: Mapping[str, str], runs: Seq
     assert visible(log) == sorted(wanted + bodies(batch_id=1))
 
 
+@pytest.mark.turns(2, among="any crashes")
 @settings(max_examples=settings.default.max_examples // 5)
 @given(per=st.sampled_from(PERS), plan=PLAN, runs=st.lists(RUN, max_size=4))
 def test_local_effects_and_visible_messages_agree_after_any_crashes_in_memory(
@@ -901,6 +902,7 @@ def test_local_effects_and_visible_messages_agree_after_any_crashes_in_memory(
     crash_and_agree(make_log("memory", Path()), per, plan, runs)
 
 
+@pytest.mark.turns(2, among="any crashes")
 @settings(max_examples=settings.default.max_examples // 12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(per=st.sampled_from(PERS), plan=PLAN, runs=st.lists(RUN, min_size=1, max_size=3))
 def test_local_effects_and_visible_messages_agree_after_any_crashes_on_delta(
