@@ -14,7 +14,7 @@ from hypothesis import core, settings
 
 from rmq_spark import CommitLog
 from tests.support import jvm, seeds
-from tests.support.half_batches import make_log
+from tests.support.half_batches import copied_log, make_log
 from tests.support.limits import Limit, set_limits
 from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, running
 from tests.torture.stores import azure as azurite
@@ -73,10 +73,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFolder(LoadScopeScheduling):
-        """One worker gets all of a folder of :data:`TOGETHER`; any other test goes to whichever is free."""
+        """One worker gets all of a folder of :data:`TOGETHER`. Any other file goes whole to whichever is free, so that
+        it makes its log once; in `make test-all`, where some files take hours, any other test."""
 
         def _split_scope(self, nodeid: str) -> str:
-            return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid)
+            alone = nodeid if seeds.ALL else nodeid.partition("::")[0]
+            return next((folder for folder in TOGETHER if nodeid.startswith(folder)), alone)
 
     return ByFolder(config, log)
 
@@ -130,7 +132,7 @@ def log(request: pytest.FixtureRequest, log_path: str) -> CommitLog:
     marker = request.node.get_closest_marker("log")
     kinds, topics = (marker.args, marker.kwargs) if marker is not None else ((), {})
     kind = getattr(request, "param", kinds[0] if kinds else "memory")
-    return make_log(kind, Path(log_path), **topics)
+    return copied_log(Path(log_path), **topics) if kind == "delta" else make_log(kind, Path(log_path), **topics)
 
 
 @pytest.fixture(scope="session")

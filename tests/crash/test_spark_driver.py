@@ -36,7 +36,7 @@ class Snapshot:
 
 
 class Story:
-    """Goes on as far as a test needs. Case ``i`` dies in micro-batch ``first + i``; after the last one a driver lives."""
+    """Goes on as far as a test needs. Case ``i`` dies in micro-batch ``first + i``; after the last a driver lives."""
 
     def __init__(self, root: Path, streams: Sequence[str], cases: Sequence[Case], first: int) -> None:
         self.root, self.streams, self.cases, self.first = root, streams, cases, first

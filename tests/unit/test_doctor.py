@@ -25,10 +25,10 @@ from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
 from tests.support.half_batches import (
     commit,
+    copied_log,
     count_check,
     header_of,
     in_conflict,
-    make_log,
     pending,
     prepare,
     prepare_one,
@@ -42,7 +42,7 @@ from tests.support.machines import FINE, be_fine, have_versions
 @pytest.fixture
 def log(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> CommitLog:
     """A commit log that the environment names, on a machine with nothing to warn of."""
-    made = make_log("delta", tmp_path / "log", orders=2)
+    made = copied_log(tmp_path / "log", orders=2)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TXMQ_PATH", made.path)
     monkeypatch.delenv("TXMQ_CONFIG", raising=False)

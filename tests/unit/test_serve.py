@@ -38,6 +38,7 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.support.commands import txmq
 from tests.support.half_batches import (
     commit,
+    copied_log,
     count_check,
     decide_one,
     in_conflict,
@@ -107,7 +108,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, limit: Limit) -> None:
 
 @pytest.fixture
 def log(tmp_path: Path) -> CommitLog:
-    return make_log("delta", tmp_path / "log", orders=2, payments=1)
+    return copied_log(tmp_path / "log", orders=2, payments=1)
 
 
 def text_of(page: str) -> str:
