@@ -161,6 +161,7 @@ def test_what_another_writer_did_to_messages_stops_upkeep_and_a_restore_mends_it
     assert sorted(DeltaTable(messages).to_pyarrow_table()["body"].to_pylist()) == expected
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("way", [delete_by_a_vector, optimize, set_a_property], ids=lambda way: way.__name__)
 def test_reads_go_on_while_another_writers_change_stops_upkeep(log: CommitLog, way: Callable[[str], None]) -> None:
     log.drain()
@@ -197,6 +198,7 @@ def test_commits_of_others_that_change_nothing_stop_nobody(log: CommitLog) -> No
     assert log.maintain().foreign is None
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("way", "said"),
     [
@@ -376,6 +378,7 @@ def test_a_change_that_a_merge_finds_as_damage_stops_it(log: CommitLog) -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("sent", [2, 6])
 def test_an_op_that_was_set_back_is_told(log: CommitLog, tmp_path: Path, sent: int) -> None:
     """Also when as much was written to it since as there was before."""

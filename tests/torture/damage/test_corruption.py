@@ -25,7 +25,7 @@ from tests.torture.damage.corruption import (
 from tests.torture.damage.damaged_log import TABLES
 from tests.torture.damage.ways import DAMAGES
 
-CASES = how_many(quick=7, in_all=150)
+CASES = how_many(quick=5, in_all=150)
 PARTS = how_many(quick=1, in_all=4)
 
 

@@ -76,6 +76,7 @@ def on_disk(clock: StoppedClock, tmp_path_factory: pytest.TempPathFactory) -> Tw
 
 
 # ---------------------------------------------------------------- in short
+@pytest.mark.turns(2, among="interruptions")
 def test_a_reader_that_is_interrupted_reads_on(in_memory: Twins) -> None:
     assert in_memory.interrupted(FOLLOWER, 5, random.Random(first_seed())) == []
 
@@ -86,6 +87,7 @@ def test_an_operation_that_is_interrupted_is_done_whole_or_not_at_all(in_memory:
         assert in_memory.interrupted(name, 4, chance) == []
 
 
+@pytest.mark.turns(2, among="interruptions")
 def test_a_log_on_disk_is_used_on_after_an_interruption(on_disk: Twins) -> None:
     chance = random.Random(first_seed())
     assert on_disk.interrupted(chance.choice(list(OPERATIONS)), 1, chance) == []
