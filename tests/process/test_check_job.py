@@ -234,15 +234,6 @@ def test_messages_are_drained_while_upkeep_is_off(folder: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_once_drains_what_is_there(folder: Path) -> None:
-    write(folder, more=UPKEEP_OFF)
-    log = CommitLog.open(folder / "log")
-    half_batches.commit(log, half_batches.prepare(log, 0))
-    code, _, err = run(folder, "--once")
-    assert code == 0, err
-    assert log.engine.messages_table.refresh() == 1
-
-
 @pytest.mark.turns(3, among="the check job as a process")
 def test_spark_that_is_not_installed_is_a_configuration_error(folder: Path) -> None:
     write(folder, listener="shop_orders:Sparky")

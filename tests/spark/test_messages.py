@@ -168,20 +168,6 @@ def test_of_many_files_the_folder_is_listed_and_a_lost_one_is_missed(
         rows(txmq.messages(spark, log))
 
 
-@pytest.mark.parametrize("table", ["messages", "half"])
-def test_a_flipped_bit_is_no_changed_message(spark: SparkSession, log: CommitLog, table: str) -> None:
-    body = os.urandom(100)  # which no codec changes
-    commit(log, prepare(log, 1, pa.table({"body": pa.array([body])}), topic="orders"))
-    if table == "messages":
-        log.drain()
-    (path,) = Path(log.path, table).glob("*.parquet")
-    written = path.read_bytes()
-    path.write_bytes(written.replace(body, bytes([body[0] ^ 1, *body[1:]])))
-    assert path.read_bytes() != written
-    with pytest.raises(Exception, match="CRC"):
-        txmq.messages(spark, log, "orders").collect()
-
-
 @pytest.mark.turns(5, among="messages: files")
 def test_no_core_idles_for_the_last_of_a_few_tasks(spark: SparkSession, log: CommitLog) -> None:
     for number in range(6):
