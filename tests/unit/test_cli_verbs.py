@@ -566,7 +566,7 @@ def test_top_shows_rates_between_two_looks(log: CommitLog, monkeypatch: pytest.M
     stopping(monkeypatch, lambda: None)
     out, _ = txmq("top")
     assert "behind" in out
-    assert re.search(rf"^quarantined  \w+  {half_id} ", out, re.MULTILINE)
+    assert re.search(rf"^quarantined  \S+  {half_id} ", out, re.MULTILINE)
     assert "0 in conflict; 1 quarantined; 0 pending; 3 not drained" in out
 
 
