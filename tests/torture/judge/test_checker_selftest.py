@@ -15,6 +15,7 @@ from tests.torture.judge.mutants import MUTANTS
 from tests.torture.judge.selftest import ONE_OF_A_FAMILY, catch
 
 NAMES = [m.name for m in MUTANTS]
+SLOW_FAMILIES = {"leaving"}
 OTHERS = [name for name in NAMES if name not in ONE_OF_A_FAMILY.values()]
 
 
@@ -31,7 +32,9 @@ def test_each_kind_of_anomaly_is_in_one_family_and_each_family_has_a_mutant() ->
 
 
 @pytest.mark.turns(3)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.long if f in SLOW_FAMILIES else ()) for f in FAMILIES]
+)
 def test_a_mutant_of_each_family_is_caught_as_a_kind_of_it_and_its_control_is_not(family: str) -> None:
     found = catch(NAMES.index(ONE_OF_A_FAMILY[family]), among=FAMILIES[family])
     assert found.caught, found.found
