@@ -31,7 +31,7 @@ def _mark(row: str, door: str) -> list[pytest.MarkDecorator]:
     return [] if quick else [pytest.mark.long]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(9)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("row", "door"),

@@ -261,7 +261,7 @@ BAD: dict[str, tuple[str, dict[str, str], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(13)
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_gets_a_named_error_and_nothing_is_visible(spark, log, case):
     sql, options, expected = BAD[case]

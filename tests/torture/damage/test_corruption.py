@@ -68,6 +68,7 @@ def test_the_seeds_have_every_kind_of_file_and_every_way_of_damage(folder: Path)
         assert len({(seed % kinds, seed // kinds % len(DAMAGES)) for seed in seeds}) == kinds * len(DAMAGES)
 
 
+@pytest.mark.turns(2, among="damage: the judge")
 def test_an_untouched_log_gives_the_right_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "tests.torture.damage.corruption.damage", lambda log, seed: Result(seed, "none", "none", "nothing")
@@ -76,6 +77,7 @@ def test_an_untouched_log_gives_the_right_answers(folder: Path, monkeypatch: pyt
     assert (result.silent, result.unclear, result.errors) == ({}, {}, 0)
 
 
+@pytest.mark.turns(2, among="damage: the judge")
 def test_a_wrong_answer_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of the checks: a log that lost its newest entry gives wrong answers, and no error."""
 

@@ -18,6 +18,7 @@ from tests.torture.simulate.upkeep_play import play_upkeep
 PLAYS = (play_fifo, play_marks, play_clocks, play_sleepers, play_retries, play_upkeep)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seeds", [1, pytest.param(300, marks=pytest.mark.long)])
 @pytest.mark.parametrize("play", PLAYS)
 def test_no_play_shows_an_anomaly(play: Callable[[int], list[Anomaly]], seeds: int) -> None:
