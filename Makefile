@@ -47,7 +47,7 @@ test-all: install ## every test with the long counts of the proof, older Sparks,
 test-spark: install ## tests/spark and a killed driver on another Spark and an older pyarrow, from the wheel (SPARK=4.0 or 4.1)
 	@$(PY) -m tests.support.spark_environment $(SPARK)
 	@cd $(VENV)-spark-$(SPARK)/tree && export PYSPARK_PYTHON="$$PWD/../bin/python" PYSPARK_DRIVER_PYTHON="$$PWD/../bin/python" && \
-	  ../bin/python -m pytest -n 2 $(or $(TESTS),tests/spark tests/crash/test_spark_driver.py) $(PYTEST_ARGS)
+	  TXMQ_TESTS=every ../bin/python -m pytest -n 2 $(or $(TESTS),tests/spark tests/crash/test_spark_driver.py) $(PYTEST_ARGS)
 
 # Spark's own oldest is for test-spark: some of these tests speak to classes of Spark 4.2.
 .PHONY: test-oldest
@@ -55,7 +55,7 @@ test-oldest: install ## the tests that need no Java, with the oldest packages th
 	@$(PY) -m venv --clear $(VENV)-oldest
 	@$(PY) -m pip install --quiet --disable-pip-version-check 'uv>=0.5'
 	@$(PY) -m uv pip install --quiet --python $(VENV)-oldest/bin/python --resolution lowest-direct '.[dev]' 'pyspark>=4.2'
-	@$(VENV)-oldest/bin/python -m pytest -n 2 $(or $(TESTS),tests/unit) $(PYTEST_ARGS)
+	@TXMQ_TESTS=every $(VENV)-oldest/bin/python -m pytest -n 2 $(or $(TESTS),tests/unit) $(PYTEST_ARGS)
 
 .PHONY: test-unit
 test-unit: $(HAVE_PROJECT) ## the tests that need no Java, in a minute

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import core, settings
 
 from rmq_spark import CommitLog
 from tests.support import jvm, seeds
-from tests.support.half_batches import make_log
+from tests.support.half_batches import copied_log, make_log
 from tests.support.limits import Limit, set_limits
 from tests.torture.s3.server import BUILD_S_MAX, NoS3ServerError, S3Server, running
 from tests.torture.stores import azure as azurite
@@ -27,8 +28,8 @@ TOGETHER = tuple(
 two cores gained nothing."""
 
 ON_EVERY_LOG = ("test_commit_log", "test_two_phase", "test_leaving", "test_push_consumer")
-"""`make test` runs these on each kind of log. Others it runs on the first kind of their mark: the kinds share all
-code but the commit to a table. `make test-all` runs all."""
+"""`make test` runs these on each kind of log, one in four of their tests on the second kind. Others it runs on the
+first kind of their mark: the kinds share all code but the commit to a table. `make test-all` runs all."""
 SEEDS = pytest.StashKey[str]()
 
 # Spark's workers must be this interpreter, also when pytest is started without make.
@@ -38,7 +39,7 @@ jvm.start_quickly()
 
 # How many examples hypothesis tries: a quick run sees few, `make test-all` many. A test whose examples are slow takes
 # its share of them: `settings.default.max_examples // 5`.
-settings.register_profile("quick", deadline=None, max_examples=50)
+settings.register_profile("quick", deadline=None, max_examples=25)
 settings.register_profile("all", deadline=None, max_examples=500)
 settings.load_profile("all" if seeds.ALL else "quick")
 
@@ -72,19 +73,39 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFolder(LoadScopeScheduling):
-        """One worker gets all of a folder of :data:`TOGETHER`; any other test goes to whichever is free."""
+        """One worker gets all of a folder of :data:`TOGETHER`. Any other file goes whole to whichever is free, so that
+        it makes its log once; in `make test-all`, where some files take hours, any other test."""
 
         def _split_scope(self, nodeid: str) -> str:
-            return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid)
+            alone = nodeid if seeds.ALL else nodeid.partition("::")[0]
+            return next((folder for folder in TOGETHER if nodeid.startswith(folder)), alone)
 
     return ByFolder(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is long
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    take_turns(items)
     for item in items:
         if not {"s3", "azure", "google", "store"}.isdisjoint(getattr(item, "fixturenames", ())):
             # the first of them may build the server
             item.add_marker(pytest.mark.timeout(BUILD_S_MAX + 600))
+
+
+# ---------------------------------------------------------------- turns
+def take_turns(items: list[pytest.Item]) -> None:
+    """Of alike cases `make test` runs one of so many, and others at the next commit: those of a test
+    (``pytest.mark.turns(of)``), or tests with one ``among``. Somebody who names fewer gets all of them."""
+    groups: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        marker = item.get_closest_marker("turns")
+        if marker is not None and item.get_closest_marker("long") is None:
+            name = f"{item.path}::{getattr(item, 'originalname', item.name)}"
+            groups[marker.kwargs.get("among", name), marker.args[0]].append(item)
+    for (_, of), alike in groups.items():
+        for number, item in enumerate(alike):
+            if len(alike) >= of and not seeds.has_its_turn(number, of):
+                item.add_marker(pytest.mark.long)
 
 
 # ---------------------------------------------------------------- fixtures
@@ -98,8 +119,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("log")
     if marker is not None and len(marker.args) > 1 and "log" in metafunc.fixturenames:
         first, *others = marker.args
-        if metafunc.module.__name__.rpartition(".")[2] not in ON_EVERY_LOG:
-            others = [pytest.param(kind, marks=pytest.mark.long) for kind in others]
+        every = metafunc.module.__name__.rpartition(".")[2] in ON_EVERY_LOG
+        mark = pytest.mark.turns(4, among=metafunc.module.__name__) if every else pytest.mark.long
+        others = [pytest.param(kind, marks=mark) for kind in others]
         metafunc.parametrize("log", [first, *others], indirect=True)
 
 
@@ -110,7 +132,7 @@ def log(request: pytest.FixtureRequest, log_path: str) -> CommitLog:
     marker = request.node.get_closest_marker("log")
     kinds, topics = (marker.args, marker.kwargs) if marker is not None else ((), {})
     kind = getattr(request, "param", kinds[0] if kinds else "memory")
-    return make_log(kind, Path(log_path), **topics)
+    return copied_log(Path(log_path), **topics) if kind == "delta" else make_log(kind, Path(log_path), **topics)
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,7 @@ def paused(root: Path, per: str, point: str, attempt: int = 1) -> Program:
     return sender
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("point", SINK)
 def test_a_sender_killed_at_a_point_loses_and_doubles_nothing(tmp_path: Path, per: str, point: str) -> None:
     paused(tmp_path, per, point).kill()
@@ -57,6 +58,7 @@ def test_a_sender_killed_at_a_point_loses_and_doubles_nothing(tmp_path: Path, pe
     assert_agreement(tmp_path, per, accepted(per, [0]))
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("point", WITHIN)
 def test_a_sender_killed_within_a_reopened_attempt_loses_and_doubles_nothing(
     tmp_path: Path, per: str, point: str
@@ -68,6 +70,7 @@ def test_a_sender_killed_within_a_reopened_attempt_loses_and_doubles_nothing(
     assert_agreement(tmp_path, per, accepted(per, [0]))
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("point", WITHIN)
 def test_without_a_retry_a_check_alone_makes_orders_and_messages_agree(tmp_path: Path, per: str, point: str) -> None:
     """RocketMQ's own promise: whoever sent is gone for good."""
@@ -77,6 +80,7 @@ def test_without_a_retry_a_check_alone_makes_orders_and_messages_agree(tmp_path:
     assert_agreement(tmp_path, per, accepted(per, [0] if happened else []))
 
 
+@pytest.mark.turns(3, among="senders: sleepers")
 def test_a_sender_that_wakes_after_its_batch_was_rolled_back_and_replayed_is_stopped_by_the_fence(
     tmp_path: Path, per: str
 ) -> None:
@@ -89,6 +93,7 @@ def test_a_sender_that_wakes_after_its_batch_was_rolled_back_and_replayed_is_sto
     assert_agreement(tmp_path, per, accepted(per, [0]))
 
 
+@pytest.mark.turns(3, among="senders: sleepers")
 def test_a_sender_that_wakes_before_anyone_replays_its_rolled_back_batch_sends_it_under_the_next_attempt(
     tmp_path: Path, per: str
 ) -> None:
@@ -103,6 +108,7 @@ def test_a_sender_that_wakes_before_anyone_replays_its_rolled_back_batch_sends_i
     assert log.engine.state_of(record).opened_at.keys() == {2}
 
 
+@pytest.mark.turns(3, among="senders: sleepers")
 def test_a_sender_that_wakes_after_the_check_committed_for_it_changes_nothing(tmp_path: Path, per: str) -> None:
     sleeper = paused(tmp_path, per, "executed")
     check(tmp_path, per)
@@ -112,6 +118,7 @@ def test_a_sender_that_wakes_after_the_check_committed_for_it_changes_nothing(tm
     assert_agreement(tmp_path, per, accepted(per, [0]))
 
 
+@pytest.mark.long
 def test_a_checker_at_an_empty_or_another_database_decides_nothing_and_says_why(tmp_path: Path) -> None:
     open_shop(tmp_path, ["key"])
     paused(tmp_path, "key", "executed").kill()
@@ -138,9 +145,8 @@ def test_a_checker_at_an_empty_or_another_database_decides_nothing_and_says_why(
     assert_agreement(tmp_path, "key", accepted("key", [0]))
 
 
-@pytest.mark.parametrize(
-    "step", [s if s in ("_execute", "_decided") else pytest.param(s, marks=pytest.mark.long) for s in STEPS]
-)
+@pytest.mark.turns(len(STEPS))
+@pytest.mark.parametrize("step", STEPS)
 def test_asynchronous_sends_that_were_under_way_when_their_program_was_killed_agree(tmp_path: Path, step: str) -> None:
     open_shop(tmp_path, [STREAM])
     flying = Program("flying", tmp_path, step, "7")

@@ -22,8 +22,6 @@ POINTS = (
     "op commit done", "mark moved", "leaving begins", "leaving done", "stripping begins", "stripping done",
     "expiring begins", "expiring done", "pruning begins", "pruning done", "merge commit begins", "merge commit done",
 )  # fmt: skip
-QUICK = ("leaving begins", "stripping done", "expiring begins")
-"""In `make test`; the others in `make test-all`."""
 TOPICS = {"orders": 2, "ticks": 1}
 
 
@@ -54,7 +52,8 @@ def drained(path: Path) -> pa.Table:
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("point", [p if p in QUICK else pytest.param(p, marks=pytest.mark.long) for p in POINTS])
+@pytest.mark.turns(len(POINTS))
+@pytest.mark.parametrize("point", POINTS)
 def test_upkeep_killed_at_a_point_loses_and_doubles_nothing(tmp_path: Path, point: str) -> None:
     path = tmp_path / "log"
     log = CommitLog.create(path)

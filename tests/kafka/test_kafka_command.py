@@ -105,6 +105,7 @@ def test_a_fenced_process_ends_with_a_code_of_its_own_and_a_stopped_one_with_0(
     assert handing.require_same(log) == 15
 
 
+@pytest.mark.turns(3, among="Kafka: what fails")
 def test_wrong_usage_is_told_from_problems(kafka: Broker, log: CommitLog, tmp_path: Path) -> None:
     to = ("--to", "kafka", "--once")
     servers = ("--bootstrap-servers", kafka.servers)
@@ -132,6 +133,7 @@ def test_secrets_of_the_environment_reach_kafka_s_client_and_no_output(kafka: Br
     assert "Unsupported SASL mechanism: ***" in said
 
 
+@pytest.mark.turns(3, among="Kafka: what fails")
 def test_without_confluent_kafka_the_extra_is_named(log: CommitLog, tmp_path: Path) -> None:
     missing = "raise ModuleNotFoundError(\"No module named 'confluent_kafka'\", name='confluent_kafka')"
     (tmp_path / "confluent_kafka.py").write_text(missing)

@@ -188,6 +188,7 @@ def wait_for_an_abort(handing: Handing) -> None:
             consumer.close()
 
 
+@pytest.mark.turns(2, among="Kafka: what is refused")
 def test_a_position_behind_another_process_s_open_transaction_is_not_missed(handing: Handing, log: CommitLog) -> None:
     """A read_committed consumer is told that the topic ends where that transaction begins."""
     relay = handing.relay(log)
@@ -209,6 +210,7 @@ def test_a_position_behind_another_process_s_open_transaction_is_not_missed(hand
 
 
 # ---------------------------------------------------------------- another log, or another copy of it
+@pytest.mark.turns(2, among="Kafka: what is refused")
 def test_a_log_that_was_made_anew_is_refused(handing: Handing, log: CommitLog, tmp_path: Path) -> None:
     commit(log, prepare(log, 0))
     handing.relay(log).run_once()
@@ -219,6 +221,7 @@ def test_a_log_that_was_made_anew_is_refused(handing: Handing, log: CommitLog, t
     assert handing.require_same(log) == 5
 
 
+@pytest.mark.turns(2, among="Kafka: what is refused")
 def test_an_older_copy_of_the_log_is_refused_also_when_it_has_grown_since(handing: Handing, tmp_path: Path) -> None:
     log = make_log("delta", tmp_path / "log", orders=1)
     commit(log, prepare(log, 0))
@@ -240,6 +243,7 @@ def test_an_older_copy_of_the_log_is_refused_also_when_it_has_grown_since(handin
 
 
 # ---------------------------------------------------------------- what has expired
+@pytest.mark.turns(2, among="Kafka: what is refused")
 def test_what_expired_before_stops_the_relay_unless_it_is_to_skip_it(handing: Handing, log: CommitLog) -> None:
     commit(log, send(log, "first", 4))
     handing.relay(log).run_once()
@@ -287,6 +291,7 @@ def poisoned(log: CommitLog, kind: str) -> list[str]:
     return [r["msg_id"] for r in rows if len(r["body"]) > 100 or r["born_timestamp"] > NOW + timedelta(days=1)]
 
 
+@pytest.mark.turns(3, among="Kafka: what fails")
 @pytest.mark.parametrize("kind", ["large", pytest.param("late", marks=pytest.mark.long)])
 def test_a_message_that_kafka_refuses_ends_the_relay_or_is_parked(handing: Handing, tmp_path: Path, kind: str) -> None:
     log = make_log("memory", tmp_path, orders=1)
@@ -333,6 +338,7 @@ def test_a_positions_topic_that_forgets_is_refused(handing: Handing, log: Commit
         handing.relay(log).run_once()
 
 
+@pytest.mark.turns(3, among="Kafka: what fails")
 def test_a_broker_that_is_away_is_an_error_that_a_restart_may_cure(handing: Handing, log: CommitLog) -> None:
     relay = KafkaRelay(log, "127.0.0.1:1", **handing.options)
     with limited(ANSWER_S=0.2), pytest.raises(RelayError, match="Kafka failed while its topics were listed"):

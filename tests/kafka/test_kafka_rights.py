@@ -88,6 +88,7 @@ def test_a_right_that_is_missing_is_named(
         relay.run_once()
 
 
+@pytest.mark.turns(3, among="Kafka: what fails")
 def test_a_wrong_password_is_not_taken_for_brokers_that_are_away(relay_of: Callable[..., KafkaRelay]) -> None:
     """It was tried for half a minute, and a service manager would start it again and again."""
     said = "A broker refuses the connection: .*Invalid username or password"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -12,9 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
+from rmq_spark.cli.check_job import app
 from rmq_spark.errors import VerdictConflictError
 from tests.support import half_batches
 from tests.support.check_jobs import make_folder, write
@@ -47,10 +50,28 @@ def start(folder: Path, *arguments: str, script: bool = False, **environment: st
     )
 
 
-def run(folder: Path, *arguments: str, script: bool = False, **environment: str) -> tuple[int, str, str]:
+def run_alone(folder: Path, *arguments: str, script: bool = False, **environment: str) -> tuple[int, str, str]:
     process = start(folder, *arguments, script=script, **environment)
     out, err = process.communicate(timeout=DEADLINE_S)
     return process.returncode, out, err
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> tuple[int, str, str]:
+    """Run the job in this process, as one of its own would: with its settings, its folder and its log."""
+    own, logs = logging.getLogger("rmq_spark"), logging.getLogger()
+    level = own.level
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("TXMQ_")]:
+            patch.delenv(name)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        patch.setattr(logs, "handlers", [])
+        patch.delitem(sys.modules, "shop_orders", raising=False)
+        result = CliRunner().invoke(app, ["--config", "txmq.toml", *arguments])
+        own.setLevel(level)
+    return result.exit_code, result.stdout, result.stderr
 
 
 def test_once_settles_what_is_due_and_exits_with_zero(folder: Path) -> None:
@@ -58,7 +79,7 @@ def test_once_settles_what_is_due_and_exits_with_zero(folder: Path) -> None:
     prepare(log, 0)
     prepare(log, 2)
     prepare(log, 3, group="nobody", fence_id=NO_LISTENER_FENCE)
-    code, out, err = run(folder, "--once", "--json")
+    code, out, err = run_alone(folder, "--once", "--json")
     assert code == 0, err
     report = json.loads(out)
     assert report["committed"] == {"transactions": 2, "messages": 4}
@@ -114,11 +135,12 @@ def test_a_conflict_is_told_in_the_words_of_the_command(folder: Path) -> None:
     assert f"txmq resolve {folder / 'log'} app:0 COMMIT --reason" in out
 
 
+@pytest.mark.turns(3, among="the check job as a process")
 def test_once_exits_with_one_when_a_half_batch_had_a_problem(folder: Path) -> None:
     log = CommitLog.open(folder / "log")
     prepare(log, 0)
     prepare(log, 1)
-    code, out, err = run(folder, "--once", script=True)
+    code, out, err = run_alone(folder, "--once", script=True)
     assert code == 1, err
     assert len(out.splitlines()) == 1
     assert "1 transaction (2 messages) committed" in out
@@ -172,6 +194,7 @@ def test_a_path_that_is_no_log_exits_with_one_and_one_line(folder: Path) -> None
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_loop_ends_cleanly_on_a_signal(folder: Path, number: signal.Signals) -> None:
     write(folder, 'transactionTimeout = "0s"\ntransactionCheckInterval = "100ms"')
@@ -194,6 +217,7 @@ def test_the_loop_ends_cleanly_on_a_signal(folder: Path, number: signal.Signals)
 UPKEEP_OFF = '[maintenance]\ninterval = "0s"\n'
 
 
+@pytest.mark.turns(3, among="the check job as a process")
 def test_messages_are_drained_while_upkeep_is_off(folder: Path) -> None:
     write(folder, more=f'{UPKEEP_OFF}[drain]\nevery = "50ms"')
     log = CommitLog.open(folder / "log")
@@ -210,26 +234,18 @@ def test_messages_are_drained_while_upkeep_is_off(folder: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_once_drains_what_is_there(folder: Path) -> None:
-    write(folder, more=UPKEEP_OFF)
-    log = CommitLog.open(folder / "log")
-    half_batches.commit(log, half_batches.prepare(log, 0))
-    code, _, err = run(folder, "--once")
-    assert code == 0, err
-    assert log.engine.messages_table.refresh() == 1
-
-
+@pytest.mark.turns(3, among="the check job as a process")
 def test_spark_that_is_not_installed_is_a_configuration_error(folder: Path) -> None:
     write(folder, listener="shop_orders:Sparky")
     (folder / "pyspark.py").write_text("raise ModuleNotFoundError(\"No module named 'pyspark'\", name='pyspark')")
-    code, _, err = run(folder, "--once", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
+    code, _, err = run_alone(folder, "--once", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
     assert code == 2
     assert "the listener of 'order-service' needs Spark: install rmq_spark with its extra spark" in err
 
 
 def test_a_missing_extra_is_named(folder: Path) -> None:
     (folder / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
-    code, _, err = run(folder, "--once", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
+    code, _, err = run_alone(folder, "--once", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
     assert code == 1
     assert err.strip() == "the check job needs typer: install rmq_spark with its extra job"
 

@@ -31,8 +31,6 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def test_the_command_as_a_process(tmp_path: Path) -> None:
-    made = run("create", tmp_path / "log")
-    assert (made.returncode, made.stderr) == (0, "")
     failed = run("pending", tmp_path)
     assert (failed.returncode, failed.stdout) == (1, "")
     assert len(failed.stderr.splitlines()) == 1
@@ -73,6 +71,7 @@ def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.turns(3, among="the command's streams")
 def test_a_command_with_closed_streams_does_its_work(tmp_path: Path) -> None:
     """It ended with an AttributeError, after its work or before."""
     run = functools.partial(subprocess.run, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -88,6 +87,7 @@ def test_a_command_with_closed_streams_does_its_work(tmp_path: Path) -> None:
     assert (asked.returncode, "there is no terminal" in asked.stderr) == (2, True)
 
 
+@pytest.mark.turns(3, among="the command's streams")
 def test_to_follow_ends_when_the_reader_has_enough(tmp_path: Path) -> None:
     CommitLog.create(tmp_path / "log").create_topic("orders")
     ours, theirs = os.pipe()
@@ -102,6 +102,7 @@ def test_to_follow_ends_when_the_reader_has_enough(tmp_path: Path) -> None:
     assert following.wait(60) == 0
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_loop_of_upkeep_ends_well_when_it_is_told_to(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C ended it with 130, and other loops with 0."""
@@ -144,6 +145,7 @@ def in_a_terminal(answer: str, *arguments: object) -> tuple[int, str]:
     return process.wait(60), shown.decode().replace("\r\n", "\n")
 
 
+@pytest.mark.turns(3, among="the command's streams")
 def test_resolve_asks_in_a_terminal(tmp_path: Path) -> None:
     log = CommitLog.create(tmp_path / "log")
     log.create_topic("orders", queues=1)

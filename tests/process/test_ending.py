@@ -43,6 +43,7 @@ for n in range(3):
 """
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("way", ["async", "sync"])
 def test_what_other_threads_send_after_the_main_thread_has_ended_is_sent(tmp_path: Path, way: str) -> None:
     done = subprocess.run(
@@ -85,6 +86,7 @@ with txmq.PushConsumer(log, "points", txmq.EachMessage(listen), "orders", **begi
 """
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("way", "code"), [("exit", 3), ("raise", 1), ("return", 0)])
 def test_a_fork_that_a_listener_leaves_alone_is_no_second_consumer(tmp_path: Path, way: str, code: int) -> None:
     """It called the listener for all messages that followed, or tried for ever to send one back."""
@@ -135,6 +137,7 @@ threading.Thread(target=work).start()
 }
 
 
+@pytest.mark.turns(len(CONSUMERS))
 @pytest.mark.parametrize("way", CONSUMERS)
 def test_a_program_that_ends_with_an_open_consumer_writes_its_progress_and_leaves(tmp_path: Path, way: str) -> None:
     """An open iterator ended Python with an abort. The next program waited a whole lease for the queues."""

@@ -74,6 +74,7 @@ def python(program: str) -> str:
     return done.stdout
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("statements", [WORKERS, DRIVERS, COMMAND], ids=["workers", "drivers", "command"])
 def test_importing_loads_no_engine_and_starts_no_thread(statements: Sequence[tuple[str, tuple[str, ...]]]) -> None:
     python(RUN + "\n".join(f"run({statement!r}, {unwanted!r})" for statement, unwanted in statements))

@@ -123,6 +123,7 @@ if where == "after":
 """
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("where", ["within", "after"])
 def test_a_kill_between_results_and_position_changes_nothing(tmp_path: Path, where: str) -> None:
     url = make_database(tmp_path)

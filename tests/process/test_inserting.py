@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import rmq_spark as txmq
 from rmq_spark.errors import ListenerError, MessageError
 from tests.support.inside import insert, inserting
+from tests.support.seeds import how_many
 
 UTC = dt.timezone.utc
 
@@ -102,11 +103,12 @@ def typed(connection: sa.Connection, table: str, rows: pa.Table) -> None:
     cursor.executemany(f"INSERT INTO {table} (c) VALUES (%s)", [(value,) for value in rows["c"].to_pylist()])
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_stored_is_what_an_insert_stores(engine: sa.Engine, kind: str) -> None:
     declared, arrow, values = KINDS[kind]
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=how_many(12, in_all=25), deadline=None)
     @given(st.lists(st.none() | values, min_size=1, max_size=30))
     def compare(given_values: list[Any]) -> None:
         rows = column(given_values, arrow)

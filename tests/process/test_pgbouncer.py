@@ -18,6 +18,7 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.process.pgbouncer import NoPgBouncerError, running
 from tests.support.half_batches import commit, prepare
 from tests.support.inboxes import count_each, inbox_of, results
+from tests.support.seeds import how_many
 from tests.unit import test_sql_listener as suite
 from tests.unit.test_sql_listener import (
     COMMIT,
@@ -103,7 +104,7 @@ def test_rows_go_by_copy_as_well(url: sa.URL, fence: str) -> None:
     assert stored(url) == {"a": 0, "b": 1, "c": 2}
 
 
-THREADS, SENDS = 8, 400
+THREADS, SENDS = 8, how_many(100, in_all=400)
 
 
 def test_threads_send_through_few_sessions(url: sa.URL, fence: str) -> None:
@@ -128,7 +129,7 @@ def test_threads_apply_inboxes_through_few_sessions(url: sa.URL) -> None:
     log = InMemoryCommitLog()
     log.create_topic("orders")
     inboxes = [inbox_of(url, group=f"group-{n}") for n in range(THREADS)]
-    for number in range(10):
+    for number in range(how_many(3, in_all=10)):
         commit(log, prepare(log, number, 2))
         messages = log.read("orders")
         with ThreadPoolExecutor(THREADS) as threads:

@@ -69,6 +69,7 @@ def said(path: str, way: str, number: int) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.turns(5)
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="it counts descriptors as Linux shows them")
 @pytest.mark.parametrize(("way", "left"), [("read", 0), ("open", 0), ("open", 8), ("create", 0), ("create", 8)])
 def test_a_full_table_of_file_descriptors_is_told_with_the_limit_to_raise(path: str, way: str, left: int) -> None:
@@ -78,6 +79,7 @@ def test_a_full_table_of_file_descriptors_is_told_with_the_limit_to_raise(path: 
     assert "ulimit -n" in told
 
 
+@pytest.mark.turns(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS does not keep to RLIMIT_AS")
 @pytest.mark.parametrize("mebibytes", [512, 2048])
 def test_too_little_address_space_is_told_with_the_settings_of_spark(path: str, mebibytes: int) -> None:

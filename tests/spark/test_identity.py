@@ -29,23 +29,18 @@ from tests.spark.identity_table import (
     Play,
     expected,
 )
-from tests.support.seeds import has_its_turn
 
 ROOT = Path(__file__).parents[2]
 DOORS = ("stream", "foreachBatch", "consume")
 QUICK = {
-    Cell("foreachBatch", RESTORED, "none"),
-    Cell("foreachBatch", SAME, "none"),
+    *(Cell(door, checkpoint, "none") for door in ("stream", "foreachBatch") for checkpoint in (RESTORED, SAME)),
+    Cell("stream", NEW, "same"),
     Cell("consume", NEW, "same"),
     *(Cell(door, FORKED, "none") for door in ("stream", "foreachBatch")),
     *(Cell(door, checkpoint, "none") for door in DOORS for checkpoint in (UNNAMED, UNKNOWN)),
     Cell("producer", SAME, "same"),
 }
-"""What went wrong before, or what test_sink.py does not look at; `make test-all` plays the others."""
-
-
-def _marks(number: int, cell: Cell) -> list[pytest.MarkDecorator]:
-    return [] if cell in QUICK and has_its_turn(number, of=2) else [pytest.mark.long]
+"""What went wrong before, and what a user meets first; `make test-all` plays the others."""
 
 
 PLAYED = [c for c in TABLE if TABLE[c] != NO_SUCH and c.door not in OVER_CONNECT]
@@ -61,7 +56,10 @@ def test_the_table_has_every_cell() -> None:
     assert set(PLAYED) >= QUICK
 
 
-@pytest.mark.parametrize("cell", [pytest.param(c, id="-".join(c), marks=_marks(n, c)) for n, c in enumerate(PLAYED)])
+@pytest.mark.turns(5)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(c, id="-".join(c), marks=[] if c in QUICK else [pytest.mark.long]) for c in PLAYED]
+)
 def test_a_door_that_is_started_again_does_as_the_table_says(player: Play, cell: Cell) -> None:
     outcome = TABLE[cell]
     assert player.play(cell) == (outcome, expected(cell, outcome))

@@ -71,6 +71,7 @@ def of_source(spark: SparkSession, log: CommitLog, **options: str) -> DataFrame:
     return spark.read.format("txmq").options(path=log.path, subscribe="orders,points", **options).load()
 
 
+@pytest.mark.turns(5, among="messages: files")
 def test_offsets_that_have_expired_are_out_of_range(spark: SparkSession, log: CommitLog) -> None:
     commit(log, send(log, "old", 4))
     log.engine.topic_store.set_retention("orders", 0.0)
@@ -93,12 +94,11 @@ def test_messages_are_those_of_the_source(spark: SparkSession, log: CommitLog) -
     assert rows(tail) == rows(of_source(spark, log))
     log.drain()
     fill(log, 1)
-    move_half(log)
-    assert rows(txmq.messages(spark, log.path)) == rows(of_source(spark, log))
     let_leave(log)
     fill(log, 2)
+    move_half(log)
     whole = rows(of_source(spark, log))
-    assert rows(txmq.messages(spark, log)) == whole
+    assert rows(txmq.messages(spark, log.path)) == whole
 
     assert rows(txmq.messages(spark, log, "points", tags="paid || late")) == [
         row for row in whole if row[0] == "points" and row[5] in ("paid", "late")
@@ -147,6 +147,7 @@ def test_what_another_writer_doubled_is_no_answer(spark: SparkSession, log: Comm
         txmq.messages(spark, log)
 
 
+@pytest.mark.turns(5, among="messages: files")
 def test_of_many_files_the_folder_is_listed_and_a_lost_one_is_missed(
     spark: SparkSession, log: CommitLog, limit: Limit
 ) -> None:
@@ -167,20 +168,7 @@ def test_of_many_files_the_folder_is_listed_and_a_lost_one_is_missed(
         rows(txmq.messages(spark, log))
 
 
-@pytest.mark.parametrize("table", ["messages", "half"])
-def test_a_flipped_bit_is_no_changed_message(spark: SparkSession, log: CommitLog, table: str) -> None:
-    body = os.urandom(100)  # which no codec changes
-    commit(log, prepare(log, 1, pa.table({"body": pa.array([body])}), topic="orders"))
-    if table == "messages":
-        log.drain()
-    (path,) = Path(log.path, table).glob("*.parquet")
-    written = path.read_bytes()
-    path.write_bytes(written.replace(body, bytes([body[0] ^ 1, *body[1:]])))
-    assert path.read_bytes() != written
-    with pytest.raises(Exception, match="CRC"):
-        txmq.messages(spark, log, "orders").collect()
-
-
+@pytest.mark.turns(5, among="messages: files")
 def test_no_core_idles_for_the_last_of_a_few_tasks(spark: SparkSession, log: CommitLog) -> None:
     for number in range(6):
         commit(log, send(log, f"drained{number}", 4))
@@ -200,6 +188,7 @@ def test_no_core_idles_for_the_last_of_a_few_tasks(spark: SparkSession, log: Com
         spark.conf.unset("spark.sql.files.openCostInBytes")
 
 
+@pytest.mark.turns(5, among="messages: files")
 @pytest.mark.timeout(300)
 def test_a_filter_is_pushed_into_the_files(spark: SparkSession, log: CommitLog, limit: Limit) -> None:
     for number in range(3):
@@ -231,6 +220,7 @@ def test_wrong_words_are_refused(spark: SparkSession, log: CommitLog) -> None:
             txmq.messages(spark, log, **wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.turns(5, among="messages: files")
 def test_what_is_drained_while_a_read_is_planned_is_read_once(spark: SparkSession, log: CommitLog) -> None:
     fill(log, 0)
     log.drain()
@@ -263,6 +253,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("moment", ["before", "planned"])
 @pytest.mark.parametrize("table", ["messages", pytest.param("half", marks=pytest.mark.long), "check"])
@@ -294,6 +285,7 @@ def test_a_file_that_is_damaged_or_gone_is_never_ignored(
             (read(session) if frame is None else frame).collect()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("option", "damage"),
     [("ignoreCorruptFiles", "flipped"), ("ignoreCorruptFiles", "cut"), ("ignoreMissingFiles", "gone")],

@@ -40,6 +40,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
+@pytest.mark.turns(3, among="Spark: metrics and tables")
 def test_a_query_s_progress_brings_the_log_s_figures(
     spark: SparkSession, log: txmq.CommitLog, numbers: Any, tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_a_query_s_progress_brings_the_log_s_figures(
     assert (told[0]["half_messages"], told[0]["pending_half_batches"], told[0]["undrained_messages"]) == (3, 1, 10)
 
 
+@pytest.mark.turns(3, among="Spark: metrics and tables")
 def test_a_sink_in_foreach_batch_is_counted_and_a_context_goes_through_a_query(
     spark: SparkSession, log: txmq.CommitLog, tmp_path: Path, spans: InMemorySpanExporter
 ) -> None:

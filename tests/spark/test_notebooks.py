@@ -49,18 +49,14 @@ PRINTED = {
     ],
 }
 """What each must print, in this order."""
-WITHOUT_SPARK = ("02_crash_and_check",)
-"""The others start a Spark of their own."""
 
 
 def test_every_notebook_is_run() -> None:
     assert [notebook.stem for notebook in NOTEBOOKS] == sorted(PRINTED)
 
 
-@pytest.mark.parametrize(
-    "notebook",
-    [pytest.param(n, id=n.stem, marks=[] if n.stem in WITHOUT_SPARK else [pytest.mark.long]) for n in NOTEBOOKS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
 def test_a_notebook_runs_unchanged(notebook: Path, tmp_path: Path) -> None:
     assert notebook.read_text().startswith("# Databricks notebook source\n")
     (tmp_path / "work").mkdir()

@@ -76,7 +76,7 @@ def by_hundreds(spark: SparkSession, folder: Path, files: int) -> DataFrame:
 def test_parts_run_on_executors_and_agree_after_a_task_failed(
     spark: SparkSession, log: txmq.CommitLog, url: str, tmp_path: Path
 ) -> None:
-    stream, fail_once = by_hundreds(spark, tmp_path, 3), tmp_path / "fail"
+    stream, fail_once = by_hundreds(spark, tmp_path, 2), tmp_path / "fail"
     listener = SqlTransactionListener(url, Work(fail_once))
 
     def sink() -> TransactionalSink:
@@ -96,7 +96,7 @@ def test_parts_run_on_executors_and_agree_after_a_task_failed(
     assert len(str(cause)) < 1_000
     assert log.another().pending()["messages"].to_pylist() == [200]
     run(stream, sink(), tmp_path)
-    good = [n for n in range(300) if n % REFUSED]
+    good = [n for n in range(200) if n % REFUSED]
     assert sorted(n for n, _ in rows_of(url)) == good
     assert {part for _, part in rows_of(url)} == {0, 1, 2}
     assert told(log) == dict.fromkeys(good, 2)

@@ -64,11 +64,13 @@ HOW_TOS = [
 """Those that start a Spark of their own take as long as the README."""
 
 
+@pytest.mark.turns(9, among="how-tos")
 @pytest.mark.parametrize("page", HOW_TOS)
 def test_a_how_to_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     run_examples(page, tmp_path)
 
 
+@pytest.mark.turns(9, among="how-tos")
 @pytest.mark.postgres
 @pytest.mark.parametrize(
     ("page", "user"),

@@ -8,7 +8,6 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.spark.settings_table import DOORS, REFUSED_BY_SPARK, ROWS, Played, sessions
-from tests.support.seeds import has_its_turn
 
 QUICK = (
     "timestamp is NTZ",
@@ -28,14 +27,11 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
 
 
 def _mark(row: str, door: str) -> list[pytest.MarkDecorator]:
-    quick = (
-        has_its_turn(list(ROWS).index(row) + list(DOORS).index(door), of=2)
-        and row in QUICK
-        and (door not in STREAMS or row == "timestamp is NTZ")
-    )
+    quick = row in QUICK and (door not in STREAMS or row == "timestamp is NTZ")
     return [] if quick else [pytest.mark.long]
 
 
+@pytest.mark.turns(9)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("row", "door"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 import rmq_spark as txmq
-from tests.support.seeds import has_its_turn
 
 HERE = Path(__file__).parent
 
@@ -65,6 +63,7 @@ def test_a_stream_without_a_listener_sends_every_row_once(log, numbers, tmp_path
         assert mine == list(range(len(mine)))
 
 
+@pytest.mark.turns(2, among="sink: streams")
 def test_keys_share_a_fate_within_a_micro_batch(log, numbers, tmp_path):
     send(
         numbers(2), log, tmp_path / "cp",
@@ -76,6 +75,7 @@ def test_keys_share_a_fate_within_a_micro_batch(log, numbers, tmp_path):
     assert log.pending().num_rows == 0
 
 
+@pytest.mark.turns(4, among="sink: doors")
 def test_a_per_message_listener_with_rocketmqs_signature(log, numbers, tmp_path):
     send(
         numbers(1).drop("k"), log, tmp_path / "cp",
@@ -84,6 +84,7 @@ def test_a_per_message_listener_with_rocketmqs_signature(log, numbers, tmp_path)
     assert bodies(log) == [1, 3, 5, 7, 9]
 
 
+@pytest.mark.turns(2, among="sink: streams")
 def test_unknown_stays_hidden_and_pending(log, numbers, tmp_path):
     send(numbers(2).drop("k"), log, tmp_path / "cp", transactionListener="listeners_for_sink:AlwaysUnknown")
     assert bodies(log) == []
@@ -115,33 +116,7 @@ def test_a_failing_listener_ends_the_query_and_a_restart_checks_before_it_goes_o
     assert bodies(log) == list(range(20))
 
 
-def test_a_removed_commit_file_gives_no_duplicate(log, numbers, tmp_path):
-    send(numbers(2).drop("k"), log, tmp_path / "cp")
-    newest = max((p for p in (tmp_path / "cp" / "commits").iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
-    newest.unlink()
-    (newest.parent / f".{newest.name}.crc").unlink(missing_ok=True)
-    send(numbers(1).drop("k"), log, tmp_path / "cp")
-    assert bodies(log) == list(range(30))
-
-
-def test_a_new_checkpoint_under_the_same_app_id_is_refused(log, numbers, tmp_path):
-    send(numbers(1).drop("k"), log, tmp_path / "cp", appId="orders-app")
-    with pytest.raises(Exception, match=r"(?s)CheckpointMismatchError.*the checkpoint is a new one.*set a new appId"):
-        send(numbers(1).drop("k"), log, tmp_path / "other", appId="orders-app")
-    assert bodies(log) == list(range(10))
-
-
-def test_a_checkpoint_restored_from_an_older_copy_is_refused(log, numbers, tmp_path):
-    send(numbers(1).drop("k"), log, tmp_path / "cp")
-    shutil.copytree(tmp_path / "cp", tmp_path / "old")
-    send(numbers(1).drop("k"), log, tmp_path / "cp")
-    shutil.rmtree(tmp_path / "cp")
-    shutil.copytree(tmp_path / "old", tmp_path / "cp")
-    with pytest.raises(Exception, match=r"(?s)CheckpointMismatchError.*restored from an older copy"):
-        send(numbers(1).drop("k"), log, tmp_path / "cp")
-    assert bodies(log) == list(range(20))
-
-
+@pytest.mark.turns(2, among="sink: streams")
 def test_the_checkpoint_of_another_commit_log_is_refused(log, numbers, tmp_path):
     """It went on there: what it sent was missing in the first log for ever, and nobody said a word."""
     other = txmq.CommitLog.create(tmp_path / "other log")
@@ -184,9 +159,10 @@ def test_every_column_of_messages_has_a_spark_type(spark):
     require_message_types(StructType.fromDDL(ddl), None, None)
 
 
+@pytest.mark.turns(4, among="sink: doors")
 def test_delayed_messages_wait_for_their_time(spark, log):
     sql = """select 'now' body, cast(null as timestamp) deliver_at, cast(null as int) delay_level
-             union all select 'at', current_timestamp() + interval 3 second, null
+             union all select 'at', current_timestamp() + interval 1 second, null
              union all select 'level', null, 1
              union all select 'far', current_timestamp() + interval 2 days, null"""
     began = datetime.now(timezone.utc)
@@ -198,11 +174,12 @@ def test_delayed_messages_wait_for_their_time(spark, log):
         time.sleep(0.1)
     seen = {r["body"]: r for r in log.read("bills").to_pylist()}
     assert set(seen) == {b"now", b"at", b"level"}
-    assert seen[b"at"]["commit_timestamp"] >= began + timedelta(seconds=3)
+    assert seen[b"at"]["commit_timestamp"] >= began + timedelta(seconds=1)
     assert seen[b"level"]["commit_timestamp"] >= seen[b"level"]["store_timestamp"] + timedelta(seconds=1)
     assert log.open_messages()[("bills", 0)] == (0, 1)
 
 
+@pytest.mark.turns(2, among="sink: streams")
 def test_a_fifo_topic_keeps_the_order_of_its_keys(log, numbers, tmp_path):
     frame = numbers(4).selectExpr("body", "cast(k as string) sharding_key", "k owner")
     send(
@@ -284,9 +261,8 @@ BAD: dict[str, tuple[str, dict[str, str], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if has_its_turn(n, of=3) else pytest.mark.long) for n, case in enumerate(BAD)]
-)
+@pytest.mark.turns(13)
+@pytest.mark.parametrize("case", BAD)
 def test_bad_input_gets_a_named_error_and_nothing_is_visible(spark, log, case):
     sql, options, expected = BAD[case]
     with pytest.raises(Exception) as caught:  # noqa: PT011 - Spark wraps ours; the text is compared below
@@ -299,6 +275,7 @@ def staged(log: txmq.CommitLog) -> list[str]:
     return [file.name for file in Path(log.path, "half").glob("*.parquet")]
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("body", ["named_struct('a', id)", "array(id)", "map('a', id)", "parse_json('[1]')"])
 def test_what_an_error_advises_for_a_nested_body_can_be_sent_and_decoded(spark, log, body):
     frame = spark.range(2).selectExpr(f"{body} as body")
@@ -323,6 +300,7 @@ def test_spark_refuses_partitions_and_buckets_of_a_batch_write_before_anything_i
     assert staged(log) == []
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -352,6 +330,7 @@ def test_a_path_that_is_no_commit_log_is_refused(spark, log, tmp_path):
         write(spark.sql(ONE), log, path=str(tmp_path))
 
 
+@pytest.mark.turns(4, among="sink: doors")
 def test_a_checkpoint_from_a_spark_setting_is_told_to_become_an_option(spark, log, numbers, tmp_path):
     spark.conf.set("spark.sql.streaming.checkpointLocation", str(tmp_path / "by_setting"))
     try:
@@ -365,6 +344,7 @@ def test_a_checkpoint_from_a_spark_setting_is_told_to_become_an_option(spark, lo
 
 
 # ---------------------------------------------------------------- foreachBatch
+@pytest.mark.turns(4, among="sink: doors")
 def test_each_result_of_a_whole_aggregation_is_sent(log, numbers, tmp_path):
     """``outputMode("complete")``, which ``format("txmq")`` refuses."""
     sink = txmq.TransactionalSink(log, producer_group="shop", listener=None, topic="orders")

@@ -9,8 +9,10 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from rmq_spark import CommitLog
+from tests.support.seeds import how_many
 
 MIB = 1024 * 1024
+MANY = how_many(40, in_all=300)
 
 
 @pytest.fixture
@@ -29,14 +31,16 @@ def read(spark: SparkSession, log: CommitLog) -> DataFrame:
     return spark.read.format("txmq").options(path=log.path, subscribe="orders").load()
 
 
+@pytest.mark.turns(3, among="sizes")
 def test_bodies_of_1_mib_in_one_partition(spark: SparkSession, log: CommitLog) -> None:
-    send(spark.range(0, 300, 1, 1).selectExpr(f"rpad(string(id), {MIB}, '.') body", "string(id) keys"), log)
+    send(spark.range(0, MANY, 1, 1).selectExpr(f"rpad(string(id), {MIB}, '.') body", "string(id) keys"), log)
     sizes = read(spark, log).selectExpr("keys", "length(body) size", "string(substring(body, 1, 4)) head").collect()
     assert {row.size for row in sizes} == {MIB}
-    assert sorted(int(row.keys) for row in sizes) == list(range(300))
+    assert sorted(int(row.keys) for row in sizes) == list(range(MANY))
     assert all(row.head.startswith(f"{row.keys}."[:4]) for row in sizes)
 
 
+@pytest.mark.turns(3, among="sizes")
 def test_collated_columns(spark: SparkSession, log: CommitLog) -> None:
     """Words that a collation takes for equal stay apart, also as keys of transactions."""
     words = "collate(word, 'UTF8_LCASE')"
@@ -48,6 +52,7 @@ def test_collated_columns(spark: SparkSession, log: CommitLog) -> None:
     assert len({row.transaction_id for row in rows}) == 2
 
 
+@pytest.mark.turns(3, among="sizes")
 def test_the_hour_that_new_york_repeats(spark: SparkSession, log: CommitLog) -> None:
     """Half past one comes twice on that day, as two instants."""
     first = int(datetime(2025, 11, 2, 5, 30, tzinfo=timezone.utc).timestamp())

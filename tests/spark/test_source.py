@@ -97,6 +97,7 @@ def test_half_joined_with_op_in_plain_sql_is_what_the_source_gives(spark, log):
     assert_df_equality(source, spark.sql(HALF_JOINED_WITH_OP), transforms=[in_order], ignore_nullable=True)
 
 
+@pytest.mark.turns(2, among="source: reads")
 def test_a_batch_read_is_stable_when_half_files_moved_and_the_old_ones_are_gone(spark, log):
     for batch_id in range(4):
         record = prepare(log, batch_id, {"body": [f"{batch_id}.{i}" for i in range(40)]}, per="message", partitions=2)
@@ -127,6 +128,7 @@ def send_priced(log: CommitLog, batch_id: int, messages: int) -> None:
     decide(log, prepare(log, batch_id, table))
 
 
+@pytest.mark.turns(2, among="source: reads")
 def test_a_selector_filters_a_batch_that_does_not_read_properties(spark, log):
     send_priced(log, 0, 9)
     wanted = {"path": log.path, "subscribe": "orders", "selector": "price >= 3 AND region = 'eu' AND TAGS = 'paid'"}
@@ -156,7 +158,7 @@ def test_a_selector_and_tags_filter_a_stream_and_not_its_progress(spark, log, fo
 
 def test_a_stream_goes_on_from_its_checkpoint(log, follow):
     send(log, 0, 30)
-    first = follow(startingOffsets="earliest", maxOffsetsPerTrigger="8")
+    first = follow(startingOffsets="earliest", maxOffsetsPerTrigger="15")
     assert first == sorted(f"0.{i}" for i in range(30))
     assert follow(startingOffsets="earliest") == []
     send(log, 1, 5)
@@ -183,6 +185,7 @@ def test_a_pattern_takes_up_a_topic_that_is_added_later(log, follow):
     assert follow(subscribePattern="or.*|later") == ["1.0", "1.1", "1.2"]
 
 
+@pytest.mark.turns(2, among="source: reads")
 def test_lost_files_stop_a_stream_or_are_skipped(log, follow):
     lost = send(log, 0, 3)
     send(log, 1, 3)
@@ -192,6 +195,7 @@ def test_lost_files_stop_a_stream_or_are_skipped(log, follow):
     assert follow(startingOffsets="earliest", failOnDataLoss="false") == ["1.0", "1.1", "1.2"]
 
 
+@pytest.mark.turns(2, among="source: reads")
 def test_options_that_cannot_be_used_are_named(spark, log):
     for options, words in (
         ({"startingOffset": "earliest"}, "did you mean 'startingOffsets'"),
@@ -255,13 +259,14 @@ def follower(spark: SparkSession, log: CommitLog, tmp_path: Path) -> Follower:
     return Follower(spark, log, tmp_path)
 
 
+@pytest.mark.turns(4, among="source: limits")
 def test_each_micro_batch_is_limited_from_a_query_s_first_run_on(follower: Follower, log: CommitLog) -> None:
-    send(log, 0, 18, partitions=2)
+    send(log, 0, 11, partitions=2)
     first = follower.run(**SEVEN_AT_FIRST)
-    assert sizes(first) == [7, 7, 4]
-    send(log, 1, 16)
+    assert sizes(first) == [7, 4]
+    send(log, 1, 9)
     second = follower.run(**SEVEN_AT_FIRST)
-    assert sizes(second) == [7, 7, 2]
+    assert sizes(second) == [7, 2]
     send(log, 2, 3)  # below the limit
     third = follower.run(**SEVEN_AT_FIRST)
     assert sizes(third) == [3]
@@ -269,18 +274,20 @@ def test_each_micro_batch_is_limited_from_a_query_s_first_run_on(follower: Follo
     assert sorted(bodies) == sorted(log.read("orders", columns=["body"])["body"].cast("string").to_pylist())
 
 
+@pytest.mark.turns(4, among="source: limits")
 def test_a_micro_batch_that_died_comes_again_and_the_next_ones_are_limited(follower: Follower, log: CommitLog) -> None:
-    send(log, 0, 25)
+    send(log, 0, 14)
     follower.fails_at = 1
     with pytest.raises(StreamingQueryException, match="the query dies here"):
         follower.run(**SEVEN_AT_FIRST)
     follower.fails_at = -1
     send(log, 1, 4)
     batches = follower.run(**SEVEN)
-    assert sizes(batches) == [7, 7, 7, 1]
-    assert len({body for batch in batches for body in batch}) == 22
+    assert sizes(batches) == [7, 4]
+    assert len({body for batch in batches for body in batch}) == 11
 
 
+@pytest.mark.turns(4, among="source: limits")
 def test_without_limitFirstBatch_an_older_spark_limits_from_a_run_s_second_batch_on(
     follower: Follower, log: CommitLog
 ) -> None:
@@ -288,9 +295,10 @@ def test_without_limitFirstBatch_an_older_spark_limits_from_a_run_s_second_batch
     assert sizes(follower.run(**SEVEN)) == ([7, 3] if STREAM_TELLS_START else [10])
 
 
+@pytest.mark.turns(4, among="source: limits")
 def test_available_now_ends_at_what_was_there_whatever_the_limit(follower: Follower, log: CommitLog) -> None:
     for number in range(2):  # a query's first run, and a later one
-        send(log, number, 18)
+        send(log, number, 11)
         batches = follower.run(available_now=True, **SEVEN)
-        assert sizes(batches) == ([7, 7, 4] if STREAM_TELLS_START else [18])
-        assert len({body for batch in batches for body in batch}) == 18
+        assert sizes(batches) == ([7, 4] if STREAM_TELLS_START else [11])
+        assert len({body for batch in batches for body in batch}) == 11

@@ -101,6 +101,7 @@ def finished(writer: DataStreamWriter) -> None:
             query.stop()
 
 
+@pytest.mark.turns(4, among="Spark: features and stops")
 @pytest.mark.parametrize("door", [by_function, by_format])
 def test_a_query_that_is_stopped_within_a_local_transaction_and_started_runs_it_once(
     spark: SparkSession, numbers: Callable[[int], DataFrame], shop: str, tmp_path: Path, door: Callable[..., Any]

@@ -33,6 +33,7 @@ def send(spark: SparkSession, log: txmq.CommitLog, folder: Path, **options: str)
     assert not query.isActive
 
 
+@pytest.mark.turns(3, among="Spark: metrics and tables")
 def test_a_stream_fills_a_table_with_options_alone(spark: SparkSession, log_path: str, tmp_path: Path) -> None:
     log = txmq.CommitLog.create(log_path)
     log.create_topic("orders", queues=2)

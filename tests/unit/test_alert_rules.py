@@ -66,6 +66,7 @@ def test_each_alert_fires_when_it_should_and_only_then() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.turns(6)
 @needs_promtool
 @pytest.mark.parametrize("alert", [rule["alert"] for rule in ALERTS])
 def test_an_alert_that_never_fires_is_noticed(alert: str, tmp_path: Path) -> None:

@@ -544,6 +544,7 @@ def test_an_event_loop_is_not_stopped_by_more_sends_than_may_be_in_flight(log: C
     assert len(sent_bodies(log)) == 3
 
 
+@pytest.mark.turns(2)
 @BOTH
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_local_transaction_whose_event_loop_has_ended_is_told_and_holds_up_nobody(

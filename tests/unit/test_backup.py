@@ -94,6 +94,7 @@ def test_a_log_that_another_writer_changed_is_not_copied_over_a_good_copy(log: C
     assert bodies(CommitLog.open(copy)) == before
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("table", ["half", "groups", "messages", "op", "topics"])
 def test_what_is_sent_drained_and_leaves_between_two_looks_is_whole_in_the_copy_or_not_there(
     log: CommitLog, copy: Path, table: str
@@ -183,6 +184,7 @@ def test_a_half_written_file_of_an_earlier_try_is_copied_again(log: CommitLog, c
     require_same(copied, log)
 
 
+@pytest.mark.turns(2, among="backups at work")
 def test_a_backup_that_is_killed_anywhere_leaves_the_older_copy_or_one_that_the_next_call_finishes(
     log: CommitLog, tmp_path: Path, copied: Path
 ) -> None:
@@ -372,6 +374,7 @@ def test_the_command_backs_up_and_restores(log: CommitLog, copy: Path) -> None:
 
 
 # ---------------------------------------------------------------- under load
+@pytest.mark.turns(2, among="backups at work")
 @pytest.mark.parametrize("seed", range(first_seed(), first_seed() + how_many(1, 20)))
 def test_copies_that_are_taken_while_programs_send_and_upkeep_runs_are_prefixes(
     log: CommitLog, tmp_path: Path, seed: int

@@ -74,6 +74,7 @@ def everything(log: CommitLog) -> dict[str, list[dict[str, object]]]:
     return {topic: log.read(topic).to_pylist() for topic in log.topics()}
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("state", STATES)
 def test_a_message_is_the_same_on_both_sides(log: CommitLog, state: str) -> None:
     reader = another(log)

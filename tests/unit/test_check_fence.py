@@ -44,6 +44,7 @@ def test_sql_server_and_oracle_are_refused(backend: str) -> None:
         SqlTransactionListener(f"{backend}://user:secret@host/db", print)
 
 
+@pytest.mark.turns(3, among="the suite of fences")
 def test_the_suite_tries_an_untested_database_and_says_what_it_lacks(unknown: str) -> None:
     assert len(check_fence(unknown)) == 8
     careless = sa.create_engine(unknown, isolation_level="READ UNCOMMITTED")
@@ -54,12 +55,14 @@ def test_the_suite_tries_an_untested_database_and_says_what_it_lacks(unknown: st
         SqlTransactionListener(careless, print)
 
 
+@pytest.mark.turns(3, among="the suite of fences")
 def test_the_suite_notices_a_check_that_keeps_no_tombstone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fence, "fill", lambda _, connection, batch, state: Recorded.of(state, batch.rows, batch.is_all))
     with pytest.raises(FenceError, match=r"(?s)because \d of 9 .*after a check's ROLLBACK .*FencedError is expected"):
         check_fence(f"sqlite:///{tmp_path / 'orders.db'}")
 
 
+@pytest.mark.turns(3, among="the suite of fences")
 def test_the_suite_leaves_nothing_behind(tmp_path: Path) -> None:
     engine = sa.create_engine(f"sqlite:///{tmp_path / 'orders.db'}")
     assert len(check_fence(engine)) == 8

@@ -20,6 +20,7 @@ from tests.support.clocks import Ticking
 from tests.support.half_batches import another, count_check, decide_one, merge_op_files, move_half, prepare
 from tests.support.inside import BatchState, HalfRecord, RowSet, RowState, Who
 from tests.support.limits import set_limits
+from tests.support.seeds import how_many
 from tests.support.whole_history import op_rows_of, require_whole, states_of
 
 BATCHES_MAX = 12
@@ -196,9 +197,9 @@ def _text(row: dict[str, Any]) -> str:
 
 
 TestCommitLogMachine, TestFewAreNamed = CommitLogMachine.TestCase, FewAreNamed.TestCase
-for case, share in ((CommitLogMachine, 5), (FewAreNamed, 10)):
+for case, quick in ((CommitLogMachine, 4), (FewAreNamed, 2)):
     case.TestCase.settings = settings(
-        max_examples=settings.default.max_examples // share,
+        max_examples=how_many(quick, in_all=25 * quick),
         stateful_step_count=20,
         suppress_health_check=list(HealthCheck),
     )

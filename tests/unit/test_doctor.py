@@ -26,10 +26,10 @@ from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
 from tests.support.half_batches import (
     commit,
+    copied_log,
     count_check,
     header_of,
     in_conflict,
-    make_log,
     pending,
     prepare,
     prepare_one,
@@ -43,7 +43,7 @@ from tests.support.machines import FINE, be_fine, have_versions
 @pytest.fixture
 def log(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> CommitLog:
     """A commit log that the environment names, on a machine with nothing to warn of."""
-    made = make_log("delta", tmp_path / "log", orders=2)
+    made = copied_log(tmp_path / "log", orders=2)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TXMQ_PATH", made.path)
     monkeypatch.delenv("TXMQ_CONFIG", raising=False)
@@ -167,6 +167,7 @@ def said_of(text: str) -> dict[str, str]:
     return {row["level"]: row["what"] for row in rows if row["check"] == "configuration"}
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -344,6 +345,7 @@ def claim(log: CommitLog, member: str) -> None:
     assert log.engine.groups.claim("points", member, {("orders", 0): generation}, {}, "test", take_over=True)
 
 
+@pytest.mark.turns(5)
 @pytest.mark.parametrize(
     ("lease_s", "age_s", "is_dead"),
     [(120.0, 0.0, False), (120.0, 60.0, False), (120.0, 130.0, True), (20.0, 0.0, False), (20.0, 25.0, True)],

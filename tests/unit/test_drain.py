@@ -223,6 +223,7 @@ def test_files_that_lack_messages_are_not_committed(log: CommitLog) -> None:
     require_same(log)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("few_rows", [1, 3, 1_000])
 def test_pieces_are_put_together_as_each_would_be_alone(
     log: CommitLog, few_rows: int, monkeypatch: pytest.MonkeyPatch

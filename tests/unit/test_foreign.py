@@ -128,6 +128,7 @@ ALIKE = (move, switch_on_deletion_vectors)
 """As others are: for `make test-all`."""
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=pytest.mark.long if way in ALIKE else (), id=way.__name__) for way in WAYS]
 )
@@ -160,6 +161,7 @@ def test_what_another_writer_did_to_messages_stops_upkeep_and_a_restore_mends_it
     assert sorted(DeltaTable(messages).to_pyarrow_table()["body"].to_pylist()) == expected
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("way", [delete_by_a_vector, optimize, set_a_property], ids=lambda way: way.__name__)
 def test_reads_go_on_while_another_writers_change_stops_upkeep(log: CommitLog, way: Callable[[str], None]) -> None:
     log.drain()
@@ -168,12 +170,14 @@ def test_reads_go_on_while_another_writers_change_stops_upkeep(log: CommitLog, w
     assert another(log).read("orders").equals(before)
 
 
+@pytest.mark.turns(3, among="foreign: in a race")
 def test_a_change_that_comes_while_a_drain_writes_its_files_stops_it(log: CommitLog) -> None:
     change = at("file written", lambda: delete_by_a_vector(f"{log.path}/messages"), table="messages")
     with change, pytest.raises(ForeignChangeError, match="deletion vectors"):
         log.drain()
 
 
+@pytest.mark.turns(3, among="foreign: in a race")
 def test_a_change_that_comes_while_a_merge_reads_stops_it(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, MESSAGES_FILES_MAX=2)
     log.drain()
@@ -194,6 +198,7 @@ def test_commits_of_others_that_change_nothing_stop_nobody(log: CommitLog) -> No
     assert log.maintain().foreign is None
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("way", "said"),
     [
@@ -239,6 +244,7 @@ def test_nothing_of_messages_is_deleted_that_a_restore_may_need(log: CommitLog) 
     assert another(log).read("orders").equals(before)
 
 
+@pytest.mark.turns(3, among="foreign: in a race")
 def test_an_optimize_that_doubles_what_upkeep_merged_is_told_and_a_restore_mends_it(
     log: CommitLog, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -268,6 +274,7 @@ ALWAYS = dict(zip(ELSEWHERE, (*TABLES, "half", "op", "topics"), strict=True))
 """On which table a way is tried in each run; all have the one class that notices it."""
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("way", "name"),
     [
@@ -327,6 +334,7 @@ def test_commits_of_others_that_change_nothing_in_the_other_tables_stop_nobody(l
     assert another(log).read("orders").num_rows == 30
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", ["half", "op", "topics"])
 def test_commits_of_others_that_change_nothing_take_no_entry_that_the_log_needs(log: CommitLog, name: str) -> None:
     """delta-rs cleans up at whoever's commit makes a checkpoint: our last version went, and the log stood still."""
@@ -370,6 +378,7 @@ def test_a_change_that_a_merge_finds_as_damage_stops_it(log: CommitLog) -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("sent", [2, 6])
 def test_an_op_that_was_set_back_is_told(log: CommitLog, tmp_path: Path, sent: int) -> None:
     """Also when as much was written to it since as there was before."""

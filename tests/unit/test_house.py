@@ -180,6 +180,7 @@ def _docstrings(path: Path) -> Iterator[str]:
     )
 
 
+@pytest.mark.turns(2, among="docstrings")
 def test_docstrings_refer_to_what_is_there() -> None:
     """Eight named classes and modules that had moved."""
 
@@ -212,6 +213,7 @@ def _names(path: Path) -> Iterator[str]:
             yield from ((alias.asname or alias.name).rpartition(".")[2] for alias in node.names)
 
 
+@pytest.mark.turns(2, among="docstrings")
 def test_types_of_parameters_in_docstrings_are_classes_that_are_there() -> None:
     known = {name for path in modules(PACKAGE) for name in _names(path)} | set(dir(builtins)) | {"KafkaError"}
     gone = [

@@ -369,6 +369,7 @@ def test_due_messages_of_fifo_topics_behind_a_lost_file_stop_no_other_decision(
     assert bodies(log, "fifo") == ["first", "second"]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("is_plain", [True, False], ids=["committed", "rolled back after a quarantine"])
 def test_a_settled_half_batch_whose_file_is_lost_keeps_no_other_from_leaving(log: CommitLog, is_plain: bool) -> None:
     """No half batch left any more, and half and op grew for ever."""

@@ -55,6 +55,7 @@ NAMES = ["a b", "100%", "a%zz", "名前"]
 NAMES_IN_ALL = ["a#b", "a+b", "a&b=c,d;e", "it's", "a~b", "a:b", ".hidden", "é"]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.long) for name in NAMES_IN_ALL)])
 def test_a_folder_of_any_name_holds_the_whole_log(name: str, tmp_path: Path, limit: Limit) -> None:
     whole_cycle(str(tmp_path / name / "log"), tmp_path / name / "log", limit)

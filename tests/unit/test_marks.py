@@ -54,6 +54,7 @@ def stays_waiting(log: CommitLog) -> Callable[[], object]:
     return lambda: commit(log, first)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("stays_open", [stays_pending, stays_delayed, stays_waiting])
 def test_what_stays_open_keeps_no_later_op_row_in_memory(
     log: CommitLog, stays_open: Callable[[CommitLog], Callable[[], object]], monkeypatch: pytest.MonkeyPatch

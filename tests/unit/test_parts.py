@@ -143,7 +143,7 @@ def in_turn(listener: Any, parts: Sequence[HalfBatch]) -> Iterable[PartAnswer]:
     return [run_part(listener, part) for part in parts]
 
 
-@pytest.fixture(params=["memory", "delta"])
+@pytest.fixture(params=["memory", pytest.param("delta", marks=pytest.mark.turns(6, among="parts on Delta"))])
 def shop(request: pytest.FixtureRequest, tmp_path: Path) -> Shop:
     return Shop(tmp_path, request.param)
 
@@ -177,6 +177,7 @@ def test_a_task_that_runs_twice_answers_what_the_first_run_recorded(shop: Shop) 
     shop.agree()
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize("settled_by", ["replay", "check"])
 def test_a_part_that_fails_runs_again_alone(shop: Shop, failing: int, settled_by: str) -> None:
@@ -210,6 +211,7 @@ def test_a_part_that_fails_runs_again_alone(shop: Shop, failing: int, settled_by
     shop.agree()
 
 
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("done", [0, 1, 2, 3])
 @pytest.mark.parametrize("again_on", ["executors", "driver"])
 def test_a_driver_that_dies_among_its_tasks_is_settled_part_by_part(shop: Shop, done: int, again_on: str) -> None:
@@ -226,6 +228,7 @@ def test_a_driver_that_dies_among_its_tasks_is_settled_part_by_part(shop: Shop, 
     shop.agree()
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("done", [0, 1, 2])
 @pytest.mark.parametrize("settled_by", ["replay", "check"])
 def test_a_driver_that_dies_in_an_attempt_of_some_parts_loses_none_of_them(
@@ -251,6 +254,7 @@ def test_a_driver_that_dies_in_an_attempt_of_some_parts_loses_none_of_them(
     shop.agree()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("late", [[0], [0, 2], [0, 1, 2]])
 def test_a_task_that_comes_after_a_check_does_nothing(shop: Shop, late: list[int]) -> None:
     def overtaken(listener: Any, parts: Sequence[HalfBatch]) -> Iterable[PartAnswer]:
@@ -413,6 +417,7 @@ class Restored(Shop):
             self.send(die, parts)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("again", [None, in_turn], ids=["driver", "executors"])
 @pytest.mark.parametrize("parts", [2, 3, 5])
 def test_a_restored_log_whose_stream_deals_out_anew_runs_nothing_twice(tmp_path: Path, parts: int, again: Any) -> None:
@@ -426,6 +431,7 @@ def test_a_restored_log_whose_stream_deals_out_anew_runs_nothing_twice(tmp_path:
     shop.agree()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("done", [0, 1, 2])
 def test_a_restored_log_goes_on_with_the_parts_that_it_deals_out_alike(tmp_path: Path, done: int) -> None:
     shop = Restored(tmp_path)
@@ -436,6 +442,7 @@ def test_a_restored_log_goes_on_with_the_parts_that_it_deals_out_alike(tmp_path:
     shop.agree()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("done", [0, 1, 2])
 @pytest.mark.parametrize("again", [None, in_turn], ids=["driver", "executors"])
 def test_a_restored_log_with_other_parts_is_for_a_person_when_not_all_of_it_ran(

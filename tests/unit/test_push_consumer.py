@@ -576,6 +576,7 @@ def test_a_retry_that_fails_again_after_a_reset_of_the_retries_is_sent_on_again(
 MANY = how_many(100, in_all=1_000)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("state", ["new", "prepared", "there", "left"])
 def test_many_messages_are_sent_back_in_a_commit_or_two_of_each_table(state: str) -> None:
     log = queue_of([str(n) for n in range(MANY)])

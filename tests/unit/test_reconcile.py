@@ -329,6 +329,7 @@ def the_log_has_never_seen_it(shop: Shop) -> list[str]:
     return ["1", "2", "refused 3"]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "story",
     [
@@ -525,11 +526,13 @@ def test_half_batches_of_other_logs_are_left_alone(shop: Shop) -> None:
 
 
 # ---------------------------------------------------------------- the drill
+@pytest.mark.turns(2, among="reconcile: the drill")
 @pytest.mark.parametrize("seed", range(first_seed(), first_seed() + how_many(1, 20)))
 def test_after_any_losses_rows_and_messages_agree(shop: Shop, seed: int) -> None:
     drill(shop, random.Random(seed))
 
 
+@pytest.mark.turns(2, among="reconcile: the drill")
 def test_the_drill_notices_a_comparison_that_looks_at_half_ids_and_not_at_attempts(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,7 @@ def test_a_group_that_spark_reads_is_handed_over_by_the_command_that_is_advised(
     )
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("to", ["earliest", "latest", "2025-03-01T08:00:00Z", "2h", '{"orders": {"0": -1, "1": -2}}'])
 def test_each_place_that_the_command_advises_is_taken(tmp_path: Path, to: str) -> None:
     """It refused -1 and -2."""

@@ -55,6 +55,7 @@ def rows_at(log: CommitLog, version: int) -> int:
     return DeltaTable(f"{log.path}/messages", version=version).to_pyarrow_table().num_rows
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seconds", [3 * HOUR_S, 6 * DAY_S])
 def test_a_reader_that_stands_at_an_old_version_goes_on_within_seven_days(
     tmp_path: Path, clock: Clock, seconds: float

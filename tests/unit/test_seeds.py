@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,23 @@ def test_a_run_says_where_its_seeds_begin_and_passes_it_on(pytestconfig: pytest.
     from tests.conftest import pytest_report_header
 
     assert pytest_report_header(pytestconfig).startswith("seeds: from ")
+
+
+def test_each_of_alike_cases_has_its_turn_at_some_commit(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.conftest import take_turns
+
+    def run(tier: str, seed: int, cases: int) -> list[str]:
+        monkeypatch.setattr(seeds, "TIER", tier)
+        monkeypatch.setenv("SEED", str(seed))
+        make = partial(pytest.Function.from_parent, request.node.parent, callobj=lambda: None)
+        items = [make(name=f"case[{n}]", originalname="case") for n in range(cases)]
+        for item in items:
+            item.add_marker(pytest.mark.turns(3))
+        take_turns(items)
+        return [item.name for item in items if item.get_closest_marker("long") is None]
+
+    assert [run("quick", seed, 4) for seed in (6, 7, 8)] == [["case[0]", "case[3]"], ["case[1]"], ["case[2]"]]
+    assert run("quick", 7, 2) == ["case[0]", "case[1]"], "they were named"
+    assert len(run("every", 7, 4)) == 4

@@ -37,6 +37,7 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.support.commands import txmq
 from tests.support.half_batches import (
     commit,
+    copied_log,
     count_check,
     decide_one,
     in_conflict,
@@ -48,6 +49,7 @@ from tests.support.half_batches import (
     roll_back,
 )
 from tests.support.inside import Diagnosis, HalfRecord, Level, Standing, Trace, Who, whole
+from tests.support.limits import Limit
 
 TOKEN = "a token that is long enough"
 EVIL = '"><script>document.title="taken"</script><img/src=x/onerror=alert(1)>\u202e'
@@ -97,14 +99,15 @@ def served(log: CommitLog, door: Door | None = None, show_bodies: bool = False) 
 
 
 @pytest.fixture(autouse=True)
-def typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log's path as a user has typed it."""
+def typed(monkeypatch: pytest.MonkeyPatch, limit: Limit) -> None:
+    """The log's path as a user has typed it, and servers that end at once."""
+    limit(ENDS_S=0.01)
     monkeypatch.setattr("rmq_spark.cli.command._typed", ["shop/log"])
 
 
 @pytest.fixture
 def log(tmp_path: Path) -> CommitLog:
-    return make_log("delta", tmp_path / "log", orders=2, payments=1)
+    return copied_log(tmp_path / "log", orders=2, payments=1)
 
 
 def text_of(page: str) -> str:

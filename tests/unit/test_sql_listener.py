@@ -446,6 +446,7 @@ def endings_of(url: sa.URL) -> list[str]:
     return ENDINGS + ENDINGS_OF.get(url.get_backend_name(), [])
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("then", ["returns", "returns ROLLBACK", "writes on"])
 def test_no_check_answers_for_work_that_ended_its_transaction(url: sa.URL, fence: str, then: str) -> None:
     for number, way in enumerate(endings_of(url)):

@@ -135,6 +135,7 @@ def opened(aged: Path, to: Path) -> CommitLog:
     return log
 
 
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in RARE else ()) for name in CALLS])
 def test_a_process_that_was_stopped_for_hours_calls_no_sound_log_damaged(name: str, aged: Path, tmp_path: Path) -> None:
     """ "The Delta log of table op cannot be read any more", said a process that woke up."""

@@ -222,6 +222,7 @@ BAD = [
 ]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("body", "why"), BAD)
 def test_a_row_that_does_not_fit_is_rolled_back_with_its_reason_or_fails_the_batch(
     url: sa.URL, body: Any, why: str
@@ -254,6 +255,7 @@ def test_many_refused_rows_are_found_among_many(url: sa.URL) -> None:
     assert {row[0] for row in stored(url)} == set(range(500)) - wrong
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("on_conflict", ["error", "ignore", "update"])
 def test_what_is_stored_is_what_a_simple_model_stores(url: sa.URL, on_conflict: str) -> None:
     """Transactions of several rows, of which some do not fit and some have a key that is there."""

@@ -80,6 +80,11 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> CommitLog:
     return made
 
 
+@pytest.fixture(scope="module")
+def seen(log: CommitLog) -> Standing:
+    return Standing(log.engine).read()
+
+
 @pytest.fixture(params=[80, 120])
 def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The width of a terminal."""
@@ -106,6 +111,7 @@ def body_of(lines: list[str]) -> list[str]:
 
 
 # ---------------------------------------------------------------- lists
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("verb", "rows", "needed"),
     [
@@ -159,6 +165,7 @@ def test_names_that_differ_only_in_the_middle_get_the_room_for_it() -> None:
     assert [output.shortened("漢字漢字漢字", n) for n in (12, 7, 4)] == ["漢字漢字漢字", "漢…漢字", "…字"]
 
 
+@pytest.mark.turns(2)
 def test_stats_fit(log: CommitLog, columns: int) -> None:
     lines = lines_of("stats", log.path)
     assert max(map(cell_len, lines)) <= columns
@@ -167,6 +174,7 @@ def test_stats_fit(log: CommitLog, columns: int) -> None:
 
 
 # ---------------------------------------------------------------- stories and findings
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("verb", ["quarantined", "conflicts", "pending"])
 def test_a_trace_is_a_timeline_with_a_line_for_each_event(log: CommitLog, columns: int, verb: str) -> None:
     half_id = half_id_of(log, verb)
@@ -183,6 +191,7 @@ def test_a_trace_is_a_timeline_with_a_line_for_each_event(log: CommitLog, column
     assert any(line.startswith("txmq ") or "txmq " in line for line in table)
 
 
+@pytest.mark.turns(2)
 def test_findings_are_wrapped_between_words_below_their_beginning(log: CommitLog, columns: int) -> None:
     lines = lines_of("doctor", log.path, code=6)
     findings = objects("doctor", log.path, code=6)
@@ -198,6 +207,7 @@ def test_findings_are_wrapped_between_words_below_their_beginning(log: CommitLog
     assert f"→ txmq resume {log.path} {half_id_of(log, 'quarantined')} (" in " ".join(" ".join(lines).split())
 
 
+@pytest.mark.turns(2)
 def test_every_remedy_is_a_command_that_runs(log: CommitLog, columns: int) -> None:
     findings = [*objects("doctor", log.path, code=6), *objects("report", log.path)[0]["findings"]]
     commands = [c for f in findings for c in re.findall(r"txmq .*?(?= \(|;|, then|$)", f["remedy"] or "")]
@@ -210,6 +220,7 @@ def test_every_remedy_is_a_command_that_runs(log: CommitLog, columns: int) -> No
             assert verb in ("resume", "check", "init"), command
 
 
+@pytest.mark.turns(2)
 def test_a_report_is_wrapped_between_words(log: CommitLog, columns: int) -> None:
     lines = lines_of("report", log.path)
     whole = " ".join(" ".join(lines).split())
@@ -232,14 +243,13 @@ def screen_of(seen: Standing, width: int, height: int, *keys: str) -> list[str]:
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (60, 16), (40, 12)])
 @pytest.mark.parametrize("keys", ["", "\t\t\tj", "\t\t", "w", "w\t\t", "/order\r"])
-def test_the_screen_is_never_larger_than_the_terminal(log: CommitLog, width: int, height: int, keys: str) -> None:
-    lines = screen_of(Standing(log.engine).read(), width, height, *keys)
+def test_the_screen_is_never_larger_than_the_terminal(seen: Standing, width: int, height: int, keys: str) -> None:
+    lines = screen_of(seen, width, height, *keys)
     assert len(lines) <= height
     assert max(map(cell_len, lines)) <= width
 
 
-def test_trouble_stands_first_with_its_age_and_state_whole(log: CommitLog) -> None:
-    seen = Standing(log.engine).read()
+def test_trouble_stands_first_with_its_age_and_state_whole(seen: Standing) -> None:
     lines = screen_of(seen, 80, 24)
     assert lines[1].startswith("1 in conflict; 1 quarantined; 3 pending, the oldest for ")
     assert lines[3].startswith("conflicts: 1 half batch with two verdicts that contradict each other: send.")
@@ -252,8 +262,7 @@ def test_trouble_stands_first_with_its_age_and_state_whole(log: CommitLog) -> No
     assert lines[-1].endswith("q ends")
 
 
-def test_keys_move_filter_and_show_whole_ids(log: CommitLog) -> None:
-    seen = Standing(log.engine).read()
+def test_keys_move_filter_and_show_whole_ids(seen: Standing) -> None:
     moved = screen_of(seen, 80, 24, "\t", "\t", "\t", "\x1b[6~", "\x1b[A")
     assert "9 above, " in moved[-2]
     assert "more topics" in moved[-2]
@@ -269,8 +278,7 @@ def test_keys_move_filter_and_show_whole_ids(log: CommitLog) -> None:
     assert not top.View().press("q")
 
 
-def test_many_pending_half_batches_are_counted_and_found(log: CommitLog) -> None:
-    seen = Standing(log.engine).read()
+def test_many_pending_half_batches_are_counted_and_found(seen: Standing) -> None:
     row = seen.pending[0]
     many = [{**row, "half_id": f"send.{'x' * 60}-{n:09}:0", "age_seconds": float(n)} for n in range(5000)]
     crowded = copy(seen)

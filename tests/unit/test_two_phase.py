@@ -9,13 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, event, given, settings
-from hypothesis import strategies as st
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, CommitLog, HalfBatch, TransactionListener
 from rmq_spark.errors import (
@@ -29,12 +26,10 @@ from rmq_spark.errors import (
     VerdictConflictError,
 )
 from tests.support.clocks import set_clock
-from tests.support.failpoints import hooked
 from tests.support.half_batches import (
     another,
     commit,
     decide_one,
-    make_log,
     open_batches,
     pending,
     prepare_one,
@@ -59,7 +54,7 @@ from tests.support.inside import (
 from tests.support.inside import two_phase as module
 from tests.support.limits import set_limits
 from tests.support.listeners import Scripted
-from tests.support.meanwhile import at, seen_at
+from tests.support.meanwhile import Died, at, seen_at
 from tests.support.sink_batches import KEYS, QUERY, bodies, header, prepared, send, stage, visible
 
 pytestmark = pytest.mark.log("memory", "delta")
@@ -497,9 +492,9 @@ def test_a_reopened_attempt_that_another_run_began_is_checked_and_never_executed
 
     def die(point: str) -> None:
         if point == "executed":
-            raise Crash
+            raise Died
 
-    with pytest.raises(Crash):
+    with pytest.raises(Died):
         send(another(log), Fenced(database, die=die), record.header)
     first = sorted(database.orders.elements())
     assert first
@@ -828,85 +823,3 @@ def test_a_lease_that_cannot_be_written_does_not_disturb_the_local_transaction(l
     with seen_at("commit begins", refuse, table="op"):
         send(log, Scripted(lambda b: COMMIT if tried.wait(DEADLINE_S) else ROLLBACK), header(), lease_s=0.03)
     assert visible(log) == bodies()
-
-
-# ---------------------------------------------------------------- crashes
-class Crash(BaseException):
-    """The end of a process: nothing catches it."""
-
-
-POINTS = ("staged", "prepared", "executing", "executed", "decided", "reopened")
-
-
-def drive(log: CommitLog, database: Database, plan: Mapping[str, str], head: HalfHeader, point: str | None) -> None:
-    """A driver that dies at a point."""
-
-    def die(here: str, **_: Any) -> None:
-        if here == point:
-            raise Crash(here)
-
-    with hooked(die):
-        send(log, Fenced(database, plan, die), head, timeout_s=DEADLINE_S)
-
-
-RUN = st.tuples(
-    st.sampled_from(POINTS), st.sampled_from(["no check", "check", "check of every other one"]), st.booleans()
-)
-PLAN = st.dictionaries(
-    st.sampled_from(["*", "a", "b", "c"]), st.sampled_from(["commit", "rollback", "done", "not done"])
-)
-
-
-def every(batch: HalfBatch, position: int) -> bool:
-    return True
-
-
-def every_other(batch: HalfBatch, position: int) -> bool:
-    return position % 2 == 0
-
-
-def crash_and_agree(log: CommitLog, per: str, plan: Mapping[str, str], runs: Sequence[tuple[str, str, bool]]) -> None:
-    """Runs that die, checks in between, then one that lives: what is done locally is what readers see, once."""
-    database = Database()
-    head = header(per)
-    crashes = 0
-    for point, checks, marks in runs:
-        try:
-            drive(another(log), database, plan, head, point)
-        except Crash:
-            crashes += 1
-            event(f"died {point}")
-        if checks != "no check":
-            check(log, Fenced(database, checks=every_other if "other" in checks else every))
-        if marks:
-            another(log).engine.ledger.mark()
-    event(f"{crashes} crashes")
-    drive(another(log), database, plan, head, None)
-    check(log, Fenced(database))
-    assert log.pending().num_rows == 0
-    assert not log.conflicts()
-    assert sorted(database.orders.elements()) == visible(log)
-    kinds = {k: plan.get("*" if per == BATCH else k, "commit") for k in "abcd"}
-    wanted = [b for k in "abcd" if kinds[k] in ("commit", "done") for b in bodies(k)]
-    assert visible(log) == sorted(wanted)
-    send(another(log), Fenced(database), header(per, 1))
-    assert visible(log) == sorted(wanted + bodies(batch_id=1))
-
-
-@settings(max_examples=settings.default.max_examples // 5)
-@given(per=st.sampled_from(PERS), plan=PLAN, runs=st.lists(RUN, max_size=4))
-def test_local_effects_and_visible_messages_agree_after_any_crashes_in_memory(
-    per: str, plan: dict[str, str], runs: list[tuple[str, str, bool]]
-) -> None:
-    crash_and_agree(make_log("memory", Path()), per, plan, runs)
-
-
-@settings(max_examples=settings.default.max_examples // 12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(per=st.sampled_from(PERS), plan=PLAN, runs=st.lists(RUN, min_size=1, max_size=3))
-def test_local_effects_and_visible_messages_agree_after_any_crashes_on_delta(
-    tmp_path_factory: pytest.TempPathFactory,
-    per: str,
-    plan: dict[str, str],
-    runs: list[tuple[str, str, bool]],
-) -> None:
-    crash_and_agree(make_log("delta", tmp_path_factory.mktemp("log") / "log"), per, plan, runs)

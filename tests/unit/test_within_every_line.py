@@ -25,7 +25,7 @@ from tests.support.sends import message, producer_of
 pytestmark = pytest.mark.log("memory", orders=1)
 
 DEADLINE_S = 20.0
-ONE_OF = 1 if seeds.ALL else 6
+ONE_OF = 1 if seeds.ALL else 12
 """Of so many moments one is tried; the seed says which."""
 PRODUCT = str(Path(txmq.__file__).parent)
 SENDING = (

@@ -31,6 +31,8 @@ TOKEN_CHARS_MIN = 16
 CONNECTIONS_MAX = 64
 REQUEST_S_MAX = 10.0
 """Most seconds that a client may take to send its request, or to read the answer."""
+ENDS_S = 0.5
+"""Most seconds until the server notices that it is to end."""
 FIELDS_MAX = 16
 SLOW_S = 1.0
 NOT_FOUND = (OptionError, HalfBatchNotFoundError, TopicNotFoundError, MessageError)
@@ -300,7 +302,7 @@ def serving(pages: LivePages, host: str, port: int) -> Iterator[str]:
     except (OSError, UnicodeError) as problem:
         raise OptionError(f"nothing can listen at {host}:{port}: {problem}. Choose another port or address") from None
     server.set_app(pages)
-    thread = threading.Thread(target=server.serve_forever, name="txmq serve", daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(ENDS_S,), name="txmq serve", daemon=True)
     thread.start()
     try:
         yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/"

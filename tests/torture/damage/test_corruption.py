@@ -25,7 +25,7 @@ from tests.torture.damage.corruption import (
 from tests.torture.damage.damaged_log import TABLES
 from tests.torture.damage.ways import DAMAGES
 
-CASES = how_many(quick=14, in_all=150)
+CASES = how_many(quick=5, in_all=150)
 PARTS = how_many(quick=1, in_all=4)
 
 
@@ -47,7 +47,7 @@ def test_the_log_has_a_file_of_every_kind(folder: Path) -> None:
 
 
 def seeds_of_damage(folder: Path) -> list[int]:
-    """Each kind of file twice, and in ``make test-all`` each kind in every way of damage.
+    """Some kinds of files, each in another way of damage; in ``make test-all`` each kind in every way.
 
     The rest of a seed's division by the number of kinds picks the file, the quotient picks the damage: each case takes
     the next of both.
@@ -62,12 +62,13 @@ def seeds_of_damage(folder: Path) -> list[int]:
 def test_the_seeds_have_every_kind_of_file_and_every_way_of_damage(folder: Path) -> None:
     kinds = len(files_by_kind(folder / "log"))
     seeds = seeds_of_damage(folder)
-    assert {seed % kinds for seed in seeds} == set(range(kinds))
-    assert {seed // kinds % len(DAMAGES) for seed in seeds} == set(range(len(DAMAGES)))
+    assert len({seed % kinds for seed in seeds}) == min(CASES, kinds)
+    assert len({seed // kinds % len(DAMAGES) for seed in seeds}) == min(CASES, len(DAMAGES))
     if ALL:
         assert len({(seed % kinds, seed // kinds % len(DAMAGES)) for seed in seeds}) == kinds * len(DAMAGES)
 
 
+@pytest.mark.turns(2, among="damage: the judge")
 def test_an_untouched_log_gives_the_right_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "tests.torture.damage.corruption.damage", lambda log, seed: Result(seed, "none", "none", "nothing")
@@ -76,6 +77,7 @@ def test_an_untouched_log_gives_the_right_answers(folder: Path, monkeypatch: pyt
     assert (result.silent, result.unclear, result.errors) == ({}, {}, 0)
 
 
+@pytest.mark.turns(2, among="damage: the judge")
 def test_a_wrong_answer_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of the checks: a log that lost its newest entry gives wrong answers, and no error."""
 
@@ -98,6 +100,7 @@ def test_damage_gives_the_right_answer_or_a_clear_failure(folder: Path, part: in
     assert sum(r.errors > 0 for r in results) > len(seeds) // 10, "the damage hardly reached anything"
 
 
+@pytest.mark.turns(len(TABLES))
 @pytest.mark.parametrize("table", TABLES)
 def test_a_flipped_bit_of_a_file_is_never_a_wrong_value(folder: Path, tmp_path: Path, table: str) -> None:
     file = files_by_kind(folder / "log")[f"{table} parquet"][0]

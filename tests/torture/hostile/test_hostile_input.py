@@ -23,13 +23,13 @@ CASES = {
     "configuration files": how_many(100, 500),
     "check settings": how_many(260, 500),
     "log arguments": how_many(60, 1000),
-    "edges of arguments": how_many(250, 3000),
+    "edges of arguments": how_many(100, 3000),
     "columns": how_many(80, 1500),
     "sends": how_many(22, 120),
     "verdicts": how_many(120, 400),
     "checkpoint offsets": how_many(60, 300),
-    "edited op rows": how_many(12, 80),
-    "edited half rows": how_many(6, 40),
+    "edited op rows": how_many(5, 80),
+    "edited half rows": how_many(3, 40),
 }
 SELDOM_ACCEPTED = {"durations and numbers", "listener paths", "configuration files", "log arguments", "sends"}
 SELDOM_REFUSED = {"edited op rows"}

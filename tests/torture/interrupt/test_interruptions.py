@@ -76,19 +76,21 @@ def on_disk(clock: StoppedClock, tmp_path_factory: pytest.TempPathFactory) -> Tw
 
 
 # ---------------------------------------------------------------- in short
+@pytest.mark.turns(2, among="interruptions")
 def test_a_reader_that_is_interrupted_reads_on(in_memory: Twins) -> None:
-    assert in_memory.interrupted(FOLLOWER, 10, random.Random(first_seed())) == []
+    assert in_memory.interrupted(FOLLOWER, 5, random.Random(first_seed())) == []
 
 
 def test_an_operation_that_is_interrupted_is_done_whole_or_not_at_all(in_memory: Twins) -> None:
     chance = random.Random(first_seed())
-    for name in chance.sample(list(OPERATIONS), 4):
+    for name in chance.sample(list(OPERATIONS), 2):
         assert in_memory.interrupted(name, 4, chance) == []
 
 
+@pytest.mark.turns(2, among="interruptions")
 def test_a_log_on_disk_is_used_on_after_an_interruption(on_disk: Twins) -> None:
     chance = random.Random(first_seed())
-    assert on_disk.interrupted(chance.choice(list(OPERATIONS)), 2, chance) == []
+    assert on_disk.interrupted(chance.choice(list(OPERATIONS)), 1, chance) == []
 
 
 def test_rows_that_are_taken_before_their_version_are_caught(in_memory: Twins) -> None:
@@ -142,6 +144,7 @@ def moment_of(twin: Twin, function: str, event: str) -> int:
     return named.index(True) + 1
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("function", "event"), [("start_thread", "return"), ("__enter__", "return"), ("end", "call")])
 def test_a_lease_whose_execution_was_interrupted_is_renewed_no_more(
     in_memory: Twins, function: str, event: str

@@ -31,6 +31,7 @@ def test_each_kind_of_anomaly_is_in_one_family_and_each_family_has_a_mutant() ->
     assert set(ONE_OF_A_FAMILY.values()) <= set(NAMES)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=pytest.mark.long if f in SLOW_FAMILIES else ()) for f in FAMILIES]
 )

@@ -24,7 +24,7 @@ from tests.torture.kill.programs import GROUP, Shop, listener
 
 @pytest.mark.crash
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("kills", "points"), [(12, 3), pytest.param(45, 8, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("kills", "points"), [(6, 2), pytest.param(45, 8, marks=pytest.mark.long)])
 def test_processes_killed_and_stopped_at_named_points_lose_and_double_nothing(
     tmp_path: Path, kills: int, points: int
 ) -> None:

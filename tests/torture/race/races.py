@@ -55,7 +55,7 @@ CREWS = "rival+rival+checker+looker rival+rival+upkeep+looker"
 """A line-up of two processes, each of which has one handle for four threads."""
 RACE_COMMITS = 2_500
 """Of one race of a long run, so that several line-ups have their turn; the first one has every role."""
-LISTED_EVERY_S = 2.0
+LISTED_EVERY_S = 0.5
 """Entries of a Delta log stay for a minute at least, so none is missed."""
 END_S_MAX = 120.0
 SETTLE_S_MAX = 180.0

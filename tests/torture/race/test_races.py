@@ -37,8 +37,9 @@ def check_race(track: Track, commits: int, processes: int | None, line_up: str |
     check_offsets(track.open(), TOPIC)
 
 
+@pytest.mark.turns(2, among="races")
 @pytest.mark.parametrize(
-    ("processes", "commits"), [(7, 24), *(pytest.param(n, 250, marks=pytest.mark.long) for n in (2, 8))]
+    ("processes", "commits"), [(6, 20), *(pytest.param(n, 250, marks=pytest.mark.long) for n in (2, 8))]
 )
 def test_racing_processes_on_a_local_path_lose_double_and_overwrite_nothing(
     tmp_path: Path, processes: int, commits: int
@@ -46,7 +47,8 @@ def test_racing_processes_on_a_local_path_lose_double_and_overwrite_nothing(
     check_race(Track(tmp_path / "race", str(tmp_path / "log"), tmp_path / "log"), commits, processes)
 
 
-@pytest.mark.parametrize("commits", [60, pytest.param(1_000, marks=pytest.mark.long)])
+@pytest.mark.turns(2, among="races")
+@pytest.mark.parametrize("commits", [30, pytest.param(1_000, marks=pytest.mark.long)])
 def test_racing_threads_that_share_a_handle_lose_double_and_overwrite_nothing(tmp_path: Path, commits: int) -> None:
     check_race(Track(tmp_path / "race", str(tmp_path / "log"), tmp_path / "log"), commits, None, CREWS)
 

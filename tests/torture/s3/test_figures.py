@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import prometheus_client
+import pytest
 
 import rmq_spark as txmq
 from tests.support.half_batches import commit, prepare
 from tests.torture.s3.server import S3Server
 
 
+@pytest.mark.turns(3, among="on S3")
 def test_an_exporter_reads_a_log_on_s3(log: txmq.CommitLog, s3: S3Server) -> None:
     commit(log, prepare(log, 0))
     prepare(log, 1, 3, group="shop")

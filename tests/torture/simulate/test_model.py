@@ -262,7 +262,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
 
 ProtocolMachine.TestCase.settings = settings(
-    max_examples=how_many(quick=12, in_all=100),
+    max_examples=how_many(quick=5, in_all=100),
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -20,7 +20,7 @@ from tests.torture.simulate.simulation import Scenario, Simulation, run, simulat
 from tests.torture.simulate.store import Files, SimulatedTable, Unanswered, Weather
 from tests.torture.simulate.world import SimulatedMachine
 
-SEEDS = how_many(quick=80, in_all=20_000)
+SEEDS = how_many(quick=36, in_all=20_000)
 PARTS = how_many(quick=1, in_all=20)
 PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 """Beside a worker of pytest there is another one, and they share two cores."""

@@ -94,6 +94,7 @@ def test_vacuum_removes_an_orphan_and_nothing_else(log: txmq.CommitLog, store: A
     assert len(bodies(another(log))) == 5
 
 
+@pytest.mark.turns(3, among="on S3")
 def test_a_log_is_backed_up_to_a_disk_and_beside_it_and_restored(
     log: txmq.CommitLog, store: Any, uri: str, tmp_path: Path
 ) -> None:
@@ -308,6 +309,7 @@ def test_no_secret_is_in_what_a_wrong_secret_raises(store: Any, uri: str, caplog
     assert store.objects(uri) == []
 
 
+@pytest.mark.turns(3, among="on S3")
 @pytest.mark.parametrize("failing", ["op", pytest.param("topics", marks=pytest.mark.long)])
 def test_a_log_that_cannot_be_made_leaves_nothing_behind(store: Any, uri: str, failing: str) -> None:
     def fail() -> None:
