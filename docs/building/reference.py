@@ -458,8 +458,8 @@ NOT_FOR_USERS: Mapping[str, frozenset[str]] = {
         "PushConsumer": "consume_on work consume",
         "EachMessage": "each",
         "SqlInbox": "apply where transaction connect refuse_unsafe",
-        "SqlTransactionListener": "machine enlist",
-        "TableListener": "machine enlist",
+        "SqlTransactionListener": "runtime enlist",
+        "TableListener": "runtime enlist",
     }.items()
 }
 """Methods that only other modules of the package call."""

@@ -581,6 +581,7 @@ def test_only_the_keys_that_were_checked_too_often_are_discarded(log: CommitLog)
         (ROLLBACK, RowState.ROLLED_BACK_BY_DISCARD),
         (None, RowState.QUARANTINED),
         (UNKNOWN, RowState.QUARANTINED),
+        ("UNKNOW", RowState.QUARANTINED),  # as RocketMQ spells it, and as a listener may
     ],
 )
 def test_a_users_own_policy_decides(log: CommitLog, answer: LocalTransactionState | None, state: RowState) -> None:

@@ -57,11 +57,11 @@ from rmq_spark._core.vocabulary.verdicts import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
     UNKNOWN,
-    LocalTransactionState,
     Rollback,
     VerdictArray,
     kept_reason,
     returned,
+    state_of,
 )
 from rmq_spark.errors import FenceError, HalfBatchLeftError
 
@@ -367,7 +367,7 @@ class Checker:
         reason = f"{checks} answered with UNKNOWN; transactionCheckMax is {limit}"
         try:
             answer = self.rules.discard_policy.resolve_discarded(batch, reason)
-            verdict = UNKNOWN if answer is None else LocalTransactionState(answer)
+            verdict = UNKNOWN if answer is None else state_of(answer)
         except Exception as problem:
             report.problem(record.half_id, f"the discard policy did not answer: {sentence_of(problem)}")
             return
