@@ -50,7 +50,6 @@ from tests.support.half_batches import (
 )
 from tests.support.inside import (
     BatchState,
-    Compaction,
     Graces,
     HalfRecord,
     Kind,
@@ -445,7 +444,7 @@ def _compact(log: CommitLog, content: Content) -> Callable[[], object]:
 def _upkeep(log: CommitLog, content: Content) -> Callable[[], object]:
     def upkeep() -> None:
         with limited(OP_FILES_MAX=2):
-            Compaction(log.engine).run()
+            log.engine.compaction.run()
 
     return upkeep
 
