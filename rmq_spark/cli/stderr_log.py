@@ -14,7 +14,9 @@ FORMAT_ENV = "TXMQ_LOG_FORMAT"
 
 
 def log_to_stderr(level: int) -> None:
-    """Log this package's records from ``level`` on, and warnings of all others."""
+    """Log this package's records from ``level`` on, or all of them where ``TXMQ_DEBUG`` is set; and warnings of all
+    others."""
+    level = logging.DEBUG if os.environ.get("TXMQ_DEBUG") else level
     handler = json_handler() or _console_handler()
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("rmq_spark").setLevel(level)

@@ -568,6 +568,10 @@ def test_dead_letters_are_listed_and_sent_again(log: CommitLog) -> None:
     assert "\x1b" not in out
     assert [r["reconsume_times"] for r in objects("dlq", "list", log.path, "points")] == [16, 16]
     assert "resent" not in out, "none was"
+    key = log.read("orders")["keys"][0].as_py().split()[0]
+    topics = [row["topic"] for row in objects("query", log.path, "--key", key)]
+    assert topics == ["%DLQ%points", "orders"], "a dead letter looked delivered"
+    assert [row["topic"] for row in objects("query", log.path, "--topic", "orders", "--key", key)] == ["orders"]
     whole = objects("dlq", "list", log.path, "points")[0]
     assert whole.keys() >= {"tags", "sharding_key", "properties", "born_timestamp", "died", "resent", "body"}
     assert "1 dead letter sent again" in txmq("dlq", "resend", log.path, "points", "--offset", "1")[0]

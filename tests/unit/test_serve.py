@@ -317,7 +317,7 @@ def test_a_message_is_found_by_key_id_half_id_and_place(log: CommitLog) -> None:
             assert (
                 f"{message_id} state committed topic payments place queue 0, offset 0 keys order-1 tags paid" in found
             )
-            assert "read by billing: not yet, 0 is its next offset; points: yes" in found
+            assert "read by billing: not yet, 0 is its next offset; points: past it" in found
             assert "order-2" not in found
         assert "From the prepare on" in text_of(site.find(q=waiting.half_id)), "a half id leads to its half batch"
         hidden = text_of(site.find(q="order-9"))

@@ -13,7 +13,7 @@ from rmq_spark._core.log.batch_state import BatchState
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.runtime.log_records import of_batch
 from rmq_spark._core.runtime.runtime import Runtime
-from rmq_spark._core.vocabulary.redaction import sentence_of, traceback_of
+from rmq_spark._core.vocabulary.redaction import line_of, sentence_of, traceback_of
 from rmq_spark._core.vocabulary.rows import RowSet
 from rmq_spark._core.vocabulary.verdicts import VerdictArray
 
@@ -109,15 +109,15 @@ class Asker:
 
     def why(self, question: Question, problem: BaseException) -> str:
         """Why a listener gave no answer, for the report. The first failure about a half batch is a warning, since
-        nobody reads the report of a producer's own checks."""
+        nobody reads the report of a producer's own checks. At level DEBUG the traceback is logged, too."""
         if isinstance(problem, NoAnswer):
             return str(problem)
-        half_id, text = question.key[0], traceback_of(problem)
+        half_id, text = question.key[0], f"{sentence_of(problem)}{line_of(problem)}"
         level = logging.INFO if half_id in self._warned else logging.WARNING
         self._warned.add(half_id)
-        logger.log(
-            level, "the listener of half batch %r did not answer: %s", half_id, text, extra=of_batch(question.batch)
-        )
+        fields = of_batch(question.batch)
+        logger.log(level, "the listener of half batch %r did not answer: %s", half_id, text, extra=fields)
+        logger.debug("the listener of half batch %r raised: %s", half_id, traceback_of(problem), extra=fields)
         return f"its listener did not answer: {sentence_of(problem)}"
 
     def forget_all_but(self, half_ids: Collection[str]) -> None:

@@ -47,7 +47,7 @@ class Wanted:
     Attributes
     ----------
     topic : str
-        None: all topics but those of retries and dead letters.
+        None: all topics; those of retries and dead letters only when a key is wanted.
     key : str
         One of the message's keys.
     queue_id, offset : int
@@ -106,7 +106,7 @@ def find(engine: Engine, wanted: Wanted, limit: int) -> pa.Table:
                 f"{topics[wanted.topic] - 1}"
             )
     else:
-        names = {name for name in topics if not name.startswith(SYSTEM_PREFIXES)}
+        names = {name for name in topics if wanted.key is not None or not name.startswith(SYSTEM_PREFIXES)}
     placements = Placements(engine, names.__contains__)
     ends = placements.latest()
     start = {queue: engine.firsts(refresh=False).get(queue, 0) for queue in ends}
@@ -160,9 +160,8 @@ def find_not_visible(engine: Engine, wanted: Wanted, limit: int) -> pa.Table:
     half.refresh()
     columns = ["half_id", "file_no", "row_no", "topic", "tags", "keys"]
     rows = _rows_of_readable(half, half.actions()["path"].to_pylist(), columns)
-    topics = pc.unique(rows["topic"]).to_pylist()
-    names = [wanted.topic] if wanted.topic else [topic for topic in topics if not topic.startswith(SYSTEM_PREFIXES)]
-    rows = rows.filter(pc.is_in(rows["topic"], value_set=pa.array(names, pa.string())))
+    if wanted.topic is not None:
+        rows = rows.filter(pc.equal(rows["topic"], wanted.topic))
     if where is not None and rows.num_rows:
         rows = rows.filter(where.keeps(rows))
     chosen: dict[str, dict[int, list[int]]] = {}

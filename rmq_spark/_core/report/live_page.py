@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from rmq_spark import __version__
+from rmq_spark._core.consumers.retry import REASON
 from rmq_spark._core.inspect.finding import Finding
 from rmq_spark._core.inspect.standing import Standing
 from rmq_spark._core.inspect.trace import Trace, TraceKind
@@ -28,6 +29,7 @@ from rmq_spark._core.report.components import (
 )
 from rmq_spark._core.report.report_figures import Figures
 from rmq_spark._core.report.waterfall import reason_of, waterfall
+from rmq_spark._core.vocabulary.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark._core.vocabulary.text import count_of, duration
 
 SCRIPT = script(asset("live.js"))
@@ -287,7 +289,7 @@ def found(
     for number, row in enumerate(rows):
         offset, at, half = row["queue_offset"], row["commit_timestamp"], escape(half_address(row["half_id"]))
         facts = {
-            "state": f"{row['state'].replace('_', ' ')}{': ' if row['reason'] else ''}{row['reason'] or ''}",
+            "state": _state(row),
             "topic": row["topic"],
             "place": "none: it is not visible" if offset is None else f"queue {row['queue_id']}, offset {offset}",
             "keys": row["keys"],
@@ -307,13 +309,21 @@ def found(
     return f'<div class="grid one">{"".join(parts)}</div>{more}'
 
 
+def _state(row: Mapping[str, Any]) -> str:
+    state, reason = row["state"].replace("_", " "), row["reason"]
+    for prefix, word in ((DLQ_PREFIX, "dead letter of"), (RETRY_PREFIX, "retry of")):
+        if row["topic"].startswith(prefix) and state == "committed":
+            state, reason = f"{word} {row['topic'].removeprefix(prefix)}", dict(row["properties"] or ()).get(REASON)
+    return f"{state}: {reason}" if reason else state
+
+
 def _readers(row: Mapping[str, Any], groups: Sequence[tuple[str, int]]) -> str:
     offset = row["queue_offset"]
     if offset is None:
         return ""
     if not groups:
         return "no consumer group reads this queue"
-    words = [f"{group}: {'yes' if end > offset else f'not yet, {end} is its next offset'}" for group, end in groups]
+    words = [f"{group}: {'past it' if end > offset else f'not yet, {end} is its next offset'}" for group, end in groups]
     more = len(words) - READERS_MAX
     return "; ".join([*words[:READERS_MAX], *([f"{more} more groups"] if more > 0 else [])])
 

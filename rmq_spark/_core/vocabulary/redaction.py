@@ -170,8 +170,8 @@ def text_of(problem: BaseException) -> str:
 
 
 def sentence_of(problem: BaseException) -> str:
-    """The problem's class and message on one line, for a report."""
-    text = text_of(problem)
+    """The problem's class and message on one line, for a report, without SQLAlchemy's link."""
+    text = re.sub(r"\s*\(Background on this error at: \S+\)", "", text_of(problem))
     return f"{type(problem).__name__}: {one_line(redacted(text))}" if text else type(problem).__name__
 
 
