@@ -70,7 +70,6 @@ _LIVES_IN = {
     "rmq_spark._core.metrics.push_gateway": "push_figures=push",
     "rmq_spark._core.producer.async_send": "AsyncSend",
     "rmq_spark._core.protocol": "group_commit two_phase=send",
-    "rmq_spark._core.protocol.compaction": "Compaction",
     "rmq_spark._core.protocol.engine": "Engine",
     "rmq_spark._core.protocol.parts": "PartAnswer PartRunner run_part",
     "rmq_spark._core.protocol.half_batch_view": "half_batch_of",
