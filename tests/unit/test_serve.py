@@ -337,12 +337,76 @@ def test_a_key_that_looks_like_an_id_is_found(log: CommitLog) -> None:
         assert "keys shop:17" in text_of(site.find(q="shop:17"))
 
 
-def test_a_search_that_finds_many_says_so(log: CommitLog) -> None:
-    commit(log, prepare(log, 0, 50))
+def test_a_search_that_finds_many_has_the_command_for_more(log: CommitLog) -> None:
+    commit(log, prepare(log, 0, {"body": ["b"] * 50, "keys": ["order 1"] * 50}))
+    with served(log) as site:
+        pages = [site.find(q="order"), site.find(q="order", topic="orders"), site.find(q="1", topic="orders", queue=0)]
+        by_transaction = text_of(site.find(q="app:0:1"))
+    for page, place in zip(pages, ("", " --topic orders", " --topic orders --queue 0"), strict=True):
+        assert page.count("<section") == serve.FOUND_MAX
+        key = "1" if "queue" in place else "order"
+        assert f"There are more: txmq query shop/log --key {key}{place} --limit 200" in text_of(page)
+    assert "There are more: txmq query shop/log --transaction-id app:0:1 --limit 200" in by_transaction
+
+
+def test_a_search_that_finds_nothing_says_how_keys_are_matched_and_links_to_what_there_is(log: CommitLog) -> None:
+    commit(log, prepare(log, 0, {"body": ["b"], "keys": ["order-4711"]}))
+    with served(log) as site:
+        by_key, at_place = site.find(q="4711"), site.find(topic="orders", queue=1, offset=9)
+    assert "A key is matched whole: 4711 does not find order-4711." in text_of(by_key)
+    for topic in ("orders", "payments"):
+        assert f'<a href="/find?topic={topic}">{topic}</a>' in by_key
+    assert '<a href="/find?topic=orders&amp;queue=1">orders queue 1</a>' in at_place
+
+
+def offsets_in(page: str) -> list[int]:
+    return [int(offset) for offset in re.findall(r'data-head="offset"><a [^>]*>(\d+)</a>', page)]
+
+
+def test_a_topic_is_a_table_with_the_newest_first_and_pages_that_leave_nothing_out(log: CommitLog) -> None:
+    columns = {"body": ["b"] * 120, "keys": [f"order-{n}" for n in range(120)], "tags": ["paid"] * 120}
+    commit(log, prepare(log, 0, columns, topic="payments"))
+    commit(log, prepare(log, 1, {"body": ["last"], "keys": ["order-120"]}, topic="payments"))
+    ConsumerGroup(log, "points").reset("latest", ["payments"])
+    ConsumerGroup(log, "billing").reset("earliest", ["payments"])
+    with served(log) as site:
+        page, seen, steps = site.find(topic="payments"), [], []
+        first = text_of(page)
+        while True:
+            seen.append(offsets_in(page))
+            links = {word: target for target, word in re.findall(r'<a href="([^"]*)">(older|newer)</a>', page)}
+            steps.append(sorted(links))
+            if "older" not in links:
+                break
+            page = site.get(links["older"].replace("&amp;", "&")).text
+        assert [offset for part in seen for offset in part] == list(range(120, -1, -1))
+        assert [len(part) for part in seen] == [50, 50, 21]
+        assert steps == [["older"], ["newer", "older"], ["newer"]]
+        page = site.get(links["newer"].replace("&amp;", "&")).text
+        assert offsets_in(page) == seen[1]
+        assert offsets_in(site.find(topic="payments", queue=0)) == seen[0]
+        (card,) = re.findall(r'<a href="([^"]*)">120</a>', site.find(topic="payments"))
+        assert "keys order-120" in text_of(site.get(card.replace("&amp;", "&")).text)
+        assert "no number" in text_of(site.find(topic="payments", queue=0, before="x"))
+        assert "an offset needs a queue" in text_of(site.find(topic="orders", before=3))
+        assert "There is no message that readers can see." in text_of(site.find(topic="orders"))
+    assert re.search(r"120 \d{4}-\d\d-\d\d [\d:]{8} order-120 4 B points; not yet billing 119 ", first)
+
+
+def test_a_topic_of_several_queues_leads_on_in_each(log: CommitLog) -> None:
+    commit(log, prepare(log, 0, 130))
     with served(log) as site:
         page = site.find(topic="orders")
-    assert page.count("<section") == serve.FOUND_MAX
-    assert "There are more" in text_of(page)
+        seen = [(int(queue), int(offset)) for queue, offset in re.findall(r"queue=(\d)&amp;offset=(\d+)", page)]
+        assert len(seen) == len(set(seen)) == 50
+        targets = re.findall(r'<a href="([^"]*)">queue \d</a>', page)
+        assert len(targets) == 2
+        for queue, target in enumerate(targets):
+            while target:
+                page = site.get(target.replace("&amp;", "&")).text
+                seen += [(queue, offset) for offset in offsets_in(page)]
+                target = "".join(re.findall(r'<a href="([^"]*)">older</a>', page))
+    assert sorted(seen) == [(queue, offset) for queue in range(2) for offset in range(65)]
 
 
 @pytest.mark.parametrize("show_bodies", [False, True])

@@ -30,7 +30,7 @@ from rmq_spark._core.report.components import (
 from rmq_spark._core.report.report_figures import Figures
 from rmq_spark._core.report.waterfall import reason_of, waterfall
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, RETRY_PREFIX
-from rmq_spark._core.vocabulary.text import count_of, duration
+from rmq_spark._core.vocabulary.text import byte_size, count_of, duration
 
 SCRIPT = script(asset("live.js"))
 POLICY = (
@@ -43,10 +43,22 @@ GROUPS_MAX, QUEUES_MAX = 20, 4
 """The most consumer groups, and queues of each, that home lists."""
 FIELDS = ("q", "topic", "queue", "offset")
 """The fields of the form that searches."""
+BEFORE = "before"
+"""The field of an address with the offset before which a list of messages ends."""
+LISTED_MAX, LINKS_MAX = 50, 20
+"""The most messages of a list, and the most links to topics or queues."""
 
 
 def half_address(half_id: str) -> str:
     return f"/half?{urlencode({'id': half_id})}"
+
+
+def find_address(topic: str, **more: int) -> str:
+    return f"/find?{urlencode({'topic': topic, **more})}"
+
+
+def link(address: str, text: str) -> str:
+    return f'<a href="{escape(address)}">{escape(text)}</a>'
 
 
 def document(log: str, main: str, note: str, *, searched: Mapping[str, str] | None = None, every_s: int = 0) -> str:
@@ -268,23 +280,104 @@ def _transactions(trace: Trace, transactions: Sequence[Mapping[str, Any]]) -> st
 
 
 # ---------------------------------------------------------------- a search
-def found(
+Readers = Mapping[tuple[str, int], Sequence[tuple[str, int]]]
+"""By topic and queue, the consumer groups that read it and their next offsets."""
+
+
+def newest(
+    topic: str,
     rows: Sequence[Mapping[str, Any]],
-    has_more: bool,
-    readers: Mapping[tuple[str, int], Sequence[tuple[str, int]]],
-    bodies: Sequence[str] | None,
+    kept: Mapping[int, tuple[int, int]],
+    before: int | None,
+    readers: Readers,
 ) -> str:
+    """Return the main part of a page that lists messages of a topic, the newest first.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        At most :data:`LISTED_MAX` messages, in this order.
+    kept : mapping
+        The queues that the list is of, each with its first kept offset and its next one.
+    before : int, optional
+        The offset before which the list ends; None for the newest messages.
+    """
+    columns = [
+        Column("offset", lambda row: f"{row['queue_offset']}", "number", lambda row: find_address(
+            topic, queue=row["queue_id"], offset=row["queue_offset"])),
+        Column("committed (UTC)", lambda row: f"{row['commit_timestamp']:%Y-%m-%d %H:%M:%S}", "word"),
+        Column("keys", lambda row: row["keys"] or ""),
+        Column("tags", lambda row: row["tags"] or ""),
+        Column("size", lambda row: byte_size(len(row["body"] or b"")), "number"),
+        Column("read by", lambda row: _read_by(row, readers), "text"),
+    ]  # fmt: skip
+    lowest = {queue: end if before is None else min(before, end) for queue, (_, end) in kept.items()}
+    for row in rows:
+        lowest[row["queue_id"]] = min(row["queue_offset"], lowest[row["queue_id"]])
+    older = {queue: offset for queue, offset in lowest.items() if offset > kept[queue][0]}
+    if len(kept) == 1:
+        ((queue, (_, end)),) = kept.items()
+        name = f"{topic} queue {queue}"
+        links = [link(find_address(topic, queue=queue, before=offset), "older") for offset in older.values()]
+        if before is not None and before < end:
+            after = before + LISTED_MAX
+            place = {"queue": queue} if after >= end else {"queue": queue, BEFORE: after}
+            links.append(link(find_address(topic, **place), "newer"))
+        more = f'<p class="more">{" · ".join(links)}</p>' if links else ""
+    else:
+        name = f"{topic}, all {len(kept)} queues"
+        columns.insert(0, Column("queue", lambda row: f"{row['queue_id']}", "number"))
+        links = [link(find_address(topic, queue=q, before=at), f"queue {q}") for q, at in [*older.items()][:LINKS_MAX]]
+        rest = "; of another queue: name it above" if len(older) > LINKS_MAX else ""
+        more = f'<p class="more">Older: {" · ".join(links)}{rest}</p>' if links else ""
+    if not rows:
+        nothing = '<p class="nothing">There is no message that readers can see.</p>'
+        return f'<div class="grid one">{framed(name, "", nothing + more, wide=True)}</div>'
+    hint = f"Visible messages{'' if before is None else f' before offset {before}'}, the newest first."
+    return f'<div class="grid one">{framed(name, hint, listed(rows, columns, len(rows)) + more, wide=True)}</div>'
+
+
+def _read_by(row: Mapping[str, Any], readers: Readers) -> str:
+    groups = readers.get((row["topic"], row["queue_id"]), ())
+    past = [group for group, end in groups if end > row["queue_offset"]]
+    coming = [group for group, end in groups if end <= row["queue_offset"]]
+    parts = [_first_of(past)] if past else []
+    return "; ".join([*parts, *([f"not yet {_first_of(coming)}"] if coming else [])])
+
+
+def _first_of(names: Sequence[str]) -> str:
+    more = len(names) - READERS_MAX
+    return ", ".join([*names[:READERS_MAX], *([f"{more} more"] if more > 0 else [])])
+
+
+def not_found(topics: Sequence[str], topic: str | None = None, queue: int | None = None) -> str:
+    """Return the main part of a page for a search that has found nothing: by a key, or at a place."""
+    if topic is not None and queue is not None:
+        sentence = "No such message: it has expired, it is not there yet, or this key is not its own. "
+        there = f"This queue: {link(find_address(topic, queue=queue), f'{topic} queue {queue}')}"
+    else:
+        sentence = (
+            "No such message. A key is matched whole: 4711 does not find order-4711. A key finds what is not visible "
+            "only while it is in half. "
+        )
+        links = ", ".join(link(find_address(name), name) for name in topics[:LINKS_MAX])
+        more = len(topics) - LINKS_MAX
+        there = f"The topics: {links}{f', and {more} more' if more > 0 else ''}" if links else ""
+    return f'<section class="card wide"><h2>Found</h2><p class="hint">{sentence}{there}</p></section>'
+
+
+def found(rows: Sequence[Mapping[str, Any]], more: str, readers: Readers, bodies: Sequence[str] | None) -> str:
     """Return the main part of a page with the messages that a search has found.
 
     Parameters
     ----------
-    readers : mapping
-        By topic and queue, the consumer groups that read it and their next offsets.
+    rows : sequence of mapping
+        At least one.
+    more : str
+        The command that shows more; empty when there are no more.
     bodies : sequence of str, optional
         The bodies as text; None when they are hidden.
     """
-    if not rows:
-        return notice("Found", "No such message. A key finds what is not visible only while it is in half.")
     parts = []
     for number, row in enumerate(rows):
         offset, at, half = row["queue_offset"], row["commit_timestamp"], escape(half_address(row["half_id"]))
@@ -305,8 +398,8 @@ def found(
             f'<section class="card wide"><h2 class="id">{escape(row["msg_id"])}</h2><dl class="facts">{items}'
             f'<dt>half batch</dt><dd><a href="{half}">{escape(row["half_id"])}</a></dd></dl>{body}</section>'
         )
-    more = '<p class="more">There are more: name a topic, a queue, an offset.</p>' if has_more else ""
-    return f'<div class="grid one">{"".join(parts)}</div>{more}'
+    last = f'<p class="more">There are more: {commands(more)}</p>' if more else ""
+    return f'<div class="grid one">{"".join(parts)}</div>{last}'
 
 
 def _state(row: Mapping[str, Any]) -> str:
