@@ -62,7 +62,7 @@ def test_pages_fit_the_screen_and_run_only_their_own_script(
         ("", "Two verdicts contradict each other"),
         (f"half?{urlencode({'id': f'{APP}:3'})}", "too late"),
         (f"half?{urlencode({'id': f'{APP}:1'})}", "From the prepare on"),
-        (f"find?{urlencode({'topic': 'orders', 'queue': 0})}", "not yet"),
+        (f"find?{urlencode({'topic': 'orders', 'queue': 0})}", "nobody yet"),
         ("half?id=nothing:1", "Not found"),
     ):
         page.open(f"{url}{path}")

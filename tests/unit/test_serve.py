@@ -250,6 +250,37 @@ def test_a_late_drain_leaves_the_steps_apart() -> None:
     assert "at the latest 1d after the prepare" in drawn
 
 
+def test_a_half_batch_says_its_state_in_colour_and_when_it_was_prepared(log: CommitLog) -> None:
+    record = prepare(log, 0, 3)
+    quarantine(log, record)
+    commit(log, done := prepare(log, 1, 2, topic="payments"))
+    with served(log) as site:
+        page, other = site.half(record), site.half(done)
+    facts = (
+        rf"prepared {record.prepared_at:%Y-%m-%d %H:%M:%S} UTC \([\d.]+m?s ago\) · topic orders · producer group group"
+    )
+    assert re.search(rf"3 messages: 3 quarantined · {facts} · attempt 1", text_of(page))
+    assert '<b class="critical">3 quarantined</b>' in page
+    assert '<b class="ok">2 committed</b>' in other
+
+
+def test_equal_checks_are_one_line_with_a_mark_for_each() -> None:
+    def check(minute: float, reason: str) -> TraceEvent:
+        at = datetime.fromtimestamp(1.7e9 + 60 * minute, timezone.utc)
+        return TraceEvent(at, TraceKind.CHECKED, 1, decided_by="check", reason=reason)
+
+    prepared = TraceEvent(datetime.fromtimestamp(1.7e9, timezone.utc), TraceKind.PREPARED, 1)
+    down = [check(4 * n, "the bank is down") for n in range(1, 16)]
+    trace = Trace("app:0", "half", 1, {}, fence_id="", events=(prepared, *down, check(64, "slow"), check(68, "slow")))
+    steps = [step for step in steps_of(trace, down[-1].at) if step.phase == "check"]
+    assert [(step.begin_s, step.end_s, step.what) for step in steps] == [
+        (0.0, 3600.0, "15 × UNKNOWN by check, 1 message: the bank is down, from 4m to 1h"),
+        (3600.0, 4080.0, "2 × UNKNOWN by check, 1 message: slow, from 1h 4m to 1h 8m"),
+    ]
+    drawn = waterfall(trace, down[-1].at)
+    assert drawn.partition("15 ×")[0].rpartition("<li>")[2].count('width="4"') == 15
+
+
 def test_a_half_batch_shows_its_transactions_and_the_ones_that_are_not_visible_first(log: CommitLog) -> None:
     columns = {"body": ["a", "b", "c"], "keys": ["order-1", "order-2", "order-3"]}
     record = prepare(log, 0, columns, per="key", key="keys", topic="payments")
@@ -270,6 +301,9 @@ def test_both_verdicts_of_a_conflict_stand_side_by_side_with_the_next_step(log: 
         page = site.half(record)
         text = text_of(page)
         assert re.search(r"counts ROLLBACK check .*? 2 no such payment too late COMMIT execute .*? 2", text)
+        assert (
+            "COMMIT when the local transaction happened (readers will see 2 messages, for good), and ROLLBACK" in text
+        )
         assert "<code>txmq resolve shop/log app:0 COMMIT --reason &quot;…&quot;</code>; or: <code>txmq resolve" in page
         log.resolve(record.half_id, COMMIT_MESSAGE, "ticket 81")
         site.pages.looks._looks.clear()
@@ -286,7 +320,7 @@ def test_a_half_batch_that_has_left_shows_what_is_kept(log: CommitLog) -> None:
     let_leave(log)
     with served(log) as site:
         text = text_of(site.half(record))
-    assert "4 messages of group: 4 committed." in text
+    assert "4 messages: 4 committed · prepared " in text
     assert "app:0" in text
 
 

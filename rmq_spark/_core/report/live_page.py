@@ -31,6 +31,7 @@ from rmq_spark._core.report.report_figures import Figures
 from rmq_spark._core.report.waterfall import reason_of, waterfall
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark._core.vocabulary.text import byte_size, count_of, duration
+from rmq_spark._core.vocabulary.verdicts import ROLLBACK_MESSAGE
 
 SCRIPT = script(asset("live.js"))
 POLICY = (
@@ -41,6 +42,14 @@ POLICY = (
 READERS_MAX = 6
 GROUPS_MAX, QUEUES_MAX = 20, 4
 """The most consumer groups, and queues of each, that home lists."""
+STATES = {
+    "committed": "ok",
+    "rolled_back": "warning",
+    "rolled_back_by_check": "warning",
+    "rolled_back_by_discard": "critical",
+    "quarantined": "critical",
+}
+"""The colours of states; others have none."""
 FIELDS = ("q", "topic", "queue", "offset")
 """The fields of the form that searches."""
 BEFORE = "before"
@@ -224,9 +233,6 @@ def half_batch(trace: Trace, transactions: Sequence[Mapping[str, Any]], advice: 
     advice : sequence of str
         What a person can do next, a sentence each.
     """
-    outcome = ", ".join(f"{count:,} {state.replace('_', ' ')}" for state, count in trace.outcome.items())
-    group = trace.producer_group or "an unknown producer group"
-    summary = f"{count_of(trace.messages, 'message')} of {group}: {outcome or 'what became of them is not known'}."
     waits = "".join(
         f'<li>waits for <a href="{escape(half_address(half_id))}">{escape(half_id)}</a></li>'
         for half_id in trace.waits_for[:READERS_MAX]
@@ -235,7 +241,7 @@ def half_batch(trace: Trace, transactions: Sequence[Mapping[str, Any]], advice: 
     more = f'<ul class="later">{waits}{unknown}</ul>' if waits or unknown else ""
     name = trace.transaction_id or trace.message_id or trace.half_id
     parts = [
-        f'<h2 class="id">{escape(name)}</h2><p class="hint">{escape(summary)}</p>{more}',
+        f'<h2 class="id">{escape(name)}</h2>{_facts(trace, now)}{more}',
         framed("What to do", "", "".join(f'<p class="do">{commands(line)}</p>' for line in advice), wide=True)
         if advice
         else "",
@@ -244,6 +250,26 @@ def half_batch(trace: Trace, transactions: Sequence[Mapping[str, Any]], advice: 
         _transactions(trace, transactions) if transactions else "",
     ]
     return f'<div class="grid one">{"".join(parts)}</div>'
+
+
+def _facts(trace: Trace, now: datetime) -> str:
+    states = [
+        f'<b class="{STATES.get(state, "")}">{count:,} {escape(state.replace("_", " "))}</b>'
+        for state, count in trace.outcome.items()
+    ]
+    if trace.in_conflict:
+        states.append('<b class="critical">in conflict</b>')
+    at = trace.prepared_at
+    age = "" if at is None else duration(max(0.0, (now - at).total_seconds()))
+    facts = [
+        None if at is None else f"prepared {at:%Y-%m-%d %H:%M:%S} UTC ({age} ago)",
+        trace.topics and f"topic{'s' * (len(trace.topics) > 1)} {_first_of(trace.topics)}",
+        f"producer group {trace.producer_group or 'unknown'}",
+        trace.attempt and f"attempt {trace.attempt}",
+    ]
+    outcome = ", ".join(states) or "what became of them is not known"
+    line = " · ".join(escape(fact) for fact in facts if fact)
+    return f'<p class="states">{count_of(trace.messages, "message")}: {outcome} <span>· {line}</span></p>'
 
 
 def _two_verdicts(trace: Trace) -> str:
@@ -259,7 +285,15 @@ def _two_verdicts(trace: Trace) -> str:
     rows = [("counts", words[event.kind], event) for event in trace.events if event.kind in words]
     late = [e for e in trace.events if e.kind is TraceKind.CONFLICT]
     rows += [("too late", (event.verdict or "").removesuffix("_MESSAGE"), event) for event in late]
-    hint = "They contradict each other. The first one counts until a person decides."
+    count = count_of(max((event.messages for event in late), default=trace.messages), "message")
+    if {event.verdict for event in late} == {str(ROLLBACK_MESSAGE)}:
+        decide = "Readers may have seen the messages: only COMMIT is possible."
+    else:
+        decide = (
+            f"Decide COMMIT when the local transaction happened (readers will see {count}, for good), and ROLLBACK "
+            "when it did not."
+        )
+    hint = f"They contradict each other. The first one counts until a person decides. {decide}"
     return framed("Two verdicts", hint, listed(rows[:ROWS_MAX], columns, len(rows)), wide=True)
 
 
@@ -341,8 +375,9 @@ def _read_by(row: Mapping[str, Any], readers: Readers) -> str:
     groups = readers.get((row["topic"], row["queue_id"]), ())
     past = [group for group, end in groups if end > row["queue_offset"]]
     coming = [group for group, end in groups if end <= row["queue_offset"]]
-    parts = [_first_of(past)] if past else []
-    return "; ".join([*parts, *([f"not yet {_first_of(coming)}"] if coming else [])])
+    if past and coming:
+        return f"{_first_of(past)}; not yet {_first_of(coming)}"
+    return "" if not groups else "nobody yet" if coming else _first_of(past)
 
 
 def _first_of(names: Sequence[str]) -> str:
