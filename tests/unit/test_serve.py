@@ -161,6 +161,48 @@ def test_home_lists_what_waits_with_its_reason_and_whole_commands(log: CommitLog
     assert page.index("contradict each other") < page.index("quarantined, and hidden"), "what is critical comes first"
 
 
+def test_ids_and_topics_on_home_are_links(log: CommitLog) -> None:
+    torn, hidden, open_ = (prepare(log, n, 2) for n in (1, 11, 12))
+    in_conflict(log, torn)
+    quarantine(log, hidden)
+    with served(log) as site:
+        top, _, rest = site.get().text.partition('<dl class="tiles">')
+    for half_id in (torn.half_id, hidden.half_id):
+        target = f'<a href="/half?id={quote(half_id)}">{half_id}</a>'
+        assert target in top
+        assert target in rest
+    assert f'<a href="/half?id={quote(open_.half_id)}">' in rest
+    assert '<a href="/find?topic=orders">orders</a>' in rest
+
+
+def test_what_went_well_stands_last_and_is_folded_when_it_is_long(log: CommitLog) -> None:
+    for number in range(5):
+        commit(log, prepare(log, number, 1))
+    ConsumerGroup(log, "points").reset("earliest", ["orders"])
+    with served(log) as site:
+        page = site.get().text
+        assert "<details" not in page
+        commit(log, prepare(log, 5, 1))
+        for number in range(4):
+            log.create_topic(f"more-{number}", 1)
+        site.pages.looks._looks.clear()
+        page = site.get().text
+    titles = re.findall(r"<h2>([^<]*)</h2>", page)
+    assert titles == ["Pending", "Rolled back lately", "Consumer groups", "Committed lately", "What appeared"]
+    folded = re.findall(r'<details class="list" id="(\w+)"><summary>([^<]*)</summary>', page)
+    assert folded == [("committed", "The newest 6 of 6"), ("appeared", "6 topics")]
+
+
+def test_a_quarantined_half_batch_is_listed_with_the_last_answer_of_its_checks(log: CommitLog) -> None:
+    hidden = prepare(log, 1, 2, fence_id="bank")
+    for reason in ("the bank is slow", "the bank answers 503"):
+        count_check(log.engine, hidden, 1, pending(log, hidden), reason)
+    quarantine(log, hidden, "2 checks were answered with UNKNOWN")
+    with served(log) as site:
+        text = text_of(site.get().text)
+    assert "2 checks were answered with UNKNOWN; the last answer: the bank answers 503" in text
+
+
 def test_lag_is_shown_by_group_and_queue(log: CommitLog) -> None:
     commit(log, prepare(log, 0, 8))
     ConsumerGroup(log, "points").reset("earliest", ["orders"])

@@ -20,8 +20,10 @@ from rmq_spark._core.report.components import (
     commands,
     counted,
     escape,
+    folded,
     framed,
     headline,
+    link,
     listed,
     script,
     sha256,
@@ -64,10 +66,6 @@ def half_address(half_id: str) -> str:
 
 def find_address(topic: str, **more: int) -> str:
     return f"/find?{urlencode({'topic': topic, **more})}"
-
-
-def link(address: str, text: str) -> str:
-    return f'<a href="{escape(address)}">{escape(text)}</a>'
 
 
 def document(log: str, main: str, note: str, *, searched: Mapping[str, str] | None = None, every_s: int = 0) -> str:
@@ -134,7 +132,13 @@ def home(figures: Figures, findings: Sequence[Finding], typed: str, more: str = 
     newest = f"The newest in {span}, with the age of the verdict"
 
     def half_batches(
-        title: str, hint: str, rows: Sequence[Mapping[str, Any]], total: int, command: str = "", nothing: str = ""
+        title: str,
+        hint: str,
+        rows: Sequence[Mapping[str, Any]],
+        total: int,
+        command: str = "",
+        nothing: str = "",
+        folds: str = "",
     ) -> str:
         if not rows:
             return framed(title, f"{hint}.", f'<p class="nothing">{nothing}</p>', wide=True) if nothing else ""
@@ -148,7 +152,10 @@ def home(figures: Figures, findings: Sequence[Finding], typed: str, more: str = 
             else Column("by", lambda row: row["decided_by"] or "", "word"),
             Column("reason", _reason, "text"),
         ]
-        return framed(title, f"{hint}.", listed(rows, columns, total, command and f"{command} {typed}"), wide=True)
+        content = listed(rows, columns, total, command and f"{command} {typed}")
+        if folds:
+            content = folded(folds, rows, content, f"The newest {len(rows)} of {total:,}")
+        return framed(title, f"{hint}.", content, wide=True)
 
     parts = [
         half_batches("In conflict", "Two verdicts contradict each other: find out which is true", figures.conflicts,
@@ -158,12 +165,16 @@ def home(figures: Figures, findings: Sequence[Finding], typed: str, more: str = 
         half_batches("Pending", "No verdict yet: a check asks about what stays here", figures.pending,
                      now.pending_batches, "txmq pending", "Nothing is pending."),
         half_batches("Rolled back lately", newest, rolled_back.newest.to_pylist(), rolled_back.total, nothing="None."),
-        half_batches("Committed lately", newest, committed.newest.to_pylist(), committed.total, nothing="None."),
         _lags(now, typed),
-        _appeared(figures, span, typed),
+        half_batches("Committed lately", newest, committed.newest.to_pylist(), committed.total, nothing="None.",
+                     folds="committed"),
+        _appeared(figures, span, typed, has_links),
         more,
     ]  # fmt: skip
-    return f'{headline(findings)}\n{tiles(figures)}\n<div class="grid">{"".join(parts)}</div>'
+    waiting = (now.conflicts, now.quarantined, now.pending)
+    ids = {row["half_id"] for rows in waiting for row in rows if row["half_id"]} if has_links else ()
+    top = headline(findings, {half_id: half_address(half_id) for half_id in ids})
+    return f'{top}\n{tiles(figures)}\n<div class="grid">{"".join(parts)}</div>'
 
 
 def _address(row: Mapping[str, Any]) -> str | None:
@@ -173,12 +184,14 @@ def _address(row: Mapping[str, Any]) -> str | None:
 def _reason(row: Mapping[str, Any]) -> str:
     more = row.get("reasons", 0) - 1
     text = row["reason"] or ("its local transaction runs" if row.get("leased") else "")
+    if row.get("answer"):
+        text += f"; the last answer: {row['answer']}"
     return f"{text} (and {count_of(more, 'other reason')})" if more > 0 else text
 
 
 def _lags(now: Standing, typed: str) -> str:
     if not now.groups:
-        return framed("Consumer groups", "None reads from this commit log.", "")
+        return framed("Consumer groups", "None reads from this commit log.", "", wide=True)
     rows = []
     groups = sorted(now.groups, key=lambda group: (-group["lag"], group["consumer_group"]))
     for group in groups[:GROUPS_MAX]:
@@ -202,24 +215,25 @@ def _lags(now: Standing, typed: str) -> str:
         f"Messages that a group has not read, and for how long the oldest has waited: txmq group list {typed}".strip()
     )
     content = listed(rows, columns, len(rows) + max(0, len(groups) - GROUPS_MAX))
-    return framed("Consumer groups", hint, content)
+    return framed("Consumer groups", hint, content, wide=True)
 
 
-def _appeared(figures: Figures, span: str, typed: str) -> str:
+def _appeared(figures: Figures, span: str, typed: str, has_links: bool) -> str:
     topics = figures.now.topics
     appeared = {row["topic"]: row for row in figures.appeared.to_pylist()}
     rows = [*appeared.values(), *({"topic": name, "messages": 0, "at": None} for name in topics.keys() - appeared)]
     columns = [
-        Column("topic", lambda row: row["topic"]),
+        Column("topic", lambda row: row["topic"], "", lambda row: find_address(row["topic"]) if has_links else None),
         Column(f"in {span}", lambda row: f"{row['messages']:,}", "number"),
         Column("ever", lambda row: counted(topics[row["topic"]]["committed"]), "number"),
         Column("last", lambda row: "" if row["at"] is None else f"{row['at']:%d %b %H:%M}"),
     ]
     rows.sort(key=lambda row: (-row["messages"], row["topic"]))
     if not rows:
-        return framed("What appeared", "There is no topic yet.", "")
+        return framed("What appeared", "There is no topic yet.", "", wide=True)
     hint = "Messages that readers can see, by topic."
-    return framed("What appeared", hint, listed(rows[:ROWS_MAX], columns, len(rows), f"txmq topics {typed}"))
+    content = listed(rows[:ROWS_MAX], columns, len(rows), f"txmq topics {typed}")
+    return framed("What appeared", hint, folded("appeared", rows, content, count_of(len(rows), "topic")), wide=True)
 
 
 # ---------------------------------------------------------------- a half batch
