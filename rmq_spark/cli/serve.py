@@ -15,7 +15,7 @@ import typer
 
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.cli.bodies import BYTES_SHOWN, BodyForm, shown
-from rmq_spark.cli.command import path_to_type, sentence_of
+from rmq_spark.cli.command import name_path, path_to_type, sentence_of
 from rmq_spark.cli.output import LogPath, Storage, open_log, plainly
 from rmq_spark.cli.stderr_log import log_to_stderr
 from rmq_spark.cli.text import one_line
@@ -72,6 +72,7 @@ def serve(
 
     door = Door(address, name or (), token)
     log = open_log(path, storage)
+    name_path(redacted(log.path))
     hide([token] if token else [])
     look = Looker(log, since, show_bodies, judge())
     look.require_span()

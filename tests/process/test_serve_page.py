@@ -85,10 +85,12 @@ def test_a_page_follows_the_log_and_keeps_the_place_of_the_keyboard(
     page = chromium.page()
     page.open(url)
     text_when(page, f"{APP}:1")
+    page.evaluate("document.querySelector('details#appeared').open = true")
     page.evaluate("document.querySelector('.rows a').focus()")
     late = prepare(log, 9, 3, app="late")
     text_when(page, "late:9")
     assert page.evaluate("document.activeElement.matches('.rows a')")
+    assert page.evaluate("document.querySelector('details#appeared').open"), "a list that was opened stays open"
     page.evaluate("getSelection().selectAllChildren(document.querySelector('.headline code'))")
     commit(log, late)
     time.sleep(7)  # two reloads are due
