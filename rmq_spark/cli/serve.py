@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 PORT = 5558
 FOUND_MAX, MORE = 20, 200
 """The most messages that a search by key or id shows, and the limit of the command that shows more."""
-TRANSACTIONS_MAX = 1_000
-"""The most messages of a half batch whose transactions are listed."""
 
 
 def register(app: Any) -> None:
@@ -135,7 +133,7 @@ class Looker:
 
     def half_batch(self, query: Query) -> str:
         from rmq_spark._core.inspect.find import transactions_of
-        from rmq_spark._core.report.live_page import half_batch
+        from rmq_spark._core.report.live_page import TRANSACTIONS_MAX, half_batch
         from rmq_spark.cli.trace import advice, argument_of
 
         engine = self._same_log().engine

@@ -53,6 +53,10 @@ def test_every_chart_is_drawn_and_nothing_is_fetched(
     outside = """[...document.querySelectorAll('.chart svg')].filter(s =>
       s.getBoundingClientRect().right > s.closest('.card').getBoundingClientRect().right + 1).length"""
     assert shown.evaluate(outside) == 0
+    clipped = """[...document.querySelectorAll('.chart text')].filter(t => {
+      const own = t.getBoundingClientRect(), all = t.closest('svg').getBoundingClientRect();
+      return own.right > all.right + 1 || own.left < all.left - 1}).map(t => t.textContent)"""
+    assert shown.evaluate(clipped) == []
     shown.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     sideways = """[...document.querySelectorAll('body *')].filter(e => e instanceof HTMLElement && e.clientWidth > 1
       && e.scrollWidth > e.clientWidth + 1).map(e => e.outerHTML.slice(0, 90))"""

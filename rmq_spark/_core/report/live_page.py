@@ -56,6 +56,8 @@ FIELDS = ("q", "topic", "queue", "offset")
 """The fields of the form that searches."""
 BEFORE = "before"
 """The field of an address with the offset before which a list of messages ends."""
+TRANSACTIONS_MAX = 1_000
+"""The most messages of a half batch whose transactions are listed."""
 LISTED_MAX, LINKS_MAX = 50, 20
 """The most messages of a list, and the most links to topics or queues."""
 

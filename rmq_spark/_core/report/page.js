@@ -1,6 +1,7 @@
 "use strict";
 (async () => {
   const charts = JSON.parse(document.getElementById("charts").textContent);
+  const isNarrow = innerWidth < 520;
   const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
   const config = {
     background: null,
@@ -13,13 +14,15 @@
       titleFontWeight: "normal", titlePadding: 8,
     },
     axisY: { domain: false, ticks: false, labelPadding: 6 },
-    axisYBand: { labelColor: "var(--ink)", labelLimit: innerWidth < 520 ? 140 : 190 },
+    axisYBand: { labelColor: "var(--ink)", labelLimit: isNarrow ? 140 : 190 },
     text: { color: "var(--ink)", fontSize: 12 },
   };
   let drawn = 0;
   for (const [name, spec] of Object.entries(charts)) {
     const place = document.getElementById(name);
     try {
+      // Half of a narrow chart is left for the values after the bars.
+      if (isNarrow) for (const layer of spec.layer ?? []) layer.encoding.x.scale.domain[1] *= 1.5;
       await vegaEmbed(place, spec, {
         actions: false, renderer: "svg", ast: true, config, tooltip: { theme: isDark ? "dark" : "light" },
       });
