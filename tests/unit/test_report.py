@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -508,6 +509,13 @@ def test_the_pages_half_batch_has_the_cards_of_the_live_page(log: CommitLog, tmp
     ]  # fmt: skip
     assert f"<code>txmq resolve {log.path} {torn.half_id} COMMIT" in main
     assert 'data-head="key">order-7</td>' in main
+
+
+def test_a_report_has_no_links_to_pages_that_a_file_does_not_have(log: CommitLog) -> None:
+    trace = replace(log.trace(half_id="app:1"), waits_for=("app:7",))
+    text = page(figures_of(log), trace)
+    assert "<li>waits for app:7</li>" in text
+    assert 'href="/' not in text
 
 
 def test_the_command_prints_json(log: CommitLog) -> None:

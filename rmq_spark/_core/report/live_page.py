@@ -239,7 +239,14 @@ def _appeared(figures: Figures, span: str, typed: str, has_links: bool) -> str:
 
 
 # ---------------------------------------------------------------- a half batch
-def half_batch(trace: Trace, transactions: Sequence[Mapping[str, Any]], advice: Sequence[str], now: datetime) -> str:
+def half_batch(
+    trace: Trace,
+    transactions: Sequence[Mapping[str, Any]],
+    advice: Sequence[str],
+    now: datetime,
+    *,
+    has_links: bool = True,
+) -> str:
     """Return the main part of a half batch's page.
 
     Parameters
@@ -248,9 +255,11 @@ def half_batch(trace: Trace, transactions: Sequence[Mapping[str, Any]], advice: 
         ``transaction_id, state, reason, messages, keys``.
     advice : sequence of str
         What a person can do next, a sentence each.
+    has_links : bool
+        Whether there are pages of other half batches.
     """
     waits = "".join(
-        f'<li>waits for <a href="{escape(half_address(half_id))}">{escape(half_id)}</a></li>'
+        f"<li>waits for {link(half_address(half_id), half_id) if has_links else escape(half_id)}</li>"
         for half_id in trace.waits_for[:READERS_MAX]
     )
     unknown = "".join(f"<li>not known: {escape(sentence)}</li>" for sentence in trace.unknown)

@@ -70,7 +70,7 @@ def page(
     steps = ""
     if trace is not None:
         transactions = transactions_of(figures.now.engine, trace, TRANSACTIONS_MAX)
-        steps = half_batch(trace, transactions, advice, figures.span.until)
+        steps = half_batch(trace, transactions, advice, figures.span.until, has_links=False)
     chart_specs = {card.name: _spec(card.drawn) for card in cards if card.drawn is not None}
     bundle = script(scripts())
     own_script = script(asset("page.js"))
