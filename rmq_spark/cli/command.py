@@ -215,6 +215,11 @@ def path_to_type() -> str:
     return f"{shlex.quote(_typed[0])} " if _typed else ""
 
 
+def name_path(path: str) -> None:
+    """Let commands in advice name this path, whether it was typed or configured: a page is for others' shells, too."""
+    _typed[:] = [path]
+
+
 def typed_path() -> str | None:
     """Return the commit log's path as it was typed; None when it was configured."""
     return _typed[0] if _typed else None

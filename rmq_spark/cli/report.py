@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark._core.vocabulary.text import byte_size
+from rmq_spark.cli.command import name_path
 from rmq_spark.cli.output import AsJson, LogPath, Storage, hanging, one_line, open_log, plainly, short_time
 
 if TYPE_CHECKING:
@@ -50,13 +52,18 @@ def report(
     from rmq_spark.report import figures_of, findings_of
 
     log = open_log(path, storage)
+    if html is not None:
+        name_path(redacted(log.path))
     chosen = None if transaction is None else trace_of(log.engine, transaction)
     figures = figures_of(log, since)
     diagnosis = judge()(figures.now)
     if html is not None:
+        from rmq_spark.cli.trace import advice
         from rmq_spark.report import page
 
-        html.write_text(page(figures, chosen or slowest_of(log.engine, figures), diagnosis), encoding="utf-8")
+        shown = chosen or slowest_of(log.engine, figures)
+        lines = [] if shown is None else list(advice(shown))
+        html.write_text(page(figures, shown, diagnosis, lines), encoding="utf-8")
     findings = findings_of(figures, diagnosis)
     if as_json:
         typer.echo(json.dumps(_summary(figures, findings)))

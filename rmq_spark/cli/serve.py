@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -14,9 +15,10 @@ import typer
 
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark.cli.bodies import BYTES_SHOWN, BodyForm, shown
-from rmq_spark.cli.command import path_to_type, sentence_of
+from rmq_spark.cli.command import name_path, path_to_type, sentence_of
 from rmq_spark.cli.output import LogPath, Storage, open_log, plainly
 from rmq_spark.cli.stderr_log import log_to_stderr
+from rmq_spark.cli.text import one_line
 from rmq_spark.errors import HalfBatchNotFoundError, OptionError
 
 if TYPE_CHECKING:
@@ -27,9 +29,8 @@ if TYPE_CHECKING:
     from rmq_spark.report import Diagnosis, Standing
 
 PORT = 5558
-FOUND_MAX = 20
-TRANSACTIONS_MAX = 1_000
-"""The most messages of a half batch whose transactions are listed."""
+FOUND_MAX, MORE = 20, 200
+"""The most messages that a search by key or id shows, and the limit of the command that shows more."""
 
 
 def register(app: Any) -> None:
@@ -69,6 +70,7 @@ def serve(
 
     door = Door(address, name or (), token)
     log = open_log(path, storage)
+    name_path(redacted(log.path))
     hide([token] if token else [])
     look = Looker(log, since, show_bodies, judge())
     look.require_span()
@@ -108,11 +110,12 @@ class Looker:
 
     def views(self) -> dict[str, View]:
         """Return the pages by path."""
-        from rmq_spark._core.report.live_page import FIELDS
+        from rmq_spark._core.report.live_page import BEFORE, FIELDS
         from rmq_spark._core.report.live_server import View
 
         half_batch = View(self.half_batch, every_s=5, fields=("id",))
-        return {"/": View(self.home, every_s=3), "/half": half_batch, "/find": View(self.found, fields=FIELDS)}
+        found = View(self.found, fields=(*FIELDS, BEFORE))
+        return {"/": View(self.home, every_s=3), "/half": half_batch, "/find": found}
 
     def require_span(self) -> None:
         """Raise OptionError when ``since`` is no time."""
@@ -130,7 +133,7 @@ class Looker:
 
     def half_batch(self, query: Query) -> str:
         from rmq_spark._core.inspect.find import transactions_of
-        from rmq_spark._core.report.live_page import half_batch
+        from rmq_spark._core.report.live_page import TRANSACTIONS_MAX, half_batch
         from rmq_spark.cli.trace import advice, argument_of
 
         engine = self._same_log().engine
@@ -142,7 +145,7 @@ class Looker:
 
     def found(self, query: Query) -> str:
         from rmq_spark._core.inspect.find import Wanted, find_everywhere
-        from rmq_spark._core.report.live_page import FIELDS, notice
+        from rmq_spark._core.report.live_page import BEFORE, FIELDS, notice
         from rmq_spark.cli.trace import argument_of
 
         text, topic, queue, offset = (query.get(field, "").strip() for field in FIELDS)
@@ -150,27 +153,57 @@ class Looker:
             return notice("Find", "Write a key, a message id or a half id; or a topic, with a queue and an offset.")
         if text and not topic:
             with suppress(OptionError, HalfBatchNotFoundError):  # else it is a key, which may look like an id
-                return self._found_by_id(argument_of(text))
+                return self._found_by_id(text, argument_of(text))
         wanted = Wanted(topic or None, text or None, None, _number(queue, "queue"), _number(offset, "offset"))
         if wanted.queue_id is not None and wanted.topic is None:
             raise OptionError("a queue needs a topic: which topic's queue?")
         if wanted.offset is not None and wanted.queue_id is None:
             raise OptionError("an offset needs a queue: which queue's offset?")
-        return self._listed(find_everywhere(self._same_log().engine, wanted, FOUND_MAX + 1))
+        if wanted.key is None and wanted.offset is None:
+            return self._newest(topic, wanted.queue_id, _number(query.get(BEFORE, ""), BEFORE))
+        place = {"--key": text, "--topic": topic, "--queue": queue}
+        found = find_everywhere(self._same_log().engine, wanted, FOUND_MAX + 1)
+        return self._listed(found, place, wanted.topic, wanted.queue_id)
 
-    def _found_by_id(self, argument: Mapping[str, str]) -> str:
+    def _found_by_id(self, text: str, argument: Mapping[str, str]) -> str:
         from rmq_spark._core.inspect.find import find_by_id
 
         if "half_id" in argument:
             return self.half_batch({"id": argument["half_id"]})
-        return self._listed(find_by_id(self._same_log().engine, FOUND_MAX + 1, **argument))
+        found = find_by_id(self._same_log().engine, FOUND_MAX + 1, **argument)
+        return self._listed(found, {"--transaction-id": text})
 
-    def _listed(self, messages: pa.Table) -> str:
-        from rmq_spark._core.report.live_page import found
+    def _newest(self, topic: str, queue: int | None, before: int | None) -> str:
+        from rmq_spark._core.report.live_page import LISTED_MAX, newest
+        from rmq_spark.cli.message_choice import Choice
 
+        log = self._same_log()
+        queues = log.engine.require_topic(topic)
+        if queue is not None and queue >= queues:
+            raise OptionError(f"topic {topic!r} has no queue {queue}: it has the queues 0 to {queues - 1}")
+        if before is not None and queue is None:
+            raise OptionError("an offset needs a queue: which queue's offset?")
+        choice = Choice(log, topic, 0 if queues == 1 else queue)
+        ends = choice.ends()
+        rows = choice.newest_before(LISTED_MAX, ends if before is None else dict.fromkeys(ends, before)).to_pylist()
+        rows.sort(key=lambda row: (row["commit_timestamp"], row["queue_offset"], row["queue_id"]), reverse=True)
+        firsts = log.engine.firsts(refresh=False)
+        kept = {queue: (firsts.get((topic, queue), 0), end) for queue, end in ends.items()}
+        return newest(topic, rows[:LISTED_MAX], kept, before, self._readers())
+
+    def _listed(
+        self, messages: pa.Table, options: Mapping[str, str], topic: str | None = None, queue: int | None = None
+    ) -> str:
+        """Return the page of found messages. The options are those of the command that shows more."""
+        from rmq_spark._core.report.live_page import found, not_found
+
+        if not messages.num_rows:
+            return not_found(sorted(self._log.topics()), topic, queue)
         rows = messages.slice(0, FOUND_MAX).to_pylist()
         bodies = [shown(row["body"], BodyForm.AUTO, BYTES_SHOWN) for row in rows] if self._show_bodies else None
-        return found(rows, messages.num_rows > FOUND_MAX, self._readers(), bodies)
+        typed = " ".join(f"{name} {shlex.quote(one_line(value))}" for name, value in options.items() if value)
+        more = f"txmq query {path_to_type()}{typed} --limit {MORE}" if messages.num_rows > FOUND_MAX else ""
+        return found(rows, more, self._readers(), bodies)
 
     def _readers(self) -> Mapping[tuple[str, int], list[tuple[str, int]]]:
         """Return consumer groups and their next offsets by topic and queue."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ DRAWN = """new Promise(done => {
 """Waits until all charts are drawn, and says how many."""
 
 
+PAGES_MAX = 6
 APP = "send.order-service-northern-branches.5c0dba62aae04b51be82a52dcd81cfdf-000000025"
 
 
@@ -53,6 +55,10 @@ def test_every_chart_is_drawn_and_nothing_is_fetched(
     outside = """[...document.querySelectorAll('.chart svg')].filter(s =>
       s.getBoundingClientRect().right > s.closest('.card').getBoundingClientRect().right + 1).length"""
     assert shown.evaluate(outside) == 0
+    clipped = """[...document.querySelectorAll('.chart text')].filter(t => {
+      const own = t.getBoundingClientRect(), all = t.closest('svg').getBoundingClientRect();
+      return own.right > all.right + 1 || own.left < all.left - 1}).map(t => t.textContent)"""
+    assert shown.evaluate(clipped) == []
     shown.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     sideways = """[...document.querySelectorAll('body *')].filter(e => e instanceof HTMLElement && e.clientWidth > 1
       && e.scrollWidth > e.clientWidth + 1).map(e => e.outerHTML.slice(0, 90))"""
@@ -73,14 +79,22 @@ def test_a_print_shows_every_hour_on_light_paper(chromium: browser.Browser, busy
     shown.evaluate(
         """matchMedia('print').addEventListener('change', found => { if (found.matches) window.printed = {
       width: document.documentElement.clientWidth,
+      scales: [...document.querySelectorAll('.chart svg')].map(s =>
+        s.getBoundingClientRect().width / s.viewBox.baseVal.width),
       ink: getComputedStyle(document.querySelector('.chart text')).fill,
       beyond: [...document.querySelectorAll('.chart svg')].map(s =>
         s.getBoundingClientRect().right - s.closest('.card').getBoundingClientRect().right)}})"""
     )
-    assert shown.pdf().startswith(b"%PDF")
+    drawn = "[...document.querySelectorAll('.chart svg')].map(s => s.viewBox.baseVal.width)"
+    before = shown.evaluate(drawn)
+    paper = shown.pdf()
+    assert paper.startswith(b"%PDF")
+    assert len(re.findall(rb"/Type /Page\b", paper)) <= PAGES_MAX
     printed = shown.evaluate("window.printed")
     assert printed["width"] < 800, "the paper's"
     assert max(printed["beyond"]) < 0
+    assert min(printed["scales"]) > 0.75, "letters of 9 pixels or more"
+    assert shown.evaluate(drawn) == before
     assert sum(int(n) for n in printed["ink"][4:-1].split(",")) < 400, "dark ink"
 
 

@@ -62,7 +62,7 @@ def test_pages_fit_the_screen_and_run_only_their_own_script(
         ("", "Two verdicts contradict each other"),
         (f"half?{urlencode({'id': f'{APP}:3'})}", "too late"),
         (f"half?{urlencode({'id': f'{APP}:1'})}", "From the prepare on"),
-        (f"find?{urlencode({'topic': 'orders', 'queue': 0})}", "not yet"),
+        (f"find?{urlencode({'topic': 'orders', 'queue': 0})}", "nobody yet"),
         ("half?id=nothing:1", "Not found"),
     ):
         page.open(f"{url}{path}")
@@ -85,10 +85,12 @@ def test_a_page_follows_the_log_and_keeps_the_place_of_the_keyboard(
     page = chromium.page()
     page.open(url)
     text_when(page, f"{APP}:1")
+    page.evaluate("document.querySelector('details#appeared').open = true")
     page.evaluate("document.querySelector('.rows a').focus()")
     late = prepare(log, 9, 3, app="late")
     text_when(page, "late:9")
     assert page.evaluate("document.activeElement.matches('.rows a')")
+    assert page.evaluate("document.querySelector('details#appeared').open"), "a list that was opened stays open"
     page.evaluate("getSelection().selectAllChildren(document.querySelector('.headline code'))")
     commit(log, late)
     time.sleep(7)  # two reloads are due

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from tests.support.half_batches import (
     commit,
     count_check,
     decide_one,
+    in_conflict,
     let_leave,
     make_log,
     prepare,
@@ -416,6 +419,18 @@ def test_a_long_story_is_drawn_from_both_ends() -> None:
     assert len(drawn["layer"][0]["data"]["values"]) == charts.EVENTS_MAX
 
 
+def test_half_batches_are_named_by_their_group_and_time(figures: Figures) -> None:
+    for drawn in (charts.largest(figures.largest), charts.slowest(figures.slowest)):
+        spec = drawn.chart.to_dict()
+        rows = spec["layer"][0]["data"]["values"] if "data" not in spec else spec["data"]["values"]
+        listed = {row["half_id"]: row for row in figures.largest.to_pylist() + figures.slowest.to_pylist()}
+        assert len({row["name"] for row in rows}) == len(rows) == 10
+        for row in rows:
+            batch = listed[row["id"]]
+            shown = row["name"].split("\n")[:2]
+            assert shown == [batch["producer_group"], f"{batch['settled_at']:%d %b %H:%M:%S}"]
+
+
 STATES = {*charts.OF_WORDS.values(), *charts.EVENT_COLOURS.values(), *(colour for _, _, colour in charts.AGES)}
 
 
@@ -481,6 +496,26 @@ def test_the_command_says_a_sentence_and_writes_the_page(log: CommitLog, tmp_pat
     file = tmp_path / "out.html"
     assert txmq("report", log.path, "--html", file, "--since", "1h", "--transaction", "app:1:1")[0] == said
     assert '<h2 class="id">app:1:1</h2>' in file.read_text()
+
+
+def test_the_pages_half_batch_has_the_cards_of_the_live_page(log: CommitLog, tmp_path: Path) -> None:
+    torn = prepare(log, 2, {"body": ["b"], "keys": ["order-7"]})
+    in_conflict(log, torn, "no such payment")
+    file = tmp_path / "out.html"
+    txmq("report", log.path, "--html", file, "--transaction", torn.half_id)
+    main = file.read_text().partition(f'<h2 class="id">{torn.half_id}</h2>')[2]
+    assert re.findall(r"<h2>([^<]*)</h2>", main)[:4] == [
+        "What to do", "Two verdicts", "From the prepare on", "Its transactions",
+    ]  # fmt: skip
+    assert f"<code>txmq resolve {log.path} {torn.half_id} COMMIT" in main
+    assert 'data-head="key">order-7</td>' in main
+
+
+def test_a_report_has_no_links_to_pages_that_a_file_does_not_have(log: CommitLog) -> None:
+    trace = replace(log.trace(half_id="app:1"), waits_for=("app:7",))
+    text = page(figures_of(log), trace)
+    assert "<li>waits for app:7</li>" in text
+    assert 'href="/' not in text
 
 
 def test_the_command_prints_json(log: CommitLog) -> None:

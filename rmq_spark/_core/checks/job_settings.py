@@ -53,7 +53,7 @@ else:  # pragma: no cover
 
 NEEDED = ("TXMQ_PATH", "TXMQ_LISTENERS")
 """Environment variables with which no file is needed."""
-OTHER_VARIABLES = ("TXMQ_CONFIG", "TXMQ_DEBUG", "TXMQ_KAFKA", "TXMQ_LOG_FORMAT", "TXMQ_TESTS")
+OTHER_VARIABLES = ("TXMQ_CONFIG", "TXMQ_DEBUG", "TXMQ_KAFKA", "TXMQ_LOG_FORMAT", "TXMQ_SERVE_TOKEN", "TXMQ_TESTS")
 """Environment variables that are no settings of the check job. Variables that begin with TXMQ_KAFKA are the relay's."""
 
 logger = logging.getLogger(__name__)

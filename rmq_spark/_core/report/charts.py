@@ -67,7 +67,7 @@ EXACT_MAX = 10_000
 """Smaller numbers on an axis are written out."""
 NAME_CHARS_MAX = 18
 HEIGHT = 220
-BAR_HEIGHT = 26
+BAR_HEIGHT, TWO_LINES_HEIGHT = 26, 36
 WIDTH = 520
 """The width of a chart in a notebook. On the page a chart is as wide as its card."""
 
@@ -251,13 +251,15 @@ def lag(groups: Iterable[Mapping[str, Any]]) -> Drawn:
 def largest(figures: pa.Table) -> Drawn:
     """Draw the half batches with the most messages."""
     rows = [_batch_row(row, row["messages"], amount(row["messages"])) for row in figures.to_pylist()]
-    return _bars(rows, "Half batches with the most messages", "half batch", "what")
+    return _bars(rows, "Half batches with the most messages", "half batch", "what", labels=_TWO_LINES)
 
 
 def slowest(figures: pa.Table) -> Drawn:
     """Draw the half batches that waited longest for their last verdict."""
     rows = [_batch_row(row, row["seconds"], duration(row["seconds"])) for row in figures.to_pylist()]
-    return _bars(rows, "Half batches that waited longest for their last verdict", "half batch", "what")
+    return _bars(
+        rows, "Half batches that waited longest for their last verdict", "half batch", "what", labels=_TWO_LINES
+    )
 
 
 def largest_topics(topics: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -281,8 +283,12 @@ def topics(figures: Iterable[Mapping[str, Any]]) -> Drawn:
 
 
 def _batch_row(row: Mapping[str, Any], value: float, label: str) -> dict[str, Any]:
+    group = row["producer_group"] or "unknown group"
+    if len(group) > NAME_CHARS_MAX:
+        group = f"{group[: NAME_CHARS_MAX - 1]}…"
     return {
-        "name": row["half_id"],
+        "name": f"{group}\n{row['settled_at']:%d %b %H:%M:%S}\n{row['half_id']}",
+        "id": row["half_id"],
         "value": value,
         "label": label,
         "colour": BLUE,
@@ -292,11 +298,18 @@ def _batch_row(row: Mapping[str, Any], value: float, label: str) -> dict[str, An
 
 
 def _bars(
-    rows: Sequence[dict[str, Any]], description: str, what: str, more: str, order: Sequence[str] | None = None
+    rows: Sequence[dict[str, Any]],
+    description: str,
+    what: str,
+    more: str,
+    order: Sequence[str] | None = None,
+    labels: str | None = None,
 ) -> Drawn:
-    """Draw horizontal bars, each with its name before it and its value after it."""
+    """Draw horizontal bars, each with its name before it and its value after it. ``labels`` makes the names of bars
+    that have an ``id``, too."""
     alt = altair()
-    rows = [{**row, "said": f"{row['name']}: {row['label']}"} for row in rows]
+    rows = [{"id": row["name"], **row} for row in rows]
+    rows = [{**row, "said": f"{row['id']}: {row['label']}"} for row in rows]
     longest = max((row["value"] for row in rows), default=0)
     names = list(order or [row["name"] for row in rows])
     base = alt.Chart(alt.Data(values=rows)).encode(
@@ -304,23 +317,22 @@ def _bars(
             "name:N",
             title=None,
             sort=names,
-            axis=alt.Axis(domain=False, ticks=False, labelPadding=8, labelExpr=_SHORT_LABEL),
+            axis=alt.Axis(domain=False, ticks=False, labelPadding=8, labelExpr=labels or _SHORT_LABEL),
         ),
         # Leaves room for the value after the longest bar.
         x=alt.X("value:Q", axis=None, scale=alt.Scale(domain=[0, longest * 1.55 if longest else 1], nice=False)),
         description="said:N",
         tooltip=[
-            alt.Tooltip("name:N", title=what),
+            alt.Tooltip("id:N", title=what),
             alt.Tooltip("more:N", title=more),
         ],
     )
     bars = base.mark_bar(cornerRadiusEnd=3, height={"band": 0.62}).encode(
         color=alt.Color("colour:N", scale=None, legend=None)
     )
-    labels = base.mark_text(align="left", dx=6, baseline="middle").encode(text="label:N")
-    chart = alt.layer(bars, labels).properties(
-        title=description, description=description, width=WIDTH, height=max(1, len(rows)) * BAR_HEIGHT
-    )
+    values = base.mark_text(align="left", dx=6, baseline="middle").encode(text="label:N")
+    height = max(1, len(rows)) * (BAR_HEIGHT if labels is None else TWO_LINES_HEIGHT)
+    chart = alt.layer(bars, values).properties(title=description, description=description, width=WIDTH, height=height)
     return Drawn(chart)
 
 
@@ -328,7 +340,9 @@ _SHORT_LABEL = (
     f"length(datum.label) > {NAME_CHARS_MAX} ? slice(datum.label, 0, {NAME_CHARS_MAX // 2 - 1}) + '…' + "
     f"slice(datum.label, -{NAME_CHARS_MAX // 2}) : datum.label"
 )
-"""Cuts out the middle: a half id begins with the application and ends with the batch number."""
+"""Cuts out the middle."""
+_TWO_LINES = "slice(split(datum.label, '\\n'), 0, 2)"
+"""The producer group, and the time of the last verdict. The half id makes the name unique, and is not shown."""
 
 
 # ---------------------------------------------------------------- one transaction

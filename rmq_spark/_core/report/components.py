@@ -6,10 +6,11 @@ import base64
 import hashlib
 import html
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import repeat
+from types import MappingProxyType
 from typing import Any
 
 from rmq_spark._core.inspect.finding import Finding, Level
@@ -18,6 +19,8 @@ from rmq_spark._core.vocabulary.text import amount, duration, rate
 
 ROWS_MAX = 60
 """The most rows of a table on the page."""
+OPEN_MAX = 5
+"""The most rows of a list that is shown open, of those that say only what went well."""
 EXACT_MAX = 1_000_000
 """Smaller numbers of a tile are written out."""
 _SIGNS = {
@@ -49,20 +52,32 @@ def escape(text: str) -> str:
     return html.escape("".join(character if character.isprintable() else "\ufffd" for character in text))
 
 
-def headline(findings: Sequence[Finding]) -> str:
+def headline(findings: Sequence[Finding], pages: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return the findings. Words that have pages become links to them."""
     first, *others = findings
     further_items = "".join(
-        f'<li class="{finding.level}"><b>{escape(finding.what)}</b> {commands(finding.remedy or "")}</li>'
+        f'<li class="{finding.level}"><b>{linked(finding.what, pages)}</b> {commands(finding.remedy or "")}</li>'
         for finding in others
     )
     ring = '<circle cx="12" cy="12" r="10.5"/>'
     return f"""<section class="headline {first.level}" aria-label="{_LEVELS[first.level]}">
 <svg class="sign" viewBox="0 0 24 24" fill="none" stroke="currentColor" stroke-width="2.2" stroke-linecap="round"
  stroke-linejoin="round" aria-hidden="true">{ring}{_SIGNS[first.level]}</svg>
-<div><p class="says">{escape(first.what)}</p>
+<div><p class="says">{linked(first.what, pages)}</p>
 {f'<p class="do">{commands(first.remedy)}</p>' if first.remedy else ""}
 {f'<ul class="also">{further_items}</ul>' if further_items else ""}</div>
 </section>"""
+
+
+def link(address: str, text: str) -> str:
+    return f'<a href="{escape(address)}">{escape(text)}</a>'
+
+
+def linked(text: str, pages: Mapping[str, str]) -> str:
+    """Return text as HTML, with a link for each word that has a page."""
+    return "".join(
+        link(pages[word], word) if word in pages else escape(word) for word in re.split(r"([\s,;()]+)", text)
+    )
 
 
 def commands(text: str) -> str:
@@ -132,6 +147,13 @@ def listed(rows: Sequence[Any], columns: Sequence[Column], total: int, command: 
     return f'<div class="rows">{table(rows, columns)}</div>{last}'
 
 
+def folded(name: str, rows: Sequence[Any], content: str, summary: str) -> str:
+    """Return the content of a card, which has to be opened when its list is long."""
+    if len(rows) <= OPEN_MAX:
+        return content
+    return f'<details class="list" id="{name}"><summary>{escape(summary)}</summary>{content}</details>'
+
+
 def table(rows: Iterable[Any], columns: Sequence[Column]) -> str:
     kinds = [f' class="{c.kind}"' if c.kind else "" for c in columns]
     head = "".join(f'<th scope="col"{kind}>{escape(c.head)}</th>' for c, kind in zip(columns, kinds, strict=True))
@@ -140,10 +162,9 @@ def table(rows: Iterable[Any], columns: Sequence[Column]) -> str:
 
 
 def _cell(column: Column, kind: str, row: Any) -> str:
-    text, address = escape(column.cell(row)), column.link(row)
-    if address is not None:
-        text = f'<a href="{escape(address)}">{text}</a>'
-    return f'<td{kind} data-head="{escape(column.head)}">{text}</td>'
+    text, address = column.cell(row), column.link(row)
+    content = escape(text) if address is None else link(address, text)
+    return f'<td{kind} data-head="{escape(column.head)}">{content}</td>'
 
 
 def framed(title: str, hint: str, content: str, wide: bool = False) -> str:

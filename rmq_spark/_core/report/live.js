@@ -16,6 +16,9 @@
         const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
         if (fresh && mayReplace()) {
           const focused = places(main).indexOf(document.activeElement);
+          for (const list of main.querySelectorAll("details[open]")) {
+            fresh.querySelector(`details#${list.id}`)?.setAttribute("open", "");
+          }
           main.replaceWith(fresh);
           if (focused >= 0) places(fresh)[focused]?.focus({preventScroll: true});
         }

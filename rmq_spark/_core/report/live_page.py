@@ -20,8 +20,10 @@ from rmq_spark._core.report.components import (
     commands,
     counted,
     escape,
+    folded,
     framed,
     headline,
+    link,
     listed,
     script,
     sha256,
@@ -30,7 +32,8 @@ from rmq_spark._core.report.components import (
 from rmq_spark._core.report.report_figures import Figures
 from rmq_spark._core.report.waterfall import reason_of, waterfall
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, RETRY_PREFIX
-from rmq_spark._core.vocabulary.text import count_of, duration
+from rmq_spark._core.vocabulary.text import byte_size, count_of, duration
+from rmq_spark._core.vocabulary.verdicts import ROLLBACK_MESSAGE
 
 SCRIPT = script(asset("live.js"))
 POLICY = (
@@ -41,12 +44,30 @@ POLICY = (
 READERS_MAX = 6
 GROUPS_MAX, QUEUES_MAX = 20, 4
 """The most consumer groups, and queues of each, that home lists."""
+STATES = {
+    "committed": "ok",
+    "rolled_back": "warning",
+    "rolled_back_by_check": "warning",
+    "rolled_back_by_discard": "critical",
+    "quarantined": "critical",
+}
+"""The colours of states; others have none."""
 FIELDS = ("q", "topic", "queue", "offset")
 """The fields of the form that searches."""
+BEFORE = "before"
+"""The field of an address with the offset before which a list of messages ends."""
+TRANSACTIONS_MAX = 1_000
+"""The most messages of a half batch whose transactions are listed."""
+LISTED_MAX, LINKS_MAX = 50, 20
+"""The most messages of a list, and the most links to topics or queues."""
 
 
 def half_address(half_id: str) -> str:
     return f"/half?{urlencode({'id': half_id})}"
+
+
+def find_address(topic: str, **more: int) -> str:
+    return f"/find?{urlencode({'topic': topic, **more})}"
 
 
 def document(log: str, main: str, note: str, *, searched: Mapping[str, str] | None = None, every_s: int = 0) -> str:
@@ -113,7 +134,13 @@ def home(figures: Figures, findings: Sequence[Finding], typed: str, more: str = 
     newest = f"The newest in {span}, with the age of the verdict"
 
     def half_batches(
-        title: str, hint: str, rows: Sequence[Mapping[str, Any]], total: int, command: str = "", nothing: str = ""
+        title: str,
+        hint: str,
+        rows: Sequence[Mapping[str, Any]],
+        total: int,
+        command: str = "",
+        nothing: str = "",
+        folds: str = "",
     ) -> str:
         if not rows:
             return framed(title, f"{hint}.", f'<p class="nothing">{nothing}</p>', wide=True) if nothing else ""
@@ -127,7 +154,10 @@ def home(figures: Figures, findings: Sequence[Finding], typed: str, more: str = 
             else Column("by", lambda row: row["decided_by"] or "", "word"),
             Column("reason", _reason, "text"),
         ]
-        return framed(title, f"{hint}.", listed(rows, columns, total, command and f"{command} {typed}"), wide=True)
+        content = listed(rows, columns, total, command and f"{command} {typed}")
+        if folds:
+            content = folded(folds, rows, content, f"The newest {len(rows)} of {total:,}")
+        return framed(title, f"{hint}.", content, wide=True)
 
     parts = [
         half_batches("In conflict", "Two verdicts contradict each other: find out which is true", figures.conflicts,
@@ -137,12 +167,16 @@ def home(figures: Figures, findings: Sequence[Finding], typed: str, more: str = 
         half_batches("Pending", "No verdict yet: a check asks about what stays here", figures.pending,
                      now.pending_batches, "txmq pending", "Nothing is pending."),
         half_batches("Rolled back lately", newest, rolled_back.newest.to_pylist(), rolled_back.total, nothing="None."),
-        half_batches("Committed lately", newest, committed.newest.to_pylist(), committed.total, nothing="None."),
         _lags(now, typed),
-        _appeared(figures, span, typed),
+        half_batches("Committed lately", newest, committed.newest.to_pylist(), committed.total, nothing="None.",
+                     folds="committed"),
+        _appeared(figures, span, typed, has_links),
         more,
     ]  # fmt: skip
-    return f'{headline(findings)}\n{tiles(figures)}\n<div class="grid">{"".join(parts)}</div>'
+    waiting = (now.conflicts, now.quarantined, now.pending)
+    ids = {row["half_id"] for rows in waiting for row in rows if row["half_id"]} if has_links else ()
+    top = headline(findings, {half_id: half_address(half_id) for half_id in ids})
+    return f'{top}\n{tiles(figures)}\n<div class="grid">{"".join(parts)}</div>'
 
 
 def _address(row: Mapping[str, Any]) -> str | None:
@@ -152,12 +186,14 @@ def _address(row: Mapping[str, Any]) -> str | None:
 def _reason(row: Mapping[str, Any]) -> str:
     more = row.get("reasons", 0) - 1
     text = row["reason"] or ("its local transaction runs" if row.get("leased") else "")
+    if row.get("answer"):
+        text += f"; the last answer: {row['answer']}"
     return f"{text} (and {count_of(more, 'other reason')})" if more > 0 else text
 
 
 def _lags(now: Standing, typed: str) -> str:
     if not now.groups:
-        return framed("Consumer groups", "None reads from this commit log.", "")
+        return framed("Consumer groups", "None reads from this commit log.", "", wide=True)
     rows = []
     groups = sorted(now.groups, key=lambda group: (-group["lag"], group["consumer_group"]))
     for group in groups[:GROUPS_MAX]:
@@ -181,28 +217,36 @@ def _lags(now: Standing, typed: str) -> str:
         f"Messages that a group has not read, and for how long the oldest has waited: txmq group list {typed}".strip()
     )
     content = listed(rows, columns, len(rows) + max(0, len(groups) - GROUPS_MAX))
-    return framed("Consumer groups", hint, content)
+    return framed("Consumer groups", hint, content, wide=True)
 
 
-def _appeared(figures: Figures, span: str, typed: str) -> str:
+def _appeared(figures: Figures, span: str, typed: str, has_links: bool) -> str:
     topics = figures.now.topics
     appeared = {row["topic"]: row for row in figures.appeared.to_pylist()}
     rows = [*appeared.values(), *({"topic": name, "messages": 0, "at": None} for name in topics.keys() - appeared)]
     columns = [
-        Column("topic", lambda row: row["topic"]),
+        Column("topic", lambda row: row["topic"], "", lambda row: find_address(row["topic"]) if has_links else None),
         Column(f"in {span}", lambda row: f"{row['messages']:,}", "number"),
         Column("ever", lambda row: counted(topics[row["topic"]]["committed"]), "number"),
         Column("last", lambda row: "" if row["at"] is None else f"{row['at']:%d %b %H:%M}"),
     ]
     rows.sort(key=lambda row: (-row["messages"], row["topic"]))
     if not rows:
-        return framed("What appeared", "There is no topic yet.", "")
+        return framed("What appeared", "There is no topic yet.", "", wide=True)
     hint = "Messages that readers can see, by topic."
-    return framed("What appeared", hint, listed(rows[:ROWS_MAX], columns, len(rows), f"txmq topics {typed}"))
+    content = listed(rows[:ROWS_MAX], columns, len(rows), f"txmq topics {typed}")
+    return framed("What appeared", hint, folded("appeared", rows, content, count_of(len(rows), "topic")), wide=True)
 
 
 # ---------------------------------------------------------------- a half batch
-def half_batch(trace: Trace, transactions: Sequence[Mapping[str, Any]], advice: Sequence[str], now: datetime) -> str:
+def half_batch(
+    trace: Trace,
+    transactions: Sequence[Mapping[str, Any]],
+    advice: Sequence[str],
+    now: datetime,
+    *,
+    has_links: bool = True,
+) -> str:
     """Return the main part of a half batch's page.
 
     Parameters
@@ -211,19 +255,18 @@ def half_batch(trace: Trace, transactions: Sequence[Mapping[str, Any]], advice: 
         ``transaction_id, state, reason, messages, keys``.
     advice : sequence of str
         What a person can do next, a sentence each.
+    has_links : bool
+        Whether there are pages of other half batches.
     """
-    outcome = ", ".join(f"{count:,} {state.replace('_', ' ')}" for state, count in trace.outcome.items())
-    group = trace.producer_group or "an unknown producer group"
-    summary = f"{count_of(trace.messages, 'message')} of {group}: {outcome or 'what became of them is not known'}."
     waits = "".join(
-        f'<li>waits for <a href="{escape(half_address(half_id))}">{escape(half_id)}</a></li>'
+        f"<li>waits for {link(half_address(half_id), half_id) if has_links else escape(half_id)}</li>"
         for half_id in trace.waits_for[:READERS_MAX]
     )
     unknown = "".join(f"<li>not known: {escape(sentence)}</li>" for sentence in trace.unknown)
     more = f'<ul class="later">{waits}{unknown}</ul>' if waits or unknown else ""
     name = trace.transaction_id or trace.message_id or trace.half_id
     parts = [
-        f'<h2 class="id">{escape(name)}</h2><p class="hint">{escape(summary)}</p>{more}',
+        f'<h2 class="id">{escape(name)}</h2>{_facts(trace, now)}{more}',
         framed("What to do", "", "".join(f'<p class="do">{commands(line)}</p>' for line in advice), wide=True)
         if advice
         else "",
@@ -232,6 +275,26 @@ def half_batch(trace: Trace, transactions: Sequence[Mapping[str, Any]], advice: 
         _transactions(trace, transactions) if transactions else "",
     ]
     return f'<div class="grid one">{"".join(parts)}</div>'
+
+
+def _facts(trace: Trace, now: datetime) -> str:
+    states = [
+        f'<b class="{STATES.get(state, "")}">{count:,} {escape(state.replace("_", " "))}</b>'
+        for state, count in trace.outcome.items()
+    ]
+    if trace.in_conflict:
+        states.append('<b class="critical">in conflict</b>')
+    at = trace.prepared_at
+    age = "" if at is None else duration(max(0.0, (now - at).total_seconds()))
+    facts = [
+        None if at is None else f"prepared {at:%Y-%m-%d %H:%M:%S} UTC ({age} ago)",
+        trace.topics and f"topic{'s' * (len(trace.topics) > 1)} {_first_of(trace.topics)}",
+        f"producer group {trace.producer_group or 'unknown'}",
+        trace.attempt and f"attempt {trace.attempt}",
+    ]
+    outcome = ", ".join(states) or "what became of them is not known"
+    line = " · ".join(escape(fact) for fact in facts if fact)
+    return f'<p class="states">{count_of(trace.messages, "message")}: {outcome} <span>· {line}</span></p>'
 
 
 def _two_verdicts(trace: Trace) -> str:
@@ -247,7 +310,15 @@ def _two_verdicts(trace: Trace) -> str:
     rows = [("counts", words[event.kind], event) for event in trace.events if event.kind in words]
     late = [e for e in trace.events if e.kind is TraceKind.CONFLICT]
     rows += [("too late", (event.verdict or "").removesuffix("_MESSAGE"), event) for event in late]
-    hint = "They contradict each other. The first one counts until a person decides."
+    count = count_of(max((event.messages for event in late), default=trace.messages), "message")
+    if {event.verdict for event in late} == {str(ROLLBACK_MESSAGE)}:
+        decide = "Readers may have seen the messages: only COMMIT is possible."
+    else:
+        decide = (
+            f"Decide COMMIT when the local transaction happened (readers will see {count}, for good), and ROLLBACK "
+            "when it did not."
+        )
+    hint = f"They contradict each other. The first one counts until a person decides. {decide}"
     return framed("Two verdicts", hint, listed(rows[:ROWS_MAX], columns, len(rows)), wide=True)
 
 
@@ -268,23 +339,105 @@ def _transactions(trace: Trace, transactions: Sequence[Mapping[str, Any]]) -> st
 
 
 # ---------------------------------------------------------------- a search
-def found(
+Readers = Mapping[tuple[str, int], Sequence[tuple[str, int]]]
+"""By topic and queue, the consumer groups that read it and their next offsets."""
+
+
+def newest(
+    topic: str,
     rows: Sequence[Mapping[str, Any]],
-    has_more: bool,
-    readers: Mapping[tuple[str, int], Sequence[tuple[str, int]]],
-    bodies: Sequence[str] | None,
+    kept: Mapping[int, tuple[int, int]],
+    before: int | None,
+    readers: Readers,
 ) -> str:
+    """Return the main part of a page that lists messages of a topic, the newest first.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        At most :data:`LISTED_MAX` messages, in this order.
+    kept : mapping
+        The queues that the list is of, each with its first kept offset and its next one.
+    before : int, optional
+        The offset before which the list ends; None for the newest messages.
+    """
+    columns = [
+        Column("offset", lambda row: f"{row['queue_offset']}", "number", lambda row: find_address(
+            topic, queue=row["queue_id"], offset=row["queue_offset"])),
+        Column("committed (UTC)", lambda row: f"{row['commit_timestamp']:%Y-%m-%d %H:%M:%S}", "word"),
+        Column("keys", lambda row: row["keys"] or ""),
+        Column("tags", lambda row: row["tags"] or ""),
+        Column("size", lambda row: byte_size(len(row["body"] or b"")), "number"),
+        Column("read by", lambda row: _read_by(row, readers), "text"),
+    ]  # fmt: skip
+    lowest = {queue: end if before is None else min(before, end) for queue, (_, end) in kept.items()}
+    for row in rows:
+        lowest[row["queue_id"]] = min(row["queue_offset"], lowest[row["queue_id"]])
+    older = {queue: offset for queue, offset in lowest.items() if offset > kept[queue][0]}
+    if len(kept) == 1:
+        ((queue, (_, end)),) = kept.items()
+        name = f"{topic} queue {queue}"
+        links = [link(find_address(topic, queue=queue, before=offset), "older") for offset in older.values()]
+        if before is not None and before < end:
+            after = before + LISTED_MAX
+            place = {"queue": queue} if after >= end else {"queue": queue, BEFORE: after}
+            links.append(link(find_address(topic, **place), "newer"))
+        more = f'<p class="more">{" · ".join(links)}</p>' if links else ""
+    else:
+        name = f"{topic}, all {len(kept)} queues"
+        columns.insert(0, Column("queue", lambda row: f"{row['queue_id']}", "number"))
+        links = [link(find_address(topic, queue=q, before=at), f"queue {q}") for q, at in [*older.items()][:LINKS_MAX]]
+        rest = "; of another queue: name it above" if len(older) > LINKS_MAX else ""
+        more = f'<p class="more">Older: {" · ".join(links)}{rest}</p>' if links else ""
+    if not rows:
+        nothing = '<p class="nothing">There is no message that readers can see.</p>'
+        return f'<div class="grid one">{framed(name, "", nothing + more, wide=True)}</div>'
+    hint = f"Visible messages{'' if before is None else f' before offset {before}'}, the newest first."
+    return f'<div class="grid one">{framed(name, hint, listed(rows, columns, len(rows)) + more, wide=True)}</div>'
+
+
+def _read_by(row: Mapping[str, Any], readers: Readers) -> str:
+    groups = readers.get((row["topic"], row["queue_id"]), ())
+    past = [group for group, end in groups if end > row["queue_offset"]]
+    coming = [group for group, end in groups if end <= row["queue_offset"]]
+    if past and coming:
+        return f"{_first_of(past)}; not yet {_first_of(coming)}"
+    return "" if not groups else "nobody yet" if coming else _first_of(past)
+
+
+def _first_of(names: Sequence[str]) -> str:
+    more = len(names) - READERS_MAX
+    return ", ".join([*names[:READERS_MAX], *([f"{more} more"] if more > 0 else [])])
+
+
+def not_found(topics: Sequence[str], topic: str | None = None, queue: int | None = None) -> str:
+    """Return the main part of a page for a search that has found nothing: by a key, or at a place."""
+    if topic is not None and queue is not None:
+        sentence = "No such message: it has expired, it is not there yet, or this key is not its own. "
+        there = f"This queue: {link(find_address(topic, queue=queue), f'{topic} queue {queue}')}"
+    else:
+        sentence = (
+            "No such message. A key is matched whole: 4711 does not find order-4711. A key finds what is not visible "
+            "only while it is in half. "
+        )
+        links = ", ".join(link(find_address(name), name) for name in topics[:LINKS_MAX])
+        more = len(topics) - LINKS_MAX
+        there = f"The topics: {links}{f', and {more} more' if more > 0 else ''}" if links else ""
+    return f'<section class="card wide"><h2>Found</h2><p class="hint">{sentence}{there}</p></section>'
+
+
+def found(rows: Sequence[Mapping[str, Any]], more: str, readers: Readers, bodies: Sequence[str] | None) -> str:
     """Return the main part of a page with the messages that a search has found.
 
     Parameters
     ----------
-    readers : mapping
-        By topic and queue, the consumer groups that read it and their next offsets.
+    rows : sequence of mapping
+        At least one.
+    more : str
+        The command that shows more; empty when there are no more.
     bodies : sequence of str, optional
         The bodies as text; None when they are hidden.
     """
-    if not rows:
-        return notice("Found", "No such message. A key finds what is not visible only while it is in half.")
     parts = []
     for number, row in enumerate(rows):
         offset, at, half = row["queue_offset"], row["commit_timestamp"], escape(half_address(row["half_id"]))
@@ -305,8 +458,8 @@ def found(
             f'<section class="card wide"><h2 class="id">{escape(row["msg_id"])}</h2><dl class="facts">{items}'
             f'<dt>half batch</dt><dd><a href="{half}">{escape(row["half_id"])}</a></dd></dl>{body}</section>'
         )
-    more = '<p class="more">There are more: name a topic, a queue, an offset.</p>' if has_more else ""
-    return f'<div class="grid one">{"".join(parts)}</div>{more}'
+    last = f'<p class="more">There are more: {commands(more)}</p>' if more else ""
+    return f'<div class="grid one">{"".join(parts)}</div>{last}'
 
 
 def _state(row: Mapping[str, Any]) -> str:

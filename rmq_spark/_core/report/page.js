@@ -1,6 +1,7 @@
 "use strict";
 (async () => {
   const charts = JSON.parse(document.getElementById("charts").textContent);
+  const isNarrow = innerWidth < 520;
   const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
   const config = {
     background: null,
@@ -13,21 +14,29 @@
       titleFontWeight: "normal", titlePadding: 8,
     },
     axisY: { domain: false, ticks: false, labelPadding: 6 },
-    axisYBand: { labelColor: "var(--ink)", labelLimit: innerWidth < 520 ? 140 : 190 },
+    axisYBand: { labelColor: "var(--ink)", labelLimit: isNarrow ? 140 : 190 },
     text: { color: "var(--ink)", fontSize: 12 },
   };
+  // On paper a chart is drawn anew as wide as its column: scaled down, its letters could not be read.
+  const onPaper = {wide: 832, half: 388};
+  const views = [];
   let drawn = 0;
   for (const [name, spec] of Object.entries(charts)) {
     const place = document.getElementById(name);
     try {
-      await vegaEmbed(place, spec, {
+      // Half of a narrow chart is left for the values after the bars.
+      if (isNarrow) for (const layer of spec.layer ?? []) layer.encoding.x.scale.domain[1] *= 1.5;
+      const {view} = await vegaEmbed(place, spec, {
         actions: false, renderer: "svg", ast: true, config, tooltip: { theme: isDark ? "dark" : "light" },
       });
+      views.push([view, place.closest(".wide") ? onPaper.wide : onPaper.half]);
       drawn += 1;
     } catch (problem) {
       place.textContent = "This chart cannot be drawn: " + problem.message;
       console.error(problem);
     }
   }
+  addEventListener("beforeprint", () => views.forEach(([view, width]) => view.width(width).run()));
+  addEventListener("afterprint", () => dispatchEvent(new Event("resize")));
   document.documentElement.dataset.drawn = String(drawn);
 })();

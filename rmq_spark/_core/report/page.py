@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from rmq_spark import __version__
 from rmq_spark._core.inspect.diagnosis import Diagnosis
+from rmq_spark._core.inspect.find import transactions_of
 from rmq_spark._core.report import charts
 from rmq_spark._core.report.charts import Drawn
 from rmq_spark._core.report.components import (
@@ -26,7 +27,7 @@ from rmq_spark._core.report.components import (
     sha256,
 )
 from rmq_spark._core.report.drawing import scripts
-from rmq_spark._core.report.live_page import half_batch, home
+from rmq_spark._core.report.live_page import TRANSACTIONS_MAX, half_batch, home
 from rmq_spark._core.report.report_figures import Figures, findings_of
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark._core.vocabulary.text import byte_size, duration
@@ -48,21 +49,28 @@ class Card:
     wide: bool = False
 
 
-def page(figures: Figures, trace: Trace | None = None, diagnosis: Diagnosis | None = None) -> str:
+def page(
+    figures: Figures, trace: Trace | None = None, diagnosis: Diagnosis | None = None, advice: Sequence[str] = ()
+) -> str:
     """Return the report as HTML: the live page as it was, and charts of what happened until then.
 
     Parameters
     ----------
     figures : Figures
     trace : Trace, optional
-        The transaction whose steps are shown.
+        The transaction whose steps and messages are shown.
     diagnosis : Diagnosis, optional
         As for :func:`findings_of`.
+    advice : sequence of str
+        What a person can do next about the transaction, a sentence each.
     """
     diagnosis = diagnosis or Diagnosis(figures.now)
     cards = _cards(figures)
     main = home(figures, findings_of(figures, diagnosis), diagnosis.typed, "".join(map(_card, cards)), has_links=False)
-    steps = "" if trace is None else half_batch(trace, (), (), figures.span.until)
+    steps = ""
+    if trace is not None:
+        transactions = transactions_of(figures.now.engine, trace, TRANSACTIONS_MAX)
+        steps = half_batch(trace, transactions, advice, figures.span.until, has_links=False)
     chart_specs = {card.name: _spec(card.drawn) for card in cards if card.drawn is not None}
     bundle = script(scripts())
     own_script = script(asset("page.js"))

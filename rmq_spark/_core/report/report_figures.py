@@ -76,7 +76,8 @@ class Figures:
     now : Standing
         How the log stands at the end of the span.
     pending, quarantined, conflicts : list of dict
-        The first half batches of each of these lists of ``now``, with the ``reason`` that was last given.
+        The first half batches of each of these lists of ``now``, with the ``reason`` that was last given; quarantined
+        ones also with the last ``answer`` of a check, which is None when it is no longer known.
     committed_lately, rolled_back_lately : Lately
         Half batches that got this verdict in the span.
     appeared : pyarrow.Table
@@ -161,7 +162,7 @@ def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SI
         checks=over_time.checks(history, span),
         now=now,
         pending=pending,
-        quarantined=quarantined,
+        quarantined=_with_answers(engine, quarantined),
         conflicts=conflicts,
         committed_lately=_lately(engine, history, Kind.COMMIT, span),
         rolled_back_lately=_lately(engine, history, Kind.ROLLBACK, span),
@@ -270,6 +271,15 @@ def _lately(engine: Engine, history: History, kind: Kind, span: Span) -> Lately:
         "reason": newest["reason_max"],
     }
     return Lately(batches.num_rows, pa.table(columns, schema=LATELY))
+
+
+def _with_answers(engine: Engine, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if not rows:
+        return rows
+    op_rows = engine.ledger.scan([row["half_id"] for row in rows])
+    checks = op_rows.filter(pc.equal(op_rows["kind"], Kind.CHECK.value)).select(["half_id", "reason"]).to_pylist()
+    answers = {check["half_id"]: check["reason"] for check in checks if check["reason"]}
+    return [{**row, "answer": answers.get(row["half_id"])} for row in rows]
 
 
 def _by_topic(placed_counts: pa.Table) -> pa.Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from rmq_spark._core.inspect.trace import Trace, TraceEvent, TraceKind
@@ -20,13 +20,14 @@ PLACES_MAX = 4
 @dataclass(frozen=True)
 class Step:
     """A line of the waterfall, from one time to another, both in seconds since the prepare. Without a begin it has no
-    bar: nobody knows when it ended."""
+    bar: nobody knows when it ended. A line of several equal checks has the ends of the earlier ones, too."""
 
     phase: str
     begin_s: float | None
     end_s: float
     colour: str
     what: str
+    earlier_s: tuple[float, ...] = ()
 
 
 def steps_of(trace: Trace, now: datetime) -> list[Step]:
@@ -45,7 +46,24 @@ def steps_of(trace: Trace, now: datetime) -> list[Step]:
         if event.kind is TraceKind.COMMITTED and event.places:
             steps.append(Step("placed", at_s, at_s, EVENT_COLOURS["placed"], _places(event)))
         previous_s = at_s
-    return steps
+    return _folded(steps)
+
+
+def _folded(steps: Sequence[Step]) -> list[Step]:
+    """Return the steps with neighbouring checks of one answer on one line."""
+    lines: list[Step] = []
+    for step in steps:
+        last = lines[-1] if lines else None
+        if last is not None and step.phase == "check" and (step.phase, step.what) == (last.phase, last.what):
+            lines[-1] = replace(last, end_s=step.end_s, earlier_s=(*last.earlier_s, last.end_s))
+        else:
+            lines.append(step)
+    return [replace(line, what=_many(line)) if line.earlier_s else line for line in lines]
+
+
+def _many(line: Step) -> str:
+    span = f"from {duration(line.earlier_s[0])} to {duration(line.end_s)}"
+    return f"{len(line.earlier_s) + 1:,} × {line.what}, {span}"
 
 
 def _execute(trace: Trace, events: Sequence[TraceEvent], start: datetime, now: datetime) -> Step:
@@ -106,11 +124,14 @@ def waterfall(trace: Trace, now: datetime) -> str:
 
 def _line(step: Step, length_s: float) -> str:
     begin, end = (100 * (0.0 if at is None else at) / length_s for at in (step.begin_s, step.end_s))
+    marks = [*step.earlier_s[-EVENTS_MAX:], step.end_s]
     bar = ""
     if step.begin_s is not None:
-        bar = (
-            f'<rect x="{begin:.2f}%" y="6" width="{end - begin:.2f}%" height="4" fill="{step.colour}" opacity=".45"/>'
-            f'<rect x="{end:.2f}%" y="2" width="4" height="12" transform="translate(-2)" fill="{step.colour}"/>'
+        bar = f'<rect x="{begin:.2f}%" y="6" width="{end - begin:.2f}%" height="4" fill="{step.colour}" opacity=".45"/>'
+        bar += "".join(
+            f'<rect x="{100 * at / length_s:.2f}%" y="2" width="4" height="12" transform="translate(-2)" '
+            f'fill="{step.colour}"/>'
+            for at in marks
         )
     after = "–" if step.begin_s is None else duration(step.end_s)
     return (
