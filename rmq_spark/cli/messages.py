@@ -14,6 +14,7 @@ from rmq_spark.cli.bodies import BYTES_SHOWN, BodyBytes, BodyForm, Form, short_h
 from rmq_spark.cli.command import FAILED
 from rmq_spark.cli.completion import topics_of_option
 from rmq_spark.cli.output import AsJson, LogPath, Storage, TopicName, Wide, block, open_log, plainly, show
+from rmq_spark.cli.shortened import whole_id
 from rmq_spark.cli.text import escaped, json_message, one_line, short, short_time
 from rmq_spark.cli.times import time_of
 from rmq_spark.cli.watch import interval_of, wait
@@ -212,7 +213,8 @@ def query(
     _refuse_contradicting_query(list(given_ids), given_filters, topic, queue, offset)
     log = open_log(path, storage)
     if given_ids:
-        table = find_by_id(log.engine, limit + 1, **given_ids)
+        whole_ids = {name: whole_id(log, value) for name, value in given_ids.items()}
+        table = find_by_id(log.engine, limit + 1, **whole_ids)
     else:
         now = log.engine.runtime.now()
         first = None if since is None else time_of(since, now, "since")

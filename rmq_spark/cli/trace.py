@@ -25,6 +25,7 @@ from rmq_spark.cli.output import (
     rendered,
     terminal_width,
 )
+from rmq_spark.cli.shortened import whole_id
 from rmq_spark.cli.text import short_age, short_time
 from rmq_spark.errors import OptionError
 
@@ -72,7 +73,7 @@ def trace(
     """Tell the whole story of a transaction as a timeline: prepared, leased, checked, decided (by whom, why), placed,
     drained, archived. It says what upkeep has taken. --json prints one object, with its events."""
     log = open_log(path, storage)
-    story = log.trace(**argument_of(name))
+    story = log.trace(**argument_of(whole_id(log, name)))
     typer.echo(json.dumps(story.to_dict()) if as_json else _text_of(story, advice(story)), nl=as_json)
 
 

@@ -11,6 +11,7 @@ from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import FAILED, fail, path_to_type
 from rmq_spark.cli.completion import of_argument
 from rmq_spark.cli.output import AsJson, LogPath, Storage, Wide, one_line, open_log, plainly, say
+from rmq_spark.cli.shortened import whole_id
 from rmq_spark.cli.text import short_age, size
 from rmq_spark.cli.watch import Watch, listed, watched
 from rmq_spark.errors import OptionError
@@ -132,7 +133,9 @@ def resolve(
         raise typer.BadParameter(f"{verdict!r} is neither COMMIT nor ROLLBACK", param_hint="COMMIT|ROLLBACK")
     if not reason.strip():
         raise typer.BadParameter("it is empty: a reason is kept with the op marker", param_hint="--reason")
-    resolving = Resolving(open_log(path, storage), half_id, decision)
+    log = open_log(path, storage)
+    half_id = whole_id(log, half_id)
+    resolving = Resolving(log, half_id, decision)
     if resolving.acts and not yes:
         typer.echo(f"{resolving.description()}\n{resolving.messages()}", err=True)
         if not sys.stdin.isatty():
@@ -165,7 +168,7 @@ def resume(
     if half_id != EVERYTHING:
         if group is not None:
             raise typer.BadParameter("it goes with all: write txmq resume all --group …", param_hint="--group")
-        half_ids = [half_id]
+        half_ids = [whole_id(log, half_id)]
     else:
         rows = log.quarantined().to_pylist()
         half_ids = list(dict.fromkeys(r["half_id"] for r in rows if group in (None, r["producer_group"])))

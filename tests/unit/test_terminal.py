@@ -155,6 +155,29 @@ def test_ids_that_differ_still_differ_when_they_are_shortened(log: CommitLog, co
         assert half_id.endswith(end)
 
 
+def test_a_shortened_id_is_taken_for_the_whole_one(log: CommitLog, columns: int) -> None:
+    for verb in ("pending", "quarantined", "conflicts"):
+        whole = half_id_of(log, verb)
+        shown = {row.split()[0] for row in body_of(lines_of(verb, log.path))}
+        (short,) = (s for s in shown if whole.startswith(s.partition("…")[0]) and whole.endswith(s.partition("…")[2]))
+        assert "…" in short
+        assert lines_of("trace", log.path, short) == lines_of("trace", log.path, whole)
+        assert objects("query", log.path, "--half-id", short) == objects("query", log.path, "--half-id", whole)
+        assert whole in txmq("resolve", log.path, short, "COMMIT", "--reason", "paid", code=2)[1], "it shows it, to ask"
+        if verb != "quarantined":
+            assert f"nothing of {whole} is quarantined" in txmq("resume", log.path, short, code=1)[1]
+        (message, *_) = objects("query", log.path, "--half-id", whole)
+        short = output.shortened(message["msg_id"], len(whole) - 8)
+        assert objects("query", log.path, "--message-id", short) == [message]
+    several = txmq("trace", log.path, "send.…", code=1)[1]
+    assert "this id was shortened, and it stands for send." in several
+    assert half_id_of(log, "pending").split("-")[0] in several
+    nothing = txmq("resume", log.path, "send.…-000000077:9", code=1)[1]
+    assert (
+        "this id was shortened, and no half batch of this commit log has such an id: --wide shows it whole" in nothing
+    )
+
+
 def test_names_that_differ_only_in_the_middle_get_the_room_for_it() -> None:
     rows = [{"topic": f"orders-of-the-{'north' if n else 'south'}-branches-and-all-of-their-customers"} for n in (0, 1)]
     (_, first, second), _ = output.fitted([{**row, "lag": 1} for row in rows], 50)
