@@ -34,11 +34,11 @@ def whole_id(log: CommitLog, name: str) -> str:
         return found[0]
     if not found:
         raise HalfBatchNotFoundError(
-            f"{name!r}: this id was shortened, and no half batch of this commit log has such an id: --wide shows it whole"
+            f"{name!r} was shortened, and no half batch of this commit log has such an id: --wide shows it whole"
         )
     more = f" and {count_of(len(found) - NAMED, 'other')}" if len(found) > NAMED else ""
     raise HalfBatchNotFoundError(
-        f"{name!r}: this id was shortened, and it stands for {', '.join(found[:NAMED])}{more}: type one of them whole"
+        f"{name!r} was shortened, and it stands for {', '.join(found[:NAMED])}{more}: type one of them whole"
     )
 
 

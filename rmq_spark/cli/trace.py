@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import path_to_type
 from rmq_spark.cli.completion import of_argument
 from rmq_spark.cli.output import (
@@ -26,11 +27,11 @@ from rmq_spark.cli.output import (
     terminal_width,
 )
 from rmq_spark.cli.shortened import whole_id
-from rmq_spark.cli.text import short_age, short_time
-from rmq_spark.errors import OptionError
+from rmq_spark.cli.text import escaped, short_age, short_time
+from rmq_spark.errors import OptionError, TxmqError
 
 if TYPE_CHECKING:
-    from rmq_spark.log import Trace, TraceEvent
+    from rmq_spark.log import CommitLog, Trace, TraceEvent
 
 _MESSAGE_ID = re.compile(r"[^:]+:\d+(-[0-9a-f]+)?:\d+\.\d+")
 _HALF_ID = re.compile(r"[^:]+:\d+(-[0-9a-f]+)?")
@@ -48,6 +49,8 @@ OUTCOMES = {
     "rolled_back_by_check": "rolled back by a check: never happened",
     "rolled_back_by_discard": "rolled back by the discard policy",
 }
+OUTCOMES_IN_CONFLICT = {"rolled_back_by_check": "rolled back by a check"}
+"""A check found no trace of the local transaction, and a later verdict says that it happened."""
 
 
 def register(app: Any) -> None:
@@ -74,7 +77,10 @@ def trace(
     drained, archived. It says what upkeep has taken. --json prints one object, with its events."""
     log = open_log(path, storage)
     story = log.trace(**argument_of(whole_id(log, name)))
-    typer.echo(json.dumps(story.to_dict()) if as_json else _text_of(story, advice(story)), nl=as_json)
+    if as_json:
+        typer.echo(json.dumps(story.to_dict()))
+    else:
+        typer.echo(_text_of(story, shown_keys(log, story), advice(story)), nl=False)
 
 
 def argument_of(name: str) -> dict[str, str]:
@@ -97,10 +103,24 @@ def argument_of(name: str) -> dict[str, str]:
     )
 
 
-def _text_of(story: Trace, advice: Iterable[str]) -> str:
+def shown_keys(log: CommitLog, story: Trace) -> str | None:
+    """Return the keys of the first messages; None when they have none, or when they cannot be read."""
+    from rmq_spark._core.inspect.find import keys_of
+
+    try:
+        keys = keys_of(log.engine, story, PLACES_SHOWN)
+    except TxmqError:  # the story itself can be told
+        return None
+    more = story.messages - PLACES_SHOWN
+    more_words = f" and those of {count_of(more, 'more message')} (txmq query --half-id)" if more > 0 else ""
+    return f"{', '.join(map(escaped, keys))}{more_words}" if keys else None
+
+
+def _text_of(story: Trace, keys: str | None, advice: Iterable[str]) -> str:
     from rmq_spark._core.listeners.transaction_listener import NO_LISTENER_FENCE
 
-    outcome = ", ".join(f"{n:,} {OUTCOMES.get(what, what)}" for what, n in story.outcome.items())
+    words = {**OUTCOMES, **(OUTCOMES_IN_CONFLICT if story.in_conflict else {})}
+    outcome = ", ".join(f"{n:,} {words.get(what, what)}" for what, n in story.outcome.items())
     head = {
         ("message" if story.message_id else "transaction" if story.transaction_id else "half batch"): (
             story.message_id or story.transaction_id or story.half_id
@@ -109,6 +129,7 @@ def _text_of(story: Trace, advice: Iterable[str]) -> str:
         "store": None if story.fence_id == NO_LISTENER_FENCE else story.fence_id,
         "messages": f"{story.messages:,}{': ' if outcome else ''}{outcome}",
         "topics": ", ".join(story.topics) or None,
+        "keys": keys,
         "where": WHERE[story.where],
         "conflict": "yes: a verdict came too late, and nobody has resolved it" if story.in_conflict else None,
         "lease_until": story.lease_until,
@@ -165,18 +186,32 @@ def _offsets(first: int, last: int) -> str:
     return f"offset {first}" if first == last else f"offsets {first}-{last}"
 
 
+def _in_conflict(story: Trace) -> int:
+    """Return how many messages are in conflict, by the marks that no person has resolved."""
+    count = 0
+    for event in story.events:
+        if event.kind == "conflict_resolved":
+            count = 0
+        elif event.kind == "conflict":
+            count = min(story.messages, count + event.messages)
+    return count
+
+
 def advice(story: Trace) -> Iterator[str]:
     """Yield what a person can do next: nothing when nothing is to be done."""
     from rmq_spark.listeners import ROLLBACK_MESSAGE
 
     path, half_id = path_to_type(), shlex.quote(one_line(story.half_id or ""))
-    commit, rollback = (f"txmq resolve {path}{half_id} {verdict} --reason …" for verdict in ("COMMIT", "ROLLBACK"))
+    commit, rollback = (f"txmq resolve {path}{half_id} {verdict} --reason '…'" for verdict in ("COMMIT", "ROLLBACK"))
     if story.in_conflict:
         late = {event.verdict for event in story.events if event.kind == "conflict"}
         if late == {str(ROLLBACK_MESSAGE)}:  # readers may have seen the messages: only COMMIT is possible
             yield f"confirm what readers have seen: {commit}"
         else:
-            yield f"settle it: {commit}; or: {rollback}"
+            count = _in_conflict(story)
+            seen = f"readers will see {count_of(count, 'message')}, for good"
+            yield f"when its local transaction happened: {commit} ({seen})"
+            yield f"when it did not happen: {rollback} (nobody will see {'it' if count == 1 else 'them'})"
     elif story.outcome.get("quarantined"):
         yield f"ask its listener again: txmq resume {path}{half_id}"
         yield f"or decide yourself: {commit}; or: {rollback}"

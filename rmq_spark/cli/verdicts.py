@@ -131,8 +131,7 @@ def resolve(
     decision = verdict.upper().removesuffix("_MESSAGE")
     if decision not in VERDICTS:
         raise typer.BadParameter(f"{verdict!r} is neither COMMIT nor ROLLBACK", param_hint="COMMIT|ROLLBACK")
-    if not reason.strip():
-        raise typer.BadParameter("it is empty: a reason is kept with the op marker", param_hint="--reason")
+    _require_words(reason)
     log = open_log(path, storage)
     half_id = whole_id(log, half_id)
     resolving = Resolving(log, half_id, decision)
@@ -146,6 +145,13 @@ def resolve(
             raise typer.Exit(1)
     outcome = resolving.run(reason)
     say(as_json, {"half_id": half_id, "verdict": decision, "what": outcome}, one_line(f"{half_id}: {outcome}"))
+
+
+def _require_words(reason: str) -> None:
+    """Refuse a reason that is empty, or the placeholder of a printed command."""
+    if not reason.strip(" .…"):
+        what = "empty" if not reason.strip() else f"{reason.strip()}, which stands for your words"
+        raise typer.BadParameter(f"it is {what}: a reason is kept with the op marker", param_hint="--reason")
 
 
 @plainly
@@ -163,6 +169,7 @@ def resume(
     storage: Storage = None,
 ) -> None:
     """Take a half batch out of quarantine: the next round of checks asks its listener again, and counts anew."""
+    _require_words(reason)
     log = open_log(path, storage)
     typed = path_to_type()
     if half_id != EVERYTHING:

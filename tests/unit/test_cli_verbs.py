@@ -23,7 +23,7 @@ from rmq_spark.cli import app, top
 from rmq_spark.cli.bodies import BodyForm, shown
 from rmq_spark.cli.statistics import WINDOWS
 from rmq_spark.cli.text import escaped, short_age, size
-from rmq_spark.cli.trace import argument_of
+from rmq_spark.cli.trace import argument_of, shown_keys
 from rmq_spark.errors import VerdictConflictError
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
@@ -179,7 +179,7 @@ def test_what_readers_have_seen_can_only_be_confirmed(log: CommitLog) -> None:
     with pytest.raises(VerdictConflictError):
         decide_one(log.engine, record, 1, rollback=rows, who=Who.CHECK)
     told = txmq("trace", log.path, record.half_id)[0]
-    assert told.splitlines()[-1].endswith(f"txmq resolve {log.path} {record.half_id} COMMIT --reason …")
+    assert told.splitlines()[-1].endswith(f"txmq resolve {log.path} {record.half_id} COMMIT --reason '…'")
 
 
 # ---------------------------------------------------------------- query
@@ -298,7 +298,7 @@ def test_a_trace_is_told_with_what_can_be_done(log: CommitLog) -> None:
     assert [line.split()[3] for line in out.splitlines() if "+" in line] == ["checked"]
     assert "the database was away" in out
     assert out.splitlines()[-1] == (
-        "or decide yourself: txmq resolve shop:0 COMMIT --reason …; or: txmq resolve shop:0 ROLLBACK --reason …"
+        "or decide yourself: txmq resolve shop:0 COMMIT --reason '…'; or: txmq resolve shop:0 ROLLBACK --reason '…'"
     )
     assert f"txmq resolve {log.path} shop:0 COMMIT" in txmq("trace", log.path, "shop:0")[0].splitlines()[-1]
     commit(log, record)
@@ -309,8 +309,34 @@ def test_a_trace_is_told_with_what_can_be_done(log: CommitLog) -> None:
     half_id = given_up(log, 0)
     assert f"txmq resume {half_id}" in txmq("trace", half_id)[0]
     half_id = conflict(log)
-    assert "a verdict came too late" in txmq("trace", half_id)[0]
-    assert "log.resolve" not in txmq("trace", half_id)[0]
+    told = txmq("trace", half_id)[0]
+    assert "a verdict came too late" in told
+    assert "2: 2 rolled back by a check\n" in told, "nobody knows that it never happened"
+    assert told.splitlines()[-2:] == [
+        f"when its local transaction happened: txmq resolve {half_id} COMMIT --reason '…' "
+        "(readers will see 2 messages, for good)",
+        f"when it did not happen: txmq resolve {half_id} ROLLBACK --reason '…' (nobody will see them)",
+    ]
+    assert "log.resolve" not in told
+
+
+def test_a_trace_names_the_keys_of_the_first_messages(log: CommitLog) -> None:
+    def keys_of(name: str) -> list[str]:
+        (line,) = [line for line in txmq("trace", name)[0].splitlines() if line.startswith("keys ")]
+        return sorted(line.removeprefix("keys").strip().split(", "))
+
+    record = orders(log, 0, 1, 2)
+    assert keys_of("shop:0") == ["order-1 all", "order-2 all"]
+    assert keys_of("shop:0:1:o2") == ["order-2 all"]
+    commit(log, record)
+    assert keys_of("shop:0") == ["order-1 all", "order-2 all"]
+    many = orders(log, 1, *range(3, 9))
+    shown = keys_of("shop:1")
+    assert len(shown) == 4
+    assert sum(keys.endswith("all and those of 2 more messages (txmq query --half-id)") for keys in shown) == 1
+    story = log.trace(half_id="shop:1")
+    (Path(log.path) / "half" / next(iter(many.files.values())).path).unlink()
+    assert shown_keys(log, story) is None, "the story can still be told"
 
 
 def test_the_trace_of_a_message_that_waits_names_what_holds_it_up(log: CommitLog) -> None:

@@ -170,12 +170,10 @@ def test_a_shortened_id_is_taken_for_the_whole_one(log: CommitLog, columns: int)
         short = output.shortened(message["msg_id"], len(whole) - 8)
         assert objects("query", log.path, "--message-id", short) == [message]
     several = txmq("trace", log.path, "send.…", code=1)[1]
-    assert "this id was shortened, and it stands for send." in several
+    assert "'send.…' was shortened, and it stands for send." in several
     assert half_id_of(log, "pending").split("-")[0] in several
     nothing = txmq("resume", log.path, "send.…-000000077:9", code=1)[1]
-    assert (
-        "this id was shortened, and no half batch of this commit log has such an id: --wide shows it whole" in nothing
-    )
+    assert "was shortened, and no half batch of this commit log has such an id: --wide shows it whole" in nothing
 
 
 def test_names_that_differ_only_in_the_middle_get_the_room_for_it() -> None:

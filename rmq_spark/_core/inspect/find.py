@@ -228,18 +228,29 @@ def find_by_id(
 def transactions_of(engine: Engine, traced: Trace, limit: int) -> list[dict[str, Any]]:
     """Return the transactions of up to ``limit`` messages of a traced half batch, those that are not visible first:
     ``transaction_id, state, reason, messages`` and the ``keys`` of one of its messages."""
-    parts: list[pa.Table] = []
-    if traced.where == "half":
-        with suppress(HalfBatchNotFoundError):  # the half batch has left meanwhile
-            record = engine.half.get(traced.half_id)
-            parts.append(_not_visible(engine, record, chosen_rows(engine, traced, record), limit))
-    parts += _messages_at(engine, traced, limit - sum(part.num_rows for part in parts))
+    parts = _messages_of(engine, traced, limit)
     found: dict[tuple[str, str, str | None], dict[str, Any]] = {}
     for row in (row for part in parts for row in part.drop_columns("body").to_pylist()):
         named = {name: row[name] for name in ("transaction_id", "state", "reason")}
         transaction = found.setdefault(tuple(named.values()), {**named, "messages": 0, "keys": row["keys"]})
         transaction["messages"] += 1
     return list(found.values())
+
+
+def keys_of(engine: Engine, traced: Trace, limit: int) -> list[str]:
+    """Return the keys of up to ``limit`` messages of a trace, those that are not visible first, each once."""
+    keys = (text for part in _messages_of(engine, traced, limit) for text in part["keys"].to_pylist())
+    return list(dict.fromkeys(text for text in keys if text))
+
+
+def _messages_of(engine: Engine, traced: Trace, limit: int) -> list[pa.Table]:
+    """Return up to ``limit`` messages of a trace, those that are not visible first."""
+    parts: list[pa.Table] = []
+    if traced.where == "half":
+        with suppress(HalfBatchNotFoundError):  # the half batch has left meanwhile
+            record = engine.half.get(traced.half_id)
+            parts.append(_not_visible(engine, record, chosen_rows(engine, traced, record), limit))
+    return [*parts, *_messages_at(engine, traced, limit - sum(part.num_rows for part in parts))]
 
 
 def _messages_at(engine: Engine, traced: Trace, limit: int) -> Iterator[pa.Table]:
