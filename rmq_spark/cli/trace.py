@@ -6,6 +6,8 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -146,19 +148,29 @@ def _text_of(story: Trace, keys: str | None, advice: Iterable[str]) -> str:
             "after": f"+{short_age(max(0.0, (event.at - start).total_seconds()))}"
             if start and event.at > start
             else None,
-            "event": event.word,
+            "event": event.word if times == 1 else f"{times:,} × {event.word}",
             "by": event.decided_by,
             "attempt": event.attempt if any((e.attempt or 1) > 1 for e in story.events) else None,
             "messages": event.messages if any(e.messages != story.messages for e in story.events) else None,
-            "what": _event_text(event),
+            "what": _event_text(event) + (f", from {event.at:{form}}Z to {last:{form}}Z" if times > 1 else ""),
         }
-        for event in story.events
+        for event, times, last in _folded(story.events)
     ]
     text = f"{block(head)}\n{rendered(rows, '', ['attempt', 'messages'])}"
     for sentence in story.unknown:
         text += hanging("", f"not known: {one_line(sentence)}", 2).lstrip() + "\n"
     lines = [hanging("", one_line(line), 2).lstrip() for line in advice]
     return text + "".join(f"{line}\n" for line in (["", *lines] if lines else ()))
+
+
+def _folded(events: Iterable[TraceEvent]) -> Iterator[tuple[TraceEvent, int, datetime]]:
+    """Yield events, each with how often it stands there and when last: equal checks in a row are one."""
+    for (kind, *_), equal in groupby(events, lambda e: (e.kind, e.messages, e.attempt, e.decided_by, e.reason)):
+        first, *others = equal
+        if kind == "checked":
+            yield first, 1 + len(others), [first, *others][-1].at
+        else:
+            yield from ((event, 1, event.at) for event in (first, *others))
 
 
 def _first_of(items: Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 VERDICTS = ("COMMIT", "ROLLBACK")
 EVERYTHING = "all"
-SPARE = ("lease_until", "prepared_at", "attempt", "size", "check_times", "messages")
+SPARE = ("last_check", "lease_until", "prepared_at", "attempt", "size", "check_times", "messages")
 
 HalfId = Annotated[
     str,
@@ -65,7 +65,16 @@ def quarantined(
 ) -> None:
     """List half batches that checks gave up; see resume and resolve."""
     log = open_log(path, storage)
-    watched(watch, lambda: _open_listed(log, log.quarantined(), group, as_json, "quarantined"))
+    from rmq_spark.report import Standing
+
+    def text() -> str:
+        table = log.quarantined()
+        half_ids = table["half_id"].to_pylist()
+        answers = Standing(log.engine).last_answers(list(dict.fromkeys(half_ids)))
+        last_checks = [answers[half_id][1] if half_id in answers else None for half_id in half_ids]
+        return _open_listed(log, table.append_column("last_check", [last_checks]), group, as_json, "quarantined")
+
+    watched(watch, text)
 
 
 @plainly
@@ -105,7 +114,7 @@ def _open_listed(log: CommitLog, table: pa.Table, group: str | None, as_json: bo
 
 
 def _in_words(row: dict[str, Any]) -> dict[str, Any]:
-    last_columns = ("age_seconds", "bytes", "prepared_at", "lease_until", "history")
+    last_columns = ("age_seconds", "bytes", "prepared_at", "lease_until", "history", "last_check")
     return {
         **{k: v for k, v in row.items() if k not in last_columns},
         "age": short_age(row["age_seconds"]),
@@ -187,3 +196,5 @@ def resume(
             fail(OptionError(f"nothing of {item} is quarantined: txmq trace {typed}{item} tells how it stands"), FAILED)
         text = f"{item}: {count_of(count, 'message')} {'is' if count == 1 else 'are'} pending again"
         say(as_json, {"half_id": item, "messages": count}, one_line(text))
+    if half_ids and not as_json:
+        typer.secho(f"ask its listener now: txmq check {typed}--once", dim=True, err=True)

@@ -320,6 +320,20 @@ def test_a_trace_is_told_with_what_can_be_done(log: CommitLog) -> None:
     assert "log.resolve" not in told
 
 
+def test_equal_checks_are_one_line_of_a_trace(log: CommitLog) -> None:
+    record = orders(log, 0, 1, 2)
+    for reason in ("503", "503", "503", "the database was away", "503"):
+        count_check(log.engine, record, 1, pending(log, record), reason)
+    lines = [line for line in txmq("trace", "shop:0")[0].splitlines() if "checked" in line]
+    found = re.search(r"3 × checked .* 503, from (\S+ \S+Z) to (\S+ \S+Z)$", lines[0])
+    assert found is not None, lines
+    assert found[1] <= found[2]
+    assert [re.split(" {2,}", line)[2:] for line in lines[1:]] == [
+        ["checked", "check", "the database was away"], ["checked", "check", "503"],
+    ]  # fmt: skip
+    assert len(objects("trace", "shop:0")[0]["events"]) == 6
+
+
 def test_a_trace_names_the_keys_of_the_first_messages(log: CommitLog) -> None:
     def keys_of(name: str) -> list[str]:
         (line,) = [line for line in txmq("trace", name)[0].splitlines() if line.startswith("keys ")]
@@ -452,7 +466,9 @@ def test_all_that_is_quarantined_is_resumed(log: CommitLog) -> None:
     for batch_id, group in enumerate(["bank", "mail", "bank"]):
         given_up(log, batch_id, group)
     assert [r["half_id"] for r in objects("resume", "all", "--group", "bank")] == ["nightly:0", "nightly:2"]
-    assert txmq("resume", "all")[0] == "nightly:1: 2 messages are pending again\n"
+    assert txmq("resume", "all") == (
+        "nightly:1: 2 messages are pending again\n", "ask its listener now: txmq check --once\n"
+    )  # fmt: skip
     assert txmq("resume", "all")[0] == "nothing is quarantined\n"
     assert log.pending().num_rows == 3
 

@@ -99,6 +99,16 @@ def test_warnings_and_what_is_critical_have_exit_codes_and_remedies(log: CommitL
     (row,) = objects("doctor", "--quiet", code=doctor.WARNINGS)
     assert (row["check"], row["level"]) == ("quarantined", "warning")
     assert row["remedy"].startswith("txmq resume app:0 ")
+    again = prepare(log, 0, app="later")
+    count_check(log.engine, again, 1, pending(log, again), "UNKNOWN from Bank: the API answers 503")
+    quarantine(log, again)
+    (row,) = objects("doctor", "--quiet", code=doctor.WARNINGS)
+    assert row["remedy"].startswith("txmq resume all (asks again); or txmq trace app:0 ")
+    assert "last check" not in row["what"], "of the first one no check was answered"
+    txmq("resume", "app:0")
+    (row,) = objects("doctor", "--quiet", code=doctor.WARNINGS)
+    assert row["what"].endswith("later:0 (the last check: UNKNOWN from Bank: the API answers 503)")
+    assert objects("quarantined")[0]["last_check"] == "UNKNOWN from Bank: the API answers 503"
     in_conflict(log, prepare(log, 1))
     out, _ = txmq("doctor", log.path, code=doctor.CRITICAL)
     assert f"→ txmq trace {log.path} app:1" in out

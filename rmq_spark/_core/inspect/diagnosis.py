@@ -240,7 +240,12 @@ class Diagnosis:
             return
         half_ids = _some([one_line(row["half_id"]) for row in rows])
         what = f"{count_of(len(rows), 'half batch')} quarantined, and hidden: {half_ids}"
-        remedy = f"{self.command('resume', rows[0]['half_id'])} (asks again); or {self._story(rows[0]['half_id'])}"
+        answers = self._standing.last_answers([rows[0]["half_id"]])
+        if answers:
+            ((_, answer),) = answers.values()
+            what += f" (the last check{' of the first' if len(rows) > 1 else ''}: {one_line(answer)})"
+        resumed = rows[0]["half_id"] if len({row["half_id"] for row in rows}) == 1 else "all"
+        remedy = f"{self.command('resume', resumed)} (asks again); or {self._story(rows[0]['half_id'])}"
         yield Finding("quarantined", Level.WARNING, what, remedy)
 
     def _conflicts(self) -> Iterator[Finding]:
