@@ -232,6 +232,8 @@ LATIN = "caf\udce9"
         ("query LOG --since 2h --until 3h", 2, "--since '2h' is not before --until '3h': no message can be between"),
         # groups
         ("group lag LOG 'my group'", 2, "'my group' has characters outside"),
+        ("group lag LOG", 2, "GROUP is expected, and LOG was given"),
+        ("group lag LOG", 2, "txmq group list names the groups"),
         ("group lag LOG points-3", 1, "did you mean 'points'"),
         ("group members LOG nobody", 1, "no progress"),
         ("group delete LOG pionts", 1, "there is no consumer group 'pionts' (did you mean 'points'?)"),

@@ -109,8 +109,10 @@ def test_the_path_need_not_be_typed_where_it_is_configured(
     assert objects("read", "orders") == objects("read", log.path, "orders") != []
     assert objects("read", "--limit", 1, "orders", "--queue", 1) == objects("read", "orders")
     assert "orders is not" in txmq("topics", "orders", code=1)[1], "a path that is typed wins"
+    assert "GROUP is expected, and nothing was given" in words(txmq("group", "lag", code=2)[1])
     monkeypatch.delenv("TXMQ_PATH")
     assert "[PATH], the commit log, may be left out" in words(txmq("topics", code=2)[1])
+    assert "txmq group list names the groups" in words(txmq("group", "lag", code=2)[1])
     said = words(txmq("read", "orders", code=2)[1])
     assert "[PATH] TOPIC is expected, and orders was given" in said
     (tmp_path / "txmq.toml").write_text(f'path = "{log.path}"\n')
