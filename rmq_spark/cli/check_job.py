@@ -43,6 +43,7 @@ from rmq_spark.listeners import TransactionListener
 
 OK, PROBLEMS, BAD_CONFIGURATION = 0, 1, 2
 APP_NAME = "txmq check"
+RUN_IT = "a check job should have settled that: let txmq check run, or start txmq check --once by cron"
 ANSWERS_SHOWN = 2
 """The most half batches of which a round's line has the listener's reason."""
 
@@ -93,6 +94,8 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
             print(line if as_json else one_line(line), flush=True)
         if once:
             stop.set()
+            if (report.committed or report.rolled_back) and sys.stderr.isatty():
+                print(RUN_IT, file=sys.stderr)
 
     successes: list[bool] = []
     maintainer = settings.maintainer(service.engine, draining, listeners.values())
@@ -122,7 +125,8 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
 def _answers(engine: Engine, report: CheckReport) -> str:
     """Return what listeners said with UNKNOWN in a round, of the first half batches; where to look when they said
     nothing."""
-    from rmq_spark._core.inspect.standing import LOOKED_AT_MAX, Standing
+    from rmq_spark._core.inspect.standing import LOOKED_AT_MAX
+    from rmq_spark.report import Standing
 
     answers = Standing(engine).last_answers(engine.open_half_ids()[:LOOKED_AT_MAX])
     said = [f"{half_id}: {reason}" for half_id, (at, reason) in answers.items() if at >= report.started_at]
