@@ -203,7 +203,21 @@ def test_messages_are_found_by_a_key_a_place_and_a_time(log: CommitLog) -> None:
     assert len(found("--until", second.isoformat())) == 3
     log.drain()
     assert len(found("--since", second.isoformat(), "--key", "all")) == 3
-    assert txmq("query", "--key", "nobody", code=1)[0] == "no such message\n"
+    assert txmq("query", "--key", "nobody", code=1) == ("no such message\n", "keys are matched whole\n")
+    said = txmq("query", "--key", "RDER-1", code=1)[1]
+    assert said == "keys are matched whole: order-1, order-11 contain it\n"
+    orders(log, 2, 4711)
+    assert txmq("query", "--key", "4711", code=1)[1] == "keys are matched whole: order-4711 contains it\n"
+    log.create_topic("bills")
+    assert txmq("query", "--key", "4711", "--topic", "bills", code=1)[1] == "keys are matched whole\n"
+    (message,) = objects("query", "--key", "order-4711")
+    told = txmq("query", "--key", "order-4711")[0]
+    assert f"→ txmq trace {message['msg_id']}\n" in told
+    assert "decided" not in told
+    log.resolve("shop:2", txmq_package.ROLLBACK_MESSAGE, "never paid")
+    told = txmq("query", "--key", "order-4711")[0]
+    assert re.search(r"^decided +20\S+ \S+Z by admin$", told, re.MULTILINE)
+    assert re.search(r"^reason +never paid$", told, re.MULTILINE)
     assert "stopped at 1: --limit N shows more" in txmq("query", "--key", "all", "--limit", 1)[1]
 
 

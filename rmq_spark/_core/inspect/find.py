@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 FOUND_SCHEMA = pa.schema([*SOURCE_SCHEMA, ("half_id", pa.string()), ("state", pa.string()), ("reason", pa.string())])
 """The source's columns, the half batch, the state (``committed``, or another word of :data:`COUNTED`), and the reason
 why a message is not visible."""
+NEWEST = 1000
+"""Newest visible messages in which keys are looked for that are similar to one without a message."""
 HELD = ("tags", "keys", "sharding_key", "properties", "body", "born_timestamp", "store_timestamp")
 NOT_COMMITTED = [state for state in RowState if state is not RowState.COMMITTED]
 
@@ -176,6 +178,23 @@ def find_not_visible(engine: Engine, wanted: Wanted, limit: int) -> pa.Table:
             parts.append(_not_visible(engine, record, _rows_of(record, numbers), limit))
             limit -= parts[-1].num_rows
     return pa.concat_tables(parts) if parts else FOUND_SCHEMA.empty_table()
+
+
+def similar_keys(engine: Engine, word: str, topic: str | None, most: int) -> list[str]:
+    """Return up to ``most`` keys that contain a word, of messages in ``half`` and of the newest visible ones."""
+    half = engine.half.table
+    half.refresh()
+    rows = _rows_of_readable(half, half.actions()["path"].to_pylist(), ["topic", "keys"])
+    parts = [rows if topic is None else rows.filter(pc.equal(rows["topic"], topic))]
+    placements = Placements(engine, {topic}.__contains__ if topic is not None else lambda _: True)
+    ends = placements.latest()
+    firsts, each = engine.firsts(refresh=False), NEWEST // max(1, len(ends))
+    start = {queue: max(firsts.get(queue, 0), end - each) for queue, end in ends.items()}
+    ranges, _ = placements.between(start, ends)
+    parts += read_ranges(ranges, engine.read_range, engine.find_again, ["keys"])
+    texts = (text for part in parts for text in pc.unique(part["keys"].combine_chunks()).to_pylist() if text)
+    found = dict.fromkeys(key for text in texts for key in text.split(" ") if word.lower() in key.lower())
+    return sorted(found, key=len)[:most]
 
 
 def _rows_of_readable(half: Table, paths: Sequence[str], columns: Sequence[str]) -> pa.Table:
