@@ -43,6 +43,9 @@ from rmq_spark.listeners import TransactionListener
 
 OK, PROBLEMS, BAD_CONFIGURATION = 0, 1, 2
 APP_NAME = "txmq check"
+RUN_IT = "a check job should have settled that: let txmq check run, or start txmq check --once by cron"
+ANSWERS_SHOWN = 2
+"""The most half batches of which a round's line has the listener's reason."""
 
 logger = logging.getLogger("rmq_spark.checks.job")
 
@@ -84,11 +87,15 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
         reports[:] = [report]
         write_metrics()
         text = f"{report.started_at:%Y-%m-%d %H:%M:%S}Z {report}"
+        if once and report.unknown:
+            text += _answers(service.engine, report)
         line = json.dumps(report.to_dict()) if as_json else text
         if not (quiet and report.ok and not report.quarantined):
             print(line if as_json else one_line(line), flush=True)
         if once:
             stop.set()
+            if (report.committed or report.rolled_back) and sys.stderr.isatty():
+                print(RUN_IT, file=sys.stderr)
 
     successes: list[bool] = []
     maintainer = settings.maintainer(service.engine, draining, listeners.values())
@@ -113,6 +120,20 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
     if not (reports and _all_answered(reports[-1], settings.elsewhere) and all(successes)):
         return PROBLEMS
     return OK if reports[-1].ok and not reports[-1].quarantined else PROBLEMS
+
+
+def _answers(engine: Engine, report: CheckReport) -> str:
+    """Return what listeners said with UNKNOWN in a round, of the first half batches; where to look when they said
+    nothing."""
+    from rmq_spark._core.inspect.standing import LOOKED_AT_MAX
+    from rmq_spark.report import Standing
+
+    answers = Standing(engine).last_answers(engine.open_half_ids()[:LOOKED_AT_MAX])
+    said = [f"{half_id}: {reason}" for half_id, (at, reason) in answers.items() if at >= report.started_at]
+    more = len(said) - ANSWERS_SHOWN
+    return "".join(f"; {text}" for text in said[:ANSWERS_SHOWN]) + (
+        f"; and {more} more (txmq pending lists them, txmq trace tells what was answered)" if more > 0 else ""
+    )
 
 
 def _metrics(settings: JobSettings, engine: Engine, once: bool) -> AbstractContextManager[Callable[[], None]]:

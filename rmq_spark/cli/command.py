@@ -31,6 +31,9 @@ STORAGE_ENV = "TXMQ_STORAGE__"
 OK, FAILED, BAD_USAGE = 0, 1, 2
 """Exit codes of every command. A few commands have more: docs/command.md."""
 
+LISTED_BY = {"GROUP": "txmq group list names the groups", "TOPIC": "txmq topic list names the topics"}
+"""What names the values of an argument, by its metavar."""
+
 P = ParamSpec("P")
 
 _secrets: list[str] = []
@@ -123,6 +126,9 @@ class LogCommand(TyperCommand):
         if configuration.path is None:
             expected = " ".join(str(p.metavar or p.name).upper() for p in self.params if p.name in names)
             _refuse(ctx, expected, typed_values)
+        needed = [str(p.metavar) for p in self.params if p.param_type_name == "argument" and p.required]
+        if LISTED_BY.keys() & needed[len(typed_values) :]:
+            _refuse(ctx, " ".join(needed), typed_values)
         _configured_storage.update(configuration.storage)
         return [configuration.path, *args]
 
@@ -137,6 +143,7 @@ def _refuse(ctx: Any, needed: str, typed: Sequence[str]) -> NoReturn:
     ctx.fail(
         f"{needed} is expected, and {' '.join(typed) or 'nothing'} was given. [PATH], the commit log, may be left out "
         f"where {WHERE} does (txmq init writes an example)"
+        + "".join(f". {sentence}" for metavar, sentence in LISTED_BY.items() if metavar in needed.split())
     )
     raise AssertionError  # fail raises
 

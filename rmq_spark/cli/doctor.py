@@ -44,9 +44,9 @@ def doctor(
     as_json: AsJson = False,
     storage: Storage = None,
 ) -> None:
-    findings: list[Finding] = []
-    for finding in _look(path, storage):
-        findings.append(finding)
+    order = list(Level)
+    findings = sorted(_look(path, storage), key=lambda finding: -order.index(finding.level))
+    for finding in findings:
         if not quiet or finding.level in (Level.WARNING, Level.CRITICAL):
             typer.echo(json_of(finding.to_dict()) if as_json else _told(finding))
     level = worst(findings)

@@ -136,7 +136,8 @@ def members(
 
 
 def _member_in_words(row: Mapping[str, Any]) -> dict[str, Any]:
-    return in_words(row) | {"queues": len(row["queues"]), "alive": "yes" if row["alive"] else "no"}
+    shown = in_words(row) | {"queues": len(row["queues"]), "alive": "yes" if row["alive"] else "no"}
+    return shown | {"heartbeat": shown["heartbeat"] or "none for long"}
 
 
 def member_rows(group: ConsumerGroup) -> list[dict[str, Any]]:

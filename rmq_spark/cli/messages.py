@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rmq_spark.cli.bodies import BYTES_SHOWN, BodyBytes, BodyForm, Form, short_hex, shown
-from rmq_spark.cli.command import FAILED
+from rmq_spark.cli.command import FAILED, path_to_type
 from rmq_spark.cli.completion import topics_of_option
 from rmq_spark.cli.output import AsJson, LogPath, Storage, TopicName, Wide, block, open_log, plainly, show
-from rmq_spark.cli.text import escaped, json_message, one_line, short, short_time
+from rmq_spark.cli.shortened import whole_id
+from rmq_spark.cli.text import escaped, json_message, one_line, short, short_text, short_time
 from rmq_spark.cli.times import time_of
 from rmq_spark.cli.watch import interval_of, wait
-from rmq_spark.errors import OptionError
+from rmq_spark.errors import OptionError, TxmqError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from rmq_spark.log import CommitLog
 
 READ_LIMIT = 20
+SIMILAR_SHOWN = 3
+DECIDING = ("committed", "rolled_back", "quarantined")
 FOLLOWED_EVERY = "1s"
 SHOWN_COLUMNS = ["queue_id", "queue_offset", "tags", "keys", "body", "commit_timestamp"]
 
@@ -212,7 +216,8 @@ def query(
     _refuse_contradicting_query(list(given_ids), given_filters, topic, queue, offset)
     log = open_log(path, storage)
     if given_ids:
-        table = find_by_id(log.engine, limit + 1, **given_ids)
+        whole_ids = {name: whole_id(log, value) for name, value in given_ids.items()}
+        table = find_by_id(log.engine, limit + 1, **whole_ids)
     else:
         now = log.engine.runtime.now()
         first = None if since is None else time_of(since, now, "since")
@@ -226,7 +231,7 @@ def query(
     if as_json:
         _print_json(table.slice(0, limit))
     elif len(rows) == 1:
-        typer.echo(_message_text(rows[0], body, body_bytes), nl=False)
+        typer.echo(_message_text({**rows[0], "decided": _decided(log, rows[0])}, body, body_bytes), nl=False)
     else:
         columns = "topic queue_id queue_offset state reason msg_id tags keys body commit_timestamp".split()
         all_visible = all(row["state"] == "committed" for row in rows)
@@ -235,10 +240,33 @@ def query(
         if not any(row["reason"] for row in rows):
             columns.remove("reason")
         _show_several(rows, columns, body)
+        if key is not None and not rows:
+            _say_similar(log, key, topic)
     if has_more:
         typer.secho(f"stopped at {limit}: --limit N shows more", dim=True, err=True)
     if not rows:
         raise typer.Exit(FAILED)
+
+
+def _say_similar(log: CommitLog, key: str, topic: str | None) -> None:
+    """Say that keys are matched whole, and which ones contain the word."""
+    from rmq_spark._core.inspect.find import similar_keys
+
+    found = ", ".join(escaped(short_text(other)) for other in similar_keys(log.engine, key, topic, SIMILAR_SHOWN))
+    names = f": {found} contain{'' if ',' in found else 's'} it" if found else ""
+    typer.secho(f"keys are matched whole{names}", dim=True, err=True)
+
+
+def _decided(log: CommitLog, row: dict[str, Any]) -> str | None:
+    """Return when and by whom a message that is not visible was decided; None of one that was not, or has left."""
+    if row["state"] == "committed":  # it has its commit's time
+        return None
+    try:
+        events = log.trace(message_id=row["msg_id"]).events
+    except TxmqError:
+        return None
+    last = next((event for event in reversed(events) if event.kind in DECIDING), None)
+    return None if last is None else f"{short_time(last.at)} by {last.decided_by}"
 
 
 def _show_several(rows: Sequence[dict[str, Any]], columns: Sequence[str], form: BodyForm) -> None:
@@ -265,7 +293,7 @@ def _message_text(row: dict[str, Any], form: BodyForm, body_bytes: int) -> str:
     }
     for name in ("tags", "keys", "sharding_key"):
         fields[name] = None if fields[name] is None else escaped(fields[name])
-    text = block(fields)
+    text = f"{block(fields)}→ txmq trace {path_to_type()}{shlex.quote(one_line(row['msg_id']))}\n"
     lines = shown(content, form, body_bytes)
     return f"{text}\n{lines}\n" if lines else text
 

@@ -27,7 +27,7 @@ from rmq_spark.cli.text import short_time as short_time
 
 CELL_CHARS_MIN = 20
 """Cells are not shortened below this width while a column can be left out instead."""
-TEXT = frozenset({"tags", "keys", "body", "reason", "history", "topics", "updated_by", "what"})
+TEXT = frozenset({"tags", "keys", "body", "reason", "history", "last_check", "topics", "updated_by", "what"})
 """Columns whose cells lose their end when they are shortened. Others, such as ids and names, lose their middle."""
 WHOLE = frozenset({"age", "state", "behind", "event"})
 """Columns that are neither shortened nor left out."""

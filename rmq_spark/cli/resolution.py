@@ -10,6 +10,7 @@ from rmq_spark.cli.text import escaped, one_line, short_age, short_text, short_t
 from rmq_spark.errors import TxmqError
 from rmq_spark.listeners import COMMIT_MESSAGE, ROLLBACK_MESSAGE
 from rmq_spark.log import CommitLog, Placed, RowState
+from rmq_spark.report import Standing
 
 SHOWN = 3
 """Messages shown before the question."""
@@ -46,13 +47,19 @@ class Resolving:
             "prepared_at": f"{short_time(prepared_at)}, {age} ago",
             "pending": count_of(self._state.count(RowState.PENDING), "message"),
             "quarantined": count_of(self._state.count(RowState.QUARANTINED), "message"),
-            "in conflict": count_of(self._in_conflict, "message"),
+            "in conflict": f"{count_of(self._in_conflict, 'message')}: {self._verdicts()}",
         }
         if self._state.leased(now):
             lines["lease_until"] = f"{short_time(self._state.lease_until or now)}: its local transaction may be running"
         if not self._in_conflict:
             del lines["in conflict"]
         return "\n".join(f"{name:<16}{one_line(value)}" for name, value in lines.items())
+
+    def _verdicts(self) -> str:
+        """Return both verdicts of a half batch in conflict: by whom, why, and which came too late."""
+        standing = Standing(self._log.engine)
+        (rows,) = standing.with_reasons([r for r in standing.conflicts if r["half_id"] == self._record.half_id])
+        return ", ".join(str(row["reason"]) for row in rows)
 
     def messages(self) -> str:
         """Return the first messages to decide on, one line each: topic, keys, the beginning of the body."""

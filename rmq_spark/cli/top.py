@@ -45,6 +45,9 @@ PAGE = 10
 STYLES = {"conflict": "bold red", "quarantined": "yellow", "critical": "bold red", "warning": "yellow"}
 """By the state of a half batch, and by the worst level of a finding."""
 KEYS = "↑ ↓ PgUp PgDn move · Tab next list · / filter · w whole ids · q ends"
+FILTERED = ", until Esc · q ends"
+FINDING_SHARE = 3
+"""The finding has at most this part of the screen's height."""
 LISTS = ("half batches", "consumer groups", "topics")
 
 
@@ -231,8 +234,12 @@ def lines(
     shown = [(f"txmq top   {name}   {at}", "bold")]
     shown += [(line, style) for line in hanging("", headline(now), 0, width=width).splitlines()]
     if problem is not None:
-        text = one_line(f"{problem.check}: {problem.what}")
-        shown.append((text if width is None else shortened(text, width, 1.0), style))
+        text = hanging("", one_line(f"{problem.check}: {problem.what}"), 2, width=width).lstrip()
+        command = one_line(problem.remedy or "").partition(" (")[0].partition(";")[0]  # txmq doctor has all of it
+        remedy = hanging("", f"→ {command}", 2, width=width) if command else ""
+        told = [part for line in (text, remedy) for row in line.splitlines() for part in _folded(row, width)]
+        most = len(told) if height is None else max(2, height // FINDING_SHARE)
+        shown += [(line, style) for line in told[:most]]
     groups = [in_words(row) for row in consumer_rows(now, before)]
     lists = [
         [row for row in rows if not view.word or view.word.lower() in " ".join(map(str, row.values())).lower()]
@@ -261,6 +268,13 @@ def lines(
     return shown
 
 
+def _folded(line: str, width: int | None) -> list[str]:
+    """Return a line as the lines that fit into the width: a command may be longer."""
+    from rich.cells import chop_cells
+
+    return [line] if width is None else chop_cells(line, width)
+
+
 def _shares(counts: list[int], room: int, chosen: int | None) -> list[int]:
     """Return how many lines each list has: an equal share, or few beside a chosen list; then what others leave."""
     share = room // max(1, sum(map(bool, counts))) if chosen is None else FEW
@@ -278,7 +292,7 @@ def screen(name: str, now: Standing, before: Standing, view: View, width: int, h
     shown = lines(name, now, before, view, width, height)
     keys = f"filter: {view.word}▏ Enter keeps it, Esc ends it" if view.is_typing else KEYS
     if view.word and not view.is_typing:
-        keys = f"only rows with {view.word!r}, until Esc · {KEYS}"
+        keys = f"only rows with {shortened(repr(view.word), max(4, width - len(FILTERED) - 15))}{FILTERED}"
     shown = [*shown[: height - 1], (shortened(keys, width, 1.0), "dim")]
     texts = [Text(part, style=style, no_wrap=True) for line, style in shown for part in chop_cells(line, width) or [""]]
     return Text("\n", no_wrap=True).join(texts[:height])

@@ -6,10 +6,13 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import path_to_type
 from rmq_spark.cli.completion import of_argument
 from rmq_spark.cli.output import (
@@ -25,11 +28,12 @@ from rmq_spark.cli.output import (
     rendered,
     terminal_width,
 )
-from rmq_spark.cli.text import short_age, short_time
-from rmq_spark.errors import OptionError
+from rmq_spark.cli.shortened import whole_id
+from rmq_spark.cli.text import escaped, short_age, short_time
+from rmq_spark.errors import OptionError, TxmqError
 
 if TYPE_CHECKING:
-    from rmq_spark.log import Trace, TraceEvent
+    from rmq_spark.log import CommitLog, Trace, TraceEvent
 
 _MESSAGE_ID = re.compile(r"[^:]+:\d+(-[0-9a-f]+)?:\d+\.\d+")
 _HALF_ID = re.compile(r"[^:]+:\d+(-[0-9a-f]+)?")
@@ -47,6 +51,8 @@ OUTCOMES = {
     "rolled_back_by_check": "rolled back by a check: never happened",
     "rolled_back_by_discard": "rolled back by the discard policy",
 }
+OUTCOMES_IN_CONFLICT = {"rolled_back_by_check": "rolled back by a check"}
+"""A check found no trace of the local transaction, and a later verdict says that it happened."""
 
 
 def register(app: Any) -> None:
@@ -72,8 +78,11 @@ def trace(
     """Tell the whole story of a transaction as a timeline: prepared, leased, checked, decided (by whom, why), placed,
     drained, archived. It says what upkeep has taken. --json prints one object, with its events."""
     log = open_log(path, storage)
-    story = log.trace(**argument_of(name))
-    typer.echo(json.dumps(story.to_dict()) if as_json else _text_of(story, advice(story)), nl=as_json)
+    story = log.trace(**argument_of(whole_id(log, name)))
+    if as_json:
+        typer.echo(json.dumps(story.to_dict()))
+    else:
+        typer.echo(_text_of(story, shown_keys(log, story), advice(story)), nl=False)
 
 
 def argument_of(name: str) -> dict[str, str]:
@@ -96,10 +105,24 @@ def argument_of(name: str) -> dict[str, str]:
     )
 
 
-def _text_of(story: Trace, advice: Iterable[str]) -> str:
+def shown_keys(log: CommitLog, story: Trace) -> str | None:
+    """Return the keys of the first messages; None when they have none, or when they cannot be read."""
+    from rmq_spark._core.inspect.find import keys_of
+
+    try:
+        keys = keys_of(log.engine, story, PLACES_SHOWN)
+    except TxmqError:  # the story itself can be told
+        return None
+    more = story.messages - PLACES_SHOWN
+    more_words = f" and those of {count_of(more, 'more message')} (txmq query --half-id)" if more > 0 else ""
+    return f"{', '.join(map(escaped, keys))}{more_words}" if keys else None
+
+
+def _text_of(story: Trace, keys: str | None, advice: Iterable[str]) -> str:
     from rmq_spark._core.listeners.transaction_listener import NO_LISTENER_FENCE
 
-    outcome = ", ".join(f"{n:,} {OUTCOMES.get(what, what)}" for what, n in story.outcome.items())
+    words = {**OUTCOMES, **(OUTCOMES_IN_CONFLICT if story.in_conflict else {})}
+    outcome = ", ".join(f"{n:,} {words.get(what, what)}" for what, n in story.outcome.items())
     head = {
         ("message" if story.message_id else "transaction" if story.transaction_id else "half batch"): (
             story.message_id or story.transaction_id or story.half_id
@@ -108,6 +131,7 @@ def _text_of(story: Trace, advice: Iterable[str]) -> str:
         "store": None if story.fence_id == NO_LISTENER_FENCE else story.fence_id,
         "messages": f"{story.messages:,}{': ' if outcome else ''}{outcome}",
         "topics": ", ".join(story.topics) or None,
+        "keys": keys,
         "where": WHERE[story.where],
         "conflict": "yes: a verdict came too late, and nobody has resolved it" if story.in_conflict else None,
         "lease_until": story.lease_until,
@@ -124,19 +148,29 @@ def _text_of(story: Trace, advice: Iterable[str]) -> str:
             "after": f"+{short_age(max(0.0, (event.at - start).total_seconds()))}"
             if start and event.at > start
             else None,
-            "event": event.word,
+            "event": event.word if times == 1 else f"{times:,} × {event.word}",
             "by": event.decided_by,
             "attempt": event.attempt if any((e.attempt or 1) > 1 for e in story.events) else None,
             "messages": event.messages if any(e.messages != story.messages for e in story.events) else None,
-            "what": _event_text(event),
+            "what": _event_text(event) + (f", from {event.at:{form}}Z to {last:{form}}Z" if times > 1 else ""),
         }
-        for event in story.events
+        for event, times, last in _folded(story.events)
     ]
     text = f"{block(head)}\n{rendered(rows, '', ['attempt', 'messages'])}"
     for sentence in story.unknown:
         text += hanging("", f"not known: {one_line(sentence)}", 2).lstrip() + "\n"
     lines = [hanging("", one_line(line), 2).lstrip() for line in advice]
     return text + "".join(f"{line}\n" for line in (["", *lines] if lines else ()))
+
+
+def _folded(events: Iterable[TraceEvent]) -> Iterator[tuple[TraceEvent, int, datetime]]:
+    """Yield events, each with how often it stands there and when last: equal checks in a row are one."""
+    for (kind, *_), equal in groupby(events, lambda e: (e.kind, e.messages, e.attempt, e.decided_by, e.reason)):
+        first, *others = equal
+        if kind == "checked":
+            yield first, 1 + len(others), [first, *others][-1].at
+        else:
+            yield from ((event, 1, event.at) for event in (first, *others))
 
 
 def _first_of(items: Sequence[str]) -> list[str]:
@@ -164,18 +198,32 @@ def _offsets(first: int, last: int) -> str:
     return f"offset {first}" if first == last else f"offsets {first}-{last}"
 
 
+def _in_conflict(story: Trace) -> int:
+    """Return how many messages are in conflict, by the marks that no person has resolved."""
+    count = 0
+    for event in story.events:
+        if event.kind == "conflict_resolved":
+            count = 0
+        elif event.kind == "conflict":
+            count = min(story.messages, count + event.messages)
+    return count
+
+
 def advice(story: Trace) -> Iterator[str]:
     """Yield what a person can do next: nothing when nothing is to be done."""
     from rmq_spark.listeners import ROLLBACK_MESSAGE
 
     path, half_id = path_to_type(), shlex.quote(one_line(story.half_id or ""))
-    commit, rollback = (f"txmq resolve {path}{half_id} {verdict} --reason …" for verdict in ("COMMIT", "ROLLBACK"))
+    commit, rollback = (f"txmq resolve {path}{half_id} {verdict} --reason '…'" for verdict in ("COMMIT", "ROLLBACK"))
     if story.in_conflict:
         late = {event.verdict for event in story.events if event.kind == "conflict"}
         if late == {str(ROLLBACK_MESSAGE)}:  # readers may have seen the messages: only COMMIT is possible
             yield f"confirm what readers have seen: {commit}"
         else:
-            yield f"settle it: {commit}; or: {rollback}"
+            count = _in_conflict(story)
+            seen = f"readers will see {count_of(count, 'message')}, for good"
+            yield f"when its local transaction happened: {commit} ({seen})"
+            yield f"when it did not happen: {rollback} (nobody will see {'it' if count == 1 else 'them'})"
     elif story.outcome.get("quarantined"):
         yield f"ask its listener again: txmq resume {path}{half_id}"
         yield f"or decide yourself: {commit}; or: {rollback}"

@@ -11,6 +11,7 @@ from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import FAILED, fail, path_to_type
 from rmq_spark.cli.completion import of_argument
 from rmq_spark.cli.output import AsJson, LogPath, Storage, Wide, one_line, open_log, plainly, say
+from rmq_spark.cli.shortened import whole_id
 from rmq_spark.cli.text import short_age, size
 from rmq_spark.cli.watch import Watch, listed, watched
 from rmq_spark.errors import OptionError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 VERDICTS = ("COMMIT", "ROLLBACK")
 EVERYTHING = "all"
-SPARE = ("lease_until", "prepared_at", "attempt", "size", "check_times", "messages")
+SPARE = ("last_check", "lease_until", "prepared_at", "attempt", "size", "check_times", "messages")
 
 HalfId = Annotated[
     str,
@@ -64,7 +65,16 @@ def quarantined(
 ) -> None:
     """List half batches that checks gave up; see resume and resolve."""
     log = open_log(path, storage)
-    watched(watch, lambda: _open_listed(log, log.quarantined(), group, as_json, "quarantined"))
+    from rmq_spark.report import Standing
+
+    def text() -> str:
+        table = log.quarantined()
+        half_ids = table["half_id"].to_pylist()
+        answers = Standing(log.engine).last_answers(list(dict.fromkeys(half_ids)))
+        last_checks = [answers[half_id][1] if half_id in answers else None for half_id in half_ids]
+        return _open_listed(log, table.append_column("last_check", [last_checks]), group, as_json, "quarantined")
+
+    watched(watch, text)
 
 
 @plainly
@@ -104,7 +114,7 @@ def _open_listed(log: CommitLog, table: pa.Table, group: str | None, as_json: bo
 
 
 def _in_words(row: dict[str, Any]) -> dict[str, Any]:
-    last_columns = ("age_seconds", "bytes", "prepared_at", "lease_until", "history")
+    last_columns = ("age_seconds", "bytes", "prepared_at", "lease_until", "history", "last_check")
     return {
         **{k: v for k, v in row.items() if k not in last_columns},
         "age": short_age(row["age_seconds"]),
@@ -130,9 +140,10 @@ def resolve(
     decision = verdict.upper().removesuffix("_MESSAGE")
     if decision not in VERDICTS:
         raise typer.BadParameter(f"{verdict!r} is neither COMMIT nor ROLLBACK", param_hint="COMMIT|ROLLBACK")
-    if not reason.strip():
-        raise typer.BadParameter("it is empty: a reason is kept with the op marker", param_hint="--reason")
-    resolving = Resolving(open_log(path, storage), half_id, decision)
+    _require_words(reason)
+    log = open_log(path, storage)
+    half_id = whole_id(log, half_id)
+    resolving = Resolving(log, half_id, decision)
     if resolving.acts and not yes:
         typer.echo(f"{resolving.description()}\n{resolving.messages()}", err=True)
         if not sys.stdin.isatty():
@@ -143,6 +154,13 @@ def resolve(
             raise typer.Exit(1)
     outcome = resolving.run(reason)
     say(as_json, {"half_id": half_id, "verdict": decision, "what": outcome}, one_line(f"{half_id}: {outcome}"))
+
+
+def _require_words(reason: str) -> None:
+    """Refuse a reason that is empty, or the placeholder of a printed command."""
+    if not reason.strip(" .…"):
+        what = "empty" if not reason.strip() else f"{reason.strip()}, which stands for your words"
+        raise typer.BadParameter(f"it is {what}: a reason is kept with the op marker", param_hint="--reason")
 
 
 @plainly
@@ -160,12 +178,13 @@ def resume(
     storage: Storage = None,
 ) -> None:
     """Take a half batch out of quarantine: the next round of checks asks its listener again, and counts anew."""
+    _require_words(reason)
     log = open_log(path, storage)
     typed = path_to_type()
     if half_id != EVERYTHING:
         if group is not None:
             raise typer.BadParameter("it goes with all: write txmq resume all --group …", param_hint="--group")
-        half_ids = [half_id]
+        half_ids = [whole_id(log, half_id)]
     else:
         rows = log.quarantined().to_pylist()
         half_ids = list(dict.fromkeys(r["half_id"] for r in rows if group in (None, r["producer_group"])))
@@ -177,3 +196,5 @@ def resume(
             fail(OptionError(f"nothing of {item} is quarantined: txmq trace {typed}{item} tells how it stands"), FAILED)
         text = f"{item}: {count_of(count, 'message')} {'is' if count == 1 else 'are'} pending again"
         say(as_json, {"half_id": item, "messages": count}, one_line(text))
+    if half_ids and not as_json:
+        typer.secho(f"ask its listener now: txmq check {typed}--once", dim=True, err=True)

@@ -122,6 +122,13 @@ def test_a_group_that_nobody_answers_for_is_a_problem_and_one_that_another_job_h
     assert log.pending().num_rows == 1
 
 
+def test_the_line_of_a_round_says_what_the_listener_answered(folder: Path) -> None:
+    log = CommitLog.open(folder / "log")
+    prepare(log, 2)
+    _, out, _ = run(folder, "--once")
+    assert out.rstrip().endswith("1 half batch is pending; app:2: UNKNOWN from Orders"), out
+
+
 def test_a_conflict_is_told_in_the_words_of_the_command(folder: Path) -> None:
     log = CommitLog.open(folder / "log")
     prepare(log, 0)

@@ -16,6 +16,7 @@ import pytest
 
 from rmq_spark import COMMIT_MESSAGE, CommitLog
 from tests.support import half_batches
+from tests.support.inside import NO_LISTENER_FENCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -160,6 +161,19 @@ def test_resolve_asks_in_a_terminal(tmp_path: Path) -> None:
     assert code == 0
     assert shown.endswith(f"{half_id}: 2 messages were rolled back\n")
     assert log.pending().num_rows == 0
+
+
+def test_a_round_by_hand_that_settles_something_says_in_a_terminal_that_a_job_should_run(tmp_path: Path) -> None:
+    log = CommitLog.create(tmp_path / "log")
+    log.create_topic("orders", queues=1)
+    file = tmp_path / "txmq.toml"
+    file.write_text(f'path = "{log.path}"\n[check]\ntransactionTimeout = "0s"\n')
+    advice = "a check job should have settled that: let txmq check run"
+    half_batches.prepare(log, 0, 2, fence_id=NO_LISTENER_FENCE)
+    code, shown = in_a_terminal("", "check", "--once", "--config", file)
+    assert (code, advice in shown) == (0, True), shown
+    code, shown = in_a_terminal("", "check", "--once", "--config", file)
+    assert (code, advice in shown) == (0, False), "nothing was settled"
 
 
 def test_the_wheel_has_the_example_configuration_and_no_demo(tmp_path: Path) -> None:

@@ -194,6 +194,8 @@ LATIN = "caf\udce9"
         ("resolve LOG app:1 MAYBE --reason r", 2, "MAYBE"),
         ("resolve LOG app:1 COMMIT", 2, "--reason"),
         ("resolve LOG app:1 COMMIT --reason ' '", 2, "a reason is kept"),
+        ("resolve LOG app:1 COMMIT --reason …", 2, "it is …, which stands for your words: a reason is kept"),
+        ("resume LOG app:1 --reason ...", 2, "it is ..., which stands for your words"),
         ("resolve LOG app:9 COMMIT --reason x", 1, "no half batch 'app:9'"),
         ("resume LOG app:7", 1, "no half batch 'app:7'"),
         ("resume LOG app:1", 1, "nothing of app:1 is quarantined: txmq trace LOG app:1 tells how it stands"),
@@ -230,6 +232,8 @@ LATIN = "caf\udce9"
         ("query LOG --since 2h --until 3h", 2, "--since '2h' is not before --until '3h': no message can be between"),
         # groups
         ("group lag LOG 'my group'", 2, "'my group' has characters outside"),
+        ("group lag LOG", 2, "GROUP is expected, and LOG was given"),
+        ("group lag LOG", 2, "txmq group list names the groups"),
         ("group lag LOG points-3", 1, "did you mean 'points'"),
         ("group members LOG nobody", 1, "no progress"),
         ("group delete LOG pionts", 1, "there is no consumer group 'pionts' (did you mean 'points'?)"),
@@ -311,6 +315,8 @@ def test_a_conflict_is_shown_with_its_history_and_resolved(log: CommitLog) -> No
     assert found[0]["half_id"] == "app:0"
     assert found[0]["history"][0].startswith("rollback by check (attempt 1, ")
     assert "rollback by check" in txmq("conflicts", log.path)[0]
+    lines, _ = shown_before_it_asks(log)
+    assert lines["in conflict"] == "2 messages: ROLLBACK by check; too late: COMMIT by execute"
     out, _ = txmq("resolve", log.path, "app:0", "ROLLBACK", "--reason", "never happened", "-y")
     assert out == "app:0: its messages were rolled back already, and stay so\n"
     assert txmq("conflicts", log.path)[0] == "there are no conflicts\n"

@@ -23,7 +23,7 @@ from rmq_spark.cli import app, top
 from rmq_spark.cli.bodies import BodyForm, shown
 from rmq_spark.cli.statistics import WINDOWS
 from rmq_spark.cli.text import escaped, short_age, size
-from rmq_spark.cli.trace import argument_of
+from rmq_spark.cli.trace import argument_of, shown_keys
 from rmq_spark.errors import VerdictConflictError
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
@@ -109,8 +109,10 @@ def test_the_path_need_not_be_typed_where_it_is_configured(
     assert objects("read", "orders") == objects("read", log.path, "orders") != []
     assert objects("read", "--limit", 1, "orders", "--queue", 1) == objects("read", "orders")
     assert "orders is not" in txmq("topics", "orders", code=1)[1], "a path that is typed wins"
+    assert "GROUP is expected, and nothing was given" in words(txmq("group", "lag", code=2)[1])
     monkeypatch.delenv("TXMQ_PATH")
     assert "[PATH], the commit log, may be left out" in words(txmq("topics", code=2)[1])
+    assert "txmq group list names the groups" in words(txmq("group", "lag", code=2)[1])
     said = words(txmq("read", "orders", code=2)[1])
     assert "[PATH] TOPIC is expected, and orders was given" in said
     (tmp_path / "txmq.toml").write_text(f'path = "{log.path}"\n')
@@ -179,7 +181,7 @@ def test_what_readers_have_seen_can_only_be_confirmed(log: CommitLog) -> None:
     with pytest.raises(VerdictConflictError):
         decide_one(log.engine, record, 1, rollback=rows, who=Who.CHECK)
     told = txmq("trace", log.path, record.half_id)[0]
-    assert told.splitlines()[-1].endswith(f"txmq resolve {log.path} {record.half_id} COMMIT --reason …")
+    assert told.splitlines()[-1].endswith(f"txmq resolve {log.path} {record.half_id} COMMIT --reason '…'")
 
 
 # ---------------------------------------------------------------- query
@@ -201,7 +203,21 @@ def test_messages_are_found_by_a_key_a_place_and_a_time(log: CommitLog) -> None:
     assert len(found("--until", second.isoformat())) == 3
     log.drain()
     assert len(found("--since", second.isoformat(), "--key", "all")) == 3
-    assert txmq("query", "--key", "nobody", code=1)[0] == "no such message\n"
+    assert txmq("query", "--key", "nobody", code=1) == ("no such message\n", "keys are matched whole\n")
+    said = txmq("query", "--key", "RDER-1", code=1)[1]
+    assert said == "keys are matched whole: order-1, order-11 contain it\n"
+    orders(log, 2, 4711)
+    assert txmq("query", "--key", "4711", code=1)[1] == "keys are matched whole: order-4711 contains it\n"
+    log.create_topic("bills")
+    assert txmq("query", "--key", "4711", "--topic", "bills", code=1)[1] == "keys are matched whole\n"
+    (message,) = objects("query", "--key", "order-4711")
+    told = txmq("query", "--key", "order-4711")[0]
+    assert f"→ txmq trace {message['msg_id']}\n" in told
+    assert "decided" not in told
+    log.resolve("shop:2", txmq_package.ROLLBACK_MESSAGE, "never paid")
+    told = txmq("query", "--key", "order-4711")[0]
+    assert re.search(r"^decided +20\S+ \S+Z by admin$", told, re.MULTILINE)
+    assert re.search(r"^reason +never paid$", told, re.MULTILINE)
     assert "stopped at 1: --limit N shows more" in txmq("query", "--key", "all", "--limit", 1)[1]
 
 
@@ -298,7 +314,7 @@ def test_a_trace_is_told_with_what_can_be_done(log: CommitLog) -> None:
     assert [line.split()[3] for line in out.splitlines() if "+" in line] == ["checked"]
     assert "the database was away" in out
     assert out.splitlines()[-1] == (
-        "or decide yourself: txmq resolve shop:0 COMMIT --reason …; or: txmq resolve shop:0 ROLLBACK --reason …"
+        "or decide yourself: txmq resolve shop:0 COMMIT --reason '…'; or: txmq resolve shop:0 ROLLBACK --reason '…'"
     )
     assert f"txmq resolve {log.path} shop:0 COMMIT" in txmq("trace", log.path, "shop:0")[0].splitlines()[-1]
     commit(log, record)
@@ -309,8 +325,48 @@ def test_a_trace_is_told_with_what_can_be_done(log: CommitLog) -> None:
     half_id = given_up(log, 0)
     assert f"txmq resume {half_id}" in txmq("trace", half_id)[0]
     half_id = conflict(log)
-    assert "a verdict came too late" in txmq("trace", half_id)[0]
-    assert "log.resolve" not in txmq("trace", half_id)[0]
+    told = txmq("trace", half_id)[0]
+    assert "a verdict came too late" in told
+    assert "2: 2 rolled back by a check\n" in told, "nobody knows that it never happened"
+    assert told.splitlines()[-2:] == [
+        f"when its local transaction happened: txmq resolve {half_id} COMMIT --reason '…' "
+        "(readers will see 2 messages, for good)",
+        f"when it did not happen: txmq resolve {half_id} ROLLBACK --reason '…' (nobody will see them)",
+    ]
+    assert "log.resolve" not in told
+
+
+def test_equal_checks_are_one_line_of_a_trace(log: CommitLog) -> None:
+    record = orders(log, 0, 1, 2)
+    for reason in ("503", "503", "503", "the database was away", "503"):
+        count_check(log.engine, record, 1, pending(log, record), reason)
+    lines = [line for line in txmq("trace", "shop:0")[0].splitlines() if "checked" in line]
+    found = re.search(r"3 × checked .* 503, from (\S+ \S+Z) to (\S+ \S+Z)$", lines[0])
+    assert found is not None, lines
+    assert found[1] <= found[2]
+    assert [re.split(" {2,}", line)[2:] for line in lines[1:]] == [
+        ["checked", "check", "the database was away"], ["checked", "check", "503"],
+    ]  # fmt: skip
+    assert len(objects("trace", "shop:0")[0]["events"]) == 6
+
+
+def test_a_trace_names_the_keys_of_the_first_messages(log: CommitLog) -> None:
+    def keys_of(name: str) -> list[str]:
+        (line,) = [line for line in txmq("trace", name)[0].splitlines() if line.startswith("keys ")]
+        return sorted(line.removeprefix("keys").strip().split(", "))
+
+    record = orders(log, 0, 1, 2)
+    assert keys_of("shop:0") == ["order-1 all", "order-2 all"]
+    assert keys_of("shop:0:1:o2") == ["order-2 all"]
+    commit(log, record)
+    assert keys_of("shop:0") == ["order-1 all", "order-2 all"]
+    many = orders(log, 1, *range(3, 9))
+    shown = keys_of("shop:1")
+    assert len(shown) == 4
+    assert sum(keys.endswith("all and those of 2 more messages (txmq query --half-id)") for keys in shown) == 1
+    story = log.trace(half_id="shop:1")
+    (Path(log.path) / "half" / next(iter(many.files.values())).path).unlink()
+    assert shown_keys(log, story) is None, "the story can still be told"
 
 
 def test_the_trace_of_a_message_that_waits_names_what_holds_it_up(log: CommitLog) -> None:
@@ -426,7 +482,9 @@ def test_all_that_is_quarantined_is_resumed(log: CommitLog) -> None:
     for batch_id, group in enumerate(["bank", "mail", "bank"]):
         given_up(log, batch_id, group)
     assert [r["half_id"] for r in objects("resume", "all", "--group", "bank")] == ["nightly:0", "nightly:2"]
-    assert txmq("resume", "all")[0] == "nightly:1: 2 messages are pending again\n"
+    assert txmq("resume", "all") == (
+        "nightly:1: 2 messages are pending again\n", "ask its listener now: txmq check --once\n"
+    )  # fmt: skip
     assert txmq("resume", "all")[0] == "nothing is quarantined\n"
     assert log.pending().num_rows == 3
 

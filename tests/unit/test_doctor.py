@@ -99,6 +99,16 @@ def test_warnings_and_what_is_critical_have_exit_codes_and_remedies(log: CommitL
     (row,) = objects("doctor", "--quiet", code=doctor.WARNINGS)
     assert (row["check"], row["level"]) == ("quarantined", "warning")
     assert row["remedy"].startswith("txmq resume app:0 ")
+    again = prepare(log, 0, app="later")
+    count_check(log.engine, again, 1, pending(log, again), "UNKNOWN from Bank: the API answers 503")
+    quarantine(log, again)
+    (row,) = objects("doctor", "--quiet", code=doctor.WARNINGS)
+    assert row["remedy"].startswith("txmq resume all (asks again); or txmq trace app:0 ")
+    assert "last check" not in row["what"], "of the first one no check was answered"
+    txmq("resume", "app:0")
+    (row,) = objects("doctor", "--quiet", code=doctor.WARNINGS)
+    assert row["what"].endswith("later:0 (the last check: UNKNOWN from Bank: the API answers 503)")
+    assert objects("quarantined")[0]["last_check"] == "UNKNOWN from Bank: the API answers 503"
     in_conflict(log, prepare(log, 1))
     out, _ = txmq("doctor", log.path, code=doctor.CRITICAL)
     assert f"→ txmq trace {log.path} app:1" in out
@@ -107,8 +117,8 @@ def test_warnings_and_what_is_critical_have_exit_codes_and_remedies(log: CommitL
 
 def test_a_log_that_cannot_be_opened_is_a_finding(log: CommitLog, tmp_path: Path) -> None:
     rows = objects("doctor", tmp_path, code=doctor.CRITICAL)
-    assert (rows[-1]["check"], rows[-1]["level"]) == ("log", "critical")
-    assert f"make one with txmq create {tmp_path}" in rows[-1]["what"]
+    assert (rows[0]["check"], rows[0]["level"]) == ("log", "critical")
+    assert f"make one with txmq create {tmp_path}" in rows[0]["what"]
 
 
 def test_the_configuration_says_how_often_is_checked_and_who_answers(log: CommitLog, tmp_path: Path) -> None:
@@ -379,13 +389,28 @@ def test_queues_of_a_dead_member_and_dead_letters_are_told(log: CommitLog) -> No
     assert bad(log) == {}
     claim(log, "host@1.dead")
     assert bad(log) == {"groups": "warning"}
-    assert found(log)["groups"].remedy == "txmq group members points"
+    assert found(log)["groups"].remedy == (
+        "start a member of points (it takes over when the lease of a dead one is over); "
+        "txmq group members points (who read for it)"
+    )
+    assert "none for long" in txmq("group", "members", "points")[0]
     log.engine.create_own_topic("%DLQ%points")
     header = header_of(0, "dead")
     writer = HalfWriter(header, log.topics(), "%DLQ%points", None, own=True)
     table = pa.table({"body": ["x"]})
     commit(log, prepare_one(log.engine, header, log.engine.stage(writer, table.to_batches())))
     assert found(log)["dead letters"].what == "points: 1 dead letter"
+
+
+def test_a_group_that_stands_still_comes_before_upkeep(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(log, prepare(log, 0))
+    ConsumerGroup(log, "points").reset("earliest", ["orders"])
+    set_clock(monkeypatch, ahead_s=2 * HOUR_S)
+    rows = objects("doctor", "--quiet", code=doctor.WARNINGS)
+    assert [row["check"] for row in rows] == ["groups", "drain"]
+    assert "behind, the oldest committed" in rows[0]["what"]
+    assert rows[0]["what"].endswith("ago, and no member lives")
+    assert rows[0]["remedy"].startswith("start a member of points (it takes over")
 
 
 OF_BOTH = ("conflicts", "pending", "checker", "quarantined", "groups", "drain")
@@ -404,6 +429,8 @@ def test_doctor_report_and_live_page_say_the_same(log: CommitLog, monkeypatch: p
     assert sorted(by_report, key=str) == sorted(by_doctor, key=str)
     levels = [row["level"] for row in by_report]
     assert levels == sorted(levels), "critical before warning"
+    levels = [line.split()[0] for line in txmq("doctor", code=doctor.CRITICAL)[0].splitlines() if line[:1].strip()][:-1]
+    assert levels == sorted(levels, key=["critical", "warning", "note", "ok"].index), "worst first"
     page = serve.Looker(log).home({})
     assert all(escape(row["what"]) in page for row in by_report)
 

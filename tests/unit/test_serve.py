@@ -346,7 +346,9 @@ def test_both_verdicts_of_a_conflict_stand_side_by_side_with_the_next_step(log: 
         assert (
             "COMMIT when the local transaction happened (readers will see 2 messages, for good), and ROLLBACK" in text
         )
-        assert "<code>txmq resolve shop/log app:0 COMMIT --reason &quot;…&quot;</code>; or: <code>txmq resolve" in page
+        for verdict, when in (("COMMIT", "its local transaction happened"), ("ROLLBACK", "it did not happen")):
+            command = f"<code>txmq resolve shop/log app:0 {verdict} --reason &#x27;…&#x27;</code>"
+            assert re.search(f"when {when}: {command} ", page)
         log.resolve(record.half_id, COMMIT_MESSAGE, "ticket 81")
         site.pages.looks._looks.clear()
         text = text_of(site.half(record))

@@ -155,6 +155,27 @@ def test_ids_that_differ_still_differ_when_they_are_shortened(log: CommitLog, co
         assert half_id.endswith(end)
 
 
+def test_a_shortened_id_is_taken_for_the_whole_one(log: CommitLog, columns: int) -> None:
+    for verb in ("pending", "quarantined", "conflicts"):
+        whole = half_id_of(log, verb)
+        shown = {row.split()[0] for row in body_of(lines_of(verb, log.path))}
+        (short,) = (s for s in shown if whole.startswith(s.partition("…")[0]) and whole.endswith(s.partition("…")[2]))
+        assert "…" in short
+        assert lines_of("trace", log.path, short) == lines_of("trace", log.path, whole)
+        assert objects("query", log.path, "--half-id", short) == objects("query", log.path, "--half-id", whole)
+        assert whole in txmq("resolve", log.path, short, "COMMIT", "--reason", "paid", code=2)[1], "it shows it, to ask"
+        if verb != "quarantined":
+            assert f"nothing of {whole} is quarantined" in txmq("resume", log.path, short, code=1)[1]
+        (message, *_) = objects("query", log.path, "--half-id", whole)
+        short = output.shortened(message["msg_id"], len(whole) - 8)
+        assert objects("query", log.path, "--message-id", short) == [message]
+    several = txmq("trace", log.path, "send.…", code=1)[1]
+    assert "'send.…' was shortened, and it stands for send." in several
+    assert half_id_of(log, "pending").split("-")[0] in several
+    nothing = txmq("resume", log.path, "send.…-000000077:9", code=1)[1]
+    assert "was shortened, and no half batch of this commit log has such an id: --wide shows it whole" in nothing
+
+
 def test_names_that_differ_only_in_the_middle_get_the_room_for_it() -> None:
     rows = [{"topic": f"orders-of-the-{'north' if n else 'south'}-branches-and-all-of-their-customers"} for n in (0, 1)]
     (_, first, second), _ = output.fitted([{**row, "lag": 1} for row in rows], 50)
@@ -250,15 +271,21 @@ def test_the_screen_is_never_larger_than_the_terminal(seen: Standing, width: int
 
 
 def test_trouble_stands_first_with_its_age_and_state_whole(seen: Standing) -> None:
-    lines = screen_of(seen, 80, 24)
+    lines = screen_of(seen, 80, 29)
     assert lines[1].startswith("1 in conflict; 1 quarantined; 3 pending, the oldest for ")
-    assert lines[3].startswith("conflicts: 1 half batch with two verdicts that contradict each other: send.")
+    assert lines[3] == "conflicts: 1 half batch with two verdicts that contradict each other:"
+    conflict = seen.conflicts[0]["half_id"]
+    command = f"txmq trace {seen.engine.path} {conflict}"
+    assert f"→ {command}" in "".join(lines[4:12]), "a command is whole, and folded where the terminal ends"
     start = next(n for n, line in enumerate(lines) if line.startswith("state "))
     rows = lines[start + 1 : start + 6]
     assert [row.split()[0] for row in rows] == ["conflict", "quarantined", "pending", "pending", "pending"]
     whole = {row["age"] for row in top.open_half_batches(seen)}
     assert {row[13:].split("  ")[0].strip() for row in rows} == whole
-    assert lines.index("3 more consumer groups") < next(n for n, line in enumerate(lines) if "more topics" in line)
+    groups, topics = (
+        next(n for n, line in enumerate(lines) if f"more {what}" in line) for what in ("consumer groups", "topics")
+    )
+    assert groups < topics
     assert lines[-1].endswith("q ends")
 
 
@@ -271,7 +298,10 @@ def test_keys_move_filter_and_show_whole_ids(seen: Standing) -> None:
     filtered = screen_of(seen, 80, 24, "/", *"wareq", "\x7f", "\r")
     assert [line.split()[0] for line in filtered if "production" in line] == [TOPICS[-1]]
     assert not any("orders" in line or "pending " in line for line in filtered[2:-1])
-    assert filtered[-1].startswith("only rows with 'ware', until Esc")
+    assert filtered[-1] == "only rows with 'ware', until Esc · q ends"
+    long = screen_of(seen, 40, 24, "/", *"a word of a filter that is wider than the terminal", "\r")
+    assert long[-1].endswith(", until Esc · q ends")
+    assert cell_len(long[-1]) <= 40
     assert screen_of(seen, 80, 24, "/", "x", "\x1b") == screen_of(seen, 80, 24)
     half_id = top.open_half_batches(seen)[0]["half_id"]
     assert half_id in "".join(line for line in screen_of(seen, 80, 24, "w"))

@@ -431,7 +431,7 @@ class Checker:
 
     def _in_conflict(self, half_id: str) -> str:
         """Why a half batch waits for a person, and what to do."""
-        command = f"txmq resolve {shlex.quote(redacted(self.engine.path))} {shlex.quote(half_id)} COMMIT --reason …"
+        command = f"txmq resolve {shlex.quote(redacted(self.engine.path))} {shlex.quote(half_id)} COMMIT --reason '…'"
         return (
             "two of its verdicts contradict each other, and it waits for a person: find out which is true, then settle "
             f"it with {command} (or the same with ROLLBACK), or with log.resolve"

@@ -24,6 +24,7 @@ from rmq_spark._core.inspect.limits import (
 )
 from rmq_spark._core.inspect.standing import Standing
 from rmq_spark._core.listeners.transaction_listener import NO_LISTENER_FENCE
+from rmq_spark._core.log.group_table import SPARK, kind_of
 from rmq_spark._core.storage.foreign_commits import foreign_change
 from rmq_spark._core.vocabulary.options import TRANSACTION_CHECK_INTERVAL_S
 from rmq_spark._core.vocabulary.redaction import one_line, redacted, sentence_of
@@ -76,8 +77,8 @@ class Diagnosis:
             ("delayed", self._delayed),
             ("quarantined", self._quarantined),
             ("files", self._files),
-            ("drain", self._drain),
             ("groups", self._groups),
+            ("drain", self._drain),
             ("dead letters", self._dead_letters),
         )
         for name, check in checks if tables else checks[1:]:
@@ -240,7 +241,12 @@ class Diagnosis:
             return
         half_ids = _some([one_line(row["half_id"]) for row in rows])
         what = f"{count_of(len(rows), 'half batch')} quarantined, and hidden: {half_ids}"
-        remedy = f"{self.command('resume', rows[0]['half_id'])} (asks again); or {self._story(rows[0]['half_id'])}"
+        answers = self._standing.last_answers([rows[0]["half_id"]])
+        if answers:
+            ((_, answer),) = answers.values()
+            what += f" (the last check{' of the first' if len(rows) > 1 else ''}: {one_line(answer)})"
+        resumed = rows[0]["half_id"] if len({row["half_id"] for row in rows}) == 1 else "all"
+        remedy = f"{self.command('resume', resumed)} (asks again); or {self._story(rows[0]['half_id'])}"
         yield Finding("quarantined", Level.WARNING, what, remedy)
 
     def _conflicts(self) -> Iterator[Finding]:
@@ -271,18 +277,31 @@ class Diagnosis:
                     heartbeat = f"its heartbeat is {duration(beat.age_s)} old, its lease {duration(beat.lease_s)}"
                 what = f"{name}: {count_of(len(dead), 'queue')} with messages, owned by a dead member ({dead[0]}: "
                 what += f"{heartbeat}): no member lives that could take them"
-                yield Finding("groups", Level.WARNING, what, self.command("group members", name))
+                yield Finding("groups", Level.WARNING, what, self._start_member(name))
         for row in groups:
             if row["lag_seconds"] > LAG_S_MAX:
                 has_problem = True
                 what = f"{row['consumer_group']}: {count_of(row['lag'], 'message')} behind, the oldest committed "
                 what += f"{duration(row['lag_seconds'])} ago"
-                yield Finding("groups", Level.WARNING, what, self.command("group lag", row["consumer_group"]))
+                remedy = self.command("group lag", row["consumer_group"])
+                if not row["members"] and self._kind_of(row["consumer_group"]) != SPARK:
+                    what += ", and no member lives"
+                    remedy = self._start_member(row["consumer_group"])
+                yield Finding("groups", Level.WARNING, what, remedy)
         if not has_problem:
             furthest = max(groups, key=lambda row: int(row["lag"]))
             lag = f"{count_of(furthest['lag'], 'message')}, {duration(furthest['lag_seconds'])}"
             what = f"{count_of(len(groups), 'group')}; furthest behind {furthest['consumer_group']}: {lag}"
             yield Finding("groups", Level.OK, what)
+
+    def _kind_of(self, group: str) -> str | None:
+        return kind_of(self._engine.groups.places(group).values()) if self._engine.has_groups() else None
+
+    def _start_member(self, group: str) -> str:
+        return (
+            f"start a member of {one_line(group)} (it takes over when the lease of a dead one is over); "
+            f"{self.command('group members', group)} (who read for it)"
+        )
 
     def _dead_letters(self) -> Iterator[Finding]:
         for group, letters in self._standing.dead_letters.items():

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 FOUND_SCHEMA = pa.schema([*SOURCE_SCHEMA, ("half_id", pa.string()), ("state", pa.string()), ("reason", pa.string())])
 """The source's columns, the half batch, the state (``committed``, or another word of :data:`COUNTED`), and the reason
 why a message is not visible."""
+NEWEST = 1000
+"""Newest visible messages in which keys are looked for that are similar to one without a message."""
 HELD = ("tags", "keys", "sharding_key", "properties", "body", "born_timestamp", "store_timestamp")
 NOT_COMMITTED = [state for state in RowState if state is not RowState.COMMITTED]
 
@@ -178,6 +180,23 @@ def find_not_visible(engine: Engine, wanted: Wanted, limit: int) -> pa.Table:
     return pa.concat_tables(parts) if parts else FOUND_SCHEMA.empty_table()
 
 
+def similar_keys(engine: Engine, word: str, topic: str | None, most: int) -> list[str]:
+    """Return up to ``most`` keys that contain a word, of messages in ``half`` and of the newest visible ones."""
+    half = engine.half.table
+    half.refresh()
+    rows = _rows_of_readable(half, half.actions()["path"].to_pylist(), ["topic", "keys"])
+    parts = [rows if topic is None else rows.filter(pc.equal(rows["topic"], topic))]
+    placements = Placements(engine, {topic}.__contains__ if topic is not None else lambda _: True)
+    ends = placements.latest()
+    firsts, each = engine.firsts(refresh=False), NEWEST // max(1, len(ends))
+    start = {queue: max(firsts.get(queue, 0), end - each) for queue, end in ends.items()}
+    ranges, _ = placements.between(start, ends)
+    parts += read_ranges(ranges, engine.read_range, engine.find_again, ["keys"])
+    texts = (text for part in parts for text in pc.unique(part["keys"].combine_chunks()).to_pylist() if text)
+    found = dict.fromkeys(key for text in texts for key in text.split(" ") if word.lower() in key.lower())
+    return sorted(found, key=len)[:most]
+
+
 def _rows_of_readable(half: Table, paths: Sequence[str], columns: Sequence[str]) -> pa.Table:
     """Return rows of half files. A lost or damaged file is logged, and hides no message of another one."""
     try:
@@ -228,18 +247,29 @@ def find_by_id(
 def transactions_of(engine: Engine, traced: Trace, limit: int) -> list[dict[str, Any]]:
     """Return the transactions of up to ``limit`` messages of a traced half batch, those that are not visible first:
     ``transaction_id, state, reason, messages`` and the ``keys`` of one of its messages."""
-    parts: list[pa.Table] = []
-    if traced.where == "half":
-        with suppress(HalfBatchNotFoundError):  # the half batch has left meanwhile
-            record = engine.half.get(traced.half_id)
-            parts.append(_not_visible(engine, record, chosen_rows(engine, traced, record), limit))
-    parts += _messages_at(engine, traced, limit - sum(part.num_rows for part in parts))
+    parts = _messages_of(engine, traced, limit)
     found: dict[tuple[str, str, str | None], dict[str, Any]] = {}
     for row in (row for part in parts for row in part.drop_columns("body").to_pylist()):
         named = {name: row[name] for name in ("transaction_id", "state", "reason")}
         transaction = found.setdefault(tuple(named.values()), {**named, "messages": 0, "keys": row["keys"]})
         transaction["messages"] += 1
     return list(found.values())
+
+
+def keys_of(engine: Engine, traced: Trace, limit: int) -> list[str]:
+    """Return the keys of up to ``limit`` messages of a trace, those that are not visible first, each once."""
+    keys = (text for part in _messages_of(engine, traced, limit) for text in part["keys"].to_pylist())
+    return list(dict.fromkeys(text for text in keys if text))
+
+
+def _messages_of(engine: Engine, traced: Trace, limit: int) -> list[pa.Table]:
+    """Return up to ``limit`` messages of a trace, those that are not visible first."""
+    parts: list[pa.Table] = []
+    if traced.where == "half":
+        with suppress(HalfBatchNotFoundError):  # the half batch has left meanwhile
+            record = engine.half.get(traced.half_id)
+            parts.append(_not_visible(engine, record, chosen_rows(engine, traced, record), limit))
+    return [*parts, *_messages_at(engine, traced, limit - sum(part.num_rows for part in parts))]
 
 
 def _messages_at(engine: Engine, traced: Trace, limit: int) -> Iterator[pa.Table]:

@@ -203,6 +203,15 @@ class Standing:
         newest: datetime | None = pc.max(by_check["op_time"]).as_py()
         return newest
 
+    def last_answers(self, half_ids: Sequence[str]) -> dict[str, tuple[datetime, str]]:
+        """Return when a listener last answered a check of these half batches with UNKNOWN, and with what reason."""
+        if not half_ids:
+            return {}
+        op_rows = self.engine.ledger.scan(half_ids)
+        checks = op_rows.filter(pc.and_(pc.equal(op_rows["kind"], Kind.CHECK.value), pc.is_valid(op_rows["reason"])))
+        rows = checks.select(["half_id", "op_time", "reason"]).sort_by("op_time").to_pylist()
+        return {row["half_id"]: (row["op_time"], row["reason"]) for row in rows}
+
     def with_reasons(self, *lists: Sequence[Row]) -> list[list[dict[str, Any]]]:
         """Return lists of half batches with the ``reason`` that ``op`` last gave; of one in conflict, both verdicts."""
         said: dict[str, list[OpRow]] = {row["half_id"]: [] for rows in lists for row in rows if row["half_id"]}

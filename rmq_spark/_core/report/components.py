@@ -86,13 +86,12 @@ def commands(text: str) -> str:
     parts, end = [], 0
     for match in _COMMAND.finditer(text):
         command = match[0].rstrip(" .")
-        whole = command.replace("--reason …", '--reason "…"')
-        parts += [escape(text[end : match.start()]), f"<code>{escape(whole)}</code>"]
+        parts += [escape(text[end : match.start()]), f"<code>{escape(command)}</code>"]
         end = match.start() + len(command)
     return "".join([*parts, escape(text[end:])])
 
 
-_COMMAND = re.compile(r"txmq(?:(?<!\.) (?:'[^']*'|[^\s,;()']+))+")
+_COMMAND = re.compile(r"""txmq(?:(?<!\.) (?:'[^']*'|"'"|[^\s,;()'"])+)+""")
 
 
 def tiles(figures: Figures) -> str:

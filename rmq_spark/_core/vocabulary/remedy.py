@@ -31,7 +31,7 @@ def decide_by_hand(half_id: str, lead: str) -> Remedy:
     """Return the advice to settle a half batch by hand, after the words ``lead``."""
     return Remedy(
         f"{lead}log.resolve({half_id!r}, verdict, reason=…)",
-        f"{lead}txmq resolve {LOG} {shlex.quote(half_id)} COMMIT --reason …, or the same with ROLLBACK",
+        f"{lead}txmq resolve {LOG} {shlex.quote(half_id)} COMMIT --reason '…', or the same with ROLLBACK",
     )
 
 
