@@ -46,7 +46,7 @@ _STANDS_IN = {
     "rmq_spark._core.protocol.engine": "SMALL_ROWS_MAX",
     "rmq_spark._core.protocol.group_commit": "GATHERS_S_MAX",
     "rmq_spark._core.protocol.leases": "LEASES_LINGER_S=LINGER_S",
-    "rmq_spark._core.report.live_server": "ENDS_S",
+    "rmq_spark._core.report.live_server": "CONNECTIONS_MAX ENDS_S REQUEST_S_MAX",
     "rmq_spark._core.runtime.pools": "POOLS_LINGER_S=LINGERS_S",
     "rmq_spark._core.spark.native": "DRAINED_PATHS_MAX HALF_PATHS_MAX",
     "rmq_spark._core.spark.reader": "BATCH_BYTES_MAX BATCH_ROWS_MIN",

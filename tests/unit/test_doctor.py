@@ -6,6 +6,7 @@ import errno
 import importlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -431,7 +432,7 @@ def test_doctor_report_and_live_page_say_the_same(log: CommitLog, monkeypatch: p
     assert levels == sorted(levels), "critical before warning"
     levels = [line.split()[0] for line in txmq("doctor", code=doctor.CRITICAL)[0].splitlines() if line[:1].strip()][:-1]
     assert levels == sorted(levels, key=["critical", "warning", "note", "ok"].index), "worst first"
-    page = serve.Looker(log).home({})
+    page = re.sub(r"</?a\b[^>]*>", "", serve.Looker(log).home({}))  # ids are links
     assert all(escape(row["what"]) in page for row in by_report)
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from html.parser import HTMLParser
 from pathlib import Path
@@ -617,6 +617,9 @@ def test_the_token_opens_the_page_and_leaves_the_address(log: CommitLog) -> None
         assert site.get("/find", Authorization=f"Bearer {TOKEN}").status == 200
         assert site.get("/find", Cookie=cookie.partition("=")[0] + "=" + TOKEN).status == 401
         assert site.get("/find", Cookie='"\x7f=;;').status == 401
+        ours = cookie.partition(";")[0]
+        for cookies in (f'prefs={{"a":1}}; {ours}', f"a=b c; {ours}; x", f'{ours}; y[]="1'):
+            assert site.get("/find", Cookie=cookies).status == 200, "a cookie of another program shut a viewer out"
         assert site.get(f"//evil.example/?token={quote(TOKEN)}").headers["Location"] == "/"
 
 
@@ -697,6 +700,36 @@ def test_two_hundred_requests_are_one_read(log: CommitLog, monkeypatch: pytest.M
         answers = list(viewers.map(lambda n: site.get(f"/?another={n}"), range(200)))
     assert {answer.status for answer in answers} == {200}
     assert len(reads) == 1
+
+
+def test_clients_that_send_a_byte_now_and_then_keep_nobody_out(log: CommitLog, limit: Limit) -> None:
+    limit(CONNECTIONS_MAX=2, REQUEST_S_MAX=0.5)
+    with served(log) as site:
+        slow = [socket.create_connection(("127.0.0.1", urlsplit(site.url).port)) for _ in range(3)]
+        ended = threading.Event()
+
+        def drip() -> None:
+            while not ended.wait(0.1):
+                for client in slow:
+                    with suppress(OSError):
+                        client.send(b"G")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            assert site.get("/find").status == 200
+        finally:
+            ended.set()
+            thread.join()
+            for client in slow:
+                client.close()
+
+
+def test_a_server_that_has_answered_can_be_started_again_at_once(log: CommitLog) -> None:
+    with served(log) as site:
+        assert site.get("/find").status == 200
+    with serving(site.pages, "127.0.0.1", urlsplit(site.url).port or 0) as url:
+        assert Site(url, site.pages, site.looker).get("/find").status == 200
 
 
 def test_nobody_looks_nothing_is_read(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:

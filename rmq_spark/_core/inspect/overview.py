@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime, timezone
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+READ_AT_ONCE = 256
+"""Half batches whose older op rows are read together. The reader keeps those of twice as many."""
 
 PENDING_SCHEMA = pa.schema(
     [
@@ -48,8 +52,8 @@ def pending(engine: Engine, most: int | None = None) -> pa.Table:
     rows: list[dict[str, object]] = [
         {"messages": file.rows, "prepared_at": _time_of(file.ms)} for file in engine.ledger.unreadable
     ]
-    for half_id, record in _present(engine, half_ids):
-        if record is None:
+    for half_id, record in present(engine, half_ids):
+        if isinstance(record, CorruptLogError):
             rows.append(_summary_of_unreadable(engine, half_id))
             continue
         state = engine.state_of(record)
@@ -59,16 +63,22 @@ def pending(engine: Engine, most: int | None = None) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
 
-def _present(engine: Engine, half_ids: Iterable[str]) -> Iterator[tuple[str, HalfRecord | None]]:
-    """Yield the half batches that have not left; None in place of one that cannot be read."""
-    for half_id in half_ids:
-        try:
-            yield half_id, _record(engine, half_id)
-        except HalfBatchLeftError:
-            pass
-        except CorruptLogError as problem:
-            logger.debug("half batch %r cannot be read: %s", half_id, problem)
-            yield half_id, None
+def present(engine: Engine, half_ids: Iterable[str]) -> Iterator[tuple[str, HalfRecord | CorruptLogError]]:
+    """Yield the half batches that have not left, and the error of one that cannot be read. The older op rows of many
+    are read at once."""
+    rest = iter(half_ids)
+    while names := list(islice(rest, READ_AT_ONCE)):
+        known: list[tuple[str, HalfRecord | CorruptLogError]] = []
+        for half_id in names:
+            try:
+                known.append((half_id, _record(engine, half_id)))
+            except HalfBatchLeftError:
+                pass
+            except CorruptLogError as problem:
+                logger.debug("half batch %r cannot be read: %s", half_id, problem)
+                known.append((half_id, problem))
+        engine.ledger.read_older([record for _, record in known if isinstance(record, HalfRecord)])
+        yield from known
 
 
 @looks_again
@@ -80,8 +90,8 @@ def _record(engine: Engine, half_id: str) -> HalfRecord:
 def quarantined(engine: Engine) -> pa.Table:
     """See :meth:`CommitLog.quarantined`."""
     rows: list[dict[str, object]] = []
-    for half_id, record in _present(engine, _ids_in_op(engine, pc.field("kind") == Kind.QUARANTINE.value)):
-        if record is None:  # it was quarantined once, and nobody can look whether it still is
+    for half_id, record in present(engine, _ids_in_op(engine, pc.field("kind") == Kind.QUARANTINE.value)):
+        if isinstance(record, CorruptLogError):  # it was quarantined once, and nobody can look whether it still is
             rows.append(_summary_of_unreadable(engine, half_id))
             continue
         with suppress(HalfBatchLeftError):
@@ -104,8 +114,8 @@ def conflicts(engine: Engine) -> list[str]:
 def open_messages(engine: Engine) -> dict[Queue, tuple[int, int]]:
     """See :meth:`CommitLog.open_messages`."""
     batches: dict[str, tuple[HalfRecord, BatchState]] = {}
-    for half_id, record in _present(engine, dict.fromkeys([*engine.open_half_ids(), *engine.ledger.view.waiting])):
-        if record is None:  # its messages are not counted
+    for half_id, record in present(engine, dict.fromkeys([*engine.open_half_ids(), *engine.ledger.view.waiting])):
+        if isinstance(record, CorruptLogError):  # its messages are not counted
             continue
         with suppress(HalfBatchLeftError):
             state = engine.state_of(record)

@@ -20,7 +20,7 @@ from rmq_spark._core.log.op import Kind, OpRow, Who
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.verdicts import ROLLBACK_MESSAGE
-from rmq_spark.errors import CorruptLogError, HalfBatchNotFoundError
+from rmq_spark.errors import CorruptLogError
 
 LOOKED_AT_MAX = 100
 """The most pending half batches, the oldest ones, that a look reads. Of others it knows age and number of messages."""
@@ -236,14 +236,10 @@ def conflict_rows(engine: Engine) -> list[dict[str, Any]]:
     """Return a row for each half batch in conflict: ``half_id, producer_group, messages`` (those with two verdicts)
     ``, check_times, prepared_at, lease_until, history`` (its decisions, a sentence each) ``, bytes``."""
     rows: list[dict[str, Any]] = []
-    for half_id in overview.conflicts(engine):
+    for half_id, record in overview.present(engine, overview.conflicts(engine)):
         row = dict.fromkeys(("half_id", "producer_group", "messages", "check_times", "prepared_at", "lease_until"))
-        try:
-            record = engine.get(half_id)
-        except HalfBatchNotFoundError:  # a person has settled it meanwhile
-            continue
-        except CorruptLogError as problem:
-            rows.append({**row, "half_id": half_id, "history": [f"it cannot be read: {problem}"], "bytes": None})
+        if isinstance(record, CorruptLogError):
+            rows.append({**row, "half_id": half_id, "history": [f"it cannot be read: {record}"], "bytes": None})
             continue
         state = engine.state_of(record)
         rows.append(

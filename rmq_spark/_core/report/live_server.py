@@ -9,9 +9,8 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
@@ -222,13 +221,11 @@ class LivePages:
 
     def _has_proof(self, environ: WSGIEnvironment) -> bool:
         bearer = environ.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ")
-        try:
-            cookies = SimpleCookie(environ.get("HTTP_COOKIE", ""))
-        except CookieError:
-            cookies = SimpleCookie()
-        cookie = cookies.get(_cookie_name(environ))
-        return hmac.compare_digest(bearer.encode(), str(self._door.token).encode()) or (
-            cookie is not None and hmac.compare_digest(cookie.value.encode(), self._door.proof.encode())
+        # Other programs of this machine set cookies that SimpleCookie refuses, and it would drop ours with them.
+        cookies = dict(part.strip().partition("=")[::2] for part in environ.get("HTTP_COOKIE", "").split(";"))
+        cookie = cookies.get(_cookie_name(environ), "")
+        return hmac.compare_digest(bearer.encode(), str(self._door.token).encode()) or hmac.compare_digest(
+            cookie.encode(), self._door.proof.encode()
         )
 
 
@@ -253,11 +250,19 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, *arguments: Any) -> None:
         self._free = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._ends = False
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        self._free.acquire()
+        while not self._free.acquire(timeout=ENDS_S):
+            if self._ends:
+                self.shutdown_request(request)
+                return
         super().process_request(request, client_address)
+
+    def shutdown(self) -> None:
+        self._ends = True
+        super().shutdown()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -270,6 +275,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def server_bind(self) -> None:
         """Bind without asking for the machine's name, which may take seconds."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of before are in TIME_WAIT
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
@@ -282,6 +288,20 @@ class _IPv6Server(_Server):
 
 class _Handler(WSGIRequestHandler):
     timeout = REQUEST_S_MAX
+
+    def handle(self) -> None:
+        """Answer one request. The time-out of a socket is that of one read, which a byte now and then renews."""
+        timer = threading.Timer(REQUEST_S_MAX, self._stop_reading)
+        timer.daemon = True
+        timer.start()
+        try:
+            super().handle()
+        finally:
+            timer.cancel()
+
+    def _stop_reading(self) -> None:
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RD)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log no request: its address may hold a token or a key."""
