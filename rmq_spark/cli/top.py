@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -119,6 +120,8 @@ def top(
     from rich.live import Live
 
     now, view, next_look = before, View(is_wide=wide), time.monotonic() + interval
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as with Ctrl-C: the terminal gets its own screen back
+        signal.signal(number, signal.default_int_handler)
     with keyboard() as pressed, suppress(KeyboardInterrupt), Live(screen=True, auto_refresh=False) as live:
         while True:
             live.update(screen(name, now, before, view, *live.console.size), refresh=True)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,25 @@ def in_a_terminal(answer: str, *arguments: object) -> tuple[int, str]:
         shown += part
     os.close(ours)
     return process.wait(60), shown.decode().replace("\r\n", "\n")
+
+
+def test_the_live_screen_gives_the_terminal_back_when_it_is_ended(tmp_path: Path) -> None:
+    CommitLog.create(tmp_path / "log")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "rmq_spark.cli", "top", str(tmp_path / "log")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    process = subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while b"q ends" not in shown:
+        shown += os.read(ours, 65536)
+    process.send_signal(signal.SIGTERM)
+    with suppress(OSError):  # so Linux says that the other side is closed
+        while part := os.read(ours, 65536):
+            shown += part
+    os.close(ours)
+    assert process.wait(60) == 0
+    assert b"\x1b[?1049l" in shown
 
 
 @pytest.mark.turns(3, among="the command's streams")
