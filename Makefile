@@ -10,8 +10,8 @@ PY := $(CURDIR)/$(VENV)/bin/python
 PYTEST_ARGS ?=
 # Folders or files to run instead of all: make test-unit TESTS=tests/unit/test_offsets.py
 TESTS ?=
-# Two workers for two cores; tests/conftest.py says which tests stay together. PYTEST_ARGS="-n 0": one process.
-PYTEST = $(PY) -m pytest -n 2
+# Three workers for two cores, since a third of the time one waits; tests/conftest.py says which tests stay together. PYTEST_ARGS="-n 0": one process.
+PYTEST = $(PY) -m pytest -n 3
 
 # Spark starts its workers with this interpreter, whatever `python3` is on the PATH.
 export PYSPARK_PYTHON := $(PY)
@@ -35,7 +35,7 @@ demo: install ## a grocer's year of orders, a killed driver, and the proof that 
 	@$(PY) -m examples.grocer
 
 .PHONY: test
-test: install ## what every change must pass, in 10 to 20 minutes (TESTS=file, PYTEST_ARGS="-k word", SEED=n to replay)
+test: install ## what every change must pass, in some 12 minutes (TESTS=file, PYTEST_ARGS="-k word", SEED=n to replay)
 	@$(PYTEST) $(or $(TESTS),tests) --durations=10 $(PYTEST_ARGS)
 
 .PHONY: test-all

@@ -736,6 +736,7 @@ def test_nobody_looks_nothing_is_read(log: CommitLog, monkeypatch: pytest.Monkey
     looks: list[int] = []
     pages = LivePages("log", {"/": View(lambda query: str(looks.append(1)), 1)}, Door(), sentence_of)
     monkeypatch.setattr(shared_look, "EVERY_S", 0.01)
+    monkeypatch.setattr(shared_look, "REST", 0.0)
     with serving(pages, "127.0.0.1", 0) as url:
         site = Site(url, pages, serve.Looker(log))
         site.get()
