@@ -20,7 +20,7 @@ from rmq_spark._core.log.op import Kind, OpRow, Who
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.verdicts import ROLLBACK_MESSAGE
-from rmq_spark.errors import CorruptLogError
+from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 
 LOOKED_AT_MAX = 100
 """The most pending half batches, the oldest ones, that a look reads. Of others it knows age and number of messages."""
@@ -237,19 +237,23 @@ def conflict_rows(engine: Engine) -> list[dict[str, Any]]:
     ``, check_times, prepared_at, lease_until, history`` (its decisions, a sentence each) ``, bytes``."""
     rows: list[dict[str, Any]] = []
     for half_id, record in overview.present(engine, overview.conflicts(engine)):
-        row = dict.fromkeys(("half_id", "producer_group", "messages", "check_times", "prepared_at", "lease_until"))
         if isinstance(record, CorruptLogError):
-            rows.append({**row, "half_id": half_id, "history": [f"it cannot be read: {record}"], "bytes": None})
+            unknown = ("producer_group", "messages", "check_times", "prepared_at", "lease_until", "bytes")
+            history = [f"it cannot be read: {record}"]
+            rows.append({"half_id": half_id, **dict.fromkeys(unknown), "history": history})
             continue
-        state = engine.state_of(record)
+        try:
+            state = engine.state_of(record)
+        except HalfBatchLeftError:  # a person has settled it meanwhile
+            continue
         rows.append(
             {
-                **row,
                 "half_id": half_id,
                 "producer_group": record.header.producer_group,
                 "messages": state.conflicting().count,
                 "check_times": state.check_times(state.conflicting()),
                 "prepared_at": record.prepared_at,
+                "lease_until": None,
                 "history": [
                     f"{op_row.kind} by {op_row.decided_by} (attempt {op_row.attempt or 1}, "
                     f"{op_row.op_time:%Y-%m-%d %H:%M:%S}Z)"
