@@ -56,10 +56,10 @@ def pending(engine: Engine, most: int | None = None) -> pa.Table:
         if isinstance(record, CorruptLogError):
             rows.append(_summary_of_unreadable(engine, half_id))
             continue
-        state = engine.state_of(record)
-        rows += [
-            _summary(engine, record, state, attempt, RowState.PENDING) for attempt in state.attempts(RowState.PENDING)
-        ]
+        with suppress(HalfBatchLeftError):
+            state = engine.state_of(record)
+            attempts = state.attempts(RowState.PENDING)
+            rows += [_summary(engine, record, state, attempt, RowState.PENDING) for attempt in attempts]
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
 
