@@ -742,7 +742,8 @@ def _asleep_before_later_attempts() -> Iterator[None]:
 
 
 @mutant("a tombstone is not added to a row that is there", A.LOCAL_STATE_DISAGREES, A.CONFLICTING_OUTCOME,
-        **PARTS | {"pause": 0.02, "crash": 0.02, "rounds": 12}, per="message", good=_asleep_before_later_attempts)  # fmt: skip
+        **PARTS | {"pause": 0.02, "crash": 0.02, "rounds": 12}, per="message",
+        good=_asleep_before_later_attempts)  # fmt: skip
 def _tombstone_too_small() -> Iterator[None]:
     def bury(self: FencedListener, absent: Sequence[str], batch: Any) -> dict[str, str]:
         if (batch.half_id, batch.attempt) in self.database.fence:
