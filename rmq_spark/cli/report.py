@@ -34,7 +34,8 @@ def report(
         typer.Option(
             "--transaction",
             metavar="ID",
-            help="Of which the page has a timeline: a transaction, half batch or message. The slowest by default.",
+            help="Of which the page has a timeline: a transaction, half batch or message. By default one that waits "
+            "for a person, else the slowest.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -47,7 +48,7 @@ def report(
         raise typer.BadParameter(f"there is no folder {str(html.parent)!r}: make it first", param_hint="--html")
     if transaction is not None and html is None:
         raise typer.BadParameter("it is shown on a page: write --html FILE, too", param_hint="--transaction")
-    from rmq_spark._core.report.choice import slowest_of, trace_of
+    from rmq_spark._core.report.choice import most_urgent_of, trace_of
     from rmq_spark.cli.doctor import judge
     from rmq_spark.report import figures_of, findings_of
 
@@ -61,7 +62,7 @@ def report(
         from rmq_spark.cli.trace import advice
         from rmq_spark.report import page
 
-        shown = chosen or slowest_of(log.engine, figures)
+        shown = chosen or most_urgent_of(log.engine, figures)
         lines = [] if shown is None else list(advice(shown))
         html.write_text(page(figures, shown, diagnosis, lines), encoding="utf-8")
     findings = findings_of(figures, diagnosis)

@@ -161,7 +161,7 @@ class Looker:
             raise OptionError("an offset needs a queue: which queue's offset?")
         if wanted.key is None and wanted.offset is None:
             return self._newest(topic, wanted.queue_id, _number(query.get(BEFORE, ""), BEFORE))
-        place = {"--key": text, "--topic": topic, "--queue": queue}
+        place = {"--key": text, "--topic": topic, "--queue": queue, "--offset": offset}
         found = find_everywhere(self._same_log().engine, wanted, FOUND_MAX + 1)
         return self._listed(found, place, wanted.topic, wanted.queue_id)
 
@@ -195,10 +195,14 @@ class Looker:
         self, messages: pa.Table, options: Mapping[str, str], topic: str | None = None, queue: int | None = None
     ) -> str:
         """Return the page of found messages. The options are those of the command that shows more."""
-        from rmq_spark._core.report.live_page import found, not_found
+        from rmq_spark._core.inspect.find import similar_keys
+        from rmq_spark._core.report.live_page import SIMILAR_MAX, found, not_found
 
         if not messages.num_rows:
-            return not_found(sorted(self._log.topics()), topic, queue)
+            key = options.get("--key", "")
+            similar = similar_keys(self._log.engine, key, topic, SIMILAR_MAX) if key and queue is None else []
+            wanted = " ".join(one_line(value) for value in options.values() if value)
+            return not_found(wanted, similar, sorted(self._log.topics()), topic, queue)
         rows = messages.slice(0, FOUND_MAX).to_pylist()
         bodies = [shown(row["body"], BodyForm.AUTO, BYTES_SHOWN) for row in rows] if self._show_bodies else None
         typed = " ".join(f"{name} {shlex.quote(one_line(value))}" for name, value in options.items() if value)

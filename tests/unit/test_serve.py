@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
@@ -154,7 +154,7 @@ def test_home_lists_what_waits_with_its_reason_and_whole_commands(log: CommitLog
     )
     assert re.search(r"Quarantined .*? app:1 group 2 .*? 15 checks, all UNKNOWN", text)
     assert re.search(r"Pending .*? app:3 group 2 .*? the bank does not answer", text)
-    copied = re.findall(r"<code>(.*?)</code>", page)
+    copied = re.findall(r"<code>(.*?)</code>", re.sub("</?span[^>]*>", "", page))
     for command in ("txmq trace shop/log app:2", "txmq resume shop/log app:1", "txmq trace shop/log app:1"):
         assert command in copied
     assert not any("GROUP" in command or "HALF_ID" in command or "|" in command for command in copied)
@@ -248,7 +248,7 @@ def test_of_many_findings_the_worst_are_shown(log: CommitLog, monkeypatch: pytes
         page = site.get().text
     assert page.index("a file is gone") < page.index("group-0 is behind")
     assert "group-12 is behind" not in page
-    assert "<b>19 more findings</b> <code>txmq doctor shop/log</code>" in page
+    assert '<b>19 more findings</b><p class="do"><code>txmq doctor shop/log</code></p>' in page
 
 
 def test_dead_letters_alone_are_a_note(log: CommitLog) -> None:
@@ -336,6 +336,45 @@ def test_a_half_batch_shows_its_transactions_and_the_ones_that_are_not_visible_f
     assert "1:order-3 order-3 1 committed" in text
 
 
+def test_a_transaction_of_many_messages_shows_all_its_keys_up_to_a_limit(log: CommitLog) -> None:
+    keys = [f"order-{n}" for n in range(30)]
+    record = prepare(log, 0, {"body": ["b"] * 30, "keys": keys})
+    with served(log) as site:
+        text = text_of(site.half(record)).partition("Its transactions")[2]
+    assert re.search(r"(order-\d+, ){20}10 more 30 pending", text)
+
+
+def test_of_more_messages_than_are_read_the_page_says_how_many_were_read(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_page, "TRANSACTIONS_MAX", 3)
+    record = prepare(log, 0, 5)
+    with served(log) as site:
+        text = text_of(site.half(record)).partition("Its transactions")[2]
+    assert "These are of 3 messages; 2 more are not read." in text
+    assert "messages read state reason" in text
+
+
+def test_a_delayed_message_is_counted_at_home_and_says_when_it_is_due(log: CommitLog) -> None:
+    due = datetime.now(timezone.utc).replace(microsecond=0) + timedelta(hours=2)
+    commit(log, prepare(log, 0, {"body": ["b"], "keys": ["order-7"], "deliver_at": [due]}))
+    with served(log) as site:
+        home, found = text_of(site.get().text), text_of(site.find(q="order-7"))
+    assert "Messages pending now 0 1 delayed" in home
+    assert f"state waiting : due {due:%Y-%m-%d %H:%M:%S} UTC" in found
+
+
+def test_home_says_when_the_last_message_of_a_topic_was_committed(log: CommitLog) -> None:
+    for number in range(2):
+        commit(log, prepare(log, number, 2))
+    log.drain()
+    commit(log, prepare(log, 2, 2))
+    last = max(log.read("orders")["commit_timestamp"].to_pylist())
+    with served(log) as site:
+        text = text_of(site.get().text).partition("What appeared")[2]
+    assert f"orders 6 6 {last:%d %b %H:%M:%S}" in text
+
+
 def test_both_verdicts_of_a_conflict_stand_side_by_side_with_the_next_step(log: CommitLog) -> None:
     record = prepare(log, 0, 2)
     in_conflict(log, record, "no such payment")
@@ -347,8 +386,8 @@ def test_both_verdicts_of_a_conflict_stand_side_by_side_with_the_next_step(log: 
             "COMMIT when the local transaction happened (readers will see 2 messages, for good), and ROLLBACK" in text
         )
         for verdict, when in (("COMMIT", "its local transaction happened"), ("ROLLBACK", "it did not happen")):
-            command = f"<code>txmq resolve shop/log app:0 {verdict} --reason &#x27;…&#x27;</code>"
-            assert re.search(f"when {when}: {command} ", page)
+            command = f'txmq resolve shop/log app:0 {verdict} <span class="option">--reason</span> &#x27;…&#x27;'
+            assert f"when {when}: <code>{command}</code> " in page
         log.resolve(record.half_id, COMMIT_MESSAGE, "ticket 81")
         site.pages.looks._looks.clear()
         text = text_of(site.half(record))
@@ -400,7 +439,7 @@ def test_a_message_is_found_by_key_id_half_id_and_place(log: CommitLog) -> None:
         assert "From the prepare on" in text_of(site.find(q=waiting.half_id)), "a half id leads to its half batch"
         hidden = text_of(site.find(q="order-9"))
         assert "state pending topic payments place none: it is not visible" in hidden
-        assert "No such message" in text_of(site.find(q="order-404"))
+        assert "Nothing found for order-404 A key is matched whole. Of" in text_of(site.find(q="order-404"))
         assert "order-1" in text_of(site.find(q="order-1", topic="payments"))
         assert "a queue needs a topic" in text_of(site.find(q="order-1", queue=0))
         assert "an offset needs a queue" in text_of(site.find(topic="payments", offset=3))
@@ -431,7 +470,9 @@ def test_a_search_that_finds_nothing_says_how_keys_are_matched_and_links_to_what
     commit(log, prepare(log, 0, {"body": ["b"], "keys": ["order-4711"]}))
     with served(log) as site:
         by_key, at_place = site.find(q="4711"), site.find(topic="orders", queue=1, offset=9)
-    assert "A key is matched whole: 4711 does not find order-4711." in text_of(by_key)
+    assert "Nothing found for 4711 A key is matched whole. Keys that contain it: order-4711" in text_of(by_key)
+    assert '<a href="/find?q=order-4711">order-4711</a>' in by_key
+    assert "Nothing found for orders 1 9" in text_of(at_place)
     for topic in ("orders", "payments"):
         assert f'<a href="/find?topic={topic}">{topic}</a>' in by_key
     assert '<a href="/find?topic=orders&amp;queue=1">orders queue 1</a>' in at_place
@@ -551,7 +592,10 @@ def test_a_command_to_copy_is_one_word_a_name() -> None:
     ("text", "expected"),
     [
         ("settle each with txmq resolve.", "settle each with <code>txmq resolve</code>."),
-        ("txmq check shop/log --once (it says why)", "<code>txmq check shop/log --once</code> (it says why)"),
+        (
+            "txmq check shop/log --once (it says why)",
+            '<code>txmq check shop/log <span class="option">--once</span></code> (it says why)',
+        ),
         ("txmq dlq list l g; then more", "<code>txmq dlq list l g</code>; then more"),
         ("txmq trace 'my shop;,(' a:0", "<code>txmq trace &#x27;my shop;,(&#x27; a:0</code>"),
         ("ask: txmq pending. Then wait", "ask: <code>txmq pending</code>. Then wait"),
@@ -779,6 +823,23 @@ def test_a_slow_log_gives_a_page_that_says_so_and_the_old_figures(
         assert "A look has been running for" in text_of(old.text)
         assert "look " in text_of(old.text)
         may_go.set()
+
+
+def test_an_old_answer_is_pale_and_asks_again_while_a_new_look_runs(
+    log: CommitLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("EVERY_S", 0.0), ("REST", 0.0), ("WAIT_S", 0.05)):
+        monkeypatch.setattr(shared_look, name, seconds)
+    monkeypatch.setattr(live_server, "STALE_S", 0.0)
+    may_end = threading.Event()
+    may_end.set()
+    pages = LivePages("log", {"/find": View(lambda query: str(may_end.wait(30)), fields=("q",))}, Door(), sentence_of)
+    with serving(pages, "127.0.0.1", 0) as url:
+        site = Site(url, pages, serve.Looker(log))
+        assert '<main data-every="0">' in site.get("/find?q=1").text
+        may_end.clear()
+        assert '<main data-every="3" class="stale">' in site.get("/find?q=1").text
+        may_end.set()
 
 
 def test_a_look_that_took_long_rests_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,14 +246,15 @@ def find_by_id(
 
 def transactions_of(engine: Engine, traced: Trace, limit: int) -> list[dict[str, Any]]:
     """Return the transactions of up to ``limit`` messages of a traced half batch, those that are not visible first:
-    ``transaction_id, state, reason, messages`` and the ``keys`` of one of its messages."""
+    ``transaction_id, state, reason, messages, keys``, of which the keys are a list."""
     parts = _messages_of(engine, traced, limit)
     found: dict[tuple[str, str, str | None], dict[str, Any]] = {}
     for row in (row for part in parts for row in part.drop_columns("body").to_pylist()):
         named = {name: row[name] for name in ("transaction_id", "state", "reason")}
-        transaction = found.setdefault(tuple(named.values()), {**named, "messages": 0, "keys": row["keys"]})
+        transaction = found.setdefault(tuple(named.values()), {**named, "messages": 0, "keys": {}})
         transaction["messages"] += 1
-    return list(found.values())
+        transaction["keys"].update(dict.fromkeys((row["keys"] or "").split()))
+    return [{**transaction, "keys": list(transaction["keys"])} for transaction in found.values()]
 
 
 def keys_of(engine: Engine, traced: Trace, limit: int) -> list[str]:
@@ -306,7 +307,10 @@ def _committed(messages: pa.Table) -> pa.Table:
 def _reason_of(state: BatchState, file_no: int, row_no: int) -> str | None:
     if state.files[file_no].conflict[row_no]:
         return "in conflict: the opposite verdict came too late, and nobody has resolved it"
-    return state.reason_of(file_no, row_no)
+    if state.files[file_no].state[row_no] != RowState.WAITING:
+        return state.reason_of(file_no, row_no)
+    due = [at for first, end, at in state.files[file_no].due if first <= row_no < end]
+    return f"due {due[-1]:%Y-%m-%d %H:%M:%S} UTC" if due else "an earlier message of its sharding key is not settled"
 
 
 def _not_visible(engine: Engine, record: HalfRecord, chosen: RowSet, limit: int) -> pa.Table:

@@ -292,15 +292,14 @@ def placed(engine: Engine, since: datetime, period_s: int) -> pa.Table:
     Returns
     -------
     pyarrow.Table
-        ``topic, at`` (the period's start) ``, messages``, unordered.
+        ``topic, at`` (the period's start) ``, messages, last`` (when the newest of them was committed), unordered.
     """
     engine.refresh()
     engine.drained.border()
     parts = _drained_counts(engine, since, period_s)
     for rows, _ in walk_placements(engine.op_table, engine.drained.position + 1):
-        parts.append(_by_period(rows["topic"], rows["op_time"], rows["count"], since, period_s))
-    sums = pa.concat_tables(parts).group_by(["topic", "at"], use_threads=False).aggregate([("messages", "sum")])
-    return sums.rename_columns(["topic", "at", "messages"])
+        parts.append(_by_period(rows["topic"], rows["op_time"], rows["op_time"], rows["count"], since, period_s))
+    return _sums(pa.concat_tables(parts))
 
 
 def placed_within(engine: Engine, now: datetime, windows: Mapping[str, float]) -> dict[str, dict[str, int]]:
@@ -330,22 +329,35 @@ def _drained_counts(engine: Engine, since: datetime, period_s: int) -> list[pa.T
     )
     in_one_period = pc.fill_null(in_one_period, False)
     whole = files.filter(in_one_period)
-    parts = [_by_period(whole["min.topic"], whole["min.commit_timestamp"], whole["num_records"], since, period_s)]
+    times = whole["min.commit_timestamp"], whole["max.commit_timestamp"]
+    parts = [_by_period(whole["min.topic"], *times, whole["num_records"], since, period_s)]
     for path in files.filter(pc.invert(in_one_period))["path"].to_pylist():
         rows = table.read([path], ["topic", "commit_timestamp"])
         ones = pa.chunked_array([pa.repeat(pa.scalar(1, pa.int64()), rows.num_rows)])
-        parts.append(_by_period(rows["topic"], rows["commit_timestamp"], ones, since, period_s))
+        times = rows["commit_timestamp"], rows["commit_timestamp"]
+        parts.append(_by_period(rows["topic"], *times, ones, since, period_s))
     return parts
 
 
 def _by_period(
-    topic: pa.ChunkedArray, at: pa.ChunkedArray, messages: pa.ChunkedArray, since: datetime, period_s: int
+    topic: pa.ChunkedArray,
+    first: pa.ChunkedArray,
+    last: pa.ChunkedArray,
+    messages: pa.ChunkedArray,
+    since: datetime,
+    period_s: int,
 ) -> pa.Table:
-    rows = pa.table({"topic": topic, "at": pc.cast(at, TIMESTAMP), "messages": messages})
+    """Return counts by the period of each row's first message."""
+    times = {"at": pc.cast(first, TIMESTAMP), "last": pc.cast(last, TIMESTAMP)}
+    rows = pa.table({"topic": topic, **times, "messages": messages})
     rows = rows.filter(pc.greater_equal(rows["at"], pa.scalar(since, TIMESTAMP)))
-    rows = rows.set_column(1, "at", pc.cast(_period_start(rows["at"], period_s), TIMESTAMP))
-    sums = rows.group_by(["topic", "at"], use_threads=False).aggregate([("messages", "sum")])
-    return sums.rename_columns(["topic", "at", "messages"])
+    return _sums(rows.set_column(1, "at", pc.cast(_period_start(rows["at"], period_s), TIMESTAMP)))
+
+
+def _sums(rows: pa.Table) -> pa.Table:
+    told = [("messages", "sum"), ("last", "max")]
+    sums = rows.group_by(["topic", "at"], use_threads=False).aggregate(told)
+    return sums.rename_columns(["topic", "at", "messages", "last"])
 
 
 def _period_start(at: pa.ChunkedArray, period_s: int) -> pa.ChunkedArray:

@@ -169,7 +169,11 @@ def _columns(
             y=alt.Y(
                 "low:Q",
                 title=unit,
-                axis=alt.Axis(format=",d" if highest < EXACT_MAX else "~s", **_whole_ticks(highest)),
+                axis=alt.Axis(
+                    format=",d" if highest < EXACT_MAX else "~s",
+                    labelExpr="datum.value ? datum.label : '0'",
+                    **_whole_ticks(highest),
+                ),
             ),
             y2="high:Q",
             color=alt.Color(
@@ -320,7 +324,7 @@ def _bars(
             axis=alt.Axis(domain=False, ticks=False, labelPadding=8, labelExpr=labels or _SHORT_LABEL),
         ),
         # Leaves room for the value after the longest bar.
-        x=alt.X("value:Q", axis=None, scale=alt.Scale(domain=[0, longest * 1.55 if longest else 1], nice=False)),
+        x=alt.X("value:Q", axis=None, scale=alt.Scale(domain=[0, longest * 1.75 if longest else 1], nice=False)),
         description="said:N",
         tooltip=[
             alt.Tooltip("id:N", title=what),

@@ -30,10 +30,11 @@ def trace_of(engine: Engine, name: str) -> Trace:
             raise problem from None
 
 
-def slowest_of(engine: Engine, figures: Figures) -> Trace | None:
-    """Return the trace of the half batch that waited longest for its last verdict; None when none was settled, or
-    upkeep has removed it since."""
-    for half_id in figures.slowest["half_id"].to_pylist():
+def most_urgent_of(engine: Engine, figures: Figures) -> Trace | None:
+    """Return the trace of a half batch in conflict, else of a quarantined one, else of the one that waited longest for
+    its last verdict. None when there is none, or when upkeep has removed all of them."""
+    waiting = [row["half_id"] for row in (*figures.conflicts, *figures.quarantined)]
+    for half_id in [*waiting, *figures.slowest["half_id"].to_pylist()]:
         try:
             return trace(engine, half_id=half_id)
         except HalfBatchNotFoundError:

@@ -56,7 +56,8 @@ def headline(findings: Sequence[Finding], pages: Mapping[str, str] = MappingProx
     """Return the findings. Words that have pages become links to them."""
     first, *others = findings
     further_items = "".join(
-        f'<li class="{finding.level}"><b>{linked(finding.what, pages)}</b> {commands(finding.remedy or "")}</li>'
+        f'<li class="{finding.level}"><b>{linked(finding.what, pages)}</b>'
+        f'<p class="do">{commands(finding.remedy or "")}</p></li>'
         for finding in others
     )
     ring = '<circle cx="12" cy="12" r="10.5"/>'
@@ -86,11 +87,12 @@ def commands(text: str) -> str:
     parts, end = [], 0
     for match in _COMMAND.finditer(text):
         command = match[0].rstrip(" .")
-        parts += [escape(text[end : match.start()]), f"<code>{escape(command)}</code>"]
+        parts += [escape(text[end : match.start()]), f"<code>{_OPTION.sub(_UNBROKEN, escape(command))}</code>"]
         end = match.start() + len(command)
     return "".join([*parts, escape(text[end:])])
 
 
+_OPTION, _UNBROKEN = re.compile(r"(?<= )--[a-z-]+"), r'<span class="option">\g<0></span>'
 _COMMAND = re.compile(r"""txmq(?:(?<!\.) (?:'[^']*'|"'"|[^\s,;()'"])+)+""")
 
 
@@ -101,15 +103,14 @@ def tiles(figures: Figures) -> str:
     to_settle = len(now.quarantined) + len(now.conflicts)
     slowest = max(now.groups, key=lambda group: float(group["lag_seconds"]), default=None)
     length_s = (figures.span.until - figures.span.since).total_seconds()
+    span, delayed = duration(figures.span.asked_s), sum(now.delayed.values())
+    waits = [f"oldest: {duration(now.oldest_pending_s)}"] if figures.pending_messages else []
+    waits += [f"{delayed:,} delayed"] if delayed else []
     tiles = [
-        ("Messages appeared", number(figures.committed), rate(figures.committed, length_s)),
-        ("Half batches settled", number(figures.settled), rate(figures.settled, length_s)),
-        ("Messages rolled back", number(figures.rolled_back), share),
-        (
-            "Pending now",
-            number(figures.pending_messages),
-            f"oldest: {duration(now.oldest_pending_s)}" if figures.pending_messages else "nothing waits",
-        ),
+        (f"Messages appeared in {span}", number(figures.committed), rate(figures.committed, length_s)),
+        (f"Half batches settled in {span}", number(figures.settled), rate(figures.settled, length_s)),
+        (f"Messages rolled back in {span}", number(figures.rolled_back), share),
+        ("Messages pending now", number(figures.pending_messages), "; ".join(waits) or "nothing waits"),
         (
             "For a person to settle",
             str(to_settle),

@@ -42,6 +42,8 @@ POLICY = (
 )
 """The Content-Security-Policy of every page: its own script and style, and requests to its own server."""
 READERS_MAX = 6
+KEYS_MAX = 20
+"""The most keys of a transaction that are written out."""
 GROUPS_MAX, QUEUES_MAX = 20, 4
 """The most consumer groups, and queues of each, that home lists."""
 STATES = {
@@ -52,14 +54,16 @@ STATES = {
     "quarantined": "critical",
 }
 """The colours of states; others have none."""
+OPEN_STATES = ("pending", "quarantined")
+"""States that a check or a person ends."""
 FIELDS = ("q", "topic", "queue", "offset")
 """The fields of the form that searches."""
 BEFORE = "before"
 """The field of an address with the offset before which a list of messages ends."""
 TRANSACTIONS_MAX = 1_000
 """The most messages of a half batch whose transactions are listed."""
-LISTED_MAX, LINKS_MAX = 50, 20
-"""The most messages of a list, and the most links to topics or queues."""
+LISTED_MAX, LINKS_MAX, SIMILAR_MAX = 50, 20, 10
+"""The most messages of a list, the most links to topics or queues, and to keys that contain a word."""
 
 
 def half_address(half_id: str) -> str:
@@ -70,9 +74,17 @@ def find_address(topic: str, **more: int) -> str:
     return f"/find?{urlencode({'topic': topic, **more})}"
 
 
-def document(log: str, main: str, note: str, *, searched: Mapping[str, str] | None = None, every_s: int = 0) -> str:
-    """Return a page around its main part. With ``every_s`` the browser fetches that part
-    again after this many seconds."""
+def document(
+    log: str,
+    main: str,
+    note: str,
+    *,
+    searched: Mapping[str, str] | None = None,
+    every_s: int = 0,
+    is_stale: bool = False,
+) -> str:
+    """Return a page around its main part. With ``every_s`` the browser fetches that part again after this many seconds.
+    A stale one is pale."""
     values = {name: escape((searched or {}).get(name, "")) for name in FIELDS}
     again = f'<noscript><meta http-equiv="refresh" content="{3 * every_s}"></noscript>' if every_s else ""
     return f"""<!DOCTYPE html>
@@ -97,7 +109,7 @@ def document(log: str, main: str, note: str, *, searched: Mapping[str, str] | No
 <button>Find</button>
 </form>
 </header>
-<main data-every="{every_s}">
+<main data-every="{every_s}"{' class="stale"' if is_stale else ""}>
 <p class="when" role="status" id="note">{escape(note)}</p>
 {main}
 </main>
@@ -111,7 +123,7 @@ Times are UTC. rmq_spark {__version__}</p></footer>
 
 def notice(title: str, sentence: str) -> str:
     """Return the main part of a page that has only a sentence to say."""
-    return f'<section class="card wide"><h2>{escape(title)}</h2><p class="hint">{escape(sentence)}</p></section>'
+    return f'<section class="card wide"><h2>{escape(title)}</h2><p class="hint">{commands(sentence)}</p></section>'
 
 
 # ---------------------------------------------------------------- home
@@ -223,12 +235,12 @@ def _lags(now: Standing, typed: str) -> str:
 def _appeared(figures: Figures, span: str, typed: str, has_links: bool) -> str:
     topics = figures.now.topics
     appeared = {row["topic"]: row for row in figures.appeared.to_pylist()}
-    rows = [*appeared.values(), *({"topic": name, "messages": 0, "at": None} for name in topics.keys() - appeared)]
+    rows = [*appeared.values(), *({"topic": name, "messages": 0, "last": None} for name in topics.keys() - appeared)]
     columns = [
         Column("topic", lambda row: row["topic"], "", lambda row: find_address(row["topic"]) if has_links else None),
         Column(f"in {span}", lambda row: f"{row['messages']:,}", "number"),
         Column("ever", lambda row: counted(topics[row["topic"]]["committed"]), "number"),
-        Column("last", lambda row: "" if row["at"] is None else f"{row['at']:%d %b %H:%M}"),
+        Column("last (UTC)", lambda row: "" if row["last"] is None else f"{row['last']:%d %b %H:%M:%S}", "word"),
     ]
     rows.sort(key=lambda row: (-row["messages"], row["topic"]))
     if not rows:
@@ -252,7 +264,7 @@ def half_batch(
     Parameters
     ----------
     transactions : sequence of mapping
-        ``transaction_id, state, reason, messages, keys``.
+        ``transaction_id, state, reason, messages, keys``, of which the keys are a list.
     advice : sequence of str
         What a person can do next, a sentence each.
     has_links : bool
@@ -323,14 +335,15 @@ def _two_verdicts(trace: Trace) -> str:
 
 
 def _transactions(trace: Trace, transactions: Sequence[Mapping[str, Any]]) -> str:
+    looked_at = sum(row["messages"] for row in transactions)
     columns = [
         Column("transaction", lambda row: row["transaction_id"].removeprefix(f"{trace.half_id}:"), "id"),
-        Column("key", lambda row: row["keys"] or ""),
-        Column("messages", lambda row: f"{row['messages']:,}", "number"),
+        Column("keys", lambda row: _first_of(row["keys"], KEYS_MAX), "text"),
+        Column("messages" if looked_at == trace.messages else "messages read", lambda row: f"{row['messages']:,}",
+               "number"),
         Column("state", lambda row: row["state"].replace("_", " ")),
         Column("reason", lambda row: row["reason"] or "", "text"),
-    ]
-    looked_at = sum(row["messages"] for row in transactions)
+    ]  # fmt: skip
     hint = "Those that are not visible come first. An id begins with the half id, which is left out."
     if looked_at < trace.messages:
         hint += f" These are of {count_of(looked_at, 'message')}; {trace.messages - looked_at:,} more are not read."
@@ -405,25 +418,35 @@ def _read_by(row: Mapping[str, Any], readers: Readers) -> str:
     return "" if not groups else "nobody yet" if coming else _first_of(past)
 
 
-def _first_of(names: Sequence[str]) -> str:
-    more = len(names) - READERS_MAX
-    return ", ".join([*names[:READERS_MAX], *([f"{more} more"] if more > 0 else [])])
+def _first_of(names: Sequence[str], most: int = READERS_MAX) -> str:
+    more = len(names) - most
+    return ", ".join([*names[:most], *([f"{more:,} more"] if more > 0 else [])])
 
 
-def not_found(topics: Sequence[str], topic: str | None = None, queue: int | None = None) -> str:
-    """Return the main part of a page for a search that has found nothing: by a key, or at a place."""
+def not_found(
+    wanted: str, similar: Sequence[str], topics: Sequence[str], topic: str | None = None, queue: int | None = None
+) -> str:
+    """Return the main part of a page for a search that has found nothing: by a key, or at a place.
+
+    Parameters
+    ----------
+    wanted : str
+        What was looked for.
+    similar : sequence of str
+        Keys that contain it.
+    """
     if topic is not None and queue is not None:
-        sentence = "No such message: it has expired, it is not there yet, or this key is not its own. "
+        sentence = "It has expired, it is not there yet, or this key is not its own. "
         there = f"This queue: {link(find_address(topic, queue=queue), f'{topic} queue {queue}')}"
     else:
-        sentence = (
-            "No such message. A key is matched whole: 4711 does not find order-4711. A key finds what is not visible "
-            "only while it is in half. "
-        )
+        keys = ", ".join(link(f"/find?{urlencode({'q': key})}", key) for key in similar)
+        sentence = "A key is matched whole. " + (f"Keys that contain it: {keys}. " if keys else "")
+        sentence += "Of messages that nobody can see, those are found that have not left the log. "
         links = ", ".join(link(find_address(name), name) for name in topics[:LINKS_MAX])
         more = len(topics) - LINKS_MAX
         there = f"The topics: {links}{f', and {more} more' if more > 0 else ''}" if links else ""
-    return f'<section class="card wide"><h2>Found</h2><p class="hint">{sentence}{there}</p></section>'
+    title = escape(f"Nothing found for {wanted}")
+    return f'<section class="card wide"><h2>{title}</h2><p class="hint">{sentence}{there}</p></section>'
 
 
 def found(rows: Sequence[Mapping[str, Any]], more: str, readers: Readers, bodies: Sequence[str] | None) -> str:
@@ -442,21 +465,23 @@ def found(rows: Sequence[Mapping[str, Any]], more: str, readers: Readers, bodies
     for number, row in enumerate(rows):
         offset, at, half = row["queue_offset"], row["commit_timestamp"], escape(half_address(row["half_id"]))
         facts = {
-            "state": _state(row),
             "topic": row["topic"],
             "place": "none: it is not visible" if offset is None else f"queue {row['queue_id']}, offset {offset}",
             "keys": row["keys"],
             "tags": row["tags"],
             "committed": None if at is None else f"{at:%Y-%m-%d %H:%M:%S} UTC",
+            "prepared": f"{row['store_timestamp']:%Y-%m-%d %H:%M:%S} UTC" if at is None else None,
             "producer group": row["producer_group"],
             "read by": _readers(row, readers.get((row["topic"], row["queue_id"]), ())),
             "body": f"{len(row['body'] or b''):,} bytes, hidden" if bodies is None else None,
         }
         items = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items() if text)
         body = "" if bodies is None else f"<pre>{_lines(bodies[number])}</pre>"
+        advised = ", which says what to do" if row["state"] in OPEN_STATES else ""
         parts.append(
-            f'<section class="card wide"><h2 class="id">{escape(row["msg_id"])}</h2><dl class="facts">{items}'
-            f'<dt>half batch</dt><dd><a href="{half}">{escape(row["half_id"])}</a></dd></dl>{body}</section>'
+            f'<section class="card wide"><h2 class="id">{escape(row["msg_id"])}</h2><dl class="facts">'
+            f"<dt>state</dt><dd>{_state(row)}</dd>{items}"
+            f'<dt>half batch</dt><dd><a href="{half}">{escape(row["half_id"])}</a>{advised}</dd></dl>{body}</section>'
         )
     last = f'<p class="more">There are more: {commands(more)}</p>' if more else ""
     return f'<div class="grid one">{"".join(parts)}</div>{last}'
@@ -467,7 +492,8 @@ def _state(row: Mapping[str, Any]) -> str:
     for prefix, word in ((DLQ_PREFIX, "dead letter of"), (RETRY_PREFIX, "retry of")):
         if row["topic"].startswith(prefix) and state == "committed":
             state, reason = f"{word} {row['topic'].removeprefix(prefix)}", dict(row["properties"] or ()).get(REASON)
-    return f"{state}: {reason}" if reason else state
+    colour = "warning" if row["topic"].startswith(DLQ_PREFIX) else STATES.get(row["state"], "")
+    return f'<b class="{colour}">{escape(state)}</b>{escape(f": {reason}" if reason else "")}'
 
 
 def _readers(row: Mapping[str, Any], groups: Sequence[tuple[str, int]]) -> str:

@@ -34,6 +34,8 @@ ENDS_S = 0.5
 """Most seconds until the server notices that it is to end."""
 FIELDS_MAX = 16
 SLOW_S = 1.0
+STALE_S = 10.0
+"""Age from which what was seen last is shown as such, while a new look runs."""
 NOT_FOUND = (OptionError, HalfBatchNotFoundError, TopicNotFoundError, MessageError)
 """Errors of what was asked, not of the log."""
 HEADERS = (
@@ -208,7 +210,9 @@ class LivePages:
             sentence = "The commit log or its store is slow. The page comes by itself as soon as it has answered."
             main, every_s = notice("Still reading", sentence), every_s or 3
         status = 503 if seen.problem is not None else 200 if seen.value is not None else 202
-        return status, [], document(self._log, main, note, searched=query, every_s=every_s)
+        is_stale = seen.value is not None and seen.running_s is not None and seen.age_s >= STALE_S
+        every_s = every_s or (3 if is_stale else 0)
+        return status, [], document(self._log, main, note, searched=query, every_s=every_s, is_stale=is_stale)
 
     def _notice(self, title: str, sentence: str) -> str:
         return document(self._log, notice(title, sentence), "")

@@ -81,7 +81,7 @@ class Figures:
     committed_lately, rolled_back_lately : Lately
         Half batches that got this verdict in the span.
     appeared : pyarrow.Table
-        ``topic, messages, at``: messages that became visible in the span, and the period of the newest.
+        ``topic, messages, last``: messages that became visible in the span, and when the newest was committed.
     largest, slowest : pyarrow.Table
         Half batches that were settled in the span: ``half_id, producer_group, prepared_at, settled_at, messages`` and
         ``seconds`` from the prepare to the last verdict.
@@ -283,9 +283,9 @@ def _with_answers(engine: Engine, rows: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def _by_topic(placed_counts: pa.Table) -> pa.Table:
-    """Return counts of messages that became visible, the largest first: ``topic, messages, at``."""
-    sums = placed_counts.group_by("topic", use_threads=False).aggregate([("messages", "sum"), ("at", "max")])
-    return sums.rename_columns(["topic", "messages", "at"]).sort_by(
+    """Return counts of messages that became visible, the largest first: ``topic, messages, last``."""
+    sums = placed_counts.group_by("topic", use_threads=False).aggregate([("messages", "sum"), ("last", "max")])
+    return sums.rename_columns(["topic", "messages", "last"]).sort_by(
         [("messages", "descending"), ("topic", "ascending")]
     )
 
