@@ -69,6 +69,9 @@ def find_cause(problem: BaseException | str | None) -> TxmqError | None:
         kind = globals().get(name)
         if isinstance(kind, type) and issubclass(kind, TxmqError):
             return kind(message.strip())
+    if unreachable := _UNREACHABLE.findall(text):
+        said = " ".join(unreachable[-1].split())
+        return ListenerError(f"{said}: nothing was sent. Start again when the database answers")
     for spark_error, advice in _ADVICE.items():
         if spark_error in text and "txmq" in text:
             return OptionError(advice)
@@ -81,6 +84,8 @@ _RAISED = re.compile(
     r"^[ \t|]*rmq_spark\.errors\.(\w+): (.+?)(?=\n\s*\n|\n\s*at |\nTraceback| SQLSTATE: |\Z)", re.MULTILINE | re.DOTALL
 )
 """Matches the last lines of a traceback. A database's message may have several lines."""
+_UNREACHABLE = re.compile(r"(no connection to [^)\n]*)\)\n", re.MULTILINE)
+"""Matches what a listener says whose database does not answer before the prepare."""
 _ADVICE = {
     "DATA_SOURCE_NOT_FOUND": "Spark's Python workers have no rmq_spark: txmq.register(spark) says what to set",
     "UNSUPPORTED_DATA_SOURCE_SAVE_MODE": "a batch write to format('txmq') needs .mode('append'): it has no other mode",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 import rmq_spark as txmq
 from rmq_spark import errors
@@ -88,6 +91,24 @@ def test_a_database_s_words_of_several_lines_are_kept_with_the_advice_behind_the
     )
     assert str(found) == said
     assert str(find_cause(f"rmq_spark.errors.LocalTransactionError: {said}\n\tat org.apache")) == said
+
+
+def test_a_database_that_does_not_answer_is_found_in_spark_s_text(tmp_path: Path) -> None:
+    listener = txmq.SqlTransactionListener(f"sqlite:///{tmp_path}/nowhere/orders.db", lambda connection, batch: None)
+    log = txmq.CommitLog.create(tmp_path / "log")
+    log.create_topic("orders")
+    with (
+        txmq.TransactionMQProducer(log, "shop", listener, check_interval=None) as producer,
+        pytest.raises(sa.exc.OperationalError, match="no connection") as away,
+    ):
+        producer.send_message_in_transaction(txmq.Message("orders", b"x"))
+    text = "".join(traceback.format_exception(away.value))
+    for problem in (away.value, f"[STREAM_FAILED] Query terminated with exception: {text}\n\tat org.apache.spark.X"):
+        found = str(find_cause(problem))
+        assert re.fullmatch(
+            r"no connection to sqlite:///.*/nowhere/orders\.db: nothing was sent\. Start again .*", found
+        )
+    assert log.pending().num_rows == 0
 
 
 @pytest.mark.parametrize(

@@ -388,6 +388,18 @@ def test_the_error_of_a_replay_names_what_the_check_raised(log: CommitLog) -> No
         send(log, Scripted(check=OSError("the database is away")), record.header)
 
 
+def test_the_error_of_a_replay_says_why_the_listener_does_not_know(log: CommitLog) -> None:
+    def busy(batch: HalfBatch) -> Any:
+        batch.reason = "another database transaction holds its fence rows"
+        return UNKNOWN
+
+    record = prepared(log)
+    with pytest.raises(
+        UnresolvedTransactionError, match=r"\(UNKNOWN: another database transaction holds its fence rows"
+    ):
+        send(log, Scripted(check=busy), record.header)
+
+
 def test_a_replay_goes_on_when_the_answer_comes_late(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses = set_clock(monkeypatch).pauses
     record = prepared(log)

@@ -55,7 +55,7 @@ class Run:
 
     ``store_id`` is the listener's, as it is now. ``held`` are all rows of a half batch that this run has prepared, so
     that they need not be read from their file. ``numbered`` is from the sender's header: a header that is read from the
-    log does not have it.
+    log does not have it. ``unknown_because`` is what the listener said at the last check.
     """
 
     record: HalfRecord
@@ -65,6 +65,7 @@ class Run:
     executed: list[tuple[int, RowSet]] = field(default_factory=list)
     held: HalfRows | None = None
     numbered: bool = True
+    unknown_because: str | None = None
 
     def keep(self, attempt: int, placed: Sequence[Placed]) -> None:
         """Add the messages that a decision made visible to the outcome."""

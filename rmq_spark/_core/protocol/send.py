@@ -57,7 +57,15 @@ from rmq_spark._core.vocabulary.redaction import cause_of, line_of, text_of, tra
 from rmq_spark._core.vocabulary.remedy import decide_by_hand
 from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet
 from rmq_spark._core.vocabulary.text import count_of
-from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE, UNKNOWN, Verdict, VerdictArray, returned, rollback
+from rmq_spark._core.vocabulary.verdicts import (
+    COMMIT_MESSAGE,
+    UNKNOWN,
+    Verdict,
+    VerdictArray,
+    kept_reason,
+    returned,
+    rollback,
+)
 from rmq_spark.errors import (
     AlreadyPreparedError,
     FencedError,
@@ -433,6 +441,7 @@ class TwoPhase:
             logger.warning("check of %r failed: %s", batch, traceback_of(problem), extra=of_batch(batch))
             run.outcome.error = problem
             return True
+        run.unknown_because = kept_reason(batch.reason)
         split = split_by_verdict(self.engine, run.record, rows, batch, verdicts)
         try:
             return (yield from self._decide(run, attempt, split, Who.CHECK))
@@ -454,7 +463,8 @@ class TwoPhase:
 
     def _unresolved(self, run: Run) -> str:
         error = run.outcome.error
-        why = f"the last check raised {type(error).__name__}: {text_of(error)}" if error else "UNKNOWN"
+        unknown = f"UNKNOWN{f': {run.unknown_because}' if run.unknown_because else ''}"
+        why = f"the last check raised {type(error).__name__}: {text_of(error)}" if error else unknown
         earlier, again = "send", "send it again later, under the same idempotency key"
         if run.numbered:
             earlier, again = "run", "start the query again later, raise replayCheckTimeout"
