@@ -364,6 +364,15 @@ def test_a_delayed_message_is_counted_at_home_and_says_when_it_is_due(log: Commi
     assert f"state waiting : due {due:%Y-%m-%d %H:%M:%S} UTC" in found
 
 
+def test_a_pending_message_says_what_the_last_check_answered(log: CommitLog) -> None:
+    record = prepare(log, 0, {"body": ["b"], "keys": ["order-7"]}, fence_id="bank")
+    count_check(log.engine, record, 1, pending(log, record), "the bank does not answer")
+    with served(log) as site:
+        found = site.find(q="order-7")
+    assert "state pending : the bank does not answer" in text_of(found)
+    assert f">{record.half_id}</a>, which says what to do</dd>" in found
+
+
 def test_home_says_when_the_last_message_of_a_topic_was_committed(log: CommitLog) -> None:
     for number in range(2):
         commit(log, prepare(log, number, 2))

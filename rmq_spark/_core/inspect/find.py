@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.inspect.assemble_trace import COUNTED, chosen_rows, trace
+from rmq_spark._core.inspect.standing import Standing
 from rmq_spark._core.inspect.trace import Trace, TracePlace
 from rmq_spark._core.log.batch_state import BatchState, RowState
 from rmq_spark._core.log.half_record import HalfRecord
@@ -304,9 +305,12 @@ def _committed(messages: pa.Table) -> pa.Table:
     return result.append_column("reason", pa.nulls(count, pa.string()))
 
 
-def _reason_of(state: BatchState, file_no: int, row_no: int) -> str | None:
+def _reason_of(state: BatchState, answer: str | None, file_no: int, row_no: int) -> str | None:
+    """Return why a row is not visible. ``answer`` is what the last check said."""
     if state.files[file_no].conflict[row_no]:
         return "in conflict: the opposite verdict came too late, and nobody has resolved it"
+    if state.files[file_no].state[row_no] == RowState.PENDING and answer is not None:
+        return answer
     if state.files[file_no].state[row_no] != RowState.WAITING:
         return state.reason_of(file_no, row_no)
     due = [at for first, end, at in state.files[file_no].due if first <= row_no < end]
@@ -323,6 +327,8 @@ def _not_visible(engine: Engine, record: HalfRecord, chosen: RowSet, limit: int)
     row_states = state.files
     addresses = list(zip(held["file_no"].to_pylist(), held["row_no"].to_pylist(), strict=True))
     words = [COUNTED[RowState(row_states[file_no].state[row_no])] for file_no, row_no in addresses]
+    answers = Standing(engine).last_answers([record.half_id]) if state.count(RowState.PENDING) else {}
+    _, answer = answers.get(record.half_id, (None, None))
     attempts = pa.array([row_states[file_no].attempt[row_no] for file_no, row_no in addresses], pa.int32())
     columns_by_name = {
         **{name: held[name] for name in (*HELD, "topic", "queue_id")},
@@ -333,6 +339,6 @@ def _not_visible(engine: Engine, record: HalfRecord, chosen: RowSet, limit: int)
         "commit_timestamp": pa.nulls(count, SOURCE_SCHEMA.field("commit_timestamp").type),
         "half_id": pa.repeat(pa.scalar(record.half_id), count),
         "state": pa.array(words, pa.string()),
-        "reason": pa.array([_reason_of(state, *address) for address in addresses], pa.string()),
+        "reason": pa.array([_reason_of(state, answer, *address) for address in addresses], pa.string()),
     }
     return pa.table({name: columns_by_name[name] for name in FOUND_SCHEMA.names}).cast(FOUND_SCHEMA)

@@ -154,6 +154,7 @@ def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SI
     now = Standing(engine).read()
     waiting = (now.pending, now.quarantined, now.conflicts)
     pending, quarantined, conflicts = now.with_reasons(*(rows[:LISTED_MAX] for rows in waiting))
+    answers = now.last_answers([row["half_id"] for row in quarantined])
     return Figures(
         path=engine.path,
         span=span,
@@ -162,7 +163,7 @@ def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SI
         checks=over_time.checks(history, span),
         now=now,
         pending=pending,
-        quarantined=_with_answers(engine, quarantined),
+        quarantined=[{**row, "answer": answers.get(row["half_id"], (None, None))[1]} for row in quarantined],
         conflicts=conflicts,
         committed_lately=_lately(engine, history, Kind.COMMIT, span),
         rolled_back_lately=_lately(engine, history, Kind.ROLLBACK, span),
@@ -271,15 +272,6 @@ def _lately(engine: Engine, history: History, kind: Kind, span: Span) -> Lately:
         "reason": newest["reason_max"],
     }
     return Lately(batches.num_rows, pa.table(columns, schema=LATELY))
-
-
-def _with_answers(engine: Engine, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    if not rows:
-        return rows
-    op_rows = engine.ledger.scan([row["half_id"] for row in rows])
-    checks = op_rows.filter(pc.equal(op_rows["kind"], Kind.CHECK.value)).select(["half_id", "reason"]).to_pylist()
-    answers = {check["half_id"]: check["reason"] for check in checks if check["reason"]}
-    return [{**row, "answer": answers.get(row["half_id"])} for row in rows]
 
 
 def _by_topic(placed_counts: pa.Table) -> pa.Table:
