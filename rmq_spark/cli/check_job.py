@@ -21,10 +21,9 @@ from rmq_spark.errors import ConfigError, ListenerError, OptionError, TxmqError
 
 try:
     import typer
-    from rich.console import Console
-    from rich.markup import escape
 
     from rmq_spark._core.checks.job_settings import JobSettings
+    from rmq_spark.cli.output import tell, wrapped
     from rmq_spark.cli.stderr_log import json_handler, log_to_stderr, open_closed_streams
     from rmq_spark.cli.words import sentence_for_command
 except ModuleNotFoundError as missing:
@@ -91,11 +90,11 @@ def run_job(config: str | Path, once: bool = False, as_json: bool = False, quiet
             text += _answers(service.engine, report)
         line = json.dumps(report.to_dict()) if as_json else text
         if not (quiet and report.ok and not report.quarantined):
-            print(line if as_json else one_line(line), flush=True)
+            print(line if as_json else wrapped(one_line(line)), flush=True)
         if once:
             stop.set()
             if (report.committed or report.rolled_back) and sys.stderr.isatty():
-                print(RUN_IT, file=sys.stderr)
+                tell(RUN_IT, err=True)
 
     successes: list[bool] = []
     maintainer = settings.maintainer(service.engine, draining, listeners.values())
@@ -193,9 +192,7 @@ def _say_error(problem: BaseException) -> None:
     if json_handler() is not None:
         logger.error("%s: %s", type(problem).__name__, sentence_for_command(problem))
         return
-    Console(stderr=True, soft_wrap=True).print(
-        f"[red]{type(problem).__name__}: {escape(sentence_for_command(problem))}[/red]"
-    )
+    tell(f"{type(problem).__name__}: {sentence_for_command(problem)}", err=True, fg="red")
 
 
 def _start_spark_if_needed(listeners: Mapping[str, TransactionListener]) -> None:

@@ -121,8 +121,7 @@ class LogCommand(TyperCommand):
         except ConfigError as problem:
             fail(problem, BAD_USAGE)
         for sentence in configuration.unknown:
-            colour = None if os.environ.get("NO_COLOR") else "yellow"
-            typer.secho(one_line(f"warning: {sentence}"), fg=colour, err=True)
+            _tell(one_line(f"warning: {sentence}"), "yellow")
         if configuration.path is None:
             expected = " ".join(str(p.metavar or p.name).upper() for p in self.params if p.name in names)
             _refuse(ctx, expected, typed_values)
@@ -200,11 +199,17 @@ def _require_text(values: Iterable[object]) -> None:
 
 
 def fail(problem: Exception, code: int) -> NoReturn:
-    """Print a problem on one line, and exit with this code. ``TXMQ_DEBUG=1`` shows the traceback instead."""
+    """Print a problem in one sentence, and exit with this code. ``TXMQ_DEBUG=1`` shows the traceback instead."""
     if os.environ.get("TXMQ_DEBUG"):
         raise problem
-    typer.secho(sentence_of(problem), fg=None if os.environ.get("NO_COLOR") else "red", err=True)
+    _tell(sentence_of(problem), "red")
     raise typer.Exit(code) from None
+
+
+def _tell(sentence: str, colour: str) -> None:
+    from rmq_spark.cli.output import tell
+
+    tell(sentence, err=True, fg=colour)
 
 
 def sentence_of(problem: Exception) -> str:

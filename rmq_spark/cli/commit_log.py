@@ -14,7 +14,7 @@ import typer
 
 from rmq_spark._core.vocabulary.options import DRAIN_EVERY_S, QUEUES_DEFAULT, parse_duration
 from rmq_spark._core.vocabulary.text import count_of
-from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, say, storage_options
+from rmq_spark.cli.output import AsJson, LogPath, Storage, open_log, plainly, say, storage_options, tell, wrapped
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.errors import OptionError
 
@@ -48,7 +48,7 @@ def init(
     except (OSError, ValueError) as problem:
         raise OptionError(f"{str(file)!r} cannot be written: {problem}") from None
     next_command = f"txmq check --config {file} --once"
-    typer.echo(f"{file} is written: set path, listener_modules and [listeners] in it, then run {next_command}")
+    tell(f"{file} is written: set path, listener_modules and [listeners] in it, then run {next_command}")
 
 
 def _example_for(file: str) -> str:
@@ -130,7 +130,7 @@ def maintain(
 
 
 def _report_printer(as_json: bool) -> Callable[[MaintenanceReport], None]:
-    return lambda report: typer.echo(json_of(asdict(report)) if as_json else str(report))
+    return lambda report: typer.echo(json_of(asdict(report)) if as_json else wrapped(str(report)))
 
 
 @plainly

@@ -12,7 +12,7 @@ import typer
 
 from rmq_spark._core.vocabulary.options import parse_duration
 from rmq_spark._core.vocabulary.redaction import redacted
-from rmq_spark.cli.output import LogPath, Storage, plainly, storage_options
+from rmq_spark.cli.output import LogPath, Storage, plainly, storage_options, tell
 from rmq_spark.cli.stderr_log import log_to_stderr
 from rmq_spark.errors import OptionError, StorageError, TxmqError
 
@@ -92,10 +92,10 @@ def _show_once(collector: LogCollector, path: str, push_to: str | None, job: str
     registry = _registry(collector)
     if push_to is not None:
         push(registry, push_to, job)
-        typer.echo(f"pushed to {redacted(push_to)} as job {job}")
+        tell(f"pushed to {redacted(push_to)} as job {job}")
     elif textfile is not None:
         write_textfile(registry, textfile)
-        typer.echo(f"{textfile} is written")
+        tell(f"{textfile} is written")
     else:
         typer.echo(prometheus.generate_latest(registry).decode(), nl=False)
     if not collector.is_up:
@@ -109,6 +109,6 @@ def _serve(collector: LogCollector, path: str, address: str, port: int) -> None:
     log_to_stderr(logging.WARNING)
     stop = threading.Event()
     with serving(_registry(collector), address, port) as url, stopped_by_signals(stop):
-        typer.echo(f"the figures of {redacted(path)} are at {url}")
+        tell(f"the figures of {redacted(path)} are at {url}")
         sys.stdout.flush()
         stop.wait()

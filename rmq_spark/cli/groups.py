@@ -20,7 +20,7 @@ from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import App
 from rmq_spark.cli.completion import topics_of_option
-from rmq_spark.cli.output import AsJson, GroupName, LogPath, Storage, Wide, open_log, plainly, say, show
+from rmq_spark.cli.output import AsJson, GroupName, LogPath, Storage, Wide, open_log, plainly, say, show, tell
 from rmq_spark.cli.text import short_age
 from rmq_spark.cli.times import time_of
 from rmq_spark.cli.watch import Watch, listed, watched
@@ -96,8 +96,8 @@ def lag(
     from rmq_spark.consumers import ConsumerGroup
 
     consumer_group = ConsumerGroup(open_log(path, storage), group)
-    spare = ("updated_by", "updated", "suspended_until", "generation", "lease", "waiting", "next_offset", "end_offset",
-             "pending")  # fmt: skip
+    spare = ("updated", "suspended_until", "generation", "lease", "end_offset", "next_offset", "pending", "waiting",
+             "updated_by")  # fmt: skip
     nothing = "the group's topics are gone"
     watched(watch, lambda: listed(_lag_rows(consumer_group, as_json), as_json, nothing, spare, in_words))
 
@@ -136,7 +136,7 @@ def members(
 
 
 def _member_in_words(row: Mapping[str, Any]) -> dict[str, Any]:
-    shown = in_words(row) | {"queues": len(row["queues"]), "alive": "yes" if row["alive"] else "no"}
+    shown = in_words(row) | {"queues": len(row["queues"])}
     return shown | {"heartbeat": shown["heartbeat"] or "none for long"}
 
 
@@ -222,7 +222,7 @@ def _show_positions(group: ConsumerGroup, positions: Mapping[Queue, int], as_jso
     rows = [{"topic": t, "queue_id": q, "next_offset": n} for (t, q), n in sorted(positions.items())]
     show(rows, as_json, "nothing")
     if kind_of(group.engine.groups.places(group.name).values()) != MEMBERS:
-        typer.secho(FOLLOWS_ITS_CHECKPOINT, dim=True, err=True)
+        tell(FOLLOWS_ITS_CHECKPOINT, dim=True, err=True)
 
 
 @group_app.command()
@@ -238,7 +238,7 @@ def skip(
     positions = consumer_group.reset(LATEST, topic)
     skipped = sum(max(0, n - old_positions.get(queue, 0)) for queue, n in positions.items())
     if not as_json:
-        typer.echo(f"{count_of(skipped, 'message')} {'is' if skipped == 1 else 'are'} skipped", err=True)
+        tell(f"{count_of(skipped, 'message')} {'is' if skipped == 1 else 'are'} skipped", err=True)
     _show_positions(consumer_group, positions, as_json)
 
 

@@ -14,7 +14,7 @@ import typer
 from rmq_spark.cli.bodies import BYTES_SHOWN, BodyBytes, BodyForm, Form, short_hex, shown
 from rmq_spark.cli.command import FAILED, path_to_type
 from rmq_spark.cli.completion import topics_of_option
-from rmq_spark.cli.output import AsJson, LogPath, Storage, TopicName, Wide, block, open_log, plainly, show
+from rmq_spark.cli.output import AsJson, LogPath, Storage, TopicName, Wide, block, open_log, plainly, show, tell
 from rmq_spark.cli.shortened import whole_id
 from rmq_spark.cli.text import escaped, json_message, one_line, short, short_text, short_time
 from rmq_spark.cli.times import time_of
@@ -99,7 +99,7 @@ def read(
     rows = [{**row, "body": short(row["body"])} for row in table.select(SHOWN_COLUMNS).to_pylist()]
     show(rows, False, "" if rows else _no_messages(log, topic), spare=["commit_timestamp"])
     if last is None and limit is None and len(rows) == READ_LIMIT:
-        typer.secho(f"stopped at {READ_LIMIT}: --limit N shows more, --last N the newest", dim=True, err=True)
+        tell(f"stopped at {READ_LIMIT}: --limit N shows more, --last N the newest", dim=True, err=True)
 
 
 def _no_messages(log: CommitLog, topic: str) -> str:
@@ -231,7 +231,7 @@ def query(
     if as_json:
         _print_json(table.slice(0, limit))
     elif len(rows) == 1:
-        typer.echo(_message_text({**rows[0], "decided": _decided(log, rows[0])}, body, body_bytes), nl=False)
+        typer.echo(_message_text({**rows[0], **_decided(log, rows[0])}, body, body_bytes), nl=False)
     else:
         columns = "topic queue_id queue_offset state reason msg_id tags keys body commit_timestamp".split()
         all_visible = all(row["state"] == "committed" for row in rows)
@@ -243,7 +243,7 @@ def query(
         if key is not None and not rows:
             _say_similar(log, key, topic)
     if has_more:
-        typer.secho(f"stopped at {limit}: --limit N shows more", dim=True, err=True)
+        tell(f"stopped at {limit}: --limit N shows more", dim=True, err=True)
     if not rows:
         raise typer.Exit(FAILED)
 
@@ -254,19 +254,22 @@ def _say_similar(log: CommitLog, key: str, topic: str | None) -> None:
 
     found = ", ".join(escaped(short_text(other)) for other in similar_keys(log.engine, key, topic, SIMILAR_SHOWN))
     names = f": {found} contain{'' if ',' in found else 's'} it" if found else ""
-    typer.secho(f"keys are matched whole{names}", dim=True, err=True)
+    tell(f"keys are matched whole{names}", dim=True, err=True)
 
 
-def _decided(log: CommitLog, row: dict[str, Any]) -> str | None:
-    """Return when and by whom a message that is not visible was decided; None of one that was not, or has left."""
+def _decided(log: CommitLog, row: dict[str, Any]) -> dict[str, str | None]:
+    """Return when and by whom a message that is not visible was decided, or why it is pending still. Nothing of one
+    that has left."""
     if row["state"] == "committed":  # it has its commit's time
-        return None
+        return {}
     try:
         events = log.trace(message_id=row["msg_id"]).events
     except TxmqError:
-        return None
+        return {}
+    if row["state"] == "pending":
+        return {"reason": next((event.reason for event in reversed(events) if event.reason), None)}
     last = next((event for event in reversed(events) if event.kind in DECIDING), None)
-    return None if last is None else f"{short_time(last.at)} by {last.decided_by}"
+    return {} if last is None else {"decided": f"{short_time(last.at)} by {last.decided_by}"}
 
 
 def _show_several(rows: Sequence[dict[str, Any]], columns: Sequence[str], form: BodyForm) -> None:

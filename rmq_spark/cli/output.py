@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -27,10 +28,16 @@ from rmq_spark.cli.text import short_time as short_time
 
 CELL_CHARS_MIN = 20
 """Cells are not shortened below this width while a column can be left out instead."""
+HANGING_CHARS_MIN = 12
+"""The minimum width of a column whose cells go on in further lines."""
+LEFT = 2
+"""The indent at which a command or an id begins that is too long for its text's indent."""
 TEXT = frozenset({"tags", "keys", "body", "reason", "history", "last_check", "topics", "updated_by", "what"})
 """Columns whose cells lose their end when they are shortened. Others, such as ids and names, lose their middle."""
 WHOLE = frozenset({"age", "state", "behind", "event"})
 """Columns that are neither shortened nor left out."""
+MESSAGES = frozenset("committed expired kept lag last_day last_hour last_minute pending waiting".split())
+"""Columns that count messages, and whose names do not say so."""
 _UNBROKEN = re.compile(r"""(?:→ )?\(?txmq(?: (?:"[^"]*"|'[^']*'|[^\s,;()"']+))+\S*|\S+""")
 """A command of txmq, or a word."""
 
@@ -53,10 +60,29 @@ def show(
 
 def say(as_json: bool, row: dict[str, Any], text: str) -> None:
     """Print what a command did: as a JSON object on one line, or as a sentence."""
-    typer.echo(json_of(row) if as_json else text)
+    if as_json:
+        typer.echo(json_of(row))
+    else:
+        tell(text)
 
 
-def rendered(rows: Sequence[dict[str, Any]], nothing: str, spare: Sequence[str] = ()) -> str:
+def tell(text: str, err: bool = False, fg: str | None = None, dim: bool | None = None) -> None:
+    """Print sentences, to standard error if wanted. Without a colour where ``NO_COLOR`` is set."""
+    typer.secho(wrapped(text, err), err=err, dim=dim, fg=None if os.environ.get("NO_COLOR") else fg)
+
+
+def wrapped(text: str, err: bool = False) -> str:
+    """Return text with lines broken between words, where they are wider than the terminal."""
+    from rich.cells import cell_len
+
+    width = terminal_width(err)
+    if width is None:
+        return text
+    lines = (line if cell_len(line) <= width else hanging("", line, 0, False, width) for line in text.split("\n"))
+    return "\n".join(lines)
+
+
+def rendered(rows: Sequence[dict[str, Any]], nothing: str, spare: Sequence[str] = (), hangs: str | None = None) -> str:
     """Return rows as a table with a line for each row.
 
     In a terminal that is too narrow for the table, cells are shortened first, then columns are left out. ``--wide`` has
@@ -68,43 +94,57 @@ def rendered(rows: Sequence[dict[str, Any]], nothing: str, spare: Sequence[str] 
         The text when there are no rows.
     spare : sequence of str
         Columns to leave out before others, in this order.
+    hangs : str, optional
+        The last column, when its cells are not shortened: they go on in further lines.
     """
     if not rows:
-        return f"{nothing}\n"
+        return f"{wrapped(nothing)}\n"
     width = terminal_width()
-    (header, *lines), cut = fitted(rows, width, spare)
+    (header, *lines), cut = fitted(rows, width, spare, hangs)
+    notes = [f"{cut} (--wide shows all)"] if cut else []
+    if width is not None and (counts := [name for name in rows[0] if name in MESSAGES & {*header.split()}]):
+        notes.append(f"in messages: {', '.join(counts)}")
+    lines += [typer.style(line, dim=True) for line in wrapped("\n".join(notes)).splitlines()]
     if width is not None:
         header = typer.style(header, bold=True)
-    if cut:
-        sentence = hanging("", f"{cut} (--wide shows all)", 0)
-        lines += [typer.style(line, dim=True) for line in sentence.splitlines()]
     return "".join(f"{line}\n" for line in (header, *lines))
 
 
-def fitted(rows: Sequence[dict[str, Any]], width: int | None, spare: Sequence[str] = ()) -> tuple[list[str], str]:
+def fitted(
+    rows: Sequence[dict[str, Any]], width: int | None, spare: Sequence[str] = (), hangs: str | None = None
+) -> tuple[list[str], str]:
     """Return the lines of a table, its header first, and what was shortened and left out to fit it into the width."""
     from rich.cells import cell_len
 
     names = _worth_showing(rows)
     cells = [{name: _cell(name, row[name]) for name in names} for row in rows]
     whole = {name: max(cell_len(name), *(cell_len(row[name]) for row in cells)) for name in names}
-    widths = whole if width is None else _widths(cells, whole, width, spare)
+    widths = whole if width is None else _widths(cells, whole, width, spare, hangs)
+    hangs = hangs if width is not None and hangs in widths else None
+    widths = {name: w for name, w in widths.items() if name != hangs}
     numbers = {name for name in widths if all(type(row[name]) in (int, float, type(None)) for row in rows)}
     lines = []
     for row in ({name: name for name in names}, *cells):
         shown = {n: shortened(row[n], w, 1.0 if n in TEXT else 0.4) for n, w in widths.items()}
         padding = {n: " " * (w - cell_len(shown[n])) for n, w in widths.items()}
         texts = (padding[n] + shown[n] if n in numbers else shown[n] + padding[n] for n in widths)
-        lines.append("  ".join(texts).rstrip())
+        line = "  ".join(texts)
+        if hangs is not None:
+            line = hanging(f"{line}  ", row[hangs], len(line) + 2, False, width)
+        lines.append(line.rstrip())
     cut = {
         "shortened": [name for name, w in widths.items() if w < whole[name]],
-        "left out": [name for name in names if name not in widths],
+        "left out": [name for name in names if name not in (*widths, hangs)],
     }
     return lines, "; ".join(f"{what}: {', '.join(of)}" for what, of in cut.items() if of)
 
 
-def _widths(cells: Sequence[dict[str, str]], whole: dict[str, int], width: int, spare: Sequence[str]) -> dict[str, int]:
+def _widths(
+    cells: Sequence[dict[str, str]], whole: dict[str, int], width: int, spare: Sequence[str], hangs: str | None
+) -> dict[str, int]:
     """Return the columns that fit into the width, and how wide each one is."""
+    if hangs in whole:
+        whole = {**whole, hangs: min(whole[hangs], HANGING_CHARS_MIN)}
     least = {name: _least(cells, name, chars) for name, chars in whole.items()}
     first, *others = whole
     order = [name for name in spare if name in whole and name != first]
@@ -165,15 +205,19 @@ def hanging(label: str, text: str, indent: int, shortens: bool = True, width: in
     """Return a label and a text that begins at this indent, and goes on there in each further line.
 
     Lines are broken between words alone, and never within a command. A command that is too long for a line begins
-    further left, whole. So does another word, such as an id, unless the function shortens it.
+    at the indent :data:`LEFT`, whole. So does another word, such as an id, unless the function shortens it. Without a
+    label, all of the text begins where its long command does.
     """
     from rich.cells import cell_len
 
     width = width or terminal_width()
     if width is None:
         return f"{label:<{indent}}{text}"
+    words = _UNBROKEN.findall(text)
+    if not label and any("txmq " in word and indent + cell_len(word) > width for word in words):
+        indent = min(indent, LEFT)
     lines, is_empty = [f"{label:<{indent}}"], True
-    for word in _UNBROKEN.findall(text):
+    for word in words:
         if shortens and "txmq " not in word:
             word = shortened(word, width - indent)
         if not is_empty and cell_len(lines[-1]) + 1 + cell_len(word) > width:
@@ -182,7 +226,7 @@ def hanging(label: str, text: str, indent: int, shortens: bool = True, width: in
         if is_empty and indent + cell_len(word) > width:
             if lines[-1].strip():
                 lines.append("")
-            lines[-1] = " " * max(0, min(indent, width - cell_len(word)))
+            lines[-1] = " " * min(indent, LEFT)
         lines[-1] += word if is_empty else f" {word}"
         is_empty = False
     return "\n".join(line.rstrip() for line in lines)
@@ -201,11 +245,11 @@ def block(row: dict[str, Any]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def terminal_width() -> int | None:
-    """Return the width of the terminal; None when standard output is not a terminal, and with ``--wide``."""
+def terminal_width(err: bool = False) -> int | None:
+    """Return the width of the terminal; None when standard output, or error, is not a terminal, and with ``--wide``."""
     from rich.console import Console
 
-    console = Console()
+    console = Console(stderr=err)
     return console.width if console.is_terminal and not is_wide() else None
 
 
@@ -220,6 +264,8 @@ def _worth_showing(rows: Sequence[dict[str, Any]]) -> list[str]:
 def _cell(name: str, value: object) -> str:
     if value is None:
         return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, datetime):
         return short_time(value)
     if isinstance(value, list):

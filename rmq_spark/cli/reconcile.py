@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.output import AsJson, LogPath, Storage, one_line, open_log, plainly
+from rmq_spark.cli.output import AsJson, LogPath, Storage, one_line, open_log, plainly, tell
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.times import time_of
 
@@ -64,8 +64,8 @@ def reconcile(
     if as_json:
         typer.echo(json_of({**result.to_dict(), "report": report_path}))
     else:
-        typer.echo("\n".join(one_line(line) for line in str(result).splitlines()))
-        typer.secho(f"the report is kept at {report_path}", dim=True, err=True)
+        tell("\n".join(one_line(line) for line in str(result).splitlines()))
+        tell(f"the report is kept at {report_path}", dim=True, err=True)
     if result.left:
         raise typer.Exit(LEFT)
 

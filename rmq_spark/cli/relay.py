@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rmq_spark.cli.output import LogPath, Storage, fail, hide, open_log, plainly
+from rmq_spark.cli.output import LogPath, Storage, fail, hide, open_log, plainly, wrapped
 from rmq_spark.cli.stderr_log import log_to_stderr
 from rmq_spark.errors import (
     NotACommitLogError,
@@ -167,7 +167,7 @@ def _run(relay: KafkaRelay, once: bool, as_json: bool) -> None:
         stop.set()
 
     def show(report: RelayReport) -> None:
-        typer.echo(json.dumps(report.to_dict()) if as_json else str(report))
+        typer.echo(json.dumps(report.to_dict()) if as_json else wrapped(str(report)))
         sys.stdout.flush()
 
     signal.signal(signal.SIGTERM, request_stop)

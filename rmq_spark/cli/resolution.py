@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+
 from rmq_spark._core.log.batch_state import COMMITTED_STATES, OPEN_STATES, ROLLED_BACK_STATES, BatchState
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.bodies import peek
 from rmq_spark.cli.command import path_to_type, sentence_of
+from rmq_spark.cli.output import hanging, shortened
 from rmq_spark.cli.text import escaped, one_line, short_age, short_text, short_time
 from rmq_spark.errors import TxmqError
 from rmq_spark.listeners import COMMIT_MESSAGE, ROLLBACK_MESSAGE
@@ -33,8 +36,8 @@ class Resolving:
         self.acts = bool(self._open or self._in_conflict)
         """False when nothing is left to decide."""
 
-    def description(self) -> str:
-        """Return the half batch's ids, groups, topics, age and undecided messages, one line each."""
+    def description(self, width: int | None) -> str:
+        """Return the half batch's ids, groups, topics, age and undecided messages, for a terminal of this width."""
         header, now = self._record.header, self._log.engine.runtime.now()
         prepared_at = self._record.prepared_at
         age = short_age((now - prepared_at).total_seconds())
@@ -53,7 +56,7 @@ class Resolving:
             lines["lease_until"] = f"{short_time(self._state.lease_until or now)}: its local transaction may be running"
         if not self._in_conflict:
             del lines["in conflict"]
-        return "\n".join(f"{name:<16}{one_line(value)}" for name, value in lines.items())
+        return "\n".join(hanging(name, one_line(value), 16, False, width) for name, value in lines.items())
 
     def _verdicts(self) -> str:
         """Return both verdicts of a half batch in conflict: by whom, why, and which came too late."""
@@ -61,7 +64,7 @@ class Resolving:
         (rows,) = standing.with_reasons([r for r in standing.conflicts if r["half_id"] == self._record.half_id])
         return ", ".join(str(row["reason"]) for row in rows)
 
-    def messages(self) -> str:
+    def messages(self, width: int | None = None) -> str:
         """Return the first messages to decide on, one line each: topic, keys, the beginning of the body."""
         chosen = self._state.rows_in(OPEN_STATES) or self._state.conflicting()
         try:
@@ -73,12 +76,14 @@ class Resolving:
             for row in table.to_pylist()
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines = ["  ".join(cell.ljust(chars) for cell, chars in zip(row, widths, strict=True)) for row in rows]
+        lines = [f"  {line if width is None else shortened(line, width - 2, 1.0)}".rstrip() for line in lines]
         more = chosen.count - len(rows)
         if more:
             path = path_to_type()
-            lines.append(f"and {count_of(more, 'more message')}: txmq query {path}--half-id {self._record.half_id}")
-        return "\n".join(f"  {line.rstrip()}" for line in lines)
+            query = f"txmq query {path}--half-id {shlex.quote(one_line(self._record.half_id))}"
+            lines.append(hanging("", f"and {count_of(more, 'more message')}: {query}", 2, False, width))
+        return "\n".join(lines)
 
     def question(self) -> str:
         if self._commits:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.groups import in_words
-from rmq_spark.cli.output import AsJson, LogPath, Storage, Wide, open_log, plainly, rendered
+from rmq_spark.cli.output import AsJson, LogPath, Storage, Wide, open_log, plainly, rendered, wrapped
 from rmq_spark.cli.text import as_json as json_of
 from rmq_spark.cli.text import short_age, size
+from rmq_spark.cli.topics import no_topics, waiting_messages
 
 if TYPE_CHECKING:
     from rmq_spark.report import Standing
@@ -34,7 +35,7 @@ def stats(path: LogPath, wide: Wide = False, as_json: AsJson = False, storage: S
     from rmq_spark.report import Standing
 
     log = open_log(path, storage)
-    rows = list(stat_rows(Standing(log.engine)))
+    rows = list(stat_rows(Standing(log.engine), waiting_messages(log)))
     if as_json:
         for row in rows:
             typer.echo(json_of(row))
@@ -42,15 +43,15 @@ def stats(path: LogPath, wide: Wide = False, as_json: AsJson = False, storage: S
     typer.echo("\n".join(_tables(rows)), nl=False)
 
 
-def stat_rows(now: Standing) -> Iterator[dict[str, Any]]:
-    """Yield the objects that ``--json`` prints."""
+def stat_rows(now: Standing, waiting: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Yield the objects that ``--json`` prints. ``waiting``: committed messages of each topic that are not visible."""
     from rmq_spark._core.inspect.history import placed_within
 
     recent_counts = placed_within(now.engine, now.at, WINDOWS)
     for name, topic in sorted(now.topics.items()):
         counts = recent_counts.get(name, dict.fromkeys(WINDOWS, 0))
         yield {"kind": "topic", "topic": name, "queues": topic["queues"], **counts, "committed": topic["committed"],
-               "kept": topic["committed"] - topic["expired"]}  # fmt: skip
+               "kept": topic["committed"] - topic["expired"], "waiting": waiting.get(name, 0)}  # fmt: skip
     for group in now.groups:
         letters = now.dead_letters.get(group["consumer_group"])
         yield {"kind": "group", **group, "dead_letters": 0 if letters is None else letters.kept}
@@ -75,13 +76,16 @@ def _tables(rows: list[dict[str, Any]]) -> Iterator[str]:
     def rows_of(kind: str) -> list[dict[str, Any]]:
         return [{k: v for k, v in row.items() if k != "kind"} for row in rows if row["kind"] == kind]
 
-    yield rendered(rows_of("topic"), "no topics: make one with txmq topic create")
+    topics = rows_of("topic")
+    if not any(topic["waiting"] for topic in topics):
+        topics = [{k: v for k, v in topic.items() if k != "waiting"} for topic in topics]
+    yield rendered(topics, no_topics(), ["kept", "queues"])
     if groups := rows_of("group"):
         yield rendered([in_words(group) for group in groups], "", ["updated", "topics"])
     yield rendered([{**row, "bytes": size(row["bytes"])} for row in rows_of("table")], "")
     (totals,) = rows_of("transactions")
     oldest = f", the oldest for {short_age(totals['oldest_pending_seconds'])}" if totals["pending"] else ""
-    yield (
+    yield wrapped(
         f"half batches: {totals['pending']:,} pending{oldest}; {totals['quarantined']:,} quarantined; "
         f"{totals['conflicts']:,} in conflict\n"
         f"not drained yet: {count_of(totals['undrained_messages'], 'message')}, {size(totals['undrained_bytes'])}\n"

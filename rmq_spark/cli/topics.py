@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,20 +78,40 @@ def set_topic(
 @topic_app.command("list")
 @plainly
 def list_topics(path: LogPath, wide: Wide = False, as_json: AsJson = False, storage: Storage = None) -> None:
-    """List topics: how many messages were committed to each, how many of those have expired, and what they take."""
+    """List topics: how many messages were committed to each, how many of those have expired, what they take, and how
+    many wait for their time or for an earlier message."""
     from rmq_spark.report import Standing
 
     log = open_log(path, storage)
-    rows = [{n: v for n, v in row.items() if n != "drained"} for row in Standing(log.engine).topics.values()]
+    waiting = waiting_messages(log)
+    rows = [
+        {**{n: v for n, v in row.items() if n != "drained"}, "waiting": waiting[row["topic"]]}
+        for row in Standing(log.engine).topics.values()
+    ]
+    left_out = ("retention_s", "waiting") if not waiting else ("retention_s",)
     table = [
         {
-            **{k: v for k, v in row.items() if k != "retention_s"},
+            **{k: v for k, v in row.items() if k not in left_out},
             "retention": FOREVER if row["retention_s"] is None else short_age(row["retention_s"]),
             "bytes": size(row["bytes"]),
         }
         for row in rows
     ]
-    show(rows, as_json, "no topics: make one with txmq topic create", table=table)
+    show(rows, as_json, no_topics(), spare=["expired"], table=table)
+
+
+def waiting_messages(log: CommitLog) -> Counter[str]:
+    """Return by topic how many messages are committed and wait for their time or for an earlier message."""
+    log.refresh()
+    counts = Counter[str]()
+    if log.engine.ledger.view.waiting:  # else no half batch is read
+        for (topic, _), (_, waiting) in log.open_messages().items():
+            counts[topic] += waiting
+    return +counts
+
+
+def no_topics() -> str:
+    return f"no topics: make one with txmq topic create {path_to_type()}NAME"
 
 
 @topic_app.command("status")
@@ -105,7 +126,7 @@ def topic_status(
     log = open_log(path, storage)
     rows = queue_rows(log, name)
     table = [{**{k: v for k, v in row.items() if k != "topic"}, "bytes": size(row["bytes"])} for row in rows]
-    show(rows, as_json, "", spare=["waiting", "bytes"], table=table)
+    show(rows, as_json, "", spare=["first_offset", "bytes"], table=table)
 
 
 @topic_app.command("delete")

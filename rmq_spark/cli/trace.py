@@ -106,7 +106,7 @@ def argument_of(name: str) -> dict[str, str]:
 
 
 def shown_keys(log: CommitLog, story: Trace) -> str | None:
-    """Return the keys of the first messages; None when they have none, or when they cannot be read."""
+    """Return the keys of the first messages, sorted; None when they have none, or when they cannot be read."""
     from rmq_spark._core.inspect.find import keys_of
 
     try:
@@ -114,8 +114,9 @@ def shown_keys(log: CommitLog, story: Trace) -> str | None:
     except TxmqError:  # the story itself can be told
         return None
     more = story.messages - PLACES_SHOWN
-    more_words = f" and those of {count_of(more, 'more message')} (txmq query --half-id)" if more > 0 else ""
-    return f"{', '.join(map(escaped, keys))}{more_words}" if keys else None
+    query = f"txmq query {path_to_type()}--half-id {shlex.quote(one_line(story.half_id or ''))}"
+    more_words = f" and those of {count_of(more, 'more message')}: {query}" if more > 0 else ""
+    return f"{', '.join(map(escaped, sorted(keys)))}{more_words}" if keys else None
 
 
 def _text_of(story: Trace, keys: str | None, advice: Iterable[str]) -> str:
@@ -156,7 +157,7 @@ def _text_of(story: Trace, keys: str | None, advice: Iterable[str]) -> str:
         }
         for event, times, last in _folded(story.events)
     ]
-    text = f"{block(head)}\n{rendered(rows, '', ['attempt', 'messages'])}"
+    text = f"{block(head)}\n{rendered(rows, '', ['attempt', 'messages', 'after', 'by'], 'what')}"
     for sentence in story.unknown:
         text += hanging("", f"not known: {one_line(sentence)}", 2).lstrip() + "\n"
     lines = [hanging("", one_line(line), 2).lstrip() for line in advice]
@@ -211,10 +212,15 @@ def _in_conflict(story: Trace) -> int:
 
 def advice(story: Trace) -> Iterator[str]:
     """Yield what a person can do next: nothing when nothing is to be done."""
+    from rmq_spark._core.inspect.diagnosis import check_once
     from rmq_spark.listeners import ROLLBACK_MESSAGE
 
     path, half_id = path_to_type(), shlex.quote(one_line(story.half_id or ""))
     commit, rollback = (f"txmq resolve {path}{half_id} {verdict} --reason '…'" for verdict in ("COMMIT", "ROLLBACK"))
+    by_hand = (
+        f"or decide yourself, when its local transaction happened: {commit}",
+        f"or, when it did not happen: {rollback}",
+    )
     if story.in_conflict:
         late = {event.verdict for event in story.events if event.kind == "conflict"}
         if late == {str(ROLLBACK_MESSAGE)}:  # readers may have seen the messages: only COMMIT is possible
@@ -226,11 +232,11 @@ def advice(story: Trace) -> Iterator[str]:
             yield f"when it did not happen: {rollback} (nobody will see {'it' if count == 1 else 'them'})"
     elif story.outcome.get("quarantined"):
         yield f"ask its listener again: txmq resume {path}{half_id}"
-        yield f"or decide yourself: {commit}; or: {rollback}"
+        yield from by_hand
     elif story.outcome.get("pending") and story.lease_until is None:
         if not any(event.kind == "checked" for event in story.events):
             yield "no check has left an answer yet: when one failed, the checker's log says why"
-        yield f"a check asks the listener of {story.producer_group}: txmq check {path}--once"
-        yield f"or decide yourself: {commit}; or: {rollback}"
+        yield f"ask the listener of {story.producer_group}, where the check job's txmq.toml is: {check_once(path)}"
+        yield from by_hand
     elif story.waits_for:
         yield f"see what holds it up: txmq trace {path}{shlex.quote(story.waits_for[0])}"

@@ -10,7 +10,18 @@ import typer
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark.cli.command import FAILED, fail, path_to_type
 from rmq_spark.cli.completion import of_argument
-from rmq_spark.cli.output import AsJson, LogPath, Storage, Wide, one_line, open_log, plainly, say
+from rmq_spark.cli.output import (
+    AsJson,
+    LogPath,
+    Storage,
+    Wide,
+    one_line,
+    open_log,
+    plainly,
+    say,
+    tell,
+    terminal_width,
+)
 from rmq_spark.cli.shortened import whole_id
 from rmq_spark.cli.text import short_age, size
 from rmq_spark.cli.watch import Watch, listed, watched
@@ -145,12 +156,13 @@ def resolve(
     half_id = whole_id(log, half_id)
     resolving = Resolving(log, half_id, decision)
     if resolving.acts and not yes:
-        typer.echo(f"{resolving.description()}\n{resolving.messages()}", err=True)
+        width = terminal_width(err=True)
+        typer.echo(f"{resolving.description(width)}\n{resolving.messages(width)}", err=True)
         if not sys.stdin.isatty():
-            typer.echo(f"there is no terminal to ask on: pass --yes to {decision} it unasked", err=True)
+            tell(f"there is no terminal to ask on: pass --yes to {decision} it unasked", err=True)
             raise typer.Exit(2)
         if not typer.confirm(resolving.question(), err=True):
-            typer.echo("nothing was changed", err=True)
+            tell("nothing was changed", err=True)
             raise typer.Exit(1)
     outcome = resolving.run(reason)
     say(as_json, {"half_id": half_id, "verdict": decision, "what": outcome}, one_line(f"{half_id}: {outcome}"))
@@ -178,6 +190,8 @@ def resume(
     storage: Storage = None,
 ) -> None:
     """Take a half batch out of quarantine: the next round of checks asks its listener again, and counts anew."""
+    from rmq_spark._core.inspect.diagnosis import check_once
+
     _require_words(reason)
     log = open_log(path, storage)
     typed = path_to_type()
@@ -197,4 +211,4 @@ def resume(
         text = f"{item}: {count_of(count, 'message')} {'is' if count == 1 else 'are'} pending again"
         say(as_json, {"half_id": item, "messages": count}, one_line(text))
     if half_ids and not as_json:
-        typer.secho(f"ask its listener now: txmq check {typed}--once", dim=True, err=True)
+        tell(f"ask its listener now, where the check job's txmq.toml is: {check_once(typed)}", dim=True, err=True)

@@ -49,7 +49,7 @@ _LIVES_IN = {
     "rmq_spark._core.inspect.history": "kept_batches open_now placed_within",
     "rmq_spark._core.inspect.diagnosis": "Diagnosis",
     "rmq_spark._core.inspect.overview": "pending_table=pending",
-    "rmq_spark._core.inspect.standing": "Standing",
+    "rmq_spark._core.inspect.standing": "Letters Standing",
     "rmq_spark._core.log.half_record": "HalfRecord",
     "rmq_spark._core.log.half_table": "HalfTable",
     "rmq_spark._core.log.half_writer": "HalfWriter",

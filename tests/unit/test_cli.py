@@ -110,7 +110,7 @@ def test_a_log_and_a_topic_are_made_and_listed(tmp_path: Path) -> None:
     assert "no topics" in txmq("topics", path)[0]
     assert txmq("topic", "create", path, "orders")[0] == "topic orders has 3 queues\n"
     txmq("topic", "create", path, "bills", "--queues", 1)
-    nothing = {"fifo": False, "retention_s": None, "committed": 0, "expired": 0, "bytes": 0}
+    nothing = {"fifo": False, "retention_s": None, "committed": 0, "expired": 0, "bytes": 0, "waiting": 0}
     assert (
         objects("topics", path)
         == objects("topic", "list", path)

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -305,6 +306,13 @@ def test_a_checker_that_is_silent_is_told_when_something_waits_for_it(
     assert bad(log) == {"pending": "warning", "checker": "critical"}
     assert "no checker has said a word on that (it is due" in found(log)["checker"].what
     assert found(log)["pending"].remedy == "txmq trace app:0"
+    check = "txmq check --config txmq.toml --once"
+    assert str(found(log)["checker"].remedy).startswith(f"{check} (where the check job's txmq.toml is; its output")
+    assert f"where the check job's txmq.toml is: {check}\n" in txmq("trace", "app:0")[0], "trace says the same"
+    monkeypatch.setenv("TXMQ_CONFIG", "of the shop.toml")
+    remedy = str(found(log)["checker"].remedy)
+    monkeypatch.delenv("TXMQ_CONFIG")
+    assert shlex.split(remedy.partition(" (")[0])[2:] == ["--config", "of the shop.toml", "--once"]
     count_check(log.engine, record, 1, pending(log, record), "UNKNOWN")
     assert bad(log, interval=100.0) == {"pending": "warning"}, "it has checked within three intervals"
     clock.ahead_s += 20 * MINUTE_S
@@ -410,7 +418,7 @@ def test_a_group_that_stands_still_comes_before_upkeep(log: CommitLog, monkeypat
     rows = objects("doctor", "--quiet", code=doctor.WARNINGS)
     assert [row["check"] for row in rows] == ["groups", "drain"]
     assert "behind, the oldest committed" in rows[0]["what"]
-    assert rows[0]["what"].endswith("ago, and no member lives")
+    assert rows[0]["what"].endswith("ago, last moved 2h ago (reset to earliest), and no member lives")
     assert rows[0]["remedy"].startswith("start a member of points (it takes over")
 
 

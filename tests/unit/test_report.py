@@ -326,8 +326,8 @@ def batches(*half_ids: str) -> list[dict[str, Any]]:
         (
             {"dead_letters": {"points": Letters(4, 2)}},
             Level.NOTE,
-            "points: 4 dead letters, 2 of them not sent again txmq dlq list memory: points; when the cause is gone, "
-            "txmq dlq resend memory: points --all",
+            "points: 4 dead letters, 2 of them not sent again txmq dlq list memory: points (says why); when the cause "
+            "is gone, txmq dlq resend memory: points --all",
         ),
         ({"dead_letters": {"points": Letters(4, 0)}}, Level.OK, "new"),
         (behind(5000), Level.WARNING, "points: 7 messages behind, the oldest committed 1h 23m ago"),

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from copy import copy
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
@@ -21,8 +22,8 @@ from rich.console import Console
 import rmq_spark
 from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli import app, output, top
-from tests.support.commands import objects, txmq
-from tests.support.inside import Standing
+from tests.support.commands import objects, txmq, words
+from tests.support.inside import Diagnosis, Letters, Level, Standing
 
 GROUP = "order-service-northern-branches"
 TOPICS = [
@@ -106,7 +107,8 @@ def lines_of(*arguments: object, code: int = 0) -> list[str]:
 
 def body_of(lines: list[str]) -> list[str]:
     """The rows of a table, without its header and its last sentence."""
-    end = next((n for n, line in enumerate(lines) if line.startswith(("shortened: ", "left out: "))), len(lines))
+    notes = ("shortened: ", "left out: ", "in messages: ")
+    end = next((n for n, line in enumerate(lines) if line.startswith(notes)), len(lines))
     return lines[1:end]
 
 
@@ -117,11 +119,11 @@ def body_of(lines: list[str]) -> list[str]:
     [
         ("topics", 30, "committed retention"),
         ("group list", 6, "lag behind members"),
-        (f"group lag {LONG_GROUP}", 6, "lag behind"),
+        (f"group lag {LONG_GROUP}", 6, "topic queue_id lag behind updated_by"),
         ("pending", 3, "half_id age"),
         ("quarantined", 1, "half_id age"),
         ("conflicts", 1, "half_id age history"),
-        ("topic status orders", 2, "next_offset last_commit"),
+        ("topic status orders", 2, "next_offset waiting last_commit"),
         ("query --key order-1", 10, "topic queue_offset state"),
     ],
 )
@@ -139,6 +141,9 @@ def test_a_list_has_a_line_for_each_row_and_no_line_is_too_wide(
     assert set(needed.split()) <= set(header)
     wide = lines_of(*arguments, "--wide")
     assert len(wide) == rows + 1
+    counts = {"committed", "expired", "lag", "pending", "waiting"} & set(header)
+    assert lines[-1] == f"in messages: {', '.join(sorted(counts, key=header.index))}" or not counts, "a unit"
+    assert not {"True", "False"} & set(" ".join(wide).split()), "yes or no"
     assert not any("…" in line for line in wide)
     for column in {"age", "state"} & set(header):
         start = lines[0].index(f" {column}") + 1
@@ -165,14 +170,14 @@ def test_a_shortened_id_is_taken_for_the_whole_one(log: CommitLog, columns: int)
         assert objects("query", log.path, "--half-id", short) == objects("query", log.path, "--half-id", whole)
         assert whole in txmq("resolve", log.path, short, "COMMIT", "--reason", "paid", code=2)[1], "it shows it, to ask"
         if verb != "quarantined":
-            assert f"nothing of {whole} is quarantined" in txmq("resume", log.path, short, code=1)[1]
+            assert f"nothing of {whole} is quarantined" in words(txmq("resume", log.path, short, code=1)[1])
         (message, *_) = objects("query", log.path, "--half-id", whole)
         short = output.shortened(message["msg_id"], len(whole) - 8)
         assert objects("query", log.path, "--message-id", short) == [message]
-    several = txmq("trace", log.path, "send.…", code=1)[1]
+    several = words(txmq("trace", log.path, "send.…", code=1)[1])
     assert "'send.…' was shortened, and it stands for send." in several
     assert half_id_of(log, "pending").split("-")[0] in several
-    nothing = txmq("resume", log.path, "send.…-000000077:9", code=1)[1]
+    nothing = words(txmq("resume", log.path, "send.…-000000077:9", code=1)[1])
     assert "was shortened, and no half batch of this commit log has such an id: --wide shows it whole" in nothing
 
 
@@ -197,19 +202,29 @@ def test_stats_fit(log: CommitLog, columns: int) -> None:
 # ---------------------------------------------------------------- stories and findings
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("verb", ["quarantined", "conflicts", "pending"])
-def test_a_trace_is_a_timeline_with_a_line_for_each_event(log: CommitLog, columns: int, verb: str) -> None:
+def test_a_trace_is_a_timeline_and_its_reasons_are_whole(log: CommitLog, columns: int, verb: str) -> None:
     half_id = half_id_of(log, verb)
     lines = lines_of("trace", log.path, half_id)
     table = lines[lines.index("") + 1 :]
     events = objects("trace", log.path, half_id)[0]["events"]
-    told = [line.split() for line in table[1 : 1 + len(events)]]
-    assert all(re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3}Z", words[0]) for words in told)
-    assert [words[1 if n == 0 else 2] for n, words in enumerate(told)] == [event["kind"] for event in events]
+    rows = table[1 : table.index("")]
+    told = [line.split() for line in rows if re.match(r"\d\d:\d\d:\d\d\.\d{3}Z", line)]
+    assert [parts[1 if n == 0 else 2] for n, parts in enumerate(told)] == [event["kind"] for event in events]
     assert told[0][1] == "prepared"
-    assert all(words[1].startswith("+") for words in told[1:])
+    assert all(parts[1].startswith("+") for parts in told[1:])
+    start = table[0].index("what")
+    whole = " ".join(line[start:].strip() for line in rows)
+    for event in events:
+        assert event["kind"] == "conflict" or (event["reason"] or "") in whole
+    for line in rows:
+        assert re.match(r"\d\d:", line) or line[:start].strip() == "", "it goes on below its beginning"
     for line in lines:
-        assert cell_len(line) <= columns or line.strip() == half_id or line.startswith("txmq "), line
-    assert any(line.startswith("txmq ") or "txmq " in line for line in table)
+        assert cell_len(line) <= columns or line.strip() == half_id or line.startswith("  txmq "), line
+    commands = [line.partition("txmq ")[2] for line in table if "txmq " in line]
+    assert commands
+    for command in commands:
+        assert not command.endswith(";")
+        assert command.count("--reason") <= 1
 
 
 @pytest.mark.turns(2)
@@ -222,7 +237,9 @@ def test_findings_are_wrapped_between_words_below_their_beginning(log: CommitLog
     for line in lines[:-1]:
         is_command = line.lstrip().startswith(("→ txmq ", "txmq "))
         assert cell_len(line) <= columns or is_command, line
-        assert line[:10].strip() in ("ok", "note", "warning", "critical", "") or is_command, line
+        assert re.match(r"ok |note |warning |critical |  \S| {25}\S", line), line
+        if cell_len(line) > columns:
+            assert line.startswith(("  → txmq ", "  txmq ")), "a long command, and the words about it, at one indent"
         for word in line.split():
             assert word in known or "…" in word or ages.fullmatch(word), (word, line)
     assert f"→ txmq resume {log.path} {half_id_of(log, 'quarantined')} (" in " ".join(" ".join(lines).split())
@@ -247,8 +264,35 @@ def test_a_report_is_wrapped_between_words(log: CommitLog, columns: int) -> None
     whole = " ".join(" ".join(lines).split())
     assert "1 half batch with two verdicts that contradict each other" in whole
     for line in lines:
-        assert cell_len(line) <= columns or line.startswith(("txmq ", "→ txmq ")), line
+        assert cell_len(line) <= columns or line.startswith(("  txmq ", "  → txmq ")), line
     assert f"txmq trace {log.path} {half_id_of(log, 'conflicts')}" in whole
+
+
+@pytest.mark.turns(2)
+def test_one_message_is_shown_with_its_ids_beside_or_below_their_names(log: CommitLog, columns: int) -> None:
+    half_id = half_id_of(log, "pending")
+    lines = lines_of("query", log.path, "--message-id", f"{half_id}:0.1")
+    assert all(line.startswith(("  send.", "→ txmq ")) or re.match(r"\w+ +", line) or len(line) < 20 for line in lines)
+    ids = [line for line in lines if half_id in line and "txmq" not in line]
+    assert len(ids) == 3
+    for line in ids:
+        assert line.startswith("  s" if len(line.split()[-1]) > columns - 18 else ("msg_", "trans", "half_")), line
+
+
+@pytest.mark.usefixtures("columns")
+def test_sentences_are_broken_between_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = CommitLog.create("an-empty-log-of-the-northern-branches", queues=1)
+    no_file = txmq("check", "--once", code=2)[1]
+    nothing = txmq("group", "list", made.path)[0]
+    refused = txmq("trace", made.path, "order-4711-of-the-northern-branches", code=2)[1]
+    for text in (no_file, nothing, refused):
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", text).rstrip().splitlines()
+        assert max(map(cell_len, lines)) <= int(os.environ["COLUMNS"])
+    assert "make one with txmq init, or set" in words(no_file)
+    assert "set the option consumerGroup of a stream" in words(nothing)
+    no_topics = words(txmq("topics", made.path)[0])
+    assert no_topics == f"no topics: make one with txmq topic create {made.path} NAME"
 
 
 # ---------------------------------------------------------------- top
@@ -268,6 +312,55 @@ def test_the_screen_is_never_larger_than_the_terminal(seen: Standing, width: int
     lines = screen_of(seen, width, height, *keys)
     assert len(lines) <= height
     assert max(map(cell_len, lines)) <= width
+    assert lines[-1].startswith(("↑ ↓", "only rows")), "the keys stay"
+    for begin, column in (("state ", "age"), ("consumer_group ", "messages_per_s"), ("topic ", "messages_per_s")):
+        for n, line in enumerate(lines):
+            if line.startswith(begin) and height > 12:
+                assert column in line
+                assert lines[n + 1].strip(), "a heading has one line, and rows below it"
+
+
+def test_whole_ids_are_scrolled_to(seen: Standing) -> None:
+    half_id = top.open_half_batches(seen)[0]["half_id"]
+    near = [line for line in screen_of(seen, 80, 24, "w") if line.startswith("conflict  ")]
+    assert all(line.endswith("…") and half_id.startswith(line.split()[-1][:-1]) for line in near)
+    further = screen_of(seen, 80, 24, "w", "\x1b[C", "\x1b[C")
+    assert any(half_id[-50:] in line for line in further[9:]), "the end of an id"
+    far = screen_of(seen, 80, 24, "w", *["\x1b[C"] * 99)
+    assert not any(line.endswith("…") for line in far[9:])
+    assert screen_of(seen, 80, 24, "w", "\x1b[C", "\x1b[D") == screen_of(seen, 80, 24, "w")
+    assert "w short ids" in far[-1]
+
+
+def test_the_second_line_counts_the_other_findings_and_leaves_out_what_is_well(log: CommitLog, seen: Standing) -> None:
+    found = [f for f in Diagnosis(seen).findings(tables=False) if f.level is not Level.OK]
+    first, second = screen_of(seen, 120, 40)[1:3]
+    assert f" · {len(found) - 1} more finding" in f"{first} {second}"
+    assert f"txmq doctor {log.path}" in f"{first} {second}"
+    assert "live files" not in first + second
+    assert "not drained" not in first + second, "these messages are young"
+    well = copy(seen)
+    well.pending, well.quarantined, well.conflicts, well.queues, well.groups, well.dead_letters = [], [], [], [], [], {}
+    assert screen_of(well, 80, 24)[1] == "all is well"
+    assert top.lines("log", well, well, top.View(), 80)[1] == ("all is well", "green")
+
+
+def test_colours_say_what_needs_a_person(seen: Standing) -> None:
+    late = copy(seen)
+    young, old = ({**seen.pending[0], "half_id": f"{n}:0", "age_seconds": age} for n, age in (("a", 1.0), ("b", 700.0)))
+    leased = {**old, "half_id": "c:0", "leased": True}
+    late.pending = [old, young, leased]
+    group = {**seen.groups[0], "lag": 1, "lag_seconds": 0.0}
+    names = {"still": {"lag_seconds": 700.0}, "letters": {}, "well": {}}
+    late.groups = [{**group, "consumer_group": name, **others} for name, others in names.items()]
+    late.dead_letters = {"letters": Letters(2, 2)}
+    late.members = {}
+    shown = top.lines("log", late, late, top.View(), None)
+    styles = {line.split()[0]: style for line, style in shown if line}
+    pending = {name: style for line, style in shown for name in ("a:0", "b:0", "c:0") if f" {name} " in line}
+    assert pending == {"a:0": "", "b:0": "yellow", "c:0": ""}
+    assert (styles["conflict"], styles["quarantined"]) == ("bold red", "red")
+    assert [styles[name] for name in names] == ["yellow", "yellow", ""]
 
 
 def test_trouble_stands_first_with_its_age_and_state_whole(seen: Standing) -> None:
@@ -304,7 +397,7 @@ def test_keys_move_filter_and_show_whole_ids(seen: Standing) -> None:
     assert cell_len(long[-1]) <= 40
     assert screen_of(seen, 80, 24, "/", "x", "\x1b") == screen_of(seen, 80, 24)
     half_id = top.open_half_batches(seen)[0]["half_id"]
-    assert half_id in "".join(line for line in screen_of(seen, 80, 24, "w"))
+    assert any(half_id in line for line in screen_of(seen, 150, 24, "w")[6:])
     assert not top.View().press("q")
 
 
@@ -345,6 +438,7 @@ def test_the_live_screen_listens_to_keys_and_leaves_the_terminal_as_it_was(log: 
     try:
         until("q ends")
         assert "1 in conflict" in shown
+        assert shown.index(f"reading {log.path}"[:40]) < shown.index("1 in conflict")
         os.write(main, b"/ware\r")
         until("only rows with 'ware'")
         os.write(main, b"q")

@@ -38,6 +38,12 @@ NAMED = 3
 PUT_BACK = "docs/backup.md says how to put files back"
 
 
+def check_once(typed: str) -> str:
+    """Return the command for a round of checks. It needs the check job's configuration: a sentence must say so."""
+    file = os.environ.get("TXMQ_CONFIG") or "txmq.toml"
+    return f"txmq check {typed}--config {shlex.quote(one_line(file))} --once"
+
+
 class Diagnosis:
     """Judges how a commit log stands.
 
@@ -201,8 +207,8 @@ class Diagnosis:
             f"{count_of(len(overdue), 'half batch')} should have been checked, and no checker has said a word on that"
             f"{since} (it is due every {self._interval_s:g} s): it does not run, or has no listener for the group, or "
             "its listener fails",
-            f"{self.command('check', '--once')} (its output says why), then see that the check job runs; when nobody "
-            f"can answer, {self._story(overdue[0]['half_id'])}",
+            f"{check_once(self.typed)} (where the check job's txmq.toml is; its output says why), then see that the "
+            f"check job runs; when nobody can answer, {self._story(overdue[0]['half_id'])}",
         )
 
     def _listeners(self, rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
@@ -231,7 +237,7 @@ class Diagnosis:
                 "delayed",
                 Level.CRITICAL,
                 f"{count_of(late, 'delayed message')} should have appeared by now: no checker and no sender runs",
-                self.command("check", "--once"),
+                f"{check_once(self.typed)} (where the check job's txmq.toml is), then see that the check job runs",
             )
 
     def _quarantined(self) -> Iterator[Finding]:
@@ -282,7 +288,7 @@ class Diagnosis:
             if row["lag_seconds"] > LAG_S_MAX:
                 has_problem = True
                 what = f"{row['consumer_group']}: {count_of(row['lag'], 'message')} behind, the oldest committed "
-                what += f"{duration(row['lag_seconds'])} ago"
+                what += f"{duration(row['lag_seconds'])} ago{self._last_move(row['consumer_group'])}"
                 remedy = self.command("group lag", row["consumer_group"])
                 if not row["members"] and self._kind_of(row["consumer_group"]) != SPARK:
                     what += ", and no member lives"
@@ -293,6 +299,15 @@ class Diagnosis:
             lag = f"{count_of(furthest['lag'], 'message')}, {duration(furthest['lag_seconds'])}"
             what = f"{count_of(len(groups), 'group')}; furthest behind {furthest['consumer_group']}: {lag}"
             yield Finding("groups", Level.OK, what)
+
+    def _last_move(self, group: str) -> str:
+        """Return when a group's position last moved, and who moved it, as the end of a sentence."""
+        rows = [row for row in self._standing.queues if row["consumer_group"] == group and row["updated"]]
+        if not rows:
+            return ""
+        last = max(rows, key=lambda row: row["updated"])
+        age = duration((self._now - last["updated"]).total_seconds())
+        return f", last moved {age} ago ({one_line(str(last['updated_by']))})"
 
     def _kind_of(self, group: str) -> str | None:
         return kind_of(self._engine.groups.places(group).values()) if self._engine.has_groups() else None
@@ -308,7 +323,7 @@ class Diagnosis:
             if letters.waiting:
                 what = f"{group}: {count_of(letters.kept, 'dead letter')}"
                 what += "" if letters.waiting == letters.kept else f", {letters.waiting:,} of them not sent again"
-                remedy = f"{self.command('dlq list', group)}; when the cause is gone, "
+                remedy = f"{self.command('dlq list', group)} (says why); when the cause is gone, "
                 yield Finding("dead letters", Level.NOTE, what, remedy + self.command("dlq resend", group, "--all"))
 
 
