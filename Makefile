@@ -102,6 +102,10 @@ bench-push: install ## how fast and how soon consumers without Spark are, and wh
 bench-consumers: install ## what it costs that a result counts once, beside at least once
 	@$(PY) -m benchmarks.consumers
 
+.PHONY: bench-store
+bench-store: install ## sends, micro-batches, checks and drains on an object store whose answers come 30 and 100 ms later
+	@$(PY) -m benchmarks.far_store
+
 .PHONY: bench-orders
 bench-orders: install ## orders into PostgreSQL with their messages, beside COPY and a Delta append (BENCH_ONLY=key,batch)
 	@$(PY) -m benchmarks.orders

@@ -231,7 +231,7 @@ def query(
     if as_json:
         _print_json(table.slice(0, limit))
     elif len(rows) == 1:
-        typer.echo(_message_text({**rows[0], **_decided(log, rows[0])}, body, body_bytes), nl=False)
+        typer.echo(_message_text({**rows[0], "decided": _decided(log, rows[0])}, body, body_bytes), nl=False)
     else:
         columns = "topic queue_id queue_offset state reason msg_id tags keys body commit_timestamp".split()
         all_visible = all(row["state"] == "committed" for row in rows)
@@ -252,24 +252,24 @@ def _say_similar(log: CommitLog, key: str, topic: str | None) -> None:
     """Say that keys are matched whole, and which ones contain the word."""
     from rmq_spark._core.inspect.find import similar_keys
 
+    if not similar_keys(log.engine, "", topic, 1):
+        tell("no new message here has keys: a sink takes them from the column keys", dim=True, err=True)
+        return
     found = ", ".join(escaped(short_text(other)) for other in similar_keys(log.engine, key, topic, SIMILAR_SHOWN))
     names = f": {found} contain{'' if ',' in found else 's'} it" if found else ""
     tell(f"keys are matched whole{names}", dim=True, err=True)
 
 
-def _decided(log: CommitLog, row: dict[str, Any]) -> dict[str, str | None]:
-    """Return when and by whom a message that is not visible was decided, or why it is pending still. Nothing of one
-    that has left."""
+def _decided(log: CommitLog, row: dict[str, Any]) -> str | None:
+    """Return when and by whom a message that is not visible was decided; None of one that was not, or has left."""
     if row["state"] == "committed":  # it has its commit's time
-        return {}
+        return None
     try:
         events = log.trace(message_id=row["msg_id"]).events
     except TxmqError:
-        return {}
-    if row["state"] == "pending":
-        return {"reason": next((event.reason for event in reversed(events) if event.reason), None)}
+        return None
     last = next((event for event in reversed(events) if event.kind in DECIDING), None)
-    return {} if last is None else {"decided": f"{short_time(last.at)} by {last.decided_by}"}
+    return None if last is None else f"{short_time(last.at)} by {last.decided_by}"
 
 
 def _show_several(rows: Sequence[dict[str, Any]], columns: Sequence[str], form: BodyForm) -> None:

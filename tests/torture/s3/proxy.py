@@ -1,5 +1,6 @@
 """An HTTP proxy in front of an object store: it counts requests, and can make of an S3 server one that always
-overwrites, or one that answers with old lists, and of any store one whose answers to commits get lost.
+overwrites, or one that answers with old lists, and of any store one that answers late, or whose answers to commits get
+lost.
 
 It is a process of its own, because delta-rs keeps Python's lock during some of its requests.
 """
@@ -11,6 +12,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -47,7 +49,7 @@ class S3Proxy:
 
 @contextmanager
 def proxy(
-    server: str, overwriting: Path | None = None, old_lists: bool = False, lossy: bool = False
+    server: str, overwriting: Path | None = None, old_lists: bool = False, lossy: bool = False, delay_s: float = 0.0
 ) -> Iterator[S3Proxy]:
     """A proxy in front of a server.
 
@@ -63,9 +65,12 @@ def proxy(
     lossy : bool, optional
         Whether the connection breaks in place of the answer to the first conditional put of each object, which the
         store has made by then. These are counted as ``"lost"``.
+    delay_s : float, optional
+        Seconds by which each answer comes later.
     """
     mode = ["overwriting", str(overwriting)] if overwriting else ["old lists"] if old_lists else []
     mode += ["lossy"] if lossy else []
+    mode += ["delay", str(delay_s)] if delay_s else []
     command = [sys.executable, "-m", "tests.torture.s3.proxy", server, *mode]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -80,10 +85,11 @@ def proxy(
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, server: str, overwriting: Path | None, old_lists: bool, lossy: bool) -> None:
+    def __init__(self, server: str, overwriting: Path | None, old_lists: bool, lossy: bool, delay_s: float) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.server = urlsplit(server).netloc
         self.overwriting, self.old_lists, self.lossy = overwriting, old_lists, lossy
+        self.delay_s = delay_s
         self.lost: set[str] = set()
         self.lists: dict[str, tuple[http.client.HTTPResponse, bytes]] = {}
         self.counts: Counts = Counter()
@@ -109,6 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self) -> None:
         body = self._body()
+        time.sleep(self.server.delay_s)
         if self.path.startswith("http://"):  # it is asked as a forward proxy
             self.path = self.path.removeprefix("http://").partition("/")[2].join(("/", ""))
         is_conditional = any(name in self.headers for name in CONDITIONS)
@@ -219,7 +226,8 @@ def _table(path: str) -> str:
 def main() -> None:
     address, *mode = sys.argv[1:]
     overwriting = Path(mode[1]) if mode[:1] == ["overwriting"] else None
-    server = _Server(address, overwriting, "old lists" in mode, "lossy" in mode)
+    delay_s = float(mode[mode.index("delay") + 1]) if "delay" in mode else 0.0
+    server = _Server(address, overwriting, "old lists" in mode, "lossy" in mode, delay_s)
     print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
     server.serve_forever()
 
