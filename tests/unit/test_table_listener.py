@@ -311,6 +311,11 @@ def test_all_missing_options_of_a_sink_are_named_at_once() -> None:
         SinkSettings.of(Options({"topic": "orders"}, SINK_OPTIONS))
 
 
+def test_a_sink_without_a_listener_is_told_of_the_one_without_code_first_and_of_none_last() -> None:
+    with pytest.raises(OptionError, match=r"missing: 'txmq\.table' .*'module:attribute' .*, or 'none' "):
+        SinkSettings.of(Options({"path": "log", "producerGroup": "shop"}, SINK_OPTIONS))
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
