@@ -247,6 +247,23 @@ def test_a_null_in_a_key_does_not_fit_though_the_database_would_number_it(url: s
     assert said == ["column 'order_id' cannot be null, and the field is null or missing", None]
 
 
+@pytest.mark.parametrize("per", ["key", "message"])
+def test_a_half_batch_whose_rows_are_all_there_already_is_logged(
+    url: sa.URL, per: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = TableListener(url, "orders", on_bad_row="rollback")
+    send(listener, [order(1), order(2)], per)
+    send(listener, [order(1), order(2), order(3)], per)
+    send(listener, [order(1), order(4, -1)], per)
+    send(listener, [order(1)], per)  # a service may send an order twice
+    assert not caplog.records
+    assert all(send(listener, [order(2), order(1)], per))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "all 2 transactions of half batch app-" in record.message
+    assert "a row with this order_id is there already. Does a query read its input again, under a new" in record.message
+
+
 def test_many_refused_rows_are_found_among_many(url: sa.URL) -> None:
     wrong = set(range(0, 500, 61))
     bodies = [order(n, -1 if n in wrong else 1) for n in range(500)]
