@@ -25,7 +25,9 @@ PROGRAM = """
 import os, sys
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
+import pyspark.cloudpickle
 import rmq_spark as txmq
+import mywork
 
 def count_listener():
     class Listener(txmq.TransactionListener):
@@ -89,6 +91,23 @@ print("booked", len(open(folder + "/booked").readlines()), sum(txmq.ConsumerGrou
 drained = log.drain()
 table = DeltaTable(log.path + "/messages").to_pyarrow_table(columns=["topic"])
 print("drained", drained == log.refresh(), table.num_rows)
+print("native", txmq.messages(spark, log).count())
+
+spark.addArtifacts("mywork.py", pyfile=True)  # only this program has it
+log.create_topic("mine")
+mine = options | dict(topic="mine", transactionListener="mywork:listener", transactionPer="message")
+rows = spark.range(3).selectExpr("cast(id as string) body")
+rows.write.format("txmq").mode("append").options(**mine).save()
+query = stream.writeStream.format("txmq").options(**mine, checkpointLocation=folder + "/cp6")
+query.trigger(availableNow=True).start().awaitTermination(120)
+pyspark.cloudpickle.register_pickle_by_value(mywork)  # foreachBatch's worker on a Connect server does not find it
+sink = txmq.TransactionalSink(
+    log, producer_group="shop", topic="mine", listener=mywork.listener, transaction_per="message",
+    checkpoint_location=folder + "/cp7",
+)
+query = stream.writeStream.foreachBatch(sink).option("checkpointLocation", folder + "/cp7")
+query.trigger(availableNow=True).start().awaitTermination(120)
+print("mine", sorted(int(body) for body in log.read("mine")["body"].to_pylist()))
 if kind != "classic":
     try:
         hidden = txmq.TransactionalSink(log, producer_group="shop", topic="orders", listener=None, app_id="x")
@@ -98,6 +117,20 @@ if kind != "classic":
         print("refused", "checkpoint_location=..." in str(problem))
 spark.stop()
 """
+
+MYWORK = """
+import rmq_spark as txmq
+
+class RefuseOne(txmq.TransactionListener):
+    def execute_local_transaction(self, batch):
+        bodies = batch.messages(["body"])["body"].to_pylist()
+        return [txmq.ROLLBACK_MESSAGE if body[-1:] == b"1" else txmq.COMMIT_MESSAGE for body in bodies]
+    def check_local_transaction(self, batch):
+        return txmq.UNKNOWN
+
+listener = RefuseOne()
+"""
+"""A module beside the program, where no worker and no server looks for it."""
 
 
 @pytest.fixture(scope="module")
@@ -173,16 +206,20 @@ def outside(python: Path) -> dict[str, str]:
 
 def run(python: Path, folder: Path, *arguments: str) -> str:
     """Run the program, and return its output, of which every door's line is checked."""
-    program = folder / "program.py"
-    program.write_text(PROGRAM)
-    command = [str(python), str(program), *arguments]
-    done = subprocess.run(command, cwd=folder, env=outside(python), capture_output=True, text=True, timeout=280)
+    client = folder / "client"
+    client.mkdir()
+    (client / "program.py").write_text(PROGRAM)
+    (client / "mywork.py").write_text(MYWORK)
+    command = [str(python), "program.py", *arguments]
+    done = subprocess.run(command, cwd=client, env=outside(python), capture_output=True, text=True, timeout=280)
     without_jvm = [line for line in done.stderr.splitlines() if not line.strip().startswith("at ")]
     assert done.returncode == 0, "\n".join(without_jvm)[-4000:]
     assert f"read {[*range(10), *sorted([*range(100, 105)] * 2)]}" in done.stdout
     assert "streamed 20" in done.stdout
     assert "booked 21 20" in done.stdout  # one came twice
     assert "drained True 20" in done.stdout
+    assert "native 20" in done.stdout
+    assert f"mine {[0, 2, *sorted([100, 102, 103, 104] * 2)]}" in done.stdout
     return done.stdout
 
 

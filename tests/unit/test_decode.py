@@ -71,6 +71,22 @@ def test_bodies_that_are_all_bad_are_all_null(kind: str) -> None:
     assert found.to_pylist() == [{"a": None, "b": None}] * 3
 
 
+@pytest.mark.parametrize(
+    ("body", "kind", "why"),
+    [
+        ('{"total": "12"}', "double", "field 'total' is a string, and a number is expected"),
+        ('{"total": {"n": 1}}', "string", "field 'total' is an object, and a string is expected"),
+        ('{"total": [1]}', "boolean", "field 'total' is an array, and a boolean is expected"),
+        ('{"total": true}', "decimal(10,2)", "field 'total' is a boolean, and a number or a string is expected"),
+        ('{"total": ["a"]}', "array<long>", "field 'total/[]' is a string, and a number is expected"),
+    ],
+)
+def test_an_error_says_which_field_has_another_type(body: str, kind: str, why: str) -> None:
+    with pytest.raises(MessageError) as caught:
+        decode_json(pa.chunked_array([pa.array([body.encode()])]), f"total {kind}")
+    assert f": {why}. Of 1 bodies 1 cannot be decoded" in str(caught.value)
+
+
 def test_a_body_that_is_no_utf_8_is_bad() -> None:
     bodies = pa.chunked_array([pa.array([b'{"note": "a"}', b'{"note": "\xff"}', b'{"note": "\xc3\xa4"}'])])
     with pytest.raises(MessageError, match=r"body of row 1 .* it is not UTF-8: invalid start byte at byte 10"):

@@ -229,6 +229,21 @@ def test_the_allow_list_cannot_be_walked_around_through_a_module() -> None:
         load_listener("tests.torture.hostile.allowed_listeners:os.abort", ["tests.torture.hostile.allowed_listeners"])
 
 
+@pytest.mark.parametrize(
+    ("attribute", "hint"),
+    [
+        ("Make", "no 'Make': did you mean 'make'"),
+        ("NotOn", "no 'NotOn': did you mean 'NotOne'"),
+        ("shop", "no 'shop': known are CommitOncePrepared, NotOne, annotations, broken, listener, make"),
+        ("listener.paid", "no 'listener.paid'"),
+    ],
+)
+def test_a_name_that_a_module_does_not_have_is_told_with_the_nearest(attribute: str, hint: str) -> None:
+    with pytest.raises(ListenerError) as caught:
+        load_listener(f"tests.torture.hostile.allowed_listeners:{attribute}")
+    assert str(caught.value).removesuffix("?").endswith(f"allowed_listeners' has {hint}")
+
+
 def test_a_listener_that_cannot_be_made_is_an_error_of_its_name() -> None:
     with pytest.raises(ListenerError, match=r"allowed_listeners:broken.*RuntimeError: the bank is closed"):
         load_listener("tests.torture.hostile.allowed_listeners:broken")

@@ -208,7 +208,7 @@ BAD = [
     ('{"order_id": 1, "total": 2} {"order_id": 3, "total": 2}', "Extra data"),
     ("{}", "none of the fields order_id, total, status, note"),
     ('{"other": 1}', "none of the fields"),
-    (order("1"), "order_id.* changed from number to string"),
+    (order("1"), "field 'order_id' is a string, and a number is expected"),
     (order(1.5), "couldn't parse:1.5"),
     (order(2**63), "couldn't parse:9223372036854775808"),
     (order(1, "much"), "total"),
@@ -245,6 +245,23 @@ def test_a_null_in_a_key_does_not_fit_though_the_database_would_number_it(url: s
     listener = TableListener(url, "orders", key="order_id", on_conflict="ignore", on_bad_row="rollback")
     said = send(listener, [{"total": 1}, order(2)])
     assert said == ["column 'order_id' cannot be null, and the field is null or missing", None]
+
+
+@pytest.mark.parametrize("per", ["key", "message"])
+def test_a_half_batch_whose_rows_are_all_there_already_is_logged(
+    url: sa.URL, per: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = TableListener(url, "orders", on_bad_row="rollback")
+    send(listener, [order(1), order(2)], per)
+    send(listener, [order(1), order(2), order(3)], per)
+    send(listener, [order(1), order(4, -1)], per)
+    send(listener, [order(1)], per)  # a service may send an order twice
+    assert not caplog.records
+    assert all(send(listener, [order(2), order(1)], per))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "all 2 transactions of half batch app-" in record.message
+    assert "a row with this order_id is there already. Does a query read its input again, under a new" in record.message
 
 
 def test_many_refused_rows_are_found_among_many(url: sa.URL) -> None:
@@ -309,6 +326,11 @@ def test_a_half_batch_that_is_one_transaction_is_not_rolled_back_for_one_row(url
 def test_all_missing_options_of_a_sink_are_named_at_once() -> None:
     with pytest.raises(OptionError, match=r"'path' is missing: .*; .*'producerGroup' .*; .*'transactionListener' "):
         SinkSettings.of(Options({"topic": "orders"}, SINK_OPTIONS))
+
+
+def test_a_sink_without_a_listener_is_told_of_the_one_without_code_first_and_of_none_last() -> None:
+    with pytest.raises(OptionError, match=r"missing: 'txmq\.table' .*'module:attribute' .*, or 'none' "):
+        SinkSettings.of(Options({"path": "log", "producerGroup": "shop"}, SINK_OPTIONS))
 
 
 @pytest.mark.parametrize(

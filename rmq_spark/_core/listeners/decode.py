@@ -161,12 +161,28 @@ def _read_good(
             good_rows += part
         except pa.ArrowInvalid as problem:
             if len(part) == 1:
-                reason = re.sub(r" in row \d+", "", str(problem).removeprefix("JSON parse error: ").strip())
-                bad[part[0]] = reason[:200]
+                bad[part[0]] = _reason(problem)[:200]
             else:
                 half = len(part) // 2
                 remaining += [part[half:], part[:half]]
     return parts, good_rows
+
+
+_OTHER_KIND = re.compile(r"Column\(/(.*)\) changed from (\w+) to (\w+)", re.DOTALL)
+_KINDS = {
+    "string": "a string", "number": "a number", "number_or_string": "a number or a string", "boolean": "a boolean",
+    "array": "an array", "object": "an object",
+}  # fmt: skip
+
+
+def _reason(problem: pa.ArrowInvalid) -> str:
+    """Return why the only body cannot be read, without pyarrow's words for the types of JSON."""
+    text = re.sub(r" in row \d+", "", str(problem).removeprefix("JSON parse error: ").strip())
+    match = _OTHER_KIND.fullmatch(text)
+    if match is None:
+        return text
+    name, wanted, found = match.groups()
+    return f"field {name!r} is {_KINDS.get(found, found)}, and {_KINDS.get(wanted, wanted)} is expected"
 
 
 def _nulls(target: pa.Schema, rows: int) -> pa.Table:

@@ -12,6 +12,7 @@ What ``work`` does with the messages of a half batch::
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,12 +27,15 @@ from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.json_fields import type_in_json
 from rmq_spark._core.listeners.sql import LOCK_TIMEOUT_S, ROLLBACK_AFTER_S, MessagesAgain, SqlTransactionListener
 from rmq_spark._core.listeners.target_table import Refused, Target
+from rmq_spark._core.runtime.log_records import of_batch
 from rmq_spark._core.vocabulary.options import Duration, named
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, VerdictArray
 from rmq_spark.errors import ListenerError, OptionError
 
 import sqlalchemy as sa  # isort: skip
 from sqlalchemy.engine.interfaces import ReflectedColumn
+
+logger = logging.getLogger(__name__)
 
 ON_CONFLICT = ERROR, IGNORE, UPDATE = ("error", "ignore", "update")
 ON_BAD_ROW = FAIL, ROLLBACK = ("fail", "rollback")
@@ -244,6 +248,12 @@ class TableListener(SqlTransactionListener):
             target.insert(connection, rows, units, refused)
         if not refused.reasons:
             return None
+        if 1 < len(owners) == len(refused.reasons) and set(refused.reasons.values()) == {target.taken_reason}:
+            logger.warning(
+                "all %d transactions of half batch %s are rolled back: %s. Does a query read its input again, under a "
+                "new checkpoint or a copy?",
+                len(owners), batch.half_id, target.taken_reason, extra=of_batch(batch),
+            )  # fmt: skip
         return batch.verdicts(rollback={owners[unit].as_py(): reason for unit, reason in refused.reasons.items()})
 
     def _require_single(self, batch: HalfBatch, count: int) -> None:

@@ -69,6 +69,11 @@ class Target:
     """A unique key, by which existing rows can be found."""
     conflict: Conflict | None
 
+    @property
+    def taken_reason(self) -> str:
+        """Why a row is refused whose key is in the table."""
+        return f"a row with this {', '.join(self.lookup)} is there already"
+
     # ------------------------------------------------------------------ reading
     def read(self, bodies: pa.ChunkedArray) -> tuple[pa.Table, dict[int, str]]:
         """Return a row for each body, and why rows do not fit, by row."""
@@ -214,7 +219,7 @@ class Target:
         savepoint.commit()
         taken = [position for position, key in enumerate(keys) if key in existing] if existing else []
         for position in taken:
-            refused.add(units[position].as_py(), f"a row with this {', '.join(self.lookup)} is there already")
+            refused.add(units[position].as_py(), self.taken_reason)
         return bool(taken)
 
     def _key_conditions(

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from rmq_spark._core.listeners.half_batch import HalfBatch
+from rmq_spark._core.vocabulary.options import nearest
 from rmq_spark._core.vocabulary.redaction import cause_of
 from rmq_spark._core.vocabulary.remedy import decide_by_hand
 from rmq_spark._core.vocabulary.rows import RowSet
@@ -342,7 +343,10 @@ def load_object(path: str, allowed_prefixes: Sequence[str] | None = None) -> Any
         raise import_error(path, module_name, problem) from cause_of(problem)
     for name in attribute.split("."):
         if not hasattr(target, name):
-            raise ListenerError(f"listener {path!r}: {module_name!r} has no {attribute!r}")
+            members = getattr(target, "__dict__", {})
+            public = [n for n in members if n[0] != "_" and not isinstance(members[n], ModuleType)]
+            hint = f": {nearest(name, public)}" if public else ""
+            raise ListenerError(f"listener {path!r}: {module_name!r} has no {attribute!r}{hint}")
         target = getattr(target, name)
         if isinstance(target, ModuleType):  # which may not be allowed
             raise ListenerError(f"listener {path!r} goes through the module {target.__name__!r}: name that one itself")

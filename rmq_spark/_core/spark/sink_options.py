@@ -27,8 +27,8 @@ SINK_TABLE: Mapping[str, tuple[str, str]] = {
     "producerGroup": ("required", "Whose listeners answer for these transactions."),
     "transactionListener": (
         "required",
-        "module:attribute (an instance, or a callable that makes one), none for plain exactly-once sending, or "
-        "txmq.table for a TableListener of the options table.*.",
+        "txmq.table for a TableListener of the options table.*, module:attribute (an instance, or a callable that "
+        "makes one), or none for plain exactly-once sending.",
     ),
     "transactionKey": ("the whole batch is one", "A column: equal values share one transaction."),
     "transactionPer": ("batch", "batch, or message for one transaction a message."),
@@ -79,7 +79,8 @@ class SinkSettings:
             {
                 "path": "the folder or URI of a commit log, made with rmq_spark.CommitLog.create",
                 "producerGroup": "the listeners that can answer for this query's transactions",
-                "transactionListener": "'module:attribute' of a TransactionListener, or 'none' to send without one",
+                "transactionListener": "'txmq.table' for rows into a table, 'module:attribute' of a "
+                "TransactionListener, or 'none' to send without one",
             }
         )
         require_no_tilde("checkpointLocation", options.get("checkpointLocation") or "")
