@@ -22,6 +22,8 @@ TESTS = {
     "a listener by its name": {
         OLDER: "test_doors.py::test_module_and_attribute",
         NEW: "test_doors.py::test_module_and_attribute",
+        CONNECT: f"{FRESH}_over_connect",
+        CLIENT: f"{FRESH}_for_a_client_without_a_jvm",
     },
     "rows into a table": {
         OLDER: "test_table_listener.py::test_a_stream_fills_a_table_with_options_alone",
