@@ -68,7 +68,8 @@ def say(as_json: bool, row: dict[str, Any], text: str) -> None:
 
 def tell(text: str, err: bool = False, fg: str | None = None, dim: bool | None = None) -> None:
     """Print sentences, to standard error if wanted. Without a colour where ``NO_COLOR`` is set."""
-    typer.secho(wrapped(text, err), err=err, dim=dim, fg=None if os.environ.get("NO_COLOR") else fg)
+    fg = None if os.environ.get("NO_COLOR") else fg
+    typer.secho(wrapped(text, err), err=err, dim=dim, fg=fg, reset=bool(dim or fg))
 
 
 def wrapped(text: str, err: bool = False) -> str:
