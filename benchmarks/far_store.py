@@ -4,7 +4,7 @@ A real S3 server, and in front of it proxies whose answers come 30 and 100 ms la
 each of them in turn: single sends by one thread and by 64, processes that race, a stream's micro-batches, a round of
 checks, a drain, and a send by a program that was away while others made hundreds of commits.
 
-Environment: BENCH_ROUNDS (3), BENCH_SECONDS of each of what runs for a time (10).
+Environment: BENCH_ROUNDS (3), BENCH_SECONDS of each of what runs for a time (20).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.torture.s3.proxy import proxy
 from tests.torture.s3.server import running
 
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "3"))
-SECONDS = float(os.environ.get("BENCH_SECONDS", "10"))
+SECONDS = float(os.environ.get("BENCH_SECONDS", "20"))
 DELAYS_MS = (0, 30, 100)
 SENDS = 8
 THREADS = 64
@@ -120,19 +120,38 @@ class Rounds:
 
 
 def in_processes(path: str, options: Options) -> tuple[int, int]:
-    """How many sends several processes made, each one after the other, and how many of these failed."""
-    command = [sys.executable, "-m", "benchmarks.far_store", path, str(time.time() + 8)]
+    """How many sends several processes made, each one after the other, and how many of these failed. They begin
+    together, when each has sent one."""
     environment = {**os.environ, "BENCH_STORE": json.dumps(options)}
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(PROCESSES)]
-    sent, failed = zip(*((int(n) for n in each.communicate()[0].split()) for each in running), strict=True)
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.far_store", path],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            ))
+            for _ in range(PROCESSES)
+        ]  # fmt: skip
+        for process in running:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        at = time.time() + 1
+        for process in running:
+            assert process.stdin is not None
+            process.stdin.write(f"{at}\n")
+            process.stdin.flush()
+        found = [process.communicate()[0] for process in running]
+    sent, failed = zip(*((int(n) for n in text.split()) for text in found), strict=True)
     return sum(sent), sum(failed)
 
 
-def one_process(path: str, at: float) -> None:
-    """A process of :func:`in_processes`: it starts at a time, and prints how many sends it made and failed."""
+def one_process(path: str) -> None:
+    """A process of :func:`in_processes`: it prints how many sends it made, and how many failed."""
     message = txmq.Message("orders", BODY, keys="12345")
     sent = failed = 0
     with producer_of(path, json.loads(os.environ["BENCH_STORE"])) as producer:
+        producer.send(message)
+        print("ready", flush=True)
+        at = float(sys.stdin.readline())
         time.sleep(max(0.0, at - time.time()))
         while time.time() < at + SECONDS:
             try:
@@ -166,6 +185,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        one_process(sys.argv[1], float(sys.argv[2]))
+        one_process(sys.argv[1])
     else:
         main()
