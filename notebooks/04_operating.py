@@ -128,7 +128,7 @@ for finding in findings_of(figures_of(log)):
 
 # COMMAND ----------
 
-for chart in (plots.throughput(log), plots.verdicts(log), plots.checks(log), plots.lag(log), plots.timeline(log)):
+for chart in (plots.throughput(log), plots.verdicts(log), plots.checks(log), plots.lag(log)):
     display_chart(chart)
 with open(f"{folder}/report.html", "w") as file:
     file.write(page(figures_of(log)))

@@ -17,15 +17,13 @@ from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.inspect.standing import Standing
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.report import charts, over_time
-from rmq_spark._core.report.choice import trace_of
 from rmq_spark._core.report.report_figures import listed, look_back, settled_in
 from rmq_spark._core.report.span import SINCE, Span
-from rmq_spark.errors import OptionError
 
 if TYPE_CHECKING:
     from rmq_spark._core.report.drawing import Chart
 
-__all__ = ["checks", "lag", "largest", "pending", "slowest", "throughput", "timeline", "topics", "verdicts"]
+__all__ = ["checks", "lag", "largest", "pending", "slowest", "throughput", "topics", "verdicts"]
 
 Log = CommitLog | str | os.PathLike[str]
 
@@ -104,31 +102,6 @@ def topics(log: Log) -> Chart:
     log : CommitLog or path
     """
     return charts.topics(Standing(_open(log)).topics.values()).chart
-
-
-def timeline(log: Log, transaction: str | None = None) -> Chart:
-    """The events of a transaction: prepared, checked, decided (by whom), drained.
-
-    Parameters
-    ----------
-    log : CommitLog or path
-    transaction : str, optional
-        The id of a transaction, half batch or message; by default the slowest of the last seven days.
-
-    Raises
-    ------
-    OptionError
-        When the id is invalid, or none is given and nothing was settled.
-    HalfBatchNotFoundError
-        When the log does not have it.
-    """
-    engine = _open(log)
-    if transaction is None:
-        slowest_batches = listed(engine, settled_in(engine, Span.of(engine, SINCE)), "seconds")
-        if slowest_batches.num_rows == 0:
-            raise OptionError(f"nothing was settled in the last {SINCE}: name a transaction")
-        transaction = str(slowest_batches["half_id"][0].as_py())
-    return charts.timeline(trace_of(engine, transaction)).chart
 
 
 def _open(log: Log) -> Engine:

@@ -24,8 +24,9 @@ from rmq_spark._core.inspect.trace import TraceEvent, TraceKind
 from rmq_spark._core.report import charts, over_time
 from rmq_spark._core.report.report_figures import FINDINGS_MAX, Figures, findings_of
 from rmq_spark._core.report.span import PERIODS_MAX, Span
+from rmq_spark._core.report.waterfall import waterfall
 from rmq_spark._core.vocabulary.text import byte_size, duration, rate
-from rmq_spark.errors import HalfBatchNotFoundError, OptionError, VerdictConflictError
+from rmq_spark.errors import OptionError, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support import report_logs
 from tests.support.clocks import Ticking
@@ -399,24 +400,12 @@ def test_a_tooltip_counts_one_message_as_one() -> None:
     assert any(r["said"].endswith(": 1 message") for r in rows)
 
 
-def test_the_timeline_is_of_the_slowest_or_of_a_named_one(shop: InMemoryCommitLog, figures: Figures) -> None:
-    slowest = figures.slowest["half_id"][0].as_py()
-    drawn = plots.timeline(shop).to_dict()
-    assert drawn["description"] == f"Timeline of {slowest}; drained 2h 35m later"
-    assert "drained" not in {row["label"] for row in drawn["layer"][0]["data"]["values"]}, "it would squeeze the others"
-    named = plots.timeline(shop, f"{slowest}:1").to_dict()
-    assert named["description"] == f"Timeline of {slowest}:1; drained 2h 35m later"
-    with pytest.raises(HalfBatchNotFoundError):
-        plots.timeline(shop, "nobody:7")
-    with pytest.raises(OptionError, match="name a transaction"):
-        plots.timeline(InMemoryCommitLog())
-
-
 def test_a_long_story_is_drawn_from_both_ends() -> None:
-    events = tuple(TraceEvent(NOW + timedelta(minutes=n), TraceKind.CHECKED, 1) for n in range(500))
-    drawn = charts.timeline(Trace("app:1", "half", 1, {}, events=events)).chart.to_dict()
-    assert drawn["description"] == "Timeline of app:1; 460 events between are left out"
-    assert len(drawn["layer"][0]["data"]["values"]) == charts.EVENTS_MAX
+    times = (NOW + timedelta(minutes=n) for n in range(500))
+    events = tuple(TraceEvent(at, TraceKind.CHECKED, 1, reason=f"answer {n}") for n, at in enumerate(times))
+    drawn = waterfall(Trace("app:1", "half", 1, {}, events=events), NOW)
+    assert drawn.count('class="phase"') == charts.EVENTS_MAX
+    assert '<li class="more">460 steps between</li>' in drawn
 
 
 def test_half_batches_are_named_by_their_group_and_time(figures: Figures) -> None:

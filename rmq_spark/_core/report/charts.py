@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +31,6 @@ from rmq_spark._core.report.span import Span
 from rmq_spark._core.vocabulary.text import amount, byte_size, count_of, duration, plural
 
 if TYPE_CHECKING:
-    from rmq_spark._core.inspect.trace import Trace
     from rmq_spark._core.report.drawing import Chart
 
 GREEN, ORANGE, BROWN, OLIVE, RED, GREY = "#0f9b78", "#dd7411", "#905f40", "#8f7a00", "#d8324a", "#868d98"
@@ -363,75 +361,4 @@ EVENT_COLOURS: Mapping[str, str] = {
 BY_UPKEEP = (TraceKind.DRAINED, TraceKind.ARCHIVED)
 """They may come days later. On one axis with them, all before would be a dot."""
 EVENTS_MAX = 40
-"""The most events in a timeline. Of more, the first and the last ones are drawn."""
-
-
-def timeline(trace: Trace) -> Drawn:
-    """Draw the events of a transaction, each on its own line and at its time. The title has those of upkeep."""
-    alt = altair()
-    events = [event for event in trace.events if event.kind not in BY_UPKEEP]
-    omitted = 0
-    if len(events) > EVENTS_MAX:
-        omitted = len(events) - EVENTS_MAX
-        events = [*events[: EVENTS_MAX // 2], *events[-EVENTS_MAX // 2 :]]
-    began = events[0].at if events else datetime.fromtimestamp(0)
-    rows: list[dict[str, Any]] = []
-    previous = began
-    for number, event in enumerate(events):
-        by = f" by {event.decided_by}" if event.decided_by else ""
-        rows.append(
-            {
-                "before": _ms(previous),
-                "at": _ms(event.at),
-                "number": f"{number:03}",
-                "label": f"{event.kind.value.replace('_', ' ')}{by}",
-                "colour": EVENT_COLOURS.get(event.kind.value, GREY),
-                "after": f"+{duration((event.at - previous).total_seconds())}" if number else "",
-                "what": f"{count_of(event.messages, 'message')}{f', attempt {event.attempt}' if event.attempt else ''}",
-                "why": event.reason or "",
-                "when": f"{event.at:%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC",
-                "said": f"{event.at:%Y-%m-%d %H:%M:%S}: {event.kind.value.replace('_', ' ')}{by}",
-            }
-        )
-        previous = event.at
-    lines = {row["number"]: row["label"] for row in rows}
-    base = alt.Chart(alt.Data(values=rows)).encode(
-        y=alt.Y(
-            "number:N",
-            title=None,
-            sort=list(lines),
-            axis=alt.Axis(domain=False, ticks=False, grid=True, labelPadding=8, labelExpr=_label_expression(lines)),
-        ),
-        description="said:N",
-        tooltip=[
-            alt.Tooltip("label:N", title="event"),
-            alt.Tooltip("what:N", title="messages"),
-            alt.Tooltip("after:N", title="since the event before"),
-            alt.Tooltip("when:N", title="when"),
-            alt.Tooltip("why:N", title="reason"),
-        ],
-    )
-    time_axis = alt.X("at:T", title=None, scale=alt.Scale(type="utc", nice=False), axis=_time_axis(alt))
-    # An invisible point makes room for the label after the last point.
-    space_ms = max(1000, _ms(previous) - _ms(began)) * 70 // 100
-    space = alt.Chart(alt.Data(values=[{"at": _ms(previous) + space_ms}])).mark_point(opacity=0).encode(x=time_axis)
-    colour = alt.Color("colour:N", scale=None, legend=None)
-    waits = base.mark_bar(height=3, opacity=0.45).encode(x="before:T", x2="at:T", color=colour)
-    points = base.mark_circle(size=130, opacity=1).encode(x=time_axis, color=colour)
-    labels = base.mark_text(align="left", dx=11, baseline="middle").encode(x=time_axis, text="after:N")
-    notes = [f"{omitted} events between are left out"] if omitted else []
-    later = ((event.kind.value, event.at - began) for event in trace.events if event.kind in BY_UPKEEP)
-    notes += [f"{kind} {duration(after.total_seconds())} later" for kind, after in later]
-    title = "; ".join([f"Timeline of {trace.transaction_id or trace.message_id or trace.half_id}", *notes])
-    chart = alt.layer(waits, points, labels, space).properties(
-        title=title,
-        description=title,
-        width=WIDTH,
-        height=max(1, len(rows)) * BAR_HEIGHT + 10,
-    )
-    return Drawn(chart)
-
-
-def _label_expression(lines: Mapping[str, str]) -> str:
-    """Return a Vega expression that shows a line's label in place of its number."""
-    return f"{json.dumps(lines)}[datum.value]"
+"""The most events in a waterfall. Of more, the first and the last ones are drawn."""
