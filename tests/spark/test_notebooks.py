@@ -36,7 +36,7 @@ PRINTED = {
     "04_operating": [
         "pending: 0 quarantined: 2",
         "behind by 500 messages",
-        "warning: 2 half batches are quarantined",
+        "warning: 2 half batches quarantined, and hidden",
         "chart: Messages that appeared, by topic",
         "committed by admin, 1 message",
         "All is well: 2,001 messages appeared",
