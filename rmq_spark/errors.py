@@ -71,7 +71,7 @@ def find_cause(problem: BaseException | str | None) -> TxmqError | None:
             return kind(message.strip())
     if unreachable := _UNREACHABLE.findall(text):
         said = " ".join(unreachable[-1].split())
-        return ListenerError(f"{said}: nothing was sent. Start again when the database answers")
+        return ListenerError(f"{said}: nothing was written. Start again when the database answers")
     for spark_error, advice in _ADVICE.items():
         if spark_error in text and "txmq" in text:
             return OptionError(advice)
@@ -84,8 +84,8 @@ _RAISED = re.compile(
     r"^[ \t|]*rmq_spark\.errors\.(\w+): (.+?)(?=\n\s*\n|\n\s*at |\nTraceback| SQLSTATE: |\Z)", re.MULTILINE | re.DOTALL
 )
 """Matches the last lines of a traceback. A database's message may have several lines."""
-_UNREACHABLE = re.compile(r"(no connection to [^)\n]*)\)\n", re.MULTILINE)
-"""Matches what a listener says whose database does not answer before the prepare."""
+_UNREACHABLE = re.compile(r"(no connection to [^)\n]*)\)\n")
+"""Matches the words of a database that does not answer: of a listener before the prepare, or of an inbox."""
 _ADVICE = {
     "DATA_SOURCE_NOT_FOUND": "Spark's Python workers have no rmq_spark: txmq.register(spark) says what to set",
     "UNSUPPORTED_DATA_SOURCE_SAVE_MODE": "a batch write to format('txmq') needs .mode('append'): it has no other mode",

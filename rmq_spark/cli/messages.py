@@ -252,10 +252,10 @@ def _say_similar(log: CommitLog, key: str, topic: str | None) -> None:
     """Say that keys are matched whole, and which ones contain the word."""
     from rmq_spark._core.inspect.find import similar_keys
 
-    if not similar_keys(log.engine, "", topic, 1):
+    found = ", ".join(escaped(short_text(other)) for other in similar_keys(log.engine, key, topic, SIMILAR_SHOWN))
+    if not found and not similar_keys(log.engine, "", topic, 1):
         tell("no new message here has keys: a sink takes them from the column keys", dim=True, err=True)
         return
-    found = ", ".join(escaped(short_text(other)) for other in similar_keys(log.engine, key, topic, SIMILAR_SHOWN))
     names = f": {found} contain{'' if ',' in found else 's'} it" if found else ""
     tell(f"keys are matched whole{names}", dim=True, err=True)
 

@@ -106,7 +106,7 @@ def test_a_database_that_does_not_answer_is_found_in_spark_s_text(tmp_path: Path
     for problem in (away.value, f"[STREAM_FAILED] Query terminated with exception: {text}\n\tat org.apache.spark.X"):
         found = str(find_cause(problem))
         assert re.fullmatch(
-            r"no connection to sqlite:///.*/nowhere/orders\.db: nothing was sent\. Start again .*", found
+            r"no connection to sqlite:///.*/nowhere/orders\.db: nothing was written\. Start again .*", found
         )
     assert log.pending().num_rows == 0
 
