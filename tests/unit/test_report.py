@@ -24,7 +24,7 @@ from rmq_spark._core.inspect.trace import TraceEvent, TraceKind
 from rmq_spark._core.report import charts, over_time
 from rmq_spark._core.report.report_figures import FINDINGS_MAX, Figures, findings_of
 from rmq_spark._core.report.span import PERIODS_MAX, Span
-from rmq_spark._core.report.waterfall import waterfall
+from rmq_spark._core.report.waterfall import EVENT_COLOURS, EVENTS_MAX, waterfall
 from rmq_spark._core.vocabulary.text import byte_size, duration, rate
 from rmq_spark.errors import OptionError, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
@@ -404,7 +404,7 @@ def test_a_long_story_is_drawn_from_both_ends() -> None:
     times = (NOW + timedelta(minutes=n) for n in range(500))
     events = tuple(TraceEvent(at, TraceKind.CHECKED, 1, reason=f"answer {n}") for n, at in enumerate(times))
     drawn = waterfall(Trace("app:1", "half", 1, {}, events=events), NOW)
-    assert drawn.count('class="phase"') == charts.EVENTS_MAX
+    assert drawn.count('class="phase"') == EVENTS_MAX
     assert '<li class="more">460 steps between</li>' in drawn
 
 
@@ -420,7 +420,7 @@ def test_half_batches_are_named_by_their_group_and_time(figures: Figures) -> Non
             assert shown == [batch["producer_group"], f"{batch['settled_at']:%d %b %H:%M:%S}"]
 
 
-STATES = {*charts.OF_WORDS.values(), *charts.EVENT_COLOURS.values(), *(colour for _, _, colour in charts.AGES)}
+STATES = {*charts.OF_WORDS.values(), *EVENT_COLOURS.values(), *(colour for _, _, colour in charts.AGES)}
 
 
 def test_no_topic_looks_like_a_state() -> None:

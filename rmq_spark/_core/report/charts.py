@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.inspect.limits import LAG_S_MAX, PENDING_S_CRITICAL, PENDING_S_MAX
-from rmq_spark._core.inspect.trace import TraceKind
 from rmq_spark._core.report.drawing import altair
 from rmq_spark._core.report.over_time import (
     ANSWERS,
@@ -345,20 +344,3 @@ _SHORT_LABEL = (
 """Cuts out the middle."""
 _TWO_LINES = "slice(split(datum.label, '\\n'), 0, 2)"
 """The producer group, and the time of the last verdict. The half id makes the name unique, and is not shown."""
-
-
-# ---------------------------------------------------------------- one transaction
-EVENT_COLOURS: Mapping[str, str] = {
-    "committed": GREEN,
-    "placed": GREEN,
-    "conflict_resolved": GREEN,
-    "rolled_back": ORANGE,
-    "reopened": OLIVE,
-    "quarantined": RED,
-    "conflict": RED,
-}
-"""The colours of events. Others are grey: no message has a state by them."""
-BY_UPKEEP = (TraceKind.DRAINED, TraceKind.ARCHIVED)
-"""They may come days later. On one axis with them, all before would be a dot."""
-EVENTS_MAX = 40
-"""The most events in a waterfall. Of more, the first and the last ones are drawn."""

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from rmq_spark._core.inspect.trace import Trace, TraceEvent, TraceKind
 from rmq_spark._core.listeners.transaction_listener import NO_LISTENER_FENCE
-from rmq_spark._core.report.charts import BY_UPKEEP, EVENT_COLOURS, EVENTS_MAX, GREY
+from rmq_spark._core.report.charts import GREEN, GREY, OLIVE, ORANGE, RED
 from rmq_spark._core.report.components import escape
 from rmq_spark._core.vocabulary.text import count_of, duration
 
 _VERDICTS = (TraceKind.COMMITTED, TraceKind.ROLLED_BACK, TraceKind.CONFLICT)
 _PHASES = {TraceKind.PREPARED: "prepare", TraceKind.CHECKED: "check", TraceKind.PLACED: "placed"}
+EVENT_COLOURS: Mapping[str, str] = {
+    "committed": GREEN,
+    "placed": GREEN,
+    "conflict_resolved": GREEN,
+    "rolled_back": ORANGE,
+    "reopened": OLIVE,
+    "quarantined": RED,
+    "conflict": RED,
+}
+"""The colours of events. Others are grey: no message has a state by them."""
+BY_UPKEEP = (TraceKind.DRAINED, TraceKind.ARCHIVED)
+"""They may come days later. On one axis with them, all before would be a dot."""
+EVENTS_MAX = 40
+"""The most events in a waterfall. Of more, the first and the last ones are drawn."""
 PLACES_MAX = 4
 
 
