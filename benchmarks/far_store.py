@@ -88,6 +88,9 @@ class Rounds:
             sent, failed = in_processes(self.path, options)
             self.found[f"sends a second, {PROCESSES} processes that race"][ms].append(sent / SECONDS)
             self.found[f"of these failed, {PROCESSES} processes"][ms].append(failed)
+        log = txmq.CommitLog.open(self.path, storage_options=self.options[0])
+        log.drain()  # so that each drain below has the same micro-batches to do
+        log.close()
         for ms, options in self.options.items():
             for rows in BATCHES:
                 took = median_ms(self._writer(rows, options, self.folder / f"cp{number}-{ms}-{rows}"), WARM_UP)
@@ -124,22 +127,22 @@ def in_processes(path: str, options: Options) -> tuple[int, int]:
     together, when each has sent one."""
     environment = {**os.environ, "BENCH_STORE": json.dumps(options)}
     with ExitStack() as stack:
-        running = [
+        processes = [
             stack.enter_context(subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.far_store", path],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
             ))
             for _ in range(PROCESSES)
         ]  # fmt: skip
-        for process in running:
+        for process in processes:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
         at = time.time() + 1
-        for process in running:
+        for process in processes:
             assert process.stdin is not None
             process.stdin.write(f"{at}\n")
             process.stdin.flush()
-        found = [process.communicate()[0] for process in running]
+        found = [process.communicate()[0] for process in processes]
     sent, failed = zip(*((int(n) for n in text.split()) for text in found), strict=True)
     return sum(sent), sum(failed)
 
