@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 import pytest
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CommitLog, plots
-from rmq_spark._core.inspect import standing
 from rmq_spark._core.inspect.standing import Letters, NotDrained
 from rmq_spark._core.inspect.trace import TraceEvent, TraceKind
 from rmq_spark._core.report import charts, over_time
@@ -45,6 +44,7 @@ from tests.support.half_batches import (
 )
 from tests.support.half_batches import pending as pending_rows
 from tests.support.inside import TIMESTAMP, HalfRecord, Level, RowState, Trace, Who, figures_of, page
+from tests.support.limits import Limit
 from tests.support.meanwhile import seen_at
 from tests.support.report_logs import NOW_S, Shop
 
@@ -210,8 +210,8 @@ def test_what_is_pending_is_told_by_age_and_the_oldest_are_named(figures: Figure
     assert (len(figures.quarantined), len(figures.conflicts)) == (1, 1)
 
 
-def test_of_many_pending_half_batches_the_oldest_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standing, "LOOKED_AT_MAX", 10)
+def test_of_many_pending_half_batches_the_oldest_are_read(limit: Limit) -> None:
+    limit(LOOKED_AT_MAX=10)
     shop = Shop()
     shop.log.create_topic("orders", 1)
     for number in range(30):

@@ -223,11 +223,8 @@ def test_lists_are_bounded_and_say_how_many_more_there_are(log: CommitLog) -> No
     assert "4 more: txmq pending shop/log lists all" in text_of(page)
 
 
-def test_a_log_that_changes_between_two_looks_is_shown_as_it_is(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_look, "EVERY_S", 0.0)
-    monkeypatch.setattr(shared_look, "REST", 0.0)
+def test_a_log_that_changes_between_two_looks_is_shown_as_it_is(log: CommitLog, limit: Limit) -> None:
+    limit(LOOK_EVERY_S=0.0, LOOK_REST=0.0)
     record = prepare(log, 0, 3)
     with served(log.another()) as site:
         assert "app:0" in text_of(site.get().text).partition("Pending No verdict")[2].partition("Rolled back")[0]
@@ -344,10 +341,8 @@ def test_a_transaction_of_many_messages_shows_all_its_keys_up_to_a_limit(log: Co
     assert re.search(r"(order-\d+, ){20}10 more 30 pending", text)
 
 
-def test_of_more_messages_than_are_read_the_page_says_how_many_were_read(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live_page, "TRANSACTIONS_MAX", 3)
+def test_of_more_messages_than_are_read_the_page_says_how_many_were_read(log: CommitLog, limit: Limit) -> None:
+    limit(TRANSACTIONS_SHOWN_MAX=3)
     record = prepare(log, 0, 5)
     with served(log) as site:
         text = text_of(site.half(record)).partition("Its transactions")[2]
@@ -740,14 +735,14 @@ def test_looking_writes_nothing(log: CommitLog, tmp_path: Path) -> None:
     assert files(log.path) == before
 
 
-def test_two_hundred_requests_are_one_read(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_hundred_requests_are_one_read(log: CommitLog, monkeypatch: pytest.MonkeyPatch, limit: Limit) -> None:
     from rmq_spark._core.report import report_figures
 
     reads = []
     read = report_figures.figures_of
     monkeypatch.setattr(report_figures, "figures_of", lambda *a: reads.append(1) or read(*a))
     monkeypatch.setattr("rmq_spark.report.figures_of", report_figures.figures_of, raising=False)
-    monkeypatch.setattr(shared_look, "EVERY_S", 60.0)
+    limit(LOOK_EVERY_S=60.0)
     commit(log, prepare(log, 0, 3))
     with served(log) as site, ThreadPoolExecutor(200) as viewers:
         answers = list(viewers.map(lambda n: site.get(f"/?another={n}"), range(200)))
@@ -785,11 +780,10 @@ def test_a_server_that_has_answered_can_be_started_again_at_once(log: CommitLog)
         assert Site(url, site.pages, site.looker).get("/find").status == 200
 
 
-def test_nobody_looks_nothing_is_read(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_looks_nothing_is_read(log: CommitLog, limit: Limit) -> None:
     looks: list[int] = []
     pages = LivePages("log", {"/": View(lambda query: str(looks.append(1)), 1)}, Door(), sentence_of)
-    monkeypatch.setattr(shared_look, "EVERY_S", 0.01)
-    monkeypatch.setattr(shared_look, "REST", 0.0)
+    limit(LOOK_EVERY_S=0.01, LOOK_REST=0.0)
     with serving(pages, "127.0.0.1", 0) as url:
         site = Site(url, pages, serve.Looker(log))
         site.get()
@@ -799,12 +793,8 @@ def test_nobody_looks_nothing_is_read(log: CommitLog, monkeypatch: pytest.Monkey
         assert len(looks) == 2
 
 
-def test_a_slow_log_gives_a_page_that_says_so_and_the_old_figures(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_look, "WAIT_S", 0.05)
-    monkeypatch.setattr(shared_look, "EVERY_S", 0.0)
-    monkeypatch.setattr(shared_look, "REST", 0.0)
+def test_a_slow_log_gives_a_page_that_says_so_and_the_old_figures(log: CommitLog, limit: Limit) -> None:
+    limit(LOOK_WAIT_S=0.05, LOOK_EVERY_S=0.0, LOOK_REST=0.0)
     may_go, began = threading.Event(), []
 
     def slow(query: Mapping[str, str]) -> str:
@@ -834,12 +824,8 @@ def test_a_slow_log_gives_a_page_that_says_so_and_the_old_figures(
         may_go.set()
 
 
-def test_an_old_answer_is_pale_and_asks_again_while_a_new_look_runs(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, seconds in (("EVERY_S", 0.0), ("REST", 0.0), ("WAIT_S", 0.05)):
-        monkeypatch.setattr(shared_look, name, seconds)
-    monkeypatch.setattr(live_server, "STALE_S", 0.0)
+def test_an_old_answer_is_pale_and_asks_again_while_a_new_look_runs(log: CommitLog, limit: Limit) -> None:
+    limit(LOOK_EVERY_S=0.0, LOOK_REST=0.0, LOOK_WAIT_S=0.05, STALE_S=0.0)
     may_end = threading.Event()
     may_end.set()
     pages = LivePages("log", {"/find": View(lambda query: str(may_end.wait(30)), fields=("q",))}, Door(), sentence_of)
@@ -851,9 +837,8 @@ def test_an_old_answer_is_pale_and_asks_again_while_a_new_look_runs(
         may_end.set()
 
 
-def test_a_look_that_took_long_rests_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_look, "EVERY_S", 0.0)
-    monkeypatch.setattr(shared_look, "REST", 1000.0)
+def test_a_look_that_took_long_rests_for_longer(limit: Limit) -> None:
+    limit(LOOK_EVERY_S=0.0, LOOK_REST=1000.0)
     looks: list[int] = []
     look = shared_look.SharedLook(lambda: (looks.append(1), time.sleep(0.02)))
     assert look.ask().value is not None
@@ -862,8 +847,8 @@ def test_a_look_that_took_long_rests_for_longer(monkeypatch: pytest.MonkeyPatch)
     assert len(looks) == 1
 
 
-def test_many_searches_at_once_are_turned_away_and_home_is_not(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_look, "WAIT_S", 0.05)
+def test_many_searches_at_once_are_turned_away_and_home_is_not(log: CommitLog, limit: Limit) -> None:
+    limit(LOOK_WAIT_S=0.05)
     may_end = threading.Event()
     views = {"/": View(lambda query: "home"), "/find": View(lambda query: str(may_end.wait(30)), fields=("q",))}
     pages = LivePages("log", views, Door(), sentence_of)
@@ -885,9 +870,8 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 # ---------------------------------------------------------------- what goes wrong
-def test_a_log_that_vanishes_gives_a_page_that_says_so(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_look, "EVERY_S", 0.0)
-    monkeypatch.setattr(shared_look, "REST", 0.0)
+def test_a_log_that_vanishes_gives_a_page_that_says_so(log: CommitLog, limit: Limit) -> None:
+    limit(LOOK_EVERY_S=0.0, LOOK_REST=0.0)
     record = prepare(log, 0, 3)
     commit(log, record)
     with served(log) as site:
@@ -905,7 +889,7 @@ def test_a_log_that_vanishes_gives_a_page_that_says_so(log: CommitLog, monkeypat
         assert 'data-every="3"' in home.text
 
 
-def test_an_error_has_no_secret(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_has_no_secret(log: CommitLog) -> None:
     def fails(query: Mapping[str, str]) -> str:
         raise OSError("s3://key:hunter2secret@bucket/log does not answer")
 
