@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import pyspark
 import pytest
+import sqlalchemy as sa
 import yaml
 
-from rmq_spark import CommitLog
+from rmq_spark import CommitLog, create_fence
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -36,6 +37,23 @@ def orders_in():
 """
 """What the pipeline reads from, in the place of a table of Unity Catalog."""
 
+WITH_A_LISTENER = """
+from pyspark import pipelines as dp
+from pyspark.sql import SparkSession
+
+spark = SparkSession.active()
+options = dict(path={log!r}, topic="paid", producerGroup="shop", transactionKey="order_id")
+table = {{"table.url": {url!r}, "table.name": "orders", "table.onBadRow": "rollback"}}
+dp.create_sink("paid", "txmq", {{**options, **table, "transactionListener": "txmq.table"}})
+
+
+@dp.append_flow(target="paid", name="pay")
+def pay():
+    rows = spark.readStream.table("orders_in")
+    return rows.selectExpr("to_json(struct(*)) as body", "string(order_id) as keys", "order_id")
+"""
+"""A second sink of the pipeline, each of whose orders is a local transaction of a database."""
+
 
 def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, SOURCES / f"{name}.py")
@@ -44,6 +62,11 @@ def load(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def keys_of(log: CommitLog, topic: str) -> list[int]:
+    """Return the keys of all messages of a topic, as numbers."""
+    return sorted(int(key) for key in log.read(topic, columns=["keys"])["keys"].to_pylist())
 
 
 @pytest.mark.long
@@ -55,24 +78,29 @@ def test_the_stream_sends_each_row_of_its_table_once(spark: SparkSession, tmp_pa
         rows = spark.range(first, first + 5).withColumnRenamed("id", "order_id")
         rows.coalesce(1).write.format("delta").mode("append").save(source)
         orders.main(arguments)
-    keys = CommitLog.open(log_path).read("orders", columns=["keys"])["keys"].to_pylist()
-    assert sorted(keys, key=int) == [str(n) for n in range(10)]
+    assert keys_of(CommitLog.open(log_path), "orders") == list(range(10))
 
 
 @pytest.mark.long
 @pytest.mark.connect
-def test_the_declarative_pipeline_sends_each_row_once(tmp_path: Path, log_path: str) -> None:
+def test_the_declarative_pipeline_sends_each_row_once_also_with_a_listener(tmp_path: Path, log_path: str) -> None:
     program = Path(pyspark.__file__).parent / "bin" / "spark-pipelines"
     if not program.exists():
         pytest.skip("declarative pipelines came with Spark 4.1")
     log = CommitLog.create(log_path)
     log.create_topic("orders", queues=2)
+    log.create_topic("paid", queues=2)
+    url = f"sqlite:///{tmp_path}/shop.db"
+    with sa.create_engine(url).begin() as connection:
+        connection.execute(sa.text("create table orders (order_id integer primary key, check (order_id <> 3))"))
+    create_fence(url)
     source = tmp_path / "source"
     source.mkdir()
     (source / "orders.json").write_text("\n".join(json.dumps({"order_id": n}) for n in range(10)))
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "view.py").write_text(VIEW.format(source=str(source)))
+    (sources / "paid.py").write_text(WITH_A_LISTENER.format(log=log_path, url=url))
     shutil.copy(SOURCES / "pipeline.py", sources)
     specification = {
         "name": "orders",
@@ -90,5 +118,7 @@ def test_the_declarative_pipeline_sends_each_row_once(tmp_path: Path, log_path: 
         timeout=280,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    keys = log.read("orders", columns=["keys"])["keys"].to_pylist()
-    assert sorted(keys, key=int) == [str(n) for n in range(10)]
+    assert keys_of(log, "orders") == list(range(10))
+    assert keys_of(log, "paid") == [n for n in range(10) if n != 3], "the table refuses order 3"
+    with sa.create_engine(url).begin() as connection:
+        assert connection.scalars(sa.text("select order_id from orders order by 1")).all() == keys_of(log, "paid")
