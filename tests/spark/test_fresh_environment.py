@@ -26,6 +26,7 @@ import os, sys
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 import pyspark.cloudpickle
+import sqlalchemy as sa
 import rmq_spark as txmq
 import mywork
 
@@ -108,6 +109,33 @@ sink = txmq.TransactionalSink(
 query = stream.writeStream.foreachBatch(sink).option("checkpointLocation", folder + "/cp7")
 query.trigger(availableNow=True).start().awaitTermination(120)
 print("mine", sorted(int(body) for body in log.read("mine")["body"].to_pylist()))
+
+database = "sqlite:///" + folder + "/shop.db"
+with sa.create_engine(database).begin() as connection:
+    connection.execute(sa.text("create table orders (id integer primary key, check (id <> 101))"))
+txmq.create_fence(database)
+log.create_topic("paid")
+paid = options | {"topic": "paid", "transactionListener": "txmq.table", "table.url": database, "table.name": "orders"}
+paid |= {"table.onBadRow": "rollback", "transactionKey": "id"}
+orders = stream.selectExpr("to_json(struct(int(body) as id)) body", "body keys", "int(body) id")
+query = orders.writeStream.format("txmq").options(**paid, checkpointLocation=folder + "/cp8")
+query.trigger(availableNow=True).start().awaitTermination(120)
+print("paid", sorted(log.read("paid", columns=["keys"])["keys"].to_pylist()))
+
+def work(connection, batch):
+    ids = [int(key) for key in batch.messages(["keys"])["keys"].to_pylist()]
+    connection.execute(sa.text("insert into orders values (:id)"), [{"id": 1000 + id} for id in ids])
+
+log.create_topic("parted")
+sink = txmq.TransactionalSink(
+    log, producer_group="shop", topic="parted", listener=txmq.SqlTransactionListener(database, work),
+    transaction_key="id", run_on="executors", checkpoint_location=folder + "/cp9",
+)
+query = orders.writeStream.foreachBatch(sink).option("checkpointLocation", folder + "/cp9")
+query.trigger(availableNow=True).start().awaitTermination(120)
+with sa.create_engine(database).begin() as connection:
+    rows = connection.scalars(sa.text("select id from orders where id > 1000")).all()
+print("parted", len(log.read("parted")) == len(rows) == 5)
 if kind != "classic":
     try:
         hidden = txmq.TransactionalSink(log, producer_group="shop", topic="orders", listener=None, app_id="x")
@@ -163,7 +191,7 @@ def client_python(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path
     folder = tmp_path_factory.mktemp("client")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin" / "python"
-    wanted = [str(wheel), f"pyspark-client=={pyspark.__version__}", "pandas>=2.2,<3"]
+    wanted = [f"{wheel}[sql]", f"pyspark-client=={pyspark.__version__}", "pandas>=2.2,<3"]
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]
     subprocess.run(install, check=True, capture_output=True, text=True)
     return python
@@ -219,6 +247,8 @@ def run(python: Path, folder: Path, *arguments: str) -> str:
     assert "booked 21 20" in done.stdout  # one came twice
     assert "drained True 20" in done.stdout
     assert "native 20" in done.stdout
+    assert "paid ['100', '102', '103', '104']" in done.stdout
+    assert "parted True" in done.stdout
     assert f"mine {[0, 2, *sorted([100, 102, 103, 104] * 2)]}" in done.stdout
     return done.stdout
 
