@@ -163,7 +163,7 @@ def test_a_transaction_that_took_too_long_is_told_from_a_fence(handing: Handing,
     relay.run_once()
     commit(log, prepare(log, 0))
     limit(LOOK_AGAIN_S=0.05)
-    too_long = pytest.raises(RelayError, match=r"took more than transaction_timeout=1 s.*start it again")
+    too_long = pytest.raises(RelayError, match=r"took more than the transaction timeout, 1 s.*start it again")
     with at("relay step", lambda: wait_for_an_abort(handing), step="delivered"), too_long as problem:
         relay.run_once()
     assert type(problem.value) is RelayError
