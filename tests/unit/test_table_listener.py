@@ -322,6 +322,57 @@ def test_a_half_batch_that_is_one_transaction_is_not_rolled_back_for_one_row(url
         txmq.TransactionalSink(txmq.testing.InMemoryCommitLog(), producer_group="g", listener=listener)
 
 
+# ---------------------------------------------------------------- fields that the table has no column for
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (order(1, statsu="paid"), "the table has no column 'statsu' (did you mean 'status'?)"),
+        (order(1, statsu=None), "the table has no column 'statsu' (did you mean 'status'?)"),
+        (order(1, NOTE="x", more={"note": 1}), "the table has no column 'NOTE' (did you mean 'note'?)"),
+        (order(1, customer=5), "the table has no column 'customer' (known are note, order_id, status, total)"),
+        ({"order_id": 1, "totl": 2}, "the table has no column 'totl' (did you mean 'total'?)"),
+        (order(1, **{"n" * 300: 1}), f"the table has no column '{'n' * 60}…' (known are note, "),
+        (order(1, token="x"), "the table has no column 'token' (known are note, "),
+        (order("1", statsu="paid"), "field 'order_id' is a string, and a number is expected"),
+        (f'{{"order_id": 1, "total": 2, "deep": {"[" * 100_000}{"]" * 100_000}}}', "it is not JSON: "),
+    ],
+)
+def test_an_unknown_field_is_left_out_or_its_row_does_not_fit(url: sa.URL, body: Any, why: str) -> None:
+    bodies = [order(7, note="x"), body, order(8)]
+    each = TableListener(url, "orders", on_unknown_field="error", on_bad_row="rollback")
+    before, said, after = send(each, bodies)
+    assert (before, after) == (None, None)
+    assert said.startswith(why)
+    assert stored(url) == [(7, 1.5, "new", "x"), (8, 1.5, "new", None)]
+    with pytest.raises(MessageError, match=r"the message of row 0 .* table 'orders': " + re.escape(why)):
+        send(TableListener(url, "orders", on_unknown_field="error"), [body])
+
+
+def test_a_column_that_is_not_among_columns_is_no_unknown_field(url: sa.URL) -> None:
+    listener = TableListener(
+        url, "orders", columns="order_id long, total double", on_unknown_field="error", on_bad_row="rollback"
+    )
+    said = send(listener, [order(1, note="left out"), order(2, notes="?")])
+    assert said == [None, "the table has no column 'notes' (did you mean 'note'?)"]
+    assert stored(url) == [(1, 1.5, "new", None)]
+
+
+def test_an_unknown_field_rolls_back_all_of_its_transaction(url: sa.URL) -> None:
+    listener = TableListener(url, "orders", on_unknown_field="error", on_bad_row="rollback")
+    said = send(listener, [order(1), order(2, notes=""), order(3), order(4)], keys=list("aaba"))
+    assert [reason is None for reason in said] == [False, True]
+    assert stored(url, "order_id") == [(3,)]
+
+
+@pytest.mark.parametrize("on_bad_row", ["fail", "rollback"])
+def test_a_column_that_is_added_meanwhile_is_known(url: sa.URL, on_bad_row: str) -> None:
+    listener = TableListener(url, "orders", on_unknown_field="error", on_bad_row=on_bad_row)
+    send(listener, [order(1)])
+    run(url, "ALTER TABLE orders ADD COLUMN customer INTEGER")
+    assert send(listener, [order(2), order(3, customer=5)]) == [None, None]
+    assert stored(url, "order_id, customer") == [(1, None), (2, None), (3, 5)]
+
+
 # ---------------------------------------------------------------- what is missing
 def test_all_missing_options_of_a_sink_are_named_at_once() -> None:
     with pytest.raises(OptionError, match=r"'path' is missing: .*; .*'producerGroup' .*; .*'transactionListener' "):
@@ -372,6 +423,7 @@ def test_a_check_needs_no_table(url: sa.URL) -> None:
     [
         ({"on_conflict": "upsert"}, "on_conflict='upsert' is not one of error, ignore, update"),
         ({"on_bad_row": "skip"}, "on_bad_row='skip' is not one of fail, rollback"),
+        ({"on_unknown_field": "bad"}, "on_unknown_field='bad' is not one of ignore, error"),
         ({"on_conflict": "update"}, "needs key"),
         ({"on_conflict": "update", "key": "id", "columns": "a, b"}, "key='id' is not among columns"),
         ({"columns": "a, b, a"}, "columns names 'a' twice"),
@@ -485,11 +537,13 @@ def test_options_make_a_table_listener(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("ORDERS_DB", url)
     (tmp_path / "secret").write_text(f"{url}\n")
     named = {"text": url, "env": "env:ORDERS_DB", "file": f"file:{tmp_path}/secret"}[where]
-    found = sink_settings(url=named, name="orders", key="order_id", onConflict="update", onBadRow="rollback")
+    found = sink_settings(
+        url=named, name="orders", key="order_id", onConflict="update", onBadRow="rollback", onUnknownField="error"
+    )
     listener = pickle.loads(pickle.dumps(found)).listener()
     assert isinstance(listener, TableListener)
     assert listener is found.listener()  # with its connections
-    send(listener, [order(1), order(1, 2), "no"])
+    send(listener, [order(1), order(1, 2), "no", order(3, notes="")])
     assert stored(sa.make_url(url), "order_id, total") == [(1, 2.0)]
 
 
@@ -537,6 +591,7 @@ def test_a_password_in_the_environment_is_in_no_text_and_no_pickle(monkeypatch: 
             "'upsert' is not one of error, ignore, update",
         ),
         ({"url": "sqlite://", "name": "orders", "onConflict": "update"}, "needs key"),
+        ({"url": "sqlite://", "name": "orders", "onUnknownField": "bad"}, "'bad' is not one of ignore, error"),
         ({"url": "sqlite://", "name": "orders", "onconflct": "error"}, "unknown option 'table.onconflct'"),
     ],
 )

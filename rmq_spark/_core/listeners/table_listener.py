@@ -4,7 +4,7 @@ What ``work`` does with the messages of a half batch::
 
     bodies ─▶ rows ─▶ refuse rows that cannot fit ─▶ insert the others at once, in a savepoint ─▶ verdicts
                       (no JSON object, another       │ refused by the database
-                      type, a null)                  ▼
+                      type, a null, no column)       ▼
                                                      insert without rows whose key exists; then by halves, until
                                                      one transaction is refused, or a loop within PostgreSQL is
                                                      faster
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 ON_CONFLICT = ERROR, IGNORE, UPDATE = ("error", "ignore", "update")
 ON_BAD_ROW = FAIL, ROLLBACK = ("fail", "rollback")
+ON_UNKNOWN_FIELD = (IGNORE, ERROR)
 
 
 class TableListener(SqlTransactionListener):
@@ -49,7 +50,8 @@ class TableListener(SqlTransactionListener):
     url_or_engine : str, sqlalchemy.URL, callable or sqlalchemy.Engine
         As for :class:`SqlTransactionListener`.
     table : str
-        The table, which must exist. The listener inspects it once, at first use.
+        The table, which must exist. The listener inspects it once, at first use. What ``on_unknown_field`` refuses it
+        looks for once more.
     columns : str, pyarrow.Schema or sequence of str, optional
         The fields to read from the JSON bodies, by the names of the table's columns. Other fields are left out.
 
@@ -77,6 +79,10 @@ class TableListener(SqlTransactionListener):
         What happens to a row that does not fit. ``fail``: MessageError names the first message, nothing is inserted,
         and the half batch stays pending. ``rollback``, which needs ``transactionKey`` or ``transactionPer=message``:
         its transaction is rolled back, with the reason, and the others commit.
+    on_unknown_field : {"ignore", "error"}
+        What happens to a field that the table has no column for. ``ignore``: it is left out in silence. ``error``: the
+        row does not fit, and the reason names the nearest column. A field that has a column, but one that ``columns``
+        does not name, is left out.
     schema : str, optional
         The database schema of the table.
     fence_table, fence_schema, rollback_after, lock_timeout, messages : optional
@@ -85,10 +91,10 @@ class TableListener(SqlTransactionListener):
     Notes
     -----
     A row does not fit when its body is no JSON object or has no field of the columns; when a field has another type
-    than its column, or is null in a column that is NOT NULL or part of the key; or when the database refuses it, for a
-    key that exists, a CHECK or FOREIGN KEY constraint, or a value that is too long. To find refused rows, the listener
-    looks up which keys exist, and inserts the other rows by halves, in savepoints. A refusal at the commit (a deferred
-    constraint) and an error of a trigger fail the half batch.
+    than its column, is null in a column that is NOT NULL or part of the key, or is refused by ``on_unknown_field``; or
+    when the database refuses the row, for a key that exists, a CHECK or FOREIGN KEY constraint, or a value that is too
+    long. To find such rows, the listener looks up which keys exist, and inserts the other rows by halves, in
+    savepoints. A refusal at the commit (a deferred constraint) and an error of a trigger fail the half batch.
 
     Fields must have the JSON type of their column: a number is not text, and 1.0 is not an integer. Times are ISO 8601;
     a time with a zone is stored as UTC in a column without one. A date may have a time of midnight. Binary columns have
@@ -113,6 +119,7 @@ class TableListener(SqlTransactionListener):
         key: str | Sequence[str] | None = None,
         on_conflict: str = ERROR,
         on_bad_row: str = FAIL,
+        on_unknown_field: str = IGNORE,
         schema: str | None = None,
         fence_table: str = FENCE_TABLE,
         fence_schema: str | None = None,
@@ -131,7 +138,11 @@ class TableListener(SqlTransactionListener):
         )
         if not isinstance(table, str) or not table:
             raise OptionError(f"table={table!r} is not the name of a table")
-        for name, value, known in (("on_conflict", on_conflict, ON_CONFLICT), ("on_bad_row", on_bad_row, ON_BAD_ROW)):
+        for name, value, known in (
+            ("on_conflict", on_conflict, ON_CONFLICT),
+            ("on_bad_row", on_bad_row, ON_BAD_ROW),
+            ("on_unknown_field", on_unknown_field, ON_UNKNOWN_FIELD),
+        ):
             if value not in known:
                 raise OptionError(f"{name}={value!r} is not one of {', '.join(known)}")
         self.table, self._schema = table, schema
@@ -143,6 +154,7 @@ class TableListener(SqlTransactionListener):
         if left_out:
             raise OptionError(f"key={left_out[0]!r} is not among columns: each row needs its key")
         self._on_conflict = on_conflict
+        self._refuses_unknown_fields = on_unknown_field == ERROR
         self.needs_single_transactions = on_bad_row == ROLLBACK
         self._target: Target | None = None
 
@@ -169,6 +181,10 @@ class TableListener(SqlTransactionListener):
         if self._target is None:
             self._target = self._inspect(connection)
         return self._target
+
+    def _has_other_columns(self, connection: sa.Connection, target: Target) -> bool:
+        names = {column["name"] for column in columns_of(connection, self.table, self._schema)}
+        return names != set(target.table.columns.keys())
 
     def _inspect(self, connection: sa.Connection) -> Target:
         columns = {column["name"]: column for column in columns_of(connection, self.table, self._schema)}
@@ -201,6 +217,7 @@ class TableListener(SqlTransactionListener):
             defaults=() if self._names is not None else tuple(n for n in names if _has_default(columns[n])),
             lookup=self._key or _primary_key(connection, self.table, self._schema),
             conflict=self._conflict(names),
+            refuses_unknown_fields=self._refuses_unknown_fields,
         )
 
     def _types(self, columns: dict[str, ReflectedColumn], dialect: str) -> dict[str, pa.DataType | str]:
@@ -234,6 +251,9 @@ class TableListener(SqlTransactionListener):
         column = "transaction_key" if batch.transaction_per == KEY else "transaction_id"
         messages = batch.messages(["body", column])
         rows, bad = target.read(messages["body"])
+        if bad and self._refuses_unknown_fields and self._has_other_columns(connection, target):
+            target = self._target = self._inspect(connection)  # a refusal is final, and a column was added
+            rows, bad = target.read(messages["body"])
         if self.needs_single_transactions:
             self._require_single(batch, messages.num_rows)
             owners = batch.transactions[column].combine_chunks()

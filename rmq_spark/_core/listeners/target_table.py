@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from rmq_spark._core.database.insert import Conflict, can_insert_each, insert, i
 from rmq_spark._core.listeners.decode import read_bodies
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.json_fields import JSON, convert, fields_of, read_as
+from rmq_spark._core.vocabulary.options import nearest
 from rmq_spark._core.vocabulary.redaction import one_line, text_of
 from rmq_spark.errors import MessageError
 
@@ -27,6 +29,8 @@ EACH_MAX = 4_000
 """Transactions up to which PostgreSQL inserts them one by one after a refusal, instead of by halves."""
 KEYS_AT_ONCE = 5_000
 """Key values that one SELECT looks for."""
+NAME_CHARS_MAX = 60
+"""Characters of an unknown field's name that a reason shows. The whole reason is cut where it is kept."""
 
 
 class Refused:
@@ -68,6 +72,8 @@ class Target:
     lookup: tuple[str, ...]
     """A unique key, by which existing rows can be found."""
     conflict: Conflict | None
+    refuses_unknown_fields: bool
+    """Whether a row does not fit whose body has a field that the table has no column for."""
 
     @property
     def taken_reason(self) -> str:
@@ -81,6 +87,8 @@ class Target:
         # The reader needs a field. No body has this one.
         fields = pa.schema(list(plain.items()) or [("\x00", pa.null())])
         decoded, bad = read_bodies(bodies, fields)
+        if self.refuses_unknown_fields:  # a misspelt field says more than the null that it leaves
+            self._note_unknown_fields(bodies, bad)
         columns = {name: decoded[name] for name in plain}
         if len(plain) < len(self.types):
             columns |= self._read_json(bodies, bad)
@@ -101,6 +109,24 @@ class Target:
             if self.is_postgres or kinds.is_timestamp(rows[name].type):
                 _note(bad, misfits, f"column {name!r} has {flaw}, which the database cannot keep")
         return rows, bad
+
+    def _note_unknown_fields(self, bodies: pa.ChunkedArray, bad: dict[int, str]) -> None:
+        known = set(self.table.columns.keys())
+        reasons: dict[str, str] = {}  # by field: many bodies have the same one
+        for row, body in enumerate(bodies.to_pylist()):
+            if row in bad:
+                continue
+            try:
+                name = next((name for name in json.loads(body) if name not in known), None)
+            except (ValueError, RecursionError) as problem:
+                bad[row] = f"it is not JSON: {problem}"
+                continue
+            if name is not None:
+                if name not in reasons:
+                    shown = name if len(name) <= NAME_CHARS_MAX else f"{name[:NAME_CHARS_MAX]}…"
+                    # In brackets: text after a colon behind 'token' would be hidden as a secret.
+                    reasons[name] = f"the table has no column {shown!r} ({nearest(name, known)})"
+                bad[row] = reasons[name]
 
     def _read_json(self, bodies: pa.ChunkedArray, bad: dict[int, str]) -> dict[str, pa.ChunkedArray]:
         """Return the fields of JSON columns, as they are written in the bodies."""

@@ -31,6 +31,10 @@ TABLE_OPTIONS: Mapping[str, tuple[str, str]] = {
         "fail",
         "fail: a row that does not fit ends the query. rollback: its transaction is rolled back.",
     ),
+    "table.onUnknownField": (
+        "ignore",
+        "ignore: a field without a column is left out. error: its row does not fit.",
+    ),
     "table.schema": ("the user's default", "The database schema of the table."),
     "table.fenceSchema": ("the user's default", "The database schema of the fence."),
 }
@@ -50,6 +54,7 @@ class TableSettings:
     key: str | None
     on_conflict: str
     on_bad_row: str
+    on_unknown_field: str
     schema: str | None
     fence_schema: str | None
 
@@ -77,6 +82,7 @@ class TableSettings:
             key=options.get("table.key"),
             on_conflict=options.choice("table.onConflict", ("error", "ignore", "update"), "error"),
             on_bad_row=options.choice("table.onBadRow", ("fail", "rollback"), "fail"),
+            on_unknown_field=options.choice("table.onUnknownField", ("ignore", "error"), "ignore"),
             schema=options.get("table.schema"),
             fence_schema=options.get("table.fenceSchema"),
         )
@@ -98,6 +104,7 @@ def _listener(settings: TableSettings, url: str) -> TableListener:
         key=settings.key,
         on_conflict=settings.on_conflict,
         on_bad_row=settings.on_bad_row,
+        on_unknown_field=settings.on_unknown_field,
         schema=settings.schema,
         fence_schema=settings.fence_schema,
     )
