@@ -374,6 +374,16 @@ def test_a_column_that_is_added_meanwhile_is_known(url: sa.URL, on_bad_row: str)
 
 
 # ---------------------------------------------------------------- what is missing
+def test_a_table_that_was_mended_after_a_failure_is_inspected_again(url: sa.URL) -> None:
+    listener = TableListener(url, "orders")
+    with pytest.raises(MessageError, match="total"):
+        send(listener, [order(1, None)])
+    run(url, "DROP TABLE orders")
+    run(url, ORDERS.replace("total DECIMAL(10, 2) NOT NULL", "total DECIMAL(10, 2)"))
+    assert send(listener, [order(1, None)]) == [None]
+    assert stored(url) == [(1, None, "new", None)]
+
+
 def test_all_missing_options_of_a_sink_are_named_at_once() -> None:
     with pytest.raises(OptionError, match=r"'path' is missing: .*; .*'producerGroup' .*; .*'transactionListener' "):
         SinkSettings.of(Options({"topic": "orders"}, SINK_OPTIONS))

@@ -178,9 +178,10 @@ class TableListener(SqlTransactionListener):
 
     # ------------------------------------------------------------------ the table
     def _inspected(self, connection: sa.Connection) -> Target:
-        if self._target is None:
-            self._target = self._inspect(connection)
-        return self._target
+        target = self._target  # another thread may forget it meanwhile
+        if target is None:
+            target = self._target = self._inspect(connection)
+        return target
 
     def _has_other_columns(self, connection: sa.Connection, target: Target) -> bool:
         names = {column["name"] for column in columns_of(connection, self.table, self._schema)}
@@ -246,6 +247,13 @@ class TableListener(SqlTransactionListener):
 
     # ------------------------------------------------------------------ work
     def _write(self, connection: sa.Connection, batch: HalfBatch) -> VerdictArray | None:
+        try:
+            return self._write_rows(connection, batch)
+        except BaseException:
+            self._target = None  # somebody may mend the table before the next try
+            raise
+
+    def _write_rows(self, connection: sa.Connection, batch: HalfBatch) -> VerdictArray | None:
         """Insert the rows of each transaction whose rows all fit."""
         target = self._inspected(connection)
         column = "transaction_key" if batch.transaction_per == KEY else "transaction_id"

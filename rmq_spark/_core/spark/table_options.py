@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
@@ -97,17 +97,8 @@ def _listener(settings: TableSettings, url: str) -> TableListener:
     """Return a cached listener: Spark reuses the process, and the listener holds its connections."""
     from rmq_spark._core.listeners.table_listener import TableListener
 
-    return TableListener(
-        url,
-        settings.name,
-        columns=settings.columns,
-        key=settings.key,
-        on_conflict=settings.on_conflict,
-        on_bad_row=settings.on_bad_row,
-        on_unknown_field=settings.on_unknown_field,
-        schema=settings.schema,
-        fence_schema=settings.fence_schema,
-    )
+    given = asdict(settings) | {"url": url}
+    return TableListener(given.pop("url"), given.pop("name"), **given)
 
 
 def _call_with_url(function: Callable[[str], _T], url: str) -> _T:
