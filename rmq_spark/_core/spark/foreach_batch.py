@@ -17,20 +17,18 @@ from rmq_spark._core.listeners.transaction_listener import (
     require_listener,
     require_parts,
     require_transactions_for,
-    store_id_to_send,
 )
 from rmq_spark._core.log.half import HalfFile
 from rmq_spark._core.log.half_header import HalfHeader, Naming
-from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.protocol.identity import Identity, identity_of, run_of
 from rmq_spark._core.protocol.limits import PendingLimits
 from rmq_spark._core.protocol.outcome import Outcome
 from rmq_spark._core.protocol.parts import PartRunner
-from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime.spans import sending_batch
 from rmq_spark._core.runtime.travel import require_travels
-from rmq_spark._core.spark.frame import require_message_types, topics_for
+from rmq_spark._core.spark.frame import require_message_types
 from rmq_spark._core.spark.part_tasks import SparkTasks
+from rmq_spark._core.spark.send_settings import SendSettings
 from rmq_spark._core.spark.workers import require_importable
 from rmq_spark._core.vocabulary.message import require_app_id, require_group_name
 from rmq_spark._core.vocabulary.options import REPLAY_CHECK_TIMEOUT_S, Duration, named, seconds, whole_number
@@ -114,24 +112,25 @@ class TransactionalSink:
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
         self.engine = engine_of(log, storage_options)
-        self.producer_group = require_group_name(producer_group)
         self.listener: TransactionListener = CommitOncePrepared()
         if listener is not None:
             self.listener = require_executing(require_listener(listener, "TransactionalSink"), "TransactionalSink")
-        self.topic = topic
         if topic is not None:
             self.engine.require_topic(topic)
-        self.transaction_key = transaction_key
-        self.transaction_per = transaction_per or (KEY if transaction_key else BATCH)
-        require_transaction_per(self.transaction_per, transaction_key, ("transaction_per", "transaction_key"))
-        require_transactions_for(self.listener, self.transaction_per, "TransactionalSink")
+        transaction_per = transaction_per or (KEY if transaction_key else BATCH)
+        require_transaction_per(transaction_per, transaction_key, ("transaction_per", "transaction_key"))
+        require_transactions_for(self.listener, transaction_per, "TransactionalSink")
+        self.settings = SendSettings(
+            topic=topic,
+            producer_group=require_group_name(producer_group),
+            transaction_per=transaction_per,
+            transaction_key=transaction_key,
+            on_listener_error=on_listener_error,
+            replay_check_timeout_s=seconds(replay_check_timeout, "replay_check_timeout"),
+            pending_limits=PendingLimits.of(max_pending_batches, max_pending_bytes),
+        )
         self.app_id = None if app_id is None else require_app_id(app_id)
         self.checkpoint_location = checkpoint_location
-        self._settings: dict[str, Any] = {
-            "on_listener_error": on_listener_error,
-            "replay_check_timeout_s": seconds(replay_check_timeout, "replay_check_timeout"),
-            "pending_limits": PendingLimits.of(max_pending_batches, max_pending_bytes),
-        }
         self.run_on = run_on
         self.partitions = None if partitions is None else whole_number(partitions, "partitions", 1, PARTITIONS_MAX)
         self._require_where_to_run()
@@ -144,27 +143,28 @@ class TransactionalSink:
             if self.partitions is not None:
                 raise OptionError(f"partitions are those of run_on={EXECUTORS!r}: set it, or leave partitions out")
             return
-        if self.transaction_per == BATCH:
+        if self.settings.transaction_per == BATCH:
             raise OptionError(
                 f"run_on={EXECUTORS!r} runs the transactions of each partition apart, and here a whole micro-batch is "
                 "one: set transaction_key, or transaction_per='message'"
             )
         require_parts(self.listener, "TransactionalSink")
-        if self.topic in self.engine.topic_store.seen().fifo and self._repartitions:
-            raise _in_order_error(self.topic)
+        if self.settings.topic in self.engine.topic_store.seen().fifo and self._repartitions:
+            raise _in_order_error(self.settings.topic)
         require_travels(self.listener, f"TransactionalSink: {self.listener!r}")
 
     @property
     def _repartitions(self) -> bool:
         """Whether parts are other partitions than those of the micro-batch."""
-        return self.transaction_key is not None or self.partitions is not None
+        return self.settings.transaction_key is not None or self.partitions is not None
 
     def _start(self) -> None:
         """Make what is not pickled."""
         self._tasks = SparkTasks(self.engine) if self.run_on == EXECUTORS else None
         self._parts = None if self._tasks is None else PartRunner(self._tasks)
         run: dict[str, Any] = {} if self._parts is None else {"run": self._parts}
-        self._two_phase = TwoPhase(self.engine, self.listener, **self._settings, **run)
+        limits = self.settings.pending_limits
+        self._two_phase = self.settings.two_phase(self.engine, self.listener, pending_limits=limits, **run)
         self.last_outcome: Outcome | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class TransactionalSink:
     def __call__(self, batch_df: DataFrame, batch_id: int) -> None:
         """Send one micro-batch. ``foreachBatch`` calls this."""
         require_importable(batch_df.sparkSession)
-        require_message_types(batch_df.schema, self.topic, self.transaction_key)
+        require_message_types(batch_df.schema, self.settings.topic, self.settings.transaction_key)
         if self._tasks is not None:
             self._tasks.spark = batch_df.sparkSession
         identity = self._identity(batch_df, batch_id)
@@ -197,7 +197,7 @@ class TransactionalSink:
                 f"batch {batch_id} of app {header.app_id!r} was sent in this run already: give each sink of one "
                 "foreachBatch function an app_id of its own, or the second would be taken for a replay of the first"
             )
-        with sending_batch(self.engine.path, header.half_id, self.topic):
+        with sending_batch(self.engine.path, header.half_id, self.settings.topic):
             self.last_outcome = self._two_phase.send(
                 header, lambda: self._stage(batch_df, header), lineage=identity.lineage
             )
@@ -214,24 +214,15 @@ class TransactionalSink:
 
     def _header(self, identity: Identity, batch_id: int) -> HalfHeader:
         app_id = self.app_id or require_app_id(identity.query_id)
-        return HalfHeader.of(
-            Naming.COUNTED,
-            app_id,
-            batch_id,
-            query_id=identity.query_id,
-            input_hash=identity.input_hash,
-            fence_id=store_id_to_send(self.listener),
-            transaction_per=self.transaction_per,
-            producer_group=self.producer_group,
+        return self.settings.header(
+            Naming.COUNTED, app_id, batch_id, self.listener, identity.query_id, identity.input_hash
         )
 
     def _stage(self, batch_df: DataFrame, header: HalfHeader) -> list[HalfFile]:
         """Write the half files on the executors, and return them for the commit."""
         half_folder = f"{self.engine.path}/half"
         storage_options = dict(self.engine.storage_options)
-        topics = topics_for(self.engine, batch_df.columns, self.topic)
-        fifo = self.engine.topic_store.seen().fifo
-        writer = HalfWriter(header, topics, self.topic, self.transaction_key, fifo)
+        writer = self.settings.half_writer(self.engine, header, batch_df.columns)
         is_spread = False
         if self._parts is not None:
             batch_df = self._in_parts(batch_df)
@@ -243,7 +234,7 @@ class TransactionalSink:
 
             files = stage_partition(writer, half_folder, storage_options, batches)
             if is_spread:
-                _refuse_fifo(files, fifo)
+                _refuse_fifo(files, writer.fifo)
             yield pa.record_batch({"files": [pickle.dumps(files)]})
 
         staged: list[HalfFile] = []
@@ -253,7 +244,7 @@ class TransactionalSink:
 
     def _in_parts(self, batch_df: DataFrame) -> DataFrame:
         """The micro-batch with all messages of a transaction in one partition, in the order that they had."""
-        if self.transaction_key is None:
+        if self.settings.transaction_key is None:
             return batch_df if self.partitions is None else batch_df.repartition(self.partitions)
         from pyspark.sql import functions as F
 
@@ -261,7 +252,7 @@ class TransactionalSink:
         count = self.partitions or (None if context is None else context.defaultParallelism)
         arrival = max(batch_df.columns, key=len) + "_arrival"  # no column has this name
         numbered = batch_df.withColumn(arrival, F.monotonically_increasing_id())
-        key = F.col(f"`{self.transaction_key.replace('`', '``')}`")
+        key = F.col(f"`{self.settings.transaction_key.replace('`', '``')}`")
         spread = numbered.repartition(key) if count is None else numbered.repartition(count, key)
         return spread.sortWithinPartitions(f"`{arrival.replace('`', '``')}`").drop(arrival)
 

@@ -13,7 +13,8 @@ from rmq_spark._core.listeners.transaction_listener import (
     require_executing,
     require_transactions_for,
 )
-from rmq_spark._core.protocol.limits import NO_LIMITS, PendingLimits
+from rmq_spark._core.protocol.limits import PendingLimits
+from rmq_spark._core.spark.send_settings import SendSettings
 from rmq_spark._core.spark.table_options import TABLE_OPTIONS, TableSettings
 from rmq_spark._core.storage.location import location, require_no_tilde
 from rmq_spark._core.vocabulary.message import require_group_name
@@ -56,19 +57,12 @@ SINK_TABLE: Mapping[str, tuple[str, str]] = {
 SINK_OPTIONS = tuple(SINK_TABLE)
 
 
-@dataclass(frozen=True)
-class SinkSettings:
-    """The validated options of the sink. They can be pickled."""
+@dataclass(frozen=True, kw_only=True)
+class SinkSettings(SendSettings):
+    """The validated options of ``format("txmq")``."""
 
     path: str
-    topic: str | None
-    producer_group: str
     listener_path: str
-    transaction_per: str
-    transaction_key: str | None
-    on_listener_error: str
-    replay_check_timeout_s: float
-    pending_limits: PendingLimits = NO_LIMITS
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
     table: TableSettings | None = None
 

@@ -18,15 +18,14 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
-from rmq_spark._core.listeners.transaction_listener import TransactionListener, store_id_to_send
+from rmq_spark._core.listeners.transaction_listener import TransactionListener
 from rmq_spark._core.log.half import HalfFile
 from rmq_spark._core.log.half_header import HalfHeader, Naming
-from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.protocol.identity import Lineage, known_query_id, lineage_of, read_checkpoint, require_same_log
 from rmq_spark._core.protocol.limits import PendingGuard
 from rmq_spark._core.runtime.log_records import of_header
 from rmq_spark._core.runtime.spans import sending_batch
-from rmq_spark._core.spark.frame import require_message_types, topics_for
+from rmq_spark._core.spark.frame import require_message_types
 from rmq_spark._core.spark.sink_options import SinkSettings
 from rmq_spark._core.spark.socket import acknowledge_at_once
 from rmq_spark._core.spark.staging import stage_partition
@@ -65,42 +64,19 @@ class _Writer:
     def _plan(self, options: Options, schema: StructType) -> None:
         with kept_log(self.settings) as engine:
             listener = self.settings.listener()
-            topics = topics_for(engine, schema.names, self.settings.topic)
             self.header = self._header(options, listener)
             self._require_same_log(options, engine)
             self.replayed = engine.is_replay(self.header)  # then executors skip its messages
             if not self.replayed:  # checked here, before executors write
                 PendingGuard(engine, self.settings.pending_limits).require_room(self.header.producer_group)
             self.half_folder = f"{engine.path}/half"
-            self.half_writer = HalfWriter(
-                self.header, topics, self.settings.topic, self.settings.transaction_key, engine.topic_store.seen().fifo
-            )
+            self.half_writer = self.settings.half_writer(engine, self.header, schema.names)
 
     def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:
         raise NotImplementedError
 
     def _require_same_log(self, options: Options, engine: Engine) -> None:
         pass
-
-    def _make_header(
-        self,
-        naming: Naming,
-        app_id: str,
-        batch_id: int,
-        listener: TransactionListener,
-        query_id: str | None = None,
-        input_hash: str | None = None,
-    ) -> HalfHeader:
-        return HalfHeader.of(
-            naming,
-            app_id,
-            batch_id,
-            query_id=query_id,
-            input_hash=input_hash,
-            fence_id=store_id_to_send(listener),
-            transaction_per=self.settings.transaction_per,
-            producer_group=self.settings.producer_group,
-        )
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedPartition:
         """Write the partition's half files on an executor. No commit names them yet."""
@@ -118,8 +94,6 @@ class _Writer:
 
     def _commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Prepare, execute and decide, in a process of the driver."""
-        from rmq_spark._core.protocol.send import TwoPhase
-
         files: list[HalfFile] = []
         for message in messages:
             if not isinstance(message, StagedPartition) or message.header != self.header:
@@ -128,12 +102,7 @@ class _Writer:
                 )
             files += message.files
         with kept_log(self.settings) as engine:
-            two_phase = TwoPhase(
-                engine,
-                self.settings.listener(),
-                on_listener_error=self.settings.on_listener_error,
-                replay_check_timeout_s=self.settings.replay_check_timeout_s,
-            )
+            two_phase = self.settings.two_phase(engine, self.settings.listener())
             with sending_batch(engine.path, self.header.half_id, self.settings.topic):
                 two_phase.send(self.header, lambda: self._staged(files), lineage=self._lineage())
 
@@ -169,8 +138,8 @@ class TxmqWriter(_Writer, DataSourceArrowWriter):
                 f"is known as one (found appId={app_id!r}, batchId={batch_id!r})"
             )
         if app_id is None or batch_id is None:
-            return self._make_header(Naming.MADE_UP, f"write-{uuid4().hex}", 0, listener)
-        return self._make_header(Naming.GIVEN, require_app_id(app_id), parse_int(batch_id, "batchId", 0), listener)
+            return self.settings.header(Naming.MADE_UP, f"write-{uuid4().hex}", 0, listener)
+        return self.settings.header(Naming.GIVEN, require_app_id(app_id), parse_int(batch_id, "batchId", 0), listener)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         self._commit(messages)
@@ -192,7 +161,7 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
         query_id = known_query_id(self.checkpoint_location, options.storage_options, checkpoint, or_else)
         app_id = require_app_id(name or query_id)
         batch_id, input_hash = checkpoint.batch_id, checkpoint.input_hash
-        return self._make_header(Naming.COUNTED, app_id, batch_id, listener, query_id, input_hash)
+        return self.settings.header(Naming.COUNTED, app_id, batch_id, listener, query_id, input_hash)
 
     def _require_same_log(self, options: Options, engine: Engine) -> None:
         require_same_log(options.get("checkpointLocation") or "", options.storage_options, engine.id, engine.path)
