@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -35,7 +35,7 @@ Chosen = Mapping[int, bytes]
 
 def op_events(rows: pa.Table, chosen: Chosen | None, all_rows: int | None) -> Iterator[TraceEvent]:
     """Yield the events of the chosen messages. Equal op rows of one commit make one event."""
-    merged: dict[tuple[Any, ...], tuple[int, list[TracePlace]]] = {}
+    merged: dict[TraceEvent, tuple[int, list[TracePlace]]] = {}  # by the event without messages and places
     conflicts: set[OpRow] = set()  # a mark repeats open conflicts
     for fields in rows.to_pylist():
         row = OpRow.of(fields)
@@ -51,24 +51,22 @@ def op_events(rows: pa.Table, chosen: Chosen | None, all_rows: int | None) -> It
             elif timeless in conflicts:
                 continue
             conflicts.add(timeless)
-        decided_by = None if row.decided_by is None else str(row.decided_by)
-        event_key = (
-            fields["version"],
-            row.op_time,
-            kind,
-            row.attempt,
-            decided_by,
-            row.reason,
-            row.until,
-            row.verdict,
-            row.refused,
+        event = TraceEvent(
+            at=fields["op_time"],
+            kind=kind,
+            messages=0,
+            attempt=row.attempt,
+            decided_by=None if row.decided_by is None else str(row.decided_by),
+            reason=row.reason,
+            until=row.until,
+            verdict=row.verdict,
+            op_version=fields["version"],
+            refused=row.refused,
         )
-        earlier_count, earlier_places = merged.get(event_key, (0, []))
-        merged[event_key] = (earlier_count + count, [*earlier_places, *places])
-    for (version, at, kind, attempt, decided_by, reason, until, verdict, refused), (count, places) in merged.items():
-        yield TraceEvent(
-            at, kind, count, attempt, decided_by, reason, _merged(places), until, verdict, version, refused
-        )
+        earlier_count, earlier_places = merged.get(event, (0, []))
+        merged[event] = (earlier_count + count, [*earlier_places, *places])
+    for event, (count, places) in merged.items():
+        yield replace(event, messages=count, places=_merged(places))
 
 
 def _named_messages(row: OpRow, chosen: Chosen | None, all_rows: int | None) -> tuple[int, list[TracePlace]]:
@@ -118,8 +116,9 @@ def _merged(places: Sequence[TracePlace]) -> tuple[TracePlace, ...]:
 
 
 def archived_events(archived: Archived | None) -> Iterator[TraceEvent]:
-    for d in () if archived is None else archived.decisions:
-        yield TraceEvent(d.at, _TRACE_KINDS[d.kind], d.count, d.attempt, d.decided_by, d.reason, refused=d.refused)
+    for decision in () if archived is None else archived.decisions:
+        kept = asdict(decision)
+        yield TraceEvent(kind=_TRACE_KINDS[kept.pop("kind")], messages=kept.pop("count"), **kept)
 
 
 def placed_events(visible: pa.Table) -> Iterator[TraceEvent]:

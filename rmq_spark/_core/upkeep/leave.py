@@ -13,8 +13,9 @@ this row. A process may die anywhere: the next one goes on with half batches tha
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -323,25 +324,32 @@ def _counts(batch: _Batch, decisions: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 def _summed(decisions: Sequence[Mapping[str, Any]]) -> Iterator[ArchivedDecision]:
     """Decisions, summed up over the rows of a commit that differ only in their file and queue."""
-    sums: dict[tuple[Any, ...], int] = {}
+    counts: Counter[ArchivedDecision] = Counter()
     for row in decisions:
-        decision = (row["op_time"], row["kind"], row["attempt"] or 1, row["decided_by"], row["reason"], row["refused"])
-        sums[decision] = sums.get(decision, 0) + row["count"]
-    if len(sums) > DECISIONS_MAX:  # of rollbacks that differ only in their reasons, the first reasons stay
-        sums = _with_fewer_reasons(sums)
-    for (at, kind, attempt, decided_by, reason, refused), count in sums.items():
-        yield ArchivedDecision(at, kind, attempt, decided_by, reason, count, refused)
+        decision = ArchivedDecision(
+            at=row["op_time"],
+            kind=row["kind"],
+            attempt=row["attempt"] or 1,
+            decided_by=row["decided_by"],
+            reason=row["reason"],
+            count=0,
+            refused=row["refused"],
+        )
+        counts[decision] += row["count"]
+    if len(counts) > DECISIONS_MAX:  # of rollbacks that differ only in their reasons, the first reasons stay
+        counts = _with_fewer_reasons(counts)
+    for decision, count in counts.items():
+        yield replace(decision, count=count)
 
 
-def _with_fewer_reasons(sums: dict[tuple[Any, ...], int]) -> dict[tuple[Any, ...], int]:
-    spare = len(sums) - DECISIONS_MAX
-    fewer: dict[tuple[Any, ...], int] = {}
-    for decision, count in reversed(sums.items()):
-        at, kind, attempt, decided_by, _, refused = decision
-        if kind == Kind.ROLLBACK.value and spare >= 0:  # one more: the sum is a decision of its own
-            decision, spare = (at, kind, attempt, decided_by, MORE_REASONS, refused), spare - 1
-        fewer[decision] = fewer.get(decision, 0) + count
-    return dict(reversed(fewer.items()))
+def _with_fewer_reasons(counts: Counter[ArchivedDecision]) -> Counter[ArchivedDecision]:
+    spare = len(counts) - DECISIONS_MAX
+    fewer: Counter[ArchivedDecision] = Counter()
+    for decision, count in reversed(counts.items()):
+        if decision.kind == Kind.ROLLBACK.value and spare >= 0:  # one more: the sum is a decision of its own
+            decision, spare = replace(decision, reason=MORE_REASONS), spare - 1
+        fewer[decision] += count
+    return Counter(dict(reversed(fewer.items())))
 
 
 def _archived_row(record: Archived) -> OpRow:
