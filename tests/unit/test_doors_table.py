@@ -28,11 +28,14 @@ TESTS = {
     "rows into a table": {
         OLDER: "test_table_listener.py::test_a_stream_fills_a_table_with_options_alone",
         NEW: "test_table_listener.py::test_a_stream_fills_a_table_with_options_alone",
+        CONNECT: f"{FRESH}_over_connect",
+        CLIENT: f"{FRESH}_for_a_client_without_a_jvm",
     },
     "a listener for a database": {
         OLDER: "test_doors.py::test_foreach_batch",
         NEW: "test_doors.py::test_foreach_batch",
         CONNECT: "test_doors.py::test_foreach_batch_over_spark_connect",
+        CLIENT: f"{FRESH}_for_a_client_without_a_jvm",
     },
     "a listener of your own": {
         OLDER: "test_doors.py::test_foreach_batch",
@@ -48,6 +51,8 @@ TESTS = {
     "local transactions on executors": {
         OLDER: "test_parts.py::test_parts_run_on_executors_and_agree_after_a_task_failed",
         NEW: "test_parts.py::test_parts_run_on_executors_and_agree_after_a_task_failed",
+        CONNECT: f"{FRESH}_over_connect",
+        CLIENT: f"{FRESH}_for_a_client_without_a_jvm",
     },
     "the source": {
         OLDER: "test_source.py::test_a_stream_goes_on_from_its_checkpoint",
@@ -69,8 +74,8 @@ TESTS = {
         CLIENT: f"{FRESH}_for_a_client_without_a_jvm",
     },
     "a pipeline": {
-        NEW: "test_databricks.py::test_the_declarative_pipeline_sends_each_row_once",
-        CONNECT: "test_databricks.py::test_the_declarative_pipeline_sends_each_row_once",
+        NEW: "test_databricks.py::test_the_declarative_pipeline_sends_each_row_once_also_with_a_listener",
+        CONNECT: "test_databricks.py::test_the_declarative_pipeline_sends_each_row_once_also_with_a_listener",
     },
 }
 """By row and column of the table, the test in ``tests/spark``. ``make test-spark`` runs all of them on 4.0 and 4.1."""
