@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +13,10 @@ from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark._core.vocabulary.text import byte_size
 from rmq_spark.cli.command import name_path
 from rmq_spark.cli.output import AsJson, LogPath, Storage, hanging, one_line, open_log, plainly, short_time
+from rmq_spark.errors import HalfBatchNotFoundError
 
 if TYPE_CHECKING:
+    from rmq_spark.log import CommitLog, Trace
     from rmq_spark.report import Figures, Finding
 
 
@@ -48,21 +51,20 @@ def report(
         raise typer.BadParameter(f"there is no folder {str(html.parent)!r}: make it first", param_hint="--html")
     if transaction is not None and html is None:
         raise typer.BadParameter("it is shown on a page: write --html FILE, too", param_hint="--transaction")
-    from rmq_spark._core.report.choice import most_urgent_of, trace_of
     from rmq_spark.cli.doctor import judge
+    from rmq_spark.cli.trace import advice, argument_of
     from rmq_spark.report import figures_of, findings_of
 
     log = open_log(path, storage)
     if html is not None:
         name_path(redacted(log.path))
-    chosen = None if transaction is None else trace_of(log.engine, transaction)
+    chosen = None if transaction is None else log.trace(**argument_of(transaction))
     figures = figures_of(log, since)
     diagnosis = judge()(figures.now)
     if html is not None:
-        from rmq_spark.cli.trace import advice
         from rmq_spark.report import page
 
-        shown = chosen or most_urgent_of(log.engine, figures)
+        shown = chosen or _most_urgent(log, figures)
         lines = [] if shown is None else list(advice(shown))
         html.write_text(page(figures, shown, diagnosis, lines), encoding="utf-8")
     findings = findings_of(figures, diagnosis)
@@ -75,6 +77,16 @@ def report(
             typer.echo(hanging("", f"→ {one_line(finding.remedy)}", 2))
     if html is not None:
         typer.secho(f"{html} has the charts ({byte_size(html.stat().st_size)})", dim=True, err=True)
+
+
+def _most_urgent(log: CommitLog, figures: Figures) -> Trace | None:
+    """Return the trace of a half batch in conflict, else of a quarantined one, else of the one that waited longest for
+    its last verdict. None when there is none, or when upkeep has removed all of them."""
+    waiting = [row["half_id"] for row in (*figures.conflicts, *figures.quarantined)]
+    for half_id in [*waiting, *figures.slowest["half_id"].to_pylist()]:
+        with suppress(HalfBatchNotFoundError):
+            return log.trace(half_id=half_id)
+    return None
 
 
 def _summary(figures: Figures, findings: list[Finding]) -> dict[str, Any]:

@@ -110,8 +110,9 @@ class Looker:
 
     def views(self) -> dict[str, View]:
         """Return the pages by path."""
-        from rmq_spark._core.report.live_page import BEFORE, FIELDS
+        from rmq_spark._core.report.live_page import FIELDS
         from rmq_spark._core.report.live_server import View
+        from rmq_spark._core.report.search_page import BEFORE
 
         half_batch = View(self.half_batch, every_s=5, fields=("id",))
         found = View(self.found, fields=(*FIELDS, BEFORE))
@@ -145,7 +146,8 @@ class Looker:
 
     def found(self, query: Query) -> str:
         from rmq_spark._core.inspect.find import Wanted, find_everywhere
-        from rmq_spark._core.report.live_page import BEFORE, FIELDS, notice
+        from rmq_spark._core.report.live_page import FIELDS, notice
+        from rmq_spark._core.report.search_page import BEFORE
         from rmq_spark.cli.trace import argument_of
 
         text, topic, queue, offset = (query.get(field, "").strip() for field in FIELDS)
@@ -174,7 +176,7 @@ class Looker:
         return self._listed(found, {"--transaction-id": text})
 
     def _newest(self, topic: str, queue: int | None, before: int | None) -> str:
-        from rmq_spark._core.report.live_page import LISTED_MAX, newest
+        from rmq_spark._core.report.search_page import LISTED_MAX, newest
         from rmq_spark.cli.message_choice import Choice
 
         log = self._same_log()
@@ -196,7 +198,7 @@ class Looker:
     ) -> str:
         """Return the page of found messages. The options are those of the command that shows more."""
         from rmq_spark._core.inspect.find import similar_keys
-        from rmq_spark._core.report.live_page import SIMILAR_MAX, found, not_found
+        from rmq_spark._core.report.search_page import SIMILAR_MAX, found, not_found
 
         if not messages.num_rows:
             key = options.get("--key", "")

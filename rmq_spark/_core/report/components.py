@@ -12,6 +12,7 @@ from importlib.resources import files
 from itertools import repeat
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import urlencode
 
 from rmq_spark._core.inspect.finding import Finding, Level
 from rmq_spark._core.report.report_figures import Figures
@@ -21,8 +22,18 @@ ROWS_MAX = 60
 """The most rows of a table on the page."""
 OPEN_MAX = 5
 """The most rows of a list that is shown open, of those that say only what went well."""
+NAMES_MAX = 6
+"""The most names in a row."""
 EXACT_MAX = 1_000_000
 """Smaller numbers of a tile are written out."""
+STATES = {
+    "committed": "ok",
+    "rolled_back": "warning",
+    "rolled_back_by_check": "warning",
+    "rolled_back_by_discard": "critical",
+    "quarantined": "critical",
+}
+"""The colours of states; others have none."""
 _SIGNS = {
     Level.OK: '<path d="M5 12.5l4.5 4.5L19 7.5"/>',
     Level.NOTE: '<path d="M12 11v6.5"/><path d="M12 7v.3"/>',
@@ -191,3 +202,17 @@ def script(text: str) -> str:
 
 def sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def half_address(half_id: str) -> str:
+    return f"/half?{urlencode({'id': half_id})}"
+
+
+def find_address(topic: str, **more: int) -> str:
+    return f"/find?{urlencode({'topic': topic, **more})}"
+
+
+def first_of(names: Sequence[str], most: int = NAMES_MAX, between: str = ", ") -> str:
+    """Return the first names, and how many more there are."""
+    more = len(names) - most
+    return between.join([*names[:most], *([f"{more:,} more"] if more > 0 else [])])
