@@ -78,7 +78,7 @@ class ConsumerGroup:
     # ------------------------------------------------------------------ looking
     def positions(self) -> Positions:
         """Return the next offset of every queue that the group has read from, by (topic, queue_id)."""
-        return self.engine.groups.positions(self.name)
+        return self.engine.groups.next_offsets(self.name)
 
     def lag(self) -> pa.Table:
         """Return how far the group is behind, one row for each queue of the topics that it reads.

@@ -20,7 +20,7 @@ from rmq_spark._core.consumers.member_settings import ConsumeFromWhere, MemberSe
 from rmq_spark._core.consumers.progress import HeldUp, ProcessQueue
 from rmq_spark._core.consumers.retry import dlq_topic, retry_topic
 from rmq_spark._core.consumers.shares import Moves, moves
-from rmq_spark._core.log.group_table import Place, Report
+from rmq_spark._core.log.group_table import GroupPosition, Report
 from rmq_spark._core.log.heartbeats import Members, new_member_name
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.reads.plan import Planner
@@ -99,7 +99,7 @@ class GroupMember:
         self._take_over = settings.take_over
         self._persisting = engine.runtime.lock()
 
-    # ------------------------------------------------------------------ its place in the group
+    # ------------------------------------------------------------------ its part in the group
     def join(self) -> None:
         """Put the first heartbeat, and claim the member's share of the queues. When Spark reads for the group, that is
         a GroupInUseError."""
@@ -171,14 +171,14 @@ class GroupMember:
         # The lease had ended, so other members may have claimed the queues: look before going on.
         if self.queues:
             with self._persisting:
-                self._drop_lost(self.engine.groups.places(self.group))
+                self._drop_lost(self.engine.groups.positions(self.group))
         self._members.renew(began_s)
         with self.changed:
             self.changed.notify_all()
 
-    def _drop_lost(self, places: Mapping[Queue, Place]) -> None:
+    def _drop_lost(self, positions: Mapping[Queue, GroupPosition]) -> None:
         with self.changed:
-            owned = [(q, places.get(q.queue)) for q in self.queues.values()]
+            owned = [(q, positions.get(q.queue)) for q in self.queues.values()]
             self._lose([q for q, p in owned if p is None or (p.owner, p.generation) != (self.name, q.generation)])
 
     def _balance_when_due(self) -> None:
@@ -192,17 +192,17 @@ class GroupMember:
         topics = self.engine.topics()
         queues = {topic: topics[topic] for topic in self.topics if topic in topics}
         with self._persisting:  # else a queue that is being released would look lost
-            places = self.engine.groups.places(self.group)
-            self._drop_lost(places)
+            positions = self.engine.groups.positions(self.group)
+            self._drop_lost(positions)
         with self.changed:
             owned = [queue for queue, state in self.queues.items() if state.is_open]
-        changes = moves(self.name, owned, queues, places, self._members.live, self._members.is_dead)
+        changes = moves(self.name, owned, queues, positions, self._members.live, self._members.is_dead)
         with self.changed:
             for released in changes.release:
                 if released in self.queues:
                     self.queues[released].releasing = True
                     self.queues[released].drop_waiting()
-        unplaced = [(topic, q) for topic, count in queues.items() for q in range(count) if (topic, q) not in places]
+        unplaced = [(topic, q) for topic, count in queues.items() for q in range(count) if (topic, q) not in positions]
         if changes.claim or unplaced:
             self._claim(changes, unplaced)
         every_s = self.settings.heartbeat_interval_s
@@ -242,7 +242,7 @@ class GroupMember:
                 self.queues[queue] = ProcessQueue(queue, claim)
 
     def _start_offsets(self, queues: list[Queue]) -> dict[Queue, int]:
-        """Return the offsets at which the group begins in queues without a place."""
+        """Return the offsets at which the group begins in queues without a position."""
         if not queues:
             return {}
         settings = self.settings

@@ -406,7 +406,7 @@ class PullConsumer:
         now_s = self._runtime.monotonic()
         if now_s >= self._others_at_s:
             self._others_at_s = now_s + OTHERS_LOOK_S
-            self._others = member.engine.groups.positions(member.group)
+            self._others = member.engine.groups.next_offsets(member.group)
         return all(self._others.get(queue, 0) >= ends[queue] for queue in others)
 
 

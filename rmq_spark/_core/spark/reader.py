@@ -160,7 +160,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         name = "startingOffsets" if isinstance(starting, (str, dict)) else "startingTimestamp"
         positions = self.planner.resolve(name, starting)
         if self.options.consumer_group is not None:
-            group_positions = self.planner.engine.groups.positions(self.options.consumer_group)
+            group_positions = self.planner.engine.groups.next_offsets(self.options.consumer_group)
             of_queues = {queue: offset for queue, offset in group_positions.items() if queue in positions}
             what = f"consumer group {self.options.consumer_group!r}"
             positions |= self.planner.require_start(of_queues, self.planner.latest(), what)
