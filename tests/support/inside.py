@@ -42,7 +42,7 @@ _LIVES_IN = {
     ),
     "rmq_spark._core.log.archive": "Archived ArchivedDecision",
     "rmq_spark._core.log.batch_state": "BatchState RowState",
-    "rmq_spark._core.log.decision": "AnsweredCheck Decided Decision Placed RolledBack",
+    "rmq_spark._core.log.decision": "Decided Decision Placed RolledBack UnknownCheck",
     "rmq_spark._core.log.group_table": "GroupPosition Session",
     "rmq_spark._core.log.half": "HALF_SCHEMA HalfFile",
     "rmq_spark._core.log.half_header": "HalfHeader Naming batch_name half_id_of name_of new_half_id",

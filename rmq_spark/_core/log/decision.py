@@ -68,8 +68,8 @@ class Decided:
 
 
 @value
-class AnsweredCheck:
-    """An answered check that left rows of a half batch pending. The rows are under one attempt."""
+class UnknownCheck:
+    """A check that was answered with UNKNOWN for rows of a half batch. The rows are under one attempt."""
 
     record: HalfRecord
     attempt: int

@@ -13,11 +13,11 @@ from datetime import datetime, timedelta, timezone
 
 from rmq_spark._core.log.batch_state import COMMITTED_STATES, OPEN_STATES, ROLLED_BACK_STATES, RowState
 from rmq_spark._core.log.decision import (
-    AnsweredCheck,
     Decided,
     Decision,
     DecisionError,
     Placed,
+    UnknownCheck,
     against,
     problem_after_leaving,
     rows_to_decide,
@@ -338,8 +338,8 @@ class Ledger(OpReader):
         self.append(build)
         reach("quarantined")
 
-    def record_checks(self, checks: Sequence[AnsweredCheck], pause_s: float = 0.0) -> None:
-        """Count answered checks that left rows pending, all in one commit. Skips half batches that had a check counted
+    def record_checks(self, checks: Sequence[UnknownCheck], pause_s: float = 0.0) -> None:
+        """Count checks that were answered with UNKNOWN, all in one commit. Skips half batches that had a check counted
         in the last ``pause_s`` seconds, and those that have left; when the only one has left, HalfBatchLeftError is
         raised."""
 

@@ -48,7 +48,7 @@ from rmq_spark._core.protocol.observe import tell_not_sent, tell_sent
 from rmq_spark._core.protocol.outcome import OF_THE_LOG, Outcome, Run, left_open, outcome_of_left
 from rmq_spark._core.protocol.replay import Replays, following
 from rmq_spark._core.protocol.split import Split, split_by_verdict
-from rmq_spark._core.protocol.steps import Answered, Decide, Execute, MayBlock, Prepare, Sleep, Step, Steps, finish
+from rmq_spark._core.protocol.steps import Decide, Execute, Executed, MayBlock, Prepare, Sleep, Step, Steps, finish
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.log_records import of_batch, of_header
 from rmq_spark._core.runtime.spans import settling
@@ -269,13 +269,13 @@ class TwoPhase:
             _note_executed(run, attempt, rows)
             yield from self._decide(run, attempt, Split(rows, NO_ROWS, NO_ROWS), Who.EXECUTE)
             return
-        answered: Answered | None = yield Execute(run, attempt, rows)
-        if answered is None:
+        executed: Executed | None = yield Execute(run, attempt, rows)
+        if executed is None:
             return
-        split = split_by_verdict(self.engine, record, answered.rows, answered.batch, answered.verdicts)
+        split = split_by_verdict(self.engine, record, executed.rows, executed.batch, executed.verdicts)
         # When a check was faster, others may have reopened or quarantined its rows: settling goes on from there.
-        with suppress(StaleAttemptError) if answered.who is Who.CHECK else nullcontext():
-            yield from self._decide(run, attempt, split, answered.who)
+        with suppress(StaleAttemptError) if executed.who is Who.CHECK else nullcontext():
+            yield from self._decide(run, attempt, split, executed.who)
 
     def _decide(self, run: Run, attempt: int, split: Split, who: Who) -> StepsTo[bool]:
         """Write op markers for COMMIT and ROLLBACK. Returns whether any transaction is UNKNOWN, and so gets none."""
@@ -292,7 +292,7 @@ class TwoPhase:
         return bool(split.unknown)
 
     # ------------------------------------------------------------------ 3 execute
-    def execute(self, run: Run, attempt: int, rows: RowSet) -> Answered | None:
+    def execute(self, run: Run, attempt: int, rows: RowSet) -> Executed | None:
         """Run the local transaction; None when a check was faster."""
         listener = self._listener_of(run)
         state = self.engine.state_of(run.record, refresh=False)  # it was read after the prepare or the reopen
@@ -313,13 +313,13 @@ class TwoPhase:
                 text = "attempt %d of half batch %r is over: a check was faster"
                 logger.info(text, batch.attempt, batch.half_id, extra=of_batch(batch))
                 rolled_back = VerdictArray((rollback("a check's tombstone came first"),))
-                return Answered(batch, rows, rolled_back, Who.CHECK)
+                return Executed(batch, rows, rolled_back, Who.CHECK)
             finally:
                 lease.end()  # `with` does not, when an interrupt comes while it enters or leaves
         if verdicts is None:
             return None
         _note_executed(run, attempt, rows)
-        return Answered(batch, rows, verdicts, Who.EXECUTE)
+        return Executed(batch, rows, verdicts, Who.EXECUTE)
 
     def _listener_of(self, run: Run) -> TransactionListener:
         """The listener to ask about a half batch; FenceError when this one cannot answer for it."""

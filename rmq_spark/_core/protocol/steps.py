@@ -20,7 +20,7 @@ class Prepare(Staged):
 
 
 class Execute(NamedTuple):
-    """Run the local transaction of rows that only this run may execute. The answer is :class:`Answered`, or None when a
+    """Run the local transaction of rows that only this run may execute. The answer is :class:`Executed`, or None when a
     check was faster."""
 
     run: Run
@@ -28,8 +28,8 @@ class Execute(NamedTuple):
     rows: RowSet
 
 
-class Answered(NamedTuple):
-    """A listener's verdicts on rows of a half batch, and whether execute or a check gave them."""
+class Executed(NamedTuple):
+    """The verdicts on rows that were executed. ``who`` gave them: execute, or a check whose tombstone was faster."""
 
     batch: HalfBatch
     rows: RowSet

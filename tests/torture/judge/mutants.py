@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 
 from rmq_spark import COMMIT_MESSAGE, CommitLog, HalfBatch
 from rmq_spark._core.checks import round as round_module
-from rmq_spark._core.checks.asker import Answer, Asker
+from rmq_spark._core.checks.asker import Asker, CheckVerdicts
 from rmq_spark._core.consumers import send_back as sending_back
 from rmq_spark._core.consumers.progress import ProcessQueue
 from rmq_spark._core.listeners import fence as fence_module
@@ -1016,9 +1016,9 @@ def _immunity_counts() -> Iterator[None]:
     on_listener_error="unknown", crash=0.0, zombies=0.0, pause=0.0, checkers=1, weather=Weather(),
 )  # fmt: skip
 def _one_stops_all() -> Iterator[None]:
-    def ask(self: Asker, questions: Any, call: Any, here: bool, seconds_left: Any) -> list[Answer]:
+    def ask(self: Asker, to_ask: Any, call: Any, here: bool, seconds_left: Any) -> list[CheckVerdicts]:
         try:
-            return [Answer(*pair) for pair in zip(questions, call(questions), strict=True)]
+            return [CheckVerdicts(*pair) for pair in zip(to_ask, call(to_ask), strict=True)]
         except Exception as problem:
             raise OSError("the round ends here") from problem
 
