@@ -197,7 +197,7 @@ class Checker:
         state: BatchState,
         listener: TransactionListener | None,
         report: CheckReport,
-        held: pa.Table | None,
+        in_memory: pa.Table | None,
     ) -> Iterator[tuple[_Todo, RowsToCheck]]:
         """Yield the pending rows of a half batch that are due, and how to treat them. The report counts half
         batches that are left alone.
@@ -220,10 +220,10 @@ class Checker:
         else:
             for attempt in state.attempts(RowState.PENDING):
                 rows = state.rows_in((RowState.PENDING,), attempt)
-                pending = self._to_check(record, state, attempt, rows, held)
+                pending = self._to_check(record, state, attempt, rows, in_memory)
                 for todo, due in self._due_rows(pending, listener, report):
                     is_all = due.count == rows.count
-                    yield todo, pending if is_all else self._to_check(record, state, attempt, due, held)
+                    yield todo, pending if is_all else self._to_check(record, state, attempt, due, in_memory)
 
     def _due_rows(
         self, pending: RowsToCheck, listener: TransactionListener | None, report: CheckReport
@@ -246,10 +246,10 @@ class Checker:
         return [(todo, chosen) for todo, chosen in todos if chosen]
 
     def _to_check(
-        self, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, held: pa.Table | None
+        self, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, in_memory: pa.Table | None
     ) -> RowsToCheck:
         return RowsToCheck(
-            record, state, attempt, rows, self.engine.half_batch(record, state, attempt, rows, held=held)
+            record, state, attempt, rows, self.engine.half_batch(record, state, attempt, rows, in_memory=in_memory)
         )
 
     def _is_expired(self, age_s: float) -> bool:

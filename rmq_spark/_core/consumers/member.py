@@ -17,7 +17,7 @@ import pyarrow.fs as pafs
 
 from rmq_spark._core.consumers.fetch import FETCH_BYTES, Fetcher
 from rmq_spark._core.consumers.member_settings import ConsumeFromWhere, MemberSettings
-from rmq_spark._core.consumers.progress import HeldUp, ProcessQueue
+from rmq_spark._core.consumers.progress import FetchPause, ProcessQueue
 from rmq_spark._core.consumers.retry import dlq_topic, retry_topic
 from rmq_spark._core.consumers.shares import Moves, moves
 from rmq_spark._core.log.group_table import GroupPosition, Report
@@ -53,7 +53,7 @@ FATAL = (GroupInUseError, NotACommitLogError, ListenerError)
 """Errors after which another try would fail the same way."""
 OF_SOME_QUEUES = (CorruptLogError, OffsetOutOfRangeError)
 """Damage that may affect only some queues."""
-HELD_UP_S_MIN = 1.0
+FETCH_PAUSE_S_MIN = 1.0
 
 
 class GroupMember:
@@ -359,15 +359,15 @@ class GroupMember:
                 self.stopping.wait(pause_s)
 
     @property
-    def held_up_by(self) -> Exception | None:
-        """The problem that keeps messages from being fetched, of all queues or of the first one held up; None without
-        one. The member tries again."""
+    def fetch_problem(self) -> Exception | None:
+        """The problem that keeps messages from being fetched, of all queues or of the first one that is paused; None
+        without one. The member tries again."""
         with self.changed:
-            held_up = [queue.held_up for _, queue in sorted(self.queues.items()) if queue.held_up is not None]
-        return self._unfetched or (held_up[0].problem if held_up else None)
+            pauses = [queue.fetch_pause for _, queue in sorted(self.queues.items()) if queue.fetch_pause is not None]
+        return self._unfetched or (pauses[0].problem if pauses else None)
 
     def fetch_past_damage(self) -> bool:
-        """Fetch as :meth:`fetch` does. Of several queues, only those that cannot be read are held up for a while."""
+        """Fetch as :meth:`fetch` does. Of several queues, only those that cannot be read pause for a while."""
         try:
             return self.fetch()
         except OF_SOME_QUEUES:
@@ -379,14 +379,14 @@ class GroupMember:
             try:
                 fetched |= self.fetch(queue)
             except OF_SOME_QUEUES as problem:
-                self._hold_up(queue, problem)
+                self._pause_fetches(queue, problem)
         return fetched
 
-    def _hold_up(self, queue: ProcessQueue, problem: Exception) -> None:
+    def _pause_fetches(self, queue: ProcessQueue, problem: Exception) -> None:
         with self.changed:
-            before = queue.held_up
-            pause_s = HELD_UP_S_MIN if before is None else min(BACKOFF_S_MAX, 2 * before.pause_s)
-            queue.held_up = HeldUp(problem, pause_s, self.runtime.monotonic() + pause_s)
+            before = queue.fetch_pause
+            pause_s = FETCH_PAUSE_S_MIN if before is None else min(BACKOFF_S_MAX, 2 * before.pause_s)
+            queue.fetch_pause = FetchPause(problem, pause_s, self.runtime.monotonic() + pause_s)
         topic, queue_id = queue.queue
         self.note(problem, f"queue {queue_id} of topic {topic!r} is held up, and tried again in {pause_s:g} s")
 
@@ -403,7 +403,7 @@ class GroupMember:
             open_queues = [q for q in self.queues.values() if q.is_open]
             now_s = self.runtime.monotonic()
             # A queue that is not in starts counts as another member's, and its placements are forgotten.
-            left_out = [q for q in open_queues if only not in (None, q) or q.is_held_up(now_s)]
+            left_out = [q for q in open_queues if only not in (None, q) or q.fetch_is_paused(now_s)]
             starts = {
                 q.queue: (q.fetched_to, 0 if q in left_out else span - (q.fetched_to - q.lowest)) for q in open_queues
             }
@@ -417,7 +417,7 @@ class GroupMember:
         with self.changed:
             for queue in open_queues:
                 if queue not in left_out:
-                    queue.held_up = None
+                    queue.fetch_pause = None
                 new = fetched.get(queue.queue)
                 if new is not None and queue.is_open and queue.fetched_to == starts[queue.queue][0]:
                     queue.put(new.messages, new.fetched_to)

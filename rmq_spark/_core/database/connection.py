@@ -96,7 +96,7 @@ class Database:
 
         ``lock_timeout`` is in seconds; None keeps the database's own.
         """
-        with self.connect() as connection, Owner().holding(connection):
+        with self.connect() as connection, Owner().owning(connection):
             self.refuse_unsafe(connection)
             if connection.dialect.name == "sqlite":
                 with _sqlite_transaction(connection, lock_timeout, write):

@@ -188,7 +188,7 @@ def _trace_in_half(engine: Engine, target: _Target, record: HalfRecord, rows: pa
         attempt=attempt,
         in_conflict=bool(state.conflicting() & traced),
         lease_until=state.lease_until if state.leased(engine.runtime.now()) else None,
-        waits_for=tuple(engine.ledger.holding_up(record)),
+        waits_for=tuple(engine.ledger.blocked_by(record)),
         topics=tuple(sorted({s.topic for n in traced for s in record.files[n].segments if _has(traced[n], s)})),
         events=by_time([*events, *drained_event(engine, events)]),
     )

@@ -39,7 +39,7 @@ FOUND_SCHEMA = pa.schema([*SOURCE_SCHEMA, ("half_id", pa.string()), ("state", pa
 why a message is not visible."""
 NEWEST = 1000
 """Newest visible messages in which keys are looked for that are similar to one without a message."""
-HELD = ("tags", "keys", "sharding_key", "properties", "body", "born_timestamp", "store_timestamp")
+HALF_COLUMNS = ("tags", "keys", "sharding_key", "properties", "body", "born_timestamp", "store_timestamp")
 NOT_COMMITTED = [state for state in RowState if state is not RowState.COMMITTED]
 
 
@@ -321,20 +321,20 @@ def _not_visible(engine: Engine, record: HalfRecord, chosen: RowSet, limit: int)
     """Return those of the chosen rows of a half batch that are not visible, read from ``half``."""
     state = engine.state_of(record)
     rows = (state.rows_in(NOT_COMMITTED) & chosen).first(limit)
-    columns = [*HELD, "file_no", "row_no", "transaction_key", "topic", "queue_id"]
-    held = engine.half.read(record, rows, columns)
-    count = held.num_rows
+    columns = [*HALF_COLUMNS, "file_no", "row_no", "transaction_key", "topic", "queue_id"]
+    half_rows = engine.half.read(record, rows, columns)
+    count = half_rows.num_rows
     row_states = state.files
-    addresses = list(zip(held["file_no"].to_pylist(), held["row_no"].to_pylist(), strict=True))
+    addresses = list(zip(half_rows["file_no"].to_pylist(), half_rows["row_no"].to_pylist(), strict=True))
     words = [COUNTED[RowState(row_states[file_no].state[row_no])] for file_no, row_no in addresses]
     answers = Standing(engine).last_answers([record.half_id]) if state.count(RowState.PENDING) else {}
     _, answer = answers.get(record.half_id, (None, None))
     attempts = pa.array([row_states[file_no].attempt[row_no] for file_no, row_no in addresses], pa.int32())
     columns_by_name = {
-        **{name: held[name] for name in (*HELD, "topic", "queue_id")},
+        **{name: half_rows[name] for name in (*HALF_COLUMNS, "topic", "queue_id")},
         "queue_offset": pa.nulls(count, pa.int64()),
-        "msg_id": message_ids(pa.scalar(record.half_id), held["file_no"], held["row_no"]),
-        "transaction_id": transaction_ids(record.half_id, attempts, record.header.transaction_per, held),
+        "msg_id": message_ids(pa.scalar(record.half_id), half_rows["file_no"], half_rows["row_no"]),
+        "transaction_id": transaction_ids(record.half_id, attempts, record.header.transaction_per, half_rows),
         "producer_group": pa.repeat(pa.scalar(record.header.producer_group), count),
         "commit_timestamp": pa.nulls(count, SOURCE_SCHEMA.field("commit_timestamp").type),
         "half_id": pa.repeat(pa.scalar(record.half_id), count),

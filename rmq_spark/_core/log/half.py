@@ -132,7 +132,7 @@ class HalfRows:
             footer_columns=FOOTER_COLUMNS,
             plain_columns=PLAIN_COLUMNS,
             constant_columns=[*HEADER_COLUMNS, "topic"] if one_topic else HEADER_COLUMNS,
-            holds=rows_of_half_file(self.half_id, self.file_no),
+            contents=rows_of_half_file(self.half_id, self.file_no),
             compression=COMPRESSION,
             raw_columns=() if _is_worth_compressing(table["body"]) else ("body",),
             close_columns=CLOSE_COLUMNS,

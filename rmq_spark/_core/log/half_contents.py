@@ -70,9 +70,9 @@ class HalfContents:
         is_single = single_batch_files(candidates)[0]
         shared_paths = candidates["path"].filter(pc.invert(is_single)).to_pylist()
         readable = self.shared.readable(shared_paths)
-        holding = [path for path, inside in readable if pc.index(inside["half_id"], half_id).as_py() >= 0]
+        with_rows = [path for path, inside in readable if pc.index(inside["half_id"], half_id).as_py() >= 0]
         problems = self.shared.problems(shared_paths).values()
-        is_in_shared = pc.is_in(candidates["path"], value_set=pa.array(holding, pa.string()))
+        is_in_shared = pc.is_in(candidates["path"], value_set=pa.array(with_rows, pa.string()))
         return candidates.filter(pc.or_(is_single, is_in_shared)).to_pylist(), next(iter(problems), None)
 
     def prepared_after(self, low_water_ms: int) -> PreparedBatches:
@@ -111,8 +111,8 @@ class HalfContents:
         is_single, low = single_batch_files(actions)
         ids = pa.array(sorted(half_ids), pa.string())
         shared_paths = actions["path"].filter(pc.invert(is_single)).to_pylist()
-        holding = [path for path, inside in self.shared.readable(shared_paths) if _has_any(inside, ids)]
-        is_in_shared = pc.is_in(actions["path"], value_set=pa.array(holding, pa.string()))
+        with_rows = [path for path, inside in self.shared.readable(shared_paths) if _has_any(inside, ids)]
+        is_in_shared = pc.is_in(actions["path"], value_set=pa.array(with_rows, pa.string()))
         needed = actions.filter(pc.or_(is_in_shared, pc.and_(is_single, pc.is_in(low, value_set=ids))))
         rows = pc.fill_null(needed["num_records"], 0).to_pylist()
         return list(zip(needed["path"].to_pylist(), rows, strict=True))

@@ -155,7 +155,7 @@ class HalfTable:
         sizes = zip(own_actions["path"].to_pylist(), own_actions["size_bytes"].to_pylist(), strict=True)
         return {path: size or 0 for path, size in sizes}
 
-    def holds(self, record: HalfRecord) -> bool:
+    def has(self, record: HalfRecord) -> bool:
         self.table.refresh()
         paths = pa.array({file.path for file in record.files.values()}, pa.string())
         if pc.sum(pc.is_in(self.table.actions()["path"], value_set=paths)).as_py() == len(paths):

@@ -182,7 +182,7 @@ class Ledger(OpReader):
             return with_offsets(rows, self.view.tails)
         return rows + with_offsets([place_row(piece) for piece in pieces], self.view.tails)
 
-    def holding_up(self, record: HalfRecord) -> list[str]:
+    def blocked_by(self, record: HalfRecord) -> list[str]:
         """Half batches whose pending messages hold up committed messages of this one, in send order."""
         if None not in self.view.waiting.get(record.half_id, {}):
             return []

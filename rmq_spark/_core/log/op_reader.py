@@ -272,7 +272,7 @@ class OpReader:
 
     def is_gone(self, record: HalfRecord) -> bool:
         """Whether a half batch has left ``half``. Nothing leaves above the mark."""
-        return self._is_below(record) and not self.half.holds(record)
+        return self._is_below(record) and not self.half.has(record)
 
     def _was_settled(self, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a half batch was settled and the op rows that say how are gone: the mark has passed it and does not

@@ -106,8 +106,8 @@ class Placer:
         rows = rows.append_column("sent", arange(rows.num_rows))
         waiting = rows["pending"]
         while True:
-            held = pc.and_(waiting, pc.is_valid(rows["key"]))
-            first = rows.filter(held).group_by("key", use_threads=False).aggregate([("sent", "min")])
+            with_key = pc.and_(waiting, pc.is_valid(rows["key"]))
+            first = rows.filter(with_key).group_by("key", use_threads=False).aggregate([("sent", "min")])
             first_sent = first["sent_min"].take(pc.index_in(rows["key"], value_set=first["key"].combine_chunks()))
             has_earlier = pc.fill_null(pc.less(first_sent, rows["sent"]), False)
             stopped = pc.unique(rows.filter(pc.and_(has_earlier, pc.invert(waiting)))["transaction"])

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.runtime.log_records import failure
 from rmq_spark._core.storage.merge import compact
-from rmq_spark._core.storage.table import Change, Table, has_held
+from rmq_spark._core.storage.table import Change, Table, was_added
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark._core.vocabulary.options import QUEUES_MAX, whole_number
 from rmq_spark._core.vocabulary.remedy import Remedy
@@ -145,7 +145,7 @@ class TopicTable:
 
         def landed(change: Change) -> bool:
             # A topic of this name may be another process's, so only the file counts, even when it was merged since.
-            return all(has_held(self.table, file) for file in change.add)
+            return all(was_added(self.table, file) for file in change.add)
 
         if self.table.compare_and_set(propose, landed) is not None:
             self._merge()
@@ -182,7 +182,7 @@ class TopicTable:
                     return Change(add=[file], remove=[path], data_change=False)
             return None
 
-        self.table.compare_and_set(propose, lambda change: all(has_held(self.table, file) for file in change.add))
+        self.table.compare_and_set(propose, lambda change: all(was_added(self.table, file) for file in change.add))
 
 
 def _how_long(retention_s: float | None) -> str:

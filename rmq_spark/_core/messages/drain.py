@@ -29,7 +29,7 @@ from rmq_spark._core.messages.message_files import message_files, placed_ranges
 from rmq_spark._core.messages.messages_table import drained_up_to, require_drained, transactions_of
 from rmq_spark._core.storage.data_file import DataFile
 from rmq_spark._core.storage.foreign_commits import require_own
-from rmq_spark._core.storage.table import Change, Table, has_held
+from rmq_spark._core.storage.table import Change, Table, was_added
 from rmq_spark.errors import CorruptLogError, LostFileError, StrippedError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Drainer:
 
         def landed(change: Change) -> bool:
             # Another drainer may have come as far, so our files must be there, too. A commit adds all of them or none.
-            return drained_up_to(table) >= end and all(has_held(table, file) for file in change.add[:1])
+            return drained_up_to(table) >= end and all(was_added(table, file) for file in change.add[:1])
 
         if table.compare_and_set(propose, landed) is None and not tried:
             _delete(table, files)

@@ -177,7 +177,7 @@ class TransactionMQProducer:
             self.engine,
             seconds(linger, "linger"),
             whole_number(max_batch_messages, "max_batch_messages", 1, AT_ONCE_MAX),
-            holds_lock=lambda: self._send_threads.holds_lock(),
+            owns_send_lock=lambda: self._send_threads.owns_send_lock(),
         )
         self.two_phase = TwoPhase(
             self.engine,

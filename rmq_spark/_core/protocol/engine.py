@@ -255,11 +255,11 @@ class Engine:
         attempt: int,
         rows: RowSet,
         arg: Any = None,
-        held: HalfRows | pa.Table | None = None,
+        in_memory: HalfRows | pa.Table | None = None,
     ) -> HalfBatch:
-        """The half batch as a listener sees it: these rows, all under one attempt. ``held``: all rows of the half
+        """The half batch as a listener sees it: these rows, all under one attempt. ``in_memory``: all rows of the half
         batch, or some of their columns, if the caller has them."""
-        return half_batch_of(self, record, state, attempt, rows, arg, held)
+        return half_batch_of(self, record, state, attempt, rows, arg, in_memory)
 
     @looks_again
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:

@@ -26,7 +26,7 @@ from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.single_messages import OneMessage, arrange
 from rmq_spark._core.log.staged_batches import PrepareError, Staged
 from rmq_spark._core.runtime.failpoints import reach
-from rmq_spark._core.runtime.runtime import Runtime, callers, is_held
+from rmq_spark._core.runtime.runtime import Runtime, callers, owns_lock
 from rmq_spark._core.vocabulary.redaction import traceback_of
 from rmq_spark.errors import (
     CorruptLogError,
@@ -64,7 +64,7 @@ class GroupCommit:
     thread ends only that thread's wait.
 
     A prepare waits ``linger_s`` seconds for others to share its commit, unless there are ``at_once_max`` of them.
-    ``holds_lock`` returns whether this thread holds a lock that the callback of an answer takes.
+    ``owns_send_lock`` returns whether this thread owns a lock that the callback of an answer takes.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class GroupCommit:
         engine: Engine,
         linger_s: float = 0.0,
         at_once_max: int = AT_ONCE_MAX,
-        holds_lock: Callable[[], bool] = lambda: False,
+        owns_send_lock: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine = engine
-        self._holds_lock = holds_lock
+        self._owns_send_lock = owns_send_lock
         runtime, needs = engine.runtime, engine.lock
         self._prepares: CommitQueue[OneMessage | Staged, HalfRecord | TxmqError] = CommitQueue(
             runtime, "txmq-prepare", self._prepare, linger_s, at_once_max, needs=needs
@@ -90,11 +90,11 @@ class GroupCommit:
 
     @property
     def may_wait(self) -> bool:
-        """Whether this thread may wait for a commit. A thread that commits, or holds a lock that a commit needs, may
+        """Whether this thread may wait for a commit. A thread that commits, or owns a lock that a commit needs, may
         not: code that Python calls in its midst (a signal handler, ``__del__``, a log handler) would wait for the
         thread itself."""
         queues = (self._prepares, self._decides)
-        return not (any(queue.is_held for queue in queues) or is_within(queues) or self._holds_lock())
+        return not (any(queue.owns_commit_lock for queue in queues) or is_within(queues) or self._owns_send_lock())
 
     def require_may_wait(self) -> None:
         """Raise OptionError in a thread that may not wait for a commit."""
@@ -210,9 +210,9 @@ class CommitQueue(Generic[Request, Result]):
         self._beside._beside = self
 
     @property
-    def is_held(self) -> bool:
+    def owns_commit_lock(self) -> bool:
         """Whether this thread has a lock that a commit needs."""
-        return is_held(self._lock) or is_held(self._needs)
+        return owns_lock(self._lock) or owns_lock(self._needs)
 
     def put(self, request: Request, about: str, then: Then[Result]) -> None:
         """Add a request. The commit thread calls ``then`` with the result.

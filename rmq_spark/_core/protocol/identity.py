@@ -243,7 +243,7 @@ class Lineage:
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
 
-    def holds(self, batch_id: int, input_hash: str) -> bool:
+    def contains(self, batch_id: int, input_hash: str) -> bool:
         """Whether this batch was sent from the checkpoint: its offsets have this hash, or :meth:`keep` recorded it.
         OptionError: the checkpoint cannot be read."""
         try:

@@ -53,9 +53,9 @@ class Run:
     """One run of one half batch. It executes only what it prepared or reopened itself (``executed``: the attempt, and
     its rows), and checks everything else.
 
-    ``store_id`` is the listener's, as it is now. ``held`` are all rows of a half batch that this run has prepared, so
-    that they need not be read from their file. ``numbered`` is from the sender's header: a header that is read from the
-    log does not have it. ``unknown_because`` is what the listener said at the last check.
+    ``store_id`` is the listener's, as it is now. ``in_memory`` are all rows of a half batch that this run has prepared,
+    so that they need not be read from their file. ``numbered`` is from the sender's header: a header that is read from
+    the log does not have it. ``unknown_because`` is what the listener said at the last check.
     """
 
     record: HalfRecord
@@ -63,7 +63,7 @@ class Run:
     arg: Any
     outcome: Outcome
     executed: list[tuple[int, RowSet]] = field(default_factory=list)
-    held: HalfRows | None = None
+    in_memory: HalfRows | None = None
     numbered: bool = True
     unknown_because: str | None = None
 

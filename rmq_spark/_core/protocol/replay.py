@@ -47,7 +47,7 @@ class Replays:
             )
         if not _is_same_query(last, header):
             raise CheckpointMismatchError(_of_another_query(last, header))
-        if lineage is not None and last.input_hash is not None and not lineage.holds(batch_id, last.input_hash):
+        if lineage is not None and last.input_hash is not None and not lineage.contains(batch_id, last.input_hash):
             content = json.dumps({"batch_id": batch_id, "input_hash": last.input_hash})
             raise CheckpointMismatchError(
                 f"batch {header.batch_id} of app {header.app_id!r} does not follow batch {batch_id}, the last one in "

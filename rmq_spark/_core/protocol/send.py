@@ -248,7 +248,7 @@ class TwoPhase:
         run = Run(record, header.fence_id, arg, Outcome(record, is_replay), numbered=header.numbered)
         try:
             if not is_replay:
-                run.held = held_by(files)
+                run.in_memory = rows_in_memory(files)
                 yield from self._run_attempt(run, 1, record.all_rows)  # 3 execute, 4 decide
             if not run.outcome.messages and (is_replay or not self._is_settled(run)):
                 yield MayBlock()
@@ -299,8 +299,8 @@ class TwoPhase:
         rows &= state.rows_in((RowState.PENDING,), attempt)
         if not rows:
             return None
-        held = run.held if rows.count == run.record.rows else None
-        batch = self.engine.half_batch(run.record, state, attempt, rows, run.arg, held)
+        in_memory = run.in_memory if rows.count == run.record.rows else None
+        batch = self.engine.half_batch(run.record, state, attempt, rows, run.arg, in_memory)
         batch.on_listener_error = self.on_listener_error
         if not has_local_transaction(listener):  # it takes no time, and any check would answer the same
             verdicts: VerdictArray | None = _COMMIT_ALL
@@ -475,7 +475,7 @@ class TwoPhase:
         )
 
 
-def held_by(files: Sequence[Stageable]) -> HalfRows | None:
+def rows_in_memory(files: Sequence[Stageable]) -> HalfRows | None:
     """All rows of the staged half batch, if they are in memory."""
     file = files[0] if len(files) == 1 else None
     rows = file.rows if isinstance(file, OneMessage) else file

@@ -29,7 +29,7 @@ from rmq_spark._core.log.half import HALF_SCHEMA
 from rmq_spark._core.log.half_contents import LargeFile
 from rmq_spark._core.messages.messages_table import drained_up_to
 from rmq_spark._core.storage.row_range import PAYLOAD_COLUMNS, RowRange
-from rmq_spark._core.storage.table import Change, has_held, live_paths
+from rmq_spark._core.storage.table import Change, live_paths, was_added
 from rmq_spark._core.upkeep.leave import Graces
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark._core.vocabulary.rows import arange, bytes_array
@@ -154,7 +154,7 @@ class Stripper:
             # As old as the replaced file, since its half batches are prepared no later than before.
             return Change(add=[written], remove=[file.path], modification_time_ms=file.ms, data_change=False)
 
-        committed = table.compare_and_set(propose, lambda change: all(has_held(table, f) for f in change.add))
+        committed = table.compare_and_set(propose, lambda change: all(was_added(table, f) for f in change.add))
         return committed is not None
 
     def _row_groups(self, file: LargeFile) -> Iterator[pa.Table]:

@@ -315,7 +315,7 @@ FORKS = {"streams": 1, "senders": 0, "restored": None, "forks": True, "temper_re
 
 @mutant("a fork is not noticed", A.DUPLICATE, **FORKS)
 def _fork() -> Iterator[None]:
-    with replaced((Lineage, "holds", lambda *_: True)):
+    with replaced((Lineage, "contains", lambda *_: True)):
         yield
 
 
