@@ -51,7 +51,7 @@ _MODULES = (
 _of_core, _, _all = public(__name__)
 __all__ = sorted([*_all, "__version__", *_MODULES])
 
-_OF_ROCKETMQ = {
+_ROCKETMQ_NAMES = {
     "DefaultMQProducer": "TransactionMQProducer, whose send() needs no listener,",
     "DefaultMQPushConsumer": "PushConsumer",
     "DefaultLitePullConsumer": "PullConsumer",
@@ -72,8 +72,8 @@ def __getattr__(name: str) -> Any:
     if name.endswith("Error") and hasattr(errors, name):
         return getattr(errors, name)
     unknown = f"module 'rmq_spark' has no attribute {name!r}"
-    if name in _OF_ROCKETMQ:
-        raise AttributeError(f"{unknown}: RocketMQ's {name} is {_OF_ROCKETMQ[name]} here")
+    if name in _ROCKETMQ_NAMES:
+        raise AttributeError(f"{unknown}: RocketMQ's {name} is {_ROCKETMQ_NAMES[name]} here")
     for module in () if name.startswith("_") else _MODULES:
         if name in getattr(importlib.import_module(f"rmq_spark.{module}"), "__all__", ()):
             raise AttributeError(f"{unknown}: it is rmq_spark.{module}.{name}")

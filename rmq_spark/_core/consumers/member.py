@@ -51,7 +51,7 @@ BACKOFF_S_MAX = 30.0
 NOT_PLACED = "delayed messages were not placed"
 FATAL = (GroupInUseError, NotACommitLogError, ListenerError)
 """Errors after which another try would fail the same way."""
-OF_SOME_QUEUES = (CorruptLogError, OffsetOutOfRangeError)
+QUEUE_ERRORS = (CorruptLogError, OffsetOutOfRangeError)
 """Damage that may affect only some queues."""
 FETCH_PAUSE_S_MIN = 1.0
 
@@ -370,7 +370,7 @@ class GroupMember:
         """Fetch as :meth:`fetch` does. Of several queues, only those that cannot be read pause for a while."""
         try:
             return self.fetch()
-        except OF_SOME_QUEUES:
+        except QUEUE_ERRORS:
             self.engine.refresh()  # raises when the damage affects all queues
         with self.changed:
             queues = [queue for queue in self.queues.values() if queue.is_open]
@@ -378,7 +378,7 @@ class GroupMember:
         for queue in queues:
             try:
                 fetched |= self.fetch(queue)
-            except OF_SOME_QUEUES as problem:
+            except QUEUE_ERRORS as problem:
                 self._pause_fetches(queue, problem)
         return fetched
 
@@ -428,7 +428,7 @@ class GroupMember:
 
 def _problem_text(problem: Exception) -> str:
     """Return a problem as text for a log message: a foreseen one's sentence, or another one's traceback."""
-    foreseen = (StorageError, *OF_SOME_QUEUES)
+    foreseen = (StorageError, *QUEUE_ERRORS)
     return redacted(str(problem)) if isinstance(problem, foreseen) else traceback_of(problem)
 
 

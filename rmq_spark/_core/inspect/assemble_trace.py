@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 LOOKS = 3
 """Number of tries, because a half batch may leave while it is read."""
-IN_MESSAGES = (
+TRACED_COLUMNS = (
     "half_id", "file_no", "row_no", "attempt", "topic", "queue_id", "queue_offset", "commit_timestamp", "op_version",
     "producer_group", "transaction_per", "store_timestamp",
 )  # fmt: skip
@@ -382,7 +382,7 @@ def _not_found(engine: Engine, target: _Target) -> HalfBatchNotFoundError:
 
 
 def _visible_messages(engine: Engine, target: _Target, archived: Archived | None) -> pa.Table:
-    """Return the traced messages in the table ``messages``, with the columns :data:`IN_MESSAGES`."""
+    """Return the traced messages in the table ``messages``, with the columns :data:`TRACED_COLUMNS`."""
     table = engine.messages_table
     with engine.lock:
         table.refresh()
@@ -402,6 +402,6 @@ def _visible_messages(engine: Engine, target: _Target, archived: Archived | None
         where &= (pc.field("file_no") == target.address[0]) & (pc.field("row_no") == target.address[1])
     elif target.transaction_id is not None:
         where &= pc.field("transaction_id") == target.transaction_id
-    rows = table.read(actions["path"].to_pylist(), IN_MESSAGES, where)
+    rows = table.read(actions["path"].to_pylist(), TRACED_COLUMNS, where)
     return rows.sort_by([("op_version", "ascending"), ("topic", "ascending"), ("queue_id", "ascending"),
                           ("queue_offset", "ascending")])  # fmt: skip

@@ -15,7 +15,7 @@ from rmq_spark._core.protocol.own_sends import resend_name
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX
 from rmq_spark._core.vocabulary.queues import Queue
 
-OF_PROGRESS = ("updated", "updated_by", "suspended_until", "owner", "generation")
+PROGRESS_COLUMNS = ("updated", "updated_by", "suspended_until", "owner", "generation")
 """Columns of the table ``groups`` that a queue's lag repeats."""
 QueueOffset = tuple[Queue, int]
 """One offset of one queue."""
@@ -45,7 +45,7 @@ def queue_lags(
     Returns
     -------
     list of dict
-        ``consumer_group, topic, queue_id, next_offset, end_offset, lag, lag_seconds``, and :data:`OF_PROGRESS`.
+        ``consumer_group, topic, queue_id, next_offset, end_offset, lag, lag_seconds``, and :data:`PROGRESS_COLUMNS`.
     """
     known = {(row["consumer_group"], (row["topic"], row["queue_id"])): row for row in progress}
     names = sorted({(row["consumer_group"], row["topic"]) for row in progress})
@@ -62,7 +62,7 @@ def queue_lags(
             "end_offset": tails.get(queue, 0),
             "lag": max(0, tails.get(queue, 0) - first_unread[1]),
             "lag_seconds": max(0.0, (now - times[first_unread]).total_seconds()) if first_unread in times else 0.0,
-            **{name: known.get((group, queue), {}).get(name) for name in OF_PROGRESS},
+            **{name: known.get((group, queue), {}).get(name) for name in PROGRESS_COLUMNS},
         }
         for (group, queue), first_unread in unread.items()
     ]

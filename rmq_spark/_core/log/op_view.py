@@ -21,7 +21,7 @@ from rmq_spark._core.vocabulary.times import EPOCH
 from rmq_spark.errors import CorruptLogError
 
 CHUNKS_MAX = 64
-_OF_EACH_MARK = ("low_water", "since_version", "tails", "below", "reopened_ms")
+_MARK_COLUMNS = ("low_water", "since_version", "tails", "below", "reopened_ms")
 """Columns that every mark fills."""
 
 Tails = Mapping[Queue, int]
@@ -241,7 +241,7 @@ def _open_below(entry: Mapping[str, Any], mark: Mapping[str, Any]) -> OpenBelow:
 def _newest_mark(marks: pa.Table) -> dict[str, Any]:
     """The last of these mark rows, in version order. Raises CorruptLogError when it lacks what every mark has."""
     newest: dict[str, Any] = marks.slice(marks.num_rows - 1).to_pylist()[0]
-    lacks = [name for name in _OF_EACH_MARK if newest[name] is None]
+    lacks = [name for name in _MARK_COLUMNS if newest[name] is None]
     if lacks or any(None in tail.values() for tail in newest["tails"]):
         raise CorruptLogError(
             f"table op has a mark at version {newest['version']} without {lacks[0] if lacks else 'whole tails'}: it "

@@ -48,7 +48,7 @@ GATHERS_FOR = 3
 """It waits at most as long as this many commits take."""
 GATHERS_S_MAX = 0.25
 """It waits at most this many seconds, and not at all when it starts later than this after a commit."""
-OF_ONE = (LostStagedFileError, CorruptLogError)
+SINGLE_BATCH_ERRORS = (LostStagedFileError, CorruptLogError)
 """Errors that one half batch of a commit causes. The half batches are then committed one by one."""
 
 Request = TypeVar("Request")
@@ -326,7 +326,7 @@ class CommitQueue(Generic[Request, Result]):
             answers = self._commit([entry.request for entry in group])
             for entry, answer in zip(group, answers, strict=True):
                 entry.answer = answer
-        except OF_ONE as problem:
+        except SINGLE_BATCH_ERRORS as problem:
             if len(group) > 1:
                 for entry in group:
                     self._answer([entry])

@@ -25,7 +25,7 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
 )
 
-OF_THE_LOG = (
+LOG_ERRORS = (
     StorageError, CommitError, ClockError, CorruptLogError, NotACommitLogError, LogFormatError, OSError, MemoryError,
 )  # fmt: skip
 """Errors of the log and its store. After the prepare they leave the half batch pending, and do not tell its outcome."""

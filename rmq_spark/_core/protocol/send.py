@@ -45,7 +45,7 @@ from rmq_spark._core.protocol.identity import Lineage
 from rmq_spark._core.protocol.leases import LeaseKeeper
 from rmq_spark._core.protocol.limits import NO_LIMITS, PendingGuard, PendingLimits
 from rmq_spark._core.protocol.observe import tell_not_sent, tell_sent
-from rmq_spark._core.protocol.outcome import OF_THE_LOG, Outcome, Run, left_open, outcome_of_left
+from rmq_spark._core.protocol.outcome import LOG_ERRORS, Outcome, Run, left_open, outcome_of_left
 from rmq_spark._core.protocol.replay import Replays, following
 from rmq_spark._core.protocol.split import Split, split_by_verdict
 from rmq_spark._core.protocol.steps import Decide, Execute, Executed, MayBlock, Prepare, Sleep, Step, Steps, finish
@@ -236,7 +236,7 @@ class TwoPhase:
                 # A name that is not numbered is found by its name alone, so it is there.
                 record = self._replays.find(header) if header.numbered else self._replays.require(header)
                 is_replay = record is not None
-            except OF_THE_LOG as problem:  # its commit may have been made
+            except LOG_ERRORS as problem:  # its commit may have been made
                 yield MayBlock()
                 self._replays.require_not_prepared(header, problem)
                 raise
@@ -257,7 +257,7 @@ class TwoPhase:
             if left.archived is None:
                 raise
             return outcome_of_left(record, left.archived)
-        except OF_THE_LOG as problem:
+        except LOG_ERRORS as problem:
             raise left_open(run, problem) from cause_of(problem)
         return run.outcome
 
