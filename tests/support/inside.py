@@ -81,7 +81,7 @@ _LIVES_IN = {
     "rmq_spark._core.reads.offsets": "Positions from_checkpoint from_json parse_offsets parse_timestamp to_json",
     "rmq_spark._core.reads.option_names": "SOURCE_OPTIONS",
     "rmq_spark._core.reads.read_options": "ReadOptions Subscription parse_tags read_options",
-    "rmq_spark._core.reads.plan": "Planner admit split",
+    "rmq_spark._core.reads.plan": "Planner admit partition_ranges",
     "rmq_spark._core.report.report_figures": "figures_of",
     "rmq_spark._core.inspect.finding": "Level",
     "rmq_spark._core.report.page": "page",

@@ -157,6 +157,6 @@ def _is_worth_compressing(body: pa.ChunkedArray) -> bool:
     rows = len(body)
     if rows <= SAMPLES * SAMPLE_ROWS:
         return True  # too few to cost time
-    parts = [body.slice(rows * i // SAMPLES, SAMPLE_ROWS) for i in range(SAMPLES)]
-    sample = b"".join(text for part in parts for text in pc.binary_slice(part, 0, SAMPLE_BYTES).to_pylist())
+    slices = [body.slice(rows * i // SAMPLES, SAMPLE_ROWS) for i in range(SAMPLES)]
+    sample = b"".join(text for piece in slices for text in pc.binary_slice(piece, 0, SAMPLE_BYTES).to_pylist())
     return len(pa.compress(sample, COMPRESSION, asbytes=True)) <= (1 - SAVED_MIN) * len(sample)

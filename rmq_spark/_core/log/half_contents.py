@@ -46,15 +46,17 @@ class HalfContents:
         wanted_names = pa.array(sorted(names), pa.string())
         outside = pc.or_(pc.less(high, wanted_names[0]), pc.greater_equal(low, after_name(wanted_names[-1].as_py())))
         near = actions.append_column("one", is_single).filter(pc.invert(pc.fill_null(outside, False)))
-        parts = [near.filter(near["one"])["min.half_id"]]
+        id_columns = [near.filter(near["one"])["min.half_id"]]
         shared_paths = near.filter(pc.invert(near["one"]))["path"].to_pylist()
         problem: CorruptLogError | None = None
         for path in shared_paths:
             try:
-                parts.append(self.shared.of(path)["half_id"])
+                id_columns.append(self.shared.of(path)["half_id"])
             except CorruptLogError as lost:
                 problem = lost
-        ids = pa.chunked_array([chunk for part in parts for chunk in pc.cast(part, pa.string()).chunks], pa.string())
+        ids = pa.chunked_array(
+            [chunk for column in id_columns for chunk in pc.cast(column, pa.string()).chunks], pa.string()
+        )
         ids = ids.filter(pc.is_in(names_of(ids), value_set=wanted_names))
         named = {name_of(half_id): half_id for half_id in ids.to_pylist()}
         if problem is not None and len(named) < len(wanted_names):
@@ -90,17 +92,17 @@ class HalfContents:
         is_single, low = single_batch_files(actions)
         is_single = pc.and_(is_single, pc.is_valid(actions["num_records"]))
         files = pa.table({"half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"]})
-        parts = [files.filter(is_single)]
+        tables = [files.filter(is_single)]
         details = actions.select(["path", "modification_time", "num_records"]).filter(pc.invert(is_single)).to_pylist()
         shared = {file["path"]: file for file in details}
         for path, batches in self.shared.readable(shared):
             ms = pa.repeat(pa.scalar(shared[path]["modification_time"], pa.int64()), batches.num_rows)
-            parts.append(batches.append_column("ms", ms).select(files.schema.names))
+            tables.append(batches.append_column("ms", ms).select(files.schema.names))
         unreadable = [
             UnreadableFile(path, shared[path]["modification_time"], shared[path]["num_records"], problem)
             for path, problem in self.shared.problems(shared).items()
         ]
-        groups = pa.concat_tables(parts).group_by("half_id", use_threads=False)
+        groups = pa.concat_tables(tables).group_by("half_id", use_threads=False)
         totals = groups.aggregate([("ms", "max"), ("rows", "sum")])
         totals = totals.select(["half_id", "ms_max", "rows_sum"]).rename_columns(files.schema.names)
         return PreparedBatches(totals, unreadable)

@@ -205,12 +205,14 @@ class HalfTable:
             raise problem
         return record
 
-    def _record_from(self, half_id: str, parts: Sequence[tuple[Mapping[str, Any], pa.Table]]) -> HalfRecord | None:
+    def _record_from(
+        self, half_id: str, files_with_rows: Sequence[tuple[Mapping[str, Any], pa.Table]]
+    ) -> HalfRecord | None:
         """The record of a half batch, from the files that may hold it, each with its rows there; None without rows."""
         files: dict[int, StoredFile] = {}
         header: HalfHeader | None = None
         prepared_ms = staged_ms = 0
-        for action, rows in parts:
+        for action, rows in files_with_rows:
             if action["min.half_id"] == half_id == action["max.half_id"]:
                 require_count(rows.num_rows, action["num_records"], action["path"], "half")
             if rows.num_rows == 0:
@@ -242,7 +244,7 @@ class HalfTable:
         single = actions.filter(pc.and_(is_single, pc.is_in(low, value_set=ids))).to_pylist()
         large = {a["min.half_id"] for a in single if a["num_records"] is None or a["num_records"] > rows_max}
         single = [a for a in single if a["min.half_id"] not in large]
-        parts: dict[str, list[tuple[Mapping[str, Any], pa.Table]]] = {}
+        files_of: dict[str, list[tuple[Mapping[str, Any], pa.Table]]] = {}
         rows = self.table.read([a["path"] for a in single], SMALL_COLUMNS)
         if rows["half_id"].to_pylist() != [a["min.half_id"] for a in single for _ in range(a["num_records"])]:
             wrong = _first_of_others(single, rows["half_id"])
@@ -251,9 +253,9 @@ class HalfTable:
             )
         start = 0
         for action in single:
-            part = rows.slice(start, action["num_records"])
+            rows_of_file = rows.slice(start, action["num_records"])
             start += action["num_records"]
-            parts.setdefault(action["min.half_id"], []).append((action, part))
+            files_of.setdefault(action["min.half_id"], []).append((action, rows_of_file))
         shared = {action["path"]: action for action in actions.filter(pc.invert(is_single)).to_pylist()}
         for path, batches in self.contents.shared.readable(shared):
             action = shared[path]
@@ -268,12 +270,14 @@ class HalfTable:
             for position, half_id in enumerate(file_rows["half_id"].to_pylist()):
                 positions.setdefault(half_id, []).append(position)
             for half_id in own_ids:
-                parts.setdefault(half_id, []).append((action, file_rows.take(positions[half_id])))
+                files_of.setdefault(half_id, []).append((action, file_rows.take(positions[half_id])))
         small: dict[str, tuple[HalfRecord, pa.Table]] = {}
         for half_id in half_ids:
-            batch_rows = pa.concat_tables([part for _, part in parts.get(half_id, ())] or [rows.slice(0, 0)])
+            batch_rows = pa.concat_tables(
+                [rows_of_file for _, rows_of_file in files_of.get(half_id, ())] or [rows.slice(0, 0)]
+            )
             if half_id not in large and 0 < batch_rows.num_rows <= rows_max:
-                record = self._record_from(half_id, parts[half_id])
+                record = self._record_from(half_id, files_of[half_id])
                 if record is not None:
                     in_order = [("file_no", "ascending"), ("row_no", "ascending")]
                     small[half_id] = record, batch_rows.sort_by(in_order) if batch_rows.num_rows > 1 else batch_rows
@@ -332,15 +336,17 @@ class HalfTable:
         file_rows = self._shared_rows(paths.pop()) if len(paths) == 1 else None
         if file_rows is None:
             return self.read(record, rows, ["deliver_at"])["deliver_at"].combine_chunks()
-        part = file_rows.filter(pc.equal(file_rows["half_id"], record.half_id))
-        part = part.sort_by([("file_no", "ascending"), ("row_no", "ascending")]) if part.num_rows > 1 else part
+        own_rows = file_rows.filter(pc.equal(file_rows["half_id"], record.half_id))
+        own_rows = (
+            own_rows.sort_by([("file_no", "ascending"), ("row_no", "ascending")]) if own_rows.num_rows > 1 else own_rows
+        )
         bits = b"".join(rows.get(n) or bytes(file.rows) for n, file in record.files.items())
-        return part["deliver_at"].combine_chunks().filter(booleans_of(bits))
+        return own_rows["deliver_at"].combine_chunks().filter(booleans_of(bits))
 
     def read(self, record: HalfRecord, rows: RowSet, columns: Sequence[str]) -> pa.Table:
         schema = pa.schema([HALF_SCHEMA.field(c) for c in columns])
-        parts = [part for wanted in ranges_of(record, rows) for _, part in self.read_range(wanted, columns)]
-        return pa.concat_tables([p.cast(schema) for p in parts]) if parts else schema.empty_table()
+        tables = [table for wanted in ranges_of(record, rows) for _, table in self.read_range(wanted, columns)]
+        return pa.concat_tables([t.cast(schema) for t in tables]) if tables else schema.empty_table()
 
     def read_range(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None

@@ -190,14 +190,14 @@ class HalfWriter:
 
     # ------------------------------------------------------------------ one file
     def _write_file(
-        self, fs: pafs.FileSystem, folder: str, partition: int, part: int, batches: list[pa.RecordBatch]
+        self, fs: pafs.FileSystem, folder: str, partition: int, number: int, batches: list[pa.RecordBatch]
     ) -> HalfFile:
-        if part >= FILES_PER_PARTITION_MAX:
+        if number >= FILES_PER_PARTITION_MAX:
             raise MessageError(
                 f"partition {partition} holds more than {FILES_PER_PARTITION_MAX} files of "
                 f"{FILE_BYTES_MAX} bytes: repartition the batch"
             )
-        return self.rows_of(pa.Table.from_batches(batches), partition * FILES_PER_PARTITION_MAX + part).write(
+        return self.rows_of(pa.Table.from_batches(batches), partition * FILES_PER_PARTITION_MAX + number).write(
             fs, folder
         )
 
@@ -212,15 +212,15 @@ class HalfWriter:
     def arrange(self, messages: pa.Table, file_no: int) -> tuple[pa.Table, tuple[Segment, ...]]:
         """Rows of ``half`` in (topic, queue, arrival) order, and the segment of each queue."""
         by_topic = [(t, _rows_where(messages, "topic", t)) for t in sorted(pc.unique(messages["topic"]).to_pylist())]
-        parts: list[pa.Table] = []
+        tables: list[pa.Table] = []
         segments: list[Segment] = []
         first = 0
-        for topic, part in by_topic:
-            for queue_id, rows in self._by_queue(topic, part, file_no):
+        for topic, topic_rows in by_topic:
+            for queue_id, rows in self._by_queue(topic, topic_rows, file_no):
                 segments.append(Segment(topic, queue_id, first, first + rows.num_rows - 1))
-                parts.append(rows)
+                tables.append(rows)
                 first += rows.num_rows
-        rows_in_order = pa.concat_tables(parts)
+        rows_in_order = pa.concat_tables(tables)
         count = rows_in_order.num_rows
         types = {name: HALF_SCHEMA.field(name).type for name in HEADER_COLUMNS}
         constants = {name: repeated(getattr(self.header, name), type_, count) for name, type_ in types.items()}
@@ -246,16 +246,16 @@ class HalfWriter:
         """The current time, in the type of ``store_timestamp``."""
         return pa.scalar(int(self.runtime.time() * 1_000_000), TIMESTAMP)
 
-    def _by_queue(self, topic: str, part: pa.Table, file_no: int) -> list[tuple[int, pa.Table]]:
+    def _by_queue(self, topic: str, topic_rows: pa.Table, file_no: int) -> list[tuple[int, pa.Table]]:
         """The topic's rows, queue by queue. Rows that choose no queue are dealt out in even slices."""
-        chosen = pc.is_valid(part["queue_id"])
+        chosen = pc.is_valid(topic_rows["queue_id"])
         if pc.all(chosen).as_py():
-            unassigned, assigned = part.slice(0, 0), part
+            unassigned, assigned = topic_rows.slice(0, 0), topic_rows
         elif not pc.any(chosen).as_py():
-            unassigned, assigned = part, part.slice(0, 0)
+            unassigned, assigned = topic_rows, topic_rows.slice(0, 0)
         else:
-            part = part.append_column(_ARRIVAL, arange(part.num_rows))
-            unassigned, assigned = part.filter(pc.invert(chosen)), part.filter(chosen)
+            topic_rows = topic_rows.append_column(_ARRIVAL, arange(topic_rows.num_rows))
+            unassigned, assigned = topic_rows.filter(pc.invert(chosen)), topic_rows.filter(chosen)
         queues = self.topics[topic]
         slices = min(queues, unassigned.num_rows)
         # Each application, batch and file begins at another queue, so that small batches, small partitions and single
@@ -269,7 +269,7 @@ class HalfWriter:
             for queue_id in pc.unique(assigned["queue_id"]).to_pylist():
                 pieces.setdefault(queue_id, []).append(_rows_where(assigned, "queue_id", queue_id))
         queues_in_order = [(q, pa.concat_tables(pieces[q])) for q in sorted(pieces)]
-        if _ARRIVAL in part.column_names:
+        if _ARRIVAL in topic_rows.column_names:
             queues_in_order = [(q, rows.sort_by(_ARRIVAL).drop_columns([_ARRIVAL])) for q, rows in queues_in_order]
         return queues_in_order
 

@@ -137,8 +137,8 @@ class OpReader:
         # The reader does not filter: it would skip rows by a footer's statistics, which have no checksum
         # against flipped bits.
         written = {} if self._awaited is None else self._awaited.written
-        parts = [read_op(self.table, unread)] if (unread := [p for p in paths if p not in written]) else []
-        rows = pa.concat_tables([NO_OPS, *parts, *(written[p] for p in paths if p in written)])
+        unwritten = [read_op(self.table, unread)] if (unread := [p for p in paths if p not in written]) else []
+        rows = pa.concat_tables([NO_OPS, *unwritten, *(written[p] for p in paths if p in written)])
         between = pc.and_(pc.greater_equal(rows["version"], first), pc.less_equal(rows["version"], last))
         return rows.filter(between).sort_by("version")
 

@@ -171,7 +171,7 @@ def home(figures: Figures, findings: Sequence[Finding], typed: str, more: str = 
             content = folded(folds, rows, content, f"The newest {len(rows)} of {total:,}")
         return framed(title, f"{hint}.", content, wide=True)
 
-    parts = [
+    cards = [
         half_batches("In conflict", "Two verdicts contradict each other: find out which is true", figures.conflicts,
                      len(now.conflicts), "txmq conflicts"),
         half_batches("Quarantined", "Checks gave up, and nobody sees these messages", figures.quarantined,
@@ -188,7 +188,7 @@ def home(figures: Figures, findings: Sequence[Finding], typed: str, more: str = 
     waiting = (now.conflicts, now.quarantined, now.pending)
     ids = {row["half_id"] for rows in waiting for row in rows if row["half_id"]} if has_links else ()
     top = headline(findings, {half_id: half_address(half_id) for half_id in ids})
-    return f'{top}\n{tiles(figures)}\n<div class="grid">{"".join(parts)}</div>'
+    return f'{top}\n{tiles(figures)}\n<div class="grid">{"".join(cards)}</div>'
 
 
 def _address(row: Mapping[str, Any]) -> str | None:
@@ -277,7 +277,7 @@ def half_batch(
     unknown = "".join(f"<li>not known: {escape(sentence)}</li>" for sentence in trace.unknown)
     more = f'<ul class="later">{waits}{unknown}</ul>' if waits or unknown else ""
     name = trace.transaction_id or trace.message_id or trace.half_id
-    parts = [
+    cards = [
         f'<h2 class="id">{escape(name)}</h2>{_facts(trace, now)}{more}',
         framed("What to do", "", "".join(f'<p class="do">{commands(line)}</p>' for line in advice), wide=True)
         if advice
@@ -286,7 +286,7 @@ def half_batch(
         framed("From the prepare on", "Each step ends so long after the prepare.", waterfall(trace, now), wide=True),
         _transactions(trace, transactions) if transactions else "",
     ]
-    return f'<div class="grid one">{"".join(parts)}</div>'
+    return f'<div class="grid one">{"".join(cards)}</div>'
 
 
 def _facts(trace: Trace, now: datetime) -> str:
@@ -461,7 +461,7 @@ def found(rows: Sequence[Mapping[str, Any]], more: str, readers: Readers, bodies
     bodies : sequence of str, optional
         The bodies as text; None when they are hidden.
     """
-    parts = []
+    cards = []
     for number, row in enumerate(rows):
         offset, at, half = row["queue_offset"], row["commit_timestamp"], escape(half_address(row["half_id"]))
         facts = {
@@ -478,13 +478,13 @@ def found(rows: Sequence[Mapping[str, Any]], more: str, readers: Readers, bodies
         items = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items() if text)
         body = "" if bodies is None else f"<pre>{_lines(bodies[number])}</pre>"
         advised = ", which says what to do" if row["state"] in OPEN_STATES else ""
-        parts.append(
+        cards.append(
             f'<section class="card wide"><h2 class="id">{escape(row["msg_id"])}</h2><dl class="facts">'
             f"<dt>state</dt><dd>{_state(row)}</dd>{items}"
             f'<dt>half batch</dt><dd><a href="{half}">{escape(row["half_id"])}</a>{advised}</dd></dl>{body}</section>'
         )
     last = f'<p class="more">There are more: {commands(more)}</p>' if more else ""
-    return f'<div class="grid one">{"".join(parts)}</div>{last}'
+    return f'<div class="grid one">{"".join(cards)}</div>{last}'
 
 
 def _state(row: Mapping[str, Any]) -> str:

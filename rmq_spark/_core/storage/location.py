@@ -141,12 +141,12 @@ def _checked_uri(uri: str) -> str:
             "errors: leave it out, and give credentials as storage options"
         )
     try:
-        parts = urlsplit(uri)
+        url = urlsplit(uri)
     except ValueError as problem:
         raise OptionError(f"path {uri!r} is not a URI: {problem}") from problem
-    if parts.scheme.lower() in _BUCKET_SCHEMES and not parts.netloc:
-        raise OptionError(f"path {uri!r} names no bucket: {parts.scheme}://<bucket>/<folder> is expected")
-    _require_characters(unquote(parts.netloc + parts.path), uri)
+    if url.scheme.lower() in _BUCKET_SCHEMES and not url.netloc:
+        raise OptionError(f"path {uri!r} names no bucket: {url.scheme}://<bucket>/<folder> is expected")
+    _require_characters(unquote(url.netloc + url.path), uri)
     return uri.rstrip("/")
 
 

@@ -141,9 +141,9 @@ class Stripper:
         if dry_run:
             return True
         has_no_op_rows = file.inside.num_rows == 1 and pc.all(has_payload).as_py()
-        parts = self._row_groups(file) if has_no_op_rows else [table.read([file.path])]
+        tables = self._row_groups(file) if has_no_op_rows else [table.read([file.path])]
         keys = drained[name].combine_chunks()
-        stripped = [_without_payload(part, pc.is_in(part[name], value_set=keys)) for part in parts]
+        stripped = [_without_payload(rows, pc.is_in(rows[name], value_set=keys)) for rows in tables]
         if not stripped:  # another process has stripped the file since we looked
             return False
         written = table.write(pa.concat_tables(stripped))
@@ -164,7 +164,7 @@ class Stripper:
         for file_no, stored in half.get(half_id).files.items():
             if stored.path == file.path:
                 whole_file = RowRange(file.path, half_id, file_no, count, ((0, count - 1),))
-                yield from (part for _, part in half.table.read_range(whole_file, HALF_SCHEMA.names))
+                yield from (rows for _, rows in half.table.read_range(whole_file, HALF_SCHEMA.names))
 
 
 def _without_payload(rows: pa.Table, is_drained: pa.ChunkedArray) -> pa.Table:
