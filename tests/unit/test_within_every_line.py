@@ -42,7 +42,7 @@ LOCKING = (
     "_core/producer/admission.py",
     "_core/runtime/pools.py",
 )
-AGAIN = ("_next", "_group", "_gets_more", "_work_off")
+AGAIN = ("_next_group", "_take_group", "_gets_more", "_work_off")
 """What comes to another end the second time: then nothing is left to do."""
 TIMES = 4
 

@@ -50,7 +50,7 @@ class HalfTable:
     def write_shared(self, several: Sequence[HalfRows]) -> list[HalfFile]:
         rows = together(several)
         data = self.table.write(rows)
-        self.contents.shared.keep(data.path, counted(rows["half_id"]))
+        self.contents.shared.remember(data.path, counted(rows["half_id"]))
         return [half_rows.in_file(data) for half_rows in several]
 
     def prepare(

@@ -52,7 +52,7 @@ class SharedFiles:
             if ids.null_count:
                 raise CorruptLogError(f"{path} has a row without half_id: table half was changed by hand")
             batches = counted(ids)
-            self.keep(path, batches)
+            self.remember(path, batches)
         else:
             self._kept.move_to_end(path)
         return batches
@@ -83,7 +83,7 @@ class SharedFiles:
         batches = self._kept.get(path)
         return batches is not None and 0 < (pc.sum(batches["rows"]).as_py() or 0) <= rows_max
 
-    def keep(self, path: str, found: pa.Table) -> None:
+    def remember(self, path: str, found: pa.Table) -> None:
         self._kept[path] = found
         self._ids += found.num_rows
         while self._ids > IDS_KEPT_MAX and len(self._kept) > 1:

@@ -244,8 +244,8 @@ class Lineage:
         self._folder = folder
 
     def contains(self, batch_id: int, input_hash: str) -> bool:
-        """Whether this batch was sent from the checkpoint: its offsets have this hash, or :meth:`keep` recorded it.
-        OptionError: the checkpoint cannot be read."""
+        """Whether this batch was sent from the checkpoint: its offsets have this hash, or it was recorded by
+        :meth:`record`. OptionError: the checkpoint cannot be read."""
         try:
             offsets = self._folder.read(f"offsets/{batch_id}")
             if offsets is not None and input_hash_of(offsets) == input_hash:
@@ -254,7 +254,7 @@ class Lineage:
         except OSError as problem:
             raise _unreadable(self._folder.name, problem) from cause_of(problem)
 
-    def keep(self, batch_id: int, input_hash: str) -> None:
+    def record(self, batch_id: int, input_hash: str) -> None:
         """Record the last batch that was sent. When the checkpoint cannot be written to, a warning is logged."""
         try:
             if self._last_batch() != (batch_id, input_hash):

@@ -67,7 +67,7 @@ class Run:
     numbered: bool = True
     unknown_because: str | None = None
 
-    def keep(self, attempt: int, placed: Sequence[Placed]) -> None:
+    def add_placed(self, attempt: int, placed: Sequence[Placed]) -> None:
         """Add the messages that a decision made visible to the outcome."""
         self.outcome.placed += placed
         visible = sum(p.count for p in placed if p.half_id == self.record.half_id)

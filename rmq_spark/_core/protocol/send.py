@@ -48,7 +48,7 @@ from rmq_spark._core.protocol.observe import tell_not_sent, tell_sent
 from rmq_spark._core.protocol.outcome import LOG_ERRORS, Outcome, Run, left_open, outcome_of_left
 from rmq_spark._core.protocol.replay import Replays, following
 from rmq_spark._core.protocol.split import Split, split_by_verdict
-from rmq_spark._core.protocol.steps import Decide, Execute, Executed, MayBlock, Prepare, Sleep, Step, Steps, finish
+from rmq_spark._core.protocol.steps import Decide, Execute, Executed, MayBlock, Prepare, Sleep, Step, Steps, run_all
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.log_records import of_batch, of_header
 from rmq_spark._core.runtime.spans import settling
@@ -177,7 +177,7 @@ class TwoPhase:
         reach("send begins", header=header)
         began_s = self.engine.runtime.monotonic()
         try:
-            outcome = finish(self.steps(header, stage, arg, lineage), self.do)
+            outcome = run_all(self.steps(header, stage, arg, lineage), self.run_step)
         except Exception as problem:
             tell_not_sent(self.engine, header.producer_group, problem)
             raise
@@ -185,8 +185,8 @@ class TwoPhase:
         reach("sent", header=header)
         return outcome
 
-    def do(self, step: Step) -> Any:
-        """Do one step in this thread, and return its answer."""
+    def run_step(self, step: Step) -> Any:
+        """Run one step in this thread, and return its answer."""
         match step:
             case Prepare():
                 (result,) = self.commits.prepare([step])
@@ -226,7 +226,7 @@ class TwoPhase:
                 files = stage()
                 if not files:
                     if lineage is not None and last is not None and last.input_hash is not None:
-                        lineage.keep(last.batch_id, last.input_hash)
+                        lineage.record(last.batch_id, last.input_hash)
                     return Outcome()
             # 2 prepare
             try:
@@ -286,7 +286,7 @@ class TwoPhase:
                 counts = split.commit.count, split.rollback.count
                 extra = of_header(run.record.header, attempt)
                 logger.debug(text, run.record.half_id, attempt, *counts, who, extra=extra)
-            run.keep(attempt, placed)
+            run.add_placed(attempt, placed)
         if who is Who.EXECUTE:
             reach("decided", header=run.record.header, attempt=attempt)
         return bool(split.unknown)

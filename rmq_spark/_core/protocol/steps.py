@@ -1,4 +1,4 @@
-"""The steps of a send. :mod:`rmq_spark._core.protocol.send` yields them in their order, and a driver does them."""
+"""The steps of a send. :mod:`rmq_spark._core.protocol.send` yields them in their order, and a driver runs them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Decide(NamedTuple):
 
 
 class MayBlock(NamedTuple):
-    """From here on the send reads tables and may sleep. So a driver gives it a thread of its own."""
+    """From here on the send reads tables and may sleep. So a driver gives the send a thread of its own."""
 
 
 class Sleep(NamedTuple):
@@ -64,9 +64,9 @@ Step: TypeAlias = Prepare | Execute | Decide | MayBlock | Sleep
 Steps: TypeAlias = Generator[Step, Any, Outcome]
 
 
-def finish(steps: Steps, do: Callable[[Step], Any]) -> Outcome:
-    """Do every step in this thread, from where the steps are, and return the outcome of the half batch. ``do`` does one
-    step, and returns its answer."""
+def run_all(steps: Steps, run_step: Callable[[Step], Any]) -> Outcome:
+    """Run every step that is left in this thread, and return the outcome of the half batch. ``run_step`` runs one step,
+    and returns its answer."""
     answer, problem = None, None
     while True:
         try:
@@ -75,6 +75,6 @@ def finish(steps: Steps, do: Callable[[Step], Any]) -> Outcome:
             outcome: Outcome = end.value
             return outcome
         try:
-            answer, problem = do(step), None
+            answer, problem = run_step(step), None
         except BaseException as raised:
             answer, problem = None, raised

@@ -203,7 +203,7 @@ class TransactionalSink:
             )
         if identity.lineage is not None and identity.input_hash is not None and self.last_outcome.record is not None:
             # A function may skip its sink for batches without messages, and Spark may clean up offsets meanwhile.
-            identity.lineage.keep(batch_id, identity.input_hash)
+            identity.lineage.record(batch_id, identity.input_hash)
         _sent[self.engine.path, header.app_id] = sending
 
     def _identity(self, batch_df: DataFrame, batch_id: int) -> Identity:

@@ -1713,18 +1713,18 @@ def _reversed_rows() -> Iterator[None]:
     listener="fenced",
 )
 def _reported_early() -> Iterator[None]:
-    send, do = TwoPhase.send, TwoPhase.do
+    send, run_step = TwoPhase.send, TwoPhase.run_step
 
     def later(self: TwoPhase, step: Any) -> Any:
         if not isinstance(step, Decide):
-            return do(self, step)
+            return run_step(self, step)
         log = self.engine
         assert isinstance(log, SimulatedEngine)
         turns = log.world.scheduler
 
         def work() -> None:
             turns.sleep(log.world.chance.choice((0.0, 5.0, 50.0)))
-            do(TwoPhase(log.another(), self.listener), step)
+            run_step(TwoPhase(log.another(), self.listener), step)
 
         assert turns.current is not None
         turns.spawn(turns.current.process, work)
@@ -1735,7 +1735,7 @@ def _reported_early() -> Iterator[None]:
         outcome.messages = {RowState.COMMITTED: 1}
         return outcome
 
-    with replaced((TwoPhase, "do", later), (TwoPhase, "send", at_once)):
+    with replaced((TwoPhase, "run_step", later), (TwoPhase, "send", at_once)):
         yield
 
 
