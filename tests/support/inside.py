@@ -56,7 +56,7 @@ _LIVES_IN = {
     "rmq_spark._core.log.op": "Kind OP_SCHEMA OpRow Who op_table=to_table",
     "rmq_spark._core.log.ledger": "Ledger",
     "rmq_spark._core.log.prepared_batches": "PreparedBatches",
-    "rmq_spark._core.log.second_look": "BELIEVED_S LOOK_INTERVAL_S",
+    "rmq_spark._core.log.clock_doubt": "BELIEVED_S LOOK_INTERVAL_S",
     "rmq_spark._core.log.staged_batches": "Shared Staged",
     "rmq_spark._core.log.topics": "TOPICS_SCHEMA",
     "rmq_spark._core.messages": "drain",

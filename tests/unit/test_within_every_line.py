@@ -136,7 +136,7 @@ def interrupted(
 @pytest.fixture(autouse=True)
 def _closes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long each of the producers takes to close."""
-    set_limits(monkeypatch, POOLS_LINGER_S=0.001, LEASES_LINGER_S=0.001, GATHERS_S_MAX=0.002)
+    set_limits(monkeypatch, POOLS_LINGER_S=0.001, LEASES_LINGER_S=0.001, GATHER_S_MAX=0.002)
 
 
 def test_a_send_before_any_line_of_another_one_is_sent(log: CommitLog) -> None:

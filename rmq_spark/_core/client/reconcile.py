@@ -274,7 +274,7 @@ class Reconciler:
             naming=Naming.KEY if stream is None else Naming.COUNTED,
         )
         engine = self.engine
-        writer = engine.with_runtime(HalfWriter(header, engine.topics(), None, None, engine.topic_store.seen().fifo))
+        writer = engine.with_runtime(HalfWriter(header, engine.topics(), None, None, engine.topic_store.known().fifo))
         TwoPhase(engine, CommitOncePrepared()).send(header, lambda: engine.stage(writer, messages.to_batches()))
 
     # ------------------------------------------------------------------ committed in the log

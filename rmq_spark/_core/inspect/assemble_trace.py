@@ -29,7 +29,7 @@ from rmq_spark._core.inspect.trace_events import (
 )
 from rmq_spark._core.log.archive import Archived
 from rmq_spark._core.log.batch_state import BatchState, RowState, rolled_back_as
-from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.log.damage import retry_on_newest_state
 from rmq_spark._core.log.half import Segment
 from rmq_spark._core.log.half_header import name_of
 from rmq_spark._core.log.half_record import HalfRecord
@@ -137,7 +137,7 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-@looks_again
+@retry_on_newest_state
 def trace(
     engine: Engine, transaction_id: str | None = None, half_id: str | None = None, message_id: str | None = None
 ) -> Trace:
@@ -145,13 +145,13 @@ def trace(
     target = _Target.of(transaction_id, half_id, message_id)
     for _ in range(LOOKS - 1):
         try:
-            return _look(engine, target)
+            return _trace_once(engine, target)
         except HalfBatchLeftError:
             continue
-    return _look(engine, target)
+    return _trace_once(engine, target)
 
 
-def _look(engine: Engine, target: _Target) -> Trace:
+def _trace_once(engine: Engine, target: _Target) -> Trace:
     if not target.half_id.isascii():  # no half batch has such an id
         raise _not_found(engine, target)
     if not _is_utf8(target.name):  # every key is UTF-8

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.log.damage import retry_on_newest_state
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import RUNTIME
 from rmq_spark._core.storage.table import Change, Table
@@ -107,16 +107,16 @@ class GroupTable:
     def __init__(self, table: Table) -> None:
         self.table = table
 
-    def looked_at(self) -> Iterable[Table]:
+    def tables_to_refresh(self) -> Iterable[Table]:
         return (self.table,)
 
-    @looks_again
+    @retry_on_newest_state
     def rows(self, group: str | None = None) -> pa.Table:
         """The progress of one group, or of all, sorted by group, topic and queue."""
         self.table.refresh()
         return self._rows(group).sort_by([(c, "ascending") for c in ("consumer_group", "topic", "queue_id")])
 
-    @looks_again
+    @retry_on_newest_state
     def positions(self, group: str, refresh: bool = True) -> dict[Queue, GroupPosition]:
         """A group's position in every queue that it has read; empty for an unknown group. Without a refresh, as the
         table was last read (:meth:`publish` reads it)."""

@@ -67,23 +67,23 @@ class TopicTable:
         """The topics by name, as the table has them now."""
         with self.table.lock:
             self.table.refresh()
-            return self.seen().topics
+            return self.known().topics
 
     def with_names(self, names: Collection[str]) -> Known:
         """The topics that this handle knows. It reads the table when one of these names is unknown."""
-        needed, seen = set(names), self._known
-        if seen is None or not seen.topics.keys() >= needed:
+        needed, known = set(names), self._known
+        if known is None or not known.topics.keys() >= needed:
             with self.table.lock:
-                if self._known is None or not self.seen().topics.keys() >= needed:
+                if self._known is None or not self.known().topics.keys() >= needed:
                     self.table.refresh()
-        return self.seen()
+        return self.known()
 
-    def seen(self) -> Known:
+    def known(self) -> Known:
         """The topics as of this handle's last read. It waits for no commit under way, unless there is something to
         read."""
-        seen = self._known
-        if seen is not None and seen.version == self.table.version:
-            return seen
+        known = self._known
+        if known is not None and known.version == self.table.version:
+            return known
         with self.table.lock:
             if self._known is None or self._known.version != self.table.version:
                 rows = self._read().sort_by("name").to_pylist()
@@ -94,7 +94,7 @@ class TopicTable:
             return self._known
 
     def _read(self) -> pa.Table:
-        """The rows of the version that this handle has seen. When upkeep has deleted its files meanwhile, those of the
+        """The rows of the version that this handle has read. When upkeep has deleted its files meanwhile, those of the
         newest version. A file never changes, so it is read once."""
         while True:
             version = self.table.version
@@ -116,7 +116,7 @@ class TopicTable:
         topic_names = list(dict.fromkeys(names))
 
         def is_there(name: str) -> bool:
-            topic = self.seen().topics.get(name)
+            topic = self.known().topics.get(name)
             if topic is None:
                 return False
             as_asked = queues in (None, topic.queues) and topic.fifo == bool(fifo)
@@ -170,7 +170,7 @@ class TopicTable:
         """Change how long messages of a topic are kept; None for ever. The topic must exist."""
 
         def propose(version: int) -> Change | None:
-            if self.seen().topics[name].retention_s == retention_s:
+            if self.known().topics[name].retention_s == retention_s:
                 return None
             for path in self.table.actions()["path"].to_pylist():
                 rows = self.table.read([path])

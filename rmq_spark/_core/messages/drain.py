@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
-from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.log.damage import retry_on_newest_state
 from rmq_spark._core.log.op import NO_OPS, PRUNED_PLACED, pruned_up_to
 from rmq_spark._core.log.op_walk import PLACEMENT_COLUMNS, rows_above
 from rmq_spark._core.messages.message_files import message_files, placed_ranges
@@ -171,7 +171,7 @@ def _first_versions(rows: pa.Table, end: int, messages_max: int) -> tuple[pa.Tab
     return rows.filter(pc.less_equal(rows["version"], last)), last
 
 
-@looks_again
+@retry_on_newest_state
 def drain(engine: Engine) -> int:
     """Copy what is placed and not yet drained. See :meth:`CommitLog.drain`."""
     return Drainer(engine.another_on_the_same_log()).run()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.log.damage import retry_on_newest_state
 from rmq_spark._core.log.message_range import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA, SOURCE_SCHEMA
 from rmq_spark._core.messages.placements import Placements
@@ -350,7 +350,7 @@ def _filter_of(tags: str | None, selector: str | None, now_ms: int) -> Filter | 
     return None if parsed is None else parsed.at(now_ms)
 
 
-@looks_again
+@retry_on_newest_state
 def read_topic(
     engine: Engine,
     topic: str,

@@ -203,7 +203,7 @@ class LogWatch:
         seen, engine = self._seen, self._seen.engine
         engine.refresh()
         self._follow(seen)
-        topics, fifo = engine.topics(), engine.topic_store.seen().fifo
+        topics, fifo = engine.topics(), engine.topic_store.known().fifo
         tails, firsts, waiting = engine.tails(refresh=False), engine.firsts(refresh=False), engine.ledger.view.waiting
         now = engine.runtime.now()
         open_figures = self._open_figures(seen, now)

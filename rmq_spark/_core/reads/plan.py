@@ -131,7 +131,7 @@ class Planner:
             found = look()
             if not found[-1]:
                 return found
-        for table in self.engine.looked_at():
+        for table in self.engine.tables_to_refresh():
             table.refresh()
         self._placements = Placements(self.engine, self._subscription.matches)
         return look()

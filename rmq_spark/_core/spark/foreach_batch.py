@@ -150,7 +150,7 @@ class TransactionalSink:
                 "one: set transaction_key, or transaction_per='message'"
             )
         require_parts(self.listener, "TransactionalSink")
-        if self.topic in self.engine.topic_store.seen().fifo and self._repartitions:
+        if self.topic in self.engine.topic_store.known().fifo and self._repartitions:
             raise _in_order_error(self.topic)
         require_travels(self.listener, f"TransactionalSink: {self.listener!r}")
 
@@ -230,7 +230,7 @@ class TransactionalSink:
         half_folder = f"{self.engine.path}/half"
         storage_options = dict(self.engine.storage_options)
         topics = topics_for(self.engine, batch_df.columns, self.topic)
-        fifo = self.engine.topic_store.seen().fifo
+        fifo = self.engine.topic_store.known().fifo
         writer = HalfWriter(header, topics, self.topic, self.transaction_key, fifo)
         is_spread = False
         if self._parts is not None:

@@ -73,7 +73,7 @@ class _Writer:
                 PendingGuard(engine, self.settings.pending_limits).require_room(self.header.producer_group)
             self.half_folder = f"{engine.path}/half"
             self.half_writer = HalfWriter(
-                self.header, topics, self.settings.topic, self.settings.transaction_key, engine.topic_store.seen().fifo
+                self.header, topics, self.settings.topic, self.settings.transaction_key, engine.topic_store.known().fifo
             )
 
     def _header(self, options: Options, listener: TransactionListener) -> HalfHeader:

@@ -29,9 +29,9 @@ from rmq_spark._core.consumers import send_back as sending_back
 from rmq_spark._core.consumers.progress import ProcessQueue
 from rmq_spark._core.listeners import fence as fence_module
 from rmq_spark._core.listeners.work import FencedWork
+from rmq_spark._core.log import clock_doubt
 from rmq_spark._core.log import message_columns as incoming
 from rmq_spark._core.log import placer as placing
-from rmq_spark._core.log import second_look
 from rmq_spark._core.log.half_contents import HalfContents
 from rmq_spark._core.log.key_order import KeyIndex, OpenBatch
 from rmq_spark._core.log.low_water_mark import Marker
@@ -1580,7 +1580,7 @@ def _topics_unlocked() -> Iterator[None]:
 
     def topics(self: Engine) -> dict[str, int]:
         self.topics_table.refresh()
-        return {name: topic.queues for name, topic in self.topic_store.seen().topics.items()}
+        return {name: topic.queues for name, topic in self.topic_store.known().topics.items()}
 
     with replaced((SimulatedTable, "refresh", unlocked), (Engine, "topics", topics)):
         yield
@@ -1907,23 +1907,23 @@ def _read_before() -> AbstractContextManager[None]:
 
 
 def _believed_at_once() -> AbstractContextManager[None]:
-    return replaced((second_look, "doubt_s", lambda *_: 0.0), (steps, "doubt_s", lambda *_: 0.0))
+    return replaced((clock_doubt, "doubt_s", lambda *_: 0.0), (steps, "doubt_s", lambda *_: 0.0))
 
 
 def _believed_after_itself() -> AbstractContextManager[None]:
-    return replaced((second_look, "LOOK_INTERVAL_S", 0.0))
+    return replaced((clock_doubt, "LOOK_INTERVAL_S", 0.0))
 
 
 def _ahead_remembered() -> AbstractContextManager[None]:
-    after = second_look._after_look
+    after = clock_doubt._after_look
 
     def remembered(log: Any, op: Any) -> tuple[int, int]:
-        believed, looked = second_look._noted(op)
+        believed, looked = clock_doubt._noted(op)
         if believed is not None and looked is not None and looked > log.runtime.time():
             return believed, looked
         return after(log, op)
 
-    return replaced((second_look, "_after_look", remembered))
+    return replaced((clock_doubt, "_after_look", remembered))
 
 
 _UNDER_A_CLOCK = frozenset({A.EXPIRED_EARLY, A.DUPLICATE, A.DISCARDED_WITHOUT_CHECK})
