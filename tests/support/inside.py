@@ -48,7 +48,7 @@ _LIVES_IN = {
     "rmq_spark._core.log.half_header": "HalfHeader Naming batch_name half_id_of name_of new_half_id",
     "rmq_spark._core.inspect.history": "kept_batches open_now placed_within",
     "rmq_spark._core.inspect.diagnosis": "Diagnosis",
-    "rmq_spark._core.inspect.overview": "pending_table=pending",
+    "rmq_spark._core.inspect.unsettled": "pending_table=pending",
     "rmq_spark._core.inspect.standing": "Letters Standing",
     "rmq_spark._core.log.half_record": "HalfRecord",
     "rmq_spark._core.log.half_table": "HalfTable",

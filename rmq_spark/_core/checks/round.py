@@ -30,7 +30,7 @@ from rmq_spark._core.checks.decisions import TOGETHER_MAX, Decisions, OpenRound
 from rmq_spark._core.checks.immunity import COLUMNS, due_rows
 from rmq_spark._core.checks.policy import TransactionCheckListener
 from rmq_spark._core.checks.probe import Probe
-from rmq_spark._core.inspect.overview import conflicts
+from rmq_spark._core.inspect.unsettled import conflicts
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
 from rmq_spark._core.listeners.transaction_listener import (
     NO_LISTENER_FENCE,

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.inspect.consumption import commit_times, queue_lags
-from rmq_spark._core.inspect.overview import open_messages as open_messages_of
+from rmq_spark._core.inspect.group_lag import commit_times, queue_lags
+from rmq_spark._core.inspect.unsettled import open_messages as open_messages_of
 from rmq_spark._core.log.heartbeats import Heartbeat, forget, heartbeats
 from rmq_spark._core.log.message_range import out_of_range
 from rmq_spark._core.protocol.engine import Engine

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rmq_spark._core.client.commit_log import CommitLog
-from rmq_spark._core.inspect.consumption import kept_letters
+from rmq_spark._core.inspect.group_lag import kept_letters
 from rmq_spark._core.log.op import Who
 from rmq_spark._core.metrics.log_figures import LogFigures, LogWatch
 from rmq_spark._core.metrics.metric_names import BY_NAME, COMMON, LOG, METRICS, WATCH_METRICS, Metric

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.inspect.consumption import QueueOffset, commit_times, kept_letters, queue_lags
+from rmq_spark._core.inspect.group_lag import QueueOffset, commit_times, kept_letters, queue_lags
 from rmq_spark._core.inspect.history import rolled_back_again
 from rmq_spark._core.inspect.standing import TableFigures, by_topic, table_figures
 from rmq_spark._core.inspect.undrained import Undrained
