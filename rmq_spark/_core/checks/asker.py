@@ -20,7 +20,7 @@ from rmq_spark._core.vocabulary.verdicts import VerdictArray
 logger = logging.getLogger(__name__)
 
 HUNG_CALLS_MAX = 8
-"""While this many calls of listeners have outlived their round, no listener is asked."""
+"""No listener is asked while this many calls have outlived their round."""
 
 
 class NoAnswer(Exception):
@@ -84,8 +84,8 @@ class Asker:
         here: bool,
         seconds_left: Callable[[], float],
     ) -> list[CheckVerdicts | BaseException]:
-        """The verdicts on each, from one call of a listener, or from an earlier round's call about the same attempt. In
-        place of verdicts: NoAnswer, or what the listener raised.
+        """Return the verdicts on each of ``to_ask``, from one call of a listener, or from an earlier round's call about
+        the same attempt. In place of verdicts: NoAnswer, or what the listener raised.
 
         The call is made in this thread if ``here``. ``seconds_left`` returns the seconds that are left to wait.
         """
@@ -108,8 +108,8 @@ class Asker:
         return reply if isinstance(reply, BaseException) else CheckVerdicts(check.rows, reply)
 
     def why(self, asked: RowsToCheck, problem: BaseException) -> str:
-        """Why a listener gave no answer, for the report. The first failure about a half batch is a warning, since
-        nobody reads the report of a producer's own checks. At level DEBUG the traceback is logged, too."""
+        """Why a listener gave no answer, for the report. The first failure of a half batch is logged as a warning,
+        since nobody reads the report of a producer's own checks. At level DEBUG the traceback is logged, too."""
         if isinstance(problem, NoAnswer):
             return str(problem)
         half_id, text = asked.key[0], f"{sentence_of(problem)}{line_of(problem)}"
@@ -121,7 +121,7 @@ class Asker:
         return f"its listener did not answer: {sentence_of(problem)}"
 
     def forget_all_but(self, half_ids: Collection[str]) -> None:
-        """Drop answers about all other half batches: they are settled."""
+        """Drop the replies about all other half batches, which are settled."""
         self._warned.intersection_update(half_ids)
         self._open = {
             key: check for key, check in self._open.items() if key[0] in half_ids or not check.call.has_returned

@@ -80,8 +80,8 @@ class _Todo(Enum):
 class Rules:
     """The rules by which a checker asks. See :class:`~rmq_spark.CheckService` for the other attributes.
 
-    A half batch of which a process counted a check within ``pause_s`` is left alone. ``clock`` gives the time, for
-    tests. Without it the log's own clock counts, whose doubt counts before anything expires.
+    A half batch is left alone for ``pause_s`` after any process counted a check of it. By default the log's clock is
+    used, and rows expire later by its doubt; tests give another ``clock``.
     """
 
     listeners: Mapping[str, TransactionListener]
@@ -137,7 +137,7 @@ class Checker:
 
     # ------------------------------------------------------------------ open
     def _open_half_ids(self) -> list[str]:
-        """Half batches to look at: first those that the last round did not reach, then the oldest first."""
+        """Half batches to check: first those that the last round did not reach, then the others, the oldest first."""
         ids = self.engine.open_half_ids()
         self._foreign &= set(ids)
         ids = [i for i in ids if i not in self._foreign]
@@ -160,8 +160,8 @@ class Checker:
             _cannot_check(half_id, problem, round_.report)
 
     def _check_together(self, half_ids: Sequence[str], round_: OpenRound) -> set[str]:
-        """Check the small half batches among these whose listener answers many at once. Returns those that are done.
-        All others are checked alone, also those about which the listener gave no answer."""
+        """Check the small half batches whose listener answers about many at once. Returns the half batches that are
+        done. All others are checked alone, also when the listener gave no answer about them."""
         if not any(answers_many(listener) for listener in self.rules.listeners.values()):
             return set()
         to_ask: dict[str, list[RowsToCheck]] = {}  # by producer group
@@ -199,7 +199,7 @@ class Checker:
         report: CheckReport,
         in_memory: pa.Table | None,
     ) -> Iterator[tuple[_Todo, RowsToCheck]]:
-        """Yield the pending rows of a half batch that are due, and how to treat them. The report counts half
+        """Yield the pending rows of a half batch that are due, and how to treat them. The report counts the half
         batches that are left alone.
 
         ==============================================  =======
@@ -239,7 +239,7 @@ class Checker:
                 report.skip(NO_LISTENER)
                 report.without_listener[group] = report.without_listener.get(group, 0) + 1
                 return []
-        # Without a listener here nothing was asked, so nothing is discarded.
+        # No listener here: other checkers counted these checks, and discarding is left to them.
         checks_max = self.rules.transaction_check_max
         to_discard = NO_ROWS if listener is None else pending.state.checked_at_least(rows, checks_max)
         todos = [(_Todo.DISCARD, to_discard), (_Todo.EXPIRE if expires else _Todo.ASK, rows - to_discard)]
@@ -446,7 +446,7 @@ class Checker:
 
 
 def _normalized(answer: Verdicts | Exception, batch: HalfBatch) -> VerdictArray | Exception:
-    """A listener's answer about one of several half batches. An invalid one is an error of that half batch alone."""
+    """A listener's answer about one of several half batches. An invalid answer is an error of that half batch alone."""
     try:
         if isinstance(answer, Exception) and not isinstance(answer, Rollback):
             return answer

@@ -44,9 +44,8 @@ __all__ = ["CheckReport", "CheckService", "Tally"]
 logger = logging.getLogger(__name__)
 
 OWN_CHECK_PAUSE = 0.9
-"""Fraction of the check interval for which one check by any process of a producer group is enough. So all its processes
-together use up ``transaction_check_max`` no faster than a single one, however many they are and however often they
-start."""
+"""For this fraction of the check interval, one check by any process of a producer group is enough. So all processes of
+the group together use up ``transaction_check_max`` no faster than a single one."""
 
 
 class CheckService:

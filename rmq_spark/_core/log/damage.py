@@ -1,4 +1,4 @@
-"""Reads a log again before it is reported as damaged."""
+"""Reads a log again before reporting damage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def retry_on_newest_state(method: Callable[Concatenate[Reader, P], Found]) -> Ca
     """Let a method that finds damage, or misses offsets, run again on the newest state before it raises.
 
     A process may be stopped (SIGSTOP, a suspended machine) for longer than replaced files and old entries of a Delta
-    log are kept. The files that it goes on from are gone then, and the log is sound.
+    log are kept. Then the files that it had seen are gone, and the log is sound.
     """
 
     @wraps(method)

@@ -4,7 +4,7 @@ A file holds all of one group, so that a micro-batch's progress is one small com
 
 A group is read by Spark (queries claim its queues by a session) or by members (``PushConsumer``, ``PullConsumer``),
 where each queue has an owner. A queue's generation rises with each claim and each reset. A member's report counts only
-while the queue has the owner and generation of the member's claim.
+while owner and generation are those of its claim.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GroupPosition(NamedTuple):
 
     next_offset: int
     suspended_until: datetime | None = None
-    """Set while an orderly consumer has suspended the queue. Only that consumer moves it then."""
+    """Set while an orderly consumer has suspended the queue. Then only that consumer moves the queue."""
     session: str | None = None
     """The query run that reads the queue for the group."""
     consumer: str | None = None
@@ -66,8 +66,8 @@ class GroupPosition(NamedTuple):
     generation: int = 0
     """Number of claims and resets of the queue."""
     epoch: str | None = None
-    """Renewed when the queue's position is set rather than read up to. Messages that fail again after a reset are sent
-    again."""
+    """A text that is renewed when the queue's position is set rather than read up to. So messages that fail again after
+    a reset are sent again."""
 
 
 class Claim(NamedTuple):
@@ -139,9 +139,9 @@ class GroupTable:
         moved.
 
         ``session`` reads the queues, and claims them. Two sessions that read one queue claim it in turn, and the one
-        that started later gets a GroupInUseError. ``answered`` has by queue the end of the suspension after which it
-        was read again. A queue with another suspension stays, unless its offset is not past the suspended one: then it
-        is read again, too."""
+        that started later gets a GroupInUseError. ``answered`` has, for each queue that was read again after a
+        suspension, the end of that suspension. A queue with another suspension stays, unless its offset is not past the
+        suspended one: then it is read again, too."""
         session = session or Session()
         names: dict[Queue, str] = {}
 

@@ -1,6 +1,6 @@
-"""Which half batches lie in which files of ``half``, by its Delta log and by the files that small sends share.
+"""Tells which half batches lie in which files of ``half``, by its Delta log and by the files that small sends share.
 
-Half batches in a shared file that cannot be read are left out, and :attr:`PreparedBatches.unreadable` names the file.
+When a shared file cannot be read, its half batches are missing, and :attr:`PreparedBatches.unreadable` names the file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LargeFile(NamedTuple):
 
 
 class HalfContents:
-    """The half batches in the files of ``half``. Rows are read only to learn which half batches share a file."""
+    """The half batches in the files of ``half``. It reads rows only to learn which half batches share a file."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -39,8 +39,8 @@ class HalfContents:
         return bool(pc.index(self.table.actions()["path"], path).as_py() >= 0)
 
     def ids_named(self, names: Collection[str]) -> dict[str, str]:
-        """The ids of the half batches in the table that have these names, by name. It does not refresh.
-        CorruptLogError: a file cannot be read that may have one of the other names, so that name may be taken."""
+        """The ids of the half batches in the table that have these names, by name. The table is not refreshed.
+        CorruptLogError: an unreadable file may have one of the missing names, so that name may be taken."""
         actions = self.table.actions()
         (is_single, low), high = single_batch_files(actions), pc.cast(actions["max.half_id"], pa.string())
         wanted_names = pa.array(sorted(names), pa.string())
@@ -64,7 +64,7 @@ class HalfContents:
         return named
 
     def files_that_may_hold(self, half_id: str) -> tuple[list[dict[str, Any]], CorruptLogError | None]:
-        """The files that may have rows of a half batch, and why another one that may have some cannot be read."""
+        """The files that may have rows of a half batch; and, if a file that may have some cannot be read, why."""
         actions = self.table.actions()
         low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
         inside = pc.and_(pc.less_equal(low, half_id), pc.greater_equal(high, half_id))

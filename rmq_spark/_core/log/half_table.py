@@ -37,7 +37,7 @@ FOUND_COLUMNS = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id", "del
 SMALL_COLUMNS = [*FOUND_COLUMNS, "transaction_key", "properties"]
 """Columns that a check reads before it asks a listener."""
 SHARED_ROWS_KEPT = 65_536
-"""The rows of a shared file are kept in memory, without their payload, when it has no more than this."""
+"""A shared file with at most this many rows is kept in memory, without payload."""
 
 
 class HalfTable:
@@ -59,12 +59,12 @@ class HalfTable:
         after_ms: Callable[[], int] = lambda: 0,
         left_among: Callable[[Collection[str]], Collection[str]] = lambda names: (),
     ) -> list[HalfRecord | PrepareError]:
-        """Commit the staged files of half batches in one commit. From here on they exist, and no reader sees them. Each
-        half batch comes once, and at most one numbered half batch of each application.
+        """Commit the staged files of half batches in one commit. From here on the half batches exist, and no reader
+        sees them. Each half batch comes once, and each application has at most one numbered half batch among them.
 
-        ``after_ms`` returns the time (ms) after which they must be prepared: not below the low-water mark, where open
-        half batches are not searched for. ``left_among`` takes names and returns those whose half batches have left the
-        table. It is called with the table refreshed.
+        ``after_ms`` returns the time (ms) after which they must be prepared: nobody searches below the low-water mark
+        for open half batches. ``left_among`` takes names, and returns the names whose half batches have left the
+        refreshed table.
 
         A refused half batch does not stop the others. Its result is AlreadyPreparedError (the log has this batch id, or
         a later one of the application) or StagedFilesTooOldError (vacuum may remove its files soon). Any other problem,
@@ -139,7 +139,7 @@ class HalfTable:
         return dict(zip(own_actions["path"].to_pylist(), own_actions["modification_time"].to_pylist(), strict=True))
 
     def bytes_of(self, record: HalfRecord) -> int:
-        """The bytes of a half batch's files as the table is now; of a shared file, its share."""
+        """The bytes of a half batch's files in the present table; of a shared file, the half batch's share."""
         actions = self.table.actions()
         rows = {file.path: 0 for file in record.files.values()}
         for file in record.files.values():
@@ -235,8 +235,8 @@ class HalfTable:
 
     def find_small(self, half_ids: Collection[str], rows_max: int) -> dict[str, tuple[HalfRecord, pa.Table]]:
         """The half batches that have at most ``rows_max`` rows, each with its rows in send order: the columns
-        :data:`SMALL_COLUMNS`. All files are read together. A damaged one raises CorruptLogError, but for shared
-        files, whose half batches are left out."""
+        :data:`SMALL_COLUMNS`. All files are read together. A damaged file raises CorruptLogError; the half batches of a
+        damaged shared file are left out."""
         self.table.refresh()
         actions = self.table.actions()
         is_single, low = single_batch_files(actions)
@@ -301,7 +301,7 @@ class HalfTable:
 
     def locate(self, half_id: str, file_no: int) -> str:
         """The path where a half file's rows lie now, for a reader whose hint is out of date. LostFileError: this handle
-        does not see the half batch whose rows op names, so they are lost."""
+        does not see the half batch, so the rows that ``op`` names are lost."""
         try:
             record = self.get(half_id)
         except HalfBatchNotFoundError as problem:
@@ -318,8 +318,7 @@ class HalfTable:
 
     # ------------------------------------------------------------------ rows
     def has_payload(self, wanted: RowRange) -> bool | None:
-        """Whether rows still have their payload in the table as it is now; None when the table lacks their half
-        batch."""
+        """Whether rows still have their payload in the present table; None when the table lacks their half batch."""
         try:
             current = replace(wanted, path=self.locate(wanted.half_id, wanted.file_no))
             for _ in self.table.read_range(current, ["born_timestamp"]):

@@ -37,7 +37,7 @@ from rmq_spark.errors import MessageError
 FILE_BYTES_MAX = 256 * 1024 * 1024
 """An executor ends a half file when its messages reach this size, so a partition may have any size."""
 BATCH_BYTES_MAX = 4 * FILE_BYTES_MAX
-"""A larger Arrow batch is cut, since Arrow counts 2 GB in a column of text or bytes. Spark makes such batches with
+"""A larger Arrow batch is cut, since Arrow counts to 2 GB in a column of text or bytes. Spark makes larger batches with
 ``spark.sql.execution.arrow.useLargeVarTypes``."""
 FILES_PER_PARTITION_MAX = 1000
 
@@ -46,7 +46,7 @@ FILES_PER_PARTITION_MAX = 1000
 class HalfWriter:
     """Turns a partition's Arrow batches into staged half files; pickled to executors. ``topics`` has the number of
     queues of every topic of the log, and ``fifo`` the FIFO topics among them. Equal values of the column
-    ``transaction_key`` form one transaction. ``own`` is for messages that rmq_spark itself sends again: they may have
+    ``transaction_key`` form one transaction. ``own``: rmq_spark itself sends these messages again, so they may have
     RocketMQ's reserved properties. ``write_file`` replaces :func:`~rmq_spark._core.storage.data_file.write_table`."""
 
     header: HalfHeader
@@ -202,8 +202,7 @@ class HalfWriter:
         )
 
     def rows_of(self, table: pa.Table, file_no: int = 0) -> HalfRows:
-        """Messages as the rows of a half file that is not written yet. The first one that breaks a rule raises its
-        error."""
+        """Messages as the rows of a future half file. The first message that breaks a rule raises its error."""
         arranged, segments = self.arrange(self.normalize(table), file_no)
         staged_at = arranged["store_timestamp"][0].value / 1_000_000
         delayed = arranged["deliver_at"].null_count < arranged.num_rows
@@ -237,7 +236,7 @@ class HalfWriter:
         return pa.table({f.name: columns[f.name] for f in fields}, schema=pa.schema(fields)), tuple(segments)
 
     def first_queue(self, topic: str, file_no: int) -> int:
-        """The first queue for messages of a topic that choose none."""
+        """The queue with which a topic's messages that choose no queue begin."""
         number = file_no % FILES_PER_PARTITION_MAX
         start = zlib.crc32(self.header.app_id.encode()) + self.header.batch_id + partition_of(file_no) + number
         return start % self.topics[topic]
@@ -275,7 +274,8 @@ class HalfWriter:
 
 
 def _small(batch: pa.RecordBatch, bytes_max: int | None = None) -> Iterator[pa.RecordBatch]:
-    """Yield a batch, or its pieces when it is too large. A piece is a copy, because a slice keeps its offsets."""
+    """Yield a batch, or its pieces if the batch is too large. A piece is a copy, because a slice keeps the batch's
+    offsets."""
     if batch.num_rows < 2 or batch.nbytes <= (bytes_max or BATCH_BYTES_MAX):
         yield batch if bytes_max is None else batch.take(arange(batch.num_rows))
         return

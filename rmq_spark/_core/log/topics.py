@@ -70,7 +70,7 @@ class TopicTable:
             return self.known().topics
 
     def with_names(self, names: Collection[str]) -> Known:
-        """The topics that this handle knows. It reads the table when one of these names is unknown."""
+        """The topics that this handle knows. The table is read when one of these names is unknown."""
         needed, known = set(names), self._known
         if known is None or not known.topics.keys() >= needed:
             with self.table.lock:
@@ -79,7 +79,7 @@ class TopicTable:
         return self.known()
 
     def known(self) -> Known:
-        """The topics as of this handle's last read. It waits for no commit under way, unless there is something to
+        """The topics as of this handle's last read. This waits for no commit under way, unless something must be
         read."""
         known = self._known
         if known is not None and known.version == self.table.version:
@@ -151,7 +151,7 @@ class TopicTable:
             self._merge()
 
     def _merge(self) -> None:
-        """Merge small files. Else each topic would be a file that every process reads for ever."""
+        """Merge small files. Otherwise each topic would be a file that every process reads for ever."""
 
         def choose(table: Table) -> list[str]:
             paths: list[str] = table.actions()["path"].to_pylist()

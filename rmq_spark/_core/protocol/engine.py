@@ -134,7 +134,7 @@ class Engine:
         return self._groups is not None or self._tables.has_groups()
 
     def tables(self) -> list[Table]:
-        """The tables that exist, as they were last read. Before the first use of ``groups`` that table does not."""
+        """The tables that exist, as they were last read. ``groups`` exists from its first use on."""
         tables = [self.half.table, self.op_table, self.topics_table, self.messages_table]
         return [*tables, self.groups.table] if self._tables.has_groups() else tables
 
@@ -213,7 +213,8 @@ class Engine:
         return self.ledger.archived(half_id)
 
     def _has_left_elsewhere(self, half_id: str) -> bool:
-        """Whether a half batch has left. A new handle looks, so that this one stays at the ``op`` it has read."""
+        """Whether a half batch has left. A new handle reads ``op``, so that this handle stays at the version that it
+        has read."""
         return self.another().archived(half_id) is not None
 
     def prepare(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
@@ -240,8 +241,8 @@ class Engine:
         return results
 
     def still_in_half(self, half_ids: Collection[str]) -> set[str]:
-        """The half batches among these ids that are still in the table ``half``. No check asks about the others: they
-        are settled and have left, or were never prepared."""
+        """The ids whose half batches are still in the table ``half``. No check asks about the others: they are settled
+        and have left, or were never prepared."""
         with self.lock:
             counted = self.half.contents.counted()
             # A file that cannot be read may have any of them.
@@ -268,8 +269,8 @@ class Engine:
 
     @retry_on_newest_state
     def small_batches(self, half_ids: Collection[str]) -> list[tuple[HalfRecord, BatchState, pa.Table]]:
-        """The small ones of these half batches, read together, with their newest states and all their rows (the
-        columns ``SMALL_COLUMNS``). A half batch that cannot be read, or has left, is left out."""
+        """The small half batches among these, read together, with their newest states and all their rows (the columns
+        ``SMALL_COLUMNS``). A half batch that cannot be read, or has left, is missing."""
         batches: list[tuple[HalfRecord, BatchState, pa.Table]] = []
         with self.lock:
             small = self.half.find_small(half_ids, SMALL_ROWS_MAX)
@@ -289,7 +290,7 @@ class Engine:
     # ------------------------------------------------------------------ what is open
     @retry_on_newest_state
     def open_half_ids(self) -> list[str]:
-        """The ids of half batches that may have pending rows, oldest first. None is read, so that an unreadable one
+        """The ids of half batches that may have pending rows, oldest first. No half batch is read, so an unreadable one
         does not hide the others."""
         half_ids = self.ledger.open_half_ids()
         reach("open batches listed")
@@ -325,7 +326,7 @@ class Engine:
         return self.half.read_range(wanted, columns, where)
 
     def find_again(self, lost: MessageRange) -> list[MessageRange]:
-        """Where messages lie now whose file was removed after a read was planned. LostFileError: they are nowhere."""
+        """Where messages lie now, if their file was removed after a read was planned. LostFileError: nowhere."""
         self.refresh()
         if isinstance(lost, PlacedRange):
             has_left = self.archived(lost.rows.half_id) is not None

@@ -6,7 +6,7 @@
     thread 2 ── files ─┼─ one commit to half ┼─ local transaction ─┼─ one commit to op ─▶ three results
     thread 3 ── files ─┘                     └─ local transaction ─┘
 
-Requests that come during a commit share the next one. A single thread waits for no other.
+Requests that come during a commit share the next commit. A single thread waits for no other.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ Stageable = HalfFile | HalfRows | OneMessage
 
 
 class GroupCommit:
-    """Lets the half batches of many threads share commits. Threads of its own commit, so an interrupt in a caller's
-    thread ends only that thread's wait.
+    """Lets the half batches of many threads share commits. It commits in threads of its own, so an interrupt in a
+    caller's thread ends only that thread's wait.
 
-    A prepare waits ``linger_s`` seconds for others to share its commit, unless there are ``at_once_max`` of them.
+    A prepare waits ``linger_s`` seconds for others to share its commit, or until ``at_once_max`` have come.
     ``owns_send_lock`` returns whether this thread owns a lock that the callback of an answer takes.
     """
 
@@ -111,8 +111,8 @@ class GroupCommit:
             )
 
     def prepare(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
-        """Commit staged files together with those of other threads. Rows and messages are written to files first. A
-        problem with one of them that :meth:`Engine.prepare` does not return is raised. The others may be prepared."""
+        """Commit staged files together with those of other threads. Rows and messages are written to files first.
+        Raises what :meth:`Engine.prepare` raises for one half batch; the others may be prepared."""
         self.require_may_wait()
         answers = self._prepares.ask({batch.header.name: batch for batch in staged})
         return [_require(answer, HalfRecord | PrepareError) for answer in answers]
@@ -123,8 +123,8 @@ class GroupCommit:
         self._prepares.put(message, message.header.name, on_answer)
 
     def decide(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
-        """Make verdicts final together with those of other threads. A problem with one of them that
-        :meth:`Engine.decide` does not return is raised. The others may be decided."""
+        """Make verdicts final together with those of other threads. Raises what :meth:`Engine.decide` raises for one
+        half batch; the others may be decided."""
         self.require_may_wait()
         answers = self._decides.ask({decision.record.half_id: decision for decision in decisions})
         return [_require(answer, Decided) for answer in answers]
@@ -153,7 +153,7 @@ def _require(answer: Any, expected: type | UnionType) -> Any:
 
 
 OnAnswer: TypeAlias = Callable[[Result | None, BaseException | None], None]
-"""Called with the answer to a request, or with its problem."""
+"""A function that is called with the answer to a request, or with its problem."""
 
 
 class _Entry(Generic[Request, Result]):
@@ -284,10 +284,9 @@ class CommitQueue(Generic[Request, Result]):
             logger.error("%s ended, and the next request starts it anew: %s", self._name, traceback_of(problem))
 
     def _gather(self) -> None:
-        """Wait for as many requests as came lately. The senders of the last group come again soon, one after the other.
+        """Wait for as many requests as the last groups had, because their senders come again soon, one after the other.
         Without this wait, the first sender to return would commit alone, and all others would wait for its commit. And
-        when half of the senders prepare while the others decide, they would stay two groups for ever, with twice as
-        many commits."""
+        senders of which half prepare while half decide would stay two groups for ever, with twice as many commits."""
         began_s = self._runtime.monotonic()
         linger_until_s = began_s + self._linger_s
         last_s = began_s + min(GATHER_COMMITS_MAX * self._commit_s, GATHER_S_MAX)
@@ -303,7 +302,8 @@ class CommitQueue(Generic[Request, Result]):
             self._runtime.sleep(GATHER_POLL_S)
 
     def _next_group(self) -> list[_Entry[Request, Result]]:
-        """Take the next group, each half batch once. An empty group ends the thread; a later request starts one."""
+        """Take the next group, with each half batch once. An empty group ends the thread; a later request starts
+        another."""
         with self._lock:
             while True:
                 group = self._take_group()

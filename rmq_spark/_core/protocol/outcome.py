@@ -28,7 +28,7 @@ from rmq_spark.errors import (
 LOG_ERRORS = (
     StorageError, CommitError, ClockError, CorruptLogError, NotACommitLogError, LogFormatError, OSError, MemoryError,
 )  # fmt: skip
-"""Errors of the log and its store. After the prepare they leave the half batch pending, and do not tell its outcome."""
+"""Errors of the log and its store. After the prepare they leave the half batch pending, with an unknown outcome."""
 
 
 @dataclass
@@ -50,12 +50,12 @@ class Outcome:
 
 @dataclass
 class Run:
-    """One run of one half batch. It executes only what it prepared or reopened itself (``executed``: the attempt, and
-    its rows), and checks everything else.
+    """One run of one half batch. A run executes only rows that it prepared or reopened itself (``executed``: the
+    attempt, and its rows), and checks all others.
 
-    ``store_id`` is the listener's, as it is now. ``in_memory`` are all rows of a half batch that this run has prepared,
-    so that they need not be read from their file. ``numbered`` is from the sender's header: a header that is read from
-    the log does not have it. ``unknown_because`` is what the listener said at the last check.
+    ``store_id`` is the listener's present one. ``in_memory`` has all rows of a half batch that this run prepared, so
+    nobody reads them from their file. ``numbered`` comes from the sender's header, since the log does not keep it.
+    ``unknown_because`` is the listener's reason at the last check.
     """
 
     record: HalfRecord

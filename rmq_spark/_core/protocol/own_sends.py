@@ -1,7 +1,8 @@
 """Names of the half batches that rmq_spark itself makes of messages, and how long each may be looked up.
 
-A process that makes such a half batch again finds it by its name, and does not send it twice. So its archive is kept
-until it cannot be made again, however long that takes. (Under a user's key it is kept for upkeep's ``idempotency``.)
+A process that makes such a half batch again finds the first one by its name, and does not send it twice. So the archive
+is kept until the half batch cannot be made again, however long that takes. (A user's key keeps it for upkeep's
+``idempotency``.)
 
 =================================================  =====================================  =============================
 name                                               made by                                not made again when

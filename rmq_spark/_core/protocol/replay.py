@@ -1,4 +1,4 @@
-"""Tells a replay, which was prepared before, from a new batch, and refuses a batch that may be neither."""
+"""Tells a replay (a batch that was prepared before) from a new batch, and refuses a batch that may be neither."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class Replays:
         return record
 
     def require_not_prepared(self, header: HalfHeader, problem: BaseException) -> None:
-        """Raise UnresolvedTransactionError unless a failed prepare has left the log without the half batch: its commit
-        was made after all, or the log cannot be read. A check then settles the half batch."""
+        """Raise UnresolvedTransactionError unless the log lacks the half batch after a failed prepare: the commit was
+        made after all, or the log cannot be read. A check then settles the half batch."""
         with suppress(Exception):
             if self._engine.find(header.app_id, header.batch_id) is None:
                 return
@@ -89,8 +89,8 @@ class Replays:
 
 
 def _is_same_query(prepared: HalfHeader, now: HalfHeader) -> bool:
-    """Whether both are of one query. Without a query id, equal numbers may be of two checkpoints. A name or an
-    idempotency key that a user gave is enough."""
+    """Whether both headers belong to one query. Without a query id, equal numbers may come from two checkpoints. A name
+    or an idempotency key from a user is enough."""
     is_known = now.query_id is not None or now.naming is not Naming.COUNTED
     return is_known and prepared.query_id == now.query_id
 

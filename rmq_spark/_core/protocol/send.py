@@ -1,4 +1,4 @@
-"""The protocol of a send, in four steps, and what a new run does with a half batch that an earlier one prepared.
+"""The protocol of a send, in four steps, and of a new run of a half batch that an earlier run prepared.
 
 ====  ========  ====================================================================  ======================
  1    stage     half files are written; nothing names them yet                        ``staged``
@@ -8,10 +8,10 @@
  R    replay    nothing is executed twice: what may have run is checked               ``replay asks``
 ====  ========  ====================================================================  ======================
 
-A process may die before, in and after each step; the tests kill it at the points named on the right. The next run of
-the same batch goes on. :meth:`TwoPhase.steps` is the one description of all this. It yields each step, and a driver
-does it: :meth:`TwoPhase.send` in the caller's thread, an asynchronous send in threads that many sends share.
-This module speaks to an Engine and a listener, and knows neither Spark nor Delta.
+A process may die before, in and after each step: the tests kill it at the points on the right. The next run of the
+batch continues it. :meth:`TwoPhase.steps` is the one description of all this. It yields each step to a driver, which
+runs it: :meth:`TwoPhase.send` in the caller's thread, an asynchronous send in threads that many sends share. This
+module speaks to an Engine and a listener, and knows neither Spark nor Delta.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ logger = logging.getLogger(__name__)
 
 FINAL_STATES = (RowState.COMMITTED, RowState.WAITING, RowState.ROLLED_BACK)
 _NEVER_HAPPENED = (RowState.ROLLED_BACK_BY_CHECK,)
-"""A check rolled these rows back without a refusal: their transaction never happened and never will. They run as the
-next attempt."""
+"""A check rolled these rows back without a refusal: their transaction never happened and never will. A replay runs them
+as the next attempt."""
 _NOBODY_KNOWS = (RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
 """Nobody knows the outcome of these rows. A replay asks about them again, under the same attempt."""
 T = TypeVar("T")
@@ -104,11 +104,11 @@ _COMMIT_ALL = VerdictArray((Verdict(COMMIT_MESSAGE),))
 class TwoPhase:
     """Runs half batches of one producer group through the protocol.
 
-    An exception of ``execute_local_transaction`` ends the query with the half batch pending, or counts as UNKNOWN, as
+    If ``execute_local_transaction`` raises, the query ends with the half batch pending, or the verdict is UNKNOWN, as
     in RocketMQ (``on_listener_error``: "fail" or "unknown"). A replay asks the listener again for
     ``replay_check_timeout_s`` while it answers UNKNOWN. A lease lasts ``lease_s``. A new half batch is refused when
-    ``pending_limits`` are reached; a replay never is. ``commits`` prepares and decides half batches, by default each
-    alone, and ``run`` runs a local transaction, by default in this thread.
+    ``pending_limits`` are reached; a replay never is. ``commits`` prepares and decides half batches (by default each
+    alone). ``run`` runs a local transaction (by default in this thread).
     """
 
     def __init__(
@@ -151,11 +151,11 @@ class TwoPhase:
         arg: Any = None,
         lineage: Lineage | None = None,
     ) -> Outcome:
-        """Bring a half batch to its verdicts. A batch that was prepared before goes on from its present state.
+        """Bring a half batch to its verdicts. A batch that was prepared before continues from its present state.
 
-        The header has the fence of this listener. ``stage`` returns half files that it wrote or that executors wrote,
-        or rows to be written. It is called for a new batch only. The listener gets ``arg`` as ``batch.arg``.
-        ``lineage`` is that of the micro-batch's checkpoint, if it can be read.
+        The header has the fence of this listener. ``stage`` returns half files, or rows to be written; it is called for
+        a new batch only. The listener gets ``arg`` as ``batch.arg``. ``lineage`` belongs to the micro-batch's
+        checkpoint, if it can be read.
 
         ==========================  ===================================================================================
         CheckpointMismatchError     another query or other input used the batch id, or this cannot be ruled out; or the
@@ -230,10 +230,10 @@ class TwoPhase:
                     return Outcome()
             # 2 prepare
             try:
-                # A GroupCommit makes rows of messages first.
+                # A GroupCommit turns messages into rows first.
                 record = yield Prepare(following(header, last, lineage), cast("Sequence[HalfFile | HalfRows]", files))
             except AlreadyPreparedError:  # another run of the same batch was faster
-                # A name that is not numbered is found by its name alone, so it is there.
+                # A half batch without a number is found by its name alone, so it is there.
                 record = self._replays.find(header) if header.numbered else self._replays.require(header)
                 is_replay = record is not None
             except LOG_ERRORS as problem:  # its commit may have been made
@@ -241,7 +241,7 @@ class TwoPhase:
                 self._replays.require_not_prepared(header, problem)
                 raise
         if not header.numbered and NO_LISTENER_FENCE not in (record.header.fence_id, header.fence_id):
-            # One key under two stores means two sends, whatever became of the first.
+            # The same idempotency key with another database is another send: refuse it.
             require_same_store(record.half_id, record.header.fence_id, header.fence_id)
         if record.left is not None:
             return outcome_of_left(record, record.left)
@@ -273,12 +273,12 @@ class TwoPhase:
         if executed is None:
             return
         split = split_by_verdict(self.engine, record, executed.rows, executed.batch, executed.verdicts)
-        # When a check was faster, others may have reopened or quarantined its rows: settling goes on from there.
+        # When a check was faster, others may have reopened or quarantined the rows: settling continues from there.
         with suppress(StaleAttemptError) if executed.who is Who.CHECK else nullcontext():
             yield from self._decide(run, attempt, split, executed.who)
 
     def _decide(self, run: Run, attempt: int, split: Split, who: Who) -> StepsTo[bool]:
-        """Write op markers for COMMIT and ROLLBACK. Returns whether any transaction is UNKNOWN, and so gets none."""
+        """Write op markers for COMMIT and ROLLBACK. Returns whether any transaction stays UNKNOWN, without a marker."""
         if split.decides:
             placed = yield Decide(run, attempt, split, who)
             if logger.isEnabledFor(logging.DEBUG):
@@ -364,7 +364,7 @@ class TwoPhase:
 
     # ------------------------------------------------------------------ R replay
     def _settle(self, run: Run) -> StepsTo[None]:
-        """Go on until each row is decided, or waits for a check because this run itself got UNKNOWN for it."""
+        """Check and execute until each row is decided, or waits for a check because this run got UNKNOWN for it."""
         deadline = self.engine.runtime.monotonic() + self.replay_check_timeout_s
         pause_s, warned = REPLAY_BACKOFF_S_MIN, False
         # This run's own decision was read back with its commit, so most batches need no second look.
@@ -400,7 +400,7 @@ class TwoPhase:
         run.end_with(state)
 
     def _is_settled(self, run: Run) -> bool:
-        """Whether nothing is left to be done, as of the last read. If so, the outcome is set."""
+        """Whether nothing was left to do at the last read. If so, set the outcome."""
         state = self.engine.state_of(run.record, refresh=False)
         if state.in_conflict or state.count(*FINAL_STATES) < state.rows:
             return False
@@ -418,7 +418,7 @@ class TwoPhase:
         return self.engine.ledger.reopen(run.record, attempt, states, as_attempt, Who.EXECUTE, reason)
 
     def _not_executed_here(self, run: Run, state: BatchState) -> list[tuple[int, RowSet]]:
-        """Pending rows that another run prepared or reopened. That run may have executed them, or may do so yet."""
+        """Pending rows that another run prepared or reopened: that run may have executed them, or may still do so."""
         not_executed: list[tuple[int, RowSet]] = []
         for attempt in state.attempts(RowState.PENDING):
             rows = state.rows_in((RowState.PENDING,), attempt)

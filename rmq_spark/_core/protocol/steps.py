@@ -38,7 +38,7 @@ class Executed(NamedTuple):
 
 
 class Decide(NamedTuple):
-    """Commit op markers. The answer is the messages that they place."""
+    """Commit op markers. The answer is the messages that these markers place."""
 
     run: Run
     attempt: int
@@ -51,7 +51,7 @@ class Decide(NamedTuple):
 
 
 class MayBlock(NamedTuple):
-    """From here on the send reads tables and may sleep. So a driver gives the send a thread of its own."""
+    """From here on the send reads tables and may sleep, so it needs a thread of its own."""
 
 
 class Sleep(NamedTuple):

@@ -64,8 +64,8 @@ class TransactionalSink:
     transaction_per : {"batch", "message"}, optional
         What makes a transaction without a ``transaction_key``: the whole batch by default.
     app_id : str, optional
-        By default the query's id. Then the sink must see the query's first batch, or it refuses later ones: they may
-        have been sent under an id that Spark has lost.
+        By default the query's id. Without it, call the sink from the query's first batch on: a sink that joins later
+        cannot know under which id earlier batches were sent.
     checkpoint_location : str, optional
         The query's ``checkpointLocation``, as a path that Python can read where Spark runs. Needed over Spark Connect,
         which hides the query's id, and where Spark does not show the checkpoint's path.
