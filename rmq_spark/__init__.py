@@ -77,7 +77,15 @@ def __getattr__(name: str) -> Any:
     for module in () if name.startswith("_") else _MODULES:
         if name in getattr(importlib.import_module(f"rmq_spark.{module}"), "__all__", ()):
             raise AttributeError(f"{unknown}: it is rmq_spark.{module}.{name}")
-    raise AttributeError(unknown)
+    raise AttributeError(unknown if name.startswith("_") else f"{unknown}{_suggestion(name)}")
+
+
+def _suggestion(name: str) -> str:
+    """The public name that a mistyped one is close to, or nothing."""
+    from rmq_spark._core.vocabulary.options import nearest
+
+    text = nearest(name, __dir__())
+    return f": {text}" if text.startswith("did you mean") else ""
 
 
 def __dir__() -> list[str]:

@@ -56,6 +56,7 @@ class CheckService:
     Parameters
     ----------
     log : CommitLog or str
+        The commit log, or its path.
     listeners : mapping of str to TransactionListener
         The listener of each producer group.
     transaction_timeout : float or str
@@ -71,6 +72,7 @@ class CheckService:
         Seconds for a round. After them no more half batches are taken, and the next round begins with those that were
         not reached. An answer that comes later is used in a later round. None: no limit.
     discard_policy : {"quarantine", "rollback", "commit"} or TransactionCheckListener
+        Decides on transactions that were checked too often.
     only_groups : bool
         Ignore half batches of groups without a listener here, and do not report them (a producer's own checks).
     elsewhere : collection of str

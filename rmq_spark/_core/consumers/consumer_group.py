@@ -56,6 +56,7 @@ class ConsumerGroup:
     Parameters
     ----------
     log : CommitLog or path
+        The commit log, or its path.
     name : str
         Name of the group. The group need not have read anything yet.
     storage_options : mapping, optional

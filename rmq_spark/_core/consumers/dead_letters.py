@@ -37,6 +37,7 @@ class DeadLetters:
     Parameters
     ----------
     log : CommitLog or path
+        The commit log, or its path.
     group : str
         The consumer group.
     storage_options : mapping, optional

@@ -47,9 +47,11 @@ class PullConsumer:
     Parameters
     ----------
     log : CommitLog or path
+        The commit log, or its path.
     group : str
         The consumer group. Spark must not read for it.
     topics : str or iterable of str
+        Topics to read.
     tags, selector : str, optional
         As for :class:`PushConsumer`.
     tables : bool

@@ -70,6 +70,7 @@ class PushConsumer:
     Parameters
     ----------
     log : CommitLog or path
+        The commit log, or its path.
     group : str
         The consumer group. Spark must not read for it.
     listener : callable, EachBatch, EachMessage or SqlInbox

@@ -71,6 +71,7 @@ class KafkaRelay:
     Parameters
     ----------
     log : CommitLog or path
+        The commit log to read, or its path.
     bootstrap_servers : str
         Kafka's brokers, ``"broker1:9092,broker2:9092"``.
     relay : str

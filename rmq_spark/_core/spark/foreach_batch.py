@@ -54,9 +54,11 @@ class TransactionalSink:
     Parameters
     ----------
     log : CommitLog or str
+        The commit log to send to, or its path.
     producer_group : str
+        Names the listeners that can answer for each other's transactions; a check asks one of them.
     listener : TransactionListener or None
-        With None there is no local transaction: messages commit once they are prepared.
+        Runs local transactions and answers checks. With None messages commit once they are prepared.
     topic : str, optional
         The topic of messages without a ``topic`` column.
     transaction_key : str, optional
@@ -79,6 +81,7 @@ class TransactionalSink:
         parallelism (over Spark Connect, what Spark makes of ``repartition``), else the partitions that the micro-batch
         has.
     on_listener_error : {"fail", "unknown"}
+        What an exception of the listener does: the query fails, or the verdict is UNKNOWN.
     replay_check_timeout : str or float
         ``"60s"``, or seconds.
     max_pending_batches : int, optional
@@ -86,6 +89,7 @@ class TransactionalSink:
     max_pending_bytes : int or str, optional
         The same limit for the bytes of their files: ``"500m"``, ``"10g"``.
     storage_options : mapping, optional
+        For a path: passed to delta-rs.
 
     Examples
     --------

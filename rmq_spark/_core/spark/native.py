@@ -120,6 +120,7 @@ def messages(
     ----------
     spark : SparkSession
     log : CommitLog or path
+        The commit log, or its path.
     topics : str or sequence of str, optional
         By default all topics but those of retries and dead letters.
     tags : str, optional
