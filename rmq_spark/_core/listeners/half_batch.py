@@ -445,8 +445,8 @@ def _verdicts(result: object, batch: HalfBatch) -> VerdictArray:
         verdicts = VerdictArray.of([_verdict_of(value, batch) for value in result])
     else:
         raise VerdictError(
-            f"{_listener_of(batch)} returned {type(result).__name__}: a LocalTransactionState, a Rollback, None, or one "
-            "of these per transaction is expected"
+            f"{_listener_of(batch)} returned {type(result).__name__}: a LocalTransactionState, a Rollback, None, or "
+            "one of these per transaction is expected"
         )
     if verdicts.which is None:
         return verdicts
