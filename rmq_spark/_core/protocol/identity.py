@@ -255,7 +255,7 @@ class Lineage:
             raise _unreadable(self._folder.name, problem) from cause_of(problem)
 
     def record(self, batch_id: int, input_hash: str) -> None:
-        """Record the last batch that was sent. When the checkpoint cannot be written to, a warning is logged."""
+        """Record the last batch that was sent. If the checkpoint cannot be written to, log a warning."""
         try:
             if self._last_batch() != (batch_id, input_hash):
                 content = json.dumps({"batch_id": batch_id, "input_hash": input_hash})
@@ -362,8 +362,8 @@ class _SparkFolder:
 
 
 def require_same_log(location: str, storage_options: Mapping[str, str] | None, log_id: str, log_path: str) -> None:
-    """Raise CheckpointMismatchError unless a query's earlier micro-batches went into this commit log, by the file in
-    the checkpoint: each log would lack messages of the query. A checkpoint without the file gets it, if Python may
+    """Raise CheckpointMismatchError when the checkpoint's file names another commit log for the query's earlier
+    micro-batches: each log would lack messages of the query. A checkpoint without the file gets one, if Python may
     write there."""
     if (location, log_id) in _known_logs:
         return
