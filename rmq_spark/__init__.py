@@ -51,7 +51,7 @@ _MODULES = (
 _of_core, _, _all = public(__name__)
 __all__ = sorted([*_all, "__version__", *_MODULES])
 
-_OF_ROCKETMQ = {
+_ROCKETMQ_NAMES = {
     "DefaultMQProducer": "TransactionMQProducer, whose send() needs no listener,",
     "DefaultMQPushConsumer": "PushConsumer",
     "DefaultLitePullConsumer": "PullConsumer",
@@ -72,12 +72,20 @@ def __getattr__(name: str) -> Any:
     if name.endswith("Error") and hasattr(errors, name):
         return getattr(errors, name)
     unknown = f"module 'rmq_spark' has no attribute {name!r}"
-    if name in _OF_ROCKETMQ:
-        raise AttributeError(f"{unknown}: RocketMQ's {name} is {_OF_ROCKETMQ[name]} here")
+    if name in _ROCKETMQ_NAMES:
+        raise AttributeError(f"{unknown}: RocketMQ's {name} is {_ROCKETMQ_NAMES[name]} here")
     for module in () if name.startswith("_") else _MODULES:
         if name in getattr(importlib.import_module(f"rmq_spark.{module}"), "__all__", ()):
             raise AttributeError(f"{unknown}: it is rmq_spark.{module}.{name}")
-    raise AttributeError(unknown)
+    raise AttributeError(unknown if name.startswith("_") else f"{unknown}{_suggestion(name)}")
+
+
+def _suggestion(name: str) -> str:
+    """The public name that a mistyped one is close to, or nothing."""
+    from rmq_spark._core.vocabulary.options import nearest
+
+    text = nearest(name, __dir__())
+    return f": {text}" if text.startswith("did you mean") else ""
 
 
 def __dir__() -> list[str]:

@@ -34,6 +34,7 @@ def throughput(log: Log, since: str = SINCE) -> Chart:
     Parameters
     ----------
     log : CommitLog or path
+        The commit log, or its path.
     since : str
         How far back: ``"7d"``, ``"12h"``.
 
@@ -67,6 +68,7 @@ def pending(log: Log) -> Chart:
     Parameters
     ----------
     log : CommitLog or path
+        The commit log, or its path.
     """
     return charts.pending(Standing(_open(log)).pending).chart
 
@@ -77,6 +79,7 @@ def lag(log: Log) -> Chart:
     Parameters
     ----------
     log : CommitLog or path
+        The commit log, or its path.
     """
     return charts.lag(Standing(_open(log)).groups).chart
 
@@ -100,6 +103,7 @@ def topics(log: Log) -> Chart:
     Parameters
     ----------
     log : CommitLog or path
+        The commit log, or its path.
     """
     return charts.topics(Standing(_open(log)).topics.values()).chart
 

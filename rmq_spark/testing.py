@@ -197,10 +197,10 @@ class MemoryTable:
         schema = pa.schema([self.schema.field(n) for n in names])
         if paths:
             reach("files read", table=self.name, paths=paths)
-        parts = [self.fs.table(f"{self.folder}/{p}") for p in paths]
+        tables = [self.fs.table(f"{self.folder}/{p}") for p in paths]
         if where is not None:
-            parts = [p.filter(where) for p in parts]
-        return pa.concat_tables([p.select(names).cast(schema) for p in parts]) if parts else schema.empty_table()
+            tables = [p.filter(where) for p in tables]
+        return pa.concat_tables([p.select(names).cast(schema) for p in tables]) if tables else schema.empty_table()
 
     def read_range(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None

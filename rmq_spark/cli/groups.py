@@ -221,7 +221,7 @@ def _show_positions(group: ConsumerGroup, positions: Mapping[Queue, int], as_jso
 
     rows = [{"topic": t, "queue_id": q, "next_offset": n} for (t, q), n in sorted(positions.items())]
     show(rows, as_json, "nothing")
-    if kind_of(group.engine.groups.places(group.name).values()) != MEMBERS:
+    if kind_of(group.engine.groups.positions(group.name).values()) != MEMBERS:
         tell(FOLLOWS_ITS_CHECKPOINT, dim=True, err=True)
 
 

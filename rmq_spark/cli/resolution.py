@@ -100,13 +100,13 @@ class Resolving:
     def _committed(self, placed: list[Placed], state: BatchState) -> str:
         own_count = sum(p.count for p in placed if p.half_id in ("", self._record.half_id))
         waiting = state.count(RowState.WAITING) - self._state.count(RowState.WAITING)
-        parts = [f"{count_of(own_count, 'message')} became visible"] if own_count else []
+        clauses = [f"{count_of(own_count, 'message')} became visible"] if own_count else []
         if waiting > 0:
-            parts.append(
+            clauses.append(
                 f"{count_of(waiting, 'message')} {'is' if waiting == 1 else 'are'} committed, and wait"
                 f"{'s' if waiting == 1 else ''} for a time or for an earlier message"
             )
-        return "; ".join(parts)
+        return "; ".join(clauses)
 
     def _rolled_back(self, state: BatchState) -> str:
         count = state.count(*ROLLED_BACK_STATES) - self._state.count(*ROLLED_BACK_STATES)

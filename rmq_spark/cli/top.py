@@ -210,8 +210,8 @@ def headline(now: Standing) -> str:
         ),
     ]
     more = f"{count_of(len(problems) - 1, 'more finding')}: {doctor}" if len(problems) > 1 else ""
-    parts = ["; ".join(text for text, is_said in waiting if is_said), more if problems else "all is well"]
-    return " · ".join(part for part in parts if part)
+    clauses = ["; ".join(text for text, is_said in waiting if is_said), more if problems else "all is well"]
+    return " · ".join(clause for clause in clauses if clause)
 
 
 @lru_cache(maxsize=1)  # of a look, not of each key
@@ -261,12 +261,12 @@ def lines(
     style = "green" if problem is None else STYLES.get(problem.level, "")
     shown = [(_part(f"txmq top   {name}   {at}", 0, width), "bold")]
     said = hanging("", headline(now), 0, width=width).splitlines()
-    shown += [(part, style) for line in said for part in _folded(line, width)]
+    shown += [(clause, style) for line in said for clause in _folded(line, width)]
     if problem is not None:
         text = hanging("", one_line(f"{problem.check}: {problem.what}"), 2, width=width).lstrip()
         command = one_line(problem.remedy or "").partition(" (")[0].partition(";")[0]  # txmq doctor has all of it
         remedy = hanging("", f"→ {command}", 2, width=width) if command else ""
-        told = [part for line in (text, remedy) for row in line.splitlines() for part in _folded(row, width)]
+        told = [clause for line in (text, remedy) for row in line.splitlines() for clause in _folded(row, width)]
         most = len(told) if height is None else max(2, height // FINDING_SHARE)
         shown += [(line, style) for line in told[:most]]
     groups = [in_words(row) for row in consumer_rows(now, before)]

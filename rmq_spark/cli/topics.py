@@ -190,6 +190,6 @@ def queue_rows(log: CommitLog, name: str) -> list[dict[str, Any]]:
 
 def last_commits(log: CommitLog, ends: Mapping[Queue, int]) -> dict[Queue, datetime]:
     """Return the commit time of the last message before each of these offsets, unless that message is gone."""
-    from rmq_spark._core.inspect.consumption import waiting_since
+    from rmq_spark._core.inspect.group_lag import waiting_since
 
     return waiting_since(log.engine, {queue: end - 1 for queue, end in ends.items() if end > 0})

@@ -184,15 +184,15 @@ def _event_text(event: TraceEvent) -> str:
     if event.kind == "conflict" and event.verdict:
         return f"{event.verdict} came too late"
     places = [f"{p.topic} queue {p.queue_id}, {_offsets(p.first_offset, p.last_offset)}" for p in event.places]
-    parts = _first_of(places)
+    details = _first_of(places)
     reason = event.reason or ""
     if event.verdict and not reason.startswith(event.verdict):
-        parts.append(event.verdict)
+        details.append(event.verdict)
     if event.until is not None:
-        parts.append(f"{'due' if event.kind == 'committed' else 'until'} {short_time(event.until)}")
+        details.append(f"{'due' if event.kind == 'committed' else 'until'} {short_time(event.until)}")
     if reason:
-        parts.append(one_line(reason))
-    return "; ".join(parts)
+        details.append(one_line(reason))
+    return "; ".join(details)
 
 
 def _offsets(first: int, last: int) -> str:

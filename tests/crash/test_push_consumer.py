@@ -47,7 +47,7 @@ def test_killed_members_lose_nothing(mode: str, kills: int, tmp_path: Path) -> N
         return all(any(f"@{pid}." in name for name in members for pid in program.pids()) for program in running)
 
     def owned_by(pids: list[int]) -> list[str]:
-        owners = [place.owner or "" for place in log.engine.groups.places(GROUP).values()]
+        owners = [position.owner or "" for position in log.engine.groups.positions(GROUP).values()]
         return [owner for owner in owners for pid in pids if f"@{pid}." in owner]
 
     def send() -> None:
@@ -83,7 +83,7 @@ def test_killed_members_lose_nothing(mode: str, kills: int, tmp_path: Path) -> N
         program.signal(signal.SIGTERM)
     for program in running:
         assert "it came to its end" in program.finish()
-    assert all(place.owner is None for place in log.engine.groups.places(GROUP).values()), (
+    assert all(position.owner is None for position in log.engine.groups.positions(GROUP).values()), (
         "each has released its queues"
     )
     assert txmq.DeadLetters(log, GROUP).list().num_rows == 0

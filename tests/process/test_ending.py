@@ -100,7 +100,7 @@ def test_a_fork_that_a_listener_leaves_alone_is_no_second_consumer(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(code)] * 10
     assert done.stderr.count("ValueError: in the fork") == (10 if way == "raise" else 0)
-    assert log.engine.groups.positions("points")["orders", 0] == 10
+    assert log.engine.groups.next_offsets("points")["orders", 0] == 10
 
 
 CONSUMERS = {
@@ -151,5 +151,5 @@ def test_a_program_that_ends_with_an_open_consumer_writes_its_progress_and_leave
     )
     told = [line for line in done.stderr.splitlines() if "a consumer was dropped" not in line]
     assert (done.returncode, told) == (0, [])
-    place = log.engine.groups.places("points")["orders", 0]
-    assert (place.next_offset, place.owner) == (consumed, None)
+    position = log.engine.groups.positions("points")["orders", 0]
+    assert (position.next_offset, position.owner) == (consumed, None)

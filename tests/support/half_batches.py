@@ -24,7 +24,6 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.support.inside import (
     NO_ROWS,
     PROPERTIES,
-    AnsweredCheck,
     BatchState,
     Change,
     CommitOncePrepared,
@@ -41,6 +40,7 @@ from tests.support.inside import (
     RowSet,
     RowState,
     Staged,
+    UnknownCheck,
     Who,
     batch_name,
     op_merge,
@@ -154,7 +154,7 @@ def count_check(
     engine: Any, record: HalfRecord, attempt: int, rows: Any, reason: str | None, pause_s: float = 0.0
 ) -> None:
     """Count an answered check of one half batch."""
-    engine.ledger.record_checks([AnsweredCheck(record, attempt, RowSet(rows), reason)], pause_s)
+    engine.ledger.record_checks([UnknownCheck(record, attempt, RowSet(rows), reason)], pause_s)
 
 
 def pending(log: CommitLog, record: HalfRecord, attempt: int = 1) -> RowSet:

@@ -18,7 +18,7 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError
 from tests.support.half_batches import another, commit, decide_one, let_leave, pending, prepare, roll_back, send
 from tests.support.half_batches import split as split_rows
-from tests.support.inside import Planner, Subscription, Who, read_ranges, split, table_files
+from tests.support.inside import Planner, Subscription, Who, partition_ranges, read_ranges, table_files
 from tests.support.limits import set_limits
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
@@ -158,11 +158,16 @@ def test_partitions_share_drained_files(log: CommitLog) -> None:
     plans = planner(log, "orders", "points")
     ranges = plans.ranges({}, plans.latest())
     total = sum(r.count for r in ranges)
-    for parts in (split(ranges), split(ranges, ordered=True), split(ranges, False, 5), split(ranges, False, None, 3)):
+    for parts in (
+        partition_ranges(ranges),
+        partition_ranges(ranges, ordered=True),
+        partition_ranges(ranges, False, 5),
+        partition_ranges(ranges, False, None, 3),
+    ):
         assert sum(r.count for part in parts for r in part) == total
         offsets = {(r.topic, r.queue_id, r.queue_offset + i) for part in parts for r in part for i in range(r.count)}
         assert len(offsets) == total
-    for part in split(ranges, ordered=True):
+    for part in partition_ranges(ranges, ordered=True):
         assert len({(r.topic, r.queue_id) for r in part}) == 1
         assert [r.queue_offset for r in part] == sorted(r.queue_offset for r in part)
 
@@ -256,7 +261,7 @@ def test_a_task_reads_the_files_of_the_table_in_the_order_of_op(log: CommitLog) 
     plans = planner(log, "orders")
     ranges = plans.ranges({}, plans.latest())
     assert len({r.rows.path for r in ranges}) > 4
-    (part,) = split(ranges)
+    (part,) = partition_ranges(ranges)
     for queue in {r.queue_id for r in ranges}:
         offsets = [r.queue_offset for r in part if r.queue_id == queue]
         assert offsets == sorted(offsets)

@@ -257,7 +257,7 @@ def test_messages_under_immunity_are_left_out_too(log: CommitLog) -> None:
         (RuntimeError("the bank is closed"), "RuntimeError: the bank is closed"),
         (FenceError("another database"), "FenceError: another database"),
         ("MAYBE", "is not a verdict"),
-        ([COMMIT, COMMIT], "returned 2 verdicts for 1 transactions"),
+        ([COMMIT, COMMIT], "returned 2 verdicts for 1 transaction:"),
         (42, "returned int"),
         (SystemExit(3), "SystemExit: 3"),
     ],

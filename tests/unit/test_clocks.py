@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rmq_spark import ROLLBACK_MESSAGE, UNKNOWN, CheckService, CommitLog, HalfBatch, LocalTransactionState
-from rmq_spark._core.log.second_look import LOOKED
+from rmq_spark._core.log.clock_doubt import LOOKED
 from rmq_spark._core.storage import clock as module
 from rmq_spark.checks import CheckReport
 from rmq_spark.errors import AlreadyPreparedError, ClockError

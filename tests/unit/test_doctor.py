@@ -360,7 +360,7 @@ def test_upkeep_that_is_behind_is_told(log: CommitLog, monkeypatch: pytest.Monke
 
 def claim(log: CommitLog, member: str) -> None:
     """Let a member of the group ``points`` have queue 0 of orders."""
-    generation = log.engine.groups.places("points")[("orders", 0)].generation
+    generation = log.engine.groups.positions("points")[("orders", 0)].generation
     assert log.engine.groups.claim("points", member, {("orders", 0): generation}, {}, "test", take_over=True)
 
 

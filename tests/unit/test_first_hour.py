@@ -200,6 +200,22 @@ def test_a_name_of_rocketmq_is_told_where_it_is_here(name: str, is_here: str) ->
     assert not hasattr(txmq, "Nothing")
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("TransactionMQProducr", ": did you mean 'TransactionMQProducer'?"),
+        ("commitlog", ": did you mean 'CommitLog'?"),
+        ("LostFilError", ": did you mean 'LostFileError'?"),
+        ("Xyzzy", ""),
+        ("_CommitLogs", ""),
+    ],
+)
+def test_a_mistyped_name_is_told_the_nearest_one(name: str, meant: str) -> None:
+    with pytest.raises(AttributeError) as raised:
+        getattr(txmq, name)
+    assert str(raised.value) == f"module 'rmq_spark' has no attribute {name!r}{meant}"
+
+
 def test_a_key_that_a_client_chose_is_to_be_hashed(tmp_path: Path) -> None:
     log = txmq.CommitLog.create(tmp_path / "log")
     log.create_topic("orders", queues=1)

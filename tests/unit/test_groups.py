@@ -15,7 +15,7 @@ from rmq_spark._core.consumers.consumer_group import groups
 from tests.support import commands
 from tests.support.commands import objects
 from tests.support.half_batches import another, commit, let_leave, make_log, prepare
-from tests.support.inside import Members, Place, Session
+from tests.support.inside import GroupPosition, Members, Session
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, returns=1)
 
@@ -45,13 +45,13 @@ def test_a_suspended_queue_stays_until_its_suspension_is_answered(log: CommitLog
     store.publish("points", {QUEUE: 10, ("orders", 1): 10})
     store.progress("points", {QUEUE: 12}, "batch 3", {QUEUE: now})
     store.publish("points", {QUEUE: 20, ("orders", 1): 20})
-    assert store.positions("points") == {QUEUE: 12, ("orders", 1): 20}
+    assert store.next_offsets("points") == {QUEUE: 12, ("orders", 1): 20}
     later = now + timedelta(seconds=1)
     store.progress("points", {QUEUE: 14}, "batch 4", {QUEUE: later})
     store.publish("points", {QUEUE: 20}, answered={QUEUE: now})  # it was suspended anew
-    assert store.places("points")[QUEUE][:2] == Place(14, later)[:2]
+    assert store.positions("points")[QUEUE][:2] == GroupPosition(14, later)[:2]
     store.publish("points", {QUEUE: 20}, answered={QUEUE: later})
-    assert store.places("points")[QUEUE][:2] == Place(20)[:2]
+    assert store.positions("points")[QUEUE][:2] == GroupPosition(20)[:2]
 
 
 def test_what_is_consumed_or_reset_is_not_suspended_any_more(log: CommitLog) -> None:
@@ -61,9 +61,9 @@ def test_what_is_consumed_or_reset_is_not_suspended_any_more(log: CommitLog) -> 
         lambda: log.engine.groups.set("points", {QUEUE: 14}, "a person"),
     ):
         log.engine.groups.progress("points", {QUEUE: 12}, "batch 3", {QUEUE: now})
-        assert log.engine.groups.places("points")[QUEUE].suspended_until == now
+        assert log.engine.groups.positions("points")[QUEUE].suspended_until == now
         free()
-        assert log.engine.groups.places("points")[QUEUE][:2] == (14, None)
+        assert log.engine.groups.positions("points")[QUEUE][:2] == (14, None)
         log.engine.groups.delete("points")
 
 
@@ -103,8 +103,8 @@ def test_groups_do_not_disturb_each_other(log: CommitLog) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(publish, range(4)))
     assert groups(log.engine) == ["g0", "g1", "g2", "g3", "shared"]
-    assert [log.engine.groups.positions(f"g{i}") for i in range(4)] == [{("orders", 0): 7}] * 4
-    assert log.engine.groups.positions("shared") == {("orders", 0): 9, ("orders", 1): 10}
+    assert [log.engine.groups.next_offsets(f"g{i}") for i in range(4)] == [{("orders", 0): 7}] * 4
+    assert log.engine.groups.next_offsets("shared") == {("orders", 0): 9, ("orders", 1): 10}
     log.engine.groups.table.refresh()
     assert log.engine.groups.table.actions().num_rows == 5  # a file each
 
@@ -223,9 +223,9 @@ def test_who_begins_where_a_queue_is_suspended_reads_it_once(log: CommitLog) -> 
     log.engine.groups.progress("points", {QUEUE: 2}, "an orderly consumer", {QUEUE: later})
     session = Session()
     log.engine.groups.publish("points", {QUEUE: 2}, session)
-    assert log.engine.groups.places("points")[QUEUE].suspended_until is None
+    assert log.engine.groups.positions("points")[QUEUE].suspended_until is None
     log.engine.groups.publish("points", {QUEUE: 5}, session)
-    assert log.engine.groups.positions("points") == {QUEUE: 5}
+    assert log.engine.groups.next_offsets("points") == {QUEUE: 5}
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -191,29 +191,29 @@ def test_a_checkpoint_that_cannot_keep_the_id_is_refused_before_anything_is_sent
 def test_a_checkpoint_holds_the_batches_whose_offsets_it_has(checkpoint: Path) -> None:
     lineage = identity_of(HIDDEN, 8, str(checkpoint), None, "consume", OR_ELSE).lineage
     assert lineage is not None
-    assert lineage.holds(7, input_hash_of(b"v1\n7"))
-    assert not lineage.holds(7, input_hash_of(b"another"))
-    assert not lineage.holds(6, input_hash_of(b"v1\n6"))
+    assert lineage.contains(7, input_hash_of(b"v1\n7"))
+    assert not lineage.contains(7, input_hash_of(b"another"))
+    assert not lineage.contains(6, input_hash_of(b"v1\n6"))
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"batch_id": "six", "input_hash": "hash of 6"}'])
 def test_the_last_batch_stays_when_spark_has_cleaned_its_offsets(checkpoint: Path, content: str) -> None:
     lineage = lineage_of(str(checkpoint), None)
-    lineage.keep(6, "hash of 6")
-    assert lineage.holds(6, "hash of 6")
-    assert not lineage.holds(6, "another")
-    assert not lineage.holds(5, "hash of 6")
+    lineage.record(6, "hash of 6")
+    assert lineage.contains(6, "hash of 6")
+    assert not lineage.contains(6, "another")
+    assert not lineage.contains(5, "hash of 6")
     (checkpoint / identity.LAST_BATCH_FILE).write_text(content)
-    assert not lineage.holds(6, "hash of 6")
-    lineage.keep(6, "hash of 6")
-    assert lineage.holds(6, "hash of 6")
+    assert not lineage.contains(6, "hash of 6")
+    lineage.record(6, "hash of 6")
+    assert lineage.contains(6, "hash of 6")
 
 
 def test_what_is_kept_is_not_written_again(checkpoint: Path) -> None:
     lineage = lineage_of(str(checkpoint), None)
-    lineage.keep(6, "hash of 6")
+    lineage.record(6, "hash of 6")
     before = (checkpoint / identity.LAST_BATCH_FILE).stat()
-    lineage.keep(6, "hash of 6")
+    lineage.record(6, "hash of 6")
     assert (checkpoint / identity.LAST_BATCH_FILE).stat() == before
 
 
@@ -221,7 +221,7 @@ def test_a_checkpoint_that_cannot_keep_the_last_batch_says_what_that_leads_to(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refuse_to_write(checkpoint, identity.LAST_BATCH_FILE, monkeypatch)
-    lineage_of(str(checkpoint), None).keep(6, "hash of 6")
+    lineage_of(str(checkpoint), None).record(6, "hash of 6")
     assert "cannot be written to (" in caplog.text
     assert "offsets/6, the next batch with messages is refused" in caplog.text
 
@@ -230,4 +230,4 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_fork(checkpoint: Pa
     (checkpoint / "offsets" / "7").unlink()
     (checkpoint / "offsets" / "7").mkdir()
     with pytest.raises(OptionError, match="cannot be read from Python"):
-        lineage_of(str(checkpoint), None).holds(7, "hash")
+        lineage_of(str(checkpoint), None).contains(7, "hash")

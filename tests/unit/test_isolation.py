@@ -475,7 +475,7 @@ def test_who_looks_what_holds_a_message_up_forgets_no_due_message(log: CommitLog
     engine = another(log).engine
     engine.decide([Decision(second, 1, second.all_rows, NO_ROWS, Who.EXECUTE)])
     assert set(engine.ledger.unplaceable) == {delayed[0].half_id}
-    assert engine.ledger.holding_up(second) == [first.half_id]
+    assert engine.ledger.blocked_by(second) == [first.half_id]
     assert set(engine.ledger.unplaceable) == {delayed[0].half_id}
 
 

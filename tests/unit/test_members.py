@@ -40,7 +40,7 @@ def test_of_two_that_claim_what_they_saw_free_one_gets_it(log: CommitLog) -> Non
     one, two = log.another().engine.groups, log.another().engine.groups
     assert one.claim("points", "a", {QUEUE: 0}, {QUEUE: 3}, "a")[QUEUE][:2] == (3, 1)
     assert two.claim("points", "b", {QUEUE: 0}, {QUEUE: 0}, "b") == {}
-    assert log.engine.groups.places("points")[QUEUE].owner == "a"
+    assert log.engine.groups.positions("points")[QUEUE].owner == "a"
 
 
 def test_a_zombies_progress_is_refused(log: CommitLog) -> None:
@@ -48,34 +48,34 @@ def test_a_zombies_progress_is_refused(log: CommitLog) -> None:
     store.claim("points", "a", {QUEUE: 0, OTHER: 0}, {QUEUE: 0, OTHER: 0}, "a")
     store.claim("points", "b", {QUEUE: 1}, {}, "b")
     assert store.report("points", "a", {QUEUE: Report(9, 1), OTHER: Report(9, 1)}, "a") == {QUEUE}
-    assert store.positions("points") == {QUEUE: 0, OTHER: 9}
+    assert store.next_offsets("points") == {QUEUE: 0, OTHER: 9}
     # Not with the generation of another one's claim either, nor of a claim of its own that is over.
     assert store.report("points", "a", {QUEUE: Report(9, 2)}, "a") == {QUEUE}
     store.claim("points", "a", {QUEUE: 2}, {}, "a")
     assert store.report("points", "a", {QUEUE: Report(9, 1)}, "a") == {QUEUE}
     assert store.report("points", "a", {QUEUE: Report(5, 3, release=True)}, "a") == set()
-    assert store.places("points")[QUEUE][:1] == (5,)
-    assert store.places("points")[QUEUE].owner is None
+    assert store.positions("points")[QUEUE][:1] == (5,)
+    assert store.positions("points")[QUEUE].owner is None
 
 
 def test_a_reset_raises_the_generation_and_the_owner_is_refused(log: CommitLog) -> None:
     store = log.engine.groups
     store.claim("points", "a", {QUEUE: 0}, {QUEUE: 0}, "a")
-    epoch = store.places("points")[QUEUE].epoch
+    epoch = store.positions("points")[QUEUE].epoch
     store.set("points", {QUEUE: 0}, "a person")
-    place = store.places("points")[QUEUE]
-    assert (place.generation, place.owner, place.consumer) == (2, None, MEMBERS)
-    assert place.epoch != epoch
+    position = store.positions("points")[QUEUE]
+    assert (position.generation, position.owner, position.consumer) == (2, None, MEMBERS)
+    assert position.epoch != epoch
     assert store.report("points", "a", {QUEUE: Report(7, 1)}, "a") == {QUEUE}
     store.delete("points")
     assert store.report("points", "a", {QUEUE: Report(7, 1)}, "a") == {QUEUE}
-    assert store.positions("points") == {}
+    assert store.next_offsets("points") == {}
 
 
 def test_a_group_is_sparks_or_its_members(log: CommitLog) -> None:
     store = log.engine.groups
     store.publish("streamed", {QUEUE: 5})
-    assert store.places("streamed")[QUEUE].consumer == SPARK
+    assert store.positions("streamed")[QUEUE].consumer == SPARK
     with pytest.raises(txmq.GroupInUseError, match=r"is read by Spark, and PushConsumer .* hand-over LOG streamed"):
         store.claim("streamed", "a", {QUEUE: 1}, {}, "a")
     store.claim("pushed", "a", {QUEUE: 0}, {QUEUE: 2}, "a")
@@ -278,9 +278,9 @@ def test_what_a_dead_member_left_comes_at_another_one_and_its_own_late_report_is
     # The first one wakes up within its call, and ends it. It starts no other one before it has looked.
     paused.consume(take)
     assert not paused.work()
-    before = log.engine.groups.positions("points")
+    before = log.engine.groups.next_offsets("points")
     paused.member.persist()
-    assert log.engine.groups.positions("points") == before
+    assert log.engine.groups.next_offsets("points") == before
     assert take.queue.queue not in paused.queues()
     pass_time([paused, other], 25)
     assert queues_of([paused, other]) == [1, 1]

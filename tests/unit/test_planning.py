@@ -30,8 +30,8 @@ from tests.support.inside import (
     admit,
     op_merge,
     parse_tags,
+    partition_ranges,
     read_options,
-    split,
 )
 from tests.support.limits import Limit
 from tests.support.meanwhile import seen_at, unhooked
@@ -377,7 +377,7 @@ def test_cut_ranges_concatenate_to_the_whole(placed: PlacedRange, data: st.DataO
 def test_any_split_concatenates_to_the_whole(
     ranges: list[PlacedRange], partitions_min: int | None, records_max: int | None
 ) -> None:
-    parts = split(ranges, False, partitions_min, records_max)
+    parts = partition_ranges(ranges, False, partitions_min, records_max)
     assert row_spans([placed for part in parts for placed in part]) == row_spans(ranges)
     assert all(parts)
     if partitions_min is not None:
@@ -388,7 +388,7 @@ def test_any_split_concatenates_to_the_whole(
 
 @given(queues_of_ranges())
 def test_ordered_reads_each_queue_in_one_partition_in_order(ranges: list[PlacedRange]) -> None:
-    parts = split(ranges, ordered=True)
+    parts = partition_ranges(ranges, ordered=True)
     assert [placed for part in parts for placed in part] == ranges
     assert len(parts) == len({placed.queue_id for placed in ranges})
 
@@ -396,7 +396,7 @@ def test_ordered_reads_each_queue_in_one_partition_in_order(ranges: list[PlacedR
 @given(queues_of_ranges())
 def test_no_block_of_row_groups_is_read_by_two_partitions(ranges: list[PlacedRange]) -> None:
     found: dict[tuple[int, int], int] = {}
-    for i, part in enumerate(split(ranges)):
+    for i, part in enumerate(partition_ranges(ranges)):
         for placed in part:
             for first, last in placed.rows.ranges:
                 assert found.setdefault((placed.rows.file_no, first // BLOCK_ROWS), i) == i

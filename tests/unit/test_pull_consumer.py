@@ -35,11 +35,11 @@ def read_to_the_end(log: CommitLog) -> list[str]:
 
 def position(log: CommitLog) -> int:
     """Where the group is in the queue 0."""
-    return log.engine.groups.positions("report")[QUEUE]
+    return log.engine.groups.next_offsets("report")[QUEUE]
 
 
 def assert_nobody_has_a_queue(log: CommitLog) -> None:
-    assert all(place.owner is None for place in log.engine.groups.places("report").values())
+    assert all(position.owner is None for position in log.engine.groups.positions("report").values())
 
 
 @also_on_delta
@@ -266,7 +266,7 @@ def test_a_commit_after_the_end_of_an_iteration_is_an_error(log: CommitLog) -> N
     assert len(list(consumer)) == 4
     with pytest.raises(txmq.ConsumeError, match=r"was shut down.*comes again.*within the loop"):
         consumer.commit()
-    assert sum(log.engine.groups.positions("report").values()) == 0
+    assert sum(log.engine.groups.next_offsets("report").values()) == 0
 
 
 @pytest.mark.parametrize("auto_commit", [True, False])

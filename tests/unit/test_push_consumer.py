@@ -179,7 +179,7 @@ def test_a_listener_gets_every_message_once_whatever_its_form(log: CommitLog, fo
     assert sorted((m["queue_id"], m["queue_offset"]) for m in found) == [(q, n) for q in (0, 1) for n in (0, 1, 2)]
     assert {m["reconsume_times"] for m in found} == {0}
     assert sorted(m["tags"] for m in found) == list("xxxyyy")
-    assert log.engine.groups.positions("points")[QUEUE] == 3
+    assert log.engine.groups.next_offsets("points")[QUEUE] == 3
     assert not consumer.work()
 
 
@@ -204,7 +204,7 @@ def test_only_messages_that_are_wanted_come_and_the_others_count_as_done(log: Co
         found: list[str] = []
         consumer = consume_all(log, seen_by(found), group=next(iter(options)), **options)
         assert found == ["a", "c", "e"]
-        assert log.engine.groups.positions(consumer.member.group)[QUEUE] == 6
+        assert log.engine.groups.next_offsets(consumer.member.group)[QUEUE] == 6
 
 
 @also_on_delta
@@ -264,7 +264,7 @@ def test_progress_is_the_lowest_unfinished_offset() -> None:
     for taken in (takes[1], takes[0], takes[2]):
         consumer.consume(taken)
         consumer.member.persist()
-        progress.append(log.engine.groups.positions("points")[QUEUE])
+        progress.append(log.engine.groups.next_offsets("points")[QUEUE])
     assert progress == [0, 4, 6]
 
 
@@ -276,7 +276,7 @@ def test_progress_stays_below_takes_that_came_back_in_their_order() -> None:
     for taken in takes:
         consumer._give_back(taken, 0)
     consumer.member.persist()
-    assert log.engine.groups.positions("points")[QUEUE] == 0
+    assert log.engine.groups.next_offsets("points")[QUEUE] == 0
     go_on(consumer)
     assert found == list("abcdef")
 
@@ -288,7 +288,7 @@ def test_what_several_threads_gave_back_is_not_lost_by_a_shutdown() -> None:
     for taken in takes:
         consumer._give_back(taken, 1)
     consumer.member.leave()
-    assert log.engine.groups.positions("points")[QUEUE] == 1
+    assert log.engine.groups.next_offsets("points")[QUEUE] == 1
 
 
 def test_progress_is_written_at_most_once_a_second_and_not_at_all_when_nothing_moved() -> None:
@@ -334,10 +334,10 @@ def test_no_more_than_max_span_is_under_way_behind_a_message_that_does_not_end()
         pass
     assert consumer.member.queues[QUEUE].fetched_to == 10
     consumer.member.persist()
-    assert log.engine.groups.positions("points").get(QUEUE, 0) == 0
+    assert log.engine.groups.next_offsets("points").get(QUEUE, 0) == 0
     consumer.consume(stuck)
     go_on(consumer)
-    assert log.engine.groups.positions("points")[QUEUE] == 50
+    assert log.engine.groups.next_offsets("points")[QUEUE] == 50
 
 
 def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_taken() -> None:
@@ -622,7 +622,7 @@ def test_a_message_that_cannot_be_sent_back_stays_unfinished(log: CommitLog, lim
         assert consumer.work()
         assert consumer.work()
     consumer.member.leave()
-    assert log.engine.groups.positions("points")[QUEUE] == 1
+    assert log.engine.groups.next_offsets("points")[QUEUE] == 1
 
 
 # ---------------------------------------------------------------- orderly
@@ -633,7 +633,7 @@ def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
     bad = ["c"]
     consumer = consume_all(log, fails_on(bad, found, LATER, DONE), mode="orderly")
     assert sorted(found) == ["a", "b", "c", "d", "f"]
-    assert log.engine.groups.positions("points") == {QUEUE: 1, ("orders", 1): 3, ("%RETRY%points", 0): 0}
+    assert log.engine.groups.next_offsets("points") == {QUEUE: 1, ("orders", 1): 3, ("%RETRY%points", 0): 0}
     log.engine.runtime.sleep(0.5)
     assert not consumer.work()
     log.engine.runtime.sleep(0.6)
@@ -644,7 +644,7 @@ def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
     log.engine.runtime.sleep(1.1)
     go_on(consumer)
     assert [body for body in found if body in "ace"] == ["a", "c", "c", "c", "e"]
-    assert log.engine.groups.positions("points")[QUEUE] == 3
+    assert log.engine.groups.next_offsets("points")[QUEUE] == 3
 
 
 def test_one_call_at_a_time_for_an_orderly_queue() -> None:
@@ -682,7 +682,7 @@ def test_an_orderly_message_that_never_works_is_a_dead_letter_in_the_end(caplog:
     assert (letter["body"], letter["reconsume_times"]) == (b"b", 2)
     told = [text.partition("points': ")[2].partition(" of topic")[0] for text in caplog.messages if "failed" in text]
     assert told == ["4 of 4 messages", "3 of 3 messages", "1 of 1 messages", "1 of 1 messages"]
-    assert log.engine.groups.positions("points")[QUEUE] == 4
+    assert log.engine.groups.next_offsets("points")[QUEUE] == 4
 
 
 def test_an_inbox_takes_every_message_once_whoever_has_the_queue(tmp_path: Path) -> None:
@@ -740,8 +740,8 @@ def test_it_consumes_in_threads_until_it_is_shut_down(log: CommitLog) -> None:
             send(log, [f"{n}.{i}" for i in range(10)])
         wait_until(lambda: len(found) == 40)
     assert len(set(found)) == 40
-    assert sum(log.engine.groups.positions("points").values()) == 40
-    assert all(place.owner is None for place in log.engine.groups.places("points").values())
+    assert sum(log.engine.groups.next_offsets("points").values()) == 40
+    assert all(position.owner is None for position in log.engine.groups.positions("points").values())
     assert txmq.ConsumerGroup(log, "points").members() == {}
     assert not [t for t in threading.enumerate() if t.name.startswith(("txmq-consume", "txmq-fetch", "txmq-member"))]
     with pytest.raises(txmq.ConsumeError, match="was shut down: make a new one"):
@@ -771,7 +771,7 @@ def test_a_shutdown_waits_for_a_running_call_and_starts_no_other(log: CommitLog)
         assert consumer.member.stopping.wait(60)
         listener.may_end.set()
     assert not listener.calls.acquire(blocking=False), "no other call"
-    assert log.engine.groups.positions("points")[QUEUE] == 1
+    assert log.engine.groups.next_offsets("points")[QUEUE] == 1
 
 
 def test_two_threads_that_start_and_shut_down_a_consumer_make_one_member_and_both_wait_for_its_end(
@@ -793,7 +793,7 @@ def test_two_threads_that_start_and_shut_down_a_consumer_make_one_member_and_bot
         assert not wait(ends, 0.3).done
         listener.may_end.set()
         assert not wait(ends, 60).not_done
-    assert log.engine.groups.positions("points")[QUEUE] == 1
+    assert log.engine.groups.next_offsets("points")[QUEUE] == 1
 
 
 def test_a_shutdown_within_a_call_is_refused_at_once_and_does_not_wait_for_itself(log: CommitLog) -> None:
@@ -811,7 +811,7 @@ def test_a_shutdown_within_a_call_is_refused_at_once_and_does_not_wait_for_itsel
     with consumer:
         wait_until(lambda: said)
     assert "call stop() there" in said[0]
-    assert log.engine.groups.positions("points")[QUEUE] == 1
+    assert log.engine.groups.next_offsets("points")[QUEUE] == 1
 
 
 def test_a_call_that_does_not_end_keeps_its_queue_until_the_lease_is_over(log: CommitLog) -> None:
@@ -820,10 +820,10 @@ def test_a_call_that_does_not_end_keeps_its_queue_until_the_lease_is_over(log: C
     consumer = push(log, listener, await_termination=0).start()
     assert listener.calls.acquire(timeout=60)
     consumer.shutdown()
-    places = log.engine.groups.places("points")
-    assert places[QUEUE].owner == consumer.member.name
-    assert places[QUEUE].next_offset == 0
-    assert places[("orders", 1)].owner is None
+    positions = log.engine.groups.positions("points")
+    assert positions[QUEUE].owner == consumer.member.name
+    assert positions[QUEUE].next_offset == 0
+    assert positions[("orders", 1)].owner is None
     listener.may_end.set()
 
 
@@ -881,7 +881,7 @@ def test_a_listener_that_returns_nothing_has_consumed(mode: str, wrap: Callable[
     log = queue_of("abc")
     consume_all(log, wrap(lambda messages: None), mode=mode, max_reconsume_times=0)
     assert txmq.DeadLetters(log, "points").list().num_rows == 0
-    assert log.engine.groups.positions("points")[QUEUE] == 3
+    assert log.engine.groups.next_offsets("points")[QUEUE] == 3
 
 
 def test_nothing_for_one_message_of_a_list_has_consumed_that_message() -> None:
@@ -904,7 +904,7 @@ def test_a_call_that_fails_sends_all_of_its_messages_back_with_the_reason(
     send(log, "abc", queue_id=[0] * 3)
     consume_all(log, listen, max_reconsume_times=0)
     assert txmq.DeadLetters(log, "points").list()["reason"].to_pylist() == [reason] * 3
-    assert log.engine.groups.positions("points")[QUEUE] == 3
+    assert log.engine.groups.next_offsets("points")[QUEUE] == 3
 
 
 def with_a_hole(folder: Path) -> tuple[CommitLog, Path, Path]:
@@ -942,7 +942,7 @@ def test_a_hole_in_messages_is_told_while_its_queue_is_tried_again_and_the_other
         wait_until(lambda: len(found) == 4)
         assert consumer.problem is None
     assert Counter(found) == Counter("abcd")
-    assert log.engine.groups.positions("points")[QUEUE] == 2
+    assert log.engine.groups.next_offsets("points")[QUEUE] == 2
 
 
 def test_what_holds_up_a_queue_is_not_raised_at_the_end_of_the_consumer(
@@ -1025,7 +1025,7 @@ def test_run_ends_at_sigterm(log: CommitLog) -> None:
     before = signal.getsignal(signal.SIGTERM)
     push(log, listen).run()
     assert signal.getsignal(signal.SIGTERM) is before
-    assert log.engine.groups.positions("points")[QUEUE] == 1
+    assert log.engine.groups.next_offsets("points")[QUEUE] == 1
 
 
 def test_a_fork_is_refused_and_leaves_the_group_alone(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:

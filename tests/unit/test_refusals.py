@@ -216,6 +216,15 @@ def test_an_array_that_holds_no_verdicts_is_refused(log: CommitLog, answer: pa.A
         normalize_verdicts(answer, batch)
 
 
+@pytest.mark.parametrize("answer", ["MAYBE", [7], pa.array(["maybe"]), 7, ["COMMIT_MESSAGE"] * 2])
+def test_the_error_of_a_wrong_answer_names_the_listener_and_the_half_batch(log: CommitLog, answer: object) -> None:
+    record = prepare(log, 0, 1, per="message")
+    batch = log.engine.half_batch(record, log.engine.state_of(record), 1, pending(log, record))
+    said = f"^for half batch '{record.half_id}', the listener of '{record.header.producer_group}' returned "
+    with pytest.raises(VerdictError, match=said):
+        normalize_verdicts(answer, batch)
+
+
 @pytest.mark.parametrize("kind", [pa.map_(pa.int64(), pa.string()), pa.map_(pa.string(), pa.float64())])
 def test_properties_of_other_types_are_not_turned_into_texts(kind: pa.DataType) -> None:
     table = pa.table({"body": ["x"], "properties": pa.array([[]], kind)})

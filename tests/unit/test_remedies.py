@@ -145,7 +145,7 @@ def test_a_group_that_spark_reads_is_handed_over_by_the_command_that_is_advised(
     assert log.engine.groups.claim("a-group-of-its-own", "member", {ZERO: 0}, {ZERO: 0}, "by")
     assert CliRunner().invoke(app, ["group", "hand-over", log.path, "points"]).exit_code == 0
     assert log.engine.groups.claim(
-        "points", "member", {ZERO: log.engine.groups.places("points")[ZERO].generation}, {}, "by"
+        "points", "member", {ZERO: log.engine.groups.positions("points")[ZERO].generation}, {}, "by"
     )
 
 
@@ -161,7 +161,7 @@ def test_each_place_that_the_command_advises_is_taken(tmp_path: Path, to: str) -
     assert "Name its topics" in unknown.output
     right = CliRunner().invoke(app, ["group", "reset", log.path, "points", "--to", to, "--topic", "orders"])
     assert right.exit_code == 0, right.output
-    assert log.another().engine.groups.positions("points") == {ZERO: 0, ONE: 0}
+    assert log.another().engine.groups.next_offsets("points") == {ZERO: 0, ONE: 0}
 
 
 # ---------------------------------------------------------------- commands on messages and half batches

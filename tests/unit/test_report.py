@@ -420,11 +420,11 @@ def test_half_batches_are_named_by_their_group_and_time(figures: Figures) -> Non
             assert shown == [batch["producer_group"], f"{batch['settled_at']:%d %b %H:%M:%S}"]
 
 
-STATES = {*charts.OF_WORDS.values(), *EVENT_COLOURS.values(), *(colour for _, _, colour in charts.AGES)}
+STATES = {*charts.WORD_COLOURS.values(), *EVENT_COLOURS.values(), *(colour for _, _, colour in charts.AGES)}
 
 
 def test_no_topic_looks_like_a_state() -> None:
-    assert not STATES & {*charts.OF_TOPICS}
+    assert not STATES & {*charts.TOPIC_COLOURS}
 
 
 def test_colours_stand_out_from_a_light_and_a_dark_page() -> None:
@@ -433,7 +433,7 @@ def test_colours_stand_out_from_a_light_and_a_dark_page() -> None:
         r, g, b = (p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
         return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
-    for colour in {*charts.OF_TOPICS, *STATES}:
+    for colour in {*charts.TOPIC_COLOURS, *STATES}:
         for paper in ("#ffffff", "#1a1f26"):  # the cards of page.css
             low, high = sorted((luminance(colour), luminance(paper)))
             assert (high + 0.05) / (low + 0.05) >= 3, (colour, paper)

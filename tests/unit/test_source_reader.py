@@ -358,7 +358,7 @@ def test_a_spark_that_tells_no_start_is_at_the_end_of_what_it_planned(log: Commi
     first = reader.latestOffset()
     assert run(reader, reader.partitions(reader.initialOffset(), first)).num_rows == 6
     assert reader.latestOffset() == first
-    assert sum(log.engine.groups.positions("points").values()) == 6
+    assert sum(log.engine.groups.next_offsets("points").values()) == 6
     send(log, 1, 3)
     second = reader.latestOffset()
     assert second != first
@@ -367,10 +367,10 @@ def test_a_spark_that_tells_no_start_is_at_the_end_of_what_it_planned(log: Commi
     restarted = stream(log, consumerGroup="points", startingOffsets="earliest")
     assert restarted.partitions(first, first) == []  # how Spark says where the query stands
     assert restarted.latestOffset()["orders"] == second["orders"]
-    assert sum(log.engine.groups.positions("points").values()) == 6
+    assert sum(log.engine.groups.next_offsets("points").values()) == 6
     assert run(restarted, restarted.partitions(first, second)).num_rows == 3
     assert restarted.latestOffset() == second
-    assert sum(log.engine.groups.positions("points").values()) == 9
+    assert sum(log.engine.groups.next_offsets("points").values()) == 9
 
 
 def test_a_limit_cuts_a_stream_into_triggers_and_another_one_is_refused(log: CommitLog) -> None:
@@ -504,7 +504,7 @@ def test_a_log_made_anew_does_not_go_on_at_the_offsets_of_the_old_one(log: Commi
     new = lenient.latestOffset(old, ReadAllAvailable())
     assert run(lenient, lenient.partitions(old, new)).num_rows == 9, "the new log is read from its start"
     lenient.commit(new)
-    assert anew.engine.groups.positions("points") == {("orders", q): 3 for q in range(3)}
+    assert anew.engine.groups.next_offsets("points") == {("orders", q): 3 for q in range(3)}
 
 
 # ---------------------------------------------------------------- suspended queues
@@ -530,7 +530,7 @@ def test_a_suspended_queue_is_kept_back_while_the_others_go_on_and_then_read_aga
     assert query.end() == query.at
     send(log, 1, 6)
     assert offsets_of(query.batch()) == {0: [4, 5], 2: [4, 5]}
-    assert log.engine.groups.positions("points") == {("orders", 0): 4, ("orders", 1): 2, ("orders", 2): 4}
+    assert log.engine.groups.next_offsets("points") == {("orders", 0): 4, ("orders", 1): 2, ("orders", 2): 4}
 
     over = datetime.now(timezone.utc)
     suspend(log, 3, over)
@@ -551,7 +551,7 @@ def test_a_suspended_queue_is_kept_back_while_the_others_go_on_and_then_read_aga
     query.reader.commit(query.at)
     assert offsets_of(query.batch()) == {1: [4, 5]}
     assert query.end() == query.at
-    assert set(log.engine.groups.positions("points").values()) == {6}
+    assert set(log.engine.groups.next_offsets("points").values()) == {6}
 
 
 def test_a_suspended_queue_is_kept_back_although_progress_cannot_be_published(log: CommitLog) -> None:
@@ -577,7 +577,7 @@ def test_a_queue_that_nobody_suspends_again_goes_on(log: CommitLog) -> None:
     suspend(log, 1, datetime.now(timezone.utc))
     assert offsets_of(query.batch()) == {1: [1]}
     assert query.end() == query.at
-    assert log.engine.groups.places("points")[("orders", 1)][:2] == (2, None)
+    assert log.engine.groups.positions("points")[("orders", 1)][:2] == (2, None)
 
 
 def test_available_now_waits_for_a_suspended_queue(log: CommitLog) -> None:

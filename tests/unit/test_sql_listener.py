@@ -299,7 +299,7 @@ def test_work_for_some_transactions_that_ran_before(url: sa.URL, fence: str) -> 
         (UNKNOWN, "batch", "UNKNOWN for 1 of 1"),
         ("UNKNOW", "batch", "UNKNOWN for 1 of 1"),
         ("MAYBE", "batch", "'MAYBE' is not a verdict"),
-        ([COMMIT, COMMIT], "batch", "2 verdicts for 1 transactions"),
+        ([COMMIT, COMMIT], "batch", "2 verdicts for 1 transaction:"),
         (7, "batch", "returned int"),
         (UNKNOWN, "key", "for transaction 'app-7:1:a'"),
         ([COMMIT], "key", "for transaction 'app-7:1:a'"),

@@ -99,7 +99,7 @@ CALLS: dict[str, Callable[[CommitLog], object]] = {
     "pending": lambda log: log.pending(),
     "trace": lambda log: log.trace(half_id="open:0"),
     "send": lambda log: send_all(log, "mine", 1),
-    "positions": lambda log: log.engine.groups.positions("readers"),
+    "positions": lambda log: log.engine.groups.next_offsets("readers"),
     "topics": lambda log: (log.topics(), log.engine.topic_store.with_names(["nowhere"]).queues),
     "plan": plan,
     "drain": lambda log: log.drain(),

@@ -42,7 +42,7 @@ LOCKING = (
     "_core/producer/admission.py",
     "_core/runtime/pools.py",
 )
-AGAIN = ("_next", "_group", "_gets_more", "_work_off")
+AGAIN = ("_next_group", "_take_group", "_gets_more", "_work_off")
 """What comes to another end the second time: then nothing is left to do."""
 TIMES = 4
 
@@ -136,7 +136,7 @@ def interrupted(
 @pytest.fixture(autouse=True)
 def _closes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long each of the producers takes to close."""
-    set_limits(monkeypatch, POOLS_LINGER_S=0.001, LEASES_LINGER_S=0.001, GATHERS_S_MAX=0.002)
+    set_limits(monkeypatch, POOLS_LINGER_S=0.001, LEASES_LINGER_S=0.001, GATHER_S_MAX=0.002)
 
 
 def test_a_send_before_any_line_of_another_one_is_sent(log: CommitLog) -> None:

@@ -95,25 +95,27 @@ class CheckReport:
         self.problems.append((half_id, sentence))
 
     def __str__(self) -> str:
-        parts = [f"checked {_words(self.checked)} in {self.seconds:.1f} s" if self.checked else "nothing was checked"]
+        clauses = [f"checked {_words(self.checked)} in {self.seconds:.1f} s" if self.checked else "nothing was checked"]
         for name in ("committed", "rolled_back", "unknown"):
             tally: Tally = getattr(self, name)
             if tally:
-                parts[-1] += f"{':' if name == self._first_answer() else ','} {_words(tally)} {name.replace('_', ' ')}"
+                clauses[-1] += (
+                    f"{':' if name == self._first_answer() else ','} {_words(tally)} {name.replace('_', ' ')}"
+                )
         for name in ("discarded", "quarantined"):
             if getattr(self, name):
-                parts.append(f"{_words(getattr(self, name))} {name}")
+                clauses.append(f"{_words(getattr(self, name))} {name}")
         skipped = [f"{count} {SKIP_REASONS[reason]}" for reason, count in self.skipped.items() if count]
         if skipped:
-            parts.append("skipped half batches: " + ", ".join(skipped))
+            clauses.append("skipped half batches: " + ", ".join(skipped))
         if self.without_listener:
-            parts.append("groups without a listener: " + ", ".join(sorted(self.without_listener)))
+            clauses.append("groups without a listener: " + ", ".join(sorted(self.without_listener)))
         if self.placed:
-            parts.append(f"{count_of(self.placed, 'delayed message')} became visible")
-        parts.append(f"{self.pending} half {'batch is' if self.pending == 1 else 'batches are'} pending")
+            clauses.append(f"{count_of(self.placed, 'delayed message')} became visible")
+        clauses.append(f"{self.pending} half {'batch is' if self.pending == 1 else 'batches are'} pending")
         for half_id, sentence in self.problems:
-            parts.append(f"problem with {half_id}: {sentence}" if half_id else f"problem: {sentence}")
-        return "; ".join(parts)
+            clauses.append(f"problem with {half_id}: {sentence}" if half_id else f"problem: {sentence}")
+        return "; ".join(clauses)
 
     def _first_answer(self) -> str | None:
         return next((n for n in ("committed", "rolled_back", "unknown") if getattr(self, n)), None)

@@ -1,4 +1,4 @@
-"""The decisions of a round of checks, several half batches in one commit, and what else the round has while it runs."""
+"""The decisions of a round of checks, several half batches in one commit; and the state of a running round."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 TOGETHER_MAX = 256
 """Most half batches of one commit."""
 WAITS_S_MAX = 0.5
-"""Most seconds that a decision waits for others, also while a listener is asked."""
+"""A decision waits at most this many seconds for others, also while a listener is asked."""
 
 
 class Decisions:
-    """Collects decisions to share a commit. A crash loses those that wait: a later check asks again. ``on_problem`` is
-    called with each decision that was not made, and the reason."""
+    """Collects decisions to share a commit. A crash loses the decisions that wait, and a later check asks again.
+    ``on_problem`` is called with each decision that was not made, and the reason."""
 
     def __init__(self, engine: Engine, on_problem: Callable[[Decision, Exception], None]) -> None:
         self._engine = engine
@@ -108,6 +108,6 @@ class OpenRound:
         return float("inf") if self.timeout_s is None else self.timeout_s - self.seconds()
 
     def seconds_to_wait(self) -> float:
-        """Seconds left for a call of the listener. A call that hangs must not delay decisions, so old ones are made."""
+        """Seconds left for a call of the listener. It makes old decisions first: a hanging call must not delay them."""
         self.decisions.make_if_old()
         return self.seconds_left()

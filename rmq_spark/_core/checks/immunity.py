@@ -15,8 +15,8 @@ COLUMNS = ("properties", "transaction_key")
 def due_rows(messages: pa.Table, per: str, age_s: float, timeout_s: float) -> pa.Array | bool:
     """Return which messages are in transactions that are old enough: all (True), none (False), or a boolean for each.
 
-    A transaction is old enough after ``timeout_s``. When messages of it have the property
-    CHECK_IMMUNITY_TIME_IN_SECONDS, the longest of these times counts instead, even if it is shorter than ``timeout_s``.
+    A transaction is old enough after ``timeout_s``. If some of its messages have the property
+    CHECK_IMMUNITY_TIME_IN_SECONDS, the longest of these times counts instead, even if it is shorter.
     """
     seconds = _immunity_s(messages["properties"])
     if seconds is None:

@@ -1,4 +1,4 @@
-"""A call of a listener, which may hang. A call cannot be ended from outside: it goes on, and a later round takes its
+"""A call of a listener, which may hang. Nobody can end a call from outside: it goes on, and a later round takes its
 answer."""
 
 from __future__ import annotations

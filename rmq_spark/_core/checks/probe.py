@@ -1,5 +1,5 @@
-"""Looks once a round whether listeners could answer a check, even when there is nothing to check. Otherwise a database
-that is down shows only when messages are stuck."""
+"""Finds out once a round whether listeners could answer a check, even when there is nothing to check. Otherwise a
+database that is down would show only when messages are stuck."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWER_S_MAX = 10.0
 """A listener that has not returned within this many seconds is reported. Its call goes on, and a later round takes its
 answer."""
 ALONE_S_MAX = 1.0
-"""Most seconds that a call waits for the one before, because two listeners may share a connection."""
+"""A call waits at most this many seconds for the call before it, because two listeners may share a connection."""
 
 
 class Probe:

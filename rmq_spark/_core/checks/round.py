@@ -24,13 +24,13 @@ from functools import partial
 
 import pyarrow as pa
 
-from rmq_spark._core.checks.asker import Answer, Asker, NoAnswer, Question
+from rmq_spark._core.checks.asker import Asker, CheckVerdicts, NoAnswer, RowsToCheck
 from rmq_spark._core.checks.check_report import CHECKED, IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport
 from rmq_spark._core.checks.decisions import TOGETHER_MAX, Decisions, OpenRound
 from rmq_spark._core.checks.immunity import COLUMNS, due_rows
 from rmq_spark._core.checks.policy import TransactionCheckListener
 from rmq_spark._core.checks.probe import Probe
-from rmq_spark._core.inspect.overview import conflicts
+from rmq_spark._core.inspect.unsettled import conflicts
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
 from rmq_spark._core.listeners.transaction_listener import (
     NO_LISTENER_FENCE,
@@ -42,7 +42,7 @@ from rmq_spark._core.listeners.transaction_listener import (
     store_id_of,
 )
 from rmq_spark._core.log.batch_state import BatchState, RowState
-from rmq_spark._core.log.decision import TOO_LATE, AnsweredCheck, Decision
+from rmq_spark._core.log.decision import TOO_LATE, Decision, UnknownCheck
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op import Who
 from rmq_spark._core.protocol.engine import Engine
@@ -80,8 +80,8 @@ class _Todo(Enum):
 class Rules:
     """The rules by which a checker asks. See :class:`~rmq_spark.CheckService` for the other attributes.
 
-    A half batch of which a process counted a check within ``pause_s`` is left alone. ``clock`` gives the time, for
-    tests. Without it the log's own clock counts, whose doubt counts before anything expires.
+    A half batch is left alone for ``pause_s`` after any process counted a check of it. By default the log's clock is
+    used, and rows expire later by its doubt; tests give another ``clock``.
     """
 
     listeners: Mapping[str, TransactionListener]
@@ -137,7 +137,7 @@ class Checker:
 
     # ------------------------------------------------------------------ open
     def _open_half_ids(self) -> list[str]:
-        """Half batches to look at: first those that the last round did not reach, then the oldest first."""
+        """Half batches to check: first those that the last round did not reach, then the others, the oldest first."""
         ids = self.engine.open_half_ids()
         self._foreign &= set(ids)
         ids = [i for i in ids if i not in self._foreign]
@@ -152,19 +152,19 @@ class Checker:
             if listener is None and self.rules.only_groups:
                 self._foreign.add(half_id)
                 return
-            for todo, question in self._due(record, self.engine.state_of(record), listener, round_.report, None):
-                self._do(todo, question, listener, round_)
+            for todo, due in self._due(record, self.engine.state_of(record), listener, round_.report, None):
+                self._do(todo, due, listener, round_)
         except HalfBatchLeftError:  # another process settled it, long ago by now
             pass
         except Exception as problem:  # such as a damaged file: the other half batches must not wait
             _cannot_check(half_id, problem, round_.report)
 
     def _check_together(self, half_ids: Sequence[str], round_: OpenRound) -> set[str]:
-        """Check the small half batches among these whose listener answers many at once. Returns those that are done.
-        All others are checked alone, also those about which the listener gave no answer."""
+        """Check the small half batches whose listener answers about many at once. Returns the half batches that are
+        done. All others are checked alone, also when the listener gave no answer about them."""
         if not any(answers_many(listener) for listener in self.rules.listeners.values()):
             return set()
-        questions_of: dict[str, list[Question]] = {}  # by producer group
+        to_ask: dict[str, list[RowsToCheck]] = {}  # by producer group
         done: set[str] = set()
         try:
             for record, state, rows in self.engine.small_batches(half_ids):
@@ -172,17 +172,17 @@ class Checker:
                 if listener is None or not answers_many(listener):
                     continue
                 with suppress(HalfBatchLeftError):  # another process settled it, long ago by now
-                    for todo, question in self._due(record, state, listener, round_.report, rows):
+                    for todo, due in self._due(record, state, listener, round_.report, rows):
                         if todo is _Todo.ASK:
-                            questions_of.setdefault(record.header.producer_group, []).append(question)
+                            to_ask.setdefault(record.header.producer_group, []).append(due)
                         else:
-                            self._do(todo, question, listener, round_)
+                            self._do(todo, due, listener, round_)
                 done.add(record.half_id)
-            for group, questions in questions_of.items():
-                done -= self._ask_many(questions, self.rules.listeners[group], round_)
+            for group, of_group in to_ask.items():
+                done -= self._ask_many(of_group, self.rules.listeners[group], round_)
         except Exception as problem:
             logger.info("%d half batches are looked at one by one: %s", len(half_ids), failure(problem))
-            done -= {question.record.half_id for questions in questions_of.values() for question in questions}
+            done -= {due.record.half_id for of_group in to_ask.values() for due in of_group}
         return done
 
     def _listener_of(self, record: HalfRecord) -> TransactionListener | None:
@@ -197,9 +197,9 @@ class Checker:
         state: BatchState,
         listener: TransactionListener | None,
         report: CheckReport,
-        held: pa.Table | None,
-    ) -> Iterator[tuple[_Todo, Question]]:
-        """Yield the pending rows of a half batch that are due, and how to treat them. The report counts half
+        in_memory: pa.Table | None,
+    ) -> Iterator[tuple[_Todo, RowsToCheck]]:
+        """Yield the pending rows of a half batch that are due, and how to treat them. The report counts the half
         batches that are left alone.
 
         ==============================================  =======
@@ -220,13 +220,13 @@ class Checker:
         else:
             for attempt in state.attempts(RowState.PENDING):
                 rows = state.rows_in((RowState.PENDING,), attempt)
-                pending = self._question(record, state, attempt, rows, held)
+                pending = self._to_check(record, state, attempt, rows, in_memory)
                 for todo, due in self._due_rows(pending, listener, report):
                     is_all = due.count == rows.count
-                    yield todo, pending if is_all else self._question(record, state, attempt, due, held)
+                    yield todo, pending if is_all else self._to_check(record, state, attempt, due, in_memory)
 
     def _due_rows(
-        self, pending: Question, listener: TransactionListener | None, report: CheckReport
+        self, pending: RowsToCheck, listener: TransactionListener | None, report: CheckReport
     ) -> list[tuple[_Todo, RowSet]]:
         age_s = self._age_s(pending, report)
         expires = listener is not self._no_transaction and self._is_expired(age_s)
@@ -239,16 +239,18 @@ class Checker:
                 report.skip(NO_LISTENER)
                 report.without_listener[group] = report.without_listener.get(group, 0) + 1
                 return []
-        # Without a listener here nothing was asked, so nothing is discarded.
+        # No listener here: other checkers counted these checks, and discarding is left to them.
         checks_max = self.rules.transaction_check_max
         to_discard = NO_ROWS if listener is None else pending.state.checked_at_least(rows, checks_max)
         todos = [(_Todo.DISCARD, to_discard), (_Todo.EXPIRE if expires else _Todo.ASK, rows - to_discard)]
         return [(todo, chosen) for todo, chosen in todos if chosen]
 
-    def _question(
-        self, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, held: pa.Table | None
-    ) -> Question:
-        return Question(record, state, attempt, rows, self.engine.half_batch(record, state, attempt, rows, held=held))
+    def _to_check(
+        self, record: HalfRecord, state: BatchState, attempt: int, rows: RowSet, in_memory: pa.Table | None
+    ) -> RowsToCheck:
+        return RowsToCheck(
+            record, state, attempt, rows, self.engine.half_batch(record, state, attempt, rows, in_memory=in_memory)
+        )
 
     def _is_expired(self, age_s: float) -> bool:
         """Whether this age exceeds ``file_reserved_time`` by more than the clock's doubt."""
@@ -258,7 +260,7 @@ class Checker:
             self._doubt_s = 0.0 if self.rules.clock is not None else self.engine.clock_doubt_s()
         return age_s >= self.rules.file_reserved_time + self._doubt_s
 
-    def _age_s(self, pending: Question, report: CheckReport) -> float:
+    def _age_s(self, pending: RowsToCheck, report: CheckReport) -> float:
         prepared_at = pending.record.prepared_at
         ahead_s = (prepared_at - self.clock()).total_seconds()
         if ahead_s > CLOCK_SKEW_S_MAX:
@@ -269,7 +271,7 @@ class Checker:
             )
         return (self.clock() - pending.batch.prepared_at).total_seconds()
 
-    def _old_enough(self, pending: Question, age_s: float, report: CheckReport) -> RowSet:
+    def _old_enough(self, pending: RowsToCheck, age_s: float, report: CheckReport) -> RowSet:
         messages = pending.batch.messages(COLUMNS)
         due = due_rows(messages, pending.record.header.transaction_per, age_s, self.rules.transaction_timeout)
         if due is True:
@@ -280,22 +282,22 @@ class Checker:
         return rows
 
     # ------------------------------------------------------------------ ask
-    def _do(self, todo: _Todo, question: Question, listener: TransactionListener | None, round_: OpenRound) -> None:
+    def _do(self, todo: _Todo, due: RowsToCheck, listener: TransactionListener | None, round_: OpenRound) -> None:
         """Ask about rows that are due, or settle them without an answer."""
         try:
             match todo:
                 case _Todo.ASK:
-                    self._ask(question, listener or self._no_transaction, round_)
+                    self._ask(due, listener or self._no_transaction, round_)
                 case _Todo.DISCARD:
-                    self._discard(question, round_.report)
+                    self._discard(due, round_.report)
                 case _Todo.EXPIRE:
-                    self._expire(question, round_.report)
+                    self._expire(due, round_.report)
         except TOO_LATE as problem:
-            _came_too_late(question.record, question.attempt, problem, round_.report)
+            _came_too_late(due.record, due.attempt, problem, round_.report)
 
-    def _ask(self, question: Question, listener: TransactionListener, round_: OpenRound) -> None:
+    def _ask(self, due: RowsToCheck, listener: TransactionListener, round_: OpenRound) -> None:
         """Ask the listener, make its verdicts final, and count the check for rows that stay UNKNOWN."""
-        record, batch = question.record, question.batch
+        record, batch = due.record, due.batch
 
         def call() -> VerdictArray:
             if listener is not self._no_transaction:
@@ -304,9 +306,9 @@ class Checker:
 
         asks_nobody = listener is self._no_transaction
         here = listener.requires_spark or not self._asker.in_threads
-        (answer,) = self._asker.ask([question], lambda _: [call()], here or asks_nobody, round_.seconds_to_wait)
-        if not isinstance(answer, Answer):
-            round_.report.problem(record.half_id, self._asker.why(question, answer))
+        (answer,) = self._asker.ask([due], lambda _: [call()], here or asks_nobody, round_.seconds_to_wait)
+        if not isinstance(answer, CheckVerdicts):
+            round_.report.problem(record.half_id, self._asker.why(due, answer))
             return
         # The next listener may hang in this very thread. And with tracing each half batch has its own span.
         at_once = (here and not asks_nobody) or tracing() is not None
@@ -315,29 +317,29 @@ class Checker:
             self.engine.ledger.record_checks([unknown], self.rules.pause_s)
         round_.decisions.make_if_old()
 
-    def _ask_many(self, questions: Sequence[Question], listener: TransactionListener, round_: OpenRound) -> set[str]:
+    def _ask_many(self, to_ask: Sequence[RowsToCheck], listener: TransactionListener, round_: OpenRound) -> set[str]:
         """Ask about several half batches at once, make the verdicts final, and count the checks for rows that stay
         UNKNOWN. Returns the half batches about which the listener must be asked alone."""
 
-        def call(new: Sequence[Question]) -> list[VerdictArray | Exception]:
+        def call(new: Sequence[RowsToCheck]) -> list[VerdictArray | Exception]:
             store_id = store_id_of(listener)
-            own_questions = [q for q in new if q.record.header.fence_id == store_id]
-            replies = listener.check_local_transactions([q.batch for q in own_questions]) if own_questions else []
-            verdicts = {q.key: _normalized(answer, q.batch) for answer, q in zip(replies, own_questions, strict=True)}
-            return [verdicts.get(q.key, _OF_ANOTHER_STORE) for q in new]
+            of_store = [due for due in new if due.record.header.fence_id == store_id]
+            replies = listener.check_local_transactions([due.batch for due in of_store]) if of_store else []
+            verdicts = {due.key: _normalized(reply, due.batch) for reply, due in zip(replies, of_store, strict=True)}
+            return [verdicts.get(due.key, _OTHER_STORE_ERROR) for due in new]
 
         here = listener.requires_spark or not self._asker.in_threads
-        answers = self._asker.ask(questions, call, here, round_.seconds_to_wait)
+        answers = self._asker.ask(to_ask, call, here, round_.seconds_to_wait)
         alone: set[str] = set()
-        unknown: list[AnsweredCheck] = []
-        for question, answer in zip(questions, answers, strict=True):
-            if isinstance(answer, Answer):
+        unknown: list[UnknownCheck] = []
+        for due, answer in zip(to_ask, answers, strict=True):
+            if isinstance(answer, CheckVerdicts):
                 check = self._take(answer, listener, round_, tracing() is not None)
                 unknown += [check] if check is not None else []
             elif isinstance(answer, NoAnswer):
-                round_.report.problem(question.record.half_id, str(answer))
+                round_.report.problem(due.record.half_id, str(answer))
             else:
-                alone.add(question.record.half_id)
+                alone.add(due.record.half_id)
         round_.decisions.make()
         if unknown:
             self.engine.ledger.record_checks(unknown, self.rules.pause_s)
@@ -345,23 +347,21 @@ class Checker:
 
     # ------------------------------------------------------------------ decide
     def _take(
-        self, answer: Answer, listener: TransactionListener, round_: OpenRound, at_once: bool
-    ) -> AnsweredCheck | None:
+        self, answer: CheckVerdicts, listener: TransactionListener, round_: OpenRound, at_once: bool
+    ) -> UnknownCheck | None:
         """Add an answer's decision, and return the check to count for rows that stay UNKNOWN."""
-        question = answer.question
-        split = split_by_verdict(self.engine, question.record, question.rows, question.batch, answer.verdicts)
-        _tally(round_.report, question.batch, split, answer.verdicts)
+        due = answer.checked
+        split = split_by_verdict(self.engine, due.record, due.rows, due.batch, answer.verdicts)
+        _tally(round_.report, due.batch, split, answer.verdicts)
         if split.decides:
-            round_.decisions.add(split.decision(question.record, question.attempt, Who.CHECK), question.batch, at_once)
+            round_.decisions.add(split.decision(due.record, due.attempt, Who.CHECK), due.batch, at_once)
         if not split.unknown:
             return None
-        return AnsweredCheck(
-            question.record, question.attempt, split.unknown, _unknown_reason(listener, question.batch)
-        )
+        return UnknownCheck(due.record, due.attempt, split.unknown, _unknown_reason(listener, due.batch))
 
-    def _discard(self, question: Question, report: CheckReport) -> None:
+    def _discard(self, due: RowsToCheck, report: CheckReport) -> None:
         """Let the discard policy decide on rows that were checked too often."""
-        record, attempt, rows, batch = question.record, question.attempt, question.rows, question.batch
+        record, attempt, rows, batch = due.record, due.attempt, due.rows, due.batch
         limit = self.rules.transaction_check_max
         checks = "1 check was" if batch.check_times == 1 else f"{batch.check_times} checks were"
         reason = f"{checks} answered with UNKNOWN; transactionCheckMax is {limit}"
@@ -372,7 +372,7 @@ class Checker:
             report.problem(record.half_id, f"the discard policy did not answer: {sentence_of(problem)}")
             return
         if verdict is UNKNOWN:
-            self._quarantine(question, reason, report, checks_min=limit)
+            self._quarantine(due, reason, report, checks_min=limit)
             return
         commit, rollback = (rows, NO_ROWS) if verdict is COMMIT_MESSAGE else (NO_ROWS, rows)
         decision = Decision(record, attempt, commit, rollback, Who.DISCARD, reason, checks_min=limit)
@@ -380,15 +380,15 @@ class Checker:
         decided.or_raise()
         report.discarded.add(batch.transactions.num_rows, rows.count)
 
-    def _expire(self, question: Question, report: CheckReport) -> None:
+    def _expire(self, due: RowsToCheck, report: CheckReport) -> None:
         """Quarantine rows older than fileReservedTime, whatever the policy: perhaps no listener was ever asked."""
-        age_s = (self.clock() - question.batch.prepared_at).total_seconds()
+        age_s = (self.clock() - due.batch.prepared_at).total_seconds()
         limit_h = self.rules.file_reserved_time / 3600
         reason = f"open for {age_s / 3600:.1f} h, which is not less than fileReservedTime ({limit_h:g} h)"
-        self._quarantine(question, reason, report)
+        self._quarantine(due, reason, report)
 
-    def _quarantine(self, question: Question, reason: str, report: CheckReport, checks_min: int = 0) -> None:
-        record, attempt, rows, batch = question.record, question.attempt, question.rows, question.batch
+    def _quarantine(self, due: RowsToCheck, reason: str, report: CheckReport, checks_min: int = 0) -> None:
+        record, attempt, rows, batch = due.record, due.attempt, due.rows, due.batch
         self.engine.ledger.quarantine(record, attempt, rows, Who.DISCARD, reason, checks_min)
         logger.info("%r is quarantined: %s", batch, reason, extra=of_batch(batch))
         report.quarantined.add(batch.transactions.num_rows, rows.count)
@@ -446,7 +446,7 @@ class Checker:
 
 
 def _normalized(answer: Verdicts | Exception, batch: HalfBatch) -> VerdictArray | Exception:
-    """A listener's answer about one of several half batches. An invalid one is an error of that half batch alone."""
+    """A listener's answer about one of several half batches. An invalid answer is an error of that half batch alone."""
     try:
         if isinstance(answer, Exception) and not isinstance(answer, Rollback):
             return answer
@@ -482,7 +482,7 @@ def _unknown_reason(listener: TransactionListener, batch: HalfBatch) -> str:
     return text if reason is None else f"{text}: {reason}"
 
 
-_OF_ANOTHER_STORE = FenceError("it is of another store than the listener: asked alone, that is reported")
+_OTHER_STORE_ERROR = FenceError("it is of another store than the listener: asked alone, that is reported")
 
 
 def _tally(

@@ -44,9 +44,8 @@ __all__ = ["CheckReport", "CheckService", "Tally"]
 logger = logging.getLogger(__name__)
 
 OWN_CHECK_PAUSE = 0.9
-"""Fraction of the check interval for which one check by any process of a producer group is enough. So all its processes
-together use up ``transaction_check_max`` no faster than a single one, however many they are and however often they
-start."""
+"""For this fraction of the check interval, one check by any process of a producer group is enough. So all processes of
+the group together use up ``transaction_check_max`` no faster than a single one."""
 
 
 class CheckService:
@@ -57,6 +56,7 @@ class CheckService:
     Parameters
     ----------
     log : CommitLog or str
+        The commit log, or its path.
     listeners : mapping of str to TransactionListener
         The listener of each producer group.
     transaction_timeout : float or str
@@ -72,6 +72,7 @@ class CheckService:
         Seconds for a round. After them no more half batches are taken, and the next round begins with those that were
         not reached. An answer that comes later is used in a later round. None: no limit.
     discard_policy : {"quarantine", "rollback", "commit"} or TransactionCheckListener
+        Decides on transactions that were checked too often.
     only_groups : bool
         Ignore half batches of groups without a listener here, and do not report them (a producer's own checks).
     elsewhere : collection of str

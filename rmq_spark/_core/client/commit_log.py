@@ -16,7 +16,7 @@ from rmq_spark._core.client.delta_tables import (
     require_no_log_around,
     require_no_rest,
 )
-from rmq_spark._core.inspect import assemble_trace, overview
+from rmq_spark._core.inspect import assemble_trace, unsettled
 from rmq_spark._core.inspect.trace import Trace
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.batch_state import RowState
@@ -275,20 +275,20 @@ class CommitLog:
             ones). A half batch whose files are lost or damaged has no ``producer_group``; what only they tell is null.
             The first rows, with a null ``half_id``, are lost or damaged files that several half batches share.
         """
-        return overview.pending(self.engine)
+        return unsettled.pending(self.engine)
 
     def open_messages(self) -> dict[tuple[str, int], tuple[int, int]]:
         """By (topic, queue_id): the number of pending messages, and of committed ones that wait for their time or for
         an earlier message of their sharding key."""
-        return overview.open_messages(self.engine)
+        return unsettled.open_messages(self.engine)
 
     def quarantined(self) -> pa.Table:
         """Half batches with quarantined messages, with the columns and the order of :meth:`pending`."""
-        return overview.quarantined(self.engine)
+        return unsettled.quarantined(self.engine)
 
     def conflicts(self) -> list[str]:
         """Half batches with a verdict that came too late and that no person has resolved."""
-        return overview.conflicts(self.engine)
+        return unsettled.conflicts(self.engine)
 
     @named
     def half_batches(

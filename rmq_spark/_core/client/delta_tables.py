@@ -28,14 +28,14 @@ FORMAT = 1
 LOG_RETENTION = "1m"
 """How long Delta's log entries stay. Nothing here needs them, and commits slow down with their number."""
 
-OF_REPLACED_FILES = {
+REPLACED_FILE_SETTINGS = {
     # op and groups replace their own files constantly. By default the tombstones would lengthen every checkpoint for a
     # week.
     "delta.deletedFileRetentionDuration": "interval 5 minutes"
 }
 
 
-OF_LEAVING_FILES = {
+LEAVING_FILE_SETTINGS = {
     # Every settled half batch leaves half. Its Delta log forgets the file hours later. By then upkeep has deleted the
     # file, or a vacuum does so later.
     "delta.deletedFileRetentionDuration": "interval 6 hours"
@@ -46,8 +46,8 @@ def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | 
     """Make the tables of a log. When that fails, remove those that were made. When another process, which was making
     the same log, has just given up, that is a StorageError."""
     settings = {"delta.logRetentionDuration": f"interval {max(1, retention_s)} seconds"}
-    half_settings = {"delta.dataSkippingStatsColumns": ",".join(BOUNDS["half"]), **OF_LEAVING_FILES}
-    op_settings = {"delta.dataSkippingStatsColumns": ",".join(BOUNDS["op"]), **OF_REPLACED_FILES}
+    half_settings = {"delta.dataSkippingStatsColumns": ",".join(BOUNDS["half"]), **LEAVING_FILE_SETTINGS}
+    op_settings = {"delta.dataSkippingStatsColumns": ",".join(BOUNDS["op"]), **REPLACED_FILE_SETTINGS}
     # topics comes last and carries the format: a half-created log is created again, and never opened.
     tables = {
         "half": (HALF_SCHEMA, half_settings),
@@ -180,7 +180,7 @@ class DeltaTables(LogTables):
             if not DeltaLogTable.exists(path, options):
                 assert isinstance(self.half, DeltaLogTable)
                 kept = self.half.configuration.get("delta.logRetentionDuration", f"interval {LOG_RETENTION}")
-                settings = {"delta.appendOnly": "false", "delta.logRetentionDuration": kept, **OF_REPLACED_FILES}
+                settings = {"delta.appendOnly": "false", "delta.logRetentionDuration": kept, **REPLACED_FILE_SETTINGS}
                 DeltaLogTable.create(path, "groups", commented("groups", GROUPS_SCHEMA), options, settings)
             return DeltaLogTable(path, "groups", GROUPS_SCHEMA, options)
 

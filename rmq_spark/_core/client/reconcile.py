@@ -65,7 +65,7 @@ COMMITTED = (RowState.COMMITTED, RowState.WAITING)
 REFUSED = (RowState.ROLLED_BACK,)
 FENCES_LOOKED_AT = 100
 """Number of newest half batches whose fences are compared with the listener's."""
-OF_ONE_SEND = "."
+SINGLE_SEND_MARK = "."
 """Occurs in the app id of every producer's send, and in no stream's."""
 
 
@@ -227,7 +227,7 @@ class Reconciler:
         if not all(a.is_whole for a in attempts):
             return _Finding(Standing.PERSON, _ENDED)
         lost = "its messages are lost, and its rows are in the database"
-        if stream is None and OF_ONE_SEND not in first.app_id:
+        if stream is None and SINGLE_SEND_MARK not in first.app_id:
             # Recreated now, the messages would block a stream that runs the batch again.
             advice = "a stream sent them: name its checkpoint (--checkpoint); or a batch write: run it again"
             return _Finding(Standing.LOST, f"{lost}; {advice}")
@@ -274,7 +274,7 @@ class Reconciler:
             naming=Naming.KEY if stream is None else Naming.COUNTED,
         )
         engine = self.engine
-        writer = engine.with_runtime(HalfWriter(header, engine.topics(), None, None, engine.topic_store.seen().fifo))
+        writer = engine.with_runtime(HalfWriter(header, engine.topics(), None, None, engine.topic_store.known().fifo))
         TwoPhase(engine, CommitOncePrepared()).send(header, lambda: engine.stage(writer, messages.to_batches()))
 
     # ------------------------------------------------------------------ committed in the log

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.inspect.consumption import commit_times, queue_lags
-from rmq_spark._core.inspect.overview import open_messages as open_messages_of
+from rmq_spark._core.inspect.group_lag import commit_times, queue_lags
+from rmq_spark._core.inspect.unsettled import open_messages as open_messages_of
 from rmq_spark._core.log.heartbeats import Heartbeat, forget, heartbeats
 from rmq_spark._core.log.message_range import out_of_range
 from rmq_spark._core.protocol.engine import Engine
@@ -56,6 +56,7 @@ class ConsumerGroup:
     Parameters
     ----------
     log : CommitLog or path
+        The commit log, or its path.
     name : str
         Name of the group. The group need not have read anything yet.
     storage_options : mapping, optional
@@ -78,7 +79,7 @@ class ConsumerGroup:
     # ------------------------------------------------------------------ looking
     def positions(self) -> Positions:
         """Return the next offset of every queue that the group has read from, by (topic, queue_id)."""
-        return self.engine.groups.positions(self.name)
+        return self.engine.groups.next_offsets(self.name)
 
     def lag(self) -> pa.Table:
         """Return how far the group is behind, one row for each queue of the topics that it reads.

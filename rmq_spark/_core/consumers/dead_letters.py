@@ -21,7 +21,7 @@ from rmq_spark._core.consumers.retry import (
     dlq_topic,
     retry_topic,
 )
-from rmq_spark._core.inspect.consumption import resend_times, waiting_letters
+from rmq_spark._core.inspect.group_lag import resend_times, waiting_letters
 from rmq_spark._core.messages.message_reader import read_topic
 from rmq_spark._core.messages.messages_table import SOURCE_SCHEMA
 from rmq_spark._core.protocol.engine import Engine
@@ -37,6 +37,7 @@ class DeadLetters:
     Parameters
     ----------
     log : CommitLog or path
+        The commit log, or its path.
     group : str
         The consumer group.
     storage_options : mapping, optional

@@ -64,17 +64,17 @@ class Fetcher:
         self._skip_expired(missing)
         ranges.sort(key=lambda r: r.file)  # stable, so a file with several queues is read once
         row_filter = None if self._selector is None else self._selector.at(self._engine.runtime.time_ms())
-        parts: dict[Queue, list[pa.Table]] = {queue: [] for queue in ends}
+        tables_of: dict[Queue, list[pa.Table]] = {queue: [] for queue in ends}
         rows = size = 0
         for table in read_ranges(
             ranges, self._engine.read_range, self._engine.find_again, SOURCE_SCHEMA.names, row_filter
         ):
-            for queue, part in by_queue(table):
-                parts[queue].append(part)
+            for queue, rows_of_queue in by_queue(table):
+                tables_of[queue].append(rows_of_queue)
             rows, size = rows + table.num_rows, size + table.nbytes
         if rows:
             self.row_bytes = max(1.0, size / rows)
-        return {queue: Fetched(_sorted_by_offset(queue_parts), ends[queue]) for queue, queue_parts in parts.items()}
+        return {queue: Fetched(_sorted_by_offset(tables), ends[queue]) for queue, tables in tables_of.items()}
 
     def _rows_max(self) -> int:
         return max(1, int(FETCH_BYTES / self.row_bytes)) if self.row_bytes else FIRST_ROWS
@@ -89,11 +89,11 @@ class Fetcher:
             logger.warning("%s. The consumer goes on there", out_of_range(*queue, start, end, firsts))
 
 
-def _sorted_by_offset(parts: list[pa.Table]) -> pa.Table:
+def _sorted_by_offset(tables: list[pa.Table]) -> pa.Table:
     """Return the messages of one queue by offset. Ranges are read file by file."""
-    if not parts:
+    if not tables:
         return SOURCE_SCHEMA.empty_table()
-    messages = pa.concat_tables(parts)
+    messages = pa.concat_tables(tables)
     offsets = messages["queue_offset"].combine_chunks()
     ascending = pc.all(pc.greater(offsets[1:], offsets[:-1])).as_py() is not False
     return messages if ascending else messages.sort_by("queue_offset")

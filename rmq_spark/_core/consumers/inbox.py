@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
 from rmq_spark._core.database.connection import Address, Database
-from rmq_spark._core.database.exact_keys import IN_INNODB, exact_text, insert_absent, require_exact, similar_names
+from rmq_spark._core.database.exact_keys import INNODB_TABLE, exact_text, insert_absent, require_exact, similar_names
 from rmq_spark._core.database.guard import begin_savepoint, end_savepoint, no_commit_within
 from rmq_spark._core.listeners.transaction_listener import require_work
 from rmq_spark._core.runtime.forks import called_here
@@ -120,14 +120,14 @@ class SqlInbox(Database):
             sa.Column("queue_id", sa.Integer, primary_key=True, autoincrement=False),
             sa.Column("next_offset", sa.BigInteger, nullable=False),
             sa.Column("committed_us", sa.BigInteger),
-            **IN_INNODB,
+            **INNODB_TABLE,
         )
         self._log_table = sa.Table(
             f"{table}_log",
             metadata,
             sa.Column("consumer_group", exact_text(GROUP_CHARS_MAX), primary_key=True),
             sa.Column("log_id", sa.String(64), nullable=False),
-            **IN_INNODB,
+            **INNODB_TABLE,
         )
 
     def __repr__(self) -> str:

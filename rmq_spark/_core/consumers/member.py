@@ -17,10 +17,10 @@ import pyarrow.fs as pafs
 
 from rmq_spark._core.consumers.fetch import FETCH_BYTES, Fetcher
 from rmq_spark._core.consumers.member_settings import ConsumeFromWhere, MemberSettings
-from rmq_spark._core.consumers.progress import HeldUp, ProcessQueue
+from rmq_spark._core.consumers.progress import FetchPause, ProcessQueue
 from rmq_spark._core.consumers.retry import dlq_topic, retry_topic
 from rmq_spark._core.consumers.shares import Moves, moves
-from rmq_spark._core.log.group_table import Place, Report
+from rmq_spark._core.log.group_table import GroupPosition, Report
 from rmq_spark._core.log.heartbeats import Members, new_member_name
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.reads.plan import Planner
@@ -51,9 +51,9 @@ BACKOFF_S_MAX = 30.0
 NOT_PLACED = "delayed messages were not placed"
 FATAL = (GroupInUseError, NotACommitLogError, ListenerError)
 """Errors after which another try would fail the same way."""
-OF_SOME_QUEUES = (CorruptLogError, OffsetOutOfRangeError)
+QUEUE_ERRORS = (CorruptLogError, OffsetOutOfRangeError)
 """Damage that may affect only some queues."""
-HELD_UP_S_MIN = 1.0
+FETCH_PAUSE_S_MIN = 1.0
 
 
 class GroupMember:
@@ -99,7 +99,7 @@ class GroupMember:
         self._take_over = settings.take_over
         self._persisting = engine.runtime.lock()
 
-    # ------------------------------------------------------------------ its place in the group
+    # ------------------------------------------------------------------ its part in the group
     def join(self) -> None:
         """Put the first heartbeat, and claim the member's share of the queues. When Spark reads for the group, that is
         a GroupInUseError."""
@@ -171,14 +171,14 @@ class GroupMember:
         # The lease had ended, so other members may have claimed the queues: look before going on.
         if self.queues:
             with self._persisting:
-                self._drop_lost(self.engine.groups.places(self.group))
+                self._drop_lost(self.engine.groups.positions(self.group))
         self._members.renew(began_s)
         with self.changed:
             self.changed.notify_all()
 
-    def _drop_lost(self, places: Mapping[Queue, Place]) -> None:
+    def _drop_lost(self, positions: Mapping[Queue, GroupPosition]) -> None:
         with self.changed:
-            owned = [(q, places.get(q.queue)) for q in self.queues.values()]
+            owned = [(q, positions.get(q.queue)) for q in self.queues.values()]
             self._lose([q for q, p in owned if p is None or (p.owner, p.generation) != (self.name, q.generation)])
 
     def _balance_when_due(self) -> None:
@@ -192,17 +192,17 @@ class GroupMember:
         topics = self.engine.topics()
         queues = {topic: topics[topic] for topic in self.topics if topic in topics}
         with self._persisting:  # else a queue that is being released would look lost
-            places = self.engine.groups.places(self.group)
-            self._drop_lost(places)
+            positions = self.engine.groups.positions(self.group)
+            self._drop_lost(positions)
         with self.changed:
             owned = [queue for queue, state in self.queues.items() if state.is_open]
-        changes = moves(self.name, owned, queues, places, self._members.live, self._members.is_dead)
+        changes = moves(self.name, owned, queues, positions, self._members.live, self._members.is_dead)
         with self.changed:
             for released in changes.release:
                 if released in self.queues:
                     self.queues[released].releasing = True
                     self.queues[released].drop_waiting()
-        unplaced = [(topic, q) for topic, count in queues.items() for q in range(count) if (topic, q) not in places]
+        unplaced = [(topic, q) for topic, count in queues.items() for q in range(count) if (topic, q) not in positions]
         if changes.claim or unplaced:
             self._claim(changes, unplaced)
         every_s = self.settings.heartbeat_interval_s
@@ -242,7 +242,7 @@ class GroupMember:
                 self.queues[queue] = ProcessQueue(queue, claim)
 
     def _start_offsets(self, queues: list[Queue]) -> dict[Queue, int]:
-        """Return the offsets at which the group begins in queues without a place."""
+        """Return the offsets at which the group begins in queues without a position."""
         if not queues:
             return {}
         settings = self.settings
@@ -359,18 +359,18 @@ class GroupMember:
                 self.stopping.wait(pause_s)
 
     @property
-    def held_up_by(self) -> Exception | None:
-        """The problem that keeps messages from being fetched, of all queues or of the first one held up; None without
-        one. The member tries again."""
+    def fetch_problem(self) -> Exception | None:
+        """The problem that keeps messages from being fetched, of all queues or of the first one that is paused; None
+        without one. The member tries again."""
         with self.changed:
-            held_up = [queue.held_up for _, queue in sorted(self.queues.items()) if queue.held_up is not None]
-        return self._unfetched or (held_up[0].problem if held_up else None)
+            pauses = [queue.fetch_pause for _, queue in sorted(self.queues.items()) if queue.fetch_pause is not None]
+        return self._unfetched or (pauses[0].problem if pauses else None)
 
     def fetch_past_damage(self) -> bool:
-        """Fetch as :meth:`fetch` does. Of several queues, only those that cannot be read are held up for a while."""
+        """Fetch as :meth:`fetch` does. Of several queues, only those that cannot be read pause for a while."""
         try:
             return self.fetch()
-        except OF_SOME_QUEUES:
+        except QUEUE_ERRORS:
             self.engine.refresh()  # raises when the damage affects all queues
         with self.changed:
             queues = [queue for queue in self.queues.values() if queue.is_open]
@@ -378,15 +378,15 @@ class GroupMember:
         for queue in queues:
             try:
                 fetched |= self.fetch(queue)
-            except OF_SOME_QUEUES as problem:
-                self._hold_up(queue, problem)
+            except QUEUE_ERRORS as problem:
+                self._pause_fetches(queue, problem)
         return fetched
 
-    def _hold_up(self, queue: ProcessQueue, problem: Exception) -> None:
+    def _pause_fetches(self, queue: ProcessQueue, problem: Exception) -> None:
         with self.changed:
-            before = queue.held_up
-            pause_s = HELD_UP_S_MIN if before is None else min(BACKOFF_S_MAX, 2 * before.pause_s)
-            queue.held_up = HeldUp(problem, pause_s, self.runtime.monotonic() + pause_s)
+            before = queue.fetch_pause
+            pause_s = FETCH_PAUSE_S_MIN if before is None else min(BACKOFF_S_MAX, 2 * before.pause_s)
+            queue.fetch_pause = FetchPause(problem, pause_s, self.runtime.monotonic() + pause_s)
         topic, queue_id = queue.queue
         self.note(problem, f"queue {queue_id} of topic {topic!r} is held up, and tried again in {pause_s:g} s")
 
@@ -403,7 +403,7 @@ class GroupMember:
             open_queues = [q for q in self.queues.values() if q.is_open]
             now_s = self.runtime.monotonic()
             # A queue that is not in starts counts as another member's, and its placements are forgotten.
-            left_out = [q for q in open_queues if only not in (None, q) or q.is_held_up(now_s)]
+            left_out = [q for q in open_queues if only not in (None, q) or q.fetch_is_paused(now_s)]
             starts = {
                 q.queue: (q.fetched_to, 0 if q in left_out else span - (q.fetched_to - q.lowest)) for q in open_queues
             }
@@ -417,7 +417,7 @@ class GroupMember:
         with self.changed:
             for queue in open_queues:
                 if queue not in left_out:
-                    queue.held_up = None
+                    queue.fetch_pause = None
                 new = fetched.get(queue.queue)
                 if new is not None and queue.is_open and queue.fetched_to == starts[queue.queue][0]:
                     queue.put(new.messages, new.fetched_to)
@@ -428,7 +428,7 @@ class GroupMember:
 
 def _problem_text(problem: Exception) -> str:
     """Return a problem as text for a log message: a foreseen one's sentence, or another one's traceback."""
-    foreseen = (StorageError, *OF_SOME_QUEUES)
+    foreseen = (StorageError, *QUEUE_ERRORS)
     return redacted(str(problem)) if isinstance(problem, foreseen) else traceback_of(problem)
 
 

@@ -26,7 +26,7 @@ AT_EXIT_S_MAX = 10.0
 within delta-rs then may crash Python."""
 LATE_S = 0.5
 """Seconds that the threads have to end when a listener call still runs."""
-OF_THE_STORE = {"member", "fetch"}
+STORE_THREADS = {"member", "fetch"}
 """Names of the threads that wait for the store."""
 
 
@@ -112,11 +112,11 @@ class MemberThreads:
             late = self._member.wait_for_listeners(end_s)
             late_s = max(end_s, self._runtime.monotonic() + LATE_S)
             # A call may still run for a queue that another member has claimed.
-            late_calls = self._wait_for_threads(late_s, self._threads.keys() - OF_THE_STORE)
+            late_calls = self._wait_for_threads(late_s, self._threads.keys() - STORE_THREADS)
             if late or late_calls:
                 self._warn_of_late_calls(listener, timeout_s, late)
-            running = late_calls | self._wait_for_threads(late_s if late or late_calls else at_exit_s, OF_THE_STORE)
-            if not (at_exit and running & OF_THE_STORE):
+            running = late_calls | self._wait_for_threads(late_s if late or late_calls else at_exit_s, STORE_THREADS)
+            if not (at_exit and running & STORE_THREADS):
                 self._member.leave()
                 self._member.engine.compaction.wait()
         except BaseException:  # an interrupt: the exit handler does the rest

@@ -38,7 +38,7 @@ class Take:
 
 
 @dataclass(frozen=True)
-class HeldUp:
+class FetchPause:
     """Why a queue could not be read, its pause in seconds, and the monotonic time at which the pause ends."""
 
     problem: Exception
@@ -52,7 +52,7 @@ class ProcessQueue:
     ``fetched_to`` is the next offset to fetch, ``written`` the progress that was written to the log. A queue is
     ``lost`` when another member has it; calls that still run do not count. One that is ``releasing`` is released as
     soon as none of its messages run. An orderly queue is suspended until ``again_s`` of the monotonic clock, and has
-    stopped ``tries`` times in a row at its first message. ``held_up`` is set when the last fetch could not read it.
+    stopped ``tries`` times in a row at its first message. ``fetch_pause`` is set when the last fetch could not read it.
     """
 
     def __init__(self, queue: Queue, claim: Claim) -> None:
@@ -62,7 +62,7 @@ class ProcessQueue:
         self.lost = self.releasing = False
         self.again_s = 0.0
         self.tries = 0
-        self.held_up: HeldUp | None = None
+        self.fetch_pause: FetchPause | None = None
         self.rows = 0
         self._waiting: deque[pa.Table] = deque()
         self._out: list[Take] = []
@@ -72,9 +72,9 @@ class ProcessQueue:
         """Whether more messages may be fetched and taken."""
         return not (self.lost or self.releasing)
 
-    def is_held_up(self, now_s: float) -> bool:
+    def fetch_is_paused(self, now_s: float) -> bool:
         """Whether its pause after a failed fetch lasts."""
-        return self.held_up is not None and now_s < self.held_up.again_s
+        return self.fetch_pause is not None and now_s < self.fetch_pause.again_s
 
     @property
     def running(self) -> int:

@@ -26,7 +26,7 @@ from rmq_spark._core.consumers.member_threads import MemberThreads
 from rmq_spark._core.consumers.message_listener import messages_of
 from rmq_spark._core.consumers.progress import Take
 from rmq_spark._core.log.heartbeats import MEMBER_LEASE_S
-from rmq_spark._core.runtime.runtime import is_held
+from rmq_spark._core.runtime.runtime import owns_lock
 from rmq_spark._core.vocabulary.message import MessageExt
 from rmq_spark._core.vocabulary.options import Duration, flag, named, seconds, whole_number
 from rmq_spark._core.vocabulary.queues import Queue
@@ -47,9 +47,11 @@ class PullConsumer:
     Parameters
     ----------
     log : CommitLog or path
+        The commit log, or its path.
     group : str
         The consumer group. Spark must not read for it.
     topics : str or iterable of str
+        Topics to read.
     tags, selector : str, optional
         As for :class:`PushConsumer`.
     tables : bool
@@ -166,7 +168,8 @@ class PullConsumer:
 
     def _is_interrupted(self) -> bool:
         """Whether this call interrupts one that holds what the end needs, as a signal handler may."""
-        return self._within == threading.get_ident() or is_held(self.member.changed) or is_held(self.member.engine.lock)
+        locks = (self.member.changed, self.member.engine.lock)
+        return self._within == threading.get_ident() or any(map(owns_lock, locks))
 
     def _end(self, at_exit: bool = False) -> None:
         with self._ending:  # a second thread waits for the first
@@ -362,8 +365,8 @@ class PullConsumer:
             if fetched:
                 continue
             self._require_room()
-            if member.held_up_by is not None:
-                raise member.held_up_by
+            if member.fetch_problem is not None:
+                raise member.fetch_problem
             if left_s <= 0 or (self._stop_at_end and self._is_at_end()):
                 return None
             with member.changed:
@@ -406,7 +409,7 @@ class PullConsumer:
         now_s = self._runtime.monotonic()
         if now_s >= self._others_at_s:
             self._others_at_s = now_s + OTHERS_LOOK_S
-            self._others = member.engine.groups.positions(member.group)
+            self._others = member.engine.groups.next_offsets(member.group)
         return all(self._others.get(queue, 0) >= ends[queue] for queue in others)
 
 

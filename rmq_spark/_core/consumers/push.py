@@ -70,6 +70,7 @@ class PushConsumer:
     Parameters
     ----------
     log : CommitLog or path
+        The commit log, or its path.
     group : str
         The consumer group. Spark must not read for it.
     listener : callable, EachBatch, EachMessage or SqlInbox
@@ -323,7 +324,7 @@ class PushConsumer:
         Of a running consumer: the error that keeps it from fetching the messages of a queue, or of all (a file is lost
         or damaged, the store fails). It tries again. Nothing raises this error, and a successful fetch clears it.
         """
-        return self.member.problem or (self.member.held_up_by if self.is_running else None)
+        return self.member.problem or (self.member.fetch_problem if self.is_running else None)
 
     def queues(self) -> dict[Queue, int]:
         """Return this member's queues, and the lowest unfinished offset of each."""

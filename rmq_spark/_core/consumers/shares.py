@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from rmq_spark._core.log.group_table import Place
+from rmq_spark._core.log.group_table import GroupPosition
 from rmq_spark._core.vocabulary.queues import Queue
 
 
@@ -44,7 +44,7 @@ def moves(
     member: str,
     owned: Collection[Queue],
     queues: Mapping[str, int],
-    places: Mapping[Queue, Place],
+    positions: Mapping[Queue, GroupPosition],
     live: Callable[[str], Sequence[str]],
     is_dead: Callable[[str], bool],
 ) -> Moves:
@@ -66,8 +66,8 @@ def moves(
         # Members that look at the same moment begin at different queues.
         begin = members.index(member) * count // len(members)
         for queue in ((topic, (begin + step) % count) for step in range(count)):
-            owner = places[queue].owner if queue in places else None
+            owner = positions[queue].owner if queue in positions else None
             if queue not in owned and missing and (owner is None or owner == member or is_dead(owner)):
-                claim[queue] = places[queue].generation if queue in places else 0
+                claim[queue] = positions[queue].generation if queue in positions else 0
                 missing -= 1
     return Moves(release, claim, is_short)

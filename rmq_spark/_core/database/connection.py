@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 PLACE_CHARS_MAX = 64
 
 Address: TypeAlias = "str | sa.URL | sa.Engine | Callable[[], str | sa.URL | sa.Engine]"
-"""Names a database: a URL, an engine, the place of a URL (``env:NAME`` or ``file:/path``), or a function that returns a
-URL or an engine. Each process that uses the database looks up the place, or calls the function, by itself."""
+"""Names a database: a URL, an engine, a reference to a URL (``env:NAME`` or ``file:/path``), or a function that returns
+a URL or an engine. Each process that uses the database looks up the reference, or calls the function, by itself."""
 
 
 class Database:
@@ -96,7 +96,7 @@ class Database:
 
         ``lock_timeout`` is in seconds; None keeps the database's own.
         """
-        with self.connect() as connection, Owner().holding(connection):
+        with self.connect() as connection, Owner().owning(connection):
             self.refuse_unsafe(connection)
             if connection.dialect.name == "sqlite":
                 with _sqlite_transaction(connection, lock_timeout, write):

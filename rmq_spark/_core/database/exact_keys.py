@@ -11,7 +11,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from rmq_spark.errors import ListenerError
 
-IN_INNODB: dict[str, Any] = {"mysql_engine": "InnoDB", "mariadb_engine": "InnoDB"}
+INNODB_TABLE: dict[str, Any] = {"mysql_engine": "InnoDB", "mariadb_engine": "InnoDB"}
 """Makes a table whose changes a transaction can undo, whatever the default engine of a MariaDB or MySQL server is."""
 
 _UTF8_BYTES_MAX = 4

@@ -20,16 +20,16 @@ class Owner:
     several objects of SQLAlchemy share it: sessions bound to it, or users of a pool that shares one connection."""
 
     def __init__(self) -> None:
-        self._held: tuple[sa.PoolProxiedConnection, object] | None = None
+        self._owned: tuple[sa.PoolProxiedConnection, object] | None = None
 
     def take(self, connection: sa.Connection) -> None:
         """Own a connection until :meth:`release`, or raise ListenerError when it has another owner."""
         checked_out = connection.connection
         driver = checked_out.dbapi_connection
-        self._held = checked_out, driver
+        self._owned = checked_out, driver
         owner = _OWNERS.setdefault(id(driver), self)
         if owner is not self and owner._has(driver):
-            self._held = None
+            self._owned = None
             raise ListenerError(
                 "the connection is in another transaction() of a producer, or in that of a listener or an inbox: one "
                 "at a time commits it. Send with the transaction that is open, or give each a connection"
@@ -38,16 +38,16 @@ class Owner:
 
     def _has(self, driver: object) -> bool:
         """Whether the connection is still checked out of its pool, from which others could get it."""
-        held = self._held
-        return held is not None and held[0].dbapi_connection is driver
+        owned = self._owned
+        return owned is not None and owned[0].dbapi_connection is driver
 
     def release(self) -> None:
-        held, self._held = self._held, None
-        if held is not None and _OWNERS.get(id(held[1])) is self:
-            del _OWNERS[id(held[1])]
+        owned, self._owned = self._owned, None
+        if owned is not None and _OWNERS.get(id(owned[1])) is self:
+            del _OWNERS[id(owned[1])]
 
     @contextmanager
-    def holding(self, connection: sa.Connection) -> Iterator[None]:
+    def owning(self, connection: sa.Connection) -> Iterator[None]:
         self.take(connection)
         try:
             yield

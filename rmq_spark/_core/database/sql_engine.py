@@ -1,4 +1,4 @@
-"""Makes an engine of what names a database: a URL, the place of a URL, or a function."""
+"""Makes an engine of what names a database: a URL, a reference to a URL, or a function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import sqlalchemy as sa
 
-from rmq_spark._core.database.url import is_place, look_up
+from rmq_spark._core.database.url import is_reference, look_up
 from rmq_spark._core.vocabulary.redaction import cause_of, sentence_of
 from rmq_spark.errors import ListenerError
 
@@ -31,8 +31,8 @@ class Lookup(NamedTuple):
 
 
 def lookup_of(address: object) -> Lookup | None:
-    """Return the lookup of a place or a function; None for a URL or an engine."""
-    if isinstance(address, str) and is_place(address):
+    """Return the lookup of a reference or a function; None for a URL or an engine."""
+    if isinstance(address, str) and is_reference(address):
         return Lookup(address, partial(look_up, address))
     if not callable(address):
         return None

@@ -1,4 +1,4 @@
-"""Places of a database's URL, which each process that uses the database looks up: ``env:NAME`` or ``file:/path``."""
+"""References to a database's URL, ``env:NAME`` or ``file:/path``: each process that uses the database looks it up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rmq_spark.errors import ListenerError
 _ENVIRONMENT, _FILE = "env:", "file:"
 
 
-def is_place(address: str) -> bool:
-    """Whether an address is the place of a URL; else it is the URL."""
+def is_reference(address: str) -> bool:
+    """Whether an address is a reference to a URL; else it is the URL."""
     variable = address.removeprefix(_ENVIRONMENT)
     if variable != address and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable) is None:
         raise ListenerError(f"{_ENVIRONMENT!r} is not followed by the name of an environment variable")
@@ -20,9 +20,9 @@ def is_place(address: str) -> bool:
 
 
 def look_up(address: str) -> str:
-    """Return the URL from its place, or the address itself when it is the URL. A variable or a file without a URL is a
-    ListenerError."""
-    if not is_place(address):
+    """Return the URL that an address refers to, or the address itself when it is the URL. A variable or file without a
+    URL is a ListenerError."""
+    if not is_reference(address):
         return address
     kind, _, name = address.partition(":")
     if kind == "env":

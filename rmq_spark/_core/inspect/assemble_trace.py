@@ -29,7 +29,7 @@ from rmq_spark._core.inspect.trace_events import (
 )
 from rmq_spark._core.log.archive import Archived
 from rmq_spark._core.log.batch_state import BatchState, RowState, rolled_back_as
-from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.log.damage import retry_on_newest_state
 from rmq_spark._core.log.half import Segment
 from rmq_spark._core.log.half_header import name_of
 from rmq_spark._core.log.half_record import HalfRecord
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 LOOKS = 3
 """Number of tries, because a half batch may leave while it is read."""
-IN_MESSAGES = (
+TRACED_COLUMNS = (
     "half_id", "file_no", "row_no", "attempt", "topic", "queue_id", "queue_offset", "commit_timestamp", "op_version",
     "producer_group", "transaction_per", "store_timestamp",
 )  # fmt: skip
@@ -137,7 +137,7 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-@looks_again
+@retry_on_newest_state
 def trace(
     engine: Engine, transaction_id: str | None = None, half_id: str | None = None, message_id: str | None = None
 ) -> Trace:
@@ -145,13 +145,13 @@ def trace(
     target = _Target.of(transaction_id, half_id, message_id)
     for _ in range(LOOKS - 1):
         try:
-            return _look(engine, target)
+            return _trace_once(engine, target)
         except HalfBatchLeftError:
             continue
-    return _look(engine, target)
+    return _trace_once(engine, target)
 
 
-def _look(engine: Engine, target: _Target) -> Trace:
+def _trace_once(engine: Engine, target: _Target) -> Trace:
     if not target.half_id.isascii():  # no half batch has such an id
         raise _not_found(engine, target)
     if not _is_utf8(target.name):  # every key is UTF-8
@@ -188,7 +188,7 @@ def _trace_in_half(engine: Engine, target: _Target, record: HalfRecord, rows: pa
         attempt=attempt,
         in_conflict=bool(state.conflicting() & traced),
         lease_until=state.lease_until if state.leased(engine.runtime.now()) else None,
-        waits_for=tuple(engine.ledger.holding_up(record)),
+        waits_for=tuple(engine.ledger.blocked_by(record)),
         topics=tuple(sorted({s.topic for n in traced for s in record.files[n].segments if _has(traced[n], s)})),
         events=by_time([*events, *drained_event(engine, events)]),
     )
@@ -382,7 +382,7 @@ def _not_found(engine: Engine, target: _Target) -> HalfBatchNotFoundError:
 
 
 def _visible_messages(engine: Engine, target: _Target, archived: Archived | None) -> pa.Table:
-    """Return the traced messages in the table ``messages``, with the columns :data:`IN_MESSAGES`."""
+    """Return the traced messages in the table ``messages``, with the columns :data:`TRACED_COLUMNS`."""
     table = engine.messages_table
     with engine.lock:
         table.refresh()
@@ -402,6 +402,6 @@ def _visible_messages(engine: Engine, target: _Target, archived: Archived | None
         where &= (pc.field("file_no") == target.address[0]) & (pc.field("row_no") == target.address[1])
     elif target.transaction_id is not None:
         where &= pc.field("transaction_id") == target.transaction_id
-    rows = table.read(actions["path"].to_pylist(), IN_MESSAGES, where)
+    rows = table.read(actions["path"].to_pylist(), TRACED_COLUMNS, where)
     return rows.sort_by([("op_version", "ascending"), ("topic", "ascending"), ("queue_id", "ascending"),
                           ("queue_offset", "ascending")])  # fmt: skip

@@ -310,7 +310,7 @@ class Diagnosis:
         return f", last moved {age} ago ({one_line(str(last['updated_by']))})"
 
     def _kind_of(self, group: str) -> str | None:
-        return kind_of(self._engine.groups.places(group).values()) if self._engine.has_groups() else None
+        return kind_of(self._engine.groups.positions(group).values()) if self._engine.has_groups() else None
 
     def _start_member(self, group: str) -> str:
         return (

@@ -39,7 +39,7 @@ FOUND_SCHEMA = pa.schema([*SOURCE_SCHEMA, ("half_id", pa.string()), ("state", pa
 why a message is not visible."""
 NEWEST = 1000
 """Newest visible messages in which keys are looked for that are similar to one without a message."""
-HELD = ("tags", "keys", "sharding_key", "properties", "body", "born_timestamp", "store_timestamp")
+HALF_COLUMNS = ("tags", "keys", "sharding_key", "properties", "body", "born_timestamp", "store_timestamp")
 NOT_COMMITTED = [state for state in RowState if state is not RowState.COMMITTED]
 
 
@@ -70,10 +70,10 @@ class Wanted:
     @property
     def where(self) -> Condition | None:
         """The condition on tags and keys."""
-        parts: list[Condition] = []
+        conditions: list[Condition] = []
         if self.key is not None:
             keys = Property("KEYS")
-            parts.append(
+            conditions.append(
                 Or(
                     (
                         In(keys, (self.key,)),
@@ -84,8 +84,8 @@ class Wanted:
                 )
             )
         if self.tags is not None:
-            parts.append(In(Property("TAGS"), self.tags))
-        return parts[0] if len(parts) == 1 else And(tuple(parts)) if parts else None
+            conditions.append(In(Property("TAGS"), self.tags))
+        return conditions[0] if len(conditions) == 1 else And(tuple(conditions)) if conditions else None
 
 
 def find(engine: Engine, wanted: Wanted, limit: int) -> pa.Table:
@@ -130,14 +130,14 @@ def find(engine: Engine, wanted: Wanted, limit: int) -> pa.Table:
     where = None if condition is None else Filter(condition, engine.runtime.time_ms())
     if where is None:  # then no queue contributes more than the limit
         ends = {queue: min(end, start.get(queue, 0) + limit) for queue, end in ends.items()}
-    parts, remaining = [], limit
+    tables, remaining = [], limit
     ranges, _ = placements.between(start, ends)
     for messages in read_ranges(ranges, engine.read_range, engine.find_again, SOURCE_SCHEMA.names, where):
-        parts.append(messages.slice(0, remaining))
-        remaining -= parts[-1].num_rows
+        tables.append(messages.slice(0, remaining))
+        remaining -= tables[-1].num_rows
         if remaining <= 0:
             break
-    return _committed(pa.concat_tables(parts) if parts else SOURCE_SCHEMA.empty_table())
+    return _committed(pa.concat_tables(tables) if tables else SOURCE_SCHEMA.empty_table())
 
 
 def find_everywhere(engine: Engine, wanted: Wanted, limit: int) -> pa.Table:
@@ -170,15 +170,15 @@ def find_not_visible(engine: Engine, wanted: Wanted, limit: int) -> pa.Table:
     chosen: dict[str, dict[int, list[int]]] = {}
     for half_id, file_no, row_no in zip(*(rows[name].to_pylist() for name in columns[:3]), strict=True):
         chosen.setdefault(half_id, {}).setdefault(file_no, []).append(row_no)
-    parts: list[pa.Table] = []
+    tables: list[pa.Table] = []
     for half_id, numbers in chosen.items():
         if limit <= 0:
             break
         with suppress(HalfBatchNotFoundError):  # the half batch has left meanwhile
             record = engine.half.get(half_id)
-            parts.append(_not_visible(engine, record, _rows_of(record, numbers), limit))
-            limit -= parts[-1].num_rows
-    return pa.concat_tables(parts) if parts else FOUND_SCHEMA.empty_table()
+            tables.append(_not_visible(engine, record, _rows_of(record, numbers), limit))
+            limit -= tables[-1].num_rows
+    return pa.concat_tables(tables) if tables else FOUND_SCHEMA.empty_table()
 
 
 def similar_keys(engine: Engine, word: str, topic: str | None, most: int) -> list[str]:
@@ -186,14 +186,14 @@ def similar_keys(engine: Engine, word: str, topic: str | None, most: int) -> lis
     half = engine.half.table
     half.refresh()
     rows = _rows_of_readable(half, half.actions()["path"].to_pylist(), ["topic", "keys"])
-    parts = [rows if topic is None else rows.filter(pc.equal(rows["topic"], topic))]
+    tables = [rows if topic is None else rows.filter(pc.equal(rows["topic"], topic))]
     placements = Placements(engine, {topic}.__contains__ if topic is not None else lambda _: True)
     ends = placements.latest()
     firsts, each = engine.firsts(refresh=False), NEWEST // max(1, len(ends))
     start = {queue: max(firsts.get(queue, 0), end - each) for queue, end in ends.items()}
     ranges, _ = placements.between(start, ends)
-    parts += read_ranges(ranges, engine.read_range, engine.find_again, ["keys"])
-    texts = (text for part in parts for text in pc.unique(part["keys"].combine_chunks()).to_pylist() if text)
+    tables += read_ranges(ranges, engine.read_range, engine.find_again, ["keys"])
+    texts = (text for rows in tables for text in pc.unique(rows["keys"].combine_chunks()).to_pylist() if text)
     found = dict.fromkeys(key for text in texts for key in text.split(" ") if word.lower() in key.lower())
     return sorted(found, key=len)[:most]
 
@@ -207,7 +207,7 @@ def _rows_of_readable(half: Table, paths: Sequence[str], columns: Sequence[str])
             logger.warning("its messages are not searched: %s", redacted(problem))
             return half.read([], columns)
     middle = len(paths) // 2
-    return pa.concat_tables([_rows_of_readable(half, part, columns) for part in (paths[:middle], paths[middle:])])
+    return pa.concat_tables([_rows_of_readable(half, some, columns) for some in (paths[:middle], paths[middle:])])
 
 
 def _rows_of(record: HalfRecord, numbers: Mapping[int, Sequence[int]]) -> RowSet:
@@ -236,21 +236,21 @@ def find_by_id(
     OptionError, HalfBatchNotFoundError
     """
     traced = trace(engine, transaction_id, half_id, message_id)
-    parts = list(_messages_at(engine, traced, limit))
-    remaining = limit - sum(part.num_rows for part in parts)
+    tables = list(_messages_at(engine, traced, limit))
+    remaining = limit - sum(rows.num_rows for rows in tables)
     if traced.where == "half" and remaining > 0:
         with suppress(HalfBatchNotFoundError):  # the half batch has left meanwhile
             record = engine.half.get(traced.half_id)
-            parts.append(_not_visible(engine, record, chosen_rows(engine, traced, record), remaining))
-    return pa.concat_tables(parts).slice(0, limit) if parts else FOUND_SCHEMA.empty_table()
+            tables.append(_not_visible(engine, record, chosen_rows(engine, traced, record), remaining))
+    return pa.concat_tables(tables).slice(0, limit) if tables else FOUND_SCHEMA.empty_table()
 
 
 def transactions_of(engine: Engine, traced: Trace, limit: int) -> list[dict[str, Any]]:
     """Return the transactions of up to ``limit`` messages of a traced half batch, those that are not visible first:
     ``transaction_id, state, reason, messages, keys``, of which the keys are a list."""
-    parts = _messages_of(engine, traced, limit)
+    tables = _messages_of(engine, traced, limit)
     found: dict[tuple[str, str, str | None], dict[str, Any]] = {}
-    for row in (row for part in parts for row in part.drop_columns("body").to_pylist()):
+    for row in (row for rows in tables for row in rows.drop_columns("body").to_pylist()):
         named = {name: row[name] for name in ("transaction_id", "state", "reason")}
         transaction = found.setdefault(tuple(named.values()), {**named, "messages": 0, "keys": {}})
         transaction["messages"] += 1
@@ -260,18 +260,18 @@ def transactions_of(engine: Engine, traced: Trace, limit: int) -> list[dict[str,
 
 def keys_of(engine: Engine, traced: Trace, limit: int) -> list[str]:
     """Return the keys of up to ``limit`` messages of a trace, those that are not visible first, each once."""
-    keys = (text for part in _messages_of(engine, traced, limit) for text in part["keys"].to_pylist())
+    keys = (text for rows in _messages_of(engine, traced, limit) for text in rows["keys"].to_pylist())
     return list(dict.fromkeys(text for text in keys if text))
 
 
 def _messages_of(engine: Engine, traced: Trace, limit: int) -> list[pa.Table]:
     """Return up to ``limit`` messages of a trace, those that are not visible first."""
-    parts: list[pa.Table] = []
+    tables: list[pa.Table] = []
     if traced.where == "half":
         with suppress(HalfBatchNotFoundError):  # the half batch has left meanwhile
             record = engine.half.get(traced.half_id)
-            parts.append(_not_visible(engine, record, chosen_rows(engine, traced, record), limit))
-    return [*parts, *_messages_at(engine, traced, limit - sum(part.num_rows for part in parts))]
+            tables.append(_not_visible(engine, record, chosen_rows(engine, traced, record), limit))
+    return [*tables, *_messages_at(engine, traced, limit - sum(rows.num_rows for rows in tables))]
 
 
 def _messages_at(engine: Engine, traced: Trace, limit: int) -> Iterator[pa.Table]:
@@ -321,20 +321,20 @@ def _not_visible(engine: Engine, record: HalfRecord, chosen: RowSet, limit: int)
     """Return those of the chosen rows of a half batch that are not visible, read from ``half``."""
     state = engine.state_of(record)
     rows = (state.rows_in(NOT_COMMITTED) & chosen).first(limit)
-    columns = [*HELD, "file_no", "row_no", "transaction_key", "topic", "queue_id"]
-    held = engine.half.read(record, rows, columns)
-    count = held.num_rows
+    columns = [*HALF_COLUMNS, "file_no", "row_no", "transaction_key", "topic", "queue_id"]
+    half_rows = engine.half.read(record, rows, columns)
+    count = half_rows.num_rows
     row_states = state.files
-    addresses = list(zip(held["file_no"].to_pylist(), held["row_no"].to_pylist(), strict=True))
+    addresses = list(zip(half_rows["file_no"].to_pylist(), half_rows["row_no"].to_pylist(), strict=True))
     words = [COUNTED[RowState(row_states[file_no].state[row_no])] for file_no, row_no in addresses]
     answers = Standing(engine).last_answers([record.half_id]) if state.count(RowState.PENDING) else {}
     _, answer = answers.get(record.half_id, (None, None))
     attempts = pa.array([row_states[file_no].attempt[row_no] for file_no, row_no in addresses], pa.int32())
     columns_by_name = {
-        **{name: held[name] for name in (*HELD, "topic", "queue_id")},
+        **{name: half_rows[name] for name in (*HALF_COLUMNS, "topic", "queue_id")},
         "queue_offset": pa.nulls(count, pa.int64()),
-        "msg_id": message_ids(pa.scalar(record.half_id), held["file_no"], held["row_no"]),
-        "transaction_id": transaction_ids(record.half_id, attempts, record.header.transaction_per, held),
+        "msg_id": message_ids(pa.scalar(record.half_id), half_rows["file_no"], half_rows["row_no"]),
+        "transaction_id": transaction_ids(record.half_id, attempts, record.header.transaction_per, half_rows),
         "producer_group": pa.repeat(pa.scalar(record.header.producer_group), count),
         "commit_timestamp": pa.nulls(count, SOURCE_SCHEMA.field("commit_timestamp").type),
         "half_id": pa.repeat(pa.scalar(record.half_id), count),

@@ -296,10 +296,10 @@ def placed(engine: Engine, since: datetime, period_s: int) -> pa.Table:
     """
     engine.refresh()
     engine.drained.border()
-    parts = _drained_counts(engine, since, period_s)
+    counts = _drained_counts(engine, since, period_s)
     for rows, _ in walk_placements(engine.op_table, engine.drained.position + 1):
-        parts.append(_by_period(rows["topic"], rows["op_time"], rows["op_time"], rows["count"], since, period_s))
-    return _sums(pa.concat_tables(parts))
+        counts.append(_by_period(rows["topic"], rows["op_time"], rows["op_time"], rows["count"], since, period_s))
+    return _sums(pa.concat_tables(counts))
 
 
 def placed_within(engine: Engine, now: datetime, windows: Mapping[str, float]) -> dict[str, dict[str, int]]:
@@ -330,13 +330,13 @@ def _drained_counts(engine: Engine, since: datetime, period_s: int) -> list[pa.T
     in_one_period = pc.fill_null(in_one_period, False)
     whole = files.filter(in_one_period)
     times = whole["min.commit_timestamp"], whole["max.commit_timestamp"]
-    parts = [_by_period(whole["min.topic"], *times, whole["num_records"], since, period_s)]
+    counts = [_by_period(whole["min.topic"], *times, whole["num_records"], since, period_s)]
     for path in files.filter(pc.invert(in_one_period))["path"].to_pylist():
         rows = table.read([path], ["topic", "commit_timestamp"])
         ones = pa.chunked_array([pa.repeat(pa.scalar(1, pa.int64()), rows.num_rows)])
         times = rows["commit_timestamp"], rows["commit_timestamp"]
-        parts.append(_by_period(rows["topic"], *times, ones, since, period_s))
-    return parts
+        counts.append(_by_period(rows["topic"], *times, ones, since, period_s))
+    return counts
 
 
 def _by_period(

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pyarrow.compute as pc
 
-from rmq_spark._core.inspect import overview
-from rmq_spark._core.inspect.consumption import commit_times, kept_letters, queue_lags, waiting_letters
+from rmq_spark._core.inspect import unsettled
+from rmq_spark._core.inspect.group_lag import commit_times, kept_letters, queue_lags, waiting_letters
 from rmq_spark._core.inspect.history import open_now, sizes
 from rmq_spark._core.inspect.undrained import Undrained
 from rmq_spark._core.log.batch_state import is_leased
@@ -110,13 +110,13 @@ class Standing:
         """Pending half batches, the oldest first: the columns of :meth:`CommitLog.pending`, ``age_seconds`` and
         ``leased``. After :data:`LOOKED_AT_MAX` of them the others have id, age and messages alone, and ``leased`` is
         None."""
-        rows = self._aged(overview.pending(self.engine, LOOKED_AT_MAX).to_pylist())
+        rows = self._aged(unsettled.pending(self.engine, LOOKED_AT_MAX).to_pylist())
         known = {row["half_id"] for row in rows}
         unread = {file.path for file in self.engine.ledger.unreadable}  # a row has no id of theirs
         others = [
             row for row in open_now(self.engine).to_pylist()[LOOKED_AT_MAX:] if row["half_id"] not in known | unread
         ]
-        names = [*overview.PENDING_SCHEMA.names, "leased"]
+        names = [*unsettled.PENDING_SCHEMA.names, "leased"]
         return rows + [
             {**dict.fromkeys(names), **row, "age_seconds": age_s(row["prepared_at"], self.at)} for row in others
         ]
@@ -124,7 +124,7 @@ class Standing:
     @cached_property
     def quarantined(self) -> list[dict[str, Any]]:
         """The same columns of half batches that checks gave up."""
-        return self._aged(overview.quarantined(self.engine).to_pylist())
+        return self._aged(unsettled.quarantined(self.engine).to_pylist())
 
     @cached_property
     def conflicts(self) -> list[dict[str, Any]]:
@@ -236,7 +236,7 @@ def conflict_rows(engine: Engine) -> list[dict[str, Any]]:
     """Return a row for each half batch in conflict: ``half_id, producer_group, messages`` (those with two verdicts)
     ``, check_times, prepared_at, lease_until, history`` (its decisions, a sentence each) ``, bytes``."""
     rows: list[dict[str, Any]] = []
-    for half_id, record in overview.present(engine, overview.conflicts(engine)):
+    for half_id, record in unsettled.present(engine, unsettled.conflicts(engine)):
         if isinstance(record, CorruptLogError):
             unknown = ("producer_group", "messages", "check_times", "prepared_at", "lease_until", "bytes")
             history = [f"it cannot be read: {record}"]

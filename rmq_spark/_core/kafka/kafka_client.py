@@ -32,7 +32,7 @@ LINES_MAX = 1_000
 POISON = frozenset({ck.KafkaError.MSG_SIZE_TOO_LARGE, ck.KafkaError.INVALID_TIMESTAMP, ck.KafkaError.INVALID_RECORD})
 """Errors that a broker will report again for the same message."""
 
-_FOR_A_PERSON = frozenset(
+_OPERATOR_ERRORS = frozenset(
     {
         ck.KafkaError.TOPIC_AUTHORIZATION_FAILED,
         ck.KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
@@ -100,7 +100,7 @@ class ReportedErrors:
             self.topic = match[1]
         elif facility == "TXNERR" and (match := _ERROR_NAME.search(texts[-1])):
             code = getattr(ck.KafkaError, match[1], None)
-            self.denied = ck.KafkaError(code) if code in _FOR_A_PERSON else None
+            self.denied = ck.KafkaError(code) if code in _OPERATOR_ERRORS else None
 
     @property
     def refuses(self) -> bool:
@@ -121,7 +121,7 @@ def problem_of(problem: BaseException, doing: str, reported: ReportedErrors | No
     if why:
         kind = RelayRefusedError if reported is not None and reported.refuses else RelayError
     else:
-        kind = RelayRefusedError if code in _FOR_A_PERSON else RelayError
+        kind = RelayRefusedError if code in _OPERATOR_ERRORS else RelayError
         why = _NO_BROKER if code in _UNREACHED else ""
         why += f". The relay's user needs {_RIGHTS[code]} (docs/kafka.md)" if code in _RIGHTS else ""
     return kind(f"Kafka failed while {doing}: {problem_text(problem)}{why}")

@@ -71,6 +71,7 @@ class KafkaRelay:
     Parameters
     ----------
     log : CommitLog or path
+        The commit log to read, or its path.
     bootstrap_servers : str
         Kafka's brokers, ``"broker1:9092,broker2:9092"``.
     relay : str
@@ -400,7 +401,7 @@ class KafkaRelay:
         logger.warning("%s: parked in %r", description, self.settings.parking_topic)
         self.report.parked += 1
 
-    def _commit_with_retries(self, *parts: Sequence[Record]) -> None:
+    def _commit_with_retries(self, *shares: Sequence[Record]) -> None:
         """Send records in one transaction, and repeat it while Kafka aborts it without refusing a message. When Kafka
         refuses one, that is an AbortedError, and nothing was handed over."""
         assert self._transactions is not None
@@ -408,7 +409,7 @@ class KafkaRelay:
         pause_s = BACKOFF_S
         while True:
             try:
-                self._transactions.transact(*parts)
+                self._transactions.transact(*shares)
                 self.report.transactions += 1
                 return
             except AbortedError as aborted:

@@ -92,13 +92,13 @@ class Transactions:
             self._runtime.sleep(PAUSE_S)
 
     # ------------------------------------------------------------------ one transaction
-    def transact(self, *parts: Sequence[Record]) -> None:
+    def transact(self, *shares: Sequence[Record]) -> None:
         """Send records in one transaction and commit it. When nobody knows whether the transaction was committed, that
         is a RelayError."""
         try:
             self.begin()
-            for part in parts:
-                self.send(part)
+            for share in shares:
+                self.send(share)
             self.deliver()
             self.commit()
         except FAILURES as problem:

@@ -27,8 +27,8 @@ def arrow_schema(schema: str | pa.Schema) -> pa.Schema:
     if not isinstance(schema, str):
         return schema
     fields = []
-    for part in re.split(r",(?![^(<]*[)>])", schema):
-        name, _, kind = part.strip().partition(" ")
+    for column in re.split(r",(?![^(<]*[)>])", schema):
+        name, _, kind = column.strip().partition(" ")
         fields.append((name, _arrow_type(kind.strip().lower(), schema)))
     return pa.schema(fields)
 
@@ -87,10 +87,10 @@ def read_bodies(
     if not bad:
         with suppress(pa.ArrowInvalid):
             return _read_objects(array, target), bad
-    parts, good_rows = _read_good(array, target, bad, len(array) if bad_max is None else bad_max)
+    tables, good_rows = _read_good(array, target, bad, len(array) if bad_max is None else bad_max)
     # Rows that were not read get a null index, and so nulls.
     index = pc.index_in(pa.array(range(len(array)), pa.int64()), value_set=pa.array(good_rows, pa.int64()))
-    return pa.concat_tables([*parts, target.empty_table()]).take(index) if good_rows else _nulls(
+    return pa.concat_tables([*tables, target.empty_table()]).take(index) if good_rows else _nulls(
         target, len(array)
     ), bad
 
@@ -149,23 +149,23 @@ def _read_good(
 
     Adds the bad rows to ``bad``, from left to right, until it has ``bad_max``.
     """
-    parts: list[pa.Table] = []
+    tables: list[pa.Table] = []
     good_rows: list[int] = []
     remaining = [[row for row in range(len(bodies)) if row not in bad]]
     while remaining and len(bad) < bad_max:
-        part = remaining.pop()
-        if not part:
+        rows = remaining.pop()
+        if not rows:
             continue
         try:
-            parts.append(_read_objects(bodies.take(pa.array(part, pa.int64())), target))
-            good_rows += part
+            tables.append(_read_objects(bodies.take(pa.array(rows, pa.int64())), target))
+            good_rows += rows
         except pa.ArrowInvalid as problem:
-            if len(part) == 1:
-                bad[part[0]] = _reason(problem)[:200]
+            if len(rows) == 1:
+                bad[rows[0]] = _reason(problem)[:200]
             else:
-                half = len(part) // 2
-                remaining += [part[half:], part[:half]]
-    return parts, good_rows
+                half = len(rows) // 2
+                remaining += [rows[half:], rows[:half]]
+    return tables, good_rows
 
 
 _OTHER_KIND = re.compile(r"Column\(/(.*)\) changed from (\w+) to (\w+)", re.DOTALL)

@@ -21,7 +21,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 # Imported first: its error says what to install when SQLAlchemy is missing.
 from rmq_spark._core.database.connection import PLACE_CHARS_MAX, Address, Database, place_of
 from rmq_spark._core.database.error_codes import is_lock_problem
-from rmq_spark._core.database.exact_keys import IN_INNODB, exact_text, insert_absent, require_exact, similar_names
+from rmq_spark._core.database.exact_keys import INNODB_TABLE, exact_text, insert_absent, require_exact, similar_names
 from rmq_spark._core.listeners.fence_row import (
     BY_PART,
     EXECUTED,
@@ -84,7 +84,7 @@ class Fence(Database):
             # Recorded.encoded(): the states of single rows, where the column state does not tell them.
             sa.Column("outcome", sa.LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")),
             sa.Column("changed_at", sa.DateTime, nullable=False),  # UTC, by the writer's clock
-            **IN_INNODB,
+            **INNODB_TABLE,
         )
         self._id = sa.Table(
             f"{name}_id",
@@ -92,7 +92,7 @@ class Fence(Database):
             sa.Column("one", sa.Integer, primary_key=True, autoincrement=False),
             sa.Column("fence_id", sa.String(PLACE_CHARS_MAX), nullable=False),
             sa.Column("created_at", sa.DateTime, nullable=False),
-            **IN_INNODB,
+            **INNODB_TABLE,
         )
         # Each statement is built once, so that SQLAlchemy finds its compiled form quickly.
         columns = self._rows.c

@@ -11,7 +11,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from rmq_spark._core.database.exact_keys import IN_INNODB
+from rmq_spark._core.database.exact_keys import INNODB_TABLE
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.listeners.sql import SqlTransactionListener
 from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, Rollback, Verdict, verdict_of
@@ -33,7 +33,7 @@ class Trial:
         name = f"txmq_trial_{secrets.token_hex(6)}"
         self._fence_table = f"{name}_fence"
         metadata = sa.MetaData()
-        self.rows = sa.Table(name, metadata, sa.Column("id", sa.String(50), primary_key=True), **IN_INNODB)
+        self.rows = sa.Table(name, metadata, sa.Column("id", sa.String(50), primary_key=True), **INNODB_TABLE)
         fence_tables = [sa.Table(table, metadata) for table in (self._fence_table, f"{self._fence_table}_id")]
         self._tables = [self.rows, *fence_tables]
 

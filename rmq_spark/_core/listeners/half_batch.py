@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.listeners.decode import decode_json
 from rmq_spark._core.vocabulary.ids import batch_transaction_id, message_ids, transaction_ids
+from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark._core.vocabulary.verdicts import (
     BATCH,
     COMMIT_MESSAGE,
@@ -435,25 +436,25 @@ def normalize_verdicts(result: object, batch: HalfBatch) -> VerdictArray:
 
 def _verdicts(result: object, batch: HalfBatch) -> VerdictArray:
     if result is None or isinstance(result, (str, Rollback)):
-        return VerdictArray((verdict_of(result),))
+        return VerdictArray((_verdict_of(result, batch),))
     if isinstance(result, VerdictArray):
         verdicts = result
     elif isinstance(result, (pa.Array, pa.ChunkedArray)):
         verdicts = _of_array(result, batch)
     elif isinstance(result, Sequence):
-        verdicts = VerdictArray.of([verdict_of(value) for value in result])
+        verdicts = VerdictArray.of([_verdict_of(value, batch) for value in result])
     else:
         raise VerdictError(
-            f"the listener of {batch.producer_group!r} returned {type(result).__name__}: a LocalTransactionState, "
-            "a Rollback, None, or one of these per transaction is expected"
+            f"{_listener_of(batch)} returned {type(result).__name__}: a LocalTransactionState, a Rollback, None, or "
+            "one of these per transaction is expected"
         )
     if verdicts.which is None:
         return verdicts
     expected = batch.transactions.num_rows
     if len(verdicts.which) != expected:
         raise VerdictError(
-            f"the listener of {batch.producer_group!r} returned {len(verdicts.which)} verdicts for {expected} "
-            f"transactions of half batch {batch.half_id!r}: return one per row of batch.transactions"
+            f"{_listener_of(batch)} returned {count_of(len(verdicts.which), 'verdict')} for "
+            f"{count_of(expected, 'transaction')}: return one per row of batch.transactions"
         )
     return VerdictArray(verdicts.distinct) if len(verdicts.distinct) == 1 and expected else verdicts
 
@@ -463,7 +464,16 @@ def _of_array(values: pa.Array | pa.ChunkedArray, batch: HalfBatch) -> VerdictAr
     try:
         coded = pc.fill_null(pc.cast(flat, pa.string()), UNKNOWN.value).dictionary_encode()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as problem:
-        raise VerdictError(
-            f"the listener of {batch.producer_group!r} returned an array of {flat.type}: strings are expected"
-        ) from problem
-    return VerdictArray(tuple(verdict_of(word) for word in coded.dictionary.to_pylist()), coded.indices)
+        raise VerdictError(f"{_listener_of(batch)} returned an array of {flat.type}: strings are expected") from problem
+    return VerdictArray(tuple(_verdict_of(word, batch) for word in coded.dictionary.to_pylist()), coded.indices)
+
+
+def _verdict_of(value: object, batch: HalfBatch) -> Verdict:
+    try:
+        return verdict_of(value)
+    except VerdictError as problem:
+        raise VerdictError(f"{_listener_of(batch)} returned a wrong answer: {problem}") from None
+
+
+def _listener_of(batch: HalfBatch) -> str:
+    return f"for half batch {batch.half_id!r}, the listener of {batch.producer_group!r}"

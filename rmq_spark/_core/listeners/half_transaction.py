@@ -65,7 +65,7 @@ class _GroupedMessages:
         return decoded.slice(start, length)
 
 
-def split(batch: HalfBatch) -> Iterator[HalfTransaction]:
+def transactions_of(batch: HalfBatch) -> Iterator[HalfTransaction]:
     """Yield the transactions of a half batch in the order of ``batch.transactions``, each with its messages."""
     transactions, messages = batch.transactions, batch.messages()
     owner = pc.index_in(messages["transaction_id"], value_set=transactions["transaction_id"].combine_chunks())

@@ -77,12 +77,12 @@ class PerMessageListener(TransactionListener):
         problems: dict[int, Exception] = {}
         stop = threading.Event()
 
-        parts = deque([range(len(rows))] if self._threads == 1 else _by_sharding_key(rows))
+        sequences = deque([range(len(rows))] if self._threads == 1 else _by_sharding_key(rows))
 
         def positions() -> Iterator[int]:
             while True:
                 try:
-                    yield from parts.popleft()
+                    yield from sequences.popleft()
                 except IndexError:
                     return
 
@@ -100,7 +100,7 @@ class PerMessageListener(TransactionListener):
                     stop.set()
                     raise
 
-        threads = min(self._threads, len(parts))
+        threads = min(self._threads, len(sequences))
         if threads <= 1:
             run()
         else:
@@ -145,8 +145,8 @@ def _message(row: dict[str, Any], batch: HalfBatch) -> MessageExt:
 
 def _by_sharding_key(rows: Sequence[dict[str, Any]]) -> list[Sequence[int]]:
     """The positions of the messages that run one after the other."""
-    parts: dict[tuple[bool, object], list[int]] = {}
+    sequences: dict[tuple[bool, object], list[int]] = {}
     for position, row in enumerate(rows):
         key = row["sharding_key"]
-        parts.setdefault((key is None, position if key is None else key), []).append(position)
-    return list(parts.values())
+        sequences.setdefault((key is None, position if key is None else key), []).append(position)
+    return list(sequences.values())

@@ -15,7 +15,7 @@ from rmq_spark._core.listeners.fence import Fence
 from rmq_spark._core.listeners.fence_row import NOTHING, STARTED, Recorded, State
 from rmq_spark._core.listeners.fence_verdicts import COMMIT_VERDICT, UNKNOWN_VERDICT, recorded_as, verdicts_of
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
-from rmq_spark._core.listeners.half_transaction import HalfTransaction, split
+from rmq_spark._core.listeners.half_transaction import HalfTransaction, transactions_of
 from rmq_spark._core.listeners.transaction_listener import Verdicts
 from rmq_spark._core.vocabulary.verdicts import (
     COMMIT_MESSAGE,
@@ -100,7 +100,7 @@ class FencedWork:
 
     def _run_each(self, connection: sa.Connection, batch: HalfBatch, fresh: Sequence[bool] | None) -> VerdictArray:
         verdicts = [COMMIT_VERDICT] * batch.transactions.num_rows
-        for position, transaction in enumerate(split(batch)):
+        for position, transaction in enumerate(transactions_of(batch)):
             if fresh is not None and not fresh[position]:
                 continue
             begin_savepoint(connection)

@@ -13,7 +13,7 @@ from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 
 DECISIONS_MAX = 100
-"""Decisions on one half batch that are kept, the newest ones."""
+"""The newest decisions on a half batch are kept, at most this many."""
 
 ARCHIVED = pa.struct(
     [
@@ -53,7 +53,7 @@ _SHARED = ("half_id", "attempt", "transaction_per", "producer_group", "prepared_
 
 @dataclass(frozen=True)
 class ArchivedDecision:
-    """A decision on a half batch that has left. ``refused`` is true of a rollback when the local transaction ran and
+    """A decision on a half batch that has left. ``refused``: a rollback because the local transaction ran and
     refused."""
 
     at: datetime
@@ -72,19 +72,19 @@ class Archived:
     Attributes
     ----------
     app_id, batch_id, query_id, input_hash, fence_id, transaction_per, producer_group :
-        As in its header.
+        As in the half batch's header.
     prepared_ms : int
-        When it was prepared.
+        When the half batch was prepared.
     last_version : int
-        The last version of ``op`` with a row of it.
+        The last version of ``op`` with a row of the half batch.
     attempt : int
         The newest one.
     committed, rolled_back, rolled_back_by_check, rolled_back_by_discard : int
-        Its messages, by outcome.
+        Numbers of messages, by outcome.
     decisions : tuple of ArchivedDecision
-        In their order; only the last :data:`DECISIONS_MAX`.
+        The last :data:`DECISIONS_MAX` decisions, in their order.
     at : datetime or None
-        When it was archived; None before it is written.
+        When the half batch was archived; None before the row is written.
     """
 
     half_id: str
@@ -121,8 +121,7 @@ class Archived:
         return self.rolled_back_by_check + self.rolled_back_by_discard == 0
 
     def agrees(self, commit: int, rollback: int) -> bool:
-        """True when the outcome has at least this many messages with each verdict, so a repeated decision changes
-        nothing."""
+        """True when at least this many messages have each verdict, so a repeated decision changes nothing."""
         return commit <= self.committed and rollback <= self.not_committed and commit + rollback <= self.rows
 
     def left_error(self) -> HalfBatchLeftError:

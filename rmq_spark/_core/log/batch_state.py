@@ -17,7 +17,7 @@ from rmq_spark.errors import CorruptLogError
 
 
 class RowState(int, Enum):
-    """The state of one row. It takes a byte, so the state of a half file is one bytearray."""
+    """The state of one row, as a byte. So the state of a half file is one bytearray."""
 
     PENDING = 0
     COMMITTED = 1
@@ -67,13 +67,13 @@ def rolled_back_as(decided_by: Who | str | None, refused: bool | None) -> RowSta
 
 
 def is_leased(until: datetime | None, now: datetime) -> bool:
-    """Return True while a lease runs. One that ends far ahead (by a wrong clock) is ignored."""
+    """Return True while a lease runs. A lease that ends far ahead (by a wrong clock) is ignored."""
     return until is not None and now < until <= now + timedelta(seconds=LEASE_S_MAX)
 
 
 class BatchState:
-    """The state of one half batch, after all its op markers. It begins with fresh ``files``, by file number: every row
-    pending under attempt 1."""
+    """The state of one half batch, after all its op markers. ``files``, by file number, begin with every row pending
+    under attempt 1."""
 
     def __init__(self, half_id: str, files: Mapping[int, FileState]) -> None:
         self.half_id = half_id
@@ -164,7 +164,7 @@ class BatchState:
 
     @property
     def in_conflict(self) -> bool:
-        """True when a verdict came too late for some rows, and no person has resolved that."""
+        """True when a verdict came too late for some rows, and no person has resolved the conflict."""
         return any(b"\x01" in f.conflict for f in self.files.values())
 
     def conflicting(self) -> RowSet:
@@ -181,7 +181,7 @@ class BatchState:
         )
 
     def count(self, *states: RowState) -> int:
-        """How many rows are in one of these states."""
+        """Number of rows in one of these states."""
         return sum(f.state.count(int(s)) for f in self.files.values() for s in states)
 
     @property

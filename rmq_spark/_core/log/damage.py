@@ -1,4 +1,4 @@
-"""Reads a log again before it is reported as damaged."""
+"""Reads a log again before reporting damage."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ if TYPE_CHECKING:
     from rmq_spark._core.storage.table import Table  # executors import this module, without deltalake
 
 
-class Looks(Protocol):
+class ReadsTables(Protocol):
     """An object that reads tables of a log."""
 
-    def looked_at(self) -> Iterable[Table]:
-        """The tables that it reads."""
+    def tables_to_refresh(self) -> Iterable[Table]:
+        """The tables that its methods read."""
 
 
 P = ParamSpec("P")
-Looking = TypeVar("Looking", bound=Looks)
+Reader = TypeVar("Reader", bound=ReadsTables)
 Found = TypeVar("Found")
 
 
-def looks_again(look: Callable[Concatenate[Looking, P], Found]) -> Callable[Concatenate[Looking, P], Found]:
+def retry_on_newest_state(method: Callable[Concatenate[Reader, P], Found]) -> Callable[Concatenate[Reader, P], Found]:
     """Let a method that finds damage, or misses offsets, run again on the newest state before it raises.
 
     A process may be stopped (SIGSTOP, a suspended machine) for longer than replaced files and old entries of a Delta
-    log are kept. The files that it goes on from are gone then, and the log is sound.
+    log are kept. Then the files that it had seen are gone, and the log is sound.
     """
 
-    @wraps(look)
-    def call(self: Looking, /, *args: P.args, **kwargs: P.kwargs) -> Found:
+    @wraps(method)
+    def call(self: Reader, /, *args: P.args, **kwargs: P.kwargs) -> Found:
         try:
-            return look(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
         except (CorruptLogError, OffsetOutOfRangeError):
-            for table in self.looked_at():
+            for table in self.tables_to_refresh():
                 table.refresh()
-        return look(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
 
     return call

@@ -1,4 +1,4 @@
-"""A decision: verdicts on rows of a half batch, which of them still count, and what becomes of it."""
+"""A decision: verdicts on rows of a half batch, which verdicts still count, and the result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RolledBack:
 class Decision:
     """Verdicts on rows of one half batch under one attempt. Each row must have ``checks_min`` answered checks: a row
     with fewer was reopened after the check, and is checked again. ``rolled_back`` has the rows of ``rollback`` by
-    reason; when it is empty, all have the decision's reason."""
+    reason; if it is empty, all these rows have the decision's reason."""
 
     record: HalfRecord
     attempt: int
@@ -68,8 +68,8 @@ class Decided:
 
 
 @value
-class AnsweredCheck:
-    """An answered check that left rows of a half batch pending. The rows are under one attempt."""
+class UnknownCheck:
+    """A check that was answered with UNKNOWN for rows of a half batch. The rows are under one attempt."""
 
     record: HalfRecord
     attempt: int
@@ -126,7 +126,7 @@ def _too_late_error(
 
 
 def problem_after_leaving(decision: Decision, left: HalfBatchLeftError) -> DecisionError | None:
-    """Why a decision on a half batch that has left does not count; None when it repeats the known outcome."""
+    """Why a decision on a half batch that has left does not count; None if the decision repeats the known outcome."""
     archived = left.archived
     if archived is None:
         return StaleAttemptError(str(left))

@@ -4,7 +4,7 @@ A file holds all of one group, so that a micro-batch's progress is one small com
 
 A group is read by Spark (queries claim its queues by a session) or by members (``PushConsumer``, ``PullConsumer``),
 where each queue has an owner. A queue's generation rises with each claim and each reset. A member's report counts only
-while the queue has the owner and generation of the member's claim.
+while owner and generation are those of its claim.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.log.damage import retry_on_newest_state
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import RUNTIME
 from rmq_spark._core.storage.table import Change, Table
@@ -47,16 +47,16 @@ GROUPS_SCHEMA = pa.schema(
 SPARK, MEMBERS = "spark", "members"
 """Values of the column ``consumer``: what reads for the group. Null until something has read for it."""
 
-Positions = Mapping[Queue, int]
+Offsets = Mapping[Queue, int]
 """The next offset of every queue."""
 
 
-class Place(NamedTuple):
+class GroupPosition(NamedTuple):
     """The position of a group in a queue."""
 
     next_offset: int
     suspended_until: datetime | None = None
-    """Set while an orderly consumer has suspended the queue. Only that consumer moves it then."""
+    """Set while an orderly consumer has suspended the queue. Then only that consumer moves the queue."""
     session: str | None = None
     """The query run that reads the queue for the group."""
     consumer: str | None = None
@@ -66,8 +66,8 @@ class Place(NamedTuple):
     generation: int = 0
     """Number of claims and resets of the queue."""
     epoch: str | None = None
-    """Renewed when the queue's position is set rather than read up to. Messages that fail again after a reset are sent
-    again."""
+    """A text that is renewed when the queue's position is set rather than read up to. So messages that fail again after
+    a reset are sent again."""
 
 
 class Claim(NamedTuple):
@@ -107,31 +107,31 @@ class GroupTable:
     def __init__(self, table: Table) -> None:
         self.table = table
 
-    def looked_at(self) -> Iterable[Table]:
+    def tables_to_refresh(self) -> Iterable[Table]:
         return (self.table,)
 
-    @looks_again
+    @retry_on_newest_state
     def rows(self, group: str | None = None) -> pa.Table:
         """The progress of one group, or of all, sorted by group, topic and queue."""
         self.table.refresh()
         return self._rows(group).sort_by([(c, "ascending") for c in ("consumer_group", "topic", "queue_id")])
 
-    @looks_again
-    def places(self, group: str, refresh: bool = True) -> dict[Queue, Place]:
-        """A group's place in every queue that it has read; empty for an unknown group. Without a refresh, as the table
-        was last read (:meth:`publish` reads it)."""
+    @retry_on_newest_state
+    def positions(self, group: str, refresh: bool = True) -> dict[Queue, GroupPosition]:
+        """A group's position in every queue that it has read; empty for an unknown group. Without a refresh, as the
+        table was last read (:meth:`publish` reads it)."""
         if refresh:
             self.table.refresh()
-        return {queue: _place_of(row) for queue, row in _by_queue(self._rows(group)).items()}
+        return {queue: _position_of(row) for queue, row in _by_queue(self._rows(group)).items()}
 
-    def positions(self, group: str) -> dict[Queue, int]:
+    def next_offsets(self, group: str) -> dict[Queue, int]:
         """A group's next offset in every queue that it has read; empty for an unknown group."""
-        return {queue: place.next_offset for queue, place in self.places(group).items()}
+        return {queue: position.next_offset for queue, position in self.positions(group).items()}
 
     def publish(
         self,
         group: str,
-        positions: Positions,
+        offsets: Offsets,
         session: Session | None = None,
         answered: Mapping[Queue, datetime] | None = None,
     ) -> bool:
@@ -139,19 +139,18 @@ class GroupTable:
         moved.
 
         ``session`` reads the queues, and claims them. Two sessions that read one queue claim it in turn, and the one
-        that started later gets a GroupInUseError. ``answered`` has by queue the end of the suspension after which it
-        was read again. A queue with another suspension stays, unless its position is not past the suspended place: then
-        it is read again, too.
-        """
+        that started later gets a GroupInUseError. ``answered`` has, for each queue that was read again after a
+        suspension, the end of that suspension. A queue with another suspension stays, unless its offset is not past the
+        suspended one: then it is read again, too."""
         session = session or Session()
         names: dict[Queue, str] = {}
 
-        def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
+        def moved(now: dict[Queue, GroupPosition]) -> dict[Queue, GroupPosition]:
             _require_kind(group, now, SPARK)
             after = dict(now)
             names.clear()
-            for queue, offset in positions.items():
-                before = now.get(queue, Place(0))
+            for queue, offset in offsets.items():
+                before = now.get(queue, GroupPosition(0))
                 name = names[queue] = session.claimed.get(queue) or session.name_at(before.generation + 1)
                 if queue in session.claimed and before.session is not None and before.session < name:
                     raise GroupInUseError(
@@ -174,16 +173,16 @@ class GroupTable:
         return changed
 
     def progress(
-        self, group: str, positions: Positions, by: str, suspended_until: Mapping[Queue, datetime] | None = None
+        self, group: str, offsets: Offsets, by: str, suspended_until: Mapping[Queue, datetime] | None = None
     ) -> bool:
         """Write the progress of an orderly consumer: move queues on, suspend some, and end the suspension of the
         others."""
         until = suspended_until or {}
 
-        def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
+        def moved(now: dict[Queue, GroupPosition]) -> dict[Queue, GroupPosition]:
             after = dict(now)
-            for queue, offset in positions.items():
-                before = now.get(queue, Place(0))
+            for queue, offset in offsets.items():
+                before = now.get(queue, GroupPosition(0))
                 after[queue] = before._replace(
                     next_offset=max(offset, before.next_offset), suspended_until=until.get(queue)
                 )
@@ -200,29 +199,29 @@ class GroupTable:
         group: str,
         member: str,
         wanted: Mapping[Queue, int],
-        start: Positions,
+        start: Offsets,
         by: str,
         take_over: bool = False,
     ) -> dict[Queue, Claim]:
         """Claim queues for a member, whose name is unique among all that ever were, and return the claims that it got.
         GroupInUseError: Spark reads the group, and ``take_over`` does not say to take it.
 
-        ``wanted`` has each queue's generation as the member saw it (0: no place). A queue that was claimed or reset
-        since is not claimed. ``start`` has first offsets. A queue without a place gets it here, claimed or not. So all
-        queues of a group that begins at the end of the log begin at one moment.
+        ``wanted`` has each queue's generation as the member saw it (0: no position). A queue that was claimed or reset
+        since is not claimed. ``start`` has first offsets. A queue without a position gets it here, claimed or not. So
+        all queues of a group that begins at the end of the log begin at one moment.
         """
         claims: dict[Queue, Claim] = {}
 
-        def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
+        def moved(now: dict[Queue, GroupPosition]) -> dict[Queue, GroupPosition]:
             if not take_over:
                 _require_kind(group, now, MEMBERS)
             spark = kind_of(now.values()) == SPARK
-            after = {queue: _freed(place) if spark else place for queue, place in now.items()}
+            after = {queue: _freed(position) if spark else position for queue, position in now.items()}
             for queue, offset in start.items():
-                after.setdefault(queue, Place(offset, consumer=MEMBERS, epoch=self._new_epoch()))
+                after.setdefault(queue, GroupPosition(offset, consumer=MEMBERS, epoch=self._new_epoch()))
             claims.clear()
             for queue, generation in wanted.items():
-                before = now.get(queue, Place(0))
+                before = now.get(queue, GroupPosition(0))
                 if before.generation == generation:
                     claimed = after[queue]._replace(
                         suspended_until=None,
@@ -245,7 +244,7 @@ class GroupTable:
         deleted."""
         refused: set[Queue] = set()
 
-        def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
+        def moved(now: dict[Queue, GroupPosition]) -> dict[Queue, GroupPosition]:
             after = dict(now)
             refused.clear()
             for queue, report in reports.items():
@@ -263,18 +262,20 @@ class GroupTable:
 
     def hand_over(self, group: str, by: str) -> bool:
         """Free all queues of a group, so that either Spark or members may read them next."""
-        return self._change(group, by, lambda now: {queue: _freed(place) for queue, place in now.items()})
+        return self._change(group, by, lambda now: {queue: _freed(position) for queue, position in now.items()})
 
     # ------------------------------------------------------------------ moving
 
-    def set(self, group: str, positions: Positions, by: str) -> bool:
-        """Set the positions of queues, also backwards; other queues stay."""
+    def set(self, group: str, offsets: Offsets, by: str) -> bool:
+        """Set the next offsets of queues, also backwards; other queues stay."""
 
-        def moved(now: dict[Queue, Place]) -> dict[Queue, Place]:
+        def moved(now: dict[Queue, GroupPosition]) -> dict[Queue, GroupPosition]:
             epoch = self._new_epoch()
-            put = {q: _freed(now.get(q, Place(0)))._replace(next_offset=n, epoch=epoch) for q, n in positions.items()}
-            places = {q: put[q]._replace(consumer=now[q].consumer) if q in now else put[q] for q in put}
-            return {**now, **places}
+            put = {
+                q: _freed(now.get(q, GroupPosition(0)))._replace(next_offset=n, epoch=epoch) for q, n in offsets.items()
+            }
+            positions = {q: put[q]._replace(consumer=now[q].consumer) if q in now else put[q] for q in put}
+            return {**now, **positions}
 
         return self._change(group, by, moved)
 
@@ -285,29 +286,31 @@ class GroupTable:
     def _new_epoch(self) -> str:
         return self.table.runtime.unique_id()[:8]
 
-    def _change(self, group: str, by: str, change: Callable[[dict[Queue, Place]], Mapping[Queue, Place]]) -> bool:
+    def _change(
+        self, group: str, by: str, change: Callable[[dict[Queue, GroupPosition]], Mapping[Queue, GroupPosition]]
+    ) -> bool:
         require_group_name(group, "consumerGroup")
 
         def propose(version: int) -> Change | None:
             paths = self._paths(group)
             before = _by_queue(self.table.read(paths))
-            now = {queue: _place_of(row) for queue, row in before.items()}
+            now = {queue: _position_of(row) for queue, row in before.items()}
             after = change(now)
             if after == now:
                 return None
             updated = self.table.runtime.now()
             rows = [
                 before[queue]
-                if now.get(queue) == place
+                if now.get(queue) == position
                 else {
                     "consumer_group": group,
                     "topic": queue[0],
                     "queue_id": queue[1],
                     "updated": updated,
                     "updated_by": by,
-                    **place._asdict(),
+                    **position._asdict(),
                 }
-                for queue, place in sorted(after.items())
+                for queue, position in sorted(after.items())
             ]
             files = [pa.Table.from_pylist(rows, schema=GROUPS_SCHEMA)] if rows else []
             return Change(add=[self.table.write(f) for f in files], remove=paths)
@@ -338,21 +341,21 @@ def _by_queue(rows: pa.Table) -> dict[Queue, dict[str, Any]]:
     return {(row["topic"], row["queue_id"]): row for row in rows.to_pylist()}
 
 
-def _place_of(row: Mapping[str, Any]) -> Place:
-    return Place(*(row[name] for name in Place._fields))
+def _position_of(row: Mapping[str, Any]) -> GroupPosition:
+    return GroupPosition(*(row[name] for name in GroupPosition._fields))
 
 
-def _freed(place: Place) -> Place:
-    """The place without a reader. Its previous reader finds that its generation is over."""
-    return Place(place.next_offset, generation=place.generation + 1, epoch=place.epoch)
+def _freed(position: GroupPosition) -> GroupPosition:
+    """The position without a reader. Its previous reader finds that its generation is over."""
+    return GroupPosition(position.next_offset, generation=position.generation + 1, epoch=position.epoch)
 
 
-def kind_of(places: Iterable[Place]) -> str | None:
-    """Return what reads for a group with these places; None when nothing has yet, or the group was handed over."""
-    return next((place.consumer for place in places if place.consumer is not None), None)
+def kind_of(positions: Iterable[GroupPosition]) -> str | None:
+    """Return what reads for a group with these positions; None when nothing has yet, or the group was handed over."""
+    return next((position.consumer for position in positions if position.consumer is not None), None)
 
 
-def _require_kind(group: str, now: Mapping[Queue, Place], kind: str) -> None:
+def _require_kind(group: str, now: Mapping[Queue, GroupPosition], kind: str) -> None:
     current = kind_of(now.values())
     if current in (None, kind):
         return

@@ -50,10 +50,10 @@ PLAIN_COLUMNS = ("row_no", "keys", "transaction_key", "sharding_key", "body", "b
 CLOSE_COLUMNS = ("row_no", "born_timestamp")
 
 COMPRESSION = "lz4"
-"""Of half files, which stay for minutes and which only rmq_spark and Spark read: it costs less processor time than
-zstd. (Trino cannot read it; the table ``messages`` is for every engine.)"""
+"""Half files stay for minutes, and only rmq_spark and Spark read them: lz4 costs less processor time than zstd. (Trino
+cannot read lz4; the table ``messages`` is for every engine.)"""
 PAGE_BYTES = 131_072
-"""Small pages stay in the processor's cache while they are written."""
+"""Small pages stay in the processor's cache during the writing."""
 SAVED_MIN = 0.2
 """Bodies are compressed when a sample shrinks by at least this share. Bodies that are compressed or random already
 would cost processor time for nothing."""
@@ -87,14 +87,14 @@ class HalfFile:
 
     @property
     def rows(self) -> int:
-        """Its rows of this half batch. A shared file has rows of others, too."""
+        """Number of rows of this half batch. A shared file has rows of other half batches, too."""
         return sum(segment.last - segment.first + 1 for segment in self.segments)
 
 
 @value
 class HalfRows:
     """The checked and ordered messages of a future half file: the rows of ``source`` from row ``at`` on. The source may
-    have those of other half batches, too, since several small ones may share a file."""
+    have rows of other half batches, too, since small half batches may share a file."""
 
     writer: HalfWriter
     source: pa.Table
@@ -132,7 +132,7 @@ class HalfRows:
             footer_columns=FOOTER_COLUMNS,
             plain_columns=PLAIN_COLUMNS,
             constant_columns=[*HEADER_COLUMNS, "topic"] if one_topic else HEADER_COLUMNS,
-            holds=rows_of_half_file(self.half_id, self.file_no),
+            contents=rows_of_half_file(self.half_id, self.file_no),
             compression=COMPRESSION,
             raw_columns=() if _is_worth_compressing(table["body"]) else ("body",),
             close_columns=CLOSE_COLUMNS,
@@ -143,7 +143,7 @@ class HalfRows:
 
 
 def together(several: Sequence[HalfRows]) -> pa.Table:
-    """The rows of several half files, one after the other, without a copy when they lie so in one table already."""
+    """The rows of several half files, one after the other; not copied if they already lie so in one table."""
     source, first = several[0].source, several[0].at
     end = first
     for rows in several:
@@ -157,6 +157,6 @@ def _is_worth_compressing(body: pa.ChunkedArray) -> bool:
     rows = len(body)
     if rows <= SAMPLES * SAMPLE_ROWS:
         return True  # too few to cost time
-    parts = [body.slice(rows * i // SAMPLES, SAMPLE_ROWS) for i in range(SAMPLES)]
-    sample = b"".join(text for part in parts for text in pc.binary_slice(part, 0, SAMPLE_BYTES).to_pylist())
+    slices = [body.slice(rows * i // SAMPLES, SAMPLE_ROWS) for i in range(SAMPLES)]
+    sample = b"".join(text for piece in slices for text in pc.binary_slice(piece, 0, SAMPLE_BYTES).to_pylist())
     return len(pa.compress(sample, COMPRESSION, asbytes=True)) <= (1 - SAVED_MIN) * len(sample)

@@ -1,6 +1,6 @@
-"""Which half batches lie in which files of ``half``, by its Delta log and by the files that small sends share.
+"""Tells which half batches lie in which files of ``half``, by its Delta log and by the files that small sends share.
 
-Half batches in a shared file that cannot be read are left out, and :attr:`PreparedBatches.unreadable` names the file.
+When a shared file cannot be read, its half batches are missing, and :attr:`PreparedBatches.unreadable` names the file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LargeFile(NamedTuple):
 
 
 class HalfContents:
-    """The half batches in the files of ``half``. Rows are read only to learn which half batches share a file."""
+    """The half batches in the files of ``half``. It reads rows only to learn which half batches share a file."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -39,22 +39,24 @@ class HalfContents:
         return bool(pc.index(self.table.actions()["path"], path).as_py() >= 0)
 
     def ids_named(self, names: Collection[str]) -> dict[str, str]:
-        """The ids of the half batches in the table that have these names, by name. It does not refresh.
-        CorruptLogError: a file cannot be read that may have one of the other names, so that name may be taken."""
+        """The ids of the half batches in the table that have these names, by name. The table is not refreshed.
+        CorruptLogError: an unreadable file may have one of the missing names, so that name may be taken."""
         actions = self.table.actions()
         (is_single, low), high = single_batch_files(actions), pc.cast(actions["max.half_id"], pa.string())
         wanted_names = pa.array(sorted(names), pa.string())
         outside = pc.or_(pc.less(high, wanted_names[0]), pc.greater_equal(low, after_name(wanted_names[-1].as_py())))
         near = actions.append_column("one", is_single).filter(pc.invert(pc.fill_null(outside, False)))
-        parts = [near.filter(near["one"])["min.half_id"]]
+        id_columns = [near.filter(near["one"])["min.half_id"]]
         shared_paths = near.filter(pc.invert(near["one"]))["path"].to_pylist()
         problem: CorruptLogError | None = None
         for path in shared_paths:
             try:
-                parts.append(self.shared.of(path)["half_id"])
+                id_columns.append(self.shared.of(path)["half_id"])
             except CorruptLogError as lost:
                 problem = lost
-        ids = pa.chunked_array([chunk for part in parts for chunk in pc.cast(part, pa.string()).chunks], pa.string())
+        ids = pa.chunked_array(
+            [chunk for column in id_columns for chunk in pc.cast(column, pa.string()).chunks], pa.string()
+        )
         ids = ids.filter(pc.is_in(names_of(ids), value_set=wanted_names))
         named = {name_of(half_id): half_id for half_id in ids.to_pylist()}
         if problem is not None and len(named) < len(wanted_names):
@@ -62,7 +64,7 @@ class HalfContents:
         return named
 
     def files_that_may_hold(self, half_id: str) -> tuple[list[dict[str, Any]], CorruptLogError | None]:
-        """The files that may have rows of a half batch, and why another one that may have some cannot be read."""
+        """The files that may have rows of a half batch; and, if a file that may have some cannot be read, why."""
         actions = self.table.actions()
         low, high = pc.cast(actions["min.half_id"], pa.string()), pc.cast(actions["max.half_id"], pa.string())
         inside = pc.and_(pc.less_equal(low, half_id), pc.greater_equal(high, half_id))
@@ -70,9 +72,9 @@ class HalfContents:
         is_single = single_batch_files(candidates)[0]
         shared_paths = candidates["path"].filter(pc.invert(is_single)).to_pylist()
         readable = self.shared.readable(shared_paths)
-        holding = [path for path, inside in readable if pc.index(inside["half_id"], half_id).as_py() >= 0]
+        with_rows = [path for path, inside in readable if pc.index(inside["half_id"], half_id).as_py() >= 0]
         problems = self.shared.problems(shared_paths).values()
-        is_in_shared = pc.is_in(candidates["path"], value_set=pa.array(holding, pa.string()))
+        is_in_shared = pc.is_in(candidates["path"], value_set=pa.array(with_rows, pa.string()))
         return candidates.filter(pc.or_(is_single, is_in_shared)).to_pylist(), next(iter(problems), None)
 
     def prepared_after(self, low_water_ms: int) -> PreparedBatches:
@@ -90,17 +92,17 @@ class HalfContents:
         is_single, low = single_batch_files(actions)
         is_single = pc.and_(is_single, pc.is_valid(actions["num_records"]))
         files = pa.table({"half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"]})
-        parts = [files.filter(is_single)]
+        tables = [files.filter(is_single)]
         details = actions.select(["path", "modification_time", "num_records"]).filter(pc.invert(is_single)).to_pylist()
         shared = {file["path"]: file for file in details}
         for path, batches in self.shared.readable(shared):
             ms = pa.repeat(pa.scalar(shared[path]["modification_time"], pa.int64()), batches.num_rows)
-            parts.append(batches.append_column("ms", ms).select(files.schema.names))
+            tables.append(batches.append_column("ms", ms).select(files.schema.names))
         unreadable = [
             UnreadableFile(path, shared[path]["modification_time"], shared[path]["num_records"], problem)
             for path, problem in self.shared.problems(shared).items()
         ]
-        groups = pa.concat_tables(parts).group_by("half_id", use_threads=False)
+        groups = pa.concat_tables(tables).group_by("half_id", use_threads=False)
         totals = groups.aggregate([("ms", "max"), ("rows", "sum")])
         totals = totals.select(["half_id", "ms_max", "rows_sum"]).rename_columns(files.schema.names)
         return PreparedBatches(totals, unreadable)
@@ -111,8 +113,8 @@ class HalfContents:
         is_single, low = single_batch_files(actions)
         ids = pa.array(sorted(half_ids), pa.string())
         shared_paths = actions["path"].filter(pc.invert(is_single)).to_pylist()
-        holding = [path for path, inside in self.shared.readable(shared_paths) if _has_any(inside, ids)]
-        is_in_shared = pc.is_in(actions["path"], value_set=pa.array(holding, pa.string()))
+        with_rows = [path for path, inside in self.shared.readable(shared_paths) if _has_any(inside, ids)]
+        is_in_shared = pc.is_in(actions["path"], value_set=pa.array(with_rows, pa.string()))
         needed = actions.filter(pc.or_(is_in_shared, pc.and_(is_single, pc.is_in(low, value_set=ids))))
         rows = pc.fill_null(needed["num_records"], 0).to_pylist()
         return list(zip(needed["path"].to_pylist(), rows, strict=True))

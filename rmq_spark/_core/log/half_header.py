@@ -1,4 +1,4 @@
-"""The header of a half batch: its name, its identity, and what else all its rows have in common."""
+"""The header of a half batch: its name, its identity, and all other values that its rows share."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Naming(Enum):
     """The application numbers its batches: a stream. Each checkpoint counts from 0, so ``query_id`` must match, too.
     The newest number is kept as a Delta transaction."""
     GIVEN = "given"
-    """As COUNTED, but a user gave both (a batch write): the name alone identifies a retry."""
+    """As COUNTED, but a user gave application and number (a batch write): the name alone identifies a retry."""
     KEY = "key"
-    """``app_id`` is an idempotency key and names this half batch only. It is no Delta transaction, because the table
-    would keep each one for ever."""
+    """``app_id`` is an idempotency key and names this half batch only. It becomes no Delta transaction, because the
+    table would keep every key for ever."""
     MADE_UP = "made up"
     """``app_id`` was generated for this half batch, so it cannot have been prepared before."""
 
@@ -89,7 +89,7 @@ class HalfHeader:
 
     @property
     def name(self) -> str:
-        """The name by which a replay finds it."""
+        """The name by which a replay finds the half batch."""
         return batch_name(self.app_id, self.batch_id)
 
     @property

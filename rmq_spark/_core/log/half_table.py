@@ -37,7 +37,7 @@ FOUND_COLUMNS = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id", "del
 SMALL_COLUMNS = [*FOUND_COLUMNS, "transaction_key", "properties"]
 """Columns that a check reads before it asks a listener."""
 SHARED_ROWS_KEPT = 65_536
-"""The rows of a shared file are kept in memory, without their payload, when it has no more than this."""
+"""A shared file with at most this many rows is kept in memory, without payload."""
 
 
 class HalfTable:
@@ -50,7 +50,7 @@ class HalfTable:
     def write_shared(self, several: Sequence[HalfRows]) -> list[HalfFile]:
         rows = together(several)
         data = self.table.write(rows)
-        self.contents.shared.keep(data.path, counted(rows["half_id"]))
+        self.contents.shared.remember(data.path, counted(rows["half_id"]))
         return [half_rows.in_file(data) for half_rows in several]
 
     def prepare(
@@ -59,12 +59,12 @@ class HalfTable:
         after_ms: Callable[[], int] = lambda: 0,
         left_among: Callable[[Collection[str]], Collection[str]] = lambda names: (),
     ) -> list[HalfRecord | PrepareError]:
-        """Commit the staged files of half batches in one commit. From here on they exist, and no reader sees them. Each
-        half batch comes once, and at most one numbered half batch of each application.
+        """Commit the staged files of half batches in one commit. From here on the half batches exist, and no reader
+        sees them. Each half batch comes once, and each application has at most one numbered half batch among them.
 
-        ``after_ms`` returns the time (ms) after which they must be prepared: not below the low-water mark, where open
-        half batches are not searched for. ``left_among`` takes names and returns those whose half batches have left the
-        table. It is called with the table refreshed.
+        ``after_ms`` returns the time (ms) after which they must be prepared: nobody searches below the low-water mark
+        for open half batches. ``left_among`` takes names, and returns the names whose half batches have left the
+        refreshed table.
 
         A refused half batch does not stop the others. Its result is AlreadyPreparedError (the log has this batch id, or
         a later one of the application) or StagedFilesTooOldError (vacuum may remove its files soon). Any other problem,
@@ -139,7 +139,7 @@ class HalfTable:
         return dict(zip(own_actions["path"].to_pylist(), own_actions["modification_time"].to_pylist(), strict=True))
 
     def bytes_of(self, record: HalfRecord) -> int:
-        """The bytes of a half batch's files as the table is now; of a shared file, its share."""
+        """The bytes of a half batch's files in the present table; of a shared file, the half batch's share."""
         actions = self.table.actions()
         rows = {file.path: 0 for file in record.files.values()}
         for file in record.files.values():
@@ -155,7 +155,7 @@ class HalfTable:
         sizes = zip(own_actions["path"].to_pylist(), own_actions["size_bytes"].to_pylist(), strict=True)
         return {path: size or 0 for path, size in sizes}
 
-    def holds(self, record: HalfRecord) -> bool:
+    def has(self, record: HalfRecord) -> bool:
         self.table.refresh()
         paths = pa.array({file.path for file in record.files.values()}, pa.string())
         if pc.sum(pc.is_in(self.table.actions()["path"], value_set=paths)).as_py() == len(paths):
@@ -205,12 +205,14 @@ class HalfTable:
             raise problem
         return record
 
-    def _record_from(self, half_id: str, parts: Sequence[tuple[Mapping[str, Any], pa.Table]]) -> HalfRecord | None:
+    def _record_from(
+        self, half_id: str, files_with_rows: Sequence[tuple[Mapping[str, Any], pa.Table]]
+    ) -> HalfRecord | None:
         """The record of a half batch, from the files that may hold it, each with its rows there; None without rows."""
         files: dict[int, StoredFile] = {}
         header: HalfHeader | None = None
         prepared_ms = staged_ms = 0
-        for action, rows in parts:
+        for action, rows in files_with_rows:
             if action["min.half_id"] == half_id == action["max.half_id"]:
                 require_count(rows.num_rows, action["num_records"], action["path"], "half")
             if rows.num_rows == 0:
@@ -233,8 +235,8 @@ class HalfTable:
 
     def find_small(self, half_ids: Collection[str], rows_max: int) -> dict[str, tuple[HalfRecord, pa.Table]]:
         """The half batches that have at most ``rows_max`` rows, each with its rows in send order: the columns
-        :data:`SMALL_COLUMNS`. All files are read together. A damaged one raises CorruptLogError, but for shared
-        files, whose half batches are left out."""
+        :data:`SMALL_COLUMNS`. All files are read together. A damaged file raises CorruptLogError; the half batches of a
+        damaged shared file are left out."""
         self.table.refresh()
         actions = self.table.actions()
         is_single, low = single_batch_files(actions)
@@ -242,7 +244,7 @@ class HalfTable:
         single = actions.filter(pc.and_(is_single, pc.is_in(low, value_set=ids))).to_pylist()
         large = {a["min.half_id"] for a in single if a["num_records"] is None or a["num_records"] > rows_max}
         single = [a for a in single if a["min.half_id"] not in large]
-        parts: dict[str, list[tuple[Mapping[str, Any], pa.Table]]] = {}
+        files_of: dict[str, list[tuple[Mapping[str, Any], pa.Table]]] = {}
         rows = self.table.read([a["path"] for a in single], SMALL_COLUMNS)
         if rows["half_id"].to_pylist() != [a["min.half_id"] for a in single for _ in range(a["num_records"])]:
             wrong = _first_of_others(single, rows["half_id"])
@@ -251,9 +253,9 @@ class HalfTable:
             )
         start = 0
         for action in single:
-            part = rows.slice(start, action["num_records"])
+            rows_of_file = rows.slice(start, action["num_records"])
             start += action["num_records"]
-            parts.setdefault(action["min.half_id"], []).append((action, part))
+            files_of.setdefault(action["min.half_id"], []).append((action, rows_of_file))
         shared = {action["path"]: action for action in actions.filter(pc.invert(is_single)).to_pylist()}
         for path, batches in self.contents.shared.readable(shared):
             action = shared[path]
@@ -268,12 +270,14 @@ class HalfTable:
             for position, half_id in enumerate(file_rows["half_id"].to_pylist()):
                 positions.setdefault(half_id, []).append(position)
             for half_id in own_ids:
-                parts.setdefault(half_id, []).append((action, file_rows.take(positions[half_id])))
+                files_of.setdefault(half_id, []).append((action, file_rows.take(positions[half_id])))
         small: dict[str, tuple[HalfRecord, pa.Table]] = {}
         for half_id in half_ids:
-            batch_rows = pa.concat_tables([part for _, part in parts.get(half_id, ())] or [rows.slice(0, 0)])
+            batch_rows = pa.concat_tables(
+                [rows_of_file for _, rows_of_file in files_of.get(half_id, ())] or [rows.slice(0, 0)]
+            )
             if half_id not in large and 0 < batch_rows.num_rows <= rows_max:
-                record = self._record_from(half_id, parts[half_id])
+                record = self._record_from(half_id, files_of[half_id])
                 if record is not None:
                     in_order = [("file_no", "ascending"), ("row_no", "ascending")]
                     small[half_id] = record, batch_rows.sort_by(in_order) if batch_rows.num_rows > 1 else batch_rows
@@ -297,7 +301,7 @@ class HalfTable:
 
     def locate(self, half_id: str, file_no: int) -> str:
         """The path where a half file's rows lie now, for a reader whose hint is out of date. LostFileError: this handle
-        does not see the half batch whose rows op names, so they are lost."""
+        does not see the half batch, so the rows that ``op`` names are lost."""
         try:
             record = self.get(half_id)
         except HalfBatchNotFoundError as problem:
@@ -314,8 +318,7 @@ class HalfTable:
 
     # ------------------------------------------------------------------ rows
     def has_payload(self, wanted: RowRange) -> bool | None:
-        """Whether rows still have their payload in the table as it is now; None when the table lacks their half
-        batch."""
+        """Whether rows still have their payload in the present table; None when the table lacks their half batch."""
         try:
             current = replace(wanted, path=self.locate(wanted.half_id, wanted.file_no))
             for _ in self.table.read_range(current, ["born_timestamp"]):
@@ -332,15 +335,17 @@ class HalfTable:
         file_rows = self._shared_rows(paths.pop()) if len(paths) == 1 else None
         if file_rows is None:
             return self.read(record, rows, ["deliver_at"])["deliver_at"].combine_chunks()
-        part = file_rows.filter(pc.equal(file_rows["half_id"], record.half_id))
-        part = part.sort_by([("file_no", "ascending"), ("row_no", "ascending")]) if part.num_rows > 1 else part
+        own_rows = file_rows.filter(pc.equal(file_rows["half_id"], record.half_id))
+        own_rows = (
+            own_rows.sort_by([("file_no", "ascending"), ("row_no", "ascending")]) if own_rows.num_rows > 1 else own_rows
+        )
         bits = b"".join(rows.get(n) or bytes(file.rows) for n, file in record.files.items())
-        return part["deliver_at"].combine_chunks().filter(booleans_of(bits))
+        return own_rows["deliver_at"].combine_chunks().filter(booleans_of(bits))
 
     def read(self, record: HalfRecord, rows: RowSet, columns: Sequence[str]) -> pa.Table:
         schema = pa.schema([HALF_SCHEMA.field(c) for c in columns])
-        parts = [part for wanted in ranges_of(record, rows) for _, part in self.read_range(wanted, columns)]
-        return pa.concat_tables([p.cast(schema) for p in parts]) if parts else schema.empty_table()
+        tables = [table for wanted in ranges_of(record, rows) for _, table in self.read_range(wanted, columns)]
+        return pa.concat_tables([t.cast(schema) for t in tables]) if tables else schema.empty_table()
 
     def read_range(
         self, wanted: RowRange, columns: Sequence[str], where: Filter | None = None

@@ -37,7 +37,7 @@ from rmq_spark.errors import MessageError
 FILE_BYTES_MAX = 256 * 1024 * 1024
 """An executor ends a half file when its messages reach this size, so a partition may have any size."""
 BATCH_BYTES_MAX = 4 * FILE_BYTES_MAX
-"""A larger Arrow batch is cut, since Arrow counts 2 GB in a column of text or bytes. Spark makes such batches with
+"""A larger Arrow batch is cut, since Arrow counts to 2 GB in a column of text or bytes. Spark makes larger batches with
 ``spark.sql.execution.arrow.useLargeVarTypes``."""
 FILES_PER_PARTITION_MAX = 1000
 
@@ -46,7 +46,7 @@ FILES_PER_PARTITION_MAX = 1000
 class HalfWriter:
     """Turns a partition's Arrow batches into staged half files; pickled to executors. ``topics`` has the number of
     queues of every topic of the log, and ``fifo`` the FIFO topics among them. Equal values of the column
-    ``transaction_key`` form one transaction. ``own`` is for messages that rmq_spark itself sends again: they may have
+    ``transaction_key`` form one transaction. ``own``: rmq_spark itself sends these messages again, so they may have
     RocketMQ's reserved properties. ``write_file`` replaces :func:`~rmq_spark._core.storage.data_file.write_table`."""
 
     header: HalfHeader
@@ -190,20 +190,19 @@ class HalfWriter:
 
     # ------------------------------------------------------------------ one file
     def _write_file(
-        self, fs: pafs.FileSystem, folder: str, partition: int, part: int, batches: list[pa.RecordBatch]
+        self, fs: pafs.FileSystem, folder: str, partition: int, number: int, batches: list[pa.RecordBatch]
     ) -> HalfFile:
-        if part >= FILES_PER_PARTITION_MAX:
+        if number >= FILES_PER_PARTITION_MAX:
             raise MessageError(
                 f"partition {partition} holds more than {FILES_PER_PARTITION_MAX} files of "
                 f"{FILE_BYTES_MAX} bytes: repartition the batch"
             )
-        return self.rows_of(pa.Table.from_batches(batches), partition * FILES_PER_PARTITION_MAX + part).write(
+        return self.rows_of(pa.Table.from_batches(batches), partition * FILES_PER_PARTITION_MAX + number).write(
             fs, folder
         )
 
     def rows_of(self, table: pa.Table, file_no: int = 0) -> HalfRows:
-        """Messages as the rows of a half file that is not written yet. The first one that breaks a rule raises its
-        error."""
+        """Messages as the rows of a future half file. The first message that breaks a rule raises its error."""
         arranged, segments = self.arrange(self.normalize(table), file_no)
         staged_at = arranged["store_timestamp"][0].value / 1_000_000
         delayed = arranged["deliver_at"].null_count < arranged.num_rows
@@ -212,15 +211,15 @@ class HalfWriter:
     def arrange(self, messages: pa.Table, file_no: int) -> tuple[pa.Table, tuple[Segment, ...]]:
         """Rows of ``half`` in (topic, queue, arrival) order, and the segment of each queue."""
         by_topic = [(t, _rows_where(messages, "topic", t)) for t in sorted(pc.unique(messages["topic"]).to_pylist())]
-        parts: list[pa.Table] = []
+        tables: list[pa.Table] = []
         segments: list[Segment] = []
         first = 0
-        for topic, part in by_topic:
-            for queue_id, rows in self._by_queue(topic, part, file_no):
+        for topic, topic_rows in by_topic:
+            for queue_id, rows in self._by_queue(topic, topic_rows, file_no):
                 segments.append(Segment(topic, queue_id, first, first + rows.num_rows - 1))
-                parts.append(rows)
+                tables.append(rows)
                 first += rows.num_rows
-        rows_in_order = pa.concat_tables(parts)
+        rows_in_order = pa.concat_tables(tables)
         count = rows_in_order.num_rows
         types = {name: HALF_SCHEMA.field(name).type for name in HEADER_COLUMNS}
         constants = {name: repeated(getattr(self.header, name), type_, count) for name, type_ in types.items()}
@@ -237,7 +236,7 @@ class HalfWriter:
         return pa.table({f.name: columns[f.name] for f in fields}, schema=pa.schema(fields)), tuple(segments)
 
     def first_queue(self, topic: str, file_no: int) -> int:
-        """The first queue for messages of a topic that choose none."""
+        """The queue with which a topic's messages that choose no queue begin."""
         number = file_no % FILES_PER_PARTITION_MAX
         start = zlib.crc32(self.header.app_id.encode()) + self.header.batch_id + partition_of(file_no) + number
         return start % self.topics[topic]
@@ -246,16 +245,16 @@ class HalfWriter:
         """The current time, in the type of ``store_timestamp``."""
         return pa.scalar(int(self.runtime.time() * 1_000_000), TIMESTAMP)
 
-    def _by_queue(self, topic: str, part: pa.Table, file_no: int) -> list[tuple[int, pa.Table]]:
+    def _by_queue(self, topic: str, topic_rows: pa.Table, file_no: int) -> list[tuple[int, pa.Table]]:
         """The topic's rows, queue by queue. Rows that choose no queue are dealt out in even slices."""
-        chosen = pc.is_valid(part["queue_id"])
+        chosen = pc.is_valid(topic_rows["queue_id"])
         if pc.all(chosen).as_py():
-            unassigned, assigned = part.slice(0, 0), part
+            unassigned, assigned = topic_rows.slice(0, 0), topic_rows
         elif not pc.any(chosen).as_py():
-            unassigned, assigned = part, part.slice(0, 0)
+            unassigned, assigned = topic_rows, topic_rows.slice(0, 0)
         else:
-            part = part.append_column(_ARRIVAL, arange(part.num_rows))
-            unassigned, assigned = part.filter(pc.invert(chosen)), part.filter(chosen)
+            topic_rows = topic_rows.append_column(_ARRIVAL, arange(topic_rows.num_rows))
+            unassigned, assigned = topic_rows.filter(pc.invert(chosen)), topic_rows.filter(chosen)
         queues = self.topics[topic]
         slices = min(queues, unassigned.num_rows)
         # Each application, batch and file begins at another queue, so that small batches, small partitions and single
@@ -269,13 +268,14 @@ class HalfWriter:
             for queue_id in pc.unique(assigned["queue_id"]).to_pylist():
                 pieces.setdefault(queue_id, []).append(_rows_where(assigned, "queue_id", queue_id))
         queues_in_order = [(q, pa.concat_tables(pieces[q])) for q in sorted(pieces)]
-        if _ARRIVAL in part.column_names:
+        if _ARRIVAL in topic_rows.column_names:
             queues_in_order = [(q, rows.sort_by(_ARRIVAL).drop_columns([_ARRIVAL])) for q, rows in queues_in_order]
         return queues_in_order
 
 
 def _small(batch: pa.RecordBatch, bytes_max: int | None = None) -> Iterator[pa.RecordBatch]:
-    """Yield a batch, or its pieces when it is too large. A piece is a copy, because a slice keeps its offsets."""
+    """Yield a batch, or its pieces if the batch is too large. A piece is a copy, because a slice keeps the batch's
+    offsets."""
     if batch.num_rows < 2 or batch.nbytes <= (bytes_max or BATCH_BYTES_MAX):
         yield batch if bytes_max is None else batch.take(arange(batch.num_rows))
         return

@@ -32,7 +32,7 @@ FOLDER = "_members"
 MEMBER_LEASE_S = 30.0
 """Three heartbeat intervals, so that one late or lost heartbeat costs no queue."""
 FORGOTTEN_LEASES = 3.0
-"""Leases after which an unchanged heartbeat is removed. A new member judges its age by the store's times."""
+"""An unchanged heartbeat is removed after this many leases. A new member judges its age by the store's times."""
 
 
 def new_member_name(unique_id: str) -> str:
@@ -202,7 +202,7 @@ def _files_of_group(table: Table, infos: Iterable[pafs.FileInfo], group: str) ->
 
 
 def _parsed(content: bytes, since_s: float, lease_s: float) -> _Seen:
-    """Parse a heartbeat. One that was read during its write has no topics, and the given lease."""
+    """Parse a heartbeat. A heartbeat that was read during its write has no topics, and the given lease."""
     try:
         fields = json.loads(content)
         topics = frozenset(str(topic) for topic in fields["topics"])
@@ -225,7 +225,7 @@ def _is_overdue(content: bytes, put_at: datetime | None, now: datetime | None) -
 
 
 def heartbeats(table: Table, group: str, now: datetime) -> dict[str, Heartbeat]:
-    """Return the newest heartbeat of each member of a group, without those that should have been removed."""
+    """Return the newest heartbeat of each member of a group, without heartbeats that should have been removed."""
     return {
         member: Heartbeat(max(0.0, (now - put_at).total_seconds()), _lease_of(content, MEMBER_LEASE_S))
         for member, (content, put_at) in _read_content(table, _list_heartbeats(table), group).items()
@@ -234,7 +234,7 @@ def heartbeats(table: Table, group: str, now: datetime) -> dict[str, Heartbeat]:
 
 
 def forget(table: Table, group: str) -> None:
-    """Remove the heartbeats of a group. A living member puts its own again within one heartbeat interval."""
+    """Remove the heartbeats of a group. A living member puts its heartbeat again within one interval."""
     for _, info in _files_of_group(table, _list_heartbeats(table), group):
         with suppress(FileNotFoundError):
             table.fs.delete_file(info.path)

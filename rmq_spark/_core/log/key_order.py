@@ -35,7 +35,7 @@ class OpenBatch:
 
 @dataclass
 class _Keyed:
-    """The keys of a half batch: those of all its rows, and those of the rows that were open at the last query."""
+    """The keys of a half batch: the keys of all its rows, and of the rows that were open at the last query."""
 
     rows: pa.Table
     of: OpenBatch | None = None
@@ -59,7 +59,7 @@ class KeyIndex:
 
     def related(self, to: Sequence[OpenBatch], batches: Sequence[OpenBatch]) -> list[OpenBatch]:
         """The half batches of ``batches`` that share a key with one of ``to``, directly or through each other. All keys
-        of ``to`` count, and of ``batches`` only those of their open rows."""
+        of ``to`` count, but only the keys of open rows of ``batches``."""
         if not to or not batches:
             return []
         new_keys = _distinct(self._keyed_of(batch.record).rows["key"] for batch in to)

@@ -13,11 +13,11 @@ from datetime import datetime, timedelta, timezone
 
 from rmq_spark._core.log.batch_state import COMMITTED_STATES, OPEN_STATES, ROLLED_BACK_STATES, RowState
 from rmq_spark._core.log.decision import (
-    AnsweredCheck,
     Decided,
     Decision,
     DecisionError,
     Placed,
+    UnknownCheck,
     against,
     problem_after_leaving,
     rows_to_decide,
@@ -53,10 +53,10 @@ from rmq_spark.errors import (
 logger = logging.getLogger(__name__)
 
 TRY_AGAIN_S = 10.0
-"""Seconds for which decisions leave half batches alone that have due messages and could not be read. Each look at one
-costs milliseconds."""
+"""If a half batch with due messages cannot be read, decisions do not try it again for this many seconds. Each try costs
+milliseconds."""
 MARK_TRIES_MAX = 20
-"""A mark that loses this many races is left to the next round, because it holds the lock of this handle meanwhile."""
+"""A mark that has lost this many races is left to the next round, because each try keeps the lock of this handle."""
 
 
 class Ledger(OpReader):
@@ -70,18 +70,18 @@ class Ledger(OpReader):
         self._marker = Marker(self, half)
         self._op_time = EPOCH  # of the op rows under construction
         self.unplaceable: Mapping[str, TxmqError] = {}
-        """Half batches with due messages that could not be read at the last look, and why."""
+        """The half batches with due messages that could not be read at the last try, and why."""
         self._tried_s = -TRY_AGAIN_S  # the monotonic time of the last look at all of them
 
     # ------------------------------------------------------------------ decisions
     def decide(self, decisions: Sequence[Decision]) -> list[Decided]:
-        """Make verdicts final, all in one commit: commits with their offsets, rollbacks without. The first marker wins.
-        Rows that already have the same verdict stay unchanged, so a decision may be repeated.
+        """Make verdicts final in one commit: commits get offsets, rollbacks do not. The first marker wins. Rows that
+        already have the same verdict stay unchanged, so a decision may be repeated.
 
-        There is at most one decision for each half batch, and one that fails does not stop the others. Its problem is a
+        A half batch has at most one decision. A decision that fails does not stop the others: its problem is a
         VerdictConflictError when the opposite verdict is final (a ``conflict`` row records this), and a
-        StaleAttemptError when rows are under another attempt, are quarantined, have too few checks, or left long ago.
-        Any other problem, such as a lost half file, fails all decisions.
+        StaleAttemptError when its rows are under another attempt, are quarantined, have too few checks, or left long
+        ago. Any other problem, such as a lost half file, fails all decisions.
         """
         for d in decisions:
             if d.commit & d.rollback:
@@ -130,7 +130,7 @@ class Ledger(OpReader):
     # ------------------------------------------------------------------ places
     def _next_op_time(self, reopens: bool) -> datetime:
         """The time of the next op rows: not before the newest row, and for a reopen after every prepare and reopen so
-        far. Only the order of these times counts; the machine's clock says which messages are due."""
+        far. Only the order of op times counts; the machine's clock says which messages are due."""
         earliest = max(self.runtime.now(), self.view.last_time)
         if not reopens:
             return earliest
@@ -138,7 +138,7 @@ class Ledger(OpReader):
         return max(earliest, datetime.fromtimestamp((last_send_ms + 1) / 1000, timezone.utc))
 
     def _commit_rows(self, record: HalfRecord, rows: RowSet, attempt: int, who: Who, reason: str | None) -> list[OpRow]:
-        """Commit rows without offsets, one for each due time, half file and queue."""
+        """Commit rows without offsets: one for each due time, half file and queue."""
         return [
             OpRow(
                 Kind.COMMIT,
@@ -165,7 +165,7 @@ class Ledger(OpReader):
         ]
 
     def _with_places(self, records: Sequence[HalfRecord], rows: list[OpRow]) -> list[OpRow]:
-        """Add offsets to settling op rows, or place rows for the messages that they commit or set free."""
+        """Add offsets to settling op rows. Or add place rows for the messages that these rows commit or free."""
         if not rows:
             return rows
         if not (self.view.waiting or any(r.delayed for r in records) or self._placer.keys.fifo_of(*records)):
@@ -182,8 +182,8 @@ class Ledger(OpReader):
             return with_offsets(rows, self.view.tails)
         return rows + with_offsets([place_row(piece) for piece in pieces], self.view.tails)
 
-    def holding_up(self, record: HalfRecord) -> list[str]:
-        """Half batches whose pending messages hold up committed messages of this one, in send order."""
+    def blocked_by(self, record: HalfRecord) -> list[str]:
+        """Half batches whose pending messages block committed messages of this one, in send order."""
         if None not in self.view.waiting.get(record.half_id, {}):
             return []
         with self.table.lock:
@@ -196,12 +196,12 @@ class Ledger(OpReader):
     def _to_place(
         self, opened: Sequence[OpenBatch], now: datetime, only_commits: bool = False, try_all: bool = False
     ) -> list[OpenBatch]:
-        """``opened``, and the half batches whose messages may be due or may wait for those of ``opened``.
+        """``opened``, and the half batches whose messages may be due, or may wait for messages of ``opened``.
 
-        ``only_commits`` says that nothing of ``opened`` is rolled back. If all that it commits then waits for pending
-        messages, no earlier message is set free, and the waiting half batches are not read. So a further message of a
-        key costs the same, however many wait already. ``try_all`` also tries half batches again that could not be read
-        within the last :data:`TRY_AGAIN_S`.
+        With ``only_commits``, ``opened`` rolls nothing back, so it can free no earlier message. If its own messages
+        must wait too, there is nothing to place, and the waiting half batches are not read: a further message of a key
+        costs the same, however many wait already. ``try_all`` also tries the half batches that could not be read within
+        the last :data:`TRY_AGAIN_S`.
         """
         opened_ids = {o.record.half_id for o in opened}
         due_ids = {
@@ -233,11 +233,11 @@ class Ledger(OpReader):
         due_keyed: Sequence[OpenBatch],
         only_commits: bool,
     ) -> list[OpenBatch]:
-        """``opened`` and those with due messages, and the half batches that share a sharding key of a FIFO topic with
-        them.
+        """``opened``, ``due_batches``, and the half batches that share a sharding key of a FIFO topic with one of
+        these.
 
-        CorruptLogError: messages are to be placed that were sent after a pending half batch which cannot be read, so
-        nobody knows whether the two share a key; or a committed one that waits for an earlier one cannot be read.
+        CorruptLogError: a pending half batch cannot be read, and messages sent after it are to be placed, so nobody
+        knows whether they share a key; or a waiting half batch cannot be read.
         """
         keyed = [*(o for o in opened if self._placer.keys.fifo_of(o.record)), *due_keyed]
         if not keyed:
@@ -265,8 +265,8 @@ class Ledger(OpReader):
     def _open_pending(
         self, half_ids: Collection[str], prepared: PreparedBatches
     ) -> tuple[list[OpenBatch], list[tuple[int, CorruptLogError]]]:
-        """Open pending half batches. Of those that cannot be read: when they were sent (ms, at the earliest), and why
-        they cannot."""
+        """Open pending half batches. For each one that cannot be read, return when it was sent (ms, at the earliest),
+        and why."""
         batches: list[OpenBatch] = []
         unreadable = [(file.ms, file.problem) for file in prepared.unreadable]
         for half_id in sorted(half_ids):
@@ -278,8 +278,8 @@ class Ledger(OpReader):
         return batches, unreadable
 
     def _open_if_present(self, half_ids: Collection[str]) -> list[OpenBatch]:
-        """Open these half batches, except those that have left. ``op`` says so at a version that this handle has not
-        read yet, so the commit that is built here is refused and built again."""
+        """Open these half batches, except those that have left. A version of ``op`` that this handle has not read yet
+        says that they left. So the commit that is built here is refused and built again."""
         batches: list[OpenBatch] = []
         for half_id in sorted(half_ids):
             try:
@@ -290,8 +290,8 @@ class Ledger(OpReader):
         return batches
 
     def _open_due(self, half_ids: Collection[str], problems: dict[str, TxmqError]) -> list[OpenBatch]:
-        """Open the half batches that have due messages. An unreadable half batch waits on and holds up no
-        decision about others. ``problems`` gets its error."""
+        """Open the half batches that have due messages. An unreadable half batch waits on and delays no decision about
+        others. ``problems`` gets its error."""
         batches: list[OpenBatch] = []
         for half_id in sorted(half_ids):
             try:
@@ -338,10 +338,9 @@ class Ledger(OpReader):
         self.append(build)
         reach("quarantined")
 
-    def record_checks(self, checks: Sequence[AnsweredCheck], pause_s: float = 0.0) -> None:
-        """Count answered checks that left rows pending, all in one commit. Skips half batches that had a check counted
-        in the last ``pause_s`` seconds, and those that have left; when the only one has left, HalfBatchLeftError is
-        raised."""
+    def record_checks(self, checks: Sequence[UnknownCheck], pause_s: float = 0.0) -> None:
+        """Count checks that were answered with UNKNOWN, all in one commit. A half batch is skipped when it had a check
+        counted in the last ``pause_s`` seconds, or has left. HalfBatchLeftError: the only half batch has left."""
 
         def build() -> list[OpRow]:
             now = self.runtime.now()
@@ -398,8 +397,8 @@ class Ledger(OpReader):
         return until
 
     def commit_executed(self, record: HalfRecord, attempt: int, rows: RowSet, reason: str) -> list[Placed]:
-        """Commit rows whose local transaction is known to have committed, under an attempt that a log restored from an
-        older copy may not know. Rows that are committed already stay unchanged."""
+        """Commit rows whose local transaction is known to have committed. A log restored from an older copy may not
+        know their attempt. Rows that are committed already stay unchanged."""
 
         def build() -> list[OpRow]:
             state = self.state_of(record, refresh=False)
@@ -474,7 +473,7 @@ class Ledger(OpReader):
 
     def append(self, build: Callable[[], Sequence[OpRow]], *, reopens: bool = False) -> Sequence[OpRow]:
         """Build op rows from the newest state and commit them at the next version, or start again. Returns the rows
-        written. ``reopens``: there may be ``reopen`` rows, whose messages are sent after everything that is prepared by
+        written. ``reopens``: the rows may reopen messages, which then count as sent after all that is prepared by
         now."""
         commit_id = self.runtime.unique_id()
         rows: Sequence[OpRow] = ()

@@ -1,4 +1,4 @@
-"""The low-water mark: up to where nobody needs to look again, and which half batches are still open below it.
+"""The low-water mark: all half batches below it are settled, except those that it names or that were reopened later.
 
 A mark is made from what a reader has just read from the table. Take half batches 1 to 5, prepared in this order, of
 which 2 and 5 are open::
@@ -9,7 +9,7 @@ which 2 and 5 are open::
     op      … … … … … … … … … … … … … … mark …
                                         └── since_version: a cold start reads from here, and the older rows of 2 and 5
 
-So a half batch that stays open for long costs its own rows, and no later ones.
+So a half batch that stays open for long costs its own op rows, and no later rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from rmq_spark._core.log.op_reader import OpReader
 
 NAMED_MAX = 10_000
-"""Half batches, versions and due times that a mark names. When more are open, the mark stops before them."""
+"""A mark names at most this many half batches, versions and due times. When more are open, the mark stops before
+them."""
 ROWS_LET_GO_MIN = 64
 """A mark that passes no half batch is made when this many op rows no longer need to be kept."""
 
@@ -44,8 +45,8 @@ class Marker:
         self._half = half
 
     def next_mark(self) -> list[OpRow]:
-        """The row of the next mark, and the conflict rows that it repeats; no row when nothing changed. While a file of
-        half batches above the mark cannot be read, there is no next mark: it would pass open ones."""
+        """The row of the next mark, and the conflict rows that it repeats; no row when nothing changed. While a file
+        above the mark cannot be read, there is no next mark, which could pass open half batches."""
         before = self._reader.view
         prepared = self._reader.prepared()
         if prepared.unreadable:
@@ -97,7 +98,7 @@ class Marker:
 
     # ------------------------------------------------------------------ what a mark names
     def _all_below(self, named: Sequence[str], prepared: PreparedBatches, since: int) -> Mapping[str, OpenBelow]:
-        """The entries of a mark by half id. Most of thousands that are under way have no op rows, so the rows are
+        """The entries of a mark by half id. Most of thousands of open half batches have no op rows, so the rows are
         searched once."""
         rows = _rows_of_batches(self._reader.view.rows, named)
         rows = rows.filter(pc.less(rows["version"], since))
@@ -107,7 +108,7 @@ class Marker:
         return {h: self._open_below(h, prepared, rows.take(index[h]) if h in index else NO_OPS, since) for h in named}
 
     def _open_below(self, half_id: str, prepared: PreparedBatches, rows: pa.Table, since: int) -> OpenBelow:
-        """The entry of a half batch in a mark. ``rows`` are its op rows in memory that stand before a version."""
+        """The entry of a half batch in a mark. ``rows`` are the half batch's op rows in memory before a version."""
         before = self._reader.view
         entry = before.below.get(half_id)
         if entry is not None and not rows.num_rows:
@@ -133,7 +134,7 @@ class Marker:
         return () if half_id in prepared else _versions_that_count(self._reader.older([half_id]))
 
     def _pending(self, half_id: str, prepared: Prepared | None, rows: pa.Table, since: int) -> int:
-        """How many rows were pending before a version, of a half batch that the last mark does not name."""
+        """Number of rows that were pending before a version, in a half batch that the last mark does not name."""
         if prepared is None:  # it was settled at the last mark, and reopened since
             return max(0, self._reader.view.reopened_rows(before=since).get(half_id, 0))
         return prepared.rows - _settled_count(rows)
@@ -159,13 +160,13 @@ def _rows_of_batches(rows: pa.Table, half_ids: Collection[str]) -> pa.Table:
 
 
 def _settled_count(rows: pa.Table) -> int:
-    """How many rows of one half batch these op rows settle."""
+    """Number of rows of one half batch that these op rows settle."""
     return sum(settled_rows(rows).values()) if rows.num_rows else 0
 
 
 def _versions_that_count(rows: pa.Table) -> list[int]:
-    """The versions of op rows that define a half batch's state. Of leases only the newest counts. Open conflicts are
-    left out, because the mark repeats them."""
+    """The versions of op rows that define a half batch's state. Only the newest lease counts. Open conflicts do not
+    count, because the mark repeats them."""
     if not rows.num_rows:
         return []
     kinds, versions = rows["kind"].to_pylist(), rows["version"].to_pylist()

@@ -97,7 +97,8 @@ def column_of(table: pa.Table, name: str, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def times_of(table: pa.Table, name: str) -> pa.ChunkedArray:
-    """A column of times that every consumer can hold. It is checked in its own unit, before a cast could overflow."""
+    """A column of times that every consumer can represent. The times are checked in their own unit, before a cast could
+    overflow."""
     column = table[name] if name in table.column_names else None
     if column is not None and pa.types.is_dictionary(column.type):
         column = pc.cast(column, column.type.value_type)
@@ -164,7 +165,7 @@ def first_of(table: pa.Table, wrong: pa.ChunkedArray) -> str:
 
 
 def body_of(table: pa.Table) -> pa.ChunkedArray:
-    """The bodies. None may be null or longer than 4 MiB."""
+    """The bodies. No body may be null or longer than 4 MiB."""
     body = column_of(table, "body", pa.binary())
     if body.null_count:
         raise MessageError(
@@ -229,7 +230,7 @@ def keys_of(table: pa.Table) -> pa.ChunkedArray:
 
 
 def _require_whole_keys(table: pa.Table) -> None:
-    """Raise MessageError when a key of an array would become two keys in the joined text, or none."""
+    """Raise MessageError when a key of an array would become two keys in the joined text, or no key."""
     keys = table["keys"].combine_chunks()
     flat = pc.cast(pc.list_flatten(keys), pa.string())
     wrong = pc.or_(pc.match_substring(flat, KEY_SEPARATOR), pc.equal(flat, ""))
@@ -243,7 +244,7 @@ def _require_whole_keys(table: pa.Table) -> None:
 
 
 def properties_of(table: pa.Table) -> pa.ChunkedArray:
-    """The properties. None may have a name that RocketMQ reserves."""
+    """The properties. No property may have a name that RocketMQ reserves."""
     column = column_of(table, "properties", PROPERTIES)
     if column.null_count == len(column):
         return column

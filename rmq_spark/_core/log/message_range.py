@@ -66,7 +66,7 @@ class MessageRange:
 
 @dataclass(frozen=True)
 class PlacedRange(MessageRange):
-    """Rows of ``half``, and what ``op`` says of them. They were placed at ``op_version``."""
+    """Rows of ``half`` that were placed at ``op_version``, and what ``op`` says of them."""
 
     attempt: int
     transaction_per: str
@@ -80,8 +80,7 @@ class PlacedRange(MessageRange):
 
 
 def placed_range(row: Mapping[str, Any]) -> PlacedRange:
-    """Convert a placement row, as ``read_op`` returns it. Raises CorruptLogError when it names a file outside the
-    log."""
+    """Convert a placement row that ``read_op`` returned. CorruptLogError: the row names a file outside the log."""
     ranges = ranges_of(row["ranges"]) or ()
     rows = RowRange(require_path(row["path"], "op"), row["half_id"], row["file_no"], row["file_rows"], ranges)
     return PlacedRange(rows, row["topic"], row["queue_id"], row["queue_offset"], row["attempt"],
@@ -123,7 +122,7 @@ def select(
 
 
 def note_first_offsets(offsets: dict[Queue, int], rows: pa.Table) -> None:
-    """Lower the offset of each queue of these rows to the first one among them."""
+    """Lower the offset of each queue to the first offset among these rows."""
     firsts = rows.group_by(["topic", "queue_id"], use_threads=False).aggregate([("queue_offset", "min")])
     for row in firsts.to_pylist():
         queue, first = (row["topic"], row["queue_id"]), row["queue_offset_min"]

@@ -1,4 +1,4 @@
-"""Op rows that are to be written: as few as name the rows of a half batch, and their offsets."""
+"""Makes the op rows that are to be written: as few as possible to name the rows of a half batch, and their offsets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rmq_spark._core.vocabulary.rows import Ranges, RowSet, ranges_count, runs
 
 
 def with_offsets(rows: list[OpRow], tails: Tails) -> list[OpRow]:
-    """Give commit and place rows, in their order, the next offsets of their queues; commits that wait get none."""
+    """Give commit and place rows, in their order, the next offsets of their queues. A commit that waits gets no
+    offset."""
     next_offsets = dict(tails)
     for row in rows:
         waits = row.kind is Kind.COMMIT and row.until is not None
@@ -54,8 +55,8 @@ def place_row(piece: Piece) -> OpRow:
 
 
 def rollback_rows(decision: Decision, rows: RowSet) -> list[OpRow]:
-    """Op rows that roll back ``rows``, each with its reason. ``rows`` are those of the decision that still wait for
-    it."""
+    """Op rows that roll back ``rows``, each with its reason. ``rows`` are the rows of the decision that are
+    undecided."""
     rollback_rows: list[OpRow] = []
     for part in decision.rolled_back or [RolledBack(decision.reason, False, dict(rows.ranges()))]:
         refused = True if part.refused or decision.who is Who.EXECUTE else None

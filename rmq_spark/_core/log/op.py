@@ -117,11 +117,12 @@ DECIDING = frozenset(kind.value for kind in (*SETTLING, Kind.REOPEN))
 
 @dataclass(frozen=True)
 class OpenBelow:
-    """A half batch that was open when a mark passed it. The mark names it, so that nothing else waits for it.
+    """A half batch that was open when a mark passed it. The mark names the half batch, so that nothing else waits for
+    it.
 
-    It was prepared at ``ms``. ``pending`` are its pending rows, and ``versions`` those with op rows of it that still
-    count, both before ``since_version`` of the mark. ``waiting`` are its committed messages that had no place then, by
-    due time (None: they wait for their sharding key).
+    The half batch was prepared at ``ms``. ``pending`` is the number of its pending rows, and ``versions`` are the
+    versions with op rows of it that still count, both before the mark's ``since_version``. ``waiting`` has its
+    committed messages without a place, by due time (None: they wait for their sharding key).
     """
 
     ms: int
@@ -134,7 +135,7 @@ class OpenBelow:
 class OpRow:
     """A row of ``op``, without its version and commit id. See :data:`OP_SCHEMA`.
 
-    It gets its offset last, and does not change afterwards.
+    The row gets its offset last, and does not change afterwards.
     """
 
     kind: Kind
@@ -164,7 +165,7 @@ class OpRow:
     archived: Archived | None = None
     refused: bool | None = None
     op_time: datetime | None = None
-    """None until it is written. The rows of a commit share one time."""
+    """None until the row is written. The rows of a commit share one time."""
 
     @classmethod
     def of(cls, read: Mapping[str, Any]) -> OpRow:
@@ -186,7 +187,7 @@ _AS_READ = (
 
 
 def pruned_up_to(op: Table, what: str = PRUNED) -> int:
-    """The last version of ``op`` whose rows were pruned; -1 when none were. A reader that has not come so far goes on
+    """The last version of ``op`` whose rows were pruned; -1 when no rows were. A reader behind this version continues
     from the newest mark, which is later."""
     version = op.transaction_version(what)
     return -1 if version is None else version

@@ -16,7 +16,7 @@ OP_FILES_MAX = 64
 """Small op files are merged when there are this many, so that a cold start reads few files."""
 OP_FILE_ROWS_MAX = 50_000
 OP_FILE_BYTES_MAX = 1024 * 1024
-"""An op file with this many rows or bytes is not merged. One row can be large: it may name each tenth of 250,000
+"""An op file with this many rows or bytes is not merged. A row can be large: it may name every tenth of 250,000
 messages."""
 MERGED_BYTES_MAX = 8 * OP_FILE_BYTES_MAX
 """Bytes that are merged at once, so that the merge does not take a sink's memory."""

@@ -27,11 +27,11 @@ from rmq_spark._core.storage.table import Table
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 
 HALF_IDS_KEPT = 10_000
-"""Half batches without op rows that are remembered."""
+"""At most this many half batches without op rows are remembered."""
 OLDER_KEPT = 512
-"""Half batches whose older op rows are kept in memory until the next mark."""
+"""The older op rows of at most this many half batches are kept in memory until the next mark."""
 OPEN_ROWS_KEPT = 1_000_000
-"""Rows of open half batches whose states are kept in memory, at four bytes each."""
+"""The states of at most this many rows of open half batches are kept in memory, at four bytes each."""
 
 
 @dataclass
@@ -108,7 +108,7 @@ class OpReader:
         return version
 
     def read_anew(self) -> None:
-        """Read the state from the table, not from memory: nobody looks again at what a mark passes."""
+        """Read the state from the table, not from memory: nobody looks again at half batches that a mark has passed."""
         version = self.table.refresh()
         self._open.clear()
         self._older_rows = (-1, {})
@@ -137,15 +137,15 @@ class OpReader:
         # The reader does not filter: it would skip rows by a footer's statistics, which have no checksum
         # against flipped bits.
         written = {} if self._awaited is None else self._awaited.written
-        parts = [read_op(self.table, unread)] if (unread := [p for p in paths if p not in written]) else []
-        rows = pa.concat_tables([NO_OPS, *parts, *(written[p] for p in paths if p in written)])
+        unwritten = [read_op(self.table, unread)] if (unread := [p for p in paths if p not in written]) else []
+        rows = pa.concat_tables([NO_OPS, *unwritten, *(written[p] for p in paths if p in written)])
         between = pc.and_(pc.greater_equal(rows["version"], first), pc.less_equal(rows["version"], last))
         return rows.filter(between).sort_by("version")
 
     # ------------------------------------------------------------------ questions
     def ms_before_prepare(self) -> int:
-        """The time (ms) after which a half batch must be prepared now. Open half batches below the mark are not
-        searched for, and what was reopened so far counts as sent earlier, whatever the clocks say."""
+        """The time (ms) after which a half batch must be prepared now. Nobody searches for open half batches below the
+        mark, and transactions reopened so far count as sent earlier, whatever the clocks say."""
         self.refresh()
         return max(self.view.low_water, self.reopened_ms)
 
@@ -166,7 +166,7 @@ class OpReader:
         return record.prepared_ms <= self.view.low_water
 
     def _older_rows_of(self, half_ids: Sequence[str]) -> Mapping[str, pa.Table]:
-        """The op rows of half batches that are older than those in memory, and perhaps those of others. They are
+        """The op rows of half batches that are older than the rows in memory, and perhaps rows of others. They are
         cached: a commit that loses a race needs them again, and another scan would make it lose the next race, too."""
         marked_at, cache = self._older_rows
         if marked_at != self.view.marked_at or len({*cache, *half_ids}) > OLDER_KEPT:
@@ -184,8 +184,8 @@ class OpReader:
                 self._older_rows_of(half_ids)
 
     def _read_older(self, half_ids: Sequence[str]) -> dict[str, pa.Table]:
-        """The op rows that are older than those in memory, by half id and in version order. Of a half batch that the
-        mark names, only rows of the versions named there count."""
+        """The op rows that are older than the rows in memory, by half id and in version order. Of a half batch that the
+        mark names, only rows of the named versions count."""
         below = self.view.below
         versions = sorted({v for h in half_ids if h in below for v in below[h].versions})
         unnamed = [h for h in half_ids if h not in below]
@@ -213,7 +213,7 @@ class OpReader:
         ]
 
     def expect(self, half_ids: Sequence[str]) -> None:
-        """Note half batches that are about to be prepared: ``op`` has no rows of them."""
+        """Note half batches that will be prepared now: ``op`` has no rows of them."""
         with self.table.lock:
             self._untouched.update(dict.fromkeys(half_ids))
             for half_id in list(islice(self._untouched, max(0, len(self._untouched) - HALF_IDS_KEPT))):
@@ -235,7 +235,7 @@ class OpReader:
         return read_op(self.table, actions["path"].to_pylist(), None, where).sort_by("version")
 
     def older(self, half_ids: Sequence[str]) -> pa.Table:
-        """The op rows of half batches that are older than those in memory."""
+        """The op rows of half batches that are older than the rows in memory."""
         since = self.view.since
         return self.scan(half_ids, before=since) if since else NO_OPS
 
@@ -258,7 +258,7 @@ class OpReader:
         return record.half_id in self._untouched and not self._is_below(record)
 
     def _require_there(self, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raise HalfBatchLeftError when a half batch has left ``half``. Its op rows may be gone, too: it would look
+        """Raise HalfBatchLeftError when a half batch has left ``half``. If its op rows are gone, too, it would look
         pending, and its messages would be placed twice."""
         for row in rows:
             if row["kind"] == Kind.ARCHIVED.value:
@@ -271,12 +271,12 @@ class OpReader:
             )
 
     def is_gone(self, record: HalfRecord) -> bool:
-        """Whether a half batch has left ``half``. Nothing leaves above the mark."""
-        return self._is_below(record) and not self.half.holds(record)
+        """Whether a half batch has left ``half``. No half batch above the mark leaves."""
+        return self._is_below(record) and not self.half.has(record)
 
     def _was_settled(self, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a half batch was settled and the op rows that say how are gone: the mark has passed it and does not
-        name it."""
+        """Whether a half batch was settled and its deciding op rows are gone: the mark has passed the half batch and
+        does not name it."""
         if not self._is_below(record) or record.half_id in self.view.below:
             return False
         return not any(row["kind"] in DECIDING for row in rows)
@@ -316,7 +316,7 @@ class OpReader:
         return frozenset(names_of(rows.filter(committed)["half_id"]).to_pylist()).intersection(names)
 
     def commit_ids_at(self, version: int) -> list[str]:
-        """The ids of the commits that wrote the op rows of a version: one, or none when it has no rows."""
+        """The ids of the commits that wrote the op rows of a version: one id, or no id when the version has no rows."""
         rows = self.view.rows
         if not self.view.since <= version <= self.view.version:
             actions = self.table.actions()
@@ -338,8 +338,8 @@ class OpReader:
         return [str(path) for path in actions.filter(pc.is_valid(actions["max.prepared_ms"]))["path"].to_pylist()]
 
     def open_batch(self, half_id: str) -> OpenBatch:
-        """A half batch and its state, as ``op`` was last read. It is the same object until a new op row, and must not
-        be changed."""
+        """A half batch and its state, as ``op`` was last read. This returns the same object until a new op row comes,
+        so do not change it."""
         batch = self._open.get(half_id)
         if batch is None:
             record = self.half.get(half_id)
@@ -359,7 +359,7 @@ class OpReader:
         self._open_rows = sum(batch.record.rows for batch in self._open.values())
 
     def prepared(self) -> PreparedBatches:
-        """Half batches that may be open, by half id: all above the low-water mark, and those that the mark names, with
+        """Half batches that may be open, by half id: all above the low-water mark, and those named by the mark, with
         their pending rows."""
         above = self.half.contents.prepared_after(self.view.low_water)
         return above.updated({h: Prepared(b.ms, b.pending) for h, b in self.view.below.items()})
@@ -397,7 +397,8 @@ class OpReader:
 
 
 def _may_be_named(names: Collection[str]) -> pc.Expression:
-    """A filter for the rows of half batches with these names, and of the few others whose ids sort between them."""
+    """A filter for the rows of half batches with these names, and of the few half batches whose ids sort between
+    these."""
     return (pc.field("half_id") >= min(names)) & (pc.field("half_id") < after_name(max(names)))
 
 

@@ -27,8 +27,8 @@ def read_op(
 
 
 def validate_op(rows: pa.Table) -> pa.Table:
-    """Return the op rows when each is possible by itself. Contradictions with a half batch are found where the half
-    batch is known. Rules about absent columns are skipped.
+    """Return the op rows if each row by itself is possible. Contradictions with a half batch are found elsewhere, where
+    the half batch is known. Rules about absent columns are skipped.
 
     CorruptLogError: a row has an unknown word, no time, an impossible attempt or count, offsets without a queue or not
     matching its count, or row ranges that are empty, overlap, or do not match its count.
@@ -45,7 +45,7 @@ def validate_op(rows: pa.Table) -> pa.Table:
 
 
 def _rules(rows: pa.Table) -> Iterator[tuple[str, pa.Array]]:
-    """Yield each fault that op rows may have, and which rows are without it."""
+    """Yield each fault that op rows may have, and which rows are free of it."""
     columns = set(rows.column_names)
     if "kind" in columns:
         yield "an unknown kind", pc.is_in(rows["kind"], value_set=pa.array(sorted(KINDS)))

@@ -1,7 +1,7 @@
 """The state of ``op`` up to a version, as a reader knows it.
 
-:class:`OpView` is a value. A reader builds the next value aside and takes it in one step. An exception on the way
-(an interrupt in a notebook, a full memory) leaves the last value, which is right.
+:class:`OpView` is a value. A reader builds the next value aside and takes it in one step. An exception meanwhile (an
+interrupt in a notebook, a full memory) leaves the last value, which is right.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rmq_spark._core.vocabulary.times import EPOCH
 from rmq_spark.errors import CorruptLogError
 
 CHUNKS_MAX = 64
-_OF_EACH_MARK = ("low_water", "since_version", "tails", "below", "reopened_ms")
+_MARK_COLUMNS = ("low_water", "since_version", "tails", "below", "reopened_ms")
 """Columns that every mark fills."""
 
 Tails = Mapping[Queue, int]
@@ -38,7 +38,7 @@ class OpView:
     version: int = -1
     rows: pa.Table = field(default_factory=lambda: NO_OPS)
     since: int = 0
-    """``rows`` holds all op rows from this version on."""
+    """``rows`` has all op rows from this version on."""
     tails: Tails = field(default_factory=dict)
     waiting: Waiting = field(default_factory=dict)
     last_time: datetime = EPOCH
@@ -105,14 +105,14 @@ class OpView:
         )
 
     def is_behind_mark(self, rows: pa.Table) -> bool:
-        """True when a mark among these new op rows makes some of them unnecessary: these may have been pruned before
-        they were read."""
+        """True when a mark among these new op rows makes some rows unnecessary: those may have been pruned before they
+        were read."""
         newest = pc.max(rows.filter(of_kind(rows, Kind.MARK))["since_version"]).as_py()
         return newest is not None and newest > self.version + 1
 
     def reopened_rows(self, before: int | None = None) -> dict[str, int]:
-        """By half id: rows that were reopened since the newest mark, minus those that were settled; possibly negative.
-        ``before`` leaves out the versions from there on."""
+        """By half id: number of rows that were reopened since the newest mark, minus rows that were settled; possibly
+        negative. With ``before``, versions from that one on are left out."""
         since_mark = pc.greater(self.rows["version"], self.marked_at)
         if before is not None:
             since_mark = pc.and_(since_mark, pc.less(self.rows["version"], before))
@@ -124,13 +124,13 @@ def of_kind(rows: pa.Table, kind: Kind) -> pa.ChunkedArray:
 
 
 def settled_rows(rows: pa.Table) -> dict[str, int]:
-    """By half id: rows that op markers settled, minus those that were reopened."""
+    """By half id: number of rows that op markers settled, minus rows that were reopened."""
     counts = settled(rows)
     return dict(zip(counts["half_id"].to_pylist(), counts["rows"].to_pylist(), strict=True))
 
 
 def settled(rows: pa.Table) -> pa.Table:
-    """``half_id, rows``: how many rows op markers settled, minus those that were reopened."""
+    """``half_id, rows``: number of rows that op markers settled, minus rows that were reopened."""
     settling = pc.is_in(rows["kind"], value_set=pa.array([k.value for k in SETTLING]))
     reopening = of_kind(rows, Kind.REOPEN)
     sign = pc.subtract(pc.cast(settling, pa.int64()), pc.cast(reopening, pa.int64()))
@@ -161,7 +161,7 @@ def _tails_after(tails: Tails, placed: pa.Table) -> Tails:
 
 
 def still_waiting(waiting: Waiting, rows: pa.Table) -> Waiting:
-    """The messages that wait for a place after these op rows; ``waiting`` are those before them."""
+    """The messages that wait for a place after these op rows; ``waiting`` has those that waited before."""
     placing = of_kind(rows, Kind.PLACE)
     committing = pc.and_(of_kind(rows, Kind.COMMIT), pc.is_null(rows["queue_offset"]))
     changes = rows.filter(pc.or_(placing, committing)).select(["kind", "half_id", "count", "until"]).to_pylist()
@@ -241,7 +241,7 @@ def _open_below(entry: Mapping[str, Any], mark: Mapping[str, Any]) -> OpenBelow:
 def _newest_mark(marks: pa.Table) -> dict[str, Any]:
     """The last of these mark rows, in version order. Raises CorruptLogError when it lacks what every mark has."""
     newest: dict[str, Any] = marks.slice(marks.num_rows - 1).to_pylist()[0]
-    lacks = [name for name in _OF_EACH_MARK if newest[name] is None]
+    lacks = [name for name in _MARK_COLUMNS if newest[name] is None]
     if lacks or any(None in tail.values() for tail in newest["tails"]):
         raise CorruptLogError(
             f"table op has a mark at version {newest['version']} without {lacks[0] if lacks else 'whole tails'}: it "

@@ -1,4 +1,4 @@
-"""Reads op rows: those that place messages, from the newest file backwards; or all from a version on, forwards."""
+"""Reads op rows: rows that place messages, from the newest file backwards; or all rows from a version on, forwards."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ PLACEMENT_COLUMNS = [
 ]
 
 FILE_BYTES_MAX = 16 * 1024 * 1024
-"""Bytes of files of ``op`` that are read at once. In memory they take about six times as much. One op row that names
-every other one of 100,000 messages is large."""
+"""Bytes of files of ``op`` that are read at once. In memory they take about six times as much. An op row that names
+every other message of 100,000 is large."""
 
 
 def walk_placements(op: Table, since_version: int = 0, above: int = 0) -> Iterator[tuple[pa.Table, int | None]]:
     """Placements, from the newest op file backwards. A reader near the head of its queues stops early, so its cost does
-    not depend on the age of the log. Each step reads twice as many files as the one before.
+    not depend on the age of the log. Each step reads twice as many files as the last one.
 
     It yields rows with :data:`PLACEMENT_COLUMNS`, and the highest version that rows of the remaining files can have (-1
     when no file remains, None when it is unknown).
@@ -71,9 +71,9 @@ def newest_files(op: Table, since_version: int = 0, above: int = 0) -> list[tupl
 
 
 def rows_above(op: Table, position: int, until: int, rows_max: int, columns: Sequence[str]) -> tuple[pa.Table, int]:
-    """All op rows above a version, as many as fit into memory; and the version up to which they are complete. That is
-    ``until`` when all were read. No further file of ``op`` is read when the rows would exceed ``rows_max``, or the
-    files :data:`FILE_BYTES_MAX`."""
+    """The op rows above a version, as many as fit into memory; and the version up to which they are complete, which is
+    ``until`` when all were read. Reading ends before the rows would exceed ``rows_max``, or the files
+    :data:`FILE_BYTES_MAX`."""
     actions = op.actions()
     actions = actions.filter(pc.fill_null(pc.greater(actions["max.version"], position), True))
     # Files without statistics may hold any version, so they come first.

@@ -1,7 +1,7 @@
-"""Which committed messages get their offset now, and which wait.
+"""Decides which committed messages get their offset now, and which wait.
 
-A message waits until it is due (``deliver_at``), or because a message with the same sharding key that was sent to a
-FIFO topic before it is not decided yet. A transaction waits as a whole for its keys, so no reader sees a part of it.
+A message waits until it is due (``deliver_at``). In a FIFO topic it also waits while an earlier message of its sharding
+key is undecided. A transaction waits as a whole for its keys, so no reader sees a part of it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Placer:
         self.keys = KeyIndex(half, topics)
 
     def by_due(self, record: HalfRecord, rows: RowSet, now: datetime) -> list[tuple[datetime | None, RowSet]]:
-        """Rows by the second in which they are due; None for rows that need not wait.
+        """Rows by the second in which they are due; under None the rows that need not wait.
 
         Like RocketMQ's timer (``timerPrecisionMs``) it counts in seconds, so that a half batch needs few op rows.
         """
@@ -86,14 +86,14 @@ class Placer:
         return sorted(pieces, key=lambda piece: piece.due or EPOCH)
 
     def all_wait(self, batches: Sequence[OpenBatch], others: Sequence[OpenBatch]) -> bool:
-        """Whether messages of ``others`` alone hold up every row of ``batches`` that is committed and not placed."""
+        """Whether messages of ``others`` alone block every row of ``batches`` that is committed and not placed."""
         blocked = self._blocked([*batches, *others])
         return not any(b.state.rows_in((RowState.WAITING,)) - blocked.get(b.record.half_id, NO_ROWS) for b in batches)
 
     def _blocked(self, batches: Sequence[OpenBatch]) -> dict[str, RowSet]:
         """Committed rows that wait for a message sent before them, by half id.
 
-        All other committed rows are placed: the largest set in which no transaction waits for one outside the set. Two
+        A transaction is placed when all transactions that it waits for are placed with it or before it. So two
         transactions that wait only for each other are placed together.
         """
         units = enumerate(in_send_order(b for b in batches if self.keys.fifo_of(b.record)))
@@ -106,8 +106,8 @@ class Placer:
         rows = rows.append_column("sent", arange(rows.num_rows))
         waiting = rows["pending"]
         while True:
-            held = pc.and_(waiting, pc.is_valid(rows["key"]))
-            first = rows.filter(held).group_by("key", use_threads=False).aggregate([("sent", "min")])
+            with_key = pc.and_(waiting, pc.is_valid(rows["key"]))
+            first = rows.filter(with_key).group_by("key", use_threads=False).aggregate([("sent", "min")])
             first_sent = first["sent_min"].take(pc.index_in(rows["key"], value_set=first["key"].combine_chunks()))
             has_earlier = pc.fill_null(pc.less(first_sent, rows["sent"]), False)
             stopped = pc.unique(rows.filter(pc.and_(has_earlier, pc.invert(waiting)))["transaction"])
@@ -134,10 +134,10 @@ def _ranked(open_rows: pa.Table, batch: OpenBatch, sent: RowSet, rank: int) -> p
 
 # ---------------------------------------------------------------- send order
 def in_send_order(batches: Iterable[OpenBatch]) -> Iterator[tuple[OpenBatch, RowSet]]:
-    """Half batches, each with its rows that were sent together, in send order.
+    """Half batches in send order, each with its rows that were sent together.
 
-    They are sorted by prepare time, and those of one commit by name. A reopened transaction counts as sent when it is
-    reopened.
+    Half batches are sorted by prepare time, and those of one commit by name. A reopened transaction counts as sent when
+    it is reopened.
     """
     units: list[tuple[tuple[int, str, int, int], OpenBatch, RowSet]] = []
     for batch in batches:
@@ -183,7 +183,7 @@ def _pieces(batch: OpenBatch, file_no: int, bits: bytes, now: datetime) -> Itera
 
 
 def _split_due_rows(file: FileState, bits: bytes, now: datetime) -> Iterator[tuple[datetime | None, bytes]]:
-    """Rows that need not wait, by due time; None for rows without one."""
+    """Rows that need not wait, by due time; under None the rows without a due time."""
     free = bytearray(bits)
     dues: dict[datetime, bytearray] = {}
     for start, end, due in file.due:

@@ -1,7 +1,7 @@
-"""Which half batches are prepared, by the Delta log of ``half``.
+"""Tells which half batches are prepared, by the Delta log of ``half``.
 
-A log under load has tens of thousands of them above the mark, and nearly all are settled. So they stay in columns, and
-only those that a caller asks for become objects.
+A log under load has tens of thousands of half batches above the mark, and nearly all are settled. So half batches stay
+in columns, and become objects only when a caller asks for them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Prepared(NamedTuple):
 
 class PreparedBatches(Mapping[str, Prepared]):
     """Prepared half batches by half id, from a table of ``half_id`` (each once)``, ms, rows``. ``unreadable`` are files
-    whose half batches are not among them: nobody knows which these are."""
+    with half batches that nobody knows, so these are missing here."""
 
     def __init__(self, table: pa.Table, unreadable: Sequence[UnreadableFile] = ()) -> None:
         self.table = table.cast(SCHEMA).combine_chunks()
@@ -77,8 +77,8 @@ class PreparedBatches(Mapping[str, Prepared]):
         return PreparedBatches(pa.concat_tables([kept, added]), self.unreadable)
 
     def left_open(self, settled: pa.Table) -> dict[str, int]:
-        """How many rows of each half batch are not settled, without half batches that are settled entirely. ``settled``
-        has ``half_id`` (each once)``, rows``."""
+        """Number of unsettled rows of each half batch, without half batches that are settled entirely. ``settled`` has
+        ``half_id`` (each once)``, rows``."""
         places = pc.index_in(self.table["half_id"], value_set=_values(settled["half_id"]))
         gone = pc.fill_null(settled["rows"].combine_chunks().take(places.combine_chunks()), 0)
         left = pc.subtract(self.table["rows"], gone)
@@ -87,7 +87,7 @@ class PreparedBatches(Mapping[str, Prepared]):
         return dict(zip(ids, left.filter(is_open).to_pylist(), strict=True))
 
     def lacks(self, half_ids: pa.Array) -> list[str]:
-        """The ids among ``half_ids`` that are not here."""
+        """The ids among ``half_ids`` that are missing here."""
         is_known = pc.is_in(half_ids, value_set=_values(self.table["half_id"]))
         return [str(half_id) for half_id in half_ids.filter(pc.invert(is_known)).to_pylist()]
 

@@ -1,8 +1,8 @@
-"""Half files that several half batches share: those of threads that send at the same moment.
+"""Half files that several half batches share, because their threads sent at the same moment.
 
 The Delta log has the lowest and the highest half id of such a file. The half batches in it, and how many rows each has,
 are known from the file alone. A file never changes, so it is read once. While a file is lost or damaged, nobody knows
-which half batches it has. They wait, and those of other files go on.
+which half batches it has. These wait, and the half batches of other files continue.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SharedFiles:
             if ids.null_count:
                 raise CorruptLogError(f"{path} has a row without half_id: table half was changed by hand")
             batches = counted(ids)
-            self.keep(path, batches)
+            self.remember(path, batches)
         else:
             self._kept.move_to_end(path)
         return batches
@@ -60,7 +60,7 @@ class SharedFiles:
     def readable(self, paths: Iterable[str]) -> Iterator[tuple[str, pa.Table]]:
         """Yield the paths of those files that can be read, with their half batches. A file that cannot be read is
         logged once, and :meth:`problems` tells why. CorruptLogError: a file is gone because another process has taken
-        it out of the table, so look again."""
+        it out of the table, so read again."""
         for path in paths:
             try:
                 batches = self.of(path)
@@ -75,7 +75,7 @@ class SharedFiles:
                 yield path, batches
 
     def problems(self, paths: Iterable[str]) -> dict[str, CorruptLogError]:
-        """Why files could not be read when :meth:`readable` last tried, by path, without those that could."""
+        """Why files could not be read when :meth:`readable` last tried, by path, without the readable files."""
         return {path: self._problems[path] for path in paths if path in self._problems}
 
     def is_small(self, path: str, rows_max: int) -> bool:
@@ -83,7 +83,7 @@ class SharedFiles:
         batches = self._kept.get(path)
         return batches is not None and 0 < (pc.sum(batches["rows"]).as_py() or 0) <= rows_max
 
-    def keep(self, path: str, found: pa.Table) -> None:
+    def remember(self, path: str, found: pa.Table) -> None:
         self._kept[path] = found
         self._ids += found.num_rows
         while self._ids > IDS_KEPT_MAX and len(self._kept) > 1:

@@ -1,4 +1,5 @@
-"""Arranges half batches of one message each together: Arrow calls for each of them would take milliseconds."""
+"""Arranges many half batches of one message together, because Arrow calls for each half batch would take
+milliseconds."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from rmq_spark.errors import MessageError, TxmqError
 
 @dataclass(eq=False, slots=True)
 class OneMessage:
-    """A half batch of one message that is not yet checked; ``rows`` is the arranged message, once it is."""
+    """A half batch of one message that is not yet checked. After the check, ``rows`` is the arranged message."""
 
     writer: HalfWriter
     message: Message
@@ -67,8 +68,8 @@ def _arrange_together(ones: Sequence[OneMessage]) -> None:
 
 
 def rows_of_each(table: pa.Table, writers: Sequence[HalfWriter], checks: HalfWriter) -> list[HalfRows]:
-    """Each message as the rows of its own half batch, by its writer. ``checks`` checks all of them, and raises the
-    error of the first one that breaks a rule."""
+    """Each message as the rows of its own half batch, by its writer. ``checks`` checks all messages, and raises the
+    error of the first message that breaks a rule."""
     messages = checks.normalize(table)
     places = list(zip(messages["topic"].to_pylist(), messages["queue_id"].to_pylist(), strict=True))
     queues = [

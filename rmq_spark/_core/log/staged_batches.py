@@ -1,4 +1,4 @@
-"""Half batches that are to be prepared: what is staged of each, and the files that several of them share."""
+"""Half batches that are to be prepared: their staged files, and the files that several half batches share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Staged:
 
     @property
     def is_looked_for(self) -> bool:
-        """Whether the log must be searched for its name. A numbered half batch is known by its number."""
+        """Whether the log must be searched for the half batch's name. A numbered half batch is known by its number."""
         return self.header.naming is Naming.KEY
 
 
@@ -33,7 +33,8 @@ PrepareError = AlreadyPreparedError | StagedFilesTooOldError
 
 
 class Shared:
-    """Writes the rows of half batches that have no file yet, for one commit: those of several half batches to one file.
+    """Writes the rows of half batches that have no file yet, for one commit: rows of several half batches go to one
+    file.
 
     A half batch that is refused must not lie in a file with the others, so each selection has a file of its own. Half
     batches with generated ids share a file. These ids ascend, so the file's bounds in the Delta log tell which it has.

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.runtime.log_records import failure
 from rmq_spark._core.storage.merge import compact
-from rmq_spark._core.storage.table import Change, Table, has_held
+from rmq_spark._core.storage.table import Change, Table, was_added
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark._core.vocabulary.options import QUEUES_MAX, whole_number
 from rmq_spark._core.vocabulary.remedy import Remedy
@@ -67,23 +67,23 @@ class TopicTable:
         """The topics by name, as the table has them now."""
         with self.table.lock:
             self.table.refresh()
-            return self.seen().topics
+            return self.known().topics
 
     def with_names(self, names: Collection[str]) -> Known:
-        """The topics that this handle knows. It reads the table when one of these names is unknown."""
-        needed, seen = set(names), self._known
-        if seen is None or not seen.topics.keys() >= needed:
+        """The topics that this handle knows. The table is read when one of these names is unknown."""
+        needed, known = set(names), self._known
+        if known is None or not known.topics.keys() >= needed:
             with self.table.lock:
-                if self._known is None or not self.seen().topics.keys() >= needed:
+                if self._known is None or not self.known().topics.keys() >= needed:
                     self.table.refresh()
-        return self.seen()
+        return self.known()
 
-    def seen(self) -> Known:
-        """The topics as of this handle's last read. It waits for no commit under way, unless there is something to
+    def known(self) -> Known:
+        """The topics as of this handle's last read. This waits for no commit under way, unless something must be
         read."""
-        seen = self._known
-        if seen is not None and seen.version == self.table.version:
-            return seen
+        known = self._known
+        if known is not None and known.version == self.table.version:
+            return known
         with self.table.lock:
             if self._known is None or self._known.version != self.table.version:
                 rows = self._read().sort_by("name").to_pylist()
@@ -94,7 +94,7 @@ class TopicTable:
             return self._known
 
     def _read(self) -> pa.Table:
-        """The rows of the version that this handle has seen. When upkeep has deleted its files meanwhile, those of the
+        """The rows of the version that this handle has read. When upkeep has deleted its files meanwhile, those of the
         newest version. A file never changes, so it is read once."""
         while True:
             version = self.table.version
@@ -116,7 +116,7 @@ class TopicTable:
         topic_names = list(dict.fromkeys(names))
 
         def is_there(name: str) -> bool:
-            topic = self.seen().topics.get(name)
+            topic = self.known().topics.get(name)
             if topic is None:
                 return False
             as_asked = queues in (None, topic.queues) and topic.fifo == bool(fifo)
@@ -145,13 +145,13 @@ class TopicTable:
 
         def landed(change: Change) -> bool:
             # A topic of this name may be another process's, so only the file counts, even when it was merged since.
-            return all(has_held(self.table, file) for file in change.add)
+            return all(was_added(self.table, file) for file in change.add)
 
         if self.table.compare_and_set(propose, landed) is not None:
             self._merge()
 
     def _merge(self) -> None:
-        """Merge small files. Else each topic would be a file that every process reads for ever."""
+        """Merge small files. Otherwise each topic would be a file that every process reads for ever."""
 
         def choose(table: Table) -> list[str]:
             paths: list[str] = table.actions()["path"].to_pylist()
@@ -170,7 +170,7 @@ class TopicTable:
         """Change how long messages of a topic are kept; None for ever. The topic must exist."""
 
         def propose(version: int) -> Change | None:
-            if self.seen().topics[name].retention_s == retention_s:
+            if self.known().topics[name].retention_s == retention_s:
                 return None
             for path in self.table.actions()["path"].to_pylist():
                 rows = self.table.read([path])
@@ -182,7 +182,7 @@ class TopicTable:
                     return Change(add=[file], remove=[path], data_change=False)
             return None
 
-        self.table.compare_and_set(propose, lambda change: all(has_held(self.table, file) for file in change.add))
+        self.table.compare_and_set(propose, lambda change: all(was_added(self.table, file) for file in change.add))
 
 
 def _how_long(retention_s: float | None) -> str:

@@ -22,14 +22,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
-from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.log.damage import retry_on_newest_state
 from rmq_spark._core.log.op import NO_OPS, PRUNED_PLACED, pruned_up_to
 from rmq_spark._core.log.op_walk import PLACEMENT_COLUMNS, rows_above
 from rmq_spark._core.messages.message_files import message_files, placed_ranges
 from rmq_spark._core.messages.messages_table import drained_up_to, require_drained, transactions_of
 from rmq_spark._core.storage.data_file import DataFile
 from rmq_spark._core.storage.foreign_commits import require_own
-from rmq_spark._core.storage.table import Change, Table, has_held
+from rmq_spark._core.storage.table import Change, Table, was_added
 from rmq_spark.errors import CorruptLogError, LostFileError, StrippedError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Drainer:
 
         def landed(change: Change) -> bool:
             # Another drainer may have come as far, so our files must be there, too. A commit adds all of them or none.
-            return drained_up_to(table) >= end and all(has_held(table, file) for file in change.add[:1])
+            return drained_up_to(table) >= end and all(was_added(table, file) for file in change.add[:1])
 
         if table.compare_and_set(propose, landed) is None and not tried:
             _delete(table, files)
@@ -171,7 +171,7 @@ def _first_versions(rows: pa.Table, end: int, messages_max: int) -> tuple[pa.Tab
     return rows.filter(pc.less_equal(rows["version"], last)), last
 
 
-@looks_again
+@retry_on_newest_state
 def drain(engine: Engine) -> int:
     """Copy what is placed and not yet drained. See :meth:`CommitLog.drain`."""
     return Drainer(engine.another_on_the_same_log()).run()

@@ -74,13 +74,13 @@ def message_files(
     small half files are then read at the same time."""
     collected: dict[str, _Collected] = {}
     for messages in made_of(_pieces(ranges, read, sizes or {}), MESSAGES_SCHEMA.names):
-        for topic, part in _by_topic(messages):
-            collected.setdefault(topic, _Collected()).add(part)
+        for topic, rows in _by_topic(messages):
+            collected.setdefault(topic, _Collected()).add(rows)
         if sum(c.size for c in collected.values()) >= FILE_BYTES_MAX:
             largest = max(collected.values(), key=lambda c: c.size)
             yield table.write(largest.take())
     for rest in collected.values():
-        if rest.parts:
+        if rest.tables:
             yield table.write(rest.take())
 
 
@@ -116,18 +116,18 @@ def _read_whole(read: Read, row_range: RowRange) -> list[tuple[int, pa.Table]]:
 class _Collected:
     """Messages of one topic that are not in a file yet."""
 
-    parts: list[pa.Table] = field(default_factory=list)
+    tables: list[pa.Table] = field(default_factory=list)
     size: int = 0
 
     def add(self, messages: pa.Table) -> None:
-        self.parts.append(_owned(messages))
+        self.tables.append(_owned(messages))
         self.size += messages.nbytes
 
     def take(self) -> pa.Table:
         """Return all of them by queue and offset, and start again with none."""
-        parts = sorted(self.parts, key=lambda part: (part["queue_id"][0].as_py(), part["queue_offset"][0].as_py()))
-        self.parts, self.size = [], 0
-        messages = pa.concat_tables(parts)
+        tables = sorted(self.tables, key=lambda rows: (rows["queue_id"][0].as_py(), rows["queue_offset"][0].as_py()))
+        self.tables, self.size = [], 0
+        messages = pa.concat_tables(tables)
         return messages if _is_in_order(messages) else messages.sort_by([(n, "ascending") for n in ORDER])
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.log.damage import retry_on_newest_state
 from rmq_spark._core.log.message_range import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA, SOURCE_SCHEMA
 from rmq_spark._core.messages.placements import Placements
@@ -83,14 +83,14 @@ def _cut(ranges: Sequence[_Range], position: int, table: pa.Table) -> Iterator[P
 
 def rows_of(together: Sequence[MessageRange]) -> RowRange:
     """The rows of ranges that follow each other in one file."""
-    parts: list[RowRange] = []
+    merged: list[RowRange] = []
     for placed in together:
         rows = placed.rows
-        if parts and parts[-1].is_same_half_file(rows):
-            parts[-1] = replace(parts[-1], ranges=parts[-1].ranges + rows.ranges)
+        if merged and merged[-1].is_same_half_file(rows):
+            merged[-1] = replace(merged[-1], ranges=merged[-1].ranges + rows.ranges)
         else:
-            parts.append(rows)
-    return replace(parts[0], more=tuple(parts[1:]))
+            merged.append(rows)
+    return replace(merged[0], more=tuple(merged[1:]))
 
 
 def messages_of(
@@ -120,15 +120,15 @@ def made_of(pieces: Iterable[Piece[_Range]], columns: Sequence[str]) -> Iterator
             yield _filtered(*_make_messages(waiting, columns))
             waiting.clear()
 
-    for placed, before, part in pieces:
+    for placed, before, found in pieces:
         if not isinstance(placed, PlacedRange):  # a file of messages has them as they are
             yield from flush()
-            yield _filtered(part.select(columns).cast(pa.schema([MESSAGES_SCHEMA.field(c) for c in columns])), part)
+            yield _filtered(found.select(columns).cast(pa.schema([MESSAGES_SCHEMA.field(c) for c in columns])), found)
             continue
-        is_small = part.num_rows < FEW_ROWS
+        is_small = found.num_rows < FEW_ROWS
         if not is_small or len(waiting) == TOGETHER_MAX or _transaction_per(waiting) != placed.transaction_per:
             yield from flush()
-        waiting.append((placed, before, part))
+        waiting.append((placed, before, found))
         if not is_small:
             yield from flush()
     yield from flush()
@@ -168,10 +168,10 @@ def stored_columns(columns: Sequence[str], together: Sequence[MessageRange]) -> 
 
 def _make_messages(pieces: Sequence[Piece[PlacedRange]], columns: Sequence[str]) -> tuple[pa.Table, pa.Table]:
     """One table of messages from pieces that have one ``transaction_per``; and the rows that it was made of."""
-    rows = _one_table([part for _, _, part in pieces])
+    rows = _one_table([found for _, _, found in pieces])
     ranges = [placed for placed, _, _ in pieces]
-    counts = [part.num_rows for _, _, part in pieces]
-    runs = [run for placed, before, part in pieces for run in _runs(placed, before, part.num_rows)]
+    counts = [found.num_rows for _, _, found in pieces]
+    runs = [run for placed, before, found in pieces for run in _runs(placed, before, found.num_rows)]
     arrays: dict[str, pa.Array | pa.ChunkedArray] = {}
 
     def addressed(heads: Iterable[str]) -> pa.Array:
@@ -203,14 +203,14 @@ def _make_messages(pieces: Sequence[Piece[PlacedRange]], columns: Sequence[str])
     return pa.table(arrays, schema=pa.schema([MESSAGES_SCHEMA.field(c) for c in columns])), rows
 
 
-def _one_table(parts: Sequence[pa.Table]) -> pa.Table:
+def _one_table(tables: Sequence[pa.Table]) -> pa.Table:
     """Stored rows of several files. A column may have several types: another writer of messages may have made some
     files."""
-    names = parts[0].column_names
-    types = [MESSAGES_SCHEMA.field(n).type if n in STORED_COLUMNS else parts[0].schema.field(n).type for n in names]
+    names = tables[0].column_names
+    types = [MESSAGES_SCHEMA.field(n).type if n in STORED_COLUMNS else tables[0].schema.field(n).type for n in names]
     schema = pa.schema(list(zip(names, types, strict=True)))
-    cast_parts = [p if p.schema.equals(schema) else p.cast(schema) for p in parts]
-    return cast_parts[0] if len(cast_parts) == 1 else pa.concat_tables(cast_parts).combine_chunks()
+    cast_tables = [p if p.schema.equals(schema) else p.cast(schema) for p in tables]
+    return cast_tables[0] if len(cast_tables) == 1 else pa.concat_tables(cast_tables).combine_chunks()
 
 
 def _repeated(values: Iterable[object], counts: Sequence[int], kind: pa.DataType) -> pa.Array:
@@ -317,15 +317,15 @@ def read_messages(
     ranges, missing = Placements(engine, topic.__eq__).between(firsts, ends)
     for queue, first, stop in missing:
         raise OffsetOutOfRangeError(out_of_range(*queue, first, stop, first_kept))
-    parts: list[pa.Table] = []
+    tables: list[pa.Table] = []
     for messages in read_ranges(ranges, engine.read_range, engine.find_again, names, where):
         if left == 0:
             break
-        part = messages.slice(0, left)
-        parts.append(part)
-        left = None if left is None else left - part.num_rows
+        rows = messages.slice(0, left)
+        tables.append(rows)
+        left = None if left is None else left - rows.num_rows
     schema = pa.schema([SOURCE_SCHEMA.field(c) for c in names])
-    return pa.concat_tables(parts) if parts else schema.empty_table()
+    return pa.concat_tables(tables) if tables else schema.empty_table()
 
 
 def _limited_ends(firsts: Mapping[Queue, int], ends: Mapping[Queue, int], limit: int) -> dict[Queue, int]:
@@ -350,7 +350,7 @@ def _filter_of(tags: str | None, selector: str | None, now_ms: int) -> Filter | 
     return None if parsed is None else parsed.at(now_ms)
 
 
-@looks_again
+@retry_on_newest_state
 def read_topic(
     engine: Engine,
     topic: str,

@@ -43,7 +43,7 @@ class _Kept:
     def __post_init__(self) -> None:
         assert _above(self.rows, self.floor).num_rows == self.rows.num_rows, "a placement is kept that was read"
 
-    def holds(self, wanted: Spans) -> bool:
+    def covers(self, wanted: Spans) -> bool:
         """True when the rows hold every offset of these spans."""
         missing = _Missing(wanted)
         missing.found(self.rows)
@@ -125,14 +125,14 @@ class Placements:
 
     def _rows_holding(self, spans: Spans, start: Positions) -> pa.Table:
         """Placements that hold these spans, and perhaps more; all there are when the log does not hold the spans."""
-        if not self._kept.holds(spans):
+        if not self._kept.covers(spans):
             tails = self.engine.tails(refresh=False)
             if any(stop > tails.get(queue, 0) for queue, (_, stop) in spans.items()):
                 self.engine.refresh()
             version = self.engine.op_table.version
             if self._kept.reaches_down_to(spans):
                 self._read_newer(spans, version)
-            if not self._kept.holds(spans):
+            if not self._kept.covers(spans):
                 self._read_anew(spans, start, version)
         return self._kept.rows
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rmq_spark._core.client.commit_log import CommitLog
-from rmq_spark._core.inspect.consumption import kept_letters
+from rmq_spark._core.inspect.group_lag import kept_letters
 from rmq_spark._core.log.op import Who
 from rmq_spark._core.metrics.log_figures import LogFigures, LogWatch
-from rmq_spark._core.metrics.metric_names import BY_NAME, COMMON, LOG, METRICS, OF_A_WATCH, Metric
+from rmq_spark._core.metrics.metric_names import BY_NAME, COMMON, LOG, METRICS, WATCH_METRICS, Metric
 from rmq_spark._core.metrics.prometheus import prometheus
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.log_records import failure
@@ -102,7 +102,7 @@ class LogCollector(prometheus.registry.Collector):
         if twice := next((path for path in paths if paths.count(path) > 1), None):
             raise OptionError(f"the log {redacted(twice)} is given twice: its figures would be shown twice")
         self._cluster, self._node_id = cluster, node_id
-        self._omitted = OF_A_WATCH if once else frozenset[str]()
+        self._omitted = WATCH_METRICS if once else frozenset[str]()
         self._cache_s = seconds(cache_seconds, "cache_seconds")
         self._lock = threading.RLock()
         self._known: list[tuple[str, list[Sample]]] = []

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.inspect.consumption import Place, commit_times, kept_letters, queue_lags
+from rmq_spark._core.inspect.group_lag import QueueOffset, commit_times, kept_letters, queue_lags
 from rmq_spark._core.inspect.history import rolled_back_again
 from rmq_spark._core.inspect.standing import TableFigures, by_topic, table_figures
 from rmq_spark._core.inspect.undrained import Undrained
@@ -159,7 +159,7 @@ class _Seen:
     maybe_quarantined: set[str] = field(default_factory=set)
     reopened: set[str] = field(default_factory=set)
     """Half batches that were reopened, and may be rolled back again."""
-    times: dict[Place, datetime] = field(default_factory=dict)
+    times: dict[QueueOffset, datetime] = field(default_factory=dict)
 
 
 class LogWatch:
@@ -203,7 +203,7 @@ class LogWatch:
         seen, engine = self._seen, self._seen.engine
         engine.refresh()
         self._follow(seen)
-        topics, fifo = engine.topics(), engine.topic_store.seen().fifo
+        topics, fifo = engine.topics(), engine.topic_store.known().fifo
         tails, firsts, waiting = engine.tails(refresh=False), engine.firsts(refresh=False), engine.ledger.view.waiting
         now = engine.runtime.now()
         open_figures = self._open_figures(seen, now)
@@ -363,9 +363,9 @@ class LogWatch:
         return lags
 
 
-def _known_times(seen: _Seen, behind: set[Place]) -> Mapping[Place, datetime]:
-    """Return the commit times of the messages at these places. They never change, so each is read once."""
-    seen.times = {place: seen.times[place] for place in behind if place in seen.times}
+def _known_times(seen: _Seen, behind: set[QueueOffset]) -> Mapping[QueueOffset, datetime]:
+    """Return the commit times of the messages at these offsets. They never change, so each is read once."""
+    seen.times = {offset: seen.times[offset] for offset in behind if offset in seen.times}
     seen.times |= commit_times(seen.engine, sorted(behind - seen.times.keys())[:LAG_LOOKS_MAX])
     return seen.times
 

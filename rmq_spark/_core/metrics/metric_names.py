@@ -140,5 +140,5 @@ METRICS: tuple[Metric, ...] = (
     ),
 )  # fmt: skip
 BY_NAME = {metric.name: metric for metric in METRICS}
-OF_A_WATCH = frozenset(metric.name for metric in METRICS if metric.origin == LOG and START in metric.help)
+WATCH_METRICS = frozenset(metric.name for metric in METRICS if metric.origin == LOG and START in metric.help)
 """Metrics that only a long-running program can count. A short program would report 0 each time."""

@@ -36,6 +36,7 @@ class QueryListener(StreamingQueryListener):
     Parameters
     ----------
     log : CommitLog or path
+        The commit log, or its path.
     consumer_group : str, optional
         The group whose lag is logged. By default the largest lag of all groups.
     every : float

@@ -27,7 +27,7 @@ from rmq_spark._core.producer.result import result_of
 from rmq_spark._core.protocol.observe import tell_not_sent, tell_sent
 from rmq_spark._core.protocol.outcome import Outcome
 from rmq_spark._core.protocol.send import TwoPhase
-from rmq_spark._core.protocol.steps import Decide, Execute, MayBlock, Prepare, Step, finish
+from rmq_spark._core.protocol.steps import Decide, Execute, MayBlock, Prepare, Step, run_all
 from rmq_spark._core.runtime.pools import ElasticPool
 from rmq_spark.errors import TxmqError
 
@@ -73,17 +73,17 @@ class AsyncSend:
             self._fail(raised)
 
     def _start(self, step: Step) -> None:
-        """Start a step, without waiting. The thread that does the step calls :meth:`_go_on`."""
+        """Start a step, without waiting. The thread that runs the step calls :meth:`_go_on`."""
         match step:
             case Prepare(files=[OneMessage() as message]):
-                self._threads.commits.prepare_and_go_on(message, self._prepared)
+                self._threads.commits.prepare_async(message, self._prepared)
             case Execute():
                 self._pool.put(partial(self._execute, step))
             case Decide():
-                self._threads.commits.decide_and_go_on(step.decision, self._decided)
+                self._threads.commits.decide_async(step.decision, self._decided)
             case MayBlock():
                 self._leave_turn()
-                self._pool.put(partial(self._finish, step))
+                self._pool.put(partial(self._run_rest, step))
             case _:
                 raise AssertionError(step)
 
@@ -106,19 +106,19 @@ class AsyncSend:
         answer, problem = None, None
         try:
             with self._turn():
-                answer = self._in_context(partial(self._two_phase.do, step))
+                answer = self._in_context(partial(self._two_phase.run_step, step))
         except BaseException as raised:
             problem = raised
         self._leave_turn()
         self._go_on(answer, problem)
 
-    def _finish(self, step: MayBlock) -> None:
-        """Do this step and all that follow in this thread, which may wait."""
-        do = self._two_phase.do
+    def _run_rest(self, step: MayBlock) -> None:
+        """Run this step and all that follow in this thread, which may wait."""
+        run_step = self._two_phase.run_step
         try:
-            do(step)
+            run_step(step)
             with self._turn():
-                outcome = self._in_context(partial(finish, self._steps, do))
+                outcome = self._in_context(partial(run_all, self._steps, run_step))
             self._succeed(outcome)
         except BaseException as raised:
             self._fail(raised)

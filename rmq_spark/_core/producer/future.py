@@ -14,7 +14,7 @@ from typing import Any
 
 from rmq_spark._core.producer.admission import InFlight
 from rmq_spark._core.producer.result import TransactionSendResult
-from rmq_spark._core.runtime.runtime import callers, is_held
+from rmq_spark._core.runtime.runtime import callers, owns_lock
 from rmq_spark._core.vocabulary.redaction import traceback_of
 
 logger = logging.getLogger(__name__)
@@ -24,13 +24,13 @@ _METHODS = (__file__, concurrent.futures._base.__file__)
 """Files with the methods of a future."""
 
 
-def holds_a_future() -> bool:
-    """Whether this call, from ``__del__`` or a signal handler, interrupts a method that holds the lock of a send's
+def owns_future_lock() -> bool:
+    """Whether this call, from ``__del__`` or a signal handler, interrupts a method that owns the lock of a send's
     future. The end of that send needs the lock."""
     for frame in callers():
         if frame.f_code.co_filename in _METHODS:
             condition = getattr(frame.f_locals.get("self"), "_condition", None)  # not set while it is created
-            if isinstance(condition, _LazyCondition) and is_held(condition.lock):
+            if isinstance(condition, _LazyCondition) and owns_lock(condition.lock):
                 return True
     return False
 

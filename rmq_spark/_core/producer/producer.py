@@ -97,7 +97,9 @@ class TransactionMQProducer:
     Parameters
     ----------
     log : CommitLog or str
+        The commit log to send to, or its path.
     producer_group : str
+        Names the listeners that can answer for each other's transactions; a check asks one of them.
     listener : TransactionListener, optional
         Runs local transactions and answers checks. A producer without one has only :meth:`send` and :meth:`send_async`
         (RocketMQ: ``DefaultMQProducer``).
@@ -177,7 +179,7 @@ class TransactionMQProducer:
             self.engine,
             seconds(linger, "linger"),
             whole_number(max_batch_messages, "max_batch_messages", 1, AT_ONCE_MAX),
-            holds_lock=lambda: self._send_threads.holds_lock(),
+            owns_send_lock=lambda: self._send_threads.owns_send_lock(),
         )
         self.two_phase = TwoPhase(
             self.engine,
@@ -312,6 +314,7 @@ class TransactionMQProducer:
         Parameters
         ----------
         message : Message
+            The message, which is a transaction of its own.
         arg : object
             Handed to ``execute_local_transaction`` as ``batch.arg``.
         idempotency_key : str, optional
@@ -346,6 +349,7 @@ class TransactionMQProducer:
         transaction_key : str, optional
             A column of the table.
         transaction_per : {"batch", "message"}, optional
+            What makes a transaction without a ``transaction_key``: the whole batch by default.
         arg : object, optional
             Passed to the listener as ``batch.arg``.
         idempotency_key : str, optional

@@ -10,13 +10,13 @@ from typing import Any
 from rmq_spark._core.log.single_messages import OneMessage
 from rmq_spark._core.producer.admission import Admission, InFlight, UnderWay
 from rmq_spark._core.producer.async_send import AsyncSend
-from rmq_spark._core.producer.future import SendFuture, holds_a_future
+from rmq_spark._core.producer.future import SendFuture, owns_future_lock
 from rmq_spark._core.producer.result import TransactionSendResult
 from rmq_spark._core.protocol.group_commit import GroupCommit
 from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime.callables import name_of
 from rmq_spark._core.runtime.pools import ElasticPool, is_in_pool
-from rmq_spark._core.runtime.runtime import Runtime, callers, is_held
+from rmq_spark._core.runtime.runtime import Runtime, callers, owns_lock
 
 
 class SendThreads:
@@ -48,10 +48,10 @@ class SendThreads:
         pools = (self.senders, self.listeners, self._callers)
         self._locks = (under_way.lock, self.in_flight.changed, self.admission.lock, *(pool.lock for pool in pools))
 
-    def holds_lock(self) -> bool:
-        """Whether this thread holds a lock that the end of a send takes: ``__del__`` or a signal handler interrupts the
-        holder."""
-        return any(map(is_held, self._locks)) or holds_a_future()
+    def owns_send_lock(self) -> bool:
+        """Whether this thread owns a lock that the end of a send takes: ``__del__`` or a signal handler interrupts the
+        owner."""
+        return any(map(owns_lock, self._locks)) or owns_future_lock()
 
     def start_shared(self, two_phase: TwoPhase, message: Callable[[], OneMessage], arg: Any) -> SendFuture:
         """Send one message in threads that all sends share. ``message`` makes its half file; an exception of it is the

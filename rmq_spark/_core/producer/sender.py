@@ -57,7 +57,7 @@ class Sender:
             raise MessageError("no messages were given: a half batch has at least one")
         if (tracer := tracing()) is None:
             return self._send(request)
-        fifo = self.engine.topic_store.seen().fifo
+        fifo = self.engine.topic_store.known().fifo
         with tracer.sending(
             self.engine.path, self.producer_group, request.batch, request.topic, not request.is_plain, fifo
         ) as (traced, span):

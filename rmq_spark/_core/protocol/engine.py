@@ -12,7 +12,8 @@ import pyarrow as pa
 from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.archive import Archived
 from rmq_spark._core.log.batch_state import BatchState
-from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.log.clock_doubt import doubt_s
+from rmq_spark._core.log.damage import retry_on_newest_state
 from rmq_spark._core.log.decision import Decided, Decision
 from rmq_spark._core.log.group_table import GroupTable
 from rmq_spark._core.log.half import HalfFile, HalfRows
@@ -25,7 +26,6 @@ from rmq_spark._core.log.log_tables import LogTables
 from rmq_spark._core.log.message_columns import require_known_topic
 from rmq_spark._core.log.message_range import MessageRange, PlacedRange, out_of_range
 from rmq_spark._core.log.op_view import Tails
-from rmq_spark._core.log.second_look import doubt_s
 from rmq_spark._core.log.staged_batches import PrepareError, Staged
 from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.messages.border import Drained
@@ -76,7 +76,7 @@ class Engine:
         self._groups: GroupTable | None = None
         self._messages: Table | None = None
 
-    def looked_at(self) -> Iterable[Table]:
+    def tables_to_refresh(self) -> Iterable[Table]:
         """The tables that this engine reads, without ``groups``."""
         return (self.half.table, self.op_table, self.topics_table, self.messages_table)
 
@@ -134,7 +134,7 @@ class Engine:
         return self._groups is not None or self._tables.has_groups()
 
     def tables(self) -> list[Table]:
-        """The tables that exist, as they were last read. Before the first use of ``groups`` that table does not."""
+        """The tables that exist, as they were last read. ``groups`` exists from its first use on."""
         tables = [self.half.table, self.op_table, self.topics_table, self.messages_table]
         return [*tables, self.groups.table] if self._tables.has_groups() else tables
 
@@ -154,7 +154,7 @@ class Engine:
         return topics[name]
 
     def clock_doubt_s(self, note: bool = True) -> float:
-        """Seconds by which this machine's clock may be ahead: see :func:`~rmq_spark._core.log.second_look.doubt_s`."""
+        """Seconds by which this machine's clock may be ahead: see :func:`~rmq_spark._core.log.clock_doubt.doubt_s`."""
         return doubt_s(self, note)
 
     # ------------------------------------------------------------------ a half batch, from its files to its verdicts
@@ -165,7 +165,7 @@ class Engine:
     def with_runtime(self, writer: HalfWriter) -> HalfWriter:
         return writer if writer.runtime is self.runtime else replace(writer, runtime=self.runtime)
 
-    @looks_again
+    @retry_on_newest_state
     def last_batch_id(self, app_id: str, refresh: bool = True) -> int | None:
         """The newest batch id that this application prepared; without ``refresh``, as of the last read."""
         with self.lock:
@@ -186,7 +186,7 @@ class Engine:
         record = self.find(app_id, batch_id)
         return None if record is None else record.header
 
-    @looks_again
+    @retry_on_newest_state
     def find(self, app_id: str, batch_id: int) -> HalfRecord | None:
         """The half batch of an application and batch id. Once it has left, the record has only its archive."""
         with self.lock:
@@ -195,7 +195,7 @@ class Engine:
             archived = self.ledger.archived_as(app_id, batch_id) if record is None else None
             return record if archived is None else HalfRecord.of_archived(archived)
 
-    @looks_again
+    @retry_on_newest_state
     def get(self, half_id: str) -> HalfRecord:
         """The half batch of this id. HalfBatchNotFoundError: there is none. HalfBatchLeftError: it has left."""
         with self.lock:
@@ -207,13 +207,14 @@ class Engine:
                     raise
                 raise archived.left_error() from None
 
-    @looks_again
+    @retry_on_newest_state
     def archived(self, half_id: str) -> Archived | None:
         """The archive of a half batch that was settled and has left ``half``; None for any other."""
         return self.ledger.archived(half_id)
 
     def _has_left_elsewhere(self, half_id: str) -> bool:
-        """Whether a half batch has left. A new handle looks, so that this one stays at the ``op`` it has read."""
+        """Whether a half batch has left. A new handle reads ``op``, so that this handle stays at the version that it
+        has read."""
         return self.another().archived(half_id) is not None
 
     def prepare(self, staged: Sequence[Staged]) -> list[HalfRecord | PrepareError]:
@@ -240,14 +241,14 @@ class Engine:
         return results
 
     def still_in_half(self, half_ids: Collection[str]) -> set[str]:
-        """The half batches among these ids that are still in the table ``half``. No check asks about the others: they
-        are settled and have left, or were never prepared."""
+        """The ids whose half batches are still in the table ``half``. No check asks about the others: they are settled
+        and have left, or were never prepared."""
         with self.lock:
             counted = self.half.contents.counted()
             # A file that cannot be read may have any of them.
             return set(half_ids) if counted.unreadable else set(half_ids).intersection(counted)
 
-    @looks_again
+    @retry_on_newest_state
     def half_batch(
         self,
         record: HalfRecord,
@@ -255,21 +256,21 @@ class Engine:
         attempt: int,
         rows: RowSet,
         arg: Any = None,
-        held: HalfRows | pa.Table | None = None,
+        in_memory: HalfRows | pa.Table | None = None,
     ) -> HalfBatch:
-        """The half batch as a listener sees it: these rows, all under one attempt. ``held``: all rows of the half
+        """The half batch as a listener sees it: these rows, all under one attempt. ``in_memory``: all rows of the half
         batch, or some of their columns, if the caller has them."""
-        return half_batch_of(self, record, state, attempt, rows, arg, held)
+        return half_batch_of(self, record, state, attempt, rows, arg, in_memory)
 
-    @looks_again
+    @retry_on_newest_state
     def state_of(self, record: HalfRecord, refresh: bool = True) -> BatchState:
         """The state of a half batch by its newest op markers; without ``refresh``, by those read last."""
         return self.ledger.state_of(record, refresh)
 
-    @looks_again
+    @retry_on_newest_state
     def small_batches(self, half_ids: Collection[str]) -> list[tuple[HalfRecord, BatchState, pa.Table]]:
-        """The small ones of these half batches, read together, with their newest states and all their rows (the
-        columns ``SMALL_COLUMNS``). A half batch that cannot be read, or has left, is left out."""
+        """The small half batches among these, read together, with their newest states and all their rows (the columns
+        ``SMALL_COLUMNS``). A half batch that cannot be read, or has left, is missing."""
         batches: list[tuple[HalfRecord, BatchState, pa.Table]] = []
         with self.lock:
             small = self.half.find_small(half_ids, SMALL_ROWS_MAX)
@@ -287,9 +288,9 @@ class Engine:
         return decided
 
     # ------------------------------------------------------------------ what is open
-    @looks_again
+    @retry_on_newest_state
     def open_half_ids(self) -> list[str]:
-        """The ids of half batches that may have pending rows, oldest first. None is read, so that an unreadable one
+        """The ids of half batches that may have pending rows, oldest first. No half batch is read, so an unreadable one
         does not hide the others."""
         half_ids = self.ledger.open_half_ids()
         reach("open batches listed")
@@ -300,7 +301,7 @@ class Engine:
         """Read the new rows of ``op``, and return its version."""
         return self.ledger.refresh()
 
-    @looks_again
+    @retry_on_newest_state
     def tails(self, refresh: bool = True) -> Tails:
         """The next offset of every queue that has messages, by (topic, queue_id)."""
         with self.lock:
@@ -308,7 +309,7 @@ class Engine:
                 self.ledger.refresh()
             return self.ledger.view.tails
 
-    @looks_again
+    @retry_on_newest_state
     def firsts(self, refresh: bool = True) -> Tails:
         """The first offset that is kept, by (topic, queue_id), of queues with expired messages."""
         with self.lock:
@@ -325,7 +326,7 @@ class Engine:
         return self.half.read_range(wanted, columns, where)
 
     def find_again(self, lost: MessageRange) -> list[MessageRange]:
-        """Where messages lie now whose file was removed after a read was planned. LostFileError: they are nowhere."""
+        """Where messages lie now, if their file was removed after a read was planned. LostFileError: nowhere."""
         self.refresh()
         if isinstance(lost, PlacedRange):
             has_left = self.archived(lost.rows.half_id) is not None

@@ -6,7 +6,7 @@
     thread 2 ── files ─┼─ one commit to half ┼─ local transaction ─┼─ one commit to op ─▶ three results
     thread 3 ── files ─┘                     └─ local transaction ─┘
 
-Requests that come during a commit share the next one. A single thread waits for no other.
+Requests that come during a commit share the next commit. A single thread waits for no other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.single_messages import OneMessage, arrange
 from rmq_spark._core.log.staged_batches import PrepareError, Staged
 from rmq_spark._core.runtime.failpoints import reach
-from rmq_spark._core.runtime.runtime import Runtime, callers, is_held
+from rmq_spark._core.runtime.runtime import Runtime, callers, owns_lock
 from rmq_spark._core.vocabulary.redaction import traceback_of
 from rmq_spark.errors import (
     CorruptLogError,
@@ -42,14 +42,14 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE_MAX = 2048
 """Half batches in one commit: with those of a shared file, at most 128 MiB of messages."""
-GATHERING_S = 0.002
-"""Seconds between two looks of a commit thread that waits for more requests."""
-GATHERS_FOR = 3
-"""It waits at most as long as this many commits take."""
-GATHERS_S_MAX = 0.25
-"""It waits at most this many seconds, and not at all when it starts later than this after a commit."""
-OF_ONE = (LostStagedFileError, CorruptLogError)
-"""Errors that one half batch of a commit causes. The half batches are then committed one by one."""
+GATHER_POLL_S = 0.002
+"""Seconds between two looks of a commit thread that gathers requests."""
+GATHER_COMMITS_MAX = 3
+"""A commit thread gathers at most as long as this many commits take."""
+GATHER_S_MAX = 0.25
+"""A commit thread gathers at most this many seconds. If the last commit ended longer ago, it does not gather."""
+SINGLE_BATCH_ERRORS = (LostStagedFileError, CorruptLogError)
+"""Errors that one half batch of a commit causes. Then the half batches are committed one by one."""
 
 Request = TypeVar("Request")
 Result = TypeVar("Result")
@@ -60,11 +60,11 @@ Stageable = HalfFile | HalfRows | OneMessage
 
 
 class GroupCommit:
-    """Lets the half batches of many threads share commits. Threads of its own commit, so an interrupt in a caller's
-    thread ends only that thread's wait.
+    """Lets the half batches of many threads share commits. It commits in threads of its own, so an interrupt in a
+    caller's thread ends only that thread's wait.
 
-    A prepare waits ``linger_s`` seconds for others to share its commit, unless there are ``at_once_max`` of them.
-    ``holds_lock`` returns whether this thread holds a lock that the callback of an answer takes.
+    A prepare waits ``linger_s`` seconds for others to share its commit, or until ``at_once_max`` have come.
+    ``owns_send_lock`` returns whether this thread owns a lock that the callback of an answer takes.
     """
 
     def __init__(
@@ -72,16 +72,21 @@ class GroupCommit:
         engine: Engine,
         linger_s: float = 0.0,
         at_once_max: int = AT_ONCE_MAX,
-        holds_lock: Callable[[], bool] = lambda: False,
+        owns_send_lock: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine = engine
-        self._holds_lock = holds_lock
-        runtime, needs = engine.runtime, engine.lock
+        self._owns_send_lock = owns_send_lock
+        runtime, commit_lock = engine.runtime, engine.lock
         self._prepares: CommitQueue[OneMessage | Staged, HalfRecord | TxmqError] = CommitQueue(
-            runtime, "txmq-prepare", self._prepare, linger_s, at_once_max, needs=needs
+            runtime, "txmq-prepare", self._prepare, linger_s, at_once_max, commit_lock=commit_lock
         )
         self._decides: CommitQueue[Decision, Decided] = CommitQueue(
-            runtime, "txmq-decide", engine.decide, at_once_max=at_once_max, beside=self._prepares, needs=needs
+            runtime,
+            "txmq-decide",
+            engine.decide,
+            at_once_max=at_once_max,
+            sibling=self._prepares,
+            commit_lock=commit_lock,
         )
 
     def hurry(self, hurries: bool = True) -> None:
@@ -90,11 +95,11 @@ class GroupCommit:
 
     @property
     def may_wait(self) -> bool:
-        """Whether this thread may wait for a commit. A thread that commits, or holds a lock that a commit needs, may
+        """Whether this thread may wait for a commit. A thread that commits, or owns a lock that a commit needs, may
         not: code that Python calls in its midst (a signal handler, ``__del__``, a log handler) would wait for the
         thread itself."""
         queues = (self._prepares, self._decides)
-        return not (any(queue.is_held for queue in queues) or is_within(queues) or self._holds_lock())
+        return not (any(queue.owns_commit_lock for queue in queues) or is_within(queues) or self._owns_send_lock())
 
     def require_may_wait(self) -> None:
         """Raise OptionError in a thread that may not wait for a commit."""
@@ -106,29 +111,27 @@ class GroupCommit:
             )
 
     def prepare(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
-        """Commit staged files together with those of other threads. Rows and messages are written to files first. A
-        problem with one of them that :meth:`Engine.prepare` does not return is raised. The others may be prepared."""
+        """Commit staged files together with those of other threads. Rows and messages are written to files first.
+        Raises what :meth:`Engine.prepare` raises for one half batch; the others may be prepared."""
         self.require_may_wait()
         answers = self._prepares.ask({batch.header.name: batch for batch in staged})
-        return [_answer(answer, HalfRecord | PrepareError) for answer in answers]
+        return [_require(answer, HalfRecord | PrepareError) for answer in answers]
 
-    def prepare_and_go_on(self, message: OneMessage, then: Then[HalfRecord | TxmqError]) -> None:
-        """:meth:`prepare` one message without waiting: ``then`` is called with the result.
-
-        The commit thread calls it, so it must not wait, and must not raise.
-        """
-        self._prepares.put(message, message.header.name, then)
+    def prepare_async(self, message: OneMessage, on_answer: OnAnswer[HalfRecord | TxmqError]) -> None:
+        """:meth:`prepare` one message without waiting. The commit thread calls ``on_answer``, which must not wait and
+        must not raise."""
+        self._prepares.put(message, message.header.name, on_answer)
 
     def decide(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
-        """Make verdicts final together with those of other threads. A problem with one of them that
-        :meth:`Engine.decide` does not return is raised. The others may be decided."""
+        """Make verdicts final together with those of other threads. Raises what :meth:`Engine.decide` raises for one
+        half batch; the others may be decided."""
         self.require_may_wait()
         answers = self._decides.ask({decision.record.half_id: decision for decision in decisions})
-        return [_answer(answer, Decided) for answer in answers]
+        return [_require(answer, Decided) for answer in answers]
 
-    def decide_and_go_on(self, decision: Decision, then: Then[Decided]) -> None:
-        """:meth:`decide` without waiting: see :meth:`prepare_and_go_on`."""
-        self._decides.put(decision, decision.record.half_id, then)
+    def decide_async(self, decision: Decision, on_answer: OnAnswer[Decided]) -> None:
+        """:meth:`decide` without waiting: see :meth:`prepare_async`."""
+        self._decides.put(decision, decision.record.half_id, on_answer)
 
     def _prepare(self, requests: Sequence[OneMessage | Staged]) -> list[HalfRecord | TxmqError]:
         problems = arrange([file for request in requests for file in request.files if isinstance(file, OneMessage)])
@@ -143,43 +146,43 @@ class GroupCommit:
         return [problems.get(request.header.half_id) or next(prepared) for request in requests]
 
 
-def _answer(answer: Any, expected: type | UnionType) -> Any:
+def _require(answer: Any, expected: type | UnionType) -> Any:
     if isinstance(answer, expected):
         return answer
     raise answer
 
 
-Then: TypeAlias = Callable[[Result | None, BaseException | None], None]
-"""Called with the answer to a request, or with its problem."""
+OnAnswer: TypeAlias = Callable[[Result | None, BaseException | None], None]
+"""A function that is called with the answer to a request, or with its problem."""
 
 
 class _Entry(Generic[Request, Result]):
-    """A request that waits in a queue, and its callback."""
+    """A request that waits in a queue, and its callback. ``key`` names the half batch."""
 
-    __slots__ = ("about", "answer", "problem", "request", "then")
+    __slots__ = ("answer", "key", "on_answer", "problem", "request")
 
-    def __init__(self, request: Request, about: str, then: Then[Result]) -> None:
+    def __init__(self, request: Request, key: str, on_answer: OnAnswer[Result]) -> None:
         self.request = request
-        self.about = about
-        self.then = then
+        self.key = key
+        self.on_answer = on_answer
         self.answer: Result | None = None
         self.problem: BaseException | None = None
 
-    def tell(self) -> None:
-        """Call ``then`` with the answer or the problem."""
+    def call_back(self) -> None:
+        """Call ``on_answer`` with the answer or the problem."""
         try:
-            self.then(self.answer, self.problem)
+            self.on_answer(self.answer, self.problem)
         except BaseException as problem:  # the other callbacks must be called, too
-            logger.error("what follows on half batch %r ended: %s", self.about, traceback_of(problem))
+            logger.error("what follows on half batch %r ended: %s", self.key, traceback_of(problem))
 
 
 class CommitQueue(Generic[Request, Result]):
-    """Makes one commit after the other, each for all requests that wait by then. ``commit`` takes requests about
+    """Makes one commit after the other, each for all requests that wait at its start. ``commit`` takes requests about
     different half batches and returns an answer for each.
 
     Its thread starts with the first request and ends when none is left. So an idle program has no thread, and Python
-    exits after the commits that are under way. The first request waits ``linger_s`` seconds for others. Senders go to
-    the queue ``beside`` after this one, and come from there. ``needs`` is a lock that a commit takes.
+    exits after the commits that are under way. The first request waits ``linger_s`` seconds for others. A sender uses
+    two queues in turn: it prepares in one, and decides in the other, the ``sibling``. A commit takes ``commit_lock``.
     """
 
     def __init__(
@@ -189,67 +192,67 @@ class CommitQueue(Generic[Request, Result]):
         commit: Callable[[Sequence[Request]], Sequence[Result]],
         linger_s: float = 0.0,
         at_once_max: int = AT_ONCE_MAX,
-        beside: CommitQueue[Any, Any] | None = None,
-        needs: object = None,
+        sibling: CommitQueue[Any, Any] | None = None,
+        commit_lock: object = None,
     ) -> None:
         self._runtime = runtime
         self.hurries = False
-        self._needs = needs
+        self._commit_lock = commit_lock
         self._linger_s = linger_s
         self._at_once_max = at_once_max
         self._name = name
         self._commit = commit
         self._lock = runtime.lock()
         self._waiting: deque[_Entry[Request, Result]] = deque()
-        self._runs = False
-        self._sizes = deque([1], 2)  # of the last groups, each with the requests under way beside it
+        self._has_thread = False
+        self._group_sizes = deque([1], 2)  # of the last two groups, each with the requests under way in the sibling
         self._commit_s = 0.0  # duration of the last commit
         self._ended_s = 0.0
-        self._under_way = 0  # requests of the commit that is running
-        self._beside: CommitQueue[Any, Any] = self if beside is None else beside
-        self._beside._beside = self
+        self._committing = 0  # requests of the commit that is running
+        self._sibling: CommitQueue[Any, Any] = self if sibling is None else sibling
+        self._sibling._sibling = self
 
     @property
-    def is_held(self) -> bool:
+    def owns_commit_lock(self) -> bool:
         """Whether this thread has a lock that a commit needs."""
-        return is_held(self._lock) or is_held(self._needs)
+        return owns_lock(self._lock) or owns_lock(self._commit_lock)
 
-    def put(self, request: Request, about: str, then: Then[Result]) -> None:
-        """Add a request. The commit thread calls ``then`` with the result.
+    def put(self, request: Request, key: str, on_answer: OnAnswer[Result]) -> None:
+        """Add a request. The commit thread calls ``on_answer`` with the result.
 
         When no thread can be started, the caller's thread commits.
         """
-        self._put([_Entry(request, about, then)])
+        self._put([_Entry(request, key, on_answer)])
 
     def ask(self, requests: Mapping[str, Request]) -> list[Result | BaseException]:
-        """Add requests, by half id; wait for their commits; return the answer or the problem of each."""
+        """Add requests, by key; wait for their commits; return the answer or the problem of each."""
         waits: list[tuple[_Entry[Request, Result], threading.Event]] = []
-        for about, request in requests.items():
+        for key, request in requests.items():
             done = self._runtime.event()
-            waits.append((_Entry(request, about, lambda *_, done=done: done.set()), done))
+            waits.append((_Entry(request, key, lambda *_, done=done: done.set()), done))
         self._put([entry for entry, _ in waits])
         for _, done in waits:
             done.wait()
         return [cast(Result, entry.answer) if entry.problem is None else entry.problem for entry, _ in waits]
 
     def _put(self, entries: Sequence[_Entry[Request, Result]]) -> None:
-        has_thread = True
+        started = True
         with self._lock:
             try:
                 self._waiting.extend(entries)
-                if not self._runs:
-                    self._runs = True
-                    has_thread = self._start_thread()
+                if not self._has_thread:
+                    self._has_thread = True
+                    started = self._start_thread()
             except BaseException:  # an interrupt. Two threads that work do no harm
                 for entry in entries:
                     with suppress(ValueError):
                         self._waiting.remove(entry)
-                self._runs = False
+                self._has_thread = False
                 if self._waiting:  # code that Python called in our midst added them, and relied on this thread
-                    self._runs = self._start_thread()
+                    self._has_thread = self._start_thread()
                 raise
         reach("commit awaited", queue=self._name)
-        if not has_thread:
+        if not started:
             self._work()
 
     def _start_thread(self) -> bool:
@@ -262,81 +265,81 @@ class CommitQueue(Generic[Request, Result]):
     def _work(self) -> None:
         try:
             self._gather()
-            while group := self._next():
+            while group := self._next_group():
                 began_s = self._runtime.monotonic()
-                self._sizes.append(len(group) + self._beside._under_way)
-                self._under_way = len(group)
-                self._answer(group)
-                self._under_way = 0
+                self._group_sizes.append(len(group) + self._sibling._committing)
+                self._committing = len(group)
+                self._commit_group(group)
+                self._committing = 0
                 self._ended_s = self._runtime.monotonic()
                 self._commit_s = self._ended_s - began_s
                 self._gather()
         except BaseException as problem:  # such as MemoryError: all that wait get it; a later request starts a thread
             with self._lock:
-                self._runs = False
+                self._has_thread = False
                 entries, self._waiting = self._waiting, deque()
             for entry in entries:
                 entry.problem = _copy_of(problem)
-                entry.tell()
+                entry.call_back()
             logger.error("%s ended, and the next request starts it anew: %s", self._name, traceback_of(problem))
 
     def _gather(self) -> None:
-        """Wait for as many requests as came lately. The senders of the last group come again soon, one after the other.
+        """Wait for as many requests as the last groups had, because their senders come again soon, one after the other.
         Without this wait, the first sender to return would commit alone, and all others would wait for its commit. And
-        when half of the senders prepare while the others decide, they would stay two groups for ever, with twice as
-        many commits."""
+        senders of which half prepare while half decide would stay two groups for ever, with twice as many commits."""
         began_s = self._runtime.monotonic()
         linger_until_s = began_s + self._linger_s
-        last_s = began_s + min(GATHERS_FOR * self._commit_s, GATHERS_S_MAX)
-        if began_s > max(self._ended_s, self._beside._ended_s) + GATHERS_S_MAX and not self._beside._under_way:
+        last_s = began_s + min(GATHER_COMMITS_MAX * self._commit_s, GATHER_S_MAX)
+        if began_s > max(self._ended_s, self._sibling._ended_s) + GATHER_S_MAX and not self._sibling._committing:
             last_s = began_s
         while 0 < (waiting := len(self._waiting)) < self._at_once_max:
             now_s = self._runtime.monotonic()
-            come_until_s = max(began_s, self._beside._ended_s) + self._commit_s
-            until_s = last_s if self._beside._under_way else min(last_s, come_until_s)
+            come_until_s = max(began_s, self._sibling._ended_s) + self._commit_s
+            until_s = last_s if self._sibling._committing else min(last_s, come_until_s)
             lingers = now_s < linger_until_s and not self.hurries
-            if not lingers and (now_s >= until_s or waiting >= max(self._sizes)):
+            if not lingers and (now_s >= until_s or waiting >= max(self._group_sizes)):
                 return
-            self._runtime.sleep(GATHERING_S)
+            self._runtime.sleep(GATHER_POLL_S)
 
-    def _next(self) -> list[_Entry[Request, Result]]:
-        """Take the next group, each half batch once. An empty group ends the thread; a later request starts one."""
+    def _next_group(self) -> list[_Entry[Request, Result]]:
+        """Take the next group, with each half batch once. An empty group ends the thread; a later request starts
+        another."""
         with self._lock:
             while True:
-                group = self._group()
-                self._runs = bool(group)
+                group = self._take_group()
+                self._has_thread = bool(group)
                 # Python may call us in our midst (__del__, a signal handler). A request that was added before that line
                 # started no thread, so look again.
                 if group or not self._waiting:
                     return group
 
-    def _group(self) -> list[_Entry[Request, Result]]:
+    def _take_group(self) -> list[_Entry[Request, Result]]:
         group: dict[str, _Entry[Request, Result]] = {}
         later: list[_Entry[Request, Result]] = []
         while self._waiting and len(group) < self._at_once_max:
             entry = self._waiting.popleft()
-            if group.setdefault(entry.about, entry) is not entry:
+            if group.setdefault(entry.key, entry) is not entry:
                 later.append(entry)
         self._waiting.extendleft(reversed(later))
         return list(group.values())
 
-    def _answer(self, group: Sequence[_Entry[Request, Result]]) -> None:
+    def _commit_group(self, group: Sequence[_Entry[Request, Result]]) -> None:
         try:
-            reach("shared commit begins", queue=self._name, about=[entry.about for entry in group])
+            reach("shared commit begins", queue=self._name, about=[entry.key for entry in group])
             answers = self._commit([entry.request for entry in group])
             for entry, answer in zip(group, answers, strict=True):
                 entry.answer = answer
-        except OF_ONE as problem:
+        except SINGLE_BATCH_ERRORS as problem:
             if len(group) > 1:
                 for entry in group:
-                    self._answer([entry])
+                    self._commit_group([entry])
                 return
             group[0].problem = problem
         except BaseException as problem:  # a panic of delta-rs is no Exception; the waiting threads must get it
             for entry in group:
                 entry.problem = problem if len(group) == 1 else _copy_of(problem)
         for entry in group:
-            entry.tell()
+            entry.call_back()
 
 
 def is_within(queues: Collection[CommitQueue[Any, Any]]) -> bool:

@@ -1,4 +1,4 @@
-"""The half batch as a listener sees it: its rows are read when it asks for them."""
+"""The half batch as a listener sees it. Its rows are read when the listener asks for them."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def half_batch_of(
     attempt: int,
     rows: RowSet,
     arg: Any = None,
-    held: HalfRows | pa.Table | None = None,
+    in_memory: HalfRows | pa.Table | None = None,
 ) -> HalfBatch:
-    """The half batch as a listener sees it: these rows, all under one attempt. ``held``: all rows of the half batch in
-    send order, or some of their columns, if the caller has them."""
+    """The half batch as a listener sees it: these rows, all under one attempt. ``in_memory``: all rows of the half
+    batch in send order, or some of their columns, if the caller has them."""
     return HalfBatch(
         half_id=record.half_id,
         app_id=record.header.app_id,
@@ -52,7 +52,7 @@ def half_batch_of(
         transaction_per=record.header.transaction_per,
         fence_id=record.header.fence_id,
         staged_ms=record.staged_ms,
-        rows=_LogRows(engine, record, rows, held),
+        rows=_LogRows(engine, record, rows, in_memory),
         log_id=engine.id,
         arg=arg,
     )
@@ -61,8 +61,8 @@ def half_batch_of(
 def _began_at(engine: Engine, record: HalfRecord, state: BatchState, attempt: int) -> datetime:
     """When an attempt began.
 
-    A clock that was ahead has written times in the future. Later half batches are prepared after those, so none would
-    be old enough for a check. Then the time of staging counts, or an assumed age when that is in the future, too.
+    A clock that was ahead may have written times in the future. Later half batches are prepared after those times, so
+    no check would find them old enough. Then the staging time counts, or an assumed age if that is in the future, too.
     """
     now = engine.runtime.now()
     for began_at in (state.opened_at.get(attempt, record.prepared_at), record.staged_at):
@@ -72,8 +72,8 @@ def _began_at(engine: Engine, record: HalfRecord, state: BatchState, attempt: in
 
 
 class _LogRows:
-    def __init__(self, engine: Engine, record: HalfRecord, rows: RowSet, held: HalfRows | pa.Table | None) -> None:
-        self._engine, self._record, self.rows, self._held = engine, record, rows, held
+    def __init__(self, engine: Engine, record: HalfRecord, rows: RowSet, in_memory: HalfRows | pa.Table | None) -> None:
+        self._engine, self._record, self.rows, self._in_memory = engine, record, rows, in_memory
 
     @property
     def is_all(self) -> bool:
@@ -93,13 +93,13 @@ class _LogRows:
         return ranges_of(self._record, self.rows)
 
     def read(self, columns: Sequence[str]) -> pa.Table:
-        table = self._held.table if isinstance(self._held, HalfRows) else self._held
+        table = self._in_memory.table if isinstance(self._in_memory, HalfRows) else self._in_memory
         if table is not None and set(columns).issubset(table.column_names):
-            held = table.select(list(columns))
+            chosen_columns = table.select(list(columns))
             if self.is_all:
-                return held
+                return chosen_columns
             chosen = [self.rows.get(n) or bytes(file.rows) for n, file in self._record.files.items()]
-            return held.filter(booleans_of(b"".join(chosen)))
+            return chosen_columns.filter(booleans_of(b"".join(chosen)))
         return self._engine.half.read(self._record, self.rows, columns)
 
     def to_spark(self, spark: SparkSession) -> DataFrame:

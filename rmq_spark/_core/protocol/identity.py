@@ -243,9 +243,9 @@ class Lineage:
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
 
-    def holds(self, batch_id: int, input_hash: str) -> bool:
-        """Whether this batch was sent from the checkpoint: its offsets have this hash, or :meth:`keep` recorded it.
-        OptionError: the checkpoint cannot be read."""
+    def contains(self, batch_id: int, input_hash: str) -> bool:
+        """Whether this batch was sent from the checkpoint: its offsets have this hash, or it was recorded by
+        :meth:`record`. OptionError: the checkpoint cannot be read."""
         try:
             offsets = self._folder.read(f"offsets/{batch_id}")
             if offsets is not None and input_hash_of(offsets) == input_hash:
@@ -254,8 +254,8 @@ class Lineage:
         except OSError as problem:
             raise _unreadable(self._folder.name, problem) from cause_of(problem)
 
-    def keep(self, batch_id: int, input_hash: str) -> None:
-        """Record the last batch that was sent. When the checkpoint cannot be written to, a warning is logged."""
+    def record(self, batch_id: int, input_hash: str) -> None:
+        """Record the last batch that was sent. If the checkpoint cannot be written to, log a warning."""
         try:
             if self._last_batch() != (batch_id, input_hash):
                 content = json.dumps({"batch_id": batch_id, "input_hash": input_hash})
@@ -362,8 +362,8 @@ class _SparkFolder:
 
 
 def require_same_log(location: str, storage_options: Mapping[str, str] | None, log_id: str, log_path: str) -> None:
-    """Raise CheckpointMismatchError unless a query's earlier micro-batches went into this commit log, by the file in
-    the checkpoint: each log would lack messages of the query. A checkpoint without the file gets it, if Python may
+    """Raise CheckpointMismatchError when the checkpoint's file names another commit log for the query's earlier
+    micro-batches: each log would lack messages of the query. A checkpoint without the file gets one, if Python may
     write there."""
     if (location, log_id) in _known_logs:
         return

@@ -17,12 +17,11 @@ LINGER_S = 0.05
 
 
 class LeaseKeeper:
-    """Renews the leases of all local transactions that run, several in one commit. A lease lasts ``lease_s``. It is
-    written when a transaction has run for a third of this, and again after each further third. So a short transaction
-    gets none.
+    """Renews the leases of all running local transactions, several in one commit. A lease lasts ``lease_s``. It is
+    written after a third of that time, and again after each further third. So a short transaction gets no lease.
 
-    One thread renews them all. It starts with the first transaction, and ends soon after the last. Adding or removing a
-    lease usually takes no lock, because many threads would wait for it longer than their transactions take::
+    One thread renews all leases. It starts with the first transaction, and ends soon after the last. Adding or removing
+    a lease usually takes no lock: many threads would wait for the lock longer than their transactions take::
 
         lease_s = 60     0 s        20 s         40 s        60 s
         transaction      begins ─── runs on ──── runs on ─── ends
@@ -63,7 +62,7 @@ class LeaseKeeper:
                     raise
 
     def remove(self, lease: Lease) -> None:
-        """Stop renewing a lease. Waits for a commit that may be writing it."""
+        """Stop renewing a lease, after a commit that may be writing it has ended."""
         self._running.pop(lease, None)
         if not self._running:
             self._idle.set()
@@ -138,5 +137,5 @@ class Lease(AbstractContextManager[None]):
         self.end()
 
     def end(self) -> None:
-        """Stop renewing it, also after an interrupt while ``with`` enters or leaves."""
+        """Stop renewing the lease, also after an interrupt while ``with`` enters or leaves."""
         self._keeper.remove(self)

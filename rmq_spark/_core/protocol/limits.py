@@ -57,7 +57,7 @@ class _Pending(NamedTuple):
 class PendingGuard:
     """Refuses new half batches of a producer group that has too much pending.
 
-    Threads and programs that send at the same moment may exceed the limit, by one half batch each.
+    Each thread or program that sends at the same moment may exceed the limit by one half batch.
     """
 
     def __init__(self, engine: Engine, limits: PendingLimits) -> None:
@@ -96,7 +96,7 @@ class PendingGuard:
         self._warned = bool(near)
 
     def _pending(self) -> list[_Pending]:
-        """The pending half batches of all groups. Each is read once, when it is first seen."""
+        """The pending half batches of all groups. A half batch is read once, when it first appears."""
         seen = self._seen
         self._seen = {
             half_id: pending

@@ -25,10 +25,10 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
 )
 
-OF_THE_LOG = (
+LOG_ERRORS = (
     StorageError, CommitError, ClockError, CorruptLogError, NotACommitLogError, LogFormatError, OSError, MemoryError,
 )  # fmt: skip
-"""Errors of the log and its store. After the prepare they leave the half batch pending, and do not tell its outcome."""
+"""Errors of the log and its store. After the prepare they leave the half batch pending, with an unknown outcome."""
 
 
 @dataclass
@@ -50,12 +50,12 @@ class Outcome:
 
 @dataclass
 class Run:
-    """One run of one half batch. It executes only what it prepared or reopened itself (``executed``: the attempt, and
-    its rows), and checks everything else.
+    """One run of one half batch. A run executes only rows that it prepared or reopened itself (``executed``: the
+    attempt, and its rows), and checks all others.
 
-    ``store_id`` is the listener's, as it is now. ``held`` are all rows of a half batch that this run has prepared, so
-    that they need not be read from their file. ``numbered`` is from the sender's header: a header that is read from the
-    log does not have it. ``unknown_because`` is what the listener said at the last check.
+    ``store_id`` is the listener's present one. ``in_memory`` has all rows of a half batch that this run prepared, so
+    nobody reads them from their file. ``numbered`` comes from the sender's header, since the log does not keep it.
+    ``unknown_because`` is the listener's reason at the last check.
     """
 
     record: HalfRecord
@@ -63,11 +63,11 @@ class Run:
     arg: Any
     outcome: Outcome
     executed: list[tuple[int, RowSet]] = field(default_factory=list)
-    held: HalfRows | None = None
+    in_memory: HalfRows | None = None
     numbered: bool = True
     unknown_because: str | None = None
 
-    def keep(self, attempt: int, placed: Sequence[Placed]) -> None:
+    def add_placed(self, attempt: int, placed: Sequence[Placed]) -> None:
         """Add the messages that a decision made visible to the outcome."""
         self.outcome.placed += placed
         visible = sum(p.count for p in placed if p.half_id == self.record.half_id)

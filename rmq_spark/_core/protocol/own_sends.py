@@ -1,7 +1,8 @@
 """Names of the half batches that rmq_spark itself makes of messages, and how long each may be looked up.
 
-A process that makes such a half batch again finds it by its name, and does not send it twice. So its archive is kept
-until it cannot be made again, however long that takes. (Under a user's key it is kept for upkeep's ``idempotency``.)
+A process that makes such a half batch again finds the first one by its name, and does not send it twice. So the archive
+is kept until the half batch cannot be made again, however long that takes. (A user's key keeps it for upkeep's
+``idempotency``.)
 
 =================================================  =====================================  =============================
 name                                               made by                                not made again when
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX
 
 if TYPE_CHECKING:
-    from rmq_spark._core.log.group_table import Place
+    from rmq_spark._core.log.group_table import GroupPosition
     from rmq_spark._core.protocol.engine import Engine
     from rmq_spark._core.vocabulary.queues import Queue
 
@@ -54,22 +55,22 @@ class OwnSends:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._firsts = engine.firsts(refresh=False)
-        self._places: dict[str, Mapping[Queue, Place]] = {}
+        self._positions: dict[str, Mapping[Queue, GroupPosition]] = {}
 
     def may_come(self, app_id: str) -> bool:
         """Whether the half batch of this name may be made again."""
         if match := _RESEND.fullmatch(app_id):
             return int(match[2]) >= self._firsts.get((DLQ_PREFIX + match[1], 0), 0)
         if match := _BACK.fullmatch(app_id):
-            place = self._place(match)
-            return place is not None and place.epoch == match[5] and place.next_offset <= int(match[4])
+            position = self._position(match)
+            return position is not None and position.epoch == match[5] and position.next_offset <= int(match[4])
         if match := _DEAD.fullmatch(app_id):
-            place = self._place(match)
-            return place is None or place.next_offset <= int(match[4])
+            position = self._position(match)
+            return position is None or position.next_offset <= int(match[4])
         return False
 
-    def _place(self, match: re.Match[str]) -> Place | None:
+    def _position(self, match: re.Match[str]) -> GroupPosition | None:
         group, queue = match[1], (match[2], int(match[3]))
-        if group not in self._places:
-            self._places[group] = self._engine.groups.places(group) if self._engine.has_groups() else {}
-        return self._places[group].get(queue)
+        if group not in self._positions:
+            self._positions[group] = self._engine.groups.positions(group) if self._engine.has_groups() else {}
+        return self._positions[group].get(queue)

@@ -1,4 +1,4 @@
-"""Tells a replay, which was prepared before, from a new batch, and refuses a batch that may be neither."""
+"""Tells a replay (a batch that was prepared before) from a new batch, and refuses a batch that may be neither."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Replays:
             )
         if not _is_same_query(last, header):
             raise CheckpointMismatchError(_of_another_query(last, header))
-        if lineage is not None and last.input_hash is not None and not lineage.holds(batch_id, last.input_hash):
+        if lineage is not None and last.input_hash is not None and not lineage.contains(batch_id, last.input_hash):
             content = json.dumps({"batch_id": batch_id, "input_hash": last.input_hash})
             raise CheckpointMismatchError(
                 f"batch {header.batch_id} of app {header.app_id!r} does not follow batch {batch_id}, the last one in "
@@ -78,8 +78,8 @@ class Replays:
         return record
 
     def require_not_prepared(self, header: HalfHeader, problem: BaseException) -> None:
-        """Raise UnresolvedTransactionError unless a failed prepare has left the log without the half batch: its commit
-        was made after all, or the log cannot be read. A check then settles the half batch."""
+        """Raise UnresolvedTransactionError unless the log lacks the half batch after a failed prepare: the commit was
+        made after all, or the log cannot be read. A check then settles the half batch."""
         with suppress(Exception):
             if self._engine.find(header.app_id, header.batch_id) is None:
                 return
@@ -89,8 +89,8 @@ class Replays:
 
 
 def _is_same_query(prepared: HalfHeader, now: HalfHeader) -> bool:
-    """Whether both are of one query. Without a query id, equal numbers may be of two checkpoints. A name or an
-    idempotency key that a user gave is enough."""
+    """Whether both headers belong to one query. Without a query id, equal numbers may come from two checkpoints. A name
+    or an idempotency key from a user is enough."""
     is_known = now.query_id is not None or now.naming is not Naming.COUNTED
     return is_known and prepared.query_id == now.query_id
 

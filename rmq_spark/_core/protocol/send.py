@@ -1,4 +1,4 @@
-"""The protocol of a send, in four steps, and what a new run does with a half batch that an earlier one prepared.
+"""The protocol of a send, in four steps, and of a new run of a half batch that an earlier run prepared.
 
 ====  ========  ====================================================================  ======================
  1    stage     half files are written; nothing names them yet                        ``staged``
@@ -8,10 +8,10 @@
  R    replay    nothing is executed twice: what may have run is checked               ``replay asks``
 ====  ========  ====================================================================  ======================
 
-A process may die before, in and after each step; the tests kill it at the points named on the right. The next run of
-the same batch goes on. :meth:`TwoPhase.steps` is the one description of all this. It yields each step, and a driver
-does it: :meth:`TwoPhase.send` in the caller's thread, an asynchronous send in threads that many sends share.
-This module speaks to an Engine and a listener, and knows neither Spark nor Delta.
+A process may die before, in and after each step: the tests kill it at the points on the right. The next run of the
+batch continues it. :meth:`TwoPhase.steps` is the one description of all this. It yields each step to a driver, which
+runs it: :meth:`TwoPhase.send` in the caller's thread, an asynchronous send in threads that many sends share. This
+module speaks to an Engine and a listener, and knows neither Spark nor Delta.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from rmq_spark._core.protocol.identity import Lineage
 from rmq_spark._core.protocol.leases import LeaseKeeper
 from rmq_spark._core.protocol.limits import NO_LIMITS, PendingGuard, PendingLimits
 from rmq_spark._core.protocol.observe import tell_not_sent, tell_sent
-from rmq_spark._core.protocol.outcome import OF_THE_LOG, Outcome, Run, left_open, outcome_of_left
+from rmq_spark._core.protocol.outcome import LOG_ERRORS, Outcome, Run, left_open, outcome_of_left
 from rmq_spark._core.protocol.replay import Replays, following
 from rmq_spark._core.protocol.split import Split, split_by_verdict
-from rmq_spark._core.protocol.steps import Answered, Decide, Execute, MayBlock, Prepare, Sleep, Step, Steps, finish
+from rmq_spark._core.protocol.steps import Decide, Execute, Executed, MayBlock, Prepare, Sleep, Step, Steps, run_all
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.log_records import of_batch, of_header
 from rmq_spark._core.runtime.spans import settling
@@ -83,8 +83,8 @@ logger = logging.getLogger(__name__)
 
 FINAL_STATES = (RowState.COMMITTED, RowState.WAITING, RowState.ROLLED_BACK)
 _NEVER_HAPPENED = (RowState.ROLLED_BACK_BY_CHECK,)
-"""A check rolled these rows back without a refusal: their transaction never happened and never will. They run as the
-next attempt."""
+"""A check rolled these rows back without a refusal: their transaction never happened and never will. A replay runs them
+as the next attempt."""
 _NOBODY_KNOWS = (RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
 """Nobody knows the outcome of these rows. A replay asks about them again, under the same attempt."""
 T = TypeVar("T")
@@ -104,11 +104,11 @@ _COMMIT_ALL = VerdictArray((Verdict(COMMIT_MESSAGE),))
 class TwoPhase:
     """Runs half batches of one producer group through the protocol.
 
-    An exception of ``execute_local_transaction`` ends the query with the half batch pending, or counts as UNKNOWN, as
+    If ``execute_local_transaction`` raises, the query ends with the half batch pending, or the verdict is UNKNOWN, as
     in RocketMQ (``on_listener_error``: "fail" or "unknown"). A replay asks the listener again for
     ``replay_check_timeout_s`` while it answers UNKNOWN. A lease lasts ``lease_s``. A new half batch is refused when
-    ``pending_limits`` are reached; a replay never is. ``commits`` prepares and decides half batches, by default each
-    alone, and ``run`` runs a local transaction, by default in this thread.
+    ``pending_limits`` are reached; a replay never is. ``commits`` prepares and decides half batches (by default each
+    alone). ``run`` runs a local transaction (by default in this thread).
     """
 
     def __init__(
@@ -151,11 +151,11 @@ class TwoPhase:
         arg: Any = None,
         lineage: Lineage | None = None,
     ) -> Outcome:
-        """Bring a half batch to its verdicts. A batch that was prepared before goes on from its present state.
+        """Bring a half batch to its verdicts. A batch that was prepared before continues from its present state.
 
-        The header has the fence of this listener. ``stage`` returns half files that it wrote or that executors wrote,
-        or rows to be written. It is called for a new batch only. The listener gets ``arg`` as ``batch.arg``.
-        ``lineage`` is that of the micro-batch's checkpoint, if it can be read.
+        The header has the fence of this listener. ``stage`` returns half files, or rows to be written; it is called for
+        a new batch only. The listener gets ``arg`` as ``batch.arg``. ``lineage`` belongs to the micro-batch's
+        checkpoint, if it can be read.
 
         ==========================  ===================================================================================
         CheckpointMismatchError     another query or other input used the batch id, or this cannot be ruled out; or the
@@ -177,7 +177,7 @@ class TwoPhase:
         reach("send begins", header=header)
         began_s = self.engine.runtime.monotonic()
         try:
-            outcome = finish(self.steps(header, stage, arg, lineage), self.do)
+            outcome = run_all(self.steps(header, stage, arg, lineage), self.run_step)
         except Exception as problem:
             tell_not_sent(self.engine, header.producer_group, problem)
             raise
@@ -185,8 +185,8 @@ class TwoPhase:
         reach("sent", header=header)
         return outcome
 
-    def do(self, step: Step) -> Any:
-        """Do one step in this thread, and return its answer."""
+    def run_step(self, step: Step) -> Any:
+        """Run one step in this thread, and return its answer."""
         match step:
             case Prepare():
                 (result,) = self.commits.prepare([step])
@@ -226,29 +226,29 @@ class TwoPhase:
                 files = stage()
                 if not files:
                     if lineage is not None and last is not None and last.input_hash is not None:
-                        lineage.keep(last.batch_id, last.input_hash)
+                        lineage.record(last.batch_id, last.input_hash)
                     return Outcome()
             # 2 prepare
             try:
-                # A GroupCommit makes rows of messages first.
+                # A GroupCommit turns messages into rows first.
                 record = yield Prepare(following(header, last, lineage), cast("Sequence[HalfFile | HalfRows]", files))
             except AlreadyPreparedError:  # another run of the same batch was faster
-                # A name that is not numbered is found by its name alone, so it is there.
+                # A half batch without a number is found by its name alone, so it is there.
                 record = self._replays.find(header) if header.numbered else self._replays.require(header)
                 is_replay = record is not None
-            except OF_THE_LOG as problem:  # its commit may have been made
+            except LOG_ERRORS as problem:  # its commit may have been made
                 yield MayBlock()
                 self._replays.require_not_prepared(header, problem)
                 raise
         if not header.numbered and NO_LISTENER_FENCE not in (record.header.fence_id, header.fence_id):
-            # One key under two stores means two sends, whatever became of the first.
+            # The same idempotency key with another database is another send: refuse it.
             require_same_store(record.half_id, record.header.fence_id, header.fence_id)
         if record.left is not None:
             return outcome_of_left(record, record.left)
         run = Run(record, header.fence_id, arg, Outcome(record, is_replay), numbered=header.numbered)
         try:
             if not is_replay:
-                run.held = held_by(files)
+                run.in_memory = rows_in_memory(files)
                 yield from self._run_attempt(run, 1, record.all_rows)  # 3 execute, 4 decide
             if not run.outcome.messages and (is_replay or not self._is_settled(run)):
                 yield MayBlock()
@@ -257,7 +257,7 @@ class TwoPhase:
             if left.archived is None:
                 raise
             return outcome_of_left(record, left.archived)
-        except OF_THE_LOG as problem:
+        except LOG_ERRORS as problem:
             raise left_open(run, problem) from cause_of(problem)
         return run.outcome
 
@@ -269,16 +269,16 @@ class TwoPhase:
             _note_executed(run, attempt, rows)
             yield from self._decide(run, attempt, Split(rows, NO_ROWS, NO_ROWS), Who.EXECUTE)
             return
-        answered: Answered | None = yield Execute(run, attempt, rows)
-        if answered is None:
+        executed: Executed | None = yield Execute(run, attempt, rows)
+        if executed is None:
             return
-        split = split_by_verdict(self.engine, record, answered.rows, answered.batch, answered.verdicts)
-        # When a check was faster, others may have reopened or quarantined its rows: settling goes on from there.
-        with suppress(StaleAttemptError) if answered.who is Who.CHECK else nullcontext():
-            yield from self._decide(run, attempt, split, answered.who)
+        split = split_by_verdict(self.engine, record, executed.rows, executed.batch, executed.verdicts)
+        # When a check was faster, others may have reopened or quarantined the rows: settling continues from there.
+        with suppress(StaleAttemptError) if executed.who is Who.CHECK else nullcontext():
+            yield from self._decide(run, attempt, split, executed.who)
 
     def _decide(self, run: Run, attempt: int, split: Split, who: Who) -> StepsTo[bool]:
-        """Write op markers for COMMIT and ROLLBACK. Returns whether any transaction is UNKNOWN, and so gets none."""
+        """Write op markers for COMMIT and ROLLBACK. Returns whether any transaction stays UNKNOWN, without a marker."""
         if split.decides:
             placed = yield Decide(run, attempt, split, who)
             if logger.isEnabledFor(logging.DEBUG):
@@ -286,21 +286,21 @@ class TwoPhase:
                 counts = split.commit.count, split.rollback.count
                 extra = of_header(run.record.header, attempt)
                 logger.debug(text, run.record.half_id, attempt, *counts, who, extra=extra)
-            run.keep(attempt, placed)
+            run.add_placed(attempt, placed)
         if who is Who.EXECUTE:
             reach("decided", header=run.record.header, attempt=attempt)
         return bool(split.unknown)
 
     # ------------------------------------------------------------------ 3 execute
-    def execute(self, run: Run, attempt: int, rows: RowSet) -> Answered | None:
+    def execute(self, run: Run, attempt: int, rows: RowSet) -> Executed | None:
         """Run the local transaction; None when a check was faster."""
         listener = self._listener_of(run)
         state = self.engine.state_of(run.record, refresh=False)  # it was read after the prepare or the reopen
         rows &= state.rows_in((RowState.PENDING,), attempt)
         if not rows:
             return None
-        held = run.held if rows.count == run.record.rows else None
-        batch = self.engine.half_batch(run.record, state, attempt, rows, run.arg, held)
+        in_memory = run.in_memory if rows.count == run.record.rows else None
+        batch = self.engine.half_batch(run.record, state, attempt, rows, run.arg, in_memory)
         batch.on_listener_error = self.on_listener_error
         if not has_local_transaction(listener):  # it takes no time, and any check would answer the same
             verdicts: VerdictArray | None = _COMMIT_ALL
@@ -313,13 +313,13 @@ class TwoPhase:
                 text = "attempt %d of half batch %r is over: a check was faster"
                 logger.info(text, batch.attempt, batch.half_id, extra=of_batch(batch))
                 rolled_back = VerdictArray((rollback("a check's tombstone came first"),))
-                return Answered(batch, rows, rolled_back, Who.CHECK)
+                return Executed(batch, rows, rolled_back, Who.CHECK)
             finally:
                 lease.end()  # `with` does not, when an interrupt comes while it enters or leaves
         if verdicts is None:
             return None
         _note_executed(run, attempt, rows)
-        return Answered(batch, rows, verdicts, Who.EXECUTE)
+        return Executed(batch, rows, verdicts, Who.EXECUTE)
 
     def _listener_of(self, run: Run) -> TransactionListener:
         """The listener to ask about a half batch; FenceError when this one cannot answer for it."""
@@ -364,7 +364,7 @@ class TwoPhase:
 
     # ------------------------------------------------------------------ R replay
     def _settle(self, run: Run) -> StepsTo[None]:
-        """Go on until each row is decided, or waits for a check because this run itself got UNKNOWN for it."""
+        """Check and execute until each row is decided, or waits for a check because this run got UNKNOWN for it."""
         deadline = self.engine.runtime.monotonic() + self.replay_check_timeout_s
         pause_s, warned = REPLAY_BACKOFF_S_MIN, False
         # This run's own decision was read back with its commit, so most batches need no second look.
@@ -400,7 +400,7 @@ class TwoPhase:
         run.end_with(state)
 
     def _is_settled(self, run: Run) -> bool:
-        """Whether nothing is left to be done, as of the last read. If so, the outcome is set."""
+        """Whether nothing was left to do at the last read. If so, set the outcome."""
         state = self.engine.state_of(run.record, refresh=False)
         if state.in_conflict or state.count(*FINAL_STATES) < state.rows:
             return False
@@ -418,7 +418,7 @@ class TwoPhase:
         return self.engine.ledger.reopen(run.record, attempt, states, as_attempt, Who.EXECUTE, reason)
 
     def _not_executed_here(self, run: Run, state: BatchState) -> list[tuple[int, RowSet]]:
-        """Pending rows that another run prepared or reopened. That run may have executed them, or may do so yet."""
+        """Pending rows that another run prepared or reopened: that run may have executed them, or may still do so."""
         not_executed: list[tuple[int, RowSet]] = []
         for attempt in state.attempts(RowState.PENDING):
             rows = state.rows_in((RowState.PENDING,), attempt)
@@ -475,7 +475,7 @@ class TwoPhase:
         )
 
 
-def held_by(files: Sequence[Stageable]) -> HalfRows | None:
+def rows_in_memory(files: Sequence[Stageable]) -> HalfRows | None:
     """All rows of the staged half batch, if they are in memory."""
     file = files[0] if len(files) == 1 else None
     rows = file.rows if isinstance(file, OneMessage) else file

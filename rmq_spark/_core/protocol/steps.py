@@ -1,4 +1,4 @@
-"""The steps of a send. :mod:`rmq_spark._core.protocol.send` yields them in their order, and a driver does them."""
+"""The steps of a send. :mod:`rmq_spark._core.protocol.send` yields them in their order, and a driver runs them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Prepare(Staged):
 
 
 class Execute(NamedTuple):
-    """Run the local transaction of rows that only this run may execute. The answer is :class:`Answered`, or None when a
+    """Run the local transaction of rows that only this run may execute. The answer is :class:`Executed`, or None when a
     check was faster."""
 
     run: Run
@@ -28,8 +28,8 @@ class Execute(NamedTuple):
     rows: RowSet
 
 
-class Answered(NamedTuple):
-    """A listener's verdicts on rows of a half batch, and whether execute or a check gave them."""
+class Executed(NamedTuple):
+    """The verdicts on rows that were executed. ``who`` gave them: execute, or a check whose tombstone was faster."""
 
     batch: HalfBatch
     rows: RowSet
@@ -38,7 +38,7 @@ class Answered(NamedTuple):
 
 
 class Decide(NamedTuple):
-    """Commit op markers. The answer is the messages that they place."""
+    """Commit op markers. The answer is the messages that these markers place."""
 
     run: Run
     attempt: int
@@ -51,7 +51,7 @@ class Decide(NamedTuple):
 
 
 class MayBlock(NamedTuple):
-    """From here on the send reads tables and may sleep. So a driver gives it a thread of its own."""
+    """From here on the send reads tables and may sleep, so it needs a thread of its own."""
 
 
 class Sleep(NamedTuple):
@@ -64,9 +64,9 @@ Step: TypeAlias = Prepare | Execute | Decide | MayBlock | Sleep
 Steps: TypeAlias = Generator[Step, Any, Outcome]
 
 
-def finish(steps: Steps, do: Callable[[Step], Any]) -> Outcome:
-    """Do every step in this thread, from where the steps are, and return the outcome of the half batch. ``do`` does one
-    step, and returns its answer."""
+def run_all(steps: Steps, run_step: Callable[[Step], Any]) -> Outcome:
+    """Run every step that is left in this thread, and return the outcome of the half batch. ``run_step`` runs one step,
+    and returns its answer."""
     answer, problem = None, None
     while True:
         try:
@@ -75,6 +75,6 @@ def finish(steps: Steps, do: Callable[[Step], Any]) -> Outcome:
             outcome: Outcome = end.value
             return outcome
         try:
-            answer, problem = do(step), None
+            answer, problem = run_step(step), None
         except BaseException as raised:
             answer, problem = None, raised

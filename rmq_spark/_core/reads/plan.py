@@ -131,7 +131,7 @@ class Planner:
             found = look()
             if not found[-1]:
                 return found
-        for table in self.engine.looked_at():
+        for table in self.engine.tables_to_refresh():
             table.refresh()
         self._placements = Placements(self.engine, self._subscription.matches)
         return look()
@@ -182,7 +182,7 @@ def _share(backlogs: Sequence[tuple[Queue, int]], limit: int) -> dict[Queue, int
 
 
 # ---------------------------------------------------------------- partitions
-def split(
+def partition_ranges(
     ranges: Sequence[MessageRange],
     ordered: bool = False,
     partitions_min: int | None = None,
@@ -207,17 +207,17 @@ def split(
 
 def _cut_at(ranges: Sequence[MessageRange], ends: Sequence[int]) -> Iterator[list[MessageRange]]:
     """Cut ranges after each of these numbers of messages, the last of which is their total."""
-    part: list[MessageRange] = []
-    position, part_no = 0, 0
+    partition: list[MessageRange] = []
+    position, partition_no = 0, 0
     for whole in ranges:
         offset, stop = whole.queue_offset, whole.queue_offset + whole.count
         while offset < stop:
-            take = min(stop - offset, ends[part_no] - position)
-            part.append(whole.cut(offset, offset + take))
+            take = min(stop - offset, ends[partition_no] - position)
+            partition.append(whole.cut(offset, offset + take))
             offset, position = offset + take, position + take
-            if position == ends[part_no]:
-                yield part
-                part, part_no = [], part_no + 1
+            if position == ends[partition_no]:
+                yield partition
+                partition, partition_no = [], partition_no + 1
 
 
 def _blocks(by_file: Sequence[MessageRange]) -> list[list[MessageRange]]:

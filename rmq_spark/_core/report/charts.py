@@ -37,8 +37,8 @@ GREEN, ORANGE, BROWN, OLIVE, RED, GREY = "#0f9b78", "#dd7411", "#905f40", "#8f7a
 BLUE, MAGENTA, CYAN, VIOLET = "#3d84c6", "#c24bb5", "#1497b8", "#8541e9"
 """The colours of topics; the first one is also that of what has neither state nor topic. All colours have a contrast of
 at least 3 to 1 on white and dark pages."""
-OF_TOPICS = (BLUE, MAGENTA, CYAN, VIOLET)
-OF_WORDS: Mapping[str, str] = {
+TOPIC_COLOURS = (BLUE, MAGENTA, CYAN, VIOLET)
+WORD_COLOURS: Mapping[str, str] = {
     COMMITTED: GREEN,
     ROLLED_BACK: ORANGE,
     BY_CHECK: BROWN,
@@ -82,10 +82,10 @@ def throughput(figures: pa.Table, span: Span) -> Drawn:
     """Draw the messages that became visible, by topic."""
     sums = figures.group_by("topic", use_threads=False).aggregate([("messages", "sum")])
     largest = sums.sort_by([("messages_sum", "descending"), ("topic", "ascending")])["topic"].to_pylist()
-    user_topics = [topic for topic in largest if topic not in OF_WORDS]
+    user_topics = [topic for topic in largest if topic not in WORD_COLOURS]
     legend = [
-        *zip(user_topics, OF_TOPICS, strict=False),
-        *((word, colour) for word, colour in OF_WORDS.items() if word in largest),
+        *zip(user_topics, TOPIC_COLOURS, strict=False),
+        *((word, colour) for word, colour in WORD_COLOURS.items() if word in largest),
     ]
     description = f"Messages that appeared, by topic and {period(span)}"
     return _columns(figures, "topic", "messages", legend, span, "message", description)
@@ -119,7 +119,7 @@ _UNITS = ((7 * 86400, "week"), (86400, "day"), (3600, "hour"), (60, "minute"), (
 
 def _legend(figures: pa.Table, words: Sequence[str]) -> list[tuple[str, str]]:
     present = set(pc.unique(figures["verdict"]).to_pylist())
-    return [(word, OF_WORDS[word]) for word in words if word in present]
+    return [(word, WORD_COLOURS[word]) for word in words if word in present]
 
 
 def _columns(

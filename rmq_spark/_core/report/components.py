@@ -95,12 +95,12 @@ def linked(text: str, pages: Mapping[str, str]) -> str:
 def commands(text: str) -> str:
     """Return text as HTML, with its commands in monospace. A command ends before a comma, a semicolon or a parenthesis,
     or with the sentence."""
-    parts, end = [], 0
+    pieces, end = [], 0
     for match in _COMMAND.finditer(text):
         command = match[0].rstrip(" .")
-        parts += [escape(text[end : match.start()]), f"<code>{_OPTION.sub(_UNBROKEN, escape(command))}</code>"]
+        pieces += [escape(text[end : match.start()]), f"<code>{_OPTION.sub(_UNBROKEN, escape(command))}</code>"]
         end = match.start() + len(command)
-    return "".join([*parts, escape(text[end:])])
+    return "".join([*pieces, escape(text[end:])])
 
 
 _OPTION, _UNBROKEN = re.compile(r"(?<= )--[a-z-]+"), r'<span class="option">\g<0></span>'

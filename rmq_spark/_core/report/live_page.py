@@ -150,7 +150,7 @@ def home(figures: Figures, findings: Sequence[Finding], typed: str, more: str = 
             content = folded(folds, rows, content, f"The newest {len(rows)} of {total:,}")
         return framed(title, f"{hint}.", content, wide=True)
 
-    parts = [
+    cards = [
         half_batches("In conflict", "Two verdicts contradict each other: find out which is true", figures.conflicts,
                      len(now.conflicts), "txmq conflicts"),
         half_batches("Quarantined", "Checks gave up, and nobody sees these messages", figures.quarantined,
@@ -167,7 +167,7 @@ def home(figures: Figures, findings: Sequence[Finding], typed: str, more: str = 
     waiting = (now.conflicts, now.quarantined, now.pending)
     ids = {row["half_id"] for rows in waiting for row in rows if row["half_id"]} if has_links else ()
     top = headline(findings, {half_id: half_address(half_id) for half_id in ids})
-    return f'{top}\n{tiles(figures)}\n<div class="grid">{"".join(parts)}</div>'
+    return f'{top}\n{tiles(figures)}\n<div class="grid">{"".join(cards)}</div>'
 
 
 def _address(row: Mapping[str, Any]) -> str | None:
@@ -256,7 +256,7 @@ def half_batch(
     unknown = "".join(f"<li>not known: {escape(sentence)}</li>" for sentence in trace.unknown)
     more = f'<ul class="later">{waits}{unknown}</ul>' if waits or unknown else ""
     name = trace.transaction_id or trace.message_id or trace.half_id
-    parts = [
+    cards = [
         f'<h2 class="id">{escape(name)}</h2>{_facts(trace, now)}{more}',
         framed("What to do", "", "".join(f'<p class="do">{commands(line)}</p>' for line in advice), wide=True)
         if advice
@@ -265,7 +265,7 @@ def half_batch(
         framed("From the prepare on", "Each step ends so long after the prepare.", waterfall(trace, now), wide=True),
         _transactions(trace, transactions) if transactions else "",
     ]
-    return f'<div class="grid one">{"".join(parts)}</div>'
+    return f'<div class="grid one">{"".join(cards)}</div>'
 
 
 def _facts(trace: Trace, now: datetime) -> str:

@@ -133,7 +133,7 @@ def found(rows: Sequence[Mapping[str, Any]], more: str, readers: Readers, bodies
     bodies : sequence of str, optional
         The bodies as text; None when they are hidden.
     """
-    parts = []
+    cards = []
     for number, row in enumerate(rows):
         offset, at, half = row["queue_offset"], row["commit_timestamp"], escape(half_address(row["half_id"]))
         facts = {
@@ -150,13 +150,13 @@ def found(rows: Sequence[Mapping[str, Any]], more: str, readers: Readers, bodies
         items = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items() if text)
         body = "" if bodies is None else f"<pre>{_lines(bodies[number])}</pre>"
         advised = ", which says what to do" if row["state"] in OPEN_STATES else ""
-        parts.append(
+        cards.append(
             f'<section class="card wide"><h2 class="id">{escape(row["msg_id"])}</h2><dl class="facts">'
             f"<dt>state</dt><dd>{_state(row)}</dd>{items}"
             f'<dt>half batch</dt><dd><a href="{half}">{escape(row["half_id"])}</a>{advised}</dd></dl>{body}</section>'
         )
     last = f'<p class="more">There are more: {commands(more)}</p>' if more else ""
-    return f'<div class="grid one">{"".join(parts)}</div>{last}'
+    return f'<div class="grid one">{"".join(cards)}</div>{last}'
 
 
 def _state(row: Mapping[str, Any]) -> str:

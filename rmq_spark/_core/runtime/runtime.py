@@ -22,8 +22,8 @@ from rmq_spark.errors import OutOfThreadsError
 _SINCE_BOOT: int | None = getattr(time, "CLOCK_BOOTTIME", None)
 
 
-def is_held(lock: object) -> bool:
-    """Whether this thread holds a lock, as far as Python can tell."""
+def owns_lock(lock: object) -> bool:
+    """Whether this thread owns a lock, as far as Python can tell."""
     is_owned = getattr(lock, "_is_owned", None)
     return is_owned is not None and bool(is_owned())
 

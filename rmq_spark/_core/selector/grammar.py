@@ -135,56 +135,56 @@ class _Builder:
     """Makes nodes from what the parser found. Each rule has a method; ``parts`` are the rule's tokens and nodes."""
 
     # ---------------------------------------------------------------- constants
-    def text(self, parts: list[Any]) -> _Parsed:
-        return _parsed(Text(_literal(parts[0])), parts)
+    def text(self, children: list[Any]) -> _Parsed:
+        return _parsed(Text(_literal(children[0])), children)
 
-    def property(self, parts: list[Any]) -> _Parsed:
-        return _parsed(Property(str(parts[0])), parts)
+    def property(self, children: list[Any]) -> _Parsed:
+        return _parsed(Property(str(children[0])), children)
 
-    def now(self, parts: list[Any]) -> _Parsed:
-        return _parsed(Now(), parts)
+    def now(self, children: list[Any]) -> _Parsed:
+        return _parsed(Now(), children)
 
-    def truth(self, parts: list[Any]) -> _Parsed:
-        return _parsed(Truth({"TRUE": True, "FALSE": False}.get(parts[0].type)), parts)
+    def truth(self, children: list[Any]) -> _Parsed:
+        return _parsed(Truth({"TRUE": True, "FALSE": False}.get(children[0].type)), children)
 
-    def number(self, parts: list[Any]) -> _Parsed:
-        token = parts[0]
+    def number(self, children: list[Any]) -> _Parsed:
+        token = children[0]
         if token.type == "INT":
             digits = token.rstrip("lL")
             if len(digits) > len(str(LONG_MAX)) or int(digits) > LONG_MAX:
                 raise _Refused(token, f"a whole number of at most {LONG_MAX}")
-            return _parsed(Number(int(digits)), parts)
+            return _parsed(Number(int(digits)), children)
         value = float(token)
         if math.isinf(value) or (value == 0 and re.match(r"[0.]*[1-9]", token)):
             raise _Refused(token, "a number that a double can hold")
-        return _parsed(Number(value), parts)
+        return _parsed(Number(value), children)
 
-    def plus(self, parts: list[Any]) -> _Parsed:
-        return _parsed(parts[1].node, parts)
+    def plus(self, children: list[Any]) -> _Parsed:
+        return _parsed(children[1].node, children)
 
-    def minus(self, parts: list[Any]) -> _Parsed:
-        operand = parts[1]
+    def minus(self, children: list[Any]) -> _Parsed:
+        operand = children[1]
         if not isinstance(operand.node, Number):
             raise _Refused(operand, "a number behind '-' (there is no arithmetic)")
-        return _parsed(Number(-operand.node.value), parts)
+        return _parsed(Number(-operand.node.value), children)
 
     # ---------------------------------------------------------------- conditions
-    def parentheses(self, parts: list[Any]) -> _Parsed:
-        return _parsed(parts[1].node, parts)
+    def parentheses(self, children: list[Any]) -> _Parsed:
+        return _parsed(children[1].node, children)
 
-    def negation(self, parts: list[Any]) -> _Parsed:
-        return _parsed(Not(_condition(parts[1])), parts)
+    def negation(self, children: list[Any]) -> _Parsed:
+        return _parsed(Not(_condition(children[1])), children)
 
-    def and_condition(self, parts: list[Any]) -> _Parsed:
-        return _parsed(And(tuple(_condition(p) for p in parts[::2])), parts)
+    def and_condition(self, children: list[Any]) -> _Parsed:
+        return _parsed(And(tuple(_condition(p) for p in children[::2])), children)
 
-    def or_condition(self, parts: list[Any]) -> _Parsed:
-        return _parsed(Or(tuple(_condition(p) for p in parts[::2])), parts)
+    def or_condition(self, children: list[Any]) -> _Parsed:
+        return _parsed(Or(tuple(_condition(p) for p in children[::2])), children)
 
-    def compare(self, parts: list[Any]) -> _Parsed:
-        left, operator, right = parts
+    def compare(self, children: list[Any]) -> _Parsed:
+        left, operator, right = children
         if operator not in ("=", "<>"):
-            return _parsed(_ordered(left, str(operator), right), parts)
+            return _parsed(_ordered(left, str(operator), right), children)
         for side in (left, right):
             if side.node == Truth(None):
                 raise _Refused(side, "a value: IS NULL and IS NOT NULL ask for a missing one")
@@ -192,44 +192,44 @@ class _Builder:
             if is_condition(condition.node) and isinstance(number.node, (Number, Now)):
                 raise _Refused(number, "TRUE, FALSE, a property or a condition: no number is equal to a condition")
         equal = Compare("=", left.node, right.node)
-        return _parsed(equal if operator == "=" else Not(equal), parts)
+        return _parsed(equal if operator == "=" else Not(equal), children)
 
-    def is_null(self, parts: list[Any]) -> _Parsed:
-        null = IsNull(parts[0].node)
-        return _parsed(Not(null) if len(parts) > 3 else null, parts)
+    def is_null(self, children: list[Any]) -> _Parsed:
+        null = IsNull(children[0].node)
+        return _parsed(Not(null) if len(children) > 3 else null, children)
 
-    def between(self, parts: list[Any]) -> _Parsed:
-        value, low, high = (p for p in parts if isinstance(p, _Parsed))
-        if len(parts) > 5:
+    def between(self, children: list[Any]) -> _Parsed:
+        value, low, high = (p for p in children if isinstance(p, _Parsed))
+        if len(children) > 5:
             outside = _ordered(value, "<", low), _ordered(value, ">", high)
-            return _parsed(Or(outside), parts)
+            return _parsed(Or(outside), children)
         inside = _ordered(value, ">=", low), _ordered(value, "<=", high)
         if isinstance(low.node, Number) and isinstance(high.node, Number) and low.node.value > high.node.value:
             raise _Refused(high, f"a number of at least {low.node.value}, where BETWEEN begins")
-        return _parsed(And(inside), parts)
+        return _parsed(And(inside), children)
 
-    def in_list(self, parts: list[Any]) -> _Parsed:
-        operand = parts[0]
+    def in_list(self, children: list[Any]) -> _Parsed:
+        operand = children[0]
         if not isinstance(operand.node, Property):
             raise _Refused(operand, "a property before IN")
-        values = (_literal(p) for p in parts if isinstance(p, Token) and p.type == "TEXT")
+        values = (_literal(p) for p in children if isinstance(p, Token) and p.type == "TEXT")
         inside = In(operand.node, tuple(dict.fromkeys(values)))
-        return _parsed(Not(inside) if parts[1].type == "NOT" else inside, parts)
+        return _parsed(Not(inside) if children[1].type == "NOT" else inside, children)
 
-    def search(self, parts: list[Any]) -> _Parsed:
-        operator = parts[-2]
-        operand = _string(parts[0], operator)
-        search = Search(str(operator.type), operand, _literal(parts[-1]), parts[1].type == "NOT")
-        return _parsed(search, parts)
+    def search(self, children: list[Any]) -> _Parsed:
+        operator = children[-2]
+        operand = _string(children[0], operator)
+        search = Search(str(operator.type), operand, _literal(children[-1]), children[1].type == "NOT")
+        return _parsed(search, children)
 
-    def like(self, parts: list[Any]) -> _Parsed:
-        operand = _string(parts[0], "LIKE")
-        texts = [p for p in parts if isinstance(p, Token) and p.type == "TEXT"]
+    def like(self, children: list[Any]) -> _Parsed:
+        operand = _string(children[0], "LIKE")
+        texts = [p for p in children if isinstance(p, Token) and p.type == "TEXT"]
         escape = _literal(texts[1]) if len(texts) > 1 else None
         if escape is not None and len(escape) != 1:
             raise _Refused(texts[1], "one character behind ESCAPE")
         like = Like(operand, _pattern(texts[0], escape))
-        return _parsed(Not(like) if parts[1].type == "NOT" else like, parts)
+        return _parsed(Not(like) if children[1].type == "NOT" else like, children)
 
 
 class _Refused(Exception):
@@ -241,13 +241,13 @@ class _Refused(Exception):
         self.start, self.end = _span(where)
 
 
-def _span(part: _Parsed | Token) -> tuple[int, int]:
-    return (part.start_pos or 0, part.end_pos or 0) if isinstance(part, Token) else (part.start, part.end)
+def _span(child: _Parsed | Token) -> tuple[int, int]:
+    return (child.start_pos or 0, child.end_pos or 0) if isinstance(child, Token) else (child.start, child.end)
 
 
-def _parsed(node: Node, parts: list[Any]) -> _Parsed:
-    first, last = parts[0], parts[-1]
-    depth = 1 + max((p.depth for p in parts if isinstance(p, _Parsed)), default=0)
+def _parsed(node: Node, children: list[Any]) -> _Parsed:
+    first, last = children[0], children[-1]
+    depth = 1 + max((p.depth for p in children if isinstance(p, _Parsed)), default=0)
     parsed = _Parsed(node, _span(first)[0], _span(last)[1], depth)
     if parsed.depth > DEPTH_MAX:
         raise _Refused(parsed, f"at most {DEPTH_MAX} levels within each other")
@@ -276,17 +276,17 @@ def _pattern(token: Token, escape: str | None) -> str:
 
 
 # ---------------------------------------------------------------- what fits where
-def _condition(part: _Parsed) -> Condition:
+def _condition(child: _Parsed) -> Condition:
     """Return the part's node, which must be a condition (``SelectorParser.asBooleanExpression``)."""
-    node = part.node
+    node = child.node
     if isinstance(node, Property):
         raise _Refused(
-            part,
+            child,
             f"a condition, such as {node.name} = TRUE or {node.name} IS NOT NULL (NOT binds more tightly than "
             f"a comparison: NOT ({node.name} = …))",
         )
     if isinstance(node, (Text, Number, Now)):
-        raise _Refused(part, "a condition")
+        raise _Refused(child, "a condition")
     return node
 
 
@@ -298,10 +298,10 @@ def _ordered(left: _Parsed, operator: str, right: _Parsed) -> Compare:
     return Compare(operator, left.node, right.node)
 
 
-def _string(part: _Parsed, operator: str) -> Property | Text:
-    if not isinstance(part.node, (Property, Text)):
-        raise _Refused(part, f"a property or a string before {operator}")
-    return part.node
+def _string(child: _Parsed, operator: str) -> Property | Text:
+    if not isinstance(child.node, (Property, Text)):
+        raise _Refused(child, f"a property or a string before {operator}")
+    return child.node
 
 
 # ---------------------------------------------------------------- the door

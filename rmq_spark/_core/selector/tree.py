@@ -156,8 +156,8 @@ class Filter:
         """Return TRUE, FALSE or null for each row of a table with :attr:`columns`: ``properties`` map<string,string>,
         ``tags`` and ``keys`` string."""
         # One chunk at a time: all chunks together may be too long for one string array.
-        parts = [_Evaluation(batch, self.now_ms).condition(self.tree) for batch in rows.to_batches()]
-        return pa.chunked_array(parts, pa.bool_())
+        results = [_Evaluation(batch, self.now_ms).condition(self.tree) for batch in rows.to_batches()]
+        return pa.chunked_array(results, pa.bool_())
 
     def keeps(self, rows: pa.Table) -> pa.ChunkedArray:
         """Return True for each row where the selector is TRUE, and False for all others."""

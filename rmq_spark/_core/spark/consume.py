@@ -303,7 +303,7 @@ class _Orderly(_Consumer):
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
         query_name = self.query_name(self.identity(batch, batch_id))
-        results = self._pass(batch, self.engine.groups.positions(self.group))
+        results = self._pass(batch, self.engine.groups.next_offsets(self.group))
         next_offsets = {queue: result.next_offset for queue, result in results.items()}
         suspended_until: dict[Queue, datetime] = {}
         for queue, result in results.items():

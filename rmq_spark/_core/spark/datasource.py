@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.types import StructType
 
-OF_SPARK = frozenset({"queryname"})
+SPARK_OPTIONS = frozenset({"queryname"})
 """Options that Spark adds to those of a stream's sink: the query's name, which every flow of a declarative pipeline
 has."""
 
@@ -66,7 +66,7 @@ class TxmqDataSource(DataSource):
         from rmq_spark._core.spark.writers import TxmqStreamWriter
         from rmq_spark._core.vocabulary.options import Options
 
-        options = {name: value for name, value in self.options.items() if name.lower() not in OF_SPARK}
+        options = {name: value for name, value in self.options.items() if name.lower() not in SPARK_OPTIONS}
         return TxmqStreamWriter(Options(options, SINK_OPTIONS), schema)
 
 

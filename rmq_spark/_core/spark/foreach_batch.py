@@ -52,9 +52,11 @@ class TransactionalSink:
     Parameters
     ----------
     log : CommitLog or str
+        The commit log to send to, or its path.
     producer_group : str
+        Names the listeners that can answer for each other's transactions; a check asks one of them.
     listener : TransactionListener or None
-        With None there is no local transaction: messages commit once they are prepared.
+        Runs local transactions and answers checks. With None messages commit once they are prepared.
     topic : str, optional
         The topic of messages without a ``topic`` column.
     transaction_key : str, optional
@@ -62,8 +64,8 @@ class TransactionalSink:
     transaction_per : {"batch", "message"}, optional
         What makes a transaction without a ``transaction_key``: the whole batch by default.
     app_id : str, optional
-        By default the query's id. Then the sink must see the query's first batch, or it refuses later ones: they may
-        have been sent under an id that Spark has lost.
+        By default the query's id. Without it, call the sink from the query's first batch on: a sink that joins later
+        cannot know under which id earlier batches were sent.
     checkpoint_location : str, optional
         The query's ``checkpointLocation``, as a path that Python can read where Spark runs. Needed over Spark Connect,
         which hides the query's id, and where Spark does not show the checkpoint's path.
@@ -77,6 +79,7 @@ class TransactionalSink:
         parallelism (over Spark Connect, what Spark makes of ``repartition``), else the partitions that the micro-batch
         has.
     on_listener_error : {"fail", "unknown"}
+        What an exception of the listener does: the query fails, or the verdict is UNKNOWN.
     replay_check_timeout : str or float
         ``"60s"``, or seconds.
     max_pending_batches : int, optional
@@ -84,6 +87,7 @@ class TransactionalSink:
     max_pending_bytes : int or str, optional
         The same limit for the bytes of their files: ``"500m"``, ``"10g"``.
     storage_options : mapping, optional
+        For a path: passed to delta-rs.
 
     Examples
     --------
@@ -149,7 +153,7 @@ class TransactionalSink:
                 "one: set transaction_key, or transaction_per='message'"
             )
         require_parts(self.listener, "TransactionalSink")
-        if self.settings.topic in self.engine.topic_store.seen().fifo and self._repartitions:
+        if self.settings.topic in self.engine.topic_store.known().fifo and self._repartitions:
             raise _in_order_error(self.settings.topic)
         require_travels(self.listener, f"TransactionalSink: {self.listener!r}")
 
@@ -203,7 +207,7 @@ class TransactionalSink:
             )
         if identity.lineage is not None and identity.input_hash is not None and self.last_outcome.record is not None:
             # A function may skip its sink for batches without messages, and Spark may clean up offsets meanwhile.
-            identity.lineage.keep(batch_id, identity.input_hash)
+            identity.lineage.record(batch_id, identity.input_hash)
         _sent[self.engine.path, header.app_id] = sending
 
     def _identity(self, batch_df: DataFrame, batch_id: int) -> Identity:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from rmq_spark._core.log.group_table import Place, Session
+from rmq_spark._core.log.group_table import GroupPosition, Session
 from rmq_spark._core.vocabulary.redaction import traceback_of
 from rmq_spark.errors import GroupInUseError
 
@@ -22,7 +22,7 @@ class GroupProgress:
         self._engine = engine
         self._group = group
         self._session = Session()
-        self._places: dict[Queue, Place] = {}
+        self._positions: dict[Queue, GroupPosition] = {}
         self._published: tuple[Positions, Again] | None = None
 
     def publish(self, positions: Positions, again: Again) -> None:
@@ -34,21 +34,21 @@ class GroupProgress:
         try:
             answered = {queue: until for queue, (_, until) in again.items()}
             self._engine.groups.publish(self._group, positions, self._session, answered)
-            self._places = self._engine.groups.places(self._group, refresh=False)
+            self._positions = self._engine.groups.positions(self._group, refresh=False)
             self._published = (positions, again)
         except GroupInUseError:
             raise
         except Exception as problem:  # the query goes on by its checkpoint, and the next micro-batch publishes again
             logger.warning("progress of consumer group %r was not published: %s", self._group, traceback_of(problem))
             # Suspended queues are recorded only in the group. A stream that missed one would skip messages.
-            self._places = self._engine.groups.places(self._group)
+            self._positions = self._engine.groups.positions(self._group)
 
     def suspended(self, positions: Positions) -> Again:
         """Return the suspended queues where the group is behind these positions: the stream reads them again."""
         return {
-            queue: (place.next_offset, place.suspended_until)
-            for queue, place in self._places.items()
-            if place.suspended_until is not None and place.next_offset < positions.get(queue, 0)
+            queue: (position.next_offset, position.suspended_until)
+            for queue, position in self._positions.items()
+            if position.suspended_until is not None and position.next_offset < positions.get(queue, 0)
         }
 
     def place_due(self) -> None:

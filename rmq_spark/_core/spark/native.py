@@ -120,6 +120,7 @@ def messages(
     ----------
     spark : SparkSession
     log : CommitLog or path
+        The commit log, or its path.
     topics : str or sequence of str, optional
         By default all topics but those of retries and dead letters.
     tags : str, optional
@@ -316,15 +317,15 @@ def _within(spans: Mapping[Queue, tuple[int, int]], cut: Collection[str]) -> Col
         if topic in cut:
             queues.setdefault((topic, first, stop), []).append(queue_id)
     offset = F.col("queue_offset")
-    parts = [
+    conditions = [
         (F.col("topic") == topic) & F.col("queue_id").isin(*ids) & (offset >= first) & (offset < stop)
         for (topic, first, stop), ids in queues.items()
     ]
     if whole := sorted({topic for topic, _ in spans}.difference(cut)):
-        parts.append(F.col("topic").isin(*whole))
-    while len(parts) > 1:
-        parts = [reduce(or_, parts[i : i + 2]) for i in range(0, len(parts), 2)]
-    return parts[0]
+        conditions.append(F.col("topic").isin(*whole))
+    while len(conditions) > 1:
+        conditions = [reduce(or_, conditions[i : i + 2]) for i in range(0, len(conditions), 2)]
+    return conditions[0]
 
 
 # ---------------------------------------------------------------- the tail

@@ -28,7 +28,7 @@ from rmq_spark._core.reads.offsets import (
     seconds_to_wait,
     to_json,
 )
-from rmq_spark._core.reads.plan import Planner, admit, split
+from rmq_spark._core.reads.plan import Planner, admit, partition_ranges
 from rmq_spark._core.reads.read_options import ReadOptions, read_options
 from rmq_spark._core.spark.executor_files import LogFiles
 from rmq_spark._core.spark.versions import (
@@ -92,9 +92,9 @@ class _Reader:
     def _plan(self, start: Positions, end: Positions) -> list[TxmqPartition]:
         ranges = self.planner.ranges(start, end)
         options = self.options
-        parts = split(ranges, options.ordered, options.partitions_min, options.partition_records_max)
+        partitions = partition_ranges(ranges, options.ordered, options.partitions_min, options.partition_records_max)
         now_ms = self.planner.engine.runtime.time_ms()
-        return [TxmqPartition(tuple(part), now_ms) for part in parts]
+        return [TxmqPartition(tuple(ranges_of_partition), now_ms) for ranges_of_partition in partitions]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read the messages of a partition as Arrow batches, on an executor. Rows that the log no longer has are an
@@ -160,7 +160,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         name = "startingOffsets" if isinstance(starting, (str, dict)) else "startingTimestamp"
         positions = self.planner.resolve(name, starting)
         if self.options.consumer_group is not None:
-            group_positions = self.planner.engine.groups.positions(self.options.consumer_group)
+            group_positions = self.planner.engine.groups.next_offsets(self.options.consumer_group)
             of_queues = {queue: offset for queue, offset in group_positions.items() if queue in positions}
             what = f"consumer group {self.options.consumer_group!r}"
             positions |= self.planner.require_start(of_queues, self.planner.latest(), what)

@@ -53,7 +53,7 @@ class SendSettings:
     def half_writer(self, engine: Engine, header: HalfHeader, columns: Sequence[str]) -> HalfWriter:
         """Return the writer of a half batch of rows with these columns, for executors."""
         topics = topics_for(engine, columns, self.topic)
-        return HalfWriter(header, topics, self.topic, self.transaction_key, engine.topic_store.seen().fifo)
+        return HalfWriter(header, topics, self.topic, self.transaction_key, engine.topic_store.known().fifo)
 
     def two_phase(self, engine: Engine, listener: TransactionListener, **more: Any) -> TwoPhase:
         """Return what prepares, executes and decides."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
-from rmq_spark._core.database.url import is_place, look_up
+from rmq_spark._core.database.url import is_reference, look_up
 from rmq_spark._core.vocabulary.options import Options
 from rmq_spark.errors import ListenerError, OptionError
 
@@ -48,7 +48,7 @@ class TableSettings:
     """The validated options of a TableListener. They hold no secret, and can be pickled."""
 
     url: str = field(repr=False)
-    """A URL without a password, or the place of a URL."""
+    """A URL without a password, or a reference to a URL."""
     name: str
     columns: str | None
     key: str | None
@@ -73,7 +73,7 @@ class TableSettings:
             }
         )
         url = url.strip()
-        if not _call_with_url(is_place, url):
+        if not _call_with_url(is_reference, url):
             _require_no_password(url)
         return cls(
             url=url,

@@ -127,8 +127,8 @@ def compare_and_set(
 
 
 def _proposal(table: Table, propose: Callable[[int], Change | None]) -> tuple[Change | None, int]:
-    """A caller's proposal, and the version it is for. Damage that the caller reports must still be there in the newest
-    state: upkeep may have replaced and deleted the files that it read, while this process was stopped."""
+    """A caller's proposal, and the version it is for. If ``propose`` finds damage, refresh and ask it once more: upkeep
+    may have replaced and deleted the files that it read, while this process was stopped."""
     version = table.version + 1
     try:
         return propose(version), version

@@ -94,14 +94,14 @@ def write_table(
     plain_columns: Sequence[str] | None = None,
     constant_columns: Sequence[str] = (),
     row_group_rows: int | None = None,
-    holds: str = "",
+    contents: str = "",
     compression: str = COMPRESSION,
     raw_columns: Sequence[str] = (),
     close_columns: Sequence[str] = (),
     page_bytes: int = PAGE_BYTES,
 ) -> DataFile:
-    """Write one Parquet file under a new name and return what a commit needs to add it. ``holds`` says which rows the
-    file holds, for its seal.
+    """Write one Parquet file under a new name and return what a commit needs to add it. ``contents`` says which rows
+    the file has, for its seal.
 
     =====================  =============================================================================================
     ``stats_columns``      have statistics in the Delta log and in the file's footer
@@ -147,7 +147,7 @@ def write_table(
             store_schema=False,  # with the Arrow schema, readers would get dictionaries
         ) as writer:
             writer.write_table(encoded, row_group_size=row_group_rows or ROW_GROUP_ROWS)
-            writer.add_key_value_metadata(seal(_schema_as_read(table.schema), path, holds))
+            writer.add_key_value_metadata(seal(_schema_as_read(table.schema), path, contents))
         return int(sink.tell())
 
     with writing(folder), fs.open_output_stream(f"{folder}/{path}") as stream:

@@ -35,8 +35,8 @@ def delta_store(uri: str, storage_options: Mapping[str, str] | None) -> tuple[pa
     """Return the store below a URI as a file system, and the URI's folder on it. UnreachableStoreError: delta-rs cannot
     work with the URI or the options."""
     require_no_fork()
-    parts = urlsplit(uri)
-    folder = unquote(f"{parts.netloc.rpartition('@')[0] or parts.netloc}{parts.path}").rstrip("/")
+    url = urlsplit(uri)
+    folder = unquote(f"{url.netloc.rpartition('@')[0] or url.netloc}{url.path}").rstrip("/")
     options = dict(storage_options or {})
     try:
         handler = _Handler(uri, folder, options)
@@ -149,7 +149,7 @@ class _Writing:
     def __init__(self, store: _Handler, path: str) -> None:
         self._store, self._path = store, path
         self._small = bytearray()
-        self._parts: Any = None
+        self._upload: Any = None
         self._size = 0
         self.closed = False
 
@@ -159,15 +159,15 @@ class _Writing:
     def write(self, data: Any) -> int:
         content = memoryview(data).cast("B")  # pyarrow passes a buffer, and delta-rs takes bytes alone
         self._size += len(content)
-        if self._parts is None and self._size <= SMALL_BYTES_MAX:
+        if self._upload is None and self._size <= SMALL_BYTES_MAX:
             self._small += content
             return len(content)
         with self._store.asked():
-            if self._parts is None:
-                self._parts = self._store.begin(self._path)
-                self._parts.write(bytes(self._small))
+            if self._upload is None:
+                self._upload = self._store.begin(self._path)
+                self._upload.write(bytes(self._small))
                 self._small.clear()
-            self._parts.write(content.tobytes())
+            self._upload.write(content.tobytes())
         return len(content)
 
     def flush(self) -> None:
@@ -178,8 +178,8 @@ class _Writing:
             return
         self.closed = True
         with self._store.asked():
-            if self._parts is not None:
-                self._parts.close()
+            if self._upload is not None:
+                self._upload.close()
                 return
             for tries in range(SMALL_TRIES_MAX):
                 file = self._store.begin(self._path)

@@ -120,5 +120,5 @@ def _has_proxy(endpoint: str) -> bool:
         return False
     from urllib.request import getproxies, proxy_bypass
 
-    parts = urlsplit(endpoint)
-    return not {parts.scheme, "all"}.isdisjoint(getproxies()) and not proxy_bypass(parts.netloc)
+    url = urlsplit(endpoint)
+    return not {url.scheme, "all"}.isdisjoint(getproxies()) and not proxy_bypass(url.netloc)

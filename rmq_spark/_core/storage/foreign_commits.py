@@ -139,7 +139,7 @@ class Changed:
 
 def changes(before: Snapshot, after: Snapshot, entries: Sequence[Entry]) -> Changed | None:
     """Return what other writers changed, in all commits between the two (``entries``); None when nothing is changed."""
-    parts: list[str] = []
+    changes: list[str] = []
     both = before.files.keys() & after.files.keys()
     with_vectors = deletion_vectors(entries) & after.files.keys()
     restated = {path for path in both if before.files[path] != after.files[path]}
@@ -150,20 +150,20 @@ def changes(before: Snapshot, after: Snapshot, entries: Sequence[Entry]) -> Chan
         (restated, "gave other statistics to"),
     ):
         if files:
-            parts.append(f"{text} {count_of(len(files), 'file')} ({_first_names(files)})")
+            changes.append(f"{text} {count_of(len(files), 'file')} ({_first_names(files)})")
     if before.columns != after.columns:
-        parts.append("changed its columns")
+        changes.append("changed its columns")
     if changed := _changed_properties(before.properties, after.properties):
-        parts.append(f"changed its properties ({_first_names(changed)})")
+        changes.append(f"changed its properties ({_first_names(changed)})")
     if (before.protocol, before.features) != (after.protocol, after.features):
         features = f" with {', '.join(sorted(after.features))}" if after.features else ""
-        parts.append(f"changed its protocol from {before.protocol} to {after.protocol}{features}")
+        changes.append(f"changed its protocol from {before.protocol} to {after.protocol}{features}")
     app_ids = {str(txn.get("appId")) for entry in entries for txn in entry.all("txn")}
     if app_ids := {app_id for app_id in app_ids if app_id.startswith("txmq.")}:
-        parts.append(f"set what rmq_spark alone may set ({_first_names(app_ids)})")
-    if not parts:
+        changes.append(f"set what rmq_spark alone may set ({_first_names(app_ids)})")
+    if not changes:
         return None
-    text = f"{', '.join(parts)} ({describe_commits(entries)})"
+    text = f"{', '.join(changes)} ({describe_commits(entries)})"
     return Changed(text, restorable=not restated and not app_ids, features=after.features - _WRITABLE)
 
 

@@ -15,7 +15,7 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 _NO_SLASH = re.compile(r"(file|dbfs|hdfs|s3a?|gc?s|az|abfss?|wasbs?):(?!/)", re.IGNORECASE)
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?=:/)")
-_OF_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+_BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 """Schemes of stores that keep everything in buckets or containers. The bucket's name follows the scheme."""
 _CREDENTIALS = re.compile(r"s3a?://[^/]*@|[A-Za-z][A-Za-z0-9+.-]*://[^@]*:[^@]*@")
 _PASSWORD = re.compile(r"[^\s/:@]+:[^\s/@]+@")
@@ -141,12 +141,12 @@ def _checked_uri(uri: str) -> str:
             "errors: leave it out, and give credentials as storage options"
         )
     try:
-        parts = urlsplit(uri)
+        url = urlsplit(uri)
     except ValueError as problem:
         raise OptionError(f"path {uri!r} is not a URI: {problem}") from problem
-    if parts.scheme.lower() in _OF_BUCKETS and not parts.netloc:
-        raise OptionError(f"path {uri!r} names no bucket: {parts.scheme}://<bucket>/<folder> is expected")
-    _require_characters(unquote(parts.netloc + parts.path), uri)
+    if url.scheme.lower() in _BUCKET_SCHEMES and not url.netloc:
+        raise OptionError(f"path {uri!r} names no bucket: {url.scheme}://<bucket>/<folder> is expected")
+    _require_characters(unquote(url.netloc + url.path), uri)
     return uri.rstrip("/")
 
 

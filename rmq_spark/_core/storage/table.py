@@ -151,7 +151,7 @@ def write_file(table: Table, rows: pa.Table) -> DataFile:
     return replace(file, written_s=began_s)
 
 
-def has_held(table: Table, file: DataFile) -> bool:
+def was_added(table: Table, file: DataFile) -> bool:
     """Return True when a commit has added the file: the table holds it, or held it until it was replaced."""
     return file.path in table.actions()["path"].to_pylist() or file.path in table.removed_since()
 

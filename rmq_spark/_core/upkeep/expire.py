@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 class Expirer:
     """Lets messages of one commit log expire, ``doubt_s`` seconds later than their retention says: see
-    :mod:`~rmq_spark._core.log.second_look`."""
+    :mod:`~rmq_spark._core.log.clock_doubt`."""
 
     def __init__(self, engine: Engine, doubt_s: float) -> None:
         self._engine = engine

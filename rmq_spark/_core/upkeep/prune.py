@@ -137,9 +137,9 @@ class Pruner:
     def _write(self, kept: pa.Table) -> Iterator[DataFile]:
         is_archived = of_kind(kept, Kind.ARCHIVED)
         # Archived rows are looked for by half id, the others by version.
-        for part, order in ((kept.filter(is_archived), "half_id"), (kept.filter(pc.invert(is_archived)), "version")):
-            if part.num_rows:
-                yield self._engine.op_table.write(part.sort_by(order))
+        for rows, order in ((kept.filter(is_archived), "half_id"), (kept.filter(pc.invert(is_archived)), "version")):
+            if rows.num_rows:
+                yield self._engine.op_table.write(rows.sort_by(order))
 
 
 def _groups(files: Sequence[dict[str, Any]]) -> Iterator[list[str]]:

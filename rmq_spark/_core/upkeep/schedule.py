@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rmq_spark._core.log import op_merge
-from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.log.damage import retry_on_newest_state
 from rmq_spark._core.messages.drain import Drainer
 from rmq_spark._core.messages.messages_table import drained_up_to
 from rmq_spark._core.runtime.failpoints import reach
@@ -110,7 +110,7 @@ def maintain(
     return report
 
 
-@looks_again
+@retry_on_newest_state
 def _round(
     engine: Engine, graces: Graces, dry_run: bool, orphans: bool, turn: AbstractContextManager[object]
 ) -> tuple[MaintenanceReport, CorruptLogError | None]:
@@ -177,11 +177,11 @@ def _round(
     return report, next(iter(problems), None)
 
 
-@looks_again
+@retry_on_newest_state
 def _drain(engine: Engine) -> int:
     return Drainer(engine).run()
 
 
-@looks_again
+@retry_on_newest_state
 def _merge(engine: Engine, retentions: Mapping[str, float]) -> int:
     return table_files.compact_messages(engine.messages_table, retentions)

@@ -29,7 +29,7 @@ from rmq_spark._core.log.half import HALF_SCHEMA
 from rmq_spark._core.log.half_contents import LargeFile
 from rmq_spark._core.messages.messages_table import drained_up_to
 from rmq_spark._core.storage.row_range import PAYLOAD_COLUMNS, RowRange
-from rmq_spark._core.storage.table import Change, has_held, live_paths
+from rmq_spark._core.storage.table import Change, live_paths, was_added
 from rmq_spark._core.upkeep.leave import Graces
 from rmq_spark._core.vocabulary.redaction import redacted
 from rmq_spark._core.vocabulary.rows import arange, bytes_array
@@ -141,9 +141,9 @@ class Stripper:
         if dry_run:
             return True
         has_no_op_rows = file.inside.num_rows == 1 and pc.all(has_payload).as_py()
-        parts = self._row_groups(file) if has_no_op_rows else [table.read([file.path])]
+        tables = self._row_groups(file) if has_no_op_rows else [table.read([file.path])]
         keys = drained[name].combine_chunks()
-        stripped = [_without_payload(part, pc.is_in(part[name], value_set=keys)) for part in parts]
+        stripped = [_without_payload(rows, pc.is_in(rows[name], value_set=keys)) for rows in tables]
         if not stripped:  # another process has stripped the file since we looked
             return False
         written = table.write(pa.concat_tables(stripped))
@@ -154,7 +154,7 @@ class Stripper:
             # As old as the replaced file, since its half batches are prepared no later than before.
             return Change(add=[written], remove=[file.path], modification_time_ms=file.ms, data_change=False)
 
-        committed = table.compare_and_set(propose, lambda change: all(has_held(table, f) for f in change.add))
+        committed = table.compare_and_set(propose, lambda change: all(was_added(table, f) for f in change.add))
         return committed is not None
 
     def _row_groups(self, file: LargeFile) -> Iterator[pa.Table]:
@@ -164,7 +164,7 @@ class Stripper:
         for file_no, stored in half.get(half_id).files.items():
             if stored.path == file.path:
                 whole_file = RowRange(file.path, half_id, file_no, count, ((0, count - 1),))
-                yield from (part for _, part in half.table.read_range(whole_file, HALF_SCHEMA.names))
+                yield from (rows for _, rows in half.table.read_range(whole_file, HALF_SCHEMA.names))
 
 
 def _without_payload(rows: pa.Table, is_drained: pa.ChunkedArray) -> pa.Table:

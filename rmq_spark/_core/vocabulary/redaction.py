@@ -34,7 +34,7 @@ _PUBLIC = (
 )
 """Parts of names of storage options whose values may be shown, unless the name also matches :data:`_SECRET`."""
 _SECRET = re.compile(r"key|token|secret|passw|pwd|sas|credential|signature", re.IGNORECASE)
-_OF_ENVIRONMENT = re.compile(
+_SECRET_VARIABLE = re.compile(
     r"TXMQ_STORAGE__.+|(AWS|AZURE|GOOGLE|GCP)_.*(KEY|TOKEN|SECRET|PASSWORD|SAS|CREDENTIAL).*", re.IGNORECASE
 )
 _URI = re.compile(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30}://)([^\s'\"<>]+)", re.IGNORECASE)
@@ -89,7 +89,7 @@ def _spellings(secret: str) -> Iterator[str]:
 @lru_cache(maxsize=4096)
 def _is_store_variable(name: str) -> bool:
     """Whether delta-rs reads a storage option from this environment variable."""
-    return _OF_ENVIRONMENT.fullmatch(name) is not None
+    return _SECRET_VARIABLE.fullmatch(name) is not None
 
 
 def redacted(text: object) -> str:

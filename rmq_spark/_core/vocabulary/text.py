@@ -32,12 +32,12 @@ def duration(seconds: float) -> str:
     if 0 < seconds < 9.95:
         return f"{seconds:.1f}s".replace(".0", "")
     left = max(0, round(seconds))
-    parts: list[str] = []
+    amounts: list[str] = []
     for unit, length in _UNITS:
         number, left = divmod(left, length)
-        if number or parts:
-            parts.append(f"{number}{unit}")
-    return " ".join(part for part in parts[:2] if not part.startswith("0")) or "0s"
+        if number or amounts:
+            amounts.append(f"{number}{unit}")
+    return " ".join(amount for amount in amounts[:2] if not amount.startswith("0")) or "0s"
 
 
 def message_count(count: int) -> str:

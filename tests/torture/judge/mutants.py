@@ -24,14 +24,14 @@ import pyarrow.compute as pc
 
 from rmq_spark import COMMIT_MESSAGE, CommitLog, HalfBatch
 from rmq_spark._core.checks import round as round_module
-from rmq_spark._core.checks.asker import Answer, Asker
+from rmq_spark._core.checks.asker import Asker, CheckVerdicts
 from rmq_spark._core.consumers import send_back as sending_back
 from rmq_spark._core.consumers.progress import ProcessQueue
 from rmq_spark._core.listeners import fence as fence_module
 from rmq_spark._core.listeners.work import FencedWork
+from rmq_spark._core.log import clock_doubt
 from rmq_spark._core.log import message_columns as incoming
 from rmq_spark._core.log import placer as placing
-from rmq_spark._core.log import second_look
 from rmq_spark._core.log.half_contents import HalfContents
 from rmq_spark._core.log.key_order import KeyIndex, OpenBatch
 from rmq_spark._core.log.low_water_mark import Marker
@@ -315,7 +315,7 @@ FORKS = {"streams": 1, "senders": 0, "restored": None, "forks": True, "temper_re
 
 @mutant("a fork is not noticed", A.DUPLICATE, **FORKS)
 def _fork() -> Iterator[None]:
-    with replaced((Lineage, "holds", lambda *_: True)):
+    with replaced((Lineage, "contains", lambda *_: True)):
         yield
 
 
@@ -1016,9 +1016,9 @@ def _immunity_counts() -> Iterator[None]:
     on_listener_error="unknown", crash=0.0, zombies=0.0, pause=0.0, checkers=1, weather=Weather(),
 )  # fmt: skip
 def _one_stops_all() -> Iterator[None]:
-    def ask(self: Asker, questions: Any, call: Any, here: bool, seconds_left: Any) -> list[Answer]:
+    def ask(self: Asker, to_ask: Any, call: Any, here: bool, seconds_left: Any) -> list[CheckVerdicts]:
         try:
-            return [Answer(*pair) for pair in zip(questions, call(questions), strict=True)]
+            return [CheckVerdicts(*pair) for pair in zip(to_ask, call(to_ask), strict=True)]
         except Exception as problem:
             raise OSError("the round ends here") from problem
 
@@ -1580,7 +1580,7 @@ def _topics_unlocked() -> Iterator[None]:
 
     def topics(self: Engine) -> dict[str, int]:
         self.topics_table.refresh()
-        return {name: topic.queues for name, topic in self.topic_store.seen().topics.items()}
+        return {name: topic.queues for name, topic in self.topic_store.known().topics.items()}
 
     with replaced((SimulatedTable, "refresh", unlocked), (Engine, "topics", topics)):
         yield
@@ -1713,18 +1713,18 @@ def _reversed_rows() -> Iterator[None]:
     listener="fenced",
 )
 def _reported_early() -> Iterator[None]:
-    send, do = TwoPhase.send, TwoPhase.do
+    send, run_step = TwoPhase.send, TwoPhase.run_step
 
     def later(self: TwoPhase, step: Any) -> Any:
         if not isinstance(step, Decide):
-            return do(self, step)
+            return run_step(self, step)
         log = self.engine
         assert isinstance(log, SimulatedEngine)
         turns = log.world.scheduler
 
         def work() -> None:
             turns.sleep(log.world.chance.choice((0.0, 5.0, 50.0)))
-            do(TwoPhase(log.another(), self.listener), step)
+            run_step(TwoPhase(log.another(), self.listener), step)
 
         assert turns.current is not None
         turns.spawn(turns.current.process, work)
@@ -1735,7 +1735,7 @@ def _reported_early() -> Iterator[None]:
         outcome.messages = {RowState.COMMITTED: 1}
         return outcome
 
-    with replaced((TwoPhase, "do", later), (TwoPhase, "send", at_once)):
+    with replaced((TwoPhase, "run_step", later), (TwoPhase, "send", at_once)):
         yield
 
 
@@ -1907,23 +1907,23 @@ def _read_before() -> AbstractContextManager[None]:
 
 
 def _believed_at_once() -> AbstractContextManager[None]:
-    return replaced((second_look, "doubt_s", lambda *_: 0.0), (steps, "doubt_s", lambda *_: 0.0))
+    return replaced((clock_doubt, "doubt_s", lambda *_: 0.0), (steps, "doubt_s", lambda *_: 0.0))
 
 
 def _believed_after_itself() -> AbstractContextManager[None]:
-    return replaced((second_look, "LOOK_INTERVAL_S", 0.0))
+    return replaced((clock_doubt, "LOOK_INTERVAL_S", 0.0))
 
 
 def _ahead_remembered() -> AbstractContextManager[None]:
-    after = second_look._after_look
+    after = clock_doubt._after_look
 
     def remembered(log: Any, op: Any) -> tuple[int, int]:
-        believed, looked = second_look._noted(op)
+        believed, looked = clock_doubt._noted(op)
         if believed is not None and looked is not None and looked > log.runtime.time():
             return believed, looked
         return after(log, op)
 
-    return replaced((second_look, "_after_look", remembered))
+    return replaced((clock_doubt, "_after_look", remembered))
 
 
 _UNDER_A_CLOCK = frozenset({A.EXPIRED_EARLY, A.DUPLICATE, A.DISCARDED_WITHOUT_CHECK})

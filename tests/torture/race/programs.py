@@ -361,7 +361,7 @@ def look(track: Track, history: History, process: str, chance: random.Random) ->
             return
         at = _poll(log, planner, history, process, number, at, chance.choice((None, 5)))
         log.engine.groups.publish(process, at)
-        published = log.engine.groups.positions(process)
+        published = log.engine.groups.next_offsets(process)
         assert published == at, f"published {at}, and found {published}"
         log.create_topic(f"made-{int(time.time() * 2)}", 1, exist_ok=True)
         bodies = [f"{PERSON}.{number}.{n}" for n in range(2)]

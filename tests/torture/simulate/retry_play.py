@@ -250,7 +250,7 @@ class _Play:
             log = self.log.another()
             CheckService(log, listeners={}).run_once()
             log.engine.ledger.place_due()
-            positions, tails = log.engine.groups.positions(GROUP), log.engine.tails()
+            positions, tails = log.engine.groups.next_offsets(GROUP), log.engine.tails()
             read = (TOPIC, retry_topic(GROUP))
             behind = [queue for queue, end in tails.items() if queue[0] in read and positions.get(queue, 0) < end]
             if not (behind or log.engine.ledger.view.waiting or log.engine.open_half_ids()):

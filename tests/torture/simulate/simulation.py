@@ -34,7 +34,7 @@ from rmq_spark import (
     LocalTransactionState,
     TransactionMQProducer,
 )
-from rmq_spark._core.storage.table import has_held
+from rmq_spark._core.storage.table import was_added
 from rmq_spark.errors import (
     CheckpointMismatchError,
     ClockError,
@@ -697,7 +697,7 @@ class Simulation:
                 ms = file["modification_time"] if keeps_time else None
                 return Change(add=[moved], remove=[file["path"]], data_change=False, modification_time_ms=ms)
 
-            table.compare_and_set(propose, lambda change: all(has_held(table, f) for f in change.add))
+            table.compare_and_set(propose, lambda change: all(was_added(table, f) for f in change.add))
 
     def vacuum(self) -> None:
         """Half files that moved are deleted."""

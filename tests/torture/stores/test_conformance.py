@@ -132,11 +132,11 @@ def test_members_share_a_group_by_heartbeats(log: txmq.CommitLog) -> None:
     for consumer in consumers:
         go_on(consumer)
     assert sorted(found) == list("abcd")
-    assert sum(log.engine.groups.positions("points").values()) == 4
+    assert sum(log.engine.groups.next_offsets("points").values()) == 4
     for consumer in consumers:
         consumer.member.leave()
     assert txmq.ConsumerGroup(log, "points").members() == {}
-    assert all(place.owner is None for place in log.engine.groups.places("points").values())
+    assert all(position.owner is None for position in log.engine.groups.positions("points").values())
 
 
 EXECUTOR = """

@@ -1,7 +1,7 @@
-"""Deleting needs more than one reading of one clock.
+"""Says how far a clock may be wrong: deleting needs more than one reading of one clock.
 
 On a local disk the machine's clock is the store's, too, so a wrong clock cannot be noticed at once. One round of upkeep
-by a clock that is days ahead would delete for good what is seconds old. So readings of the clock, called looks, are
+by a clock that is days ahead would delete messages that are seconds old. So readings of the clock, called looks, are
 noted in ``op``, one every :data:`LOOK_INTERVAL_S` at most. A clock is believed up to :data:`BELIEVED_S` after the
 second-newest look::
 
@@ -11,8 +11,7 @@ second-newest look::
     10:40, Thursday    Thursday, 11:01    the same round goes on            11:30
     10:40, Thursday    11:02              it is right again                 11:02, and Thursday is forgotten
 
-A clock that is wrong for longer than the interval is believed. Before the first look, the time of the last send takes
-its place.
+A clock that is wrong for longer than the interval is believed. Before the first look, the last send counts as a look.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ BELIEVED = "txmq.believed"
 
 
 def doubt_s(engine: Engine, note: bool = True) -> float:
-    """Return the seconds by which this machine's clock may be ahead. Only what is older by this much may be deleted. It
-    is 0 while looks follow each other. After a time without upkeep it is that time, until the second look. A look that
-    is not noted does not help later ones."""
+    """Return the seconds by which this machine's clock may be ahead. Only what is older by this doubt may be deleted.
+    The doubt is 0 while looks follow each other, and after a time without upkeep that time, until the second look. A
+    look that is not noted does not help later looks."""
     op = engine.op_table
     with engine.lock:
         op.refresh()
@@ -67,7 +66,7 @@ def _after_look(engine: Engine, op: Table) -> tuple[int, int]:
 
 
 def _newest_s(engine: Engine) -> int:
-    """The time of the last send or new topic. Upkeep and checks, whose clock is in doubt, do neither."""
+    """The time of the last send or new topic. Upkeep and checks, whose clock is in doubt, make neither."""
     engine.topics_table.refresh()
     made_ms = pc.max(engine.topics_table.actions()["modification_time"]).as_py() or 0
     return int(max(made_ms, engine.half.newest_ms()) // 1000)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.batch_state import BatchState, RowState
-from rmq_spark._core.log.damage import looks_again
+from rmq_spark._core.log.damage import retry_on_newest_state
 from rmq_spark._core.log.half_header import name_of
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op import Kind
@@ -45,7 +45,7 @@ PENDING_SCHEMA = pa.schema(
 )
 
 
-@looks_again
+@retry_on_newest_state
 def pending(engine: Engine, most: int | None = None) -> pa.Table:
     """See :meth:`CommitLog.pending`; of at most so many half batches, the oldest ones."""
     half_ids = engine.open_half_ids()[:most]
@@ -81,12 +81,12 @@ def present(engine: Engine, half_ids: Iterable[str]) -> Iterator[tuple[str, Half
         yield from known
 
 
-@looks_again
+@retry_on_newest_state
 def _record(engine: Engine, half_id: str) -> HalfRecord:
     return engine.get(half_id)
 
 
-@looks_again
+@retry_on_newest_state
 def quarantined(engine: Engine) -> pa.Table:
     """See :meth:`CommitLog.quarantined`."""
     rows: list[dict[str, object]] = []
@@ -102,7 +102,7 @@ def quarantined(engine: Engine) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=PENDING_SCHEMA)
 
 
-@looks_again
+@retry_on_newest_state
 def conflicts(engine: Engine) -> list[str]:
     """See :meth:`CommitLog.conflicts`."""
     with engine.lock:
@@ -110,7 +110,7 @@ def conflicts(engine: Engine) -> list[str]:
         return sorted(engine.ledger.view.conflicts)
 
 
-@looks_again
+@retry_on_newest_state
 def open_messages(engine: Engine) -> dict[Queue, tuple[int, int]]:
     """See :meth:`CommitLog.open_messages`."""
     batches: dict[str, tuple[HalfRecord, BatchState]] = {}

@@ -15,10 +15,10 @@ from rmq_spark._core.protocol.own_sends import resend_name
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX
 from rmq_spark._core.vocabulary.queues import Queue
 
-OF_PROGRESS = ("updated", "updated_by", "suspended_until", "owner", "generation")
+PROGRESS_COLUMNS = ("updated", "updated_by", "suspended_until", "owner", "generation")
 """Columns of the table ``groups`` that a queue's lag repeats."""
-Place = tuple[Queue, int]
-"""A queue, and an offset in it."""
+QueueOffset = tuple[Queue, int]
+"""One offset of one queue."""
 
 
 def queue_lags(
@@ -27,7 +27,7 @@ def queue_lags(
     tails: Mapping[Queue, int],
     firsts: Mapping[Queue, int],
     now: datetime,
-    times_of: Callable[[set[Place]], Mapping[Place, datetime]],
+    times_of: Callable[[set[QueueOffset]], Mapping[QueueOffset, datetime]],
 ) -> list[dict[str, Any]]:
     """Return how far consumer groups are behind, a row for each queue of the topics that they read.
 
@@ -40,12 +40,12 @@ def queue_lags(
     tails, firsts : mapping of Queue to int
         The next offset, and the first one that is kept: expired messages are in no group's lag.
     times_of : callable
-        Returns when the messages at these places were committed, as :func:`commit_times` does.
+        Returns when the messages at these offsets were committed, as :func:`commit_times` does.
 
     Returns
     -------
     list of dict
-        ``consumer_group, topic, queue_id, next_offset, end_offset, lag, lag_seconds``, and :data:`OF_PROGRESS`.
+        ``consumer_group, topic, queue_id, next_offset, end_offset, lag, lag_seconds``, and :data:`PROGRESS_COLUMNS`.
     """
     known = {(row["consumer_group"], (row["topic"], row["queue_id"])): row for row in progress}
     names = sorted({(row["consumer_group"], row["topic"]) for row in progress})
@@ -60,21 +60,21 @@ def queue_lags(
             "queue_id": queue[1],
             "next_offset": reached[group, queue],
             "end_offset": tails.get(queue, 0),
-            "lag": max(0, tails.get(queue, 0) - place[1]),
-            "lag_seconds": max(0.0, (now - times[place]).total_seconds()) if place in times else 0.0,
-            **{name: known.get((group, queue), {}).get(name) for name in OF_PROGRESS},
+            "lag": max(0, tails.get(queue, 0) - first_unread[1]),
+            "lag_seconds": max(0.0, (now - times[first_unread]).total_seconds()) if first_unread in times else 0.0,
+            **{name: known.get((group, queue), {}).get(name) for name in PROGRESS_COLUMNS},
         }
-        for (group, queue), place in unread.items()
+        for (group, queue), first_unread in unread.items()
     ]
 
 
-def commit_times(engine: Engine, places: Iterable[Place]) -> dict[Place, datetime]:
-    """Return when the messages at these places were committed. The caller must have read ``op``."""
-    times: dict[Place, datetime] = {}
-    missing = sorted(places)
+def commit_times(engine: Engine, queue_offsets: Iterable[QueueOffset]) -> dict[QueueOffset, datetime]:
+    """Return when the messages at these offsets were committed. The caller must have read ``op``."""
+    times: dict[QueueOffset, datetime] = {}
+    missing = sorted(queue_offsets)
     while missing:  # several groups may stand at different offsets of one queue
         offsets: dict[Queue, int] = {}
-        later = [place for place in missing if offsets.setdefault(*place) != place[1]]
+        later = [pair for pair in missing if offsets.setdefault(*pair) != pair[1]]
         times |= {(queue, offsets[queue]): time for queue, time in waiting_since(engine, offsets).items()}
         missing = later
     return times
