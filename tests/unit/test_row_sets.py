@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rmq_spark._core.log.batch_state import FileState
-from rmq_spark._core.log.op_rows import validate_op
+from rmq_spark._core.log.read_op import validate_op
 from rmq_spark._core.vocabulary.rows import bits_of, ranges_count
 from rmq_spark.errors import CorruptLogError
 from tests.support.inside import OP_SCHEMA, BatchState, Kind, OpRow, RowSet, RowState, Who, runs

@@ -249,9 +249,9 @@ def test_without_a_listener_a_batch_commits_once_it_is_prepared(log: CommitLog) 
 # ---------------------------------------------------------------- a listener that fails
 RAISES = ValueError("no stock")
 WRONG = [
-    *((BATCH, [COMMIT] * number, "verdicts for") for number in (0, 2)),
-    *((MESSAGE, [COMMIT] * number, "verdicts for") for number in (0, 1, 7)),
-    *((KEY, [COMMIT] * number, "verdicts for") for number in (0, 1, 7)),
+    *((BATCH, [COMMIT] * number, "verdicts? for") for number in (0, 2)),
+    *((MESSAGE, [COMMIT] * number, "verdicts? for") for number in (0, 1, 7)),
+    *((KEY, [COMMIT] * number, "verdicts? for") for number in (0, 1, 7)),
     *((BATCH, answer, "verdict|expected") for answer in (42, "YES", ["YES"], pa.array(["YES"]), {"a": COMMIT})),
     (BATCH, RAISES, r"app:0.*attempt 1.*ValueError: no stock.*check or a restart"),
 ]

@@ -27,7 +27,16 @@ from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.key_order import OpenBatch
 from rmq_spark._core.log.low_water_mark import Marker
-from rmq_spark._core.log.new_op_rows import place_row, placed_messages, rollback_rows, rows_for, with_offsets
+from rmq_spark._core.log.new_op_rows import (
+    commit_rows,
+    lease_row,
+    place_row,
+    placed_messages,
+    resolution_row,
+    rollback_rows,
+    rows_for,
+    with_offsets,
+)
 from rmq_spark._core.log.op import Kind, OpRow, Who, to_table
 from rmq_spark._core.log.op_reader import OpReader
 from rmq_spark._core.log.placer import Placer, in_send_order, last_sent_ms
@@ -36,7 +45,7 @@ from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.table import Change, Table
 from rmq_spark._core.vocabulary.options import ATTEMPTS_MAX
-from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet, ranges_count, runs
+from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet
 from rmq_spark._core.vocabulary.times import EPOCH
 from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 from rmq_spark.errors import (
@@ -138,31 +147,8 @@ class Ledger(OpReader):
         return max(earliest, datetime.fromtimestamp((last_send_ms + 1) / 1000, timezone.utc))
 
     def _commit_rows(self, record: HalfRecord, rows: RowSet, attempt: int, who: Who, reason: str | None) -> list[OpRow]:
-        """Commit rows without offsets: one for each due time, half file and queue."""
-        return [
-            OpRow(
-                Kind.COMMIT,
-                record.half_id,
-                file_no,
-                ranges,
-                ranges_count(ranges),
-                attempt,
-                who,
-                reason,
-                segment.topic,
-                segment.queue_id,
-                path=file.path,
-                file_rows=file.rows,
-                transaction_per=record.header.transaction_per,
-                producer_group=record.header.producer_group,
-                until=due,
-            )
-            for due, due_rows in self._placer.by_due(record, rows, self.runtime.now())
-            for file_no, bits in due_rows.items()
-            for file in [record.files[file_no]]
-            for segment in file.segments
-            if (ranges := runs(bits, segment.first, segment.last + 1))
-        ]
+        by_due = self._placer.by_due(record, rows, self.runtime.now())
+        return commit_rows(record, by_due, attempt, who, reason)
 
     def _with_places(self, records: Sequence[HalfRecord], rows: list[OpRow]) -> list[OpRow]:
         """Add offsets to settling op rows. Or add place rows for the messages that these rows commit or free."""
@@ -390,7 +376,7 @@ class Ledger(OpReader):
 
         def build() -> list[OpRow]:
             present = [record for record in records if not self.is_gone(record)]
-            return [OpRow(Kind.LEASE, record.half_id, decided_by=Who.EXECUTE, until=until) for record in present]
+            return [lease_row(record, until) for record in present]
 
         self.append(build)
         reach("lease written")
@@ -434,8 +420,7 @@ class Ledger(OpReader):
                 else:
                     rows += rows_for(Kind.ROLLBACK, record, chosen, attempt, Who.ADMIN, reason)
             if conflict:  # a conflict row without an attempt ends it
-                end_row = OpRow(Kind.CONFLICT, record.half_id, count=record.rows, decided_by=Who.ADMIN, reason=reason)
-                rows.append(replace(end_row, verdict=str(verdict)))
+                rows.append(resolution_row(record, verdict, reason))
             elif not rows and not state.count(*states_of(verdict)):
                 raise VerdictConflictError(
                     f"{verdict} for half batch {record.half_id!r} comes too late: nothing of it is open, "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 
 from rmq_spark._core.log.decision import Decision, Placed, RolledBack
 from rmq_spark._core.log.half_record import HalfRecord
@@ -11,6 +12,7 @@ from rmq_spark._core.log.op import Kind, OpRow, Who
 from rmq_spark._core.log.op_view import Tails
 from rmq_spark._core.log.placer import Piece
 from rmq_spark._core.vocabulary.rows import Ranges, RowSet, ranges_count, runs
+from rmq_spark._core.vocabulary.verdicts import LocalTransactionState
 
 
 def with_offsets(rows: list[OpRow], tails: Tails) -> list[OpRow]:
@@ -32,6 +34,40 @@ def placed_messages(rows: Sequence[OpRow]) -> list[Placed]:
         Placed(r.topic, r.queue_id, r.queue_offset, r.count, r.half_id or "")
         for r in rows
         if r.topic is not None and r.queue_id is not None and r.queue_offset is not None
+    ]
+
+
+def commit_rows(
+    record: HalfRecord,
+    by_due: Iterable[tuple[datetime | None, RowSet]],
+    attempt: int,
+    who: Who,
+    reason: str | None,
+) -> list[OpRow]:
+    """Op rows without offsets that commit rows, one for each due time, half file and queue."""
+    return [
+        OpRow(
+            Kind.COMMIT,
+            record.half_id,
+            file_no,
+            ranges,
+            ranges_count(ranges),
+            attempt,
+            who,
+            reason,
+            segment.topic,
+            segment.queue_id,
+            path=file.path,
+            file_rows=file.rows,
+            transaction_per=record.header.transaction_per,
+            producer_group=record.header.producer_group,
+            until=due,
+        )
+        for due, due_rows in by_due
+        for file_no, bits in due_rows.items()
+        for file in [record.files[file_no]]
+        for segment in file.segments
+        if (ranges := runs(bits, segment.first, segment.last + 1))
     ]
 
 
@@ -66,6 +102,17 @@ def rollback_rows(decision: Decision, rows: RowSet) -> list[OpRow]:
         op_rows = _rows_naming(Kind.ROLLBACK, decision.record, part_ranges, decision.attempt, decision.who, part.reason)
         rollback_rows += [replace(row, refused=refused) for row in op_rows]
     return rollback_rows
+
+
+def lease_row(record: HalfRecord, until: datetime) -> OpRow:
+    """The op row that keeps checkers away from a half batch until a time."""
+    return OpRow(Kind.LEASE, record.half_id, decided_by=Who.EXECUTE, until=until)
+
+
+def resolution_row(record: HalfRecord, verdict: LocalTransactionState, reason: str) -> OpRow:
+    """The op row by which a person ends a conflict: it has no attempt."""
+    row = OpRow(Kind.CONFLICT, record.half_id, count=record.rows, decided_by=Who.ADMIN, reason=reason)
+    return replace(row, verdict=str(verdict))
 
 
 def _ranges_within(bits: bytes, ranges: Ranges) -> Ranges:

@@ -19,9 +19,9 @@ from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.key_order import OpenBatch
 from rmq_spark._core.log.op import DECIDING, NO_OPS, Kind, OpRow, pruned_up_to
-from rmq_spark._core.log.op_rows import read_op
 from rmq_spark._core.log.op_view import OpView, of_kind, settled
 from rmq_spark._core.log.prepared_batches import Prepared, PreparedBatches
+from rmq_spark._core.log.read_op import read_op
 from rmq_spark._core.log.shared_files import UnreadableFile
 from rmq_spark._core.storage.table import Table
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError

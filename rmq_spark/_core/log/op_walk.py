@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.op_rows import read_op
+from rmq_spark._core.log.read_op import read_op
 
 if TYPE_CHECKING:
     from rmq_spark._core.storage.table import Table

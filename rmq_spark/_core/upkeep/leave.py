@@ -26,8 +26,8 @@ from rmq_spark._core.log.archive import DECISIONS_MAX, Archived, ArchivedDecisio
 from rmq_spark._core.log.batch_state import RowState, rolled_back_as
 from rmq_spark._core.log.half_header import HEADER_COLUMNS
 from rmq_spark._core.log.op import DECIDING, Kind, OpRow
-from rmq_spark._core.log.op_rows import read_op
 from rmq_spark._core.log.op_view import of_kind, settled_rows
+from rmq_spark._core.log.read_op import read_op
 from rmq_spark._core.messages.messages_table import drained_up_to
 from rmq_spark._core.storage.foreign_commits import require_own
 from rmq_spark._core.storage.table import take_out
