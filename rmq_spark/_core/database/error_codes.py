@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import sqlalchemy as sa
 
 # PostgreSQL: lock_not_available, serialization_failure, deadlock_detected. Another transaction is running: try later.
@@ -17,6 +20,20 @@ _NO_SAVEPOINT_STATES = frozenset({"3B001", "25P01"})
 _NO_SAVEPOINT_NUMBER = 1305
 # PostgreSQL: invalid_sql_statement_name, duplicate_prepared_statement, and a statement with other parameters.
 _STATEMENT_STATES = frozenset({"26000", "42P05", "08P01"})
+
+
+_Given = TypeVar("_Given")
+_Result = TypeVar("_Result")
+
+
+def again_when_lost(query: Callable[[_Given], _Result], given: _Given) -> _Result:
+    """Query the database, and once more when the pool's connection was lost. The query may run twice."""
+    try:
+        return query(given)
+    except sa.exc.DBAPIError as problem:
+        if not problem.connection_invalidated:
+            raise
+    return query(given)
 
 
 def is_lock_problem(problem: sa.exc.DBAPIError) -> bool:

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,9 +29,10 @@ from sqlalchemy.orm import Session
 
 # Imported first: its error says what to install when SQLAlchemy is missing.
 from rmq_spark._core.database.connection import Address
-from rmq_spark._core.database.error_codes import is_lock_problem
+from rmq_spark._core.database.error_codes import again_when_lost, is_lock_problem
 from rmq_spark._core.listeners.enlisted_session import EnlistedSession
 from rmq_spark._core.listeners.fence import FENCE_TABLE, Fence, Rows
+from rmq_spark._core.listeners.fence_prune import prune_fence
 from rmq_spark._core.listeners.fence_row import BY_PART, STARTED, TOMBSTONE, Recorded, State
 from rmq_spark._core.listeners.fence_verdicts import UNKNOWN_VERDICT, verdicts_of
 from rmq_spark._core.listeners.half_batch import HalfBatch
@@ -47,11 +48,11 @@ from rmq_spark._core.listeners.work import BatchWork, FencedWork, TransactionWor
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import Runtime
 from rmq_spark._core.vocabulary.message import Message
-from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S_MIN, Duration, flag, named, seconds
+from rmq_spark._core.vocabulary.options import Duration, flag, named, seconds
 from rmq_spark._core.vocabulary.redaction import traceback_of
 from rmq_spark._core.vocabulary.times import utc
 from rmq_spark._core.vocabulary.verdicts import UNKNOWN, Verdict, VerdictArray
-from rmq_spark.errors import FencedError, FenceError, LocalTransactionError, OptionError, TransactionEndedError
+from rmq_spark.errors import FencedError, FenceError, LocalTransactionError, TransactionEndedError
 
 if TYPE_CHECKING:
     from rmq_spark._core.client.commit_log import CommitLog
@@ -69,18 +70,6 @@ CLAIMS_MAX = 4
 
 _ENDED = Verdict(UNKNOWN, "work ended its database transaction in its middle")
 _T = TypeVar("_T")
-
-
-def _with_one_retry(query: Callable[[Sequence[HalfBatch]], _T], batches: Sequence[HalfBatch]) -> _T:
-    """Query the database, and once more when the pool's connection was lost: a check may run twice."""
-    try:
-        return query(batches)
-    except sa.exc.DBAPIError as problem:
-        if not problem.connection_invalidated:
-            raise
-    return query(batches)
-
-
 MessagesAgain: TypeAlias = Callable[[sa.Connection, ExecutedAttempt], "pa.Table | Sequence[Message] | None"]
 
 
@@ -227,33 +216,12 @@ class SqlTransactionListener(TransactionListener):
         FenceError
             When the database has no fence.
         """
-        return sum(self.pruning(older_than, *logs))
-
-    def pruning(self, older_than: Duration, *logs: CommitLog | Engine) -> Iterator[int]:
-        """Do what :meth:`prune` does, a page of rows at a time, and yield the number of deleted rows of each page."""
-        older_than_s = seconds(older_than, "older_than")
-        if older_than_s < FENCE_RETENTION_S_MIN:
-            raise OptionError(
-                f"{older_than!r} is less than 7 days ({FENCE_RETENTION_S_MIN:.0f} s): fence rows must outlive the "
-                "half batches that they speak for",
-                argument="older_than",
-            )
-        if not logs:
-            raise OptionError("prune needs the commit logs whose rows may go: write prune(older_than, log)")
-        # This room is below that of the public log.
-        engines = cast("list[Engine]", [getattr(log, "engine", log) for log in logs])
-        for engine in engines:
-            if not callable(getattr(engine, "still_in_half", None)):
-                raise OptionError(
-                    f"prune got {type(engine).__name__} {str(engine)[:100]!r}: open logs are expected, one after the "
-                    "other, as prune(older_than, CommitLog.open(path), ...)"
-                )
-        doubt_s = max(engine.clock_doubt_s() for engine in engines)
-        return self._fence.prune(older_than_s + doubt_s, {engine.id: engine.still_in_half for engine in engines})
+        return sum(prune_fence(self._fence, older_than, logs))
 
     def pruning_in_turn(self, older_than: float, engine: Engine, every: float) -> Iterator[int]:
-        """Do what :meth:`pruning` does, unless a process has begun it for this log in the last ``every`` seconds."""
-        pages = self.pruning(older_than, engine)
+        """Do what :meth:`prune` does, and yield the number of deleted rows of each page; nothing when a process has
+        begun it for this log in the last ``every`` seconds."""
+        pages = prune_fence(self._fence, older_than, [engine])
         if self._fence.take_turn(engine.id, every):
             yield from pages
 
@@ -431,7 +399,7 @@ class SqlTransactionListener(TransactionListener):
             The database has no fence, or does not answer. A lock error counts as an answer.
         """
         try:
-            _with_one_retry(self._read_rows, [])
+            again_when_lost(self._read_rows, [])
         except sa.exc.DBAPIError as problem:
             if not is_lock_problem(problem):
                 raise
@@ -480,7 +448,7 @@ class SqlTransactionListener(TransactionListener):
     def _check_all(self, batches: Sequence[HalfBatch]) -> list[VerdictArray | FenceError]:
         reach("asked")
         records: dict[HalfBatch, Recorded | FenceError] = {}
-        rows = _with_one_retry(self._read_rows, batches)
+        rows = again_when_lost(self._read_rows, batches)
         for batch in batches:
             try:
                 records[batch] = self._fence.states(rows, batch)
@@ -495,7 +463,7 @@ class SqlTransactionListener(TransactionListener):
             and recorded.among(batch.rows).null_count
         ]
         if to_bury:
-            records |= _with_one_retry(self._bury, to_bury)
+            records |= again_when_lost(self._bury, to_bury)
         answers = [self._answer(batch, records[batch]) for batch in batches]
         reach("answered")
         return answers

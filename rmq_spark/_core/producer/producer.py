@@ -6,11 +6,11 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -29,6 +29,7 @@ from rmq_spark._core.producer.future import SendFuture
 from rmq_spark._core.producer.result import TransactionSendResult
 from rmq_spark._core.producer.send_threads import SendThreads, event_loop
 from rmq_spark._core.producer.sender import Request, Sender
+from rmq_spark._core.producer.session_transaction import SessionTransaction, within
 from rmq_spark._core.protocol.group_commit import AT_ONCE_MAX, GroupCommit
 from rmq_spark._core.protocol.limits import NO_LIMITS, PendingLimits
 from rmq_spark._core.protocol.send import TwoPhase
@@ -48,6 +49,9 @@ from rmq_spark._core.vocabulary.options import (
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, require_transaction_per
 from rmq_spark.errors import ListenerError, OptionError
 
+if TYPE_CHECKING:
+    from rmq_spark._core.listeners.enlisted_session import EnlistedSession
+
 logger = logging.getLogger(__name__)
 
 LISTENER_THREADS = 32
@@ -57,36 +61,6 @@ AT_EXIT_S_MAX = 10.0
 """Seconds for which the end of Python waits for each thread of a producer that was not closed."""
 LATE_S = 0.5
 """Seconds that the threads of checks and upkeep have to end when sends have used up ``await_termination``."""
-
-
-@dataclass
-class SessionTransaction:
-    """The messages of :meth:`TransactionMQProducer.transaction`.
-
-    Attributes
-    ----------
-    result : TransactionSendResult or None
-        Their result, after the ``with`` statement; None when none were sent.
-    """
-
-    messages: list[Message] = field(default_factory=list)
-    result: TransactionSendResult | None = None
-    ended: bool = field(default=False, repr=False)
-
-    def send(self, messages: Message | Iterable[Message]) -> None:
-        """Send messages when the session commits.
-
-        Raises
-        ------
-        OptionError
-            After the ``with`` statement, when nothing would send them.
-        """
-        if self.ended:
-            raise OptionError(
-                "transaction() has ended, so these messages were not sent: send them within the with statement, or "
-                "with producer.send"
-            )
-        self.messages += [messages] if isinstance(messages, Message) else message_list(messages)
 
 
 class TransactionMQProducer:
@@ -163,17 +137,15 @@ class TransactionMQProducer:
         self.engine = engine_of(log, storage_options)
         self.producer_group = require_group_name(producer_group)
         self._has_listener = listener is not None
-        self.listener = (
-            CommitOncePrepared() if listener is None else require_listener(listener, "TransactionMQProducer")
-        )
+        self.listener: TransactionListener = CommitOncePrepared()
+        if listener is not None:
+            self.listener = require_listener(listener, "TransactionMQProducer")
         self._needs_loop = is_coroutine(self.listener)
         if self.listener.requires_spark:
             raise ListenerError("TransactionMQProducer has no Spark session: use a listener that needs none")
-        self.check_interval = None if check_interval is None else seconds(check_interval, "check_interval", above=True)
+        self.check_interval = _interval(check_interval, "check_interval")
         self.transaction_timeout = seconds(transaction_timeout, "transaction_timeout")
-        self.maintenance_interval = (
-            None if maintenance_interval is None else seconds(maintenance_interval, "maintenance_interval", above=True)
-        )
+        self.maintenance_interval = _interval(maintenance_interval, "maintenance_interval")
         limits = PendingLimits.of(max_pending_batches, max_pending_bytes)
         self._commits = GroupCommit(
             self.engine,
@@ -208,9 +180,8 @@ class TransactionMQProducer:
         with self._opening:
             if not self._under_way.is_open:
                 self._closing.set()  # ends the threads of an interrupted start
-                self._closing = (
-                    self.engine.runtime.event()
-                )  # threads of an earlier start keep the event that ended them
+                # Threads of an earlier start keep the event that ended them.
+                self._closing = self.engine.runtime.event()
                 atexit.register(self._end)
                 self._commits.hurry(False)
                 self._reset_sends()
@@ -417,7 +388,6 @@ class TransactionMQProducer:
 
         if self._needs_no_thread([message], idempotency_key) and not self._needs_loop:
             return self._start_shared(Request(self.two_phase, [message], arg))
-
         threads = self._send_threads
 
         def send() -> TransactionSendResult:
@@ -461,8 +431,7 @@ class TransactionMQProducer:
 
     # ------------------------------------------------------------------ with a session
     @named
-    @contextmanager
-    def transaction(self, session: Any) -> Iterator[SessionTransaction]:
+    def transaction(self, session: Any) -> AbstractContextManager[SessionTransaction]:
         """Send messages with the changes of an open SQLAlchemy session: both become final, or neither does.
 
         At the end of the ``with`` statement the session is flushed, the messages are prepared, the listener's fence row
@@ -490,34 +459,10 @@ class TransactionMQProducer:
         ...     session.add(Order(order_id=7))
         ...     transaction.send(Message("orders", b"..."))
         """
-        enlist = getattr(self.listener, "enlist", None)
-        if enlist is None:
-            listener_name = type(self.listener).__name__ if self._has_listener else "no listener"
-            raise ListenerError(
-                f"transaction() needs a SqlTransactionListener, whose fence row joins the session: this producer has "
-                f"{listener_name}"
-            )
-        enlisted = enlist(session)
-        enlisted.begin()
-        transaction = SessionTransaction()
-        try:
-            try:
-                yield transaction
-            finally:
-                transaction.ended = True
-            enlisted.flush()
-            if transaction.messages:
-                by_session = self.two_phase.with_listener(enlisted, "fail")
-                transaction.result = self._send(Request(by_session, transaction.messages))
-            else:
-                enlisted.let_commit()
-                session.commit()
-        except BaseException:
-            with suppress(Exception):  # after a commit there is nothing to undo; the first error says more
-                session.rollback()
-            raise
-        finally:
-            enlisted.end()
+        return within(session, self.listener if self._has_listener else None, self._send_enlisted)
+
+    def _send_enlisted(self, enlisted: EnlistedSession, messages: list[Message]) -> TransactionSendResult:
+        return self._send(Request(self.two_phase.with_listener(enlisted, "fail"), messages))
 
     def _send(self, request: Request) -> TransactionSendResult:
         place = object()
@@ -549,3 +494,7 @@ class TransactionMQProducer:
                 "checks: give TransactionMQProducer one, or send messages that have no local transaction with send()"
             )
         require_executing(self.listener, f"producer {self.producer_group!r}")
+
+
+def _interval(interval: Duration | None, name: str) -> float | None:
+    return None if interval is None else seconds(interval, name, above=True)
