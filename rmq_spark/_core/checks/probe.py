@@ -24,7 +24,7 @@ ALONE_S_MAX = 1.0
 
 class Probe:
     """Calls :meth:`TransactionListener.require_reachable` of the listeners (by producer group) that override it, in
-    threads unless ``in_threads`` is False."""
+    threads, since a connect may hang, unless ``in_threads`` is False."""
 
     def __init__(self, runtime: Runtime, listeners: Mapping[str, TransactionListener], in_threads: bool) -> None:
         self._runtime = runtime

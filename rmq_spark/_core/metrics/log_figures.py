@@ -1,7 +1,7 @@
 """The figures of a commit log, read from its tables. This module writes nothing, and needs no Prometheus.
 
 A :class:`LogWatch` follows the log. It reads each op row once, and an open half batch again only after a new decision
-on it. So the cost of a look depends on new rows, not on the log's size.
+on it. So the cost of a look depends on new rows, not on the log's size. Totals follow from offsets.
 """
 
 from __future__ import annotations

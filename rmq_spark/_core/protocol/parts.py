@@ -24,6 +24,7 @@ class PartAnswer:
         Distinct ones.
     by_row : pyarrow.Int32Array or None
         For each undecided message of the part, in send order, the position of its verdict; None: all have the first.
+        By row, since ``group_by`` of pyarrow does not keep the order in which values first appear.
     rows : int
         The number of undecided messages.
     fenced : str or None

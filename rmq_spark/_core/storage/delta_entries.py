@@ -34,7 +34,8 @@ class DeltaEntries:
 
     def is_newest(self, version: int, now_s: float) -> bool:
         """Return True when no entry follows this version, and its own is still there. Two looks at a local disk are
-        much faster than delta-rs. (Clean-up removes the oldest entries first, so no later entry is gone.)"""
+        much faster than delta-rs. (Clean-up removes the oldest entries first, so no later entry is gone.) On an
+        object store delta-rs always reads."""
         if now_s - self._refreshed_s > REFRESHED_S_MAX or not isinstance(self.fs, pafs.LocalFileSystem):
             self._refreshed_s = now_s
             return False
