@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,6 +86,21 @@ def test_an_error_says_which_field_has_another_type(body: str, kind: str, why: s
     with pytest.raises(MessageError) as caught:
         decode_json(pa.chunked_array([pa.array([body.encode()])]), f"total {kind}")
     assert f": {why}. Of 1 bodies 1 cannot be decoded" in str(caught.value)
+
+
+def test_a_date_is_read_as_it_is_written_and_a_number_is_none() -> None:
+    bodies = ['{"day": "2020-02-29"}', '{"day": "1899-12-31"}', '{"day": null}', "{}"]
+    days = decode_json(pa.chunked_array([bodies]), "day date")["day"].to_pylist()
+    assert days == [dt.date(2020, 2, 29), dt.date(1899, 12, 31), None, None]
+    several = decode_json(pa.chunked_array([['{"days": ["2020-01-01", null]}']]), "days array<date>")
+    assert several["days"].to_pylist() == [[dt.date(2020, 1, 1), None]]
+    for value, why in (
+        (1, "a number, and a string is expected"),
+        ('"x"', "to a date, couldn't parse:x"),
+        ('"2020-01-01T10:00:00"', "has a time of day"),
+    ):
+        with pytest.raises(MessageError, match=why):
+            decode_json(pa.chunked_array([[f'{{"day": {value}}}']]), "day date")
 
 
 def test_a_body_that_is_no_utf_8_is_bad() -> None:

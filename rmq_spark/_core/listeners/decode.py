@@ -134,12 +134,29 @@ def _read_objects(bodies: pa.Array, target: pa.Schema) -> pa.Table:
 
     as_one_list = pa.ListArray.from_arrays(pa.array([0, len(bodies)], pa.int32()), pc.cast(bodies, pa.binary()))
     joined = pc.binary_join(as_one_list, b"\n")[0].as_py()
-    options = pj.ParseOptions(explicit_schema=target, newlines_in_values=True, unexpected_field_behavior="ignore")
+    as_read = pa.schema([(field.name, _read_as(field.type)) for field in target])
+    options = pj.ParseOptions(explicit_schema=as_read, newlines_in_values=True, unexpected_field_behavior="ignore")
     table = pj.read_json(pa.BufferReader(joined), parse_options=options,
                          read_options=pj.ReadOptions(block_size=max(len(joined) + 1, 1 << 16)))  # fmt: skip
     if table.num_rows != len(bodies):
         raise pa.ArrowInvalid(f"{len(bodies)} bodies hold {table.num_rows} JSON objects: one in each is expected")
-    return table.select(target.names)
+    return pa.table([_as_type(table[field.name], field) for field in target], schema=target)
+
+
+def _read_as(kind: pa.DataType) -> pa.DataType:
+    """Return the type as which pyarrow shall read a field: it takes numbers for dates, and refuses dates."""
+    if pa.types.is_list(kind):
+        return pa.list_(_read_as(kind.value_type))
+    return pa.timestamp("s") if pa.types.is_date32(kind) else kind
+
+
+def _as_type(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
+    if column.type == field.type:
+        return column
+    typed = column.cast(field.type)
+    if not typed.cast(column.type).equals(column):
+        raise pa.ArrowInvalid(f"field {field.name!r} has a time of day, and a date is expected")
+    return typed
 
 
 def _read_good(
@@ -180,7 +197,7 @@ def _reason(problem: pa.ArrowInvalid) -> str:
     text = re.sub(r" in row \d+", "", str(problem).removeprefix("JSON parse error: ").strip())
     match = _OTHER_KIND.fullmatch(text)
     if match is None:
-        return text
+        return text.replace("timestamp[s]", "a date")  # see _read_as
     name, wanted, found = match.groups()
     return f"field {name!r} is {_KINDS.get(found, found)}, and {_KINDS.get(wanted, wanted)} is expected"
 
