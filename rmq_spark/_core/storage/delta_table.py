@@ -1,6 +1,6 @@
 """A Delta table of a commit log, through delta-rs.
 
-Beside this module only ``stores`` imports deltalake.
+Beside this module only ``stores`` and ``delta_store`` import deltalake.
 """
 
 from __future__ import annotations
