@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from enum import Enum
 from typing import Any, NamedTuple
@@ -88,18 +88,11 @@ class TraceEvent:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the event for JSON, with times as ISO texts."""
-        return {
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {
             "at": self.at.isoformat(),
             "kind": self.kind.value,
-            "messages": self.messages,
-            "attempt": self.attempt,
-            "decided_by": self.decided_by,
-            "reason": self.reason,
             "places": [place._asdict() for place in self.places],
             "until": None if self.until is None else self.until.isoformat(),
-            "verdict": self.verdict,
-            "op_version": self.op_version,
-            "refused": self.refused,
         }
 
 
