@@ -19,6 +19,8 @@ EXACT_DIGITS = 15
 """Decimal digits that a double keeps. A numeric column that may have more is read as decimals, which takes longer."""
 _DECIMAL = pa.decimal256(76, 38)
 _UTC, _NAIVE = pa.timestamp("us", "UTC"), pa.timestamp("us")
+_TRAILING_ZEROS = r"^(-?\d+)(?:\.0*|(\.\d*[1-9])0*)?(E.*)?$", r"\1\2\3"
+"""Those of ``1.500`` and of ``1.500E-10``, whose exponent stays whole."""
 _BLANK = re.compile(r"[ \t\n\r]*")
 
 
@@ -82,8 +84,7 @@ def convert(column: pa.ChunkedArray, kind: pa.DataType | str) -> tuple[pa.Chunke
     if kinds.is_floating(column.type):  # the reader accepts NaN, Infinity and numbers too large for 32 bits
         return column, pc.fill_null(pc.invert(pc.is_finite(column)), False)
     if kind == _DECIMAL:
-        text = pc.replace_substring_regex(pc.cast(column, pa.string()), r"\.?0+$", "")
-        return text, None
+        return pc.replace_substring_regex(pc.cast(column, pa.string()), *_TRAILING_ZEROS), None
     return column, None
 
 
