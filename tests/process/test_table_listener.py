@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import psycopg
 import pytest
@@ -93,6 +93,68 @@ def test_the_types_of_postgresql(url: sa.URL, tags: str, monkeypatch: pytest.Mon
     empty, full = rows_of(url, f"SELECT {columns}, code, tags, host(ip), span FROM kinds ORDER BY id")
     assert full == (*STORED, values["tags"], "10.0.0.1", dt.timedelta(minutes=90))
     assert empty == (1, *[None] * 18)
+
+
+@of_postgres
+def test_small_numbers_keep_their_exponent(url: sa.URL) -> None:
+    """1e-10 was stored as 0.1."""
+    run(url, "CREATE TABLE kinds (id bigint PRIMARY KEY, exact numeric, cents numeric(50,30))")
+    texts = ["1e-10", "1.5e-20", "-0.0000000001", "100", "0"]
+    bodies = [f'{{"id": {n}, "exact": {text}, "cents": {text}}}' for n, text in enumerate(texts)]
+    assert send(TableListener(url, "kinds"), bodies) == [None] * 5
+    assert rows_of(url, "SELECT exact, cents FROM kinds ORDER BY id") == [(Decimal(t), Decimal(t)) for t in texts]
+
+
+@of_postgres
+@pytest.mark.parametrize("last", [{"v": 2}, {"v": 2, "d": 5}])
+def test_the_last_row_of_a_uuid_counts_in_whatever_spelling(url: sa.URL, last: dict[str, int]) -> None:
+    run(url, "CREATE TABLE kinds (id uuid PRIMARY KEY, v int, d int DEFAULT 7)")
+    upper, lower = "6F9619FF-8B86-D011-B42D-00CF4FC964FF", "6f9619ff8b86d011b42d00cf4fc964ff"
+    listener = TableListener(url, "kinds", key="id", on_conflict="update")
+    bodies = [{"id": upper, "v": 1}, {"id": str(UUID(int=1)), "v": 9}, {"id": lower, **last}]
+    assert send(listener, bodies) == [None] * 3
+    assert rows_of(url, "SELECT v, d FROM kinds ORDER BY id") == [(9, 7), (2, last.get("d", 7))]
+
+
+@of_postgres
+@pytest.mark.parametrize(
+    ("change", "field", "value"),
+    [
+        ("ADD COLUMN c int NOT NULL DEFAULT 0", "c", 7),
+        ("ALTER COLUMN v TYPE bigint", "v", 2**40),
+        ("ALTER COLUMN w DROP NOT NULL", "w", None),
+        ("ALTER COLUMN v TYPE jsonb USING to_jsonb(v)", "v", {"a": 1}),
+    ],
+)
+def test_a_row_that_fits_the_altered_table_is_not_refused(url: sa.URL, change: str, field: str, value: Any) -> None:
+    """A refusal is final, so the listener looks at the table once more."""
+    run(url, "CREATE TABLE kinds (id bigint PRIMARY KEY, v int, w int NOT NULL)")
+    listener = TableListener(url, "kinds", on_bad_row="rollback")
+    assert send(listener, [{"id": 1, "v": 1, "w": 1}]) == [None]
+    run(url, f"ALTER TABLE kinds {change}", *["ALTER TABLE kinds ALTER COLUMN c DROP DEFAULT"] * (field == "c"))
+    assert send(listener, [{"id": 2, "v": 1, "w": 2, field: value}]) == [None]
+    assert rows_of(url, f"SELECT id, {field} FROM kinds WHERE id = 2") == [(2, value)]
+
+
+@of_postgres
+def test_a_view_and_a_table_with_row_level_security_take_rows(url: sa.URL) -> None:
+    """COPY does not work there."""
+    seller = f"seller_{uuid4().hex}"
+    run(
+        url,
+        "CREATE TABLE kinds (id bigint PRIMARY KEY, v int CHECK (v <> 5))",
+        "CREATE VIEW seen AS SELECT id, v FROM kinds",
+        "ALTER TABLE kinds ENABLE ROW LEVEL SECURITY",
+        "CREATE POLICY all_rows ON kinds USING (true)",
+        f"CREATE ROLE {seller} LOGIN",
+        f"GRANT USAGE ON SCHEMA public TO {seller}",
+        f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {seller}",
+    )
+    limited = url.set(username=seller)
+    for table, ids in (("kinds", (1, 2, 3)), ("seen", (4, 5, 6))):
+        listener = TableListener(limited, table, columns="id, v", on_bad_row="rollback")
+        assert [why is None for why in send(listener, [{"id": n, "v": n} for n in ids])] == [n != 5 for n in ids]
+    assert rows_of(url, "SELECT id FROM kinds ORDER BY id") == [(1,), (2,), (3,), (4,), (6,)]
 
 
 @pytest.mark.turns(4)

@@ -176,6 +176,16 @@ def test_an_engine_is_refused_in_words_that_name_what_travels(log: txmq.CommitLo
         TransactionalSink(log, producer_group="shop", listener=listener, topic="orders", **BY_KEY)
 
 
+def test_upserts_of_a_key_lie_in_one_part_or_are_refused(log: txmq.CommitLog, url: str) -> None:
+    """The last row of a key counts, and parts run side by side."""
+    listener = txmq.TableListener(url, "orders", key="order_id", on_conflict="update")
+    sink = {"producer_group": "shop", "listener": listener, "topic": "orders", "run_on": "executors"}
+    for per in ({"transaction_per": "message"}, {"transaction_key": "customer"}):
+        with pytest.raises(txmq.OptionError, match=r"set transaction_key to a column of the key \(order_id\)"):
+            TransactionalSink(log, **sink, **per)
+    TransactionalSink(log, **sink, transaction_key="order_id")
+
+
 def test_a_fifo_topic_keeps_its_order_or_is_refused(
     spark: SparkSession, log: txmq.CommitLog, url: str, tmp_path: Path
 ) -> None:

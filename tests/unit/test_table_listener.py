@@ -17,12 +17,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import sqlalchemy as sa
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, TableListener
-from rmq_spark._core.listeners.json_fields import fields_of
+from rmq_spark._core.listeners.json_fields import convert, fields_of
 from rmq_spark.errors import FenceError, ListenerError, MessageError, OptionError
 from tests.support.fences import half_batch, run
 from tests.support.inside import SINK_OPTIONS, Options, SinkSettings
@@ -51,11 +51,16 @@ def url(tmp_path: Path) -> sa.URL:
     return made(sa.make_url(f"sqlite:///{tmp_path / 'orders.db'}"))
 
 
-def stored(url: sa.URL, columns: str = "order_id, total, status, note") -> list[tuple[Any, ...]]:
+def rows_in(url: sa.URL, statement: str) -> list[tuple[Any, ...]]:
     engine = sa.create_engine(url)
     with engine.connect() as connection:
-        rows = connection.execute(sa.text(f"SELECT {columns} FROM orders ORDER BY 1")).all()
+        rows = [tuple(row) for row in connection.execute(sa.text(statement))]
     engine.dispose()
+    return rows
+
+
+def stored(url: sa.URL, columns: str = "order_id, total, status, note") -> list[tuple[Any, ...]]:
+    rows = rows_in(url, f"SELECT {columns} FROM orders ORDER BY 1")
     return [tuple(float(v) if isinstance(v, Decimal) else v for v in row) for row in rows]
 
 
@@ -185,6 +190,32 @@ def test_an_update_of_all_columns_keeps_what_is_not_given_however_batches_are_cu
     for some in [bodies] if at_once else [[body] for body in bodies]:
         send(listener, some)
     assert stored(url) == [(1, 6.0, "sent", "a"), (2, 5.0, "paid", "n")]
+
+
+@pytest.mark.parametrize("on_conflict", ["error", "ignore", "update"])
+def test_a_row_that_needs_an_earlier_one_is_inserted_after_it(url: sa.URL, on_conflict: str) -> None:
+    """Rows that take other defaults go by other statements."""
+    run(
+        url,
+        "CREATE TABLE places (id INTEGER PRIMARY KEY, parent INTEGER, status VARCHAR(9) DEFAULT 'new', "
+        "FOREIGN KEY (parent) REFERENCES places (id))",
+    )
+    listener = TableListener(url, "places", key="id", on_conflict=on_conflict, on_bad_row="rollback")
+    bodies = [{"id": 1}, {"id": 2, "parent": 1, "status": "x"}, {"id": 3, "parent": 2}]
+    assert send(listener, bodies) == [None, None, None]
+    assert rows_in(url, "SELECT id, parent, status FROM places ORDER BY id") == [
+        (1, None, "new"),
+        (2, 1, "x"),
+        (3, 2, "new"),
+    ]
+
+
+@pytest.mark.parametrize("last", [{"v": 2}, {"v": 2, "d": 5}])
+def test_the_last_row_of_a_key_counts_in_whatever_spelling(file: sa.URL, last: dict[str, int]) -> None:
+    made(file, "CREATE TABLE orders (id VARCHAR(9) COLLATE NOCASE PRIMARY KEY, v INTEGER, d INTEGER DEFAULT 7)")
+    listener = TableListener(file, "orders", key="id", on_conflict="update")
+    assert send(listener, [{"id": "ab", "v": 1}, {"id": "x", "v": 3}, {"id": "AB", **last}]) == [None] * 3
+    assert rows_in(file, "SELECT id, v, d FROM orders ORDER BY 1") == [("ab", 2, last.get("d", 7)), ("x", 3, 7)]
 
 
 def test_an_update_of_a_key_of_two_columns(url: sa.URL) -> None:
@@ -491,6 +522,16 @@ def test_a_json_column_takes_any_value(file: sa.URL) -> None:
     assert [reason is None for reason in said] == [True, False, False, False]
     assert said[3] == "it is not JSON: JSON has no NaN"
     assert stored(url, "note") == [("[1]",)]
+
+
+@given(st.decimals(min_value=-(10**30), max_value=10**30, places=38, allow_nan=False))
+@settings(max_examples=50)
+@example(Decimal("1E-10"))
+@example(Decimal("-1.50E-20"))
+@example(Decimal("100"))
+def test_a_decimal_keeps_its_value_as_text(value: Decimal) -> None:
+    texts, _ = convert(pa.chunked_array([pa.array([value], pa.decimal256(76, 38))]), pa.decimal256(76, 38))
+    assert [Decimal(text) for text in texts.to_pylist()] == [value]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,11 @@ def is_refused_value(problem: sa.exc.StatementError) -> bool:
     return of_a_value or isinstance(problem, (sa.exc.IntegrityError, sa.exc.DataError))
 
 
+def updates_a_row_twice(problem: sa.exc.StatementError) -> bool:
+    """Whether PostgreSQL has found two rows of an upsert with one key."""
+    return sqlstate_of(problem.orig) == "21000"  # cardinality_violation
+
+
 def is_savepoint_gone(problem: sa.exc.DBAPIError) -> bool:
     cause = problem.orig
     if sqlstate_of(cause) in _NO_SAVEPOINT_STATES or _error_number(cause) == _NO_SAVEPOINT_NUMBER:

@@ -53,18 +53,22 @@ _CARRIERS = ("bool", "int8", "float8", "text", "bytea", "date", "timestamptz", "
 _FIRST_US, _LAST_US = -62_135_596_800_000_000, 253_402_300_799_999_999
 _COLUMNS = sa.text(
     "SELECT a.attname, t.typname, CASE t.typname WHEN 'bpchar' THEN 'text' WHEN 'bit' THEN 'bit varying' "
-    "ELSE format_type(a.atttypid, NULL) END AS written FROM pg_attribute a "
-    "JOIN pg_type t ON t.oid = a.atttypid WHERE a.attrelid = to_regclass(:name) AND a.attnum > 0 "
-    "AND NOT a.attisdropped AND a.attgenerated = '' ORDER BY a.attnum"
+    "ELSE format_type(a.atttypid, NULL) END AS written, "
+    "c.relkind IN ('r', 'p', 'f') AND NOT row_security_active(c.oid) AS takes_copy FROM pg_attribute a "
+    "JOIN pg_type t ON t.oid = a.atttypid JOIN pg_class c ON c.oid = a.attrelid "
+    "WHERE a.attrelid = to_regclass(:name) AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = '' "
+    "ORDER BY a.attnum"
 )
 
 
 class _Column(NamedTuple):
     """A column's type: PostgreSQL's short name, and the type without a length for a cast. (A cast to ``char`` or
-    ``bit`` would cut a value to one character.)"""
+    ``bit`` would cut a value to one character.) ``takes_copy`` is false for views and where row-level security holds:
+    these take an INSERT alone."""
 
     kind: str
     written: str
+    takes_copy: bool
 
 
 class Conflict(NamedTuple):
@@ -226,7 +230,7 @@ def _columns_of(connection: sa.Connection, table: str, schema: str | None) -> di
     rows = connection.execute(_COLUMNS, {"name": _as_sent(_quoted(connection, table, schema))}).all()
     if not rows:
         raise _no_table_error(connection, table, schema)
-    return {name: _Column(kind, written) for name, kind, written in rows}
+    return {name: _Column(*column) for name, *column in rows}
 
 
 def _quoted(connection: sa.Connection, table: str, schema: str | None) -> str:
@@ -264,7 +268,7 @@ def _copy(
     target, names = _quoted(connection, table, schema), [quote(name) for name in rows.column_names]
     types = [columns[name].kind for name in rows.column_names]
     same = all(kind in _TYPES and _TYPES[kind][1](_plain(c.type)) for kind, c in zip(types, rows.columns, strict=True))
-    if same and conflict is None:
+    if same and conflict is None and all(column.takes_copy for column in columns.values()):
         _copy_into(connection, target, names, types, rows)
         return
     temporary, source = _stage(connection, rows, columns)

@@ -30,7 +30,7 @@ from rmq_spark._core.listeners.target_table import Refused, Target
 from rmq_spark._core.runtime.log_records import of_batch
 from rmq_spark._core.vocabulary.options import Duration, named
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY, VerdictArray
-from rmq_spark.errors import ListenerError, OptionError
+from rmq_spark.errors import ListenerError, MessageError, OptionError
 
 import sqlalchemy as sa  # isort: skip
 from sqlalchemy.engine.interfaces import ReflectedColumn
@@ -50,8 +50,7 @@ class TableListener(SqlTransactionListener):
     url_or_engine : str, sqlalchemy.URL, callable or sqlalchemy.Engine
         As for :class:`SqlTransactionListener`.
     table : str
-        The table, which must exist. The listener inspects it once, at first use. What ``on_unknown_field`` refuses it
-        looks for once more.
+        The table, which must exist. The listener inspects it at first use, and again before it refuses a row.
     columns : str, pyarrow.Schema or sequence of str, optional
         The fields to read from the JSON bodies, by the names of the table's columns. Other fields are left out.
 
@@ -164,6 +163,11 @@ class TableListener(SqlTransactionListener):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_target": None}  # the other process inspects the table by itself
 
+    @property
+    def update_key(self) -> tuple[str, ...]:
+        """The columns of the key of which the last row counts; empty without ``on_conflict="update"``."""
+        return self._key if self._on_conflict == UPDATE else ()
+
     def require_ready(self) -> None:
         """Inspect the table, once in a process.
 
@@ -182,10 +186,6 @@ class TableListener(SqlTransactionListener):
         if target is None:
             target = self._target = self._inspect(connection)
         return target
-
-    def _has_other_columns(self, connection: sa.Connection, target: Target) -> bool:
-        names = {column["name"] for column in columns_of(connection, self.table, self._schema)}
-        return names != set(target.table.columns.keys())
 
     def _inspect(self, connection: sa.Connection) -> Target:
         columns = {column["name"]: column for column in columns_of(connection, self.table, self._schema)}
@@ -256,12 +256,40 @@ class TableListener(SqlTransactionListener):
     def _write_rows(self, connection: sa.Connection, batch: HalfBatch) -> VerdictArray | None:
         """Insert the rows of each transaction whose rows all fit."""
         target = self._inspected(connection)
-        column = "transaction_key" if batch.transaction_per == KEY else "transaction_id"
+        savepoint = connection.begin_nested()
+        problem: MessageError | None = None
+        try:
+            refused = self._insert_rows(connection, batch, target)
+        except MessageError as raised:
+            problem = raised
+        if problem is None and not refused.reasons:
+            savepoint.commit()
+            return None
+        # A refusal is final. So the table is inspected once more: somebody may have altered it.
+        newest = self._inspect(connection)
+        if newest.shape != target.shape:
+            savepoint.rollback()
+            target = self._target = newest
+            refused = self._insert_rows(connection, batch, target)
+        elif problem is not None:
+            raise problem
+        else:
+            savepoint.commit()
+        if not refused.reasons:
+            return None
+        owners = batch.transactions[_owner_column(batch)]
+        if 1 < len(owners) == len(refused.reasons) and set(refused.reasons.values()) == {target.taken_reason}:
+            logger.warning(
+                "all %d transactions of half batch %s are rolled back: %s. Does a query read its input again, under a "
+                "new checkpoint or a copy?",
+                len(owners), batch.half_id, target.taken_reason, extra=of_batch(batch),
+            )  # fmt: skip
+        return batch.verdicts(rollback={owners[unit].as_py(): reason for unit, reason in refused.reasons.items()})
+
+    def _insert_rows(self, connection: sa.Connection, batch: HalfBatch, target: Target) -> Refused:
+        column = _owner_column(batch)
         messages = batch.messages(["body", column])
         rows, bad = target.read(messages["body"])
-        if bad and self._refuses_unknown_fields and self._has_other_columns(connection, target):
-            target = self._target = self._inspect(connection)  # a refusal is final, and a column was added
-            rows, bad = target.read(messages["body"])
         if self.needs_single_transactions:
             self._require_single(batch, messages.num_rows)
             owners = batch.transactions[column].combine_chunks()
@@ -274,15 +302,7 @@ class TableListener(SqlTransactionListener):
         rows, units = refused.others(rows, units)
         if rows.num_rows:
             target.insert(connection, rows, units, refused)
-        if not refused.reasons:
-            return None
-        if 1 < len(owners) == len(refused.reasons) and set(refused.reasons.values()) == {target.taken_reason}:
-            logger.warning(
-                "all %d transactions of half batch %s are rolled back: %s. Does a query read its input again, under a "
-                "new checkpoint or a copy?",
-                len(owners), batch.half_id, target.taken_reason, extra=of_batch(batch),
-            )  # fmt: skip
-        return batch.verdicts(rollback={owners[unit].as_py(): reason for unit, reason in refused.reasons.items()})
+        return refused
 
     def _require_single(self, batch: HalfBatch, count: int) -> None:
         if batch.transaction_per == BATCH and count > 1:
@@ -290,6 +310,11 @@ class TableListener(SqlTransactionListener):
                 f"half batch {batch.half_id!r} is one transaction of {count} messages, and on_bad_row='rollback' rolls "
                 "back single ones: send with transactionKey or transactionPer=message, or set on_bad_row='fail'"
             )
+
+
+def _owner_column(batch: HalfBatch) -> str:
+    """Return the column of messages that names their transaction."""
+    return "transaction_key" if batch.transaction_per == KEY else "transaction_id"
 
 
 # ---------------------------------------------------------------- arguments

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ import pyarrow.types as kinds
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
 
-from rmq_spark._core.database.error_codes import is_refused_value
+from rmq_spark._core.database.error_codes import is_refused_value, updates_a_row_twice
 from rmq_spark._core.database.insert import Conflict, can_insert_each, insert, insert_each, unstorable
 from rmq_spark._core.listeners.decode import read_bodies
 from rmq_spark._core.listeners.half_batch import HalfBatch
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 EACH_MAX = 4_000
 """Transactions up to which PostgreSQL inserts them one by one after a refusal, instead of by halves."""
+RUNS_MAX = 1_000
+"""The most statements that insert rows in their order after a refusal."""
 KEYS_AT_ONCE = 5_000
 """Key values that one SELECT looks for."""
 NAME_CHARS_MAX = 60
@@ -74,6 +77,11 @@ class Target:
     conflict: Conflict | None
     refuses_unknown_fields: bool
     """Whether a row does not fit whose body has a field that the table has no column for."""
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What decides whether a row fits: equal unless somebody has altered the table."""
+        return self.types, self.never_null, self.defaults, self.lookup, self.table.columns.keys()
 
     @property
     def taken_reason(self) -> str:
@@ -194,10 +202,19 @@ class Target:
         """Insert rows in a savepoint, or return the error with which the database refuses one of them."""
         if not rows.num_rows:
             return None
+        parts = self._parts(rows)
+        problem = self._try_parts(connection, parts)
+        if problem is None or len(parts) == 1:
+            return problem
+        # A row may need an earlier one of another part, such as a parent.
+        runs = list(islice(self._in_order(rows), RUNS_MAX + 1))
+        return self._try_parts(connection, runs) if len(runs) <= RUNS_MAX else problem
+
+    def _try_parts(self, connection: sa.Connection, parts: Sequence[pa.Table]) -> sa.exc.StatementError | None:
         savepoint = connection.begin_nested()
         try:
-            for part in self._parts(rows):
-                insert(connection, self.table.name, part, self.schema, self.conflict, self.table)
+            for part in parts:
+                self._insert_part(connection, part)
         except sa.exc.StatementError as problem:
             if not is_refused_value(problem):
                 raise
@@ -205,6 +222,25 @@ class Target:
             return problem
         savepoint.commit()
         return None
+
+    def _insert_part(self, connection: sa.Connection, part: pa.Table) -> None:
+        """Insert rows that take the defaults of the same columns. PostgreSQL refuses to update a row twice in one
+        statement, so rows whose keys are one in another spelling go by two."""
+        if not (self.is_postgres and self.conflict and self.conflict.update and part.num_rows > 1):
+            insert(connection, self.table.name, part, self.schema, self.conflict, self.table)
+            return
+        savepoint = connection.begin_nested()
+        try:
+            insert(connection, self.table.name, part, self.schema, self.conflict, self.table)
+        except sa.exc.StatementError as problem:
+            savepoint.rollback()
+            if not updates_a_row_twice(problem):
+                raise
+            half = part.num_rows // 2
+            self._insert_part(connection, part.slice(0, half))
+            self._insert_part(connection, part.slice(half))
+        else:
+            savepoint.commit()
 
     def _insert_each(self, connection: sa.Connection, rows: pa.Table, units: pa.Array, refused: Refused) -> bool:
         """Insert transaction by transaction within the database if it can do so. Return whether it did."""
@@ -218,13 +254,33 @@ class Target:
         return True
 
     def _parts(self, rows: pa.Table) -> list[pa.Table]:
-        """Split rows into parts that take the defaults of the same columns."""
-        if self.conflict is not None and self.conflict.update:
-            rows = _last_of_each(rows, self.conflict.key, self.conflict.keeps)
-        parts = [rows]
+        """Split rows into parts that take the defaults of the same columns. Rows that may have one key for the database
+        stay in their order."""
+        if self.conflict is None or not self.conflict.update:
+            return self._by_defaults(rows)
+        rows = _last_of_each(rows, self.conflict.key, self.conflict.keeps)
+        parts = self._by_defaults(rows)
+        if len(parts) == 1:
+            return parts
+        alike = _alike(rows, self.conflict.key)
+        return [*self._by_defaults(rows.filter(pc.invert(alike))), *self._in_order(rows.filter(alike))]
+
+    def _by_defaults(self, rows: pa.Table) -> list[pa.Table]:
+        parts = [rows] if rows.num_rows else []
         for name in self.defaults:
             parts = [part for whole in parts for part in _by_null(whole, name)]
         return parts  # each part has a column: each row has a value
+
+    def _in_order(self, rows: pa.Table) -> Iterator[pa.Table]:
+        """Yield runs of rows that take the defaults of the same columns, in the order of the rows."""
+        if not rows.num_rows:
+            return
+        nulls = list(zip(*(pc.is_null(rows[name]).to_pylist() for name in self.defaults), strict=True))
+        start = 0
+        for _, run in groupby(nulls):
+            end = start + sum(1 for _ in run)
+            yield from self._by_defaults(rows.slice(start, end - start))
+            start = end
 
     def _refuse_taken_keys(self, connection: sa.Connection, rows: pa.Table, units: pa.Array, refused: Refused) -> bool:
         """Refuse the transactions with a key that is in the table. Return whether there are any."""
@@ -276,6 +332,22 @@ def _last_of_each(rows: pa.Table, key: Sequence[str], keeps: bool) -> pa.Table:
     if last.num_rows == rows.num_rows:
         return rows
     return pa.table({n: last[n] if n in key else rows[n].take(last[f"\0{n}_max"]) for n in rows.column_names})
+
+
+def _alike(rows: pa.Table, key: Sequence[str]) -> pa.Array:
+    """Return which rows have keys that differ from another row's in case, accents, blanks or signs alone: a collation
+    or a type, such as uuid, may take them for one."""
+    columns = []
+    for name in key:
+        column = rows[name]
+        if kinds.is_string(column.type):
+            column = pc.utf8_normalize(column, "NFKD")
+            column = pc.utf8_lower(pc.replace_substring_regex(column, r"[^\pL\pN]+", ""))
+        columns.append(column)
+    keyed = pa.table([*columns, pa.array(range(rows.num_rows), pa.int64())], [*key, "\0"])
+    counts = keyed.group_by(list(key), use_threads=False).aggregate([("\0", "count"), ("\0", "list")])
+    several = counts.filter(pc.greater(counts["\0_count"], 1))
+    return pc.is_in(keyed["\0"].combine_chunks(), value_set=pc.list_flatten(several["\0_list"]).combine_chunks())
 
 
 def _by_null(rows: pa.Table, name: str) -> list[pa.Table]:

@@ -153,6 +153,12 @@ class TransactionalSink:
                 "one: set transaction_key, or transaction_per='message'"
             )
         require_parts(self.listener, "TransactionalSink")
+        key: tuple[str, ...] = getattr(self.listener, "update_key", ())
+        if key and self.settings.transaction_key not in key:
+            raise OptionError(
+                f"run_on={EXECUTORS!r} inserts parts side by side, and with on_conflict='update' the last row of a key "
+                f"counts: set transaction_key to a column of the key ({', '.join(key)}), or leave run_on out"
+            )
         if self.settings.topic in self.engine.topic_store.known().fifo and self._repartitions:
             raise _in_order_error(self.settings.topic)
         require_travels(self.listener, f"TransactionalSink: {self.listener!r}")
