@@ -22,6 +22,8 @@ log = logging.getLogger("mkdocs.hooks.rmq_spark")
 WIDE = "when-not-to-use-it.md from-rocketmq.md from-kafka-transactions.md reference/metrics.md".split()
 HIDDEN = {"index.md": ["navigation", "toc"], **{page: ["toc"] for page in WIDE}}
 """What a page does without beside it: the first one leads everywhere, and wide tables need the room."""
+_LONG_NAME = re.compile(r'(<code>|-name">|<h[1-4] id="[^"]*">)([\w.]{12,})')
+_WORDS_MEET = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[_.])(?=[^\W_])")
 _PICTURE = re.compile(r'<p><img alt="(?P<alt>[^"]*)" src="(?P<path>[^"]*/)?(?P<name>[a-z-]+\.svg)"\s*/?></p>')
 
 
@@ -38,6 +40,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Let links lead to pages of the site. A link that leads nowhere is a warning, which ends a strict build."""
     path = page.file.src_uri
     page.meta.setdefault("hide", HIDDEN.get(path, []))
+    page.meta.setdefault("search", {"boost": 2 if path == "troubleshooting.md" else 1})
     if path.startswith("reference/"):
         return markdown
     try:
@@ -48,11 +51,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put our own drawings into the page itself: there they have its colours, light or dark, and a phone's shape."""
+    """Put our own drawings into the page itself: there they have its colours, light or dark, and a phone's shape.
+
+    In a narrow column a long name is broken between its words.
+    """
 
     def drawn(picture: re.Match[str]) -> str:
         wide = Path(config.docs_dir) / "assets" / picture["name"]
         svgs = "".join(path.read_text() for path in (wide, wide.with_name(f"{wide.stem}-upright.svg")))
         return f'<figure class="drawing" role="img" aria-label="{picture["alt"]}" data-search-exclude>{svgs}</figure>'
 
+    html = _LONG_NAME.sub(lambda name: name[1] + _WORDS_MEET.sub("<wbr>", name[2]), html)
+    if page.file.src_uri.startswith("reference/"):
+        html = f'<div class="reference">{html}</div>'
     return _PICTURE.sub(drawn, html)

@@ -1,4 +1,5 @@
-"""The reference, made from the code: options, columns, configuration, errors, the command, limits, Python.
+"""The reference, made from the code: options, columns, configuration, errors, the command, limits. mkdocstrings makes
+what is about Python, from the pages in ``docs/reference``.
 
 Nothing here says a second time what the code says. What the code names and nobody has described is an error, so that
 the build tells whoever adds it.
@@ -9,7 +10,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
@@ -21,9 +21,8 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-import rmq_spark
 from docs.building import columns
-from docs.building.docstrings import first_paragraph, markdown_of, paragraphs, prose, signature_of
+from docs.building.docstrings import first_paragraph, paragraphs, prose
 from rmq_spark import errors
 from rmq_spark._core.vocabulary import options as config
 from rmq_spark.cli.verbs import whole
@@ -47,7 +46,6 @@ def pages() -> dict[str, str]:
         "reference/errors.md": all_errors(),
         "reference/command.md": command(),
         "reference/limits.md": limits(),
-        **{f"reference/{page}.md": python(title, names) for page, (title, names) in python_pages().items()},
     }
 
 
@@ -268,7 +266,8 @@ def all_errors() -> str:
         what, *remedy = paragraphs(kind.__doc__)
         if not remedy and kind is not errors.TxmqError:
             raise UndescribedError(f"{name} has no second paragraph, which says what to do")
-        found.append("\n\n".join([f"## {name} {{ #{name} }}", what, *remedy]))
+        for_python = f"[](){{#rmq_spark.errors.{name}}}"  # where docstrings refer to
+        found.append("\n\n".join([for_python, f"## {name} {{ #{name} }}", what, *remedy]))
     return "\n\n".join(
         [
             "# Errors",
@@ -426,133 +425,7 @@ def _spaced(text: str) -> str:
     return f"{number} {({'m': 'min'}).get(unit, unit)}"
 
 
-# ---------------------------------------------------------------- Python
-GROUPS_OF_NAMES: Mapping[str, tuple[str, str]] = {
-    "python-log": ("Python: the log", "CommitLog log.Trace log.MaintenanceReport log.RowState log.Who"),
-    "python-sending": (
-        "Python: sending",
-        "Message TransactionMQProducer producer.TransactionSendResult TransactionalSink",
-    ),
-    "python-listeners": (
-        "Python: listeners and verdicts",
-        "TransactionListener HalfBatch LocalTransactionState COMMIT_MESSAGE ROLLBACK_MESSAGE UNKNOWN "
-        "PerMessageListener SqlTransactionListener TableListener listeners.HalfTransaction Rollback "
-        "create_fence DeltaTransactionListener listeners.ExecutedAttempt listeners.VerdictArray",
-    ),
-    "python-consuming": (
-        "Python: consuming",
-        "PushConsumer PullConsumer EachMessage consumers.EachBatch MessageExt ConsumeResult "
-        "consumers.ConsumeFromWhere SqlInbox ConsumerGroup DeadLetters consume messages",
-    ),
-    "python-operating": (
-        "Python: operating",
-        "CheckService checks.CheckReport checks.TransactionCheckListener KafkaRelay kafka.RelayReport register "
-        "checks.Draining checks.Maintainer",
-    ),
-}
-"""Which page of the reference has which public names. What is in none of them is on the last one."""
-NOT_FOR_USERS: Mapping[str, frozenset[str]] = {
-    name: frozenset(methods.split())
-    for name, methods in {
-        "CommitLog": "engine",
-        "PushConsumer": "consume_on work consume",
-        "EachMessage": "each",
-        "SqlInbox": "apply where transaction connect refuse_unsafe",
-        "SqlTransactionListener": "runtime enlist",
-        "TableListener": "runtime enlist",
-    }.items()
-}
-"""Methods that only other modules of the package call."""
-MADE_FOR_USERS = frozenset("CommitLog HalfBatch HalfTransaction CheckReport RelayReport TransactionSendResult".split())
-"""Classes of which users get instances, and make none by calling the class."""
-
-
-def python_pages() -> dict[str, tuple[str, list[str]]]:
-    """Return title and names of each page about Python."""
-    public = [name for name in rmq_spark.__all__ if name not in ("__version__", *_FACADES)]
-    found = {page: (title, names.split()) for page, (title, names) in GROUPS_OF_NAMES.items()}
-    placed = [name for _, names in found.values() for name in names]
-    for name in placed:
-        if not _is_public(name):
-            raise UndescribedError(f"docs/building/reference.py names {name!r}, which rmq_spark does not have")
-    found["python-operating"][1].extend(name for name in public if name not in placed)
-    return found
-
-
-_FACADES = "checks consumers errors kafka listeners log message producer report sink spark testing".split()
-"""Public modules whose names stand on the pages one by one."""
-
-
-def _is_public(name: str) -> bool:
-    module, _, inner = name.rpartition(".")
-    return inner in importlib.import_module(f"rmq_spark.{module}" if module else "rmq_spark").__all__
-
-
-def python(title: str, names: Sequence[str]) -> str:
-    """Signatures and docstrings of public names; of a module, those of the names in its ``__all__``."""
-    parts = [f"# {title}", MADE + " `import rmq_spark as txmq`."]
-    for name in names:
-        thing = operator.attrgetter(name)(rmq_spark)
-        parts += _named(name, thing, "##")
-        for inner in getattr(thing, "__all__", ()) if inspect.ismodule(thing) else ():
-            parts += _named(f"{name}.{inner}", getattr(thing, inner), "###")
-    return "\n\n".join(part for part in parts if part)
-
-
-def _named(name: str, thing: Any, heading: str) -> list[str]:
-    parts = [f"{heading} {name} {{ #{name} }}"]
-    if inspect.ismodule(thing):
-        parts.append(markdown_of(thing.__doc__))
-    elif isinstance(thing, type):
-        parts += _class(name, thing, heading + "#")
-    elif callable(thing):
-        parts += [_code(signature_of(thing, name)), markdown_of(inspect.getdoc(thing))]
-    else:
-        parts.append(f"`{thing!r}`: a `{type(thing).__name__}`.")
-    return parts
-
-
-def _class(name: str, kind: type, heading: str) -> list[str]:
-    parts: list[str] = []
-    if issubclass(kind, Enum):
-        values = ", ".join(f"`{member}`" for member in kind.__members__)
-        return [markdown_of(kind.__doc__), f"**Values:** {values}."]
-    if "__init__" in vars(kind) and name.rpartition(".")[2] not in MADE_FOR_USERS:
-        parts.append(_code(signature_of(kind.__init__, name)))
-    parts.append(markdown_of(kind.__doc__))
-    for member, thing in _members(kind):
-        if member in NOT_FOR_USERS.get(name.rpartition(".")[2], ()):
-            continue
-        anchor = f"{{ #{name}.{member} }}"
-        if isinstance(thing, property):
-            parts += [f"{heading} {member} {anchor}", "A property.", markdown_of(thing.__doc__)]
-        else:
-            call = inspect.unwrap(thing.__func__ if isinstance(thing, (classmethod, staticmethod)) else thing)
-            owner = name if isinstance(thing, (classmethod, staticmethod)) else ""
-            shown = signature_of(call, f"{owner}.{member}" if owner else member)
-            parts += [f"{heading} {member} {anchor}", _code(shown), markdown_of(inspect.getdoc(call))]
-    return parts
-
-
-def _members(kind: type) -> list[tuple[str, Any]]:
-    """Return public methods and properties that have a docstring, its own first and then those of its bases."""
-    found: dict[str, Any] = {}
-    for base in kind.__mro__:
-        if not base.__module__.startswith("rmq_spark"):
-            continue
-        for name, thing in vars(base).items():
-            described = thing.__func__ if isinstance(thing, (classmethod, staticmethod)) else thing
-            is_member = isinstance(thing, (property, classmethod, staticmethod)) or inspect.isfunction(thing)
-            if not name.startswith("_") and is_member and described.__doc__ and name not in found:
-                found[name] = thing
-    return list(found.items())
-
-
 # ---------------------------------------------------------------- Markdown
-def _code(text: str) -> str:
-    return f"```python\n{text}\n```"
-
-
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"] if heads else []
     lines += [f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows]

@@ -121,11 +121,23 @@ def test_the_reference_has_every_verb_of_the_command(site: Path) -> None:
 
 
 def test_the_reference_has_every_public_name_with_its_docstring(site: Path) -> None:
-    pages = "".join((site / "reference" / f"{page}.html").read_text() for page in reference.python_pages())
-    for name in set(rmq_spark.__all__) - {"__version__", *reference._FACADES}:
-        assert f'<h2 id="{name}"' in pages
-    assert 'id="TransactionMQProducer.send_message_in_transaction"' in pages
+    pages = "".join(page.read_text() for page in (site / "reference").glob("python-*.html"))
+    modules = "checks consumers errors kafka listeners log message producer report sink spark testing".split()
+    for name in set(rmq_spark.__all__) - {"__version__", *modules}:  # their names stand on the pages one by one
+        assert f'<h2 id="rmq_spark.{name}"' in pages
+    for name in set(rmq_spark.metrics.__all__) | set(rmq_spark.plots.__all__):
+        assert f'id="rmq_spark.metrics.{name}"' in pages or f'id="rmq_spark.plots.{name}"' in pages
+    assert 'id="rmq_spark.TransactionMQProducer.send_message_in_transaction"' in pages
     assert "idempotency_key" in pages
+
+
+def test_docstrings_lead_to_errors_and_methods_and_show_what_constants_and_enums_are(site: Path) -> None:
+    page = (site / "reference" / "python-log.html").read_text()
+    assert 'href="errors.html#CorruptLogError"' in page
+    assert 'href="#rmq_spark.CommitLog.create_topics"' in page
+    is_raw = re.search(r"QUEUES_DEFAULT|:(?:class|meth|func|data|attr|mod|exc):|={9}", page)
+    assert is_raw is None, is_raw
+    assert "PENDING" in page  # a value of an enum
 
 
 def test_a_link_leads_to_each_error(site: Path) -> None:
@@ -185,42 +197,6 @@ def test_a_link_leads_from_page_to_page() -> None:
 def test_lists_become_those_of_python_markdown() -> None:
     text = "It says:\n- one\n  - within\n- two\n\n  more\n\nAfter\n  all"
     assert repository.with_lists(text) == "It says:\n\n- one\n    - within\n- two\n\n    more\n\nAfter\n  all"
-
-
-# ---------------------------------------------------------------- docstrings
-DOCSTRING = """Do it, as :class:`~a.b.Thing` does.
-
-    Parameters
-    ----------
-    name : str, optional
-        With ``code``, and
-        two lines.
-    other
-
-    Raises
-    ------
-    OptionError, ListenerError
-        When it is wrong.
-
-    Examples
-    --------
-    >>> do()  # doctest: +SKIP
-    """
-
-
-def test_a_docstring_becomes_markdown() -> None:
-    assert docstrings.markdown_of(DOCSTRING) == (
-        "Do it, as `Thing` does.\n\n"
-        "**Parameters**\n\n- `name` (*str, optional*) – With `code`, and two lines.\n- `other`\n\n"
-        "**Raises**\n\n- `OptionError, ListenerError` – When it is wrong.\n\n"
-        "**Examples**\n\n```python\n>>> do()\n```"
-    )
-
-
-def test_a_signature_shows_what_must_be_named() -> None:
-    def send(self: object, message: str, *, key: str | None = None, **more: int) -> None: ...
-
-    assert docstrings.signature_of(send, "send") == "send(message, *, key=None, **more)"
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ class CommitLog:
 
         Parameters
         ----------
-        path : str or path
+        path : str or os.PathLike
             A local folder or an object-store URI.
         queues : int
             Default number of queues of a topic.
@@ -511,7 +511,7 @@ class CommitLog:
 
         Parameters
         ----------
-        target : str or path
+        target : str or os.PathLike
             A local folder or an object-store URI: empty, or an older copy by a backup.
         storage_options : mapping, optional
             For the target's store; by default those of the log.

@@ -90,15 +90,11 @@ class DeltaTransactionListener(TransactionListener):
         fenced. ``work`` must not write to another Delta table, nor set ``txnAppId`` or ``userMetadata``. What it
         returns:
 
-        ============================== ======================================================================
-        returned or raised             meaning
-        ============================== ======================================================================
-        ``None``, ``COMMIT_MESSAGE``   its commit is in the table, so the messages commit
-        ``ROLLBACK_MESSAGE``           it made no commit; the messages are rolled back
-        ``raise txmq.Rollback(why)``   the same; the op marker and the table's history keep the reason
-        ``UNKNOWN``                    refused (VerdictError): the table has the commit or has not
-        an exception                   the half batch stays pending; a check looks for the commit
-        ============================== ======================================================================
+        - ``None``, ``COMMIT_MESSAGE``: its commit is in the table, so the messages commit
+        - ``ROLLBACK_MESSAGE``: it made no commit; the messages are rolled back
+        - ``raise txmq.Rollback(why)``: the same; the op marker and the table's history keep the reason
+        - ``UNKNOWN``: refused (VerdictError): the table has the commit or has not
+        - an exception: the half batch stays pending; a check looks for the commit
 
         ``None`` from ``work`` means COMMIT. ``None`` from a listener's own method means UNKNOWN.
     spark : SparkSession, optional

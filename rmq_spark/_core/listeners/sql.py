@@ -89,18 +89,14 @@ class SqlTransactionListener(TransactionListener):
         listener answers checks, and joins the sessions of :meth:`TransactionMQProducer.transaction`; other sends
         refuse it. What work returns:
 
-        ============================== ======================================================================
-        returned or raised             meaning
-        ============================== ======================================================================
-        ``None``, ``COMMIT_MESSAGE``   the database transaction commits, and so do all messages
-        ``ROLLBACK_MESSAGE``           all that it wrote is undone, all messages are rolled back
-        ``batch.verdicts(...)``        a verdict per transaction. All that it wrote stays, even when each is rolled
-                                       back: for those it writes nothing, or a record of the refusal
-        ``raise txmq.Rollback(why)``   as ``ROLLBACK_MESSAGE``; the op marker and the fence keep the reason
-        ``UNKNOWN``                    refused (VerdictError): a database transaction commits or it does not
-        any other exception            the database transaction is undone, the half batch stays pending
-        the transaction is ended       TransactionEndedError; a part may be committed, so no check answers
-        ============================== ======================================================================
+        - ``None``, ``COMMIT_MESSAGE``: the database transaction commits, and so do all messages
+        - ``ROLLBACK_MESSAGE``: all that it wrote is undone, all messages are rolled back
+        - ``batch.verdicts(...)``: a verdict per transaction. All that it wrote stays, even when each is rolled back:
+          for those it writes nothing, or a record of the refusal
+        - ``raise txmq.Rollback(why)``: as ``ROLLBACK_MESSAGE``; the op marker and the fence keep the reason
+        - ``UNKNOWN``: refused (VerdictError): a database transaction commits or it does not
+        - any other exception: the database transaction is undone, the half batch stays pending
+        - the transaction is ended: TransactionEndedError; a part may be committed, so no check answers
 
         ``None`` from ``work`` means COMMIT, because its rows commit with the fence. ``None`` from a listener's own
         method means UNKNOWN.

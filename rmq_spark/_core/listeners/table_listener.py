@@ -54,17 +54,12 @@ class TableListener(SqlTransactionListener):
     columns : str, pyarrow.Schema or sequence of str, optional
         The fields to read from the JSON bodies, by the names of the table's columns. Other fields are left out.
 
-        ======================================= ========================================================================
-        ``columns``                             meaning
-        ======================================= ========================================================================
-        not given                               all columns of the table. A field that is null or missing counts as not
-                                                given: an insert takes the column's default, an update leaves the column
-                                                as it is
-        ``"order_id, total"``, or a list        these columns, with the types of the table. A field that is null or
-                                                missing is NULL
-        ``"order_id long, total double"``, or   these columns, read with these types as by :meth:`HalfBatch.decode`. The
-        a pyarrow.Schema                        database converts them. A field that is null or missing is NULL
-        ======================================= ========================================================================
+        - not given: all columns of the table. A field that is null or missing counts as not given: an insert takes the
+          column's default, an update leaves the column as it is
+        - ``"order_id, total"``, or a list: these columns, with the types of the table. A field that is null or missing
+          is NULL
+        - ``"order_id long, total double"``, or a pyarrow.Schema: these columns, read with these types as by
+          :meth:`HalfBatch.decode`. The database converts them. A field that is null or missing is NULL
 
     key : str or sequence of str, optional
         The columns of a unique key of the table. None of its fields may be null. It is independent of
