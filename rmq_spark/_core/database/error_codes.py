@@ -11,10 +11,11 @@ import sqlalchemy as sa
 _LOCK_STATES = frozenset({"55P03", "40001", "40P01"})
 # MariaDB and MySQL: lock wait timeout, deadlock, and a row that was taken or changed since the snapshot.
 _LOCK_NUMBERS = frozenset({1205, 1213, 1020, 3572})
-# SQLSTATE's classes "data exception" and "integrity constraint violation".
-_VALUE_CLASSES = frozenset({"22", "23"})
-# MariaDB's and MySQL's constraints (CHECK), which their drivers do not tell from a server that is down.
-_VALUE_NUMBERS = frozenset({3819, 4025})
+# SQLSTATE's classes "data exception", "integrity constraint violation" and "with check option violation".
+_VALUE_CLASSES = frozenset({"22", "23", "44"})
+# MariaDB's and MySQL's constraints (CHECK, of a table or a view), which their drivers do not tell from a server that is
+# down.
+_VALUE_NUMBERS = frozenset({1369, 3819, 4025})
 # invalid_savepoint_specification, no_active_sql_transaction; ER_SP_DOES_NOT_EXIST.
 _NO_SAVEPOINT_STATES = frozenset({"3B001", "25P01"})
 _NO_SAVEPOINT_NUMBER = 1305

@@ -324,7 +324,7 @@ def insert_each(
         f"CREATE TEMPORARY TABLE {refused_table} (unit bigint, said text) ON COMMIT DROP",
         f"DO {quote_tag} BEGIN FOR at IN 0..{len(distinct) - 1} LOOP "
         f"BEGIN {insert_one}{_on_conflict(quote, rows.column_names, conflict)}; "
-        "EXCEPTION WHEN data_exception OR integrity_constraint_violation THEN "
+        "EXCEPTION WHEN data_exception OR integrity_constraint_violation OR with_check_option_violation THEN "
         f"INSERT INTO {refused_table} VALUES (at, SQLERRM); END; END LOOP; END {quote_tag}",
     ):
         connection.exec_driver_sql(statement)

@@ -55,7 +55,7 @@ def type_in_json(kind: sa.types.TypeEngine[Any], dialect: str) -> pa.DataType | 
     if isinstance(kind, sa.ARRAY):
         item = type_in_json(kind.item_type, dialect)
         return pa.list_(item) if isinstance(item, pa.DataType) else None
-    if isinstance(kind, sa.LargeBinary) or (lite and isinstance(kind, sa.Time)):
+    if isinstance(kind, (sa.LargeBinary, sa.BINARY, sa.VARBINARY)) or (lite and isinstance(kind, sa.Time)):
         return None
     return pa.string()  # PostgreSQL converts text to other types: uuid, enum, inet, interval, time
 
