@@ -140,8 +140,8 @@ class Stripper:
             return False
         if dry_run:
             return True
-        has_no_op_rows = file.inside.num_rows == 1 and pc.all(has_payload).as_py()
-        tables = self._row_groups(file) if has_no_op_rows else [table.read([file.path])]
+        can_read_in_parts = file.inside.num_rows == 1 and pc.all(has_payload).as_py()
+        tables = self._row_groups(file) if can_read_in_parts else [table.read([file.path])]
         keys = drained[name].combine_chunks()
         stripped = [_without_payload(rows, pc.is_in(rows[name], value_set=keys)) for rows in tables]
         if not stripped:  # another process has stripped the file since we looked
