@@ -143,7 +143,7 @@ def back_up(
     options = dict(engine.storage_options if storage_options is None else storage_options) if is_uri(where) else {}
     require_storage_options(where, options)
     _require_apart(engine.path, where)
-    source = engine.another_on_the_same_log()
+    source = engine.new_handle()
     with reaching(where, options):
         require_no_log_around(where, options)
         copy = _Copy(where, options)
@@ -269,9 +269,9 @@ def _not_in_half(engine: Engine, until: int) -> list[str]:
             engine.op_table, position, until, OP_ROWS_MAX, ["version", "half_id", "queue_offset"]
         )
         placed.update(rows.filter(pc.is_valid(rows["queue_offset"]))["half_id"].to_pylist())
-    counted = engine.half.contents.counted()
-    counted.require_all()
-    return sorted(placed.difference(counted))
+    batches = engine.half.contents.all_batches()
+    batches.require_all()
+    return sorted(placed.difference(batches))
 
 
 def _verify(where: str, storage_options: Mapping[str, str], pins: Sequence[Pin]) -> None:

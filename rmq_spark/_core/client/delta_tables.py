@@ -88,11 +88,11 @@ def _removable(where: str, made: list[str], storage_options: Mapping[str, str] |
 
 
 def _messages_settings(retention_s: int) -> dict[str, str]:
-    kept_s = max(retention_s, messages.KEPT_S)
+    log_retention_s = max(retention_s, messages.RETENTION_S)
     return {
-        "delta.logRetentionDuration": f"interval {kept_s} seconds",
+        "delta.logRetentionDuration": f"interval {log_retention_s} seconds",
         # By then upkeep has deleted a replaced file.
-        "delta.deletedFileRetentionDuration": f"interval {kept_s + 86_400} seconds",
+        "delta.deletedFileRetentionDuration": f"interval {log_retention_s + 86_400} seconds",
         "delta.dataSkippingStatsColumns": ",".join(BOUNDS["messages"]),
     }
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
-from rmq_spark._core.vocabulary.value import value
+from rmq_spark._core.vocabulary.immutable import immutable
 
 HEADER_COLUMNS = [
     "half_id",
@@ -45,7 +45,7 @@ class Naming(Enum):
     """``app_id`` was generated for this half batch, so it cannot have been prepared before."""
 
 
-@value
+@immutable
 class HalfHeader:
     """The values that all rows of a half batch share (the first columns of ``half``)."""
 

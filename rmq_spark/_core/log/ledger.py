@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
+from rmq_spark._core.log.batch_index import BatchIndex
 from rmq_spark._core.log.batch_state import COMMITTED_STATES, OPEN_STATES, ROLLED_BACK_STATES, RowState
 from rmq_spark._core.log.decision import (
     Decided,
@@ -37,10 +38,9 @@ from rmq_spark._core.log.new_op_rows import (
     rows_for,
     with_offsets,
 )
-from rmq_spark._core.log.op import Kind, OpRow, Who, to_table
+from rmq_spark._core.log.op import OpKind, OpRow, Who, to_table
 from rmq_spark._core.log.op_reader import OpReader
 from rmq_spark._core.log.placer import Placer, in_send_order, last_sent_ms
-from rmq_spark._core.log.prepared_batches import PreparedBatches
 from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.table import Change, Table
@@ -161,9 +161,9 @@ class Ledger(OpReader):
         states = {o.record.half_id: o.state for o in batches}
         for row in rows:
             states[row.half_id or ""].fold(replace(row, op_time=self._op_time))
-        only_commits = all(row.kind is Kind.COMMIT for row in rows)
+        only_commits = all(row.kind is OpKind.COMMIT for row in rows)
         pieces = self._placer.placeable(self._to_place(batches, now, only_commits), now)
-        commits = [(r.half_id, r.file_no, r.ranges, r.attempt) for r in rows if r.kind is Kind.COMMIT]
+        commits = [(r.half_id, r.file_no, r.ranges, r.attempt) for r in rows if r.kind is OpKind.COMMIT]
         if [(p.record.half_id, p.file_no, p.ranges, p.attempt) for p in pieces] == commits:  # nothing waits
             return with_offsets(rows, self.view.tails)
         return rows + with_offsets([place_row(piece) for piece in pieces], self.view.tails)
@@ -229,7 +229,7 @@ class Ledger(OpReader):
         if not keyed:
             return [*due_batches, *opened]
         opened_ids, due_ids = ({o.record.half_id for o in batches} for batches in (opened, due_batches))
-        prepared = self.prepared()
+        prepared = self.maybe_open()
         pending_ids = {*self.open_of(prepared), *self.reopened(prepared)} - opened_ids - due_ids
         waiting_ids = (
             {h for h, counts in self.view.waiting.items() if None in counts} - opened_ids - due_ids - pending_ids
@@ -249,7 +249,7 @@ class Ledger(OpReader):
         return [*due_batches, *others, *opened]
 
     def _open_pending(
-        self, half_ids: Collection[str], prepared: PreparedBatches
+        self, half_ids: Collection[str], prepared: BatchIndex
     ) -> tuple[list[OpenBatch], list[tuple[int, CorruptLogError]]]:
         """Open pending half batches. For each one that cannot be read, return when it was sent (ms, at the earliest),
         and why."""
@@ -318,7 +318,7 @@ class Ledger(OpReader):
             pending = state.rows_in((RowState.PENDING,), attempt) & rows
             if checks_min:
                 pending = state.checked_at_least(pending, checks_min)
-            op_rows = rows_for(Kind.QUARANTINE, record, pending, attempt, who, reason)
+            op_rows = rows_for(OpKind.QUARANTINE, record, pending, attempt, who, reason)
             return self._with_places([record], op_rows)
 
         self.append(build)
@@ -340,7 +340,7 @@ class Ledger(OpReader):
                     continue
                 if not state.checked_lately(now, pause_s):
                     pending = state.rows_in((RowState.PENDING,), check.attempt) & check.rows
-                    op_rows += rows_for(Kind.CHECK, check.record, pending, check.attempt, Who.CHECK, check.reason)
+                    op_rows += rows_for(OpKind.CHECK, check.record, pending, check.attempt, Who.CHECK, check.reason)
             return op_rows
 
         self.append(build)
@@ -364,7 +364,7 @@ class Ledger(OpReader):
         def build() -> list[OpRow]:
             nonlocal reopened
             reopened = self.state_of(record, refresh=False).rows_in(states, attempt)
-            return rows_for(Kind.REOPEN, record, reopened, new_attempt, who, reason)
+            return rows_for(OpKind.REOPEN, record, reopened, new_attempt, who, reason)
 
         self.append(build, reopens=True)
         reach("reopened")
@@ -390,7 +390,7 @@ class Ledger(OpReader):
             state = self.state_of(record, refresh=False)
             chosen = rows & state.rows_in(OPEN_STATES + ROLLED_BACK_STATES)
             closed = chosen - state.rows_in((RowState.PENDING,), attempt)
-            op_rows = rows_for(Kind.REOPEN, record, closed, attempt, Who.ADMIN, reason) if closed else []
+            op_rows = rows_for(OpKind.REOPEN, record, closed, attempt, Who.ADMIN, reason) if closed else []
             op_rows += self._commit_rows(record, chosen, attempt, Who.ADMIN, reason)
             return self._with_places([record], op_rows)
 
@@ -414,11 +414,11 @@ class Ledger(OpReader):
                 final = state.rows_in(ROLLED_BACK_STATES, attempt) - conflict
                 chosen = state.rows_in(OPEN_STATES + ROLLED_BACK_STATES, attempt) - final
                 closed = chosen - state.rows_in((RowState.PENDING,), attempt)
-                rows += rows_for(Kind.REOPEN, record, closed, attempt, Who.ADMIN, reason)
+                rows += rows_for(OpKind.REOPEN, record, closed, attempt, Who.ADMIN, reason)
                 if verdict is COMMIT_MESSAGE:
                     rows += self._commit_rows(record, chosen, attempt, Who.ADMIN, reason)
                 else:
-                    rows += rows_for(Kind.ROLLBACK, record, chosen, attempt, Who.ADMIN, reason)
+                    rows += rows_for(OpKind.ROLLBACK, record, chosen, attempt, Who.ADMIN, reason)
             if conflict:  # a conflict row without an attempt ends it
                 rows.append(resolution_row(record, verdict, reason))
             elif not rows and not state.count(*states_of(verdict)):
@@ -436,7 +436,7 @@ class Ledger(OpReader):
         op_rows: list[OpRow] = []
         for decision, problem, opposed in late:
             new_rows = opposed - self.state_of(decision.record, refresh=False).conflicting()
-            rows = rows_for(Kind.CONFLICT, decision.record, new_rows, decision.attempt, decision.who, str(problem))
+            rows = rows_for(OpKind.CONFLICT, decision.record, new_rows, decision.attempt, decision.who, str(problem))
             op_rows += [replace(row, verdict=problem.verdict) for row in rows]
         return op_rows
 

@@ -174,4 +174,4 @@ def _first_versions(rows: pa.Table, end: int, messages_max: int) -> tuple[pa.Tab
 @retry_on_newest_state
 def drain(engine: Engine) -> int:
     """Copy what is placed and not yet drained. See :meth:`CommitLog.drain`."""
-    return Drainer(engine.another_on_the_same_log()).run()
+    return Drainer(engine.new_handle()).run()

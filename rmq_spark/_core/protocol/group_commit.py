@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 from rmq_spark._core.log.decision import Decided, Decision
 from rmq_spark._core.log.half import HalfFile, HalfRows
 from rmq_spark._core.log.half_record import HalfRecord
-from rmq_spark._core.log.single_messages import OneMessage, arrange
+from rmq_spark._core.log.single_messages import OneMessage, make_rows
 from rmq_spark._core.log.staged_batches import PrepareError, Staged
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import Runtime, callers, owns_lock
@@ -134,7 +134,7 @@ class GroupCommit:
         self._decides.put(decision, decision.record.half_id, on_answer)
 
     def _prepare(self, requests: Sequence[OneMessage | Staged]) -> list[HalfRecord | TxmqError]:
-        problems = arrange([file for request in requests for file in request.files if isinstance(file, OneMessage)])
+        problems = make_rows([file for request in requests for file in request.files if isinstance(file, OneMessage)])
         staged = [
             Staged(request.header, [cast(HalfRows, f.rows) if isinstance(f, OneMessage) else f for f in request.files])
             for request in requests

@@ -100,13 +100,13 @@ def stays_open(numbered: bool) -> str:
     )
 
 
-def outcome_of_left(record: HalfRecord, kept: Archived) -> Outcome:
+def outcome_of_left(record: HalfRecord, archived: Archived) -> Outcome:
     """The outcome of a half batch that has left. It cannot run again: HalfBatchLeftError if a check rolled it back."""
-    if not kept.final:
+    if not archived.final:
         raise HalfBatchLeftError(
-            f"{kept.left_error()}. A check has rolled it back, and a retry would run it again: send its messages as "
-            "new ones, under another batch id or idempotency key",
-            kept,
+            f"{archived.left_error()}. A check has rolled it back, and a retry would run it again: send its messages "
+            "as new ones, under another batch id or idempotency key",
+            archived,
         )
-    counts = {RowState.COMMITTED: kept.committed, RowState.ROLLED_BACK: kept.rolled_back}
-    return Outcome(record, True, kept.attempt, {state: n for state, n in counts.items() if n})
+    counts = {RowState.COMMITTED: archived.committed, RowState.ROLLED_BACK: archived.rolled_back}
+    return Outcome(record, True, archived.attempt, {state: n for state, n in counts.items() if n})

@@ -9,12 +9,12 @@ import pyarrow as pa
 
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
 from rmq_spark._core.listeners.transaction_listener import TransactionListener, Verdicts
-from rmq_spark._core.vocabulary.value import value
-from rmq_spark._core.vocabulary.verdicts import Verdict, VerdictArray, returned
+from rmq_spark._core.vocabulary.immutable import immutable
+from rmq_spark._core.vocabulary.verdicts import Verdict, VerdictArray, call_for_verdicts
 from rmq_spark.errors import FencedError, LocalTransactionError, VerdictError
 
 
-@value
+@immutable
 class PartAnswer:
     """A task's answer for its part.
 
@@ -44,7 +44,7 @@ Tasks: TypeAlias = Callable[[TransactionListener, Sequence[HalfBatch]], Sequence
 def run_part(listener: TransactionListener, part: HalfBatch) -> PartAnswer:
     """Run the local transaction of a part."""
     try:
-        answer = returned(listener.execute_local_transaction, part)
+        answer = call_for_verdicts(listener.execute_local_transaction, part)
     except FencedError as problem:
         return PartAnswer((), None, part.rows.count, str(problem))
     verdicts = normalize_verdicts(answer, part)

@@ -62,8 +62,8 @@ from rmq_spark._core.vocabulary.verdicts import (
     UNKNOWN,
     Verdict,
     VerdictArray,
-    kept_reason,
-    returned,
+    call_for_verdicts,
+    reason_for_log,
     rollback,
 )
 from rmq_spark.errors import (
@@ -82,10 +82,10 @@ from rmq_spark.errors import (
 logger = logging.getLogger(__name__)
 
 FINAL_STATES = (RowState.COMMITTED, RowState.WAITING, RowState.ROLLED_BACK)
-_NEVER_HAPPENED = (RowState.ROLLED_BACK_BY_CHECK,)
+_RERUN_STATES = (RowState.ROLLED_BACK_BY_CHECK,)
 """A check rolled these rows back without a refusal: their transaction never happened and never will. A replay runs them
 as the next attempt."""
-_NOBODY_KNOWS = (RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
+_ASK_AGAIN_STATES = (RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
 """Nobody knows the outcome of these rows. A replay asks about them again, under the same attempt."""
 T = TypeVar("T")
 StepsTo: TypeAlias = Generator[Step, Any, T]
@@ -94,7 +94,7 @@ REPLAY_BACKOFF_S_MIN = 0.2
 REPLAY_BACKOFF_S_MAX = 5.0
 
 
-def in_this_thread(listener: TransactionListener, batch: HalfBatch) -> Verdicts:
+def execute_here(listener: TransactionListener, batch: HalfBatch) -> Verdicts:
     return listener.execute_local_transaction(batch)
 
 
@@ -121,7 +121,7 @@ class TwoPhase:
         lease_s: float = LEASE_S,
         pending_limits: PendingLimits = NO_LIMITS,
         commits: GroupCommit | None = None,
-        run: Callable[[TransactionListener, HalfBatch], Verdicts] = in_this_thread,
+        run: Callable[[TransactionListener, HalfBatch], Verdicts] = execute_here,
     ) -> None:
         if on_listener_error not in ON_LISTENER_ERROR:
             raise OptionError(f"onListenerError={on_listener_error!r} is not one of {', '.join(ON_LISTENER_ERROR)}")
@@ -332,7 +332,7 @@ class TwoPhase:
     def _ask_execute(self, listener: TransactionListener, run: Run, batch: HalfBatch) -> VerdictArray | None:
         """The verdicts of the local transaction; None when others settled the half batch while this run slept."""
         try:
-            answer = returned(self._run_by, listener, batch)
+            answer = call_for_verdicts(self._run_by, listener, batch)
             if answer is None:
                 text = (
                     "the listener returned None for %r: that is UNKNOWN, and checks will ask what became of it. A "
@@ -373,14 +373,14 @@ class TwoPhase:
             state = self.engine.state_of(run.record)
             self._refuse_conflict(run, state)
             self._listener_of(run)  # before anything is reopened
-            if attempts := state.attempts(*_NEVER_HAPPENED):
+            if attempts := state.attempts(*_RERUN_STATES):
                 attempt = next(iter(attempts)) + 1
-                rows = self._reopen(run, attempt - 1, _NEVER_HAPPENED, attempt, "rolled back by a check")
+                rows = self._reopen(run, attempt - 1, _RERUN_STATES, attempt, "rolled back by a check")
                 yield from self._run_attempt(run, attempt, rows)
                 continue
-            if attempts := state.attempts(*_NOBODY_KNOWS):
+            if attempts := state.attempts(*_ASK_AGAIN_STATES):
                 attempt = next(iter(attempts))
-                self._reopen(run, attempt, _NOBODY_KNOWS, attempt, "asked again by a replay")
+                self._reopen(run, attempt, _ASK_AGAIN_STATES, attempt, "asked again by a replay")
                 continue
             to_check = self._not_executed_here(run, state)
             if not to_check:
@@ -436,12 +436,12 @@ class TwoPhase:
         batch = self.engine.half_batch(run.record, state, attempt, rows)
         batch.restarted = run.record.header.query_id is not None  # a query has one run at a time; sends may overlap
         try:
-            verdicts = normalize_verdicts(returned(listener.check_local_transaction, batch), batch)
+            verdicts = normalize_verdicts(call_for_verdicts(listener.check_local_transaction, batch), batch)
         except Exception as problem:  # no answer; the next check may get one
             logger.warning("check of %r failed: %s", batch, traceback_of(problem), extra=of_batch(batch))
             run.outcome.error = problem
             return True
-        run.unknown_because = kept_reason(batch.reason)
+        run.unknown_because = reason_for_log(batch.reason)
         split = split_by_verdict(self.engine, run.record, rows, batch, verdicts)
         try:
             return (yield from self._decide(run, attempt, split, Who.CHECK))

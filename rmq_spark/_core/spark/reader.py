@@ -16,15 +16,15 @@ from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Inp
 from pyspark.sql.types import DataType, StringType, StructType, TimestampType
 
 from rmq_spark._core.log.message_range import MessageRange, out_of_range
-from rmq_spark._core.messages.message_reader import by_file, read_ranges, require_source_columns, rows_of
+from rmq_spark._core.messages.message_reader import by_file, read_ranges, require_source_columns, row_range_of
 from rmq_spark._core.messages.messages_table import SOURCE_SCHEMA
 from rmq_spark._core.reads.offsets import (
     Again,
     JsonOffsets,
     Positions,
-    due,
     first_begin,
     from_checkpoint,
+    no_longer_suspended,
     seconds_to_wait,
     to_json,
 )
@@ -248,7 +248,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         a longer one to the next run.
         """
         runtime = self.planner.engine.runtime
-        again = due(suspended, runtime.now())
+        again = no_longer_suspended(suspended, runtime.now())
         if again or not suspended or not or_end:
             return again
         wait_s = seconds_to_wait(suspended, runtime.now())
@@ -256,7 +256,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
             logger.warning("the query ends while queues are suspended for %.0f s more: %s", wait_s, sorted(suspended))
             return {}
         runtime.sleep(wait_s)
-        return due(suspended, runtime.now())
+        return no_longer_suspended(suspended, runtime.now())
 
     def reportLatestOffset(self) -> JsonOffsets | None:
         """Return the log's end as last seen, for the progress report."""
@@ -348,7 +348,7 @@ def _messages(
     files = LogFiles(options.path, options.storage_options)
     condition = None if options.selector is None else options.selector.at(now_ms)
     for file_ranges in by_file(ranges):
-        rows = rows_of(file_ranges)
+        rows = row_range_of(file_ranges)
         try:
             for messages in read_ranges(file_ranges, files.read, files.find_again, schema.names, condition):
                 yield _as_asked(messages, schema)

@@ -74,7 +74,7 @@ def compare_and_set(
     staged = _Staged(table)
 
     def has_landed(change: Change) -> bool:
-        staged.require_kept(change)
+        staged.require_not_lost(change)
         return landed(change)
 
     for tries in range(COMMIT_TRIES_MAX):
@@ -158,7 +158,7 @@ class _Staged:
                 "VACUUM with a short retention does. The commit was not made: run the batch again"
             )
 
-    def require_kept(self, change: Change) -> None:
+    def require_not_lost(self, change: Change) -> None:
         """After the commit: raise LostFileError for a file that was removed between the last look and the commit. The
         files that the commit replaced may be gone by now, so the added files are the only copy."""
         lost = self._live(self._gone(change.add))

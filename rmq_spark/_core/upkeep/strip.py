@@ -66,8 +66,8 @@ class Stripper:
         files = engine.half.contents.large_files(STRIPPED_BYTES_MIN, engine.ledger.view.low_water)
         if not files:
             return []
-        counted = engine.half.contents.counted().table
-        self._rows = dict(zip(counted["half_id"].to_pylist(), counted["rows"].to_pylist(), strict=True))
+        batches = engine.half.contents.all_batches().table
+        self._rows = dict(zip(batches["half_id"].to_pylist(), batches["rows"].to_pylist(), strict=True))
         placed = self._placed({h for file in files for h in file.inside["half_id"].to_pylist()})
         # Archived half batches are drained, or nobody need look at them any more.
         archived = frozenset(engine.ledger.archived_rows()["half_id"].to_pylist())

@@ -84,7 +84,7 @@ def _grown_count(sizes: Sequence[int]) -> int:
     return len(sizes)
 
 
-def kept_s(table: Table) -> float:
+def removed_files_s(table: Table) -> float:
     """Seconds for which files that left a table are kept."""
     return max(REPLACED_FILES_S, history_s(table))
 
@@ -92,7 +92,7 @@ def kept_s(table: Table) -> float:
 def removed_earlier_s(table: Table, useful_s: float | None) -> float:
     """How many seconds earlier than now files of a table must count as removed, so that they stay for ``useful_s``
     only: after that nobody wants their content. None: as long as other files."""
-    return 0.0 if useful_s is None else max(0.0, kept_s(table) - max(REPLACED_FILES_S, useful_s))
+    return 0.0 if useful_s is None else max(0.0, removed_files_s(table) - max(REPLACED_FILES_S, useful_s))
 
 
 def delete_replaced(table: Table, age_s: float, dry_run: bool) -> list[str]:
