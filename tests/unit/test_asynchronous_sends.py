@@ -101,7 +101,7 @@ def test_a_second_send_of_a_key_waits_for_the_first_and_checks_nothing(log: Comm
         results = [s.result(DEADLINE_S) for s in sent]
     assert sorted(r.replayed for r in results) == [False, True, True]
     assert sent_bodies(log) == ["0"]
-    assert producer._sender.keys._known == {}
+    assert producer._sender.key_locks._known == {}
 
 
 def test_those_who_wait_for_a_key_take_no_room_of_others(log: CommitLog) -> None:
