@@ -160,8 +160,8 @@ class Checker:
             _cannot_check(half_id, problem, round_.report)
 
     def _check_together(self, half_ids: Sequence[str], round_: OpenRound) -> set[str]:
-        """Check the small half batches whose listener answers about many at once. Returns the half batches that are
-        done. All others are checked alone, also when the listener gave no answer about them."""
+        """Check the small half batches whose listener answers about many at once. Returns the ids that need nothing
+        more in this round; the caller checks the rest one by one."""
         if not any(answers_many(listener) for listener in self.rules.listeners.values()):
             return set()
         to_ask: dict[str, list[RowsToCheck]] = {}  # by producer group
@@ -239,7 +239,7 @@ class Checker:
                 report.skip(NO_LISTENER)
                 report.without_listener[group] = report.without_listener.get(group, 0) + 1
                 return []
-        # No listener here: other checkers counted these checks, and discarding is left to them.
+        # Without a listener here, discarding is left to the checkers that have it: they counted these checks.
         checks_max = self.rules.transaction_check_max
         to_discard = NO_ROWS if listener is None else pending.state.checked_at_least(rows, checks_max)
         todos = [(_Todo.DISCARD, to_discard), (_Todo.EXPIRE if expires else _Todo.ASK, rows - to_discard)]

@@ -43,8 +43,8 @@ LEAVING_FILE_SETTINGS = {
 
 
 def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | None, retention_s: int) -> None:
-    """Make the tables of a log. When that fails, remove those that were made. When another process, which was making
-    the same log, has just given up, that is a StorageError."""
+    """Make the tables of a log; when that fails, remove those that were made. StorageError: another process was making
+    the same log, and has just given up."""
     settings = {"delta.logRetentionDuration": f"interval {max(1, retention_s)} seconds"}
     half_settings = {"delta.dataSkippingStatsColumns": ",".join(BOUNDS["half"]), **LEAVING_FILE_SETTINGS}
     op_settings = {"delta.dataSkippingStatsColumns": ",".join(BOUNDS["op"]), **REPLACED_FILE_SETTINGS}

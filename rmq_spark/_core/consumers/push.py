@@ -332,8 +332,8 @@ class PushConsumer:
             return {queue: state.lowest for queue, state in sorted(self.member.queues.items()) if state.is_open}
 
     def in_flight(self) -> dict[str, int]:
-        """Return by topic how many messages this member has fetched and not finished. Messages between them that a
-        filter left out count too."""
+        """Return by topic how many messages this member has fetched and not finished, with those between them that a
+        filter left out."""
         counts: dict[str, int] = {}
         with self.member.changed:
             for (topic, _), state in self.member.queues.items():

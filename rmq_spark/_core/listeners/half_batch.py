@@ -94,9 +94,9 @@ class HalfBatch:
         What an exception of ``execute_local_transaction`` does: end the query with the half batch pending, or count as
         UNKNOWN.
     restarted : bool
-        True in a check by the query that prepared the half batch, after the query's restart: the process that ran this
-        attempt is dead or replaced. A listener with a fence need not wait for it, because the fence stops its work. A
-        listener without a fence must not answer ROLLBACK for that reason: the old process may still be at work.
+        True in a check by the restarted query that prepared the half batch: the process that ran this attempt is dead
+        or replaced. A listener with a fence need not wait for it, because the fence stops its work. A listener without
+        one must still not answer ROLLBACK at once: the old process may be at work.
     reason : str or None
         None at first. A listener may set it to a few words: why it answers UNKNOWN in a check, or why it rolls back.
         The check keeps them, or each rollback without a reason of its own, and ``txmq trace`` shows them.

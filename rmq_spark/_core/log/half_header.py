@@ -34,8 +34,8 @@ class Naming(Enum):
     """How a half batch got its name (``app_id`` and ``batch_id``), and so how a retry is recognised."""
 
     COUNTED = "counted"
-    """The application numbers its batches: a stream. Each checkpoint counts from 0, so ``query_id`` must match, too.
-    The newest number is kept as a Delta transaction."""
+    """The application numbers its batches: a stream. Each checkpoint counts from 0, so a retry needs the same
+    ``query_id``. The newest number is kept as a Delta transaction."""
     GIVEN = "given"
     """As COUNTED, but a user gave application and number (a batch write): the name alone identifies a retry."""
     KEY = "key"

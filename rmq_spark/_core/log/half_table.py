@@ -174,8 +174,8 @@ class HalfTable:
         paths = {f.data.path for f in files}
         if paths.issubset(live):
             return True
-        # Upkeep may have replaced or removed files since, which all were in the table then. When another process
-        # prepared a batch of this name, these files never were.
+        # A file that is missing now was either added and removed since, by upkeep, or never added, because another
+        # process won.
         return self.table.removed_since().issuperset(paths.difference(live))
 
     # ------------------------------------------------------------------ finding

@@ -257,8 +257,8 @@ class HalfWriter:
             unassigned, assigned = topic_rows.filter(pc.invert(chosen)), topic_rows.filter(chosen)
         queues = self.topics[topic]
         slices = min(queues, unassigned.num_rows)
-        # Each application, batch and file begins at another queue, so that small batches, small partitions and single
-        # sends spread, too. A task that runs again begins at the same queue.
+        # Each application, batch and file begins at another queue: else small batches, small partitions and single
+        # sends would all go to the first one. A task that runs again begins at the same queue.
         start = self.first_queue(topic, file_no)
         pieces: dict[int, list[pa.Table]] = {}
         for i in range(slices):

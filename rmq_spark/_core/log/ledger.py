@@ -184,10 +184,9 @@ class Ledger(OpReader):
     ) -> list[OpenBatch]:
         """``opened``, and the half batches whose messages may be due, or may wait for messages of ``opened``.
 
-        With ``only_commits``, ``opened`` rolls nothing back, so it can free no earlier message. If its own messages
-        must wait too, there is nothing to place, and the waiting half batches are not read: a further message of a key
-        costs the same, however many wait already. ``try_all`` also tries the half batches that could not be read within
-        the last :data:`TRY_AGAIN_S`.
+        ``only_commits``: ``opened`` rolls nothing back, so it frees nobody else. When all of it must wait, nothing can
+        be placed, and the waiting half batches are not read; otherwise each message of a key would read all before it.
+        ``try_all`` also tries the half batches that could not be read within the last :data:`TRY_AGAIN_S`.
         """
         opened_ids = {o.record.half_id for o in opened}
         due_ids = {
@@ -264,8 +263,8 @@ class Ledger(OpReader):
         return batches, unreadable
 
     def _open_if_present(self, half_ids: Collection[str]) -> list[OpenBatch]:
-        """Open these half batches, except those that have left. A version of ``op`` that this handle has not read yet
-        says that they left. So the commit that is built here is refused and built again."""
+        """Open these half batches. Those that have left are skipped: ``op`` tells of them in a version that we have not
+        read, so the commit that is built here will lose its race and be built again."""
         batches: list[OpenBatch] = []
         for half_id in sorted(half_ids):
             try:
@@ -458,7 +457,7 @@ class Ledger(OpReader):
 
     def append(self, build: Callable[[], Sequence[OpRow]], *, reopens: bool = False) -> Sequence[OpRow]:
         """Build op rows from the newest state and commit them at the next version, or start again. Returns the rows
-        written. ``reopens``: the rows may reopen messages, which then count as sent after all that is prepared by
+        written. ``reopens``: stamp them later than every prepare, because a reopened message counts as sent
         now."""
         commit_id = self.runtime.unique_id()
         rows: Sequence[OpRow] = ()

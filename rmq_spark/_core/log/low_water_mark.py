@@ -70,7 +70,8 @@ class Marker:
         return [mark, *self._open_conflicts(since)]
 
     def _low_water(self, prepared: BatchIndex, unsettled: Collection[str]) -> int:
-        """The newest prepare time, unless more half batches are open than a mark can name."""
+        """The newest prepare time; or, when a mark cannot name all that is open, the newest before the first without
+        room."""
         before = self._reader.view
         weights = self._weights(unsettled)
         above = {h: prepared[h].ms for h in unsettled if h in prepared}
@@ -91,8 +92,8 @@ class Marker:
         return {h: 1 + rows[h] + older[h] + len(view.waiting.get(h, ())) for h in half_ids}
 
     def _since(self, half_ids: Collection[str]) -> int:
-        """The first version that a reader must read. Its op rows tell which half batches above the mark are
-        settled."""
+        """The oldest version with an op row of one of these half batches above the mark: a cold start reads from
+        there."""
         rows = _rows_of_batches(self._reader.view.rows, half_ids)
         return int(pc.min(rows["version"]).as_py()) if rows.num_rows else self._reader.table.version + 1
 

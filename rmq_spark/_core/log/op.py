@@ -120,9 +120,9 @@ class OpenAtMark:
     """A half batch that was open when a mark passed it. The mark names the half batch, so that nothing else waits for
     it.
 
-    The half batch was prepared at ``ms``. ``pending`` is the number of its pending rows, and ``versions`` are the
-    versions with op rows of it that still count, both before the mark's ``since_version``. ``waiting`` has its
-    committed messages without a place, by due time (None: they wait for their sharding key).
+    The half batch was prepared at ``ms``. Two fields count op rows before the mark's ``since_version`` alone:
+    ``pending`` is the number of rows then pending, ``versions`` are those that a reader must still read for it.
+    ``waiting`` has its committed messages without a place, by due time (None: they wait for their sharding key).
     """
 
     ms: int

@@ -144,8 +144,8 @@ class OpReader:
 
     # ------------------------------------------------------------------ questions
     def ms_before_prepare(self) -> int:
-        """The time (ms) after which a half batch must be prepared now. Nobody searches for open half batches below the
-        mark, and transactions reopened so far count as sent earlier, whatever the clocks say."""
+        """The time (ms) after which a half batch must be prepared now: that of the mark, below which nobody looks for
+        open half batches; or of the last reopen, which was sent before it, whatever the clocks say."""
         self.refresh()
         return max(self.view.low_water, self.reopened_ms)
 
@@ -166,8 +166,8 @@ class OpReader:
         return record.prepared_ms <= self.view.low_water
 
     def _older_rows_of(self, half_ids: Sequence[str]) -> Mapping[str, pa.Table]:
-        """The op rows of half batches that are older than the rows in memory, and perhaps rows of others. They are
-        cached: a commit that loses a race needs them again, and another scan would make it lose the next race, too."""
+        """By half id, the op rows that are older than those in memory; the mapping may have more half batches. It is
+        cached: a commit that lost a race needs the rows again, and by scanning again it would lose the next."""
         marked_at, cache = self._older_rows
         if marked_at != self.view.marked_at or len({*cache, *half_ids}) > OLDER_CACHED_MAX:
             cache = {}

@@ -112,8 +112,8 @@ class OpView:
         return newest is not None and newest > self.version + 1
 
     def reopened_rows(self, before: int | None = None) -> dict[str, int]:
-        """By half id: number of rows that were reopened since the newest mark, minus rows that were settled; possibly
-        negative. With ``before``, versions from that one on are left out."""
+        """By half id: number of rows that were reopened since the newest mark, minus those settled since; negative when
+        more were settled. ``before``: only versions below this one."""
         since_mark = pc.greater(self.rows["version"], self.marked_at)
         if before is not None:
             since_mark = pc.and_(since_mark, pc.less(self.rows["version"], before))

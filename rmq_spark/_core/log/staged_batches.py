@@ -36,7 +36,7 @@ class SharedFileWriter:
     """Writes the rows of half batches that have no file yet, for one commit: rows of several half batches go to one
     file.
 
-    A half batch that is refused must not lie in a file with the others, so each selection has a file of its own. Half
+    A half batch that is refused must not lie in such a file. So when one drops out, the rest get a new file. Half
     batches with generated ids share a file. These ids ascend, so the file's bounds in the Delta log tell which it has.
     Ids that users gave would widen the bounds, so their half batches share another file.
     """

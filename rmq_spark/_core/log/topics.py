@@ -79,8 +79,7 @@ class TopicTable:
         return self.known()
 
     def known(self) -> Known:
-        """The topics as of this handle's last read. This waits for no commit under way, unless something must be
-        read."""
+        """The topics as of this handle's last read. Only a read waits for a commit under way."""
         known = self._known
         if known is not None and known.version == self.table.version:
             return known
@@ -94,8 +93,8 @@ class TopicTable:
             return self._known
 
     def _read(self) -> pa.Table:
-        """The rows of the version that this handle has read. When upkeep has deleted its files meanwhile, those of the
-        newest version. A file never changes, so it is read once."""
+        """The rows of the version that this handle has read, or of the newest one when upkeep has deleted its files. A
+        file never changes, so it is read once."""
         while True:
             version = self.table.version
             try:
@@ -109,8 +108,8 @@ class TopicTable:
     def create(
         self, names: Iterable[str], queues: int | None, fifo: bool, exist_ok: bool, retention_s: float | None = None
     ) -> None:
-        """Add topics of one kind in one commit, or none of them. Raises TopicExistsError when a topic exists, unless
-        ``exist_ok`` and its kind is the same. An existing topic keeps its retention, and another one is refused."""
+        """Add topics of one kind in one commit, or none of them. TopicExistsError: a topic exists; with ``exist_ok``,
+        only when another kind or retention was asked for."""
         queue_count = self.default_queues if queues is None else queues
         whole_number(queue_count, "queues", 1, QUEUES_MAX, " of queues")
         topic_names = list(dict.fromkeys(names))

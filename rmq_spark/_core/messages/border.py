@@ -79,8 +79,8 @@ class DrainBorder:
 
     def border(self) -> Mapping[Queue, int]:
         """By queue, the offset of its first message that is not drained yet; 0 for a queue that is missing. Read ``op``
-        before: what was pruned from it by then is in the table now. CorruptLogError: ``op`` has not placed what was
-        drained, so one of the two tables is an older copy."""
+        first: then all that was pruned from it is in the table that is read here. CorruptLogError: ``op`` has not
+        placed what was drained, so one of the two tables is an older copy."""
         engine = self._engine
         with engine.lock:
             table = engine.messages_table
@@ -144,7 +144,7 @@ class DrainBorder:
         )
 
     def _ends(self) -> dict[Queue, int]:
-        """By queue, the offset of its first placement above the position, or else its end."""
+        """By queue, the offset of its first placement above :attr:`op_version`; its end when there is none."""
         ends = dict(self._engine.tails(refresh=False))
         for rows, _ in walk_placements(self._engine.op_table, self.op_version + 1):
             note_first_offsets(ends, rows)

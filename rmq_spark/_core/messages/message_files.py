@@ -33,7 +33,7 @@ MESSAGES_FILE_BYTES_MAX = 96 * 1024 * 1024
 ROWS_AT_ONCE = 10_000
 """Op rows that are made into ranges together, as Python objects."""
 RUNS_AT_ONCE = 100_000
-"""The most runs of rows that these op rows name, unless a single one names more."""
+"""The most runs of rows that these op rows name; a single op row may name more."""
 READS_AT_ONCE = 16
 """Small half files that are read from an object store at the same time. Each read takes a few round trips."""
 SMALL_FILE_BYTES = 256 * 1024
@@ -137,7 +137,7 @@ ORDER = ("queue_id", "queue_offset")
 
 
 def _owned(messages: pa.Table) -> pa.Table:
-    """Messages that keep nothing else in memory: a small slice would keep everything read with it."""
+    """A copy of the messages: a small slice would keep all that was read with it in memory."""
     if 2 * messages.nbytes >= messages.get_total_buffer_size():
         return messages
     return pa.concat_tables([messages, messages.slice(0, 0)]).combine_chunks()

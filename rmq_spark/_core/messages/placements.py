@@ -238,8 +238,8 @@ def _queue_names(rows: pa.Table) -> pa.ChunkedArray:
 
 
 def _bounded(rows: pa.Table, until: int, spans: Spans) -> tuple[pa.Table, int]:
-    """Limit the rows that are kept to those of the spans and the oldest others. Returns them, and the version below
-    which they are complete."""
+    """The rows of the spans, and as many of the oldest other rows as the cache may hold; and the version below which
+    these are complete."""
     if rows.num_rows <= 2 * CACHE_ROWS_MAX:
         return rows, until
     versions = pc.array_sort_indices(rows["version"])

@@ -30,7 +30,7 @@ class OpenSends:
 
     def __init__(self, runtime: Runtime) -> None:
         self.lock = runtime.lock()
-        """Taken by :meth:`leave`, too."""
+        """:meth:`leave` takes it."""
         self._over = runtime.event()  # set when closed with nothing under way
         self._inside: set[object] = set()
         self.is_open = False
@@ -122,9 +122,9 @@ class KeyLocks:
 class ListenerSlots:
     """Limits how many sends are prepared, and how many of their local transactions run, at once.
 
-    A half batch that waited for a free thread after its prepare could be checked, after ``transaction_timeout``, before
-    its local transaction begins. So it waits before its prepare. At least as many sends may be prepared as there are
-    threads, and more when local transactions are short: as many as can begin soon.
+    A half batch that waits for a thread longer than ``transaction_timeout`` is checked before its local transaction
+    begins. So a send waits before its prepare. As many may be prepared as there are threads, and more when local
+    transactions are short: as many as can begin soon.
     """
 
     def __init__(self, threads: int, transaction_timeout_s: float) -> None:
@@ -146,8 +146,8 @@ class ListenerSlots:
         return max(self._threads, int(self._threads * self._within_s / max(self._mean_s, 1e-6)))
 
     def admit(self, send: object, begin: Callable[[], bool], give_up: Callable[[], object] | None = None) -> None:
-        """Call ``begin`` when one more send may be prepared, or ``give_up`` when it never may. When ``begin`` returns
-        False, the next send may begin instead. After an interrupt in here, call :meth:`leave`."""
+        """Call ``begin`` now, or as soon as a slot is free; or ``give_up`` when the producer closes first. When
+        ``begin`` returns False, the next send gets the slot. After an interrupt in here, call :meth:`leave`."""
         with self.lock:
             has_slot = len(self._admitted) < self.prepared_max
             if has_slot:

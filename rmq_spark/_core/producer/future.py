@@ -120,13 +120,13 @@ class SendFuture(Future[TransactionSendResult]):
             return not self.cancelled() and self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:
-        """Cancel the send, unless it has begun."""
+        """Cancel a send that has not begun; True when it is cancelled."""
         if self.give_up():
             self.call_back()
         return self.cancelled()
 
     def give_up(self) -> bool:
-        """Cancel the send, unless it has begun, without its callbacks; True for the call that has cancelled it."""
+        """Cancel a send that has not begun, without its callbacks; True for the call that has cancelled it."""
         with self._condition:
             if self.cancelled() or not super().cancel():
                 return False

@@ -204,8 +204,8 @@ class TransactionMQProducer:
     def shutdown(self) -> None:
         """Close the producer: accept no more sends, and wait for sends, callbacks, a check and upkeep under way.
 
-        It waits for ``await_termination`` seconds at most, and then logs what still runs. Sends that have not begun by
-        then are cancelled and leave nothing; a check settles what the others leave.
+        It waits for ``await_termination`` seconds at most, and then logs what still runs. A send that has not begun by
+        then is cancelled and leaves nothing; what one that has begun leaves, a check settles.
         """
         if os.getpid() != self._pid:  # a forked copy has none of the threads
             self._open_sends.is_open = False

@@ -241,8 +241,8 @@ class Engine:
         return results
 
     def still_in_half(self, half_ids: Collection[str]) -> set[str]:
-        """The ids whose half batches are still in the table ``half``. No check asks about the others: they are settled
-        and have left, or were never prepared."""
+        """Those of the ids whose half batches the table ``half`` still has. No check asks about one that it lacks: that
+        one is settled and has left, or was never prepared."""
         with self.lock:
             batches = self.half.contents.all_batches()
             # A file that cannot be read may have any of them.
@@ -290,8 +290,8 @@ class Engine:
     # ------------------------------------------------------------------ what is open
     @retry_on_newest_state
     def open_half_ids(self) -> list[str]:
-        """The ids of half batches that may have pending rows, oldest first. No half batch is read, so an unreadable one
-        does not hide the others."""
+        """The ids of half batches that may have pending rows, oldest first. No half batch is read, so one that cannot
+        be read hides no other."""
         half_ids = self.ledger.open_half_ids()
         reach("open batches listed")
         return half_ids

@@ -12,9 +12,8 @@ numbers that the other left free::
     checkpoint       query a1   batches 0 1 2          1 was empty, and the log has 0 and 2
     its old copy     query a1   batches 0       3      refused: its offsets/2 is not what the log knows of batch 2
 
-Spark keeps the query's id in the checkpoint's file ``metadata``, and makes a new id when that file is lost. So a file
-of our own beside it keeps the id by which the log knows the checkpoint: Spark's id at the first batch. It is written
-before anything is sent.
+Spark keeps the query's id in the checkpoint's file ``metadata``, and makes a new id when that file is lost. So the log
+uses the first id that Spark gave. A file of our own beside ``metadata`` keeps it, written before anything is sent.
 """
 
 from __future__ import annotations
@@ -175,9 +174,9 @@ def known_query_id(
 ) -> str:
     """Return the id by which the log knows a checkpoint's query. At the first batch Spark's id is written to the file.
 
-    ``advice`` says what a person can do when the id is lost, as the end of an error's sentence. None: the application
-    has a name by which the log knows its batches, so Spark's id will do. CheckpointMismatchError: batches were sent
-    before, and the id under which they were sent is lost. OptionError: the file cannot be read or written.
+    ``advice`` ends the error's text when the id is lost. None for an application with a name, by which the log knows
+    its batches: then a lost id does no harm, and Spark's will do. CheckpointMismatchError: batches were sent before,
+    and the id under which they were sent is lost. OptionError: the file cannot be read or written.
     """
     try:
         return _known_query_id(

@@ -54,7 +54,8 @@ class Run:
     attempt, and its rows), and checks all others.
 
     ``store_id`` is the listener's present one. ``in_memory`` has all rows of a half batch that this run prepared, so
-    nobody reads them from their file. ``numbered`` comes from the sender's header, since the log does not keep it.
+    nobody reads them from their file. ``numbered`` is copied from the header that was sent: one read from the log lacks
+    it.
     ``unknown_because`` is the listener's reason at the last check.
     """
 

@@ -90,8 +90,8 @@ class PartRunner:
         return _joined(answers, batch)
 
     def _are_apart(self, batch: HalfBatch, parts: Mapping[int, HalfBatch]) -> bool:
-        """Whether each transaction lies in one part. Another run may have staged the half batch otherwise, even at the
-        same time; but only the process that prepared the half batch executes its first attempt."""
+        """Whether each transaction lies in one part. True at once for the first attempt at what this process staged:
+        it alone runs that. Else they are counted, since another run may have cut the parts differently."""
         if batch.half_id == self.staged_here and batch.attempt == 1:
             return True
         in_parts: int = sum(part.transactions.num_rows for part in parts.values())

@@ -1,4 +1,4 @@
-"""The protocol of a send, in four steps, and of a new run of a half batch that an earlier run prepared.
+"""The protocol: a send in four steps, and the replay of a half batch that an earlier run prepared.
 
 ====  ========  ====================================================================  ======================
  1    stage     half files are written; nothing names them yet                        ``staged``
@@ -83,8 +83,8 @@ logger = logging.getLogger(__name__)
 
 FINAL_STATES = (RowState.COMMITTED, RowState.WAITING, RowState.ROLLED_BACK)
 _RERUN_STATES = (RowState.ROLLED_BACK_BY_CHECK,)
-"""A check rolled these rows back without a refusal: their transaction never happened and never will. A replay runs them
-as the next attempt."""
+"""A check rolled these rows back without a refusal: under this attempt their transaction can no longer happen. A replay
+runs it under the next one."""
 _ASK_AGAIN_STATES = (RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
 """Nobody knows the outcome of these rows. A replay asks about them again, under the same attempt."""
 T = TypeVar("T")
@@ -106,9 +106,9 @@ class TwoPhase:
 
     If ``execute_local_transaction`` raises, the query ends with the half batch pending, or the verdict is UNKNOWN, as
     in RocketMQ (``on_listener_error``: "fail" or "unknown"). A replay asks the listener again for
-    ``replay_check_timeout_s`` while it answers UNKNOWN. A lease lasts ``lease_s``. A new half batch is refused when
-    ``pending_limits`` are reached; a replay never is. ``commits`` prepares and decides half batches (by default each
-    alone). ``run`` runs a local transaction (by default in this thread).
+    ``replay_check_timeout_s`` while it answers UNKNOWN. A lease lasts ``lease_s``. When ``pending_limits`` are reached,
+    a new half batch is refused; a replay is sent all the same. ``commits`` prepares and decides half batches (by
+    default each alone). ``run`` runs a local transaction (by default in this thread).
     """
 
     def __init__(

@@ -81,8 +81,8 @@ def consume(
     Parameters
     ----------
     stream : DataFrame
-        A ``readStream.format("txmq")`` with the option ``consumerGroup``, which publishes the group's progress and also
-        reads its retries; for ``orderly`` with ``ordered=true`` too. It must keep the source's columns.
+        A ``readStream.format("txmq")`` that keeps the source's columns, with the option ``consumerGroup``, which
+        publishes the group's progress and also reads its retries. For ``orderly`` it needs ``ordered=true`` as well.
     group : str
         The consumer group.
     listener : callable or EachMessage

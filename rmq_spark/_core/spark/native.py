@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 BLOCK_BITS = (16, 13, 10)
 """Rows of a half file are joined by blocks: of 65,536 rows, or fewer where many ranges lie close together."""
 RANGES_OF_BLOCK_MAX = 16
-"""The most ranges that share a block, unless it has the smallest size."""
+"""The most ranges that share a block; a block of the smallest size may have more."""
 HALF_PATHS_MAX = PATHS_MAX
 DRAINED_PATHS_MAX = 256
 """More paths than Spark lists without a job. For few large files, such a job costs less than a test of each row's

@@ -26,9 +26,8 @@ COMMIT_TRIES_MAX = 200
 BACKOFF_S_MAX."""
 UNEXPECTED_ERRORS_MAX = 3
 STAGED_UNSEEN_S = 60.0
-"""Seconds for which a file counts as present after it was written or looked at. A VACUUM that keeps files of this age
-does not remove it. A VACUUM with a shorter retention may still remove it before the commit. The check after the commit
-detects this."""
+"""Seconds for which a file counts as present after it was written or looked at. Only a VACUUM with a shorter retention
+removes it before the commit, and the look after the commit finds that."""
 BACKOFF_S_MIN = 0.002
 BACKOFF_S_MAX = 0.25
 

@@ -1,4 +1,4 @@
-"""Reads half files wherever they lie now: a stripped file is found again by its address. Executors use this module."""
+"""Reads half files wherever they lie now. Executors use this module."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MOVED_CACHED_MAX = 10_000
 
 class RelocatingReader:
     """Reads half files wherever they lie now: a stripped file is found again by its address. ``read`` is
-    ``row_range.read_range`` of the table's folder. ``locate`` returns where a half file lies now. It lists ``half``, so
-    it is called only when a file is not where ``op`` says: the cost of reading must not follow the age of the log."""
+    ``row_range.read_range`` of the table's folder. ``locate`` returns a half file's present path. It is called only
+    when a file is not where ``op`` says: it lists ``half``, and reading must not cost more as the log grows."""
 
     def __init__(
         self,

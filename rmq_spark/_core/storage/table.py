@@ -98,8 +98,8 @@ class Table(Protocol):
         """Seconds for which entries of the table's Delta log are kept."""
 
     def refresh(self) -> int:
-        """Move to the newest version and return it. Raise ForeignChangeError when another writer has changed the table,
-        unless it is one of :data:`~rmq_spark._core.storage.foreign_commits.READ_ALL_THE_SAME`."""
+        """Move to the newest version and return it. ForeignChangeError: another writer has changed the table, and it is
+        not in :data:`~rmq_spark._core.storage.foreign_commits.READ_ALL_THE_SAME`."""
 
     def actions(self) -> pa.Table:
         """Return the live files: ``path, modification_time`` (ms), ``num_records, size_bytes``, and ``min.<column>,

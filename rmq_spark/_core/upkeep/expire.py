@@ -54,8 +54,8 @@ class Expirer:
         limit = self._engine.runtime.now() - timedelta(seconds=seconds + self._doubt_s)
         old = files.filter(pc.fill_null(pc.less(files["max.commit_timestamp"], limit), False))
         young = files.filter(pc.invert(pc.is_in(files["path"], value_set=old["path"].combine_chunks())))
-        # Files may overlap after a merge. A file that holds anything behind a kept message must stay, too, or a queue
-        # would have a hole. op places in the order of its versions.
+        # Files may overlap after a merge. An old file that holds anything behind a message that stays must stay: else
+        # a queue would have a hole. op places in the order of its versions.
         while young.num_rows:
             oldest_young = pc.min(young["min.op_version"])
             is_behind = pc.fill_null(pc.greater_equal(old["max.op_version"], oldest_young), True)

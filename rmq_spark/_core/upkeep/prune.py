@@ -33,8 +33,8 @@ PRUNED_SHARE_MIN = 0.5
 
 @dataclass(frozen=True)
 class _Dead:
-    """Half batches that have left: ``ids`` are those whose rows other than ``archived`` may go, ``forgotten`` those
-    whose ``archived`` row may go, too."""
+    """Half batches that have left: all rows but ``archived`` may go of those in ``ids``, and that row of those in
+    ``forgotten``."""
 
     ids: pa.Array
     forgotten: pa.Array

@@ -90,8 +90,8 @@ def removed_files_s(table: Table) -> float:
 
 
 def removed_earlier_s(table: Table, useful_s: float | None) -> float:
-    """How many seconds earlier than now files of a table must count as removed, so that they stay for ``useful_s``
-    only: after that nobody wants their content. None: as long as other files."""
+    """Seconds by which to date back a removal, so that its files are deleted ``useful_s`` from now, when nobody wants
+    their content any more. None: 0, so they stay as long as others."""
     return 0.0 if useful_s is None else max(0.0, removed_files_s(table) - max(REPLACED_FILES_S, useful_s))
 
 
