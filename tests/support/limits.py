@@ -44,6 +44,7 @@ _STANDS_IN = {
     "rmq_spark._core.protocol.engine": "SMALL_ROWS_MAX",
     "rmq_spark._core.protocol.group_commit": "GATHER_S_MAX",
     "rmq_spark._core.protocol.leases": "LEASES_LINGER_S=LINGER_S",
+    "rmq_spark._core.protocol.send": "LEASE_S",
     "rmq_spark._core.report.live_server": "CONNECTIONS_MAX ENDS_S REQUEST_S_MAX STALE_S",
     "rmq_spark._core.report.live_page": "TRANSACTIONS_SHOWN_MAX=TRANSACTIONS_MAX",
     "rmq_spark._core.report.shared_look": "LOOK_EVERY_S=EVERY_S LOOK_REST=REST LOOK_WAIT_S=WAIT_S",

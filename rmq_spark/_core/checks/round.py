@@ -401,7 +401,8 @@ class Checker:
             batches = "1 half batch stays" if count == 1 else f"{count} half batches stay"
             extra = {"producer_group": group}
             logger.warning("producer group %r has no listener here: %s pending", group, batches, extra=extra)
-        steps = [self._place_due, self._move_mark, self._count_pending]
+        mark = self.engine.ledger.mark
+        steps: list[Callable[[CheckReport], object]] = [self._place_due, lambda _: mark(), self._count_pending]
         if not self.rules.only_groups:
             steps += [self._report_conflicts, partial(self._probe.look, stop)]
         for step in steps:
@@ -415,9 +416,6 @@ class Checker:
         report.placed = sum(p.count for p in self.engine.ledger.place_due())
         for half_id, problem in self.engine.ledger.unplaceable.items():
             report.problem(half_id, f"its messages are due, and cannot be placed: {sentence_of(problem)}")
-
-    def _move_mark(self, report: CheckReport) -> None:
-        self.engine.ledger.mark()
 
     def _count_pending(self, report: CheckReport) -> None:
         still_open = self._open_half_ids()

@@ -46,6 +46,7 @@ from rmq_spark._core.storage.copy import LOG, LOG_FILE, FileGoneError, Folder, P
 from rmq_spark._core.storage.foreign_commits import require_own
 from rmq_spark._core.storage.location import is_uri, location
 from rmq_spark._core.storage.stores import reaching, require_storage_options
+from rmq_spark._core.storage.table import live_paths
 from rmq_spark._core.vocabulary.text import byte_size, count_of
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LostFileError, OptionError
 
@@ -251,7 +252,7 @@ def _pins(engine: Engine) -> list[Pin]:
 
 
 def _state_of(half: Table) -> tuple[set[str], set[str]]:
-    return set(half.actions()["path"].to_pylist()), half.removed_since()
+    return set(live_paths(half)), half.removed_since()
 
 
 def _has_left(half: Table, first_look: tuple[set[str], set[str]]) -> bool:

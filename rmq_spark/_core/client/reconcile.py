@@ -44,6 +44,7 @@ from rmq_spark._core.log.half_header import HalfHeader, Naming
 from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.log.op import OpKind, Who
 from rmq_spark._core.protocol.send import TwoPhase
+from rmq_spark._core.storage.table import live_paths
 from rmq_spark._core.vocabulary.message import message_list, to_table
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S, FENCE_RETENTION_S_MIN, IDEMPOTENCY_S
 from rmq_spark._core.vocabulary.redaction import sentence_of
@@ -144,7 +145,7 @@ class Reconciler:
         table = self.engine.messages_table
         with self.engine.lock:
             table.refresh()
-            paths = table.actions()["path"].to_pylist()
+            paths = live_paths(table)
             rows = table.read(paths, ["half_id"], pc.field("half_id").isin(sorted(half_ids)))
         return frozenset(pc.unique(rows["half_id"]).to_pylist())
 

@@ -17,6 +17,7 @@ from rmq_spark._core.log.damage import retry_on_newest_state
 from rmq_spark._core.log.half_header import name_of
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op import OpKind
+from rmq_spark._core.storage.table import live_paths
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
@@ -152,7 +153,7 @@ def _time_of(ms: int) -> datetime:
 def _ids_in_op(engine: Engine, where: pc.Expression) -> list[str]:
     with engine.lock:
         engine.ledger.refresh()
-        paths = engine.op_table.actions()["path"].to_pylist()
+        paths = live_paths(engine.op_table)
     half_ids: list[str] = pc.unique(engine.op_table.read(paths, ["half_id"], where)["half_id"]).to_pylist()
     return half_ids
 

@@ -20,7 +20,7 @@ from rmq_spark._core.storage.file_system import require_path
 from rmq_spark._core.storage.half_file_reader import RelocatingReader
 from rmq_spark._core.storage.row_range import RowRange
 from rmq_spark._core.storage.seal import PUT_BACK, RESTORE, require_count
-from rmq_spark._core.storage.table import Change, Table
+from rmq_spark._core.storage.table import Change, Table, live_paths
 from rmq_spark._core.vocabulary.options import ORPHAN_AGE_S
 from rmq_spark._core.vocabulary.remedy import LIST_PENDING
 from rmq_spark._core.vocabulary.rows import RowSet, booleans_of
@@ -98,7 +98,7 @@ class HalfTable:
             )
 
         def landed(change: Change) -> bool:
-            live = {f.path for f in change.add}.intersection(self.table.actions()["path"].to_pylist())
+            live = {f.path for f in change.add}.intersection(live_paths(self.table))
             return all(self._was_prepared(half_id, batch_files, live) for half_id, batch_files in files.items())
 
         self.table.compare_and_set(propose, landed)

@@ -23,7 +23,7 @@ from rmq_spark._core.log.op import DECIDING, NO_OPS, OpKind, OpRow, pruned_up_to
 from rmq_spark._core.log.op_view import OpView, net_settled_table, of_kind
 from rmq_spark._core.log.read_op import read_op
 from rmq_spark._core.log.shared_files import UnreadableFile
-from rmq_spark._core.storage.table import Table
+from rmq_spark._core.storage.table import Table, live_paths
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 
 HALF_IDS_MAX = 10_000
@@ -309,7 +309,7 @@ class OpReader:
         """The names whose half batches have committed messages, even when they have left."""
         with self.table.lock:
             self.refresh()
-            paths = self.table.actions()["path"].to_pylist()
+            paths = live_paths(self.table)
             rows = self.table.read(paths, ["kind", "half_id", "archived"], _may_be_named(names))
         archived_commit = pc.greater(pc.struct_field(rows["archived"], "committed"), 0)
         committed = pc.or_(of_kind(rows, OpKind.COMMIT), pc.fill_null(archived_commit, False))

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.runtime.log_records import failure
 from rmq_spark._core.storage.merge import compact
-from rmq_spark._core.storage.table import Change, Table, was_added
+from rmq_spark._core.storage.table import Change, Table, live_paths, was_added
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark._core.vocabulary.options import QUEUES_MAX, whole_number
 from rmq_spark._core.vocabulary.remedy import Remedy
@@ -98,7 +98,7 @@ class TopicTable:
         while True:
             version = self.table.version
             try:
-                paths = self.table.actions()["path"].to_pylist()
+                paths = live_paths(self.table)
                 self._rows = {p: self._rows[p] if p in self._rows else self.table.read([p], _COLUMNS) for p in paths}
                 return pa.concat_tables([_NO_ROWS, *self._rows.values()])
             except (CorruptLogError, FileNotFoundError):
@@ -153,7 +153,7 @@ class TopicTable:
         """Merge small files. Otherwise each topic would be a file that every process reads for ever."""
 
         def choose(table: Table) -> list[str]:
-            paths: list[str] = table.actions()["path"].to_pylist()
+            paths: list[str] = live_paths(table)
             return paths if len(paths) >= TOPICS_FILES_MAX else []
 
         def merge(paths: list[str]) -> Change:
@@ -171,7 +171,7 @@ class TopicTable:
         def propose(version: int) -> Change | None:
             if self.known().topics[name].retention_s == retention_s:
                 return None
-            for path in self.table.actions()["path"].to_pylist():
+            for path in live_paths(self.table):
                 rows = self.table.read([path])
                 is_topic = pc.equal(rows["name"], name)
                 if pc.any(is_topic).as_py():

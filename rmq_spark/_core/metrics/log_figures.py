@@ -28,6 +28,7 @@ from rmq_spark._core.log.op import DECIDING, OpKind, Who, ranges_of
 from rmq_spark._core.log.op_walk import rows_above
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
+from rmq_spark._core.storage.table import live_paths
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import HalfBatchNotFoundError, TxmqError
 
@@ -244,7 +245,7 @@ class LogWatch:
             pc.field("decided_by").isin(list(CHECKED_BY))
         )
         with engine.lock:
-            paths = engine.op_table.actions()["path"].to_pylist()
+            paths = live_paths(engine.op_table)
             rows = engine.op_table.read(paths, ["kind", "half_id", "op_time", "decided_by"], where)
         self._note(seen, rows)
         return seen

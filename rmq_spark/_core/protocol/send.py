@@ -52,7 +52,7 @@ from rmq_spark._core.protocol.steps import Decide, Execute, Executed, MayBlock, 
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.log_records import of_batch, of_header
 from rmq_spark._core.runtime.spans import settling
-from rmq_spark._core.vocabulary.options import LEASE_S, LEASE_S_MAX, ON_LISTENER_ERROR, REPLAY_CHECK_TIMEOUT_S, seconds
+from rmq_spark._core.vocabulary.options import LEASE_S, ON_LISTENER_ERROR, REPLAY_CHECK_TIMEOUT_S, seconds
 from rmq_spark._core.vocabulary.redaction import cause_of, line_of, text_of, traceback_of
 from rmq_spark._core.vocabulary.remedy import decide_by_hand
 from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet
@@ -106,9 +106,9 @@ class TwoPhase:
 
     If ``execute_local_transaction`` raises, the query ends with the half batch pending, or the verdict is UNKNOWN, as
     in RocketMQ (``on_listener_error``: "fail" or "unknown"). A replay asks the listener again for
-    ``replay_check_timeout_s`` while it answers UNKNOWN. A lease lasts ``lease_s``. When ``pending_limits`` are reached,
-    a new half batch is refused; a replay is sent all the same. ``commits`` prepares and decides half batches (by
-    default each alone). ``run`` runs a local transaction (by default in this thread).
+    ``replay_check_timeout_s`` while it answers UNKNOWN. When ``pending_limits`` are reached, a new half batch is
+    refused; a replay is sent all the same. ``commits`` prepares and decides half batches (by default each alone).
+    ``run`` runs a local transaction (by default in this thread).
     """
 
     def __init__(
@@ -118,15 +118,12 @@ class TwoPhase:
         *,
         on_listener_error: str = "fail",
         replay_check_timeout_s: float = REPLAY_CHECK_TIMEOUT_S,
-        lease_s: float = LEASE_S,
         pending_limits: PendingLimits = NO_LIMITS,
         commits: GroupCommit | None = None,
         run: Callable[[TransactionListener, HalfBatch], Verdicts] = execute_here,
     ) -> None:
         if on_listener_error not in ON_LISTENER_ERROR:
             raise OptionError(f"onListenerError={on_listener_error!r} is not one of {', '.join(ON_LISTENER_ERROR)}")
-        if not 0 < lease_s <= LEASE_S_MAX:
-            raise OptionError(f"lease_s={lease_s!r} is out of range: seconds up to {LEASE_S_MAX:g} are expected")
         self.engine = engine
         self.listener = listener
         self.on_listener_error = on_listener_error
@@ -135,7 +132,7 @@ class TwoPhase:
         self._replays = Replays(engine)
         self.commits: Engine | GroupCommit = engine if commits is None else commits
         self._run_by = run
-        self.leases = LeaseKeeper(engine, seconds(lease_s, "lease_s", above=True))
+        self.leases = LeaseKeeper(engine, LEASE_S)
 
     def with_listener(self, listener: TransactionListener, on_listener_error: str) -> TwoPhase:
         """A copy for another listener, with the same commits, leases and limits."""

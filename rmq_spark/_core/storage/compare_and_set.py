@@ -9,7 +9,7 @@ from rmq_spark._core.runtime import observer
 from rmq_spark._core.storage.data_file import DataFile
 from rmq_spark._core.storage.foreign_commits import OWN, READ_ALL_THE_SAME, require_own
 from rmq_spark._core.storage.store_errors import plainly, require_resources
-from rmq_spark._core.storage.table import Change, Table
+from rmq_spark._core.storage.table import Change, Table, live_paths
 from rmq_spark._core.storage.writer_lock import NO_LOCK, WriterLock
 from rmq_spark._core.vocabulary.redaction import cause_of
 from rmq_spark.errors import (
@@ -172,7 +172,7 @@ class _Staged:
 
     def _live(self, files: Sequence[DataFile]) -> list[DataFile]:
         """The files that the table names."""
-        live = set(self._table.actions()["path"].to_pylist()) if files else set[str]()
+        live = set(live_paths(self._table)) if files else set[str]()
         return [file for file in files if file.path in live]
 
     def _gone(self, files: Sequence[DataFile]) -> list[DataFile]:

@@ -30,7 +30,7 @@ from rmq_spark._core.log.op_view import net_settled, of_kind
 from rmq_spark._core.log.read_op import read_op
 from rmq_spark._core.messages.messages_table import drained_up_to
 from rmq_spark._core.storage.foreign_commits import require_own
-from rmq_spark._core.storage.table import take_out
+from rmq_spark._core.storage.table import live_paths, take_out
 from rmq_spark._core.vocabulary.options import (
     AUDIT_S,
     GRACE_S,
@@ -178,7 +178,7 @@ class Leaver:
     def _op_rows(self, half_ids: Sequence[str]) -> pa.Table:
         op = self._engine.op_table
         where = pc.field("half_id").isin(list(half_ids))
-        return read_op(op, op.actions()["path"].to_pylist(), ARCHIVE_COLUMNS, where).sort_by("version")
+        return read_op(op, live_paths(op), ARCHIVE_COLUMNS, where).sort_by("version")
 
     def _may_leave(self, batch: _Batch) -> bool:
         """Whether all messages are settled, and the grace is over."""

@@ -100,7 +100,7 @@ class Pruner:
         """The half batches of which ``op`` has nothing but their ``archived`` row."""
         op = self._engine.op_table
         where = pc.field("half_id").isin(half_ids) & (pc.field("kind") != OpKind.ARCHIVED.value)
-        others = op.read(op.actions()["path"].to_pylist(), ["half_id"], where)["half_id"]
+        others = op.read(live_paths(op), ["half_id"], where)["half_id"]
         return half_ids.filter(pc.invert(pc.is_in(half_ids, value_set=others.combine_chunks())))
 
     def _files(self, dead: _Dead, since: int) -> list[dict[str, Any]]:
@@ -126,12 +126,12 @@ class Pruner:
         written = list(self._write(kept))
 
         def propose(version: int) -> Change | None:
-            if not live_paths(op).issuperset(paths):  # merged, or pruned by another process
+            if not set(live_paths(op)).issuperset(paths):  # merged, or pruned by another process
                 return None
             reached = {name: max(n, pruned_up_to(op, name)) for name, n in last.items() if n is not None}
             return Change(add=written, remove=paths, transactions=reached, data_change=False)
 
-        committed = op.compare_and_set(propose, lambda change: live_paths(op).isdisjoint(change.remove))
+        committed = op.compare_and_set(propose, lambda change: set(live_paths(op)).isdisjoint(change.remove))
         return 0 if committed is None else gone.num_rows
 
     def _write(self, kept: pa.Table) -> Iterator[DataFile]:

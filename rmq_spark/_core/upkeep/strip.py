@@ -91,7 +91,7 @@ class Stripper:
         grace."""
         engine = self._engine
         where = pc.field("half_id").isin(sorted(half_ids)) & pc.field("queue_offset").is_valid()
-        rows = engine.op_table.read(engine.op_table.actions()["path"].to_pylist(), PLACED_COLUMNS, where)
+        rows = engine.op_table.read(live_paths(engine.op_table), PLACED_COLUMNS, where)
         engine.messages_table.refresh()
         sums = rows.group_by("half_id", use_threads=False).aggregate(
             [("count", "sum"), ("version", "max"), ("op_time", "max")]

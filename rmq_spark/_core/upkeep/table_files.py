@@ -12,7 +12,7 @@ import pyarrow.fs as pafs
 from rmq_spark._core.messages.messages_table import history_s
 from rmq_spark._core.storage.foreign_commits import foreign_change
 from rmq_spark._core.storage.merge import compact
-from rmq_spark._core.storage.table import Change, Table
+from rmq_spark._core.storage.table import Change, Table, live_paths
 from rmq_spark._core.vocabulary.redaction import redacted
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def delete_replaced(table: Table, age_s: float, dry_run: bool) -> list[str]:
     """Delete files that left a table more than ``age_s`` seconds ago; return ``<table>/<file>`` of each."""
     table.clock.require_near()
     table.refresh()
-    gone = table.removed_since() - table.removed_since(age_s) - set(table.actions()["path"].to_pylist())
+    gone = table.removed_since() - table.removed_since(age_s) - set(live_paths(table))
     if not gone or _is_left_alone(table):
         return []
     infos = table.fs.get_file_info(pafs.FileSelector(table.folder))
@@ -131,7 +131,7 @@ def vacuum(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:
         if _is_left_alone(table):
             continue
         # A file that was replaced lately may itself be old, and a reader's plan may still name it.
-        kept = set(table.actions()["path"].to_pylist()) | table.removed_since(max(age_s, history_s(table)))
+        kept = set(live_paths(table)) | table.removed_since(max(age_s, history_s(table)))
         for info in table.fs.get_file_info(pafs.FileSelector(table.folder)):
             is_old = info.mtime is not None and table.runtime.time() - info.mtime.timestamp() > age_s
             if info.type != pafs.FileType.File or not info.base_name.endswith(".parquet"):
