@@ -80,8 +80,8 @@ class _Todo(Enum):
 class Rules:
     """The rules by which a checker asks. See :class:`~rmq_spark.CheckService` for the other attributes.
 
-    A half batch is left alone for ``pause_s`` after any process counted a check of it. By default the log's clock is
-    used, and rows expire later by its doubt; tests give another ``clock``.
+    A half batch is left alone for ``pause_s`` after any process counted a check of it. Without a ``clock`` (tests give
+    one) the log's clock counts, and rows expire later by its doubt.
     """
 
     listeners: Mapping[str, TransactionListener]
