@@ -20,7 +20,7 @@ AFTER_FAILURE_S = 60.0
 class Draining:
     """Drains a commit log at intervals.
 
-    Any number may run for one log. Most of them find that another one was faster.
+    Any number may run for one log: all but the fastest find nothing to do.
 
     Parameters
     ----------

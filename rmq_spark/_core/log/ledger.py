@@ -275,8 +275,8 @@ class Ledger(OpReader):
         return batches
 
     def _open_due(self, half_ids: Collection[str], problems: dict[str, TxmqError]) -> list[OpenBatch]:
-        """Open the half batches that have due messages. An unreadable half batch waits on and delays no decision about
-        others. ``problems`` gets its error."""
+        """Open the half batches that have due messages. One that cannot be read waits on and delays no decision;
+        ``problems`` gets its error."""
         batches: list[OpenBatch] = []
         for half_id in sorted(half_ids):
             try:
@@ -351,7 +351,7 @@ class Ledger(OpReader):
         """Make rows pending again. Returns the rows that this call reopened: only its caller may execute them.
 
         ``new_attempt`` is the same attempt after quarantine or discard (the outcome is unknown), and the next one after
-        a rollback by check (the transaction never happened and never will).
+        a rollback by check (under the old one it can no longer happen).
         """
         if new_attempt > ATTEMPTS_MAX:
             raise StaleAttemptError(

@@ -55,8 +55,8 @@ class SendThreads:
         return any(map(owns_lock, self._locks)) or owns_future_lock()
 
     def start_shared(self, two_phase: TwoPhase, message: Callable[[], OneMessage], arg: Any) -> SendFuture:
-        """Send one message in threads that all sends share. ``message`` makes its half file; an exception of it is the
-        future's."""
+        """Send one message in threads that all sends share. ``message`` makes its half file; the future gets an
+        exception that it raises."""
         future = SendFuture(self.send_slots)
         try:
             self._take_slot(future)

@@ -88,8 +88,8 @@ def read_range(
     """Yield the rows of a range in row_no order, one row group at a time, each with the number of rows before it. The
     rows of several half batches, which share a file, come in one table.
 
-    With ``where``, row groups in which it keeps no row are left out, and only the filter's columns of them are read.
-    The others come with all their wanted rows and one more column, :data:`MATCHES`.
+    ``where``: of a row group without a match only the filter's columns are read, and it is left out. Any other comes
+    with all its wanted rows and one more column, :data:`MATCHES`.
 
     LostFileError: the file is gone. It was stripped, and the caller has to look up where the rows are now.
     StrippedError: payload columns of stripped rows are wanted, whose messages are in the table ``messages``.

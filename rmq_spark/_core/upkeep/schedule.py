@@ -32,7 +32,7 @@ class MaintenanceReport:
     Attributes
     ----------
     dry_run : bool
-        True when nothing was changed. What an earlier step makes possible for a later one is then not counted.
+        True when nothing was changed. Then no step counts what only an earlier one would make possible.
     drained_up_to : int
         The version of ``op`` up to which the table ``messages`` has all messages.
     messages_drained : int
@@ -102,7 +102,7 @@ def maintain(
     also look for files that no table ever named, by listing the tables' folders. ``turn`` is entered while messages are
     in memory.
 
-    LostFileError, UnreadableFileError: a file is lost or damaged. All that it does not touch was done.
+    LostFileError, UnreadableFileError: a file is lost or damaged. All work that does not need it was done.
     """
     report, problem = _round(engine, graces, dry_run, orphans, nullcontext() if turn is None else turn)
     if problem is not None:
