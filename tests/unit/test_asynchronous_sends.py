@@ -42,7 +42,7 @@ def test_asynchronous_sends_share_commits_and_come_to_their_end_when_the_produce
         producer.send_async(message("late"))
 
 
-# ---------------------------------------------------------------- room, and slots
+# ---------------------------------------------------------------- slots
 def test_no_more_asynchronous_sends_are_in_flight_than_allowed(log: CommitLog) -> None:
     accepted: list[Any] = []
     shop = Shop(waits="0123")

@@ -1,4 +1,4 @@
-"""The half batch as a listener sees it. Its rows are read when the listener asks for them."""
+"""Assembles the half batch that a listener sees. Its rows are read when the listener asks for them."""
 
 from __future__ import annotations
 
