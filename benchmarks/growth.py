@@ -37,7 +37,7 @@ from rmq_spark._core.log.half_header import HalfHeader, Naming, batch_name
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.half_writer import HalfWriter
 from rmq_spark._core.log.op import Who
-from rmq_spark._core.log.single_messages import OneMessage, arrange
+from rmq_spark._core.log.single_messages import OneMessage, make_rows
 from rmq_spark._core.log.staged_batches import Staged
 from rmq_spark._core.upkeep.leave import Graces
 from rmq_spark._core.upkeep.schedule import maintain
@@ -84,7 +84,7 @@ def staged(log: txmq.CommitLog, number: int, message: txmq.Message, fence_id: st
 
 def prepare(log: txmq.CommitLog, many: Sequence[OneMessage]) -> list[HalfRecord]:
     """Prepare sends in one commit."""
-    assert not arrange(many)
+    assert not make_rows(many)
     prepared = log.engine.prepare([Staged(one.writer.header, [one.rows]) for one in many if one.rows is not None])
     return [record for record in prepared if isinstance(record, HalfRecord)]
 

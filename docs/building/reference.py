@@ -87,12 +87,12 @@ def tables() -> str:
     from rmq_spark._core.client.columns import GROUPS, HALF, MESSAGES, OP, TOPICS
     from rmq_spark._core.log.group_table import GROUPS_SCHEMA
     from rmq_spark._core.log.half import HALF_SCHEMA
-    from rmq_spark._core.log.op import OP_SCHEMA, Kind
+    from rmq_spark._core.log.op import OP_SCHEMA, OpKind
     from rmq_spark._core.log.topics import TOPICS_SCHEMA
     from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA, SOURCE_SCHEMA
     from rmq_spark._core.vocabulary.message import INPUT_COLUMNS
 
-    _require_same([kind.value for kind in Kind], columns.KINDS, "kinds of op rows")
+    _require_same([kind.value for kind in OpKind], columns.KINDS, "kinds of op rows")
     kinds = _table(("kind", "it says of the rows that it names"), ((f"`{k}`", s) for k, s in columns.KINDS.items()))
     own = {name: text for name, text in MESSAGES.items() if name not in SOURCE_SCHEMA.names}
     seen = {name: text for name, text in MESSAGES.items() if name in SOURCE_SCHEMA.names}

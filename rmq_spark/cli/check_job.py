@@ -31,10 +31,10 @@ except ModuleNotFoundError as missing:
         raise
     sys.exit(f"the check job needs {missing.name}: install rmq_spark with its extra job")
 
-from rmq_spark._core.checks.threads import running, stopped_by_signals
 from rmq_spark._core.listeners.transaction_listener import see_working_folder
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.log_records import failure
+from rmq_spark._core.runtime.threads import running, stopped_by_signals
 from rmq_spark._core.storage.location import location
 from rmq_spark._core.vocabulary.redaction import one_line, traceback_of
 from rmq_spark.checks import CheckReport, Draining, Maintainer

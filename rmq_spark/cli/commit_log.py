@@ -99,7 +99,7 @@ def maintain(
     storage: Storage = None,
 ) -> None:
     """Do all the upkeep, so that the log does not grow with its age. Safe beside everything else."""
-    from rmq_spark._core.checks.threads import running, stopped_by_signals
+    from rmq_spark._core.runtime.threads import running, stopped_by_signals
     from rmq_spark._core.upkeep.schedule import maintain as keep_up
     from rmq_spark.checks import Draining, Maintainer
     from rmq_spark.log import Graces

@@ -103,8 +103,8 @@ def _show_once(collector: LogCollector, path: str, push_to: str | None, job: str
 
 
 def _serve(collector: LogCollector, path: str, address: str, port: int) -> None:
-    from rmq_spark._core.checks.threads import stopped_by_signals
     from rmq_spark._core.metrics.exposition import serving
+    from rmq_spark._core.runtime.threads import stopped_by_signals
 
     log_to_stderr(logging.WARNING)
     stop = threading.Event()

@@ -35,21 +35,21 @@ class Choice:
     def first(self, start: Offsets, limit: int) -> pa.Table:
         """Return at most ``limit`` messages from these offsets on, the lowest queues first. Queues without an offset
         are read from their first kept message."""
-        return self._read_kept(lambda firsts, ends: self._between({**firsts, **start}, ends, limit))
+        return self._read_retained(lambda firsts, ends: self._between({**firsts, **start}, ends, limit))
 
     def newest(self, count: int) -> pa.Table:
         """Return the newest messages by commit time, in (queue, offset) order.
 
         It reads the ends of the queues first, and goes further back only while the filter has not kept enough.
         """
-        return self._read_kept(lambda firsts, ends: self._newest(count, firsts, ends))
+        return self._read_retained(lambda firsts, ends: self._newest(count, firsts, ends))
 
     def ends(self) -> dict[int, int]:
         return self._bounds()[1]
 
     def newest_before(self, count: int, ends: Offsets) -> pa.Table:
         """Return the newest messages before these offsets: see :meth:`newest`."""
-        return self._read_kept(
+        return self._read_retained(
             lambda firsts, now: self._newest(count, firsts, {q: min(ends.get(q, end), end) for q, end in now.items()})
         )
 
@@ -64,7 +64,7 @@ class Choice:
             reached.update({queue: max(end, start.get(queue, 0)) for queue, end in ends.items()})
             return self._between({q: begin[q] for q in behind}, behind, None)
 
-        return self._read_kept(read), reached
+        return self._read_retained(read), reached
 
     def _newest(self, count: int, firsts: Offsets, ends: Offsets) -> pa.Table:
         times: dict[int, list[tuple[datetime, int]]] = {queue: [] for queue in ends}
@@ -88,7 +88,7 @@ class Choice:
             first_offsets[queue] = min(offset, first_offsets.get(queue, offset))
         return self._between(first_offsets, {q: ends[q] for q in first_offsets}, None)
 
-    def _read_kept(self, read: Callable[[Offsets, Offsets], pa.Table]) -> pa.Table:
+    def _read_retained(self, read: Callable[[Offsets, Offsets], pa.Table]) -> pa.Table:
         """Call ``read`` with the first kept offsets and the ends; again when messages expired meanwhile."""
         while True:
             firsts, ends = self._bounds()

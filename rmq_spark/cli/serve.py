@@ -63,8 +63,8 @@ def serve(
 ) -> None:
     """A live page in a browser: what is wrong and what to do, what waits, lag, one half batch, one message. It only
     reads the log."""
-    from rmq_spark._core.checks.threads import stopped_by_signals
     from rmq_spark._core.report.live_server import Door, LivePages, serving
+    from rmq_spark._core.runtime.threads import stopped_by_signals
     from rmq_spark.cli.command import hide
     from rmq_spark.cli.doctor import judge
 
@@ -221,7 +221,7 @@ class Looker:
 
     def _same_log(self) -> CommitLog:
         """Return the log, read anew. Raises NotACommitLogError when it is gone, or another one is in its place."""
-        self._log.engine.another_on_the_same_log()
+        self._log.engine.new_handle()
         self._log.refresh()
         return self._log
 

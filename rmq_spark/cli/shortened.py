@@ -43,11 +43,11 @@ def whole_id(log: CommitLog, name: str) -> str:
 
 
 def _half_ids(log: CommitLog) -> set[str]:
-    from rmq_spark._core.inspect.history import kept_batches
+    from rmq_spark._core.inspect.history import retained_batches
 
     known = {*log.engine.open_half_ids(), *log.conflicts(), *log.quarantined()["half_id"].to_pylist()}
     with suppress(CorruptLogError):  # a damaged file hides only ids of its own
-        known.update(kept_batches(log.engine)["half_id"].to_pylist())
+        known.update(retained_batches(log.engine)["half_id"].to_pylist())
     return known
 
 

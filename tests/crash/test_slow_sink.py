@@ -14,6 +14,7 @@ import rmq_spark as txmq
 from rmq_spark import CheckService, SqlTransactionListener
 from rmq_spark.checks import CheckReport
 from tests.support.inside import LEASE_S_MAX, LEASED, HalfHeader, HalfWriter, TwoPhase, batch_name
+from tests.support.limits import limited
 
 pytestmark = pytest.mark.long
 
@@ -67,7 +68,8 @@ def test_a_slow_but_living_sink_beside_a_checker_has_one_outcome(tmp_path: Path,
             HalfWriter(head, log.topics(), "orders", None), pa.table({"body": list("abcdef")}).to_batches()
         )
         lease_s = LEASE_S * scale if leased else LEASE_S_MAX  # renewed at a third of it, which never comes
-        outcome = TwoPhase(log.engine, listener, lease_s=lease_s).send(head, lambda: files)
+        with limited(LEASE_S=lease_s):
+            outcome = TwoPhase(log.engine, listener).send(head, lambda: files)
         seen = len(reports)
         deadline = time.monotonic() + 60
         while len(reports) < seen + 2 and time.monotonic() < deadline:

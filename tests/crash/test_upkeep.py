@@ -90,4 +90,4 @@ def test_upkeep_killed_at_a_point_loses_and_doubles_nothing(tmp_path: Path, poin
     assert len(everything(path)["orders"]) == 2 * (5 + 6 + 12)
     upkeep.keep_up(str(path))
     assert len(everything(path)["orders"]) == 2 * (5 + 6 + 12)
-    assert len(CommitLog.open(path).engine.half.contents.counted()) == 2  # the last half batch of each stream
+    assert len(CommitLog.open(path).engine.half.contents.all_batches()) == 2  # the last half batch of each stream

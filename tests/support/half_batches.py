@@ -263,12 +263,12 @@ def open_batches(log: CommitLog) -> list[tuple[HalfRecord, BatchState]]:
     """The half batches with pending rows, oldest first."""
     records = map(log.engine.get, log.engine.open_half_ids())
     states = [(record, log.engine.state_of(record)) for record in records]
-    return [(record, state) for record, state in states if not state.settled]
+    return [(record, state) for record, state in states if not state.is_settled]
 
 
 def in_half(log: CommitLog) -> set[str]:
     """The half batches that the table half still has."""
-    return set(another(log).engine.half.contents.counted())
+    return set(another(log).engine.half.contents.all_batches())
 
 
 def op_kinds(log: CommitLog, half_id: str) -> list[str]:

@@ -19,7 +19,7 @@ from tests.support.inside import (
     HalfHeader,
     HalfRecord,
     HalfWriter,
-    Kind,
+    OpKind,
     OpRow,
     RowSet,
     RowState,
@@ -186,7 +186,7 @@ def _left(number: int, at_s: float) -> OpRow:
         ),
     )  # fmt: skip
     return OpRow(
-        Kind.ARCHIVED,
+        OpKind.ARCHIVED,
         kept.half_id,
         count=messages,
         attempt=1,

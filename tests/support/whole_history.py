@@ -36,7 +36,7 @@ def require_whole(log: CommitLog, who: str, states: Mapping[str, BatchState] | N
     """A handle says what the whole history says, which is read when it is not given."""
     states = states_of(log) if states is None else states
     log.refresh()
-    assert set(log.engine.open_half_ids()) == {h for h, s in states.items() if not s.settled}, who
+    assert set(log.engine.open_half_ids()) == {h for h, s in states.items() if not s.is_settled}, who
     waiting = {h: s.count(RowState.WAITING) for h, s in states.items() if s.count(RowState.WAITING)}
     assert {h: sum(counts.values()) for h, counts in log.engine.ledger.view.waiting.items()} == waiting, who
     assert set(log.conflicts()) == {h for h, s in states.items() if s.in_conflict}, who

@@ -17,7 +17,7 @@ import pytest
 
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, CheckService, CommitLog, HalfBatch
 from rmq_spark import TransactionMQProducer as Producer
-from rmq_spark._core.producer.admission import Admission, InFlight
+from rmq_spark._core.producer.admission import ListenerSlots, SendSlots
 from rmq_spark._core.producer.future import SendFuture
 from rmq_spark.errors import FencedError, ListenerError, LocalTransactionError, OptionError
 from tests.support.half_batches import another
@@ -42,7 +42,7 @@ def test_asynchronous_sends_share_commits_and_come_to_their_end_when_the_produce
         producer.send_async(message("late"))
 
 
-# ---------------------------------------------------------------- room, and turns
+# ---------------------------------------------------------------- slots
 def test_no_more_asynchronous_sends_are_in_flight_than_allowed(log: CommitLog) -> None:
     accepted: list[Any] = []
     shop = Shop(waits="0123")
@@ -71,13 +71,13 @@ def test_a_send_whose_local_transaction_would_have_to_wait_is_not_prepared(log: 
 
 
 def test_more_are_prepared_while_local_transactions_are_short_and_fewer_when_they_are_long() -> None:
-    turns = Admission(threads=2, transaction_timeout_s=6.0)
-    assert turns.room == 2
-    with turns.running():
+    slots = ListenerSlots(threads=2, transaction_timeout_s=6.0)
+    assert slots.prepared_max == 2
+    with slots.running():
         pass
-    assert turns.room > 1_000
-    turns._mean_s = 10.0
-    assert turns.room == 2
+    assert slots.prepared_max > 1_000
+    slots._mean_s = 10.0
+    assert slots.prepared_max == 2
 
 
 def test_a_local_transaction_that_raises_leaves_its_turn_to_the_next(log: CommitLog) -> None:
@@ -88,7 +88,7 @@ def test_a_local_transaction_that_raises_leaves_its_turn_to_the_next(log: Commit
         assert [type(s.exception(DEADLINE_S)).__name__ for s in sent] == [
             "LocalTransactionError", "LocalTransactionError", "NoneType", "TopicNotFoundError",
         ]  # fmt: skip
-        assert not producer._send_threads.admission._admitted
+        assert not producer._send_threads.listener_slots._admitted
 
 
 def test_a_second_send_of_a_key_waits_for_the_first_and_checks_nothing(log: CommitLog) -> None:
@@ -101,7 +101,7 @@ def test_a_second_send_of_a_key_waits_for_the_first_and_checks_nothing(log: Comm
         results = [s.result(DEADLINE_S) for s in sent]
     assert sorted(r.replayed for r in results) == [False, True, True]
     assert sent_bodies(log) == ["0"]
-    assert producer._sender.keys._known == {}
+    assert producer._sender.key_locks._known == {}
 
 
 def test_those_who_wait_for_a_key_take_no_room_of_others(log: CommitLog) -> None:
@@ -185,8 +185,8 @@ def test_a_send_that_is_interrupted_in_any_call_keeps_no_room(log: CommitLog, ke
             finally:
                 sys.settrace(before)
         assert interrupted > 8
-        wait_for(lambda: not producer._under_way._inside and not producer._send_threads.in_flight._inside)
-        assert not producer._send_threads.admission._admitted
+        wait_for(lambda: not producer._open_sends._inside and not producer._send_threads.send_slots._inside)
+        assert not producer._send_threads.listener_slots._admitted
     assert log.pending().num_rows == 0
 
 
@@ -370,7 +370,7 @@ def test_a_send_that_several_threads_cancel_gives_up_its_room_once() -> None:
     left: list[object] = []
     with ThreadPoolExecutor(3) as pool:
         for _ in range(200):
-            sent, barrier = SendFuture(InFlight(1, left.append)), threading.Barrier(3)
+            sent, barrier = SendFuture(SendSlots(1, left.append)), threading.Barrier(3)
 
             def cancel(sent: SendFuture = sent, barrier: threading.Barrier = barrier) -> None:
                 barrier.wait()
@@ -451,12 +451,12 @@ def test_a_callback_of_a_cancelled_send_does_not_keep_a_producer_from_closing(
 
 def test_a_send_that_comes_while_the_producer_is_closed_is_cancelled_too() -> None:
     """It waited for ever behind those that were left."""
-    turns = Admission(threads=1, transaction_timeout_s=6.0)
+    slots = ListenerSlots(threads=1, transaction_timeout_s=6.0)
     begun, given_up = [], []
-    turns.admit("first", lambda: not begun.append("first"))
-    turns.close()
-    turns.admit("late", lambda: not begun.append("late"), lambda: given_up.append("late"))
-    turns.leave("first")
+    slots.admit("first", lambda: not begun.append("first"))
+    slots.close()
+    slots.admit("late", lambda: not begun.append("late"), lambda: given_up.append("late"))
+    slots.leave("first")
     assert (begun, given_up) == (["first"], ["late"])
 
 

@@ -46,7 +46,7 @@ from tests.support.inside import (
     PROPERTIES,
     CommitOncePrepared,
     HalfRecord,
-    Kind,
+    OpKind,
     OpRow,
     RowState,
     Who,
@@ -133,7 +133,7 @@ def test_partial_verdicts_settle_some_keys_and_count_for_the_others_only(log: Co
     assert states(log, record) == {RowState.COMMITTED: 2, RowState.ROLLED_BACK_BY_CHECK: 2, RowState.PENDING: 1}
     assert [report.checked.transactions, report.committed.transactions] == [3, 1]
     assert [report.rolled_back.messages, report.unknown.messages] == [2, 1]
-    counted = log.engine.ledger.rows_of(record).filter(pc.field("kind") == "check")
+    counted = log.engine.ledger.op_rows_of(record).filter(pc.field("kind") == "check")
     assert counted["count"].to_pylist() == [1]
     checker.run_once()
     assert keys_of(listener.checked[-1]) == ["c"]
@@ -746,7 +746,7 @@ def test_a_half_batch_that_cannot_be_read_does_not_stop_the_round(log: CommitLog
 @ON_BOTH
 def test_op_rows_changed_by_hand_stop_only_their_half_batch(log: CommitLog) -> None:
     bad, good = prepare(log, 0, 4), prepare(log, 1, 4)
-    log.engine.ledger.append(lambda: [OpRow(Kind.CHECK, bad.half_id, 7, None, 1, 1, Who.CHECK)])
+    log.engine.ledger.append(lambda: [OpRow(OpKind.CHECK, bad.half_id, 7, None, 1, 1, Who.CHECK)])
     report = check(log, COMMIT)
     assert states(log, good) == {RowState.COMMITTED: 4}
     assert [h for h, _ in report.problems] == [bad.half_id]
@@ -894,10 +894,10 @@ def test_a_round_moves_the_low_water_mark_over_what_is_open_and_names_it(log: Co
     _, second, third = (prepare(log, i) for i in range(3))
     check(log, [COMMIT, UNKNOWN, COMMIT])
     assert log.engine.ledger.view.low_water >= third.prepared_ms
-    assert set(log.engine.ledger.view.below) == {second.half_id}
+    assert set(log.engine.ledger.view.open_at_mark) == {second.half_id}
     check(another(log), COMMIT)
     log.engine.ledger.refresh()
-    assert not log.engine.ledger.view.below
+    assert not log.engine.ledger.view.open_at_mark
 
 
 # ---------------------------------------------------------------- reports, settings, imports

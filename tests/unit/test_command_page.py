@@ -58,7 +58,7 @@ def alike(text: str) -> str:
 
 def of_this_run(command: str) -> str:
     """A command with the ids of this run."""
-    ids = CommitLog.open("shop/log").engine.half.contents.counted()
+    ids = CommitLog.open("shop/log").engine.half.contents.all_batches()
     known = {half_id.rpartition("-")[0]: half_id for half_id in ids}
     return re.sub(r"(\S+:\d+)-[0-9a-f]{12}\b", lambda found: known[found[1]], command)
 

@@ -18,7 +18,7 @@ from deltalake import DeltaTable
 
 import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, CommitLog
-from rmq_spark._core.log.op import OpenBelow
+from rmq_spark._core.log.op import OpenAtMark
 from rmq_spark._core.log.topics import TOPICS_FILES_MAX
 from rmq_spark.errors import (
     AlreadyPreparedError,
@@ -55,7 +55,7 @@ from tests.support.half_batches import (
 from tests.support.inside import (
     Change,
     HalfRecord,
-    Kind,
+    OpKind,
     RowSet,
     RowState,
     Who,
@@ -71,7 +71,7 @@ def ids(table: pa.Table) -> list[str]:
     return table["half_id"].to_pylist()
 
 
-def op_rows(log: CommitLog, kind: Kind | None = None) -> list[dict[str, object]]:
+def op_rows(log: CommitLog, kind: OpKind | None = None) -> list[dict[str, object]]:
     log.engine.op_table.refresh()
     rows = log.engine.op_table.read(log.engine.op_table.actions()["path"].to_pylist()).sort_by("version").to_pylist()
     return [r for r in rows if kind is None or r["kind"] == kind]
@@ -147,11 +147,11 @@ def test_the_first_marker_wins_and_the_late_one_leaves_a_conflict(log: CommitLog
     assert caught.value.verdict == "COMMIT_MESSAGE"
     assert bodies(log) == []
     assert log.conflicts() == other.conflicts() == ["app:0"]
-    rows = op_rows(log, Kind.CONFLICT)
+    rows = op_rows(log, OpKind.CONFLICT)
     assert [(r["verdict"], r["decided_by"], r["attempt"]) for r in rows] == [("COMMIT_MESSAGE", "execute", 1)]
     with pytest.raises(VerdictConflictError):
         decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
-    assert len(op_rows(log, Kind.CONFLICT)) == 1
+    assert len(op_rows(log, OpKind.CONFLICT)) == 1
 
 
 def test_rows_cannot_be_committed_and_rolled_back_at_once(log: CommitLog) -> None:
@@ -185,7 +185,7 @@ def by_key(log: CommitLog, keys: str) -> tuple[HalfRecord, dict[str, dict[int, b
 
 def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> None:
     in_conflict(log)
-    first = op_rows(log, Kind.CONFLICT)[0]
+    first = op_rows(log, OpKind.CONFLICT)[0]
     for i in range(1, 9):
         commit(log, prepare(log, i, 1))
         if i % 2 == 0:
@@ -193,7 +193,7 @@ def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> N
             merge_op_files(log)
         assert log.conflicts() == another(log).conflicts() == ["app:0"]
     assert log.engine.ledger.view.rows.num_rows <= 6, "an open conflict keeps nothing else in memory"
-    told = op_rows(log, Kind.CONFLICT)
+    told = op_rows(log, OpKind.CONFLICT)
     assert {(r["verdict"], r["decided_by"], r["attempt"], r["reason"]) for r in told} == {
         (first["verdict"], first["decided_by"], first["attempt"], first["reason"])
     }
@@ -202,7 +202,7 @@ def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> N
     commit(log, prepare(log, 9, 1))
     assert log.engine.ledger.mark()
     assert log.conflicts() == another(log).conflicts() == []
-    assert not [r for r in op_rows(log, Kind.CONFLICT)[6:] if r["attempt"] is not None], "a resolved one is repeated"
+    assert not [r for r in op_rows(log, OpKind.CONFLICT)[6:] if r["attempt"] is not None], "a resolved one is repeated"
 
 
 def test_a_look_for_conflicts_reads_nothing_that_was_read_before(log: CommitLog) -> None:
@@ -540,11 +540,11 @@ def test_the_mark_moves_over_what_is_settled_and_names_what_is_open(log: CommitL
     assert not log.engine.ledger.mark()
 
 
-def named(log: CommitLog) -> Mapping[str, OpenBelow]:
+def named(log: CommitLog) -> Mapping[str, OpenAtMark]:
     """What is open below the newest mark, as a cold start reads it."""
     other = another(log)
     other.refresh()
-    return other.engine.ledger.view.below
+    return other.engine.ledger.view.open_at_mark
 
 
 def test_a_batch_decided_while_the_mark_moves_is_not_forgotten(log: CommitLog) -> None:
@@ -586,7 +586,7 @@ def test_what_is_kept_in_memory_follows_what_is_open(log: CommitLog) -> None:
             log.engine.ledger.mark()
             kept.append(log.engine.ledger.view.rows.num_rows)
     assert max(kept) <= 2  # the mark itself
-    assert len(log.engine.ledger._untouched) <= 1
+    assert len(log.engine.ledger._just_prepared) <= 1
 
 
 def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:

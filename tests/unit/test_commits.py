@@ -36,8 +36,8 @@ from tests.support.half_batches import (
 from tests.support.inside import (
     Change,
     DeltaLogTable,
-    Kind,
     Naming,
+    OpKind,
     OpRow,
     RowState,
     Who,
@@ -227,7 +227,7 @@ def test_a_commit_is_known_again_after_any_number_of_others(log: CommitLog) -> N
     def others_commit() -> None:
         other.engine.op_table.refresh()
         version = other.engine.op_table.version + 1
-        leases = [to_table([OpRow(Kind.LEASE, "app:0")], version, record.prepared_at, f"c{i}") for i in range(1100)]
+        leases = [to_table([OpRow(OpKind.LEASE, "app:0")], version, record.prepared_at, f"c{i}") for i in range(1100)]
         file = other.engine.op_table.write(pa.concat_tables(leases))
         assert other.engine.op_table.compare_and_set(lambda _: Change(add=[file]), lambda _: True)
 

@@ -124,7 +124,7 @@ def test_a_backlog_is_drained_in_steps(
     log: CommitLog, op_rows: int, op_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_limits(
-        monkeypatch, OP_ROWS_MAX=op_rows, OP_FILE_BYTES_MAX=op_bytes, STEP_MESSAGES_MAX=12, MESSAGES_FILE_BYTES_MAX=500
+        monkeypatch, OP_ROWS_MAX=op_rows, OP_READ_BYTES_MAX=op_bytes, STEP_MESSAGES_MAX=12, MESSAGES_FILE_BYTES_MAX=500
     )
     log.engine.compaction.is_on = False
     for i in range(9):
@@ -229,9 +229,9 @@ def test_pieces_are_put_together_as_each_would_be_alone(
     log: CommitLog, few_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill_with_pieces(log)
-    set_limits(monkeypatch, FEW_ROWS=0)
+    set_limits(monkeypatch, SMALL_PIECE_ROWS=0)
     expected = {topic: log.read(topic) for topic in log.topics()}
-    set_limits(monkeypatch, FEW_ROWS=few_rows, TOGETHER_MAX=7, RUNS_AT_ONCE=12, ROWS_AT_ONCE=5)
+    set_limits(monkeypatch, SMALL_PIECE_ROWS=few_rows, TOGETHER_MAX=7, RUNS_AT_ONCE=12, ROWS_AT_ONCE=5)
     log.drain()
     for topic, read in expected.items():
         assert drained(log, topic).select(SOURCE_SCHEMA.names).to_pylist() == read.to_pylist()

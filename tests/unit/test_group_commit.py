@@ -445,5 +445,5 @@ def test_a_half_batch_that_is_not_in_a_shared_file_is_not_taken_for_one_that_is(
 def test_each_half_batch_of_a_shared_file_is_counted(log: CommitLog) -> None:
     send_all(log, Shop(), [message(i) for i in range(5)])
     other = log.another()
-    assert sorted(other.engine.half.contents.counted().table["rows"].to_pylist()) == [1] * 5
+    assert sorted(other.engine.half.contents.all_batches().table["rows"].to_pylist()) == [1] * 5
     assert [p.rows for p in other.engine.half.contents.prepared_after(0).values()] == [1] * 5

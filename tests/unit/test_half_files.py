@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rmq_spark._core.log.half import FOOTER_COLUMNS
-from rmq_spark._core.log.half_writer import FILE_BYTES_MAX
+from rmq_spark._core.log.half_writer import HALF_FILE_BYTES_MAX
 from rmq_spark._core.log.message_columns import require_message_columns
 from rmq_spark._core.storage.file_system import require_path
-from rmq_spark._core.storage.moved_files import HalfFiles
-from rmq_spark._core.storage.row_range import KEPT
+from rmq_spark._core.storage.half_file_reader import RelocatingReader
+from rmq_spark._core.storage.row_range import MATCHES
 from rmq_spark.errors import CorruptLogError, LostFileError, MessageError, TopicNotFoundError
 from tests.support.half_batches import header_of
 from tests.support.inside import (
@@ -166,7 +166,7 @@ def test_more_than_2_gb_in_one_column_of_a_batch_are_cut(tmp_path: Path) -> None
     files = write(tmp_path, pa.table({"body": bodies}))
     rows = [pq.read_metadata(tmp_path / file.data.path).num_rows for file in files]
     assert sum(rows) == count
-    assert max(rows) < 2 * FILE_BYTES_MAX // MIB
+    assert max(rows) < 2 * HALF_FILE_BYTES_MAX // MIB
 
 
 def test_a_batch_that_is_cut_keeps_its_messages_and_their_order(tmp_path: Path, limit: Limit) -> None:
@@ -477,7 +477,7 @@ def bytes_read(
     ranges = (rows or (0, file.data.rows - 1),)
     wanted = RowRange(path or file.data.path, file.half_id, file.file_no, file.data.rows, ranges)
     for _, part in read_range(counted, str(folder), wanted, ["body", "keys"], where):  # type: ignore[arg-type]
-        kept += part.num_rows if where is None else pc.sum(part[KEPT]).as_py()
+        kept += part.num_rows if where is None else pc.sum(part[MATCHES]).as_py()
     return counted.bytes, kept
 
 
@@ -565,7 +565,7 @@ def test_a_file_that_goes_while_it_is_read_is_read_on_from_its_new_place() -> No
         yield 0, rows[0]
         raise FileNotFoundError(wanted.path)
 
-    files = HalfFiles(read, lambda half_id, file_no: "new.parquet")
+    files = RelocatingReader(read, lambda half_id, file_no: "new.parquet")
     wanted = RowRange("old.parquet", "app:0", 0, 9, ((0, 8),))
     parts = list(files.read(wanted, ["row_no"]))
     assert [(position, part["row_no"].to_pylist()) for position, part in parts] == [
@@ -584,7 +584,7 @@ def test_a_file_that_nobody_finds_again_is_an_error() -> None:
         raise LostFileError("table half was set back")
 
     with pytest.raises(LostFileError, match="set back"):
-        list(HalfFiles(read, locate).read(RowRange("old.parquet", "app:0", 0, 9, ((0, 8),)), ["row_no"]))
+        list(RelocatingReader(read, locate).read(RowRange("old.parquet", "app:0", 0, 9, ((0, 8),)), ["row_no"]))
 
 
 def test_a_misspelt_transaction_key_is_named_and_not_another_column() -> None:

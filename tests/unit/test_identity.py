@@ -21,7 +21,7 @@ HIDDEN: Any = SimpleNamespace(sparkSession=None)
 """A micro-batch over Spark Connect: its session has no context to ask."""
 
 
-OR_ELSE = "or begin with a new checkpoint"
+ADVICE = "or begin with a new checkpoint"
 
 
 def telling(query_id: str) -> Any:
@@ -73,20 +73,20 @@ def test_a_batch_of_which_the_checkpoint_says_nothing_is_refused(
 ) -> None:
     folder = None if where is None else str(checkpoint / where)
     with pytest.raises(OptionError, match=words):
-        identity_of(batch, 8, folder, None, "consume", OR_ELSE)
+        identity_of(batch, 8, folder, None, "consume", ADVICE)
 
 
 @pytest.mark.parametrize("batch", [HIDDEN, telling("q")])
 @pytest.mark.parametrize("prefix", ["", "file://"])
 def test_a_checkpoint_tells_the_query_and_the_offsets(checkpoint: Path, batch: Any, prefix: str) -> None:
-    found = identity_of(batch, 8, f"{prefix}{checkpoint}", None, "consume", OR_ELSE)
+    found = identity_of(batch, 8, f"{prefix}{checkpoint}", None, "consume", ADVICE)
     assert found == Identity("q", hashlib.sha256(b"v1\n8").hexdigest()[:32])
 
 
 @pytest.mark.parametrize("batch_id", [0, 7, 9])
 def test_a_checkpoint_that_stands_at_another_batch_is_refused(checkpoint: Path, batch_id: int) -> None:
     with pytest.raises(CheckpointMismatchError, match=rf"runs batch {batch_id}.* is 8.*another query's"):
-        identity_of(HIDDEN, batch_id, str(checkpoint), None, "consume", OR_ELSE)
+        identity_of(HIDDEN, batch_id, str(checkpoint), None, "consume", ADVICE)
 
 
 def test_a_checkpoint_belongs_to_one_commit_log(checkpoint: Path) -> None:
@@ -115,9 +115,9 @@ def test_a_sink_whose_checkpoint_cannot_be_found_has_a_name_of_its_own(caplog: p
 
 
 # ---------------------------------------------------------------- the id that Spark makes anew
-def name_of(checkpoint: Path, batch_id: int, or_else: str | None = OR_ELSE) -> str:
+def name_of(checkpoint: Path, batch_id: int, advice: str | None = ADVICE) -> str:
     """By which query's name a process that starts knows a batch."""
-    return identity_of(HIDDEN, batch_id, as_another_process(checkpoint), None, "consume", or_else).query_id
+    return identity_of(HIDDEN, batch_id, as_another_process(checkpoint), None, "consume", advice).query_id
 
 
 def lose_metadata(checkpoint: Path, batch_id: int) -> None:
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_cannot_keep_the_id_is_refused_before_anything_is_sent
 
 # ---------------------------------------------------------------- what was sent before
 def test_a_checkpoint_holds_the_batches_whose_offsets_it_has(checkpoint: Path) -> None:
-    lineage = identity_of(HIDDEN, 8, str(checkpoint), None, "consume", OR_ELSE).lineage
+    lineage = identity_of(HIDDEN, 8, str(checkpoint), None, "consume", ADVICE).lineage
     assert lineage is not None
     assert lineage.contains(7, input_hash_of(b"v1\n7"))
     assert not lineage.contains(7, input_hash_of(b"another"))

@@ -38,8 +38,8 @@ from tests.support.inside import (
     HalfWriter,
     Staged,
     Who,
-    kept_batches,
     open_now,
+    retained_batches,
 )
 from tests.support.limits import Limit
 from tests.support.listeners import Scripted
@@ -213,7 +213,7 @@ def prepare_together(
         header = header_of(0, apps[n] if apps else f"small{n}")
         writer = HalfWriter(header, log.topics(), topic, None, log.fifo_topics())
         table = pa.table({"body": [body], **{name: [values[n]] for name, values in columns.items()}})
-        staged.append(Staged(header, [writer.rows_of(table)]))
+        staged.append(Staged(header, [writer.to_half_rows(table)]))
     records = [record for record in log.engine.prepare(staged) if isinstance(record, HalfRecord)]
     assert len({half_file(log, record) for record in records}) == 1
     return records
@@ -420,7 +420,7 @@ def test_a_comparison_with_the_database_needs_every_half_batch(log: CommitLog) -
     small = prepare_together(log, "a", "b")
     lose(log, small[0])
     with pytest.raises(LostFileError, match=half_file(log, small[0]).name):
-        kept_batches(another(log).engine)
+        retained_batches(another(log).engine)
 
 
 def test_a_search_by_key_finds_what_lies_beside_a_file_that_cannot_be_read(log: CommitLog) -> None:

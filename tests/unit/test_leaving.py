@@ -40,8 +40,8 @@ from tests.support.inside import (
     CommitOncePrepared,
     Graces,
     HalfRecord,
-    Kind,
     Leaver,
+    OpKind,
     OpRow,
     Placed,
     RowState,
@@ -195,7 +195,7 @@ def test_a_lease_does_not_wake_what_has_left(log: CommitLog) -> None:
     forget(log)
     sleeper.engine.ledger.lease([record], 60.0)
     log.engine.ledger.append(
-        lambda: [OpRow(Kind.LEASE, "key:0", until=log.engine.runtime.now())]
+        lambda: [OpRow(OpKind.LEASE, "key:0", until=log.engine.runtime.now())]
     )  # an older program wrote it
     is_forgotten(sleeper, record)
     assert sum(another(log).engine.tails().values()) == 15

@@ -17,7 +17,7 @@ from rmq_spark.errors import CorruptLogError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
 from tests.support.half_batches import another, bodies, commit, count_check, pending, prepare, roll_back
-from tests.support.inside import Kind, OpRow, RowState, Who, ledger, marking
+from tests.support.inside import OpKind, OpRow, RowState, Who, ledger, marking
 from tests.support.limits import set_limits
 from tests.support.meanwhile import seen_at, unhooked
 from tests.support.whole_history import require_whole
@@ -84,7 +84,7 @@ def named(log: CommitLog) -> set[str]:
     """What is open below the newest mark, as a cold start reads it."""
     cold = another(log)
     cold.refresh()
-    return set(cold.engine.ledger.view.below)
+    return set(cold.engine.ledger.view.open_at_mark)
 
 
 def test_a_mark_is_made_when_many_op_rows_can_be_let_go(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_of_many_leases_a_mark_names_the_newest(log: CommitLog) -> None:
     assert log.engine.ledger.mark()
     cold = another(log)
     assert cold.engine.state_of(record).lease_until == until
-    assert len(cold.engine.ledger.view.below[record.half_id].versions) == 1
+    assert len(cold.engine.ledger.view.open_at_mark[record.half_id].versions) == 1
 
 
 def test_a_prepare_is_later_than_what_was_reopened_before_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_a_mark_that_lacks_a_part_is_refused(log: CommitLog, lacks: str) -> None
         lacks: None,
     }
     for look in (
-        lambda: log.engine.ledger.append(lambda: [OpRow(Kind.MARK, **parts)]),
+        lambda: log.engine.ledger.append(lambda: [OpRow(OpKind.MARK, **parts)]),
         another(log).engine.open_half_ids,
     ):
         with pytest.raises(CorruptLogError, match=f"without {lacks}"):

@@ -21,7 +21,7 @@ from rmq_spark._core.reads.plan import BLOCK_ROWS
 from rmq_spark._core.vocabulary.ids import message_ids, transaction_ids
 from tests.support.half_batches import another, merge_op_files, prepare
 from tests.support.inside import (
-    Kind,
+    OpKind,
     OpRow,
     Planner,
     Positions,
@@ -87,7 +87,7 @@ def test_a_planner_follows_the_log_and_reads_only_what_is_new(log: CommitLog) ->
         files += op_files(reads)
         seen += sum(placed.count for placed in found)
         plans.forget(latest)
-        assert plans._placements._kept.rows.num_rows == 0
+        assert plans._placements._cached.rows.num_rows == 0
         at = latest
     assert seen == 20
     assert len(files) == len(set(files)) == 5
@@ -154,7 +154,7 @@ def test_a_cache_over_its_size_is_filled_again_as_the_stream_goes_on(log: Commit
     while at != latest:
         end = admit(at, latest, 7)
         parts += plans.ranges(at, end)
-        assert plans._placements._kept.rows.num_rows <= 4 * 4
+        assert plans._placements._cached.rows.num_rows <= 4 * 4
         plans.forget(end)
         at = end
     assert read(log, parts).equals(whole(log))
@@ -249,7 +249,7 @@ def test_a_checkpoint_past_the_end_is_an_error_or_goes_back(log: CommitLog) -> N
 def test_a_hand_edited_op_row_that_points_outside_the_log_is_an_error(log: CommitLog) -> None:
     send(log, 0, 3)
     offset = log.engine.ledger.view.tails[("orders", 0)]
-    row = OpRow(Kind.COMMIT, "app:0", 0, ((0, 0),), 1, 1, topic="orders", queue_id=0, queue_offset=offset,
+    row = OpRow(OpKind.COMMIT, "app:0", 0, ((0, 0),), 1, 1, topic="orders", queue_id=0, queue_offset=offset,
                 path="../../secret.parquet", file_rows=3, transaction_per="batch", producer_group="g")  # fmt: skip
     log.engine.ledger.append(lambda: [row])
     plans = planner(log)

@@ -7,16 +7,16 @@ import random
 import pyarrow as pa
 import pytest
 
-from rmq_spark._core.log.prepared_batches import Prepared
+from rmq_spark._core.log.batch_index import PrepareEntry
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import prepare
-from tests.support.inside import PreparedBatches
+from tests.support.inside import BatchIndex
 from tests.support.limits import set_limits
 
 BATCHES = {
-    "a": Prepared(ms=30, rows=5),
-    "b": Prepared(ms=20, rows=1),
-    "c": Prepared(ms=40, rows=2),
+    "a": PrepareEntry(ms=30, rows=5),
+    "b": PrepareEntry(ms=20, rows=1),
+    "c": PrepareEntry(ms=40, rows=2),
 }
 
 
@@ -25,7 +25,7 @@ def settled(**rows: int) -> pa.Table:
 
 
 def test_they_are_a_mapping() -> None:
-    found = PreparedBatches.of(BATCHES)
+    found = BatchIndex.of(BATCHES)
     assert dict(found) == BATCHES
     assert len(found) == 3
     assert "b" in found
@@ -34,7 +34,7 @@ def test_they_are_a_mapping() -> None:
 
 
 def test_none_at_all_can_be_asked_everything() -> None:
-    none = PreparedBatches.of({})
+    none = BatchIndex.of({})
     assert dict(none) == {}
     assert dict(none.updated(BATCHES)) == BATCHES
     assert none.left_open(settled(a=1)) == {}
@@ -44,12 +44,12 @@ def test_none_at_all_can_be_asked_everything() -> None:
 
 
 def test_what_is_said_later_counts() -> None:
-    named = {"b": Prepared(1, 9), "d": Prepared(2, 3)}
-    assert dict(PreparedBatches.of(BATCHES).updated(named)) == {**BATCHES, **named}
+    named = {"b": PrepareEntry(1, 9), "d": PrepareEntry(2, 3)}
+    assert dict(BatchIndex.of(BATCHES).updated(named)) == {**BATCHES, **named}
 
 
 def test_times() -> None:
-    found = PreparedBatches.of(BATCHES)
+    found = BatchIndex.of(BATCHES)
     assert found.after(20) == ["a", "c"]
     assert (found.newest_ms(), found.newest_ms(before=40), found.newest_ms(before=20)) == (40, 30, 0)
     assert found.lacks(pa.chunked_array([["a", "x"], ["c", "y"]])) == ["x", "y"]
@@ -58,15 +58,15 @@ def test_times() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_left_open(seed: int) -> None:
     rng = random.Random(seed)
-    batches = {f"h{i}": Prepared(i, rng.randint(0, 4)) for i in range(rng.randint(0, 30))}
+    batches = {f"h{i}": PrepareEntry(i, rng.randint(0, 4)) for i in range(rng.randint(0, 30))}
     gone = {f"h{i}": rng.randint(-2, 5) for i in rng.sample(range(40), 20)}
     expected = {h: p.rows - gone.get(h, 0) for h, p in batches.items() if p.rows > gone.get(h, 0)}
-    assert PreparedBatches.of(batches).left_open(settled(**gone)) == expected
+    assert BatchIndex.of(batches).left_open(settled(**gone)) == expected
 
 
 def test_of_open_half_batches_the_newest_are_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that is read is kept whatever its size: it would be read again for each decision beside it."""
-    set_limits(monkeypatch, OPEN_ROWS_KEPT=8)
+    set_limits(monkeypatch, OPEN_ROWS_CACHED_MAX=8)
     log = InMemoryCommitLog(topics={"orders": 1})
     half_ids = [prepare(log, i, 3).half_id for i in range(4)]
     large = prepare(log, 4, 20).half_id

@@ -343,7 +343,7 @@ def test_a_producer_without_a_listener_sends_what_has_no_local_transaction(log: 
 def test_a_producer_without_a_listener_settles_what_plain_sends_left_and_no_transaction(log: Any) -> None:
     send(log, Scripted(None))
     writer = HalfWriter(header_of(0, fence_id=CommitOncePrepared.store_id, group="shop"), log.topics(), None, None)
-    prepare_one(log.engine, writer.header, [writer.rows_of(to_table([ORDER]))])
+    prepare_one(log.engine, writer.header, [writer.to_half_rows(to_table([ORDER]))])
     with producer(log, None, check_interval=0.02, transaction_timeout=0.0):
         wait_until(lambda: visible(log))
     assert visible(log) == [b"one"]
@@ -418,7 +418,7 @@ def test_a_send_that_is_staged_again_writes_the_same_queue() -> None:
 def test_the_batches_of_a_stream_begin_at_the_queues_in_turn() -> None:
     writers = [HalfWriter(header_of(n), {"orders": 8}, "orders", None) for n in range(8)]
     table = pa.table({"body": ["one message"]})
-    queues = [segment.queue_id for w in writers for segment in w.arrange(w.normalize(table), 0)[1]]
+    queues = [segment.queue_id for w in writers for segment in w.in_order(w.normalize(table), 0)[1]]
     assert sorted(queues) == list(range(8))
 
 

@@ -23,7 +23,7 @@ from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CheckService, CommitLog,
 from rmq_spark._core.client import reconcile as reconcile_module
 from rmq_spark._core.client.checkpoint import Stream
 from rmq_spark._core.client.reconcile import Reconciler
-from rmq_spark._core.client.reconcile_report import ReconcileReport, Standing
+from rmq_spark._core.client.reconcile_report import FindingKind, ReconcileReport
 from rmq_spark.errors import ListenerError, OptionError
 from rmq_spark.listeners import ExecutedAttempt, HalfTransaction
 from tests.support.clocks import set_clock
@@ -227,7 +227,7 @@ def test_what_was_executed_longer_ago_than_the_log_remembers_is_left_to_a_person
     shop.lose()
     set_clock(monkeypatch, IDEMPOTENCY_S + 60)
     (found,) = shop.reconcile(apply=True).left
-    assert (found.standing, found.done) == (Standing.PERSON, None)
+    assert (found.standing, found.done) == (FindingKind.PERSON, None)
     assert "may have settled and forgotten it" in found.what
 
 
@@ -243,7 +243,7 @@ def test_a_half_batch_that_a_check_rolled_back_before_and_a_replay_executed_afte
     shop.lose()
     assert bodies(shop.log) == []
     (found,) = shop.reconcile().findings
-    assert (found.standing, found.half_id, found.attempt, found.done) == (Standing.LOST, "send.shop.late:0", 2, None)
+    assert (found.standing, found.half_id, found.attempt, found.done) == (FindingKind.LOST, "send.shop.late:0", 2, None)
     assert bodies(shop.log) == []
     (found,) = shop.reconcile(apply=True).findings
     assert found.done == "1 message became visible"
@@ -348,7 +348,7 @@ def test_what_is_lost_comes_back_when_that_is_applied_and_a_retry_finds_it(
     assert shop.standings() == {"odd": "lost"}
     assert bodies(shop.log) == []
     (found,) = shop.reconcile(apply=True).findings
-    assert (found.standing, found.messages) == (Standing.LOST, sum("refused" not in name for name in names))
+    assert (found.standing, found.messages) == (FindingKind.LOST, sum("refused" not in name for name in names))
     shop.require_agreement()
     assert shop.reconcile(apply=True).findings == ()
     shop.check()
@@ -362,7 +362,7 @@ def test_what_nobody_can_make_again_is_listed_as_the_database_sees_it(tmp_path: 
     shop.send("key", "1", "2")
     shop.lose()
     (found,) = shop.reconcile(apply=True).left
-    assert (found.standing, found.app_id) == (Standing.LOST, "send.shop.key")
+    assert (found.standing, found.app_id) == (FindingKind.LOST, "send.shop.key")
     assert "send them again" in found.what
     assert bodies(shop.log) == []
 
@@ -396,7 +396,7 @@ def test_a_batch_of_a_stream_whose_checkpoint_nobody_named_is_not_made_again(sho
     shop.lose()
     (b, c) = shop.reconcile(apply=True, checkpoint=False).left
     assert "--checkpoint" in b.what
-    assert (b.standing, c.standing) == (Standing.LOST, Standing.LOST)
+    assert (b.standing, c.standing) == (FindingKind.LOST, FindingKind.LOST)
     assert bodies(shop.log) == ["a"]
     assert shop.reconcile(apply=True).left == ()
     shop.restart_stream()
@@ -432,7 +432,7 @@ def test_a_database_that_is_older_than_the_log_is_noticed(shop: Shop) -> None:
     report = Reconciler(shop.log.engine, shop.listener, since=began - timedelta(seconds=1)).run(apply=True)
     found = {f.half_id: f for f in report.findings}
     assert {h: f.standing for h, f in found.items()} == dict.fromkeys(
-        ("send.shop.new:0", "send.shop.gone:0"), Standing.UNKNOWN_TO_THE_DATABASE
+        ("send.shop.new:0", "send.shop.gone:0"), FindingKind.UNKNOWN_TO_THE_DATABASE
     )
     assert len(report.left) == 2
 
@@ -537,7 +537,7 @@ def test_the_drill_notices_a_comparison_that_looks_at_half_ids_and_not_at_attemp
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def known(self: Reconciler, record: HalfRecord, attempt: ExecutedAttempt, apply: bool) -> Any:
-        return reconcile_module._Finding(Standing.SETTLED, "the log knows it")
+        return reconcile_module._Finding(FindingKind.SETTLED, "the log knows it")
 
     monkeypatch.setattr(Reconciler, "_known", known)
     with pytest.raises(AssertionError):

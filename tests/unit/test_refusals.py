@@ -13,8 +13,8 @@ import pytest
 from pyspark.sql import types as T
 
 from rmq_spark import UNKNOWN, CheckService, CommitLog, Message
-from rmq_spark._core.client.input import message_list
 from rmq_spark._core.log.message_columns import column_of
+from rmq_spark._core.vocabulary.message import message_list
 from rmq_spark.errors import (
     CorruptLogError,
     HalfBatchNotFoundError,

@@ -17,7 +17,7 @@ from pyspark.sql.types import StringType, StructField, StructType
 
 from rmq_spark import CommitLog
 from rmq_spark._core.protocol.identity import LOG_FILE
-from rmq_spark._core.spark.writers import TxmqStreamWriter, kept_log
+from rmq_spark._core.spark.writers import TxmqStreamWriter, cached_log
 from rmq_spark.errors import (
     CheckpointMismatchError,
     CorruptLogError,
@@ -96,12 +96,12 @@ def options_of(folder: Path) -> dict[str, str]:
 def test_the_sink_s_process_opens_a_log_again_that_was_made_anew(folder: Path) -> None:
     """It kept the old handle, which said so at every batch."""
     settings = SinkSettings.of(Options(options_of(folder), SINK_OPTIONS))
-    with kept_log(settings) as log:
+    with cached_log(settings) as log:
         assert log.topics() == {"orders": 1}
     make_anew(folder, carts=1)
-    with pytest.raises(NotACommitLogError), kept_log(settings) as log:
+    with pytest.raises(NotACommitLogError), cached_log(settings) as log:
         log.topics()
-    with kept_log(settings) as log:
+    with cached_log(settings) as log:
         assert log.topics() == {"carts": 1}
 
 
@@ -124,7 +124,7 @@ def test_a_replay_does_not_end_well_in_a_log_that_was_made_anew_meanwhile(folder
     for _ in range(2):  # by the handle on the old log, and by one that a process opens anew
         with pytest.raises(NotACommitLogError, match="made anew"):
             replay.commit(nothing, 0)
-    with kept_log(replay.settings) as log:
+    with cached_log(replay.settings) as log:
         assert log.last_batch_id("a-query") is None
     make_anew(folder)
     with pytest.raises(CheckpointMismatchError, match="earlier batches went into commit log"):

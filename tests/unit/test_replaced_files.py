@@ -46,8 +46,8 @@ def deleted_messages(log: CommitLog) -> list[str]:
 def merge(log: CommitLog) -> None:
     """Merge as upkeep does. (delta-rs tells by a clock of its own how old a removal is: a whole round of upkeep would
     delete at once.)"""
-    kept_s = {name: s for name, s in log.retentions().items() if s is not None}
-    assert table_files.compact_messages(another(log).engine.messages_table, kept_s) == 3
+    retentions = {name: s for name, s in log.retentions().items() if s is not None}
+    assert table_files.compact_messages(another(log).engine.messages_table, retentions) == 3
 
 
 def rows_at(log: CommitLog, version: int) -> int:

@@ -86,7 +86,7 @@ def test_figures_are_the_same_before_and_after_upkeep() -> None:
     before = figures_of(log)
     log.maintain(grace="1m", audit="1m")
     after = figures_of(log)
-    assert len(log.engine.half.contents.counted()) == 1  # the application's last one stays
+    assert len(log.engine.half.contents.all_batches()) == 1  # the application's last one stays
     for name in ("throughput", "verdicts", "checks", "largest", "slowest"):
         assert getattr(before, name).to_pylist() == getattr(after, name).to_pylist(), name
     assert before.settled == after.settled == 12
@@ -108,7 +108,7 @@ def test_a_rollback_that_a_person_confirms_is_counted_once_before_and_after_upke
     before = figures_of(log)
     assert by(before.verdicts, "verdict", "messages") == {over_time.ROLLED_BACK: 5 + 5 + 5}, "the last word counts"
     let_leave(log)
-    assert len(log.another().engine.half.contents.counted()) == 1
+    assert len(log.another().engine.half.contents.all_batches()) == 1
     after = figures_of(log)
     assert after.verdicts.to_pylist() == before.verdicts.to_pylist()
     assert after.settled == before.settled == 3
@@ -151,7 +151,7 @@ def test_a_transaction_counts_by_its_last_verdict_whatever_a_replay_or_a_person_
     prepare(log, 9, 1)  # so that none is the last one of its application
     before = figures_of(log)
     let_leave(log)
-    assert len(log.another().engine.half.contents.counted()) == 1
+    assert len(log.another().engine.half.contents.all_batches()) == 1
     after = figures_of(log)
     assert by(after.verdicts, "verdict", "messages") == expected + Counter({word: 5})
     assert after.verdicts.to_pylist() == before.verdicts.to_pylist()

@@ -25,10 +25,10 @@ from rmq_spark import (
     TransactionMQProducer,
 )
 from rmq_spark._core.inspect.find import find_by_id
-from rmq_spark._core.vocabulary.verdicts import kept_reason
+from rmq_spark._core.vocabulary.verdicts import reason_for_log
 from rmq_spark.errors import StorageError, VerdictError
 from tests.support.half_batches import another, bodies, commit, decide_one, let_leave, pending, prepare, split
-from tests.support.inside import BATCH, KEY, MESSAGE, HalfRecord, Kind, RolledBack, RowState, Verdict, Who
+from tests.support.inside import BATCH, KEY, MESSAGE, HalfRecord, OpKind, RolledBack, RowState, Verdict, Who
 from tests.support.listeners import Scripted
 from tests.support.meanwhile import dies_at
 from tests.support.sends import raising
@@ -41,7 +41,7 @@ def told(log: CommitLog, record: HalfRecord) -> dict[str | None, tuple[int, str,
     """By reason: how many messages an op row rolled back, by whom, and whether they were refused."""
     found: dict[str | None, tuple[int, str, bool | None]] = {}
     for row in another(log).engine.state_of(record).history:
-        if row.kind is Kind.ROLLBACK:
+        if row.kind is OpKind.ROLLBACK:
             before, *_ = found.get(row.reason, (0,))
             found[row.reason] = (before + row.count, str(row.decided_by), row.refused)
     return found
@@ -314,7 +314,7 @@ def test_thousands_of_reasons_are_told_apart(log: CommitLog) -> None:
     ],
 )
 def test_a_reason_is_kept_as_text_that_harms_nobody(said: object, kept: str | None) -> None:
-    assert kept_reason(said) == kept
+    assert reason_for_log(said) == kept
     assert pa.array([kept]).to_pylist() == [kept]
 
 

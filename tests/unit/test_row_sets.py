@@ -16,7 +16,7 @@ from rmq_spark._core.log.batch_state import FileState
 from rmq_spark._core.log.read_op import validate_op
 from rmq_spark._core.vocabulary.rows import bits_of, ranges_count
 from rmq_spark.errors import CorruptLogError
-from tests.support.inside import OP_SCHEMA, BatchState, Kind, OpRow, RowSet, RowState, Who, runs
+from tests.support.inside import OP_SCHEMA, BatchState, OpKind, OpRow, RowSet, RowState, Who, runs
 from tests.support.inside import op_table as to_table
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -85,7 +85,7 @@ def test_a_mask_of_a_slice_is_the_slice_of_the_mask(values: list[bool | None], s
 
 @given(st.lists(st.one_of(st.none(), bits.filter(lambda m: 1 in m)), max_size=6))
 def test_op_rows_as_they_are_written_are_valid(masks: list[bytes | None]) -> None:
-    rows = [OpRow(Kind.ROLLBACK, "h", ranges=None if m is None else runs(m), count=7 if m is None else m.count(1))
+    rows = [OpRow(OpKind.ROLLBACK, "h", ranges=None if m is None else runs(m), count=7 if m is None else m.count(1))
             for m in masks]  # fmt: skip
     table = to_table(rows, 1, NOW, "c")
     for part in (table, table.slice(1), pa.concat_tables([table, table])):
@@ -99,7 +99,7 @@ def test_op_rows_as_they_are_written_are_valid(masks: list[bytes | None]) -> Non
 )  # fmt: skip
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_ranges_that_nobody_writes_are_refused(bad: list[tuple[int, int]], count: int, place: int) -> None:
-    rows = to_table([OpRow(Kind.ROLLBACK, "h", 0, ((0, 1), (3, 3)), 3)] * 3, 1, NOW, "c").to_pylist()
+    rows = to_table([OpRow(OpKind.ROLLBACK, "h", 0, ((0, 1), (3, 3)), 3)] * 3, 1, NOW, "c").to_pylist()
     rows[place] |= {"ranges": [{"first": a, "last": b} for a, b in bad], "count": count}
     with pytest.raises(CorruptLogError, match=r"rows that cannot be|a count that cannot be"):
         validate_op(pa.Table.from_pylist(rows, OP_SCHEMA))
@@ -124,24 +124,32 @@ AFTER_ROLLBACK = {
 }
 
 
-def apply(row: Row, kind: Kind, who: Who, attempt: int, placed: bool) -> None:
-    if kind is Kind.COMMIT:
+def apply(row: Row, kind: OpKind, who: Who, attempt: int, placed: bool) -> None:
+    if kind is OpKind.COMMIT:
         row.state = RowState.COMMITTED if placed else RowState.WAITING
-    elif kind is Kind.PLACE:
+    elif kind is OpKind.PLACE:
         row.state = RowState.COMMITTED
-    elif kind is Kind.ROLLBACK:
+    elif kind is OpKind.ROLLBACK:
         row.state = AFTER_ROLLBACK[who]
-    elif kind is Kind.QUARANTINE:
+    elif kind is OpKind.QUARANTINE:
         row.state = RowState.QUARANTINED
-    elif kind is Kind.CHECK:
+    elif kind is OpKind.CHECK:
         row.checks = min(row.checks + 1, 255)
-    elif kind is Kind.REOPEN:
+    elif kind is OpKind.REOPEN:
         row.state, row.attempt, row.checks = RowState.PENDING, attempt, 0
-    elif kind is Kind.CONFLICT:
+    elif kind is OpKind.CONFLICT:
         row.conflict = True
 
 
-ROW_KINDS = (Kind.COMMIT, Kind.PLACE, Kind.ROLLBACK, Kind.QUARANTINE, Kind.CHECK, Kind.REOPEN, Kind.CONFLICT)
+ROW_KINDS = (
+    OpKind.COMMIT,
+    OpKind.PLACE,
+    OpKind.ROLLBACK,
+    OpKind.QUARANTINE,
+    OpKind.CHECK,
+    OpKind.REOPEN,
+    OpKind.CONFLICT,
+)
 events = st.lists(
     st.tuples(
         st.sampled_from(ROW_KINDS),
@@ -186,7 +194,7 @@ def test_fold_does_to_ranges_what_the_model_does_to_rows(steps: list[tuple[objec
         assert {(n, i) for n, m in masks.items() for i, bit in enumerate(m) if bit} == expected
         assert state.count(wanted) == len(expected)
         assert state.attempts(wanted) == sorted({model[a].attempt for a in expected})
-    assert state.settled == all(r.state is not RowState.PENDING for r in model.values())
+    assert state.is_settled == all(r.state is not RowState.PENDING for r in model.values())
     assert state.in_conflict == any(r.conflict for r in model.values())
     assert state.conflicting().count == sum(r.conflict for r in model.values())
     everything = RowSet({n: b"\x01" * size for n, size in SIZES.items()})
@@ -218,7 +226,7 @@ def test_fold_does_to_ranges_what_the_model_does_to_rows(steps: list[tuple[objec
     ],
 )  # fmt: skip
 def test_an_op_row_that_nobody_writes_is_refused(change: dict[str, object], words: str) -> None:
-    row = to_table([OpRow(Kind.ROLLBACK, "h", 0, None, 7, 1, Who.EXECUTE)], 1, NOW, "c").to_pylist()[0]
+    row = to_table([OpRow(OpKind.ROLLBACK, "h", 0, None, 7, 1, Who.EXECUTE)], 1, NOW, "c").to_pylist()[0]
     with pytest.raises(CorruptLogError, match=words):
         validate_op(pa.Table.from_pylist([row | change], OP_SCHEMA))
 
@@ -232,7 +240,7 @@ def test_an_op_row_that_nobody_writes_is_refused(change: dict[str, object], word
     ],
 )
 def test_an_op_row_that_contradicts_its_half_batch_changes_nothing(change: dict[str, object], words: str) -> None:
-    row = to_table([OpRow(Kind.ROLLBACK, "h", 0, None, 7, 1, Who.EXECUTE)], 1, NOW, "c").to_pylist()[0]
+    row = to_table([OpRow(OpKind.ROLLBACK, "h", 0, None, 7, 1, Who.EXECUTE)], 1, NOW, "c").to_pylist()[0]
     state = fresh()
     with pytest.raises(CorruptLogError, match=words):
         state.fold(OpRow.of({**row, **change}))

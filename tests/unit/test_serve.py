@@ -866,7 +866,7 @@ def test_what_is_remembered_is_bounded() -> None:
         look = looks.of(number, lambda: "x")
         assert look is not None
         look.ask()
-    assert len(looks._looks) == shared_look.KEPT_MAX
+    assert len(looks._looks) == shared_look.LOOKS_CACHED_MAX
 
 
 # ---------------------------------------------------------------- what goes wrong

@@ -52,7 +52,7 @@ from tests.support.inside import (
     split_by_verdict,
 )
 from tests.support.inside import two_phase as module
-from tests.support.limits import set_limits
+from tests.support.limits import limited, set_limits
 from tests.support.listeners import Scripted
 from tests.support.meanwhile import Died, at, seen_at
 from tests.support.sink_batches import KEYS, QUERY, bodies, header, prepared, send, stage, visible
@@ -816,11 +816,12 @@ def test_a_slow_local_transaction_keeps_renewing_its_lease_and_a_quick_one_write
             time.sleep(0.01)
         return COMMIT
 
-    send(log, Scripted(slow), header(), lease_s=0.1)
+    with limited(LEASE_S=0.1):
+        send(log, Scripted(slow), header())
     assert sorted(set(seen)) == list(dict.fromkeys(seen))
     assert len(set(seen)) == 4
     assert visible(log) == bodies()
-    send(log, Scripted(), header(batch_id=1), lease_s=60.0)
+    send(log, Scripted(), header(batch_id=1))
     assert another(log).engine.state_of(log.engine.get("app:1")).lease_until is None
 
 
@@ -832,6 +833,6 @@ def test_a_lease_that_cannot_be_written_does_not_disturb_the_local_transaction(l
             tried.set()
             raise OSError("the store is away")
 
-    with seen_at("commit begins", refuse, table="op"):
-        send(log, Scripted(lambda b: COMMIT if tried.wait(DEADLINE_S) else ROLLBACK), header(), lease_s=0.03)
+    with seen_at("commit begins", refuse, table="op"), limited(LEASE_S=0.03):
+        send(log, Scripted(lambda b: COMMIT if tried.wait(DEADLINE_S) else ROLLBACK), header())
     assert visible(log) == bodies()

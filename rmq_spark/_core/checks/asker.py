@@ -69,7 +69,7 @@ class _OpenCheck:
 
 
 class Asker:
-    """Calls listeners, in threads unless ``in_threads`` is False."""
+    """Calls listeners; with ``in_threads`` in threads of its own."""
 
     def __init__(self, runtime: Runtime, in_threads: bool) -> None:
         self._runtime = runtime
@@ -84,8 +84,8 @@ class Asker:
         here: bool,
         seconds_left: Callable[[], float],
     ) -> list[CheckVerdicts | BaseException]:
-        """Return the verdicts on each of ``to_ask``, from one call of a listener, or from an earlier round's call about
-        the same attempt. In place of verdicts: NoAnswer, or what the listener raised.
+        """Return for each of ``to_ask`` its verdicts; or NoAnswer, or what the listener raised. A call that an earlier
+        round made about the same attempt is used first; one new call asks about all others.
 
         The call is made in this thread if ``here``. ``seconds_left`` returns the seconds that are left to wait.
         """
@@ -109,7 +109,7 @@ class Asker:
 
     def why(self, asked: RowsToCheck, problem: BaseException) -> str:
         """Why a listener gave no answer, for the report. The first failure of a half batch is logged as a warning,
-        since nobody reads the report of a producer's own checks. At level DEBUG the traceback is logged, too."""
+        since nobody reads the report of a producer's own checks; its traceback at level DEBUG."""
         if isinstance(problem, NoAnswer):
             return str(problem)
         half_id, text = asked.key[0], f"{sentence_of(problem)}{line_of(problem)}"

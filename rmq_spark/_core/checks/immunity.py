@@ -9,10 +9,10 @@ from rmq_spark._core.vocabulary.message import CHECK_IMMUNITY_PROPERTY
 from rmq_spark._core.vocabulary.verdicts import BATCH, KEY
 
 COLUMNS = ("properties", "transaction_key")
-"""Columns of a half batch's messages that :func:`due_rows` needs."""
+"""Columns of a half batch's messages that :func:`is_old_enough` needs."""
 
 
-def due_rows(messages: pa.Table, per: str, age_s: float, timeout_s: float) -> pa.Array | bool:
+def is_old_enough(messages: pa.Table, per: str, age_s: float, timeout_s: float) -> pa.Array | bool:
     """Return which messages are in transactions that are old enough: all (True), none (False), or a boolean for each.
 
     A transaction is old enough after ``timeout_s``. If some of its messages have the property
@@ -27,8 +27,8 @@ def due_rows(messages: pa.Table, per: str, age_s: float, timeout_s: float) -> pa
         key = messages["transaction_key"]
         longest = pa.table({"key": key, "s": seconds}).group_by("key", use_threads=False).aggregate([("s", "max")])
         seconds = longest["s_max"].take(pc.index_in(key, value_set=longest["key"].combine_chunks()))
-    due = pc.greater_equal(pa.scalar(age_s), pc.fill_null(seconds, timeout_s))
-    return due.combine_chunks() if isinstance(due, pa.ChunkedArray) else due
+    is_old = pc.greater_equal(pa.scalar(age_s), pc.fill_null(seconds, timeout_s))
+    return is_old.combine_chunks() if isinstance(is_old, pa.ChunkedArray) else is_old
 
 
 def _immunity_s(properties: pa.ChunkedArray) -> pa.ChunkedArray | None:

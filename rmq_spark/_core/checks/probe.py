@@ -23,8 +23,8 @@ ALONE_S_MAX = 1.0
 
 
 class Probe:
-    """Calls :meth:`TransactionListener.require_reachable` of the listeners (by producer group) that override it, in
-    threads, since a connect may hang, unless ``in_threads`` is False."""
+    """Calls :meth:`TransactionListener.require_reachable` of each listener (by producer group) that overrides it.
+    ``in_threads``: in threads of its own, since a connect may hang."""
 
     def __init__(self, runtime: Runtime, listeners: Mapping[str, TransactionListener], in_threads: bool) -> None:
         self._runtime = runtime

@@ -1,8 +1,8 @@
-"""One round of checks: open → due → ask → decide.
+"""One round of checks: open → choose → ask → decide.
 
 ====== ==========================================================================================================
 open   the half batches that are not settled, first those that the last round did not reach
-due    which of their rows are old enough, were asked about too often, or are too old to wait for an answer
+choose which of their rows are old enough, were asked about too often, or are too old to wait for an answer
 ask    their listener, about many half batches at once if it can
 decide by its verdicts, several half batches in one commit; a check is counted for rows that stay UNKNOWN
 ====== ==========================================================================================================
@@ -27,7 +27,7 @@ import pyarrow as pa
 from rmq_spark._core.checks.asker import Asker, CheckVerdicts, NoAnswer, RowsToCheck
 from rmq_spark._core.checks.check_report import CHECKED, IMMUNE, LEASED, LEFT_OVER, NO_LISTENER, YOUNG, CheckReport
 from rmq_spark._core.checks.decisions import TOGETHER_MAX, Decisions, OpenRound
-from rmq_spark._core.checks.immunity import COLUMNS, due_rows
+from rmq_spark._core.checks.immunity import COLUMNS, is_old_enough
 from rmq_spark._core.checks.policy import TransactionCheckListener
 from rmq_spark._core.checks.probe import Probe
 from rmq_spark._core.inspect.unsettled import conflicts
@@ -59,8 +59,8 @@ from rmq_spark._core.vocabulary.verdicts import (
     UNKNOWN,
     Rollback,
     VerdictArray,
-    kept_reason,
-    returned,
+    call_for_verdicts,
+    reason_for_log,
     state_of,
 )
 from rmq_spark.errors import FenceError, HalfBatchLeftError
@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Todo(Enum):
-    """The ways in which a round treats rows that are due."""
+    """The ways in which a round treats rows that it chose."""
 
     ASK = "ask"
     DISCARD = "discard"
@@ -80,8 +80,8 @@ class _Todo(Enum):
 class Rules:
     """The rules by which a checker asks. See :class:`~rmq_spark.CheckService` for the other attributes.
 
-    A half batch is left alone for ``pause_s`` after any process counted a check of it. By default the log's clock is
-    used, and rows expire later by its doubt; tests give another ``clock``.
+    A half batch is left alone for ``pause_s`` after any process counted a check of it. Without a ``clock`` (tests give
+    one) the log's clock counts, and rows expire later by its doubt.
     """
 
     listeners: Mapping[str, TransactionListener]
@@ -152,16 +152,16 @@ class Checker:
             if listener is None and self.rules.only_groups:
                 self._foreign.add(half_id)
                 return
-            for todo, due in self._due(record, self.engine.state_of(record), listener, round_.report, None):
-                self._do(todo, due, listener, round_)
+            for todo, target in self._targets(record, self.engine.state_of(record), listener, round_.report, None):
+                self._do(todo, target, listener, round_)
         except HalfBatchLeftError:  # another process settled it, long ago by now
             pass
         except Exception as problem:  # such as a damaged file: the other half batches must not wait
             _cannot_check(half_id, problem, round_.report)
 
     def _check_together(self, half_ids: Sequence[str], round_: OpenRound) -> set[str]:
-        """Check the small half batches whose listener answers about many at once. Returns the half batches that are
-        done. All others are checked alone, also when the listener gave no answer about them."""
+        """Check the small half batches whose listener answers about many at once. Returns the ids that need nothing
+        more in this round; the caller checks the rest one by one."""
         if not any(answers_many(listener) for listener in self.rules.listeners.values()):
             return set()
         to_ask: dict[str, list[RowsToCheck]] = {}  # by producer group
@@ -172,17 +172,17 @@ class Checker:
                 if listener is None or not answers_many(listener):
                     continue
                 with suppress(HalfBatchLeftError):  # another process settled it, long ago by now
-                    for todo, due in self._due(record, state, listener, round_.report, rows):
+                    for todo, target in self._targets(record, state, listener, round_.report, rows):
                         if todo is _Todo.ASK:
-                            to_ask.setdefault(record.header.producer_group, []).append(due)
+                            to_ask.setdefault(record.header.producer_group, []).append(target)
                         else:
-                            self._do(todo, due, listener, round_)
+                            self._do(todo, target, listener, round_)
                 done.add(record.half_id)
             for group, of_group in to_ask.items():
                 done -= self._ask_many(of_group, self.rules.listeners[group], round_)
         except Exception as problem:
             logger.info("%d half batches are looked at one by one: %s", len(half_ids), failure(problem))
-            done -= {due.record.half_id for of_group in to_ask.values() for due in of_group}
+            done -= {target.record.half_id for of_group in to_ask.values() for target in of_group}
         return done
 
     def _listener_of(self, record: HalfRecord) -> TransactionListener | None:
@@ -190,8 +190,8 @@ class Checker:
             return self._no_transaction
         return self.rules.listeners.get(record.header.producer_group)
 
-    # ------------------------------------------------------------------ due
-    def _due(
+    # ------------------------------------------------------------------ choose
+    def _targets(
         self,
         record: HalfRecord,
         state: BatchState,
@@ -199,8 +199,8 @@ class Checker:
         report: CheckReport,
         in_memory: pa.Table | None,
     ) -> Iterator[tuple[_Todo, RowsToCheck]]:
-        """Yield the pending rows of a half batch that are due, and how to treat them. The report counts the half
-        batches that are left alone.
+        """Yield pending rows of a half batch, and how to treat them. The report counts the half batches that are left
+        alone.
 
         ==============================================  =======
         older than ``file_reserved_time``               EXPIRE
@@ -209,7 +209,7 @@ class Checker:
         all others                                      ASK
         ==============================================  =======
         """
-        if state.settled:  # by another process, meanwhile
+        if state.is_settled:  # by another process, meanwhile
             return
         if state.in_conflict:
             report.problem(record.half_id, self._in_conflict(record.half_id))
@@ -221,11 +221,11 @@ class Checker:
             for attempt in state.attempts(RowState.PENDING):
                 rows = state.rows_in((RowState.PENDING,), attempt)
                 pending = self._to_check(record, state, attempt, rows, in_memory)
-                for todo, due in self._due_rows(pending, listener, report):
-                    is_all = due.count == rows.count
-                    yield todo, pending if is_all else self._to_check(record, state, attempt, due, in_memory)
+                for todo, chosen in self._rows_by_todo(pending, listener, report):
+                    is_all = chosen.count == rows.count
+                    yield todo, pending if is_all else self._to_check(record, state, attempt, chosen, in_memory)
 
-    def _due_rows(
+    def _rows_by_todo(
         self, pending: RowsToCheck, listener: TransactionListener | None, report: CheckReport
     ) -> list[tuple[_Todo, RowSet]]:
         age_s = self._age_s(pending, report)
@@ -239,7 +239,7 @@ class Checker:
                 report.skip(NO_LISTENER)
                 report.without_listener[group] = report.without_listener.get(group, 0) + 1
                 return []
-        # No listener here: other checkers counted these checks, and discarding is left to them.
+        # Without a listener here, discarding is left to the checkers that have it: they counted these checks.
         checks_max = self.rules.transaction_check_max
         to_discard = NO_ROWS if listener is None else pending.state.checked_at_least(rows, checks_max)
         todos = [(_Todo.DISCARD, to_discard), (_Todo.EXPIRE if expires else _Todo.ASK, rows - to_discard)]
@@ -273,42 +273,42 @@ class Checker:
 
     def _old_enough(self, pending: RowsToCheck, age_s: float, report: CheckReport) -> RowSet:
         messages = pending.batch.messages(COLUMNS)
-        due = due_rows(messages, pending.record.header.transaction_per, age_s, self.rules.transaction_timeout)
-        if due is True:
+        is_old = is_old_enough(messages, pending.record.header.transaction_per, age_s, self.rules.transaction_timeout)
+        if is_old is True:
             return pending.rows
-        rows = NO_ROWS if due is False else pending.rows.where(due)
+        rows = NO_ROWS if is_old is False else pending.rows.where(is_old)
         if rows.count < pending.rows.count:
-            report.skip(IMMUNE if age_s >= self.rules.transaction_timeout or due is not False else YOUNG)
+            report.skip(IMMUNE if age_s >= self.rules.transaction_timeout or is_old is not False else YOUNG)
         return rows
 
     # ------------------------------------------------------------------ ask
-    def _do(self, todo: _Todo, due: RowsToCheck, listener: TransactionListener | None, round_: OpenRound) -> None:
-        """Ask about rows that are due, or settle them without an answer."""
+    def _do(self, todo: _Todo, target: RowsToCheck, listener: TransactionListener | None, round_: OpenRound) -> None:
+        """Ask about the target's rows, or settle them without an answer."""
         try:
             match todo:
                 case _Todo.ASK:
-                    self._ask(due, listener or self._no_transaction, round_)
+                    self._ask(target, listener or self._no_transaction, round_)
                 case _Todo.DISCARD:
-                    self._discard(due, round_.report)
+                    self._discard(target, round_.report)
                 case _Todo.EXPIRE:
-                    self._expire(due, round_.report)
+                    self._expire(target, round_.report)
         except TOO_LATE as problem:
-            _came_too_late(due.record, due.attempt, problem, round_.report)
+            _came_too_late(target.record, target.attempt, problem, round_.report)
 
-    def _ask(self, due: RowsToCheck, listener: TransactionListener, round_: OpenRound) -> None:
+    def _ask(self, target: RowsToCheck, listener: TransactionListener, round_: OpenRound) -> None:
         """Ask the listener, make its verdicts final, and count the check for rows that stay UNKNOWN."""
-        record, batch = due.record, due.batch
+        record, batch = target.record, target.batch
 
         def call() -> VerdictArray:
             if listener is not self._no_transaction:
                 require_same_store(record.half_id, record.header.fence_id, store_id_of(listener))
-            return normalize_verdicts(returned(listener.check_local_transaction, batch), batch)
+            return normalize_verdicts(call_for_verdicts(listener.check_local_transaction, batch), batch)
 
         asks_nobody = listener is self._no_transaction
         here = listener.requires_spark or not self._asker.in_threads
-        (answer,) = self._asker.ask([due], lambda _: [call()], here or asks_nobody, round_.seconds_to_wait)
+        (answer,) = self._asker.ask([target], lambda _: [call()], here or asks_nobody, round_.seconds_to_wait)
         if not isinstance(answer, CheckVerdicts):
-            round_.report.problem(record.half_id, self._asker.why(due, answer))
+            round_.report.problem(record.half_id, self._asker.why(target, answer))
             return
         # The next listener may hang in this very thread. And with tracing each half batch has its own span.
         at_once = (here and not asks_nobody) or tracing() is not None
@@ -323,23 +323,23 @@ class Checker:
 
         def call(new: Sequence[RowsToCheck]) -> list[VerdictArray | Exception]:
             store_id = store_id_of(listener)
-            of_store = [due for due in new if due.record.header.fence_id == store_id]
-            replies = listener.check_local_transactions([due.batch for due in of_store]) if of_store else []
-            verdicts = {due.key: _normalized(reply, due.batch) for reply, due in zip(replies, of_store, strict=True)}
-            return [verdicts.get(due.key, _OTHER_STORE_ERROR) for due in new]
+            of_store = [target for target in new if target.record.header.fence_id == store_id]
+            replies = listener.check_local_transactions([target.batch for target in of_store]) if of_store else []
+            verdicts = {t.key: _normalized(reply, t.batch) for t, reply in zip(of_store, replies, strict=True)}
+            return [verdicts.get(target.key, _OTHER_STORE_ERROR) for target in new]
 
         here = listener.requires_spark or not self._asker.in_threads
         answers = self._asker.ask(to_ask, call, here, round_.seconds_to_wait)
         alone: set[str] = set()
         unknown: list[UnknownCheck] = []
-        for due, answer in zip(to_ask, answers, strict=True):
+        for target, answer in zip(to_ask, answers, strict=True):
             if isinstance(answer, CheckVerdicts):
                 check = self._take(answer, listener, round_, tracing() is not None)
                 unknown += [check] if check is not None else []
             elif isinstance(answer, NoAnswer):
-                round_.report.problem(due.record.half_id, str(answer))
+                round_.report.problem(target.record.half_id, str(answer))
             else:
-                alone.add(due.record.half_id)
+                alone.add(target.record.half_id)
         round_.decisions.make()
         if unknown:
             self.engine.ledger.record_checks(unknown, self.rules.pause_s)
@@ -350,18 +350,18 @@ class Checker:
         self, answer: CheckVerdicts, listener: TransactionListener, round_: OpenRound, at_once: bool
     ) -> UnknownCheck | None:
         """Add an answer's decision, and return the check to count for rows that stay UNKNOWN."""
-        due = answer.checked
-        split = split_by_verdict(self.engine, due.record, due.rows, due.batch, answer.verdicts)
-        _tally(round_.report, due.batch, split, answer.verdicts)
+        target = answer.checked
+        split = split_by_verdict(self.engine, target.record, target.rows, target.batch, answer.verdicts)
+        _tally(round_.report, target.batch, split, answer.verdicts)
         if split.decides:
-            round_.decisions.add(split.decision(due.record, due.attempt, Who.CHECK), due.batch, at_once)
+            round_.decisions.add(split.decision(target.record, target.attempt, Who.CHECK), target.batch, at_once)
         if not split.unknown:
             return None
-        return UnknownCheck(due.record, due.attempt, split.unknown, _unknown_reason(listener, due.batch))
+        return UnknownCheck(target.record, target.attempt, split.unknown, _unknown_reason(listener, target.batch))
 
-    def _discard(self, due: RowsToCheck, report: CheckReport) -> None:
+    def _discard(self, target: RowsToCheck, report: CheckReport) -> None:
         """Let the discard policy decide on rows that were checked too often."""
-        record, attempt, rows, batch = due.record, due.attempt, due.rows, due.batch
+        record, attempt, rows, batch = target.record, target.attempt, target.rows, target.batch
         limit = self.rules.transaction_check_max
         checks = "1 check was" if batch.check_times == 1 else f"{batch.check_times} checks were"
         reason = f"{checks} answered with UNKNOWN; transactionCheckMax is {limit}"
@@ -372,7 +372,7 @@ class Checker:
             report.problem(record.half_id, f"the discard policy did not answer: {sentence_of(problem)}")
             return
         if verdict is UNKNOWN:
-            self._quarantine(due, reason, report, checks_min=limit)
+            self._quarantine(target, reason, report, checks_min=limit)
             return
         commit, rollback = (rows, NO_ROWS) if verdict is COMMIT_MESSAGE else (NO_ROWS, rows)
         decision = Decision(record, attempt, commit, rollback, Who.DISCARD, reason, checks_min=limit)
@@ -380,15 +380,15 @@ class Checker:
         decided.or_raise()
         report.discarded.add(batch.transactions.num_rows, rows.count)
 
-    def _expire(self, due: RowsToCheck, report: CheckReport) -> None:
+    def _expire(self, target: RowsToCheck, report: CheckReport) -> None:
         """Quarantine rows older than fileReservedTime, whatever the policy: perhaps no listener was ever asked."""
-        age_s = (self.clock() - due.batch.prepared_at).total_seconds()
+        age_s = (self.clock() - target.batch.prepared_at).total_seconds()
         limit_h = self.rules.file_reserved_time / 3600
         reason = f"open for {age_s / 3600:.1f} h, which is not less than fileReservedTime ({limit_h:g} h)"
-        self._quarantine(due, reason, report)
+        self._quarantine(target, reason, report)
 
-    def _quarantine(self, due: RowsToCheck, reason: str, report: CheckReport, checks_min: int = 0) -> None:
-        record, attempt, rows, batch = due.record, due.attempt, due.rows, due.batch
+    def _quarantine(self, target: RowsToCheck, reason: str, report: CheckReport, checks_min: int = 0) -> None:
+        record, attempt, rows, batch = target.record, target.attempt, target.rows, target.batch
         self.engine.ledger.quarantine(record, attempt, rows, Who.DISCARD, reason, checks_min)
         logger.info("%r is quarantined: %s", batch, reason, extra=of_batch(batch))
         report.quarantined.add(batch.transactions.num_rows, rows.count)
@@ -401,7 +401,8 @@ class Checker:
             batches = "1 half batch stays" if count == 1 else f"{count} half batches stay"
             extra = {"producer_group": group}
             logger.warning("producer group %r has no listener here: %s pending", group, batches, extra=extra)
-        steps = [self._place_due, self._move_mark, self._count_pending]
+        mark = self.engine.ledger.mark
+        steps: list[Callable[[CheckReport], object]] = [self._place_due, lambda _: mark(), self._count_pending]
         if not self.rules.only_groups:
             steps += [self._report_conflicts, partial(self._probe.look, stop)]
         for step in steps:
@@ -415,9 +416,6 @@ class Checker:
         report.placed = sum(p.count for p in self.engine.ledger.place_due())
         for half_id, problem in self.engine.ledger.unplaceable.items():
             report.problem(half_id, f"its messages are due, and cannot be placed: {sentence_of(problem)}")
-
-    def _move_mark(self, report: CheckReport) -> None:
-        self.engine.ledger.mark()
 
     def _count_pending(self, report: CheckReport) -> None:
         still_open = self._open_half_ids()
@@ -478,7 +476,7 @@ def _cannot_check(half_id: str, problem: Exception, report: CheckReport) -> None
 def _unknown_reason(listener: TransactionListener, batch: HalfBatch) -> str:
     """Why a check changed nothing: the reason that is counted with it."""
     text = f"UNKNOWN from {type(listener).__name__}"
-    reason = kept_reason(batch.reason)
+    reason = reason_for_log(batch.reason)
     return text if reason is None else f"{text}: {reason}"
 
 

@@ -44,8 +44,8 @@ __all__ = ["CheckReport", "CheckService", "Tally"]
 logger = logging.getLogger(__name__)
 
 OWN_CHECK_PAUSE = 0.9
-"""For this fraction of the check interval, one check by any process of a producer group is enough. So all processes of
-the group together use up ``transaction_check_max`` no faster than a single one."""
+"""A producer skips half batches that a process of its group checked within this fraction of the check interval. So any
+number of processes use up ``transaction_check_max`` no faster than one."""
 
 
 class CheckService:
@@ -91,9 +91,9 @@ class CheckService:
     -----
     Half batches of ``transactionListener=none`` need no listener: any check commits them.
 
-    With a ``round_timeout``, listeners are called from threads of the service, one at a time unless one has not
-    returned. Listeners that need Spark are called from the thread of the round, which waits for them, because a Spark
-    session belongs to a thread.
+    With a ``round_timeout``, listeners are called from threads of the service, one at a time; a call that does not
+    return in time is left alone, and the next one begins. Listeners that need Spark are called from the thread of the
+    round, which waits for them, because a Spark session belongs to a thread.
 
     Without ``only_groups``, a round ends with a call of each listener's
     :meth:`~rmq_spark.TransactionListener.require_reachable`.

@@ -46,6 +46,7 @@ from rmq_spark._core.storage.copy import LOG, LOG_FILE, FileGoneError, Folder, P
 from rmq_spark._core.storage.foreign_commits import require_own
 from rmq_spark._core.storage.location import is_uri, location
 from rmq_spark._core.storage.stores import reaching, require_storage_options
+from rmq_spark._core.storage.table import live_paths
 from rmq_spark._core.vocabulary.text import byte_size, count_of
 from rmq_spark.errors import CommitLogExistsError, CorruptLogError, LostFileError, OptionError
 
@@ -143,7 +144,7 @@ def back_up(
     options = dict(engine.storage_options if storage_options is None else storage_options) if is_uri(where) else {}
     require_storage_options(where, options)
     _require_apart(engine.path, where)
-    source = engine.another_on_the_same_log()
+    source = engine.new_handle()
     with reaching(where, options):
         require_no_log_around(where, options)
         copy = _Copy(where, options)
@@ -251,7 +252,7 @@ def _pins(engine: Engine) -> list[Pin]:
 
 
 def _state_of(half: Table) -> tuple[set[str], set[str]]:
-    return set(half.actions()["path"].to_pylist()), half.removed_since()
+    return set(live_paths(half)), half.removed_since()
 
 
 def _has_left(half: Table, first_look: tuple[set[str], set[str]]) -> bool:
@@ -269,9 +270,9 @@ def _not_in_half(engine: Engine, until: int) -> list[str]:
             engine.op_table, position, until, OP_ROWS_MAX, ["version", "half_id", "queue_offset"]
         )
         placed.update(rows.filter(pc.is_valid(rows["queue_offset"]))["half_id"].to_pylist())
-    counted = engine.half.contents.counted()
-    counted.require_all()
-    return sorted(placed.difference(counted))
+    batches = engine.half.contents.all_batches()
+    batches.require_all()
+    return sorted(placed.difference(batches))
 
 
 def _verify(where: str, storage_options: Mapping[str, str], pins: Sequence[Pin]) -> None:

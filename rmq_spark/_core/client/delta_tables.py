@@ -43,8 +43,8 @@ LEAVING_FILE_SETTINGS = {
 
 
 def create_tables(where: str, queues: int, storage_options: Mapping[str, str] | None, retention_s: int) -> None:
-    """Make the tables of a log. When that fails, remove those that were made. When another process, which was making
-    the same log, has just given up, that is a StorageError."""
+    """Make the tables of a log; when that fails, remove those that were made. StorageError: another process was making
+    the same log, and has just given up."""
     settings = {"delta.logRetentionDuration": f"interval {max(1, retention_s)} seconds"}
     half_settings = {"delta.dataSkippingStatsColumns": ",".join(BOUNDS["half"]), **LEAVING_FILE_SETTINGS}
     op_settings = {"delta.dataSkippingStatsColumns": ",".join(BOUNDS["op"]), **REPLACED_FILE_SETTINGS}
@@ -88,11 +88,11 @@ def _removable(where: str, made: list[str], storage_options: Mapping[str, str] |
 
 
 def _messages_settings(retention_s: int) -> dict[str, str]:
-    kept_s = max(retention_s, messages.KEPT_S)
+    log_retention_s = max(retention_s, messages.RETENTION_S)
     return {
-        "delta.logRetentionDuration": f"interval {kept_s} seconds",
+        "delta.logRetentionDuration": f"interval {log_retention_s} seconds",
         # By then upkeep has deleted a replaced file.
-        "delta.deletedFileRetentionDuration": f"interval {kept_s + 86_400} seconds",
+        "delta.deletedFileRetentionDuration": f"interval {log_retention_s + 86_400} seconds",
         "delta.dataSkippingStatsColumns": ",".join(BOUNDS["messages"]),
     }
 

@@ -20,7 +20,7 @@ AFTER_FAILURE_S = 60.0
 class Draining:
     """Drains a commit log at intervals.
 
-    Any number may run for one log. Most of them find that another one was faster.
+    Any number may run for one log: all but the fastest find nothing to do.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class Draining:
 
     def run_once(self) -> int:
         """Drain once. Returns the version of ``op`` up to which the log is drained."""
-        self._handle = self._handle or self.engine.another_on_the_same_log()
+        self._handle = self._handle or self.engine.new_handle()
         with self.turn:
             return Drainer(self._handle).run()
 

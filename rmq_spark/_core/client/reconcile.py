@@ -36,16 +36,16 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.client.backup import manifest_of
 from rmq_spark._core.client.checkpoint import Stream
-from rmq_spark._core.client.input import message_list
-from rmq_spark._core.client.reconcile_report import Comparison, ReconcileReport, Standing
-from rmq_spark._core.inspect.history import kept_batches
+from rmq_spark._core.client.reconcile_report import Comparison, FindingKind, ReconcileReport
+from rmq_spark._core.inspect.history import retained_batches
 from rmq_spark._core.listeners.transaction_listener import CommitOncePrepared, ExecutedAttempt, TransactionListener
 from rmq_spark._core.log.batch_state import RowState
 from rmq_spark._core.log.half_header import HalfHeader, Naming
 from rmq_spark._core.log.half_writer import HalfWriter
-from rmq_spark._core.log.op import Kind, Who
+from rmq_spark._core.log.op import OpKind, Who
 from rmq_spark._core.protocol.send import TwoPhase
-from rmq_spark._core.vocabulary.message import to_table
+from rmq_spark._core.storage.table import live_paths
+from rmq_spark._core.vocabulary.message import message_list, to_table
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S, FENCE_RETENTION_S_MIN, IDEMPOTENCY_S
 from rmq_spark._core.vocabulary.redaction import sentence_of
 from rmq_spark._core.vocabulary.text import count_of
@@ -70,7 +70,7 @@ SINGLE_SEND_MARK = "."
 
 
 class _Finding(NamedTuple):
-    standing: Standing
+    standing: FindingKind
     what: str
     done: str | None = None
 
@@ -123,7 +123,7 @@ class Reconciler:
         executed.sort(key=lambda a: (a.app_id, a.batch_id, a.half_id, a.attempt))  # in the order of sending
         for _, attempts in groupby(executed, key=lambda attempt: attempt.half_id):
             for finding in self._compare(list(attempts), apply):
-                if finding.standing is Standing.SETTLED:
+                if finding.standing is FindingKind.SETTLED:
                     settled += 1
                 else:
                     findings.append(finding)
@@ -145,7 +145,7 @@ class Reconciler:
         table = self.engine.messages_table
         with self.engine.lock:
             table.refresh()
-            paths = table.actions()["path"].to_pylist()
+            paths = live_paths(table)
             rows = table.read(paths, ["half_id"], pc.field("half_id").isin(sorted(half_ids)))
         return frozenset(pc.unique(rows["half_id"]).to_pylist())
 
@@ -162,15 +162,15 @@ class Reconciler:
             if record is None:
                 findings = [self._unknown(attempts, apply)] * len(attempts)
             elif record.header.producer_group == GROUP:
-                findings = [_Finding(Standing.SETTLED, "its messages were made again")] * len(attempts)
+                findings = [_Finding(FindingKind.SETTLED, "its messages were made again")] * len(attempts)
             elif record.half_id != first.half_id:
                 what = f"the log has half batch {record.half_id!r} of the same app and number: it was sent again since"
                 what += ", and executed twice. Look whether its rows are there twice"
-                findings = [_Finding(Standing.PERSON, what)] * len(attempts)
+                findings = [_Finding(FindingKind.PERSON, what)] * len(attempts)
             else:
                 findings = [self._known(record, attempt, apply) for attempt in attempts]
         except TxmqError as problem:
-            findings = [_Finding(Standing.PERSON, f"it cannot be looked at: {sentence_of(problem)}")] * len(attempts)
+            findings = [_Finding(FindingKind.PERSON, f"it cannot be looked at: {sentence_of(problem)}")] * len(attempts)
         return [
             Comparison(
                 finding.standing, a.half_id, a.app_id, a.batch_id, a.attempt, None if a.rows is None else a.rows.count,
@@ -181,71 +181,71 @@ class Reconciler:
 
     def _known(self, record: HalfRecord, attempt: ExecutedAttempt, apply: bool) -> _Finding:
         if not attempt.is_whole:
-            return _Finding(Standing.PERSON, _ENDED)
+            return _Finding(FindingKind.PERSON, _ENDED)
         if record.left is not None:
             by_person = any(
-                decision.kind == Kind.ROLLBACK.value and decision.decided_by == Who.ADMIN.value
+                decision.kind == OpKind.ROLLBACK.value and decision.decided_by == Who.ADMIN.value
                 for decision in record.left.decisions
             )
             if record.left.final and not by_person:  # messages that are not committed were refused
-                return _Finding(Standing.SETTLED, "it is committed")
+                return _Finding(FindingKind.SETTLED, "it is committed")
             return _Finding(
-                Standing.PERSON,
+                FindingKind.PERSON,
                 "the log has rolled some of its messages back, and they have left it: look which, and send them again",
             )
         state = self.engine.state_of(record)
         rows = record.all_rows if attempt.rows is None else record.all_rows & attempt.rows
         missing = rows - state.rows_in(COMMITTED) - state.rows_in((RowState.PENDING,), attempt.attempt)
         if not missing:
-            return _Finding(Standing.SETTLED, "it is committed, or a check commits it")
+            return _Finding(FindingKind.SETTLED, "it is committed, or a check commits it")
         if missing & state.rows_in(REFUSED):
             what = "the log says that it was refused, or a person has rolled it back, and the database has executed it"
-            return _Finding(Standing.PERSON, f"{what}: look, and send its messages again if they are missing")
+            return _Finding(FindingKind.PERSON, f"{what}: look, and send its messages again if they are missing")
         count = count_of(missing.count, "message")
         done = None
         if apply:
             self.engine.ledger.commit_executed(record, attempt.attempt, missing, REASON)
             done = f"{count} became visible"
         what = f"{count} did not become visible; the log has them, and can make them visible"
-        return _Finding(Standing.LOST, what, done)
+        return _Finding(FindingKind.LOST, what, done)
 
     def _unknown(self, attempts: Sequence[ExecutedAttempt], apply: bool) -> _Finding:
         """Return the finding of a half batch whose name the log does not know."""
         first = attempts[0]
         if first.half_id in self._in_messages:  # settled so long ago that only its messages are kept
-            return _Finding(Standing.SETTLED, "its messages are visible")
+            return _Finding(FindingKind.SETTLED, "its messages are visible")
         if any(self._is_forgotten(a.executed_at) for a in attempts):
-            return _Finding(Standing.PERSON, _FORGOTTEN)
+            return _Finding(FindingKind.PERSON, _FORGOTTEN)
         stream = self._by_app.get(first.app_id)
         if stream is not None and first.batch_id >= stream.next_batch:
             if first.batch_id == stream.next_batch and stream.planned:
                 what = f"stream {stream.app_id} runs batch {first.batch_id} again when it starts, with the same input"
-                return _Finding(Standing.REPLAYED, what)
+                return _Finding(FindingKind.REPLAYED, what)
             what = f"the checkpoint {stream.place} is older than the database: it would make another batch "
             what += f"{first.batch_id} of what was executed. Put the newest checkpoint there"
-            return _Finding(Standing.PERSON, what)
+            return _Finding(FindingKind.PERSON, what)
         if not all(a.is_whole for a in attempts):
-            return _Finding(Standing.PERSON, _ENDED)
+            return _Finding(FindingKind.PERSON, _ENDED)
         lost = "its messages are lost, and its rows are in the database"
         if stream is None and SINGLE_SEND_MARK not in first.app_id:
             # Recreated now, the messages would block a stream that runs the batch again.
             advice = "a stream sent them: name its checkpoint (--checkpoint); or a batch write: run it again"
-            return _Finding(Standing.LOST, f"{lost}; {advice}")
+            return _Finding(FindingKind.LOST, f"{lost}; {advice}")
         try:
             messages = self._messages(attempts)
         except Exception as problem:  # raised by the user's function
-            return _Finding(Standing.LOST, f"{lost}; making them again failed: {sentence_of(problem)}")
+            return _Finding(FindingKind.LOST, f"{lost}; making them again failed: {sentence_of(problem)}")
         if messages is None:
-            return _Finding(Standing.LOST, f"{lost}: send them again, without a local transaction")
+            return _Finding(FindingKind.LOST, f"{lost}: send them again, without a local transaction")
         count = count_of(messages.num_rows, "message")
         lost += f"; the listener makes {count} again from its rows"
         if not apply:
-            return _Finding(Standing.LOST, lost)
+            return _Finding(FindingKind.LOST, lost)
         try:
             self._send(first, stream, messages)
         except TxmqError as problem:
-            return _Finding(Standing.LOST, f"{lost}; sending them failed: {sentence_of(problem)}")
-        return _Finding(Standing.LOST, lost, f"{count} became visible")
+            return _Finding(FindingKind.LOST, f"{lost}; sending them failed: {sentence_of(problem)}")
+        return _Finding(FindingKind.LOST, lost, f"{count} became visible")
 
     def _messages(self, attempts: Sequence[ExecutedAttempt]) -> pa.Table | None:
         """Recreate the messages of a half batch, for all its attempts; None when the listener cannot make them all."""
@@ -279,7 +279,7 @@ class Reconciler:
 
     # ------------------------------------------------------------------ committed in the log
     def _unknown_to_the_database(self, executed: Collection[str], since: datetime) -> Iterator[Comparison]:
-        batches = kept_batches(self.engine)
+        batches = retained_batches(self.engine)
         since_scalar = pa.scalar(since, batches.schema.field("prepared_at").type)
         batches = batches.filter(pc.greater_equal(batches["prepared_at"], since_scalar)).sort_by("prepared_at")
         for row in batches.select(["half_id", "prepared_at"]).to_pylist():
@@ -289,11 +289,11 @@ class Reconciler:
                 app_id, batch_id, fence_id, by_listener = self._committed(row["half_id"])
             except TxmqError as problem:
                 what = f"it cannot be looked at: {sentence_of(problem)}"
-                yield Comparison(Standing.PERSON, row["half_id"], None, None, None, None, row["prepared_at"], what)
+                yield Comparison(FindingKind.PERSON, row["half_id"], None, None, None, None, row["prepared_at"], what)
                 continue
             if fence_id is not None and fence_id == self.listener.store_id and by_listener:
                 yield Comparison(
-                    Standing.UNKNOWN_TO_THE_DATABASE, row["half_id"], app_id, batch_id, None, None,
+                    FindingKind.UNKNOWN_TO_THE_DATABASE, row["half_id"], app_id, batch_id, None, None,
                     row["prepared_at"],
                     "its messages are visible, and the database has not executed it: the database is older than the "
                     "log. Restore a newer one, or send messages that undo them",
@@ -324,7 +324,7 @@ class Reconciler:
                 f"the copy is {age.days} days old, and upkeep deletes rows of the fence that are older than fences "
                 f"({FENCE_RETENTION_S / 86_400:g}d by default): what they told is not seen"
             )
-        batches = kept_batches(self.engine).sort_by([("prepared_at", "descending")])
+        batches = retained_batches(self.engine).sort_by([("prepared_at", "descending")])
         newest = batches["half_id"].to_pylist()[:FENCES_LOOKED_AT]
         fences: set[str | None] = set()
         for half_id in newest:
@@ -364,4 +364,4 @@ _ENDED = (
 def _committed_by_listener(decisions: Iterable[tuple[object, object]]) -> bool:
     """Return True when a commit among the decisions was a listener's answer, not a person's or a policy's."""
     answers = (Who.EXECUTE.value, Who.CHECK.value)
-    return any(str(kind) == Kind.COMMIT.value and str(decided_by) in answers for kind, decided_by in decisions)
+    return any(str(kind) == OpKind.COMMIT.value and str(decided_by) in answers for kind, decided_by in decisions)

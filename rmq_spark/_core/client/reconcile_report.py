@@ -11,7 +11,7 @@ from typing import Any
 from rmq_spark._core.vocabulary.text import count_of
 
 
-class Standing(str, Enum):
+class FindingKind(str, Enum):
     SETTLED = "settled"
     REPLAYED = "replayed"
     LOST = "lost"
@@ -31,7 +31,7 @@ class Comparison:
     to take; ``done`` the action of ``apply``, if any.
     """
 
-    standing: Standing
+    standing: FindingKind
     half_id: str
     app_id: str | None
     batch_id: int | None
@@ -72,7 +72,7 @@ class ReconcileReport:
     @property
     def left(self) -> tuple[Comparison, ...]:
         """The findings that still need ``apply`` or a person."""
-        return tuple(f for f in self.findings if f.done is None and f.standing is not Standing.REPLAYED)
+        return tuple(f for f in self.findings if f.done is None and f.standing is not FindingKind.REPLAYED)
 
     def __str__(self) -> str:
         lines = [
@@ -82,7 +82,7 @@ class ReconcileReport:
             *self.streams,
             *map(str, self.findings),
         ]
-        recoverable = [f for f in self.left if f.standing is Standing.LOST]
+        recoverable = [f for f in self.left if f.standing is FindingKind.LOST]
         if recoverable and not self.applied:
             lines.append("nothing was changed: --apply makes visible what can be made visible")
         return "\n".join(lines)

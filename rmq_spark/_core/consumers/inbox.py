@@ -53,7 +53,7 @@ class _Position(NamedTuple):
         return self._replace(next_offset=-1 - self.next_offset)
 
 
-Positions = Mapping[tuple[str, int], _Position]
+InboxPositions = Mapping[tuple[str, int], _Position]
 
 
 class SqlInbox(Database):
@@ -244,7 +244,7 @@ class SqlInbox(Database):
                 "look what is there, undo or finish it, and call set_position(topic, queue_id, next_offset)"
             ) from cause_of(problem)
 
-    def _require_written(self, old: pa.Table, before: Positions) -> None:
+    def _require_written(self, old: pa.Table, before: InboxPositions) -> None:
         """Require that the messages below the positions are those whose results were written."""
         newest_us = _values_of_queues(old, {queue: position.committed_us for queue, position in before.items()})
         unknown = old.filter(pc.fill_null(pc.greater(_committed_us(old), newest_us), False))
@@ -259,7 +259,7 @@ class SqlInbox(Database):
                 f"that the log lost, and call set_position({topic!r}, {queue_id}, {offset}) to go on with this message"
             )
 
-    def _run_work(self, connection: sa.Connection, before: Positions, ends: Positions, new: pa.Table) -> None:
+    def _run_work(self, connection: sa.Connection, before: InboxPositions, ends: InboxPositions, new: pa.Table) -> None:
         """Run ``work``, and move the positions.
 
         The positions are negative while ``work`` runs. If ``work`` ends the transaction, they stay negative, and every
@@ -275,7 +275,7 @@ class SqlInbox(Database):
             end_savepoint(connection, keep=True)
         self._move(connection, under_way, ends)
 
-    def _mark_positions(self, before: Positions, ends: Positions) -> None:
+    def _mark_positions(self, before: InboxPositions, ends: InboxPositions) -> None:
         try:
             with self.transaction() as connection:
                 self._move(connection, before, {q: before.get(q, _Position(0)).under_way() for q in ends})
@@ -343,7 +343,7 @@ class SqlInbox(Database):
                 )
         return positions
 
-    def _move(self, connection: sa.Connection, before: Positions, after: Positions) -> None:
+    def _move(self, connection: sa.Connection, before: InboxPositions, after: InboxPositions) -> None:
         """Move every queue's position from ``before`` to ``after``, or raise when another process has moved it.
 
         The first move precedes ``work``: of two processes at the same queue, one waits here, and then gets the error.

@@ -286,8 +286,8 @@ class GroupMember:
     def persist(self) -> None:
         """Write each queue's progress, and free the queues that are to be released and run no calls.
 
-        A script's commit and the member's thread take turns: otherwise one would take a queue that the other has just
-        released for lost.
+        A script's commit and the member's thread take turns: else a queue that one of them has just released would look
+        lost to the other.
         """
         with self._persisting:
             self._persist()
@@ -367,7 +367,7 @@ class GroupMember:
         return self._unfetched or (pauses[0].problem if pauses else None)
 
     def fetch_past_damage(self) -> bool:
-        """Fetch as :meth:`fetch` does. Of several queues, only those that cannot be read pause for a while."""
+        """Fetch as :meth:`fetch` does; a queue that cannot be read pauses for a while, and the rest go on."""
         try:
             return self.fetch()
         except QUEUE_ERRORS:

@@ -43,7 +43,7 @@ class FetchPause:
 
     problem: Exception
     pause_s: float
-    again_s: float
+    until_s: float
 
 
 class ProcessQueue:
@@ -51,8 +51,8 @@ class ProcessQueue:
 
     ``fetched_to`` is the next offset to fetch, ``written`` the progress that was written to the log. A queue is
     ``lost`` when another member has it; calls that still run do not count. One that is ``releasing`` is released as
-    soon as none of its messages run. An orderly queue is suspended until ``again_s`` of the monotonic clock, and has
-    stopped ``tries`` times in a row at its first message. ``fetch_pause`` is set when the last fetch could not read it.
+    soon as none of its messages run. An orderly queue waits until ``suspended_until_s`` (monotonic), and has stopped
+    ``tries`` times in a row at its first message. ``fetch_pause`` is set when the last fetch could not read it.
     """
 
     def __init__(self, queue: Queue, claim: Claim) -> None:
@@ -60,7 +60,7 @@ class ProcessQueue:
         self.generation, self.epoch = claim.generation, claim.epoch
         self.fetched_to = self.written = claim.next_offset
         self.lost = self.releasing = False
-        self.again_s = 0.0
+        self.suspended_until_s = 0.0
         self.tries = 0
         self.fetch_pause: FetchPause | None = None
         self.rows = 0
@@ -74,7 +74,7 @@ class ProcessQueue:
 
     def fetch_is_paused(self, now_s: float) -> bool:
         """Whether its pause after a failed fetch lasts."""
-        return self.fetch_pause is not None and now_s < self.fetch_pause.again_s
+        return self.fetch_pause is not None and now_s < self.fetch_pause.until_s
 
     @property
     def running(self) -> int:

@@ -332,8 +332,8 @@ class PushConsumer:
             return {queue: state.lowest for queue, state in sorted(self.member.queues.items()) if state.is_open}
 
     def in_flight(self) -> dict[str, int]:
-        """Return by topic how many messages this member has fetched and not finished. Messages between them that a
-        filter left out count too."""
+        """Return by topic how many messages this member has fetched and not finished, with those between them that a
+        filter left out."""
         counts: dict[str, int] = {}
         with self.member.changed:
             for (topic, _), state in self.member.queues.items():
@@ -367,7 +367,7 @@ class PushConsumer:
         queues = [q for q in self.member.queues.values() if q.is_open and q.rows]
         now_s = self._runtime.monotonic()
         if self.orderly:
-            queues = [q for q in queues if not q.running and q.again_s <= now_s]
+            queues = [q for q in queues if not q.running and q.suspended_until_s <= now_s]
         if not queues or not self.member.may_start():
             return None
         if self._cost.is_quick() and any(q.runs_since(now_s - HANGS_S) for q in self.member.queues.values()):
@@ -380,8 +380,8 @@ class PushConsumer:
         """Return the seconds until a suspended queue continues, or the one call of a quick listener counts as hanging.
         All other work comes with a notice."""
         longest_s = HANGS_S if self._cost.is_quick() and any(q.rows for q in self.member.queues.values()) else IDLE_S
-        resumes = [q.again_s for q in self.member.queues.values() if q.rows and not q.running] if self.orderly else []
-        left_s = min(resumes, default=0.0) - self._runtime.monotonic()
+        waiting = [q for q in self.member.queues.values() if self.orderly and q.rows and not q.running]
+        left_s = min((q.suspended_until_s for q in waiting), default=0.0) - self._runtime.monotonic()
         return left_s if 0 < left_s < longest_s else longest_s
 
     def consume(self, take: Take) -> None:
@@ -435,7 +435,7 @@ class PushConsumer:
                     queue.tries = 0
                     done += 1
                 else:
-                    queue.again_s = self._runtime.monotonic() + self._suspend_s
+                    queue.suspended_until_s = self._runtime.monotonic() + self._suspend_s
                 break
             queue.tries = 0
             done, consumed_rows = done + 1, consumed_rows + 1

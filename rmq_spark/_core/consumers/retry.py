@@ -53,7 +53,7 @@ def restored(messages: pa.Table) -> pa.Table:
     """Return messages with the column ``reconsume_times``. Retries get back their original topic, id and properties."""
     is_retry = pc.fill_null(pc.starts_with(messages["topic"], RETRY_PREFIX), False)
     if not pc.any(is_retry).as_py():
-        return messages.append_column("reconsume_times", pa.repeat(pa.scalar(0, pa.int32()), messages.num_rows))
+        return with_zero_retries(messages)
     columns = {name: messages[name].to_pylist() for name in ("topic", "msg_id", "properties")}
     times: list[int] = []
     for row, row_is_retry in enumerate(is_retry.to_pylist()):

@@ -31,7 +31,7 @@ class Moves(NamedTuple):
 def share(topic: str, queues: int, members: Sequence[str], member: str) -> int:
     """Return how many queues of a topic belong to a member.
 
-    The members that get one queue more differ by topic: otherwise the first member would get every topic of one queue.
+    Which members get one queue more differs by topic: else the first member would get every topic of one queue.
     """
     if member not in members:
         return 0
@@ -48,8 +48,8 @@ def moves(
     live: Callable[[str], Sequence[str]],
     is_dead: Callable[[str], bool],
 ) -> Moves:
-    """Return what a member should release and claim. ``owned`` are the queues that it reads, without those that it is
-    about to release. ``queues`` has the topics that it reads, and how many queues each has. ``live`` returns the sorted
+    """Return what a member should release and claim. ``owned`` are the queues that it reads and is not about to
+    release. ``queues`` has the topics that it reads, and how many queues each has. ``live`` returns the sorted
     living members that read a topic."""
     release: list[Queue] = []
     claim: dict[Queue, int] = {}

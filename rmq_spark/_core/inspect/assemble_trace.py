@@ -33,7 +33,7 @@ from rmq_spark._core.log.damage import retry_on_newest_state
 from rmq_spark._core.log.half import Segment
 from rmq_spark._core.log.half_header import name_of
 from rmq_spark._core.log.half_record import HalfRecord
-from rmq_spark._core.log.op import Kind
+from rmq_spark._core.log.op import OpKind
 from rmq_spark._core.vocabulary.ids import parse_message_id, parse_transaction_id
 from rmq_spark._core.vocabulary.options import CLOCK_SKEW_S_MAX
 from rmq_spark._core.vocabulary.remedy import LIST_PENDING
@@ -63,7 +63,7 @@ COUNTED = {
 }
 """Names of the states of messages. ``waiting`` messages are committed, and wait for their time or for an earlier
 message of their sharding key."""
-_DECISIONS = (Kind.COMMIT.value, Kind.ROLLBACK.value, Kind.QUARANTINE.value, Kind.REOPEN.value)
+_DECISIONS = (OpKind.COMMIT.value, OpKind.ROLLBACK.value, OpKind.QUARANTINE.value, OpKind.REOPEN.value)
 OUTCOMES = ("committed", "rolled_back", "rolled_back_by_check", "rolled_back_by_discard")
 """Counts that are kept of a half batch that has left."""
 
@@ -277,7 +277,7 @@ def _trace_of_archived(
     unknown: list[str] = []
     decided = rows.filter(pc.is_in(rows["kind"], value_set=pa.array(_DECISIONS)))
     if sum(decided["count"].to_pylist()) < sum(decision.count for decision in archived.decisions):
-        is_old = pc.is_in(rows["kind"], value_set=pa.array([*_DECISIONS, Kind.PLACE.value]))
+        is_old = pc.is_in(rows["kind"], value_set=pa.array([*_DECISIONS, OpKind.PLACE.value]))
         rows = rows.filter(pc.invert(is_old))
         events = [*archived_events(archived), *placed_events(visible), *op_events(rows, chosen, archived.rows)]
         unknown.append("checks and leases are forgotten: upkeep pruned what op said of it, but for the decisions")

@@ -22,7 +22,7 @@ from rmq_spark._core.messages.message_reader import read_ranges
 from rmq_spark._core.messages.messages_table import SOURCE_SCHEMA
 from rmq_spark._core.messages.placements import Placements
 from rmq_spark._core.selector.tree import And, Condition, Filter, In, Or, Property, Search
-from rmq_spark._core.storage.table import Table
+from rmq_spark._core.storage.table import Table, live_paths
 from rmq_spark._core.vocabulary.ids import message_ids, transaction_ids
 from rmq_spark._core.vocabulary.message import SYSTEM_PREFIXES
 from rmq_spark._core.vocabulary.redaction import redacted
@@ -162,7 +162,7 @@ def find_not_visible(engine: Engine, wanted: Wanted, limit: int) -> pa.Table:
     half = engine.half.table
     half.refresh()
     columns = ["half_id", "file_no", "row_no", "topic", "tags", "keys"]
-    rows = _rows_of_readable(half, half.actions()["path"].to_pylist(), columns)
+    rows = _rows_of_readable(half, live_paths(half), columns)
     if wanted.topic is not None:
         rows = rows.filter(pc.equal(rows["topic"], wanted.topic))
     if where is not None and rows.num_rows:
@@ -185,7 +185,7 @@ def similar_keys(engine: Engine, word: str, topic: str | None, most: int) -> lis
     """Return up to ``most`` keys that contain a word, of messages in ``half`` and of the newest visible ones."""
     half = engine.half.table
     half.refresh()
-    rows = _rows_of_readable(half, half.actions()["path"].to_pylist(), ["topic", "keys"])
+    rows = _rows_of_readable(half, live_paths(half), ["topic", "keys"])
     tables = [rows if topic is None else rows.filter(pc.equal(rows["topic"], topic))]
     placements = Placements(engine, {topic}.__contains__ if topic is not None else lambda _: True)
     ends = placements.latest()

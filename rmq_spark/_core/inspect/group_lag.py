@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from rmq_spark._core.inspect.history import kept_batches
+from rmq_spark._core.inspect.history import retained_batches
 from rmq_spark._core.log.op_walk import walk_placements
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.protocol.own_sends import resend_name
@@ -99,7 +99,7 @@ def waiting_since(engine: Engine, behind: Mapping[Queue, int]) -> dict[Queue, da
     return commit_times
 
 
-def kept_letters(committed: Mapping[str, int], expired: Mapping[str, int]) -> dict[str, int]:
+def retained_letters(committed: Mapping[str, int], expired: Mapping[str, int]) -> dict[str, int]:
     """Return by consumer group how many dead letters a log keeps, sent again or not, from numbers by topic."""
     return {
         topic.removeprefix(DLQ_PREFIX): count - expired.get(topic, 0)
@@ -111,16 +111,16 @@ def kept_letters(committed: Mapping[str, int], expired: Mapping[str, int]) -> di
 def waiting_letters(engine: Engine, group: str) -> int:
     """Return how many of a group's dead letters have not been sent again. It reads no message."""
     topic, firsts, tails = DLQ_PREFIX + group, engine.firsts(), engine.tails()
-    kept_offsets = [range(firsts.get(queue, 0), tail) for queue, tail in tails.items() if queue[0] == topic]
-    if not any(kept_offsets):
+    queue_offsets = [range(firsts.get(queue, 0), tail) for queue, tail in tails.items() if queue[0] == topic]
+    if not any(queue_offsets):
         return 0
     resent_offsets = resend_times(engine, group)
-    return sum(len(offsets) - sum(offset in offsets for offset in resent_offsets) for offsets in kept_offsets)
+    return sum(len(offsets) - sum(offset in offsets for offset in resent_offsets) for offsets in queue_offsets)
 
 
 def resend_times(engine: Engine, group: str) -> dict[int, datetime]:
     """Return the times at which a group's dead letters were sent again, by the letters' offsets."""
-    prefix, batches = resend_name(group, ""), kept_batches(engine)
+    prefix, batches = resend_name(group, ""), retained_batches(engine)
     sent = batches.filter(pc.starts_with(batches["half_id"], prefix)).select(["half_id", "prepared_at"])
     rows = ((row["half_id"].removeprefix(prefix).partition(":")[0], row["prepared_at"]) for row in sent.to_pylist())
     return {int(offset): time for offset, time in rows if offset.isdecimal()}  # a longer group name may begin alike

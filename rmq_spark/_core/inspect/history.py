@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.op import SETTLING, Kind, Who
-from rmq_spark._core.log.op_view import of_kind, settled_rows
+from rmq_spark._core.log.op import SETTLING, OpKind, Who
+from rmq_spark._core.log.op_view import net_settled, of_kind
 from rmq_spark._core.log.op_walk import walk_placements
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark._core.vocabulary.rows import RowSet
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rmq_spark._core.log.op import OpRow
     from rmq_spark._core.protocol.engine import Engine
 
-TOLD = (*SETTLING, Kind.REOPEN, Kind.CHECK)
+TOLD = (*SETTLING, OpKind.REOPEN, OpKind.CHECK)
 """Kinds of op rows that are events of a half batch."""
 CLOCKS_S = 120.0
 """Largest difference in seconds between a file's time and its rows' times, which come from two clocks."""
@@ -84,17 +84,16 @@ def history_since(engine: Engine, since: datetime) -> History:
         With a time zone.
     """
     engine.refresh()
-    counted = (
-        engine.half.contents.counted().table
-    )  # read before op, where half batches that leave meanwhile are archived
+    # Read before op, where half batches that leave meanwhile are archived.
+    batches = engine.half.contents.all_batches().table
     archived = _archived(engine)
     all_events = pa.concat_tables([_archived_decisions(archived), _events(engine, since, archived["half_id"])])
     in_range = pc.greater_equal(all_events["at"], pa.scalar(since, TIMESTAMP))
     events = _with_standing(engine, all_events.filter(in_range), archived, since)
-    return History(events, _all_batches(counted, archived))
+    return History(events, _all_batches(batches, archived))
 
 
-def kept_batches(engine: Engine) -> pa.Table:
+def retained_batches(engine: Engine) -> pa.Table:
     """Return every kept half batch, in ``half`` or archived, as in :class:`History`.
 
     Raises
@@ -103,18 +102,18 @@ def kept_batches(engine: Engine) -> pa.Table:
         When a file that half batches share cannot be read, so that nobody knows which it has.
     """
     engine.refresh()
-    counted = engine.half.contents.counted()
-    counted.require_all()
-    return _all_batches(counted.table, _archived(engine))
+    batches = engine.half.contents.all_batches()
+    batches.require_all()
+    return _all_batches(batches.table, _archived(engine))
 
 
-def _all_batches(counted: pa.Table, archived: pa.Table) -> pa.Table:
+def _all_batches(batches: pa.Table, archived: pa.Table) -> pa.Table:
     in_half = pa.table(
         {
-            "half_id": counted["half_id"],
-            "producer_group": pa.nulls(counted.num_rows, pa.string()),
-            "prepared_at": _times(counted["ms"]),
-            "messages": counted["rows"],
+            "half_id": batches["half_id"],
+            "producer_group": pa.nulls(batches.num_rows, pa.string()),
+            "prepared_at": _times(batches["ms"]),
+            "messages": batches["rows"],
         },
         schema=BATCH_SCHEMA,
     )
@@ -138,7 +137,7 @@ def _times(ms: pa.ChunkedArray) -> pa.ChunkedArray:
 def _archived(engine: Engine) -> pa.Table:
     columns = ["kind", "half_id", "count", "producer_group", "prepared_ms", "archived"]
     rows = engine.op_table.read(engine.ledger.archive_paths(), columns)
-    return rows.filter(of_kind(rows, Kind.ARCHIVED))
+    return rows.filter(of_kind(rows, OpKind.ARCHIVED))
 
 
 def _archived_decisions(archived: pa.Table) -> pa.Table:
@@ -177,7 +176,7 @@ def _events(engine: Engine, since: datetime, archived: pa.ChunkedArray) -> pa.Ta
 # ---------------------------------------------------------------- reopened messages
 def _with_standing(engine: Engine, events: pa.Table, archived: pa.Table, since: datetime) -> pa.Table:
     """Add the column ``standing``. Only half batches with a reopen are read one by one."""
-    reopened = pc.unique(events.filter(of_kind(events, Kind.REOPEN))["half_id"])
+    reopened = pc.unique(events.filter(of_kind(events, OpKind.REOPEN))["half_id"])
     archived_rows = archived.filter(pc.is_in(archived["half_id"], value_set=reopened)).to_pylist()
     settling_events = {
         row["half_id"]: list(_settling_of_archived(row["archived"]["decisions"])) for row in archived_rows
@@ -206,7 +205,7 @@ def _settling_of_state(state: BatchState) -> Iterator[dict[str, Any]]:
     reopened = {n: bytearray(file.rows) for n, file in state.files.items()}
     for row in reversed(state.history):
         spans = list(_spans(state, row))
-        if row.kind is Kind.REOPEN:
+        if row.kind is OpKind.REOPEN:
             for file_no, first, end in spans:
                 reopened[file_no][first:end] = b"\x01" * (end - first)
         elif row.kind in SETTLING:
@@ -224,14 +223,14 @@ def _settling_of_archived(decisions: Sequence[Mapping[str, Any]]) -> Iterator[di
     """
     standing = [d["count"] for d in decisions]
     for position, reopen in enumerate(decisions):
-        rest = reopen["count"] if reopen["kind"] == Kind.REOPEN.value else 0
+        rest = reopen["count"] if reopen["kind"] == OpKind.REOPEN.value else 0
         for earlier in reversed(range(position)):
             if rest and _can_take_back(reopen, decisions[earlier]):
                 taken = min(rest, standing[earlier])
                 standing[earlier] -= taken
                 rest -= taken
     for d, count in zip(decisions, standing, strict=True):
-        if d["kind"] != Kind.REOPEN.value:
+        if d["kind"] != OpKind.REOPEN.value:
             yield {"at": d["at"], "kind": d["kind"], "decided_by": d["decided_by"], "messages": d["count"],
                    "refused": d["refused"], "reason": d["reason"], "standing": count}  # fmt: skip
 
@@ -244,12 +243,12 @@ def _can_take_back(reopen: Mapping[str, Any], decision: Mapping[str, Any]) -> bo
     """
     kind, by = decision["kind"], decision["decided_by"]
     if reopen["attempt"] == decision["attempt"] + 1:
-        return bool(kind == Kind.ROLLBACK.value and by == Who.CHECK.value and not decision["refused"])
+        return bool(kind == OpKind.ROLLBACK.value and by == Who.CHECK.value and not decision["refused"])
     if reopen["attempt"] != decision["attempt"]:
         return False
     by_person = reopen["decided_by"] == Who.ADMIN.value
     return bool(
-        kind == Kind.QUARANTINE.value or (kind == Kind.ROLLBACK.value and (by_person or by == Who.DISCARD.value))
+        kind == OpKind.QUARANTINE.value or (kind == OpKind.ROLLBACK.value and (by_person or by == Who.DISCARD.value))
     )
 
 
@@ -257,7 +256,7 @@ def rolled_back_again(state: BatchState) -> Iterator[tuple[datetime | None, RowS
     """Yield the time and the rows of each rollback that repeats an earlier one, after a reopen between them."""
     rolled_back = {file_number: bytearray(file.rows) for file_number, file in state.files.items()}
     for row in state.history:
-        if row.kind is Kind.ROLLBACK:
+        if row.kind is OpKind.ROLLBACK:
             repeated = {file_number: bytearray(len(bits)) for file_number, bits in rolled_back.items()}
             for file_no, first, end in _spans(state, row):
                 repeated[file_no][first:end] = rolled_back[file_no][first:end]
@@ -297,7 +296,7 @@ def placed(engine: Engine, since: datetime, period_s: int) -> pa.Table:
     engine.refresh()
     engine.drained.border()
     counts = _drained_counts(engine, since, period_s)
-    for rows, _ in walk_placements(engine.op_table, engine.drained.position + 1):
+    for rows, _ in walk_placements(engine.op_table, engine.drained.op_version + 1):
         counts.append(_by_period(rows["topic"], rows["op_time"], rows["op_time"], rows["count"], since, period_s))
     return _sums(pa.concat_tables(counts))
 
@@ -396,8 +395,8 @@ def open_now(engine: Engine) -> pa.Table:
     """
     with engine.lock:
         half_ids = engine.open_half_ids()
-        prepared = engine.ledger.prepared()
-        settled = settled_rows(engine.ledger.view.rows)
+        prepared = engine.ledger.maybe_open()
+        settled = net_settled(engine.ledger.view.rows)
         reopened = engine.ledger.view.reopened_rows()
     prepared_ms: list[int | None] = []
     messages: list[int] = []

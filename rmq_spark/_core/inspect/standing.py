@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import pyarrow.compute as pc
 
 from rmq_spark._core.inspect import unsettled
-from rmq_spark._core.inspect.group_lag import commit_times, kept_letters, queue_lags, waiting_letters
+from rmq_spark._core.inspect.group_lag import commit_times, queue_lags, retained_letters, waiting_letters
 from rmq_spark._core.inspect.history import open_now, sizes
 from rmq_spark._core.inspect.undrained import Undrained
 from rmq_spark._core.log.batch_state import is_leased
 from rmq_spark._core.log.heartbeats import Heartbeat, heartbeats
-from rmq_spark._core.log.op import Kind, OpRow, Who
+from rmq_spark._core.log.op import OpKind, OpRow, Who
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.verdicts import ROLLBACK_MESSAGE
@@ -192,7 +192,7 @@ class Standing:
     def dead_letters(self) -> dict[str, Letters]:
         """By consumer group, without groups that have none."""
         committed, expired = by_topic(self.engine.tails()), by_topic(self.engine.firsts(refresh=False))
-        kept = {group: count for group, count in sorted(kept_letters(committed, expired).items()) if count}
+        kept = {group: count for group, count in sorted(retained_letters(committed, expired).items()) if count}
         return {group: Letters(count, waiting_letters(self.engine, group)) for group, count in kept.items()}
 
     # ------------------------------------------------------------------ words of op
@@ -208,7 +208,7 @@ class Standing:
         if not half_ids:
             return {}
         op_rows = self.engine.ledger.scan(half_ids)
-        checks = op_rows.filter(pc.and_(pc.equal(op_rows["kind"], Kind.CHECK.value), pc.is_valid(op_rows["reason"])))
+        checks = op_rows.filter(pc.and_(pc.equal(op_rows["kind"], OpKind.CHECK.value), pc.is_valid(op_rows["reason"])))
         rows = checks.select(["half_id", "op_time", "reason"]).sort_by("op_time").to_pylist()
         return {row["half_id"]: (row["op_time"], row["reason"]) for row in rows}
 
@@ -223,10 +223,10 @@ class Standing:
 def _reason(op_rows: Sequence[OpRow], row: Row) -> str | None:
     if row["producer_group"] is None and row["leased"] is not None:
         return "it cannot be read: txmq doctor says more"
-    last = next((row for row in reversed(op_rows) if row.kind is Kind.CONFLICT), None)
+    last = next((row for row in reversed(op_rows) if row.kind is OpKind.CONFLICT), None)
     if last is None or last.attempt is None:  # without an attempt, a person has resolved it
         return next((row.reason for row in reversed(op_rows) if row.reason), None)
-    counts, late = (Kind.COMMIT, "ROLLBACK") if last.verdict == str(ROLLBACK_MESSAGE) else (Kind.ROLLBACK, "COMMIT")
+    counts, late = (OpKind.COMMIT, "ROLLBACK") if last.verdict == str(ROLLBACK_MESSAGE) else (OpKind.ROLLBACK, "COMMIT")
     first = next((row for row in op_rows if row.kind is counts), OpRow(counts))
     why = f" ({first.reason})" if first.reason else ""
     return f"{counts.value.upper()} by {first.decided_by}{why}; too late: {late} by {last.decided_by}"

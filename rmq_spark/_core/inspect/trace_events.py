@@ -12,21 +12,21 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.inspect.trace import TraceEvent, TraceKind, TracePlace
 from rmq_spark._core.log.archive import Archived
-from rmq_spark._core.log.op import Kind, OpRow
+from rmq_spark._core.log.op import OpKind, OpRow
 
 if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
 
 _TRACE_KINDS = {
-    Kind.COMMIT.value: TraceKind.COMMITTED,
-    Kind.PLACE.value: TraceKind.PLACED,
-    Kind.ROLLBACK.value: TraceKind.ROLLED_BACK,
-    Kind.QUARANTINE.value: TraceKind.QUARANTINED,
-    Kind.CHECK.value: TraceKind.CHECKED,
-    Kind.REOPEN.value: TraceKind.REOPENED,
-    Kind.LEASE.value: TraceKind.LEASED,
-    Kind.CONFLICT.value: TraceKind.CONFLICT,
-    Kind.ARCHIVED.value: TraceKind.ARCHIVED,
+    OpKind.COMMIT.value: TraceKind.COMMITTED,
+    OpKind.PLACE.value: TraceKind.PLACED,
+    OpKind.ROLLBACK.value: TraceKind.ROLLED_BACK,
+    OpKind.QUARANTINE.value: TraceKind.QUARANTINED,
+    OpKind.CHECK.value: TraceKind.CHECKED,
+    OpKind.REOPEN.value: TraceKind.REOPENED,
+    OpKind.LEASE.value: TraceKind.LEASED,
+    OpKind.CONFLICT.value: TraceKind.CONFLICT,
+    OpKind.ARCHIVED.value: TraceKind.ARCHIVED,
 }
 
 Chosen = Mapping[int, bytes]
@@ -40,10 +40,10 @@ def op_events(rows: pa.Table, chosen: Chosen | None, all_rows: int | None) -> It
     for fields in rows.to_pylist():
         row = OpRow.of(fields)
         count, places = _named_messages(row, chosen, all_rows)
-        if chosen is not None and not count and row.kind not in (Kind.LEASE, Kind.ARCHIVED):
+        if chosen is not None and not count and row.kind not in (OpKind.LEASE, OpKind.ARCHIVED):
             continue
         kind = _TRACE_KINDS[row.kind]
-        if row.kind is Kind.CONFLICT:
+        if row.kind is OpKind.CONFLICT:
             timeless = replace(row, op_time=None)
             if row.attempt is None:
                 kind = TraceKind.RESOLVED
@@ -74,7 +74,7 @@ def _named_messages(row: OpRow, chosen: Chosen | None, all_rows: int | None) -> 
     queue = None if row.topic is None or row.queue_id is None else (row.topic, row.queue_id)
     first_offset = None if queue is None else row.queue_offset
     if chosen is None:
-        count = row.count or (all_rows or 0 if row.kind in (Kind.LEASE, Kind.ARCHIVED) else 0)
+        count = row.count or (all_rows or 0 if row.kind in (OpKind.LEASE, OpKind.ARCHIVED) else 0)
         places = (
             []
             if first_offset is None or queue is None
@@ -135,7 +135,7 @@ def placed_events(visible: pa.Table) -> Iterator[TraceEvent]:
 
 def drained_event(engine: Engine, events: Iterable[TraceEvent]) -> Iterator[TraceEvent]:
     """Yield the event of draining, unless none of the placed messages is in the table ``messages``."""
-    position = engine.drained.position
+    position = engine.drained.op_version
     count = 0
     paths: set[str] = set()
     with engine.lock:

@@ -16,7 +16,8 @@ from rmq_spark._core.log.batch_state import BatchState, RowState
 from rmq_spark._core.log.damage import retry_on_newest_state
 from rmq_spark._core.log.half_header import name_of
 from rmq_spark._core.log.half_record import HalfRecord
-from rmq_spark._core.log.op import Kind
+from rmq_spark._core.log.op import OpKind
+from rmq_spark._core.storage.table import live_paths
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
@@ -90,7 +91,7 @@ def _record(engine: Engine, half_id: str) -> HalfRecord:
 def quarantined(engine: Engine) -> pa.Table:
     """See :meth:`CommitLog.quarantined`."""
     rows: list[dict[str, object]] = []
-    for half_id, record in present(engine, _ids_in_op(engine, pc.field("kind") == Kind.QUARANTINE.value)):
+    for half_id, record in present(engine, _ids_in_op(engine, pc.field("kind") == OpKind.QUARANTINE.value)):
         if isinstance(record, CorruptLogError):  # it was quarantined once, and nobody can look whether it still is
             rows.append(_summary_of_unreadable(engine, half_id))
             continue
@@ -119,7 +120,7 @@ def open_messages(engine: Engine) -> dict[Queue, tuple[int, int]]:
             continue
         with suppress(HalfBatchLeftError):
             state = engine.state_of(record)
-            if not state.settled or half_id in engine.ledger.view.waiting:
+            if not state.is_settled or half_id in engine.ledger.view.waiting:
                 batches[half_id] = (record, state)
     counts: dict[Queue, tuple[int, int]] = {}
     for record, state in batches.values():
@@ -135,7 +136,7 @@ def open_messages(engine: Engine) -> dict[Queue, tuple[int, int]]:
 def _summary_of_unreadable(engine: Engine, half_id: str) -> dict[str, object]:
     """Return what the Delta log and the id tell of a half batch whose files cannot be read."""
     app_id, _, batch_id = name_of(half_id).rpartition(":")
-    prepared = engine.ledger.prepared().get(half_id)
+    prepared = engine.ledger.maybe_open().get(half_id)
     return {
         "half_id": half_id,
         "app_id": app_id,
@@ -152,7 +153,7 @@ def _time_of(ms: int) -> datetime:
 def _ids_in_op(engine: Engine, where: pc.Expression) -> list[str]:
     with engine.lock:
         engine.ledger.refresh()
-        paths = engine.op_table.actions()["path"].to_pylist()
+        paths = live_paths(engine.op_table)
     half_ids: list[str] = pc.unique(engine.op_table.read(paths, ["half_id"], where)["half_id"]).to_pylist()
     return half_ids
 

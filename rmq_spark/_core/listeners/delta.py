@@ -46,7 +46,7 @@ from rmq_spark._core.vocabulary.verdicts import (
     LocalTransactionState,
     Rollback,
     Verdict,
-    returned,
+    call_for_verdicts,
 )
 from rmq_spark.errors import FencedError, FenceError, ListenerError, LocalTransactionError, VerdictError
 
@@ -179,7 +179,7 @@ class DeltaTransactionListener(TransactionListener):
         with fenced_session(spark, batch, EXECUTED) as session:
             table = self._open(session)
             try:
-                result = returned(self._work, batch.to_spark(session), table)
+                result = call_for_verdicts(self._work, batch.to_spark(session), table)
             except Exception as problem:
                 self._explain(problem, self._read_history(table, batch), batch)
                 raise

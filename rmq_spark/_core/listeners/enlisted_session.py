@@ -182,7 +182,7 @@ class EnlistedSession(TransactionListener):
         fence = self._fence
         with fence.transaction(self._lock_timeout_s, write=False) as connection:
             rows = fence.read(connection, [batch])
-        if fence.states(rows, batch) != Recorded.of(State(EXECUTED), batch.rows, batch.is_all):
+        if fence.record_of(rows, batch) != Recorded.of(State(EXECUTED), batch.rows, batch.is_all):
             raise LocalTransactionError(
                 f"the session of half batch {batch.half_id!r} said that it has committed, and its fence row is not "
                 "there for others: a hook of the session rolled back, or an outer transaction is open. Its messages "

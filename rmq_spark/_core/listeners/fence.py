@@ -269,7 +269,7 @@ class Fence(Database):
             rows += connection.execute(self._read_many, {"ids": ids[start : start + _IDS_PER_SELECT]})
         return {(row.half_id, row.attempt, row.part): row for row in rows}
 
-    def states(self, rows: Rows, batch: HalfBatch) -> Recorded:
+    def record_of(self, rows: Rows, batch: HalfBatch) -> Recorded:
         """Return the record of a half batch from its rows. The rows of its parts are put together."""
         row = rows.get(_row_key(batch))
         recorded = NOTHING if row is None else self.recorded(row, batch)
@@ -322,7 +322,7 @@ class Fence(Database):
             return Recorded.of(state, batch.rows, batch.is_all)
         if recorded.is_by_part:
             if not recorded.is_staged_as(batch):
-                known = self.states(self.read(connection, [batch]), batch)
+                known = self.record_of(self.read(connection, [batch]), batch)
                 if known.files is None:
                     return known
             return merged([self.fill(connection, part, state) for part in batch.parts().values()])

@@ -25,7 +25,7 @@ from rmq_spark.errors import FenceError
 
 COMMIT_VERDICT = Verdict(COMMIT_MESSAGE)
 UNKNOWN_VERDICT = Verdict(UNKNOWN)
-_NEVER_HAPPENED = rollback("it never happened: a check found no fence row of it, and put a tombstone there")
+_TOMBSTONE_VERDICT = rollback("it never happened: a check found no fence row of it, and put a tombstone there")
 
 
 def _verdict(state: State, batch: HalfBatch) -> Verdict:
@@ -38,7 +38,7 @@ def _verdict(state: State, batch: HalfBatch) -> Verdict:
             "finish that part, and settle the half batch with log.resolve"
         )
     if state.word == TOMBSTONE:
-        return _NEVER_HAPPENED
+        return _TOMBSTONE_VERDICT
     return COMMIT_VERDICT if state.word == EXECUTED else rollback(state.reason, refused=True)
 
 

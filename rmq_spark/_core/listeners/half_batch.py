@@ -26,7 +26,7 @@ from rmq_spark._core.vocabulary.verdicts import (
     Rollback,
     Verdict,
     VerdictArray,
-    kept_reason,
+    reason_for_log,
     state_of,
     verdict_of,
 )
@@ -94,9 +94,9 @@ class HalfBatch:
         What an exception of ``execute_local_transaction`` does: end the query with the half batch pending, or count as
         UNKNOWN.
     restarted : bool
-        True in a check by the query that prepared the half batch, after the query's restart: the process that ran this
-        attempt is dead or replaced. A listener with a fence need not wait for it, because the fence stops its work. A
-        listener without a fence must not answer ROLLBACK for that reason: the old process may still be at work.
+        True in a check by the restarted query that prepared the half batch: the process that ran this attempt is dead
+        or replaced. A listener with a fence need not wait for it, because the fence stops its work. A listener without
+        one must still not answer ROLLBACK at once: the old process may be at work.
     reason : str or None
         None at first. A listener may set it to a few words: why it answers UNKNOWN in a check, or why it rolls back.
         The check keeps them, or each rollback without a reason of its own, and ``txmq trace`` shows them.
@@ -380,10 +380,10 @@ class HalfBatch:
             for key in keys:
                 reason = reasons[key] if reasons else None
                 if type(reason) is not str:
-                    reason = kept_reason(reason)
+                    reason = reason_for_log(reason)
                 code = codes.get(reason)
                 if code is None:
-                    verdict = Verdict(state, kept_reason(reason), final)
+                    verdict = Verdict(state, reason_for_log(reason), final)
                     code = codes[reason] = distinct.setdefault(verdict, len(distinct))
                 earlier = named.setdefault(str(key), code)
                 if earlier != code:
@@ -431,7 +431,7 @@ def normalize_verdicts(result: object, batch: HalfBatch) -> VerdictArray:
     """Convert a listener's result to a verdict for each transaction. Rollbacks without a reason get ``batch.reason``,
     and ``None`` means UNKNOWN, as in RocketMQ. A wrong type or length, or a value that is no verdict, is a
     VerdictError."""
-    return _verdicts(result, batch).explained(kept_reason(batch.reason))
+    return _verdicts(result, batch).with_reason(reason_for_log(batch.reason))
 
 
 def _verdicts(result: object, batch: HalfBatch) -> VerdictArray:

@@ -17,7 +17,14 @@ from rmq_spark._core.vocabulary.message import MessageExt
 from rmq_spark._core.vocabulary.options import flag, named, whole_number
 from rmq_spark._core.vocabulary.redaction import text_of, traceback_of
 from rmq_spark._core.vocabulary.text import count_of
-from rmq_spark._core.vocabulary.verdicts import BATCH, MESSAGE, UNKNOWN, LocalTransactionState, Rollback, returned
+from rmq_spark._core.vocabulary.verdicts import (
+    BATCH,
+    MESSAGE,
+    UNKNOWN,
+    LocalTransactionState,
+    Rollback,
+    call_for_verdicts,
+)
 from rmq_spark.errors import ListenerError
 
 logger = logging.getLogger(__name__)
@@ -91,7 +98,7 @@ class PerMessageListener(TransactionListener):
                 if stop.is_set():
                     return
                 try:
-                    answers[position] = returned(ask, _message(rows[position], batch))
+                    answers[position] = call_for_verdicts(ask, _message(rows[position], batch))
                 except Exception as problem:
                     problems[position] = problem
                     if not goes_on:

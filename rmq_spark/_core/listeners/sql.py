@@ -303,7 +303,7 @@ class SqlTransactionListener(TransactionListener):
                 self._fence.require_not_too_late(batch)
                 return [], True
             if recorded.is_by_part:
-                recorded = self._fence.states(self._fence.read(connection, [batch]), batch)
+                recorded = self._fence.record_of(self._fence.read(connection, [batch]), batch)
                 return [], bool(recorded.among(batch.rows).null_count)
             return self._fenced_ids(connection, batch, recorded), False
 
@@ -319,7 +319,7 @@ class SqlTransactionListener(TransactionListener):
                 self._fence.require_not_too_late(batch)
                 return [], self._work.run_all_anew(connection, batch)
             if recorded.is_by_part:
-                recorded = self._fence.states(self._fence.read(connection, [batch]), batch)
+                recorded = self._fence.record_of(self._fence.read(connection, [batch]), batch)
                 if recorded.among(batch.rows).null_count:
                     raise LocalTransactionError(
                         f"executors have begun attempt {batch.attempt} of half batch {batch.half_id!r} in parts: "
@@ -447,7 +447,7 @@ class SqlTransactionListener(TransactionListener):
         rows = again_when_lost(self._read_rows, batches)
         for batch in batches:
             try:
-                records[batch] = self._fence.states(rows, batch)
+                records[batch] = self._fence.record_of(rows, batch)
             except FenceError as problem:
                 records[batch] = problem
         now, wait = self.runtime.now(), timedelta(seconds=self.rollback_after_s)

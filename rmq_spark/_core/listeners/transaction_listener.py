@@ -21,7 +21,7 @@ from rmq_spark._core.vocabulary.options import nearest
 from rmq_spark._core.vocabulary.redaction import cause_of
 from rmq_spark._core.vocabulary.remedy import decide_by_hand
 from rmq_spark._core.vocabulary.rows import RowSet
-from rmq_spark._core.vocabulary.verdicts import BATCH, LocalTransactionState, Rollback, VerdictArray, returned
+from rmq_spark._core.vocabulary.verdicts import BATCH, LocalTransactionState, Rollback, VerdictArray, call_for_verdicts
 from rmq_spark.errors import FenceError, ListenerError
 
 Verdicts: TypeAlias = (
@@ -138,7 +138,7 @@ class TransactionListener(ABC):
         store and commit log. An exception may stand in place of an answer: :meth:`check_local_transaction` is then
         called for that half batch, and for all of them when this method raises.
         """
-        return [returned(self.check_local_transaction, batch) for batch in batches]
+        return [call_for_verdicts(self.check_local_transaction, batch) for batch in batches]
 
 
 def require_executing(listener: TransactionListener, where: str) -> TransactionListener:

@@ -24,7 +24,7 @@ from rmq_spark._core.vocabulary.verdicts import (
     Rollback,
     Verdict,
     VerdictArray,
-    returned,
+    call_for_verdicts,
     verdict_of,
 )
 from rmq_spark.errors import LocalTransactionError, VerdictError
@@ -91,7 +91,7 @@ class FencedWork:
 
     def _run_all(self, connection: sa.Connection, batch: HalfBatch) -> VerdictArray:
         begin_savepoint(connection)
-        result = returned(self.function, connection, batch)
+        result = call_for_verdicts(self.function, connection, batch)
         verdicts = normalize_verdicts(COMMIT_MESSAGE if result is None else result, batch)
         _refuse_unknown(verdicts, batch)
         is_one_verdict = result is None or isinstance(result, (str, Rollback))
@@ -104,7 +104,8 @@ class FencedWork:
             if fresh is not None and not fresh[position]:
                 continue
             begin_savepoint(connection)
-            verdicts[position] = _transaction_verdict(returned(self.function, connection, transaction), transaction)
+            answer = call_for_verdicts(self.function, connection, transaction)
+            verdicts[position] = _transaction_verdict(answer, transaction)
             end_savepoint(connection, keep=verdicts[position].state is COMMIT_MESSAGE)
         return VerdictArray.of(verdicts)
 

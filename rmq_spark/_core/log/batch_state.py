@@ -9,7 +9,7 @@ from enum import Enum
 from functools import lru_cache
 
 from rmq_spark._core.log.half import Segment
-from rmq_spark._core.log.op import Kind, OpRow, Who
+from rmq_spark._core.log.op import OpKind, OpRow, Who
 from rmq_spark._core.storage.seal import RESTORE
 from rmq_spark._core.vocabulary.options import LEASE_S_MAX
 from rmq_spark._core.vocabulary.rows import RowSet, both
@@ -94,15 +94,15 @@ class BatchState:
     def fold(self, row: OpRow) -> None:
         """Apply an op row of this half batch. Rows must come in version order. CorruptLogError: the row names files or
         rows that the half batch does not have."""
-        if row.kind is Kind.LEASE:
+        if row.kind is OpKind.LEASE:
             self.lease_until = row.until
             return
-        if row.kind in (Kind.MARK, Kind.ARCHIVED, Kind.EXPIRE):
+        if row.kind in (OpKind.MARK, OpKind.ARCHIVED, OpKind.EXPIRE):
             return
         attempt, when = row.attempt or 1, row.op_time
         assert when is not None, "an op row has a time"
         spans = list(self._named_rows(row))
-        if row.kind is Kind.CONFLICT:
+        if row.kind is OpKind.CONFLICT:
             # A row without an attempt ends the conflict: a person has resolved it.
             mark = b"\x00" if row.attempt is None else b"\x01"
             for file, first, end in spans:
@@ -114,23 +114,23 @@ class BatchState:
                 f"table op: the {row.kind} row of half batch {self.half_id!r}, attempt {row.attempt}, of {row.op_time} "
                 f"names {named} rows, but counts {row.count}: {RESTORE}"
             )
-        if row.kind is Kind.CHECK:
+        if row.kind is OpKind.CHECK:
             self.checked_at = when
         else:
             self.history.append(row)
-        if row.kind is Kind.REOPEN:
+        if row.kind is OpKind.REOPEN:
             self.opened_at[attempt] = when
         for file, first, end in spans:
             rows = end - first
-            if row.kind is Kind.CHECK:
+            if row.kind is OpKind.CHECK:
                 file.checks[first:end] = file.checks[first:end].translate(_PLUS_ONE)
-            elif row.kind is Kind.REOPEN:
+            elif row.kind is OpKind.REOPEN:
                 file.state[first:end] = bytes(rows)
                 file.attempt[first:end] = bytes([attempt]) * rows
                 file.checks[first:end] = bytes(rows)
                 file.reopened.append((first, end, when))
             else:
-                if row.kind is Kind.COMMIT and row.until is not None:
+                if row.kind is OpKind.COMMIT and row.until is not None:
                     file.due.append((first, end, row.until))
                 file.state[first:end] = bytes([_state_after(row)]) * rows
 
@@ -189,7 +189,7 @@ class BatchState:
         return sum(f.rows for f in self.files.values())
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """True when no row is pending."""
         return self.count(RowState.PENDING) == 0
 
@@ -227,10 +227,10 @@ def ones_at(*positions: int) -> bytes:
 
 def _state_after(row: OpRow) -> RowState:
     """The state that a settling or placing row gives to the rows it names."""
-    if row.kind is Kind.QUARANTINE:
+    if row.kind is OpKind.QUARANTINE:
         return RowState.QUARANTINED
-    if row.kind is Kind.PLACE:
+    if row.kind is OpKind.PLACE:
         return RowState.COMMITTED
-    if row.kind is Kind.COMMIT:
+    if row.kind is OpKind.COMMIT:
         return RowState.WAITING if row.queue_offset is None else RowState.COMMITTED
     return rolled_back_as(row.decided_by, row.refused)

@@ -7,16 +7,16 @@ from dataclasses import field
 
 from rmq_spark._core.log.batch_state import COMMITTED_STATES, ROLLED_BACK_STATES, BatchState, RowState
 from rmq_spark._core.log.half_record import HalfRecord
-from rmq_spark._core.log.op import Kind, OpRow, Who
+from rmq_spark._core.log.op import OpKind, OpRow, Who
+from rmq_spark._core.vocabulary.immutable import immutable
 from rmq_spark._core.vocabulary.remedy import decide_by_hand
 from rmq_spark._core.vocabulary.rows import Ranges, RowSet
 from rmq_spark._core.vocabulary.text import message_count
-from rmq_spark._core.vocabulary.value import value
 from rmq_spark._core.vocabulary.verdicts import COMMIT_MESSAGE, ROLLBACK_MESSAGE, LocalTransactionState
 from rmq_spark.errors import HalfBatchLeftError, StaleAttemptError, VerdictConflictError
 
 
-@value
+@immutable
 class Placed:
     """Messages of one queue that a decision made visible."""
 
@@ -27,7 +27,7 @@ class Placed:
     half_id: str = field(default="", compare=False)
 
 
-@value
+@immutable
 class RolledBack:
     """Rows that are rolled back for one reason. ``refused`` says that the local transaction ran and refused the rows,
     so the rollback is final. A rollback by ``execute`` always is."""
@@ -37,7 +37,7 @@ class RolledBack:
     ranges: Mapping[int, Ranges]
 
 
-@value
+@immutable
 class Decision:
     """Verdicts on rows of one half batch under one attempt. Each row must have ``checks_min`` answered checks: a row
     with fewer was reopened after the check, and is checked again. ``rolled_back`` has the rows of ``rollback`` by
@@ -53,7 +53,7 @@ class Decision:
     rolled_back: Sequence[RolledBack] = ()
 
 
-@value
+@immutable
 class Decided:
     """The result of a decision: the messages that it made visible, or why it does not count."""
 
@@ -67,7 +67,7 @@ class Decided:
         return self.placed
 
 
-@value
+@immutable
 class UnknownCheck:
     """A check that was answered with UNKNOWN for rows of a half batch. The rows are under one attempt."""
 
@@ -115,7 +115,7 @@ def rows_to_decide(decision: Decision, state: BatchState) -> tuple[RowSet, RowSe
 def _too_late_error(
     state: BatchState, opposed: RowSet, attempt: int, verdict: LocalTransactionState
 ) -> VerdictConflictError:
-    kind = Kind.ROLLBACK if verdict is COMMIT_MESSAGE else Kind.COMMIT
+    kind = OpKind.ROLLBACK if verdict is COMMIT_MESSAGE else OpKind.COMMIT
     final_row = next((row for row in state.history if row.kind is kind and (row.attempt or 1) == attempt), OpRow(kind))
     return VerdictConflictError(
         f"{verdict} for {message_count(opposed.count)} of half batch {state.half_id!r}, attempt {attempt}, comes too "

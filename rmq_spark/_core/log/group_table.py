@@ -139,9 +139,9 @@ class GroupTable:
         moved.
 
         ``session`` reads the queues, and claims them. Two sessions that read one queue claim it in turn, and the one
-        that started later gets a GroupInUseError. ``answered`` has, for each queue that was read again after a
-        suspension, the end of that suspension. A queue with another suspension stays, unless its offset is not past the
-        suspended one: then it is read again, too."""
+        that started later gets a GroupInUseError. ``answered`` has, by queue, the end of the suspension after which
+        this reader has read it again. A queue under a newer suspension stays as it is, but for a reader that stands at
+        or before the suspended message, and so reads it again."""
         session = session or Session()
         names: dict[Queue, str] = {}
 

@@ -14,8 +14,8 @@ from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.data_file import DataFile, write_table
 from rmq_spark._core.storage.seal import rows_of_half_file
 from rmq_spark._core.storage.table import BOUNDS
+from rmq_spark._core.vocabulary.immutable import immutable
 from rmq_spark._core.vocabulary.message import PROPERTIES, TIMESTAMP
-from rmq_spark._core.vocabulary.value import value
 
 if TYPE_CHECKING:
     from rmq_spark._core.log.half_writer import HalfWriter
@@ -63,7 +63,7 @@ SAMPLE_BYTES = 1024
 """A sample is the beginnings of the bodies of some rows."""
 
 
-@value
+@immutable
 class Segment:
     """A run of rows of one queue within a half file (``first`` and ``last`` row_no, both included)."""
 
@@ -73,7 +73,7 @@ class Segment:
     last: int
 
 
-@value
+@immutable
 class HalfFile:
     """A staged file: written by an executor, not yet in the log."""
 
@@ -91,7 +91,7 @@ class HalfFile:
         return sum(segment.last - segment.first + 1 for segment in self.segments)
 
 
-@value
+@immutable
 class HalfRows:
     """The checked and ordered messages of a future half file: the rows of ``source`` from row ``at`` on. The source may
     have rows of other half batches, too, since small half batches may share a file."""

@@ -1,6 +1,6 @@
 """Tells which half batches lie in which files of ``half``, by its Delta log and by the files that small sends share.
 
-When a shared file cannot be read, its half batches are missing, and :attr:`PreparedBatches.unreadable` names the file.
+When a shared file cannot be read, its half batches are missing, and :attr:`BatchIndex.unreadable` names the file.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rmq_spark._core.log.batch_index import BatchIndex
 from rmq_spark._core.log.half_header import after_name, name_of, names_of
-from rmq_spark._core.log.prepared_batches import PreparedBatches
 from rmq_spark._core.log.shared_files import SharedFiles, UnreadableFile
 from rmq_spark._core.storage.table import Table
 from rmq_spark.errors import CorruptLogError
@@ -77,18 +77,18 @@ class HalfContents:
         is_in_shared = pc.is_in(candidates["path"], value_set=pa.array(with_rows, pa.string()))
         return candidates.filter(pc.or_(is_single, is_in_shared)).to_pylist(), next(iter(problems), None)
 
-    def prepared_after(self, low_water_ms: int) -> PreparedBatches:
+    def prepared_after(self, low_water_ms: int) -> BatchIndex:
         """Half batches that were prepared after a time (ms), by half id."""
         self.table.refresh()
         actions = self.table.actions()
         return self._batches_in(actions.filter(pc.greater(actions["modification_time"], low_water_ms)))
 
-    def counted(self) -> PreparedBatches:
+    def all_batches(self) -> BatchIndex:
         """All half batches of the table."""
         self.table.refresh()
         return self._batches_in(self.table.actions())
 
-    def _batches_in(self, actions: pa.Table) -> PreparedBatches:
+    def _batches_in(self, actions: pa.Table) -> BatchIndex:
         is_single, low = single_batch_files(actions)
         is_single = pc.and_(is_single, pc.is_valid(actions["num_records"]))
         files = pa.table({"half_id": low, "ms": actions["modification_time"], "rows": actions["num_records"]})
@@ -105,7 +105,7 @@ class HalfContents:
         groups = pa.concat_tables(tables).group_by("half_id", use_threads=False)
         totals = groups.aggregate([("ms", "max"), ("rows", "sum")])
         totals = totals.select(["half_id", "ms_max", "rows_sum"]).rename_columns(files.schema.names)
-        return PreparedBatches(totals, unreadable)
+        return BatchIndex(totals, unreadable)
 
     def paths_of(self, half_ids: Collection[str]) -> list[tuple[str, int]]:
         """The readable files that have rows of these half batches, and how many rows each file has."""

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
-from rmq_spark._core.vocabulary.value import value
+from rmq_spark._core.vocabulary.immutable import immutable
 
 HEADER_COLUMNS = [
     "half_id",
@@ -34,8 +34,8 @@ class Naming(Enum):
     """How a half batch got its name (``app_id`` and ``batch_id``), and so how a retry is recognised."""
 
     COUNTED = "counted"
-    """The application numbers its batches: a stream. Each checkpoint counts from 0, so ``query_id`` must match, too.
-    The newest number is kept as a Delta transaction."""
+    """The application numbers its batches: a stream. Each checkpoint counts from 0, so a retry needs the same
+    ``query_id``. The newest number is kept as a Delta transaction."""
     GIVEN = "given"
     """As COUNTED, but a user gave application and number (a batch write): the name alone identifies a retry."""
     KEY = "key"
@@ -45,7 +45,7 @@ class Naming(Enum):
     """``app_id`` was generated for this half batch, so it cannot have been prepared before."""
 
 
-@value
+@immutable
 class HalfHeader:
     """The values that all rows of a half batch share (the first columns of ``half``)."""
 

@@ -11,12 +11,12 @@ from rmq_spark._core.log.archive import Archived
 from rmq_spark._core.log.batch_state import BatchState, FileState
 from rmq_spark._core.log.half import HalfFile, Segment
 from rmq_spark._core.log.half_header import HEADER_COLUMNS, HalfHeader
+from rmq_spark._core.vocabulary.immutable import immutable
 from rmq_spark._core.vocabulary.rows import RowSet
-from rmq_spark._core.vocabulary.value import value
 from rmq_spark.errors import CorruptLogError
 
 
-@value
+@immutable
 class StoredFile:
     """A half file of a prepared batch: where its rows lie now, and how they are laid out."""
 
@@ -27,7 +27,7 @@ class StoredFile:
     """True when some of its messages are due later."""
 
 
-@value
+@immutable
 class HalfRecord:
     """A prepared half batch, without its messages."""
 
@@ -64,9 +64,9 @@ class HalfRecord:
         return any(f.delayed for f in self.files.values())
 
     @classmethod
-    def of_archived(cls, kept: Archived) -> HalfRecord:
-        header = HalfHeader(**{name: getattr(kept, name) for name in HEADER_COLUMNS})
-        return cls(header, kept.prepared_ms, {}, kept.prepared_ms, kept)
+    def of_archived(cls, archived: Archived) -> HalfRecord:
+        header = HalfHeader(**{name: getattr(archived, name) for name in HEADER_COLUMNS})
+        return cls(header, archived.prepared_ms, {}, archived.prepared_ms, archived)
 
     @property
     def all_rows(self) -> RowSet:

@@ -13,14 +13,14 @@ from rmq_spark._core.log.half import HALF_SCHEMA, HalfFile, HalfRows, together
 from rmq_spark._core.log.half_contents import HalfContents, single_batch_files
 from rmq_spark._core.log.half_header import FIRST, HEADER_COLUMNS, HalfHeader, batch_name
 from rmq_spark._core.log.half_record import HalfRecord, StoredFile, record_of, stored_files_of
-from rmq_spark._core.log.shared_files import counted
-from rmq_spark._core.log.staged_batches import PrepareError, Shared, Staged, require_each_once, require_staged
+from rmq_spark._core.log.shared_files import rows_by_batch
+from rmq_spark._core.log.staged_batches import PrepareError, SharedFileWriter, Staged, require_each_once, require_staged
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.file_system import require_path
-from rmq_spark._core.storage.moved_files import HalfFiles
+from rmq_spark._core.storage.half_file_reader import RelocatingReader
 from rmq_spark._core.storage.row_range import RowRange
 from rmq_spark._core.storage.seal import PUT_BACK, RESTORE, require_count
-from rmq_spark._core.storage.table import Change, Table
+from rmq_spark._core.storage.table import Change, Table, live_paths
 from rmq_spark._core.vocabulary.options import ORPHAN_AGE_S
 from rmq_spark._core.vocabulary.remedy import LIST_PENDING
 from rmq_spark._core.vocabulary.rows import RowSet, booleans_of
@@ -36,7 +36,7 @@ from rmq_spark.errors import (
 FOUND_COLUMNS = [*HEADER_COLUMNS, "file_no", "row_no", "topic", "queue_id", "deliver_at", "store_timestamp"]
 SMALL_COLUMNS = [*FOUND_COLUMNS, "transaction_key", "properties"]
 """Columns that a check reads before it asks a listener."""
-SHARED_ROWS_KEPT = 65_536
+SMALL_SHARED_ROWS_MAX = 65_536
 """A shared file with at most this many rows is kept in memory, without payload."""
 
 
@@ -44,13 +44,13 @@ class HalfTable:
     def __init__(self, table: Table) -> None:
         self.table = table
         self._last_shared = "", pa.table({})  # path of a shared file, and its rows without payload
-        self._files = HalfFiles(lambda *arguments: self.table.read_range(*arguments), self.locate)
+        self._files = RelocatingReader(lambda *arguments: self.table.read_range(*arguments), self.locate)
         self.contents = HalfContents(table)
 
     def write_shared(self, several: Sequence[HalfRows]) -> list[HalfFile]:
         rows = together(several)
         data = self.table.write(rows)
-        self.contents.shared.remember(data.path, counted(rows["half_id"]))
+        self.contents.shared.remember(data.path, rows_by_batch(rows["half_id"]))
         return [half_rows.in_file(data) for half_rows in several]
 
     def prepare(
@@ -75,7 +75,7 @@ class HalfTable:
         require_each_once(staged)
         tried_ms: list[int] = []
         refused: dict[str, PrepareError] = {}
-        shared = Shared(self)
+        shared = SharedFileWriter(self)
         files: dict[str, Sequence[HalfFile]] = {}  # of the last try, by half id
 
         def propose(version: int) -> Change | None:
@@ -98,7 +98,7 @@ class HalfTable:
             )
 
         def landed(change: Change) -> bool:
-            live = {f.path for f in change.add}.intersection(self.table.actions()["path"].to_pylist())
+            live = {f.path for f in change.add}.intersection(live_paths(self.table))
             return all(self._was_prepared(half_id, batch_files, live) for half_id, batch_files in files.items())
 
         self.table.compare_and_set(propose, landed)
@@ -174,8 +174,8 @@ class HalfTable:
         paths = {f.data.path for f in files}
         if paths.issubset(live):
             return True
-        # Upkeep may have replaced or removed files since, which all were in the table then. When another process
-        # prepared a batch of this name, these files never were.
+        # A file that is missing now was either added and removed since, by upkeep, or never added, because another
+        # process won.
         return self.table.removed_since().issuperset(paths.difference(live))
 
     # ------------------------------------------------------------------ finding
@@ -262,7 +262,7 @@ class HalfTable:
             own_ids = batches["half_id"].filter(pc.is_in(batches["half_id"], value_set=ids)).to_pylist()
             if not own_ids:
                 continue
-            if not self.contents.shared.is_small(action["path"], SHARED_ROWS_KEPT):
+            if not self.contents.shared.is_small(action["path"], SMALL_SHARED_ROWS_MAX):
                 large.update(own_ids)
                 continue
             file_rows = self.table.read([action["path"]], SMALL_COLUMNS)
@@ -293,7 +293,7 @@ class HalfTable:
     def _shared_rows(self, path: str) -> pa.Table | None:
         """All rows of a small shared file, without their payload; None for another file. The last file is kept: its
         half batches are read one after the other."""
-        if not self.contents.shared.is_small(path, SHARED_ROWS_KEPT):
+        if not self.contents.shared.is_small(path, SMALL_SHARED_ROWS_MAX):
             return None
         if self._last_shared[0] != path:
             self._last_shared = path, self.table.read([path], FOUND_COLUMNS)

@@ -27,22 +27,22 @@ from rmq_spark._core.log.message_columns import (
 )
 from rmq_spark._core.runtime.runtime import RUNTIME, Runtime
 from rmq_spark._core.storage.data_file import DataFile, repeated
+from rmq_spark._core.vocabulary.immutable import immutable
 from rmq_spark._core.vocabulary.message import PROPERTIES, TIMESTAMP, require_topic_name
 from rmq_spark._core.vocabulary.options import LABEL_BYTES_MAX, TRANSACTION_KEY_CHARS_MAX
 from rmq_spark._core.vocabulary.rows import arange
 from rmq_spark._core.vocabulary.text import message_count
-from rmq_spark._core.vocabulary.value import value
 from rmq_spark.errors import MessageError
 
-FILE_BYTES_MAX = 256 * 1024 * 1024
+HALF_FILE_BYTES_MAX = 256 * 1024 * 1024
 """An executor ends a half file when its messages reach this size, so a partition may have any size."""
-BATCH_BYTES_MAX = 4 * FILE_BYTES_MAX
+BATCH_BYTES_MAX = 4 * HALF_FILE_BYTES_MAX
 """A larger Arrow batch is cut, since Arrow counts to 2 GB in a column of text or bytes. Spark makes larger batches with
 ``spark.sql.execution.arrow.useLargeVarTypes``."""
 FILES_PER_PARTITION_MAX = 1000
 
 
-@value
+@immutable
 class HalfWriter:
     """Turns a partition's Arrow batches into staged half files; pickled to executors. ``topics`` has the number of
     queues of every topic of the log, and ``fifo`` the FIFO topics among them. Equal values of the column
@@ -70,7 +70,7 @@ class HalfWriter:
             if batch.num_rows:
                 waiting.append(batch)
                 size += batch.nbytes
-            if size >= FILE_BYTES_MAX:
+            if size >= HALF_FILE_BYTES_MAX:
                 files.append(self._write_file(fs, folder, partition, len(files), waiting))
                 waiting, size = [], 0
         if waiting:
@@ -195,20 +195,20 @@ class HalfWriter:
         if number >= FILES_PER_PARTITION_MAX:
             raise MessageError(
                 f"partition {partition} holds more than {FILES_PER_PARTITION_MAX} files of "
-                f"{FILE_BYTES_MAX} bytes: repartition the batch"
+                f"{HALF_FILE_BYTES_MAX} bytes: repartition the batch"
             )
-        return self.rows_of(pa.Table.from_batches(batches), partition * FILES_PER_PARTITION_MAX + number).write(
+        return self.to_half_rows(pa.Table.from_batches(batches), partition * FILES_PER_PARTITION_MAX + number).write(
             fs, folder
         )
 
-    def rows_of(self, table: pa.Table, file_no: int = 0) -> HalfRows:
+    def to_half_rows(self, table: pa.Table, file_no: int = 0) -> HalfRows:
         """Messages as the rows of a future half file. The first message that breaks a rule raises its error."""
-        arranged, segments = self.arrange(self.normalize(table), file_no)
+        arranged, segments = self.in_order(self.normalize(table), file_no)
         staged_at = arranged["store_timestamp"][0].value / 1_000_000
         delayed = arranged["deliver_at"].null_count < arranged.num_rows
         return HalfRows(self, arranged, file_no, segments, staged_at, delayed)
 
-    def arrange(self, messages: pa.Table, file_no: int) -> tuple[pa.Table, tuple[Segment, ...]]:
+    def in_order(self, messages: pa.Table, file_no: int) -> tuple[pa.Table, tuple[Segment, ...]]:
         """Rows of ``half`` in (topic, queue, arrival) order, and the segment of each queue."""
         by_topic = [(t, _rows_where(messages, "topic", t)) for t in sorted(pc.unique(messages["topic"]).to_pylist())]
         tables: list[pa.Table] = []
@@ -257,8 +257,8 @@ class HalfWriter:
             unassigned, assigned = topic_rows.filter(pc.invert(chosen)), topic_rows.filter(chosen)
         queues = self.topics[topic]
         slices = min(queues, unassigned.num_rows)
-        # Each application, batch and file begins at another queue, so that small batches, small partitions and single
-        # sends spread, too. A task that runs again begins at the same queue.
+        # Each application, batch and file begins at another queue: else small batches, small partitions and single
+        # sends would all go to the first one. A task that runs again begins at the same queue.
         start = self.first_queue(topic, file_no)
         pieces: dict[int, list[pa.Table]] = {}
         for i in range(slices):
@@ -281,7 +281,7 @@ def _small(batch: pa.RecordBatch, bytes_max: int | None = None) -> Iterator[pa.R
         return
     half = batch.num_rows // 2
     for piece in batch.slice(0, half), batch.slice(half):
-        yield from _small(piece, FILE_BYTES_MAX)
+        yield from _small(piece, HALF_FILE_BYTES_MAX)
 
 
 def partition_of(file_no: int) -> int:

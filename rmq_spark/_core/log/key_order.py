@@ -50,7 +50,7 @@ class KeyIndex:
         self._half = half
         self._topics = topics
         self._keyed: OrderedDict[str, _Keyed] = OrderedDict()
-        self._kept = 0  # number of their rows, plus one for each half batch
+        self._cached_rows = 0  # number of their rows, plus one for each half batch
 
     def fifo_of(self, *records: HalfRecord) -> frozenset[str]:
         """The FIFO topics to which these half batches send."""
@@ -93,9 +93,9 @@ class KeyIndex:
         keyed = self._keyed.get(record.half_id)
         if keyed is None:
             keyed = self._keyed[record.half_id] = _Keyed(self._rows(record))
-            self._kept += 1 + keyed.rows.num_rows
-            while self._kept > KEYED_ROWS_MAX and len(self._keyed) > 1:
-                self._kept -= 1 + self._keyed.popitem(last=False)[1].rows.num_rows
+            self._cached_rows += 1 + keyed.rows.num_rows
+            while self._cached_rows > KEYED_ROWS_MAX and len(self._keyed) > 1:
+                self._cached_rows -= 1 + self._keyed.popitem(last=False)[1].rows.num_rows
         return keyed
 
     def _rows(self, record: HalfRecord) -> pa.Table:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
+from rmq_spark._core.log.batch_index import BatchIndex
 from rmq_spark._core.log.batch_state import COMMITTED_STATES, OPEN_STATES, ROLLED_BACK_STATES, RowState
 from rmq_spark._core.log.decision import (
     Decided,
@@ -37,10 +38,9 @@ from rmq_spark._core.log.new_op_rows import (
     rows_for,
     with_offsets,
 )
-from rmq_spark._core.log.op import Kind, OpRow, Who, to_table
+from rmq_spark._core.log.op import OpKind, OpRow, Who, to_table
 from rmq_spark._core.log.op_reader import OpReader
 from rmq_spark._core.log.placer import Placer, in_send_order, last_sent_ms
-from rmq_spark._core.log.prepared_batches import PreparedBatches
 from rmq_spark._core.log.topics import TopicTable
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.storage.table import Change, Table
@@ -161,9 +161,9 @@ class Ledger(OpReader):
         states = {o.record.half_id: o.state for o in batches}
         for row in rows:
             states[row.half_id or ""].fold(replace(row, op_time=self._op_time))
-        only_commits = all(row.kind is Kind.COMMIT for row in rows)
+        only_commits = all(row.kind is OpKind.COMMIT for row in rows)
         pieces = self._placer.placeable(self._to_place(batches, now, only_commits), now)
-        commits = [(r.half_id, r.file_no, r.ranges, r.attempt) for r in rows if r.kind is Kind.COMMIT]
+        commits = [(r.half_id, r.file_no, r.ranges, r.attempt) for r in rows if r.kind is OpKind.COMMIT]
         if [(p.record.half_id, p.file_no, p.ranges, p.attempt) for p in pieces] == commits:  # nothing waits
             return with_offsets(rows, self.view.tails)
         return rows + with_offsets([place_row(piece) for piece in pieces], self.view.tails)
@@ -184,10 +184,9 @@ class Ledger(OpReader):
     ) -> list[OpenBatch]:
         """``opened``, and the half batches whose messages may be due, or may wait for messages of ``opened``.
 
-        With ``only_commits``, ``opened`` rolls nothing back, so it can free no earlier message. If its own messages
-        must wait too, there is nothing to place, and the waiting half batches are not read: a further message of a key
-        costs the same, however many wait already. ``try_all`` also tries the half batches that could not be read within
-        the last :data:`TRY_AGAIN_S`.
+        ``only_commits``: ``opened`` rolls nothing back, so it frees nobody else. When all of it must wait, nothing can
+        be placed, and the waiting half batches are not read; otherwise each message of a key would read all before it.
+        ``try_all`` also tries the half batches that could not be read within the last :data:`TRY_AGAIN_S`.
         """
         opened_ids = {o.record.half_id for o in opened}
         due_ids = {
@@ -229,7 +228,7 @@ class Ledger(OpReader):
         if not keyed:
             return [*due_batches, *opened]
         opened_ids, due_ids = ({o.record.half_id for o in batches} for batches in (opened, due_batches))
-        prepared = self.prepared()
+        prepared = self.maybe_open()
         pending_ids = {*self.open_of(prepared), *self.reopened(prepared)} - opened_ids - due_ids
         waiting_ids = (
             {h for h, counts in self.view.waiting.items() if None in counts} - opened_ids - due_ids - pending_ids
@@ -249,7 +248,7 @@ class Ledger(OpReader):
         return [*due_batches, *others, *opened]
 
     def _open_pending(
-        self, half_ids: Collection[str], prepared: PreparedBatches
+        self, half_ids: Collection[str], prepared: BatchIndex
     ) -> tuple[list[OpenBatch], list[tuple[int, CorruptLogError]]]:
         """Open pending half batches. For each one that cannot be read, return when it was sent (ms, at the earliest),
         and why."""
@@ -264,8 +263,8 @@ class Ledger(OpReader):
         return batches, unreadable
 
     def _open_if_present(self, half_ids: Collection[str]) -> list[OpenBatch]:
-        """Open these half batches, except those that have left. A version of ``op`` that this handle has not read yet
-        says that they left. So the commit that is built here is refused and built again."""
+        """Open these half batches. Those that have left are skipped: ``op`` tells of them in a version that we have not
+        read, so the commit that is built here will lose its race and be built again."""
         batches: list[OpenBatch] = []
         for half_id in sorted(half_ids):
             try:
@@ -276,8 +275,8 @@ class Ledger(OpReader):
         return batches
 
     def _open_due(self, half_ids: Collection[str], problems: dict[str, TxmqError]) -> list[OpenBatch]:
-        """Open the half batches that have due messages. An unreadable half batch waits on and delays no decision about
-        others. ``problems`` gets its error."""
+        """Open the half batches that have due messages. One that cannot be read waits on and delays no decision;
+        ``problems`` gets its error."""
         batches: list[OpenBatch] = []
         for half_id in sorted(half_ids):
             try:
@@ -318,7 +317,7 @@ class Ledger(OpReader):
             pending = state.rows_in((RowState.PENDING,), attempt) & rows
             if checks_min:
                 pending = state.checked_at_least(pending, checks_min)
-            op_rows = rows_for(Kind.QUARANTINE, record, pending, attempt, who, reason)
+            op_rows = rows_for(OpKind.QUARANTINE, record, pending, attempt, who, reason)
             return self._with_places([record], op_rows)
 
         self.append(build)
@@ -340,7 +339,7 @@ class Ledger(OpReader):
                     continue
                 if not state.checked_lately(now, pause_s):
                     pending = state.rows_in((RowState.PENDING,), check.attempt) & check.rows
-                    op_rows += rows_for(Kind.CHECK, check.record, pending, check.attempt, Who.CHECK, check.reason)
+                    op_rows += rows_for(OpKind.CHECK, check.record, pending, check.attempt, Who.CHECK, check.reason)
             return op_rows
 
         self.append(build)
@@ -352,7 +351,7 @@ class Ledger(OpReader):
         """Make rows pending again. Returns the rows that this call reopened: only its caller may execute them.
 
         ``new_attempt`` is the same attempt after quarantine or discard (the outcome is unknown), and the next one after
-        a rollback by check (the transaction never happened and never will).
+        a rollback by check (under the old one it can no longer happen).
         """
         if new_attempt > ATTEMPTS_MAX:
             raise StaleAttemptError(
@@ -364,7 +363,7 @@ class Ledger(OpReader):
         def build() -> list[OpRow]:
             nonlocal reopened
             reopened = self.state_of(record, refresh=False).rows_in(states, attempt)
-            return rows_for(Kind.REOPEN, record, reopened, new_attempt, who, reason)
+            return rows_for(OpKind.REOPEN, record, reopened, new_attempt, who, reason)
 
         self.append(build, reopens=True)
         reach("reopened")
@@ -390,7 +389,7 @@ class Ledger(OpReader):
             state = self.state_of(record, refresh=False)
             chosen = rows & state.rows_in(OPEN_STATES + ROLLED_BACK_STATES)
             closed = chosen - state.rows_in((RowState.PENDING,), attempt)
-            op_rows = rows_for(Kind.REOPEN, record, closed, attempt, Who.ADMIN, reason) if closed else []
+            op_rows = rows_for(OpKind.REOPEN, record, closed, attempt, Who.ADMIN, reason) if closed else []
             op_rows += self._commit_rows(record, chosen, attempt, Who.ADMIN, reason)
             return self._with_places([record], op_rows)
 
@@ -414,11 +413,11 @@ class Ledger(OpReader):
                 final = state.rows_in(ROLLED_BACK_STATES, attempt) - conflict
                 chosen = state.rows_in(OPEN_STATES + ROLLED_BACK_STATES, attempt) - final
                 closed = chosen - state.rows_in((RowState.PENDING,), attempt)
-                rows += rows_for(Kind.REOPEN, record, closed, attempt, Who.ADMIN, reason)
+                rows += rows_for(OpKind.REOPEN, record, closed, attempt, Who.ADMIN, reason)
                 if verdict is COMMIT_MESSAGE:
                     rows += self._commit_rows(record, chosen, attempt, Who.ADMIN, reason)
                 else:
-                    rows += rows_for(Kind.ROLLBACK, record, chosen, attempt, Who.ADMIN, reason)
+                    rows += rows_for(OpKind.ROLLBACK, record, chosen, attempt, Who.ADMIN, reason)
             if conflict:  # a conflict row without an attempt ends it
                 rows.append(resolution_row(record, verdict, reason))
             elif not rows and not state.count(*states_of(verdict)):
@@ -436,7 +435,7 @@ class Ledger(OpReader):
         op_rows: list[OpRow] = []
         for decision, problem, opposed in late:
             new_rows = opposed - self.state_of(decision.record, refresh=False).conflicting()
-            rows = rows_for(Kind.CONFLICT, decision.record, new_rows, decision.attempt, decision.who, str(problem))
+            rows = rows_for(OpKind.CONFLICT, decision.record, new_rows, decision.attempt, decision.who, str(problem))
             op_rows += [replace(row, verdict=problem.verdict) for row in rows]
         return op_rows
 
@@ -458,7 +457,7 @@ class Ledger(OpReader):
 
     def append(self, build: Callable[[], Sequence[OpRow]], *, reopens: bool = False) -> Sequence[OpRow]:
         """Build op rows from the newest state and commit them at the next version, or start again. Returns the rows
-        written. ``reopens``: the rows may reopen messages, which then count as sent after all that is prepared by
+        written. ``reopens``: stamp them later than every prepare, because a reopened message counts as sent
         now."""
         commit_id = self.runtime.unique_id()
         rows: Sequence[OpRow] = ()

@@ -17,7 +17,7 @@ from rmq_spark._core.storage.seal import RESTORE
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import CorruptLogError
 
-Positions = Mapping[Queue, int]
+QueueOffsets = Mapping[Queue, int]
 """Offsets by queue; 0 for a queue that is not among them."""
 
 _Range = TypeVar("_Range", bound="MessageRange")
@@ -129,7 +129,7 @@ def note_first_offsets(offsets: dict[Queue, int], rows: pa.Table) -> None:
         offsets[queue] = min(offsets.get(queue, first), first)
 
 
-def out_of_range(topic: str, queue_id: int, start: int, end: int, firsts: Positions | None = None) -> str:
+def out_of_range(topic: str, queue_id: int, start: int, end: int, firsts: QueueOffsets | None = None) -> str:
     """The error text for offsets (``end`` excluded) that the log does not hold."""
     where = f"topic {topic!r}, queue {queue_id}: offsets {start} to {end - 1}"
     first = (firsts or {}).get((topic, queue_id), 0)

@@ -8,7 +8,7 @@ from datetime import datetime
 
 from rmq_spark._core.log.decision import Decision, Placed, RolledBack
 from rmq_spark._core.log.half_record import HalfRecord
-from rmq_spark._core.log.op import Kind, OpRow, Who
+from rmq_spark._core.log.op import OpKind, OpRow, Who
 from rmq_spark._core.log.op_view import Tails
 from rmq_spark._core.log.placer import Piece
 from rmq_spark._core.vocabulary.rows import Ranges, RowSet, ranges_count, runs
@@ -20,7 +20,7 @@ def with_offsets(rows: list[OpRow], tails: Tails) -> list[OpRow]:
     offset."""
     next_offsets = dict(tails)
     for row in rows:
-        waits = row.kind is Kind.COMMIT and row.until is not None
+        waits = row.kind is OpKind.COMMIT and row.until is not None
         if row.topic is not None and row.queue_id is not None and not waits:
             queue = (row.topic, row.queue_id)
             row.queue_offset = next_offsets.get(queue, 0)
@@ -47,7 +47,7 @@ def commit_rows(
     """Op rows without offsets that commit rows, one for each due time, half file and queue."""
     return [
         OpRow(
-            Kind.COMMIT,
+            OpKind.COMMIT,
             record.half_id,
             file_no,
             ranges,
@@ -74,7 +74,7 @@ def commit_rows(
 def place_row(piece: Piece) -> OpRow:
     header, file = piece.record.header, piece.record.files[piece.file_no]
     return OpRow(
-        Kind.PLACE,
+        OpKind.PLACE,
         header.half_id,
         piece.file_no,
         piece.ranges,
@@ -99,19 +99,21 @@ def rollback_rows(decision: Decision, rows: RowSet) -> list[OpRow]:
         part_ranges = part.ranges
         if rows.count < decision.rollback.count:
             part_ranges = {n: _ranges_within(rows.get(n, b""), ranges) for n, ranges in part_ranges.items()}
-        op_rows = _rows_naming(Kind.ROLLBACK, decision.record, part_ranges, decision.attempt, decision.who, part.reason)
+        op_rows = _rows_naming(
+            OpKind.ROLLBACK, decision.record, part_ranges, decision.attempt, decision.who, part.reason
+        )
         rollback_rows += [replace(row, refused=refused) for row in op_rows]
     return rollback_rows
 
 
 def lease_row(record: HalfRecord, until: datetime) -> OpRow:
     """The op row that keeps checkers away from a half batch until a time."""
-    return OpRow(Kind.LEASE, record.half_id, decided_by=Who.EXECUTE, until=until)
+    return OpRow(OpKind.LEASE, record.half_id, decided_by=Who.EXECUTE, until=until)
 
 
 def resolution_row(record: HalfRecord, verdict: LocalTransactionState, reason: str) -> OpRow:
     """The op row by which a person ends a conflict: it has no attempt."""
-    row = OpRow(Kind.CONFLICT, record.half_id, count=record.rows, decided_by=Who.ADMIN, reason=reason)
+    row = OpRow(OpKind.CONFLICT, record.half_id, count=record.rows, decided_by=Who.ADMIN, reason=reason)
     return replace(row, verdict=str(verdict))
 
 
@@ -119,13 +121,13 @@ def _ranges_within(bits: bytes, ranges: Ranges) -> Ranges:
     return tuple(run for first, last in ranges for run in runs(bits, first, last + 1))
 
 
-def rows_for(kind: Kind, record: HalfRecord, rows: RowSet, attempt: int, who: Who, reason: str | None) -> list[OpRow]:
+def rows_for(kind: OpKind, record: HalfRecord, rows: RowSet, attempt: int, who: Who, reason: str | None) -> list[OpRow]:
     """As few op rows as possible that name these rows."""
     return _rows_naming(kind, record, dict(rows.ranges()), attempt, who, reason)
 
 
 def _rows_naming(
-    kind: Kind, record: HalfRecord, ranges: Mapping[int, Ranges], attempt: int, who: Who, reason: str | None
+    kind: OpKind, record: HalfRecord, ranges: Mapping[int, Ranges], attempt: int, who: Who, reason: str | None
 ) -> list[OpRow]:
     counts = {file_no: ranges_count(file_ranges) for file_no, file_ranges in ranges.items()}
     named: list[tuple[int | None, Ranges | None, int]] = [(n, ranges[n], count) for n, count in counts.items() if count]

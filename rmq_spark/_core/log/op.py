@@ -79,7 +79,7 @@ PRUNED_PLACED = "txmq.pruned.placed"
 """The same for rows that placed messages."""
 
 
-class Kind(str, Enum):
+class OpKind(str, Enum):
     COMMIT = "commit"
     PLACE = "place"
     ROLLBACK = "rollback"
@@ -108,21 +108,21 @@ class Who(str, Enum):
         return self.value
 
 
-KINDS = frozenset(k.value for k in Kind)
-SETTLING = (Kind.COMMIT, Kind.ROLLBACK, Kind.QUARANTINE)
+KINDS = frozenset(k.value for k in OpKind)
+SETTLING = (OpKind.COMMIT, OpKind.ROLLBACK, OpKind.QUARANTINE)
 """Kinds after which a row is no longer pending; ``reopen`` makes it pending again."""
-DECIDING = frozenset(kind.value for kind in (*SETTLING, Kind.REOPEN))
+DECIDING = frozenset(kind.value for kind in (*SETTLING, OpKind.REOPEN))
 """Values of the kinds that change the state of rows."""
 
 
 @dataclass(frozen=True)
-class OpenBelow:
+class OpenAtMark:
     """A half batch that was open when a mark passed it. The mark names the half batch, so that nothing else waits for
     it.
 
-    The half batch was prepared at ``ms``. ``pending`` is the number of its pending rows, and ``versions`` are the
-    versions with op rows of it that still count, both before the mark's ``since_version``. ``waiting`` has its
-    committed messages without a place, by due time (None: they wait for their sharding key).
+    The half batch was prepared at ``ms``. Two fields count op rows before the mark's ``since_version`` alone:
+    ``pending`` is the number of rows then pending, ``versions`` are those that a reader must still read for it.
+    ``waiting`` has its committed messages without a place, by due time (None: they wait for their sharding key).
     """
 
     ms: int
@@ -138,7 +138,7 @@ class OpRow:
     The row gets its offset last, and does not change afterwards.
     """
 
-    kind: Kind
+    kind: OpKind
     half_id: str | None = None
     file_no: int | None = None
     ranges: Ranges | None = None
@@ -160,7 +160,7 @@ class OpRow:
     tails: Mapping[Queue, int] | None = None
     firsts: Mapping[Queue, int] | None = None
     reopened_ms: int | None = None
-    below: Mapping[str, OpenBelow] | None = None
+    below: Mapping[str, OpenAtMark] | None = None
     prepared_ms: int | None = None
     archived: Archived | None = None
     refused: bool | None = None
@@ -172,7 +172,7 @@ class OpRow:
         """Make a row of one half batch from a row that ``read_op`` returned."""
         who = read["decided_by"]
         return cls(
-            kind=Kind(read["kind"]),
+            kind=OpKind(read["kind"]),
             ranges=ranges_of(read["ranges"]),
             decided_by=None if who is None else Who(who),
             **{name: read[name] for name in _AS_READ},
@@ -223,7 +223,7 @@ def _offsets_value(name: str, offsets: Mapping[Queue, int]) -> list[dict[str, ob
     return [{"topic": t, "queue_id": q, name: n} for (t, q), n in sorted(offsets.items())]
 
 
-def _below_value(below: Mapping[str, OpenBelow]) -> list[dict[str, object]]:
+def _below_value(below: Mapping[str, OpenAtMark]) -> list[dict[str, object]]:
     return [
         {
             "half_id": half_id,

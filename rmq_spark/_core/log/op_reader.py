@@ -13,24 +13,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.archive import Archived
+from rmq_spark._core.log.batch_index import BatchIndex, PrepareEntry
 from rmq_spark._core.log.batch_state import BatchState
 from rmq_spark._core.log.half_header import after_name, batch_name, names_of
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.half_table import HalfTable
 from rmq_spark._core.log.key_order import OpenBatch
-from rmq_spark._core.log.op import DECIDING, NO_OPS, Kind, OpRow, pruned_up_to
-from rmq_spark._core.log.op_view import OpView, of_kind, settled
-from rmq_spark._core.log.prepared_batches import Prepared, PreparedBatches
+from rmq_spark._core.log.op import DECIDING, NO_OPS, OpKind, OpRow, pruned_up_to
+from rmq_spark._core.log.op_view import OpView, net_settled_table, of_kind
 from rmq_spark._core.log.read_op import read_op
 from rmq_spark._core.log.shared_files import UnreadableFile
-from rmq_spark._core.storage.table import Table
+from rmq_spark._core.storage.table import Table, live_paths
 from rmq_spark.errors import CorruptLogError, HalfBatchLeftError
 
-HALF_IDS_KEPT = 10_000
+HALF_IDS_MAX = 10_000
 """At most this many half batches without op rows are remembered."""
-OLDER_KEPT = 512
+OLDER_CACHED_MAX = 512
 """The older op rows of at most this many half batches are kept in memory until the next mark."""
-OPEN_ROWS_KEPT = 1_000_000
+OPEN_ROWS_CACHED_MAX = 1_000_000
 """The states of at most this many rows of open half batches are kept in memory, at four bytes each."""
 
 
@@ -55,7 +55,7 @@ class OpReader:
         self._open: dict[str, OpenBatch] = {}  # never modified, dropped when a newer op row is read
         self._open_rows = 0  # their rows; those of dropped half batches count until the next recount
         # Half batches that this process prepares and that have no op rows yet, oldest first.
-        self._untouched: dict[str, None] = {}
+        self._just_prepared: dict[str, None] = {}
         # A mark's version, and the older op rows that were read since, by half id.
         self._older_rows: tuple[int, dict[str, pa.Table]] = (-1, {})
         self._awaited: Awaited | None = None  # the commit under way
@@ -101,7 +101,7 @@ class OpReader:
         # An exception (an interrupt, a full memory) may come at any line: each line leaves a true state.
         for half_id in pc.unique(rows["half_id"]).to_pylist():
             self._open.pop(half_id, None)
-            self._untouched.pop(half_id, None)
+            self._just_prepared.pop(half_id, None)
         if self._awaited is not None and pc.any(pc.equal(rows["commit_id"], self._awaited.commit_id)).as_py():
             self._awaited.arrived = True
         self.view = after
@@ -112,7 +112,7 @@ class OpReader:
         version = self.table.refresh()
         self._open.clear()
         self._older_rows = (-1, {})
-        self._untouched.clear()
+        self._just_prepared.clear()
         start = self._start()
         self.view = start.after(self._read_between(start.version + 1, version), version)
 
@@ -124,7 +124,7 @@ class OpReader:
             if pruned_up_to(self.table) >= 0:
                 raise CorruptLogError("table op has lost its newest mark: restore the table from a copy")
             return OpView()
-        self._untouched.clear()  # they may have been settled since, and passed by the mark
+        self._just_prepared.clear()  # they may have been settled since, and passed by the mark
         paths = actions.filter(pc.equal(actions["max.low_water"], marked))["path"].to_pylist()
         return OpView.from_mark(read_op(self.table, paths))
 
@@ -137,15 +137,15 @@ class OpReader:
         # The reader does not filter: it would skip rows by a footer's statistics, which have no checksum
         # against flipped bits.
         written = {} if self._awaited is None else self._awaited.written
-        unwritten = [read_op(self.table, unread)] if (unread := [p for p in paths if p not in written]) else []
-        rows = pa.concat_tables([NO_OPS, *unwritten, *(written[p] for p in paths if p in written)])
+        from_files = [read_op(self.table, unread)] if (unread := [p for p in paths if p not in written]) else []
+        rows = pa.concat_tables([NO_OPS, *from_files, *(written[p] for p in paths if p in written)])
         between = pc.and_(pc.greater_equal(rows["version"], first), pc.less_equal(rows["version"], last))
         return rows.filter(between).sort_by("version")
 
     # ------------------------------------------------------------------ questions
     def ms_before_prepare(self) -> int:
-        """The time (ms) after which a half batch must be prepared now. Nobody searches for open half batches below the
-        mark, and transactions reopened so far count as sent earlier, whatever the clocks say."""
+        """The time (ms) after which a half batch must be prepared now: that of the mark, below which nobody looks for
+        open half batches; or of the last reopen, which was sent before it, whatever the clocks say."""
         self.refresh()
         return max(self.view.low_water, self.reopened_ms)
 
@@ -154,22 +154,22 @@ class OpReader:
         """When a transaction was last reopened (ms)."""
         return self.view.reopened_ms
 
-    def rows_of(self, record: HalfRecord) -> pa.Table:
+    def op_rows_of(self, record: HalfRecord) -> pa.Table:
         """The op rows of one half batch, in version order. Above the mark, all rows of a half batch are in memory."""
-        kept = _rows_of_batch(self.view.rows, record.half_id)
+        in_memory = _rows_of_batch(self.view.rows, record.half_id)
         if not self._is_below(record):
-            return kept
-        return pa.concat_tables([self._older_rows_of([record.half_id])[record.half_id], kept])
+            return in_memory
+        return pa.concat_tables([self._older_rows_of([record.half_id])[record.half_id], in_memory])
 
     def _is_below(self, record: HalfRecord) -> bool:
         """Whether a half batch was prepared below the mark, so that it may have op rows older than those in memory."""
         return record.prepared_ms <= self.view.low_water
 
     def _older_rows_of(self, half_ids: Sequence[str]) -> Mapping[str, pa.Table]:
-        """The op rows of half batches that are older than the rows in memory, and perhaps rows of others. They are
-        cached: a commit that loses a race needs them again, and another scan would make it lose the next race, too."""
+        """By half id, the op rows that are older than those in memory; the mapping may have more half batches. It is
+        cached: a commit that lost a race needs the rows again, and by scanning again it would lose the next."""
         marked_at, cache = self._older_rows
-        if marked_at != self.view.marked_at or len({*cache, *half_ids}) > OLDER_KEPT:
+        if marked_at != self.view.marked_at or len({*cache, *half_ids}) > OLDER_CACHED_MAX:
             cache = {}
             self._older_rows = (self.view.marked_at, cache)
         if unread := [half_id for half_id in half_ids if half_id not in cache]:
@@ -180,25 +180,25 @@ class OpReader:
         """Read the older op rows of several half batches at once, which :meth:`state_of` would read one by one."""
         with self.table.lock:
             half_ids = [record.half_id for record in records if self._is_below(record)]
-            if len(half_ids) <= OLDER_KEPT:
+            if len(half_ids) <= OLDER_CACHED_MAX:
                 self._older_rows_of(half_ids)
 
     def _read_older(self, half_ids: Sequence[str]) -> dict[str, pa.Table]:
         """The op rows that are older than the rows in memory, by half id and in version order. Of a half batch that the
         mark names, only rows of the named versions count."""
-        below = self.view.below
-        versions = sorted({v for h in half_ids if h in below for v in below[h].versions})
-        unnamed = [h for h in half_ids if h not in below]
+        at_mark = self.view.open_at_mark
+        versions = sorted({v for h in half_ids if h in at_mark for v in at_mark[h].versions})
+        unnamed = [h for h in half_ids if h not in at_mark]
         rows = self.older(unnamed) if unnamed else NO_OPS
         if versions:
-            named = [h for h in half_ids if h in below]
+            named = [h for h in half_ids if h in at_mark]
             where = pc.field("half_id").isin(named) & pc.field("version").isin(versions)
             named_rows = read_op(self.table, self._paths_of_versions(versions), None, where)
             rows = pa.concat_tables([rows, named_rows.sort_by("version")])
         positions: dict[str, list[int]] = {}
         ids, row_versions = rows["half_id"].to_pylist(), rows["version"].to_pylist()
         for position, (half_id, version) in enumerate(zip(ids, row_versions, strict=True)):
-            if half_id not in below or version in below[half_id].versions:
+            if half_id not in at_mark or version in at_mark[half_id].versions:
                 positions.setdefault(half_id, []).append(position)
         return {h: rows.take(positions[h]) if h in positions else NO_OPS for h in half_ids}
 
@@ -212,18 +212,18 @@ class OpReader:
             if first is None or last is None or bisect_left(versions, first) < bisect_right(versions, last)
         ]
 
-    def expect(self, half_ids: Sequence[str]) -> None:
+    def note_prepared(self, half_ids: Sequence[str]) -> None:
         """Note half batches that will be prepared now: ``op`` has no rows of them."""
         with self.table.lock:
-            self._untouched.update(dict.fromkeys(half_ids))
-            for half_id in list(islice(self._untouched, max(0, len(self._untouched) - HALF_IDS_KEPT))):
-                del self._untouched[half_id]
+            self._just_prepared.update(dict.fromkeys(half_ids))
+            for half_id in list(islice(self._just_prepared, max(0, len(self._just_prepared) - HALF_IDS_MAX))):
+                del self._just_prepared[half_id]
 
-    def forget(self, half_ids: Sequence[str]) -> None:
-        """Undo :meth:`expect`."""
+    def drop_prepared(self, half_ids: Sequence[str]) -> None:
+        """Undo :meth:`note_prepared`."""
         with self.table.lock:
             for half_id in half_ids:
-                self._untouched.pop(half_id, None)
+                self._just_prepared.pop(half_id, None)
 
     def scan(self, half_ids: Sequence[str], before: int | None = None) -> pa.Table:
         """Read the op rows of half batches from the table; with ``before``, only those below this version."""
@@ -246,7 +246,7 @@ class OpReader:
         with self.table.lock:
             if refresh:
                 self.refresh()
-            rows = self.rows_of(record).to_pylist()
+            rows = self.op_rows_of(record).to_pylist()
             self._require_there(record, rows)
             state = record.fresh_state()
             for row in rows:
@@ -255,13 +255,13 @@ class OpReader:
 
     def has_no_op_rows(self, record: HalfRecord) -> bool:
         """Whether this process prepared a half batch that had no op rows when ``op`` was last read."""
-        return record.half_id in self._untouched and not self._is_below(record)
+        return record.half_id in self._just_prepared and not self._is_below(record)
 
     def _require_there(self, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> None:
         """Raise HalfBatchLeftError when a half batch has left ``half``. If its op rows are gone, too, it would look
         pending, and its messages would be placed twice."""
         for row in rows:
-            if row["kind"] == Kind.ARCHIVED.value:
+            if row["kind"] == OpKind.ARCHIVED.value:
                 raise Archived.of(row).left_error()
         if self.is_gone(record) or self._was_settled(record, rows):
             raise HalfBatchLeftError(
@@ -277,7 +277,7 @@ class OpReader:
     def _was_settled(self, record: HalfRecord, rows: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a half batch was settled and its deciding op rows are gone: the mark has passed the half batch and
         does not name it."""
-        if not self._is_below(record) or record.half_id in self.view.below:
+        if not self._is_below(record) or record.half_id in self.view.open_at_mark:
             return False
         return not any(row["kind"] in DECIDING for row in rows)
 
@@ -286,7 +286,7 @@ class OpReader:
         with self.table.lock:
             self.refresh()
             rows = read_op(self.table, self.archive_paths(), None, pc.field("half_id") == half_id)
-            archive_rows = rows.filter(of_kind(rows, Kind.ARCHIVED)).to_pylist()
+            archive_rows = rows.filter(of_kind(rows, OpKind.ARCHIVED)).to_pylist()
             return Archived.of(archive_rows[-1]) if archive_rows else None
 
     def archived_as(self, app_id: str, batch_id: int) -> Archived | None:
@@ -295,24 +295,24 @@ class OpReader:
         with self.table.lock:
             self.refresh()
             rows = read_op(self.table, self.archive_paths(), None, _may_be_named([name])).sort_by("version")
-        rows = rows.filter(pc.and_(of_kind(rows, Kind.ARCHIVED), pc.equal(names_of(rows["half_id"]), name)))
+        rows = rows.filter(pc.and_(of_kind(rows, OpKind.ARCHIVED), pc.equal(names_of(rows["half_id"]), name)))
         return Archived.of(rows.slice(rows.num_rows - 1).to_pylist()[0]) if rows.num_rows else None
 
     def archived_among(self, names: Collection[str]) -> frozenset[str]:
         with self.table.lock:
             self.refresh()
             rows = self.table.read(self.archive_paths(), ["kind", "half_id"], _may_be_named(names))
-        archived_names = names_of(rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"])
+        archived_names = names_of(rows.filter(of_kind(rows, OpKind.ARCHIVED))["half_id"])
         return frozenset(archived_names.to_pylist()).intersection(names)
 
     def committed_among(self, names: Collection[str]) -> frozenset[str]:
         """The names whose half batches have committed messages, even when they have left."""
         with self.table.lock:
             self.refresh()
-            paths = self.table.actions()["path"].to_pylist()
+            paths = live_paths(self.table)
             rows = self.table.read(paths, ["kind", "half_id", "archived"], _may_be_named(names))
         archived_commit = pc.greater(pc.struct_field(rows["archived"], "committed"), 0)
-        committed = pc.or_(of_kind(rows, Kind.COMMIT), pc.fill_null(archived_commit, False))
+        committed = pc.or_(of_kind(rows, OpKind.COMMIT), pc.fill_null(archived_commit, False))
         return frozenset(names_of(rows.filter(committed)["half_id"]).to_pylist()).intersection(names)
 
     def commit_ids_at(self, version: int) -> list[str]:
@@ -330,7 +330,7 @@ class OpReader:
     def archived_rows(self) -> pa.Table:
         """All ``archived`` rows, as ``op`` was last read: ``half_id, op_time``."""
         rows = self.table.read(self.archive_paths(), ["kind", "half_id", "op_time"])
-        return rows.filter(of_kind(rows, Kind.ARCHIVED)).select(["half_id", "op_time"])
+        return rows.filter(of_kind(rows, OpKind.ARCHIVED)).select(["half_id", "op_time"])
 
     def archive_paths(self) -> list[str]:
         """The files of ``op`` that have ``archived`` rows."""
@@ -345,24 +345,24 @@ class OpReader:
             record = self.half.get(half_id)
             batch = self._open[half_id] = OpenBatch(record, self.state_of(record, refresh=False))
             self._open_rows += record.rows
-            if self._open_rows > OPEN_ROWS_KEPT:
+            if self._open_rows > OPEN_ROWS_CACHED_MAX:
                 self._drop_oldest_open()
         return batch
 
     def _drop_oldest_open(self) -> None:
-        """Drop the oldest open half batches, and keep about half of :data:`OPEN_ROWS_KEPT`."""
+        """Drop the oldest open half batches, and keep about half of :data:`OPEN_ROWS_CACHED_MAX`."""
         rows = 0
         for half_id, batch in reversed(list(self._open.items())):
-            if rows > OPEN_ROWS_KEPT // 2:
+            if rows > OPEN_ROWS_CACHED_MAX // 2:
                 del self._open[half_id]
             rows += batch.record.rows
         self._open_rows = sum(batch.record.rows for batch in self._open.values())
 
-    def prepared(self) -> PreparedBatches:
+    def maybe_open(self) -> BatchIndex:
         """Half batches that may be open, by half id: all above the low-water mark, and those named by the mark, with
         their pending rows."""
         above = self.half.contents.prepared_after(self.view.low_water)
-        return above.updated({h: Prepared(b.ms, b.pending) for h, b in self.view.below.items()})
+        return above.updated({h: PrepareEntry(b.ms, b.pending) for h, b in self.view.open_at_mark.items()})
 
     def open_half_ids(self) -> list[str]:
         """Half batches that may have pending rows, oldest first."""
@@ -370,13 +370,13 @@ class OpReader:
         # here; callers read its state themselves.
         with self.table.lock:
             self.refresh()
-            prepared = self.prepared()
+            prepared = self.maybe_open()
             open_ids = self.open_among(prepared)
             self.unreadable = prepared.unreadable
         # Messages that were reopened below the mark are older than all above it.
         return sorted(open_ids, key=lambda half_id: prepared[half_id].ms if half_id in prepared else 0)
 
-    def open_among(self, prepared: PreparedBatches) -> list[str]:
+    def open_among(self, prepared: BatchIndex) -> list[str]:
         """The half batches of ``prepared`` with pending rows, and those below the mark that were reopened and are still
         open."""
         opened = dict.fromkeys(self.open_of(prepared))
@@ -385,14 +385,14 @@ class OpReader:
             opened.update(dict.fromkeys(half_id for half_id in reopened if pending.get(half_id, 0) > 0))
         return list(opened)
 
-    def open_of(self, prepared: PreparedBatches) -> list[str]:
+    def open_of(self, prepared: BatchIndex) -> list[str]:
         """The half batches of ``prepared`` with rows that are not settled."""
-        return list(prepared.left_open(settled(self.view.rows)))
+        return list(prepared.left_open(net_settled_table(self.view.rows)))
 
-    def reopened(self, prepared: PreparedBatches) -> list[str]:
+    def reopened(self, prepared: BatchIndex) -> list[str]:
         """Half batches that were reopened and are not in ``prepared``: neither above the mark nor named by it."""
         rows = self.view.rows
-        ids = pc.unique(rows.filter(of_kind(rows, Kind.REOPEN))["half_id"])
+        ids = pc.unique(rows.filter(of_kind(rows, OpKind.REOPEN))["half_id"])
         return prepared.lacks(ids)
 
 

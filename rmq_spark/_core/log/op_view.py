@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.op import NO_OPS, SETTLING, Kind, OpenBelow
+from rmq_spark._core.log.op import NO_OPS, SETTLING, OpenAtMark, OpKind
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark._core.vocabulary.times import EPOCH
 from rmq_spark.errors import CorruptLogError
@@ -43,10 +43,10 @@ class OpView:
     waiting: Waiting = field(default_factory=dict)
     last_time: datetime = EPOCH
     low_water: int = 0
-    """Prepare time (ms) up to which every half batch is settled, except those ``below`` and those reopened later."""
+    """Prepare time (ms) up to which all is settled, but what is in ``open_at_mark`` and what was reopened later."""
     conflicts: frozenset[str] = frozenset()
     """Half batches with a verdict that came too late, which no person has resolved yet."""
-    below: Mapping[str, OpenBelow] = field(default_factory=dict)
+    open_at_mark: Mapping[str, OpenAtMark] = field(default_factory=dict)
     """Half batches that were open when the newest mark passed them, by half id."""
     reopened_ms: int = 0
     """When a transaction was last reopened."""
@@ -59,17 +59,17 @@ class OpView:
     def from_mark(cls, rows: pa.Table) -> OpView:
         """The state from which to go on after the newest of these mark rows: just before the first version that is
         still needed."""
-        marks = rows.filter(of_kind(rows, Kind.MARK)).sort_by("version")
+        marks = rows.filter(of_kind(rows, OpKind.MARK)).sort_by("version")
         if marks.num_rows == 0:
             raise CorruptLogError("table op has lost its newest mark: restore the table from a copy")
         mark = _newest_mark(marks)
         since = int(mark["since_version"])
         tails = {(t["topic"], t["queue_id"]): t["next_offset"] for t in mark["tails"]}
-        below = _below(mark)
-        waiting = {half_id: b.waiting for half_id, b in below.items() if b.waiting}
+        open_at_mark = _open_at_mark(mark)
+        waiting = {half_id: b.waiting for half_id, b in open_at_mark.items() if b.waiting}
         return cls(
-            version=since - 1, since=since, tails=tails, waiting=waiting, below=below, firsts=_firsts(mark),
-            reopened_ms=mark["reopened_ms"],
+            version=since - 1, since=since, tails=tails, waiting=waiting, open_at_mark=open_at_mark,
+            reopened_ms=mark["reopened_ms"], firsts=_firsts(mark),
         )  # fmt: skip
 
     def after(self, rows: pa.Table, version: int) -> OpView:
@@ -77,28 +77,29 @@ class OpView:
         they contradict each other or the state before."""
         if rows.num_rows == 0:
             return replace(self, version=version)
-        kept = pa.concat_tables([self.rows, rows])
+        in_memory = pa.concat_tables([self.rows, rows])
         since, low_water = self.since, self.low_water
-        below, marked_at = self.below, self.marked_at
-        marks = rows.filter(of_kind(rows, Kind.MARK))
+        open_at_mark, marked_at = self.open_at_mark, self.marked_at
+        marks = rows.filter(of_kind(rows, OpKind.MARK))
         if marks.num_rows:
             newest = _newest_mark(marks)
             low_water = newest["low_water"]
-            since, below, marked_at = max(since, newest["since_version"]), _below(newest), newest["version"]
-            kept = kept.filter(pc.greater_equal(kept["version"], since))
-        if kept["version"].num_chunks > CHUNKS_MAX:
-            kept = kept.combine_chunks()
+            since, marked_at = max(since, newest["since_version"]), newest["version"]
+            open_at_mark = _open_at_mark(newest)
+            in_memory = in_memory.filter(pc.greater_equal(in_memory["version"], since))
+        if in_memory["version"].num_chunks > CHUNKS_MAX:
+            in_memory = in_memory.combine_chunks()
         tails = _tails_after(self.tails, rows.filter(pc.is_valid(rows["next_offset"])))
         return OpView(
             version,
-            kept,
+            in_memory,
             since,
             tails,
             still_waiting(self.waiting, rows),
             max(self.last_time, pc.max(rows["op_time"]).as_py()),
             low_water,
             _conflicts_after(self.conflicts, rows),
-            below,
+            open_at_mark,
             max(self.reopened_ms, _last_reopened_ms(rows)),
             marked_at,
             _firsts_after(self.firsts, rows, tails),
@@ -107,32 +108,32 @@ class OpView:
     def is_behind_mark(self, rows: pa.Table) -> bool:
         """True when a mark among these new op rows makes some rows unnecessary: those may have been pruned before they
         were read."""
-        newest = pc.max(rows.filter(of_kind(rows, Kind.MARK))["since_version"]).as_py()
+        newest = pc.max(rows.filter(of_kind(rows, OpKind.MARK))["since_version"]).as_py()
         return newest is not None and newest > self.version + 1
 
     def reopened_rows(self, before: int | None = None) -> dict[str, int]:
-        """By half id: number of rows that were reopened since the newest mark, minus rows that were settled; possibly
-        negative. With ``before``, versions from that one on are left out."""
+        """By half id: number of rows that were reopened since the newest mark, minus those settled since; negative when
+        more were settled. ``before``: only versions below this one."""
         since_mark = pc.greater(self.rows["version"], self.marked_at)
         if before is not None:
             since_mark = pc.and_(since_mark, pc.less(self.rows["version"], before))
-        return {half_id: -net for half_id, net in settled_rows(self.rows.filter(since_mark)).items()}
+        return {half_id: -net for half_id, net in net_settled(self.rows.filter(since_mark)).items()}
 
 
-def of_kind(rows: pa.Table, kind: Kind) -> pa.ChunkedArray:
+def of_kind(rows: pa.Table, kind: OpKind) -> pa.ChunkedArray:
     return pc.equal(rows["kind"], kind.value)
 
 
-def settled_rows(rows: pa.Table) -> dict[str, int]:
+def net_settled(rows: pa.Table) -> dict[str, int]:
     """By half id: number of rows that op markers settled, minus rows that were reopened."""
-    counts = settled(rows)
+    counts = net_settled_table(rows)
     return dict(zip(counts["half_id"].to_pylist(), counts["rows"].to_pylist(), strict=True))
 
 
-def settled(rows: pa.Table) -> pa.Table:
+def net_settled_table(rows: pa.Table) -> pa.Table:
     """``half_id, rows``: number of rows that op markers settled, minus rows that were reopened."""
     settling = pc.is_in(rows["kind"], value_set=pa.array([k.value for k in SETTLING]))
-    reopening = of_kind(rows, Kind.REOPEN)
+    reopening = of_kind(rows, OpKind.REOPEN)
     sign = pc.subtract(pc.cast(settling, pa.int64()), pc.cast(reopening, pa.int64()))
     signed = pa.table({"half_id": rows["half_id"], "n": pc.multiply(sign, rows["count"])})
     signed = signed.filter(pc.is_valid(signed["half_id"]))
@@ -162,22 +163,22 @@ def _tails_after(tails: Tails, placed: pa.Table) -> Tails:
 
 def still_waiting(waiting: Waiting, rows: pa.Table) -> Waiting:
     """The messages that wait for a place after these op rows; ``waiting`` has those that waited before."""
-    placing = of_kind(rows, Kind.PLACE)
-    committing = pc.and_(of_kind(rows, Kind.COMMIT), pc.is_null(rows["queue_offset"]))
+    placing = of_kind(rows, OpKind.PLACE)
+    committing = pc.and_(of_kind(rows, OpKind.COMMIT), pc.is_null(rows["queue_offset"]))
     changes = rows.filter(pc.or_(placing, committing)).select(["kind", "half_id", "count", "until"]).to_pylist()
     if not changes:
         return waiting
     changed = {half_id: Counter(waiting.get(half_id, {})) for half_id in {r["half_id"] for r in changes}}
     for r in changes:
         counts = changed[r["half_id"]]
-        counts[r["until"]] += r["count"] if r["kind"] == Kind.COMMIT.value else -r["count"]
+        counts[r["until"]] += r["count"] if r["kind"] == OpKind.COMMIT.value else -r["count"]
         if counts[r["until"]] <= 0:
             del counts[r["until"]]
     return {half_id: counts for half_id, counts in {**waiting, **changed}.items() if counts}
 
 
 def _conflicts_after(conflicts: frozenset[str], rows: pa.Table) -> frozenset[str]:
-    changes = rows.filter(of_kind(rows, Kind.CONFLICT)).select(["half_id", "attempt"]).to_pylist()
+    changes = rows.filter(of_kind(rows, OpKind.CONFLICT)).select(["half_id", "attempt"]).to_pylist()
     still_open = set(conflicts)
     for row in changes:
         if row["attempt"] is None:  # a person has resolved it
@@ -188,13 +189,13 @@ def _conflicts_after(conflicts: frozenset[str], rows: pa.Table) -> frozenset[str
 
 
 def _last_reopened_ms(rows: pa.Table) -> int:
-    newest = pc.max(rows.filter(of_kind(rows, Kind.REOPEN))["op_time"]).as_py()
+    newest = pc.max(rows.filter(of_kind(rows, OpKind.REOPEN))["op_time"]).as_py()
     return 0 if newest is None else int(newest.timestamp() * 1000)
 
 
 def _firsts_after(firsts: Tails, rows: pa.Table, tails: Tails) -> Tails:
     """The first offsets that are kept, after these op rows. CorruptLogError: they expire what never existed."""
-    expired = rows.filter(of_kind(rows, Kind.EXPIRE)).select(["firsts"]).to_pylist()
+    expired = rows.filter(of_kind(rows, OpKind.EXPIRE)).select(["firsts"]).to_pylist()
     new_firsts = dict(firsts)
     for row in expired:
         for queue, first in _firsts(row).items():
@@ -216,16 +217,16 @@ def _firsts(row: Mapping[str, Any]) -> dict[Queue, int]:
     return {(f["topic"], f["queue_id"]): f["first_offset"] for f in entries}
 
 
-def _below(mark: Mapping[str, Any]) -> dict[str, OpenBelow]:
+def _open_at_mark(mark: Mapping[str, Any]) -> dict[str, OpenAtMark]:
     """The open half batches that a mark names. CorruptLogError: the mark has an impossible entry."""
-    return {entry["half_id"]: _open_below(entry, mark) for entry in mark["below"]}
+    return {entry["half_id"]: _entry_of(entry, mark) for entry in mark["below"]}
 
 
-def _open_below(entry: Mapping[str, Any], mark: Mapping[str, Any]) -> OpenBelow:
+def _entry_of(entry: Mapping[str, Any], mark: Mapping[str, Any]) -> OpenAtMark:
     try:
         versions = tuple(int(v) for v in entry["versions"])
         waiting = {w["until"]: int(w["count"]) for w in entry["waiting"]}
-        batch = OpenBelow(int(entry["ms"]), int(entry["pending"]), versions, waiting)
+        batch = OpenAtMark(int(entry["ms"]), int(entry["pending"]), versions, waiting)
         is_whole = bool(entry["half_id"]) and batch.pending >= 0 and min(waiting.values(), default=1) > 0
         is_whole = is_whole and list(versions) == sorted({v for v in versions if 0 <= v < mark["since_version"]})
     except TypeError:

@@ -32,7 +32,7 @@ PLACEMENT_COLUMNS = [
     "producer_group",
 ]
 
-FILE_BYTES_MAX = 16 * 1024 * 1024
+OP_READ_BYTES_MAX = 16 * 1024 * 1024
 """Bytes of files of ``op`` that are read at once. In memory they take about six times as much. An op row that names
 every other message of 100,000 is large."""
 
@@ -73,7 +73,7 @@ def newest_files(op: Table, since_version: int = 0, above: int = 0) -> list[tupl
 def rows_above(op: Table, position: int, until: int, rows_max: int, columns: Sequence[str]) -> tuple[pa.Table, int]:
     """The op rows above a version, as many as fit into memory; and the version up to which they are complete, which is
     ``until`` when all were read. Reading ends before the rows would exceed ``rows_max``, or the files
-    :data:`FILE_BYTES_MAX`."""
+    :data:`OP_READ_BYTES_MAX`."""
     actions = op.actions()
     actions = actions.filter(pc.fill_null(pc.greater(actions["max.version"], position), True))
     # Files without statistics may hold any version, so they come first.
@@ -85,7 +85,7 @@ def rows_above(op: Table, position: int, until: int, rows_max: int, columns: Seq
         first = file["min.version"]
         rows, size = rows + (file["num_records"] or 0), size + (file["size_bytes"] or 0)
         # Merged files may share a version. All versions below the first one that is left out are complete.
-        if number > 0 and (rows > rows_max or size > FILE_BYTES_MAX) and first > position + 1:
+        if number > 0 and (rows > rows_max or size > OP_READ_BYTES_MAX) and first > position + 1:
             actions, until = actions.slice(0, number), min(until, first - 1)
             break
     table = read_op(op, actions["path"].to_pylist(), columns)

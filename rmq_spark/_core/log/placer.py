@@ -93,8 +93,8 @@ class Placer:
     def _blocked(self, batches: Sequence[OpenBatch]) -> dict[str, RowSet]:
         """Committed rows that wait for a message sent before them, by half id.
 
-        A transaction is placed when all transactions that it waits for are placed with it or before it. So two
-        transactions that wait only for each other are placed together.
+        A transaction is placed together with all that it waits for, or after them; so two that wait for nobody but each
+        other are placed together.
         """
         units = enumerate(in_send_order(b for b in batches if self.keys.fifo_of(b.record)))
         open_rows = [_ranked(self.keys.open_rows(batch), batch, sent, rank) for rank, (batch, sent) in units]

@@ -19,7 +19,7 @@ from rmq_spark.errors import CorruptLogError
 
 logger = logging.getLogger(__name__)
 
-IDS_KEPT_MAX = 500_000
+IDS_CACHED_MAX = 500_000
 """Half ids kept in memory, at about 80 bytes each. The ids of the least recently used files are dropped first."""
 
 
@@ -41,20 +41,20 @@ class SharedFiles:
         self._read = read
         self._is_live = is_live
         self._problems: dict[str, CorruptLogError] = {}  # those of the files that could not be read last time
-        self._kept: OrderedDict[str, pa.Table] = OrderedDict()
+        self._cached: OrderedDict[str, pa.Table] = OrderedDict()
         self._ids = 0
 
     def of(self, path: str) -> pa.Table:
         """The half batches in one file. CorruptLogError: the file is damaged, or has a row without half_id."""
-        batches = self._kept.get(path)
+        batches = self._cached.get(path)
         if batches is None:
             ids = self._read([path])
             if ids.null_count:
                 raise CorruptLogError(f"{path} has a row without half_id: table half was changed by hand")
-            batches = counted(ids)
+            batches = rows_by_batch(ids)
             self.remember(path, batches)
         else:
-            self._kept.move_to_end(path)
+            self._cached.move_to_end(path)
         return batches
 
     def readable(self, paths: Iterable[str]) -> Iterator[tuple[str, pa.Table]]:
@@ -80,17 +80,17 @@ class SharedFiles:
 
     def is_small(self, path: str, rows_max: int) -> bool:
         """Whether a shared file that was read before has at most ``rows_max`` rows."""
-        batches = self._kept.get(path)
+        batches = self._cached.get(path)
         return batches is not None and 0 < (pc.sum(batches["rows"]).as_py() or 0) <= rows_max
 
     def remember(self, path: str, found: pa.Table) -> None:
-        self._kept[path] = found
+        self._cached[path] = found
         self._ids += found.num_rows
-        while self._ids > IDS_KEPT_MAX and len(self._kept) > 1:
-            self._ids -= self._kept.popitem(last=False)[1].num_rows
+        while self._ids > IDS_CACHED_MAX and len(self._cached) > 1:
+            self._ids -= self._cached.popitem(last=False)[1].num_rows
 
 
-def counted(ids: pa.Array | pa.ChunkedArray) -> pa.Table:
+def rows_by_batch(ids: pa.Array | pa.ChunkedArray) -> pa.Table:
     """How many rows each half batch has: ``half_id, rows``."""
     column = pa.table({"half_id": ids})
     sums = column.group_by("half_id", use_threads=False).aggregate([([], "count_all")])

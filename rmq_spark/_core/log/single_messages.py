@@ -38,16 +38,16 @@ class OneMessage:
         return (self,)
 
 
-def arrange(ones: Sequence[OneMessage]) -> dict[str, TxmqError]:
+def make_rows(ones: Sequence[OneMessage]) -> dict[str, TxmqError]:
     """Check messages, and set their rows. Returns the errors of messages that break a rule, by half id."""
     if len(ones) > 1:
         with suppress(Exception):  # one message is wrong: find out which below
-            _arrange_together(ones)
+            _make_rows_together(ones)
             return {}
     problems: dict[str, TxmqError] = {}
     for single in ones:
         try:
-            single.rows = single.writer.rows_of(to_table([single.message]))
+            single.rows = single.writer.to_half_rows(to_table([single.message]))
         except TxmqError as problem:
             problems[single.half_id] = problem
         except Exception as problem:  # a list or mapping in it was changed after it was made
@@ -57,8 +57,8 @@ def arrange(ones: Sequence[OneMessage]) -> dict[str, TxmqError]:
     return problems
 
 
-def _arrange_together(ones: Sequence[OneMessage]) -> None:
-    """Do for all messages at once what ``HalfWriter.arrange`` does for one half batch."""
+def _make_rows_together(ones: Sequence[OneMessage]) -> None:
+    """Do for all messages at once what ``HalfWriter.in_order`` does for one half batch."""
     topics = {name: queues for single in ones for name, queues in single.writer.topics.items()}
     fifo = frozenset[str]().union(*(single.writer.fifo for single in ones))
     checks = replace(ones[0].writer, topics=topics, fifo=fifo)

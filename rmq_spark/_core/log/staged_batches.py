@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from rmq_spark._core.log.half import HalfFile, HalfRows
 from rmq_spark._core.log.half_header import HalfHeader, Naming
-from rmq_spark._core.vocabulary.value import value
+from rmq_spark._core.vocabulary.immutable import immutable
 from rmq_spark.errors import AlreadyPreparedError, MessageError, StagedFilesTooOldError
 
 if TYPE_CHECKING:
     from rmq_spark._core.log.half_table import HalfTable
 
 
-@value
+@immutable
 class Staged:
     """A half batch to prepare: its files are written, or its rows are few and will share a file."""
 
@@ -32,11 +32,11 @@ PrepareError = AlreadyPreparedError | StagedFilesTooOldError
 """Why a half batch could not be prepared."""
 
 
-class Shared:
+class SharedFileWriter:
     """Writes the rows of half batches that have no file yet, for one commit: rows of several half batches go to one
     file.
 
-    A half batch that is refused must not lie in a file with the others, so each selection has a file of its own. Half
+    A half batch that is refused must not lie in such a file. So when one drops out, the rest get a new file. Half
     batches with generated ids share a file. These ids ascend, so the file's bounds in the Delta log tell which it has.
     Ids that users gave would widen the bounds, so their half batches share another file.
     """

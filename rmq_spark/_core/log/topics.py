@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from rmq_spark._core.runtime.log_records import failure
 from rmq_spark._core.storage.merge import compact
-from rmq_spark._core.storage.table import Change, Table, was_added
+from rmq_spark._core.storage.table import Change, Table, live_paths, was_added
 from rmq_spark._core.vocabulary.message import TIMESTAMP
 from rmq_spark._core.vocabulary.options import QUEUES_MAX, whole_number
 from rmq_spark._core.vocabulary.remedy import Remedy
@@ -79,8 +79,7 @@ class TopicTable:
         return self.known()
 
     def known(self) -> Known:
-        """The topics as of this handle's last read. This waits for no commit under way, unless something must be
-        read."""
+        """The topics as of this handle's last read. Only a read waits for a commit under way."""
         known = self._known
         if known is not None and known.version == self.table.version:
             return known
@@ -94,12 +93,12 @@ class TopicTable:
             return self._known
 
     def _read(self) -> pa.Table:
-        """The rows of the version that this handle has read. When upkeep has deleted its files meanwhile, those of the
-        newest version. A file never changes, so it is read once."""
+        """The rows of the version that this handle has read, or of the newest one when upkeep has deleted its files. A
+        file never changes, so it is read once."""
         while True:
             version = self.table.version
             try:
-                paths = self.table.actions()["path"].to_pylist()
+                paths = live_paths(self.table)
                 self._rows = {p: self._rows[p] if p in self._rows else self.table.read([p], _COLUMNS) for p in paths}
                 return pa.concat_tables([_NO_ROWS, *self._rows.values()])
             except (CorruptLogError, FileNotFoundError):
@@ -109,8 +108,8 @@ class TopicTable:
     def create(
         self, names: Iterable[str], queues: int | None, fifo: bool, exist_ok: bool, retention_s: float | None = None
     ) -> None:
-        """Add topics of one kind in one commit, or none of them. Raises TopicExistsError when a topic exists, unless
-        ``exist_ok`` and its kind is the same. An existing topic keeps its retention, and another one is refused."""
+        """Add topics of one kind in one commit, or none of them. TopicExistsError: a topic exists; with ``exist_ok``,
+        only when another kind or retention was asked for."""
         queue_count = self.default_queues if queues is None else queues
         whole_number(queue_count, "queues", 1, QUEUES_MAX, " of queues")
         topic_names = list(dict.fromkeys(names))
@@ -154,7 +153,7 @@ class TopicTable:
         """Merge small files. Otherwise each topic would be a file that every process reads for ever."""
 
         def choose(table: Table) -> list[str]:
-            paths: list[str] = table.actions()["path"].to_pylist()
+            paths: list[str] = live_paths(table)
             return paths if len(paths) >= TOPICS_FILES_MAX else []
 
         def merge(paths: list[str]) -> Change:
@@ -172,7 +171,7 @@ class TopicTable:
         def propose(version: int) -> Change | None:
             if self.known().topics[name].retention_s == retention_s:
                 return None
-            for path in self.table.actions()["path"].to_pylist():
+            for path in live_paths(self.table):
                 rows = self.table.read([path])
                 is_topic = pc.equal(rows["name"], name)
                 if pc.any(is_topic).as_py():

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 HOW_TO_MEND = "Restore the log from a copy"
-RUNS_KEPT = 100_000
+RUNS_CACHED_MAX = 100_000
 """The most runs of offsets in files of ``messages`` that are kept in memory."""
 
 
@@ -59,41 +59,41 @@ class _Run(NamedTuple):
 class _Border:
     """How far a log is drained at a version of ``messages``: up to which version of ``op``, and each queue's end."""
 
-    position: int = -1
+    op_version: int = -1
     ends: Mapping[Queue, int] = field(default_factory=dict)
 
 
-class Drained:
+class DrainBorder:
     """The table ``messages`` as one handle of a log has read it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._asked = (-1, -1)  # a version of the table, and its position then
+        self._last_answer = (-1, -1)  # a version of the table, and its position then
         self._border = _Border()
         self._runs: OrderedDict[str, tuple[_Run, ...]] = OrderedDict()
 
     @property
-    def position(self) -> int:
+    def op_version(self) -> int:
         """The version of ``op`` up to which the table had all messages at the last call of :meth:`border`."""
-        return self._asked[1]
+        return self._last_answer[1]
 
     def border(self) -> Mapping[Queue, int]:
         """By queue, the offset of its first message that is not drained yet; 0 for a queue that is missing. Read ``op``
-        before: what was pruned from it by then is in the table now. CorruptLogError: ``op`` has not placed what was
-        drained, so one of the two tables is an older copy."""
+        first: then all that was pruned from it is in the table that is read here. CorruptLogError: ``op`` has not
+        placed what was drained, so one of the two tables is an older copy."""
         engine = self._engine
         with engine.lock:
             table = engine.messages_table
             version = table.refresh()
-            if version != self._asked[0]:
+            if version != self._last_answer[0]:
                 position = drained_up_to(table)
                 if position >= 0:
                     self._require_same_op(position)
-                self._asked = (version, position)
-            if self.position < 0:
+                self._last_answer = (version, position)
+            if self.op_version < 0:
                 return {}
-            if self._border.position != self.position:
-                self._border = _Border(self.position, self._ends())
+            if self._border.op_version != self.op_version:
+                self._border = _Border(self.op_version, self._ends())
             return self._border.ends
 
     def whole_border(self) -> Mapping[Queue, int]:
@@ -138,15 +138,15 @@ class Drained:
             return None
         placed = f"{most}" if least == most else f"{most}, of which {least} have not expired"
         return (
-            f"table messages has {rows} rows, and op placed {placed}, up to version {self.position}: somebody "
+            f"table messages has {rows} rows, and op placed {placed}, up to version {self.op_version}: somebody "
             f"{'wrote to' if rows > most else 'deleted from'} it. "
             f"{foreign_change(engine.messages_table) or HOW_TO_MEND}"
         )
 
     def _ends(self) -> dict[Queue, int]:
-        """By queue, the offset of its first placement above the position, or else its end."""
+        """By queue, the offset of its first placement above :attr:`op_version`; its end when there is none."""
         ends = dict(self._engine.tails(refresh=False))
-        for rows, _ in walk_placements(self._engine.op_table, self.position + 1):
+        for rows, _ in walk_placements(self._engine.op_table, self.op_version + 1):
             note_first_offsets(ends, rows)
         return ends
 
@@ -201,7 +201,7 @@ class Drained:
                 _runs(self._engine.messages_table.read([path], ["topic", "queue_id", "queue_offset"]))
             )
             kept = sum(len(runs) for runs in self._runs.values())
-            while kept > RUNS_KEPT and len(self._runs) > 1:
+            while kept > RUNS_CACHED_MAX and len(self._runs) > 1:
                 kept -= len(self._runs.popitem(last=False)[1])
         self._runs.move_to_end(path)
         return self._runs[path]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 OP_ROWS_MAX = 100_000
 """Op rows that one step reads at most."""
 STEP_MESSAGES_MAX = 4_000_000
-"""The most messages of one commit, unless a single version of ``op`` has more."""
+"""The most messages of one commit; a single version of ``op`` may have more."""
 VERSIONS_SKIPPED_MAX = 1_000
 """A commit moves the position past this many versions of ``op`` that place nothing. Fewer are left to a later step."""
 COLUMNS = [*PLACEMENT_COLUMNS, "commit_id"]
@@ -104,7 +104,7 @@ class Drainer:
             return Change(add=files, transactions=transactions_of(end, rows))
 
         def landed(change: Change) -> bool:
-            # Another drainer may have come as far, so our files must be there, too. A commit adds all of them or none.
+            # Another drainer may have come as far, so look for one of our files. A commit adds all of them or none.
             return drained_up_to(table) >= end and all(was_added(table, file) for file in change.add[:1])
 
         if table.compare_and_set(propose, landed) is None and not tried:
@@ -174,4 +174,4 @@ def _first_versions(rows: pa.Table, end: int, messages_max: int) -> tuple[pa.Tab
 @retry_on_newest_state
 def drain(engine: Engine) -> int:
     """Copy what is placed and not yet drained. See :meth:`CommitLog.drain`."""
-    return Drainer(engine.another_on_the_same_log()).run()
+    return Drainer(engine.new_handle()).run()

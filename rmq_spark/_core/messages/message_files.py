@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.log.message_range import PlacedRange, placed_range
-from rmq_spark._core.messages.message_reader import STORED_COLUMNS, Piece, by_file, made_of, pieces_of, rows_of
+from rmq_spark._core.messages.message_reader import STORED_COLUMNS, Piece, by_file, made_of, pieces_of, row_range_of
 from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA
 from rmq_spark._core.runtime.pools import submitted
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from rmq_spark._core.storage.row_range import RowRange
     from rmq_spark._core.storage.table import Table
 
-FILE_BYTES_MAX = 96 * 1024 * 1024
+MESSAGES_FILE_BYTES_MAX = 96 * 1024 * 1024
 """Collected messages of this size in memory are written as a file, which is a fraction of this size."""
 ROWS_AT_ONCE = 10_000
 """Op rows that are made into ranges together, as Python objects."""
 RUNS_AT_ONCE = 100_000
-"""The most runs of rows that these op rows name, unless a single one names more."""
+"""The most runs of rows that these op rows name; a single op row may name more."""
 READS_AT_ONCE = 16
 """Small half files that are read from an object store at the same time. Each read takes a few round trips."""
 SMALL_FILE_BYTES = 256 * 1024
@@ -76,7 +76,7 @@ def message_files(
     for messages in made_of(_pieces(ranges, read, sizes or {}), MESSAGES_SCHEMA.names):
         for topic, rows in _by_topic(messages):
             collected.setdefault(topic, _Collected()).add(rows)
-        if sum(c.size for c in collected.values()) >= FILE_BYTES_MAX:
+        if sum(c.size for c in collected.values()) >= MESSAGES_FILE_BYTES_MAX:
             largest = max(collected.values(), key=lambda c: c.size)
             yield table.write(largest.take())
     for rest in collected.values():
@@ -88,19 +88,21 @@ def message_files(
 def _pieces(ranges: Iterable[PlacedRange], read: Read, sizes: Mapping[str, int]) -> Iterator[Piece[PlacedRange]]:
     if not sizes:
         for file_ranges in by_file(ranges):
-            yield from pieces_of(file_ranges, read(rows_of(file_ranges), STORED_COLUMNS))
+            yield from pieces_of(file_ranges, read(row_range_of(file_ranges), STORED_COLUMNS))
         return
     reads: deque[tuple[list[PlacedRange], Future[list[tuple[int, pa.Table]]] | None]] = deque()
 
     def first() -> Iterator[Piece[PlacedRange]]:
         file_ranges, future = reads.popleft()
-        tables = read(rows_of(file_ranges), STORED_COLUMNS) if future is None else future.result()
+        tables = read(row_range_of(file_ranges), STORED_COLUMNS) if future is None else future.result()
         return pieces_of(file_ranges, tables)
 
     with ThreadPoolExecutor(READS_AT_ONCE, "txmq-read") as pool:
         for file_ranges in by_file(ranges):
             is_small = sizes.get(file_ranges[0].rows.path, SMALL_FILE_BYTES) < SMALL_FILE_BYTES
-            reads.append((file_ranges, submitted(pool, _read_whole, read, rows_of(file_ranges)) if is_small else None))
+            reads.append(
+                (file_ranges, submitted(pool, _read_whole, read, row_range_of(file_ranges)) if is_small else None)
+            )
             if len(reads) == READS_AT_ONCE:
                 yield from first()
         while reads:
@@ -135,7 +137,7 @@ ORDER = ("queue_id", "queue_offset")
 
 
 def _owned(messages: pa.Table) -> pa.Table:
-    """Messages that keep nothing else in memory: a small slice would keep everything read with it."""
+    """A copy of the messages: a small slice would keep all that was read with it in memory."""
     if 2 * messages.nbytes >= messages.get_total_buffer_size():
         return messages
     return pa.concat_tables([messages, messages.slice(0, 0)]).combine_chunks()

@@ -20,7 +20,7 @@ from rmq_spark._core.messages.messages_table import MESSAGES_SCHEMA, SOURCE_SCHE
 from rmq_spark._core.messages.placements import Placements
 from rmq_spark._core.selector import SUB_ALL, parse_selector, parse_tags, tag_selector
 from rmq_spark._core.selector.tree import Filter
-from rmq_spark._core.storage.row_range import KEPT, RowRange
+from rmq_spark._core.storage.row_range import MATCHES, RowRange
 from rmq_spark._core.vocabulary.ids import batch_transaction_id
 from rmq_spark._core.vocabulary.options import nearest, require_time, whole_number
 from rmq_spark._core.vocabulary.queues import Queue
@@ -44,7 +44,7 @@ STORED_COLUMNS = (
     "transaction_key",
 )
 """Columns that are read as ``half`` has them."""
-FEW_ROWS = 1_000
+SMALL_PIECE_ROWS = 1_000
 """Ranges with fewer rows are made into messages together, because each table costs time and memory of its own."""
 TOGETHER_MAX = 1_000
 """The most ranges that are made into messages together."""
@@ -81,7 +81,7 @@ def _cut(ranges: Sequence[_Range], position: int, table: pa.Table) -> Iterator[P
         start += placed.count
 
 
-def rows_of(together: Sequence[MessageRange]) -> RowRange:
+def row_range_of(together: Sequence[MessageRange]) -> RowRange:
     """The rows of ranges that follow each other in one file."""
     merged: list[RowRange] = []
     for placed in together:
@@ -96,7 +96,7 @@ def rows_of(together: Sequence[MessageRange]) -> RowRange:
 def messages_of(
     together: Sequence[_Range], tables: Iterable[tuple[int, pa.Table]], columns: Sequence[str]
 ) -> Iterator[pa.Table]:
-    """Messages of the source from rows of :func:`rows_of`, as ``read_range`` yields them: those that a filter keeps."""
+    """Messages of the source, from rows as ``read_range`` yields them for :func:`row_range_of`: those that match."""
     return made_of(pieces_of(together, tables), columns)
 
 
@@ -105,7 +105,7 @@ Piece = tuple[_Range, int, pa.Table]
 
 
 def pieces_of(together: Sequence[_Range], tables: Iterable[tuple[int, pa.Table]]) -> Iterator[Piece[_Range]]:
-    """Cut rows of :func:`rows_of`, as ``read_range`` yields them, to their ranges."""
+    """Cut rows, as ``read_range`` yields them for :func:`row_range_of`, to their ranges."""
     for position, table in tables:
         yield from _cut(together, position, table)
 
@@ -125,7 +125,7 @@ def made_of(pieces: Iterable[Piece[_Range]], columns: Sequence[str]) -> Iterator
             yield from flush()
             yield _filtered(found.select(columns).cast(pa.schema([MESSAGES_SCHEMA.field(c) for c in columns])), found)
             continue
-        is_small = found.num_rows < FEW_ROWS
+        is_small = found.num_rows < SMALL_PIECE_ROWS
         if not is_small or len(waiting) == TOGETHER_MAX or _transaction_per(waiting) != placed.transaction_per:
             yield from flush()
         waiting.append((placed, before, found))
@@ -140,8 +140,8 @@ def _transaction_per(waiting: Sequence[Piece[PlacedRange]]) -> str | None:
 
 def _filtered(messages: pa.Table, rows: pa.Table) -> pa.Table:
     """The messages that a filter keeps. ``rows`` are the rows that they were made of."""
-    if KEPT in rows.column_names and not pc.all(rows[KEPT]).as_py():
-        return messages.filter(rows[KEPT])
+    if MATCHES in rows.column_names and not pc.all(rows[MATCHES]).as_py():
+        return messages.filter(rows[MATCHES])
     return messages
 
 
@@ -262,7 +262,7 @@ def read_ranges(
     for file_ranges in by_file(ranges):
         rows_done = 0
         try:
-            for position, table in read(rows_of(file_ranges), stored_columns(columns, file_ranges), where):
+            for position, table in read(row_range_of(file_ranges), stored_columns(columns, file_ranges), where):
                 yield from messages_of(file_ranges, [(position, table)], columns)
                 rows_done = position + table.num_rows
         except FileNotFoundError as lost:
@@ -271,7 +271,7 @@ def read_ranges(
             except FileNotFoundError:  # they are nowhere
                 raise lost from None
             for part in by_file(moved):
-                yield from messages_of(part, read(rows_of(part), stored_columns(columns, part), where), columns)
+                yield from messages_of(part, read(row_range_of(part), stored_columns(columns, part), where), columns)
 
 
 def _ranges_after(ranges: Sequence[MessageRange], done: int) -> Iterator[MessageRange]:
@@ -309,14 +309,14 @@ def read_messages(
         if type(offset) is not int or not 0 <= offset <= tail:
             raise OffsetError(f"there is no offset {offset!r} of queue {queue_id} to start from: 0 to {tail} are there")
     left = None if limit is None else whole_number(limit, "limit", 0)
-    first_kept = engine.firsts(refresh=False)
-    firsts = {(topic, q): start.get(q, first_kept.get((topic, q), 0)) for q in range(queues)}
+    log_firsts = engine.firsts(refresh=False)
+    firsts = {(topic, q): start.get(q, log_firsts.get((topic, q), 0)) for q in range(queues)}
     ends = {queue: tails.get(queue, 0) for queue in firsts}
     if left is not None and where is None:
         ends = _limited_ends(firsts, ends, left)
     ranges, missing = Placements(engine, topic.__eq__).between(firsts, ends)
     for queue, first, stop in missing:
-        raise OffsetOutOfRangeError(out_of_range(*queue, first, stop, first_kept))
+        raise OffsetOutOfRangeError(out_of_range(*queue, first, stop, log_firsts))
     tables: list[pa.Table] = []
     for messages in read_ranges(ranges, engine.read_range, engine.find_again, names, where):
         if left == 0:

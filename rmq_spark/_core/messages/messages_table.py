@@ -49,7 +49,7 @@ MESSAGES_SCHEMA = pa.schema(
         ("transaction_key", pa.string()),
     ]
 )
-KEPT_S = 7 * 86_400
+RETENTION_S = 7 * 86_400
 """Seconds for which entries of the table's Delta log and replaced files stay, so that other readers can go on where
 they stand, and go back. A log with a longer ``log_retention`` keeps them for that."""
 POSITION = "txmq.op"

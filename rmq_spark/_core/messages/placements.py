@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.message_range import MessageRange, PlacedRange, Positions, note_first_offsets, select
+from rmq_spark._core.log.message_range import MessageRange, PlacedRange, QueueOffsets, note_first_offsets, select
 from rmq_spark._core.log.op import OP_SCHEMA
 from rmq_spark._core.log.op_walk import PLACEMENT_COLUMNS, walk_placements
 from rmq_spark._core.vocabulary.queues import Queue
@@ -32,13 +32,13 @@ Spans = Mapping[Queue, tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Cached:
     """The placements in memory: all above ``floor`` that were committed below version ``until``, and some later
     ones."""
 
     rows: pa.Table
     until: int
-    floor: Positions
+    floor: QueueOffsets
 
     def __post_init__(self) -> None:
         assert _above(self.rows, self.floor).num_rows == self.rows.num_rows, "a placement is kept that was read"
@@ -53,10 +53,10 @@ class _Kept:
         """True when missing offsets can only be in newer op rows."""
         return all(first >= self.floor.get(queue, 0) for queue, (first, _) in wanted.items())
 
-    def without(self, read: Positions) -> _Kept:
+    def without(self, read: QueueOffsets) -> _Cached:
         """The placements that remain when a reader has read up to these positions."""
         floor = {**self.floor, **{queue: max(offset, self.floor.get(queue, 0)) for queue, offset in read.items()}}
-        return _Kept(_above(self.rows, read), self.until, floor)
+        return _Cached(_above(self.rows, read), self.until, floor)
 
 
 class Placements:
@@ -66,7 +66,7 @@ class Placements:
         self.engine = engine
         self._wants = wants
         until = engine.refresh() + 1
-        self._kept = _Kept(
+        self._cached = _Cached(
             NO_PLACEMENTS, until, dict(engine.tails(refresh=False))
         )  # replaced in one step, never changed
 
@@ -76,11 +76,13 @@ class Placements:
         topics = {topic for topic in {topic for topic, _ in tails} if self._wants(topic)}
         return {queue: offset for queue, offset in tails.items() if queue[0] in topics}
 
-    def forget(self, read: Positions) -> None:
+    def forget(self, read: QueueOffsets) -> None:
         """Drop the placements that the reader has read, so that memory does not grow."""
-        self._kept = self._kept.without(read)
+        self._cached = self._cached.without(read)
 
-    def between(self, start: Positions, end: Positions) -> tuple[list[MessageRange], list[tuple[Queue, int, int]]]:
+    def between(
+        self, start: QueueOffsets, end: QueueOffsets
+    ) -> tuple[list[MessageRange], list[tuple[Queue, int, int]]]:
         """Where the messages with offsets from ``start`` (included) to ``end`` (excluded) of every queue lie, by queue
         and offset; and the queues and offsets (first, end) that the log does not hold."""
         spans = _spans(start, end)
@@ -95,8 +97,8 @@ class Placements:
         return ranges, sorted(missing)
 
     def tail(
-        self, start: Positions, end: Positions
-    ) -> tuple[Positions, dict[Queue, list[PlacedRange]], list[tuple[Queue, int, int]]]:
+        self, start: QueueOffsets, end: QueueOffsets
+    ) -> tuple[QueueOffsets, dict[Queue, list[PlacedRange]], list[tuple[Queue, int, int]]]:
         """The border; where the messages of these offsets above it lie, by queue; and the queues and offsets (first,
         end) that the log does not hold. Messages below the border are in the table ``messages``."""
         border = self.engine.drained.border()
@@ -107,7 +109,7 @@ class Placements:
         return border, ranges, missing
 
     def _above_border(
-        self, border: Positions, start: Positions, end: Positions
+        self, border: QueueOffsets, start: QueueOffsets, end: QueueOffsets
     ) -> tuple[dict[Queue, list[PlacedRange]], list[tuple[Queue, int, int]]]:
         spans = _spans({queue: max(start.get(queue, 0), border.get(queue, 0)) for queue in end}, end)
         if not spans:
@@ -123,27 +125,27 @@ class Placements:
             missing += [(queue, *gap) for gap in gaps]
         return ranges, missing
 
-    def _rows_holding(self, spans: Spans, start: Positions) -> pa.Table:
+    def _rows_holding(self, spans: Spans, start: QueueOffsets) -> pa.Table:
         """Placements that hold these spans, and perhaps more; all there are when the log does not hold the spans."""
-        if not self._kept.covers(spans):
+        if not self._cached.covers(spans):
             tails = self.engine.tails(refresh=False)
             if any(stop > tails.get(queue, 0) for queue, (_, stop) in spans.items()):
                 self.engine.refresh()
             version = self.engine.op_table.version
-            if self._kept.reaches_down_to(spans):
+            if self._cached.reaches_down_to(spans):
                 self._read_newer(spans, version)
-            if not self._kept.covers(spans):
+            if not self._cached.covers(spans):
                 self._read_anew(spans, start, version)
-        return self._kept.rows
+        return self._cached.rows
 
     def _read_newer(self, spans: Spans, version: int) -> None:
-        kept = self._kept
-        rows, until = kept.rows.filter(pc.less(kept.rows["version"], kept.until)), version + 1
-        for new, _ in walk_placements(self.engine.op_table, kept.until):
-            rows, until = _bounded(pa.concat_tables([rows, self._wanted_above(new, kept.floor)]), until, spans)
-        self._kept = _Kept(rows.combine_chunks(), until, kept.floor)
+        cached = self._cached
+        rows, until = cached.rows.filter(pc.less(cached.rows["version"], cached.until)), version + 1
+        for new, _ in walk_placements(self.engine.op_table, cached.until):
+            rows, until = _bounded(pa.concat_tables([rows, self._wanted_above(new, cached.floor)]), until, spans)
+        self._cached = _Cached(rows.combine_chunks(), until, cached.floor)
 
-    def _read_anew(self, spans: Spans, start: Positions, version: int) -> None:
+    def _read_anew(self, spans: Spans, start: QueueOffsets, version: int) -> None:
         """Walk backwards until all placements from ``start`` to the head are read."""
         latest = self.latest(refresh=False)
         floor = {queue: start.get(queue, 0) for queue in {*start, *spans, *latest}}
@@ -157,9 +159,9 @@ class Placements:
             rows, until = _bounded(pa.concat_tables([rows, own_rows]), until, spans)
             if missing.nothing:
                 break
-        self._kept = _Kept(rows.combine_chunks(), until, floor)
+        self._cached = _Cached(rows.combine_chunks(), until, floor)
 
-    def _wanted_above(self, rows: pa.Table, floor: Positions) -> pa.Table:
+    def _wanted_above(self, rows: pa.Table, floor: QueueOffsets) -> pa.Table:
         return _above(self._of_wanted_topics(rows), floor)
 
     def _of_wanted_topics(self, rows: pa.Table) -> pa.Table:
@@ -174,7 +176,7 @@ class Placements:
         drained = self.engine.drained
         drained.whole_border()
         first_offsets = {queue: offset for queue, offset in drained.first_since(time).items() if self._wants(queue[0])}
-        for rows, rest in walk_placements(self.engine.op_table, drained.position + 1):
+        for rows, rest in walk_placements(self.engine.op_table, drained.op_version + 1):
             placed = self._of_wanted_topics(rows.filter(pc.is_valid(rows["queue_offset"])))
             note_first_offsets(first_offsets, placed.filter(pc.greater_equal(placed["op_time"], since)))
             # Times ascend with versions, so older files than this are entirely too early.
@@ -185,11 +187,11 @@ class Placements:
 
     def starts_since(self, time: datetime, ends: Mapping[Queue, int]) -> dict[Queue, int]:
         """The first kept offset of each queue of ``ends`` that was committed at this time or later, else its end."""
-        first, first_kept = self.first_since(time), self.engine.firsts(refresh=False)
-        return {queue: max(min(end, first.get(queue, end)), first_kept.get(queue, 0)) for queue, end in ends.items()}
+        since, firsts = self.first_since(time), self.engine.firsts(refresh=False)
+        return {queue: max(min(end, since.get(queue, end)), firsts.get(queue, 0)) for queue, end in ends.items()}
 
 
-def _spans(start: Positions, end: Positions) -> dict[Queue, tuple[int, int]]:
+def _spans(start: QueueOffsets, end: QueueOffsets) -> dict[Queue, tuple[int, int]]:
     """The offsets from ``start`` to ``end`` by queue, without queues that have none between them."""
     spans = {queue: (start.get(queue, 0), stop) for queue, stop in sorted(end.items())}
     return {queue: (first, stop) for queue, (first, stop) in spans.items() if first < stop}
@@ -220,11 +222,11 @@ class _Missing:
         return all(n <= 0 for n in self._left.values())
 
 
-def _above(rows: pa.Table, floor: Positions) -> pa.Table:
+def _above(rows: pa.Table, floor: QueueOffsets) -> pa.Table:
     return rows.filter(pc.greater(rows["next_offset"], _positions_of(rows, floor))) if rows.num_rows else rows
 
 
-def _positions_of(rows: pa.Table, positions: Positions) -> pa.ChunkedArray:
+def _positions_of(rows: pa.Table, positions: QueueOffsets) -> pa.ChunkedArray:
     """The position of each row's queue; 0 for a queue that has none."""
     names = pa.array([f"{topic} {queue_id}" for topic, queue_id in positions], pa.string())
     at = pc.index_in(_queue_names(rows), value_set=names)
@@ -236,8 +238,8 @@ def _queue_names(rows: pa.Table) -> pa.ChunkedArray:
 
 
 def _bounded(rows: pa.Table, until: int, spans: Spans) -> tuple[pa.Table, int]:
-    """Limit the rows that are kept to those of the spans and the oldest others. Returns them, and the version below
-    which they are complete."""
+    """The rows of the spans, and as many of the oldest other rows as the cache may hold; and the version below which
+    these are complete."""
     if rows.num_rows <= 2 * CACHE_ROWS_MAX:
         return rows, until
     versions = pc.array_sort_indices(rows["version"])

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rmq_spark._core.client.commit_log import CommitLog
-from rmq_spark._core.inspect.group_lag import kept_letters
+from rmq_spark._core.inspect.group_lag import retained_letters
 from rmq_spark._core.log.op import Who
 from rmq_spark._core.metrics.log_figures import LogFigures, LogWatch
 from rmq_spark._core.metrics.metric_names import BY_NAME, COMMON, LOG, METRICS, WATCH_METRICS, Metric
@@ -214,7 +214,7 @@ def _of_groups(figures: LogFigures) -> Iterator[Sample]:
         yield "rocketmq_consumer_lag_messages", labels, lag.messages
         yield "rocketmq_consumer_lag_latency", labels, lag.seconds * 1_000
     letters_of = {**dict.fromkeys((group for group, _ in figures.lags), 0), **figures.dead_letters()}
-    kept = kept_letters(figures.placed, figures.expired)
+    kept = retained_letters(figures.placed, figures.expired)
     for group, letters in letters_of.items():
         labels = {"consumer_group": group, "topic": f"{DLQ_PREFIX}{group}", "is_system": "false"}
         yield "rocketmq_send_to_dlq_messages_total", labels, letters

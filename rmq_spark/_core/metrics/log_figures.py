@@ -19,15 +19,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.inspect.group_lag import QueueOffset, commit_times, kept_letters, queue_lags
+from rmq_spark._core.inspect.group_lag import QueueOffset, commit_times, queue_lags, retained_letters
 from rmq_spark._core.inspect.history import rolled_back_again
 from rmq_spark._core.inspect.standing import TableFigures, by_topic, table_figures
 from rmq_spark._core.inspect.undrained import Undrained
 from rmq_spark._core.log.batch_state import RowState
-from rmq_spark._core.log.op import DECIDING, Kind, Who, ranges_of
+from rmq_spark._core.log.op import DECIDING, OpKind, Who, ranges_of
 from rmq_spark._core.log.op_walk import rows_above
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.runtime.failpoints import reach
+from rmq_spark._core.storage.table import live_paths
 from rmq_spark._core.vocabulary.queues import Queue
 from rmq_spark.errors import HalfBatchNotFoundError, TxmqError
 
@@ -125,7 +126,7 @@ class LogFigures:
 
     def dead_letters(self) -> dict[str, int]:
         """Return by consumer group the letters in its dead letter topic since the log was made."""
-        return kept_letters({topic: self.placed.get(topic, 0) for topic in self.topics}, {})
+        return retained_letters({topic: self.placed.get(topic, 0) for topic in self.topics}, {})
 
 
 class _HalfBatch(NamedTuple):
@@ -240,22 +241,22 @@ class LogWatch:
             self._log_id, self._position, self._last_check = engine.id, -1, None
         seen = _Seen(engine, self._position, Undrained(self._engine.another()))
         # Read earlier rows too: quarantines, reopens and the last answer of a check may be old.
-        where = (pc.field("kind").isin([Kind.QUARANTINE.value, Kind.REOPEN.value, Kind.CHECK.value])) | (
+        where = (pc.field("kind").isin([OpKind.QUARANTINE.value, OpKind.REOPEN.value, OpKind.CHECK.value])) | (
             pc.field("decided_by").isin(list(CHECKED_BY))
         )
         with engine.lock:
-            paths = engine.op_table.actions()["path"].to_pylist()
+            paths = live_paths(engine.op_table)
             rows = engine.op_table.read(paths, ["kind", "half_id", "op_time", "decided_by"], where)
         self._note(seen, rows)
         return seen
 
     def _note(self, seen: _Seen, rows: pa.Table) -> None:
         """Record the quarantines, reopens and checks among op rows."""
-        quarantined = rows.filter(pc.equal(rows["kind"], Kind.QUARANTINE.value))
+        quarantined = rows.filter(pc.equal(rows["kind"], OpKind.QUARANTINE.value))
         seen.maybe_quarantined.update(pc.unique(quarantined["half_id"]).to_pylist())
-        seen.reopened.update(pc.unique(rows.filter(pc.equal(rows["kind"], Kind.REOPEN.value))["half_id"]).to_pylist())
+        seen.reopened.update(pc.unique(rows.filter(pc.equal(rows["kind"], OpKind.REOPEN.value))["half_id"]).to_pylist())
         by_check = pc.fill_null(pc.is_in(rows["decided_by"], value_set=pa.array(CHECKED_BY)), False)
-        answered = rows.filter(pc.or_(by_check, pc.equal(rows["kind"], Kind.CHECK.value)))
+        answered = rows.filter(pc.or_(by_check, pc.equal(rows["kind"], OpKind.CHECK.value)))
         newest = pc.max(answered["op_time"]).as_py()
         if newest is not None and (self._last_check is None or newest > self._last_check):
             self._last_check = newest
@@ -272,7 +273,7 @@ class LogWatch:
         seen.changed.update(pc.unique(deciding["half_id"]).to_pylist())
         sums = deciding.group_by(["kind", "decided_by"], use_threads=False).aggregate([("count", "sum")])
         decided = Counter({(r["kind"], r["decided_by"] or ""): int(r["count_sum"]) for r in sums.to_pylist()})
-        rolled_back = self._countby_topic(seen.engine, rows.filter(pc.equal(rows["kind"], Kind.ROLLBACK.value)))
+        rolled_back = self._countby_topic(seen.engine, rows.filter(pc.equal(rows["kind"], OpKind.ROLLBACK.value)))
         rolled_back -= _count_repeated(seen, rows)
         if end == head:  # a half batch that is settled now needs another reopen first
             seen.reopened.intersection_update(seen.engine.open_half_ids())
@@ -373,7 +374,7 @@ def _known_times(seen: _Seen, behind: set[QueueOffset]) -> Mapping[QueueOffset, 
 def _count_repeated(seen: _Seen, rows: pa.Table) -> Counter[str]:
     """Return by topic the number of messages that these op rows roll back once more, which a counter must not count
     twice."""
-    rolled_back = rows.filter(pc.equal(rows["kind"], Kind.ROLLBACK.value))
+    rolled_back = rows.filter(pc.equal(rows["kind"], OpKind.ROLLBACK.value))
     of_reopened = rolled_back.filter(
         pc.is_in(rolled_back["half_id"], value_set=pa.array(list(seen.reopened), pa.string()))
     )

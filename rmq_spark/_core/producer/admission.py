@@ -1,4 +1,4 @@
-"""Admission: the sends that a producer has under way, and the turns of local transactions in its threads."""
+"""Admission: the sends that a producer has under way, and the slots for local transactions in its threads."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ LOOP_LOOKED_AT_S = 1.0
 """Seconds between checks that the coroutine's event loop is alive."""
 
 
-class UnderWay:
+class OpenSends:
     """Registers sends while the producer is open, and waits for their end when it closes. :meth:`leave` may also follow
     an interrupted :meth:`enter`."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.lock = runtime.lock()
-        """Taken by :meth:`leave`, too."""
+        """:meth:`leave` takes it."""
         self._over = runtime.event()  # set when closed with nothing under way
         self._inside: set[object] = set()
         self.is_open = False
@@ -65,8 +65,8 @@ class UnderWay:
             self._over.set()
 
 
-class InFlight:
-    """Gives a place to at most ``most`` sends at once; others wait. ``left`` is called with each send that leaves."""
+class SendSlots:
+    """Gives a slot to at most ``most`` sends at once; others wait. ``left`` is called with each send that leaves."""
 
     def __init__(self, most: int, left: Callable[[object], object]) -> None:
         self._most = most
@@ -76,11 +76,11 @@ class InFlight:
         """:meth:`leave` takes its lock."""
 
     def enter(self, send: object, may_wait: Callable[[], bool]) -> None:
-        """Take a place. Without a free one, wait for it if ``may_wait()``, or go on without a place."""
+        """Take a slot. When none is free, wait for one if ``may_wait()``, or go on without one."""
         with self.changed:
-            if has_room := len(self._inside) < self._most:
+            if has_slot := len(self._inside) < self._most:
                 self._inside.add(send)
-        if not has_room and may_wait():
+        if not has_slot and may_wait():
             with self.changed:
                 self.changed.wait_for(lambda: len(self._inside) < self._most)
                 self._inside.add(send)
@@ -92,7 +92,7 @@ class InFlight:
         self._left(send)
 
 
-class Keys:
+class KeyLocks:
     """Lets sends with the same key run one after another, and others at once."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -101,7 +101,7 @@ class Keys:
         self._known: dict[str, tuple[AbstractContextManager[object], list[None]]] = {}
 
     @contextmanager
-    def one_by_one(self, key: str | None) -> Iterator[None]:
+    def hold(self, key: str | None) -> Iterator[None]:
         """Wait for earlier sends with this key; None waits for none."""
         if key is None:
             yield
@@ -119,12 +119,12 @@ class Keys:
                     self._known.pop(key, None)
 
 
-class Admission:
+class ListenerSlots:
     """Limits how many sends are prepared, and how many of their local transactions run, at once.
 
-    A half batch that waited for a free thread after its prepare could be checked, after ``transaction_timeout``, before
-    its local transaction begins. So it waits before its prepare. At least as many sends may be prepared as there are
-    threads, and more when local transactions are short: as many as can begin soon.
+    A half batch that waits for a thread longer than ``transaction_timeout`` is checked before its local transaction
+    begins. So a send waits before its prepare. As many may be prepared as there are threads, and more when local
+    transactions are short: as many as can begin soon.
     """
 
     def __init__(self, threads: int, transaction_timeout_s: float) -> None:
@@ -139,34 +139,34 @@ class Admission:
         self._is_over = False  # the producer waits no more for running sends
 
     @property
-    def room(self) -> int:
+    def prepared_max(self) -> int:
         """How many sends may be prepared, or run."""
         if self._mean_s is None:
             return self._threads
         return max(self._threads, int(self._threads * self._within_s / max(self._mean_s, 1e-6)))
 
     def admit(self, send: object, begin: Callable[[], bool], give_up: Callable[[], object] | None = None) -> None:
-        """Call ``begin`` when one more send may be prepared, or ``give_up`` when it never may. When ``begin`` returns
-        False, the next send may begin instead. After an interrupt in here, call :meth:`leave`."""
+        """Call ``begin`` now, or as soon as a slot is free; or ``give_up`` when the producer closes first. When
+        ``begin`` returns False, the next send gets the slot. After an interrupt in here, call :meth:`leave`."""
         with self.lock:
-            has_room = len(self._admitted) < self.room
-            if has_room:
+            has_slot = len(self._admitted) < self.prepared_max
+            if has_slot:
                 self._admitted.add(send)
             elif give_up is None or not self._is_over:  # a later leave() lets it begin
                 self._waiting.append((send, begin, give_up))
                 return
-        if not has_room and give_up is not None:
+        if not has_slot and give_up is not None:
             give_up()
         elif not begin():
             self.leave(send)
 
     def leave(self, send: object) -> None:
-        """Free the room of a send whose local transaction has ended or will not run, and let others begin."""
+        """Free the slot of a send whose local transaction has ended or will not run, and let others begin."""
         with self.lock:
             self._admitted.discard(send)
         while True:
             with self.lock:
-                if not self._waiting or len(self._admitted) >= self.room:
+                if not self._waiting or len(self._admitted) >= self.prepared_max:
                     return
                 next_one, begin, _ = self._waiting.popleft()
                 self._admitted.add(next_one)
@@ -188,7 +188,7 @@ class Admission:
     def admitted(
         self, listener: TransactionListener, loop: asyncio.AbstractEventLoop | None = None
     ) -> Iterator[TransactionListener]:
-        """Wait until one more send may be prepared, and give the listener for it. The room is freed when the local
+        """Wait until one more send may be prepared, and give the listener for it. Its slot is freed when the local
         transaction has ended. ``loop`` runs a local transaction that is a coroutine."""
         may_begin = threading.Event()
 
@@ -196,13 +196,13 @@ class Admission:
             may_begin.set()
             return True
 
-        in_turn = _InTurn(listener, self, loop)
-        self.admit(in_turn, begin)
+        slotted = _SlottedListener(listener, self, loop)
+        self.admit(slotted, begin)
         may_begin.wait()
         try:
-            yield in_turn
+            yield slotted
         finally:
-            in_turn.leave()
+            slotted.leave()
 
     def require_alive(self, loop: asyncio.AbstractEventLoop, running: futures.Future[Any]) -> None:
         """Raise ListenerError when the event loop will never finish a local transaction, which would hang its send."""
@@ -216,7 +216,7 @@ class Admission:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Wait for a turn, and measure the local transaction that runs within it."""
+        """Wait for a thread's slot, and measure the local transaction that runs within it."""
         with self._free:
             began_s = time.monotonic()
             try:
@@ -227,12 +227,14 @@ class Admission:
                 self._mean_s = took_s if mean_s is None else mean_s + SMOOTHING * (took_s - mean_s)
 
 
-class _InTurn(TransactionListener):
-    """A listener whose local transaction waits for its turn."""
+class _SlottedListener(TransactionListener):
+    """A listener whose local transaction waits for a slot."""
 
-    def __init__(self, listener: TransactionListener, turns: Admission, loop: asyncio.AbstractEventLoop | None) -> None:
+    def __init__(
+        self, listener: TransactionListener, slots: ListenerSlots, loop: asyncio.AbstractEventLoop | None
+    ) -> None:
         self._listener = listener
-        self._turns = turns
+        self._slots = slots
         self._loop = loop
         self._is_admitted = True
 
@@ -244,7 +246,7 @@ class _InTurn(TransactionListener):
         return self._listener.store_id
 
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
-        with self._turns.running():
+        with self._slots.running():
             try:
                 execute: Any = self._listener.execute_local_transaction
                 if not is_coroutine(self._listener):
@@ -252,7 +254,7 @@ class _InTurn(TransactionListener):
                 assert self._loop is not None
                 running = asyncio.run_coroutine_threadsafe(execute(batch), self._loop)
                 while not futures.wait([running], LOOP_LOOKED_AT_S).done:
-                    self._turns.require_alive(self._loop, running)
+                    self._slots.require_alive(self._loop, running)
                 return running.result()
             finally:
                 self.leave()
@@ -263,4 +265,4 @@ class _InTurn(TransactionListener):
     def leave(self) -> None:
         if self._is_admitted:
             self._is_admitted = False
-            self._turns.leave(self)
+            self._slots.leave(self)

@@ -124,7 +124,7 @@ class AsyncSend:
             self._fail(raised)
 
     def _turn(self) -> Any:
-        return nullcontext() if self.asks_nobody else self._threads.admission.running()
+        return nullcontext() if self.asks_nobody else self._threads.listener_slots.running()
 
     def _in_context(self, work: Callable[[], Done]) -> Done:
         return work() if self._context is None else self._context.run(work)
@@ -133,7 +133,7 @@ class AsyncSend:
     def _leave_turn(self) -> None:
         """Let others be prepared: this send has no local transaction to come."""
         if not self.asks_nobody:
-            self._threads.admission.leave(self)
+            self._threads.listener_slots.leave(self)
 
     def _succeed(self, outcome: Outcome) -> None:
         try:

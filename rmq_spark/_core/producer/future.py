@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from rmq_spark._core.producer.admission import InFlight
+from rmq_spark._core.producer.admission import SendSlots
 from rmq_spark._core.producer.result import TransactionSendResult
 from rmq_spark._core.runtime.runtime import callers, owns_lock
 from rmq_spark._core.vocabulary.redaction import traceback_of
@@ -82,16 +82,16 @@ class SendFuture(Future[TransactionSendResult]):
 
     Parameters
     ----------
-    room : InFlight
-        The future leaves it when the send ends or is cancelled.
+    slots : SendSlots
+        The future leaves its slot when the send ends or is cancelled.
     """
 
     _condition: Any
 
-    def __init__(self, room: InFlight) -> None:
+    def __init__(self, slots: SendSlots) -> None:
         super().__init__()
         self._condition = _LazyCondition()
-        self._room = room
+        self._slots = slots
         self._left: deque[Callable[[Future[TransactionSendResult]], object]] | None = None
         self._is_over = False
         self.calls: Callable[[Future[TransactionSendResult]], object] | None = None
@@ -120,13 +120,13 @@ class SendFuture(Future[TransactionSendResult]):
             return not self.cancelled() and self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:
-        """Cancel the send, unless it has begun."""
+        """Cancel a send that has not begun; True when it is cancelled."""
         if self.give_up():
             self.call_back()
         return self.cancelled()
 
     def give_up(self) -> bool:
-        """Cancel the send, unless it has begun, without its callbacks; True for the call that has cancelled it."""
+        """Cancel a send that has not begun, without its callbacks; True for the call that has cancelled it."""
         with self._condition:
             if self.cancelled() or not super().cancel():
                 return False
@@ -135,8 +135,8 @@ class SendFuture(Future[TransactionSendResult]):
         return True
 
     def end(self) -> bool:
-        """Give up the place in the room; True when there are callbacks to call."""
-        self._room.leave(self)
+        """Free the send's slot; True when there are callbacks to call."""
+        self._slots.leave(self)
         self._is_over = True
         return bool(self._left)
 

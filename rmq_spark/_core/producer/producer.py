@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
-from rmq_spark._core.client.input import is_small, message_list, require_message
 from rmq_spark._core.listeners.transaction_listener import (
     CommitOncePrepared,
     TransactionListener,
@@ -24,8 +23,9 @@ from rmq_spark._core.listeners.transaction_listener import (
     require_listener,
 )
 from rmq_spark._core.log.single_messages import OneMessage
-from rmq_spark._core.producer.admission import Keys, UnderWay
+from rmq_spark._core.producer.admission import KeyLocks, OpenSends
 from rmq_spark._core.producer.future import SendFuture
+from rmq_spark._core.producer.input import is_small, require_message
 from rmq_spark._core.producer.result import TransactionSendResult
 from rmq_spark._core.producer.send_threads import SendThreads, event_loop
 from rmq_spark._core.producer.sender import Request, Sender
@@ -35,7 +35,7 @@ from rmq_spark._core.protocol.limits import NO_LIMITS, PendingLimits
 from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime.callables import name_of
 from rmq_spark._core.runtime.spans import tracing
-from rmq_spark._core.vocabulary.message import Message, require_group_name
+from rmq_spark._core.vocabulary.message import Message, message_list, require_group_name
 from rmq_spark._core.vocabulary.options import (
     MAINTENANCE_INTERVAL_S,
     REPLAY_CHECK_TIMEOUT_S,
@@ -164,7 +164,7 @@ class TransactionMQProducer:
         self._listener_threads = whole_number(listener_threads, "listener_threads", 1)
         self._in_flight_max = whole_number(max_in_flight, "max_in_flight", 1)
         self._await_s = seconds(await_termination, "await_termination")
-        self._under_way = UnderWay(self.engine.runtime)
+        self._open_sends = OpenSends(self.engine.runtime)
         self._without_listener = self.two_phase.with_listener(CommitOncePrepared(), "fail")
         self._sender = Sender(self.two_phase, self.producer_group)
         self._reset_sends()
@@ -178,7 +178,7 @@ class TransactionMQProducer:
         """Open the producer (``with`` does it)."""
         self._require_own_process()
         with self._opening:
-            if not self._under_way.is_open:
+            if not self._open_sends.is_open:
                 self._closing.set()  # ends the threads of an interrupted start
                 # Threads of an earlier start keep the event that ended them.
                 self._closing = self.engine.runtime.event()
@@ -190,25 +190,25 @@ class TransactionMQProducer:
                     self._threads.append(start(partial(self._answer_checks, self._closing), "txmq-checks", daemon=True))
                 if self.maintenance_interval is not None:
                     self._threads.append(start(partial(self._maintain, self._closing), "txmq-maintainer", daemon=True))
-                self._under_way.open()
+                self._open_sends.open()
         return self
 
     def _reset_sends(self) -> None:
-        """Begin with free rooms and keys: sends that an earlier shutdown left under way hold none of them."""
-        self._sender.keys = Keys(self.engine.runtime)
+        """Begin with free slots and keys: sends that an earlier shutdown left under way hold none of them."""
+        self._sender.key_locks = KeyLocks(self.engine.runtime)
         self._send_threads = SendThreads(
-            self.producer_group, self._commits, self._under_way, self._enter, self._in_flight_max,
+            self.producer_group, self._commits, self._open_sends, self._enter, self._in_flight_max,
             self._listener_threads, self.transaction_timeout, self.engine.runtime,
         )  # fmt: skip
 
     def shutdown(self) -> None:
         """Close the producer: accept no more sends, and wait for sends, callbacks, a check and upkeep under way.
 
-        It waits for ``await_termination`` seconds at most, and then logs what still runs. Sends that have not begun by
-        then are cancelled and leave nothing; a check settles what the others leave.
+        It waits for ``await_termination`` seconds at most, and then logs what still runs. A send that has not begun by
+        then is cancelled and leaves nothing; what one that has begun leaves, a check settles.
         """
         if os.getpid() != self._pid:  # a forked copy has none of the threads
-            self._under_way.is_open = False
+            self._open_sends.is_open = False
             return
         end_s = self.engine.runtime.monotonic() + self._await_s
 
@@ -216,7 +216,7 @@ class TransactionMQProducer:
             return max(0.0, end_s - self.engine.runtime.monotonic())
 
         self._commits.hurry()
-        left = self._under_way.close(self._await_s)
+        left = self._open_sends.close(self._await_s)
         if left:
             late = [f"local transaction of {name_of(self.listener)}"] if self._send_threads.give_up() else []
         else:
@@ -244,7 +244,7 @@ class TransactionMQProducer:
 
     def _end(self) -> None:
         """Stop the threads at the end of Python, which a thread within delta-rs would crash."""
-        self._under_way.is_open = False
+        self._open_sends.is_open = False
         if os.getpid() != self._pid:  # a forked copy has none of the threads
             return
         self._closing.set()
@@ -391,10 +391,10 @@ class TransactionMQProducer:
         threads = self._send_threads
 
         def send() -> TransactionSendResult:
-            # A send that waits for an earlier one of its key must not take room from others.
+            # A send that waits for an earlier one of its key must not take a slot from others.
             with (
-                self._sender.keys.one_by_one(idempotency_key),
-                threads.admission.admitted(self.listener, loop) as admitted,
+                self._sender.key_locks.hold(idempotency_key),
+                threads.listener_slots.admitted(self.listener, loop) as admitted,
             ):
                 two_phase = self.two_phase.with_listener(admitted, self.two_phase.on_listener_error)
                 return self._sender.send(Request(two_phase, [message], arg, idempotency_key=idempotency_key))
@@ -465,19 +465,19 @@ class TransactionMQProducer:
         return self._send(Request(self.two_phase.with_listener(enlisted, "fail"), messages))
 
     def _send(self, request: Request) -> TransactionSendResult:
-        place = object()
+        entry = object()
         try:
-            self._enter(place)
+            self._enter(entry)
             self._commits.require_may_wait()
             batch = request.batch
             listed = batch if isinstance(batch, pa.Table) else message_list(batch)
             return self._sender.send(replace(request, batch=listed))
         finally:
-            self._under_way.leave(place)
+            self._open_sends.leave(entry)
 
     def _enter(self, entry: object) -> None:
         self._require_own_process()
-        if not self._under_way.enter(entry):
+        if not self._open_sends.enter(entry):
             raise OptionError("the producer is not open: use it in a with statement, or call start()")
 
     def _require_own_process(self) -> None:

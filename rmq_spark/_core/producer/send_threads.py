@@ -1,4 +1,4 @@
-"""The threads of a producer's asynchronous sends, and the room that the sends take."""
+"""The threads of a producer's asynchronous sends, and the slots that the sends take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextvars import copy_context
 from typing import Any
 
 from rmq_spark._core.log.single_messages import OneMessage
-from rmq_spark._core.producer.admission import Admission, InFlight, UnderWay
+from rmq_spark._core.producer.admission import ListenerSlots, OpenSends, SendSlots
 from rmq_spark._core.producer.async_send import AsyncSend
 from rmq_spark._core.producer.future import SendFuture, owns_future_lock
 from rmq_spark._core.producer.result import TransactionSendResult
@@ -27,15 +27,15 @@ class SendThreads:
         self,
         producer_group: str,
         commits: GroupCommit,
-        under_way: UnderWay,
+        open_sends: OpenSends,
         enter: Callable[[object], None],
         in_flight_max: int,
         listener_threads: int,
         transaction_timeout: float,
         runtime: Runtime,
     ) -> None:
-        self.admission = Admission(listener_threads, transaction_timeout)
-        self.in_flight = InFlight(in_flight_max, under_way.leave)
+        self.listener_slots = ListenerSlots(listener_threads, transaction_timeout)
+        self.send_slots = SendSlots(in_flight_max, open_sends.leave)
         name = f"txmq-{producer_group}"
         self.senders = ElasticPool(in_flight_max, name, runtime)
         """Threads for the waiting steps of sends without a local transaction, one for each send."""
@@ -46,7 +46,8 @@ class SendThreads:
         self._enter = enter
         self._with_thread: set[SendFuture] = set()  # sends that have a thread of their own, or wait for one
         pools = (self.senders, self.listeners, self._callers)
-        self._locks = (under_way.lock, self.in_flight.changed, self.admission.lock, *(pool.lock for pool in pools))
+        slots = (self.send_slots.changed, self.listener_slots.lock)
+        self._locks = (open_sends.lock, *slots, *(pool.lock for pool in pools))
 
     def owns_send_lock(self) -> bool:
         """Whether this thread owns a lock that the end of a send takes: ``__del__`` or a signal handler interrupts the
@@ -54,11 +55,11 @@ class SendThreads:
         return any(map(owns_lock, self._locks)) or owns_future_lock()
 
     def start_shared(self, two_phase: TwoPhase, message: Callable[[], OneMessage], arg: Any) -> SendFuture:
-        """Send one message in threads that all sends share. ``message`` makes its half file; an exception of it is the
-        future's."""
-        future = SendFuture(self.in_flight)
+        """Send one message in threads that all sends share. ``message`` makes its half file; the future gets an
+        exception that it raises."""
+        future = SendFuture(self.send_slots)
         try:
-            self._take_room(future)
+            self._take_slot(future)
         except BaseException:
             future.end()
             raise
@@ -67,7 +68,7 @@ class SendThreads:
             if send.asks_nobody:
                 send.begin()
             else:
-                self._begin_in_turn(send, future)
+                self._begin_when_admitted(send, future)
         except Exception as problem:
             future.set_exception(problem)
             future.end()
@@ -76,16 +77,16 @@ class SendThreads:
             raise
         return future
 
-    def _begin_in_turn(self, send: AsyncSend, future: SendFuture) -> None:
+    def _begin_when_admitted(self, send: AsyncSend, future: SendFuture) -> None:
         try:
-            self.admission.admit(send, send.begin, lambda: self._give_up(future))
+            self.listener_slots.admit(send, send.begin, lambda: self._give_up(future))
         except BaseException:  # an interrupt
-            self.admission.leave(send)
+            self.listener_slots.leave(send)
             raise
 
     def start(self, send: Callable[[], TransactionSendResult]) -> SendFuture:
         """Send in a thread that may wait."""
-        future = SendFuture(self.in_flight)
+        future = SendFuture(self.send_slots)
         context = copy_context()  # the thread continues the caller's trace
 
         def work() -> None:
@@ -101,7 +102,7 @@ class SendThreads:
                 self.end(future)
 
         try:
-            self._take_room(future)
+            self._take_slot(future)
             self._with_thread.add(future)
             self.senders.put(work)
         except BaseException:
@@ -110,12 +111,12 @@ class SendThreads:
             raise
         return future
 
-    def _take_room(self, future: object) -> None:
-        """Register a send, and take a place among those in flight."""
+    def _take_slot(self, future: object) -> None:
+        """Register a send, and take a slot for it."""
         self._enter(future)
-        self.in_flight.enter(future, self._may_wait_for_room)
+        self.send_slots.enter(future, self._may_wait_for_slot)
 
-    def _may_wait_for_room(self) -> bool:
+    def _may_wait_for_slot(self) -> bool:
         """Whether this call may wait until a send has ended. That send may need this thread: its event loop, the
         listener, callback or commit that runs in it, or the send that this call has interrupted."""
         return event_loop() is None and not is_in_pool() and self.commits.may_wait and not _is_within_a_send()
@@ -133,7 +134,7 @@ class SendThreads:
 
     def give_up(self) -> bool:
         """Cancel the sends that have not begun, and return whether local transactions run in these threads."""
-        self.admission.close()
+        self.listener_slots.close()
         for future in list(self._with_thread):
             self._give_up(future)
         return bool(self.listeners.under_way())
@@ -160,7 +161,7 @@ def _callback_of(work: Callable[[], object]) -> str:
 
 
 def _is_within_a_send() -> bool:
-    """Whether this call, from ``__del__`` or a signal handler, interrupts a send that takes room."""
+    """Whether this call, from ``__del__`` or a signal handler, interrupts a send that takes a slot."""
     return sum(frame.f_code in _DOORS for frame in callers()) > 1  # one is this send's own
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark._core.client.input import stage, topics_in
 from rmq_spark._core.listeners.transaction_listener import TransactionListener, has_local_transaction, store_id_to_send
 from rmq_spark._core.log.half_header import HalfHeader, Naming
 from rmq_spark._core.log.half_writer import HalfWriter
-from rmq_spark._core.producer.admission import Keys
+from rmq_spark._core.producer.admission import KeyLocks
+from rmq_spark._core.producer.input import stage, topics_in
 from rmq_spark._core.producer.result import TransactionSendResult, result_of
 from rmq_spark._core.protocol.send import TwoPhase
 from rmq_spark._core.runtime.spans import tracing
@@ -47,7 +47,7 @@ class Sender:
     def __init__(self, two_phase: TwoPhase, producer_group: str) -> None:
         self.engine = two_phase.engine
         self.producer_group = producer_group
-        self.keys = Keys(self.engine.runtime)
+        self.key_locks = KeyLocks(self.engine.runtime)
         self._listener: TransactionListener = two_phase.listener
         self._started = self.engine.runtime.unique_id()
         self._sends = count(1)  # consecutive ids lie close together in a file, so its bounds find them
@@ -72,7 +72,7 @@ class Sender:
 
     def _send(self, request: Request) -> TransactionSendResult:
         writer = self.writer(request)
-        with self.keys.one_by_one(request.idempotency_key):  # a repeated send finds the outcome of the first
+        with self.key_locks.hold(request.idempotency_key):  # a repeated send finds the outcome of the first
             outcome = request.two_phase.send(
                 writer.header, lambda: stage(self.engine, writer, request.batch), request.arg
             )

@@ -7,10 +7,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rmq_spark._core.client.input import message_list
 from rmq_spark._core.listeners.transaction_listener import TransactionListener
 from rmq_spark._core.producer.result import TransactionSendResult
-from rmq_spark._core.vocabulary.message import Message
+from rmq_spark._core.vocabulary.message import Message, message_list
 from rmq_spark.errors import ListenerError, OptionError
 
 if TYPE_CHECKING:

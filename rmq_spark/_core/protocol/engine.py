@@ -28,10 +28,10 @@ from rmq_spark._core.log.message_range import MessageRange, PlacedRange, out_of_
 from rmq_spark._core.log.op_view import Tails
 from rmq_spark._core.log.staged_batches import PrepareError, Staged
 from rmq_spark._core.log.topics import TopicTable
-from rmq_spark._core.messages.border import Drained
+from rmq_spark._core.messages.border import DrainBorder
 from rmq_spark._core.messages.messages_table import require_drained
+from rmq_spark._core.protocol.assemble_half_batch import half_batch_of
 from rmq_spark._core.protocol.compaction import Compaction
-from rmq_spark._core.protocol.half_batch_view import half_batch_of
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.row_range import RowRange
@@ -70,9 +70,9 @@ class Engine:
         self.topic_store = TopicTable(tables.topics, tables.default_queues)
         self.ledger = Ledger(self.op_table, self.half, self.topic_store, self._has_left_elsewhere)
         self.runtime = tables.half.runtime
-        self.drained = Drained(self)
+        self.drained = DrainBorder(self)
         self.compaction = Compaction(self, tables.in_background)
-        self._prepared: dict[str, HalfHeader] = {}  # by app id, its last numbered half batch
+        self._last_headers: dict[str, HalfHeader] = {}  # by app id, its last numbered half batch
         self._groups: GroupTable | None = None
         self._messages: Table | None = None
 
@@ -98,7 +98,7 @@ class Engine:
         """A new engine of this log, which has read nothing yet, as in another process."""
         return Engine(self._tables.another())
 
-    def another_on_the_same_log(self) -> Engine:
+    def new_handle(self) -> Engine:
         """:meth:`another`, or NotACommitLogError when another log was made in this one's place."""
         engine = self.another()
         if engine.id != self.id:
@@ -180,7 +180,7 @@ class Engine:
 
     def header_of(self, app_id: str, batch_id: int) -> HalfHeader | None:
         """The header of a half batch. The last one that this handle prepared of an application is not read again."""
-        prepared = self._prepared.get(app_id)
+        prepared = self._last_headers.get(app_id)
         if prepared is not None and prepared.batch_id == batch_id:
             return prepared
         record = self.find(app_id, batch_id)
@@ -224,29 +224,29 @@ class Engine:
             reach("staged", header=staged[0].header)
         half_ids = [batch.header.half_id for batch in staged]
         with self.lock:
-            self.ledger.expect(half_ids)
+            self.ledger.note_prepared(half_ids)
             try:
                 results = self.half.prepare(staged, self.ledger.ms_before_prepare, self.ledger.archived_among)
             except BaseException:
-                self.ledger.forget(half_ids)
+                self.ledger.drop_prepared(half_ids)
                 raise
             are_prepared = [isinstance(result, HalfRecord) for result in results]
-            self.ledger.forget(
+            self.ledger.drop_prepared(
                 [half_id for half_id, is_prepared in zip(half_ids, are_prepared, strict=True) if not is_prepared]
             )
             for batch, is_prepared in zip(staged, are_prepared, strict=True):
                 if is_prepared and batch.header.numbered:
-                    self._prepared[batch.header.app_id] = batch.header
+                    self._last_headers[batch.header.app_id] = batch.header
         self.refresh()
         return results
 
     def still_in_half(self, half_ids: Collection[str]) -> set[str]:
-        """The ids whose half batches are still in the table ``half``. No check asks about the others: they are settled
-        and have left, or were never prepared."""
+        """Those of the ids whose half batches the table ``half`` still has. No check asks about one that it lacks: that
+        one is settled and has left, or was never prepared."""
         with self.lock:
-            counted = self.half.contents.counted()
+            batches = self.half.contents.all_batches()
             # A file that cannot be read may have any of them.
-            return set(half_ids) if counted.unreadable else set(half_ids).intersection(counted)
+            return set(half_ids) if batches.unreadable else set(half_ids).intersection(batches)
 
     @retry_on_newest_state
     def half_batch(
@@ -290,8 +290,8 @@ class Engine:
     # ------------------------------------------------------------------ what is open
     @retry_on_newest_state
     def open_half_ids(self) -> list[str]:
-        """The ids of half batches that may have pending rows, oldest first. No half batch is read, so an unreadable one
-        does not hide the others."""
+        """The ids of half batches that may have pending rows, oldest first. No half batch is read, so one that cannot
+        be read hides no other."""
         half_ids = self.ledger.open_half_ids()
         reach("open batches listed")
         return half_ids

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 from rmq_spark._core.log.decision import Decided, Decision
 from rmq_spark._core.log.half import HalfFile, HalfRows
 from rmq_spark._core.log.half_record import HalfRecord
-from rmq_spark._core.log.single_messages import OneMessage, arrange
+from rmq_spark._core.log.single_messages import OneMessage, make_rows
 from rmq_spark._core.log.staged_batches import PrepareError, Staged
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.runtime import Runtime, callers, owns_lock
@@ -64,7 +64,7 @@ class GroupCommit:
     caller's thread ends only that thread's wait.
 
     A prepare waits ``linger_s`` seconds for others to share its commit, or until ``at_once_max`` have come.
-    ``owns_send_lock`` returns whether this thread owns a lock that the callback of an answer takes.
+    ``owns_send_lock`` returns True in a thread that holds a lock which ``on_answer`` takes: it would wait for itself.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class GroupCommit:
 
     @property
     def may_wait(self) -> bool:
-        """Whether this thread may wait for a commit. A thread that commits, or owns a lock that a commit needs, may
-        not: code that Python calls in its midst (a signal handler, ``__del__``, a log handler) would wait for the
-        thread itself."""
+        """Whether this thread may wait for a commit: False within a commit, and while this thread holds a lock that a
+        commit needs. Python may call a signal handler, ``__del__`` or a log handler there, which would wait for its own
+        thread."""
         queues = (self._prepares, self._decides)
         return not (any(queue.owns_commit_lock for queue in queues) or is_within(queues) or self._owns_send_lock())
 
@@ -112,7 +112,7 @@ class GroupCommit:
 
     def prepare(self, staged: Sequence[Staged]) -> Sequence[HalfRecord | PrepareError]:
         """Commit staged files together with those of other threads. Rows and messages are written to files first.
-        Raises what :meth:`Engine.prepare` raises for one half batch; the others may be prepared."""
+        What is raised is about one half batch, as in :meth:`Engine.prepare`; any other may be prepared."""
         self.require_may_wait()
         answers = self._prepares.ask({batch.header.name: batch for batch in staged})
         return [_require(answer, HalfRecord | PrepareError) for answer in answers]
@@ -123,8 +123,8 @@ class GroupCommit:
         self._prepares.put(message, message.header.name, on_answer)
 
     def decide(self, decisions: Sequence[Decision]) -> Sequence[Decided]:
-        """Make verdicts final together with those of other threads. Raises what :meth:`Engine.decide` raises for one
-        half batch; the others may be decided."""
+        """Make verdicts final together with those of other threads. What is raised is about one half batch, as in
+        :meth:`Engine.decide`; any other may be decided."""
         self.require_may_wait()
         answers = self._decides.ask({decision.record.half_id: decision for decision in decisions})
         return [_require(answer, Decided) for answer in answers]
@@ -134,7 +134,7 @@ class GroupCommit:
         self._decides.put(decision, decision.record.half_id, on_answer)
 
     def _prepare(self, requests: Sequence[OneMessage | Staged]) -> list[HalfRecord | TxmqError]:
-        problems = arrange([file for request in requests for file in request.files if isinstance(file, OneMessage)])
+        problems = make_rows([file for request in requests for file in request.files if isinstance(file, OneMessage)])
         staged = [
             Staged(request.header, [cast(HalfRows, f.rows) if isinstance(f, OneMessage) else f for f in request.files])
             for request in requests
@@ -205,7 +205,7 @@ class CommitQueue(Generic[Request, Result]):
         self._lock = runtime.lock()
         self._waiting: deque[_Entry[Request, Result]] = deque()
         self._has_thread = False
-        self._group_sizes = deque([1], 2)  # of the last two groups, each with the requests under way in the sibling
+        self._group_sizes = deque([1], 2)  # of the last two groups, each plus what the sibling was committing then
         self._commit_s = 0.0  # duration of the last commit
         self._ended_s = 0.0
         self._committing = 0  # requests of the commit that is running
@@ -284,9 +284,9 @@ class CommitQueue(Generic[Request, Result]):
             logger.error("%s ended, and the next request starts it anew: %s", self._name, traceback_of(problem))
 
     def _gather(self) -> None:
-        """Wait for as many requests as the last groups had, because their senders come again soon, one after the other.
-        Without this wait, the first sender to return would commit alone, and all others would wait for its commit. And
-        senders of which half prepare while half decide would stay two groups for ever, with twice as many commits."""
+        """Wait until as many requests are here as in the last two groups: their senders come again soon, one by one.
+        Otherwise the first one to return commits alone while the rest wait; or half of them prepare while the others
+        decide, two groups for ever, at twice as many commits."""
         began_s = self._runtime.monotonic()
         linger_until_s = began_s + self._linger_s
         last_s = began_s + min(GATHER_COMMITS_MAX * self._commit_s, GATHER_S_MAX)

@@ -12,9 +12,8 @@ numbers that the other left free::
     checkpoint       query a1   batches 0 1 2          1 was empty, and the log has 0 and 2
     its old copy     query a1   batches 0       3      refused: its offsets/2 is not what the log knows of batch 2
 
-Spark keeps the query's id in the checkpoint's file ``metadata``, and makes a new id when that file is lost. So a file
-of our own beside it keeps the id by which the log knows the checkpoint: Spark's id at the first batch. It is written
-before anything is sent.
+Spark keeps the query's id in the checkpoint's file ``metadata``, and makes a new id when that file is lost. So the log
+uses the first id that Spark gave. A file of our own beside ``metadata`` keeps it, written before anything is sent.
 """
 
 from __future__ import annotations
@@ -72,11 +71,11 @@ def identity_of(
     batch_id: int,
     checkpoint_location: str | None,
     storage_options: Mapping[str, str] | None,
-    door: str,
-    or_else: str | None,
+    api_name: str,
+    advice: str | None,
 ) -> Identity:
     """Return a micro-batch's identity from the files of its checkpoint, at the caller's location or at Spark's.
-    ``door`` is the class or function that takes ``checkpoint_location``, for the error's text; for ``or_else`` see
+    ``api_name`` is the class or function that takes ``checkpoint_location``, for the error's text; for ``advice`` see
     :func:`known_query_id`.
 
     OptionError: neither has the query's id, or ``checkpoint_location`` belongs to another query.
@@ -89,19 +88,19 @@ def identity_of(
         if spark_id is not None and spark_id != checkpoint.query_id:
             raise OptionError(
                 f"checkpoint_location={checkpoint_location!r} is that of query {checkpoint.query_id}, and this is "
-                f"query {spark_id}: give {door} the checkpointLocation of its own query"
+                f"query {spark_id}: give {api_name} the checkpointLocation of its own query"
             )
         if checkpoint.batch_id != batch_id:
             raise CheckpointMismatchError(
                 f"Spark runs batch {batch_id}, but the newest one in {checkpoint_location!r} is "
                 f"{checkpoint.batch_id}: checkpoint_location is another query's, or two queries use it"
             )
-        query_id = known_query_id(checkpoint_location, storage_options, checkpoint, or_else)
+        query_id = known_query_id(checkpoint_location, storage_options, checkpoint, advice)
         return Identity(query_id, checkpoint.input_hash, lineage_of(checkpoint_location, storage_options))
     if spark_id is None:
         raise OptionError(
             "this session hides the query's id (Spark Connect, another thread, or no stream), and batch numbers alone "
-            f"do not tell a new checkpoint from the old one: give {door} checkpoint_location=..., the query's "
+            f"do not tell a new checkpoint from the old one: give {api_name} checkpoint_location=..., the query's "
             "checkpointLocation, as a path that Python can read where Spark runs"
         )
     try:
@@ -109,16 +108,16 @@ def identity_of(
         input_hash = input_hash_of(folder.read(f"offsets/{batch_id}") or b"")
     except Exception as problem:  # these are internals of Spark, and another version may have others
         sentence = f"the checkpoint of query {spark_id} cannot be found ({type(problem).__name__})"
-        if or_else is not None:
+        if advice is not None:
             raise OptionError(
-                f"{sentence}, and the id that Spark has may be a new one of an old checkpoint: give {door} "
+                f"{sentence}, and the id that Spark has may be a new one of an old checkpoint: give {api_name} "
                 "checkpoint_location=..., the query's checkpointLocation"
             ) from cause_of(problem)
         logger.warning(
             "%s: pass checkpoint_location, and one that was restored from an older copy is noticed", sentence
         )
         return Identity(spark_id, None)
-    return Identity(_known_query_id(folder, spark_id, batch_id, or_else), input_hash, Lineage(folder))
+    return Identity(_known_query_id(folder, spark_id, batch_id, advice), input_hash, Lineage(folder))
 
 
 def query_id_of(batch: DataFrame) -> str | None:
@@ -171,23 +170,23 @@ def read_checkpoint(location: str | None, storage_options: Mapping[str, str] | N
 
 
 def known_query_id(
-    location: str, storage_options: Mapping[str, str] | None, checkpoint: Checkpoint, or_else: str | None
+    location: str, storage_options: Mapping[str, str] | None, checkpoint: Checkpoint, advice: str | None
 ) -> str:
     """Return the id by which the log knows a checkpoint's query. At the first batch Spark's id is written to the file.
 
-    ``or_else`` says what a person can do when the id is lost, as the end of an error's sentence. None: the application
-    has a name by which the log knows its batches, so Spark's id will do. CheckpointMismatchError: batches were sent
-    before, and the id under which they were sent is lost. OptionError: the file cannot be read or written.
+    ``advice`` ends the error's text when the id is lost. None for an application with a name, by which the log knows
+    its batches: then a lost id does no harm, and Spark's will do. CheckpointMismatchError: batches were sent before,
+    and the id under which they were sent is lost. OptionError: the file cannot be read or written.
     """
     try:
         return _known_query_id(
-            _python_folder(location, storage_options), checkpoint.query_id, checkpoint.batch_id, or_else
+            _python_folder(location, storage_options), checkpoint.query_id, checkpoint.batch_id, advice
         )
     except OSError as problem:
         raise _unreadable(location, problem) from cause_of(problem)
 
 
-def _known_query_id(folder: Folder, spark_id: str, batch_id: int, or_else: str | None) -> str:
+def _known_query_id(folder: Folder, spark_id: str, batch_id: int, advice: str | None) -> str:
     query_id = _known_ids.get((folder.name, spark_id))
     if query_id is None:
         content = folder.read(ID_FILE)
@@ -195,7 +194,7 @@ def _known_query_id(folder: Folder, spark_id: str, batch_id: int, or_else: str |
         if query_id is None:
             query_id = spark_id
             # The file is written whole or not at all. So a file without an id was damaged, and batches may have run.
-            _write_query_id(folder, query_id, batch_id, batch_id > 0 or content is not None, or_else)
+            _write_query_id(folder, query_id, batch_id, batch_id > 0 or content is not None, advice)
         elif query_id != spark_id:
             logger.warning(
                 "the checkpoint %r is that of query %s, which Spark calls %s now: its file metadata was made anew",
@@ -205,22 +204,22 @@ def _known_query_id(folder: Folder, spark_id: str, batch_id: int, or_else: str |
     return query_id
 
 
-def _write_query_id(folder: Folder, query_id: str, batch_id: int, may_have_sent: bool, or_else: str | None) -> None:
-    if may_have_sent and or_else is not None:
+def _write_query_id(folder: Folder, query_id: str, batch_id: int, may_have_sent: bool, advice: str | None) -> None:
+    if may_have_sent and advice is not None:
         raise CheckpointMismatchError(
             f"nobody knows as which query the checkpoint {folder.name!r}, which is at batch {batch_id}, has sent its "
             f"batches: it has no file {ID_FILE} that can be read, and Spark makes another id when its file metadata is "
             f'lost, so a batch may be sent twice. Restore {ID_FILE} from a copy; or write {{"id": "..."}} into it, '
-            f"with the query_id that log.trace tells of what was sent; {or_else}"
+            f"with the query_id that log.trace tells of what was sent; {advice}"
         )
     try:
         folder.write(ID_FILE, json.dumps({"id": query_id}).encode())
     except Exception as problem:  # of pyarrow or of the JVM
         sentence = f"the checkpoint {folder.name!r} cannot be written to ({sentence_of(problem)[:REASON_CHARS_MAX]})"
-        if or_else is not None:
+        if advice is not None:
             raise OptionError(
                 f"{sentence}, so nobody would know its query when Spark's file metadata is lost: give this program the "
-                f"right to write there; {or_else}"
+                f"right to write there; {advice}"
             ) from cause_of(problem)
         logger.warning("%s, so its query is known by Spark's file metadata alone", sentence)
 

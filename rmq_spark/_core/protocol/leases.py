@@ -92,14 +92,14 @@ class LeaseKeeper:
 
     def _renew(self) -> None:
         with self._writing:
-            due = self._due()
+            taken = self._take_near()
             try:
-                if due:
-                    self._engine.ledger.lease([lease.record for lease in due], self.lease_s)
+                if taken:
+                    self._engine.ledger.lease([lease.record for lease in taken], self.lease_s)
             # Without a lease a check may ask early; the fence keeps that safe. A panic of delta-rs is no Exception,
             # and must not end the leases of the other transactions.
             except BaseException as problem:
-                half_ids = [lease.record.half_id for lease in due]
+                half_ids = [lease.record.half_id for lease in taken]
                 text = traceback_of(problem)
                 logger.warning(
                     "leases of half batches %s not renewed: %s", half_ids, text, extra={"half_ids": half_ids}
@@ -111,15 +111,15 @@ class LeaseKeeper:
         now = self._engine.runtime.monotonic()
         return max(0.0, min((lease.next_s for lease in list(self._running)), default=now) - now)
 
-    def _due(self) -> list[Lease]:
+    def _take_near(self) -> list[Lease]:
         """The leases to write: those due now, or so soon that they share the commit."""
         now = self._engine.runtime.monotonic()
         near = [lease for lease in list(self._running) if lease.next_s <= now + self.lease_s / 6]
         self._being_written = frozenset(near)
-        due = [lease for lease in near if lease in self._running]  # a lease that ends after this waits for the commit
-        for lease in due:
+        taken = [lease for lease in near if lease in self._running]  # a lease that ends after this waits for the commit
+        for lease in taken:
             lease.next_s = now + self.lease_s / 3
-        return due
+        return taken
 
 
 class Lease(AbstractContextManager[None]):

@@ -57,7 +57,7 @@ class _Pending(NamedTuple):
 class PendingGuard:
     """Refuses new half batches of a producer group that has too much pending.
 
-    Each thread or program that sends at the same moment may exceed the limit by one half batch.
+    N senders at one moment may exceed the limit by N half batches, because each looks before it prepares.
     """
 
     def __init__(self, engine: Engine, limits: PendingLimits) -> None:

@@ -54,7 +54,8 @@ class Run:
     attempt, and its rows), and checks all others.
 
     ``store_id`` is the listener's present one. ``in_memory`` has all rows of a half batch that this run prepared, so
-    nobody reads them from their file. ``numbered`` comes from the sender's header, since the log does not keep it.
+    nobody reads them from their file. ``numbered`` is copied from the header that was sent: one read from the log lacks
+    it.
     ``unknown_because`` is the listener's reason at the last check.
     """
 
@@ -100,13 +101,13 @@ def stays_open(numbered: bool) -> str:
     )
 
 
-def outcome_of_left(record: HalfRecord, kept: Archived) -> Outcome:
+def outcome_of_left(record: HalfRecord, archived: Archived) -> Outcome:
     """The outcome of a half batch that has left. It cannot run again: HalfBatchLeftError if a check rolled it back."""
-    if not kept.final:
+    if not archived.final:
         raise HalfBatchLeftError(
-            f"{kept.left_error()}. A check has rolled it back, and a retry would run it again: send its messages as "
-            "new ones, under another batch id or idempotency key",
-            kept,
+            f"{archived.left_error()}. A check has rolled it back, and a retry would run it again: send its messages "
+            "as new ones, under another batch id or idempotency key",
+            archived,
         )
-    counts = {RowState.COMMITTED: kept.committed, RowState.ROLLED_BACK: kept.rolled_back}
-    return Outcome(record, True, kept.attempt, {state: n for state, n in counts.items() if n})
+    counts = {RowState.COMMITTED: archived.committed, RowState.ROLLED_BACK: archived.rolled_back}
+    return Outcome(record, True, archived.attempt, {state: n for state, n in counts.items() if n})

@@ -9,12 +9,12 @@ import pyarrow as pa
 
 from rmq_spark._core.listeners.half_batch import HalfBatch, normalize_verdicts
 from rmq_spark._core.listeners.transaction_listener import TransactionListener, Verdicts
-from rmq_spark._core.vocabulary.value import value
-from rmq_spark._core.vocabulary.verdicts import Verdict, VerdictArray, returned
+from rmq_spark._core.vocabulary.immutable import immutable
+from rmq_spark._core.vocabulary.verdicts import Verdict, VerdictArray, call_for_verdicts
 from rmq_spark.errors import FencedError, LocalTransactionError, VerdictError
 
 
-@value
+@immutable
 class PartAnswer:
     """A task's answer for its part.
 
@@ -44,7 +44,7 @@ Tasks: TypeAlias = Callable[[TransactionListener, Sequence[HalfBatch]], Sequence
 def run_part(listener: TransactionListener, part: HalfBatch) -> PartAnswer:
     """Run the local transaction of a part."""
     try:
-        answer = returned(listener.execute_local_transaction, part)
+        answer = call_for_verdicts(listener.execute_local_transaction, part)
     except FencedError as problem:
         return PartAnswer((), None, part.rows.count, str(problem))
     verdicts = normalize_verdicts(answer, part)
@@ -90,8 +90,8 @@ class PartRunner:
         return _joined(answers, batch)
 
     def _are_apart(self, batch: HalfBatch, parts: Mapping[int, HalfBatch]) -> bool:
-        """Whether each transaction lies in one part. Another run may have staged the half batch otherwise, even at the
-        same time; but only the process that prepared the half batch executes its first attempt."""
+        """Whether each transaction lies in one part. True at once for the first attempt at what this process staged:
+        it alone runs that. Else they are counted, since another run may have cut the parts differently."""
         if batch.half_id == self.staged_here and batch.attempt == 1:
             return True
         in_parts: int = sum(part.transactions.num_rows for part in parts.values())

@@ -78,8 +78,8 @@ class Replays:
         return record
 
     def require_not_prepared(self, header: HalfHeader, problem: BaseException) -> None:
-        """Raise UnresolvedTransactionError unless the log lacks the half batch after a failed prepare: the commit was
-        made after all, or the log cannot be read. A check then settles the half batch."""
+        """After a failed prepare: return when the log lacks the half batch. Otherwise its commit was made after all, or
+        the log cannot be read: raise UnresolvedTransactionError, and a check settles the half batch."""
         with suppress(Exception):
             if self._engine.find(header.app_id, header.batch_id) is None:
                 return
@@ -89,8 +89,8 @@ class Replays:
 
 
 def _is_same_query(prepared: HalfHeader, now: HalfHeader) -> bool:
-    """Whether both headers belong to one query. Without a query id, equal numbers may come from two checkpoints. A name
-    or an idempotency key from a user is enough."""
+    """Whether both headers belong to one query: their query ids are equal. Without an id, only a name or key from a
+    user tells that, because two checkpoints may count to the same number."""
     is_known = now.query_id is not None or now.naming is not Naming.COUNTED
     return is_known and prepared.query_id == now.query_id
 

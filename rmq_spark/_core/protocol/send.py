@@ -1,4 +1,4 @@
-"""The protocol of a send, in four steps, and of a new run of a half batch that an earlier run prepared.
+"""The protocol: a send in four steps, and the replay of a half batch that an earlier run prepared.
 
 ====  ========  ====================================================================  ======================
  1    stage     half files are written; nothing names them yet                        ``staged``
@@ -52,7 +52,7 @@ from rmq_spark._core.protocol.steps import Decide, Execute, Executed, MayBlock, 
 from rmq_spark._core.runtime.failpoints import reach
 from rmq_spark._core.runtime.log_records import of_batch, of_header
 from rmq_spark._core.runtime.spans import settling
-from rmq_spark._core.vocabulary.options import LEASE_S, LEASE_S_MAX, ON_LISTENER_ERROR, REPLAY_CHECK_TIMEOUT_S, seconds
+from rmq_spark._core.vocabulary.options import LEASE_S, ON_LISTENER_ERROR, REPLAY_CHECK_TIMEOUT_S, seconds
 from rmq_spark._core.vocabulary.redaction import cause_of, line_of, text_of, traceback_of
 from rmq_spark._core.vocabulary.remedy import decide_by_hand
 from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet
@@ -62,8 +62,8 @@ from rmq_spark._core.vocabulary.verdicts import (
     UNKNOWN,
     Verdict,
     VerdictArray,
-    kept_reason,
-    returned,
+    call_for_verdicts,
+    reason_for_log,
     rollback,
 )
 from rmq_spark.errors import (
@@ -82,10 +82,10 @@ from rmq_spark.errors import (
 logger = logging.getLogger(__name__)
 
 FINAL_STATES = (RowState.COMMITTED, RowState.WAITING, RowState.ROLLED_BACK)
-_NEVER_HAPPENED = (RowState.ROLLED_BACK_BY_CHECK,)
-"""A check rolled these rows back without a refusal: their transaction never happened and never will. A replay runs them
-as the next attempt."""
-_NOBODY_KNOWS = (RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
+_RERUN_STATES = (RowState.ROLLED_BACK_BY_CHECK,)
+"""A check rolled these rows back without a refusal: under this attempt their transaction can no longer happen. A replay
+runs it under the next one."""
+_ASK_AGAIN_STATES = (RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
 """Nobody knows the outcome of these rows. A replay asks about them again, under the same attempt."""
 T = TypeVar("T")
 StepsTo: TypeAlias = Generator[Step, Any, T]
@@ -94,7 +94,7 @@ REPLAY_BACKOFF_S_MIN = 0.2
 REPLAY_BACKOFF_S_MAX = 5.0
 
 
-def in_this_thread(listener: TransactionListener, batch: HalfBatch) -> Verdicts:
+def execute_here(listener: TransactionListener, batch: HalfBatch) -> Verdicts:
     return listener.execute_local_transaction(batch)
 
 
@@ -106,9 +106,9 @@ class TwoPhase:
 
     If ``execute_local_transaction`` raises, the query ends with the half batch pending, or the verdict is UNKNOWN, as
     in RocketMQ (``on_listener_error``: "fail" or "unknown"). A replay asks the listener again for
-    ``replay_check_timeout_s`` while it answers UNKNOWN. A lease lasts ``lease_s``. A new half batch is refused when
-    ``pending_limits`` are reached; a replay never is. ``commits`` prepares and decides half batches (by default each
-    alone). ``run`` runs a local transaction (by default in this thread).
+    ``replay_check_timeout_s`` while it answers UNKNOWN. When ``pending_limits`` are reached, a new half batch is
+    refused; a replay is sent all the same. ``commits`` prepares and decides half batches (by default each alone).
+    ``run`` runs a local transaction (by default in this thread).
     """
 
     def __init__(
@@ -118,15 +118,12 @@ class TwoPhase:
         *,
         on_listener_error: str = "fail",
         replay_check_timeout_s: float = REPLAY_CHECK_TIMEOUT_S,
-        lease_s: float = LEASE_S,
         pending_limits: PendingLimits = NO_LIMITS,
         commits: GroupCommit | None = None,
-        run: Callable[[TransactionListener, HalfBatch], Verdicts] = in_this_thread,
+        run: Callable[[TransactionListener, HalfBatch], Verdicts] = execute_here,
     ) -> None:
         if on_listener_error not in ON_LISTENER_ERROR:
             raise OptionError(f"onListenerError={on_listener_error!r} is not one of {', '.join(ON_LISTENER_ERROR)}")
-        if not 0 < lease_s <= LEASE_S_MAX:
-            raise OptionError(f"lease_s={lease_s!r} is out of range: seconds up to {LEASE_S_MAX:g} are expected")
         self.engine = engine
         self.listener = listener
         self.on_listener_error = on_listener_error
@@ -135,7 +132,7 @@ class TwoPhase:
         self._replays = Replays(engine)
         self.commits: Engine | GroupCommit = engine if commits is None else commits
         self._run_by = run
-        self.leases = LeaseKeeper(engine, seconds(lease_s, "lease_s", above=True))
+        self.leases = LeaseKeeper(engine, LEASE_S)
 
     def with_listener(self, listener: TransactionListener, on_listener_error: str) -> TwoPhase:
         """A copy for another listener, with the same commits, leases and limits."""
@@ -332,7 +329,7 @@ class TwoPhase:
     def _ask_execute(self, listener: TransactionListener, run: Run, batch: HalfBatch) -> VerdictArray | None:
         """The verdicts of the local transaction; None when others settled the half batch while this run slept."""
         try:
-            answer = returned(self._run_by, listener, batch)
+            answer = call_for_verdicts(self._run_by, listener, batch)
             if answer is None:
                 text = (
                     "the listener returned None for %r: that is UNKNOWN, and checks will ask what became of it. A "
@@ -373,14 +370,14 @@ class TwoPhase:
             state = self.engine.state_of(run.record)
             self._refuse_conflict(run, state)
             self._listener_of(run)  # before anything is reopened
-            if attempts := state.attempts(*_NEVER_HAPPENED):
+            if attempts := state.attempts(*_RERUN_STATES):
                 attempt = next(iter(attempts)) + 1
-                rows = self._reopen(run, attempt - 1, _NEVER_HAPPENED, attempt, "rolled back by a check")
+                rows = self._reopen(run, attempt - 1, _RERUN_STATES, attempt, "rolled back by a check")
                 yield from self._run_attempt(run, attempt, rows)
                 continue
-            if attempts := state.attempts(*_NOBODY_KNOWS):
+            if attempts := state.attempts(*_ASK_AGAIN_STATES):
                 attempt = next(iter(attempts))
-                self._reopen(run, attempt, _NOBODY_KNOWS, attempt, "asked again by a replay")
+                self._reopen(run, attempt, _ASK_AGAIN_STATES, attempt, "asked again by a replay")
                 continue
             to_check = self._not_executed_here(run, state)
             if not to_check:
@@ -436,12 +433,12 @@ class TwoPhase:
         batch = self.engine.half_batch(run.record, state, attempt, rows)
         batch.restarted = run.record.header.query_id is not None  # a query has one run at a time; sends may overlap
         try:
-            verdicts = normalize_verdicts(returned(listener.check_local_transaction, batch), batch)
+            verdicts = normalize_verdicts(call_for_verdicts(listener.check_local_transaction, batch), batch)
         except Exception as problem:  # no answer; the next check may get one
             logger.warning("check of %r failed: %s", batch, traceback_of(problem), extra=of_batch(batch))
             run.outcome.error = problem
             return True
-        run.unknown_because = kept_reason(batch.reason)
+        run.unknown_because = reason_for_log(batch.reason)
         split = split_by_verdict(self.engine, run.record, rows, batch, verdicts)
         try:
             return (yield from self._decide(run, attempt, split, Who.CHECK))

@@ -12,8 +12,8 @@ from rmq_spark._core.listeners.half_batch import HalfBatch
 from rmq_spark._core.log.decision import Decision, RolledBack
 from rmq_spark._core.log.half_record import HalfRecord
 from rmq_spark._core.log.op import Who
+from rmq_spark._core.vocabulary.immutable import immutable
 from rmq_spark._core.vocabulary.rows import NO_ROWS, RowSet, booleans_of
-from rmq_spark._core.vocabulary.value import value
 from rmq_spark._core.vocabulary.verdicts import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rmq_spark._core.protocol.engine import Engine
 
 
-@value
+@immutable
 class Split:
     """Rows of a half batch by the verdict of their transaction. ``rolled_back``: those of ``rollback``, by reason."""
 

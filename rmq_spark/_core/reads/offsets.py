@@ -278,7 +278,7 @@ def _from_ms(milliseconds: int) -> datetime:
 
 
 # ---------------------------------------------------------------- suspended queues
-def due(suspended: Again, now: datetime) -> Again:
+def no_longer_suspended(suspended: Again, now: datetime) -> Again:
     """Return the queues whose suspension is over."""
     return {queue: (offset, until) for queue, (offset, until) in suspended.items() if until <= now}
 

@@ -146,7 +146,7 @@ def number(count: int) -> str:
     return f"{count:,}" if count < EXACT_MAX else amount(count)
 
 
-def counted(number: int | None) -> str:
+def number_or_dash(number: int | None) -> str:
     return "" if number is None else f"{number:,}"
 
 

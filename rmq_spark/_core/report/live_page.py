@@ -18,7 +18,6 @@ from rmq_spark._core.report.components import (
     Column,
     asset,
     commands,
-    counted,
     escape,
     find_address,
     first_of,
@@ -28,6 +27,7 @@ from rmq_spark._core.report.components import (
     headline,
     link,
     listed,
+    number_or_dash,
     script,
     sha256,
     tiles,
@@ -138,9 +138,9 @@ def home(figures: Figures, findings: Sequence[Finding], typed: str, more: str = 
         columns = [
             Column("half batch", lambda row: row["half_id"] or "", "id", _address if has_links else lambda row: None),
             Column("producer group", lambda row: row["producer_group"] or ""),
-            Column("messages", lambda row: counted(row["messages"]), "number"),
+            Column("messages", lambda row: number_or_dash(row["messages"]), "number"),
             Column("age", lambda row: duration(row["age_seconds"]), "number"),
-            Column("checks", lambda row: counted(row["check_times"]), "number")
+            Column("checks", lambda row: number_or_dash(row["check_times"]), "number")
             if "check_times" in rows[0]
             else Column("by", lambda row: row["decided_by"] or "", "word"),
             Column("reason", _reason, "text"),
@@ -218,7 +218,7 @@ def _appeared(figures: Figures, span: str, typed: str, has_links: bool) -> str:
     columns = [
         Column("topic", lambda row: row["topic"], "", lambda row: find_address(row["topic"]) if has_links else None),
         Column(f"in {span}", lambda row: f"{row['messages']:,}", "number"),
-        Column("ever", lambda row: counted(topics[row["topic"]]["committed"]), "number"),
+        Column("ever", lambda row: number_or_dash(topics[row["topic"]]["committed"]), "number"),
         Column("last (UTC)", lambda row: "" if row["last"] is None else f"{row['last']:%d %b %H:%M:%S}", "word"),
     ]
     rows.sort(key=lambda row: (-row["messages"], row["topic"]))

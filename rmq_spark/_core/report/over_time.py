@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rmq_spark._core.inspect.history import History, placed
-from rmq_spark._core.log.op import Kind, Who
+from rmq_spark._core.log.op import OpKind, Who
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.report.span import Span
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, RETRY_PREFIX, TIMESTAMP
@@ -54,11 +54,11 @@ def verdicts(happened: History, span: Span) -> pa.Table:
     """Return the messages and half batches with a verdict, by period: the last verdict of each message."""
     events = happened.events.drop_columns("messages").rename_columns({"standing": "messages"})
     events = events.filter(pc.greater(events["messages"], 0))
-    rolled_back = pc.equal(events["kind"], Kind.ROLLBACK.value)
+    rolled_back = pc.equal(events["kind"], OpKind.ROLLBACK.value)
     label = case(
         [
-            (pc.equal(events["kind"], Kind.COMMIT.value), COMMITTED),
-            (pc.equal(events["kind"], Kind.QUARANTINE.value), BY_POLICY),
+            (pc.equal(events["kind"], OpKind.COMMIT.value), COMMITTED),
+            (pc.equal(events["kind"], OpKind.QUARANTINE.value), BY_POLICY),
             (pc.and_(rolled_back, _by(events, Who.DISCARD)), BY_POLICY),
             (
                 pc.and_(rolled_back, pc.and_not(_by(events, Who.CHECK), pc.fill_null(events["refused"], False))),
@@ -74,16 +74,16 @@ def checks(happened: History, span: Span) -> pa.Table:
     """Return the results of checks of half batches, by period. Of checks older than the upkeep's grace, only verdicts
     are known."""
     events = happened.events
-    by_check = pc.or_(_by(events, Who.CHECK), pc.equal(events["kind"], Kind.CHECK.value))
+    by_check = pc.or_(_by(events, Who.CHECK), pc.equal(events["kind"], OpKind.CHECK.value))
     by_check = pc.or_(by_check, _by(events, Who.DISCARD))
     events = events.filter(by_check)
     label = case(
         [
-            (pc.equal(events["kind"], Kind.CHECK.value), UNKNOWN),
+            (pc.equal(events["kind"], OpKind.CHECK.value), UNKNOWN),
             (_by(events, Who.DISCARD), BY_POLICY),
-            (pc.equal(events["kind"], Kind.QUARANTINE.value), BY_POLICY),
-            (pc.equal(events["kind"], Kind.COMMIT.value), COMMITTED),
-            (pc.equal(events["kind"], Kind.ROLLBACK.value), ROLLED_BACK),
+            (pc.equal(events["kind"], OpKind.QUARANTINE.value), BY_POLICY),
+            (pc.equal(events["kind"], OpKind.COMMIT.value), COMMITTED),
+            (pc.equal(events["kind"], OpKind.ROLLBACK.value), ROLLED_BACK),
         ]
     )
     return _by_time(events, label, span)

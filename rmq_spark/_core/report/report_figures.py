@@ -14,7 +14,7 @@ from rmq_spark._core.inspect.diagnosis import Diagnosis
 from rmq_spark._core.inspect.finding import Finding, Level
 from rmq_spark._core.inspect.history import History, first_drained, history_since, placed
 from rmq_spark._core.inspect.standing import Standing
-from rmq_spark._core.log.op import Kind
+from rmq_spark._core.log.op import OpKind
 from rmq_spark._core.protocol.engine import Engine
 from rmq_spark._core.report import over_time
 from rmq_spark._core.report.span import SINCE, Span
@@ -165,8 +165,8 @@ def figures_of(log: CommitLog | Engine | str | os.PathLike[str], since: str = SI
         pending=pending,
         quarantined=[{**row, "answer": answers.get(row["half_id"], (None, None))[1]} for row in quarantined],
         conflicts=conflicts,
-        committed_lately=_lately(engine, history, Kind.COMMIT, span),
-        rolled_back_lately=_lately(engine, history, Kind.ROLLBACK, span),
+        committed_lately=_lately(engine, history, OpKind.COMMIT, span),
+        rolled_back_lately=_lately(engine, history, OpKind.ROLLBACK, span),
         appeared=_by_topic(placed_counts),
         largest=listed(engine, settled, "messages"),
         slowest=listed(engine, settled, "seconds"),
@@ -217,7 +217,7 @@ def settled_in(engine: Engine, span: Span) -> pa.Table:
 
 
 def _settled(history: History) -> pa.Table:
-    kinds = pa.array([Kind.COMMIT.value, Kind.ROLLBACK.value])
+    kinds = pa.array([OpKind.COMMIT.value, OpKind.ROLLBACK.value])
     decided = pc.and_(pc.is_in(history.events["kind"], value_set=kinds), pc.greater(history.events["standing"], 0))
     decisions = history.events.filter(decided)
     last = decisions.group_by("half_id", use_threads=False).aggregate([("at", "max")])
@@ -251,7 +251,7 @@ def listed(engine: Engine, settled: pa.Table, by: str) -> pa.Table:
     return top.select(LISTED.names).cast(LISTED)
 
 
-def _lately(engine: Engine, history: History, kind: Kind, span: Span) -> Lately:
+def _lately(engine: Engine, history: History, kind: OpKind, span: Span) -> Lately:
     events = history.events
     events = events.filter(pc.and_(pc.equal(events["kind"], kind.value), pc.greater(events["standing"], 0)))
     told = [("at", "max"), ("standing", "sum"), ("decided_by", "max"), ("reason", "count_distinct"), ("reason", "max")]

@@ -16,7 +16,7 @@ REST = 4.0
 """After a look that took long, so many times as long is waited: a slow store is read a fifth of the time at most."""
 WAIT_S = 2.0
 """Most seconds that a reader waits for a look."""
-KEPT_MAX = 64
+LOOKS_CACHED_MAX = 64
 RUNNING_MAX = 8
 
 
@@ -107,7 +107,7 @@ class SharedLooks(Generic[T]):
             if limited and known is None and sum(other.is_running for other in self._looks.values()) >= RUNNING_MAX:
                 return None
             self._looks[key] = known = known or SharedLook(look)
-            for old in list(self._looks)[:-KEPT_MAX]:
+            for old in list(self._looks)[:-LOOKS_CACHED_MAX]:
                 if not self._looks[old].is_running:
                     del self._looks[old]
             return known

@@ -81,8 +81,8 @@ def consume(
     Parameters
     ----------
     stream : DataFrame
-        A ``readStream.format("txmq")`` with the option ``consumerGroup``, which publishes the group's progress and also
-        reads its retries; for ``orderly`` with ``ordered=true`` too. It must keep the source's columns.
+        A ``readStream.format("txmq")`` that keeps the source's columns, with the option ``consumerGroup``, which
+        publishes the group's progress and also reads its retries. For ``orderly`` it needs ``ordered=true`` as well.
     group : str
         The consumer group.
     listener : callable or EachMessage
@@ -201,8 +201,8 @@ class _Consumer:
         raise NotImplementedError
 
     def identity(self, batch: DataFrame, batch_id: int) -> Identity:
-        or_else = "or begin with a new checkpoint: the group goes on where it stands"
-        return identity_of(batch, batch_id, self.checkpoint_location, self.engine.storage_options, "consume", or_else)
+        advice = "or begin with a new checkpoint: the group goes on where it stands"
+        return identity_of(batch, batch_id, self.checkpoint_location, self.engine.storage_options, "consume", advice)
 
     def query_name(self, identity: Identity) -> str:
         """Return the name under which a query sends retries and dead letters.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from rmq_spark._core.storage.file_system import filesystem
-from rmq_spark._core.storage.moved_files import HalfFiles
+from rmq_spark._core.storage.half_file_reader import RelocatingReader
 from rmq_spark._core.storage.row_range import RowRange, read_range
 from rmq_spark._core.vocabulary.redaction import remember
 
@@ -27,7 +27,7 @@ class LogFiles:
         self._storage_options = storage_options
         remember(storage_options)
         self._engine: Engine | None = None
-        self._half = HalfFiles(self._read, lambda *address: self._opened().half.locate(*address))
+        self._half = RelocatingReader(self._read, lambda *address: self._opened().half.locate(*address))
         self._folders: dict[str, tuple[Any, str]] = {}
 
     def read(

@@ -217,9 +217,9 @@ class TransactionalSink:
         _sent[self.engine.path, header.app_id] = sending
 
     def _identity(self, batch_df: DataFrame, batch_id: int) -> Identity:
-        or_else = None if self.app_id else "or, when it has sent nothing yet, give TransactionalSink app_id=..."
+        advice = None if self.app_id else "or, when it has sent nothing yet, give TransactionalSink app_id=..."
         return identity_of(
-            batch_df, batch_id, self.checkpoint_location, self.engine.storage_options, "TransactionalSink", or_else
+            batch_df, batch_id, self.checkpoint_location, self.engine.storage_options, "TransactionalSink", advice
         )
 
     def _header(self, identity: Identity, batch_id: int) -> HalfHeader:

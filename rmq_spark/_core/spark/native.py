@@ -34,6 +34,7 @@ from rmq_spark._core.reads.plan import Planner
 from rmq_spark._core.reads.read_options import Subscription
 from rmq_spark._core.selector import SUB_ALL, parse_selector, parse_tags
 from rmq_spark._core.storage.spark_parquet import PATHS_MAX, read_files, spark_schema
+from rmq_spark._core.storage.table import live_paths
 from rmq_spark._core.vocabulary.message import DLQ_PREFIX, RETRY_PREFIX
 from rmq_spark._core.vocabulary.options import named, nearest, require_time
 from rmq_spark._core.vocabulary.queues import Queue
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 BLOCK_BITS = (16, 13, 10)
 """Rows of a half file are joined by blocks: of 65,536 rows, or fewer where many ranges lie close together."""
 RANGES_OF_BLOCK_MAX = 16
-"""The most ranges that share a block, unless it has the smallest size."""
+"""The most ranges that share a block; a block of the smallest size may have more."""
 HALF_PATHS_MAX = PATHS_MAX
 DRAINED_PATHS_MAX = 256
 """More paths than Spark lists without a job. For few large files, such a job costs less than a test of each row's
@@ -350,7 +351,7 @@ def _paths(engine: Engine, ranges: Sequence[PlacedRange]) -> list[str] | None:
     for placed in ranges:
         by_path.setdefault(placed.rows.path, []).append(placed)
     engine.half.table.refresh()
-    gone = by_path.keys() - set(engine.half.table.actions()["path"].to_pylist())
+    gone = by_path.keys() - set(live_paths(engine.half.table))
     current = set(by_path.keys() - gone)
     for path in gone:
         for placed in by_path[path]:

@@ -16,15 +16,15 @@ from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Inp
 from pyspark.sql.types import DataType, StringType, StructType, TimestampType
 
 from rmq_spark._core.log.message_range import MessageRange, out_of_range
-from rmq_spark._core.messages.message_reader import by_file, read_ranges, require_source_columns, rows_of
+from rmq_spark._core.messages.message_reader import by_file, read_ranges, require_source_columns, row_range_of
 from rmq_spark._core.messages.messages_table import SOURCE_SCHEMA
 from rmq_spark._core.reads.offsets import (
     Again,
     JsonOffsets,
     Positions,
-    due,
     first_begin,
     from_checkpoint,
+    no_longer_suspended,
     seconds_to_wait,
     to_json,
 )
@@ -98,7 +98,7 @@ class _Reader:
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read the messages of a partition as Arrow batches, on an executor. Rows that the log no longer has are an
-        OffsetOutOfRangeError, unless ``failOnDataLoss=false``."""
+        OffsetOutOfRangeError, or left out with ``failOnDataLoss=false``."""
         if not isinstance(partition, TxmqPartition):  # Spark's stand-in when there is nothing to read
             return iter(())
         return to_batches(_messages(self.options, self.schema, partition.ranges, partition.now_ms))
@@ -167,8 +167,8 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         return to_json(positions, log_id=self.planner.engine.id)
 
     def _from_this_log(self, offset: JsonOffsets, what: str = "the checkpoint") -> tuple[Positions, Again]:
-        """Parse an offset. An offset of another commit log means nothing here: unless ``failOnDataLoss=false``, it is
-        an OffsetOutOfRangeError; else this log is read from its start."""
+        """Parse an offset. An offset of another commit log means nothing here: it is an OffsetOutOfRangeError, or with
+        ``failOnDataLoss=false`` the start of this log."""
         positions, again, log_id = from_checkpoint(offset, what)
         if log_id == self.planner.engine.id:
             return positions, again
@@ -197,10 +197,9 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
     def latestOffset(self, start: JsonOffsets | None = None, limit: ReadLimit | None = None) -> JsonOffsets:
         """Return the end of the next micro-batch, or ``start`` itself when nothing is new.
 
-        Before 4.2 Spark passes neither ``start`` nor ``limit``. Then the query stands where the last micro-batch ends
-        that this returned or Spark planned: a query that restarts plans its last one again, or an empty one at its end.
-        Nor does Spark tell the trigger. A run of ``availableNow`` is one micro-batch, so a run's first one takes all
-        there is, unless ``limitFirstBatch`` says that the trigger is another one.
+        Before 4.2 Spark passes neither ``start`` nor ``limit``, so we remember the end that we returned, or that Spark
+        planned after a restart (its last micro-batch again, or an empty one at its end). The trigger is unknown, too.
+        ``availableNow`` runs one micro-batch, so the first one of a run is unlimited; ``limitFirstBatch`` limits it.
 
         A queue that an orderly consumer has suspended stands still, while the others advance. After the suspension, the
         next micro-batch reads it again from the message that was not consumed.
@@ -248,7 +247,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
         a longer one to the next run.
         """
         runtime = self.planner.engine.runtime
-        again = due(suspended, runtime.now())
+        again = no_longer_suspended(suspended, runtime.now())
         if again or not suspended or not or_end:
             return again
         wait_s = seconds_to_wait(suspended, runtime.now())
@@ -256,7 +255,7 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
             logger.warning("the query ends while queues are suspended for %.0f s more: %s", wait_s, sorted(suspended))
             return {}
         runtime.sleep(wait_s)
-        return due(suspended, runtime.now())
+        return no_longer_suspended(suspended, runtime.now())
 
     def reportLatestOffset(self) -> JsonOffsets | None:
         """Return the log's end as last seen, for the progress report."""
@@ -348,7 +347,7 @@ def _messages(
     files = LogFiles(options.path, options.storage_options)
     condition = None if options.selector is None else options.selector.at(now_ms)
     for file_ranges in by_file(ranges):
-        rows = rows_of(file_ranges)
+        rows = row_range_of(file_ranges)
         try:
             for messages in read_ranges(file_ranges, files.read, files.find_again, schema.names, condition):
                 yield _as_asked(messages, schema)

@@ -62,7 +62,7 @@ class _Writer:
             self._plan(options, schema)
 
     def _plan(self, options: Options, schema: StructType) -> None:
-        with kept_log(self.settings) as engine:
+        with cached_log(self.settings) as engine:
             listener = self.settings.listener()
             self.header = self._header(options, listener)
             self._require_same_log(options, engine)
@@ -101,7 +101,7 @@ class _Writer:
                     f"a task staged files for another half batch than {self.header.half_id!r}: run the batch again"
                 )
             files += message.files
-        with kept_log(self.settings) as engine:
+        with cached_log(self.settings) as engine:
             two_phase = self.settings.two_phase(engine, self.settings.listener())
             with sending_batch(engine.path, self.header.half_id, self.settings.topic):
                 two_phase.send(self.header, lambda: self._staged(files), lineage=self._lineage())
@@ -156,9 +156,9 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
             raise OptionError("batchId is for batch writes: a stream's micro-batches have ids of their own")
         location, name = options.get("checkpointLocation"), options.get("appId")
         checkpoint = read_checkpoint(location, options.storage_options)
-        or_else = None if name else "or, when it has sent nothing yet, set .option('appId', ...)"
+        advice = None if name else "or, when it has sent nothing yet, set .option('appId', ...)"
         self.checkpoint_location = location or ""  # read_checkpoint has required it
-        query_id = known_query_id(self.checkpoint_location, options.storage_options, checkpoint, or_else)
+        query_id = known_query_id(self.checkpoint_location, options.storage_options, checkpoint, advice)
         app_id = require_app_id(name or query_id)
         batch_id, input_hash = checkpoint.batch_id, checkpoint.input_hash
         return self.settings.header(Naming.COUNTED, app_id, batch_id, listener, query_id, input_hash)
@@ -190,10 +190,10 @@ class TxmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
 
 
 @contextmanager
-def kept_log(settings: SinkSettings) -> Iterator[Engine]:
+def cached_log(settings: SinkSettings) -> Iterator[Engine]:
     """Provide an open commit log, and keep it open: Spark reuses the process for the next micro-batches.
 
-    An exception drops all kept logs. So a recreated log fails once, and its next use opens it again.
+    An exception drops all cached logs. So a recreated log fails once, and its next use opens it again.
     """
     try:
         yield _open(settings.path, tuple(sorted(settings.storage_options.items())))

@@ -9,7 +9,7 @@ from rmq_spark._core.runtime import observer
 from rmq_spark._core.storage.data_file import DataFile
 from rmq_spark._core.storage.foreign_commits import OWN, READ_ALL_THE_SAME, require_own
 from rmq_spark._core.storage.store_errors import plainly, require_resources
-from rmq_spark._core.storage.table import Change, Table
+from rmq_spark._core.storage.table import Change, Table, live_paths
 from rmq_spark._core.storage.writer_lock import NO_LOCK, WriterLock
 from rmq_spark._core.vocabulary.redaction import cause_of
 from rmq_spark.errors import (
@@ -26,9 +26,8 @@ COMMIT_TRIES_MAX = 200
 BACKOFF_S_MAX."""
 UNEXPECTED_ERRORS_MAX = 3
 STAGED_UNSEEN_S = 60.0
-"""Seconds for which a file counts as present after it was written or looked at. A VACUUM that keeps files of this age
-does not remove it. A VACUUM with a shorter retention may still remove it before the commit. The check after the commit
-detects this."""
+"""Seconds for which a file counts as present after it was written or looked at. Only a VACUUM with a shorter retention
+removes it before the commit, and the look after the commit finds that."""
 BACKOFF_S_MIN = 0.002
 BACKOFF_S_MAX = 0.25
 
@@ -74,7 +73,7 @@ def compare_and_set(
     staged = _Staged(table)
 
     def has_landed(change: Change) -> bool:
-        staged.require_kept(change)
+        staged.require_not_lost(change)
         return landed(change)
 
     for tries in range(COMMIT_TRIES_MAX):
@@ -158,7 +157,7 @@ class _Staged:
                 "VACUUM with a short retention does. The commit was not made: run the batch again"
             )
 
-    def require_kept(self, change: Change) -> None:
+    def require_not_lost(self, change: Change) -> None:
         """After the commit: raise LostFileError for a file that was removed between the last look and the commit. The
         files that the commit replaced may be gone by now, so the added files are the only copy."""
         lost = self._live(self._gone(change.add))
@@ -173,7 +172,7 @@ class _Staged:
 
     def _live(self, files: Sequence[DataFile]) -> list[DataFile]:
         """The files that the table names."""
-        live = set(self._table.actions()["path"].to_pylist()) if files else set[str]()
+        live = set(live_paths(self._table)) if files else set[str]()
         return [file for file in files if file.path in live]
 
     def _gone(self, files: Sequence[DataFile]) -> list[DataFile]:

@@ -53,7 +53,7 @@ def delta_store(uri: str, storage_options: Mapping[str, str] | None) -> tuple[pa
 class _Handler(DeltaStorageHandler):
     """The store below a folder. Paths begin with the folder, as those of pyarrow's own file systems do.
 
-    delta-rs keeps Python's lock during some requests: those of an opened or deleted file, and lists.
+    delta-rs keeps Python's lock while it opens or deletes a file, or lists a folder.
     """
 
     def __init__(self, uri: str, folder: str, options: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ def compact(table: Table, choose: Callable[[Table], list[str]], merge: Callable[
         nonlocal merged
         # A merged file stays valid when an append wins the race. Merging anew each time would never win against a busy
         # writer, and op would grow without end.
-        if merged is not None and live_paths(table).issuperset(merged.remove):
+        if merged is not None and set(live_paths(table)).issuperset(merged.remove):
             return merged
         paths = choose(table)
         if not paths:
@@ -27,7 +27,7 @@ def compact(table: Table, choose: Callable[[Table], list[str]], merge: Callable[
         return merged
 
     def landed(change: Change) -> bool:
-        return live_paths(table).isdisjoint(change.remove)
+        return set(live_paths(table)).isdisjoint(change.remove)
 
     committed = table.compare_and_set(propose, landed)
     return 0 if committed is None else len(committed.remove)

@@ -35,7 +35,7 @@ SLICES_MAX = 16
 THREADS_ROWS_MIN = 8_192
 """One thread decodes a row group with fewer rows: starting others takes longer."""
 
-KEPT = "__kept"
+MATCHES = "__matches"
 """Name of the column that marks the rows that a filter keeps."""
 
 
@@ -88,8 +88,8 @@ def read_range(
     """Yield the rows of a range in row_no order, one row group at a time, each with the number of rows before it. The
     rows of several half batches, which share a file, come in one table.
 
-    With ``where``, row groups in which it keeps no row are left out, and only the filter's columns of them are read.
-    The others come with all their wanted rows and one more column, :data:`KEPT`.
+    ``where``: of a row group without a match only the filter's columns are read, and it is left out. Any other comes
+    with all its wanted rows and one more column, :data:`MATCHES`.
 
     LostFileError: the file is gone. It was stripped, and the caller has to look up where the rows are now.
     StrippedError: payload columns of stripped rows are wanted, whose messages are in the table ``messages``.
@@ -116,7 +116,7 @@ def read_range(
                 "messages are in the table messages"
             )
         selected = table.select(list(columns))
-        yield 0, selected if where is None else selected.append_column(KEPT, where.keeps(table))
+        yield 0, selected if where is None else selected.append_column(MATCHES, where.keeps(table))
 
 
 def _read_by_position(
@@ -165,7 +165,7 @@ def _read_group(
     unread = [c for c in columns if c not in where.columns]
     rest = read(unread) if unread else filter_rows
     values = [rest[c] if c in unread else filter_rows[c] for c in columns]
-    return pa.table([*values, kept], names=[*columns, KEPT])
+    return pa.table([*values, kept], names=[*columns, MATCHES])
 
 
 def _with_proof(columns: Sequence[str]) -> list[str]:

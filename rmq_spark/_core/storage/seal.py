@@ -100,7 +100,7 @@ def require_row_groups(footer: pq.FileMetaData, path: str, table: str) -> None:
 def require_bounds(actions: pa.Table, table: str) -> None:
     """Raise CorruptLogError when the Delta log gives a file a minimum above its maximum.
 
-    In most files the two are equal. Damage that moves one of them past the other would hide the file from a reader.
+    A reader would not look into such a file. In most files both are equal, so damage to one easily passes the other.
     """
     for name in actions.column_names:
         if not name.startswith("min."):

@@ -91,8 +91,8 @@ def writing(where: str) -> Iterator[None]:
 
 @contextmanager
 def asking(where: str, storage_options: Mapping[str, str] | None) -> Iterator[None]:
-    """Turn an OSError, which delta-rs and pyarrow raise for every failure of a store, into an UnreachableStoreError
-    that says so and names the table."""
+    """Turn an OSError, which delta-rs and pyarrow raise for any failure of a store, into an UnreachableStoreError with
+    the table's name."""
     try:
         yield
     except TxmqError:

@@ -78,8 +78,8 @@ def _settings(storage_options: Mapping[str, str] | None) -> list[tuple[str, str]
 def reaching(where: str, storage_options: Mapping[str, str] | None) -> Iterator[None]:
     """Turn a store's error into a StorageError of one line, without the values of options that may be secret.
 
-    A store's answer may name the access key or the session token. A NotACommitLogError stays one. Errors of local
-    folders pass unchanged, unless permission is missing.
+    A store's answer may name the access key or the session token. A NotACommitLogError stays one. Of a local folder's
+    errors only a missing permission is turned.
     """
     try:
         yield
@@ -98,8 +98,8 @@ def reaching(where: str, storage_options: Mapping[str, str] | None) -> Iterator[
 
 # ---------------------------------------------------------------- the probe
 def require_put_if_absent(where: str, storage_options: Mapping[str, str] | None) -> None:
-    """Raise StorageError unless the store refuses the second of two puts of one file, and lists what was put. Commits
-    are such puts, and such lists find them.
+    """Raise StorageError for a store that does not refuse the second of two puts of one file, or does not list what was
+    put: commits are such puts, and such lists find them.
 
     In each round three writers create the same table below ``where`` at once, through delta-rs. A writer that sees
     another writer's table skips its put. Their three answers settle the question, or not::

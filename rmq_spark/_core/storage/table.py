@@ -98,8 +98,8 @@ class Table(Protocol):
         """Seconds for which entries of the table's Delta log are kept."""
 
     def refresh(self) -> int:
-        """Move to the newest version and return it. Raise ForeignChangeError when another writer has changed the table,
-        unless it is one of :data:`~rmq_spark._core.storage.foreign_commits.READ_ALL_THE_SAME`."""
+        """Move to the newest version and return it. ForeignChangeError: another writer has changed the table, and it is
+        not in :data:`~rmq_spark._core.storage.foreign_commits.READ_ALL_THE_SAME`."""
 
     def actions(self) -> pa.Table:
         """Return the live files: ``path, modification_time`` (ms), ``num_records, size_bytes``, and ``min.<column>,
@@ -153,12 +153,13 @@ def write_file(table: Table, rows: pa.Table) -> DataFile:
 
 def was_added(table: Table, file: DataFile) -> bool:
     """Return True when a commit has added the file: the table holds it, or held it until it was replaced."""
-    return file.path in table.actions()["path"].to_pylist() or file.path in table.removed_since()
+    return file.path in live_paths(table) or file.path in table.removed_since()
 
 
-def live_paths(table: Table) -> set[str]:
+def live_paths(table: Table) -> list[str]:
     """The files of a table, as it was last read."""
-    return set(table.actions()["path"].to_pylist())
+    paths: list[str] = table.actions()["path"].to_pylist()
+    return paths
 
 
 def take_out(table: Table, paths: Sequence[str], removed_earlier_s: float = 0.0) -> None:
@@ -168,10 +169,10 @@ def take_out(table: Table, paths: Sequence[str], removed_earlier_s: float = 0.0)
     """
 
     def propose(version: int) -> Change | None:
-        remaining = sorted(live_paths(table).intersection(paths))
+        remaining = sorted(set(live_paths(table)).intersection(paths))
         return Change(remove=remaining, data_change=False, removed_earlier_s=removed_earlier_s) if remaining else None
 
-    table.compare_and_set(propose, lambda change: live_paths(table).isdisjoint(change.remove))
+    table.compare_and_set(propose, lambda change: set(live_paths(table)).isdisjoint(change.remove))
 
 
 def actions_schema(table: str) -> pa.Schema:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.op import Kind, OpRow
+from rmq_spark._core.log.op import OpKind, OpRow
 from rmq_spark._core.storage.foreign_commits import require_own
 from rmq_spark._core.storage.table import take_out
 from rmq_spark._core.upkeep.table_files import removed_earlier_s
@@ -33,12 +33,14 @@ class Expirer:
         """Let all messages expire that may; return the files that left the table ``messages``."""
         engine = self._engine
         with engine.lock:
-            kept_s = {name: t.retention_s for name, t in engine.topic_store.all().items() if t.retention_s is not None}
+            retentions = {
+                name: t.retention_s for name, t in engine.topic_store.all().items() if t.retention_s is not None
+            }
             table = engine.messages_table
             table.refresh()
             if not dry_run:
                 require_own(table)
-            paths = [path for name, seconds in sorted(kept_s.items()) for path in self._expired(name, seconds)]
+            paths = [path for name, seconds in sorted(retentions.items()) for path in self._expired(name, seconds)]
             if paths and not dry_run:
                 self._move_firsts(paths)
                 self._remove(paths)
@@ -52,11 +54,11 @@ class Expirer:
         limit = self._engine.runtime.now() - timedelta(seconds=seconds + self._doubt_s)
         old = files.filter(pc.fill_null(pc.less(files["max.commit_timestamp"], limit), False))
         young = files.filter(pc.invert(pc.is_in(files["path"], value_set=old["path"].combine_chunks())))
-        # Files may overlap after a merge. A file that holds anything behind a kept message must stay, too, or a queue
-        # would have a hole. op places in the order of its versions.
+        # Files may overlap after a merge. An old file that holds anything behind a message that stays must stay: else
+        # a queue would have a hole. op places in the order of its versions.
         while young.num_rows:
-            first_kept = pc.min(young["min.op_version"])
-            is_behind = pc.fill_null(pc.greater_equal(old["max.op_version"], first_kept), True)
+            oldest_young = pc.min(young["min.op_version"])
+            is_behind = pc.fill_null(pc.greater_equal(old["max.op_version"], oldest_young), True)
             if not pc.any(is_behind).as_py():
                 break
             young = pa.concat_tables([young, old.filter(is_behind)])
@@ -72,7 +74,7 @@ class Expirer:
 
         def build() -> list[OpRow]:
             moved = {queue: first for queue, first in firsts.items() if first > ledger.view.firsts.get(queue, 0)}
-            return [OpRow(Kind.EXPIRE, firsts=moved)] if moved else []
+            return [OpRow(OpKind.EXPIRE, firsts=moved)] if moved else []
 
         ledger.append(build)
 

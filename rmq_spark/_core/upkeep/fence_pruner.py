@@ -37,7 +37,7 @@ class FencePruner:
         runtime = self._engine.runtime
         began_s = runtime.monotonic()
         if not self._left and self._listeners and began_s - self._begun_s >= EVERY_S:
-            self._begun_s, engine = began_s, self._engine.another_on_the_same_log()
+            self._begun_s, engine = began_s, self._engine.new_handle()
             self._left = [(owner, owner.pruning_in_turn(self._older_than, engine, TURN_S)) for owner in self._listeners]
         deleted = 0
         while self._left and runtime.monotonic() - began_s < seconds_max and not is_over():

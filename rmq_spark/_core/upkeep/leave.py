@@ -25,12 +25,12 @@ import pyarrow.compute as pc
 from rmq_spark._core.log.archive import DECISIONS_MAX, Archived, ArchivedDecision
 from rmq_spark._core.log.batch_state import RowState, rolled_back_as
 from rmq_spark._core.log.half_header import HEADER_COLUMNS
-from rmq_spark._core.log.op import DECIDING, Kind, OpRow
-from rmq_spark._core.log.op_view import of_kind, settled_rows
+from rmq_spark._core.log.op import DECIDING, OpKind, OpRow
+from rmq_spark._core.log.op_view import net_settled, of_kind
 from rmq_spark._core.log.read_op import read_op
 from rmq_spark._core.messages.messages_table import drained_up_to
 from rmq_spark._core.storage.foreign_commits import require_own
-from rmq_spark._core.storage.table import take_out
+from rmq_spark._core.storage.table import live_paths, take_out
 from rmq_spark._core.vocabulary.options import (
     AUDIT_S,
     GRACE_S,
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 10_000
+BATCHES_PER_ROUND = 10_000
 """Half batches that are examined together."""
 HEADER_ROWS_MAX = 1_000_000
 """Half rows whose headers are read together."""
 MORE_REASONS = "other reasons, which are not kept"
 FILES_REMOVED_MAX = 10_000
 """Half files that leave in one commit."""
-LOOKED_AT = (
+ARCHIVE_COLUMNS = (
     "version", "op_time", "kind", "half_id", "count", "attempt", "decided_by", "reason", "refused", "queue_offset",
 )  # fmt: skip
-NOT_SIMPLE = (Kind.QUARANTINE, Kind.REOPEN)
+NEEDS_FULL_STATE = (OpKind.QUARANTINE, OpKind.REOPEN)
 """After an op row of these kinds, counts alone do not tell what became of a half batch that was rolled back."""
 
 
@@ -112,8 +112,8 @@ class _Batch:
 
     rows: int
     placed: int
-    settled: int
-    simple: bool
+    net_settled: int
+    needs_full_state: bool  # counts alone do not tell what became of it
     last_placed: int  # the last version that placed some of it
     last_version: int
     last_time: datetime
@@ -136,8 +136,8 @@ class Leaver:
             drained = drained_up_to(engine.messages_table)
             live = self._below_the_mark()
         return sum(
-            self._archive(live.slice(first, AT_ONCE), version, drained, dry_run)
-            for first in range(0, live.num_rows, AT_ONCE)
+            self._archive(live.slice(first, BATCHES_PER_ROUND), version, drained, dry_run)
+            for first in range(0, live.num_rows, BATCHES_PER_ROUND)
         )
 
     def _below_the_mark(self) -> pa.Table:
@@ -145,9 +145,9 @@ class Leaver:
         ms``, the oldest first."""
         engine = self._engine
         low_water = engine.ledger.view.low_water
-        counted = engine.half.contents.counted().table
-        needed = {*engine.ledger.view.below, *engine.ledger.view.waiting, *engine.ledger.view.conflicts}
-        below = counted.filter(pc.less_equal(counted["ms"], low_water)).sort_by("ms")
+        batches = engine.half.contents.all_batches().table
+        needed = {*engine.ledger.view.open_at_mark, *engine.ledger.view.waiting, *engine.ledger.view.conflicts}
+        below = batches.filter(pc.less_equal(batches["ms"], low_water)).sort_by("ms")
         return below.filter(pc.invert(pc.is_in(below["half_id"], value_set=pa.array(sorted(needed), pa.string()))))
 
     def _is_newest(self, header: Mapping[str, Any]) -> bool:
@@ -164,7 +164,7 @@ class Leaver:
         if not ids:
             return 0
         rows = self._op_rows(ids)
-        archived_ids = set(rows.filter(of_kind(rows, Kind.ARCHIVED))["half_id"].to_pylist())
+        archived_ids = set(rows.filter(of_kind(rows, OpKind.ARCHIVED))["half_id"].to_pylist())
         row_counts = dict(zip(ids, live["rows"].to_pylist(), strict=True))
         leaving = {
             half_id: batch
@@ -178,14 +178,14 @@ class Leaver:
     def _op_rows(self, half_ids: Sequence[str]) -> pa.Table:
         op = self._engine.op_table
         where = pc.field("half_id").isin(list(half_ids))
-        return read_op(op, op.actions()["path"].to_pylist(), LOOKED_AT, where).sort_by("version")
+        return read_op(op, live_paths(op), ARCHIVE_COLUMNS, where).sort_by("version")
 
     def _may_leave(self, batch: _Batch) -> bool:
         """Whether all messages are settled, and the grace is over."""
-        settled = batch.placed == batch.rows or batch.settled == batch.rows
+        is_settled = batch.placed == batch.rows or batch.net_settled == batch.rows
         audit_s = 0.0 if batch.placed == batch.rows else self._graces.audit_s
         grace_s = max(self._graces.reader_s, audit_s)
-        return settled and batch.last_time <= self._engine.runtime.now() - timedelta(seconds=grace_s)
+        return is_settled and batch.last_time <= self._engine.runtime.now() - timedelta(seconds=grace_s)
 
     # ------------------------------------------------------------------ archived records
     def _archived(
@@ -201,7 +201,8 @@ class Leaver:
                 continue
             half_id = header["half_id"]
             batch, decisions = leaving[half_id], by_batch[half_id]
-            counts = _counts(batch, decisions) if batch.simple or batch.placed == batch.rows else self._counts(half_id)
+            counts_tell = batch.placed == batch.rows or not batch.needs_full_state
+            counts = _counts(batch, decisions) if counts_tell else self._counts(half_id)
             if counts is not None:
                 attempt = max((d["attempt"] or 1 for d in decisions), default=1)
                 yield Archived(
@@ -288,23 +289,23 @@ class Leaver:
 
 def _batches(rows: pa.Table, row_counts: Mapping[str, int]) -> dict[str, _Batch]:
     is_placed = pc.is_valid(rows["queue_offset"])
-    is_special = pc.is_in(rows["kind"], value_set=pa.array([k.value for k in NOT_SIMPLE]))
+    needs_state = pc.is_in(rows["kind"], value_set=pa.array([k.value for k in NEEDS_FULL_STATE]))
     columns = {
         "half_id": rows["half_id"],
         "placed": pc.if_else(is_placed, rows["count"], 0),
         "placed_at": pc.if_else(is_placed, rows["version"], -1),
-        "special": is_special,
+        "special": needs_state,
         "version": rows["version"],
         "op_time": rows["op_time"],
     }
     aggregates = [("placed", "sum"), ("special", "any"), ("placed_at", "max"), ("version", "max"), ("op_time", "max")]
     sums = pa.table(columns).group_by("half_id", use_threads=False).aggregate(aggregates)
-    settled = settled_rows(rows)
+    net = net_settled(rows)
     batches: dict[str, _Batch] = {}
     for row in sums.to_pylist():
-        half_id, simple = row["half_id"], not row["special_any"]
+        half_id = row["half_id"]
         batches[half_id] = _Batch(
-            row_counts[half_id], row["placed_sum"], settled.get(half_id, 0), simple, row["placed_at_max"],
+            row_counts[half_id], row["placed_sum"], net.get(half_id, 0), row["special_any"], row["placed_at_max"],
             row["version_max"], row["op_time_max"],
         )  # fmt: skip
     return batches
@@ -316,7 +317,7 @@ def _counts(batch: _Batch, decisions: Sequence[Mapping[str, Any]]) -> dict[str, 
         return {"committed": batch.rows}
     counts = {"committed": batch.placed}
     for row in decisions:
-        if row["kind"] == Kind.ROLLBACK.value:
+        if row["kind"] == OpKind.ROLLBACK.value:
             name = rolled_back_as(row["decided_by"], row["refused"]).name.lower()
             counts[name] = counts.get(name, 0) + row["count"]
     return counts
@@ -346,7 +347,7 @@ def _with_fewer_reasons(counts: Counter[ArchivedDecision]) -> Counter[ArchivedDe
     spare = len(counts) - DECISIONS_MAX
     fewer: Counter[ArchivedDecision] = Counter()
     for decision, count in reversed(counts.items()):
-        if decision.kind == Kind.ROLLBACK.value and spare >= 0:  # one more: the sum is a decision of its own
+        if decision.kind == OpKind.ROLLBACK.value and spare >= 0:  # one more: the sum is a decision of its own
             decision, spare = replace(decision, reason=MORE_REASONS), spare - 1
         fewer[decision] += count
     return Counter(dict(reversed(fewer.items())))
@@ -354,7 +355,7 @@ def _with_fewer_reasons(counts: Counter[ArchivedDecision]) -> Counter[ArchivedDe
 
 def _archived_row(record: Archived) -> OpRow:
     return OpRow(
-        Kind.ARCHIVED,
+        OpKind.ARCHIVED,
         record.half_id,
         count=record.rows,
         attempt=record.attempt,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rmq_spark._core.log.op import PRUNED, PRUNED_PLACED, Kind, pruned_up_to
+from rmq_spark._core.log.op import PRUNED, PRUNED_PLACED, OpKind, pruned_up_to
 from rmq_spark._core.log.op_merge import MERGED_BYTES_MAX
 from rmq_spark._core.log.op_view import of_kind
 from rmq_spark._core.protocol.own_sends import PREFIXES, OwnSends
@@ -33,18 +33,18 @@ PRUNED_SHARE_MIN = 0.5
 
 @dataclass(frozen=True)
 class _Dead:
-    """Half batches that have left: ``ids`` are those whose rows other than ``archived`` may go, ``forgotten`` those
-    whose ``archived`` row may go, too."""
+    """Half batches that have left: all rows but ``archived`` may go of those in ``ids``, and that row of those in
+    ``forgotten``."""
 
     ids: pa.Array
     forgotten: pa.Array
 
     def may_go(self, rows: pa.Table) -> pa.ChunkedArray:
         """Which op rows may go, among those that the newest mark has passed."""
-        is_archived = of_kind(rows, Kind.ARCHIVED)
+        is_archived = of_kind(rows, OpKind.ARCHIVED)
         of_dead = pc.and_(pc.is_in(rows["half_id"], value_set=self.ids), pc.invert(is_archived))
         of_forgotten = pc.and_(pc.is_in(rows["half_id"], value_set=self.forgotten), is_archived)
-        return pc.or_(pc.or_(of_dead, of_forgotten), of_kind(rows, Kind.MARK))
+        return pc.or_(pc.or_(of_dead, of_forgotten), of_kind(rows, OpKind.MARK))
 
 
 class Pruner:
@@ -67,7 +67,7 @@ class Pruner:
     def _dead(self) -> _Dead:
         engine = self._engine
         rows = engine.ledger.archived_rows()
-        present = engine.half.contents.counted()  # half is read after op: what it still has was not removed before
+        present = engine.half.contents.all_batches()  # half is read after op: what it still has was not removed before
         if present.unreadable:  # it may have any half batch
             rows = rows.slice(0, 0)
         gone = rows.filter(pc.invert(pc.is_in(rows["half_id"], value_set=present.table["half_id"].combine_chunks())))
@@ -91,7 +91,7 @@ class Pruner:
         rows = engine.op_table.read(
             engine.ledger.archive_paths(), ["kind", "half_id", "archived"], pc.field("half_id").isin(own)
         )
-        rows = rows.filter(of_kind(rows, Kind.ARCHIVED))
+        rows = rows.filter(of_kind(rows, OpKind.ARCHIVED))
         names, sends = pc.struct_field(rows["archived"], "app_id").to_pylist(), OwnSends(engine)
         asked_for = rows.filter(pa.array([sends.may_come(name) for name in names], pa.bool_()))["half_id"]
         return half_ids.filter(pc.invert(pc.is_in(half_ids, value_set=asked_for.combine_chunks())))
@@ -99,8 +99,8 @@ class Pruner:
     def _without_other_rows(self, half_ids: pa.Array) -> pa.Array:
         """The half batches of which ``op`` has nothing but their ``archived`` row."""
         op = self._engine.op_table
-        where = pc.field("half_id").isin(half_ids) & (pc.field("kind") != Kind.ARCHIVED.value)
-        others = op.read(op.actions()["path"].to_pylist(), ["half_id"], where)["half_id"]
+        where = pc.field("half_id").isin(half_ids) & (pc.field("kind") != OpKind.ARCHIVED.value)
+        others = op.read(live_paths(op), ["half_id"], where)["half_id"]
         return half_ids.filter(pc.invert(pc.is_in(half_ids, value_set=others.combine_chunks())))
 
     def _files(self, dead: _Dead, since: int) -> list[dict[str, Any]]:
@@ -126,16 +126,16 @@ class Pruner:
         written = list(self._write(kept))
 
         def propose(version: int) -> Change | None:
-            if not live_paths(op).issuperset(paths):  # merged, or pruned by another process
+            if not set(live_paths(op)).issuperset(paths):  # merged, or pruned by another process
                 return None
             reached = {name: max(n, pruned_up_to(op, name)) for name, n in last.items() if n is not None}
             return Change(add=written, remove=paths, transactions=reached, data_change=False)
 
-        committed = op.compare_and_set(propose, lambda change: live_paths(op).isdisjoint(change.remove))
+        committed = op.compare_and_set(propose, lambda change: set(live_paths(op)).isdisjoint(change.remove))
         return 0 if committed is None else gone.num_rows
 
     def _write(self, kept: pa.Table) -> Iterator[DataFile]:
-        is_archived = of_kind(kept, Kind.ARCHIVED)
+        is_archived = of_kind(kept, OpKind.ARCHIVED)
         # Archived rows are looked for by half id, the others by version.
         for rows, order in ((kept.filter(is_archived), "half_id"), (kept.filter(pc.invert(is_archived)), "version")):
             if rows.num_rows:

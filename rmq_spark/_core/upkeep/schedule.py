@@ -32,7 +32,7 @@ class MaintenanceReport:
     Attributes
     ----------
     dry_run : bool
-        True when nothing was changed. What an earlier step makes possible for a later one is then not counted.
+        True when nothing was changed. Then no step counts what only an earlier one would make possible.
     drained_up_to : int
         The version of ``op`` up to which the table ``messages`` has all messages.
     messages_drained : int
@@ -102,7 +102,7 @@ def maintain(
     also look for files that no table ever named, by listing the tables' folders. ``turn`` is entered while messages are
     in memory.
 
-    LostFileError, UnreadableFileError: a file is lost or damaged. All that it does not touch was done.
+    LostFileError, UnreadableFileError: a file is lost or damaged. All work that does not need it was done.
     """
     report, problem = _round(engine, graces, dry_run, orphans, nullcontext() if turn is None else turn)
     if problem is not None:
@@ -115,7 +115,7 @@ def _round(
     engine: Engine, graces: Graces, dry_run: bool, orphans: bool, turn: AbstractContextManager[object]
 ) -> tuple[MaintenanceReport, CorruptLogError | None]:
     """Do what is due; return also the problem of the first file that kept something from being done."""
-    engine = engine.another_on_the_same_log()
+    engine = engine.new_handle()
     tables = engine.tables()
     reach("upkeep begins")
     doubt_s = engine.clock_doubt_s(note=not dry_run)  # before a commit notes a time of this clock
@@ -149,16 +149,18 @@ def _round(
     if not dry_run:
         merged = op_merge.compact_op(engine.op_table)
         with turn:
-            kept_s = {name: t.retention_s for name, t in engine.topic_store.all().items() if t.retention_s is not None}
+            retentions = {
+                name: t.retention_s for name, t in engine.topic_store.all().items() if t.retention_s is not None
+            }
             try:
-                merged += _merge(engine, kept_s)
+                merged += _merge(engine, retentions)
             except (LostFileError, UnreadableFileError) as problem:
                 problems.append(problem)
     with engine.lock:
         deleted = [
             path
             for table in tables
-            for path in table_files.delete_replaced(table, table_files.kept_s(table) + doubt_s, dry_run)
+            for path in table_files.delete_replaced(table, table_files.removed_files_s(table) + doubt_s, dry_run)
         ]
         deleted += table_files.vacuum(tables, ORPHAN_AGE_S + doubt_s, dry_run) if orphans else []
     report = MaintenanceReport(

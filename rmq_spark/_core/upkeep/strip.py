@@ -66,8 +66,8 @@ class Stripper:
         files = engine.half.contents.large_files(STRIPPED_BYTES_MIN, engine.ledger.view.low_water)
         if not files:
             return []
-        counted = engine.half.contents.counted().table
-        self._rows = dict(zip(counted["half_id"].to_pylist(), counted["rows"].to_pylist(), strict=True))
+        batches = engine.half.contents.all_batches().table
+        self._rows = dict(zip(batches["half_id"].to_pylist(), batches["rows"].to_pylist(), strict=True))
         placed = self._placed({h for file in files for h in file.inside["half_id"].to_pylist()})
         # Archived half batches are drained, or nobody need look at them any more.
         archived = frozenset(engine.ledger.archived_rows()["half_id"].to_pylist())
@@ -91,7 +91,7 @@ class Stripper:
         grace."""
         engine = self._engine
         where = pc.field("half_id").isin(sorted(half_ids)) & pc.field("queue_offset").is_valid()
-        rows = engine.op_table.read(engine.op_table.actions()["path"].to_pylist(), PLACED_COLUMNS, where)
+        rows = engine.op_table.read(live_paths(engine.op_table), PLACED_COLUMNS, where)
         engine.messages_table.refresh()
         sums = rows.group_by("half_id", use_threads=False).aggregate(
             [("count", "sum"), ("version", "max"), ("op_time", "max")]
@@ -140,8 +140,8 @@ class Stripper:
             return False
         if dry_run:
             return True
-        has_no_op_rows = file.inside.num_rows == 1 and pc.all(has_payload).as_py()
-        tables = self._row_groups(file) if has_no_op_rows else [table.read([file.path])]
+        can_read_in_parts = file.inside.num_rows == 1 and pc.all(has_payload).as_py()
+        tables = self._row_groups(file) if can_read_in_parts else [table.read([file.path])]
         keys = drained[name].combine_chunks()
         stripped = [_without_payload(rows, pc.is_in(rows[name], value_set=keys)) for rows in tables]
         if not stripped:  # another process has stripped the file since we looked

@@ -12,7 +12,7 @@ import pyarrow.fs as pafs
 from rmq_spark._core.messages.messages_table import history_s
 from rmq_spark._core.storage.foreign_commits import foreign_change
 from rmq_spark._core.storage.merge import compact
-from rmq_spark._core.storage.table import Change, Table
+from rmq_spark._core.storage.table import Change, Table, live_paths
 from rmq_spark._core.vocabulary.redaction import redacted
 
 logger = logging.getLogger(__name__)
@@ -84,22 +84,22 @@ def _grown_count(sizes: Sequence[int]) -> int:
     return len(sizes)
 
 
-def kept_s(table: Table) -> float:
+def removed_files_s(table: Table) -> float:
     """Seconds for which files that left a table are kept."""
     return max(REPLACED_FILES_S, history_s(table))
 
 
 def removed_earlier_s(table: Table, useful_s: float | None) -> float:
-    """How many seconds earlier than now files of a table must count as removed, so that they stay for ``useful_s``
-    only: after that nobody wants their content. None: as long as other files."""
-    return 0.0 if useful_s is None else max(0.0, kept_s(table) - max(REPLACED_FILES_S, useful_s))
+    """Seconds by which to date back a removal, so that its files are deleted ``useful_s`` from now, when nobody wants
+    their content any more. None: 0, so they stay as long as others."""
+    return 0.0 if useful_s is None else max(0.0, removed_files_s(table) - max(REPLACED_FILES_S, useful_s))
 
 
 def delete_replaced(table: Table, age_s: float, dry_run: bool) -> list[str]:
     """Delete files that left a table more than ``age_s`` seconds ago; return ``<table>/<file>`` of each."""
     table.clock.require_near()
     table.refresh()
-    gone = table.removed_since() - table.removed_since(age_s) - set(table.actions()["path"].to_pylist())
+    gone = table.removed_since() - table.removed_since(age_s) - set(live_paths(table))
     if not gone or _is_left_alone(table):
         return []
     infos = table.fs.get_file_info(pafs.FileSelector(table.folder))
@@ -131,7 +131,7 @@ def vacuum(tables: Sequence[Table], age_s: float, dry_run: bool) -> list[str]:
         if _is_left_alone(table):
             continue
         # A file that was replaced lately may itself be old, and a reader's plan may still name it.
-        kept = set(table.actions()["path"].to_pylist()) | table.removed_since(max(age_s, history_s(table)))
+        kept = set(live_paths(table)) | table.removed_since(max(age_s, history_s(table)))
         for info in table.fs.get_file_info(pafs.FileSelector(table.folder)):
             is_old = info.mtime is not None and table.runtime.time() - info.mtime.timestamp() > age_s
             if info.type != pafs.FileType.File or not info.base_name.endswith(".parquet"):

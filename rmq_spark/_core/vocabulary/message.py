@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -264,6 +264,19 @@ class MessageExt(Message):
     check_times: int = 0
     queue_offset: int | None = None
     reconsume_times: int = 0
+
+
+def message_list(messages: object) -> list[Message]:
+    """Return messages as a new list, because an iterable may be consumed once and a list may change later."""
+    if isinstance(messages, (Message, str, bytes, Mapping)) or not isinstance(messages, Iterable):
+        raise MessageError(
+            f"found {type(messages).__name__}: a list of rmq_spark.Message or a pyarrow.Table is expected"
+        )
+    result = list(messages)
+    for message in result:
+        if not isinstance(message, Message):
+            raise MessageError(f"found {type(message).__name__} in the list of messages: rmq_spark.Message is expected")
+    return result
 
 
 def to_table(messages: Sequence[Message]) -> pa.Table:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from rmq_spark._core.vocabulary.immutable import immutable
 from rmq_spark._core.vocabulary.redaction import TEXT_CHARS_MAX, one_line, redacted, text_of
-from rmq_spark._core.vocabulary.value import value
 from rmq_spark.errors import OptionError, VerdictError
 
 BATCH = "batch"
@@ -73,7 +73,7 @@ class Rollback(Exception):
         self.refused = refused
 
 
-@value
+@immutable
 class Verdict:
     """The outcome of a transaction.
 
@@ -134,7 +134,7 @@ class VerdictArray:
             totals[self.distinct[row["values"]].state] += row["counts"]
         return totals
 
-    def explained(self, reason: str | None) -> VerdictArray:
+    def with_reason(self, reason: str | None) -> VerdictArray:
         """The same verdicts, with a reason for the rollbacks that have none."""
         if reason is None or not any(v.state is ROLLBACK_MESSAGE and v.reason is None for v in self.distinct):
             return self
@@ -145,7 +145,7 @@ class VerdictArray:
         return VerdictArray(tuple(distinct), self.which)
 
 
-def kept_reason(said: object) -> str | None:
+def reason_for_log(said: object) -> str | None:
     """A reason as the log keeps it: text on one line, without secrets, of at most 200 characters; None for nothing."""
     if said is None:
         return None
@@ -157,10 +157,10 @@ def kept_reason(said: object) -> str | None:
 
 
 def rollback(reason: object = None, refused: bool = False) -> Verdict:
-    return Verdict(ROLLBACK_MESSAGE, kept_reason(reason), refused)
+    return Verdict(ROLLBACK_MESSAGE, reason_for_log(reason), refused)
 
 
-def returned(call: Callable[..., Any], *args: Any) -> Any:
+def call_for_verdicts(call: Callable[..., Any], *args: Any) -> Any:
     """Call the user's code and return its result. A :class:`Rollback` that it raises counts as its result."""
     try:
         return call(*args)

@@ -85,7 +85,7 @@ def columns(rng: random.Random) -> bool:
         assert made is not None
         _same_values(table, made)
         made.to_pylist()  # Python can hold them all
-        rows, segments = writer.arrange(made, 0)
+        rows, segments = writer.in_order(made, 0)
         require(rows.num_rows == table.num_rows == sum(s.last - s.first + 1 for s in segments), "rows were lost")
         require(sorted(rows["body"].to_pylist()) == sorted(made["body"].to_pylist()), "bodies were changed")
         require(rows["row_no"].to_pylist() == list(range(table.num_rows)), "row numbers")

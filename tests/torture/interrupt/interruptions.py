@@ -52,7 +52,7 @@ from tests.support.inside import (
     BatchState,
     Graces,
     HalfRecord,
-    Kind,
+    OpKind,
     OpRow,
     Planner,
     RowState,
@@ -645,7 +645,7 @@ class Truth:
 
     @property
     def open(self) -> set[str]:
-        return {half_id for half_id, state in self.states.items() if not state.settled}
+        return {half_id for half_id, state in self.states.items() if not state.is_settled}
 
 
 def read_truth(log: CommitLog, content: Content, known: Sequence[Truth] = ()) -> Truth:
@@ -673,7 +673,7 @@ def read_truth(log: CommitLog, content: Content, known: Sequence[Truth] = ()) ->
     mine = {record.half_id: record for record in content.records.values()}
     records = {half_id: mine.get(half_id) or tables.engine.half.get(half_id) for half_id in half}
     states = {half_id: record.fresh_state() for half_id, record in records.items()}
-    left = {row["half_id"] for row in rows.to_pylist() if row["kind"] == Kind.ARCHIVED.value}.difference(records)
+    left = {row["half_id"] for row in rows.to_pylist() if row["kind"] == OpKind.ARCHIVED.value}.difference(records)
     tails: dict[tuple[str, int], int] = {}
     waiting: Counter[str] = Counter()
     low_water = 0
@@ -683,9 +683,9 @@ def read_truth(log: CommitLog, content: Content, known: Sequence[Truth] = ()) ->
         if row["next_offset"] is not None:
             queue = (row["topic"], row["queue_id"])
             tails[queue] = max(tails.get(queue, 0), row["next_offset"])
-        if row["kind"] == Kind.COMMIT.value and row["queue_offset"] is None:
+        if row["kind"] == OpKind.COMMIT.value and row["queue_offset"] is None:
             waiting[row["half_id"]] += row["count"]
-        if row["kind"] == Kind.PLACE.value:
+        if row["kind"] == OpKind.PLACE.value:
             waiting[row["half_id"]] -= row["count"]
         low_water = row["low_water"] or low_water
     return Truth(said, records, states, tails, +waiting, low_water)

@@ -40,8 +40,8 @@ from rmq_spark._core.log.op_reader import OpReader
 from rmq_spark._core.log.op_view import OpView
 from rmq_spark._core.log.placer import Placer
 from rmq_spark._core.log.shared_files import SharedFiles
+from rmq_spark._core.protocol import assemble_half_batch, own_sends, replay
 from rmq_spark._core.protocol import engine as steps
-from rmq_spark._core.protocol import half_batch_view, own_sends, replay
 from rmq_spark._core.upkeep import expire as expiring
 from rmq_spark._core.upkeep import leave as leaving
 from rmq_spark.errors import HalfBatchLeftError
@@ -60,7 +60,7 @@ from tests.support.inside import (
     Checker,
     Decide,
     Decision,
-    Drained,
+    DrainBorder,
     Drainer,
     Engine,
     Expirer,
@@ -69,10 +69,10 @@ from tests.support.inside import (
     HalfHeader,
     HalfRecord,
     HalfTable,
-    Kind,
     Leaver,
     Ledger,
     Lineage,
+    OpKind,
     OpRow,
     PartAnswer,
     PartRunner,
@@ -83,7 +83,7 @@ from tests.support.inside import (
     RowRange,
     RowSet,
     RowState,
-    Shared,
+    SharedFileWriter,
     Staged,
     State,
     Stripper,
@@ -487,16 +487,16 @@ def _late_commit() -> Iterator[None]:
     **TWO_CHECKERS,
 )
 def _touched() -> Iterator[None]:
-    expect, ever = OpReader.expect, set[str]()
+    note_prepared, ever = OpReader.note_prepared, set[str]()
 
     def remember(self: OpReader, half_ids: Sequence[str]) -> None:
         ever.update(half_ids)
-        expect(self, half_ids)
+        note_prepared(self, half_ids)
 
     def untouched(self: OpReader, record: HalfRecord) -> bool:
         return record.half_id in ever
 
-    with _no_lease(), replaced((OpReader, "expect", remember), (OpReader, "has_no_op_rows", untouched)):
+    with _no_lease(), replaced((OpReader, "note_prepared", remember), (OpReader, "has_no_op_rows", untouched)):
         yield
 
 
@@ -520,7 +520,7 @@ def _discard_decided() -> Iterator[None]:
         self: Ledger, record: Any, attempt: int, rows: Any, who: Any, reason: Any, checks_min: int = 0
     ) -> None:
         rows = RowSet(rows)
-        self.append(lambda: rows_for(Kind.QUARANTINE, record, rows, attempt, who, reason))
+        self.append(lambda: rows_for(OpKind.QUARANTINE, record, rows, attempt, who, reason))
 
     with replaced((Ledger, "quarantine", quarantine)):
         yield
@@ -642,7 +642,7 @@ def _execute_on_replay() -> Iterator[None]:
 )  # fmt: skip
 def _next_attempt_after_discard() -> Iterator[None]:
     states = (RowState.ROLLED_BACK_BY_CHECK, RowState.QUARANTINED, RowState.ROLLED_BACK_BY_DISCARD)
-    with replaced((two_phase, "_NEVER_HAPPENED", states)):
+    with replaced((two_phase, "_RERUN_STATES", states)):
         yield
 
 
@@ -775,26 +775,26 @@ def _part_again() -> Iterator[None]:
 
 @mutant("a part without a fence row is settled as if it had run", A.LOCAL_STATE_DISAGREES, **TASKS, per="key")
 def _part_forgotten() -> Iterator[None]:
-    states = Fence.states
+    record_of = Fence.record_of
 
     def as_run(self: Fence, rows: Any, batch: HalfBatch) -> Recorded:
-        found = states(self, rows, batch)
+        found = record_of(self, rows, batch)
         absent = batch.rows.where(pc.is_null(found.among(batch.rows)))
         is_begun = fence_module._row_key(batch) in rows
         return found.with_rows(absent, [State(EXECUTED)]) if absent and is_begun else found
 
-    with replaced((Fence, "states", as_run)):
+    with replaced((Fence, "record_of", as_run)):
         yield
 
 
 @mutant("the fence row of one part is taken for another's", A.LOCAL_STATE_DISAGREES, **TASKS, per="key")
 def _another_parts_row() -> Iterator[None]:
-    states = Fence.states
+    record_of = Fence.record_of
 
     def of_another(self: Fence, rows: Any, batch: HalfBatch) -> Recorded:
         row = rows.get(fence_module._row_key(batch))
         if row is None or row.state != BY_PART:
-            return states(self, rows, batch)
+            return record_of(self, rows, batch)
         parts = list(batch.parts().values())
         found = NOTHING
         for part, other in zip(parts, [*parts[1:], parts[0]], strict=True):
@@ -803,7 +803,7 @@ def _another_parts_row() -> Iterator[None]:
                 found = found.with_rows(part.rows, Recorded.read(row.state, row.outcome).states[:1])
         return found
 
-    with replaced((Fence, "states", of_another)):
+    with replaced((Fence, "record_of", of_another)):
         yield
 
 
@@ -1129,7 +1129,7 @@ def _future_believed() -> Iterator[None]:
     def believed(self: CommitLog, record: Any, state: BatchState, attempt: int) -> Any:
         return max(record.prepared_at, state.opened_at.get(attempt, record.prepared_at))
 
-    with replaced((half_batch_view, "_began_at", believed)):
+    with replaced((assemble_half_batch, "_began_at", believed)):
         yield
 
 
@@ -1218,7 +1218,7 @@ LEAVES = {"upkeep": 14, "batches": 4, "crash": 0.03, "clock_steps": False, "pers
 @mutant("a half batch leaves that is open", A.LEFT_OPEN, **LEAVES | {"pause": 0.1, "switch": 0.6}, streams=2)
 def _leaves_open() -> Iterator[None]:
     def below(self: Leaver) -> pa.Table:
-        return self._engine.half.contents.counted().table
+        return self._engine.half.contents.all_batches().table
 
     with _often_leaving(), replaced((Leaver, "_may_leave", lambda *_: True), (Leaver, "_below_the_mark", below)):
         yield
@@ -1297,10 +1297,10 @@ def _pruned_above_the_mark() -> Iterator[None]:
     streams=2,
 )  # fmt: skip
 def _reads_below_the_border() -> Iterator[None]:
-    def ranges(self: Drained, *_: Any) -> Any:
+    def ranges(self: DrainBorder, *_: Any) -> Any:
         return [], []
 
-    with _often_leaving(), replaced((Drained, "ranges", ranges)):
+    with _often_leaving(), replaced((DrainBorder, "ranges", ranges)):
         yield
 
 
@@ -1309,14 +1309,14 @@ def _reads_below_the_border() -> Iterator[None]:
     **LEAVES | {"upkeep": 1}, streams=2,
 )  # fmt: skip
 def _border_too_high() -> Iterator[None]:
-    def ends(self: Drained) -> Any:
+    def ends(self: DrainBorder) -> Any:
         return dict(self._engine.tails(refresh=False))
 
-    def ranges(self: Drained, queue: Any, first: int, stop: int) -> Any:
+    def ranges(self: DrainBorder, queue: Any, first: int, stop: int) -> Any:
         return real(self, queue, first, stop)[0], []
 
-    real = Drained.ranges
-    with _often_leaving(), replaced((Drained, "_ends", ends), (Drained, "ranges", ranges)):
+    real = DrainBorder.ranges
+    with _often_leaving(), replaced((DrainBorder, "_ends", ends), (DrainBorder, "ranges", ranges)):
         yield
 
 
@@ -1531,7 +1531,7 @@ SHARED = {"threads": 3, "crash": 0.0, "pause": 0.0, "switch": 0.6, "zombies": 0.
     **SHARED | {"zombies": 0.5}, streams=0, senders=3, rivals=True, rows=2, batches=3, checkers=1, listener="fenced",
 )  # fmt: skip
 def _stays_in_the_file() -> Iterator[None]:
-    prepare, written = HalfTable.prepare, Shared.written
+    prepare, written = HalfTable.prepare, SharedFileWriter.written
     staged: list[Any] = []
 
     def noted(self: HalfTable, some: Sequence[Any], *arguments: Any) -> Any:
@@ -1542,7 +1542,7 @@ def _stays_in_the_file() -> Iterator[None]:
         files = written(self, list(staged))
         return {batch.header.half_id: files[batch.header.half_id] for batch in chosen}
 
-    with replaced((HalfTable, "prepare", noted), (Shared, "written", with_all)):
+    with replaced((HalfTable, "prepare", noted), (SharedFileWriter, "written", with_all)):
         yield
 
 

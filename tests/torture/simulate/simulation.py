@@ -1027,7 +1027,7 @@ class StreamSource(Source):
         simulation.scheduler.step()
         listener.seen_version = log.seen_version
         two_phase = TwoPhase(
-            log.engine, listener, on_listener_error=s.on_listener_error, replay_check_timeout_s=8.0, lease_s=60.0, **run
+            log.engine, listener, on_listener_error=s.on_listener_error, replay_check_timeout_s=8.0, **run
         )
         try:
             outcome = two_phase.send(header, stage, lineage=Lineage(checkpoint))

@@ -257,7 +257,7 @@ def limits(op_files_max: int) -> Iterator[None]:
         (marking, "ROWS_LET_GO_MIN", 3),
         (stripping, "STRIPPED_BYTES_MIN", 1),
         (follow, "CHUNKS_MAX", 4),
-        (op_reader, "HALF_IDS_KEPT", 3),
+        (op_reader, "HALF_IDS_MAX", 3),
     )
     before = [(module, name, getattr(module, name)) for module, name, _ in found]
     for module, name, value in found:

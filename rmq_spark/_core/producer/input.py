@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import pyarrow as pa
 
@@ -35,19 +35,6 @@ def topics_in(given: list[Message] | pa.Table, default: str | None) -> set[str]:
     return {name for name in [*names, default] if isinstance(name, str)}
 
 
-def message_list(messages: object) -> list[Message]:
-    """Return messages as a new list, because an iterable may be consumed once and a list may change later."""
-    if isinstance(messages, (Message, str, bytes, Mapping)) or not isinstance(messages, Iterable):
-        raise MessageError(
-            f"found {type(messages).__name__}: a list of rmq_spark.Message or a pyarrow.Table is expected"
-        )
-    result = list(messages)
-    for message in result:
-        if not isinstance(message, Message):
-            raise MessageError(f"found {type(message).__name__} in the list of messages: rmq_spark.Message is expected")
-    return result
-
-
 def stage(engine: Engine, writer: HalfWriter, given: list[Message] | pa.Table) -> Sequence[Stageable]:
     """Check and stage the messages. A small send waits to share a file with other threads. A large one is written
     now."""
@@ -56,7 +43,7 @@ def stage(engine: Engine, writer: HalfWriter, given: list[Message] | pa.Table) -
     table = given if isinstance(given, pa.Table) else to_table(given)
     if table.num_rows > SHARED_ROWS_MAX or table.nbytes > SHARED_BYTES_MAX:
         return engine.stage(writer, table.to_batches())
-    return [writer.rows_of(table)]
+    return [writer.to_half_rows(table)]
 
 
 def is_small(given: list[Message]) -> bool:

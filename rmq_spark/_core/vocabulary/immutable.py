@@ -1,4 +1,4 @@
-"""Values: dataclasses that nobody changes.
+"""Immutable dataclasses that are quick to make.
 
 A send makes about twenty of them, at thousands of sends a second. With ``frozen=True`` Python itself would refuse
 changes, which makes each instance several times as slow to create. So the type checker alone refuses them.
@@ -21,6 +21,6 @@ T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def value(cls: type[T]) -> type[T]:
+def immutable(cls: type[T]) -> type[T]:
     """Like ``dataclass(frozen=True, slots=True)``, for a class with thousands of new instances a second."""
     return dataclass(slots=True, unsafe_hash=True)(cls)

@@ -20,14 +20,14 @@ SCHEMA = pa.schema([
 ])  # fmt: skip
 
 
-class Prepared(NamedTuple):
+class PrepareEntry(NamedTuple):
     """The entry of a prepared half batch in the Delta log: when it was prepared (ms), and its rows."""
 
     ms: int
     rows: int
 
 
-class PreparedBatches(Mapping[str, Prepared]):
+class BatchIndex(Mapping[str, PrepareEntry]):
     """Prepared half batches by half id, from a table of ``half_id`` (each once)``, ms, rows``. ``unreadable`` are files
     with half batches that nobody knows, so these are missing here."""
 
@@ -36,8 +36,8 @@ class PreparedBatches(Mapping[str, Prepared]):
         self.unreadable = unreadable
 
     @classmethod
-    def of(cls, batches: Mapping[str, Prepared]) -> PreparedBatches:
-        columns = list(zip(*batches.values(), strict=True)) or [()] * len(Prepared._fields)
+    def of(cls, batches: Mapping[str, PrepareEntry]) -> BatchIndex:
+        columns = list(zip(*batches.values(), strict=True)) or [()] * len(PrepareEntry._fields)
         return cls(pa.table([list(batches), *columns], schema=SCHEMA))
 
     @cached_property
@@ -46,13 +46,13 @@ class PreparedBatches(Mapping[str, Prepared]):
 
     @cached_property
     def _columns(self) -> tuple[list[int], list[int]]:
-        ms, rows = (self.table[name].to_pylist() for name in Prepared._fields)
+        ms, rows = (self.table[name].to_pylist() for name in PrepareEntry._fields)
         return ms, rows
 
-    def __getitem__(self, half_id: str) -> Prepared:
+    def __getitem__(self, half_id: str) -> PrepareEntry:
         row = self._places[half_id]
         ms, rows = self._columns
-        return Prepared(ms[row], rows[row])
+        return PrepareEntry(ms[row], rows[row])
 
     def __contains__(self, half_id: object) -> bool:
         return half_id in self._places
@@ -68,13 +68,13 @@ class PreparedBatches(Mapping[str, Prepared]):
         for file in self.unreadable:
             raise file.problem
 
-    def updated(self, others: Mapping[str, Prepared]) -> PreparedBatches:
+    def updated(self, others: Mapping[str, PrepareEntry]) -> BatchIndex:
         """These half batches with ``others`` added or replaced."""
         if not others:
             return self
-        added = PreparedBatches.of(others).table
-        kept = self.table.filter(pc.invert(pc.is_in(self.table["half_id"], value_set=_values(added["half_id"]))))
-        return PreparedBatches(pa.concat_tables([kept, added]), self.unreadable)
+        added = BatchIndex.of(others).table
+        unchanged = self.table.filter(pc.invert(pc.is_in(self.table["half_id"], value_set=_values(added["half_id"]))))
+        return BatchIndex(pa.concat_tables([unchanged, added]), self.unreadable)
 
     def left_open(self, settled: pa.Table) -> dict[str, int]:
         """Number of unsettled rows of each half batch, without half batches that are settled entirely. ``settled`` has

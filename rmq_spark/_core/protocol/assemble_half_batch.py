@@ -1,4 +1,4 @@
-"""The half batch as a listener sees it. Its rows are read when the listener asks for them."""
+"""Assembles the half batch that a listener sees. Its rows are read when the listener asks for them."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def half_batch_of(
 def _began_at(engine: Engine, record: HalfRecord, state: BatchState, attempt: int) -> datetime:
     """When an attempt began.
 
-    A clock that was ahead may have written times in the future. Later half batches are prepared after those times, so
-    no check would find them old enough. Then the staging time counts, or an assumed age if that is in the future, too.
+    After a fast clock wrote a future time, all later prepares get times after it, and no check would find them old
+    enough. Then the time of staging counts; or, when that is in the future as well, an assumed age.
     """
     now = engine.runtime.now()
     for began_at in (state.opened_at.get(attempt, record.prepared_at), record.staged_at):

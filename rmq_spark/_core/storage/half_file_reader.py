@@ -1,4 +1,4 @@
-"""Reads half files wherever they lie now: a stripped file is found again by its address. Executors use this module."""
+"""Reads half files wherever they lie now. Executors use this module."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pyarrow as pa
 from rmq_spark._core.selector.tree import Filter
 from rmq_spark._core.storage.row_range import RowRange
 
-MOVED_KEPT = 10_000
+MOVED_CACHED_MAX = 10_000
 """The most new places of half files that are kept in memory."""
 
 
-class HalfFiles:
+class RelocatingReader:
     """Reads half files wherever they lie now: a stripped file is found again by its address. ``read`` is
-    ``row_range.read_range`` of the table's folder. ``locate`` returns where a half file lies now. It lists ``half``, so
-    it is called only when a file is not where ``op`` says: the cost of reading must not follow the age of the log."""
+    ``row_range.read_range`` of the table's folder. ``locate`` returns a half file's present path. It is called only
+    when a file is not where ``op`` says: it lists ``half``, and reading must not cost more as the log grows."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class HalfFiles:
             return
         except FileNotFoundError:
             path = self._locate(*address)
-        if len(self._moved) >= MOVED_KEPT:
+        if len(self._moved) >= MOVED_CACHED_MAX:
             self._moved.clear()
         self._moved[address] = path
         for position, table in self._read(replace(wanted, path=path), columns, where):
