@@ -35,7 +35,7 @@ demo: install ## a grocer's year of orders, a killed driver, and the proof that 
 	@$(PY) -m examples.grocer
 
 .PHONY: test
-test: install ## what every change must pass, in some 12 minutes (TESTS=file, PYTEST_ARGS="-k word", SEED=n to replay)
+test: install ## what every change must pass, in 7 to 12 minutes (TESTS=file, PYTEST_ARGS="-k word", SEED=n to replay)
 	@$(PYTEST) $(or $(TESTS),tests) --durations=10 $(PYTEST_ARGS)
 
 .PHONY: test-all
