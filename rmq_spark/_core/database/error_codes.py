@@ -57,6 +57,12 @@ def is_refused_value(problem: sa.exc.StatementError) -> bool:
     return of_a_value or isinstance(problem, (sa.exc.IntegrityError, sa.exc.DataError))
 
 
+def misses_a_parent(problem: sa.exc.StatementError) -> bool:
+    """Whether a row refers to another one that is not there."""
+    cause = problem.orig
+    return sqlstate_of(cause) == "23503" or _error_number(cause) == 1452 or "FOREIGN KEY constraint" in str(cause)
+
+
 def updates_a_row_twice(problem: sa.exc.StatementError) -> bool:
     """Whether PostgreSQL has found two rows of an upsert with one key."""
     return sqlstate_of(problem.orig) == "21000"  # cardinality_violation

@@ -362,7 +362,10 @@ def _unique_keys(connection: sa.Connection, table: str, schema: str | None) -> l
 
 
 def _require_undoable(connection: sa.Connection, table: str, schema: str | None) -> None:
-    """Require that MariaDB or MySQL refuses values that do not fit, and undoes what is rolled back."""
+    """Require a table of PostgreSQL that tells its defaults, and that MariaDB or MySQL refuses values that do not fit,
+    and undoes what is rolled back."""
+    if connection.dialect.name == "postgresql" and table in sa.inspect(connection).get_view_names(schema):
+        raise ListenerError(f"{table!r} is a view, which does not tell the defaults of its table: name the table")
     if connection.dialect.name not in ("mariadb", "mysql"):
         return
     options = sa.inspect(connection).get_table_options(table, schema=schema)

@@ -14,7 +14,7 @@ import pyarrow.types as kinds
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
 
-from rmq_spark._core.database.error_codes import is_refused_value, updates_a_row_twice
+from rmq_spark._core.database.error_codes import is_refused_value, misses_a_parent, updates_a_row_twice
 from rmq_spark._core.database.insert import Conflict, can_insert_each, insert, insert_each, unstorable
 from rmq_spark._core.listeners.decode import read_bodies
 from rmq_spark._core.listeners.half_batch import HalfBatch
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 EACH_MAX = 4_000
 """Transactions up to which PostgreSQL inserts them one by one after a refusal, instead of by halves."""
-RUNS_MAX = 1_000
-"""The most statements that insert rows in their order after a refusal."""
+RUNS_MAX, HALVINGS_MAX = 500, 200
+"""The most statements that insert rows in their order, and the most parts that are halved. Each may make a temporary
+table, whose locks PostgreSQL keeps until the commit."""
 KEYS_AT_ONCE = 5_000
 """Key values that one SELECT looks for."""
 NAME_CHARS_MAX = 60
@@ -81,7 +82,8 @@ class Target:
     @property
     def shape(self) -> tuple[object, ...]:
         """What decides whether a row fits: equal unless somebody has altered the table."""
-        return self.types, self.never_null, self.defaults, self.lookup, self.table.columns.keys()
+        columns = [(column.name, repr(column.type)) for column in self.table.columns]
+        return self.types, self.never_null, self.defaults, self.lookup, columns
 
     @property
     def taken_reason(self) -> str:
@@ -165,8 +167,10 @@ class Target:
             return
         # Parts change the order of rows, which decides among rows with one key. So parts only find the refused rows.
         trial = connection.begin_nested()
-        self._insert_parts(connection, rows, units, problem, refused)
-        trial.rollback()
+        try:
+            self._insert_parts(connection, rows, units, problem, refused)
+        finally:
+            trial.rollback()
         problem = self._try(connection, refused.others(rows, units)[0])
         if problem is not None:
             raise problem
@@ -204,17 +208,17 @@ class Target:
             return None
         parts = self._parts(rows)
         problem = self._try_parts(connection, parts)
-        if problem is None or len(parts) == 1:
+        if problem is None or len(parts) == 1 or not misses_a_parent(problem):
             return problem
-        # A row may need an earlier one of another part, such as a parent.
+        # The parent may be an earlier row of another part.
         runs = list(islice(self._in_order(rows), RUNS_MAX + 1))
         return self._try_parts(connection, runs) if len(runs) <= RUNS_MAX else problem
 
     def _try_parts(self, connection: sa.Connection, parts: Sequence[pa.Table]) -> sa.exc.StatementError | None:
-        savepoint = connection.begin_nested()
+        savepoint, halvings = connection.begin_nested(), iter(range(HALVINGS_MAX))
         try:
             for part in parts:
-                self._insert_part(connection, part)
+                self._insert_part(connection, part, halvings)
         except sa.exc.StatementError as problem:
             if not is_refused_value(problem):
                 raise
@@ -223,7 +227,7 @@ class Target:
         savepoint.commit()
         return None
 
-    def _insert_part(self, connection: sa.Connection, part: pa.Table) -> None:
+    def _insert_part(self, connection: sa.Connection, part: pa.Table, halvings: Iterator[int]) -> None:
         """Insert rows that take the defaults of the same columns. PostgreSQL refuses to update a row twice in one
         statement, so rows whose keys are one in another spelling go by two."""
         if not (self.is_postgres and self.conflict and self.conflict.update and part.num_rows > 1):
@@ -234,11 +238,11 @@ class Target:
             insert(connection, self.table.name, part, self.schema, self.conflict, self.table)
         except sa.exc.StatementError as problem:
             savepoint.rollback()
-            if not updates_a_row_twice(problem):
+            if not updates_a_row_twice(problem) or next(halvings, None) is None:
                 raise
             half = part.num_rows // 2
-            self._insert_part(connection, part.slice(0, half))
-            self._insert_part(connection, part.slice(half))
+            self._insert_part(connection, part.slice(0, half), halvings)
+            self._insert_part(connection, part.slice(half), halvings)
         else:
             savepoint.commit()
 
@@ -254,16 +258,10 @@ class Target:
         return True
 
     def _parts(self, rows: pa.Table) -> list[pa.Table]:
-        """Split rows into parts that take the defaults of the same columns. Rows that may have one key for the database
-        stay in their order."""
-        if self.conflict is None or not self.conflict.update:
-            return self._by_defaults(rows)
-        rows = _last_of_each(rows, self.conflict.key, self.conflict.keeps)
-        parts = self._by_defaults(rows)
-        if len(parts) == 1:
-            return parts
-        alike = _alike(rows, self.conflict.key)
-        return [*self._by_defaults(rows.filter(pc.invert(alike))), *self._in_order(rows.filter(alike))]
+        """Split rows into parts that take the defaults of the same columns."""
+        if self.conflict is not None and self.conflict.update:
+            rows = _last_of_each(rows, self.conflict.key, self.conflict.keeps)
+        return self._by_defaults(rows)
 
     def _by_defaults(self, rows: pa.Table) -> list[pa.Table]:
         parts = [rows] if rows.num_rows else []
@@ -332,22 +330,6 @@ def _last_of_each(rows: pa.Table, key: Sequence[str], keeps: bool) -> pa.Table:
     if last.num_rows == rows.num_rows:
         return rows
     return pa.table({n: last[n] if n in key else rows[n].take(last[f"\0{n}_max"]) for n in rows.column_names})
-
-
-def _alike(rows: pa.Table, key: Sequence[str]) -> pa.Array:
-    """Return which rows have keys that differ from another row's in case, accents, blanks or signs alone: a collation
-    or a type, such as uuid, may take them for one."""
-    columns = []
-    for name in key:
-        column = rows[name]
-        if kinds.is_string(column.type):
-            column = pc.utf8_normalize(column, "NFKD")
-            column = pc.utf8_lower(pc.replace_substring_regex(column, r"[^\pL\pN]+", ""))
-        columns.append(column)
-    keyed = pa.table([*columns, pa.array(range(rows.num_rows), pa.int64())], [*key, "\0"])
-    counts = keyed.group_by(list(key), use_threads=False).aggregate([("\0", "count"), ("\0", "list")])
-    several = counts.filter(pc.greater(counts["\0_count"], 1))
-    return pc.is_in(keyed["\0"].combine_chunks(), value_set=pc.list_flatten(several["\0_list"]).combine_chunks())
 
 
 def _by_null(rows: pa.Table, name: str) -> list[pa.Table]:
