@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def prune_fence(fence: Fence, older_than: Duration, logs: Sequence[CommitLog | Engine]) -> Iterator[int]:
-    """See :meth:`SqlTransactionListener.prune`. Returns the number of deleted rows, page by page."""
+    """See :meth:`SqlTransactionListener.prune`. Return the number of deleted rows, page by page."""
     older_than_s = seconds(older_than, "older_than")
     if older_than_s < FENCE_RETENTION_S_MIN:
         raise OptionError(

@@ -264,15 +264,13 @@ class Target:
         return self._by_defaults(rows)
 
     def _by_defaults(self, rows: pa.Table) -> list[pa.Table]:
-        parts = [rows] if rows.num_rows else []
+        parts = [rows]
         for name in self.defaults:
             parts = [part for whole in parts for part in _by_null(whole, name)]
         return parts  # each part has a column: each row has a value
 
     def _in_order(self, rows: pa.Table) -> Iterator[pa.Table]:
         """Yield runs of rows that take the defaults of the same columns, in the order of the rows."""
-        if not rows.num_rows:
-            return
         nulls = list(zip(*(pc.is_null(rows[name]).to_pylist() for name in self.defaults), strict=True))
         start = 0
         for _, run in groupby(nulls):
