@@ -38,7 +38,7 @@ from tests.torture.interrupt.tracing import Interrupted, Tracer
 
 FOLLOWER = "refresh, warm"
 """What every other operation begins with."""
-PARTS = 4
+PARTS = 24
 
 
 class Twins:
