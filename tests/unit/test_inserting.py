@@ -42,6 +42,21 @@ def test_a_table_or_column_that_is_missing_is_named_beside_those_that_are_there(
         assert connection.exec_driver_sql("SELECT count(*) FROM bought").scalar_one() == 0
 
 
+def test_an_engine_that_renames_schemas_is_refused(engine: sa.Engine) -> None:
+    """COPY wrote into the schema that the engine does not use, and INSERT into the one that it uses."""
+    renaming = engine.execution_options(schema_translate_map={None: "main"})
+    log = txmq.testing.InMemoryCommitLog(topics={"orders": 1})
+    listener = txmq.TableListener(renaming, "bought", on_conflict="error")
+    listener.create_fence()
+    with (
+        txmq.TransactionMQProducer(log, "shop", listener, check_interval=None, on_listener_error="fail") as producer,
+        pytest.raises(ListenerError, match="give an engine without it, and name the table's schema"),
+    ):
+        producer.send_message_in_transaction(txmq.Message("orders", '{"order_id": 1}'))
+    with renaming.begin() as connection, pytest.raises(ListenerError, match="schema_translate_map"):
+        insert(connection, "bought", pa.table({"order_id": [1]}))
+
+
 def test_a_listener_inserts_the_fields_of_json_bodies_or_rows_of_its_own(engine: sa.Engine) -> None:
     log = txmq.testing.InMemoryCommitLog(topics={"orders": 1})
     given: list[pa.Table | str] = ["order_id long, total double"]

@@ -104,6 +104,7 @@ def insert(
     """
     if not rows.num_columns:
         raise MessageError("the rows have no column: name those that are to be inserted")
+    _refuse_translated_schemas(connection)
     rows = rows.unify_dictionaries()
     if connection.dialect.name == "postgresql":
         columns = _columns_of(connection, table, schema)
@@ -118,10 +119,20 @@ def insert(
 
 def columns_of(connection: sa.Connection, table: str, schema: str | None) -> list[ReflectedColumn]:
     """Return the table's columns from the database's catalogue, or raise ListenerError when there is no table."""
+    _refuse_translated_schemas(connection)
     try:
         return sa.inspect(connection).get_columns(table, schema=schema)
     except sa.exc.NoSuchTableError:
         raise _no_table_error(connection, table, schema) from None
+
+
+def _refuse_translated_schemas(connection: sa.Connection) -> None:
+    """Refuse a connection that renames schemas: the catalogue and COPY would not follow, and INSERT would."""
+    if connection.get_execution_options().get("schema_translate_map"):
+        raise ListenerError(
+            "the engine has a schema_translate_map, which COPY does not follow: give an engine without it, and name "
+            "the table's schema"
+        )
 
 
 def as_table(table: str, schema: str | None, columns: Sequence[ReflectedColumn]) -> sa.Table:
