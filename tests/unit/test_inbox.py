@@ -16,6 +16,8 @@ from rmq_spark import CommitLog
 from tests.support.half_batches import commit, make_log, prepare
 from tests.support.inboxes import count_each, inbox_of, make_database, results
 
+FAILURE = txmq.ConsumeResult.FAILURE
+
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
@@ -86,6 +88,8 @@ def test_consumers_that_race_write_each_result_once(url: str, log: CommitLog) ->
         (lambda u, m: txmq.SqlInbox(u, "g", count_each).apply(m), txmq.ListenerError, "call create"),
         (lambda u, m: inbox_of(u).apply(m.drop_columns(["topic"])), txmq.OptionError, "no column 'topic'"),
         (lambda u, m: inbox_of(u, lambda c, _: c.commit()).apply(m), txmq.ListenerError, "must not commit"),
+        (lambda u, m: inbox_of(u, lambda c, _: FAILURE).apply(m), txmq.ListenerError, "raise an exception"),
+        (lambda u, m: inbox_of(u, lambda c, _: [None, FAILURE]).apply(m), txmq.ListenerError, "raise an exception"),
     ],
 )
 def test_what_cannot_be_is_said(url: str, log: CommitLog, work: Any, error: type[Exception], sentence: str) -> None:

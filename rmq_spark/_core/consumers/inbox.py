@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import sqlalchemy as sa
 
 from rmq_spark._core.client.commit_log import CommitLog, engine_of
+from rmq_spark._core.consumers.message_listener import FAILURE
 from rmq_spark._core.database.connection import Address, Database
 from rmq_spark._core.database.exact_keys import INNODB_TABLE, exact_text, insert_absent, require_exact, similar_names
 from rmq_spark._core.database.guard import begin_savepoint, end_savepoint, no_commit_within
@@ -72,7 +73,8 @@ class SqlInbox(Database):
         The consumer group.
     work : callable
         ``work(connection, messages)`` gets the open database transaction and a ``pyarrow.Table`` of messages that it
-        has not had before, in (topic, queue, offset) order. An exception rolls everything back.
+        has not had before, in (topic, queue, offset) order. An exception rolls everything back. It cannot
+        return ``ConsumeResult.FAILURE``: it raises instead.
     table : str
         Name of the table of positions. The table ``<table>_log`` keeps the id of the log that they belong to.
     schema : str, optional
@@ -271,7 +273,9 @@ class SqlInbox(Database):
         self._move(connection, before, under_way)
         begin_savepoint(connection)
         with no_commit_within(connection):
-            called_here(self._work, connection, new)  # a forked process would commit on this connection
+            answer = called_here(self._work, connection, new)  # a forked process would commit on this connection
+            if FAILURE in (answer if isinstance(answer, list) else [answer]):
+                raise ListenerError(f"work of {self!r} returned FAILURE, which undoes nothing: raise an exception")
             end_savepoint(connection, keep=True)
         self._move(connection, under_way, ends)
 
