@@ -325,17 +325,6 @@ def test_a_commit_beside_the_members_own_progress_finds_no_released_queue_lost(
     assert "was claimed by another member" not in caplog.text
 
 
-def test_who_never_commits_is_told() -> None:
-    log = queue_of([str(n) for n in range(20)])
-    with pull(log, auto_commit=False, max_span=8, pull_batch_size=4) as consumer:
-        consumer.poll(0)
-        consumer.poll(0)
-        with pytest.raises(txmq.ConsumeError, match=r"8 messages were given out and not committed.*call commit"):
-            consumer.poll(0)
-        consumer.commit()
-        assert len(consumer.poll(0)) == 4
-
-
 def test_it_waits_for_what_another_member_of_the_group_has() -> None:
     """To the end comes the group, and not only one of its members."""
     log = memory_log()
@@ -353,9 +342,3 @@ def test_it_waits_for_what_another_member_of_the_group_has() -> None:
         assert take is not None
         found += take.messages["body"].to_pylist()
     assert sorted(found) == [letter.encode() for letter in "abcdef"]
-
-
-@pytest.mark.parametrize("name", ["tables", "stop_at_end", "auto_commit"])
-def test_a_flag_is_true_or_false(name: str) -> None:
-    with pytest.raises(txmq.OptionError, match=f"{name}='yes' is neither True nor False"):
-        txmq.PullConsumer(memory_log(), "report", "orders", **{name: "yes"})
