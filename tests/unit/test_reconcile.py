@@ -174,6 +174,13 @@ class Shop:
         CommitLog.open(self.folder / "copy").backup(self.log.path)
         self.log = CommitLog.open(self.log.path)
 
+    def send_and_lose(self, *keys: str) -> None:
+        """The copy that the log is restored from has nothing of these."""
+        self.back_up()
+        for key in keys:
+            self.send(key)
+        self.lose()
+
     def reconcile(self, apply: bool = False, checkpoint: bool = True) -> ReconcileReport:
         streams = [Stream.read(str(self.checkpoint))] if checkpoint else []
         return Reconciler(self.log.engine, self.listener, streams).run(apply)
@@ -205,9 +212,7 @@ def forget(log: CommitLog) -> None:
 def test_what_the_log_has_settled_and_forgotten_is_not_made_again(shop: Shop) -> None:
     """A week after the restore all of it was visible twice."""
     shop.send("before")
-    shop.back_up()
-    shop.send("lost")
-    shop.lose()
+    shop.send_and_lose("lost")
     shop.reconcile(apply=True)
     shop.send("after")
     shop.require_agreement()
@@ -222,9 +227,7 @@ def test_what_was_executed_longer_ago_than_the_log_remembers_is_left_to_a_person
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its messages may have expired, and then nothing tells that they were visible."""
-    shop.back_up()
-    shop.send("lost")
-    shop.lose()
+    shop.send_and_lose("lost")
     set_clock(monkeypatch, IDEMPOTENCY_S + 60)
     (found,) = shop.reconcile(apply=True).left
     assert (found.standing, found.done) == (FindingKind.PERSON, None)
@@ -358,9 +361,7 @@ def test_what_is_lost_comes_back_when_that_is_applied_and_a_retry_finds_it(
 
 def test_what_nobody_can_make_again_is_listed_as_the_database_sees_it(tmp_path: Path) -> None:
     shop = Shop(tmp_path, messages=None)
-    shop.back_up()
-    shop.send("key", "1", "2")
-    shop.lose()
+    shop.send_and_lose("key")
     (found,) = shop.reconcile(apply=True).left
     assert (found.standing, found.app_id) == (FindingKind.LOST, "send.shop.key")
     assert "send them again" in found.what
@@ -375,10 +376,7 @@ def test_a_function_that_fails_or_makes_what_cannot_be_sent_is_told_and_stops_no
         return pa.table({"body": [key], "topic": ["unknown" if key == "nowhere" else "orders"]})
 
     shop = Shop(tmp_path, messages)
-    shop.back_up()
-    for key in ("good", "broken", "nowhere"):
-        shop.send(key)
-    shop.lose()
+    shop.send_and_lose("good", "broken", "nowhere")
     report = shop.reconcile(apply=True)
     assert bodies(shop.log) == ["good"]
     said = {str(f.app_id).removeprefix(SEND): f.what for f in report.left}
@@ -453,9 +451,7 @@ def test_a_half_batch_that_is_damaged_does_not_hide_the_others(shop: Shop) -> No
 
 
 def test_another_half_batch_of_the_same_name_is_a_persons(shop: Shop) -> None:
-    shop.back_up()
-    shop.send("key")
-    shop.lose()
+    shop.send_and_lose("key")
     app = f"{SEND}key"
     header = HalfHeader(new_half_id(app, 0), app, 0, None, None, None, "batch", "shop", naming=Naming.KEY)
     prepare_one(shop.log.engine, header, shop.stage(header, ["key"], shop.log)())
@@ -477,9 +473,7 @@ def test_who_cannot_tell_is_refused(shop: Shop) -> None:
 def test_the_command_changes_nothing_without_apply_and_keeps_its_report(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shop.back_up()
-    shop.send("key")
-    shop.lose()
+    shop.send_and_lose("key")
     monkeypatch.setattr(sys.modules[__name__], "listener_of_the_shop", shop.listener, raising=False)
     named = ("reconcile", shop.log.path, "--listener", f"{__name__}:listener_of_the_shop")
     given = (*named, "--checkpoint", shop.checkpoint)
