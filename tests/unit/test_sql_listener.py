@@ -85,8 +85,8 @@ def nothing(connection: sa.Connection, batch: HalfBatch) -> None:
 
 
 # ---------------------------------------------------------------- execute and check agree
-@pytest.mark.parametrize(("per", "count"), [("batch", 1), ("key", 3), ("message", 4)])
-def test_execute_commits_the_work_and_a_check_says_so(url: sa.URL, fence: str, per: str, count: int) -> None:
+@pytest.mark.parametrize("per", ["batch", "key", "message"])
+def test_execute_commits_the_work_and_a_check_says_so(url: sa.URL, fence: str, per: str) -> None:
     batch = half_batch(fence, per=per)
     assert execute(url, batch) == [COMMIT]
     assert stored(url) == {"a": 2, "b": 1, "c": 1}
@@ -567,7 +567,6 @@ def test_what_is_true_of_a_whole_batch_is_true_wherever_its_rows_lie(url: sa.URL
 def test_a_racing_execute_and_check_never_disagree(url: sa.URL, fence: str, first: str, per: str) -> None:
     rng = random.Random(f"{first} {per}")
     executing, checking = listener(url), listener(url, lock_timeout=2)
-    outcomes = set()
 
     def run_it(batch: HalfBatch, delay_s: float) -> str:
         time.sleep(delay_s)
@@ -592,8 +591,6 @@ def test_a_racing_execute_and_check_never_disagree(url: sa.URL, fence: str, firs
             assert outcome in {(COMMIT, COMMIT), ("FENCED", ROLLBACK), (COMMIT, UNKNOWN)}, f"round {round_no}"
             assert (key in stored(url)) is (outcome[0] == COMMIT)
             assert ask(batch, 0) == (COMMIT if outcome[0] == COMMIT else ROLLBACK)
-            outcomes.add(outcome)
-    assert outcomes
 
 
 def test_two_executes_of_one_attempt_run_the_work_once(url: sa.URL, fence: str) -> None:
@@ -888,12 +885,6 @@ def test_an_in_memory_sqlite_serves_one_process() -> None:
 SECRET = "hunter2"
 BACKENDS = ("postgresql+psycopg", "mysql+pymysql", "sqlite")
 UNTESTED = ("oracle", "mssql+pyodbc", "cockroachdb")
-
-
-def test_no_password_is_shown_anywhere() -> None:
-    shown = listener(sa.make_url(f"postgresql+psycopg://me:{SECRET}@db.example/shop?password={SECRET}"))
-    assert SECRET not in repr(shown)
-    assert "db.example/shop" in repr(shown)
 
 
 @pytest.mark.parametrize(

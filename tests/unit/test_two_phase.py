@@ -25,6 +25,7 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
+from tests.support.checks import states
 from tests.support.clocks import set_clock
 from tests.support.half_batches import (
     another,
@@ -33,6 +34,7 @@ from tests.support.half_batches import (
     open_batches,
     pending,
     prepare_one,
+    quarantine,
     roll_back,
 )
 from tests.support.inside import (
@@ -96,11 +98,6 @@ class Checkpoint:
         return header(batch_id=batch_id, input_hash=input_hash_of(planned.encode()))
 
 
-def states(log: CommitLog, record: HalfRecord) -> dict[RowState, int]:
-    state = another(log).engine.state_of(record)
-    return {s: n for s in RowState if (n := state.count(s))}
-
-
 def check(log: CommitLog, listener: TransactionListener) -> None:
     """A round of checks by another process, of every open transaction."""
     log = another(log)
@@ -112,10 +109,6 @@ def check(log: CommitLog, listener: TransactionListener) -> None:
             split = split_by_verdict(log, record, rows, batch, verdicts)
             if split.decides:
                 log.engine.decide([split.decision(record, attempt, Who.CHECK)])
-
-
-def quarantine(log: CommitLog, record: HalfRecord) -> None:
-    log.engine.ledger.quarantine(record, 1, pending(log, record), Who.DISCARD, "15 checks")
 
 
 def ids(batch: HalfBatch) -> list[str]:
@@ -343,8 +336,7 @@ def test_a_replay_of_a_batch_in_conflict_is_refused_until_a_person_resolves_it(l
     for _ in range(2):
         with pytest.raises(VerdictConflictError, match=r"log\.resolve"):
             send(another(log), listener, record.header)
-    assert not listener.executed
-    assert not listener.checked
+    assert listener.executed == listener.checked == []
     another(log).resolve(record.half_id, COMMIT, reason="the order is in the database")
     send(another(log), listener, record.header)
     assert not listener.executed
@@ -366,7 +358,7 @@ def test_a_replay_asks_again_with_growing_pauses_and_then_gives_up_without_losin
     assert 60 <= sum(pauses) < 70
     assert len(listener.checked) == len(pauses) + 1
     assert not listener.executed
-    assert states(log, record) == {RowState.PENDING: len(KEYS)}
+    assert states(another(log), record) == {RowState.PENDING: len(KEYS)}
     (told,) = [r.getMessage() for r in caplog.records if r.name == module.__name__]
     assert "half batch 'app:0' was prepared" in told
     assert "not know yet what became of 6 messages. Asking again for up to 60 s (replayCheckTimeout)" in told
@@ -394,9 +386,8 @@ def test_the_error_of_a_replay_says_why_the_listener_does_not_know(log: CommitLo
         return UNKNOWN
 
     record = prepared(log)
-    with pytest.raises(
-        UnresolvedTransactionError, match=r"\(UNKNOWN: another database transaction holds its fence rows"
-    ):
+    said = r"\(UNKNOWN: another database transaction holds its fence rows"
+    with pytest.raises(UnresolvedTransactionError, match=said):
         send(log, Scripted(check=busy), record.header)
 
 
@@ -406,13 +397,6 @@ def test_a_replay_goes_on_when_the_answer_comes_late(log: CommitLog, monkeypatch
     send(log, Scripted(check=[UNKNOWN, OSError("away"), None, COMMIT]), record.header, timeout_s=DEADLINE_S)
     assert len(pauses) == 3
     assert visible(log) == bodies()
-
-
-def test_the_argument_of_a_send_reaches_every_attempt_that_it_executes(log: CommitLog) -> None:
-    record = prepared(log)
-    listener = Scripted(check=ROLLBACK)
-    TwoPhase(log.engine, listener).send(record.header, list, arg="for the listener")
-    assert [batch.arg for batch in listener.executed] == ["for the listener"]
 
 
 # ---------------------------------------------------------------- attempts
@@ -575,8 +559,7 @@ def test_what_is_no_replay_is_refused_with_the_remedy(
     listener = Scripted()
     with pytest.raises(CheckpointMismatchError, match=f"{words}.*{REMEDY}"):
         send(another(log), listener, now)
-    assert not listener.executed
-    assert not listener.checked
+    assert listener.executed == listener.checked == []
     assert visible(log) == bodies(batch_id=before.batch_id)
 
 
@@ -764,9 +747,8 @@ def test_a_listener_of_another_store_is_not_asked_about_a_batch(
     with pytest.raises(FenceError, match=r"app:0.*prepared with.*[Rr]estart with.*log\.resolve") as caught:
         send(another(log), listener, header(fence_id=now), timeout_s=DEADLINE_S)
     assert all(said in str(caught.value) for said in (before, now) if said)
-    assert not listener.checked
-    assert not listener.executed
-    assert states(log, record) == {RowState.PENDING: len(KEYS)}
+    assert listener.executed == listener.checked == []
+    assert states(another(log), record) == {RowState.PENDING: len(KEYS)}
     send(another(log), Bearing(before), header(fence_id=before))
     assert visible(log) == bodies()
 
@@ -780,7 +762,7 @@ def test_a_batch_is_not_reopened_for_a_listener_of_another_store(log: CommitLog,
         roll_back(log, record, who=Who.CHECK)
     with pytest.raises(FenceError, match="shop-db"):
         send(another(log), CommitOncePrepared(), header(fence_id="none"))
-    assert states(log, record) == {before: len(KEYS)}
+    assert states(another(log), record) == {before: len(KEYS)}
 
 
 def test_a_replay_that_asks_nobody_may_have_another_listener(log: CommitLog) -> None:
@@ -796,8 +778,7 @@ def test_what_was_sent_without_a_listener_commits_whichever_listener_comes_next(
     listener = Bearing("shop-db")
     send(another(log), listener, header(fence_id="shop-db"))
     assert visible(log) == bodies()
-    assert not listener.checked
-    assert not listener.executed
+    assert listener.executed == listener.checked == []
 
 
 # ---------------------------------------------------------------- leases
