@@ -14,14 +14,12 @@ from rmq_spark import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
     UNKNOWN,
-    CheckService,
     CommitLog,
     HalfBatch,
     Message,
     PerMessageListener,
     Rollback,
     SqlTransactionListener,
-    TransactionListener,
     TransactionMQProducer,
 )
 from rmq_spark._core.inspect.find import find_by_id
@@ -32,7 +30,7 @@ from tests.support.inside import BATCH, KEY, MESSAGE, HalfRecord, OpKind, Rolled
 from tests.support.listeners import Scripted
 from tests.support.meanwhile import dies_at
 from tests.support.sends import raising
-from tests.support.sink_batches import KEYS, header, prepared, send, visible
+from tests.support.sink_batches import KEYS, check, header, prepared, send, visible
 
 pytestmark = pytest.mark.log("memory", "delta")
 
@@ -45,11 +43,6 @@ def told(log: CommitLog, record: HalfRecord) -> dict[str | None, tuple[int, str,
             before, *_ = found.get(row.reason, (0,))
             found[row.reason] = (before + row.count, str(row.decided_by), row.refused)
     return found
-
-
-def check(log: CommitLog, listener: TransactionListener, group: str = "shop") -> None:
-    """A round of checks by another process."""
-    CheckService(another(log), {group: listener}, transaction_timeout=0, round_timeout=None).run_once()
 
 
 def let_all_leave(log: CommitLog) -> None:

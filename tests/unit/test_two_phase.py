@@ -31,7 +31,6 @@ from tests.support.half_batches import (
     another,
     commit,
     decide_one,
-    open_batches,
     pending,
     prepare_one,
     quarantine,
@@ -50,14 +49,12 @@ from tests.support.inside import (
     TwoPhase,
     Who,
     input_hash_of,
-    normalize_verdicts,
-    split_by_verdict,
 )
 from tests.support.inside import two_phase as module
 from tests.support.limits import limited, set_limits
 from tests.support.listeners import Scripted
 from tests.support.meanwhile import Died, at, seen_at
-from tests.support.sink_batches import KEYS, QUERY, bodies, header, prepared, send, stage, visible
+from tests.support.sink_batches import KEYS, QUERY, bodies, check, header, prepared, send, stage, visible
 
 pytestmark = pytest.mark.log("memory", "delta")
 MEMORY = pytest.mark.log("memory")
@@ -96,19 +93,6 @@ class Checkpoint:
         """That of a batch which Spark plans."""
         self.files[f"offsets/{batch_id}"] = planned.encode()
         return header(batch_id=batch_id, input_hash=input_hash_of(planned.encode()))
-
-
-def check(log: CommitLog, listener: TransactionListener) -> None:
-    """A round of checks by another process, of every open transaction."""
-    log = another(log)
-    for record, state in open_batches(log):
-        for attempt in state.attempts(RowState.PENDING):
-            rows = state.rows_in((RowState.PENDING,), attempt)
-            batch = log.engine.half_batch(record, state, attempt, rows)
-            verdicts = normalize_verdicts(listener.check_local_transaction(batch), batch)
-            split = split_by_verdict(log, record, rows, batch, verdicts)
-            if split.decides:
-                log.engine.decide([split.decision(record, attempt, Who.CHECK)])
 
 
 def ids(batch: HalfBatch) -> list[str]:
@@ -374,21 +358,22 @@ def test_only_a_query_knows_that_its_earlier_run_is_over(log: CommitLog, query_i
     assert seen == [restarted]
 
 
-def test_the_error_of_a_replay_names_what_the_check_raised(log: CommitLog) -> None:
+def busy(batch: HalfBatch) -> Any:
+    batch.reason = "another database transaction holds its fence rows"
+    return UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (OSError("the database is away"), "OSError: the database is away"),
+        (busy, r"\(UNKNOWN: another database transaction holds its fence rows"),
+    ],
+)
+def test_the_error_of_a_replay_says_why_the_listener_does_not_know(log: CommitLog, answer: Any, words: str) -> None:
     record = prepared(log)
-    with pytest.raises(UnresolvedTransactionError, match="OSError: the database is away"):
-        send(log, Scripted(check=OSError("the database is away")), record.header)
-
-
-def test_the_error_of_a_replay_says_why_the_listener_does_not_know(log: CommitLog) -> None:
-    def busy(batch: HalfBatch) -> Any:
-        batch.reason = "another database transaction holds its fence rows"
-        return UNKNOWN
-
-    record = prepared(log)
-    said = r"\(UNKNOWN: another database transaction holds its fence rows"
-    with pytest.raises(UnresolvedTransactionError, match=said):
-        send(log, Scripted(check=busy), record.header)
+    with pytest.raises(UnresolvedTransactionError, match=words):
+        send(log, Scripted(check=answer), record.header)
 
 
 def test_a_replay_goes_on_when_the_answer_comes_late(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
