@@ -16,8 +16,8 @@ import sqlalchemy as sa
 from rmq_spark import CheckService, CommitLog, SqlTransactionListener, TableListener, TransactionListener
 from rmq_spark._core.checks import probe
 from tests.support.checks import DEADLINE_S, Hangs
+from tests.support.clocks import Starts
 from tests.support.consumers import memory_log
-from tests.support.inside import Runtime
 from tests.support.limits import Limit
 from tests.support.listeners import Scripted
 
@@ -35,17 +35,6 @@ class Asked(Scripted):
     def require_reachable(self) -> None:
         self.threads.append(threading.current_thread())
         self.look()
-
-
-class Starts(Runtime):
-    """Remembers the threads that it was asked for."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def start_thread(self, work: Callable[[], object], name: str, daemon: bool = False) -> threading.Thread:
-        self.names.append(name)
-        return super().start_thread(work, name, daemon)
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,10 +13,10 @@ import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, UNKNOWN, MessageExt, PerMessageListener
 from rmq_spark.producer import TransactionSendResult
 from rmq_spark.testing import InMemoryCommitLog
+from tests.support.clocks import Starts
 from tests.support.consumers import wait_until
-from tests.support.half_batches import header_of, let_leave, prepare_one
-from tests.support.inside import CommitOncePrepared, HalfWriter, Runtime
-from tests.support.inside import message_table as to_table
+from tests.support.half_batches import header_of, let_leave, prepare
+from tests.support.inside import CommitOncePrepared, HalfWriter
 from tests.support.listeners import Scripted
 from tests.support.meanwhile import at, no_thread_starts
 
@@ -202,23 +200,14 @@ def test_an_open_producer_answers_its_own_checks_and_leaves_those_of_others_alon
     assert not [t for t in threading.enumerate() if t.name == "txmq-checks"]
 
 
-class SlowToStart(Runtime):
-    def __init__(self) -> None:
-        self.started: list[str] = []
-
-    def start_thread(self, work: Callable[[], object], name: str, daemon: bool = False) -> threading.Thread:
-        self.started.append(name)
-        time.sleep(0.2)  # so that the other thread begins to open it, too
-        return super().start_thread(work, name, daemon)
-
-
 def test_two_threads_that_open_a_producer_start_its_checks_once() -> None:
-    log = InMemoryCommitLog(topics={"orders": 1}, runtime=(runtime := SlowToStart()))
+    runtime = Starts(takes_s=0.2)  # so that the other thread begins to open it, too
+    log = InMemoryCommitLog(topics={"orders": 1}, runtime=runtime)
     closed = producer(log, Scripted(None, COMMIT), check_interval=60.0)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: closed.start(), range(2)))
     closed.shutdown()
-    assert runtime.started.count("txmq-checks") == 1
+    assert runtime.names.count("txmq-checks") == 1
 
 
 def test_a_producer_can_be_opened_again(log: Any) -> None:
@@ -320,8 +309,7 @@ def test_a_producer_without_a_listener_sends_what_has_no_local_transaction(log: 
 
 def test_a_producer_without_a_listener_settles_what_plain_sends_left_and_no_transaction(log: Any) -> None:
     send(log, Scripted(None))
-    writer = HalfWriter(header_of(0, fence_id=CommitOncePrepared.store_id, group="shop"), log.topics(), None, None)
-    prepare_one(log.engine, writer.header, [writer.to_half_rows(to_table([ORDER]))])
+    prepare(log, 0, {"body": ["one"]}, fence_id=CommitOncePrepared.store_id, group="shop")
     with producer(log, None, check_interval=0.02, transaction_timeout=0.0):
         wait_until(lambda: visible(log))
     assert visible(log) == [b"one"]
