@@ -23,17 +23,10 @@ def parse(text: str) -> object:
     return parse_offsets(text, "startingOffsets", BOTH, MARKS)
 
 
-def test_keywords_are_taken_in_any_case() -> None:
-    assert parse(" Earliest ") == "earliest"
-    assert parse("latest") == "latest"
-
-
-def test_json_offsets_are_read_as_spark_writes_them() -> None:
-    assert parse('{"orders": {"0": 23, "1": -1}, "carts": {"0": -2}}') == {
-        ("orders", 0): 23,
-        ("orders", 1): -1,
-        ("carts", 0): -2,
-    }
+def test_keywords_are_taken_in_any_case_and_json_offsets_as_spark_writes_them() -> None:
+    assert (parse(" Earliest "), parse("latest")) == ("earliest", "latest")
+    found = parse('{"orders": {"0": 23, "1": -1}, "carts": {"0": -2}}')
+    assert found == {("orders", 0): 23, ("orders", 1): -1, ("carts", 0): -2}
 
 
 @pytest.mark.parametrize(

@@ -511,9 +511,7 @@ def test_what_the_comparison_may_not_have_seen_is_said(shop: Shop, tmp_path: Pat
 def test_half_batches_of_other_logs_are_left_alone(shop: Shop) -> None:
     other = CommitLog.create(shop.folder / "other")
     other.create_topic("orders", 2)
-    mine, shop.log = shop.log, other
-    shop.send("elsewhere")
-    shop.log = mine
+    shop.send("elsewhere", log=other)
     shop.back_up()
     shop.lose()
     assert shop.reconcile().executed == 0

@@ -17,7 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 import sqlalchemy as sa
 from hypothesis import settings
@@ -57,8 +56,8 @@ from tests.support.fences import (
     stored,
     verdicts,
 )
-from tests.support.half_batches import commit, decide_one, let_leave, pending, prepare, roll_back
-from tests.support.inside import Database, HalfHeader, HalfRecord, HalfWriter, Naming, TwoPhase, Who
+from tests.support.half_batches import commit, decide_one, let_leave, pending, prepare, roll_back, stage
+from tests.support.inside import Database, HalfHeader, HalfRecord, Naming, TwoPhase, Who
 from tests.support.limits import Limit
 from tests.support.seeds import how_many
 
@@ -353,10 +352,7 @@ def test_a_transaction_of_another_log_is_not_taken_for_one_that_ran(url: sa.URL,
 
     def send(log: CommitLog, body: bytes) -> None:
         header = HalfHeader("app:0", "app", 0, None, None, fence, "batch", "shop", naming=Naming.GIVEN)
-        writer = HalfWriter(header, log.topics(), "orders", None)
-        TwoPhase(log.engine, listener(url, nothing)).send(
-            header, lambda: log.engine.stage(writer, pa.table({"body": [body]}).to_batches())
-        )
+        TwoPhase(log.engine, listener(url, nothing)).send(header, lambda: stage(log, header, {"body": [body]}))
 
     send(first, b"a")
     with pytest.raises(txmq.LocalTransactionError, match=r"another commit log.*keys of their own"):

@@ -29,13 +29,13 @@ from tests.support.half_batches import (
     send,
     share_half_file,
     split,
+    stage,
 )
 from tests.support.inside import (
     PAYLOAD_COLUMNS,
     CommitOncePrepared,
     Drainer,
     Graces,
-    HalfWriter,
     Planner,
     RowState,
     Stripper,
@@ -304,8 +304,7 @@ def test_a_local_transaction_that_slept_until_its_messages_went_gets_the_outcome
             return super().execute_local_transaction(batch)
 
     header = replace(header_of(0), query_id=query_id)
-    writer = HalfWriter(header, log.topics(), "orders", None)
-    files = log.engine.stage(writer, pa.table({"body": ["a", "b"]}).to_batches())
+    files = stage(log, header, {"body": ["a", "b"]})
     outcome = TwoPhase(another(log).engine, Sleeps()).send(header, lambda: files)
     assert outcome.messages == {RowState.COMMITTED: 2}
     assert len(bodies(log)) == 2

@@ -21,8 +21,8 @@ from rmq_spark import CommitLog
 from rmq_spark._core.runtime.spans import LINKS_MAX, sending_batch, tracing
 from rmq_spark.producer import TransactionSendResult
 from tests.support.consumers import DONE, LATER, consume_all, go_on, joined, memory_log
-from tests.support.half_batches import header_of
-from tests.support.inside import HalfWriter, TwoPhase
+from tests.support.half_batches import header_of, stage
+from tests.support.inside import TwoPhase
 from tests.support.listeners import Scripted
 
 pytestmark = pytest.mark.log("memory", "delta", orders=1)
@@ -291,10 +291,8 @@ def test_a_message_of_a_table_without_a_try_left_fails_and_is_dead_and_not_sent_
 def test_a_sink_s_micro_batch_is_one_span(spans: InMemorySpanExporter) -> None:
     log = memory_log(orders=1)
     two_phase, header = TwoPhase(log.engine, Says()), header_of(7)
-    given = pa.table({"body": ["a", "b"]})
-    writer = HalfWriter(header, log.topics(), "orders", None)
     with sending_batch(log.path, header.half_id, "orders"):
-        two_phase.send(header, lambda: log.engine.stage(writer, given.to_batches()), txmq.COMMIT_MESSAGE)
+        two_phase.send(header, lambda: stage(log, header, {"body": ["a", "b"]}), txmq.COMMIT_MESSAGE)
     sent, settled = one(spans, "send orders"), one(spans, "commit orders")
     assert settled.parent is not None
     assert settled.parent.span_id == sent.context.span_id
