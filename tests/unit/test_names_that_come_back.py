@@ -39,9 +39,9 @@ class Shop:
             raise txmq.Rollback("no stock", refused=True)
         connection.execute(rows.insert(), {"number": 7, "said": "paid"})
 
-    def send(self, key: str = "order-7") -> TransactionSendResult:
+    def send(self) -> TransactionSendResult:
         with txmq.TransactionMQProducer(self.log, "shop", self.listener, check_interval=None) as producer:
-            return producer.send_message_in_transaction(txmq.Message("orders", b"7"), idempotency_key=key)
+            return producer.send_message_in_transaction(txmq.Message("orders", b"7"), idempotency_key="order-7")
 
     def forget(self) -> None:
         """Let the idempotency window of everything end."""

@@ -71,23 +71,22 @@ def test_a_committed_message_is_visible_at_the_queue_and_offset_that_the_result_
 
 
 @pytest.mark.parametrize(
-    ("answer", "state"),
-    [(ROLLBACK, ROLLBACK), (UNKNOWN, UNKNOWN), (None, UNKNOWN), (ValueError("no stock"), UNKNOWN)],
+    ("answer", "state"), [(ROLLBACK, ROLLBACK), (UNKNOWN, UNKNOWN), (None, UNKNOWN), (ValueError("no stock"), UNKNOWN)]
 )
-def test_a_message_that_is_not_committed_has_no_offset_and_is_not_visible(log: Any, answer: Any, state: Any) -> None:
+def test_a_message_that_is_not_committed_has_no_offset_and_is_not_visible(
+    log: Any, answer: Any, state: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And who forgot to return something is told."""
     result = send(log, Scripted(answer))
+    said = [m for m in caplog.messages if "returned None" in m]
+    assert len(said) == (answer is None)
+    assert all(m.endswith("A local transaction that is done returns COMMIT_MESSAGE") for m in said)
     assert result.local_transaction_state is state
     assert result.queue_offsets == {}
     assert result.queue_id is None
     assert result.queue_offset is None
     assert visible(log) == []
     assert log.pending().num_rows == (state is UNKNOWN)
-
-
-def test_a_listener_that_forgot_to_return_is_told(log: Any, caplog: pytest.LogCaptureFixture) -> None:
-    assert send(log, Scripted(None)).local_transaction_state is UNKNOWN
-    (said,) = [m for m in caplog.messages if "returned None" in m]
-    assert said.endswith("A local transaction that is done returns COMMIT_MESSAGE")
 
 
 def test_several_messages_are_one_transaction(log: Any) -> None:
@@ -382,9 +381,7 @@ def test_the_batches_of_a_stream_begin_at_the_queues_in_turn() -> None:
 
 @pytest.mark.parametrize("verdict", [COMMIT, ROLLBACK, UNKNOWN])
 @pytest.mark.parametrize("has_left", [False, True])
-def test_a_key_of_another_store_is_no_retry_whatever_became_of_the_first_send(
-    log: Any, verdict: Any, has_left: bool
-) -> None:
+def test_a_key_of_another_store_is_no_retry_whatever_became_of_it(log: Any, verdict: Any, has_left: bool) -> None:
     send(log, of_store("till of north", verdict), key="7")
     if has_left:
         let_leave(log)

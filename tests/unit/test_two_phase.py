@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,15 +27,7 @@ from rmq_spark.errors import (
 )
 from tests.support.checks import states
 from tests.support.clocks import set_clock
-from tests.support.half_batches import (
-    another,
-    commit,
-    decide_one,
-    pending,
-    prepare_one,
-    quarantine,
-    roll_back,
-)
+from tests.support.half_batches import another, commit, decide_one, pending, prepare_one, quarantine, roll_back
 from tests.support.inside import (
     BATCH,
     KEY,
@@ -53,7 +45,7 @@ from tests.support.inside import (
 from tests.support.inside import two_phase as module
 from tests.support.limits import limited, set_limits
 from tests.support.listeners import Scripted
-from tests.support.meanwhile import Died, at, seen_at
+from tests.support.meanwhile import at, dies_at, seen_at
 from tests.support.sink_batches import KEYS, QUERY, bodies, check, header, prepared, send, stage, visible
 
 pytestmark = pytest.mark.log("memory", "delta")
@@ -114,41 +106,23 @@ class Database:
 
 
 class Fenced(TransactionListener):
-    """A listener with a fence on :class:`Database`, as SqlTransactionListener is one.
-
-    ``plan`` says by the first letter of a body's key (or ``*``) what its local transaction does: ``commit``,
-    ``rollback``, ``done`` (its work is done, but execute answers UNKNOWN) or ``not done``. Of which transactions of a
-    half batch a check knows anything, by their position, ``checks`` says.
-    """
+    """A listener with a fence on :class:`Database`, as SqlTransactionListener is one. Of which transactions of a half
+    batch a check knows anything, by their position, ``checks`` says."""
 
     def __init__(
-        self,
-        database: Database,
-        plan: Mapping[str, str] | None = None,
-        die: Callable[[str], None] = lambda point: None,
-        checks: Callable[[HalfBatch, int], bool] = lambda batch, position: True,
+        self, database: Database, checks: Callable[[HalfBatch, int], bool] = lambda batch, position: True
     ) -> None:
-        self.database, self.plan, self.die, self.checks = database, plan or {}, die, checks
+        self.database, self.checks = database, checks
 
     def execute_local_transaction(self, batch: HalfBatch) -> Any:
-        work: dict[str, list[str]] = {}
-        for m in batch.messages(["transaction_id", "body"]).to_pylist():
-            work.setdefault(m["transaction_id"], []).append(m["body"].decode())
+        bodies = [body.decode() for body in batch.messages(["body"])["body"].to_pylist()]
         with self.database.lock:
             if any(self.database.fence.get(i) == "tombstone" for i in ids(batch)):
                 raise FencedError("a check was faster")
             assert not any(i in self.database.fence for i in ids(batch)), "a transaction was executed twice"
-            self.die("executing")
-            verdicts = []
-            for i in ids(batch):
-                kind = self.plan.get("*" if batch.transaction_per == BATCH else work[i][0].split("-")[1], "commit")
-                if kind in ("commit", "done"):
-                    self.database.orders.update(work[i])
-                if kind != "not done":
-                    self.database.fence[i] = "rolled back" if kind == "rollback" else "executed"
-                verdicts.append({"commit": COMMIT, "rollback": ROLLBACK}.get(kind, UNKNOWN))
-        self.die("executed")
-        return verdicts
+            self.database.orders.update(bodies)
+            self.database.fence.update(dict.fromkeys(ids(batch), "executed"))
+        return COMMIT
 
     def check_local_transaction(self, batch: HalfBatch) -> Any:
         with self.database.lock:
@@ -190,12 +164,6 @@ def test_an_unknown_verdict_leaves_the_messages_pending_for_the_check(log: Commi
     assert visible(log) == []
     check(log, listener)
     assert visible(log) == bodies()
-
-
-def test_each_key_has_its_own_verdict(log: CommitLog) -> None:
-    outcome = send(log, Scripted(lambda b: b.verdicts(rollback=["a"], unknown=["b"])), header(KEY))
-    assert visible(log) == bodies("c", "d")
-    assert outcome.messages == {RowState.COMMITTED: 2, RowState.ROLLED_BACK: 2, RowState.PENDING: 2}
 
 
 def test_each_message_has_its_own_verdict(log: CommitLog) -> None:
@@ -276,9 +244,7 @@ REPLAYS: dict[str, tuple[Callable[[CommitLog, HalfRecord], object], Any, list[in
 
 @pytest.mark.parametrize("per", PERS)
 @pytest.mark.parametrize("how", REPLAYS)
-def test_a_replay_checks_what_is_unknown_and_executes_once_what_never_happened(
-    log: CommitLog, per: str, how: str
-) -> None:
+def test_a_replay_checks_what_is_unknown_and_runs_once_what_never_happened(log: CommitLog, per: str, how: str) -> None:
     stand, answer, checked, executed = REPLAYS[how]
     record = prepared(log, per)
     stand(log, record)
@@ -301,7 +267,8 @@ def test_a_replay_checks_what_is_unknown_and_executes_once_what_never_happened(
 
 
 def test_a_replay_checks_only_what_is_undecided(log: CommitLog) -> None:
-    send(log, Scripted(lambda b: b.verdicts(rollback=["a"], unknown=["b", "c"])), header(KEY))
+    first = send(log, Scripted(lambda b: b.verdicts(rollback=["a"], unknown=["b", "c"])), header(KEY))
+    assert first.messages == {RowState.COMMITTED: 1, RowState.ROLLED_BACK: 2, RowState.PENDING: 3}
     listener = Scripted(check=lambda b: b.verdicts(rollback=["b"]))
     outcome = send(another(log), listener, header(KEY))
     assert [ids(batch) for batch in listener.checked] == [["app:0:1:b", "app:0:1:c"]]
@@ -385,17 +352,9 @@ def test_a_replay_goes_on_when_the_answer_comes_late(log: CommitLog, monkeypatch
 
 
 # ---------------------------------------------------------------- attempts
-def test_a_fenced_attempt_is_over_and_the_next_one_runs(log: CommitLog) -> None:
-    listener = Scripted([FencedError("tombstone"), COMMIT])
-    outcome = send(log, listener)
-    assert attempts(listener.executed) == [1, 2]
-    assert outcome.attempt == 2
-    assert visible(log) == bodies()
 
 
-def test_a_fenced_attempt_whose_batch_was_quarantined_meanwhile_is_checked_and_not_left_behind(
-    log: CommitLog,
-) -> None:
+def test_a_fenced_attempt_whose_batch_was_quarantined_meanwhile_is_checked_and_not_left_behind(log: CommitLog) -> None:
     database = Database()
 
     class LateDriver(Fenced):
@@ -460,9 +419,7 @@ def test_a_late_equal_verdict_changes_nothing(log: CommitLog) -> None:
 
 
 @pytest.mark.parametrize("per", [KEY, MESSAGE])
-def test_a_reopened_attempt_that_another_run_began_is_checked_and_never_executed_blindly(
-    log: CommitLog, per: str
-) -> None:
+def test_a_reopened_attempt_that_another_run_began_is_checked_and_not_run_blindly(log: CommitLog, per: str) -> None:
     """Some transactions were reopened by a driver that died; others are rolled back by a check only now.
 
     Both stand under attempt 2 then, but this run may execute only those that it reopened itself.
@@ -470,13 +427,8 @@ def test_a_reopened_attempt_that_another_run_began_is_checked_and_never_executed
     database = Database()
     record = prepared(log, per)
     check(log, Fenced(database, checks=lambda batch, position: position < 2))
-
-    def die(point: str) -> None:
-        if point == "executed":
-            raise Died
-
-    with pytest.raises(Died):
-        send(another(log), Fenced(database, die=die), record.header)
+    with dies_at("executed"):
+        send(another(log), Fenced(database), record.header)
     first = sorted(database.orders.elements())
     assert first
     assert first != bodies()
@@ -579,9 +531,7 @@ def test_a_copy_of_a_checkpoint_is_refused_when_the_query_has_sent_under_a_later
     assert not send(log, Scripted(), first.header(3, "row 4"), first).replayed
 
 
-def test_a_query_is_refused_when_a_copy_of_its_checkpoint_has_sent_under_a_number_that_it_left_free(
-    log: CommitLog,
-) -> None:
+def test_a_query_is_refused_when_a_copy_of_its_checkpoint_has_sent_under_a_number_it_left_free(log: CommitLog) -> None:
     """The example of the issue: batch 1 of the copy is batch 2 of the query."""
     first = Checkpoint()
     send(log, Scripted(), first.header(0, "row 1"), first)
@@ -723,9 +673,7 @@ STORES = [("shop-db", "none"), ("shop-db", None), ("shop-db", "other-db"), (None
 
 @MEMORY
 @pytest.mark.parametrize(("before", "now"), STORES)
-def test_a_listener_of_another_store_is_not_asked_about_a_batch(
-    log: CommitLog, before: str | None, now: str | None
-) -> None:
+def test_a_listener_of_another_store_is_not_asked(log: CommitLog, before: str | None, now: str | None) -> None:
     """A driver died within its local transaction, and the next one has another transactionListener."""
     record = prepared(log, fence_id=before)
     listener = Bearing(now)
@@ -767,9 +715,7 @@ def test_what_was_sent_without_a_listener_commits_whichever_listener_comes_next(
 
 
 # ---------------------------------------------------------------- leases
-def test_a_slow_local_transaction_keeps_renewing_its_lease_and_a_quick_one_writes_none(
-    log: CommitLog,
-) -> None:
+def test_a_slow_local_transaction_keeps_renewing_its_lease_and_a_quick_one_writes_none(log: CommitLog) -> None:
     seen: list[Any] = []
 
     def slow(batch: HalfBatch) -> Any:
