@@ -19,6 +19,7 @@ import rmq_spark as txmq
 from rmq_spark import CheckService, HalfBatch, SqlTransactionListener
 from tests.support.half_batches import make_log
 from tests.support.inside import HalfHeader, HalfWriter, Naming, PartAnswer, PartRunner, TwoPhase, batch_name, run_part
+from tests.support.listeners import Scripted
 from tests.support.meanwhile import Died
 from tests.support.sends import raising
 
@@ -42,7 +43,7 @@ class Shop:
         The part of each call of ``work``.
     """
 
-    def __init__(self, folder: Path, kind: str = "memory", per_transaction: bool = False) -> None:
+    def __init__(self, folder: Path, kind: str = "memory") -> None:
         self.log = make_log(kind, folder / "log", orders=2)
         self.url = f"sqlite:///{folder}/orders.db"
         with sa.create_engine(self.url).begin() as connection:
@@ -228,9 +229,7 @@ def test_a_driver_that_dies_among_its_tasks_is_settled_part_by_part(shop: Shop, 
 @pytest.mark.turns(6)
 @pytest.mark.parametrize("done", [0, 1, 2])
 @pytest.mark.parametrize("settled_by", ["replay", "check"])
-def test_a_driver_that_dies_in_an_attempt_of_some_parts_loses_none_of_them(
-    shop: Shop, done: int, settled_by: str
-) -> None:
+def test_a_driver_that_dies_in_an_attempt_of_some_parts_loses_none(shop: Shop, done: int, settled_by: str) -> None:
     with pytest.raises(Died):
         shop.send(die_after(1))
     with pytest.raises(Died):
@@ -331,18 +330,15 @@ def test_the_parts_of_an_attempt_are_one_executed_attempt(shop: Shop) -> None:
 
 
 def test_a_listener_without_a_fence_runs_in_parts_only_when_it_is_idempotent(shop: Shop) -> None:
-    class Partner(txmq.TransactionListener):
-        def execute_local_transaction(self, batch: HalfBatch) -> Any:
-            shop.ran.append(batch.part)
-            return txmq.COMMIT_MESSAGE
+    def run(batch: HalfBatch) -> Any:
+        shop.ran.append(batch.part)
+        return txmq.COMMIT_MESSAGE
 
-        check_local_transaction = execute_local_transaction
-
-    shop.listener = Partner()  # type: ignore[assignment]
+    shop.listener = partner = Scripted(run, run)  # type: ignore[assignment]
     with pytest.raises(txmq.LocalTransactionError, match="has no fence, and Spark may run a task twice"):
         shop.send(in_turn)
     assert shop.ran == []
-    Partner.idempotent = True
+    partner.idempotent = True
     shop.send(in_turn, batch_id=1)
     assert shop.ran == [0, 1, 2]
 
@@ -409,9 +405,7 @@ def test_a_restored_log_goes_on_with_the_parts_that_it_deals_out_alike(tmp_path:
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("done", [0, 1, 2])
 @pytest.mark.parametrize("again", [None, in_turn], ids=["driver", "executors"])
-def test_a_restored_log_with_other_parts_is_for_a_person_when_not_all_of_it_ran(
-    tmp_path: Path, done: int, again: Any
-) -> None:
+def test_a_restored_log_with_other_parts_is_for_a_person_unless_all_ran(tmp_path: Path, done: int, again: Any) -> None:
     shop = Restored(tmp_path)
     shop.dies_and_is_restored(done)
     ran = list(shop.ran)
