@@ -67,15 +67,9 @@ class Shop:
     def send(self, tasks: Tasks | None = None, parts: int = 3, staged: int | None = None, batch_id: int = 0) -> Any:
         """One run of the micro-batch. ``tasks`` None: on the driver. ``staged``: rows are dealt out so, not by key."""
         header = HalfHeader.of(
-            Naming.COUNTED,
-            "app",
-            batch_id,
-            query_id="query",
-            input_hash=f"input {batch_id}",
-            fence_id=self.listener.store_id,
-            transaction_per="key",
-            producer_group="shop",
-        )
+            Naming.COUNTED, "app", batch_id, query_id="query", input_hash=f"input {batch_id}",
+            fence_id=self.listener.store_id, transaction_per="key", producer_group="shop",
+        )  # fmt: skip
         engine = self.log.another().engine
         runner = None if tasks is None else PartRunner(lambda listener, batches: list(tasks(listener, batches)))
 

@@ -270,9 +270,7 @@ def test_a_commit_after_the_end_of_an_iteration_is_an_error(log: CommitLog) -> N
 
 
 @pytest.mark.parametrize("auto_commit", [True, False])
-def test_a_script_that_iterates_lets_a_queue_go_before_it_has_seen_all_that_it_fetched(
-    auto_commit: bool,
-) -> None:
+def test_a_script_that_iterates_lets_a_queue_go_before_it_has_seen_all_that_it_fetched(auto_commit: bool) -> None:
     log = memory_log(ByHand())
     send(log, "abcdefgh", queue_id=[0, 1] * 4)
     first = pull(log.another(), stop_at_end=True, auto_commit=auto_commit)
@@ -306,9 +304,7 @@ def test_a_script_whose_lease_is_over_gets_no_more_of_what_it_fetched() -> None:
     assert list(messages) == []
 
 
-def test_a_commit_beside_the_members_own_progress_finds_no_released_queue_lost(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_commit_beside_the_members_progress_finds_no_released_queue_lost(caplog: pytest.LogCaptureFixture) -> None:
     log = queue_of("ab")
     consumer = pull(log, auto_commit=False)
     consumer.member.join()

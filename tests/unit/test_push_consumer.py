@@ -54,16 +54,14 @@ also_on_delta = pytest.mark.log("memory", "delta", orders=2)
 QUEUE = ("orders", 0)
 
 
-def fails_on(
-    bad: Collection[str], found: list[str] | None = None, status: Any = LATER, good: Any = DONE
-) -> txmq.EachMessage:
+def fails_on(bad: Collection[str], found: list[str] | None = None) -> txmq.EachMessage:
     """A listener that does not consume messages with one of these letters."""
 
     def listen(message: txmq.MessageExt) -> Any:
         body = bytes(message.body).decode()  # type: ignore[arg-type]
         if found is not None:
             found.append(body)
-        return status if body in bad else good
+        return LATER if body in bad else DONE
 
     return txmq.EachMessage(listen)
 
@@ -520,7 +518,7 @@ def test_what_was_sent_back_is_there_whatever_the_next_member_makes_of_a_failure
     log = queue_of("ab")
     fails_and_dies(log, bad="a", delay_level=1)
     fails_and_dies(log, max_reconsume_times=0)
-    consumer = joined(log, fails_on("ab", status=LATER, good=DONE), mode="orderly", max_reconsume_times=0)
+    consumer = joined(log, fails_on("ab"), mode="orderly", max_reconsume_times=0)
     for _ in range(3):
         go_on(consumer)
         log.engine.runtime.sleep(1.1)
@@ -623,7 +621,7 @@ def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
     send(log, "abcdef", queue_id=[0, 1] * 3)
     found: list[str] = []
     bad = ["c"]
-    consumer = consume_all(log, fails_on(bad, found, LATER, DONE), mode="orderly")
+    consumer = consume_all(log, fails_on(bad, found), mode="orderly")
     assert sorted(found) == ["a", "b", "c", "d", "f"]
     assert log.engine.groups.next_offsets("points") == {QUEUE: 1, ("orders", 1): 3, ("%RETRY%points", 0): 0}
     log.engine.runtime.sleep(0.5)
@@ -642,7 +640,7 @@ def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
 def test_one_call_at_a_time_for_an_orderly_queue() -> None:
     log = memory_log()
     send(log, "abcdef", queue_id=[0, 1] * 3)
-    consumer = fetched(log, seen_by([], DONE), mode="orderly", consume_message_batch_max_size=1)
+    consumer = fetched(log, seen_by([]), mode="orderly", consume_message_batch_max_size=1)
     takes = [take(consumer) for _ in range(3)]
     assert {taken.queue.queue for taken in takes[:2]} == {("orders", 0), ("orders", 1)}
     assert takes[2] is None
@@ -754,9 +752,7 @@ def test_a_shutdown_waits_for_a_running_call_and_starts_no_other(log: CommitLog)
     assert log.engine.groups.next_offsets("points")[QUEUE] == 1
 
 
-def test_two_threads_that_start_and_shut_down_a_consumer_make_one_member_and_both_wait_for_its_end(
-    log: CommitLog,
-) -> None:
+def test_two_threads_that_start_and_end_a_consumer_make_one_member_and_both_wait_for_its_end(log: CommitLog) -> None:
     def members() -> int:
         return sum(thread.name == "txmq-member" for thread in threading.enumerate())
 

@@ -217,9 +217,7 @@ NO_VERDICTS = [pa.array([[1]]), pa.array([b"\xff"]), pa.array([[("a", 1)]], pa.m
         *((answer, "") for answer in ("MAYBE", [7], pa.array(["maybe"]), 7, ["COMMIT_MESSAGE"] * 2)),
     ],
 )
-def test_the_error_of_a_wrong_answer_names_the_listener_and_the_half_batch(
-    log: CommitLog, answer: object, words: str
-) -> None:
+def test_a_wrong_answer_s_error_names_the_listener_and_the_batch(log: CommitLog, answer: object, words: str) -> None:
     record = prepare(log, 0, 1, per="message")
     batch = log.engine.half_batch(record, log.engine.state_of(record), 1, pending(log, record))
     said = f"^for half batch '{record.half_id}', the listener of '{record.header.producer_group}' returned {words}"

@@ -39,7 +39,7 @@ def settings(**given: Any) -> Any:
         ({"topic_template": "a b {topic}"}, r"'a b t' cannot be a topic of Kafka"),
         (
             {"positions_topic": "kept", "parking_topic": "kept"},
-            r"'kept' is the topic of positions and of what is parked: name two",
+            r"'kept' is the topic of positions and of what is parked",
         ),
         ({"shards": 2, "shard": 2}, r"shard=2 is out of range: a whole number from 0 to 1"),
         ({"start": "newest"}, r"start='newest' cannot be used: known are earliest, latest"),

@@ -168,11 +168,7 @@ RESOLVE = "resolve LOG app:0 COMMIT --reason known"
     ("wrong", "advised", "right"),
     [
         ("read LOG orders --last 1 --from 0", "--last N counts", "read LOG orders --last 1"),
-        (
-            f"read LOG orders --tags a {SELECTOR}",
-            "give one of them (a selector can say TAGS = 'a')",
-            f"read LOG orders {SELECTOR}",
-        ),
+        (f"read LOG orders --tags a {SELECTOR}", "(a selector can say TAGS = 'a')", f"read LOG orders {SELECTOR}"),
         ("query LOG", "say which messages: --key, --message-id", "query LOG --key k"),
         ("query LOG", "--topic, --since or --until", "query LOG --topic orders"),
         ("query LOG", "--topic, --since or --until", "query LOG --since 2h"),
@@ -285,15 +281,12 @@ def test_an_inbox_is_given_to_a_consumer_as_advised(log: CommitLog, tmp_path: Pa
 
 # ---------------------------------------------------------------- consumers
 def test_each_of_a_member_s_settings_that_contradict_is_mended_as_advised(log: CommitLog) -> None:
-    when = log.engine.runtime.now()
+    from_time = {"consume_from_where": "CONSUME_FROM_TIMESTAMP"}
+    when = {"consume_timestamp": log.engine.runtime.now()}
     for wrong, advised, right in (
         ({"tags": "a", "selector": "TAGS = 'a'"}, "give one of them", {"selector": "TAGS = 'a'"}),
         ({"message_model": "BROADCASTING"}, "give each consumer a group of its own", {"message_model": "CLUSTERING"}),
-        (
-            {"consume_from_where": "CONSUME_FROM_TIMESTAMP"},
-            "consume_timestamp=<a datetime>",
-            {"consume_from_where": "CONSUME_FROM_TIMESTAMP", "consume_timestamp": when},
-        ),
+        (from_time, "consume_timestamp=<a datetime>", from_time | when),
         ({"lease": 1.0, "heartbeat_interval": 1.0}, "under two heartbeats", {"lease": 2.0, "heartbeat_interval": 1.0}),
     ):
         with pytest.raises(txmq.OptionError, match=advised):

@@ -168,12 +168,8 @@ def test_verdicts_are_told_apart() -> None:
     asked = prepare(log, 6, 6)
     count_check(log.engine, asked, 1, pending_rows(log, asked), "no answer")
     found = figures_of(log)
-    assert by(found.verdicts, "verdict", "messages") == {
-        over_time.COMMITTED: 12,
-        over_time.ROLLED_BACK: 3,
-        over_time.BY_CHECK: 4,
-        over_time.BY_POLICY: 2,
-    }
+    expected = {over_time.COMMITTED: 12, over_time.ROLLED_BACK: 3, over_time.BY_CHECK: 4, over_time.BY_POLICY: 2}
+    assert by(found.verdicts, "verdict", "messages") == expected
     each = (over_time.COMMITTED, over_time.ROLLED_BACK, over_time.BY_POLICY, over_time.UNKNOWN)
     assert by(found.checks, "verdict", "batches") == dict.fromkeys(each, 1)
     assert (found.rolled_back, found.settled, found.pending_messages) == (7, 5, 6)
@@ -305,11 +301,7 @@ def batches(*half_ids: str) -> list[dict[str, Any]]:
         ({}, Level.OK, "This commit log is new: it has no topic yet. Make one: txmq topic create "),
         ({"conflicts": batches("a:1", "a:2")}, Level.CRITICAL, "2 half batches with two verdicts that contradict"),
         ({"quarantined": batches("a:1")}, Level.WARNING, "1 half batch quarantined, and hidden: a:1"),
-        (
-            {"conflicts": batches("a:1"), "quarantined": batches("a:2")},
-            Level.CRITICAL,
-            "1 half batch with two verdicts",
-        ),
+        ({"conflicts": batches("a:1"), "quarantined": batches("a:2")}, Level.CRITICAL, "1 half batch with two verdict"),
         (pending(100), Level.OK, "new"),
         (pending(900), Level.CRITICAL, "1 half batch should have been checked, and no checker has said a word on that"),
         (pending(900, leased=True), Level.OK, "new"),

@@ -588,10 +588,7 @@ def test_a_command_to_copy_is_one_word_a_name() -> None:
     ("text", "expected"),
     [
         ("settle each with txmq resolve.", "settle each with <code>txmq resolve</code>."),
-        (
-            "txmq check shop/log --once (it says why)",
-            '<code>txmq check shop/log <span class="option">--once</span></code> (it says why)',
-        ),
+        ("txmq check l --once (why)", '<code>txmq check l <span class="option">--once</span></code> (why)'),
         ("txmq dlq list l g; then more", "<code>txmq dlq list l g</code>; then more"),
         ("txmq trace 'my shop;,(' a:0", "<code>txmq trace &#x27;my shop;,(&#x27; a:0</code>"),
         ("ask: txmq pending. Then wait", "ask: <code>txmq pending</code>. Then wait"),

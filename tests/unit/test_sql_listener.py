@@ -216,9 +216,7 @@ def test_a_savepoint_a_key_rolls_back_that_key_alone(url: sa.URL, fence: str, wa
 
 
 @pytest.mark.parametrize(("per", "calls"), [("batch", ["abac"]), ("key", ["aa", "b", "c"]), ("message", list("abac"))])
-def test_work_per_transaction_gets_its_own_messages_in_send_order(
-    url: sa.URL, fence: str, per: str, calls: list[str]
-) -> None:
+def test_work_per_transaction_gets_its_messages_in_order(url: sa.URL, fence: str, per: str, calls: list[str]) -> None:
     seen: list[tuple[str, str | None, str, list[int]]] = []
 
     def look(_: sa.Connection, transaction: HalfTransaction) -> None:
@@ -251,9 +249,7 @@ def test_a_body_that_is_no_json_fails_for_its_own_transaction(url: sa.URL, fence
 
 @pytest.mark.parametrize("per_transaction", [False, True])
 @pytest.mark.parametrize("way", ["a bug", "a statement"])
-def test_what_fails_in_work_leaves_nothing_behind_of_any_key(
-    url: sa.URL, fence: str, way: str, per_transaction: bool
-) -> None:
+def test_what_fails_in_work_leaves_nothing_of_any_key(url: sa.URL, fence: str, way: str, per_transaction: bool) -> None:
     def fail(connection: sa.Connection, asked: Any) -> None:
         (insert_one if per_transaction else insert_all)(connection, asked)
         if per_transaction and asked.transaction_key != "c":
@@ -316,9 +312,7 @@ def test_what_work_may_not_return_leaves_the_batch_pending(
 
 @pytest.mark.parametrize("per_transaction", [False, True])
 @pytest.mark.parametrize("what", ["commit", "rollback"])
-def test_work_that_ends_the_transaction_itself_is_refused(
-    url: sa.URL, fence: str, what: str, per_transaction: bool
-) -> None:
+def test_work_that_ends_the_transaction_is_refused(url: sa.URL, fence: str, what: str, per_transaction: bool) -> None:
     def work(connection: sa.Connection, _: Any) -> None:
         connection.execute(orders.insert(), {"id": "x", "lines": 1})
         getattr(connection, what)()
@@ -368,12 +362,9 @@ def test_a_transaction_of_another_log_is_not_taken_for_one_that_ran(url: sa.URL,
 def test_a_key_that_two_logs_use_is_a_transaction_in_each(url: sa.URL, fence: str) -> None:
     logs = [InMemoryCommitLog(topics={"orders": 1}) for _ in range(2)]
     written: list[str] = []
-
-    def work(connection: sa.Connection, batch: HalfBatch) -> None:
-        written.append(batch.half_id)
-
+    noted = listener(url, lambda connection, batch: written.append(batch.half_id))
     for log in logs:
-        with txmq.TransactionMQProducer(log, "shop", listener(url, work), check_interval=None) as producer:
+        with txmq.TransactionMQProducer(log, "shop", noted, check_interval=None) as producer:
             producer.send_message_in_transaction(txmq.Message("orders", b"a"), idempotency_key="order-42")
     assert [log.read("orders").num_rows for log in logs] == [1, 1]
     assert len(written) == len(set(written)) == 2
@@ -743,9 +734,7 @@ def test_prune_goes_through_the_rows_a_page_at_a_time(url: sa.URL, fence: str, l
     assert kept == {"app2:0:1", "app3:0:1", "app35:0:1"}
 
 
-def test_a_pruner_whose_clock_is_ahead_of_the_database_s_deletes_nothing(
-    url: sa.URL, fence: str, log: CommitLog
-) -> None:
+def test_a_pruner_whose_clock_is_ahead_of_the_database_deletes_nothing(url: sa.URL, fence: str, log: CommitLog) -> None:
     orders_listener = listener(url, nothing)
     commit(log, ran(orders_listener, log, "new"))
     let_leave(log)
@@ -772,9 +761,7 @@ def test_processes_that_prune_in_turn_do_so_once_in_a_while(url: sa.URL, fence: 
 
 
 @pytest.mark.parametrize("late", [timedelta(days=6), timedelta(days=8)])
-def test_a_driver_that_slept_until_its_tombstone_may_be_pruned_does_nothing(
-    url: sa.URL, fence: str, late: timedelta
-) -> None:
+def test_a_driver_that_slept_until_its_tombstone_may_go_does_nothing(url: sa.URL, fence: str, late: timedelta) -> None:
     """A check rolled it back, and the row that says so lives for seven days at least."""
     batch = half_batch(fence, age=late)
     if late < timedelta(days=7):
@@ -907,7 +894,7 @@ def test_what_is_no_database_is_refused_and_no_password_is_shown(address: Any, s
         (
             {"work": lambda batch: None},
             txmq.ListenerError,
-            r"work is .*<lambda>\(batch\): a function work\(connection, batch\)",
+            r"work is .*<lambda>\(batch\): a function work\(connection, ",
         ),
         ({"work": "no function"}, txmq.ListenerError, "a function work"),
         ({"lock_timeout": 0}, txmq.OptionError, "lock_timeout=0"),

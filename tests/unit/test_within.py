@@ -50,9 +50,7 @@ class Within:
             self.refusals += 1
 
 
-def test_a_send_of_who_holds_the_lock_that_its_commit_needs(
-    log: CommitLog, producer: txmq.TransactionMQProducer
-) -> None:
+def test_a_send_of_who_holds_the_lock_of_its_commit(log: CommitLog, producer: txmq.TransactionMQProducer) -> None:
     """As from ``__del__`` while Python collects garbage within ``log.read``: it waited for ever."""
     within = Within(producer)
     with log.engine.lock:
