@@ -14,7 +14,7 @@ from rmq_spark._core.log.half_header import names_of
 from rmq_spark._core.vocabulary.ids import parse_message_id, parse_transaction_id
 from rmq_spark.errors import HalfBatchNotFoundError
 from rmq_spark.producer import TransactionSendResult
-from tests.support.half_batches import let_leave, stage
+from tests.support.half_batches import forget, let_leave, stage
 from tests.support.inside import HalfHeader, TwoPhase, batch_name, half_id_of, name_of, new_half_id
 
 pytestmark = pytest.mark.log("memory", "delta", orders=1)
@@ -43,11 +43,6 @@ class Shop:
         with txmq.TransactionMQProducer(self.log, "shop", self.listener, check_interval=None) as producer:
             return producer.send_message_in_transaction(txmq.Message("orders", b"7"), idempotency_key="order-7")
 
-    def forget(self) -> None:
-        """Let the idempotency window of everything end."""
-        for _ in range(3):
-            let_leave(self.log, idempotency_s=0)
-
     @property
     def count(self) -> int:
         with self.engine.connect() as connection:
@@ -63,7 +58,7 @@ def test_a_key_that_comes_again_after_its_time_is_a_local_transaction_of_its_own
     """And an id that somebody noted never means the next bearer of its name."""
     first = shop.send()
     assert (shop.send().replayed, shop.count) == (True, 1)
-    shop.forget()
+    forget(shop.log)
     again = shop.send()
     assert (again.replayed, again.local_transaction_state) == (False, txmq.COMMIT_MESSAGE)
     assert shop.count == 2, "the message is visible, and its row is not there"
@@ -79,7 +74,7 @@ def test_a_key_can_be_decided_otherwise_after_its_time(shop: Shop, refuses: tupl
     for shop.refuses in refuses:
         state = txmq.ROLLBACK_MESSAGE if shop.refuses else txmq.COMMIT_MESSAGE
         assert shop.send().local_transaction_state == state
-        shop.forget()
+        forget(shop.log)
     assert shop.count == shop.log.read("orders").num_rows == 1
 
 

@@ -28,7 +28,7 @@ from rmq_spark.errors import ListenerError, OptionError
 from rmq_spark.listeners import ExecutedAttempt, HalfTransaction
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq
-from tests.support.half_batches import bodies, let_leave, pending, prepare, prepare_one
+from tests.support.half_batches import bodies, forget, let_leave, pending, prepare, prepare_one
 from tests.support.inside import (
     IDEMPOTENCY_S,
     CommitOncePrepared,
@@ -97,17 +97,10 @@ class Shop:
         numbered = app == QUERY
         app = app if numbered else f"{SEND}{app}"
         offsets = self.checkpoint / "offsets" / str(batch_id)
-        return HalfHeader(
-            half_id=batch_name(app, batch_id),
-            app_id=app,
-            batch_id=batch_id,
-            query_id=QUERY if numbered else None,
-            input_hash=input_hash_of(offsets.read_bytes()) if numbered else None,
-            fence_id=self.listener.store_id,
-            transaction_per="key",
-            producer_group="shop",
-            naming=Naming.COUNTED if numbered else Naming.KEY,
-        )
+        query, naming = (QUERY, Naming.COUNTED) if numbered else (None, Naming.KEY)
+        input_hash = input_hash_of(offsets.read_bytes()) if numbered else None
+        fence_id, half_id = self.listener.store_id, batch_name(app, batch_id)
+        return HalfHeader(half_id, app, batch_id, query, input_hash, fence_id, "key", "shop", naming)
 
     def stage(self, header: HalfHeader, names: list[str], log: CommitLog) -> Any:
         writer = HalfWriter(header, log.topics(), "orders", "key", log.fifo_topics())
@@ -203,12 +196,6 @@ def shop(tmp_path: Path) -> Shop:
 
 
 # ---------------------------------------------------------------- long after the restore
-def forget(log: CommitLog) -> None:
-    """Let everything settled leave, and be forgotten."""
-    for _ in range(3):
-        let_leave(log, idempotency_s=0)
-
-
 def test_what_the_log_has_settled_and_forgotten_is_not_made_again(shop: Shop) -> None:
     """A week after the restore all of it was visible twice."""
     shop.send("before")
@@ -235,9 +222,7 @@ def test_what_was_executed_longer_ago_than_the_log_remembers_is_left_to_a_person
 
 
 # ---------------------------------------------------------------- the two holes of the page of steps
-def test_a_half_batch_that_a_check_rolled_back_before_and_a_replay_executed_after_the_backup_is_found(
-    shop: Shop,
-) -> None:
+def test_a_half_batch_that_a_check_rolled_back_before_and_a_replay_ran_after_the_backup_is_found(shop: Shop) -> None:
     shop.begin("late")
     shop.check()
     shop.back_up()

@@ -14,6 +14,7 @@ from tests.support.half_batches import (
     commit,
     count_check,
     decide_one,
+    forget,
     let_leave,
     pending,
     prepare,
@@ -169,8 +170,7 @@ def test_what_is_forgotten_tells_where_its_messages_stand(log: CommitLog) -> Non
     roll_back(log, send(log, "gone"))
     for batch_id in range(2):
         roll_back(log, prepare(log, batch_id))
-    for _ in range(3):
-        let_leave(log, idempotency_s=0)
+    forget(log)
     found = another(log).trace("key:0:1")
     assert (found.where, found.messages, kinds(found)) == ("forgotten", 5, ["placed", "drained"])
     assert "is forgotten" in found.unknown[0]
