@@ -90,6 +90,19 @@ class Ahead(Runtime):
         return super().time() + self.seconds
 
 
+class Starts(Runtime):
+    """A machine that notes which threads it was asked for, and takes so long to start each."""
+
+    def __init__(self, takes_s: float = 0.0) -> None:
+        self.names: list[str] = []
+        self._takes_s = takes_s
+
+    def start_thread(self, work: Callable[[], object], name: str, daemon: bool = False) -> threading.Thread:
+        self.names.append(name)
+        super().sleep(self._takes_s)
+        return super().start_thread(work, name, daemon)
+
+
 class Ticking(Runtime):
     """A machine on whose clock nothing happens at the same time as something else, however slow the real one is."""
 

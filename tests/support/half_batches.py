@@ -259,6 +259,12 @@ def let_leave(
         return upkeep.maintain(another(log).engine, Graces(reader_s, audit_s, idempotency_s), dry_run)
 
 
+def forget(log: CommitLog) -> None:
+    """Let all that is settled leave, and the idempotency window of it end."""
+    for _ in range(3):
+        let_leave(log, idempotency_s=0)
+
+
 def open_batches(log: CommitLog) -> list[tuple[HalfRecord, BatchState]]:
     """The half batches with pending rows, oldest first."""
     records = map(log.engine.get, log.engine.open_half_ids())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from rmq_spark._core.runtime.failpoints import set_hook
 from tests.support.failpoints import POINTS, hooked
+from tests.support.sends import raising
 
 
 class Died(BaseException):
@@ -85,3 +87,11 @@ def after_next(of: Any, method: str, act: Callable[[], object]) -> None:
         return done
 
     setattr(of, method, slow)
+
+
+@contextmanager
+def no_thread_starts() -> Iterator[None]:
+    """The machine has no more threads for this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
+        yield

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rmq_spark import CommitLog, TransactionListener
+from rmq_spark import CheckService, CommitLog, TransactionListener
 from tests.support.half_batches import another, prepare_one
 from tests.support.inside import (
     KEY,
@@ -73,6 +73,11 @@ def send(
     head = head or header()
     two_phase = TwoPhase(log.engine, listener, replay_check_timeout_s=timeout_s, **more)
     return two_phase.send(head, lambda: stage(log, head), lineage=checkpoint and Lineage(checkpoint))
+
+
+def check(log: CommitLog, listener: TransactionListener, group: str = "shop") -> None:
+    """A round of checks by another process."""
+    CheckService(another(log), {group: listener}, transaction_timeout=0, round_timeout=None).run_once()
 
 
 def visible(log: CommitLog) -> list[str]:

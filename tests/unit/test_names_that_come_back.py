@@ -14,8 +14,7 @@ from rmq_spark._core.log.half_header import names_of
 from rmq_spark._core.vocabulary.ids import parse_message_id, parse_transaction_id
 from rmq_spark.errors import HalfBatchNotFoundError
 from rmq_spark.producer import TransactionSendResult
-from rmq_spark.testing import InMemoryCommitLog
-from tests.support.half_batches import let_leave, stage
+from tests.support.half_batches import forget, let_leave, stage
 from tests.support.inside import HalfHeader, TwoPhase, batch_name, half_id_of, name_of, new_half_id
 
 pytestmark = pytest.mark.log("memory", "delta", orders=1)
@@ -40,14 +39,9 @@ class Shop:
             raise txmq.Rollback("no stock", refused=True)
         connection.execute(rows.insert(), {"number": 7, "said": "paid"})
 
-    def send(self, key: str = "order-7") -> TransactionSendResult:
+    def send(self) -> TransactionSendResult:
         with txmq.TransactionMQProducer(self.log, "shop", self.listener, check_interval=None) as producer:
-            return producer.send_message_in_transaction(txmq.Message("orders", b"7"), idempotency_key=key)
-
-    def forget(self) -> None:
-        """Let the idempotency window of everything end."""
-        for _ in range(3):
-            let_leave(self.log, idempotency_s=0)
+            return producer.send_message_in_transaction(txmq.Message("orders", b"7"), idempotency_key="order-7")
 
     @property
     def count(self) -> int:
@@ -61,35 +55,13 @@ def shop(log: txmq.CommitLog, tmp_path: Path) -> Shop:
 
 
 def test_a_key_that_comes_again_after_its_time_is_a_local_transaction_of_its_own(shop: Shop) -> None:
+    """And an id that somebody noted never means the next bearer of its name."""
     first = shop.send()
     assert (shop.send().replayed, shop.count) == (True, 1)
-    shop.forget()
+    forget(shop.log)
     again = shop.send()
     assert (again.replayed, again.local_transaction_state) == (False, txmq.COMMIT_MESSAGE)
     assert shop.count == 2, "the message is visible, and its row is not there"
-    assert again.half_id != first.half_id
-    assert shop.log.read("orders").num_rows == 2
-
-
-@pytest.mark.parametrize("refuses", [(True, False), (False, True)])
-def test_a_key_can_be_decided_otherwise_after_its_time(shop: Shop, refuses: tuple[bool, bool]) -> None:
-    for shop.refuses in refuses:
-        state = txmq.ROLLBACK_MESSAGE if shop.refuses else txmq.COMMIT_MESSAGE
-        assert shop.send().local_transaction_state == state
-        shop.forget()
-    assert shop.count == shop.log.read("orders").num_rows == 1
-
-
-def test_a_retry_is_told_the_id_of_the_half_batch_that_is_in_the_log(shop: Shop) -> None:
-    first, again = shop.send(), shop.send()
-    assert (again.half_id, again.transaction_id) == (first.half_id, first.transaction_id)
-    assert shop.log.engine.get(again.half_id).rows == 1
-
-
-def test_an_id_that_somebody_noted_never_means_the_next_bearer_of_its_name(shop: Shop) -> None:
-    first = shop.send()
-    shop.forget()
-    again = shop.send()
     with pytest.raises(HalfBatchNotFoundError):
         shop.log.engine.get(first.half_id)
     ids = shop.log.read("orders").select(["msg_id", "transaction_id"]).to_pydict()
@@ -97,23 +69,19 @@ def test_an_id_that_somebody_noted_never_means_the_next_bearer_of_its_name(shop:
     assert parse_message_id(ids["msg_id"][1])[0] == parse_transaction_id(ids["transaction_id"][1])[0] == again.half_id
 
 
+@pytest.mark.parametrize("refuses", [(True, False), (False, True)])
+def test_a_key_can_be_decided_otherwise_after_its_time(shop: Shop, refuses: tuple[bool, bool]) -> None:
+    for shop.refuses in refuses:
+        state = txmq.ROLLBACK_MESSAGE if shop.refuses else txmq.COMMIT_MESSAGE
+        assert shop.send().local_transaction_state == state
+        forget(shop.log)
+    assert shop.count == shop.log.read("orders").num_rows == 1
+
+
 def test_who_gives_the_name_alone_is_told_the_id(shop: Shop) -> None:
     sent = shop.send()
     with pytest.raises(HalfBatchNotFoundError, match=f"the one of this name is '{sent.half_id}' now"):
         shop.log.engine.get("send.shop.order-7:0")
-
-
-def test_a_batch_that_a_log_made_anew_has_again_is_a_transaction_of_its_own(tmp_path: Path) -> None:
-    """As after a restore: the database knows the batch of that name, and this log never had it."""
-    first, second = InMemoryCommitLog(), InMemoryCommitLog()
-    ids = []
-    for log in (first, second):
-        log.create_topic("orders", 1)
-        shop = Shop(log, f"sqlite:///{tmp_path / 'shop.db'}")
-        ids.append(shop.send().half_id)
-        assert name_of(ids[-1]) == "send.shop.order-7:0"
-    assert shop.count == 2
-    assert len(set(ids)) == 2
 
 
 def test_a_batch_of_a_stream_is_the_same_in_a_restored_log_unless_its_input_is_another(tmp_path: Path) -> None:

@@ -17,23 +17,17 @@ BOTH = ("earliest", "latest")
 MARKS = (-2, -1)
 QUEUES = {"orders": 2, "carts": 1}
 TAILS = {("orders", 0): 10, ("carts", 0): 4}
+PAST_THE_END = {("orders", 0): 11, ("orders", 1): 0, ("carts", 0): 0}
 
 
 def parse(text: str) -> object:
     return parse_offsets(text, "startingOffsets", BOTH, MARKS)
 
 
-def test_keywords_are_taken_in_any_case() -> None:
-    assert parse(" Earliest ") == "earliest"
-    assert parse("latest") == "latest"
-
-
-def test_json_offsets_are_read_as_spark_writes_them() -> None:
-    assert parse('{"orders": {"0": 23, "1": -1}, "carts": {"0": -2}}') == {
-        ("orders", 0): 23,
-        ("orders", 1): -1,
-        ("carts", 0): -2,
-    }
+def test_keywords_are_taken_in_any_case_and_json_offsets_as_spark_writes_them() -> None:
+    assert (parse(" Earliest "), parse("latest")) == ("earliest", "latest")
+    found = parse('{"orders": {"0": 23, "1": -1}, "carts": {"0": -2}}')
+    assert found == {("orders", 0): 23, ("orders", 1): -1, ("carts", 0): -2}
 
 
 @pytest.mark.parametrize(
@@ -81,21 +75,18 @@ def test_keywords_and_marks_resolve_to_the_ends_of_every_queue() -> None:
 
 
 @pytest.mark.parametrize(
-    ("positions", "words"),
+    ("positions", "error", "words"),
     [
-        ({("order", 0): 1}, "did you mean 'orders'"),
-        ({("orders", 2): 1}, "has the queues 0 to 1"),
-        ({("orders", 0): 1, ("orders", 1): 0}, "leaves out queue 0 of topic 'carts'"),
+        ({("order", 0): 1}, OffsetError, "did you mean 'orders'"),
+        ({("orders", 2): 1}, OffsetError, "has the queues 0 to 1"),
+        ({("orders", 0): 1, ("orders", 1): 0}, OffsetError, "leaves out queue 0 of topic 'carts'"),
+        (PAST_THE_END, OffsetOutOfRangeError, "has 11 for topic 'orders', queue 0: past its end, which is 10"),
     ],
 )
-def test_unknown_and_left_out_queues_are_refused(positions: dict[tuple[str, int], int], words: str) -> None:
-    with pytest.raises(OffsetError, match=words):
-        resolve("startingOffsets", positions, QUEUES, TAILS)
-
-
-def test_an_offset_past_the_end_is_refused() -> None:
-    positions = {("orders", 0): 11, ("orders", 1): 0, ("carts", 0): 0}
-    with pytest.raises(OffsetOutOfRangeError, match=r"has 11 for topic 'orders', queue 0: past its end, which is 10"):
+def test_offsets_of_unknown_or_left_out_queues_and_past_the_end_are_refused(
+    positions: dict[tuple[str, int], int], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
         resolve("startingOffsets", positions, QUEUES, TAILS)
 
 

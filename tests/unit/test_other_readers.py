@@ -26,8 +26,7 @@ ORDER = [("topic", "ascending"), ("queue_id", "ascending"), ("queue_offset", "as
 
 
 def by_deltalake(path: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = DeltaTable(path).to_pyarrow_table(columns=COLUMNS).sort_by(ORDER).to_pylist()
-    return rows
+    return list(DeltaTable(path).to_pyarrow_table(columns=COLUMNS).sort_by(ORDER).to_pylist())
 
 
 def by_polars(path: str) -> list[dict[str, Any]]:
@@ -40,13 +39,8 @@ def by_duckdb(path: str) -> list[dict[str, Any]]:
     connection.execute("SET TimeZone = 'UTC'")
     connection.register("messages", DeltaTable(path).to_pyarrow_dataset())
     found = connection.sql(f"SELECT {', '.join(COLUMNS)} FROM messages ORDER BY 1, 2, 3")
-    rows: list[dict[str, Any]] = found.to_arrow_table().cast(schema_of(path)).to_pylist()
-    return rows
-
-
-def schema_of(path: str) -> pa.Schema:
     schema = pa.schema(DeltaTable(path).schema().to_arrow())
-    return pa.schema([schema.field(name) for name in COLUMNS])
+    return list(found.to_arrow_table().cast(pa.schema([schema.field(name) for name in COLUMNS])).to_pylist())
 
 
 READERS: list[Callable[[str], list[dict[str, Any]]]] = [by_deltalake, by_polars, by_duckdb]

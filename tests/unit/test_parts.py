@@ -18,23 +18,16 @@ import sqlalchemy as sa
 import rmq_spark as txmq
 from rmq_spark import CheckService, HalfBatch, SqlTransactionListener
 from tests.support.half_batches import make_log
-from tests.support.inside import (
-    HalfHeader,
-    HalfWriter,
-    Naming,
-    PartAnswer,
-    PartRunner,
-    TwoPhase,
-    batch_name,
-    run_part,
-)
+from tests.support.inside import HalfHeader, HalfWriter, Naming, PartAnswer, PartRunner, TwoPhase, batch_name, run_part
+from tests.support.listeners import Scripted
+from tests.support.meanwhile import Died
+from tests.support.sends import raising
 
 KEYS = 40
 REFUSED = 7
 
-
-class Killed(BaseException):
-    """The process ends here."""
+Tasks = Callable[[Any, Sequence[HalfBatch]], Iterable[PartAnswer]]
+"""What Spark's tasks make of a listener and the parts."""
 
 
 def part_of(key: str, parts: int) -> int:
@@ -50,7 +43,7 @@ class Shop:
         The part of each call of ``work``.
     """
 
-    def __init__(self, folder: Path, kind: str = "memory", per_transaction: bool = False) -> None:
+    def __init__(self, folder: Path, kind: str = "memory") -> None:
         self.log = make_log(kind, folder / "log", orders=2)
         self.url = f"sqlite:///{folder}/orders.db"
         with sa.create_engine(self.url).begin() as connection:
@@ -71,24 +64,12 @@ class Shop:
         connection.execute(sa.text("insert into orders values (:k, :h)"), rows)
         return batch.verdicts(rollback=dict.fromkeys(refused, "no stock"))
 
-    def send(
-        self,
-        tasks: Callable[[Any, Sequence[HalfBatch]], Iterable[PartAnswer]] | None = None,
-        parts: int = 3,
-        staged: int | None = None,
-        batch_id: int = 0,
-    ) -> Any:
+    def send(self, tasks: Tasks | None = None, parts: int = 3, staged: int | None = None, batch_id: int = 0) -> Any:
         """One run of the micro-batch. ``tasks`` None: on the driver. ``staged``: rows are dealt out so, not by key."""
         header = HalfHeader.of(
-            Naming.COUNTED,
-            "app",
-            batch_id,
-            query_id="query",
-            input_hash=f"input {batch_id}",
-            fence_id=self.listener.store_id,
-            transaction_per="key",
-            producer_group="shop",
-        )
+            Naming.COUNTED, "app", batch_id, query_id="query", input_hash=f"input {batch_id}",
+            fence_id=self.listener.store_id, transaction_per="key", producer_group="shop",
+        )  # fmt: skip
         engine = self.log.another().engine
         runner = None if tasks is None else PartRunner(lambda listener, batches: list(tasks(listener, batches)))
 
@@ -114,11 +95,16 @@ class Shop:
     def check(self) -> Any:
         return CheckService(self.log.another(), {"shop": self.listener}, transaction_timeout=0).run_once()
 
-    def bury(self, half_id: str) -> None:
-        """Ask the fence about the first attempt, as a check of a process that does not see the lease."""
+    def batch(self) -> HalfBatch:
+        """The first half batch, under its first attempt."""
         engine = self.log.another().engine
-        record = engine.get(half_id)
-        batch = engine.half_batch(record, engine.state_of(record), 1, record.all_rows)
+        record = engine.find("app", 0)
+        assert record is not None
+        return engine.half_batch(record, engine.state_of(record), 1, record.all_rows)
+
+    def bury(self) -> None:
+        """Ask the fence about the first attempt, as a check of a process that does not see the lease."""
+        batch = self.batch()
         batch.restarted = True
         self.listener.check_local_transaction(batch)
 
@@ -141,6 +127,17 @@ class Shop:
 
 def in_turn(listener: Any, parts: Sequence[HalfBatch]) -> Iterable[PartAnswer]:
     return [run_part(listener, part) for part in parts]
+
+
+def die_after(done: int) -> Tasks:
+    """The driver dies when so many tasks are done."""
+
+    def die(listener: Any, parts: Sequence[HalfBatch]) -> Iterable[PartAnswer]:
+        for part in parts[:done]:
+            run_part(listener, part)
+        raise Died
+
+    return die
 
 
 @pytest.fixture(params=["memory", pytest.param("delta", marks=pytest.mark.turns(6, among="parts on Delta"))])
@@ -215,13 +212,8 @@ def test_a_part_that_fails_runs_again_alone(shop: Shop, failing: int, settled_by
 @pytest.mark.parametrize("done", [0, 1, 2, 3])
 @pytest.mark.parametrize("again_on", ["executors", "driver"])
 def test_a_driver_that_dies_among_its_tasks_is_settled_part_by_part(shop: Shop, done: int, again_on: str) -> None:
-    def die(listener: Any, parts: Sequence[HalfBatch]) -> Iterable[PartAnswer]:
-        for part in parts[:done]:
-            run_part(listener, part)
-        raise Killed
-
-    with pytest.raises(Killed):
-        shop.send(die)
+    with pytest.raises(Died):
+        shop.send(die_after(done))
     shop.send(in_turn if again_on == "executors" else None)
     again = len({part for part in shop.ran[done:] if part is not None})
     assert again == (3 - done if again_on == "executors" else 0)
@@ -231,20 +223,10 @@ def test_a_driver_that_dies_among_its_tasks_is_settled_part_by_part(shop: Shop, 
 @pytest.mark.turns(6)
 @pytest.mark.parametrize("done", [0, 1, 2])
 @pytest.mark.parametrize("settled_by", ["replay", "check"])
-def test_a_driver_that_dies_in_an_attempt_of_some_parts_loses_none_of_them(
-    shop: Shop, done: int, settled_by: str
-) -> None:
-    def die_after(count: int) -> Callable[[Any, Sequence[HalfBatch]], Iterable[PartAnswer]]:
-        def die(listener: Any, parts: Sequence[HalfBatch]) -> Iterable[PartAnswer]:
-            for part in parts[:count]:
-                run_part(listener, part)
-            raise Killed
-
-        return die
-
-    with pytest.raises(Killed):
+def test_a_driver_that_dies_in_an_attempt_of_some_parts_loses_none(shop: Shop, done: int, settled_by: str) -> None:
+    with pytest.raises(Died):
         shop.send(die_after(1))
-    with pytest.raises(Killed):
+    with pytest.raises(Died):
         shop.send(die_after(done))  # two parts run again
     assert shop.fence()[2, -1] == "by_part"
     if settled_by == "check":
@@ -259,7 +241,7 @@ def test_a_driver_that_dies_in_an_attempt_of_some_parts_loses_none_of_them(
 def test_a_task_that_comes_after_a_check_does_nothing(shop: Shop, late: list[int]) -> None:
     def overtaken(listener: Any, parts: Sequence[HalfBatch]) -> Iterable[PartAnswer]:
         early = {part.part: run_part(listener, part) for part in parts if part.part not in late}
-        shop.bury(parts[0].half_id)
+        shop.bury()
         return [early.get(part.part) or run_part(listener, part) for part in parts]
 
     if len(late) == 3:
@@ -281,7 +263,7 @@ def test_a_check_before_the_first_task_makes_the_driver_begin_the_next_attempt(
         def __call__(self, listener: Any, batch: HalfBatch) -> Any:
             attempts.append(batch.attempt)
             if batch.attempt == 1:
-                shop.bury(batch.half_id)
+                shop.bury()
             return super().__call__(listener, batch)
 
     monkeypatch.setattr(f"{__name__}.PartRunner", Checked)
@@ -292,11 +274,8 @@ def test_a_check_before_the_first_task_makes_the_driver_begin_the_next_attempt(
 
 
 def test_a_half_batch_whose_keys_lie_in_several_parts_runs_on_the_driver(shop: Shop) -> None:
-    def die(batch: HalfBatch) -> None:
-        raise Killed
-
-    shop.fails = die
-    with pytest.raises(Killed):
+    shop.fails = raising(Died())
+    with pytest.raises(Died):
         shop.send(None, staged=3)  # as a sink without run_on stages it: rows of a key in two files
     shop.fails = lambda batch: None
     shop.send(in_turn)
@@ -307,12 +286,9 @@ def test_a_half_batch_whose_keys_lie_in_several_parts_runs_on_the_driver(shop: S
 def test_a_half_batch_that_another_run_staged_otherwise_meanwhile_runs_on_the_driver(shop: Shop) -> None:
     """This run had staged it as well, and took the rows of a key in two parts for two transactions."""
 
-    def die(batch: HalfBatch) -> None:
-        raise Killed
-
     def another_run() -> None:
-        shop.fails = die
-        with pytest.raises(Killed):
+        shop.fails = raising(Died())
+        with pytest.raises(Died):
             shop.send(None, staged=3)
         shop.fails = lambda batch: None
 
@@ -324,30 +300,16 @@ def test_a_half_batch_that_another_run_staged_otherwise_meanwhile_runs_on_the_dr
 
 def test_an_attempt_that_the_driver_began_is_not_run_in_parts(shop: Shop) -> None:
     shop.send(None)
-    engine = shop.log.another().engine
-    record = engine.find("app", 0)
-    assert record is not None
-    batch = engine.half_batch(record, engine.state_of(record), 1, record.all_rows)
-    runner = PartRunner(in_turn)  # type: ignore[arg-type]
-    verdicts = runner(shop.listener, batch)
+    verdicts = PartRunner(in_turn)(shop.listener, shop.batch())  # type: ignore[arg-type]
     assert shop.ran == [None]
     assert verdicts.counts(KEYS)[txmq.COMMIT_MESSAGE] == KEYS - 6  # type: ignore[union-attr]
 
 
 def test_the_driver_does_not_take_over_an_attempt_that_was_begun_in_parts(shop: Shop) -> None:
-    def die(listener: Any, parts: Sequence[HalfBatch]) -> Iterable[PartAnswer]:
-        for part in parts[:2]:
-            run_part(listener, part)
-        raise Killed
-
-    with pytest.raises(Killed):
-        shop.send(die)
-    engine = shop.log.another().engine
-    record = engine.find("app", 0)
-    assert record is not None
-    batch = engine.half_batch(record, engine.state_of(record), 1, record.all_rows)
+    with pytest.raises(Died):
+        shop.send(die_after(2))
     with pytest.raises(txmq.LocalTransactionError, match="in parts"):
-        shop.listener.execute_local_transaction(batch)
+        shop.listener.execute_local_transaction(shop.batch())
     assert shop.ran == [0, 1]
 
 
@@ -362,18 +324,15 @@ def test_the_parts_of_an_attempt_are_one_executed_attempt(shop: Shop) -> None:
 
 
 def test_a_listener_without_a_fence_runs_in_parts_only_when_it_is_idempotent(shop: Shop) -> None:
-    class Partner(txmq.TransactionListener):
-        def execute_local_transaction(self, batch: HalfBatch) -> Any:
-            shop.ran.append(batch.part)
-            return txmq.COMMIT_MESSAGE
+    def run(batch: HalfBatch) -> Any:
+        shop.ran.append(batch.part)
+        return txmq.COMMIT_MESSAGE
 
-        check_local_transaction = execute_local_transaction
-
-    shop.listener = Partner()  # type: ignore[assignment]
+    shop.listener = partner = Scripted(run, run)  # type: ignore[assignment]
     with pytest.raises(txmq.LocalTransactionError, match="has no fence, and Spark may run a task twice"):
         shop.send(in_turn)
     assert shop.ran == []
-    Partner.idempotent = True
+    partner.idempotent = True
     shop.send(in_turn, batch_id=1)
     assert shop.ran == [0, 1, 2]
 
@@ -407,14 +366,10 @@ class Restored(Shop):
         self.log = txmq.CommitLog.open(self.folder / "log")
         time.sleep(0.01)  # the messages are staged again, at another millisecond
 
-    def die_after(self, done: int, parts: int = 3) -> None:
-        def die(listener: Any, batches: Sequence[HalfBatch]) -> Iterable[PartAnswer]:
-            for part in batches[:done]:
-                run_part(listener, part)
-            raise Killed
-
-        with pytest.raises(Killed):
-            self.send(die, parts)
+    def dies_and_is_restored(self, done: int) -> None:
+        with pytest.raises(Died):
+            self.send(die_after(done))
+        self.restore()
 
 
 @pytest.mark.turns(3)
@@ -435,8 +390,7 @@ def test_a_restored_log_whose_stream_deals_out_anew_runs_nothing_twice(tmp_path:
 @pytest.mark.parametrize("done", [0, 1, 2])
 def test_a_restored_log_goes_on_with_the_parts_that_it_deals_out_alike(tmp_path: Path, done: int) -> None:
     shop = Restored(tmp_path)
-    shop.die_after(done)
-    shop.restore()
+    shop.dies_and_is_restored(done)
     shop.send(in_turn)
     assert sorted(part for part in shop.ran if part is not None) == [0, 1, 2]
     shop.agree()
@@ -445,12 +399,9 @@ def test_a_restored_log_goes_on_with_the_parts_that_it_deals_out_alike(tmp_path:
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("done", [0, 1, 2])
 @pytest.mark.parametrize("again", [None, in_turn], ids=["driver", "executors"])
-def test_a_restored_log_with_other_parts_is_for_a_person_when_not_all_of_it_ran(
-    tmp_path: Path, done: int, again: Any
-) -> None:
+def test_a_restored_log_with_other_parts_is_for_a_person_unless_all_ran(tmp_path: Path, done: int, again: Any) -> None:
     shop = Restored(tmp_path)
-    shop.die_after(done)
-    shop.restore()
+    shop.dies_and_is_restored(done)
     ran = list(shop.ran)
     for _ in range(2):
         with pytest.raises((txmq.LocalTransactionError, txmq.UnresolvedTransactionError), match="in other places"):

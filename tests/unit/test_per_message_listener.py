@@ -11,6 +11,8 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, CheckService, MessageExt, PerMessageListener
+from rmq_spark.checks import CheckReport
+from tests.support.sends import producer_of, raising
 
 WAIT_S = 20.0
 
@@ -33,10 +35,12 @@ class Partner:
 
 
 def send(log: Any, listener: PerMessageListener, rows: pa.Table, on_listener_error: str = "fail") -> Any:
-    with txmq.TransactionMQProducer(
-        log, "shop", listener, check_interval=None, on_listener_error=on_listener_error
-    ) as producer:
+    with producer_of(log, listener, on_listener_error=on_listener_error) as producer:
         return producer.send_messages_in_transaction(rows, topic="orders", transaction_per="message")
+
+
+def check(log: Any, listener: PerMessageListener) -> CheckReport:
+    return CheckService(log, {"shop": listener}, transaction_timeout=0).run_once()
 
 
 def numbered(count: int, keys: list[str] | None = None) -> pa.Table:
@@ -48,7 +52,21 @@ def visible(log: Any) -> list[bytes]:
     return sorted(log.read("orders")["body"].to_pylist())
 
 
-def test_as_many_messages_run_at_once_as_there_are_threads(log: Any) -> None:
+AWAY = TimeoutError("the partner is away")
+
+
+def away_at(body: bytes) -> Callable[[MessageExt], Any]:
+    """Commits all messages but one."""
+
+    def answer(msg: MessageExt) -> Any:
+        if msg.body == body:
+            raise AWAY
+        return COMMIT_MESSAGE
+
+    return answer
+
+
+def test_as_many_messages_run_at_once_as_there_are_threads_and_checks_too(log: Any) -> None:
     four = threading.Barrier(4, timeout=WAIT_S)  # breaks unless four calls are inside at once
 
     def meet(msg: MessageExt) -> Any:
@@ -57,29 +75,21 @@ def test_as_many_messages_run_at_once_as_there_are_threads(log: Any) -> None:
 
     send(log, PerMessageListener(Partner(meet), threads=4), numbered(8))
     assert len(visible(log)) == 8
-
-
-def test_checks_run_at_once_too(log: Any) -> None:
-    four = threading.Barrier(4, timeout=WAIT_S)
-
-    def meet(msg: MessageExt) -> Any:
-        four.wait()
-        return COMMIT_MESSAGE
-
     listener = PerMessageListener(Partner(lambda msg: None, meet), threads=4)
     send(log, listener, numbered(4))
-    assert CheckService(log, {"shop": listener}, transaction_timeout=0).run_once().committed.messages == 4
+    assert check(log, listener).committed.messages == 4
 
 
-def test_each_message_gets_its_own_verdict(log: Any) -> None:
-    def even(msg: MessageExt) -> Any:
-        if int(msg.body) % 2:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_each_message_gets_its_own_verdict(log: Any, threads: int) -> None:
+    def decide(msg: MessageExt) -> Any:
+        if int(msg.body) % 4 == 1:
             raise txmq.Rollback(f"{msg.body.decode()} is odd")
-        return COMMIT_MESSAGE
+        return (COMMIT_MESSAGE, None, ROLLBACK_MESSAGE, None)[int(msg.body) % 4]
 
-    send(log, PerMessageListener(Partner(even), threads=3), numbered(100))
-    assert [int(body) % 2 for body in visible(log)] == [0] * 50
-    assert not log.pending().num_rows
+    send(log, PerMessageListener(Partner(decide), threads=threads), numbered(100))
+    assert [int(body) % 4 for body in visible(log)] == [0] * 25
+    assert log.pending()["messages"].to_pylist() == [25]
 
 
 def test_messages_of_one_sharding_key_run_one_after_the_other_in_send_order(log: Any) -> None:
@@ -110,7 +120,7 @@ def test_after_an_exception_nothing_begins_and_all_stays_pending(log: Any) -> No
         if msg.body == partner.begun[0]:
             begun.wait(WAIT_S)
             failed.set()
-            raise TimeoutError("the partner is away")
+            raise AWAY
         begun.set()
         failed.wait(WAIT_S)
         return COMMIT_MESSAGE
@@ -121,58 +131,40 @@ def test_after_an_exception_nothing_begins_and_all_stays_pending(log: Any) -> No
     assert len(partner.begun) < 1_000
     assert visible(log) == []
     assert log.pending()["messages"].to_pylist() == [1_000]
-    assert not [
-        t for t in threading.enumerate() if t.name.startswith("txmq-listener")
-    ]  # those that ran were waited for
+    # those that ran were waited for
+    assert not [t for t in threading.enumerate() if t.name.startswith("txmq-listener")]
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_with_unknown_an_exception_is_unknown_for_its_message_alone(log: Any, threads: int, caplog: Any) -> None:
-    def fail_at_three(msg: MessageExt) -> Any:
-        if msg.body == b"3":
-            raise TimeoutError("the partner is away")
-        return COMMIT_MESSAGE
-
-    partner = Partner(fail_at_three)
+    partner = Partner(away_at(b"3"))
     listener = PerMessageListener(partner, threads=threads)
     send(log, listener, numbered(6), on_listener_error="unknown")
     assert visible(log) == [b"0", b"1", b"2", b"4", b"5"]
     assert "raised for 1 of 6 messages" in caplog.text
-    CheckService(log, {"shop": listener}, transaction_timeout=0).run_once()
+    check(log, listener)
     assert partner.checked == [b"3"]
 
 
 def test_with_unknown_and_all_raising_the_whole_half_batch_is_unknown(log: Any, caplog: Any) -> None:
-    def fail(msg: MessageExt) -> Any:
-        raise TimeoutError("no answer for " + msg.body.decode())
-
     with caplog.at_level("WARNING"):
-        send(log, PerMessageListener(Partner(fail), threads=2), numbered(3), on_listener_error="unknown")
-    assert "no answer for" in caplog.text
+        send(log, PerMessageListener(Partner(raising(AWAY)), threads=2), numbered(3), on_listener_error="unknown")
+    assert str(AWAY) in caplog.text
     assert log.pending()["messages"].to_pylist() == [3]
 
 
 def test_a_check_that_raises_for_one_message_decides_the_others(log: Any) -> None:
-    def answer(msg: MessageExt) -> Any:
-        if msg.body == b"1":
-            raise TimeoutError("the partner is away")
-        return COMMIT_MESSAGE
-
-    listener = PerMessageListener(Partner(lambda msg: None, answer), threads=2)
+    listener = PerMessageListener(Partner(lambda msg: None, away_at(b"1")), threads=2)
     sent = send(log, listener, numbered(3))
-    report = CheckService(log, {"shop": listener}, transaction_timeout=0).run_once()
+    report = check(log, listener)
     assert (report.committed.messages, report.unknown.messages) == (2, 1)
     assert "TimeoutError: the partner is away" in str(log.trace(half_id=sent.half_id))
 
 
 def test_a_check_that_raises_for_all_messages_counts_for_none(log: Any) -> None:
-    def fail(msg: MessageExt) -> Any:
-        raise TimeoutError("the partner is away")
-
-    listener = PerMessageListener(Partner(lambda msg: None, fail), threads=2)
+    listener = PerMessageListener(Partner(lambda msg: None, raising(AWAY)), threads=2)
     send(log, listener, numbered(3))
-    report = CheckService(log, {"shop": listener}, transaction_timeout=0).run_once()
-    assert not report.ok
+    assert not check(log, listener).ok
     assert log.pending()["check_times"].to_pylist() == [0]
 
 

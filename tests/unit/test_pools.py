@@ -10,27 +10,26 @@ import pytest
 
 from rmq_spark._core.runtime.pools import ElasticPool, is_in_pool, submitted
 from tests.support.inside import RUNTIME, Runtime
+from tests.support.meanwhile import no_thread_starts
+from tests.support.sends import raising
 
 DEADLINE_S = 20.0
 
 
-def test_work_for_which_no_thread_could_start_is_not_done_a_second_time_by_an_older_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_work_for_which_no_thread_could_start_is_not_done_a_second_time_by_an_older_one() -> None:
     done: list[str] = []
     may_end = threading.Event()
     with ThreadPoolExecutor(2) as pool:
         pool.submit(may_end.wait)
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", _no_thread)
+        with no_thread_starts():
             assert submitted(pool, done.append, "work").exception() is None
         may_end.set()  # the pool has kept the work, and comes to it now
     assert done == ["work"]
 
 
-def test_what_work_raises_in_the_callers_thread_is_told_by_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", _no_thread)
-    assert isinstance(submitted(ThreadPoolExecutor(1), int, "no number").exception(), ValueError)
+def test_what_work_raises_in_the_callers_thread_is_told_by_the_future() -> None:
+    with no_thread_starts():
+        assert isinstance(submitted(ThreadPoolExecutor(1), int, "no number").exception(), ValueError)
 
 
 def test_a_pool_does_what_waits_in_as_many_threads_as_it_may_have() -> None:
@@ -50,33 +49,27 @@ def test_a_pool_does_what_waits_in_as_many_threads_as_it_may_have() -> None:
 
 def test_a_pool_goes_on_after_a_piece_that_raises(caplog: pytest.LogCaptureFixture) -> None:
     pool, done = ElasticPool(1, "pool", RUNTIME), threading.Event()
-
-    def fails() -> None:
-        raise KeyboardInterrupt
-
-    pool.put(fails)
+    pool.put(raising(KeyboardInterrupt()))
     pool.put(done.set)
     pool.wait(DEADLINE_S)
     assert done.is_set()
     assert "KeyboardInterrupt" in caplog.text
 
 
-def test_a_piece_of_work_knows_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_of_work_knows_that_it_is_one() -> None:
     pool, found = ElasticPool(2, "pool", RUNTIME), list[bool]()
     pool.put(lambda: found.append(is_in_pool()))
     pool.wait(DEADLINE_S)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", _no_thread)
+    with no_thread_starts():
         ElasticPool(2, "pool", RUNTIME).put(lambda: found.append(is_in_pool()))
     assert found == [True, True]
     assert not is_in_pool()
 
 
-def test_a_pool_that_had_no_thread_for_a_moment_has_as_many_as_before_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_had_no_thread_for_a_moment_has_as_many_as_before_again() -> None:
     pool, found = ElasticPool(2, "pool", RUNTIME), list[str]()
     go_on, done = threading.Event(), threading.Event()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", _no_thread)
+    with no_thread_starts():
         for _ in range(3):
             pool.put(lambda: found.append(threading.current_thread().name))
     assert found == [threading.current_thread().name] * 3
@@ -113,7 +106,3 @@ def test_what_comes_while_a_pool_fails_to_start_a_thread_is_done() -> None:
         late += [False, False, True]
         pool.put(note)
     assert found == [threading.current_thread()] * 4
-
-
-def _no_thread(thread: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")

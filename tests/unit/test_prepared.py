@@ -13,11 +13,7 @@ from tests.support.half_batches import prepare
 from tests.support.inside import BatchIndex
 from tests.support.limits import set_limits
 
-BATCHES = {
-    "a": PrepareEntry(ms=30, rows=5),
-    "b": PrepareEntry(ms=20, rows=1),
-    "c": PrepareEntry(ms=40, rows=2),
-}
+BATCHES = {"a": PrepareEntry(ms=30, rows=5), "b": PrepareEntry(ms=20, rows=1), "c": PrepareEntry(ms=40, rows=2)}
 
 
 def settled(**rows: int) -> pa.Table:

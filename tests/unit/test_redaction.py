@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
-from rmq_spark import CheckService, CommitLog, TransactionListener
+from rmq_spark import CheckService, CommitLog
 from rmq_spark._core.storage.seal import reading
 from rmq_spark._core.vocabulary import redaction
 from rmq_spark._core.vocabulary.redaction import HIDDEN
@@ -31,6 +31,7 @@ from tests.support.inside import (
     read_options,
     redacted,
 )
+from tests.support.listeners import Scripted
 from tests.support.seeds import how_many
 
 SECRET = "pl4nted-s3cret/value"
@@ -61,13 +62,7 @@ def raises_with_the_url(*_: Any) -> Any:
     raise ConnectionError(f"no answer from {URL}, asked with {SECRET}")
 
 
-class Telltale(TransactionListener):
-    """Puts its URL into its exceptions."""
-
-    execute_local_transaction = check_local_transaction = raises_with_the_url  # type: ignore[assignment]
-
-
-LISTENER = Telltale()
+LISTENER = Scripted(raises_with_the_url, raises_with_the_url)
 make_listener = raises_with_the_url
 
 

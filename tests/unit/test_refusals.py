@@ -83,6 +83,8 @@ def test_what_is_no_list_of_messages_is_not_taken_for_one(given: Any) -> None:
         ({"queue_id": -1}, "queue_id=-1"),
         ({"born_timestamp": datetime(2025, 3, 1)}, "with a time zone"),
         ({"born_timestamp": "now"}, "born_timestamp='now'"),
+        ({"delay_level": 0}, "delay_level"),
+        ({"deliver_at": datetime(2030, 1, 1)}, "with a time zone"),
         ({"properties": "a"}, "properties are str"),
         ({"properties": [("a", "b")]}, "properties are list"),
         ({"properties": {"a": "\ud800"}}, "cannot be written in UTF-8"),
@@ -190,12 +192,11 @@ VERDICTS = [UNKNOWN, "commit", None, 1]
         (lambda log, v: log.create_topic("new", v), ["4", 1.5, True, 0], OptionError, "whole number of queues"),
         (lambda log, v: log.create_topic(v), TEXTS, MessageError, "topic"),
         (lambda log, v: log.read(v), TEXTS, TopicNotFoundError, "is not in the commit log"),
-        (lambda log, v: log.read("orders", limit=v), ["5", 1.5, -1], OptionError, "limit="),
         (lambda log, v: log.resolve("app:0", v, "reason"), VERDICTS, OptionError, "settles nothing"),
         (lambda log, v: log.engine.get(v), IDS, HalfBatchNotFoundError, "no half batch"),
         (lambda log, v: CheckService(log, {}, transaction_check_interval=v), [inf, 1e12], OptionError, "a century"),
     ],
-    ids=["queues", "new topic", "topic", "limit", "verdict", "half id", "interval"],
+    ids=["queues", "new topic", "topic", "verdict", "half id", "interval"],
 )
 def test_a_door_of_a_log_refuses_what_it_cannot_use(
     log: CommitLog, door: Callable[[CommitLog, Any], object], values: list[Any], error: type[Exception], words: str
@@ -206,21 +207,20 @@ def test_a_door_of_a_log_refuses_what_it_cannot_use(
             door(log, value)
 
 
+NO_VERDICTS = [pa.array([[1]]), pa.array([b"\xff"]), pa.array([[("a", 1)]], pa.map_("string", "int8"))]
+
+
 @pytest.mark.parametrize(
-    "answer", [pa.array([[1]]), pa.array([b"\xff"]), pa.array([[("a", 1)]], pa.map_("string", "int8"))]
+    ("answer", "words"),
+    [
+        *((answer, ".*strings are expected") for answer in NO_VERDICTS),
+        *((answer, "") for answer in ("MAYBE", [7], pa.array(["maybe"]), 7, ["COMMIT_MESSAGE"] * 2)),
+    ],
 )
-def test_an_array_that_holds_no_verdicts_is_refused(log: CommitLog, answer: pa.Array) -> None:
+def test_a_wrong_answer_s_error_names_the_listener_and_the_batch(log: CommitLog, answer: object, words: str) -> None:
     record = prepare(log, 0, 1, per="message")
     batch = log.engine.half_batch(record, log.engine.state_of(record), 1, pending(log, record))
-    with pytest.raises(VerdictError, match="strings are expected"):
-        normalize_verdicts(answer, batch)
-
-
-@pytest.mark.parametrize("answer", ["MAYBE", [7], pa.array(["maybe"]), 7, ["COMMIT_MESSAGE"] * 2])
-def test_the_error_of_a_wrong_answer_names_the_listener_and_the_half_batch(log: CommitLog, answer: object) -> None:
-    record = prepare(log, 0, 1, per="message")
-    batch = log.engine.half_batch(record, log.engine.state_of(record), 1, pending(log, record))
-    said = f"^for half batch '{record.half_id}', the listener of '{record.header.producer_group}' returned "
+    said = f"^for half batch '{record.half_id}', the listener of '{record.header.producer_group}' returned {words}"
     with pytest.raises(VerdictError, match=said):
         normalize_verdicts(answer, batch)
 
@@ -239,23 +239,18 @@ def test_the_allow_list_cannot_be_walked_around_through_a_module() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attribute", "hint"),
+    ("attribute", "words"),
     [
-        ("Make", "no 'Make': did you mean 'make'"),
-        ("NotOn", "no 'NotOn': did you mean 'NotOne'"),
-        ("shop", "no 'shop': known are CommitOncePrepared, NotOne, annotations, broken, listener, make"),
-        ("listener.paid", "no 'listener.paid'"),
+        ("Make", r"allowed_listeners' has no 'Make': did you mean 'make'\?$"),
+        ("NotOn", r"allowed_listeners' has no 'NotOn': did you mean 'NotOne'\?$"),
+        ("shop", "has no 'shop': known are CommitOncePrepared, NotOne, annotations, broken, listener, make$"),
+        ("listener.paid", r"allowed_listeners' has no 'listener\.paid'$"),
+        ("broken", "allowed_listeners:broken.*RuntimeError: the bank is closed"),
     ],
 )
-def test_a_name_that_a_module_does_not_have_is_told_with_the_nearest(attribute: str, hint: str) -> None:
-    with pytest.raises(ListenerError) as caught:
+def test_a_name_that_a_module_does_not_have_or_cannot_make_is_told(attribute: str, words: str) -> None:
+    with pytest.raises(ListenerError, match=words):
         load_listener(f"tests.torture.hostile.allowed_listeners:{attribute}")
-    assert str(caught.value).removesuffix("?").endswith(f"allowed_listeners' has {hint}")
-
-
-def test_a_listener_that_cannot_be_made_is_an_error_of_its_name() -> None:
-    with pytest.raises(ListenerError, match=r"allowed_listeners:broken.*RuntimeError: the bank is closed"):
-        load_listener("tests.torture.hostile.allowed_listeners:broken")
 
 
 def test_a_sink_refuses_a_listener_that_has_nothing_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

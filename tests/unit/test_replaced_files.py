@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,10 +24,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return set_clock(monkeypatch)
 
 
-def merged_before(clock: Clock, seconds: float, make: Callable[[], CommitLog]) -> CommitLog:
+def merged_before(
+    clock: Clock, folder: Path, seconds: float, retention: str | None = None, **settings: str
+) -> CommitLog:
     """A log that was made so long ago, and of which upkeep merged the messages then, in files of 5."""
     clock.ahead_s = -seconds
-    log = make()
+    log = CommitLog.create(folder / "log", **settings)
+    log.create_topic("orders", 1, retention=retention)
     for batch_id in range(3):
         commit(log, prepare(log, batch_id, 5))
         log.drain()
@@ -61,14 +63,14 @@ def test_a_reader_that_stands_at_an_old_version_goes_on_within_seven_days(
     tmp_path: Path, clock: Clock, seconds: float
 ) -> None:
     """The files of a merge were deleted after an hour, and a stream that stood for three could never go on."""
-    log = merged_before(clock, seconds, lambda: make_log("delta", tmp_path / "log", orders=1))
+    log = merged_before(clock, tmp_path, seconds)
     assert deleted_messages(log) == []
     assert table_files.vacuum([another(log).engine.messages_table], -1.0, dry_run=False) == []
     assert [rows_at(log, version) for version in range(5)] == [0, 5, 10, 15, 15]
 
 
 def test_after_seven_days_the_replaced_files_are_deleted(tmp_path: Path, clock: Clock) -> None:
-    log = merged_before(clock, 7 * DAY_S + 2 * HOUR_S, lambda: make_log("delta", tmp_path / "log", orders=1))
+    log = merged_before(clock, tmp_path, 7 * DAY_S + 2 * HOUR_S)
     assert len(deleted_messages(log)) == 3
     files = DeltaTable(f"{log.path}/messages").file_uris()
     assert sorted(path.name for path in Path(log.path, "messages").glob("*.parquet")) == [Path(f).name for f in files]
@@ -76,12 +78,7 @@ def test_after_seven_days_the_replaced_files_are_deleted(tmp_path: Path, clock: 
 
 
 def test_a_longer_log_retention_keeps_them_longer(tmp_path: Path, clock: Clock) -> None:
-    def made() -> CommitLog:
-        log = CommitLog.create(tmp_path / "log", log_retention="30d")
-        log.create_topic("orders", 1)
-        return log
-
-    log = merged_before(clock, 20 * DAY_S, made)
+    log = merged_before(clock, tmp_path, 20 * DAY_S, log_retention="30d")
     assert not deleted_messages(log)
     assert [rows_at(log, version) for version in range(1, 4)] == [5, 10, 15]
     said = DeltaTable(f"{log.path}/messages").metadata().configuration
@@ -90,13 +87,7 @@ def test_a_longer_log_retention_keeps_them_longer(tmp_path: Path, clock: Clock) 
 
 def test_the_files_of_a_merge_stay_no_longer_than_their_messages(tmp_path: Path, clock: Clock) -> None:
     """A topic that keeps its messages for two hours would have kept seven days of them on the disk."""
-
-    def made() -> CommitLog:
-        log = make_log("delta", tmp_path / "log", orders=1)
-        log.set_retention("orders", "2h")
-        return log
-
-    assert len(deleted_messages(merged_before(clock, 3.5 * HOUR_S, made))) == 3
+    assert len(deleted_messages(merged_before(clock, tmp_path, 3.5 * HOUR_S, retention="2h"))) == 3
 
 
 def test_what_expired_is_deleted_after_the_hour(tmp_path: Path, clock: Clock) -> None:

@@ -66,6 +66,18 @@ def by(table: pa.Table, name: str, value: str) -> dict[str, int]:
     return {row[name]: row[f"{value}_sum"] for row in sums}
 
 
+def require_same_when_all_has_left(log: CommitLog, settled: int) -> Figures:
+    """The figures of so many settled half batches, which are the same before and after upkeep."""
+    prepare(log, 9, 1)  # the last one of its application stays
+    before = figures_of(log)
+    let_leave(log)
+    assert len(log.another().engine.half.contents.all_batches()) == 1
+    after = figures_of(log)
+    assert after.verdicts.to_pylist() == before.verdicts.to_pylist()
+    assert after.settled == before.settled == settled
+    return after
+
+
 # ---------------------------------------------------------------- figures
 def test_messages_that_appeared_are_those_that_can_be_read(shop: InMemoryCommitLog, figures: Figures) -> None:
     assert by(figures.throughput, "topic", "messages") == {name: shop.read(name).num_rows for name in shop.topics()}
@@ -104,14 +116,8 @@ def test_a_rollback_that_a_person_confirms_is_counted_once_before_and_after_upke
         quarantine(log, record)
     for record in (late, mixed, hidden):
         log.resolve(record.half_id, ROLLBACK_MESSAGE, "it never happened")
-    prepare(log, 4, 1)  # so that none is the last one of its application
-    before = figures_of(log)
-    assert by(before.verdicts, "verdict", "messages") == {over_time.ROLLED_BACK: 5 + 5 + 5}, "the last word counts"
-    let_leave(log)
-    assert len(log.another().engine.half.contents.all_batches()) == 1
-    after = figures_of(log)
-    assert after.verdicts.to_pylist() == before.verdicts.to_pylist()
-    assert after.settled == before.settled == 3
+    found = require_same_when_all_has_left(log, settled=3)
+    assert by(found.verdicts, "verdict", "messages") == {over_time.ROLLED_BACK: 5 + 5 + 5}, "the last word counts"
 
 
 @pytest.mark.parametrize("verdict", ["commit", "rollback"])
@@ -148,14 +154,8 @@ def test_a_transaction_counts_by_its_last_verdict_whatever_a_replay_or_a_person_
     assert (before.rolled_back, before.pending_messages, before.settled) == (expected[over_time.ROLLED_BACK], 5, 3)
     assert by(before.checks, "verdict", "batches") == {over_time.ROLLED_BACK: 2, over_time.BY_POLICY: 2}
     settle(pending_again, 2)
-    prepare(log, 9, 1)  # so that none is the last one of its application
-    before = figures_of(log)
-    let_leave(log)
-    assert len(log.another().engine.half.contents.all_batches()) == 1
-    after = figures_of(log)
+    after = require_same_when_all_has_left(log, settled=4)
     assert by(after.verdicts, "verdict", "messages") == expected + Counter({word: 5})
-    assert after.verdicts.to_pylist() == before.verdicts.to_pylist()
-    assert after.settled == before.settled == 4
 
 
 def test_verdicts_are_told_apart() -> None:
@@ -168,18 +168,10 @@ def test_verdicts_are_told_apart() -> None:
     asked = prepare(log, 6, 6)
     count_check(log.engine, asked, 1, pending_rows(log, asked), "no answer")
     found = figures_of(log)
-    assert by(found.verdicts, "verdict", "messages") == {
-        over_time.COMMITTED: 12,
-        over_time.ROLLED_BACK: 3,
-        over_time.BY_CHECK: 4,
-        over_time.BY_POLICY: 2,
-    }
-    assert by(found.checks, "verdict", "batches") == {
-        over_time.COMMITTED: 1,
-        over_time.ROLLED_BACK: 1,
-        over_time.BY_POLICY: 1,
-        over_time.UNKNOWN: 1,
-    }
+    expected = {over_time.COMMITTED: 12, over_time.ROLLED_BACK: 3, over_time.BY_CHECK: 4, over_time.BY_POLICY: 2}
+    assert by(found.verdicts, "verdict", "messages") == expected
+    each = (over_time.COMMITTED, over_time.ROLLED_BACK, over_time.BY_POLICY, over_time.UNKNOWN)
+    assert by(found.checks, "verdict", "batches") == dict.fromkeys(each, 1)
     assert (found.rolled_back, found.settled, found.pending_messages) == (7, 5, 6)
 
 
@@ -226,9 +218,8 @@ def test_of_many_pending_half_batches_the_oldest_are_read(limit: Limit) -> None:
     assert [row["producer_group"] for row in figures.now.pending] == ["order-service"] * 10 + [None] * 20
     ages = [row["age_seconds"] for row in figures.now.pending]
     assert ages == [3600.0 - number for number in range(30)]
-    assert "30 half batches pending, the oldest for 1h (" in str(
-        {finding.check: finding for finding in findings_of(figures)}["pending"]
-    )
+    said = {finding.check: str(finding) for finding in findings_of(figures)}
+    assert "30 half batches pending, the oldest for 1h (" in said["pending"]
 
 
 def test_small_topics_are_summed_up_and_dead_letters_never() -> None:
@@ -243,15 +234,9 @@ def test_small_topics_are_summed_up_and_dead_letters_never() -> None:
         columns = {"body": [b"x"], "topic": [name]}
         commit(log, prepare(log, 100 + n, columns, topic=None))
     found = figures_of(log)
-    assert by(found.throughput, "topic", "messages") == {
-        "topic6": 16,
-        "topic5": 15,
-        "topic4": 14,
-        "topic3": 13,
-        over_time.OTHERS: 10 + 11 + 12,
-        over_time.DEAD_LETTERS: 1,
-        over_time.RETRIES: 1,
-    }
+    expected = {"topic6": 16, "topic5": 15, "topic4": 14, "topic3": 13, over_time.OTHERS: 10 + 11 + 12}
+    expected |= {over_time.DEAD_LETTERS: 1, over_time.RETRIES: 1}
+    assert by(found.throughput, "topic", "messages") == expected
     assert found.dead_letters == 1
 
 
@@ -316,11 +301,7 @@ def batches(*half_ids: str) -> list[dict[str, Any]]:
         ({}, Level.OK, "This commit log is new: it has no topic yet. Make one: txmq topic create "),
         ({"conflicts": batches("a:1", "a:2")}, Level.CRITICAL, "2 half batches with two verdicts that contradict"),
         ({"quarantined": batches("a:1")}, Level.WARNING, "1 half batch quarantined, and hidden: a:1"),
-        (
-            {"conflicts": batches("a:1"), "quarantined": batches("a:2")},
-            Level.CRITICAL,
-            "1 half batch with two verdicts",
-        ),
+        ({"conflicts": batches("a:1"), "quarantined": batches("a:2")}, Level.CRITICAL, "1 half batch with two verdict"),
         (pending(100), Level.OK, "new"),
         (pending(900), Level.CRITICAL, "1 half batch should have been checked, and no checker has said a word on that"),
         (pending(900, leased=True), Level.OK, "new"),

@@ -14,14 +14,12 @@ from rmq_spark import (
     COMMIT_MESSAGE,
     ROLLBACK_MESSAGE,
     UNKNOWN,
-    CheckService,
     CommitLog,
     HalfBatch,
     Message,
     PerMessageListener,
     Rollback,
     SqlTransactionListener,
-    TransactionListener,
     TransactionMQProducer,
 )
 from rmq_spark._core.inspect.find import find_by_id
@@ -32,7 +30,7 @@ from tests.support.inside import BATCH, KEY, MESSAGE, HalfRecord, OpKind, Rolled
 from tests.support.listeners import Scripted
 from tests.support.meanwhile import dies_at
 from tests.support.sends import raising
-from tests.support.sink_batches import KEYS, header, prepared, send, visible
+from tests.support.sink_batches import KEYS, check, header, prepared, send, visible
 
 pytestmark = pytest.mark.log("memory", "delta")
 
@@ -45,11 +43,6 @@ def told(log: CommitLog, record: HalfRecord) -> dict[str | None, tuple[int, str,
             before, *_ = found.get(row.reason, (0,))
             found[row.reason] = (before + row.count, str(row.decided_by), row.refused)
     return found
-
-
-def check(log: CommitLog, listener: TransactionListener, group: str = "shop") -> None:
-    """A round of checks by another process."""
-    CheckService(another(log), {group: listener}, transaction_timeout=0, round_timeout=None).run_once()
 
 
 def let_all_leave(log: CommitLog) -> None:
@@ -123,8 +116,6 @@ def test_a_check_that_knows_of_a_refusal_ends_the_transaction(log: CommitLog, ho
     per, answer = REFUSALS[how]
     record = prepared(log, per)
     listener = Scripted(AssertionError("it must not run again"), answer)
-    if how == "returned":  # a scripted listener raises exceptions
-        listener.check_local_transaction = answer  # type: ignore[method-assign]
     if who_asks == "a check service":
         check(log, listener)
     outcome = send(another(log), listener, header(per))
@@ -264,9 +255,8 @@ def test_more_reasons_than_are_archived_hide_no_other_decision(log: CommitLog) -
 def test_a_refusal_by_a_check_is_archived_as_final(log: CommitLog) -> None:
     record = prepared(log)
     rows = pending(log, record)
-    decide_one(
-        log.engine, record, 1, rollback=rows, who=Who.CHECK, rolled_back=[RolledBack("no", True, dict(rows.ranges()))]
-    )
+    parts = [RolledBack("no", True, dict(rows.ranges()))]
+    decide_one(log.engine, record, 1, rollback=rows, who=Who.CHECK, rolled_back=parts)
     let_all_leave(log)
     kept = another(log).engine.archived("app:0")
     assert kept is not None

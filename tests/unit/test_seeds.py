@@ -32,16 +32,12 @@ def test_a_given_seed_comes_before_the_commit(monkeypatch: pytest.MonkeyPatch) -
     assert seeds.say() == "seeds: from 7 (SEED)"
 
 
-def test_without_a_commit_seeds_count_from_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("GIT_DIR", str(tmp_path))  # which is no repository
+@pytest.mark.parametrize("lacks", ["GIT_DIR", "PATH"], ids=["a repository", "git itself"])
+def test_without_a_commit_seeds_count_from_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lacks: str) -> None:
+    monkeypatch.setenv(lacks, str(tmp_path))
     assert seeds.short_commit() is None
     assert seeds.first_seed() == 1
     assert seeds.say() == "seeds: from 1 (no commit; SEED=1 to replay)"
-
-
-def test_without_git_seeds_count_from_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert seeds.first_seed() == 1
 
 
 def test_a_run_says_where_its_seeds_begin_and_passes_it_on(pytestconfig: pytest.Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import http.client
 import os
 import re
@@ -50,6 +51,7 @@ from tests.support.half_batches import (
 )
 from tests.support.inside import Diagnosis, HalfRecord, Level, Standing, Trace, Who, whole
 from tests.support.limits import Limit
+from tests.support.sends import raising
 
 TOKEN = "a token that is long enough"
 EVIL = '"><script>document.title="taken"</script><img/src=x/onerror=alert(1)>\u202e'
@@ -66,7 +68,6 @@ class Site(NamedTuple):
 
     url: str
     pages: LivePages
-    looker: serve.Looker
 
     def get(self, path: str = "/", method: str = "GET", **headers: str) -> Answer:
         """Ask for a path as it is written, without what a browser makes of it. The headers win over http.client's."""
@@ -91,11 +92,27 @@ class Site(NamedTuple):
 
 
 @contextmanager
-def served(log: CommitLog, door: Door | None = None, show_bodies: bool = False) -> Iterator[Site]:
-    looker = serve.Looker(log, "1d", show_bodies)
-    pages = LivePages(log.path, looker.views(), door or Door(), sentence_of)
+def showing(views: Mapping[str, View], door: Door | None = None, path: str = "log") -> Iterator[Site]:
+    pages = LivePages(path, views, door or Door(), sentence_of)
     with serving(pages, (door or Door()).host, 0) as url:
-        yield Site(url, pages, looker)
+        yield Site(url, pages)
+
+
+@contextmanager
+def served(log: CommitLog, door: Door | None = None, show_bodies: bool = False) -> Iterator[Site]:
+    with showing(serve.Looker(log, "1d", show_bodies).views(), door, log.path) as site:
+        yield site
+
+
+def shown(log: CommitLog, record: HalfRecord | None = None) -> str:
+    """The page of a half batch, or home."""
+    with served(log) as site:
+        return site.get().text if record is None else site.half(record)
+
+
+def own_text_of(log: CommitLog, record: HalfRecord) -> str:
+    """What a reader sees of a half batch's transactions."""
+    return text_of(shown(log, record)).partition("Its transactions")[2]
 
 
 @pytest.fixture(autouse=True)
@@ -113,10 +130,7 @@ def log(tmp_path: Path) -> CommitLog:
 def text_of(page: str) -> str:
     """What a reader sees of the main part, in one line."""
     main = page.partition("<main")[2].partition("</main>")[0].partition(">")[2]
-    plain = re.sub(r"<[^>]+>", " ", main)
-    for entity, character in (("&quot;", '"'), ("&#x27;", "'"), ("&lt;", "<"), ("&gt;", ">"), ("&amp;", "&")):
-        plain = plain.replace(entity, character)
-    return " ".join(plain.split())
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", main)).split())
 
 
 def files(folder: str) -> dict[str, tuple[int, int]]:
@@ -129,10 +143,7 @@ def files(folder: str) -> dict[str, tuple[int, int]]:
 def test_home_says_that_all_is_well_and_what_appeared(log: CommitLog) -> None:
     commit(log, prepare(log, 0, 3))
     roll_back(log, prepare(log, 1, 2))
-    with served(log) as site:
-        page = site.get()
-    assert page.status == 200
-    text = text_of(page.text)
+    text = text_of(shown(log))
     assert "All is well: 3 messages appeared, nothing is pending" in text
     assert "Nothing is pending." in text
     assert re.search(r"Committed lately The newest in 1d, .*? app:0 group 3 [\d.]+m?s execute", text)
@@ -146,12 +157,10 @@ def test_home_lists_what_waits_with_its_reason_and_whole_commands(log: CommitLog
     quarantine(log, hidden, "15 checks, all UNKNOWN")
     in_conflict(log, torn, "no such payment")
     count_check(log.engine, open_, 1, pending(log, open_), "the bank does not answer")
-    with served(log) as site:
-        page = site.get().text
+    page = shown(log)
     text = text_of(page)
-    assert re.search(
-        r"In conflict .*? app:2 group 2 .*? ROLLBACK by check \(no such payment\); too late: COMMIT by", text
-    )
+    said = r"In conflict .*? app:2 group 2 .*? ROLLBACK by check \(no such payment\); too late: COMMIT by"
+    assert re.search(said, text)
     assert re.search(r"Quarantined .*? app:1 group 2 .*? 15 checks, all UNKNOWN", text)
     assert re.search(r"Pending .*? app:3 group 2 .*? the bank does not answer", text)
     copied = re.findall(r"<code>(.*?)</code>", re.sub("</?span[^>]*>", "", page))
@@ -165,8 +174,7 @@ def test_ids_and_topics_on_home_are_links(log: CommitLog) -> None:
     torn, hidden, open_ = (prepare(log, n, 2) for n in (1, 11, 12))
     in_conflict(log, torn)
     quarantine(log, hidden)
-    with served(log) as site:
-        top, _, rest = site.get().text.partition('<dl class="tiles">')
+    top, _, rest = shown(log).partition('<dl class="tiles">')
     for half_id in (torn.half_id, hidden.half_id):
         target = f'<a href="/half?id={quote(half_id)}">{half_id}</a>'
         assert target in top
@@ -198,8 +206,7 @@ def test_a_quarantined_half_batch_is_listed_with_the_last_answer_of_its_checks(l
     for reason in ("the bank is slow", "the bank answers 503"):
         count_check(log.engine, hidden, 1, pending(log, hidden), reason)
     quarantine(log, hidden, "2 checks were answered with UNKNOWN")
-    with served(log) as site:
-        text = text_of(site.get().text)
+    text = text_of(shown(log))
     assert "2 checks were answered with UNKNOWN; the last answer: the bank answers 503" in text
 
 
@@ -207,8 +214,7 @@ def test_lag_is_shown_by_group_and_queue(log: CommitLog) -> None:
     commit(log, prepare(log, 0, 8))
     ConsumerGroup(log, "points").reset("earliest", ["orders"])
     ConsumerGroup(log, "billing").reset("latest", ["orders"])
-    with served(log) as site:
-        text = text_of(site.get().text)
+    text = text_of(shown(log))
     queues = [rf"points orders queue {n} 4 [\d.]+m?s" for n in range(2)]
     assert re.search(" ".join([r"points all queues 8 [\d.]+m?s", *queues]), text)
     assert "billing all queues 0 0s" in text
@@ -217,8 +223,7 @@ def test_lag_is_shown_by_group_and_queue(log: CommitLog) -> None:
 def test_lists_are_bounded_and_say_how_many_more_there_are(log: CommitLog) -> None:
     for number in range(14):
         prepare(log, number, 1)
-    with served(log) as site:
-        page = site.get().text
+    page = shown(log)
     assert page.count('data-head="half batch"') == 10
     assert "4 more: txmq pending shop/log lists all" in text_of(page)
 
@@ -241,14 +246,13 @@ def test_of_many_findings_the_worst_are_shown(log: CommitLog, monkeypatch: pytes
     bad = [Finding("groups", Level.WARNING, f"group-{n} is behind") for n in range(30)]
     bad.append(Finding("tables", Level.CRITICAL, "a file is gone"))
     monkeypatch.setattr(Diagnosis, "findings", lambda self, **_: iter(bad))
-    with served(log) as site:
-        page = site.get().text
+    page = shown(log)
     assert page.index("a file is gone") < page.index("group-0 is behind")
     assert "group-12 is behind" not in page
     assert '<b>19 more findings</b><p class="do"><code>txmq doctor shop/log</code></p>' in page
 
 
-def test_dead_letters_alone_are_a_note(log: CommitLog) -> None:
+def test_dead_letters_alone_are_a_note() -> None:
     found = headline([Finding("dead letters", Level.NOTE, "points: 1 dead letter", "txmq dlq list shop/log points")])
     assert '<section class="headline note" aria-label="nothing is urgent">' in found
     assert "<code>txmq dlq list shop/log points</code>" in found
@@ -260,8 +264,7 @@ def test_a_half_batch_has_its_steps_from_the_prepare_on_and_draining_apart(log: 
     count_check(log.engine, record, 1, pending(log, record), "the bank does not answer")
     commit(log, record, who=Who.CHECK)
     log.drain()
-    with served(log) as site:
-        page = site.half(record)
+    page = shown(log, record)
     phases = re.findall(r'class="phase">(\w+)<', page)
     assert phases == ["prepare", "execute", "check", "verdict", "placed"]
     text = text_of(page)
@@ -293,8 +296,7 @@ def test_a_half_batch_says_its_state_in_colour_and_when_it_was_prepared(log: Com
     record = prepare(log, 0, 3)
     quarantine(log, record)
     commit(log, done := prepare(log, 1, 2, topic="payments"))
-    with served(log) as site:
-        page, other = site.half(record), site.half(done)
+    page, other = shown(log, record), shown(log, done)
     facts = (
         rf"prepared {record.prepared_at:%Y-%m-%d %H:%M:%S} UTC \([\d.]+m?s ago\) · topic orders · producer group group"
     )
@@ -327,8 +329,7 @@ def test_a_half_batch_shows_its_transactions_and_the_ones_that_are_not_visible_f
     bad = rows & {file_no: b"\x00\x01\x00"[: len(rows[file_no])] for file_no in rows}
     decide_one(log.engine, record, 1, rollback=bad, who=Who.EXECUTE, reason="no money")
     decide_one(log.engine, record, 1, commit=rows - bad, who=Who.EXECUTE)
-    with served(log) as site:
-        text = text_of(site.half(record)).partition("Its transactions")[2]
+    text = own_text_of(log, record)
     assert re.search(r"1:order-2 order-2 1 rolled back no money.*1:order-1 order-1 1 committed", text)
     assert "1:order-3 order-3 1 committed" in text
 
@@ -336,16 +337,14 @@ def test_a_half_batch_shows_its_transactions_and_the_ones_that_are_not_visible_f
 def test_a_transaction_of_many_messages_shows_all_its_keys_up_to_a_limit(log: CommitLog) -> None:
     keys = [f"order-{n}" for n in range(30)]
     record = prepare(log, 0, {"body": ["b"] * 30, "keys": keys})
-    with served(log) as site:
-        text = text_of(site.half(record)).partition("Its transactions")[2]
+    text = own_text_of(log, record)
     assert re.search(r"(order-\d+, ){20}10 more 30 pending", text)
 
 
 def test_of_more_messages_than_are_read_the_page_says_how_many_were_read(log: CommitLog, limit: Limit) -> None:
     limit(TRANSACTIONS_SHOWN_MAX=3)
     record = prepare(log, 0, 5)
-    with served(log) as site:
-        text = text_of(site.half(record)).partition("Its transactions")[2]
+    text = own_text_of(log, record)
     assert "These are of 3 messages; 2 more are not read." in text
     assert "messages read state reason" in text
 
@@ -374,8 +373,7 @@ def test_home_says_when_the_last_message_of_a_topic_was_committed(log: CommitLog
     log.drain()
     commit(log, prepare(log, 2, 2))
     last = max(log.read("orders")["commit_timestamp"].to_pylist())
-    with served(log) as site:
-        text = text_of(site.get().text).partition("What appeared")[2]
+    text = text_of(shown(log)).partition("What appeared")[2]
     assert f"orders 6 6 {last:%d %b %H:%M:%S}" in text
 
 
@@ -386,9 +384,8 @@ def test_both_verdicts_of_a_conflict_stand_side_by_side_with_the_next_step(log: 
         page = site.half(record)
         text = text_of(page)
         assert re.search(r"counts ROLLBACK check .*? 2 no such payment too late COMMIT execute .*? 2", text)
-        assert (
-            "COMMIT when the local transaction happened (readers will see 2 messages, for good), and ROLLBACK" in text
-        )
+        said = "COMMIT when the local transaction happened (readers will see 2 messages, for good), and ROLLBACK"
+        assert said in text
         for verdict, when in (("COMMIT", "its local transaction happened"), ("ROLLBACK", "it did not happen")):
             command = f'txmq resolve shop/log app:0 {verdict} <span class="option">--reason</span> &#x27;…&#x27;'
             assert f"when {when}: <code>{command}</code> " in page
@@ -405,8 +402,7 @@ def test_a_half_batch_that_has_left_shows_what_is_kept(log: CommitLog) -> None:
     commit(log, prepare(log, 1, 1))
     let_leave(log)
     let_leave(log)
-    with served(log) as site:
-        text = text_of(site.half(record))
+    text = text_of(shown(log, record))
     assert "4 messages: 4 committed · prepared " in text
     assert "app:0" in text
 
@@ -430,14 +426,10 @@ def test_a_message_is_found_by_key_id_half_id_and_place(log: CommitLog) -> None:
     with served(log) as site:
         by_key = text_of(site.find(q="order-1"))
         message_id = re.findall(r"app:0:\S+", by_key)[0]
-        for found in (
-            by_key,
-            text_of(site.find(q=message_id)),
-            text_of(site.find(topic="payments", queue=0, offset=0)),
-        ):
-            assert (
-                f"{message_id} state committed topic payments place queue 0, offset 0 keys order-1 tags paid" in found
-            )
+        by_place = text_of(site.find(topic="payments", queue=0, offset=0))
+        said = f"{message_id} state committed topic payments place queue 0, offset 0 keys order-1 tags paid"
+        for found in (by_key, text_of(site.find(q=message_id)), by_place):
+            assert said in found
             assert "read by billing: not yet, 0 is its next offset; points: past it" in found
             assert "order-2" not in found
         assert "From the prepare on" in text_of(site.find(q=waiting.half_id)), "a half id leads to its half batch"
@@ -596,10 +588,7 @@ def test_a_command_to_copy_is_one_word_a_name() -> None:
     ("text", "expected"),
     [
         ("settle each with txmq resolve.", "settle each with <code>txmq resolve</code>."),
-        (
-            "txmq check shop/log --once (it says why)",
-            '<code>txmq check shop/log <span class="option">--once</span></code> (it says why)',
-        ),
+        ("txmq check l --once (why)", '<code>txmq check l <span class="option">--once</span></code> (why)'),
         ("txmq dlq list l g; then more", "<code>txmq dlq list l g</code>; then more"),
         ("txmq trace 'my shop;,(' a:0", "<code>txmq trace &#x27;my shop;,(&#x27; a:0</code>"),
         ("ask: txmq pending. Then wait", "ask: <code>txmq pending</code>. Then wait"),
@@ -633,9 +622,8 @@ def test_a_foreign_host_is_refused(log: CommitLog, host: str, status: int) -> No
 
 def test_beyond_this_machine_the_own_names_and_addresses_are_known() -> None:
     door = Door("0.0.0.0", ["txmq.example"], TOKEN)
-    assert all(
-        map(door.knows, ("192.0.2.7:5558", "txmq.example", "TXMQ.example:443", "localhost:1", "[2001:db8::1]:80"))
-    )
+    own = ("192.0.2.7:5558", "txmq.example", "TXMQ.example:443", "localhost:1", "[2001:db8::1]:80")
+    assert all(map(door.knows, own))
     assert not door.knows("evil.example")
     assert not Door("127.0.0.1").knows("192.0.2.7")
 
@@ -777,15 +765,13 @@ def test_a_server_that_has_answered_can_be_started_again_at_once(log: CommitLog)
     with served(log) as site:
         assert site.get("/find").status == 200
     with serving(site.pages, "127.0.0.1", urlsplit(site.url).port or 0) as url:
-        assert Site(url, site.pages, site.looker).get("/find").status == 200
+        assert Site(url, site.pages).get("/find").status == 200
 
 
-def test_nobody_looks_nothing_is_read(log: CommitLog, limit: Limit) -> None:
+def test_nobody_looks_nothing_is_read(limit: Limit) -> None:
     looks: list[int] = []
-    pages = LivePages("log", {"/": View(lambda query: str(looks.append(1)), 1)}, Door(), sentence_of)
     limit(LOOK_EVERY_S=0.01, LOOK_REST=0.0)
-    with serving(pages, "127.0.0.1", 0) as url:
-        site = Site(url, pages, serve.Looker(log))
+    with showing({"/": View(lambda query: str(looks.append(1)), 1)}) as site:
         site.get()
         time.sleep(0.1)
         assert len(looks) == 1
@@ -793,7 +779,7 @@ def test_nobody_looks_nothing_is_read(log: CommitLog, limit: Limit) -> None:
         assert len(looks) == 2
 
 
-def test_a_slow_log_gives_a_page_that_says_so_and_the_old_figures(log: CommitLog, limit: Limit) -> None:
+def test_a_slow_log_gives_a_page_that_says_so_and_the_old_figures(limit: Limit) -> None:
     limit(LOOK_WAIT_S=0.05, LOOK_EVERY_S=0.0, LOOK_REST=0.0)
     may_go, began = threading.Event(), []
 
@@ -802,9 +788,7 @@ def test_a_slow_log_gives_a_page_that_says_so_and_the_old_figures(log: CommitLog
         assert may_go.wait(30)
         return f"look {len(began)}"
 
-    pages = LivePages("log", {"/": View(slow, 3)}, Door(), sentence_of)
-    with serving(pages, "127.0.0.1", 0) as url:
-        site = Site(url, pages, serve.Looker(log))
+    with showing({"/": View(slow, 3)}) as site:
         first = site.get()
         assert first.status == 202
         assert "Still reading" in text_of(first.text)
@@ -815,7 +799,7 @@ def test_a_slow_log_gives_a_page_that_says_so_and_the_old_figures(log: CommitLog
         while "look 1" not in site.get().text:
             time.sleep(0.01)
         may_go.clear()
-        (look,) = pages.looks._looks.values()
+        (look,) = site.pages.looks._looks.values()
         look.join(10)
         old = site.get()
         assert old.status == 200
@@ -824,13 +808,11 @@ def test_a_slow_log_gives_a_page_that_says_so_and_the_old_figures(log: CommitLog
         may_go.set()
 
 
-def test_an_old_answer_is_pale_and_asks_again_while_a_new_look_runs(log: CommitLog, limit: Limit) -> None:
+def test_an_old_answer_is_pale_and_asks_again_while_a_new_look_runs(limit: Limit) -> None:
     limit(LOOK_EVERY_S=0.0, LOOK_REST=0.0, LOOK_WAIT_S=0.05, STALE_S=0.0)
     may_end = threading.Event()
     may_end.set()
-    pages = LivePages("log", {"/find": View(lambda query: str(may_end.wait(30)), fields=("q",))}, Door(), sentence_of)
-    with serving(pages, "127.0.0.1", 0) as url:
-        site = Site(url, pages, serve.Looker(log))
+    with showing({"/find": View(lambda query: str(may_end.wait(30)), fields=("q",))}) as site:
         assert '<main data-every="0">' in site.get("/find?q=1").text
         may_end.clear()
         assert '<main data-every="3" class="stale">' in site.get("/find?q=1").text
@@ -847,13 +829,11 @@ def test_a_look_that_took_long_rests_for_longer(limit: Limit) -> None:
     assert len(looks) == 1
 
 
-def test_many_searches_at_once_are_turned_away_and_home_is_not(log: CommitLog, limit: Limit) -> None:
+def test_many_searches_at_once_are_turned_away_and_home_is_not(limit: Limit) -> None:
     limit(LOOK_WAIT_S=0.05)
     may_end = threading.Event()
     views = {"/": View(lambda query: "home"), "/find": View(lambda query: str(may_end.wait(30)), fields=("q",))}
-    pages = LivePages("log", views, Door(), sentence_of)
-    with serving(pages, "127.0.0.1", 0) as url:
-        site = Site(url, pages, serve.Looker(log))
+    with showing(views) as site:
         statuses = [site.get(f"/find?q={n}").status for n in range(shared_look.RUNNING_MAX + 3)]
         assert statuses == [202] * shared_look.RUNNING_MAX + [503] * 3
         assert site.get("/").status == 200
@@ -889,13 +869,10 @@ def test_a_log_that_vanishes_gives_a_page_that_says_so(log: CommitLog, limit: Li
         assert 'data-every="3"' in home.text
 
 
-def test_an_error_has_no_secret(log: CommitLog) -> None:
-    def fails(query: Mapping[str, str]) -> str:
-        raise OSError("s3://key:hunter2secret@bucket/log does not answer")
-
-    pages = LivePages("log", {"/": View(fails, 3)}, Door(), sentence_of)
-    with serving(pages, "127.0.0.1", 0) as url:
-        answer = Site(url, pages, serve.Looker(log)).get()
+def test_an_error_has_no_secret() -> None:
+    fails = raising(OSError("s3://key:hunter2secret@bucket/log does not answer"))
+    with showing({"/": View(fails, 3)}) as site:
+        answer = site.get()
     assert answer.status == 503
     assert "does not answer" in answer.text
     assert "hunter2secret" not in answer.text

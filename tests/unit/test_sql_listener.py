@@ -17,7 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 import sqlalchemy as sa
 from hypothesis import settings
@@ -57,8 +56,8 @@ from tests.support.fences import (
     stored,
     verdicts,
 )
-from tests.support.half_batches import commit, decide_one, let_leave, pending, prepare, roll_back
-from tests.support.inside import Database, HalfHeader, HalfRecord, HalfWriter, Naming, TwoPhase, Who
+from tests.support.half_batches import commit, decide_one, let_leave, pending, prepare, roll_back, stage
+from tests.support.inside import Database, HalfHeader, HalfRecord, Naming, TwoPhase, Who
 from tests.support.limits import Limit
 from tests.support.seeds import how_many
 
@@ -85,8 +84,8 @@ def nothing(connection: sa.Connection, batch: HalfBatch) -> None:
 
 
 # ---------------------------------------------------------------- execute and check agree
-@pytest.mark.parametrize(("per", "count"), [("batch", 1), ("key", 3), ("message", 4)])
-def test_execute_commits_the_work_and_a_check_says_so(url: sa.URL, fence: str, per: str, count: int) -> None:
+@pytest.mark.parametrize("per", ["batch", "key", "message"])
+def test_execute_commits_the_work_and_a_check_says_so(url: sa.URL, fence: str, per: str) -> None:
     batch = half_batch(fence, per=per)
     assert execute(url, batch) == [COMMIT]
     assert stored(url) == {"a": 2, "b": 1, "c": 1}
@@ -217,9 +216,7 @@ def test_a_savepoint_a_key_rolls_back_that_key_alone(url: sa.URL, fence: str, wa
 
 
 @pytest.mark.parametrize(("per", "calls"), [("batch", ["abac"]), ("key", ["aa", "b", "c"]), ("message", list("abac"))])
-def test_work_per_transaction_gets_its_own_messages_in_send_order(
-    url: sa.URL, fence: str, per: str, calls: list[str]
-) -> None:
+def test_work_per_transaction_gets_its_messages_in_order(url: sa.URL, fence: str, per: str, calls: list[str]) -> None:
     seen: list[tuple[str, str | None, str, list[int]]] = []
 
     def look(_: sa.Connection, transaction: HalfTransaction) -> None:
@@ -252,9 +249,7 @@ def test_a_body_that_is_no_json_fails_for_its_own_transaction(url: sa.URL, fence
 
 @pytest.mark.parametrize("per_transaction", [False, True])
 @pytest.mark.parametrize("way", ["a bug", "a statement"])
-def test_what_fails_in_work_leaves_nothing_behind_of_any_key(
-    url: sa.URL, fence: str, way: str, per_transaction: bool
-) -> None:
+def test_what_fails_in_work_leaves_nothing_of_any_key(url: sa.URL, fence: str, way: str, per_transaction: bool) -> None:
     def fail(connection: sa.Connection, asked: Any) -> None:
         (insert_one if per_transaction else insert_all)(connection, asked)
         if per_transaction and asked.transaction_key != "c":
@@ -317,9 +312,7 @@ def test_what_work_may_not_return_leaves_the_batch_pending(
 
 @pytest.mark.parametrize("per_transaction", [False, True])
 @pytest.mark.parametrize("what", ["commit", "rollback"])
-def test_work_that_ends_the_transaction_itself_is_refused(
-    url: sa.URL, fence: str, what: str, per_transaction: bool
-) -> None:
+def test_work_that_ends_the_transaction_is_refused(url: sa.URL, fence: str, what: str, per_transaction: bool) -> None:
     def work(connection: sa.Connection, _: Any) -> None:
         connection.execute(orders.insert(), {"id": "x", "lines": 1})
         getattr(connection, what)()
@@ -353,10 +346,7 @@ def test_a_transaction_of_another_log_is_not_taken_for_one_that_ran(url: sa.URL,
 
     def send(log: CommitLog, body: bytes) -> None:
         header = HalfHeader("app:0", "app", 0, None, None, fence, "batch", "shop", naming=Naming.GIVEN)
-        writer = HalfWriter(header, log.topics(), "orders", None)
-        TwoPhase(log.engine, listener(url, nothing)).send(
-            header, lambda: log.engine.stage(writer, pa.table({"body": [body]}).to_batches())
-        )
+        TwoPhase(log.engine, listener(url, nothing)).send(header, lambda: stage(log, header, {"body": [body]}))
 
     send(first, b"a")
     with pytest.raises(txmq.LocalTransactionError, match=r"another commit log.*keys of their own"):
@@ -372,12 +362,9 @@ def test_a_transaction_of_another_log_is_not_taken_for_one_that_ran(url: sa.URL,
 def test_a_key_that_two_logs_use_is_a_transaction_in_each(url: sa.URL, fence: str) -> None:
     logs = [InMemoryCommitLog(topics={"orders": 1}) for _ in range(2)]
     written: list[str] = []
-
-    def work(connection: sa.Connection, batch: HalfBatch) -> None:
-        written.append(batch.half_id)
-
+    noted = listener(url, lambda connection, batch: written.append(batch.half_id))
     for log in logs:
-        with txmq.TransactionMQProducer(log, "shop", listener(url, work), check_interval=None) as producer:
+        with txmq.TransactionMQProducer(log, "shop", noted, check_interval=None) as producer:
             producer.send_message_in_transaction(txmq.Message("orders", b"a"), idempotency_key="order-42")
     assert [log.read("orders").num_rows for log in logs] == [1, 1]
     assert len(written) == len(set(written)) == 2
@@ -567,7 +554,6 @@ def test_what_is_true_of_a_whole_batch_is_true_wherever_its_rows_lie(url: sa.URL
 def test_a_racing_execute_and_check_never_disagree(url: sa.URL, fence: str, first: str, per: str) -> None:
     rng = random.Random(f"{first} {per}")
     executing, checking = listener(url), listener(url, lock_timeout=2)
-    outcomes = set()
 
     def run_it(batch: HalfBatch, delay_s: float) -> str:
         time.sleep(delay_s)
@@ -592,8 +578,6 @@ def test_a_racing_execute_and_check_never_disagree(url: sa.URL, fence: str, firs
             assert outcome in {(COMMIT, COMMIT), ("FENCED", ROLLBACK), (COMMIT, UNKNOWN)}, f"round {round_no}"
             assert (key in stored(url)) is (outcome[0] == COMMIT)
             assert ask(batch, 0) == (COMMIT if outcome[0] == COMMIT else ROLLBACK)
-            outcomes.add(outcome)
-    assert outcomes
 
 
 def test_two_executes_of_one_attempt_run_the_work_once(url: sa.URL, fence: str) -> None:
@@ -750,9 +734,7 @@ def test_prune_goes_through_the_rows_a_page_at_a_time(url: sa.URL, fence: str, l
     assert kept == {"app2:0:1", "app3:0:1", "app35:0:1"}
 
 
-def test_a_pruner_whose_clock_is_ahead_of_the_database_s_deletes_nothing(
-    url: sa.URL, fence: str, log: CommitLog
-) -> None:
+def test_a_pruner_whose_clock_is_ahead_of_the_database_deletes_nothing(url: sa.URL, fence: str, log: CommitLog) -> None:
     orders_listener = listener(url, nothing)
     commit(log, ran(orders_listener, log, "new"))
     let_leave(log)
@@ -779,9 +761,7 @@ def test_processes_that_prune_in_turn_do_so_once_in_a_while(url: sa.URL, fence: 
 
 
 @pytest.mark.parametrize("late", [timedelta(days=6), timedelta(days=8)])
-def test_a_driver_that_slept_until_its_tombstone_may_be_pruned_does_nothing(
-    url: sa.URL, fence: str, late: timedelta
-) -> None:
+def test_a_driver_that_slept_until_its_tombstone_may_go_does_nothing(url: sa.URL, fence: str, late: timedelta) -> None:
     """A check rolled it back, and the row that says so lives for seven days at least."""
     batch = half_batch(fence, age=late)
     if late < timedelta(days=7):
@@ -890,12 +870,6 @@ BACKENDS = ("postgresql+psycopg", "mysql+pymysql", "sqlite")
 UNTESTED = ("oracle", "mssql+pyodbc", "cockroachdb")
 
 
-def test_no_password_is_shown_anywhere() -> None:
-    shown = listener(sa.make_url(f"postgresql+psycopg://me:{SECRET}@db.example/shop?password={SECRET}"))
-    assert SECRET not in repr(shown)
-    assert "db.example/shop" in repr(shown)
-
-
 @pytest.mark.parametrize(
     ("address", "said"),
     [
@@ -920,7 +894,7 @@ def test_what_is_no_database_is_refused_and_no_password_is_shown(address: Any, s
         (
             {"work": lambda batch: None},
             txmq.ListenerError,
-            r"work is .*<lambda>\(batch\): a function work\(connection, batch\)",
+            r"work is .*<lambda>\(batch\): a function work\(connection, ",
         ),
         ({"work": "no function"}, txmq.ListenerError, "a function work"),
         ({"lock_timeout": 0}, txmq.OptionError, "lock_timeout=0"),

@@ -68,13 +68,7 @@ def two_hours_pass(log: CommitLog) -> None:
     op_merge.compact_op(other.engine.op_table)
     other.create_topic("refunds", 1, exist_ok=True)
     other.engine.groups.set("readers", {("orders", 0): 1}, "a test")
-    for table in (
-        other.engine.half.table,
-        other.engine.op_table,
-        other.engine.topics_table,
-        other.engine.messages_table,
-        other.engine.groups.table,
-    ):
+    for table in other.engine.tables():
         folder = Path(table.folder)
         delta = DeltaTable(str(folder))
         delta.create_checkpoint()

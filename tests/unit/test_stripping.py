@@ -29,13 +29,13 @@ from tests.support.half_batches import (
     send,
     share_half_file,
     split,
+    stage,
 )
 from tests.support.inside import (
     PAYLOAD_COLUMNS,
     CommitOncePrepared,
     Drainer,
     Graces,
-    HalfWriter,
     Planner,
     RowState,
     Stripper,
@@ -46,7 +46,7 @@ from tests.support.inside import (
     read_ranges,
     table_files,
 )
-from tests.support.limits import set_limits
+from tests.support.limits import Limit
 from tests.support.meanwhile import at, seen_at
 
 ROWS = 12
@@ -56,8 +56,8 @@ pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
 
 @pytest.fixture(autouse=True)
-def _small_files_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, STRIPPED_BYTES_MIN=1)
+def _small_files_too(limit: Limit) -> None:
+    limit(STRIPPED_BYTES_MIN=1)
 
 
 def one_open(log: CommitLog, batch_id: int = 0, columns: Any = None, **more: Any) -> Any:
@@ -117,9 +117,7 @@ def test_a_stripped_half_batch_goes_on_as_any_other(log: CommitLog) -> None:
     let_leave(log)
     delete_replaced(log)
     found = another(log).engine.get(record.half_id)
-    assert (found.rows, found.prepared_ms, found.staged_ms) == (
-        whole.rows, whole.prepared_ms, whole.staged_ms,
-    )  # fmt: skip
+    assert (found.rows, found.prepared_ms, found.staged_ms) == (whole.rows, whole.prepared_ms, whole.staged_ms)
     assert [f.segments for f in found.files.values()] == [f.segments for f in whole.files.values()]
     other = another(log)
     assert other.pending()["messages"].to_pylist() == [2]
@@ -156,9 +154,8 @@ def test_what_was_rolled_back_keeps_its_payload_for_a_look(log: CommitLog) -> No
 def test_what_may_be_needed_keeps_its_payload(log: CommitLog, what: str) -> None:
     record = prepare(log, 0, ROWS, per="message")
     kept, others = split(pending(log, record), 6 if what != "mostly open" else 2)
-    decide_one(
-        log.engine, record, 1, commit=kept if what != "mostly open" else others - split(others, 4)[1], who=Who.EXECUTE
-    )
+    kept = kept if what != "mostly open" else others - split(others, 4)[1]
+    decide_one(log.engine, record, 1, commit=kept, who=Who.EXECUTE)
     if what == "in conflict":
         with pytest.raises(VerdictConflictError):
             decide_one(log.engine, record, 1, rollback=kept, who=Who.CHECK)
@@ -171,14 +168,12 @@ def test_what_may_be_needed_keeps_its_payload(log: CommitLog, what: str) -> None
     assert len(with_payload(log)) == ROWS
 
 
-def test_a_small_file_is_left_alone_and_a_dry_run_changes_nothing(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_file_is_left_alone_and_a_dry_run_changes_nothing(log: CommitLog, limit: Limit) -> None:
     one_open(log)
     ready(log)
     assert len(Stripper(another(log).engine, Graces(0.0)).run(dry_run=True)) == 1
     assert let_leave(log, dry_run=True).files_stripped == 1
-    set_limits(monkeypatch, STRIPPED_BYTES_MIN=1 << 30)
+    limit(STRIPPED_BYTES_MIN=1 << 30)
     assert let_leave(log).files_stripped == 0
     assert len(with_payload(log)) == ROWS
 
@@ -309,8 +304,7 @@ def test_a_local_transaction_that_slept_until_its_messages_went_gets_the_outcome
             return super().execute_local_transaction(batch)
 
     header = replace(header_of(0), query_id=query_id)
-    writer = HalfWriter(header, log.topics(), "orders", None)
-    files = log.engine.stage(writer, pa.table({"body": ["a", "b"]}).to_batches())
+    files = stage(log, header, {"body": ["a", "b"]})
     outcome = TwoPhase(another(log).engine, Sleeps()).send(header, lambda: files)
     assert outcome.messages == {RowState.COMMITTED: 2}
     assert len(bodies(log)) == 2

@@ -86,9 +86,7 @@ def test_a_feature_that_delta_rs_cannot_write_with_is_told_at_once(log: CommitLo
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_new_log_says_no_to_what_platforms_switch_on_and_stays_of_the_first_protocol(
-    log: CommitLog, name: str
-) -> None:
+def test_a_new_log_says_no_to_what_platforms_switch_on_and_has_the_first_protocol(log: CommitLog, name: str) -> None:
     log.engine.groups.progress("readers", {("orders", 0): 1}, "batch 0")
     table = DeltaTable(f"{log.path}/{name}")
     protocol = table.protocol()

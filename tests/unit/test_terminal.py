@@ -24,6 +24,7 @@ from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli import app, output, top
 from tests.support.commands import objects, txmq, words
 from tests.support.inside import Diagnosis, Letters, Level, Standing
+from tests.support.listeners import Scripted
 
 GROUP = "order-service-northern-branches"
 TOPICS = [
@@ -34,28 +35,20 @@ LONG_GROUP = "billing-of-the-northern-branches-nightly"
 LONG_REASON = "the bank has no such payment: a person looked at it, and said so by telephone"
 
 
-class Bank(rmq_spark.TransactionListener):
-    """Answers what the send's argument says; a person overrules it while it runs."""
-
-    def __init__(self, log: CommitLog) -> None:
-        self.log = log
-
-    def execute_local_transaction(self, batch: rmq_spark.HalfBatch) -> rmq_spark.LocalTransactionState:
-        if batch.arg == "overruled":
-            self.log.resolve(batch.half_id, rmq_spark.ROLLBACK_MESSAGE, LONG_REASON)
-        return rmq_spark.COMMIT_MESSAGE if batch.arg in ("paid", "overruled") else rmq_spark.UNKNOWN
-
-    def check_local_transaction(self, batch: rmq_spark.HalfBatch) -> rmq_spark.LocalTransactionState:
-        return rmq_spark.UNKNOWN
-
-
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> CommitLog:
     """One conflict, one half batch in quarantine, three pending ones."""
     made = CommitLog.create(str(tmp_path_factory.mktemp("shop") / "log"), queues=2)
     for topic in TOPICS:
         made.create_topic(topic)
-    bank = Bank(made)
+
+    def answer(batch: rmq_spark.HalfBatch) -> rmq_spark.LocalTransactionState:
+        """What the send's argument says; a person overrules it while it runs."""
+        if batch.arg == "overruled":
+            made.resolve(batch.half_id, rmq_spark.ROLLBACK_MESSAGE, LONG_REASON)
+        return rmq_spark.COMMIT_MESSAGE if batch.arg in ("paid", "overruled") else rmq_spark.UNKNOWN
+
+    bank = Scripted(answer, rmq_spark.UNKNOWN)
     with rmq_spark.TransactionMQProducer(made, GROUP, bank, check_interval=None) as producer:
 
         def send(topic: str, arg: str) -> None:

@@ -21,8 +21,8 @@ from rmq_spark import CommitLog
 from rmq_spark._core.runtime.spans import LINKS_MAX, sending_batch, tracing
 from rmq_spark.producer import TransactionSendResult
 from tests.support.consumers import DONE, LATER, consume_all, go_on, joined, memory_log
-from tests.support.half_batches import header_of
-from tests.support.inside import HalfWriter, TwoPhase
+from tests.support.half_batches import header_of, stage
+from tests.support.inside import TwoPhase
 from tests.support.listeners import Scripted
 
 pytestmark = pytest.mark.log("memory", "delta", orders=1)
@@ -41,17 +41,13 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
-class Says(txmq.TransactionListener):
-    def execute_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-        with trace.get_tracer("shop").start_as_current_span("insert"):
-            return batch.arg
-
-    def check_local_transaction(self, batch: txmq.HalfBatch) -> Any:
-        return txmq.COMMIT_MESSAGE
+def says(batch: txmq.HalfBatch) -> Any:
+    with trace.get_tracer("shop").start_as_current_span("insert"):
+        return batch.arg
 
 
 def send(log: CommitLog, messages: Any, arg: Any = txmq.COMMIT_MESSAGE, **options: Any) -> TransactionSendResult:
-    with txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None) as producer:
+    with txmq.TransactionMQProducer(log, "shop", Scripted(says), check_interval=None) as producer:
         return producer.send_messages_in_transaction(messages, arg, **options)
 
 
@@ -118,7 +114,7 @@ def test_a_single_message_carries_the_context_of_its_send(log: CommitLog, spans:
 
 def test_an_asynchronous_send_is_in_the_trace_of_its_caller(spans: InMemorySpanExporter) -> None:
     log = memory_log(orders=1)
-    producer = txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None)
+    producer = txmq.TransactionMQProducer(log, "shop", Scripted(says), check_interval=None)
     with producer, trace.get_tracer("shop").start_as_current_span("request") as request:
         producer.send_message_in_transaction_async(txmq.Message("orders", b"body"), txmq.COMMIT_MESSAGE).result(8)
     trace_id = request.get_span_context().trace_id
@@ -126,9 +122,7 @@ def test_an_asynchronous_send_is_in_the_trace_of_its_caller(spans: InMemorySpanE
     assert named(spans, "insert")
 
 
-def test_several_messages_have_a_span_each_and_the_send_links_to_them(
-    log: CommitLog, spans: InMemorySpanExporter
-) -> None:
+def test_several_messages_have_a_span_each_and_the_send_has_links(log: CommitLog, spans: InMemorySpanExporter) -> None:
     send(log, [txmq.Message("orders", b"a"), txmq.Message("orders", b"b", properties={"traceparent": PARENT})])
     created, sent = one(spans, "create orders"), one(spans, "send orders")
     assert (created.kind, sent.kind) == (SpanKind.PRODUCER, SpanKind.CLIENT)
@@ -164,7 +158,7 @@ def test_the_kind_of_a_message_is_rocketmq_s(spans: InMemorySpanExporter) -> Non
     log = memory_log(orders=1)
     log.create_topic("steps", 1, fifo=True)
     at = datetime.fromtimestamp(log.engine.runtime.time() + 60, timezone.utc)
-    with txmq.TransactionMQProducer(log, "shop", Says(), check_interval=None) as producer:
+    with txmq.TransactionMQProducer(log, "shop", Scripted(says), check_interval=None) as producer:
         producer.send(txmq.Message("orders", b"a"))
         producer.send(txmq.Message("steps", b"a", sharding_key="k"))
         producer.send(txmq.Message("orders", b"a", deliver_at=at))
@@ -198,7 +192,7 @@ def test_a_rollback_and_an_unknown_are_told_apart(log: CommitLog, spans: InMemor
 
 def test_a_check_s_verdict_links_to_the_messages(log: CommitLog, spans: InMemorySpanExporter) -> None:
     send(log, [txmq.Message("orders", b"a")], txmq.UNKNOWN)
-    txmq.CheckService(log, {"shop": Says()}, transaction_timeout=0).run_once()
+    txmq.CheckService(log, {"shop": Scripted(says)}, transaction_timeout=0).run_once()
     settled = one(spans, "commit orders")
     assert attributes(settled)["txmq.decided_by"] == "check"
     assert linked(settled) == [one(spans, "send orders").context.span_id]
@@ -276,9 +270,7 @@ def test_a_failed_message_says_so_and_its_retry_is_in_the_same_trace(spans: InMe
     assert linked(named(spans, "retry orders")[0]) == [sent.span_id]
 
 
-def test_a_message_of_a_table_without_a_try_left_fails_and_is_dead_and_not_sent_back(
-    spans: InMemorySpanExporter,
-) -> None:
+def test_a_message_of_a_table_without_a_try_left_is_dead_and_not_sent_back(spans: InMemorySpanExporter) -> None:
     log = memory_log(orders=1)
     send(log, [txmq.Message("orders", b"a")])
     consume_all(log, lambda _: [LATER], max_reconsume_times=0)
@@ -290,11 +282,9 @@ def test_a_message_of_a_table_without_a_try_left_fails_and_is_dead_and_not_sent_
 # ---------------------------------------------------------------- sinks, and programs that do not trace
 def test_a_sink_s_micro_batch_is_one_span(spans: InMemorySpanExporter) -> None:
     log = memory_log(orders=1)
-    two_phase, header = TwoPhase(log.engine, Says()), header_of(7)
-    given = pa.table({"body": ["a", "b"]})
-    writer = HalfWriter(header, log.topics(), "orders", None)
+    two_phase, header = TwoPhase(log.engine, Scripted(says)), header_of(7)
     with sending_batch(log.path, header.half_id, "orders"):
-        two_phase.send(header, lambda: log.engine.stage(writer, given.to_batches()), txmq.COMMIT_MESSAGE)
+        two_phase.send(header, lambda: stage(log, header, {"body": ["a", "b"]}), txmq.COMMIT_MESSAGE)
     sent, settled = one(spans, "send orders"), one(spans, "commit orders")
     assert settled.parent is not None
     assert settled.parent.span_id == sent.context.span_id

@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import commit, make_log, prepare
 from tests.support.inboxes import count_each, make_database, results
 from tests.support.inside import Concurrently, Database, Orderly
+
+pytestmark = pytest.mark.log("delta", orders=2)
 
 SECRET = "hunter2-hunter2"
 VARIABLE = "TXMQ_TEST_DATABASE"
@@ -140,8 +143,8 @@ def test_an_engine_stays_in_its_process(door: Callable[[object], object]) -> Non
             door(listener)
 
 
-def test_an_inbox_arrives_with_its_work_and_its_settings(tmp_path: Path) -> None:
-    url, log = make_database(tmp_path), make_log("delta", tmp_path / "log", orders=2)
+def test_an_inbox_arrives_with_its_work_and_its_settings(log: txmq.CommitLog, tmp_path: Path) -> None:
+    url = make_database(tmp_path)
     inbox = txmq.SqlInbox(f"env:{VARIABLE}", "points", count_each, table="my_inbox", log=log)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(VARIABLE, url)
@@ -157,32 +160,28 @@ def test_an_inbox_arrives_with_its_work_and_its_settings(tmp_path: Path) -> None
             stranger.apply(log.read("orders"))
 
 
+def sink(log: txmq.CommitLog) -> Any:
+    listener = txmq.SqlTransactionListener("sqlite://", keep)
+    return txmq.TransactionalSink(log, producer_group="shop", listener=listener, topic="orders", transaction_key="k")
+
+
+def consumer(log: txmq.CommitLog, kind: Any = Concurrently, listener: Any = keep) -> Any:
+    return kind(txmq.CommitLog.open(log.path).engine, "points", listener, None, None, 1.0, None, None, True)
+
+
+@pytest.mark.parametrize(
+    ("make", "kept"), [(sink, "settings"), (consumer, "group"), (partial(consumer, kind=Orderly), "group")]
+)
 @pytest.mark.parametrize("door", [pickle.dumps, cloudpickle.dumps])
-def test_a_sink_arrives_with_its_settings_and_opens_the_log_again(
-    tmp_path: Path, url: str, door: Callable[[object], bytes]
+def test_what_gets_micro_batches_arrives_with_its_settings_and_opens_the_log_again(
+    log: txmq.CommitLog, make: Callable[[Any], Any], kept: str, door: Callable[[object], bytes]
 ) -> None:
     """Spark Connect sends the function of ``foreachBatch`` to its server."""
-    log = make_log("delta", tmp_path / "log", orders=2)
-    listener = txmq.SqlTransactionListener(url, keep)
-    sink = txmq.TransactionalSink(log, producer_group="shop", listener=listener, topic="orders", transaction_key="k")
-    arrived = pickle.loads(door(sink))
+    made = make(log)
+    arrived = pickle.loads(door(made))
     assert arrived.engine.id == log.id
-    assert arrived.engine is not sink.engine
-    assert arrived.settings == sink.settings
-
-
-@pytest.mark.parametrize("kind", [Concurrently, Orderly])
-@pytest.mark.parametrize("door", [pickle.dumps, cloudpickle.dumps])
-def test_a_consumer_of_micro_batches_arrives_and_opens_the_log_again(
-    tmp_path: Path, kind: Any, door: Callable[[object], bytes]
-) -> None:
-    log = make_log("delta", tmp_path / "log", orders=2)
-    engine = txmq.CommitLog.open(log.path).engine
-    consumer = kind(engine, "points", keep, None, None, 1.0, None, None, True)
-    arrived = pickle.loads(door(consumer))
-    assert arrived.engine.id == log.id
-    assert arrived.engine is not engine
-    assert arrived.group == "points"
+    assert arrived.engine is not made.engine
+    assert getattr(arrived, kept) == getattr(made, kept)
 
 
 def refuse() -> str:
@@ -265,8 +264,7 @@ A_LOCK = "a _thread.lock, which stays in its process: make it where it is used, 
     ],
     ids=["own", "per message", "closure", "engine"],
 )
-def test_what_stays_is_named_before_the_query_starts(tmp_path: Path, listener: Callable[[], Any], said: str) -> None:
-    log = make_log("delta", tmp_path / "log", orders=2)
+def test_what_stays_is_named_before_a_query_starts(log: txmq.CommitLog, listener: Callable[[], Any], said: str) -> None:
     sink = txmq.TransactionalSink(
         log, producer_group="shop", listener=listener(), topic="orders", transaction_per="message"
     )
@@ -276,13 +274,11 @@ def test_what_stays_is_named_before_the_query_starts(tmp_path: Path, listener: C
     assert SECRET not in str(caught.value)
 
 
-def test_what_stays_of_an_inbox_or_a_consumer_is_named(tmp_path: Path) -> None:
-    log = make_log("delta", tmp_path / "log", orders=2)
-    engine = txmq.CommitLog.open(log.path).engine
+def test_what_stays_of_an_inbox_or_a_consumer_is_named(log: txmq.CommitLog) -> None:
     with pytest.raises(ListenerError, match=rf"work of SqlInbox.* uses 'held', {A_LOCK}"):
         cloudpickle.dumps(txmq.SqlInbox("sqlite://", "points", of_a_notebook(LOCK)))
     with pytest.raises(ListenerError, match=rf"the listener of group 'points' .* uses 'held', {A_LOCK}"):
-        cloudpickle.dumps(Concurrently(engine, "points", of_a_notebook(LOCK), None, None, 1.0, None, None, True))
+        cloudpickle.dumps(consumer(log, listener=of_a_notebook(LOCK)))
 
 
 def test_what_a_per_message_listener_holds_arrives(url: str) -> None:

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,16 +25,9 @@ from rmq_spark.errors import (
     UnresolvedTransactionError,
     VerdictConflictError,
 )
+from tests.support.checks import states
 from tests.support.clocks import set_clock
-from tests.support.half_batches import (
-    another,
-    commit,
-    decide_one,
-    open_batches,
-    pending,
-    prepare_one,
-    roll_back,
-)
+from tests.support.half_batches import another, commit, decide_one, pending, prepare_one, quarantine, roll_back
 from tests.support.inside import (
     BATCH,
     KEY,
@@ -48,14 +41,12 @@ from tests.support.inside import (
     TwoPhase,
     Who,
     input_hash_of,
-    normalize_verdicts,
-    split_by_verdict,
 )
 from tests.support.inside import two_phase as module
 from tests.support.limits import limited, set_limits
 from tests.support.listeners import Scripted
-from tests.support.meanwhile import Died, at, seen_at
-from tests.support.sink_batches import KEYS, QUERY, bodies, header, prepared, send, stage, visible
+from tests.support.meanwhile import at, dies_at, seen_at
+from tests.support.sink_batches import KEYS, QUERY, bodies, check, header, prepared, send, stage, visible
 
 pytestmark = pytest.mark.log("memory", "delta")
 MEMORY = pytest.mark.log("memory")
@@ -96,28 +87,6 @@ class Checkpoint:
         return header(batch_id=batch_id, input_hash=input_hash_of(planned.encode()))
 
 
-def states(log: CommitLog, record: HalfRecord) -> dict[RowState, int]:
-    state = another(log).engine.state_of(record)
-    return {s: n for s in RowState if (n := state.count(s))}
-
-
-def check(log: CommitLog, listener: TransactionListener) -> None:
-    """A round of checks by another process, of every open transaction."""
-    log = another(log)
-    for record, state in open_batches(log):
-        for attempt in state.attempts(RowState.PENDING):
-            rows = state.rows_in((RowState.PENDING,), attempt)
-            batch = log.engine.half_batch(record, state, attempt, rows)
-            verdicts = normalize_verdicts(listener.check_local_transaction(batch), batch)
-            split = split_by_verdict(log, record, rows, batch, verdicts)
-            if split.decides:
-                log.engine.decide([split.decision(record, attempt, Who.CHECK)])
-
-
-def quarantine(log: CommitLog, record: HalfRecord) -> None:
-    log.engine.ledger.quarantine(record, 1, pending(log, record), Who.DISCARD, "15 checks")
-
-
 def ids(batch: HalfBatch) -> list[str]:
     return batch.transactions["transaction_id"].to_pylist()
 
@@ -137,41 +106,23 @@ class Database:
 
 
 class Fenced(TransactionListener):
-    """A listener with a fence on :class:`Database`, as SqlTransactionListener is one.
-
-    ``plan`` says by the first letter of a body's key (or ``*``) what its local transaction does: ``commit``,
-    ``rollback``, ``done`` (its work is done, but execute answers UNKNOWN) or ``not done``. Of which transactions of a
-    half batch a check knows anything, by their position, ``checks`` says.
-    """
+    """A listener with a fence on :class:`Database`, as SqlTransactionListener is one. Of which transactions of a half
+    batch a check knows anything, by their position, ``checks`` says."""
 
     def __init__(
-        self,
-        database: Database,
-        plan: Mapping[str, str] | None = None,
-        die: Callable[[str], None] = lambda point: None,
-        checks: Callable[[HalfBatch, int], bool] = lambda batch, position: True,
+        self, database: Database, checks: Callable[[HalfBatch, int], bool] = lambda batch, position: True
     ) -> None:
-        self.database, self.plan, self.die, self.checks = database, plan or {}, die, checks
+        self.database, self.checks = database, checks
 
     def execute_local_transaction(self, batch: HalfBatch) -> Any:
-        work: dict[str, list[str]] = {}
-        for m in batch.messages(["transaction_id", "body"]).to_pylist():
-            work.setdefault(m["transaction_id"], []).append(m["body"].decode())
+        bodies = [body.decode() for body in batch.messages(["body"])["body"].to_pylist()]
         with self.database.lock:
             if any(self.database.fence.get(i) == "tombstone" for i in ids(batch)):
                 raise FencedError("a check was faster")
             assert not any(i in self.database.fence for i in ids(batch)), "a transaction was executed twice"
-            self.die("executing")
-            verdicts = []
-            for i in ids(batch):
-                kind = self.plan.get("*" if batch.transaction_per == BATCH else work[i][0].split("-")[1], "commit")
-                if kind in ("commit", "done"):
-                    self.database.orders.update(work[i])
-                if kind != "not done":
-                    self.database.fence[i] = "rolled back" if kind == "rollback" else "executed"
-                verdicts.append({"commit": COMMIT, "rollback": ROLLBACK}.get(kind, UNKNOWN))
-        self.die("executed")
-        return verdicts
+            self.database.orders.update(bodies)
+            self.database.fence.update(dict.fromkeys(ids(batch), "executed"))
+        return COMMIT
 
     def check_local_transaction(self, batch: HalfBatch) -> Any:
         with self.database.lock:
@@ -213,12 +164,6 @@ def test_an_unknown_verdict_leaves_the_messages_pending_for_the_check(log: Commi
     assert visible(log) == []
     check(log, listener)
     assert visible(log) == bodies()
-
-
-def test_each_key_has_its_own_verdict(log: CommitLog) -> None:
-    outcome = send(log, Scripted(lambda b: b.verdicts(rollback=["a"], unknown=["b"])), header(KEY))
-    assert visible(log) == bodies("c", "d")
-    assert outcome.messages == {RowState.COMMITTED: 2, RowState.ROLLED_BACK: 2, RowState.PENDING: 2}
 
 
 def test_each_message_has_its_own_verdict(log: CommitLog) -> None:
@@ -299,9 +244,7 @@ REPLAYS: dict[str, tuple[Callable[[CommitLog, HalfRecord], object], Any, list[in
 
 @pytest.mark.parametrize("per", PERS)
 @pytest.mark.parametrize("how", REPLAYS)
-def test_a_replay_checks_what_is_unknown_and_executes_once_what_never_happened(
-    log: CommitLog, per: str, how: str
-) -> None:
+def test_a_replay_checks_what_is_unknown_and_runs_once_what_never_happened(log: CommitLog, per: str, how: str) -> None:
     stand, answer, checked, executed = REPLAYS[how]
     record = prepared(log, per)
     stand(log, record)
@@ -324,7 +267,8 @@ def test_a_replay_checks_what_is_unknown_and_executes_once_what_never_happened(
 
 
 def test_a_replay_checks_only_what_is_undecided(log: CommitLog) -> None:
-    send(log, Scripted(lambda b: b.verdicts(rollback=["a"], unknown=["b", "c"])), header(KEY))
+    first = send(log, Scripted(lambda b: b.verdicts(rollback=["a"], unknown=["b", "c"])), header(KEY))
+    assert first.messages == {RowState.COMMITTED: 1, RowState.ROLLED_BACK: 2, RowState.PENDING: 3}
     listener = Scripted(check=lambda b: b.verdicts(rollback=["b"]))
     outcome = send(another(log), listener, header(KEY))
     assert [ids(batch) for batch in listener.checked] == [["app:0:1:b", "app:0:1:c"]]
@@ -343,8 +287,7 @@ def test_a_replay_of_a_batch_in_conflict_is_refused_until_a_person_resolves_it(l
     for _ in range(2):
         with pytest.raises(VerdictConflictError, match=r"log\.resolve"):
             send(another(log), listener, record.header)
-    assert not listener.executed
-    assert not listener.checked
+    assert listener.executed == listener.checked == []
     another(log).resolve(record.half_id, COMMIT, reason="the order is in the database")
     send(another(log), listener, record.header)
     assert not listener.executed
@@ -366,7 +309,7 @@ def test_a_replay_asks_again_with_growing_pauses_and_then_gives_up_without_losin
     assert 60 <= sum(pauses) < 70
     assert len(listener.checked) == len(pauses) + 1
     assert not listener.executed
-    assert states(log, record) == {RowState.PENDING: len(KEYS)}
+    assert states(another(log), record) == {RowState.PENDING: len(KEYS)}
     (told,) = [r.getMessage() for r in caplog.records if r.name == module.__name__]
     assert "half batch 'app:0' was prepared" in told
     assert "not know yet what became of 6 messages. Asking again for up to 60 s (replayCheckTimeout)" in told
@@ -382,22 +325,22 @@ def test_only_a_query_knows_that_its_earlier_run_is_over(log: CommitLog, query_i
     assert seen == [restarted]
 
 
-def test_the_error_of_a_replay_names_what_the_check_raised(log: CommitLog) -> None:
+def busy(batch: HalfBatch) -> Any:
+    batch.reason = "another database transaction holds its fence rows"
+    return UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (OSError("the database is away"), "OSError: the database is away"),
+        (busy, r"\(UNKNOWN: another database transaction holds its fence rows"),
+    ],
+)
+def test_the_error_of_a_replay_says_why_the_listener_does_not_know(log: CommitLog, answer: Any, words: str) -> None:
     record = prepared(log)
-    with pytest.raises(UnresolvedTransactionError, match="OSError: the database is away"):
-        send(log, Scripted(check=OSError("the database is away")), record.header)
-
-
-def test_the_error_of_a_replay_says_why_the_listener_does_not_know(log: CommitLog) -> None:
-    def busy(batch: HalfBatch) -> Any:
-        batch.reason = "another database transaction holds its fence rows"
-        return UNKNOWN
-
-    record = prepared(log)
-    with pytest.raises(
-        UnresolvedTransactionError, match=r"\(UNKNOWN: another database transaction holds its fence rows"
-    ):
-        send(log, Scripted(check=busy), record.header)
+    with pytest.raises(UnresolvedTransactionError, match=words):
+        send(log, Scripted(check=answer), record.header)
 
 
 def test_a_replay_goes_on_when_the_answer_comes_late(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,25 +351,10 @@ def test_a_replay_goes_on_when_the_answer_comes_late(log: CommitLog, monkeypatch
     assert visible(log) == bodies()
 
 
-def test_the_argument_of_a_send_reaches_every_attempt_that_it_executes(log: CommitLog) -> None:
-    record = prepared(log)
-    listener = Scripted(check=ROLLBACK)
-    TwoPhase(log.engine, listener).send(record.header, list, arg="for the listener")
-    assert [batch.arg for batch in listener.executed] == ["for the listener"]
-
-
 # ---------------------------------------------------------------- attempts
-def test_a_fenced_attempt_is_over_and_the_next_one_runs(log: CommitLog) -> None:
-    listener = Scripted([FencedError("tombstone"), COMMIT])
-    outcome = send(log, listener)
-    assert attempts(listener.executed) == [1, 2]
-    assert outcome.attempt == 2
-    assert visible(log) == bodies()
 
 
-def test_a_fenced_attempt_whose_batch_was_quarantined_meanwhile_is_checked_and_not_left_behind(
-    log: CommitLog,
-) -> None:
+def test_a_fenced_attempt_whose_batch_was_quarantined_meanwhile_is_checked_and_not_left_behind(log: CommitLog) -> None:
     database = Database()
 
     class LateDriver(Fenced):
@@ -491,9 +419,7 @@ def test_a_late_equal_verdict_changes_nothing(log: CommitLog) -> None:
 
 
 @pytest.mark.parametrize("per", [KEY, MESSAGE])
-def test_a_reopened_attempt_that_another_run_began_is_checked_and_never_executed_blindly(
-    log: CommitLog, per: str
-) -> None:
+def test_a_reopened_attempt_that_another_run_began_is_checked_and_not_run_blindly(log: CommitLog, per: str) -> None:
     """Some transactions were reopened by a driver that died; others are rolled back by a check only now.
 
     Both stand under attempt 2 then, but this run may execute only those that it reopened itself.
@@ -501,13 +427,8 @@ def test_a_reopened_attempt_that_another_run_began_is_checked_and_never_executed
     database = Database()
     record = prepared(log, per)
     check(log, Fenced(database, checks=lambda batch, position: position < 2))
-
-    def die(point: str) -> None:
-        if point == "executed":
-            raise Died
-
-    with pytest.raises(Died):
-        send(another(log), Fenced(database, die=die), record.header)
+    with dies_at("executed"):
+        send(another(log), Fenced(database), record.header)
     first = sorted(database.orders.elements())
     assert first
     assert first != bodies()
@@ -575,8 +496,7 @@ def test_what_is_no_replay_is_refused_with_the_remedy(
     listener = Scripted()
     with pytest.raises(CheckpointMismatchError, match=f"{words}.*{REMEDY}"):
         send(another(log), listener, now)
-    assert not listener.executed
-    assert not listener.checked
+    assert listener.executed == listener.checked == []
     assert visible(log) == bodies(batch_id=before.batch_id)
 
 
@@ -611,9 +531,7 @@ def test_a_copy_of_a_checkpoint_is_refused_when_the_query_has_sent_under_a_later
     assert not send(log, Scripted(), first.header(3, "row 4"), first).replayed
 
 
-def test_a_query_is_refused_when_a_copy_of_its_checkpoint_has_sent_under_a_number_that_it_left_free(
-    log: CommitLog,
-) -> None:
+def test_a_query_is_refused_when_a_copy_of_its_checkpoint_has_sent_under_a_number_it_left_free(log: CommitLog) -> None:
     """The example of the issue: batch 1 of the copy is batch 2 of the query."""
     first = Checkpoint()
     send(log, Scripted(), first.header(0, "row 1"), first)
@@ -755,18 +673,15 @@ STORES = [("shop-db", "none"), ("shop-db", None), ("shop-db", "other-db"), (None
 
 @MEMORY
 @pytest.mark.parametrize(("before", "now"), STORES)
-def test_a_listener_of_another_store_is_not_asked_about_a_batch(
-    log: CommitLog, before: str | None, now: str | None
-) -> None:
+def test_a_listener_of_another_store_is_not_asked(log: CommitLog, before: str | None, now: str | None) -> None:
     """A driver died within its local transaction, and the next one has another transactionListener."""
     record = prepared(log, fence_id=before)
     listener = Bearing(now)
     with pytest.raises(FenceError, match=r"app:0.*prepared with.*[Rr]estart with.*log\.resolve") as caught:
         send(another(log), listener, header(fence_id=now), timeout_s=DEADLINE_S)
     assert all(said in str(caught.value) for said in (before, now) if said)
-    assert not listener.checked
-    assert not listener.executed
-    assert states(log, record) == {RowState.PENDING: len(KEYS)}
+    assert listener.executed == listener.checked == []
+    assert states(another(log), record) == {RowState.PENDING: len(KEYS)}
     send(another(log), Bearing(before), header(fence_id=before))
     assert visible(log) == bodies()
 
@@ -780,7 +695,7 @@ def test_a_batch_is_not_reopened_for_a_listener_of_another_store(log: CommitLog,
         roll_back(log, record, who=Who.CHECK)
     with pytest.raises(FenceError, match="shop-db"):
         send(another(log), CommitOncePrepared(), header(fence_id="none"))
-    assert states(log, record) == {before: len(KEYS)}
+    assert states(another(log), record) == {before: len(KEYS)}
 
 
 def test_a_replay_that_asks_nobody_may_have_another_listener(log: CommitLog) -> None:
@@ -796,14 +711,11 @@ def test_what_was_sent_without_a_listener_commits_whichever_listener_comes_next(
     listener = Bearing("shop-db")
     send(another(log), listener, header(fence_id="shop-db"))
     assert visible(log) == bodies()
-    assert not listener.checked
-    assert not listener.executed
+    assert listener.executed == listener.checked == []
 
 
 # ---------------------------------------------------------------- leases
-def test_a_slow_local_transaction_keeps_renewing_its_lease_and_a_quick_one_writes_none(
-    log: CommitLog,
-) -> None:
+def test_a_slow_local_transaction_keeps_renewing_its_lease_and_a_quick_one_writes_none(log: CommitLog) -> None:
     seen: list[Any] = []
 
     def slow(batch: HalfBatch) -> Any:
