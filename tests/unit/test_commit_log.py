@@ -668,6 +668,8 @@ REFUSED: list[tuple[Call, type[Exception], str]] = [
     (lambda log: log.set_retention("ordres", "1h"), TopicNotFoundError, "orders"),
     (lambda log: log.resolve("app:0", UNKNOWN, "x"), OptionError, "settles nothing"),
     (lambda log: log.resolve("app:0", COMMIT_MESSAGE, " "), OptionError, "needs a reason"),
+    (lambda log: log.resume("app:0", ""), OptionError, "needs a reason"),
+    (lambda log: log.resolve("app:0", COMMIT_MESSAGE, "paid \ud800"), MessageError, "cannot be written in UTF-8"),
     (lambda log: log.engine.get("app:1"), HalfBatchNotFoundError, "app:1"),
     (lambda log: log.read("orders", ["body"]), OptionError, r"start=\['body'\] is no mapping"),  # type: ignore[arg-type]
     (lambda log: log.read("orders", start=datetime(2026, 1, 1)), OptionError, "has no time zone"),

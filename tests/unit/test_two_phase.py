@@ -463,10 +463,14 @@ def test_an_attempt_that_is_always_fenced_ends_with_an_error(log: CommitLog, mon
 
 
 # ---------------------------------------------------------------- is it really a replay?
-REMEDY = r"Go on with the checkpoint.*new appId"
+REMEDY = "(Go on with the checkpoint.*|or set a )new appId"
 
 
-GIVEN = header(query_id=None, input_hash=None, naming=Naming.GIVEN)
+def given(batch_id: int) -> HalfHeader:
+    return header(batch_id=batch_id, query_id=None, input_hash=None, naming=Naming.GIVEN)
+
+
+GIVEN = given(0)
 UNKNOWN_QUERY, UNKNOWN_INPUT = header(query_id=None, input_hash=None), header(input_hash=None)
 NO_REPLAYS = {
     "a new checkpoint": (
@@ -478,7 +482,10 @@ NO_REPLAYS = {
     "the old query is not known": (UNKNOWN_QUERY, UNKNOWN_INPUT, "batch 0 of app 'app'.*not known"),
     "a batch write after a stream": (header(), GIVEN, "a batch write"),
     "a stream after a batch write": (GIVEN, header(), "a batch write"),
-    "below the last batch": (header(batch_id=3), header(batch_id=1), "batch 1 of app 'app' is not above"),
+    "below the last batch": (header(batch_id=3), header(batch_id=1), "batch 1 of app 'app' is not above 3"),
+    "below the last batch write": (
+        given(3), given(1), "batch 1 of app 'app' is not above 3.* a new batch write needs a batchId above 3;",
+    ),
     "above the last batch, after empty ones of a new checkpoint": (
         header(), header(batch_id=1, query_id="query-2", input_hash=None),
         "batch 0 of app 'app' was prepared by query query-1",
@@ -606,7 +613,7 @@ def test_what_nobody_can_compare_goes_on(log: CommitLog, before: str | None, now
 
 def test_batch_writes_are_known_by_their_numbers_alone(log: CommitLog) -> None:
     for batch_id in (0, 2):
-        send(log, Scripted(), header(batch_id=batch_id, query_id=None, input_hash=None, naming=Naming.GIVEN))
+        send(log, Scripted(), given(batch_id))
     assert visible(log) == sorted(bodies() + bodies(batch_id=2))
 
 

@@ -34,7 +34,7 @@ from rmq_spark._core.upkeep import schedule as upkeep
 from rmq_spark._core.upkeep import table_files
 from rmq_spark._core.upkeep.leave import Graces
 from rmq_spark._core.upkeep.schedule import MaintenanceReport
-from rmq_spark._core.vocabulary.message import require_topic_name
+from rmq_spark._core.vocabulary.message import require_topic_name, utf8
 from rmq_spark._core.vocabulary.options import (
     ORPHAN_AGE_S,
     QUEUES_DEFAULT,
@@ -342,13 +342,13 @@ class CommitLog:
         if verdict not in (LocalTransactionState.COMMIT_MESSAGE, LocalTransactionState.ROLLBACK_MESSAGE):
             raise OptionError(f"resolve needs COMMIT_MESSAGE or ROLLBACK_MESSAGE: {verdict!r} settles nothing")
         verdict = LocalTransactionState(verdict)
-        if not isinstance(reason, str) or not reason.strip():
-            raise OptionError("resolve needs a reason: it is kept with the op marker")
+        _require_reason(reason)
         return self.engine.ledger.overrule(self.engine.get(half_id), verdict, reason)
 
     @named
     def resume(self, half_id: str, reason: str = "resumed") -> int:
         """Make quarantined messages pending again, so that checks go on, and return their number."""
+        _require_reason(reason)
         record = self.engine.get(half_id)
         states = (RowState.QUARANTINED,)
         return sum(
@@ -560,6 +560,12 @@ def _retention_s(retention: Duration | None) -> float | None:
             f"{retention!r} is under {RETENTION_S_MIN / 3600:g}h: readers need time", argument="retention"
         )
     return retention_s
+
+
+def _require_reason(reason: object) -> None:
+    if not isinstance(reason, str) or not reason.strip():
+        raise OptionError("a person's verdict needs a reason: it is kept with the op marker", argument="reason")
+    utf8(reason, "reason")
 
 
 def engine_of(

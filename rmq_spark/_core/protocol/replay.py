@@ -61,9 +61,13 @@ class Replays:
     def require(self, header: HalfHeader) -> HalfRecord:
         record = self._engine.find(header.app_id, header.batch_id)
         if record is None:
+            last = self._engine.last_batch_id(header.app_id, refresh=False)
+            why = "the checkpoint is a new or an older one. " + _REMEDY
+            if header.naming is Naming.GIVEN:
+                why = f"a new batch write needs a batchId above {last}; or set a new appId"
             raise CheckpointMismatchError(
-                f"batch {header.batch_id} of app {header.app_id!r} is not above the last one in the log, and is "
-                "not in it: the checkpoint is a new or an older one. " + _REMEDY
+                f"batch {header.batch_id} of app {header.app_id!r} is not above {last}, the last one in the log, and "
+                f"is not in it: {why}"
             )
         if not _is_same_query(record.header, header):
             raise CheckpointMismatchError(_of_another_query(record.header, header))
