@@ -156,13 +156,8 @@ def test_a_send_that_is_interrupted_in_any_call_keeps_no_room(log: CommitLog, ke
     """It stayed among those under way, and each shutdown waited 30 seconds for it. Python looks for an interrupt when a
     function begins."""
     interrupted = 0
-    files = (
-        "_core/producer/producer.py",
-        "_core/producer/send_threads.py",
-        "_core/producer/admission.py",
-        "_core/producer/async_send.py",
-        "_core/producer/future.py",
-    )
+    modules = "producer send_threads admission async_send future".split()
+    files = tuple(f"_core/producer/{module}.py" for module in modules)
     with producer_of(log, max_in_flight=3) as producer:
         for at in range(1, 500):
             calls = 0

@@ -9,6 +9,7 @@ import shutil
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
@@ -381,19 +382,10 @@ def test_copies_that_are_taken_while_programs_send_and_upkeep_runs_are_prefixes(
 ) -> None:
     chance = random.Random(seed)
     stop = threading.Event()
-    problems: list[BaseException] = []
 
-    def started(act: Callable[[int], object]) -> threading.Thread:
-        def run() -> None:
-            try:
-                for n in takewhile(lambda _: not stop.is_set(), count()):
-                    act(n)
-            except BaseException as problem:
-                problems.append(problem)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
+    def go_on(act: Callable[[int], object]) -> None:
+        for n in takewhile(lambda _: not stop.is_set(), count()):
+            act(n)
 
     senders = [log.another() for _ in range(2)]
     upkeep = log.another()
@@ -407,24 +399,24 @@ def test_copies_that_are_taken_while_programs_send_and_upkeep_runs_are_prefixes(
             roll_back(own, record)
 
     acts = [partial(send_one, own, f"sender{i}") for i, own in enumerate(senders)]
-    threads = [started(act) for act in (*acts, lambda n: let_leave(upkeep))]
-    try:
-        seen = 0
-        for n in range(how_many(4, 8)):
-            target = tmp_path / f"copy{n // 2}"  # each second one brings an older copy up to date
-            log.backup(target)
-            copy = CommitLog.open(target)
-            check_offsets(copy)
-            found = bodies(copy)
-            assert len(found) >= seen
-            seen = len(found)
-            for name in {body.rpartition(".")[0] for body in found}:
-                assert {f"{name}.{i}" for i in range(3)} <= set(found), name
-        copy.drain()
-        assert bodies(copy) == found
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert not problems
+    with ThreadPoolExecutor(3) as pool:
+        beside = [pool.submit(go_on, act) for act in (*acts, lambda n: let_leave(upkeep))]
+        try:
+            seen = 0
+            for n in range(how_many(4, 8)):
+                target = tmp_path / f"copy{n // 2}"  # each second one brings an older copy up to date
+                log.backup(target)
+                copy = CommitLog.open(target)
+                check_offsets(copy)
+                found = bodies(copy)
+                assert len(found) >= seen
+                seen = len(found)
+                for name in {body.rpartition(".")[0] for body in found}:
+                    assert {f"{name}.{i}" for i in range(3)} <= set(found), name
+            copy.drain()
+            assert bodies(copy) == found
+        finally:
+            stop.set()
+    for thread in beside:
+        thread.result()
     assert seen > 0

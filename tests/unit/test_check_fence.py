@@ -38,12 +38,6 @@ def test_an_untested_database_is_refused_in_words_that_name_the_suite(unknown: s
         SqlTransactionListener(unknown, print)
 
 
-@pytest.mark.parametrize("backend", ["mssql+pyodbc", "oracle+oracledb"])
-def test_sql_server_and_oracle_are_refused(backend: str) -> None:
-    with pytest.raises(ListenerError, match=r"is not a database that this was tested with.*check_fence"):
-        SqlTransactionListener(f"{backend}://user:secret@host/db", print)
-
-
 @pytest.mark.turns(3, among="the suite of fences")
 def test_the_suite_tries_an_untested_database_and_says_what_it_lacks(unknown: str) -> None:
     assert len(check_fence(unknown)) == 8
