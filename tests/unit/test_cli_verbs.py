@@ -24,7 +24,6 @@ from rmq_spark.cli.bodies import BodyForm, shown
 from rmq_spark.cli.statistics import WINDOWS
 from rmq_spark.cli.text import escaped, short_age, size
 from rmq_spark.cli.trace import argument_of, shown_keys
-from rmq_spark.errors import VerdictConflictError
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq, words
 from tests.support.half_batches import (
@@ -32,6 +31,7 @@ from tests.support.half_batches import (
     copied_log,
     count_check,
     decide_one,
+    half_file,
     in_conflict,
     let_leave,
     make_log,
@@ -39,6 +39,7 @@ from tests.support.half_batches import (
     prepare,
     quarantine,
     split,
+    too_late,
 )
 from tests.support.inside import RowState, Standing, Who, placed_within
 from tests.support.limits import Limit
@@ -157,7 +158,7 @@ def test_the_configurations_storage_options_go_with_its_path_alone(
     ]
 
 
-def test_commands_in_errors_name_the_path_when_it_was_typed(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_in_errors_name_the_path_when_it_was_typed(log: CommitLog) -> None:
     assert "make it with txmq topic create bills" in txmq("read", "bills", code=1)[1].replace("'", "")
     assert f"txmq topic create {log.path} bills" in txmq("read", log.path, "bills", code=1)[1].replace("'", "")
     assert "PATH" not in txmq("read", log.path, "bills", code=1)[1]
@@ -176,10 +177,8 @@ def test_an_advised_command_can_be_copied_when_the_path_has_a_space(tmp_path: Pa
 def test_what_readers_have_seen_can_only_be_confirmed(log: CommitLog) -> None:
     """The advice named ROLLBACK as well, which is refused."""
     record = prepare(log, 5, 2)
-    rows = pending(log, record)
     commit(log, record)
-    with pytest.raises(VerdictConflictError):
-        decide_one(log.engine, record, 1, rollback=rows, who=Who.CHECK)
+    too_late(log, record, Who.CHECK, rollback=record.all_rows)
     told = txmq("trace", log.path, record.half_id)[0]
     assert told.splitlines()[-1].endswith(f"txmq resolve {log.path} {record.half_id} COMMIT --reason '…'")
 
@@ -368,7 +367,7 @@ def test_a_trace_names_the_keys_of_the_first_messages(log: CommitLog) -> None:
     assert len(shown) == 4
     assert sum(keys.endswith("all and those of 2 more messages: txmq query --half-id shop:1") for keys in shown) == 1
     story = log.trace(half_id="shop:1")
-    (Path(log.path) / "half" / next(iter(many.files.values())).path).unlink()
+    half_file(log, many).unlink()
     assert shown_keys(log, story) is None, "the story can still be told"
 
 
@@ -426,23 +425,14 @@ def test_the_status_of_a_topic_has_its_offsets_messages_and_bytes(log: CommitLog
     assert abs(objects("topics")[0]["bytes"] - sum(r["bytes"] for r in rows)) <= 2
 
 
-def test_a_topic_is_not_deleted_and_it_is_said_what_to_do(log: CommitLog) -> None:
-    said = txmq("topic", "delete", "orders", code=1)[1]
-    assert "txmq topic set orders --retention 1h" in said
-    assert log.topics() == {"orders": 2}
-
-
 # ---------------------------------------------------------------- what waits
 def test_what_waits_has_age_size_and_group(log: CommitLog) -> None:
     orders(log, 0, 1)
     prepare(log, 0, 1, app="other", group="bank")
     given_up(log, 7)
     conflict(log)
-    for verb, half_ids in (
-        ("pending", ["shop:0", "other:0"]),
-        ("quarantined", ["nightly:7"]),
-        ("conflicts", ["late:0"]),
-    ):
+    expected = {"pending": ["shop:0", "other:0"], "quarantined": ["nightly:7"], "conflicts": ["late:0"]}
+    for verb, half_ids in expected.items():
         rows = objects(verb)
         assert [r["half_id"] for r in rows] == half_ids
         assert all(r["bytes"] > 0 and 0 <= r["age_seconds"] < 3600 and r["check_times"] == 0 for r in rows)

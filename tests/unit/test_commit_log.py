@@ -43,6 +43,7 @@ from tests.support.half_batches import (
     count_check,
     decide_one,
     header_of,
+    in_conflict,
     merge_op_files,
     pending,
     placements,
@@ -51,18 +52,12 @@ from tests.support.half_batches import (
     roll_back,
     split,
     stage,
+    too_late,
 )
-from tests.support.inside import (
-    Change,
-    HalfRecord,
-    OpKind,
-    RowSet,
-    RowState,
-    Who,
-    op_merge,
-)
-from tests.support.limits import Limit, set_limits
+from tests.support.inside import Change, HalfRecord, OpKind, RowSet, RowState, Who, op_merge
+from tests.support.limits import Limit
 from tests.support.meanwhile import at, before_next, seen_at
+from tests.support.whole_history import op_rows_of
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=3)
 
@@ -72,9 +67,7 @@ def ids(table: pa.Table) -> list[str]:
 
 
 def op_rows(log: CommitLog, kind: OpKind | None = None) -> list[dict[str, object]]:
-    log.engine.op_table.refresh()
-    rows = log.engine.op_table.read(log.engine.op_table.actions()["path"].to_pylist()).sort_by("version").to_pylist()
-    return [r for r in rows if kind is None or r["kind"] == kind]
+    return [row for row in op_rows_of(log) if kind is None or row["kind"] == kind]
 
 
 # ---------------------------------------------------------------- visible or not
@@ -149,8 +142,7 @@ def test_the_first_marker_wins_and_the_late_one_leaves_a_conflict(log: CommitLog
     assert log.conflicts() == other.conflicts() == ["app:0"]
     rows = op_rows(log, OpKind.CONFLICT)
     assert [(r["verdict"], r["decided_by"], r["attempt"]) for r in rows] == [("COMMIT_MESSAGE", "execute", 1)]
-    with pytest.raises(VerdictConflictError):
-        decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    too_late(log, record, commit=mask)
     assert len(op_rows(log, OpKind.CONFLICT)) == 1
 
 
@@ -162,19 +154,6 @@ def test_rows_cannot_be_committed_and_rolled_back_at_once(log: CommitLog) -> Non
     assert op_rows(log) == []
 
 
-def contradict(log: CommitLog, record: HalfRecord, rows: Mapping[int, bytes]) -> None:
-    """A check rolls these messages back, and their sender then wants to commit them."""
-    decide_one(log.engine, record, 1, rollback=rows, who=Who.CHECK)
-    with pytest.raises(VerdictConflictError):
-        decide_one(log.engine, record, 1, commit=rows, who=Who.EXECUTE)
-
-
-def in_conflict(log: CommitLog) -> HalfRecord:
-    record = prepare(log, 0)
-    contradict(log, record, pending(log, record))
-    return record
-
-
 def by_key(log: CommitLog, keys: str) -> tuple[HalfRecord, dict[str, dict[int, bytes]]]:
     """A half batch of one message a key, and the rows of each."""
     record = prepare(log, 0, {"body": list(keys), "k": list(keys)}, per="key", key="k")
@@ -184,7 +163,7 @@ def by_key(log: CommitLog, keys: str) -> tuple[HalfRecord, dict[str, dict[int, b
 
 
 def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> None:
-    in_conflict(log)
+    in_conflict(log, prepare(log, 0))
     first = op_rows(log, OpKind.CONFLICT)[0]
     for i in range(1, 9):
         commit(log, prepare(log, i, 1))
@@ -206,7 +185,7 @@ def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> N
 
 
 def test_a_look_for_conflicts_reads_nothing_that_was_read_before(log: CommitLog) -> None:
-    in_conflict(log)
+    in_conflict(log, prepare(log, 0))
     assert log.conflicts() == ["app:0"]
     with seen_at("files read") as reads:
         assert log.conflicts() == ["app:0"]
@@ -215,10 +194,8 @@ def test_a_look_for_conflicts_reads_nothing_that_was_read_before(log: CommitLog)
 
 def test_a_conflict_over_visible_messages_can_only_be_confirmed(log: CommitLog) -> None:
     record = prepare(log, 0)
-    mask = pending(log, record)
     commit(log, record)
-    with pytest.raises(VerdictConflictError):
-        decide_one(log.engine, record, 1, commit={}, rollback=mask, who=Who.CHECK)
+    too_late(log, record, Who.CHECK, rollback=record.all_rows)
     with pytest.raises(VerdictConflictError, match="readers may have seen"):
         log.resolve("app:0", ROLLBACK_MESSAGE, "take them back")
     assert log.conflicts() == ["app:0"]
@@ -234,7 +211,7 @@ def test_resolving_a_conflict_leaves_other_transactions_as_they_are(
     """Also one over hidden messages beside visible ones, which is rolled back."""
     record, rows = by_key(log, "abc")
     decide_one(log.engine, record, 1, commit=rows["a"], rollback=rows["b"], who=Who.EXECUTE)
-    contradict(log, record, rows["c"])
+    in_conflict(log, record, rows=rows["c"])
     log.resolve("app:0", verdict, "a person knows of c")
     assert sorted(bodies(log)) == visible
     assert log.conflicts() == another(log).conflicts() == []
@@ -245,7 +222,7 @@ def test_resolving_a_conflict_leaves_other_transactions_as_they_are(
 def test_resume_does_not_end_a_conflict(log: CommitLog) -> None:
     record, rows = by_key(log, "ab")
     log.engine.ledger.quarantine(record, 1, rows["b"], Who.DISCARD, "15 checks")
-    contradict(log, record, rows["a"])
+    in_conflict(log, record, rows=rows["a"])
     assert log.resume("app:0") == 1
     assert log.conflicts() == ["app:0"]
 
@@ -271,12 +248,13 @@ def test_resolve_settles_what_is_pending_or_quarantined(log: CommitLog) -> None:
 
 
 # ---------------------------------------------------------------- attempts
-def test_a_past_attempt_cannot_be_decided(log: CommitLog) -> None:
+def test_an_attempt_is_reopened_by_one_process_only_and_the_past_one_cannot_be_decided(log: CommitLog) -> None:
     record = prepare(log, 0)
     mask = pending(log, record)
     roll_back(log, record, who=Who.CHECK)
-    reopened = log.engine.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
-    assert reopened == mask
+    states = (RowState.ROLLED_BACK_BY_CHECK,)
+    assert log.engine.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "replay") == mask
+    assert another(log).engine.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "replay") == {}
     with pytest.raises(StaleAttemptError):
         decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
     with pytest.raises(StaleAttemptError):
@@ -287,29 +265,10 @@ def test_a_past_attempt_cannot_be_decided(log: CommitLog) -> None:
     assert log.conflicts() == []
 
 
-def test_an_attempt_is_reopened_by_one_process_only(log: CommitLog) -> None:
-    record = prepare(log, 0)
-    roll_back(log, record, who=Who.CHECK)
-    states = (RowState.ROLLED_BACK_BY_CHECK,)
-    assert log.engine.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "replay")
-    assert another(log).engine.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "replay") == {}
-
-
 def test_a_rollback_by_execute_is_not_reopened(log: CommitLog) -> None:
     record = prepare(log, 0)
     roll_back(log, record, who=Who.EXECUTE)
     assert log.engine.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay") == {}
-
-
-def test_what_was_discarded_is_reopened_under_the_same_attempt(log: CommitLog) -> None:
-    record = prepare(log, 0)
-    count_check(log.engine, record, 1, pending(log, record), None)
-    roll_back(log, record, who=Who.DISCARD)
-    log.engine.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
-    row = log.pending().to_pylist()[0]
-    assert (row["attempt"], row["messages"], row["check_times"]) == (1, 5, 0)
-    commit(log, record)
-    assert len(bodies(log)) == 5
 
 
 def test_a_reopened_batch_is_as_old_as_its_reopening(log: CommitLog) -> None:
@@ -330,22 +289,6 @@ def test_attempts_have_an_end(log: CommitLog) -> None:
 
 
 # ---------------------------------------------------------------- quarantine, checks, lease
-def test_quarantine_hides_and_resume_brings_back(log: CommitLog) -> None:
-    record = prepare(log, 0)
-    mask = pending(log, record)
-    log.engine.ledger.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
-    assert log.pending().num_rows == 0
-    assert another(log).quarantined().select(["half_id", "messages"]).to_pylist() == [
-        {"half_id": "app:0", "messages": 5}
-    ]
-    with pytest.raises(StaleAttemptError, match="quarantined"):
-        decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
-    assert log.resume("app:0") == 5
-    assert log.resume("app:0") == 0
-    assert ids(log.pending()) == ["app:0"]
-    assert log.quarantined().num_rows == 0
-    commit(log, record)
-    assert len(bodies(log)) == 5
 
 
 def test_checks_are_counted_per_row(log: CommitLog) -> None:
@@ -558,8 +501,8 @@ def test_a_batch_decided_while_the_mark_moves_is_not_forgotten(log: CommitLog) -
         assert handle.pending().num_rows == 0
 
 
-def test_merging_op_files_changes_nothing(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, OP_FILES_MAX=4)
+def test_merging_op_files_changes_nothing(log: CommitLog, limit: Limit) -> None:
+    limit(OP_FILES_MAX=4)
     log.engine.compaction.is_on = False
     for i in range(5):
         record = prepare(log, i)
@@ -589,8 +532,8 @@ def test_what_is_kept_in_memory_follows_what_is_open(log: CommitLog) -> None:
     assert len(log.engine.ledger._just_prepared) <= 1
 
 
-def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, OP_FILES_MAX=8)
+def test_upkeep_starts_by_itself(log: CommitLog, limit: Limit) -> None:
+    limit(OP_FILES_MAX=8)
     for i in range(24):
         commit(log, prepare(log, i, 1))
         log.close()
@@ -600,10 +543,8 @@ def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch
     check_offsets(log)
 
 
-def test_a_failing_upkeep_stops_nothing(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    set_limits(monkeypatch, OP_FILES_MAX=2)
+def test_a_failing_upkeep_stops_nothing(log: CommitLog, limit: Limit, caplog: pytest.LogCaptureFixture) -> None:
+    limit(OP_FILES_MAX=2)
     with seen_at("commit begins", fails_to_merge, table="op"):
         for i in range(4):
             commit(log, prepare(log, i, 1))

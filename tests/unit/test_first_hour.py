@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -188,11 +187,7 @@ def test_options_of_a_stream_and_of_a_batch_may_be_loaded(options: dict[str, str
 
 @pytest.mark.parametrize(
     ("name", "is_here"),
-    [
-        ("UNKNOW", "UNKNOWN"),
-        ("DefaultMQPushConsumer", "PushConsumer"),
-        ("DefaultMQProducer", "TransactionMQProducer"),
-    ],
+    [("UNKNOW", "UNKNOWN"), ("DefaultMQPushConsumer", "PushConsumer"), ("DefaultMQProducer", "TransactionMQProducer")],
 )
 def test_a_name_of_rocketmq_is_told_where_it_is_here(name: str, is_here: str) -> None:
     with pytest.raises(AttributeError, match=f"RocketMQ's {name} is {is_here}"):
@@ -224,11 +219,6 @@ def test_a_key_that_a_client_chose_is_to_be_hashed(tmp_path: Path) -> None:
         pytest.raises(txmq.MessageError, match=r"idempotency_key 'order/42 é' .*take a hash of it"),
     ):
         producer.send(txmq.Message("orders", b"x"), idempotency_key="order/42 é")
-
-
-def test_the_command_runs_as_a_module() -> None:
-    said = subprocess.run([sys.executable, "-m", "rmq_spark", "--help"], capture_output=True, text=True, check=True)
-    assert "doctor" in said.stdout
 
 
 @pytest.mark.parametrize(

@@ -240,12 +240,12 @@ def test_the_command(tmp_path: Path) -> None:
     found = objects("group", "list", log.path)
     assert [(r["consumer_group"], r["topics"], r["lag"]) for r in found] == [("points", "orders", 4)]
     assert [r["lag"] for r in objects("group", "lag", log.path, "points")] == [2, 2]
-    run("reset", log.path, "points", "--to", '{"orders": {"0": 2, "1": 1}}')
-    assert [r["lag"] for r in objects("group", "lag", log.path, "points")] == [0, 1]
+    run("reset", log.path, "points", "--to", '{"orders": {"1": 1}}')
+    assert [r["lag"] for r in objects("group", "lag", log.path, "points")] == [2, 1]
     run("reset", log.path, "points", "--to", "2020-01-01T00:00:00Z")
-    assert log.engine.groups.claim("points", "host@1.abc", {("orders", 0): 3}, {}, "host@1")
+    assert log.engine.groups.claim("points", "host@1.abc", {("orders", 0): 2}, {}, "host@1")
     (row, _) = objects("group", "lag", log.path, "points")
-    assert (row["owner"], row["generation"], row["heartbeat_seconds"]) == ("host@1.abc", 4, None)
+    assert (row["owner"], row["generation"], row["heartbeat_seconds"]) == ("host@1.abc", 3, None)
     Members(log.engine.groups.table, "points", "host@1.abc", ["orders"], 30, 10).beat()
     (row, _) = objects("group", "lag", log.path, "points")
     assert 0 <= row["heartbeat_seconds"] < 60

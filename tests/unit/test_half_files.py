@@ -37,7 +37,7 @@ from tests.support.inside import (
     read_range,
     runs,
 )
-from tests.support.limits import Limit, set_limits
+from tests.support.limits import Limit, limited
 
 LOCAL = pafs.LocalFileSystem()
 TOPICS = {"orders": 4, "points": 3, "one": 1}
@@ -429,8 +429,7 @@ def test_reading_by_position_and_by_address_agree(
     rows = data.draw(st.integers(1, 50), "rows")
     group = data.draw(st.integers(1, 60), "rows of a row group")
     mask = bytes(data.draw(st.lists(st.sampled_from((0, 1)), min_size=rows, max_size=rows).filter(any), "mask"))
-    with pytest.MonkeyPatch.context() as patch:
-        set_limits(patch, ROW_GROUP_ROWS=group)
+    with limited(ROW_GROUP_ROWS=group):
         (file,) = write(folder, {"body": [f"{i}" for i in range(rows)], "tags": [f"t{i}" for i in range(rows)]})
         (stranger,) = write(folder, {"body": ["stranger"] * 3}, with_writer=writer(batch_id=1))
     whole = stored(folder, file)
@@ -481,8 +480,8 @@ def bytes_read(
     return counted.bytes, kept
 
 
-def test_a_file_as_written_is_read_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, ROW_GROUP_ROWS=100)
+def test_a_file_as_written_is_read_by_position(tmp_path: Path, limit: Limit) -> None:
+    limit(ROW_GROUP_ROWS=100)
     (file,) = write(tmp_path, {"body": [random.Random(i).randbytes(2_000) for i in range(1_000)]})
     pq.write_table(stored(tmp_path, file), tmp_path / "part-0.parquet", row_group_size=100)
     read_bytes, rows = bytes_read(tmp_path, file, rows=(150, 249))
@@ -493,8 +492,8 @@ def test_a_file_as_written_is_read_by_position(tmp_path: Path, monkeypatch: pyte
     assert read_bytes > 1_000 * 2_000, "a file that somebody else wrote is searched for the rows"
 
 
-def test_a_filter_fetches_bodies_only_where_it_keeps_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, ROW_GROUP_ROWS=500)
+def test_a_filter_fetches_bodies_only_where_it_keeps_something(tmp_path: Path, limit: Limit) -> None:
+    limit(ROW_GROUP_ROWS=500)
     rows = 4_000
     columns = {
         "body": [random.Random(i).randbytes(2_000) for i in range(rows)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -34,6 +35,7 @@ from tests.support.half_batches import (
     send,
     share_half_file,
     split,
+    too_late,
 )
 from tests.support.inside import (
     Change,
@@ -48,7 +50,7 @@ from tests.support.inside import (
     Who,
     new_half_id,
 )
-from tests.support.limits import set_limits
+from tests.support.limits import Limit
 from tests.support.meanwhile import at
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
@@ -98,8 +100,7 @@ def test_what_is_not_drained_not_settled_or_too_young_stays(log: CommitLog) -> N
     roll_back(log, send(log, "audited"))
     in_conflict = send(log, "conflict")
     commit(log, in_conflict)
-    with pytest.raises(VerdictConflictError):
-        decide_one(log.engine, in_conflict, 1, rollback=in_conflict.all_rows, who=Who.CHECK)
+    too_late(log, in_conflict, Who.CHECK, rollback=in_conflict.all_rows)
     assert let_leave(log, audit_s=60).archived == 1
     assert in_half(log) == {"open:0", "quarantined:0", "audited:0", "conflict:0"}
     log.resolve("conflict:0", LocalTransactionState.COMMIT_MESSAGE, "it was right")
@@ -194,9 +195,8 @@ def test_a_lease_does_not_wake_what_has_left(log: CommitLog) -> None:
     assert log.refresh() == version, "a lease of what has left is not written"
     forget(log)
     sleeper.engine.ledger.lease([record], 60.0)
-    log.engine.ledger.append(
-        lambda: [OpRow(OpKind.LEASE, "key:0", until=log.engine.runtime.now())]
-    )  # an older program wrote it
+    by_an_older_program = OpRow(OpKind.LEASE, "key:0", until=log.engine.runtime.now())
+    log.engine.ledger.append(lambda: [by_an_older_program])
     is_forgotten(sleeper, record)
     assert sum(another(log).engine.tails().values()) == 15
     assert log.drain() == log.refresh()
@@ -296,11 +296,7 @@ def test_who_asks_for_a_half_batch_that_left_is_told(log: CommitLog) -> None:
         log.resolve("key:0", LocalTransactionState.ROLLBACK_MESSAGE, "why not")
 
 
-@pytest.mark.parametrize(
-    "look",
-    [CommitLog.pending, CommitLog.open_messages],
-    ids=["pending", "open messages"],
-)
+@pytest.mark.parametrize("look", [CommitLog.pending, CommitLog.open_messages], ids=["pending", "open messages"])
 def test_who_sleeps_between_two_looks_does_not_miss_what_has_left_meanwhile(
     log: CommitLog, look: Callable[[CommitLog], object]
 ) -> None:
@@ -355,9 +351,8 @@ def test_what_is_said_while_somebody_lets_it_leave_wins(log: CommitLog, leaver: 
     log.drain()
     log.engine.ledger.mark()
     states = (RowState.ROLLED_BACK_BY_CHECK,)
-    with at(
-        "files read", lambda: log.engine.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "a replay"), table="half"
-    ):
+    replay = partial(log.engine.ledger.reopen, record, 1, states, 2, Who.EXECUTE, "a replay")
+    with at("files read", replay, table="half"):
         assert leaver.archive() == 0
     leaver.remove()
     assert in_half(log) == {"key:0"}
@@ -377,12 +372,12 @@ def test_messages_that_were_set_back_are_noticed(log: CommitLog, tmp_path: Path)
         another(log).drain()
 
 
-def test_files_that_left_are_deleted_after_a_time(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_left_are_deleted_after_a_time(log: CommitLog, limit: Limit) -> None:
     commit(log, send(log, "key"))
     report = let_leave(log)
     assert report.files_left == 1
     assert report.files_deleted == ()
-    set_limits(monkeypatch, REPLACED_FILES_S=0)
+    limit(REPLACED_FILES_S=0)
     (deleted,) = [f for f in let_leave(log).files_deleted if f.startswith("half/")]
     assert deleted.startswith("half/half-")
     assert not [f for f in let_leave(log).files_deleted if f.startswith("half/")]

@@ -11,7 +11,7 @@ import pytest
 import rmq_spark as txmq
 from rmq_spark import ConsumerGroup
 from rmq_spark.errors import NotACommitLogError, OptionError, UnreachableStoreError
-from tests.support.half_batches import commit, prepare
+from tests.support.half_batches import commit, orphan_of, prepare
 from tests.support.inside import filesystem, location, op_merge, read_options
 from tests.support.limits import Limit
 
@@ -37,9 +37,7 @@ def whole_cycle(path: Any, folder: Path, limit: Limit) -> None:
     assert not log.engine.op_table.removed_since() & set(log.engine.op_table.actions()["path"].to_pylist())
     log.drain()
     ConsumerGroup(log, "points").reset("latest", ["orders"])
-    orphan = folder / "half" / f"half-{0:032x}.parquet"
-    orphan.write_bytes(b"x")
-    os.utime(orphan, (0, 0))
+    orphan = orphan_of(log)
     assert txmq.CommitLog.open(path).vacuum() == [f"half/{orphan.name}"]
     again = txmq.CommitLog.open(path)
     assert again.path == log.path
@@ -107,7 +105,7 @@ def test_a_path_that_is_a_file_is_refused_in_one_sentence(inside: str, tmp_path:
             make(f"{tmp_path}/log{inside}")
 
 
-def test_a_file_uri_is_decoded_and_a_plain_path_is_not(tmp_path: Path) -> None:
+def test_a_file_uri_is_decoded_and_a_plain_path_is_not() -> None:
     assert location("file:///a%20b/c/") == location("file:/a%20b/c") == "/a b/c"
     assert location("FILE:///a%20b") == location("File:/a%20b") == "/a b"
     assert location("S3://bucket/Prefix:/A") == "s3://bucket/Prefix:/A"

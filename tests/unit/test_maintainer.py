@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from rmq_spark.errors import NotACommitLogError, OptionError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Pauses, set_clock, wait_until
 from tests.support.fences import fence_rows, make_older, run
-from tests.support.half_batches import commit, let_leave, make_log, send
+from tests.support.half_batches import commit, let_leave, make_log, orphan_of, send
 from tests.support.inside import CommitOncePrepared, Maintainer, MaintenanceReport, Runtime
 
 ON_DELTA = pytest.mark.log("delta", orders=1)
@@ -61,10 +60,7 @@ def test_orphans_are_looked_for_once_an_hour(log: CommitLog, monkeypatch: pytest
     upkeep = Maintainer(log)
 
     def orphans_found(number: int) -> bool:
-        orphan = Path(log.path, "half", f"half-{number:032x}.parquet")
-        orphan.write_bytes(b"x")
-        os.utime(orphan, (0, 0))
-        return f"half/{orphan.name}" in upkeep.run_once().files_deleted
+        return f"half/{orphan_of(log, number).name}" in upkeep.run_once().files_deleted
 
     assert orphans_found(1)
     assert not orphans_found(2)

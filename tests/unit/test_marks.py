@@ -18,7 +18,7 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
 from tests.support.half_batches import another, bodies, commit, count_check, pending, prepare, roll_back
 from tests.support.inside import OpKind, OpRow, RowState, Who, ledger, marking
-from tests.support.limits import set_limits
+from tests.support.limits import Limit
 from tests.support.meanwhile import seen_at, unhooked
 from tests.support.whole_history import require_whole
 
@@ -87,8 +87,8 @@ def named(log: CommitLog) -> set[str]:
     return set(cold.engine.ledger.view.open_at_mark)
 
 
-def test_a_mark_is_made_when_many_op_rows_can_be_let_go(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, ROWS_LET_GO_MIN=8)
+def test_a_mark_is_made_when_many_op_rows_can_be_let_go(log: CommitLog, limit: Limit) -> None:
+    limit(ROWS_LET_GO_MIN=8)
     record = prepare(log, 0)
     assert log.engine.ledger.mark()
     for _ in range(marking.ROWS_LET_GO_MIN - 1):
@@ -197,8 +197,8 @@ def test_a_mark_that_lost_a_race_reads_the_history_no_second_time(log: CommitLog
     assert max(after_the_first) < history / 3
 
 
-def test_a_mark_that_loses_every_race_is_left_to_the_next_time(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, MARK_TRIES_MAX=5)
+def test_a_mark_that_loses_every_race_is_left_to_the_next_time(log: CommitLog, limit: Limit) -> None:
+    limit(MARK_TRIES_MAX=5)
     commit(log, prepare(log, 0))
     with overtaken(log, times=COMMIT_TRIES_MAX) as reads:
         assert not log.engine.ledger.mark()
