@@ -15,7 +15,7 @@ from rmq_spark._core.storage import clock as module
 from rmq_spark.checks import CheckReport
 from rmq_spark.errors import AlreadyPreparedError, ClockError
 from rmq_spark.testing import InMemoryCommitLog
-from tests.support.clocks import on_a_machine, set_clock
+from tests.support.clocks import Clock, on_a_machine, set_clock
 from tests.support.half_batches import (
     another,
     bodies,
@@ -247,21 +247,17 @@ EIGHT_DAYS_S = 8 * DAY_S
 
 
 @pytest.fixture
-def kept_log(log: CommitLog) -> CommitLog:
-    """A log of which messages expire."""
+def clock(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of everybody. Messages of the log expire."""
     log.set_retention("orders", "7d")
-    return log
+    return set_clock(monkeypatch)
 
 
 BOTH = pytest.mark.log("memory", "delta", orders=1)
 
 
 @BOTH
-def test_one_round_of_upkeep_by_a_clock_that_is_days_ahead_destroys_nothing(
-    kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = kept_log
-    clock = set_clock(monkeypatch)
+def test_one_round_of_upkeep_by_a_clock_that_is_days_ahead_destroys_nothing(log: CommitLog, clock: Clock) -> None:
     commit(log, send(log, "key"))
     roll_back(log, send(log, "refused"))
     log.drain()
@@ -277,9 +273,7 @@ def test_one_round_of_upkeep_by_a_clock_that_is_days_ahead_destroys_nothing(
 
 
 @BOTH
-def test_what_is_old_goes_after_a_second_look(kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = kept_log
-    clock = set_clock(monkeypatch)
+def test_what_is_old_goes_after_a_second_look(log: CommitLog, clock: Clock) -> None:
     commit(log, send(log, "key"))
     log.drain()
     clock.ahead_s = EIGHT_DAYS_S
@@ -292,10 +286,8 @@ def test_what_is_old_goes_after_a_second_look(kept_log: CommitLog, monkeypatch: 
 
 
 @pytest.mark.log("memory", orders=1)
-def test_upkeep_that_goes_on_is_on_time(kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upkeep_that_goes_on_is_on_time(log: CommitLog, clock: Clock) -> None:
     """Nothing is late when looks follow each other; and they are no more than one each interval."""
-    log = kept_log
-    clock = set_clock(monkeypatch)
     commit(log, send(log, "key"))
     log.drain()
     log.set_retention("orders", "2h")
@@ -311,11 +303,7 @@ def test_upkeep_that_goes_on_is_on_time(kept_log: CommitLog, monkeypatch: pytest
 
 
 @BOTH
-def test_a_round_of_checks_by_a_clock_that_is_days_ahead_quarantines_nothing(
-    kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = kept_log
-    clock = set_clock(monkeypatch)
+def test_a_round_of_checks_by_a_clock_that_is_days_ahead_quarantines_nothing(log: CommitLog, clock: Clock) -> None:
     send(log, "open")
     clock.ahead_s = EIGHT_DAYS_S
     report = CheckService(another(log), {"group": Scripted(check=UNKNOWN)}).run_once()
@@ -330,9 +318,7 @@ def test_a_round_of_checks_by_a_clock_that_is_days_ahead_quarantines_nothing(
 
 
 @BOTH
-def test_orphans_stay_when_a_clock_is_days_ahead(kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = kept_log
-    clock = set_clock(monkeypatch)
+def test_orphans_stay_when_a_clock_is_days_ahead(log: CommitLog, clock: Clock) -> None:
     header = header_of(0)
     files = stage(log, header)
     clock.ahead_s = EIGHT_DAYS_S
@@ -342,12 +328,8 @@ def test_orphans_stay_when_a_clock_is_days_ahead(kept_log: CommitLog, monkeypatc
 
 
 @BOTH
-def test_a_clock_that_was_ahead_at_the_last_look_is_forgotten(
-    kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_was_ahead_at_the_last_look_is_forgotten(log: CommitLog, clock: Clock) -> None:
     """Eight days later its look would be an earlier look of a clock that is right."""
-    log = kept_log
-    clock = set_clock(monkeypatch)
     commit(log, send(log, "key"))
     for ahead_s in (EIGHT_DAYS_S, 10.0, EIGHT_DAYS_S + 2 * LOOK_INTERVAL_S):
         clock.ahead_s = ahead_s
