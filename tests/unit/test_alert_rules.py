@@ -37,12 +37,8 @@ needs_promtool = pytest.mark.skipif(
 ALERTS: list[dict[str, Any]] = [
     rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
 ]
-TESTED = {
-    asked["alertname"]
-    for test in yaml.safe_load(TESTS.read_text())["tests"]
-    for asked in test["alert_rule_test"]
-    if asked.get("exp_alerts")
-}
+ASKED = [asked for test in yaml.safe_load(TESTS.read_text())["tests"] for asked in test["alert_rule_test"]]
+TESTED = {asked["alertname"] for asked in ASKED if asked.get("exp_alerts")}
 COMMAND: Any = whole(app)
 
 
@@ -240,10 +236,9 @@ def test_what_goes_wrong_in_a_log_fires_its_alert_and_the_remedy_shows_it(tmp_pa
     }
     series = as_series(LogWatch(log).look(), log.path, clock.time())
     shutil.copy(RULES, tmp_path)
-    drill = {"interval": "1m", "input_series": series, "promql_expr_test": [expected]}
-    (tmp_path / "drill.yml").write_text(
-        yaml.safe_dump({"rule_files": [RULES.name], "evaluation_interval": "1m", "tests": [drill]})
-    )
+    tests = [{"interval": "1m", "input_series": series, "promql_expr_test": [expected]}]
+    drill = {"rule_files": [RULES.name], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "drill.yml").write_text(yaml.safe_dump(drill))
     done = promtool("test", "rules", tmp_path / "drill.yml")
     assert done.returncode == 0, done.stdout + done.stderr
     for half_id, verdict in (("app:0", COMMIT_MESSAGE), ("app:1", ROLLBACK_MESSAGE), ("app:2", ROLLBACK_MESSAGE)):

@@ -43,9 +43,7 @@ def test_the_example_has_every_setting_at_its_default() -> None:
 
 
 def test_durations_have_units(tmp_path: Path) -> None:
-    check = (
-        'transactionTimeout = "500ms"\ntransactionCheckInterval = "5m"\nfileReservedTime = "7d"\nroundTimeout = "2s"'
-    )
+    check = 'transactionTimeout="500ms"\ntransactionCheckInterval="5m"\nfileReservedTime="7d"\nroundTimeout="2s"'
     found = JobSettings.load(write(tmp_path, check)).check
     assert (found.transaction_timeout, found.transaction_check_interval) == (0.5, 300.0)
     assert (found.file_reserved_time, found.round_timeout) == (7 * 86400.0, 2.0)

@@ -651,9 +651,8 @@ def test_older_than_file_reserved_time_is_quarantined_whatever_the_policy(
     report = checker.run_once()
     assert states(log, record) == {RowState.QUARANTINED: 2}
     assert report.quarantined.messages == 2
-    assert str(log.engine.state_of(record).history[-1].reason).startswith(
-        "open for 72.0 h, which is not less than fileRes"
-    )
+    reason = str(log.engine.state_of(record).history[-1].reason)
+    assert reason.startswith("open for 72.0 h, which is not less than fileRes")
 
 
 def test_expired_and_checked_too_often_is_left_to_the_policy(log: CommitLog) -> None:

@@ -244,10 +244,8 @@ def test_a_fence_answers_for_all_in_two_database_transactions(tmp_path: Path, lo
 
     listener = SqlTransactionListener(engine, work, rollback_after=0.0)
     records = sends(log, fence_id=fence_id)
-    for record in records[:2]:
-        listener.execute_local_transaction(
-            log.engine.half_batch(record, log.engine.state_of(record), 1, record.all_rows)
-        )
+    for r in records[:2]:
+        listener.execute_local_transaction(log.engine.half_batch(r, r.fresh_state(), 1, r.all_rows))
     young = prepare(log, 0, 2, app="young", fence_id=fence_id)
     _ = listener.store_id  # looked up once
     begun: list[str] = []

@@ -462,10 +462,8 @@ def test_the_last_messages_are_the_newest_of_all_queues(log: CommitLog) -> None:
     for count in (1, 2, 3, 5, 9, 50):
         expected = sorted((m["queue_id"], m["queue_offset"]) for m in newest[-count:])
         assert in_json(log.path, "orders", "--last", count) == expected
-    assert (
-        in_json(log.path, "orders", "--last", 2, "--queue", 1)
-        == [(1, n) for n in range(log.engine.tails()[("orders", 1)])][-2:]
-    )
+    end = log.engine.tails()[("orders", 1)]
+    assert in_json(log.path, "orders", "--last", 2, "--queue", 1) == [(1, end - 2), (1, end - 1)]
     log.create_topic("empty")
     assert "has no messages here" in txmq("read", log.path, "empty", "--last", 3)[0]
 

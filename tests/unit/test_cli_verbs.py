@@ -152,10 +152,8 @@ def test_the_configurations_storage_options_go_with_its_path_alone(
     monkeypatch.setenv("TXMQ_STORAGE__AWS_ENDPOINT", "y")
     txmq("pending", code=1)
     txmq("pending", "s3://b", code=1)
-    assert got == [
-        ("s3://a/topics", {"AWS_REGION": "eu", "AWS_ENDPOINT": "y"}),
-        ("s3://b/topics", {"AWS_ENDPOINT": "y"}),
-    ]
+    endpoint = {"AWS_ENDPOINT": "y"}
+    assert got == [("s3://a/topics", {"AWS_REGION": "eu", **endpoint}), ("s3://b/topics", endpoint)]
 
 
 def test_commands_in_errors_name_the_path_when_it_was_typed(log: CommitLog) -> None:
@@ -656,12 +654,10 @@ def test_the_live_screen_has_all_and_no_control_characters_of_others(log: Commit
 
 # ---------------------------------------------------------------- words
 def test_ages_sizes_and_escapes_are_short() -> None:
-    assert [short_age(s) for s in (None, 0, 0.0123, 59.6, 3600, 3725, 200_000)] == [
-        "", "0s", "12ms", "1m", "1h", "1h 2m", "2d 7h",
-    ]  # fmt: skip
-    assert [size(n) for n in (None, 0, 999, 1500, 5 * 10**9, 3 * 10**15)] == [
-        "", "0 B", "999 B", "1.5 kB", "5.0 GB", "3.0 PB",
-    ]  # fmt: skip
+    ages = {None: "", 0: "0s", 0.0123: "12ms", 59.6: "1m", 3600: "1h", 3725: "1h 2m", 200_000: "2d 7h"}
+    assert {age: short_age(age) for age in ages} == ages
+    sizes = {None: "", 0: "0 B", 999: "999 B", 1500: "1.5 kB", 5 * 10**9: "5.0 GB", 3 * 10**15: "3.0 PB"}
+    assert {number: size(number) for number in sizes} == sizes
     assert escaped("a\tb\\ä\x00") == "a\\tb\\ä\\x00"
 
 

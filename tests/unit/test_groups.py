@@ -149,9 +149,8 @@ def test_a_reset_to_what_has_expired_is_refused(log: CommitLog) -> None:
     log.engine.topic_store.set_retention("orders", 0.0)
     let_leave(log)
     group = txmq.ConsumerGroup(log, "points")
-    with pytest.raises(
-        txmq.OffsetOutOfRangeError, match="offsets 1 to 1 have expired; the queue starts at offset 2 now"
-    ):
+    said = "offsets 1 to 1 have expired; the queue starts at offset 2 now"
+    with pytest.raises(txmq.OffsetOutOfRangeError, match=said):
         group.reset({"orders": {"0": 2, "1": 1}})
     assert group.positions() == {}
     assert group.reset("earliest", ["orders"]) == {("orders", 0): 2, ("orders", 1): 2}
