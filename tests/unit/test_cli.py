@@ -62,13 +62,16 @@ def prepare(
 
 
 # ---------------------------------------------------------------- upkeep
-def test_upkeep_says_what_it_did(log: CommitLog) -> None:
+def test_a_drain_and_upkeep_say_what_they_did(log: CommitLog) -> None:
     for batch_id in range(3):
         commit(log, prepare(log, batch_id))
     log.engine.ledger.mark()
     assert "messages would be drained" in txmq("maintain", log.path, "--dry-run")[0]
+    said, _ = txmq("drain", log.path)
+    assert said == f"the table messages has every message that is committed (version {log.refresh()} of op)\n"
+    assert half_batches.rows_of(log.engine.messages_table).num_rows == 6
+    assert objects("topics", log.path)[0]["committed"] == 6
     assert "drained up to version" in txmq("maintain", log.path)[0]
-    assert log.engine.messages_table.refresh() > 0
 
 
 def threads() -> set[str]:
@@ -117,15 +120,6 @@ def test_a_log_and_a_topic_are_made_and_listed(tmp_path: Path) -> None:
     assert CommitLog.open(path).retentions() == {"bills": 7 * 86_400.0, "orders": None}
     assert "kept for ever" in txmq("topic", "set", path, "bills", "--retention", "forever")[0]
     txmq("create", path, "--exist-ok")
-
-
-def test_drain_copies(log: CommitLog) -> None:
-    commit(log, prepare(log))
-    said, _ = txmq("drain", log.path)
-    assert said == f"the table messages has every message that is committed (version {log.refresh()} of op)\n"
-    log.engine.messages_table.refresh()
-    assert log.engine.messages_table.actions()["num_records"].to_pylist() == [2]
-    assert objects("topics", log.path)[0]["committed"] == 2
 
 
 def test_an_error_is_one_line_and_no_traceback(tmp_path: Path) -> None:
@@ -626,12 +620,6 @@ def test_an_error_words_its_remedy_for_a_program_and_for_the_command(
     for problem in (raised.value, travelled):
         assert for_python in str(problem)
         assert for_command in sentence_for_command(problem, "my log")
-
-
-def test_a_command_leaves_out_the_path_of_a_log_that_the_configuration_names() -> None:
-    with pytest.raises(TxmqError) as raised:
-        InMemoryCommitLog().read("bills")
-    assert sentence_for_command(raised.value).endswith("make it with txmq topic create bills")
 
 
 # ---------------------------------------------------------------- the rest

@@ -33,6 +33,7 @@ from tests.support.half_batches import (
     decide_one,
     half_file,
     in_conflict,
+    in_half,
     let_leave,
     make_log,
     pending,
@@ -236,8 +237,12 @@ def test_by_an_id_messages_are_found_in_whatever_state(log: CommitLog) -> None:
     assert (waits["state"], waits["queue_offset"], waits["transaction_id"]) == ("pending", None, "shop:1:1:o9")
     assert len(objects("query", "--transaction-id", "shop:0:1:o3")) == 2
     assert len(objects("query", "--half-id", "shop:0", "--limit", 3)) == 3
+    for batch_id in (2, 3):  # of which the last one of a stream stays
+        commit(log, orders(log, batch_id, 5, 6))
     let_leave(log)
+    assert in_half(log) == {"shop:0", "shop:1", "shop:3"}
     assert len(objects("query", "--half-id", "shop:0")) == 4
+    assert [m["state"] for m in objects("query", "-t", "shop:2:1:o6")] == ["committed"]
 
 
 def test_by_a_key_those_are_found_too_that_nobody_can_see(log: CommitLog) -> None:
@@ -264,13 +269,6 @@ def test_query_says_which_message_is_in_conflict(log: CommitLog) -> None:
     assert found["state"] == "rolled_back_by_check"
     assert "in conflict" in found["reason"]
     assert "in conflict" in txmq("query", "--half-id", "disputed:7")[0]
-
-
-def test_what_left_half_is_found_by_its_id(log: CommitLog) -> None:
-    for batch_id in range(2):
-        commit(log, orders(log, batch_id, 1, 2))
-    let_leave(log)
-    assert [m["state"] for m in objects("query", "-t", "shop:0:1:o2")] == ["committed"]
 
 
 def test_one_message_is_shown_whole_and_cannot_steer_the_terminal(log: CommitLog) -> None:

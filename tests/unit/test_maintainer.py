@@ -147,11 +147,6 @@ def test_rounds_of_upkeep_prune_the_fence_of_what_has_left(log: CommitLog, tmp_p
         wait_until(lambda: executed() == 0)
 
 
-def test_an_interval_is_a_time(log: CommitLog) -> None:
-    with pytest.raises(OptionError):
-        Maintainer(log, 0)
-
-
 def test_a_log_that_was_made_anew_is_not_kept_up_by_an_old_handle(tmp_path: Path) -> None:
     old = make_log("delta", tmp_path / "log", orders=1)
     shutil.rmtree(tmp_path / "log")
