@@ -419,9 +419,7 @@ def test_who_waits_for_sends_that_a_shutdown_cancels_hears_of_it(log: CommitLog)
 
 @pytest.mark.parametrize("key", [None, "k"])
 @pytest.mark.parametrize("way", [RuntimeError, SystemExit, KeyboardInterrupt, "blocks"])
-def test_a_callback_of_a_cancelled_send_does_not_keep_a_producer_from_closing(
-    log: CommitLog, way: Any, key: str | None
-) -> None:
+def test_a_cancelled_send_s_callback_keeps_no_producer_from_closing(log: CommitLog, way: Any, key: str | None) -> None:
     """It was called in the thread that closed: the others were never cancelled, and shutdown never ended."""
     called: list[Any] = []
     shop = Shop(waits="0")

@@ -128,9 +128,7 @@ def test_a_log_that_lacks_what_op_places_is_not_copied(log: CommitLog, copy: Pat
         log.another().backup(copy)
 
 
-def test_entries_that_are_cleaned_up_between_the_listing_and_the_reading_are_listed_again(
-    log: CommitLog, copy: Path
-) -> None:
+def test_entries_that_go_between_the_listing_and_the_reading_are_listed_again(log: CommitLog, copy: Path) -> None:
     """What made one of ten copies of a page's recipe unreadable: a checkpoint came, and entries went, meanwhile."""
     sent(log, "first")
 
@@ -301,7 +299,7 @@ def test_a_copy_that_is_newer_or_in_use_is_left_as_it_is(log: CommitLog, tmp_pat
         ("a lost file", True, "the copy was left as it was"),
     ],
 )
-def test_a_damaged_log_does_not_replace_a_good_copy(
+def test_a_damaged_log_replaces_no_good_copy(
     log: CommitLog, copied: Path, damage: str, newest: bool, said: str
 ) -> None:
     """A damaged file has the size that the Delta log says. Only the newest was read, and after the switch."""
@@ -377,9 +375,7 @@ def test_the_command_backs_up_and_restores(log: CommitLog, copy: Path) -> None:
 # ---------------------------------------------------------------- under load
 @pytest.mark.turns(2, among="backups at work")
 @pytest.mark.parametrize("seed", range(first_seed(), first_seed() + how_many(1, 20)))
-def test_copies_that_are_taken_while_programs_send_and_upkeep_runs_are_prefixes(
-    log: CommitLog, tmp_path: Path, seed: int
-) -> None:
+def test_copies_taken_while_others_send_and_upkeep_runs_are_prefixes(log: CommitLog, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     stop = threading.Event()
 

@@ -175,9 +175,7 @@ def test_a_listener_refuses_seconds_that_cannot_be_counted(log: CommitLog, value
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda v: type(v).__name__)
-def test_a_number_of_messages_queues_or_checks_is_a_whole_number_that_fits(
-    log: CommitLog, value: Any, tmp_path: Path
-) -> None:
+def test_a_number_of_messages_queues_or_checks_is_whole_and_fits(log: CommitLog, value: Any, tmp_path: Path) -> None:
     log.engine.create_own_topic("%DLQ%group")
     commit(log, prepare(log, 0, 3))
     for call in (

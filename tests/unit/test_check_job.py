@@ -218,9 +218,7 @@ def test_a_variable_that_nobody_reads_is_told(
     ]
 
 
-def test_no_file_is_needed_when_the_environment_names_log_and_listeners(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_with_log_and_listeners_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TXMQ_PATH", "log")
     missing = "TXMQ_LISTENERS and TXMQ_LISTENER_MODULES"

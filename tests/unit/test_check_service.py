@@ -262,9 +262,7 @@ def test_messages_under_immunity_are_left_out_too(log: CommitLog) -> None:
         (SystemExit(3), "SystemExit: 3"),
     ],
 )
-def test_a_listener_that_gives_no_answer_counts_nothing_and_the_round_goes_on(
-    log: CommitLog, answer: Any, words: str
-) -> None:
+def test_no_answer_of_a_listener_counts_nothing_and_the_round_goes_on(log: CommitLog, answer: Any, words: str) -> None:
     first, second = prepare(log, 0, 4), prepare(log, 1, 4)
     listener = Scripted(check=[answer, COMMIT, answer])
     checker = service(log, listener, transaction_check_max=1, discard_policy="rollback")
@@ -360,9 +358,7 @@ def test_a_check_that_was_counted_by_a_clock_far_ahead_stops_no_other() -> None:
     assert services[1].run_once().checked.transactions == 1
 
 
-def test_what_keeps_a_listener_from_answering_is_a_warning_once(
-    log: CommitLog, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_why_a_listener_does_not_answer_is_a_warning_once(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
     """Of a producer's own checks nobody reads the report: its message stayed pending without a word."""
     prepare(log, 0)
     checker = service(log, Scripted(check=OSError("away")), only_groups=True)
@@ -563,7 +559,7 @@ def test_only_the_keys_that_were_checked_too_often_are_discarded(log: CommitLog)
     record = keyed(log, "ab", [None, 20])
     listener = Scripted(check=UNKNOWN)
     clock = later().set(record, 10)
-    checker = service(log, listener, clock, transaction_check_max=2, discard_policy="commit")
+    checker = service(log, listener, clock, transaction_check_max=2, discard_policy=DiscardPolicy.COMMIT)
     checker.run_once()
     checker.run_once()
     clock.set(record, 20)
@@ -658,7 +654,7 @@ def test_older_than_file_reserved_time_is_quarantined_whatever_the_policy(
 def test_expired_and_checked_too_often_is_left_to_the_policy(log: CommitLog) -> None:
     record = prepare(log, 0, 4)
     clock = later()
-    checker, _ = given_up(log, "rollback", clock=clock)
+    checker, _ = given_up(log, "Rollback", clock=clock)  # names are taken in any case
     clock.set(record, 100 * HOUR)
     checker.run_once()
     assert states(log, record) == {RowState.ROLLED_BACK_BY_DISCARD: 4}
@@ -946,11 +942,6 @@ class OfRocketMQ(Scripted):
 def test_settings_that_cannot_be_used_are_refused(settings: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         CheckService(memory_log(), **{"listeners": {}, **settings})
-
-
-@pytest.mark.parametrize(("policy", "name"), [("Rollback", "rollback"), (DiscardPolicy.COMMIT, "commit")])
-def test_policies_have_names_in_any_case(policy: Any, name: str) -> None:
-    assert repr(CheckService(memory_log(), {}, discard_policy=policy).discard_policy) == f"NamedPolicy('{name}')"
 
 
 @ON_DELTA

@@ -623,9 +623,7 @@ def test_an_error_words_its_remedy_for_a_program_and_for_the_command(
 
 
 # ---------------------------------------------------------------- the rest
-def test_init_writes_the_example_and_overwrites_nothing(
-    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_init_writes_the_example_over_nothing(log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "txmq check --config txmq.toml --once" in txmq("init")[0]
     assert "[listeners]" in Path("txmq.toml").read_text()

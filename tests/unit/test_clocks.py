@@ -152,9 +152,7 @@ def test_a_lease_that_a_clock_days_ahead_has_left_keeps_no_check_away(
     assert another(damaged).engine.open_half_ids() == []
 
 
-def test_after_a_clock_that_was_days_ahead_messages_keep_the_order_in_which_they_were_sent(
-    damaged: InMemoryCommitLog,
-) -> None:
+def test_after_a_clock_that_was_days_ahead_messages_keep_the_order_of_their_sends(damaged: InMemoryCommitLog) -> None:
     """Their times of prepare and commit go on from the wrong one: only the order counts."""
     records = [prepare(damaged, batch, {"body": [str(batch)]}) for batch in range(2, 6)]
     assert [r.prepared_ms for r in records] == sorted({r.prepared_ms for r in records})
@@ -219,9 +217,7 @@ def test_a_reopened_transaction_has_its_turn_when_it_is_reopened_whatever_the_cl
     assert bodies(fifo) == (["X", "Y"] if reopened_first else ["Y", "X"])
 
 
-def test_who_lost_a_race_was_not_sent_before_the_winner(
-    fifo: InMemoryCommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_lost_a_race_was_sent_after_the_winner(fifo: InMemoryCommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first try was earlier than the winner's prepare, and counted."""
     clock = set_clock(monkeypatch)
     winners: list[HalfRecord] = []

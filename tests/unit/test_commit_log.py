@@ -205,9 +205,7 @@ def test_a_conflict_over_visible_messages_can_only_be_confirmed(log: CommitLog) 
 
 
 @pytest.mark.parametrize(("verdict", "visible"), [(COMMIT_MESSAGE, ["a", "c"]), (ROLLBACK_MESSAGE, ["a"])])
-def test_resolving_a_conflict_leaves_other_transactions_as_they_are(
-    log: CommitLog, verdict: Any, visible: list[str]
-) -> None:
+def test_resolving_a_conflict_leaves_other_transactions_alone(log: CommitLog, verdict: Any, visible: list[str]) -> None:
     """Also one over hidden messages beside visible ones, which is rolled back."""
     record, rows = by_key(log, "abc")
     decide_one(log.engine, record, 1, commit=rows["a"], rollback=rows["b"], who=Who.EXECUTE)

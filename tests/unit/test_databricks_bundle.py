@@ -165,9 +165,7 @@ def test_the_check_job_settles_what_is_open_and_returns(log: CommitLog, monkeypa
     assert log.read("orders").num_rows == 3
 
 
-def test_a_round_that_leaves_something_to_a_person_fails_the_run(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_that_leaves_work_to_a_person_fails_the_run(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(log, 1, 3)  # of a group that no listener answers for
     monkeypatch.setenv("TXMQ_CHECK__TRANSACTION_TIMEOUT", "0s")
     with pytest.raises(SystemExit) as ended:

@@ -289,9 +289,7 @@ def test_a_conflict_is_told_whose_file_cannot_be_read(log: CommitLog) -> None:
 
 
 # ---------------------------------------------------------------- transactions
-def test_a_checker_that_is_silent_is_told_when_something_waits_for_it(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_checker_is_told_when_something_waits_for_it(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = set_clock(monkeypatch)
     assert found(log)["checker"].level is Level.OK
     record = prepare(log, 0)
@@ -363,9 +361,7 @@ def claim(log: CommitLog, member: str) -> None:
     ("lease_s", "age_s", "is_dead"),
     [(120.0, 0.0, False), (120.0, 60.0, False), (120.0, 130.0, True), (20.0, 0.0, False), (20.0, 25.0, True)],
 )
-def test_the_death_of_a_member_is_judged_by_its_own_lease(
-    log: CommitLog, lease_s: float, age_s: float, is_dead: bool
-) -> None:
+def test_a_member_is_dead_by_its_own_lease(log: CommitLog, lease_s: float, age_s: float, is_dead: bool) -> None:
     """It was 30 s for all, and a heartbeat of this moment was taken for none."""
     commit(log, prepare(log, 0))
     group = ConsumerGroup(log, "points")
@@ -477,9 +473,7 @@ def test_a_java_says_its_version_in_a_file(tmp_path: Path, release: str, version
     assert java_version(tmp_path) == version
 
 
-def test_java_and_the_workers_python_are_looked_for_where_spark_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_java_and_workers_python_are_sought_where_spark_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     java = tmp_path / "jdk" / "bin" / "java"
     java.parent.mkdir(parents=True)
     java.write_text("#!/bin/false\n")

@@ -80,9 +80,7 @@ def test_drains_go_on_after_a_failure(log: CommitLog, tmp_path: Path, caplog: py
 
 
 @ON_DELTA
-def test_an_old_handle_drains_no_log_that_was_made_anew(
-    log: CommitLog, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_old_handle_drains_no_new_log(log: CommitLog, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     beside = Draining(log, every=0.01)
     beside.run_once()
     shutil.rmtree(tmp_path / "log")

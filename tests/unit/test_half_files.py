@@ -365,9 +365,7 @@ def test_a_large_partition_becomes_several_files(tmp_path: Path, limit: Limit) -
         (lambda i: b"x" * 5 + random.Random(i).randbytes(300) if i % 1_000 else b"x" * 100_000, False),
     ],
 )
-def test_bodies_are_compressed_where_it_saves_space(
-    tmp_path: Path, body: Callable[[int], bytes], compressed: bool
-) -> None:
+def test_bodies_are_compressed_where_that_pays(tmp_path: Path, body: Callable[[int], bytes], compressed: bool) -> None:
     columns = {
         "body": [body(i) for i in range(3_000)],
         "keys": [f"order-{i}" for i in range(3_000)],
@@ -416,9 +414,7 @@ def read(folder: Path, path: str, file: HalfFile, ranges: Any, columns: Sequence
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(st.data())
-def test_reading_by_position_and_by_address_agree(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_reads_by_position_and_by_address_agree(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("half")
     rows = data.draw(st.integers(1, 50), "rows")
     group = data.draw(st.integers(1, 60), "rows of a row group")

@@ -55,11 +55,6 @@ def test_work_that_fails_writes_nothing_and_moves_nothing(url: str, log: CommitL
     assert inbox_of(url).apply(log.read("orders")) == 4
 
 
-def test_groups_have_positions_of_their_own(url: str, log: CommitLog) -> None:
-    commit(log, prepare(log, 0, 4))
-    assert [inbox_of(url, group=g).apply(log.read("orders")) for g in ("a", "b", "a")] == [4, 4, 0]
-
-
 def test_consumers_that_race_write_each_result_once(url: str, log: CommitLog) -> None:
     commit(log, prepare(log, 0, 20))
     messages = log.read("orders")

@@ -105,9 +105,7 @@ def test_due_messages_are_placed_when_their_file_is_back(log: CommitLog, delayed
     assert CheckService(log, {}).run_once().problems == []
 
 
-def test_a_check_forgets_due_messages_that_another_process_has_placed(
-    log: CommitLog, delayed: list[HalfRecord]
-) -> None:
+def test_a_check_forgets_due_messages_that_another_process_placed(log: CommitLog, delayed: list[HalfRecord]) -> None:
     """Its rounds reported them for ever."""
     service = CheckService(log, {})
     assert len(service.run_once().problems) == 1

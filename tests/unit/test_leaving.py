@@ -80,13 +80,14 @@ def test_what_is_committed_and_drained_leaves_and_its_op_rows_are_pruned(log: Co
 
 
 def test_a_dry_run_says_so_and_changes_nothing(log: CommitLog) -> None:
+    assert "nothing else to do" in str(log.maintain(dry_run=True))
     for i in range(3):
         commit(log, send(log, f"key{i}"))
     log.drain()
     log.engine.ledger.mark()
     versions = (log.engine.half.table.refresh(), log.refresh())
     report = let_leave(log, dry_run=True)
-    assert report.archived == 3
+    assert (report.dry_run, report.archived) == (True, 3)
     assert "3 half batches would be archived" in str(report)
     assert versions == (log.engine.half.table.refresh(), log.refresh())
 
@@ -383,12 +384,6 @@ def test_files_that_left_are_deleted_after_a_time(log: CommitLog, limit: Limit) 
     assert not [f for f in let_leave(log).files_deleted if f.startswith("half/")]
 
 
-def test_a_log_with_nothing_to_do_says_so(log: CommitLog) -> None:
-    report = log.maintain(dry_run=True)
-    assert report.dry_run
-    assert "nothing else to do" in str(report)
-
-
 # ---------------------------------------------------------------- who sends again
 @pytest.fixture
 def producer(log: CommitLog) -> Iterator[TransactionMQProducer]:
@@ -407,7 +402,7 @@ def test_a_retry_under_a_key_gets_the_outcome_that_is_kept(log: CommitLog, produ
     assert sum(another(log).engine.tails().values()) == 2
 
 
-def test_a_retry_of_what_a_check_rolled_back_and_has_left_is_told_so(
+def test_a_retry_of_a_check_s_rollback_that_has_left_is_told_so(
     log: CommitLog, producer: TransactionMQProducer
 ) -> None:
     roll_back(log, send(log, "send.group.key"), who=Who.CHECK)

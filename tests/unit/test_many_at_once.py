@@ -217,9 +217,7 @@ def until_no_thread_is_left() -> None:
             assert not thread.is_alive()
 
 
-def test_thousands_of_short_transactions_have_one_thread_for_their_leases(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thousands_of_short_transactions_lease_in_one_thread(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     (record,) = prepared(log, staged(log, "a"))
     keeper = LeaseKeeper(log.engine, 60.0)
     started: list[str] = []

@@ -277,9 +277,7 @@ def scenario(log: CommitLog) -> None:
     quarantine(log, hidden)
 
 
-def test_every_metric_in_the_list_is_shown_and_no_other(
-    log: CommitLog, counted: prometheus_client.CollectorRegistry
-) -> None:
+def test_every_metric_in_the_list_is_shown_and_no_other(log: CommitLog, counted: Any) -> None:
     counted.register(LogCollector(log, cache_seconds=0))
     scenario(log)
     observer.tell(lambda o: o.lost_race("op"))
