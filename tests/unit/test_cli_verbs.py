@@ -571,9 +571,8 @@ def test_stats_count_what_came_lately(log: CommitLog) -> None:
     orders(log, 1, 7)
     ConsumerGroup(log, "points").reset("earliest", ["orders"])
     rows = {row["kind"]: row for row in objects("stats")}
-    assert {k: rows["topic"][k] for k in ("topic", "last_minute", "last_hour", "last_day", "committed", "kept")} == {
-        "topic": "orders", "last_minute": 3, "last_hour": 3, "last_day": 3, "committed": 3, "kept": 3,
-    }  # fmt: skip
+    counts = {"last_minute": 3, "last_hour": 3, "last_day": 3, "committed": 3, "kept": 3}
+    assert rows["topic"].items() >= {"topic": "orders", **counts}.items()
     assert (rows["group"]["lag"], rows["group"]["dead_letters"]) == (3, 0)
     assert (rows["transactions"]["pending"], rows["transactions"]["undrained_messages"]) == (1, 3)
     assert "half batches: 1 pending, the oldest for" in txmq("stats")[0]

@@ -174,13 +174,10 @@ def ranges(*pairs: tuple[int, int]) -> list[dict[str, int]]:
     return [{"first": a, "last": b} for a, b in pairs]
 
 
+UPWARDS = ("../outside.parquet", "x/../../outside.parquet")
+PATHS = (*UPWARDS, "/etc/passwd", "file:///etc/passwd", "s3://bucket/x.parquet", None)
 EDITS: dict[str, dict[str, object]] = {
-    "path upwards": {"path": "../outside.parquet"},
-    "path upwards within": {"path": "x/../../outside.parquet"},
-    "path absolute": {"path": "/etc/passwd"},
-    "path a URI": {"path": "file:///etc/passwd"},
-    "path a bucket": {"path": "s3://bucket/x.parquet"},
-    "path missing": {"path": None},
+    **{f"path {path}": {"path": path} for path in PATHS},
     "ranges backwards": {"ranges": ranges((2, 1), (4, 6))},
     "ranges overlapping": {"ranges": ranges((1, 2), (2, 3))},
     "ranges descending": {"ranges": ranges((4, 5), (1, 2))},
