@@ -519,6 +519,9 @@ def test_vacuum_lists_orphans_and_removes_them(log: CommitLog) -> None:
 
 # ---------------------------------------------------------------- dead letters
 def test_dead_letters_are_listed_and_sent_again(log: CommitLog) -> None:
+    assert "no group has read" in txmq("dlq", "list", log.path, "points", code=1)[1]
+    ConsumerGroup(log, "points").reset("earliest", ["orders"])
+    assert txmq("dlq", "list", log.path, "points")[0] == "there are no dead letters\n"
     for topic in (dlq_topic("points"), retry_topic("points")):
         log.engine.create_own_topic(topic)
     assert "there are no dead letters" in txmq("dlq", "list", log.path, "points")[0]
@@ -549,12 +552,6 @@ def test_dead_letters_are_listed_and_sent_again(log: CommitLog) -> None:
     assert "1 dead letter sent again" in txmq("dlq", "resend", log.path, "points", "--all")[0]
     assert "0 dead letters sent again" in txmq("dlq", "resend", log.path, "points", "--all")[0]
     assert log.read(retry_topic("points")).num_rows == 2
-
-
-def test_a_group_is_known_once_it_has_read(log: CommitLog) -> None:
-    assert "no group has read" in txmq("dlq", "list", log.path, "points", code=1)[1]
-    ConsumerGroup(log, "points").reset("earliest", ["orders"])
-    assert txmq("dlq", "list", log.path, "points")[0] == "there are no dead letters\n"
 
 
 # ---------------------------------------------------------------- groups

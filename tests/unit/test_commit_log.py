@@ -328,14 +328,6 @@ def test_a_batch_is_prepared_once(log: CommitLog) -> None:
     assert ids(log.pending()) == ["app:3", "other:3"]
 
 
-def test_a_prepared_batch_is_found_with_all_it_was_prepared_with(log: CommitLog) -> None:
-    made = prepare(log, 0, {"body": ["a"] * 7, "sharding_key": list("abcabca")}, partitions=2)
-    found = another(log).engine.find(APP, 0)
-    assert found is not None
-    assert (found.header, found.prepared_ms, dict(found.files)) == (made.header, made.prepared_ms, dict(made.files))
-    assert log.engine.find(APP, 1) is None
-
-
 def test_files_of_another_batch_none_or_twice_the_same_are_not_prepared(log: CommitLog) -> None:
     header = header_of(0)
     with pytest.raises(MessageError, match="nothing to prepare"):
