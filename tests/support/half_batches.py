@@ -147,7 +147,8 @@ def prepare_one(engine: Engine, header: HalfHeader, files: Sequence[Any]) -> Hal
 def decide_one(
     engine: Any, record: HalfRecord, attempt: int, *, commit: Any = NO_ROWS, rollback: Any = NO_ROWS, **more: Any
 ) -> list[Placed]:
-    """Decide one half batch; what lets the decision drop out is raised."""
+    """Decide one half batch, as its sender does unless told otherwise; what lets the decision drop out is raised."""
+    more.setdefault("who", Who.EXECUTE)
     (decided,) = engine.decide([Decision(record, attempt, RowSet(commit), RowSet(rollback), **more)])
     return list(decided.or_raise())
 
@@ -332,6 +333,6 @@ def fill_with_pieces(log: CommitLog, number: int = 0) -> None:
     mixed = prepare(log, 2 * number + 1, 40, per="message")
     for record, every in ((keyed, 3), (mixed, 2), (keyed, 2)):
         _, some = split(pending(log, record), every)
-        decide_one(log.engine, record, 1, commit=some, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=some)
     roll_back(log, mixed)
     commit(log, keyed)

@@ -607,7 +607,7 @@ def test_what_a_replay_reopened_while_the_policy_decided_is_asked_about_again(
     class Slow(TransactionCheckListener):
         def resolve_discarded(self, batch: HalfBatch, reason: str) -> LocalTransactionState | None:
             other, mine = another(log), record.fresh_state().rows_in((RowState.PENDING,))
-            decide_one(other.engine, record, 1, commit={}, rollback=mine, who=Who.DISCARD, reason=reason)
+            decide_one(other.engine, record, 1, rollback=mine, who=Who.DISCARD, reason=reason)
             reopen(other, record, 1)
             return answer
 
@@ -708,9 +708,9 @@ def test_an_attempt_that_is_over_is_reported(log: CommitLog) -> None:
 def test_pending_rows_of_a_half_batch_in_conflict_wait_for_a_person(log: CommitLog) -> None:
     record = keyed(log, "ab")
     one, _ = split(pending(log, record), 2)
-    decide_one(log.engine, record, 1, commit={}, rollback=one, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, rollback=one)
     with pytest.raises(VerdictConflictError):
-        decide_one(log.engine, record, 1, commit=one, rollback={}, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=one)
     listener = Scripted(check=COMMIT)
     checker = service(log, listener)
     for _ in range(2):

@@ -338,7 +338,7 @@ def test_resolve_does_not_claim_what_was_decided_before_it(
 ) -> None:
     record = prepare(log, bodies=(b"one", b"two", b"three"))
     paid = pending(log, record).first(committed)
-    decide_one(log.engine, record, 1, commit=paid, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=paid)
     decide_one(log.engine, record, 1, rollback=pending(log, record), who=others_by)
     version = log.refresh()
     out, _ = txmq("resolve", log.path, "app:0", verdict, "--reason", "x", *(["-y"] if not committed else []))
@@ -349,7 +349,7 @@ def test_resolve_does_not_claim_what_was_decided_before_it(
 def test_resolve_of_both_verdicts_tells_that_a_conflict_is_over(log: CommitLog) -> None:
     record = prepare(log)
     paid = pending(log, record).first(1)
-    decide_one(log.engine, record, 1, commit=paid, rollback=pending(log, record) - paid, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=paid, rollback=pending(log, record) - paid)
     half_batches.too_late(log, record, Who.CHECK, rollback=paid)
     out, _ = txmq("resolve", log.path, "app:0", "COMMIT", "--reason", "the bank says so", "-y")
     counts = "1 message is committed and 1 message is rolled back already"
@@ -394,7 +394,7 @@ def test_resolve_shows_the_first_messages_and_nothing_that_steers_the_terminal(l
     ]
     assert shown[3] == f"  and 2 more messages: txmq query {log.path} --half-id app:0"
     # Of a half batch that is decided in part, those that are not; of one in conflict, those in conflict.
-    decide_one(log.engine, record, 1, commit=pending(log, record).first(3), who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=pending(log, record).first(3))
     _, shown = shown_before_it_asks(log)
     assert len(shown) == 2
     assert "k" * 79 + "…" in "".join(shown)

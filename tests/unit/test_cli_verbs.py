@@ -224,7 +224,7 @@ def test_by_an_id_messages_are_found_in_whatever_state(log: CommitLog) -> None:
     record = orders(log, 0, 1, 2, 3, 3)
     rows = pending(log, record)
     some, others = split(rows, 2)
-    decide_one(log.engine, record, 1, commit=some, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=some)
     log.engine.ledger.quarantine(record, 1, others, Who.DISCARD, "asked 15 times")
     orders(log, 1, 9)
     found = objects("query", "--half-id", "shop:0")
@@ -249,7 +249,7 @@ def test_by_a_key_those_are_found_too_that_nobody_can_see(log: CommitLog) -> Non
     commit(log, orders(log, 0, 1, 2))
     orders(log, 1, 2, 3)
     back = orders(log, 2, 3, 4)
-    decide_one(log.engine, back, 1, commit={}, rollback=pending(log, back), who=Who.EXECUTE)
+    decide_one(log.engine, back, 1, rollback=pending(log, back))
 
     def found(key: str, *options: object) -> set[tuple[str, str]]:
         return {(m["half_id"], m["state"]) for m in objects("query", "-k", key, *options)}

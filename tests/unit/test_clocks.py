@@ -231,7 +231,7 @@ def test_who_lost_a_race_was_sent_after_the_winner(fifo: InMemoryCommitLog, monk
         lost = prepare(fifo, 0, columns, app="a", per="message")
     assert lost.prepared_ms == another(fifo).engine.get("a:0").prepared_ms
     _, first = split(pending(fifo, lost), 2)
-    decide_one(fifo.engine, lost, 1, commit=first, rollback={}, who=Who.EXECUTE)
+    decide_one(fifo.engine, lost, 1, commit=first)
     assert bodies(fifo) == []
     commit(another(fifo), winners[0])
     commit(fifo, lost)

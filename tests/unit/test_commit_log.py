@@ -97,7 +97,7 @@ def test_offsets_have_no_gaps_over_batches_files_queues_topics_and_rollbacks(log
         record = prepare(log, batch, columns, topic=None, partitions=3)
         assert len(record.files) == 3
         yes, no = split(pending(log, record), every=2 + batch % 3)
-        decide_one(log.engine, record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=yes, rollback=no)
         for file_no, bits in yes.items():
             read = log.engine.half.read(record, RowSet({file_no: bits}), ["topic", "body"])
             for topic, body in zip(read["topic"].to_pylist(), read["body"].to_pylist(), strict=True):
@@ -112,7 +112,7 @@ def test_offsets_have_no_gaps_over_batches_files_queues_topics_and_rollbacks(log
 
 def test_unknown_leaves_no_marker(log: CommitLog) -> None:
     record = prepare(log, 0)
-    decide_one(log.engine, record, 1, commit={}, rollback={}, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit={}, rollback={})
     assert op_rows(log) == []
     assert ids(log.pending()) == ["app:0"]
 
@@ -121,11 +121,11 @@ def test_unknown_leaves_no_marker(log: CommitLog) -> None:
 def test_a_decision_may_be_repeated(log: CommitLog) -> None:
     record = prepare(log, 0)
     mask = pending(log, record)
-    placed = decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    placed = decide_one(log.engine, record, 1, commit=mask)
     assert sum(p.count for p in placed) == 5
     before = len(op_rows(log))
-    assert decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.CHECK) == []
-    assert decide_one(another(log).engine, record, 1, commit=mask, rollback={}, who=Who.CHECK) == []
+    assert decide_one(log.engine, record, 1, commit=mask, who=Who.CHECK) == []
+    assert decide_one(another(log).engine, record, 1, commit=mask, who=Who.CHECK) == []
     assert len(op_rows(log)) == before
     assert len(bodies(log)) == 5
 
@@ -134,9 +134,9 @@ def test_the_first_marker_wins_and_the_late_one_leaves_a_conflict(log: CommitLog
     record = prepare(log, 0)
     mask = pending(log, record)
     other = another(log)
-    decide_one(other.engine, record, 1, commit={}, rollback=mask, who=Who.CHECK, reason="no row")
+    decide_one(other.engine, record, 1, rollback=mask, who=Who.CHECK, reason="no row")
     with pytest.raises(VerdictConflictError, match=r"COMMIT_MESSAGE.*rollback by check") as caught:
-        decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=mask)
     assert caught.value.verdict == "COMMIT_MESSAGE"
     assert bodies(log) == []
     assert log.conflicts() == other.conflicts() == ["app:0"]
@@ -150,7 +150,7 @@ def test_rows_cannot_be_committed_and_rolled_back_at_once(log: CommitLog) -> Non
     record = prepare(log, 0)
     mask = pending(log, record)
     with pytest.raises(ValueError, match="committed and rolled back"):
-        decide_one(log.engine, record, 1, commit=mask, rollback=split(mask, 2)[1], who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=mask, rollback=split(mask, 2)[1])
     assert op_rows(log) == []
 
 
@@ -208,7 +208,7 @@ def test_a_conflict_over_visible_messages_can_only_be_confirmed(log: CommitLog) 
 def test_resolving_a_conflict_leaves_other_transactions_alone(log: CommitLog, verdict: Any, visible: list[str]) -> None:
     """Also one over hidden messages beside visible ones, which is rolled back."""
     record, rows = by_key(log, "abc")
-    decide_one(log.engine, record, 1, commit=rows["a"], rollback=rows["b"], who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=rows["a"], rollback=rows["b"])
     in_conflict(log, record, rows=rows["c"])
     log.resolve("app:0", verdict, "a person knows of c")
     assert sorted(bodies(log)) == visible
@@ -254,9 +254,9 @@ def test_an_attempt_is_reopened_by_one_process_only_and_the_past_one_cannot_be_d
     assert log.engine.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "replay") == mask
     assert another(log).engine.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "replay") == {}
     with pytest.raises(StaleAttemptError):
-        decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=mask)
     with pytest.raises(StaleAttemptError):
-        decide_one(another(log).engine, record, 1, commit={}, rollback=mask, who=Who.CHECK)
+        decide_one(another(log).engine, record, 1, rollback=mask, who=Who.CHECK)
     assert log.pending()["attempt"].to_pylist() == [2]
     commit(log, record, attempt=2)
     assert set(log.read("orders")["transaction_id"].to_pylist()) == {"app:0:2"}
@@ -265,7 +265,7 @@ def test_an_attempt_is_reopened_by_one_process_only_and_the_past_one_cannot_be_d
 
 def test_a_rollback_by_execute_is_not_reopened(log: CommitLog) -> None:
     record = prepare(log, 0)
-    roll_back(log, record, who=Who.EXECUTE)
+    roll_back(log, record)
     assert log.engine.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay") == {}
 
 
@@ -299,7 +299,7 @@ def test_checks_are_counted_per_row(log: CommitLog) -> None:
         state = handle.engine.state_of(record)
         assert state.check_times(some) == 2
         assert state.check_times(others) == 1
-    decide_one(log.engine, record, 1, commit=some, rollback={}, who=Who.CHECK)
+    decide_one(log.engine, record, 1, commit=some, who=Who.CHECK)
     count_check(log.engine, record, 1, mask, None)
     state = log.engine.state_of(record)
     assert state.check_times(some) == 2  # settled rows are not asked about any more
@@ -497,7 +497,7 @@ def test_merging_op_files_changes_nothing(log: CommitLog, limit: Limit) -> None:
     for i in range(5):
         record = prepare(log, i)
         yes, no = split(pending(log, record), every=2)
-        decide_one(log.engine, record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=yes, rollback=no)
     log.engine.ledger.lease([prepare(log, 5)], 60)
     other = another(log)
     before = (log.read("orders").to_pylist(), log.pending().to_pylist(), op_rows(log))

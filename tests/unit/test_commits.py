@@ -155,7 +155,7 @@ def test_an_ambiguous_failure_never_makes_two_copies(log: CommitLog, plans: Sequ
     with going_wrong(log, "half", plans):
         records = [prepare(log, i) for i in range(2)]
     with going_wrong(log, "op", plans):
-        placed = decide_one(log.engine, records[0], 1, commit=pending(log, records[0]), rollback={}, who=Who.EXECUTE)
+        placed = decide_one(log.engine, records[0], 1, commit=pending(log, records[0]))
     assert sum(p.count for p in placed) == 5
     with going_wrong(log, "op", plans):
         count_check(log.engine, records[1], 1, pending(log, records[1]), None)

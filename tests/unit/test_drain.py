@@ -32,7 +32,7 @@ from tests.support.half_batches import (
     rows_of,
     split,
 )
-from tests.support.inside import MESSAGES_SCHEMA, PROPERTIES, SOURCE_SCHEMA, Change, DataFile, Table, Who, drain
+from tests.support.inside import MESSAGES_SCHEMA, PROPERTIES, SOURCE_SCHEMA, Change, DataFile, Table, drain
 from tests.support.limits import Limit
 from tests.support.meanwhile import at, seen_at
 
@@ -62,7 +62,7 @@ def test_a_drain_copies_what_is_placed_and_nothing_else(log: CommitLog) -> None:
     roll_back(log, prepare(log, 4))
     record = prepare(log, 5, 10, per="message")
     some, _ = split(pending(log, record), every=3)
-    decide_one(log.engine, record, 1, commit=some, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=some)
     assert log.drain() == log.refresh()
     require_same(log)
     assert drained(log).schema == MESSAGES_SCHEMA

@@ -28,7 +28,7 @@ from tests.support.half_batches import (
     prepare,
     rows_of,
 )
-from tests.support.inside import HALF_SCHEMA, OP_SCHEMA, TOPICS_SCHEMA, Change, DeltaLogTable, Who
+from tests.support.inside import HALF_SCHEMA, OP_SCHEMA, TOPICS_SCHEMA, Change, DeltaLogTable
 from tests.support.limits import Limit
 from tests.support.meanwhile import at, dies_at
 
@@ -155,7 +155,7 @@ def test_a_moved_log_opens_in_its_new_place(log: CommitLog, tmp_path: Path) -> N
 def decided(log: CommitLog) -> CommitLog:
     """A log with a half batch of six messages of which four are committed, by one op row."""
     record = prepare(log, 0, 6, per="message")
-    decide_one(log.engine, record, 1, commit={0: b"\0\1\1\0\1\1"}, rollback={}, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit={0: b"\0\1\1\0\1\1"})
     return log
 
 
@@ -208,7 +208,7 @@ def test_an_edited_op_row_is_an_error_to_who_reads_it_and_to_who_decides_over_it
     if edited in SEEN_BY_THE_STATE:
         engine = another(changed).engine
         with pytest.raises(CorruptLogError):
-            decide_one(engine, engine.get("app:0"), 1, commit={0: b"\1\0\0\0\0\0"}, who=Who.EXECUTE)
+            decide_one(engine, engine.get("app:0"), 1, commit={0: b"\1\0\0\0\0\0"})
         assert rows_of(engine.op_table).num_rows == 1
 
 

@@ -125,8 +125,8 @@ def test_what_became_of_each_message_is_kept(log: CommitLog) -> None:
     record = send(log, "parts", 9, per="message")
     committed, rest = split(pending(log, record), 3)
     by_check, by_hand = split(rest, 6)
-    decide_one(log.engine, record, 1, commit=committed, who=Who.EXECUTE)
-    decide_one(log.engine, record, 1, rollback=by_hand, who=Who.EXECUTE, reason="no")
+    decide_one(log.engine, record, 1, commit=committed)
+    decide_one(log.engine, record, 1, rollback=by_hand, reason="no")
     decide_one(log.engine, record, 1, rollback=by_check, who=Who.CHECK)
     again = send(log, "again")
     roll_back(log, again, who=Who.CHECK)
@@ -155,9 +155,9 @@ def test_a_writer_that_slept_places_nothing_twice(log: CommitLog, idempotency_s:
     assert op_kinds(log, "key:0") == (["archived"] if idempotency_s else [])
     tails = another(log).engine.tails()
     if idempotency_s:
-        assert decide_one(sleeper.engine, record, 1, commit=rows, who=Who.EXECUTE) == []  # it is so already
+        assert decide_one(sleeper.engine, record, 1, commit=rows) == []  # it is so already
         with pytest.raises(VerdictConflictError, match=r"too late.*has left"):
-            decide_one(sleeper.engine, record, 1, rollback=rows, who=Who.EXECUTE)
+            decide_one(sleeper.engine, record, 1, rollback=rows)
     else:
         is_forgotten(sleeper, record)
     for change in (
@@ -176,7 +176,7 @@ def test_a_writer_that_slept_places_nothing_twice(log: CommitLog, idempotency_s:
 def is_forgotten(sleeper: CommitLog, record: HalfRecord) -> None:
     """A verdict that comes this late is refused."""
     with pytest.raises(StaleAttemptError, match="long ago"):
-        decide_one(sleeper.engine, record, 1, commit=record.all_rows, who=Who.EXECUTE)
+        decide_one(sleeper.engine, record, 1, commit=record.all_rows)
 
 
 def forget(log: CommitLog) -> None:
@@ -223,7 +223,7 @@ def test_a_key_that_is_used_again_is_another_half_batch(log: CommitLog, size: in
 def test_verdicts_on_some_messages_cannot_come_again_when_they_have_left(log: CommitLog) -> None:
     record = send(log, "key", 6, per="message")
     kept, dropped = split(pending(log, record), 2)
-    decide_one(log.engine, record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=kept, rollback=dropped)
     again = send(log, "again", 6)
     roll_back(log, again, who=Who.CHECK)
     log.engine.ledger.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "once more")
@@ -232,12 +232,12 @@ def test_verdicts_on_some_messages_cannot_come_again_when_they_have_left(log: Co
     assert in_half(log) == set()
     for verdicts in ({"commit": dropped}, {"commit": dropped, "rollback": kept}, {"commit": kept}):
         with pytest.raises(StaleAttemptError, match="nobody can tell"):
-            decide_one(log.engine, record, 1, **verdicts, who=Who.EXECUTE)
+            decide_one(log.engine, record, 1, **verdicts)
     rows = again.all_rows
     for attempt in (1, 7):
         with pytest.raises(StaleAttemptError, match=f"under attempt {attempt} comes too late"):
-            decide_one(log.engine, again, attempt, commit=rows, who=Who.EXECUTE)
-    assert decide_one(log.engine, again, 2, commit=rows, who=Who.EXECUTE) == []
+            decide_one(log.engine, again, attempt, commit=rows)
+    assert decide_one(log.engine, again, 2, commit=rows) == []
 
 
 @pytest.mark.log("delta", orders=1)
@@ -255,7 +255,7 @@ def test_what_comes_back_from_an_older_copy_of_half_is_not_placed_again(log: Com
         fresh.engine.state_of(record)
     rows = record.all_rows
     with pytest.raises(StaleAttemptError):
-        decide_one(fresh.engine, record, 1, commit=rows, who=Who.EXECUTE)
+        decide_one(fresh.engine, record, 1, commit=rows)
     assert fresh.engine.open_half_ids() == ["open:0"]
     commit(fresh, fresh.engine.get("open:0"))
 
@@ -263,7 +263,7 @@ def test_what_comes_back_from_an_older_copy_of_half_is_not_placed_again(log: Com
 def test_the_audit_time_is_no_shorter_than_the_grace(log: CommitLog) -> None:
     record = send(log, "key", 4, per="message")
     kept, dropped = split(pending(log, record), 2)
-    decide_one(log.engine, record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=kept, rollback=dropped)
     roll_back(log, send(log, "none"))
     commit(log, send(log, "later"))
     assert let_leave(log, reader_s=3600.0, audit_s=0.0).archived == 0

@@ -84,7 +84,7 @@ def says() -> Scripted:
 def test_the_figures_are_what_happened_in_the_log(log: CommitLog) -> None:
     watch = LogWatch(log)
     others, some = split(pending(log, prepare(log, 0, 40, per="message", group="shop")), every=4)
-    decide_one(log.engine, log.engine.get("app:0"), 1, commit=others, rollback=some, who=Who.EXECUTE)
+    decide_one(log.engine, log.engine.get("app:0"), 1, commit=others, rollback=some)
     prepare(log, 1, 5, topic="points", group="bank")
     hidden = prepare(log, 2, 3, group="shop")
     quarantine(log, hidden)
@@ -197,7 +197,7 @@ def test_a_look_reads_an_open_half_batch_again_only_when_op_decides_something_ne
     count_check(log.engine, one, 1, pending(log, one), "UNKNOWN")
     assert read() == [], "a check that changes nothing"
     some, _ = split(pending(log, one), every=2)
-    decide_one(log.engine, one, 1, commit=some, who=Who.EXECUTE)
+    decide_one(log.engine, one, 1, commit=some)
     assert read() == [one.files[0].path]
     assert watch.look().half_messages == {"orders": 5}
 
