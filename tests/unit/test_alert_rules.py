@@ -47,8 +47,6 @@ def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 # ---------------------------------------------------------------- Prometheus' own tool
-
-
 @needs_promtool
 def test_each_alert_fires_when_it_should_and_only_then() -> None:
     done = promtool("test", "rules", TESTS)

@@ -554,9 +554,6 @@ def test_dead_letters_are_listed_and_sent_again(log: CommitLog) -> None:
     assert log.read(retry_topic("points")).num_rows == 2
 
 
-# ---------------------------------------------------------------- groups
-
-
 # ---------------------------------------------------------------- tables
 LONG_APP = "txmq-producer-12345678-9abc-def0-1234-56789abcdef0"
 

@@ -287,8 +287,6 @@ def test_attempts_have_an_end(log: CommitLog) -> None:
 
 
 # ---------------------------------------------------------------- quarantine, checks, lease
-
-
 def test_checks_are_counted_per_row(log: CommitLog) -> None:
     record = prepare(log, 0, 6, per="message")
     mask = pending(log, record)

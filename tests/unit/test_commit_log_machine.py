@@ -198,7 +198,5 @@ def _text(row: dict[str, Any]) -> str:
 TestCommitLogMachine, TestFewAreNamed = CommitLogMachine.TestCase, FewAreNamed.TestCase
 for case, quick in ((CommitLogMachine, 4), (FewAreNamed, 2)):
     case.TestCase.settings = settings(
-        max_examples=how_many(quick, in_all=25 * quick),
-        stateful_step_count=20,
-        suppress_health_check=list(HealthCheck),
+        max_examples=how_many(quick, in_all=25 * quick), stateful_step_count=20, suppress_health_check=list(HealthCheck)
     )

@@ -35,11 +35,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def text_of(site: Path, page: str) -> str:
-    """The text of a page, without its tags."""
-    return re.sub(r"<[^>]+>", "", (site / page).read_text())
-
-
 # ---------------------------------------------------------------- the site
 class Fetched(HTMLParser):
     """Collects what a browser fetches to show a page."""
@@ -105,7 +100,8 @@ def test_both_shapes_of_a_drawing_say_the_same_of_each_state() -> None:
     ],
 )
 def test_the_reference_names_all_that_the_code_has(site: Path, page: str, names: list[str]) -> None:
-    cells = set(re.findall(r"\w+(?:\.\w+)*", text_of(site, f"reference/{page}.html")))
+    text = re.sub(r"<[^>]+>", "", (site / "reference" / f"{page}.html").read_text())
+    cells = set(re.findall(r"\w+(?:\.\w+)*", text))
     assert not [name for name in names if name not in cells]
 
 

@@ -65,12 +65,6 @@ def maps(values: Sequence[Any]) -> pa.Array:
 
 
 # ---------------------------------------------------------------- what is refused, and nothing written
-def nested_nulls() -> pa.Array:
-    """Null maps with entries hidden beneath them, as a column has that was computed by a condition."""
-    names, values = pa.array(["a", "b"]), pa.array(["x" * 40_000, "1"])
-    return pa.MapArray.from_arrays(pa.array([0, 1, 2], pa.int32()), names, values, mask=pa.array([True, False]))
-
-
 OUTSIDE = ("orders/../x", "../x", "a/b", "..", "\u043erders", "\uff4frders", "orders\n")
 """Names with characters that no topic may have: the two letters o are a Cyrillic and a full-width one."""
 
@@ -132,7 +126,10 @@ def test_bad_input_is_named_and_nothing_is_written(tmp_path: Path, columns: dict
 
 
 def test_properties_hidden_under_null_maps_do_not_count(tmp_path: Path) -> None:
-    (file,) = write(tmp_path, {"body": [b"x", b"y"], "properties": nested_nulls()}, with_writer=writer(topic="one"))
+    """As a column has that was computed by a condition."""
+    names, values = pa.array(["a", "b"]), pa.array(["x" * 40_000, "1"])
+    hidden = pa.MapArray.from_arrays(pa.array([0, 1, 2], pa.int32()), names, values, mask=pa.array([True, False]))
+    (file,) = write(tmp_path, {"body": [b"x", b"y"], "properties": hidden}, with_writer=writer(topic="one"))
     assert stored(tmp_path, file)["properties"].to_pylist() == [None, [("b", "1")]]
 
 
@@ -451,11 +448,7 @@ class CountedFiles:
 
 
 def bytes_read(
-    folder: Path,
-    file: HalfFile,
-    selector: str | None = None,
-    rows: tuple[int, int] | None = None,
-    path: str | None = None,
+    folder: Path, file: HalfFile, selector: str | None = None, rows: tuple[int, int] | None = None, path: str = ""
 ) -> tuple[int, int]:
     """Bytes read of a half file (all rows of it, where it was written, unless told otherwise), and messages kept."""
     counted, kept = CountedFiles(), 0

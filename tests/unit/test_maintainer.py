@@ -13,27 +13,13 @@ from rmq_spark import CommitLog, Message, SqlTransactionListener, TransactionMQP
 from rmq_spark._core.upkeep.fence_pruner import FencePruner
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S
 from rmq_spark.errors import NotACommitLogError, OptionError
-from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Pauses, set_clock, wait_until
+from tests.support.consumers import Steps, memory_log
 from tests.support.fences import fence_rows, make_older, run
-from tests.support.half_batches import commit, let_leave, make_log, orphan_of, send
-from tests.support.inside import CommitOncePrepared, Maintainer, MaintenanceReport, Runtime
+from tests.support.half_batches import commit, let_leave, make_log, orphan_of, rows_of, send
+from tests.support.inside import CommitOncePrepared, Maintainer, MaintenanceReport
 
 ON_DELTA = pytest.mark.log("delta", orders=1)
-
-
-def rows_drained(log: CommitLog) -> int:
-    log.engine.messages_table.refresh()
-    return sum(log.engine.messages_table.actions()["num_records"].to_pylist())
-
-
-class Days(Runtime):
-    """A machine on which days pass at once."""
-
-    days = 0.0
-
-    def monotonic(self) -> float:
-        return super().monotonic() + self.days * 86400
 
 
 @ON_DELTA
@@ -78,7 +64,7 @@ def test_a_producer_that_shall_keep_the_log_up_does(log: CommitLog) -> None:
         for sent in (1, 2):  # it may be opened again
             producer.start()
             producer.send(Message("orders", "x"))
-            wait_until(lambda sent=sent: rows_drained(log) == sent)
+            wait_until(lambda sent=sent: rows_of(log.engine.messages_table).num_rows == sent)
             producer.shutdown()
     assert not [thread for thread in threading.enumerate() if thread.name == "txmq-maintainer"]
 
@@ -98,15 +84,15 @@ class Keeping(CommitOncePrepared):
 
 
 def test_fences_are_pruned_once_a_day_a_piece_at_a_time() -> None:
-    runtime = Days()
-    log = InMemoryCommitLog(topics={"orders": 1}, runtime=runtime)
+    runtime = Steps()
+    log = memory_log(runtime)
     first, second = Keeping(1, 2), Keeping(4)
     fences = FencePruner(log.engine, [first, CommitOncePrepared(), second])
     assert fences.run(0.0) == 0
     assert fences.run(60.0, iter([False, True]).__next__) == 1
     assert fences.run(60.0) == 2 + 4
     assert fences.run(60.0) == 0
-    runtime.days = 1.1
+    runtime.sleep(1.1 * 86_400)
     assert fences.run(60.0) == 7
     assert first.asked == second.asked == [(FENCE_RETENTION_S, log.id)] * 2
 
