@@ -247,8 +247,6 @@ def test_what_goes_wrong_in_a_log_fires_its_alert_and_the_remedy_shows_it(tmp_pa
 
 
 # ---------------------------------------------------------------- docs/monitoring.md
-PAGE = (CONF.parent / "docs" / "monitoring.md").read_text()
-
-
 def test_the_page_lists_every_alert() -> None:
-    assert re.findall(r"^\| `(Txmq\w+)` \|", PAGE, re.MULTILINE) == [rule["alert"] for rule in ALERTS]
+    page = (CONF.parent / "docs" / "monitoring.md").read_text()
+    assert re.findall(r"^\| `(Txmq\w+)` \|", page, re.MULTILINE) == [rule["alert"] for rule in ALERTS]

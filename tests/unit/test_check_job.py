@@ -15,7 +15,6 @@ from tests.support.fences import fence_rows, make_older
 from tests.support.half_batches import commit, let_leave, prepare
 from tests.support.inside import CommitOncePrepared, JobSettings
 
-ROOT = Path(__file__).parents[2]
 SECRET = "s3cr3t-value"
 
 
@@ -33,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 # ---------------------------------------------------------------- the file
 def test_the_example_has_every_setting_at_its_default() -> None:
-    file = ROOT / "conf/txmq.toml"
+    file = Path(__file__).parents[2] / "conf/txmq.toml"
     found = JobSettings.load(file)
     for section in ("check", "maintenance", "drain", "metrics"):
         assert getattr(found, section) == getattr(JobSettings(path="x"), section)

@@ -32,7 +32,6 @@ from tests.support.inside import HALF_SCHEMA, OP_SCHEMA, TOPICS_SCHEMA, Change, 
 from tests.support.limits import Limit
 from tests.support.meanwhile import at, dies_at
 
-ON_BOTH = pytest.mark.log("memory", "delta", orders=1)
 ON_DELTA = pytest.mark.log("delta", orders=1)
 
 
@@ -151,14 +150,6 @@ def test_a_moved_log_opens_in_its_new_place(log: CommitLog, tmp_path: Path) -> N
 
 
 # ---------------------------------------------------------------- op rows edited by hand
-@pytest.fixture
-def decided(log: CommitLog) -> CommitLog:
-    """A log with a half batch of six messages of which four are committed, by one op row."""
-    record = prepare(log, 0, 6, per="message")
-    decide_one(log.engine, record, 1, commit={0: b"\0\1\1\0\1\1"})
-    return log
-
-
 def edit(log: CommitLog, **changes: object) -> CommitLog:
     """Replace the log's only op row by an edited one, and come back with a handle that has not seen the first."""
     op = another(log).engine.op_table
@@ -195,14 +186,16 @@ EDITS: dict[str, dict[str, object]] = {
 SEEN_BY_THE_STATE = [e for e in EDITS if not e.startswith("path") and e != "another half batch"]
 
 
-@ON_BOTH
+@pytest.mark.log("memory", "delta", orders=1)
 @pytest.mark.parametrize("edited", EDITS)
 def test_an_edited_op_row_is_an_error_to_who_reads_it_and_to_who_decides_over_it(
-    decided: CommitLog, tmp_path: Path, edited: str
+    log: CommitLog, tmp_path: Path, edited: str
 ) -> None:
     outside = pa.table({"half_id": ["app:0"] * 6, "file_no": [0] * 6, "row_no": range(6), "body": ["outside"] * 6})
     pq.write_table(outside, tmp_path / "log" / "outside.parquet") if (tmp_path / "log").exists() else None
-    changed = edit(decided, **EDITS[edited])
+    four_of_six = {0: b"\0\1\1\0\1\1"}
+    decide_one(log.engine, prepare(log, 0, 6, per="message"), 1, commit=four_of_six)
+    changed = edit(log, **EDITS[edited])
     with pytest.raises(CorruptLogError):
         changed.read("orders")
     if edited in SEEN_BY_THE_STATE:
