@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
 import re
 import shutil
 import tempfile
@@ -40,6 +41,7 @@ from tests.support.inside import (
     RowSet,
     RowState,
     Staged,
+    Table,
     UnknownCheck,
     Who,
     batch_name,
@@ -145,7 +147,8 @@ def prepare_one(engine: Engine, header: HalfHeader, files: Sequence[Any]) -> Hal
 def decide_one(
     engine: Any, record: HalfRecord, attempt: int, *, commit: Any = NO_ROWS, rollback: Any = NO_ROWS, **more: Any
 ) -> list[Placed]:
-    """Decide one half batch; what lets the decision drop out is raised."""
+    """Decide one half batch, as its sender does unless told otherwise; what lets the decision drop out is raised."""
+    more.setdefault("who", Who.EXECUTE)
     (decided,) = engine.decide([Decision(record, attempt, RowSet(commit), RowSet(rollback), **more)])
     return list(decided.or_raise())
 
@@ -176,12 +179,20 @@ def quarantine(log: CommitLog, record: HalfRecord, reason: str = "too often") ->
     log.engine.ledger.quarantine(record, 1, pending(log, record), Who.DISCARD, reason)
 
 
-def in_conflict(log: CommitLog, record: HalfRecord, reason: str | None = None) -> None:
-    """A check rolls back whatever is pending, and then the producer commits it."""
-    rows = pending(log, record)
+def too_late(log: CommitLog, record: HalfRecord, who: Who = Who.EXECUTE, **verdict: Any) -> VerdictConflictError:
+    """Somebody contradicts the first verdict: that is refused, and leaves a conflict."""
+    with pytest.raises(VerdictConflictError) as caught:
+        decide_one(log.engine, record, 1, who=who, **verdict)
+    return caught.value
+
+
+def in_conflict(
+    log: CommitLog, record: HalfRecord, reason: str | None = None, rows: Mapping[int, bytes] | None = None
+) -> None:
+    """A check rolls back these messages (without ``rows`` whatever is pending), and then the producer commits them."""
+    rows = pending(log, record) if rows is None else rows
     decide_one(log.engine, record, 1, rollback=rows, who=Who.CHECK, reason=reason)
-    with pytest.raises(VerdictConflictError):
-        decide_one(log.engine, record, 1, commit=rows, who=Who.EXECUTE)
+    too_late(log, record, commit=rows)
 
 
 def split(rows: RowSet, every: int) -> tuple[RowSet, RowSet]:
@@ -277,12 +288,36 @@ def in_half(log: CommitLog) -> set[str]:
     return set(another(log).engine.half.contents.all_batches())
 
 
+def paths_of(table: Table) -> list[str]:
+    """The files that a table of the log has now."""
+    table.refresh()
+    paths: list[str] = table.actions()["path"].to_pylist()
+    return paths
+
+
+def rows_of(table: Table, columns: Sequence[str] | None = None) -> pa.Table:
+    """What a table of the log holds now."""
+    return table.read(paths_of(table), columns)
+
+
 def op_kinds(log: CommitLog, half_id: str) -> list[str]:
     """The kinds of the op rows of a half batch, in version order."""
-    op = another(log).engine.op_table
-    op.refresh()
-    rows = op.read(op.actions()["path"].to_pylist(), None, pc.field("half_id") == half_id).sort_by("version")
-    return [str(kind) for kind in rows["kind"].to_pylist()]
+    rows = rows_of(another(log).engine.op_table).sort_by("version")
+    return [str(row["kind"]) for row in rows.to_pylist() if row["half_id"] == half_id]
+
+
+def half_file(log: CommitLog, record: HalfRecord) -> Path:
+    """The file of a half batch that has one."""
+    (file,) = record.files.values()
+    return Path(log.path, "half", file.path)
+
+
+def orphan_of(log: CommitLog, number: int = 0) -> Path:
+    """A file of a crashed writer that upkeep is to delete."""
+    orphan = Path(log.path, "half", f"half-{number:032x}.parquet")
+    orphan.write_bytes(b"x")
+    os.utime(orphan, (0, 0))
+    return orphan
 
 
 def fill_with_pieces(log: CommitLog, number: int = 0) -> None:
@@ -304,6 +339,6 @@ def fill_with_pieces(log: CommitLog, number: int = 0) -> None:
     mixed = prepare(log, 2 * number + 1, 40, per="message")
     for record, every in ((keyed, 3), (mixed, 2), (keyed, 2)):
         _, some = split(pending(log, record), every)
-        decide_one(log.engine, record, 1, commit=some, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=some)
     roll_back(log, mixed)
     commit(log, keyed)

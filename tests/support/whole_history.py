@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from rmq_spark import CommitLog
-from tests.support.half_batches import another
+from tests.support.half_batches import another, rows_of
 from tests.support.inside import BatchState, OpRow, RowState
 
 
 def op_rows_of(log: CommitLog) -> list[dict[str, Any]]:
-    op = another(log).engine.op_table
-    op.refresh()
-    return op.read(op.actions()["path"].to_pylist()).sort_by("version").to_pylist()
+    return rows_of(another(log).engine.op_table).sort_by("version").to_pylist()
 
 
 def states_of(log: CommitLog) -> dict[str, BatchState]:

@@ -156,13 +156,8 @@ def test_a_send_that_is_interrupted_in_any_call_keeps_no_room(log: CommitLog, ke
     """It stayed among those under way, and each shutdown waited 30 seconds for it. Python looks for an interrupt when a
     function begins."""
     interrupted = 0
-    files = (
-        "_core/producer/producer.py",
-        "_core/producer/send_threads.py",
-        "_core/producer/admission.py",
-        "_core/producer/async_send.py",
-        "_core/producer/future.py",
-    )
+    modules = "producer send_threads admission async_send future".split()
+    files = tuple(f"_core/producer/{module}.py" for module in modules)
     with producer_of(log, max_in_flight=3) as producer:
         for at in range(1, 500):
             calls = 0
@@ -424,9 +419,7 @@ def test_who_waits_for_sends_that_a_shutdown_cancels_hears_of_it(log: CommitLog)
 
 @pytest.mark.parametrize("key", [None, "k"])
 @pytest.mark.parametrize("way", [RuntimeError, SystemExit, KeyboardInterrupt, "blocks"])
-def test_a_callback_of_a_cancelled_send_does_not_keep_a_producer_from_closing(
-    log: CommitLog, way: Any, key: str | None
-) -> None:
+def test_a_cancelled_send_s_callback_keeps_no_producer_from_closing(log: CommitLog, way: Any, key: str | None) -> None:
     """It was called in the thread that closed: the others were never cancelled, and shutdown never ended."""
     called: list[Any] = []
     shop = Shop(waits="0")

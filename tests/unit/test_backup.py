@@ -9,6 +9,7 @@ import shutil
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
@@ -127,9 +128,7 @@ def test_a_log_that_lacks_what_op_places_is_not_copied(log: CommitLog, copy: Pat
         log.another().backup(copy)
 
 
-def test_entries_that_are_cleaned_up_between_the_listing_and_the_reading_are_listed_again(
-    log: CommitLog, copy: Path
-) -> None:
+def test_entries_that_go_between_the_listing_and_the_reading_are_listed_again(log: CommitLog, copy: Path) -> None:
     """What made one of ten copies of a page's recipe unreadable: a checkpoint came, and entries went, meanwhile."""
     sent(log, "first")
 
@@ -300,7 +299,7 @@ def test_a_copy_that_is_newer_or_in_use_is_left_as_it_is(log: CommitLog, tmp_pat
         ("a lost file", True, "the copy was left as it was"),
     ],
 )
-def test_a_damaged_log_does_not_replace_a_good_copy(
+def test_a_damaged_log_replaces_no_good_copy(
     log: CommitLog, copied: Path, damage: str, newest: bool, said: str
 ) -> None:
     """A damaged file has the size that the Delta log says. Only the newest was read, and after the switch."""
@@ -376,24 +375,13 @@ def test_the_command_backs_up_and_restores(log: CommitLog, copy: Path) -> None:
 # ---------------------------------------------------------------- under load
 @pytest.mark.turns(2, among="backups at work")
 @pytest.mark.parametrize("seed", range(first_seed(), first_seed() + how_many(1, 20)))
-def test_copies_that_are_taken_while_programs_send_and_upkeep_runs_are_prefixes(
-    log: CommitLog, tmp_path: Path, seed: int
-) -> None:
+def test_copies_taken_while_others_send_and_upkeep_runs_are_prefixes(log: CommitLog, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     stop = threading.Event()
-    problems: list[BaseException] = []
 
-    def started(act: Callable[[int], object]) -> threading.Thread:
-        def run() -> None:
-            try:
-                for n in takewhile(lambda _: not stop.is_set(), count()):
-                    act(n)
-            except BaseException as problem:
-                problems.append(problem)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
+    def go_on(act: Callable[[int], object]) -> None:
+        for n in takewhile(lambda _: not stop.is_set(), count()):
+            act(n)
 
     senders = [log.another() for _ in range(2)]
     upkeep = log.another()
@@ -407,24 +395,24 @@ def test_copies_that_are_taken_while_programs_send_and_upkeep_runs_are_prefixes(
             roll_back(own, record)
 
     acts = [partial(send_one, own, f"sender{i}") for i, own in enumerate(senders)]
-    threads = [started(act) for act in (*acts, lambda n: let_leave(upkeep))]
-    try:
-        seen = 0
-        for n in range(how_many(4, 8)):
-            target = tmp_path / f"copy{n // 2}"  # each second one brings an older copy up to date
-            log.backup(target)
-            copy = CommitLog.open(target)
-            check_offsets(copy)
-            found = bodies(copy)
-            assert len(found) >= seen
-            seen = len(found)
-            for name in {body.rpartition(".")[0] for body in found}:
-                assert {f"{name}.{i}" for i in range(3)} <= set(found), name
-        copy.drain()
-        assert bodies(copy) == found
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert not problems
+    with ThreadPoolExecutor(3) as pool:
+        beside = [pool.submit(go_on, act) for act in (*acts, lambda n: let_leave(upkeep))]
+        try:
+            seen = 0
+            for n in range(how_many(4, 8)):
+                target = tmp_path / f"copy{n // 2}"  # each second one brings an older copy up to date
+                log.backup(target)
+                copy = CommitLog.open(target)
+                check_offsets(copy)
+                found = bodies(copy)
+                assert len(found) >= seen
+                seen = len(found)
+                for name in {body.rpartition(".")[0] for body in found}:
+                    assert {f"{name}.{i}" for i in range(3)} <= set(found), name
+            copy.drain()
+            assert bodies(copy) == found
+        finally:
+            stop.set()
+    for thread in beside:
+        thread.result()
     assert seen > 0

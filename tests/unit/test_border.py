@@ -18,8 +18,8 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError
 from tests.support.half_batches import another, commit, decide_one, let_leave, pending, prepare, roll_back, send
 from tests.support.half_batches import split as split_rows
-from tests.support.inside import Planner, Subscription, Who, partition_ranges, read_ranges, table_files
-from tests.support.limits import set_limits
+from tests.support.inside import Planner, Subscription, partition_ranges, read_ranges, table_files
+from tests.support.limits import limited
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
@@ -33,7 +33,7 @@ def fill(log: CommitLog, first: int, count: int) -> None:
     for i in range(first, first + count):
         record = send(log, f"key{i}", 7, per="message")
         kept, dropped = split_rows(pending(log, record), 3)
-        decide_one(log.engine, record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=kept, rollback=dropped)
         commit(log, prepare(log, i, {"body": [f"p{i}.{j}" for j in range(3)], "tags": ["a", "b", "a"]}, topic="points"))
         roll_back(log, send(log, f"none{i}"))
 
@@ -123,8 +123,7 @@ def test_a_plan_is_good_after_its_files_are_gone(log: CommitLog) -> None:
     assert {r.rows.table for r in of_messages} == {"messages"}
     fill(log, 2, 1)
     log.drain()
-    with pytest.MonkeyPatch.context() as patch:
-        set_limits(patch, MESSAGES_FILES_MAX=2)
+    with limited(MESSAGES_FILES_MAX=2):
         assert table_files.compact_messages(another(log).engine.messages_table) > 0
     delete_now(log)
     for ranges in (of_op, of_messages, pickle.loads(pickle.dumps(of_messages))):

@@ -15,7 +15,6 @@ from tests.support.fences import fence_rows, make_older
 from tests.support.half_batches import commit, let_leave, prepare
 from tests.support.inside import CommitOncePrepared, JobSettings
 
-ROOT = Path(__file__).parents[2]
 SECRET = "s3cr3t-value"
 
 
@@ -33,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 # ---------------------------------------------------------------- the file
 def test_the_example_has_every_setting_at_its_default() -> None:
-    file = ROOT / "conf/txmq.toml"
+    file = Path(__file__).parents[2] / "conf/txmq.toml"
     found = JobSettings.load(file)
     for section in ("check", "maintenance", "drain", "metrics"):
         assert getattr(found, section) == getattr(JobSettings(path="x"), section)
@@ -43,9 +42,7 @@ def test_the_example_has_every_setting_at_its_default() -> None:
 
 
 def test_durations_have_units(tmp_path: Path) -> None:
-    check = (
-        'transactionTimeout = "500ms"\ntransactionCheckInterval = "5m"\nfileReservedTime = "7d"\nroundTimeout = "2s"'
-    )
+    check = 'transactionTimeout="500ms"\ntransactionCheckInterval="5m"\nfileReservedTime="7d"\nroundTimeout="2s"'
     found = JobSettings.load(write(tmp_path, check)).check
     assert (found.transaction_timeout, found.transaction_check_interval) == (0.5, 300.0)
     assert (found.file_reserved_time, found.round_timeout) == (7 * 86400.0, 2.0)
@@ -220,9 +217,7 @@ def test_a_variable_that_nobody_reads_is_told(
     ]
 
 
-def test_no_file_is_needed_when_the_environment_names_log_and_listeners(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_with_log_and_listeners_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TXMQ_PATH", "log")
     missing = "TXMQ_LISTENERS and TXMQ_LISTENER_MODULES"

@@ -262,9 +262,7 @@ def test_messages_under_immunity_are_left_out_too(log: CommitLog) -> None:
         (SystemExit(3), "SystemExit: 3"),
     ],
 )
-def test_a_listener_that_gives_no_answer_counts_nothing_and_the_round_goes_on(
-    log: CommitLog, answer: Any, words: str
-) -> None:
+def test_no_answer_of_a_listener_counts_nothing_and_the_round_goes_on(log: CommitLog, answer: Any, words: str) -> None:
     first, second = prepare(log, 0, 4), prepare(log, 1, 4)
     listener = Scripted(check=[answer, COMMIT, answer])
     checker = service(log, listener, transaction_check_max=1, discard_policy="rollback")
@@ -360,9 +358,7 @@ def test_a_check_that_was_counted_by_a_clock_far_ahead_stops_no_other() -> None:
     assert services[1].run_once().checked.transactions == 1
 
 
-def test_what_keeps_a_listener_from_answering_is_a_warning_once(
-    log: CommitLog, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_why_a_listener_does_not_answer_is_a_warning_once(log: CommitLog, caplog: pytest.LogCaptureFixture) -> None:
     """Of a producer's own checks nobody reads the report: its message stayed pending without a word."""
     prepare(log, 0)
     checker = service(log, Scripted(check=OSError("away")), only_groups=True)
@@ -563,7 +559,7 @@ def test_only_the_keys_that_were_checked_too_often_are_discarded(log: CommitLog)
     record = keyed(log, "ab", [None, 20])
     listener = Scripted(check=UNKNOWN)
     clock = later().set(record, 10)
-    checker = service(log, listener, clock, transaction_check_max=2, discard_policy="commit")
+    checker = service(log, listener, clock, transaction_check_max=2, discard_policy=DiscardPolicy.COMMIT)
     checker.run_once()
     checker.run_once()
     clock.set(record, 20)
@@ -611,7 +607,7 @@ def test_what_a_replay_reopened_while_the_policy_decided_is_asked_about_again(
     class Slow(TransactionCheckListener):
         def resolve_discarded(self, batch: HalfBatch, reason: str) -> LocalTransactionState | None:
             other, mine = another(log), record.fresh_state().rows_in((RowState.PENDING,))
-            decide_one(other.engine, record, 1, commit={}, rollback=mine, who=Who.DISCARD, reason=reason)
+            decide_one(other.engine, record, 1, rollback=mine, who=Who.DISCARD, reason=reason)
             reopen(other, record, 1)
             return answer
 
@@ -651,15 +647,14 @@ def test_older_than_file_reserved_time_is_quarantined_whatever_the_policy(
     report = checker.run_once()
     assert states(log, record) == {RowState.QUARANTINED: 2}
     assert report.quarantined.messages == 2
-    assert str(log.engine.state_of(record).history[-1].reason).startswith(
-        "open for 72.0 h, which is not less than fileRes"
-    )
+    reason = str(log.engine.state_of(record).history[-1].reason)
+    assert reason.startswith("open for 72.0 h, which is not less than fileRes")
 
 
 def test_expired_and_checked_too_often_is_left_to_the_policy(log: CommitLog) -> None:
     record = prepare(log, 0, 4)
     clock = later()
-    checker, _ = given_up(log, "rollback", clock=clock)
+    checker, _ = given_up(log, "Rollback", clock=clock)  # names are taken in any case
     clock.set(record, 100 * HOUR)
     checker.run_once()
     assert states(log, record) == {RowState.ROLLED_BACK_BY_DISCARD: 4}
@@ -713,9 +708,9 @@ def test_an_attempt_that_is_over_is_reported(log: CommitLog) -> None:
 def test_pending_rows_of_a_half_batch_in_conflict_wait_for_a_person(log: CommitLog) -> None:
     record = keyed(log, "ab")
     one, _ = split(pending(log, record), 2)
-    decide_one(log.engine, record, 1, commit={}, rollback=one, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, rollback=one)
     with pytest.raises(VerdictConflictError):
-        decide_one(log.engine, record, 1, commit=one, rollback={}, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=one)
     listener = Scripted(check=COMMIT)
     checker = service(log, listener)
     for _ in range(2):
@@ -731,7 +726,7 @@ def test_a_half_batch_that_cannot_be_read_does_not_stop_the_round(log: CommitLog
     path = Path(log.path) / "half" / bad.files[0].path
     content = path.read_bytes()
     path.unlink()
-    checker = service(log, Scripted(check=COMMIT))
+    checker = service(log.path, Scripted(check=COMMIT))  # type: ignore[arg-type]  # which opens it
     report = checker.run_once()
     assert states(log, good) == {RowState.COMMITTED: 4}
     assert [h for h, _ in report.problems] == [bad.half_id]
@@ -767,8 +762,6 @@ def test_a_bad_half_batch_below_the_mark_hides_nothing(log: CommitLog) -> None:
 
 
 # ---------------------------------------------------------------- the time limit
-
-
 @ON_BOTH
 def test_what_a_round_finds_out_shares_commits(log: CommitLog) -> None:
     """Each half batch had a commit of its own: of thousands that a crash left, a round settled a few hundred."""
@@ -930,11 +923,9 @@ class OfRocketMQ(Scripted):
     ("settings", "error", "words"),
     [
         ({"transaction_timeout": -1}, OptionError, "transaction_timeout=-1"),
-        ({"transaction_timeout": "6"}, OptionError, "transaction_timeout='6'"),
         ({"transaction_check_interval": 0}, OptionError, "transaction_check_interval=0"),
         ({"transaction_check_max": 0}, OptionError, "transaction_check_max=0"),
         ({"transaction_check_max": 251}, OptionError, "transaction_check_max=251"),
-        ({"transaction_check_max": 1.5}, OptionError, "transaction_check_max=1.5"),
         ({"file_reserved_time": float("nan")}, OptionError, "file_reserved_time=nan"),
         ({"round_timeout": 0}, OptionError, "round_timeout=0"),
         ({"discard_policy": "drop"}, OptionError, "discard"),
@@ -951,14 +942,3 @@ class OfRocketMQ(Scripted):
 def test_settings_that_cannot_be_used_are_refused(settings: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         CheckService(memory_log(), **{"listeners": {}, **settings})
-
-
-@pytest.mark.parametrize(("policy", "name"), [("Rollback", "rollback"), (DiscardPolicy.COMMIT, "commit")])
-def test_policies_have_names_in_any_case(policy: Any, name: str) -> None:
-    assert repr(CheckService(memory_log(), {}, discard_policy=policy).discard_policy) == f"NamedPolicy('{name}')"
-
-
-@ON_DELTA
-def test_a_path_opens_the_log(log: CommitLog) -> None:
-    prepare(log, 0, 4)
-    assert check(log.path, COMMIT).committed.messages == 4  # type: ignore[arg-type]

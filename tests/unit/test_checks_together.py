@@ -26,8 +26,8 @@ from rmq_spark import (
 from rmq_spark._core.protocol.engine import SMALL_ROWS_MAX
 from rmq_spark.errors import FenceError
 from tests.support.checks import DEADLINE_S, Hangs, check_times, service, states
-from tests.support.half_batches import another, decide_one, merge_op_files, pending, prepare, share_half_file
-from tests.support.inside import STARTED, CommitOncePrepared, HalfRecord, RowState, State, Who
+from tests.support.half_batches import another, decide_one, merge_op_files, pending, prepare, share_half_file, too_late
+from tests.support.inside import STARTED, CommitOncePrepared, HalfRecord, RowState, State
 
 # What depends on how a log keeps op rows and half files runs on Delta in every run, the rest in the long ones.
 pytestmark = pytest.mark.log("memory", pytest.param("delta", marks=pytest.mark.long))
@@ -118,11 +118,10 @@ def test_a_question_that_fails_or_has_too_few_answers_is_asked_one_by_one(log: C
 def test_those_that_are_leased_in_conflict_or_settled_are_left_alone(log: CommitLog) -> None:
     leased, settled, conflict, due = sends(log, 4)
     log.engine.ledger.lease([leased], 30.0)
-    decide_one(log.engine, settled, 1, commit=pending(log, settled), who=Who.EXECUTE)
+    decide_one(log.engine, settled, 1, commit=pending(log, settled))
     halves = {0: b"\x01\x00"}
-    decide_one(log.engine, conflict, 1, commit=halves, who=Who.EXECUTE)
-    with pytest.raises(txmq.VerdictConflictError):
-        decide_one(log.engine, conflict, 1, rollback=halves, who=Who.EXECUTE)
+    decide_one(log.engine, conflict, 1, commit=halves)
+    too_late(log, conflict, rollback=halves)
     listener = Many()
     report = CheckService(log, {"group": listener}, transaction_timeout=0.0).run_once()
     assert [[batch.half_id for batch in batches] for batches in listener.together] == [[due.half_id]]
@@ -151,7 +150,7 @@ def test_the_listener_sees_those_keys_alone_that_are_due(log: CommitLog) -> None
     columns = {"body": list("1234"), "owner": ["a", "b", "a", "c"]}
     record = prepare(log, 0, columns, per="key", key="owner")
     whole = prepare(log, 0, 4, per="message", app="other", partitions=2)
-    decide_one(log.engine, record, 1, commit={0: b"\x01\x00\x01\x00"}, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit={0: b"\x01\x00\x01\x00"})
     listener = Many()
     listener.answers[record.half_id] = lambda batch: batch.verdicts(commit=["b"], rollback=["c"])
     assert service(another(log), listener).run_once().ok
@@ -245,10 +244,8 @@ def test_a_fence_answers_for_all_in_two_database_transactions(tmp_path: Path, lo
 
     listener = SqlTransactionListener(engine, work, rollback_after=0.0)
     records = sends(log, fence_id=fence_id)
-    for record in records[:2]:
-        listener.execute_local_transaction(
-            log.engine.half_batch(record, log.engine.state_of(record), 1, record.all_rows)
-        )
+    for r in records[:2]:
+        listener.execute_local_transaction(log.engine.half_batch(r, r.fresh_state(), 1, r.all_rows))
     young = prepare(log, 0, 2, app="young", fence_id=fence_id)
     _ = listener.store_id  # looked up once
     begun: list[str] = []

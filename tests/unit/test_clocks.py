@@ -15,7 +15,7 @@ from rmq_spark._core.storage import clock as module
 from rmq_spark.checks import CheckReport
 from rmq_spark.errors import AlreadyPreparedError, ClockError
 from rmq_spark.testing import InMemoryCommitLog
-from tests.support.clocks import on_a_machine, set_clock
+from tests.support.clocks import Clock, on_a_machine, set_clock
 from tests.support.half_batches import (
     another,
     bodies,
@@ -152,9 +152,7 @@ def test_a_lease_that_a_clock_days_ahead_has_left_keeps_no_check_away(
     assert another(damaged).engine.open_half_ids() == []
 
 
-def test_after_a_clock_that_was_days_ahead_messages_keep_the_order_in_which_they_were_sent(
-    damaged: InMemoryCommitLog,
-) -> None:
+def test_after_a_clock_that_was_days_ahead_messages_keep_the_order_of_their_sends(damaged: InMemoryCommitLog) -> None:
     """Their times of prepare and commit go on from the wrong one: only the order counts."""
     records = [prepare(damaged, batch, {"body": [str(batch)]}) for batch in range(2, 6)]
     assert [r.prepared_ms for r in records] == sorted({r.prepared_ms for r in records})
@@ -219,9 +217,7 @@ def test_a_reopened_transaction_has_its_turn_when_it_is_reopened_whatever_the_cl
     assert bodies(fifo) == (["X", "Y"] if reopened_first else ["Y", "X"])
 
 
-def test_who_lost_a_race_was_not_sent_before_the_winner(
-    fifo: InMemoryCommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_lost_a_race_was_sent_after_the_winner(fifo: InMemoryCommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first try was earlier than the winner's prepare, and counted."""
     clock = set_clock(monkeypatch)
     winners: list[HalfRecord] = []
@@ -235,7 +231,7 @@ def test_who_lost_a_race_was_not_sent_before_the_winner(
         lost = prepare(fifo, 0, columns, app="a", per="message")
     assert lost.prepared_ms == another(fifo).engine.get("a:0").prepared_ms
     _, first = split(pending(fifo, lost), 2)
-    decide_one(fifo.engine, lost, 1, commit=first, rollback={}, who=Who.EXECUTE)
+    decide_one(fifo.engine, lost, 1, commit=first)
     assert bodies(fifo) == []
     commit(another(fifo), winners[0])
     commit(fifo, lost)
@@ -247,21 +243,17 @@ EIGHT_DAYS_S = 8 * DAY_S
 
 
 @pytest.fixture
-def kept_log(log: CommitLog) -> CommitLog:
-    """A log of which messages expire."""
+def clock(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of everybody. Messages of the log expire."""
     log.set_retention("orders", "7d")
-    return log
+    return set_clock(monkeypatch)
 
 
 BOTH = pytest.mark.log("memory", "delta", orders=1)
 
 
 @BOTH
-def test_one_round_of_upkeep_by_a_clock_that_is_days_ahead_destroys_nothing(
-    kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = kept_log
-    clock = set_clock(monkeypatch)
+def test_one_round_of_upkeep_by_a_clock_that_is_days_ahead_destroys_nothing(log: CommitLog, clock: Clock) -> None:
     commit(log, send(log, "key"))
     roll_back(log, send(log, "refused"))
     log.drain()
@@ -277,9 +269,7 @@ def test_one_round_of_upkeep_by_a_clock_that_is_days_ahead_destroys_nothing(
 
 
 @BOTH
-def test_what_is_old_goes_after_a_second_look(kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = kept_log
-    clock = set_clock(monkeypatch)
+def test_what_is_old_goes_after_a_second_look(log: CommitLog, clock: Clock) -> None:
     commit(log, send(log, "key"))
     log.drain()
     clock.ahead_s = EIGHT_DAYS_S
@@ -292,10 +282,8 @@ def test_what_is_old_goes_after_a_second_look(kept_log: CommitLog, monkeypatch: 
 
 
 @pytest.mark.log("memory", orders=1)
-def test_upkeep_that_goes_on_is_on_time(kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upkeep_that_goes_on_is_on_time(log: CommitLog, clock: Clock) -> None:
     """Nothing is late when looks follow each other; and they are no more than one each interval."""
-    log = kept_log
-    clock = set_clock(monkeypatch)
     commit(log, send(log, "key"))
     log.drain()
     log.set_retention("orders", "2h")
@@ -311,11 +299,7 @@ def test_upkeep_that_goes_on_is_on_time(kept_log: CommitLog, monkeypatch: pytest
 
 
 @BOTH
-def test_a_round_of_checks_by_a_clock_that_is_days_ahead_quarantines_nothing(
-    kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = kept_log
-    clock = set_clock(monkeypatch)
+def test_a_round_of_checks_by_a_clock_that_is_days_ahead_quarantines_nothing(log: CommitLog, clock: Clock) -> None:
     send(log, "open")
     clock.ahead_s = EIGHT_DAYS_S
     report = CheckService(another(log), {"group": Scripted(check=UNKNOWN)}).run_once()
@@ -330,9 +314,7 @@ def test_a_round_of_checks_by_a_clock_that_is_days_ahead_quarantines_nothing(
 
 
 @BOTH
-def test_orphans_stay_when_a_clock_is_days_ahead(kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = kept_log
-    clock = set_clock(monkeypatch)
+def test_orphans_stay_when_a_clock_is_days_ahead(log: CommitLog, clock: Clock) -> None:
     header = header_of(0)
     files = stage(log, header)
     clock.ahead_s = EIGHT_DAYS_S
@@ -342,12 +324,8 @@ def test_orphans_stay_when_a_clock_is_days_ahead(kept_log: CommitLog, monkeypatc
 
 
 @BOTH
-def test_a_clock_that_was_ahead_at_the_last_look_is_forgotten(
-    kept_log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_was_ahead_at_the_last_look_is_forgotten(log: CommitLog, clock: Clock) -> None:
     """Eight days later its look would be an earlier look of a clock that is right."""
-    log = kept_log
-    clock = set_clock(monkeypatch)
     commit(log, send(log, "key"))
     for ahead_s in (EIGHT_DAYS_S, 10.0, EIGHT_DAYS_S + 2 * LOOK_INTERVAL_S):
         clock.ahead_s = ahead_s

@@ -43,6 +43,7 @@ from tests.support.half_batches import (
     count_check,
     decide_one,
     header_of,
+    in_conflict,
     merge_op_files,
     pending,
     placements,
@@ -51,18 +52,12 @@ from tests.support.half_batches import (
     roll_back,
     split,
     stage,
+    too_late,
 )
-from tests.support.inside import (
-    Change,
-    HalfRecord,
-    OpKind,
-    RowSet,
-    RowState,
-    Who,
-    op_merge,
-)
-from tests.support.limits import Limit, set_limits
+from tests.support.inside import Change, HalfRecord, OpKind, RowSet, RowState, Who, op_merge
+from tests.support.limits import Limit
 from tests.support.meanwhile import at, before_next, seen_at
+from tests.support.whole_history import op_rows_of
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=3)
 
@@ -72,9 +67,7 @@ def ids(table: pa.Table) -> list[str]:
 
 
 def op_rows(log: CommitLog, kind: OpKind | None = None) -> list[dict[str, object]]:
-    log.engine.op_table.refresh()
-    rows = log.engine.op_table.read(log.engine.op_table.actions()["path"].to_pylist()).sort_by("version").to_pylist()
-    return [r for r in rows if kind is None or r["kind"] == kind]
+    return [row for row in op_rows_of(log) if kind is None or row["kind"] == kind]
 
 
 # ---------------------------------------------------------------- visible or not
@@ -104,7 +97,7 @@ def test_offsets_have_no_gaps_over_batches_files_queues_topics_and_rollbacks(log
         record = prepare(log, batch, columns, topic=None, partitions=3)
         assert len(record.files) == 3
         yes, no = split(pending(log, record), every=2 + batch % 3)
-        decide_one(log.engine, record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=yes, rollback=no)
         for file_no, bits in yes.items():
             read = log.engine.half.read(record, RowSet({file_no: bits}), ["topic", "body"])
             for topic, body in zip(read["topic"].to_pylist(), read["body"].to_pylist(), strict=True):
@@ -119,7 +112,7 @@ def test_offsets_have_no_gaps_over_batches_files_queues_topics_and_rollbacks(log
 
 def test_unknown_leaves_no_marker(log: CommitLog) -> None:
     record = prepare(log, 0)
-    decide_one(log.engine, record, 1, commit={}, rollback={}, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit={}, rollback={})
     assert op_rows(log) == []
     assert ids(log.pending()) == ["app:0"]
 
@@ -128,11 +121,11 @@ def test_unknown_leaves_no_marker(log: CommitLog) -> None:
 def test_a_decision_may_be_repeated(log: CommitLog) -> None:
     record = prepare(log, 0)
     mask = pending(log, record)
-    placed = decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    placed = decide_one(log.engine, record, 1, commit=mask)
     assert sum(p.count for p in placed) == 5
     before = len(op_rows(log))
-    assert decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.CHECK) == []
-    assert decide_one(another(log).engine, record, 1, commit=mask, rollback={}, who=Who.CHECK) == []
+    assert decide_one(log.engine, record, 1, commit=mask, who=Who.CHECK) == []
+    assert decide_one(another(log).engine, record, 1, commit=mask, who=Who.CHECK) == []
     assert len(op_rows(log)) == before
     assert len(bodies(log)) == 5
 
@@ -141,16 +134,15 @@ def test_the_first_marker_wins_and_the_late_one_leaves_a_conflict(log: CommitLog
     record = prepare(log, 0)
     mask = pending(log, record)
     other = another(log)
-    decide_one(other.engine, record, 1, commit={}, rollback=mask, who=Who.CHECK, reason="no row")
+    decide_one(other.engine, record, 1, rollback=mask, who=Who.CHECK, reason="no row")
     with pytest.raises(VerdictConflictError, match=r"COMMIT_MESSAGE.*rollback by check") as caught:
-        decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=mask)
     assert caught.value.verdict == "COMMIT_MESSAGE"
     assert bodies(log) == []
     assert log.conflicts() == other.conflicts() == ["app:0"]
     rows = op_rows(log, OpKind.CONFLICT)
     assert [(r["verdict"], r["decided_by"], r["attempt"]) for r in rows] == [("COMMIT_MESSAGE", "execute", 1)]
-    with pytest.raises(VerdictConflictError):
-        decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+    too_late(log, record, commit=mask)
     assert len(op_rows(log, OpKind.CONFLICT)) == 1
 
 
@@ -158,21 +150,8 @@ def test_rows_cannot_be_committed_and_rolled_back_at_once(log: CommitLog) -> Non
     record = prepare(log, 0)
     mask = pending(log, record)
     with pytest.raises(ValueError, match="committed and rolled back"):
-        decide_one(log.engine, record, 1, commit=mask, rollback=split(mask, 2)[1], who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=mask, rollback=split(mask, 2)[1])
     assert op_rows(log) == []
-
-
-def contradict(log: CommitLog, record: HalfRecord, rows: Mapping[int, bytes]) -> None:
-    """A check rolls these messages back, and their sender then wants to commit them."""
-    decide_one(log.engine, record, 1, rollback=rows, who=Who.CHECK)
-    with pytest.raises(VerdictConflictError):
-        decide_one(log.engine, record, 1, commit=rows, who=Who.EXECUTE)
-
-
-def in_conflict(log: CommitLog) -> HalfRecord:
-    record = prepare(log, 0)
-    contradict(log, record, pending(log, record))
-    return record
 
 
 def by_key(log: CommitLog, keys: str) -> tuple[HalfRecord, dict[str, dict[int, bytes]]]:
@@ -184,7 +163,7 @@ def by_key(log: CommitLog, keys: str) -> tuple[HalfRecord, dict[str, dict[int, b
 
 
 def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> None:
-    in_conflict(log)
+    in_conflict(log, prepare(log, 0))
     first = op_rows(log, OpKind.CONFLICT)[0]
     for i in range(1, 9):
         commit(log, prepare(log, i, 1))
@@ -206,7 +185,7 @@ def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> N
 
 
 def test_a_look_for_conflicts_reads_nothing_that_was_read_before(log: CommitLog) -> None:
-    in_conflict(log)
+    in_conflict(log, prepare(log, 0))
     assert log.conflicts() == ["app:0"]
     with seen_at("files read") as reads:
         assert log.conflicts() == ["app:0"]
@@ -215,10 +194,8 @@ def test_a_look_for_conflicts_reads_nothing_that_was_read_before(log: CommitLog)
 
 def test_a_conflict_over_visible_messages_can_only_be_confirmed(log: CommitLog) -> None:
     record = prepare(log, 0)
-    mask = pending(log, record)
     commit(log, record)
-    with pytest.raises(VerdictConflictError):
-        decide_one(log.engine, record, 1, commit={}, rollback=mask, who=Who.CHECK)
+    too_late(log, record, Who.CHECK, rollback=record.all_rows)
     with pytest.raises(VerdictConflictError, match="readers may have seen"):
         log.resolve("app:0", ROLLBACK_MESSAGE, "take them back")
     assert log.conflicts() == ["app:0"]
@@ -228,13 +205,11 @@ def test_a_conflict_over_visible_messages_can_only_be_confirmed(log: CommitLog) 
 
 
 @pytest.mark.parametrize(("verdict", "visible"), [(COMMIT_MESSAGE, ["a", "c"]), (ROLLBACK_MESSAGE, ["a"])])
-def test_resolving_a_conflict_leaves_other_transactions_as_they_are(
-    log: CommitLog, verdict: Any, visible: list[str]
-) -> None:
+def test_resolving_a_conflict_leaves_other_transactions_alone(log: CommitLog, verdict: Any, visible: list[str]) -> None:
     """Also one over hidden messages beside visible ones, which is rolled back."""
     record, rows = by_key(log, "abc")
-    decide_one(log.engine, record, 1, commit=rows["a"], rollback=rows["b"], who=Who.EXECUTE)
-    contradict(log, record, rows["c"])
+    decide_one(log.engine, record, 1, commit=rows["a"], rollback=rows["b"])
+    in_conflict(log, record, rows=rows["c"])
     log.resolve("app:0", verdict, "a person knows of c")
     assert sorted(bodies(log)) == visible
     assert log.conflicts() == another(log).conflicts() == []
@@ -245,7 +220,7 @@ def test_resolving_a_conflict_leaves_other_transactions_as_they_are(
 def test_resume_does_not_end_a_conflict(log: CommitLog) -> None:
     record, rows = by_key(log, "ab")
     log.engine.ledger.quarantine(record, 1, rows["b"], Who.DISCARD, "15 checks")
-    contradict(log, record, rows["a"])
+    in_conflict(log, record, rows=rows["a"])
     assert log.resume("app:0") == 1
     assert log.conflicts() == ["app:0"]
 
@@ -271,45 +246,27 @@ def test_resolve_settles_what_is_pending_or_quarantined(log: CommitLog) -> None:
 
 
 # ---------------------------------------------------------------- attempts
-def test_a_past_attempt_cannot_be_decided(log: CommitLog) -> None:
+def test_an_attempt_is_reopened_by_one_process_only_and_the_past_one_cannot_be_decided(log: CommitLog) -> None:
     record = prepare(log, 0)
     mask = pending(log, record)
     roll_back(log, record, who=Who.CHECK)
-    reopened = log.engine.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay")
-    assert reopened == mask
+    states = (RowState.ROLLED_BACK_BY_CHECK,)
+    assert log.engine.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "replay") == mask
+    assert another(log).engine.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "replay") == {}
     with pytest.raises(StaleAttemptError):
-        decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=mask)
     with pytest.raises(StaleAttemptError):
-        decide_one(another(log).engine, record, 1, commit={}, rollback=mask, who=Who.CHECK)
+        decide_one(another(log).engine, record, 1, rollback=mask, who=Who.CHECK)
     assert log.pending()["attempt"].to_pylist() == [2]
     commit(log, record, attempt=2)
     assert set(log.read("orders")["transaction_id"].to_pylist()) == {"app:0:2"}
     assert log.conflicts() == []
 
 
-def test_an_attempt_is_reopened_by_one_process_only(log: CommitLog) -> None:
-    record = prepare(log, 0)
-    roll_back(log, record, who=Who.CHECK)
-    states = (RowState.ROLLED_BACK_BY_CHECK,)
-    assert log.engine.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "replay")
-    assert another(log).engine.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "replay") == {}
-
-
 def test_a_rollback_by_execute_is_not_reopened(log: CommitLog) -> None:
     record = prepare(log, 0)
-    roll_back(log, record, who=Who.EXECUTE)
+    roll_back(log, record)
     assert log.engine.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "replay") == {}
-
-
-def test_what_was_discarded_is_reopened_under_the_same_attempt(log: CommitLog) -> None:
-    record = prepare(log, 0)
-    count_check(log.engine, record, 1, pending(log, record), None)
-    roll_back(log, record, who=Who.DISCARD)
-    log.engine.ledger.reopen(record, 1, (RowState.ROLLED_BACK_BY_DISCARD,), 1, Who.EXECUTE, "asked again")
-    row = log.pending().to_pylist()[0]
-    assert (row["attempt"], row["messages"], row["check_times"]) == (1, 5, 0)
-    commit(log, record)
-    assert len(bodies(log)) == 5
 
 
 def test_a_reopened_batch_is_as_old_as_its_reopening(log: CommitLog) -> None:
@@ -330,24 +287,6 @@ def test_attempts_have_an_end(log: CommitLog) -> None:
 
 
 # ---------------------------------------------------------------- quarantine, checks, lease
-def test_quarantine_hides_and_resume_brings_back(log: CommitLog) -> None:
-    record = prepare(log, 0)
-    mask = pending(log, record)
-    log.engine.ledger.quarantine(record, 1, mask, Who.DISCARD, "15 checks")
-    assert log.pending().num_rows == 0
-    assert another(log).quarantined().select(["half_id", "messages"]).to_pylist() == [
-        {"half_id": "app:0", "messages": 5}
-    ]
-    with pytest.raises(StaleAttemptError, match="quarantined"):
-        decide_one(log.engine, record, 1, commit=mask, rollback={}, who=Who.EXECUTE)
-    assert log.resume("app:0") == 5
-    assert log.resume("app:0") == 0
-    assert ids(log.pending()) == ["app:0"]
-    assert log.quarantined().num_rows == 0
-    commit(log, record)
-    assert len(bodies(log)) == 5
-
-
 def test_checks_are_counted_per_row(log: CommitLog) -> None:
     record = prepare(log, 0, 6, per="message")
     mask = pending(log, record)
@@ -358,7 +297,7 @@ def test_checks_are_counted_per_row(log: CommitLog) -> None:
         state = handle.engine.state_of(record)
         assert state.check_times(some) == 2
         assert state.check_times(others) == 1
-    decide_one(log.engine, record, 1, commit=some, rollback={}, who=Who.CHECK)
+    decide_one(log.engine, record, 1, commit=some, who=Who.CHECK)
     count_check(log.engine, record, 1, mask, None)
     state = log.engine.state_of(record)
     assert state.check_times(some) == 2  # settled rows are not asked about any more
@@ -385,14 +324,6 @@ def test_a_batch_is_prepared_once(log: CommitLog) -> None:
     assert log.engine.last_batch_id(APP) == 3
     assert log.engine.last_batch_id("nobody") is None
     assert ids(log.pending()) == ["app:3", "other:3"]
-
-
-def test_a_prepared_batch_is_found_with_all_it_was_prepared_with(log: CommitLog) -> None:
-    made = prepare(log, 0, {"body": ["a"] * 7, "sharding_key": list("abcabca")}, partitions=2)
-    found = another(log).engine.find(APP, 0)
-    assert found is not None
-    assert (found.header, found.prepared_ms, dict(found.files)) == (made.header, made.prepared_ms, dict(made.files))
-    assert log.engine.find(APP, 1) is None
 
 
 def test_files_of_another_batch_none_or_twice_the_same_are_not_prepared(log: CommitLog) -> None:
@@ -558,13 +489,13 @@ def test_a_batch_decided_while_the_mark_moves_is_not_forgotten(log: CommitLog) -
         assert handle.pending().num_rows == 0
 
 
-def test_merging_op_files_changes_nothing(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, OP_FILES_MAX=4)
+def test_merging_op_files_changes_nothing(log: CommitLog, limit: Limit) -> None:
+    limit(OP_FILES_MAX=4)
     log.engine.compaction.is_on = False
     for i in range(5):
         record = prepare(log, i)
         yes, no = split(pending(log, record), every=2)
-        decide_one(log.engine, record, 1, commit=yes, rollback=no, who=Who.EXECUTE)
+        decide_one(log.engine, record, 1, commit=yes, rollback=no)
     log.engine.ledger.lease([prepare(log, 5)], 60)
     other = another(log)
     before = (log.read("orders").to_pylist(), log.pending().to_pylist(), op_rows(log))
@@ -589,8 +520,8 @@ def test_what_is_kept_in_memory_follows_what_is_open(log: CommitLog) -> None:
     assert len(log.engine.ledger._just_prepared) <= 1
 
 
-def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, OP_FILES_MAX=8)
+def test_upkeep_starts_by_itself(log: CommitLog, limit: Limit) -> None:
+    limit(OP_FILES_MAX=8)
     for i in range(24):
         commit(log, prepare(log, i, 1))
         log.close()
@@ -600,10 +531,8 @@ def test_upkeep_starts_by_itself(log: CommitLog, monkeypatch: pytest.MonkeyPatch
     check_offsets(log)
 
 
-def test_a_failing_upkeep_stops_nothing(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    set_limits(monkeypatch, OP_FILES_MAX=2)
+def test_a_failing_upkeep_stops_nothing(log: CommitLog, limit: Limit, caplog: pytest.LogCaptureFixture) -> None:
+    limit(OP_FILES_MAX=2)
     with seen_at("commit begins", fails_to_merge, table="op"):
         for i in range(4):
             commit(log, prepare(log, i, 1))

@@ -67,9 +67,8 @@ class CommitLogMachine(RuleBasedStateMachine):
         log, record, state = self._look(at, late)
         for attempt in state.attempts(RowState.PENDING)[:1]:
             rows = _some_of(state.rows_in((RowState.PENDING,), attempt), chosen)
-            decide_one(
-                log.engine, record, attempt, commit=rows if commit else {}, rollback={} if commit else rows, who=who
-            )
+            verdict = {"commit" if commit else "rollback": rows}
+            decide_one(log.engine, record, attempt, **verdict, who=who)
 
     @precondition(lambda self: self.records)
     @rule(at=some, late=st.booleans())
@@ -78,7 +77,7 @@ class CommitLogMachine(RuleBasedStateMachine):
         states = (RowState.ROLLED_BACK_BY_CHECK,)
         for attempt in state.attempts(*states)[:1]:
             with pytest.raises(VerdictConflictError):
-                decide_one(log.engine, record, attempt, commit=state.rows_in(states, attempt), who=Who.EXECUTE)
+                decide_one(log.engine, record, attempt, commit=state.rows_in(states, attempt))
 
     @precondition(lambda self: self.records)
     @rule(at=some, chosen=some, quarantine=st.booleans(), late=st.booleans())
@@ -199,7 +198,5 @@ def _text(row: dict[str, Any]) -> str:
 TestCommitLogMachine, TestFewAreNamed = CommitLogMachine.TestCase, FewAreNamed.TestCase
 for case, quick in ((CommitLogMachine, 4), (FewAreNamed, 2)):
     case.TestCase.settings = settings(
-        max_examples=how_many(quick, in_all=25 * quick),
-        stateful_step_count=20,
-        suppress_health_check=list(HealthCheck),
+        max_examples=how_many(quick, in_all=25 * quick), stateful_step_count=20, suppress_health_check=list(HealthCheck)
     )

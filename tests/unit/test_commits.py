@@ -31,19 +31,12 @@ from tests.support.half_batches import (
     pending,
     prepare,
     prepare_one,
+    rows_of,
     stage,
 )
-from tests.support.inside import (
-    Change,
-    DeltaLogTable,
-    Naming,
-    OpKind,
-    OpRow,
-    RowState,
-    Who,
-)
+from tests.support.inside import Change, DeltaLogTable, Naming, OpKind, OpRow, RowState, Who
 from tests.support.inside import op_table as to_table
-from tests.support.limits import set_limits
+from tests.support.limits import Limit
 from tests.support.meanwhile import at, unhooked
 
 pytestmark = pytest.mark.log("memory", "delta")
@@ -162,7 +155,7 @@ def test_an_ambiguous_failure_never_makes_two_copies(log: CommitLog, plans: Sequ
     with going_wrong(log, "half", plans):
         records = [prepare(log, i) for i in range(2)]
     with going_wrong(log, "op", plans):
-        placed = decide_one(log.engine, records[0], 1, commit=pending(log, records[0]), rollback={}, who=Who.EXECUTE)
+        placed = decide_one(log.engine, records[0], 1, commit=pending(log, records[0]))
     assert sum(p.count for p in placed) == 5
     with going_wrong(log, "op", plans):
         count_check(log.engine, records[1], 1, pending(log, records[1]), None)
@@ -205,12 +198,10 @@ def test_a_lost_acknowledgement_of_prepare_is_not_taken_for_another_writers(log:
 
 
 @MEMORY
-def test_a_commit_that_never_succeeds_says_so(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, COMMIT_TRIES_MAX=5, BACKOFF_S_MAX=0.001)
-    with (
-        going_wrong(log, "half", [(False, "raises")] * 3),
-        pytest.raises(CommitError, match=r"half failed 3 times.*ConnectionError: time-out"),
-    ):
+def test_a_commit_that_never_succeeds_says_so(log: CommitLog, limit: Limit) -> None:
+    limit(COMMIT_TRIES_MAX=5, BACKOFF_S_MAX=0.001)
+    told = pytest.raises(CommitError, match=r"half failed 3 times.*ConnectionError: time-out")
+    with going_wrong(log, "half", [(False, "raises")] * 3), told:
         prepare(log, 0)
     with going_wrong(log, "half", [(False, "no")] * 5), pytest.raises(CommitError, match="too many writers"):
         prepare(log, 0)
@@ -276,8 +267,7 @@ def put(table: DeltaLogTable, number: int) -> None:
 
 
 def numbers(table: DeltaLogTable) -> list[int]:
-    table.refresh()
-    return sorted(table.read(table.actions()["path"].to_pylist())["version"].to_pylist())
+    return sorted(rows_of(table)["version"].to_pylist())
 
 
 def clean_up(folder: Path, handle: DeltaLogTable, start: int) -> int:

@@ -71,11 +71,9 @@ def test_the_page_names_each_variable_and_sets_those_that_are_required() -> None
     rows = re.findall(r"^\| (`.*`) \| .* \| (.*) \|$", page.partition("| variable |")[2].partition("\n\n")[0], re.M)
     told = [(name, default) for names, defaults in rows for name, default in zip(
         names.split(", "), defaults.split(", ") if "," in names else [defaults], strict=True)]  # fmt: skip
-    variables = bundle()["variables"]
-    assert {n.strip("`"): d.strip("`") for n, d in told} == {
-        n: v.get("default", "required") for n, v in variables.items()
-    }
-    required = {name for name, variable in variables.items() if "default" not in variable}
+    defaults = {name: variable.get("default", "required") for name, variable in bundle()["variables"].items()}
+    assert {name.strip("`"): default.strip("`") for name, default in told} == defaults
+    required = {name for name, default in defaults.items() if default == "required"}
     assert set(re.findall(r"^export BUNDLE_VAR_(\w+)=\S+$", page, re.M)) == required
 
 
@@ -115,9 +113,8 @@ def test_the_environment_has_the_wheel_and_what_its_extras_need() -> None:
 
 
 def test_a_job_calls_what_the_wheel_has() -> None:
-    called = [
-        task["python_wheel_task"] for job in jobs().values() for task in job["tasks"] if "python_wheel_task" in task
-    ]
+    tasks = [task for job in jobs().values() for task in job["tasks"]]
+    called = [task["python_wheel_task"] for task in tasks if "python_wheel_task" in task]
     assert len(called) == 2
     for task in called:
         assert task["package_name"].replace("_", "-") == PROJECT["name"]
@@ -168,9 +165,7 @@ def test_the_check_job_settles_what_is_open_and_returns(log: CommitLog, monkeypa
     assert log.read("orders").num_rows == 3
 
 
-def test_a_round_that_leaves_something_to_a_person_fails_the_run(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_that_leaves_work_to_a_person_fails_the_run(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(log, 1, 3)  # of a group that no listener answers for
     monkeypatch.setenv("TXMQ_CHECK__TRANSACTION_TIMEOUT", "0s")
     with pytest.raises(SystemExit) as ended:
@@ -191,9 +186,8 @@ def test_storage_options_come_from_a_secret_scope(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="is there on Databricks only"):
         tasks.storage_of("txmq")
     kept = {"AWS_REGION": "eu-central-1", "AWS_SECRET_ACCESS_KEY": "hidden"}
-    secrets = SimpleNamespace(
-        list=lambda scope: [SimpleNamespace(key=key) for key in kept], get=lambda scope, key: kept[key]
-    )
+    listed = [SimpleNamespace(key=key) for key in kept]
+    secrets = SimpleNamespace(list=lambda scope: listed, get=lambda scope, key: kept[key])
     for name in ("databricks", "databricks.sdk", "databricks.sdk.runtime"):  # what Databricks' Python has
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["databricks.sdk.runtime"].dbutils = SimpleNamespace(secrets=secrets)  # type: ignore[attr-defined]

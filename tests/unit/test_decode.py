@@ -157,16 +157,14 @@ def test_a_body_is_decoded_as_it_would_be_alone_whatever_stands_beside_it(bodies
             return -1
 
     each = [alone(body) for body in bodies]
-    column = pa.chunked_array(
-        [pa.array(bodies[:cut], pa.binary()), pa.array([b"no", *bodies[cut:]], pa.binary()).slice(1)]
-    )
+    sliced = pa.array([b"no", *bodies[cut:]], pa.binary()).slice(1)
+    column = pa.chunked_array([pa.array(bodies[:cut], pa.binary()), sliced])
     assert decode_json(column, "id long", "null")["id"].to_pylist() == [None if n == -1 else n for n in each]
     if -1 not in each:
         assert decode_json(column, "id long")["id"].to_pylist() == each
         return
-    with pytest.raises(
-        MessageError, match=rf"of row {each.index(-1)} is not .*Of {len(each)} bodies {each.count(-1)} cannot"
-    ):
+    said = rf"of row {each.index(-1)} is not .*Of {len(each)} bodies {each.count(-1)} cannot"
+    with pytest.raises(MessageError, match=said):
         decode_json(column, "id long")
 
 

@@ -11,72 +11,43 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OLDER, NEW, CONNECT, CLIENT, STORES = "4.0, 4.1", "4.2", "Connect", "`pyspark-client`", "S3, Azure, Google"
 FRESH = "test_fresh_environment.py::test_every_door_works"
+OVER_CONNECT = {CONNECT: f"{FRESH}_over_connect", CLIENT: f"{FRESH}_for_a_client_without_a_jvm"}
+STREAMS_ON_STORES = "test_stores.py::test_streams_write_and_read_a_log_on_a_store"
+FOREACH_ON_STORES = "test_stores.py::test_foreach_batch_sends_to_a_log_on_a_store"
+PIPELINE = "test_databricks.py::test_the_declarative_pipeline_sends_each_row_once_also_with_a_listener"
+
+
+def on_spark(test: str) -> dict[str, str]:
+    return {OLDER: f"test_{test}", NEW: f"test_{test}"}
+
+
+FOREACH = {**on_spark("doors.py::test_foreach_batch"), CONNECT: "test_doors.py::test_foreach_batch_over_spark_connect"}
 TESTS = {
     "messages alone": {
-        OLDER: "test_sink.py::test_a_stream_without_a_listener_sends_every_row_once",
-        NEW: "test_sink.py::test_a_stream_without_a_listener_sends_every_row_once",
-        CONNECT: f"{FRESH}_over_connect",
-        CLIENT: f"{FRESH}_for_a_client_without_a_jvm",
-        STORES: "test_stores.py::test_streams_write_and_read_a_log_on_a_store",
+        **on_spark("sink.py::test_a_stream_without_a_listener_sends_every_row_once"),
+        **OVER_CONNECT,
+        STORES: STREAMS_ON_STORES,
     },
-    "a listener by its name": {
-        OLDER: "test_doors.py::test_module_and_attribute",
-        NEW: "test_doors.py::test_module_and_attribute",
-        CONNECT: f"{FRESH}_over_connect",
-        CLIENT: f"{FRESH}_for_a_client_without_a_jvm",
-    },
+    "a listener by its name": {**on_spark("doors.py::test_module_and_attribute"), **OVER_CONNECT},
     "rows into a table": {
-        OLDER: "test_table_listener.py::test_a_stream_fills_a_table_with_options_alone",
-        NEW: "test_table_listener.py::test_a_stream_fills_a_table_with_options_alone",
-        CONNECT: f"{FRESH}_over_connect",
-        CLIENT: f"{FRESH}_for_a_client_without_a_jvm",
+        **on_spark("table_listener.py::test_a_stream_fills_a_table_with_options_alone"),
+        **OVER_CONNECT,
     },
-    "a listener for a database": {
-        OLDER: "test_doors.py::test_foreach_batch",
-        NEW: "test_doors.py::test_foreach_batch",
-        CONNECT: "test_doors.py::test_foreach_batch_over_spark_connect",
-        CLIENT: f"{FRESH}_for_a_client_without_a_jvm",
-    },
-    "a listener of your own": {
-        OLDER: "test_doors.py::test_foreach_batch",
-        NEW: "test_doors.py::test_foreach_batch",
-        CONNECT: "test_doors.py::test_foreach_batch_over_spark_connect",
-        CLIENT: f"{FRESH}_for_a_client_without_a_jvm",
-        STORES: "test_stores.py::test_foreach_batch_sends_to_a_log_on_a_store",
-    },
-    "a Delta table": {
-        OLDER: "test_delta_listener.py::test_execute_makes_one_commit_and_a_check_finds_it",
-        NEW: "test_delta_listener.py::test_execute_makes_one_commit_and_a_check_finds_it",
-    },
+    "a listener for a database": {**OVER_CONNECT, **FOREACH},
+    "a listener of your own": {**OVER_CONNECT, **FOREACH, STORES: FOREACH_ON_STORES},
+    "a Delta table": on_spark("delta_listener.py::test_execute_makes_one_commit_and_a_check_finds_it"),
     "local transactions on executors": {
-        OLDER: "test_parts.py::test_parts_run_on_executors_and_agree_after_a_task_failed",
-        NEW: "test_parts.py::test_parts_run_on_executors_and_agree_after_a_task_failed",
-        CONNECT: f"{FRESH}_over_connect",
-        CLIENT: f"{FRESH}_for_a_client_without_a_jvm",
+        **on_spark("parts.py::test_parts_run_on_executors_and_agree_after_a_task_failed"),
+        **OVER_CONNECT,
     },
     "the source": {
-        OLDER: "test_source.py::test_a_stream_goes_on_from_its_checkpoint",
-        NEW: "test_source.py::test_a_stream_goes_on_from_its_checkpoint",
-        CONNECT: f"{FRESH}_over_connect",
-        CLIENT: f"{FRESH}_for_a_client_without_a_jvm",
-        STORES: "test_stores.py::test_streams_write_and_read_a_log_on_a_store",
+        **on_spark("source.py::test_a_stream_goes_on_from_its_checkpoint"),
+        **OVER_CONNECT,
+        STORES: STREAMS_ON_STORES,
     },
-    "history": {
-        OLDER: "test_messages.py::test_messages_are_those_of_the_source",
-        NEW: "test_messages.py::test_messages_are_those_of_the_source",
-        CONNECT: f"{FRESH}_over_connect",
-        CLIENT: f"{FRESH}_for_a_client_without_a_jvm",
-    },
-    "consumers": {
-        OLDER: "test_consume.py::test_a_poisoned_message_dies_and_can_be_sent_again",
-        NEW: "test_consume.py::test_a_poisoned_message_dies_and_can_be_sent_again",
-        CONNECT: f"{FRESH}_over_connect",
-        CLIENT: f"{FRESH}_for_a_client_without_a_jvm",
-    },
-    "a pipeline": {
-        NEW: "test_databricks.py::test_the_declarative_pipeline_sends_each_row_once_also_with_a_listener",
-        CONNECT: "test_databricks.py::test_the_declarative_pipeline_sends_each_row_once_also_with_a_listener",
-    },
+    "history": {**on_spark("messages.py::test_messages_are_those_of_the_source"), **OVER_CONNECT},
+    "consumers": {**on_spark("consume.py::test_a_poisoned_message_dies_and_can_be_sent_again"), **OVER_CONNECT},
+    "a pipeline": {NEW: PIPELINE, CONNECT: PIPELINE},
 }
 """By row and column of the table, the test in ``tests/spark``. ``make test-spark`` runs all of them on 4.0 and 4.1."""
 

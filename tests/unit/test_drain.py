@@ -25,13 +25,15 @@ from tests.support.half_batches import (
     make_log,
     merge_op_files,
     move_half,
+    paths_of,
     pending,
     prepare,
     roll_back,
+    rows_of,
     split,
 )
-from tests.support.inside import MESSAGES_SCHEMA, PROPERTIES, SOURCE_SCHEMA, Change, DataFile, Table, Who, drain
-from tests.support.limits import set_limits
+from tests.support.inside import MESSAGES_SCHEMA, PROPERTIES, SOURCE_SCHEMA, Change, DataFile, Table, drain
+from tests.support.limits import Limit
 from tests.support.meanwhile import at, seen_at
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
@@ -39,9 +41,7 @@ pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
 def drained(log: CommitLog, topic: str | None = None) -> pa.Table:
     """What the table messages holds, by topic, queue and offset."""
-    table = another(log).engine.messages_table
-    table.refresh()
-    rows = table.read(table.actions()["path"].to_pylist())
+    rows = rows_of(another(log).engine.messages_table)
     rows = rows if topic is None else rows.filter(pc.equal(rows["topic"], topic))
     return rows.sort_by([(c, "ascending") for c in ("topic", "queue_id", "queue_offset")])
 
@@ -62,7 +62,7 @@ def test_a_drain_copies_what_is_placed_and_nothing_else(log: CommitLog) -> None:
     roll_back(log, prepare(log, 4))
     record = prepare(log, 5, 10, per="message")
     some, _ = split(pending(log, record), every=3)
-    decide_one(log.engine, record, 1, commit=some, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=some)
     assert log.drain() == log.refresh()
     require_same(log)
     assert drained(log).schema == MESSAGES_SCHEMA
@@ -74,18 +74,11 @@ def test_messages_say_where_they_come_from(log: CommitLog) -> None:
     record = prepare(log, 0, {"body": ["a", "b", "c"], "order": ["1", "2", "2"]}, per="key", key="order", partitions=2)
     commit(log, record)
     log.drain()
-    rows = drained(log).select(
-        ["half_id", "file_no", "row_no", "attempt", "transaction_per", "transaction_key", "body"]
-    )
-    assert sorted((r["transaction_key"], r["body"]) for r in rows.to_pylist()) == [
-        ("1", b"a"),
-        ("2", b"b"),
-        ("2", b"c"),
-    ]
-    assert {(r["half_id"], r["attempt"], r["transaction_per"]) for r in rows.to_pylist()} == {("app:0", 1, "key")}
-    assert len({(r["file_no"], r["row_no"]) for r in rows.to_pylist()}) == 3
-    versions = drained(log)["op_version"].unique().to_pylist()
-    assert versions == [log.version]
+    rows = drained(log).to_pylist()
+    assert sorted((r["transaction_key"], r["body"]) for r in rows) == [("1", b"a"), ("2", b"b"), ("2", b"c")]
+    assert {(r["half_id"], r["attempt"], r["transaction_per"]) for r in rows} == {("app:0", 1, "key")}
+    assert len({(r["file_no"], r["row_no"]) for r in rows}) == 3
+    assert {r["op_version"] for r in rows} == {log.version}
 
 
 def test_columns_that_hardly_repeat_have_no_dictionary_in_a_large_file(tmp_path: Path) -> None:
@@ -111,21 +104,15 @@ def test_a_drain_goes_on_where_the_last_one_ended(log: CommitLog) -> None:
         commit(log, prepare(log, i))
         log.drain()
         require_same(log)
-    files = another(log).engine.messages_table
-    files.refresh()
-    assert files.actions().num_rows == 4
+    assert len(paths_of(another(log).engine.messages_table)) == 4
     with seen_at("file written") as written:
         log.drain()
     assert written == [], "there is nothing to copy"
 
 
 @pytest.mark.parametrize(("op_rows", "op_bytes"), [(3, 1 << 30), (1_000, 20_000)])
-def test_a_backlog_is_drained_in_steps(
-    log: CommitLog, op_rows: int, op_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_limits(
-        monkeypatch, OP_ROWS_MAX=op_rows, OP_READ_BYTES_MAX=op_bytes, STEP_MESSAGES_MAX=12, MESSAGES_FILE_BYTES_MAX=500
-    )
+def test_a_backlog_is_drained_in_steps(log: CommitLog, op_rows: int, op_bytes: int, limit: Limit) -> None:
+    limit(OP_ROWS_MAX=op_rows, OP_READ_BYTES_MAX=op_bytes, STEP_MESSAGES_MAX=12, MESSAGES_FILE_BYTES_MAX=500)
     log.engine.compaction.is_on = False
     for i in range(9):
         commit(log, prepare(log, i, topic="points" if i % 4 == 1 else "orders"))
@@ -140,9 +127,9 @@ def test_a_backlog_is_drained_in_steps(
         assert rows.equals(rows.sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")]))
 
 
-def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, limit: Limit) -> None:
     """A merge lost to a writer may leave files whose versions lie between each other's; each holds a part."""
-    set_limits(monkeypatch, OP_ROWS_MAX=2)
+    limit(OP_ROWS_MAX=2)
     log.engine.compaction.is_on = False
     for i in range(6):
         commit(log, prepare(log, i))
@@ -157,8 +144,8 @@ def test_files_of_op_that_overlap_are_drained_by_version(log: CommitLog, monkeyp
     require_same(log)
 
 
-def test_at_every_step_the_table_is_a_prefix_of_op(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, STEP_MESSAGES_MAX=5)
+def test_at_every_step_the_table_is_a_prefix_of_op(log: CommitLog, limit: Limit) -> None:
+    limit(STEP_MESSAGES_MAX=5)
     for i in range(4):
         commit(log, prepare(log, i, topic="points" if i % 2 else "orders"))
     seen: list[set[int]] = []
@@ -188,9 +175,8 @@ def test_many_drainers_copy_each_message_once(log: CommitLog) -> None:
     with at("file written", drain.Drainer(another(log).engine).run, table="messages"):
         assert mine.run() == log.refresh()
     require_same(log)
-    live = another(log).engine.messages_table
-    live.refresh()
-    assert on_disk(log) == set(live.actions()["path"].to_pylist()), "the loser's files are deleted at once"
+    live = set(paths_of(another(log).engine.messages_table))
+    assert on_disk(log) == live, "the loser's files are deleted at once"
 
 
 def test_files_of_a_commit_that_may_have_landed_are_kept(log: CommitLog) -> None:
@@ -216,30 +202,26 @@ class Forgetful(drain.Drainer):
 
 def test_files_that_lack_messages_are_not_committed(log: CommitLog) -> None:
     commit(log, prepare(log, 0))
-    mine = another(log)
     with pytest.raises(CorruptLogError, match="0 messages were written, and op placed 5 from version"):
-        Forgetful(mine.engine).run()
+        Forgetful(another(log).engine).run()
     log.drain()
     require_same(log)
 
 
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("few_rows", [1, 3, 1_000])
-def test_pieces_are_put_together_as_each_would_be_alone(
-    log: CommitLog, few_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_are_put_together_as_each_would_be_alone(log: CommitLog, few_rows: int, limit: Limit) -> None:
     fill_with_pieces(log)
-    set_limits(monkeypatch, SMALL_PIECE_ROWS=0)
+    limit(SMALL_PIECE_ROWS=0)
     expected = {topic: log.read(topic) for topic in log.topics()}
-    set_limits(monkeypatch, SMALL_PIECE_ROWS=few_rows, TOGETHER_MAX=7, RUNS_AT_ONCE=12, ROWS_AT_ONCE=5)
+    limit(SMALL_PIECE_ROWS=few_rows, TOGETHER_MAX=7, RUNS_AT_ONCE=12, ROWS_AT_ONCE=5)
     log.drain()
     for topic, read in expected.items():
         assert drained(log, topic).select(SOURCE_SCHEMA.names).to_pylist() == read.to_pylist()
     addresses = drained(log).select(["half_id", "file_no", "row_no", "msg_id"]).to_pylist()
     assert all(a["msg_id"] == f"{a['half_id']}:{a['file_no']}.{a['row_no']}" for a in addresses)
     table = another(log).engine.messages_table
-    table.refresh()
-    for file in table.actions()["path"].to_pylist():
+    for file in paths_of(table):
         rows = table.read([file])
         assert rows.equals(rows.sort_by([("queue_id", "ascending"), ("queue_offset", "ascending")]))
 
@@ -260,9 +242,9 @@ def test_messages_that_wait_keep_nothing_else_in_memory() -> None:
     assert collected.take().get_total_buffer_size() < 10_000
 
 
-def test_small_files_of_a_remote_store_are_read_ahead(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_files_of_a_remote_store_are_read_ahead(log: CommitLog, limit: Limit) -> None:
     fill_with_pieces(log)
-    set_limits(monkeypatch, READS_AT_ONCE=3)
+    limit(READS_AT_ONCE=3)
     mine = another(log)
     rows, _ = drain.Drainer(mine.engine)._next_placed(-1, mine.refresh())
     sizes = mine.engine.half.sizes(rows["path"])
@@ -288,8 +270,8 @@ def test_files_that_moved_are_drained(log: CommitLog) -> None:
     require_same(log)
 
 
-def test_versions_that_place_nothing_are_passed(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, VERSIONS_SKIPPED_MAX=5)
+def test_versions_that_place_nothing_are_passed(log: CommitLog, limit: Limit) -> None:
+    limit(VERSIONS_SKIPPED_MAX=5)
     for i in range(7):
         roll_back(log, prepare(log, i))
     assert log.drain() == log.refresh()

@@ -11,7 +11,7 @@ from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli import message_choice
 from rmq_spark.errors import OffsetOutOfRangeError, TopicExistsError
 from tests.support.clocks import set_clock
-from tests.support.half_batches import another, commit, let_leave, send
+from tests.support.half_batches import another, commit, let_leave, rows_of, send
 from tests.support.inside import TIME_MIN, Change, Expirer, LogWatch
 from tests.support.meanwhile import at, dies_at
 
@@ -20,9 +20,7 @@ pytestmark = pytest.mark.log("memory", "delta", orders=2)
 
 def drained_offsets(log: CommitLog) -> dict[int, list[int]]:
     """By queue, the offsets that the table messages holds."""
-    table = another(log).engine.messages_table
-    table.refresh()
-    rows = table.read(table.actions()["path"].to_pylist(), ["queue_id", "queue_offset"])
+    rows = rows_of(another(log).engine.messages_table, ["queue_id", "queue_offset"])
     queues = sorted(pc.unique(rows["queue_id"]).to_pylist())
     return {q: sorted(rows.filter(pc.equal(rows["queue_id"], q))["queue_offset"].to_pylist()) for q in queues}
 

@@ -11,32 +11,28 @@ import sqlalchemy as sa
 from rmq_spark._core.database.connection import place_of
 
 
-class OfPsycopg(Exception):
-    def __init__(self, state: str | None) -> None:
-        super().__init__("it failed")
-        self.sqlstate = state
+def failure(said: object = "it failed", **attributes: str | None) -> Exception:
+    problem = Exception(said)
+    vars(problem).update(attributes)
+    return problem
 
 
-class OfPsycopg2(Exception):
-    def __init__(self, state: str | None) -> None:
-        super().__init__("it failed")
-        self.pgcode = state
+DRIVERS: dict[str, Any] = {
+    "psycopg": lambda state: failure(sqlstate=state),
+    "psycopg2": lambda state: failure(pgcode=state),
+    "pg8000": lambda state: failure({"S": "ERROR", "C": state} if state else "it failed"),
+}
 
 
-class OfPg8000(Exception):
-    def __init__(self, state: str | None) -> None:
-        super().__init__({"S": "ERROR", "C": state} if state else "it failed")
-
-
-@pytest.mark.parametrize("driver", [OfPsycopg, OfPsycopg2, OfPg8000])
+@pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize(
     ("state", "is_told"), [("42501", True), ("42883", True), ("57014", False), ("40001", False), (None, False)]
 )
 def test_a_fence_is_not_made_without_its_place_because_a_query_failed(
-    state: str | None, is_told: bool, driver: Any, caplog: pytest.LogCaptureFixture
+    state: str | None, is_told: bool, driver: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(query: str) -> None:
-        raise sa.exc.DBAPIError(query, None, driver(state))
+        raise sa.exc.DBAPIError(query, None, DRIVERS[driver](state))
 
     connection: Any = SimpleNamespace(
         dialect=SimpleNamespace(name="postgresql"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -19,6 +18,7 @@ from rmq_spark import errors
 from rmq_spark._core.spark.workers import require_importable
 from rmq_spark._core.vocabulary.redaction import line_of
 from rmq_spark.errors import OptionError, TopicNotFoundError, find_cause
+from rmq_spark.testing import InMemoryCommitLog
 from tests.support.inside import TxmqDataSource
 
 
@@ -86,17 +86,14 @@ def test_the_cause_is_found_in_what_spark_says() -> None:
 
 def test_a_database_s_words_of_several_lines_are_kept_with_the_advice_behind_them() -> None:
     said = "it raised OperationalError: no such table\n[SQL: insert into ordrs]. Its messages stay pending"
-    found = find_cause(
-        f"Traceback\nrmq_spark.errors.LocalTransactionError: {said}\n\n\tat org.apache.spark.X SQLSTATE: 1"
-    )
-    assert str(found) == said
-    assert str(find_cause(f"rmq_spark.errors.LocalTransactionError: {said}\n\tat org.apache")) == said
+    raised = f"rmq_spark.errors.LocalTransactionError: {said}"
+    for text in (f"Traceback\n{raised}\n\n\tat org.apache.spark.X SQLSTATE: 1", f"{raised}\n\tat org.apache"):
+        assert str(find_cause(text)) == said
 
 
 def test_a_database_that_does_not_answer_is_found_in_spark_s_text(tmp_path: Path) -> None:
     listener = txmq.SqlTransactionListener(f"sqlite:///{tmp_path}/nowhere/orders.db", lambda connection, batch: None)
-    log = txmq.CommitLog.create(tmp_path / "log")
-    log.create_topic("orders")
+    log = InMemoryCommitLog(topics={"orders": 1})
     with (
         txmq.TransactionMQProducer(log, "shop", listener, check_interval=None) as producer,
         pytest.raises(sa.exc.OperationalError, match="no connection") as away,
@@ -104,10 +101,8 @@ def test_a_database_that_does_not_answer_is_found_in_spark_s_text(tmp_path: Path
         producer.send_message_in_transaction(txmq.Message("orders", b"x"))
     text = "".join(traceback.format_exception(away.value))
     for problem in (away.value, f"[STREAM_FAILED] Query terminated with exception: {text}\n\tat org.apache.spark.X"):
-        found = str(find_cause(problem))
-        assert re.fullmatch(
-            r"no connection to sqlite:///.*/nowhere/orders\.db: nothing was written\. Start again .*", found
-        )
+        said = r"no connection to sqlite:///.*/nowhere/orders\.db: nothing was written\. Start again .*"
+        assert re.fullmatch(said, str(find_cause(problem)))
     assert log.pending().num_rows == 0
 
 
@@ -188,11 +183,7 @@ def test_options_of_a_stream_and_of_a_batch_may_be_loaded(options: dict[str, str
 
 @pytest.mark.parametrize(
     ("name", "is_here"),
-    [
-        ("UNKNOW", "UNKNOWN"),
-        ("DefaultMQPushConsumer", "PushConsumer"),
-        ("DefaultMQProducer", "TransactionMQProducer"),
-    ],
+    [("UNKNOW", "UNKNOWN"), ("DefaultMQPushConsumer", "PushConsumer"), ("DefaultMQProducer", "TransactionMQProducer")],
 )
 def test_a_name_of_rocketmq_is_told_where_it_is_here(name: str, is_here: str) -> None:
     with pytest.raises(AttributeError, match=f"RocketMQ's {name} is {is_here}"):
@@ -216,19 +207,13 @@ def test_a_mistyped_name_is_told_the_nearest_one(name: str, meant: str) -> None:
     assert str(raised.value) == f"module 'rmq_spark' has no attribute {name!r}{meant}"
 
 
-def test_a_key_that_a_client_chose_is_to_be_hashed(tmp_path: Path) -> None:
-    log = txmq.CommitLog.create(tmp_path / "log")
-    log.create_topic("orders", queues=1)
+@pytest.mark.log("memory", orders=1)
+def test_a_key_that_a_client_chose_is_to_be_hashed(log: txmq.CommitLog) -> None:
     with (
         txmq.TransactionMQProducer(log, "shop", check_interval=None) as producer,
         pytest.raises(txmq.MessageError, match=r"idempotency_key 'order/42 é' .*take a hash of it"),
     ):
         producer.send(txmq.Message("orders", b"x"), idempotency_key="order/42 é")
-
-
-def test_the_command_runs_as_a_module() -> None:
-    said = subprocess.run([sys.executable, "-m", "rmq_spark", "--help"], capture_output=True, text=True, check=True)
-    assert "doctor" in said.stdout
 
 
 @pytest.mark.parametrize(

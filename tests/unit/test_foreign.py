@@ -21,7 +21,7 @@ from rmq_spark.errors import CorruptLogError, ForeignChangeError, UnreadableFile
 from tests.support.foreign_writers import a_file, cut_back, delete_a_row_by_a_vector, put_entry, raise_protocol
 from tests.support.half_batches import another, commit, let_leave, make_log, prepare, send
 from tests.support.inside import Change, table_files
-from tests.support.limits import set_limits
+from tests.support.limits import Limit
 from tests.support.meanwhile import at
 
 
@@ -178,8 +178,8 @@ def test_a_change_that_comes_while_a_drain_writes_its_files_stops_it(log: Commit
 
 
 @pytest.mark.turns(3, among="foreign: in a race")
-def test_a_change_that_comes_while_a_merge_reads_stops_it(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, MESSAGES_FILES_MAX=2)
+def test_a_change_that_comes_while_a_merge_reads_stops_it(log: CommitLog, limit: Limit) -> None:
+    limit(MESSAGES_FILES_MAX=2)
     log.drain()
     change = at("files read", lambda: delete_by_a_vector(f"{log.path}/messages"), table="messages")
     with change, pytest.raises(ForeignChangeError, match="deletion vectors"):

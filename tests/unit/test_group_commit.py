@@ -22,7 +22,7 @@ from rmq_spark.errors import (
     VerdictConflictError,
 )
 from tests.support.clocks import set_clock
-from tests.support.half_batches import let_leave
+from tests.support.half_batches import let_leave, paths_of, rows_of
 from tests.support.inside import RUNTIME, Runtime, group_commit
 from tests.support.meanwhile import seen_at, unhooked
 from tests.support.sends import DEADLINE_S, Shop, message, producer_of, raising, wait_for
@@ -89,9 +89,7 @@ def send_all(
 
 def files(log: CommitLog) -> int:
     """How many files the table half has."""
-    other = log.another()
-    other.engine.half.table.refresh()
-    return int(other.engine.half.table.actions().num_rows)
+    return len(paths_of(log.another().engine.half.table))
 
 
 # ---------------------------------------------------------------- together
@@ -203,8 +201,7 @@ def test_a_message_alone_and_one_among_others_lie_in_the_half_file_alike(log: Co
     send_all(log, Shop(), [given(i) for i in range(4)])
     with producer_of(log) as producer:
         producer.send_message_in_transaction(given(4))
-    table = log.engine.half.table
-    rows = table.read(table.actions()["path"].to_pylist()).to_pylist()
+    rows = rows_of(log.engine.half.table).to_pylist()
     own = {"half_id", "app_id", "body", "born_timestamp", "store_timestamp", "deliver_at"}
     alike = {str({k: v for k, v in row.items() if k not in own}) for row in rows}
     assert len(rows) == 5
@@ -231,30 +228,22 @@ def test_one_that_drops_out_leaves_no_row_in_the_file_of_the_others(log: CommitL
     assert [r.replayed for r in found] == [k == "b" for k in keys]
     assert bodies(log) == ["a", "c", "first", "theirs"]
     assert log.another().pending().num_rows == 0
-    rows = log.engine.half.table.read(log.engine.half.table.actions()["path"].to_pylist(), ["half_id"])[
-        "half_id"
-    ].to_pylist()
+    rows = rows_of(log.engine.half.table)["half_id"].to_pylist()
     assert len(rows) == len(set(rows)) == 4
 
 
 def test_two_verdicts_that_contradict_each_other_trouble_no_other_send(log: CommitLog) -> None:
     def overruled() -> Any:
         other = log.another()
-        (half_id,) = [r["half_id"] for r in other.pending().to_pylist() if b"1" in _bodies_of(other, r["half_id"])]
-        other.resolve(half_id, ROLLBACK_MESSAGE, "a person was faster")
+        records, half = map(other.engine.get, other.engine.open_half_ids()), other.engine.half
+        (mine,) = [r for r in records if half.read(r, r.all_rows, ["body"])["body"].to_pylist() == [b"1"]]
+        other.resolve(mine.half_id, ROLLBACK_MESSAGE, "a person was faster")
         return COMMIT_MESSAGE
 
     results, _ = send_all(log, Shop({"1": overruled}), [message(i) for i in range(4)])
     assert isinstance(results[1], VerdictConflictError)
     assert [r.local_transaction_state for r in (results[0], *results[2:])] == [COMMIT_MESSAGE] * 3
     assert bodies(log) == ["0", "2", "3"]
-
-
-def _bodies_of(log: CommitLog, half_id: str) -> list[bytes]:
-    record = log.engine.get(half_id)
-    rows = log.engine.half.read(record, log.engine.state_of(record).rows_in([0], 1), ["body"])  # type: ignore[list-item]
-    found: list[bytes] = rows["body"].to_pylist()
-    return found
 
 
 def test_a_single_message_keeps_its_transaction_key_among_others(log: CommitLog) -> None:

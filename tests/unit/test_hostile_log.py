@@ -24,28 +24,18 @@ from tests.support.half_batches import (
     commit,
     decide_one,
     make_log,
-    pending,
+    paths_of,
     prepare,
-    roll_back,
+    rows_of,
 )
-from tests.support.inside import (
-    HALF_SCHEMA,
-    OP_SCHEMA,
-    TOPICS_SCHEMA,
-    Change,
-    DeltaLogTable,
-    Who,
-)
+from tests.support.inside import HALF_SCHEMA, OP_SCHEMA, TOPICS_SCHEMA, Change, DeltaLogTable
 from tests.support.limits import Limit
 from tests.support.meanwhile import at, dies_at
 
-ON_BOTH = pytest.mark.log("memory", "delta", orders=1)
 ON_DELTA = pytest.mark.log("delta", orders=1)
 
 
 # ---------------------------------------------------------------- what is no log
-
-
 def topics_alone(path: Path) -> None:
     DeltaLogTable.create(str(path / "topics"), "topics", TOPICS_SCHEMA, None, {"txmq.format": str(opening.FORMAT)})
 
@@ -160,19 +150,10 @@ def test_a_moved_log_opens_in_its_new_place(log: CommitLog, tmp_path: Path) -> N
 
 
 # ---------------------------------------------------------------- op rows edited by hand
-@pytest.fixture
-def decided(log: CommitLog) -> CommitLog:
-    """A log with a half batch of six messages of which four are committed, by one op row."""
-    record = prepare(log, 0, 6, per="message")
-    decide_one(log.engine, record, 1, commit={0: b"\0\1\1\0\1\1"}, rollback={}, who=Who.EXECUTE)
-    return log
-
-
 def edit(log: CommitLog, **changes: object) -> CommitLog:
     """Replace the log's only op row by an edited one, and come back with a handle that has not seen the first."""
     op = another(log).engine.op_table
-    op.refresh()
-    paths = op.actions()["path"].to_pylist()
+    paths = paths_of(op)
     (row,) = op.read(paths).to_pylist()
     rows = pa.Table.from_pylist([{**row, **changes}], schema=OP_SCHEMA)
     change = Change(add=[op.write(rows)], remove=paths, data_change=False)
@@ -184,13 +165,10 @@ def ranges(*pairs: tuple[int, int]) -> list[dict[str, int]]:
     return [{"first": a, "last": b} for a, b in pairs]
 
 
+UPWARDS = ("../outside.parquet", "x/../../outside.parquet")
+PATHS = (*UPWARDS, "/etc/passwd", "file:///etc/passwd", "s3://bucket/x.parquet", None)
 EDITS: dict[str, dict[str, object]] = {
-    "path upwards": {"path": "../outside.parquet"},
-    "path upwards within": {"path": "x/../../outside.parquet"},
-    "path absolute": {"path": "/etc/passwd"},
-    "path a URI": {"path": "file:///etc/passwd"},
-    "path a bucket": {"path": "s3://bucket/x.parquet"},
-    "path missing": {"path": None},
+    **{f"path {path}": {"path": path} for path in PATHS},
     "ranges backwards": {"ranges": ranges((2, 1), (4, 6))},
     "ranges overlapping": {"ranges": ranges((1, 2), (2, 3))},
     "ranges descending": {"ranges": ranges((4, 5), (1, 2))},
@@ -208,24 +186,23 @@ EDITS: dict[str, dict[str, object]] = {
 SEEN_BY_THE_STATE = [e for e in EDITS if not e.startswith("path") and e != "another half batch"]
 
 
-@ON_BOTH
+@pytest.mark.log("memory", "delta", orders=1)
 @pytest.mark.parametrize("edited", EDITS)
 def test_an_edited_op_row_is_an_error_to_who_reads_it_and_to_who_decides_over_it(
-    decided: CommitLog, tmp_path: Path, edited: str
+    log: CommitLog, tmp_path: Path, edited: str
 ) -> None:
     outside = pa.table({"half_id": ["app:0"] * 6, "file_no": [0] * 6, "row_no": range(6), "body": ["outside"] * 6})
     pq.write_table(outside, tmp_path / "log" / "outside.parquet") if (tmp_path / "log").exists() else None
-    changed = edit(decided, **EDITS[edited])
+    four_of_six = {0: b"\0\1\1\0\1\1"}
+    decide_one(log.engine, prepare(log, 0, 6, per="message"), 1, commit=four_of_six)
+    changed = edit(log, **EDITS[edited])
     with pytest.raises(CorruptLogError):
         changed.read("orders")
     if edited in SEEN_BY_THE_STATE:
-        own = another(changed)
+        engine = another(changed).engine
         with pytest.raises(CorruptLogError):
-            decide_one(
-                own.engine, own.engine.get("app:0"), 1, commit={0: b"\1\0\0\0\0\0"}, rollback={}, who=Who.EXECUTE
-            )
-        own.engine.op_table.refresh()
-        assert own.engine.op_table.read(own.engine.op_table.actions()["path"].to_pylist()).num_rows == 1
+            decide_one(engine, engine.get("app:0"), 1, commit={0: b"\1\0\0\0\0\0"})
+        assert rows_of(engine.op_table).num_rows == 1
 
 
 @ON_DELTA
@@ -237,13 +214,6 @@ def test_a_half_table_that_names_a_file_outside_is_not_read(log: CommitLog, tmp_
     entry.write_text(entry.read_text().replace(file.path, "../outside.parquet"))
     with pytest.raises(CorruptLogError, match="not inside the table"):
         CommitLog.open(tmp_path / "log").engine.get("app:0")
-
-
-@ON_BOTH
-def test_one_bad_row_does_not_hide_behind_a_mark(decided: CommitLog) -> None:
-    roll_back(decided, decided.engine.get("app:0"))
-    assert decided.engine.ledger.mark()
-    assert pending(decided, decided.engine.get("app:0")) == {}
 
 
 @ON_DELTA

@@ -101,9 +101,7 @@ def test_a_checkpoint_belongs_to_one_commit_log(checkpoint: Path) -> None:
     assert (checkpoint / identity.LOG_FILE).read_text() == "two"
 
 
-def test_a_checkpoint_that_cannot_be_written_to_stays_without(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_that_cannot_be_written_stays_without(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     (checkpoint / identity.LOG_FILE).mkdir()
     require_same_log(str(checkpoint), None, "one", "a/log")
     assert re.search("cannot be written to, .*: (IsADirectoryError|OSError): ", caplog.text)
@@ -128,9 +126,7 @@ def lose_metadata(checkpoint: Path, batch_id: int) -> None:
     (checkpoint / "offsets" / str(batch_id)).write_text("v1")
 
 
-def test_the_id_of_the_first_batch_stays_that_of_the_checkpoint(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_batch_s_id_stays_that_of_the_checkpoint(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     (checkpoint / identity.ID_FILE).unlink()
     lose_metadata(checkpoint, 0)
     (checkpoint / "metadata").write_text('{"id":"first"}')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
@@ -23,9 +22,11 @@ from tests.support.half_batches import (
     another,
     bodies,
     commit,
+    half_file,
     header_of,
     in_half,
     let_leave,
+    orphan_of,
     prepare,
     quarantine,
     roll_back,
@@ -50,23 +51,15 @@ from tests.support.whole_history import op_rows_of
 pytestmark = pytest.mark.log("delta", orders=2, plain=1)
 
 
-def half_file(log: CommitLog, record: HalfRecord) -> Path:
-    (file,) = record.files.values()
-    return Path(log.path, "half", file.path)
-
-
 def lose(log: CommitLog, record: HalfRecord) -> Path:
     """Somebody moves the half file away: to where it is returned."""
     path = half_file(log, record)
     return path.rename(Path(log.path).parent / path.name)
 
 
-def orphan_of(log: CommitLog) -> Path:
-    """A file of a crashed writer that upkeep is to delete."""
-    orphan = Path(log.path, "half", "half-of-a-crash.parquet")
-    orphan.write_bytes(b"")
-    os.utime(orphan, (0, 0))
-    return orphan
+def put_back(log: CommitLog, record: HalfRecord) -> None:
+    path = half_file(log, record)
+    (Path(log.path).parent / path.name).rename(path)
 
 
 def in_seconds(seconds: float) -> datetime:
@@ -106,21 +99,17 @@ def test_a_check_reports_due_messages_that_cannot_be_placed(log: CommitLog, dela
 def test_due_messages_are_placed_when_their_file_is_back(log: CommitLog, delayed: list[HalfRecord]) -> None:
     log.engine.ledger.place_due()
     assert bodies(log, "plain") == ["late 1"]
-    path = half_file(log, delayed[0])
-    (Path(log.path).parent / path.name).rename(path)
+    put_back(log, delayed[0])
     log.engine.ledger.place_due()
     assert bodies(log, "plain") == ["late 1", "late 0"]
     assert CheckService(log, {}).run_once().problems == []
 
 
-def test_a_check_forgets_due_messages_that_another_process_has_placed(
-    log: CommitLog, delayed: list[HalfRecord]
-) -> None:
+def test_a_check_forgets_due_messages_that_another_process_placed(log: CommitLog, delayed: list[HalfRecord]) -> None:
     """Its rounds reported them for ever."""
     service = CheckService(log, {})
     assert len(service.run_once().problems) == 1
-    path = half_file(log, delayed[0])
-    (Path(log.path).parent / path.name).rename(path)
+    put_back(log, delayed[0])
     another(log).engine.ledger.place_due()
     assert service.run_once().problems == []
 
@@ -217,11 +206,6 @@ def prepare_together(
     records = [record for record in log.engine.prepare(staged) if isinstance(record, HalfRecord)]
     assert len({half_file(log, record) for record in records}) == 1
     return records
-
-
-def put_back(log: CommitLog, record: HalfRecord) -> None:
-    path = half_file(log, record)
-    (Path(log.path).parent / path.name).rename(path)
 
 
 def checked(log: CommitLog) -> CheckReport:
@@ -347,12 +331,8 @@ def test_due_messages_of_fifo_topics_behind_a_lost_file_stop_no_other_decision(
 ) -> None:
     """Every decision of the log failed, for it might have placed them."""
     log.create_topic("fifo", 1, fifo=True)
-    both = {
-        "topic": ["fifo", "plain"],
-        "body": ["second", "late"],
-        "sharding_key": ["k", None],
-        "deliver_at": [None, in_seconds(5)],
-    }
+    both = {"topic": ["fifo", "plain"], "body": ["second", "late"], "sharding_key": ["k", None]}
+    both["deliver_at"] = [None, in_seconds(5)]  # type: ignore[list-item]
     lost = prepare(log, 0, {"body": ["first"], "sharding_key": ["k"]}, topic="fifo")
     due = prepare(log, 1, pa.table(both, schema=BOTH), topic=None)
     commit(log, due)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -34,6 +35,7 @@ from tests.support.half_batches import (
     send,
     share_half_file,
     split,
+    too_late,
 )
 from tests.support.inside import (
     Change,
@@ -48,7 +50,7 @@ from tests.support.inside import (
     Who,
     new_half_id,
 )
-from tests.support.limits import set_limits
+from tests.support.limits import Limit
 from tests.support.meanwhile import at
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
@@ -78,13 +80,14 @@ def test_what_is_committed_and_drained_leaves_and_its_op_rows_are_pruned(log: Co
 
 
 def test_a_dry_run_says_so_and_changes_nothing(log: CommitLog) -> None:
+    assert "nothing else to do" in str(log.maintain(dry_run=True))
     for i in range(3):
         commit(log, send(log, f"key{i}"))
     log.drain()
     log.engine.ledger.mark()
     versions = (log.engine.half.table.refresh(), log.refresh())
     report = let_leave(log, dry_run=True)
-    assert report.archived == 3
+    assert (report.dry_run, report.archived) == (True, 3)
     assert "3 half batches would be archived" in str(report)
     assert versions == (log.engine.half.table.refresh(), log.refresh())
 
@@ -98,8 +101,7 @@ def test_what_is_not_drained_not_settled_or_too_young_stays(log: CommitLog) -> N
     roll_back(log, send(log, "audited"))
     in_conflict = send(log, "conflict")
     commit(log, in_conflict)
-    with pytest.raises(VerdictConflictError):
-        decide_one(log.engine, in_conflict, 1, rollback=in_conflict.all_rows, who=Who.CHECK)
+    too_late(log, in_conflict, Who.CHECK, rollback=in_conflict.all_rows)
     assert let_leave(log, audit_s=60).archived == 1
     assert in_half(log) == {"open:0", "quarantined:0", "audited:0", "conflict:0"}
     log.resolve("conflict:0", LocalTransactionState.COMMIT_MESSAGE, "it was right")
@@ -123,8 +125,8 @@ def test_what_became_of_each_message_is_kept(log: CommitLog) -> None:
     record = send(log, "parts", 9, per="message")
     committed, rest = split(pending(log, record), 3)
     by_check, by_hand = split(rest, 6)
-    decide_one(log.engine, record, 1, commit=committed, who=Who.EXECUTE)
-    decide_one(log.engine, record, 1, rollback=by_hand, who=Who.EXECUTE, reason="no")
+    decide_one(log.engine, record, 1, commit=committed)
+    decide_one(log.engine, record, 1, rollback=by_hand, reason="no")
     decide_one(log.engine, record, 1, rollback=by_check, who=Who.CHECK)
     again = send(log, "again")
     roll_back(log, again, who=Who.CHECK)
@@ -153,9 +155,9 @@ def test_a_writer_that_slept_places_nothing_twice(log: CommitLog, idempotency_s:
     assert op_kinds(log, "key:0") == (["archived"] if idempotency_s else [])
     tails = another(log).engine.tails()
     if idempotency_s:
-        assert decide_one(sleeper.engine, record, 1, commit=rows, who=Who.EXECUTE) == []  # it is so already
+        assert decide_one(sleeper.engine, record, 1, commit=rows) == []  # it is so already
         with pytest.raises(VerdictConflictError, match=r"too late.*has left"):
-            decide_one(sleeper.engine, record, 1, rollback=rows, who=Who.EXECUTE)
+            decide_one(sleeper.engine, record, 1, rollback=rows)
     else:
         is_forgotten(sleeper, record)
     for change in (
@@ -174,7 +176,7 @@ def test_a_writer_that_slept_places_nothing_twice(log: CommitLog, idempotency_s:
 def is_forgotten(sleeper: CommitLog, record: HalfRecord) -> None:
     """A verdict that comes this late is refused."""
     with pytest.raises(StaleAttemptError, match="long ago"):
-        decide_one(sleeper.engine, record, 1, commit=record.all_rows, who=Who.EXECUTE)
+        decide_one(sleeper.engine, record, 1, commit=record.all_rows)
 
 
 def forget(log: CommitLog) -> None:
@@ -194,9 +196,8 @@ def test_a_lease_does_not_wake_what_has_left(log: CommitLog) -> None:
     assert log.refresh() == version, "a lease of what has left is not written"
     forget(log)
     sleeper.engine.ledger.lease([record], 60.0)
-    log.engine.ledger.append(
-        lambda: [OpRow(OpKind.LEASE, "key:0", until=log.engine.runtime.now())]
-    )  # an older program wrote it
+    by_an_older_program = OpRow(OpKind.LEASE, "key:0", until=log.engine.runtime.now())
+    log.engine.ledger.append(lambda: [by_an_older_program])
     is_forgotten(sleeper, record)
     assert sum(another(log).engine.tails().values()) == 15
     assert log.drain() == log.refresh()
@@ -222,7 +223,7 @@ def test_a_key_that_is_used_again_is_another_half_batch(log: CommitLog, size: in
 def test_verdicts_on_some_messages_cannot_come_again_when_they_have_left(log: CommitLog) -> None:
     record = send(log, "key", 6, per="message")
     kept, dropped = split(pending(log, record), 2)
-    decide_one(log.engine, record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=kept, rollback=dropped)
     again = send(log, "again", 6)
     roll_back(log, again, who=Who.CHECK)
     log.engine.ledger.reopen(again, 1, (RowState.ROLLED_BACK_BY_CHECK,), 2, Who.EXECUTE, "once more")
@@ -231,12 +232,12 @@ def test_verdicts_on_some_messages_cannot_come_again_when_they_have_left(log: Co
     assert in_half(log) == set()
     for verdicts in ({"commit": dropped}, {"commit": dropped, "rollback": kept}, {"commit": kept}):
         with pytest.raises(StaleAttemptError, match="nobody can tell"):
-            decide_one(log.engine, record, 1, **verdicts, who=Who.EXECUTE)
+            decide_one(log.engine, record, 1, **verdicts)
     rows = again.all_rows
     for attempt in (1, 7):
         with pytest.raises(StaleAttemptError, match=f"under attempt {attempt} comes too late"):
-            decide_one(log.engine, again, attempt, commit=rows, who=Who.EXECUTE)
-    assert decide_one(log.engine, again, 2, commit=rows, who=Who.EXECUTE) == []
+            decide_one(log.engine, again, attempt, commit=rows)
+    assert decide_one(log.engine, again, 2, commit=rows) == []
 
 
 @pytest.mark.log("delta", orders=1)
@@ -254,7 +255,7 @@ def test_what_comes_back_from_an_older_copy_of_half_is_not_placed_again(log: Com
         fresh.engine.state_of(record)
     rows = record.all_rows
     with pytest.raises(StaleAttemptError):
-        decide_one(fresh.engine, record, 1, commit=rows, who=Who.EXECUTE)
+        decide_one(fresh.engine, record, 1, commit=rows)
     assert fresh.engine.open_half_ids() == ["open:0"]
     commit(fresh, fresh.engine.get("open:0"))
 
@@ -262,7 +263,7 @@ def test_what_comes_back_from_an_older_copy_of_half_is_not_placed_again(log: Com
 def test_the_audit_time_is_no_shorter_than_the_grace(log: CommitLog) -> None:
     record = send(log, "key", 4, per="message")
     kept, dropped = split(pending(log, record), 2)
-    decide_one(log.engine, record, 1, commit=kept, rollback=dropped, who=Who.EXECUTE)
+    decide_one(log.engine, record, 1, commit=kept, rollback=dropped)
     roll_back(log, send(log, "none"))
     commit(log, send(log, "later"))
     assert let_leave(log, reader_s=3600.0, audit_s=0.0).archived == 0
@@ -296,11 +297,7 @@ def test_who_asks_for_a_half_batch_that_left_is_told(log: CommitLog) -> None:
         log.resolve("key:0", LocalTransactionState.ROLLBACK_MESSAGE, "why not")
 
 
-@pytest.mark.parametrize(
-    "look",
-    [CommitLog.pending, CommitLog.open_messages],
-    ids=["pending", "open messages"],
-)
+@pytest.mark.parametrize("look", [CommitLog.pending, CommitLog.open_messages], ids=["pending", "open messages"])
 def test_who_sleeps_between_two_looks_does_not_miss_what_has_left_meanwhile(
     log: CommitLog, look: Callable[[CommitLog], object]
 ) -> None:
@@ -355,9 +352,8 @@ def test_what_is_said_while_somebody_lets_it_leave_wins(log: CommitLog, leaver: 
     log.drain()
     log.engine.ledger.mark()
     states = (RowState.ROLLED_BACK_BY_CHECK,)
-    with at(
-        "files read", lambda: log.engine.ledger.reopen(record, 1, states, 2, Who.EXECUTE, "a replay"), table="half"
-    ):
+    replay = partial(log.engine.ledger.reopen, record, 1, states, 2, Who.EXECUTE, "a replay")
+    with at("files read", replay, table="half"):
         assert leaver.archive() == 0
     leaver.remove()
     assert in_half(log) == {"key:0"}
@@ -377,21 +373,15 @@ def test_messages_that_were_set_back_are_noticed(log: CommitLog, tmp_path: Path)
         another(log).drain()
 
 
-def test_files_that_left_are_deleted_after_a_time(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_left_are_deleted_after_a_time(log: CommitLog, limit: Limit) -> None:
     commit(log, send(log, "key"))
     report = let_leave(log)
     assert report.files_left == 1
     assert report.files_deleted == ()
-    set_limits(monkeypatch, REPLACED_FILES_S=0)
+    limit(REPLACED_FILES_S=0)
     (deleted,) = [f for f in let_leave(log).files_deleted if f.startswith("half/")]
     assert deleted.startswith("half/half-")
     assert not [f for f in let_leave(log).files_deleted if f.startswith("half/")]
-
-
-def test_a_log_with_nothing_to_do_says_so(log: CommitLog) -> None:
-    report = log.maintain(dry_run=True)
-    assert report.dry_run
-    assert "nothing else to do" in str(report)
 
 
 # ---------------------------------------------------------------- who sends again
@@ -412,7 +402,7 @@ def test_a_retry_under_a_key_gets_the_outcome_that_is_kept(log: CommitLog, produ
     assert sum(another(log).engine.tails().values()) == 2
 
 
-def test_a_retry_of_what_a_check_rolled_back_and_has_left_is_told_so(
+def test_a_retry_of_a_check_s_rollback_that_has_left_is_told_so(
     log: CommitLog, producer: TransactionMQProducer
 ) -> None:
     roll_back(log, send(log, "send.group.key"), who=Who.CHECK)

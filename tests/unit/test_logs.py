@@ -43,13 +43,8 @@ def test_a_record_is_a_line_with_its_fields() -> None:
     found = line("%s of %d\nlines", "two", 2, half_id="app:7", batch_id=7, none=None)
     at = datetime.fromisoformat(found.pop("time"))
     assert abs((datetime.now(timezone.utc) - at).total_seconds()) < 60
-    assert found == {
-        "level": "WARNING",
-        "logger": "rmq_spark.test",
-        "message": "two of 2\nlines",
-        "half_id": "app:7",
-        "batch_id": 7,
-    }
+    named = {"half_id": "app:7", "batch_id": 7}
+    assert found == {"level": "WARNING", "logger": "rmq_spark.test", "message": "two of 2\nlines", **named}
 
 
 def test_any_value_can_be_written() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -14,27 +13,13 @@ from rmq_spark import CommitLog, Message, SqlTransactionListener, TransactionMQP
 from rmq_spark._core.upkeep.fence_pruner import FencePruner
 from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S
 from rmq_spark.errors import NotACommitLogError, OptionError
-from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import Pauses, set_clock, wait_until
+from tests.support.consumers import Steps, memory_log
 from tests.support.fences import fence_rows, make_older, run
-from tests.support.half_batches import commit, let_leave, make_log, send
-from tests.support.inside import CommitOncePrepared, Maintainer, MaintenanceReport, Runtime
+from tests.support.half_batches import commit, let_leave, make_log, orphan_of, rows_of, send
+from tests.support.inside import CommitOncePrepared, Maintainer, MaintenanceReport
 
 ON_DELTA = pytest.mark.log("delta", orders=1)
-
-
-def rows_drained(log: CommitLog) -> int:
-    log.engine.messages_table.refresh()
-    return sum(log.engine.messages_table.actions()["num_records"].to_pylist())
-
-
-class Days(Runtime):
-    """A machine on which days pass at once."""
-
-    days = 0.0
-
-    def monotonic(self) -> float:
-        return super().monotonic() + self.days * 86400
 
 
 @ON_DELTA
@@ -61,10 +46,7 @@ def test_orphans_are_looked_for_once_an_hour(log: CommitLog, monkeypatch: pytest
     upkeep = Maintainer(log)
 
     def orphans_found(number: int) -> bool:
-        orphan = Path(log.path, "half", f"half-{number:032x}.parquet")
-        orphan.write_bytes(b"x")
-        os.utime(orphan, (0, 0))
-        return f"half/{orphan.name}" in upkeep.run_once().files_deleted
+        return f"half/{orphan_of(log, number).name}" in upkeep.run_once().files_deleted
 
     assert orphans_found(1)
     assert not orphans_found(2)
@@ -82,7 +64,7 @@ def test_a_producer_that_shall_keep_the_log_up_does(log: CommitLog) -> None:
         for sent in (1, 2):  # it may be opened again
             producer.start()
             producer.send(Message("orders", "x"))
-            wait_until(lambda sent=sent: rows_drained(log) == sent)
+            wait_until(lambda sent=sent: rows_of(log.engine.messages_table).num_rows == sent)
             producer.shutdown()
     assert not [thread for thread in threading.enumerate() if thread.name == "txmq-maintainer"]
 
@@ -102,15 +84,15 @@ class Keeping(CommitOncePrepared):
 
 
 def test_fences_are_pruned_once_a_day_a_piece_at_a_time() -> None:
-    runtime = Days()
-    log = InMemoryCommitLog(topics={"orders": 1}, runtime=runtime)
+    runtime = Steps()
+    log = memory_log(runtime)
     first, second = Keeping(1, 2), Keeping(4)
     fences = FencePruner(log.engine, [first, CommitOncePrepared(), second])
     assert fences.run(0.0) == 0
     assert fences.run(60.0, iter([False, True]).__next__) == 1
     assert fences.run(60.0) == 2 + 4
     assert fences.run(60.0) == 0
-    runtime.days = 1.1
+    runtime.sleep(1.1 * 86_400)
     assert fences.run(60.0) == 7
     assert first.asked == second.asked == [(FENCE_RETENTION_S, log.id)] * 2
 
@@ -149,11 +131,6 @@ def test_rounds_of_upkeep_prune_the_fence_of_what_has_left(log: CommitLog, tmp_p
     again = SqlTransactionListener(url, lambda *_: None)
     with TransactionMQProducer(log, "shop", again, check_interval=None, maintenance_interval=0.01):
         wait_until(lambda: executed() == 0)
-
-
-def test_an_interval_is_a_time(log: CommitLog) -> None:
-    with pytest.raises(OptionError):
-        Maintainer(log, 0)
 
 
 def test_a_log_that_was_made_anew_is_not_kept_up_by_an_old_handle(tmp_path: Path) -> None:

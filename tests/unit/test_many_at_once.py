@@ -34,6 +34,7 @@ from tests.support.half_batches import (
 from tests.support.inside import NO_ROWS, Change, Decision, HalfRecord, Naming, RowState, Staged, Who
 from tests.support.meanwhile import at, seen_at
 from tests.support.sends import wait_for
+from tests.support.whole_history import op_rows_of
 
 pytestmark = pytest.mark.log("memory", "delta")
 
@@ -202,13 +203,11 @@ def test_threads_that_decide_many_and_others_that_decide_one_lose_and_double_not
 
 # ---------------------------------------------------------------- leases
 def lease_rows(log: CommitLog) -> list[tuple[int, str]]:
-    log.engine.op_table.refresh()
-    rows = log.engine.op_table.read(log.engine.op_table.actions()["path"].to_pylist()).sort_by("version").to_pylist()
-    return [(r["version"], r["half_id"]) for r in rows if r["kind"] == "lease"]
+    return [(r["version"], r["half_id"]) for r in op_rows_of(log) if r["kind"] == "lease"]
 
 
 def until_leased(log: CommitLog, records: Sequence[HalfRecord]) -> None:
-    wait_for(lambda: {h for _, h in lease_rows(another(log))} >= {r.half_id for r in records})
+    wait_for(lambda: {h for _, h in lease_rows(log)} >= {r.half_id for r in records})
 
 
 def until_no_thread_is_left() -> None:
@@ -218,9 +217,7 @@ def until_no_thread_is_left() -> None:
             assert not thread.is_alive()
 
 
-def test_thousands_of_short_transactions_have_one_thread_for_their_leases(
-    log: CommitLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thousands_of_short_transactions_lease_in_one_thread(log: CommitLog, monkeypatch: pytest.MonkeyPatch) -> None:
     (record,) = prepared(log, staged(log, "a"))
     keeper = LeaseKeeper(log.engine, 60.0)
     started: list[str] = []
@@ -281,7 +278,7 @@ def test_a_lease_goes_on_when_another_one_ends(log: CommitLog) -> None:
         ended_at = another(log).refresh()
 
         def later() -> set[str]:
-            return {half_id for version, half_id in lease_rows(another(log)) if version > ended_at + 1}
+            return {half_id for version, half_id in lease_rows(log) if version > ended_at + 1}
 
         wait_for(lambda: bool(later()))
         assert later() == {"b:0"}

@@ -120,9 +120,8 @@ def beat_and_look(*members: Members) -> None:
 
 
 def write_heartbeat(log: Any, name: str, told: str) -> None:
-    with log.engine.groups.table.fs.open_output_stream(
-        f"{log.engine.groups.table.folder}/_members/points/{name}"
-    ) as stream:
+    table = log.engine.groups.table
+    with table.fs.open_output_stream(f"{table.folder}/_members/points/{name}") as stream:
         stream.write(told.encode())
 
 
@@ -363,9 +362,7 @@ def test_a_selector_with_two_bars_in_it_is_told_as_it_was_written(caplog: pytest
     assert "reads 'orders' (of them \"region = 'eu || asia'\")" in caplog.text
 
 
-def test_a_heartbeat_that_was_read_while_it_was_written_is_compared_with_none(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_heartbeat_that_was_read_while_it_was_written_is_compared_with_none(caplog: pytest.LogCaptureFixture) -> None:
     log = memory_log(orders=2)
     one, cut = push(log, seen_by([]), tags="paid"), members_of(log, "cut")
     cut.beat()
