@@ -76,19 +76,6 @@ def before_next(of: Any, method: str, act: Callable[[], object]) -> None:
     setattr(of, method, late)
 
 
-def after_next(of: Any, method: str, act: Callable[[], object]) -> None:
-    """Let something happen right after the next call of a method of this object, before its caller hears of it."""
-    real, left = getattr(of, method), [act]
-
-    def slow(*arguments: Any, **named: Any) -> Any:
-        done = real(*arguments, **named)
-        if left:
-            left.pop()()
-        return done
-
-    setattr(of, method, slow)
-
-
 @contextmanager
 def no_thread_starts() -> Iterator[None]:
     """The machine has no more threads for this process."""

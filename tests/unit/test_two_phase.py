@@ -352,8 +352,6 @@ def test_a_replay_goes_on_when_the_answer_comes_late(log: CommitLog, monkeypatch
 
 
 # ---------------------------------------------------------------- attempts
-
-
 def test_a_fenced_attempt_whose_batch_was_quarantined_meanwhile_is_checked_and_not_left_behind(log: CommitLog) -> None:
     database = Database()
 
