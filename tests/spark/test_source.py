@@ -94,7 +94,8 @@ def test_half_joined_with_op_in_plain_sql_is_what_the_source_gives(spark, log):
     spark.read.format("delta").load(f"{log.path}/half").createOrReplaceTempView("half")
     source = read(spark, log, subscribe="orders, carts")
     assert source.count() == 20 + 16 + 3
-    assert_df_equality(source, spark.sql(HALF_JOINED_WITH_OP), transforms=[in_order], ignore_nullable=True)
+    joined = spark.sql(HALF_JOINED_WITH_OP)  # its columns have the tables' comments
+    assert_df_equality(source, joined, transforms=[in_order], ignore_nullable=True, ignore_metadata=True)
 
 
 @pytest.mark.turns(2, among="source: reads")
