@@ -112,7 +112,12 @@ def test_the_declarative_pipeline_sends_each_row_once_also_with_a_listener(tmp_p
     done = subprocess.run(
         [str(program), "run", "--spec", str(tmp_path / "spark-pipeline.yml")],
         cwd=tmp_path,
-        env={**os.environ, "PYSPARK_PYTHON": sys.executable, "PYSPARK_DRIVER_PYTHON": sys.executable},
+        env={
+            **os.environ,
+            "PYSPARK_PYTHON": sys.executable,
+            "PYSPARK_DRIVER_PYTHON": sys.executable,
+            "SPARK_TESTING": "1",  # a port of its own for the server that it starts
+        },
         capture_output=True,
         text=True,
         timeout=280,
