@@ -564,7 +564,7 @@ def _retention_s(retention: Duration | None) -> float | None:
 
 def _require_reason(reason: object) -> None:
     if not isinstance(reason, str) or not reason.strip():
-        raise OptionError("a person's verdict needs a reason: it is kept with the op marker", argument="reason")
+        raise OptionError("a person's decision needs a reason: it is kept with the op marker", argument="reason")
     utf8(reason, "reason")
 
 

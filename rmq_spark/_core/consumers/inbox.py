@@ -73,8 +73,8 @@ class SqlInbox(Database):
         The consumer group.
     work : callable
         ``work(connection, messages)`` gets the open database transaction and a ``pyarrow.Table`` of messages that it
-        has not had before, in (topic, queue, offset) order. An exception rolls everything back. It cannot
-        return ``ConsumeResult.FAILURE``: it raises instead.
+        has not had before, in (topic, queue, offset) order. An exception rolls everything back.
+        ``ConsumeResult.FAILURE`` is refused, since it would not.
     table : str
         Name of the table of positions. The table ``<table>_log`` keeps the id of the log that they belong to.
     schema : str, optional
