@@ -110,7 +110,8 @@ class LogCommand(TyperCommand):
 
     def _with_path(self, ctx: Any, args: list[str], names: Sequence[str]) -> list[str]:
         options, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-        if any(value is True for name, value in options.items() if name == "help"):
+        help_option = self.get_help_option(ctx)
+        if help_option is not None and options.get(help_option.name) is True:
             return args
         typed_values = [str(options[name]) for name in names if isinstance(options.get(name), str)]
         if len(typed_values) >= len(names):
