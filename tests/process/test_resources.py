@@ -39,12 +39,19 @@ def create(left):
     only(left)
     txmq.CommitLog.create(path + "-new")
 
+def starve(mebibytes):
+    log = txmq.CommitLog.open(path)
+    log.read("orders")
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (mebibytes << 20), resource.RLIM_INFINITY))
+    log.read("large")
+
 def in_little_space(mebibytes):
     resource.setrlimit(resource.RLIMIT_AS, (mebibytes << 20, resource.RLIM_INFINITY))
     txmq.CommitLog.open(path)
 
 try:
-    {"read": read, "open": opens, "create": create, "space": in_little_space}[way](number)
+    {"read": read, "open": opens, "create": create, "space": in_little_space, "starve": starve}[way](number)
 except BaseException as problem:
     print(isinstance(problem, txmq.TxmqError), type(problem).__name__, problem)
 sys.stdout.flush()
@@ -56,15 +63,21 @@ os._exit(0)  # without descriptors the end of Python may fail, too
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     log = txmq.CommitLog.create(tmp_path_factory.mktemp("resources") / "log")
     log.create_topic("orders", 1)
+    log.create_topic("large", 1)
     with txmq.TransactionMQProducer(log, "shop", check_interval=None) as producer:
         producer.send(txmq.Message("orders", b"a"))
+        producer.send([txmq.Message("large", b"x" * (4 << 20)) for _ in range(64)])
     log.drain()
     return log.path
 
 
 def said(path: str, way: str, number: int) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, path, way, str(number)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", PROGRAM, path, way, str(number)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"},  # it reserves no address space beforehand
     )
     return done.stdout.strip()
 
@@ -88,6 +101,14 @@ def test_too_little_address_space_is_told_with_the_settings_of_spark(path: str, 
     assert told.startswith(f"True OptionError this process may reserve {mebibytes} MiB"), told
     assert "spark.executor.pyspark.memory" in told
     assert "spark.sql.planner.pythonExecution.memory" in told
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS does not keep to RLIMIT_AS")
+def test_a_file_that_does_not_fit_into_memory_is_not_called_damaged(path: str) -> None:
+    """A reader was told to put a sound file back from a copy."""
+    told = said(path, "starve", 100)
+    assert told.startswith("True UnreachableStoreError"), told
+    assert "this process may take no more memory" in told
 
 
 def no_more(self: threading.Thread) -> None:

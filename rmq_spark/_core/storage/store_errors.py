@@ -54,7 +54,7 @@ _OUT_OF: tuple[tuple[re.Pattern[str], str], ...] = (
         "this user or container may start no more threads: raise ulimit -u, or pids_limit (--pids-limit of Docker)",
     ),
     (
-        re.compile(r"failed to map segment|cannot allocate memory", re.IGNORECASE),
+        re.compile(r"failed to map segment|cannot allocate memory|alloc of size \d+ failed", re.IGNORECASE),
         "this process may take no more memory: raise ulimit -v or the container's limit; in Spark's Python workers "
         "spark.executor.pyspark.memory and spark.sql.planner.pythonExecution.memory",
     ),
