@@ -137,6 +137,17 @@ def test_totals_from_offsets_are_for_ever_and_the_others_since_the_watch_began(t
     assert before.look().rolled_back == {"orders": 2}
 
 
+def test_what_was_quarantined_and_has_left_between_two_looks_is_quarantined_no_more(log: CommitLog) -> None:
+    """It was shown as quarantined for as long as the exporter ran."""
+    watch = LogWatch(log)
+    hidden = prepare(log, 0, 3, group="shop")
+    quarantine(log, hidden)
+    assert watch.look().quarantined == {"shop": 3}
+    log.resolve(hidden.half_id, txmq.ROLLBACK_MESSAGE, "never happened")
+    let_leave(log)
+    assert watch.look().quarantined == {}
+
+
 @pytest.mark.parametrize("who", [Who.CHECK, Who.EXECUTE])
 def test_a_rollback_that_a_person_confirms_is_counted_once(log: CommitLog, who: Who) -> None:
     watch = LogWatch(log)

@@ -270,7 +270,9 @@ class LogWatch:
             rows, end = rows_above(seen.engine.op_table, seen.position, head, OP_ROWS_MAX, COLUMNS)
         self._note(seen, rows)
         deciding = rows.filter(pc.is_in(rows["kind"], value_set=pa.array(sorted(DECIDING))))
-        seen.changed.update(pc.unique(deciding["half_id"]).to_pylist())
+        left = rows.filter(pc.equal(rows["kind"], OpKind.ARCHIVED.value))  # upkeep may have pruned what decided it
+        for changed in (deciding, left):
+            seen.changed.update(pc.unique(changed["half_id"]).to_pylist())
         sums = deciding.group_by(["kind", "decided_by"], use_threads=False).aggregate([("count", "sum")])
         decided = Counter({(r["kind"], r["decided_by"] or ""): int(r["count_sum"]) for r in sums.to_pylist()})
         rolled_back = self._countby_topic(seen.engine, rows.filter(pc.equal(rows["kind"], OpKind.ROLLBACK.value)))
