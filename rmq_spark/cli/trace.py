@@ -199,20 +199,10 @@ def _offsets(first: int, last: int) -> str:
     return f"offset {first}" if first == last else f"offsets {first}-{last}"
 
 
-def _in_conflict(story: Trace) -> int:
-    """Return how many messages are in conflict, by the marks that no person has resolved."""
-    count = 0
-    for event in story.events:
-        if event.kind == "conflict_resolved":
-            count = 0
-        elif event.kind == "conflict":
-            count = min(story.messages, count + event.messages)
-    return count
-
-
 def advice(story: Trace) -> Iterator[str]:
     """Yield what a person can do next: nothing when nothing is to be done."""
     from rmq_spark._core.inspect.diagnosis import check_once
+    from rmq_spark._core.inspect.trace import late_verdicts
     from rmq_spark.listeners import ROLLBACK_MESSAGE
 
     path, half_id = path_to_type(), shlex.quote(one_line(story.half_id or ""))
@@ -222,11 +212,12 @@ def advice(story: Trace) -> Iterator[str]:
         f"or, when it did not happen: {rollback}",
     )
     if story.in_conflict:
-        late = {event.verdict for event in story.events if event.kind == "conflict"}
-        if late == {str(ROLLBACK_MESSAGE)}:  # readers may have seen the messages: only COMMIT is possible
+        late = late_verdicts(story)
+        only_rollbacks = {event.verdict for event in late} == {str(ROLLBACK_MESSAGE)}
+        if only_rollbacks:  # readers may have seen the messages: only COMMIT is possible
             yield f"confirm what readers have seen: {commit}"
         else:
-            count = _in_conflict(story)
+            count = min(story.messages, sum(event.messages for event in late))
             seen = f"readers will see {count_of(count, 'message')}, for good"
             yield f"when its local transaction happened: {commit} ({seen})"
             yield f"when it did not happen: {rollback} (nobody will see {'it' if count == 1 else 'them'})"

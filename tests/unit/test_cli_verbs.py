@@ -348,6 +348,27 @@ def test_equal_checks_are_one_line_of_a_trace(log: CommitLog) -> None:
     assert len(objects("trace", "shop:0")[0]["events"]) == 6
 
 
+def test_a_trace_tells_leases_due_times_and_what_a_person_resolved(log: CommitLog) -> None:
+    delays, zeros = pa.array([18, None, None], pa.int32()), pa.array([0] * 3, pa.int32())
+    record = prepare(log, 0, {"body": list("abc"), "delay_level": delays, "queue_id": zeros}, app="shop")
+    log.engine.ledger.lease([record], 60)
+    rows = pending(log, record)
+    refused = rows - rows.first(2)
+    paid = rows.first(2) - rows.first(1)
+    decide_one(log.engine, record, 1, commit=rows - refused, rollback=refused)
+    too_late(log, record, Who.CHECK, commit=refused)
+    log.resolve("shop:0", txmq_package.ROLLBACK_MESSAGE, "the bank says no")
+    too_late(log, record, Who.CHECK, rollback=paid)
+    told = txmq("trace", "shop:0")[0]
+    assert re.search(r"leased .*until 20\S+ \S+Z$", told, re.MULTILINE)
+    assert re.search(r"committed .*  due 20\S+ \S+Z$", told, re.MULTILINE)
+    assert re.search(r"conflict_resolved .* ROLLBACK_MESSAGE; the bank says no$", told, re.MULTILINE)
+    assert told.splitlines()[-1] == "confirm what readers have seen: txmq resolve shop:0 COMMIT --reason '…'"
+    log.resolve("shop:0", txmq_package.COMMIT_MESSAGE, "the bank says so")
+    too_late(log, record, Who.CHECK, commit=refused)
+    assert "(readers will see 1 message, for good)" in txmq("trace", "shop:0")[0], "nobody disputes the other one"
+
+
 def test_a_trace_names_the_keys_of_the_first_messages(log: CommitLog) -> None:
     def keys_of(name: str) -> list[str]:
         (line,) = [line for line in txmq("trace", name)[0].splitlines() if line.startswith("keys ")]

@@ -48,6 +48,7 @@ from tests.support.half_batches import (
     prepare,
     quarantine,
     roll_back,
+    too_late,
 )
 from tests.support.inside import Diagnosis, HalfRecord, Level, Standing, Trace, Who, whole
 from tests.support.limits import Limit
@@ -392,8 +393,12 @@ def test_both_verdicts_of_a_conflict_stand_side_by_side_with_the_next_step(log: 
         log.resolve(record.half_id, COMMIT_MESSAGE, "ticket 81")
         site.pages.looks._looks.clear()
         text = text_of(site.half(record))
+        too_late(log, record, Who.CHECK, rollback=record.all_rows)
+        site.pages.looks._looks.clear()
+        again = text_of(site.half(record))
     assert "Two verdicts" not in text
     assert "ticket 81" in text
+    assert "Readers may have seen the messages: only COMMIT is possible." in again, "the first conflict is over"
 
 
 def test_a_half_batch_that_has_left_shows_what_is_kept(log: CommitLog) -> None:

@@ -175,3 +175,14 @@ class Trace:
             reason = f": {event.reason}" if event.reason else ""
             lines.append(f"  {event.at:%Y-%m-%d %H:%M:%S} {event.word}{by}, {message_count(event.messages)}{reason}")
         return "\n".join([*lines, *(f"  ({sentence})" for sentence in self.unknown)])
+
+
+def late_verdicts(trace: Trace) -> list[TraceEvent]:
+    """Return the verdicts that came too late, and that no person has resolved."""
+    late: list[TraceEvent] = []
+    for event in trace.events:
+        if event.kind is TraceKind.RESOLVED:
+            late.clear()
+        elif event.kind is TraceKind.CONFLICT:
+            late.append(event)
+    return late

@@ -9,7 +9,7 @@ from typing import Any
 from rmq_spark import __version__
 from rmq_spark._core.inspect.finding import Finding
 from rmq_spark._core.inspect.standing import Standing
-from rmq_spark._core.inspect.trace import Trace, TraceKind
+from rmq_spark._core.inspect.trace import Trace, TraceKind, late_verdicts
 from rmq_spark._core.report.components import (
     NAMES_MAX,
     ROWS_MAX,
@@ -299,7 +299,7 @@ def _two_verdicts(trace: Trace) -> str:
     ]
     words = {TraceKind.COMMITTED: "COMMIT", TraceKind.ROLLED_BACK: "ROLLBACK"}
     rows = [("counts", words[event.kind], event) for event in trace.events if event.kind in words]
-    late = [e for e in trace.events if e.kind is TraceKind.CONFLICT]
+    late = late_verdicts(trace)
     rows += [("too late", (event.verdict or "").removesuffix("_MESSAGE"), event) for event in late]
     count = count_of(max((event.messages for event in late), default=trace.messages), "message")
     if {event.verdict for event in late} == {str(ROLLBACK_MESSAGE)}:
