@@ -52,6 +52,7 @@ from tests.support.half_batches import (
 )
 from tests.support.inside import Diagnosis, HalfRecord, Level, Standing, Trace, Who, whole
 from tests.support.limits import Limit
+from tests.support.meanwhile import no_thread_starts
 from tests.support.sends import raising
 
 TOKEN = "a token that is long enough"
@@ -764,6 +765,26 @@ def test_clients_that_send_a_byte_now_and_then_keep_nobody_out(log: CommitLog, l
             thread.join()
             for client in slow:
                 client.close()
+
+
+def test_without_threads_nothing_is_shown_and_later_all_is_as_before(log: CommitLog, limit: Limit) -> None:
+    """Each connection for which no thread could start took a place for ever."""
+    limit(CONNECTIONS_MAX=1)
+    with served(log) as site:
+        with no_thread_starts(), pytest.raises(ConnectionError):
+            site.get()
+        assert site.get("/find").status == 200
+
+
+def test_a_look_without_a_thread_gives_a_page_that_says_so(log: CommitLog) -> None:
+    pages, answers = LivePages("log", serve.Looker(log, "1d", False).views(), Door(), sentence_of), []
+    asked = {"REQUEST_METHOD": "GET", "HTTP_HOST": "localhost:80", "PATH_INFO": "/", "SERVER_PORT": "80"}
+    with no_thread_starts():
+        (text,) = pages(asked, lambda status, _: answers.append(status))
+    assert "Not shown RuntimeError: can't start new thread" in text_of(text.decode())
+    pages.looks.join(1)
+    pages(asked, lambda status, _: answers.append(status))
+    assert [status[:3] for status in answers] == ["503", "200"]
 
 
 def test_a_server_that_has_answered_can_be_started_again_at_once(log: CommitLog) -> None:

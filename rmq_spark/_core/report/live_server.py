@@ -262,7 +262,11 @@ class _Server(ThreadingMixIn, WSGIServer):
             if self._ends:
                 self.shutdown_request(request)
                 return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread has begun that would release it
+            self._free.release()
+            raise
 
     def shutdown(self) -> None:
         self._ends = True

@@ -64,8 +64,9 @@ class SharedLook(Generic[T]):
             now_s = RUNTIME.monotonic()
             if not self.is_running and now_s - self._ended_s >= max(EVERY_S, REST * self._took_s):
                 self._began_s = now_s
-                self._thread = threading.Thread(target=self._run, name="txmq serve: look", daemon=True)
-                self._thread.start()
+                begun = threading.Thread(target=self._run, name="txmq serve: look", daemon=True)
+                begun.start()
+                self._thread = begun
             thread = self._thread
         if thread is not None:
             thread.join(WAIT_S)
