@@ -55,11 +55,9 @@ def shown(body: bytes | None, form: BodyForm, bytes_max: int = BYTES_SHOWN) -> s
     return text
 
 
-def peek(body: bytes | None) -> str:
+def peek(body: bytes) -> str:
     """Return the beginning of a body on one line: as text with control characters escaped, or in hex when the body is
     not UTF-8."""
-    if body is None:
-        return ""
     try:
         body.decode()
     except UnicodeDecodeError:

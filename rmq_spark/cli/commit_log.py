@@ -45,7 +45,7 @@ def init(
         raise OptionError(f"{file} is there already, and is left as it is: name another file") from None
     except FileNotFoundError:
         raise OptionError(f"{file} cannot be written: the folder {file.parent} does not exist") from None
-    except (OSError, ValueError) as problem:
+    except OSError as problem:
         raise OptionError(f"{str(file)!r} cannot be written: {problem}") from None
     next_command = f"txmq check --config {file} --once"
     tell(f"{file} is written: set path, listener_modules and [listeners] in it, then run {next_command}")

@@ -126,12 +126,9 @@ def join_words_at_colons() -> None:
     """Join the words that bash splits at colons, which half ids and URIs have. Bash replaces only the part after the
     last colon before the cursor."""
     global _before
-    words, index = os.environ.get("COMP_WORDS", "").split("\n"), os.environ.get("COMP_CWORD", "")
-    _before = ""
-    if not index.isdecimal() or int(index) >= len(words):
-        return
+    words, index = os.environ["COMP_WORDS"].split("\n"), int(os.environ["COMP_CWORD"])
     joined: list[list[str]] = []
-    for word in words[: int(index) + 1]:
+    for word in words[: index + 1]:
         part_of_last = joined and (word.strip(":") == "" != word or joined[-1][-1].strip(":") == "" != joined[-1][-1])
         joined[-1].append(word) if part_of_last else joined.append([word])
     *previous, last = joined

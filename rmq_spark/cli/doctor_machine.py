@@ -15,7 +15,7 @@ from pathlib import Path
 from rmq_spark._core.spark.workers import is_this_python
 from rmq_spark.report import Finding, Level
 
-PYTHON_MIN, PYTHON_TESTED = (3, 10), (3, 13)
+PYTHON_TESTED = (3, 13)
 JAVA_MIN = 17
 TESTED: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "pyarrow": ((18, 0), (99, 0)),
@@ -43,11 +43,8 @@ def look_at_machine() -> Iterator[Finding]:
 
 
 def _python() -> Finding:
-    running = sys.version_info[:2]
     text = f"{sys.version.split()[0]} ({sys.executable})"
-    if running < PYTHON_MIN:
-        return Finding("python", Level.CRITICAL, text, f"install Python {_dotted(PYTHON_MIN)} or newer")
-    if running > PYTHON_TESTED:
+    if sys.version_info[:2] > PYTHON_TESTED:
         return Finding("python", Level.NOTE, f"{text} is newer than what was tried: {_dotted(PYTHON_TESTED)}")
     return Finding("python", Level.OK, text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from rmq_spark._core.vocabulary.redaction import one_line as one_line
@@ -35,12 +35,8 @@ def short_time(value: datetime) -> str:
 
 
 def plain(value: object) -> object:
-    """Return a value for JSON: a time as ISO text, a timedelta in seconds, others as they are."""
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    return value
+    """Return a value for JSON: a time as ISO text, others as they are."""
+    return value.isoformat() if isinstance(value, datetime) else value
 
 
 def json_message(row: dict[str, Any]) -> dict[str, Any]:

@@ -138,17 +138,15 @@ def _text_of(story: Trace, keys: str | None, advice: Iterable[str]) -> str:
         "lease_until": story.lease_until,
         "waits_for": ", ".join(_first_of(story.waits_for)) or None,
     }
-    start = story.events[0].at if story.events else None
+    start = story.events[0].at
     form = "%Y-%m-%d %H:%M:%S"
-    if start is not None and terminal_width() is not None and len({event.at.date() for event in story.events}) == 1:
+    if terminal_width() is not None and len({event.at.date() for event in story.events}) == 1:
         head["date"] = f"{start:%Y-%m-%d}, in UTC"
         form = "%H:%M:%S"
     rows = [
         {
             "time": f"{event.at:{form}}.{event.at.microsecond // 1000:03}Z",
-            "after": f"+{short_age(max(0.0, (event.at - start).total_seconds()))}"
-            if start and event.at > start
-            else None,
+            "after": f"+{short_age(max(0.0, (event.at - start).total_seconds()))}" if event.at > start else None,
             "event": event.word if times == 1 else f"{times:,} × {event.word}",
             "by": event.decided_by,
             "attempt": event.attempt if any((e.attempt or 1) > 1 for e in story.events) else None,

@@ -124,7 +124,7 @@ class Verb(TyperCommand):
         from rmq_spark.cli.command import App
 
         app = App()
-        app.callback()(_do_nothing)  # without a callback, typer makes no group of a single command
+        app.callback()(lambda: None)  # without a callback, typer makes no group of a single command
         import_module(f"rmq_spark.cli.{self._module}").register(app)
         return typer.main.get_group(app).commands[str(self.name)]
 
@@ -157,7 +157,3 @@ def whole(app: typer.Typer) -> Any:
     group: Any = typer.main.get_command(app)
     group.commands = {name: verb.real for name, verb in group.commands.items()}
     return group
-
-
-def _do_nothing() -> None:
-    pass

@@ -372,6 +372,11 @@ def test_a_plot_is_a_chart_of_altair_of_any_log(plot: Callable[[Any], Any], shop
     plot(InMemoryCommitLog()).to_dict()
 
 
+def test_a_column_is_named_in_the_largest_unit_of_which_it_has_a_whole_number() -> None:
+    named = {1: "second", 90: "90 seconds", 600: "10 minutes", 3600: "hour", 129_600: "36 hours", 604_800: "week"}
+    assert {seconds: charts.period(Span(NOW, NOW, seconds)) for seconds in named} == named
+
+
 def test_a_tooltip_counts_one_message_as_one() -> None:
     log = InMemoryCommitLog(topics={"orders": 1})
     commit(log, prepare(log, 1, 1))

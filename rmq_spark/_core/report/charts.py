@@ -107,11 +107,9 @@ def checks(figures: pa.Table, span: Span) -> Drawn:
 
 def period(span: Span) -> str:
     """Return the period of one column: ``hour``, ``10 minutes``."""
-    for length_s, unit in _UNITS:
-        if span.period_s >= length_s and span.period_s % length_s == 0:
-            count = span.period_s // length_s
-            return unit if count == 1 else f"{count} {unit}s"
-    return f"{span.period_s} seconds"
+    length_s, unit = next((length_s, unit) for length_s, unit in _UNITS if span.period_s % length_s == 0)
+    count = span.period_s // length_s
+    return unit if count == 1 else f"{count} {unit}s"
 
 
 _UNITS = ((7 * 86400, "week"), (86400, "day"), (3600, "hour"), (60, "minute"), (1, "second"))

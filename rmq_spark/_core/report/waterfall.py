@@ -47,8 +47,6 @@ class Step:
 def steps_of(trace: Trace, now: datetime) -> list[Step]:
     """Return the steps of a half batch in order, without those of upkeep."""
     events = [event for event in trace.events if event.kind not in (*BY_UPKEEP, TraceKind.LEASED)]
-    if not events:
-        return []
     start = events[0].at
     steps, previous_s = [], 0.0
     for event in events:
@@ -124,7 +122,7 @@ def waterfall(trace: Trace, now: datetime) -> str:
     """Return the waterfall as HTML: a line for each step, with its bar and its end, counted from the prepare."""
     steps = steps_of(trace, now)
     shown = steps if len(steps) <= EVENTS_MAX else [*steps[: EVENTS_MAX // 2], *steps[-EVENTS_MAX // 2 :]]
-    length_s = max((step.end_s for step in steps), default=0.0) or 1.0
+    length_s = max(step.end_s for step in steps) or 1.0
     lines = [_line(step, length_s) for step in shown]
     if more := len(steps) - len(shown):
         lines.insert(EVENTS_MAX // 2, f'<li class="more">{count_of(more, "step")} between</li>')
@@ -155,9 +153,9 @@ def _line(step: Step, length_s: float) -> str:
 
 
 def _later(trace: Trace) -> Iterator[str]:
-    start = trace.events[0].at if trace.events else None
+    start = trace.events[0].at
     for event in trace.events:
-        if event.kind in BY_UPKEEP and start is not None:
+        if event.kind in BY_UPKEEP:
             after = duration(max(0.0, (event.at - start).total_seconds()))
             messages = count_of(event.messages, "message")
             if event.kind is TraceKind.DRAINED:
