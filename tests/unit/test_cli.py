@@ -16,13 +16,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
+from typer.testing import CliRunner
 
 from rmq_spark import COMMIT_MESSAGE, CommitLog, ConsumerGroup
 from rmq_spark._core.inspect.find import Wanted, find
+from rmq_spark.cli import app
 from rmq_spark.cli.output import show
 from rmq_spark.cli.resolution import Resolving
 from rmq_spark.cli.words import sentence_for_command
-from rmq_spark.errors import CommitError, OptionError, TxmqError
+from rmq_spark.errors import CommitError, NotACommitLogError, OptionError, TxmqError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support import half_batches
 from tests.support.clocks import set_clock
@@ -122,11 +124,15 @@ def test_a_log_and_a_topic_are_made_and_listed(tmp_path: Path) -> None:
     txmq("create", path, "--exist-ok")
 
 
-def test_an_error_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+def test_an_error_is_one_line_and_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in (("topics",), ("pending",), ("quarantined",), ("conflicts",), ("vacuum",), ("drain",)):
         _, err = txmq(*command, tmp_path, code=1)
         assert len(err.splitlines()) == 1
         assert "is not a commit log" in err
+    monkeypatch.setenv("TXMQ_PATH", "nowhere")
+    assert "The path 'nowhere' comes from TXMQ_PATH or a configuration file" in txmq("topics", code=1)[1]
+    monkeypatch.setenv("TXMQ_DEBUG", "1")
+    assert isinstance(CliRunner().invoke(app, ["topics"]).exception, NotACommitLogError)
 
 
 def test_an_unexpected_error_is_one_line_too(log: CommitLog) -> None:
@@ -163,6 +169,7 @@ LATIN = "caf\udce9"
         # upkeep
         ("maintain LOG --grace 1s", 2, "--grace '1s' is under 60 seconds"),
         ("maintain LOG --dry-run --every 1s", 2, "--dry-run"),
+        ("maintain LOG --every 0s", 2, "--every 0s is no time: write --every 60s, for instance"),
         ("maintain LOG --drain-every 1s", 2, "--drain-every is about drains between two rounds"),
         ("maintain LOG --every 1h --drain-every 9", 2, "--drain-every '9' is not a duration"),
         ("vacuum LOG --older-than 1h", 2, "under 7d"),
@@ -192,6 +199,7 @@ LATIN = "caf\udce9"
         ("pending LOG --watch 2", 2, "--watch '2' is not a duration"),
         ("trace LOG order-7", 2, "'order-7' is not an id: a transaction id, a half id or a message id is expected"),
         ("trace LOG order-7", 2, "txmq query --key finds messages by a key"),
+        ("trace LOG b…:1", 1, "'b…:1' was shortened, and no half batch of this commit log has such an id"),
         (f"trace LOG {LATIN}", 2, "is no text in UTF-8"),
         # read
         ("read LOG order", 1, "did you mean 'orders'"),
@@ -242,6 +250,8 @@ LATIN = "caf\udce9"
         ("report LOG --transaction app:1", 2, "--html FILE"),
         ("report LOG --html LOG.html --transaction a:9", 1, "no half batch"),
         ("report LOG --since soon", 2, "since"),
+        ("exporter LOG --push http://x --job ' '", 2, "job is empty: name the program whose metrics these are"),
+        ("exporter LOG --push 'http://a b'", 2, "http://a b is no address of a Pushgateway (InvalidURL)"),
         # dead letters
         ("dlq list LOG pionts", 1, "'pionts' is not known in this commit log (did you mean 'points'?)"),
         ("dlq resend LOG pionts --all", 1, "'pionts' is not known in this commit log (did you mean 'points'?)"),
@@ -367,9 +377,11 @@ def shown_before_it_asks(log: CommitLog, verdict: str = "COMMIT") -> tuple[dict[
 
 def test_resolve_shows_the_half_batch_before_it_asks(log: CommitLog) -> None:
     record = prepare(log)
+    log.engine.ledger.lease([record], 60)
     quarantine(log, record)
     lines, messages = shown_before_it_asks(log, "ROLLBACK")
     assert re.fullmatch(r"20.*Z, [\d.]+m?s ago", lines.pop("prepared_at"))
+    assert re.fullmatch(r"20.*Z: its local transaction may be running", lines.pop("lease_until"))
     assert lines == {
         "half_id": "app:0",
         "producer_group": "shop",
@@ -619,9 +631,13 @@ def test_init_writes_the_example_over_nothing(log: CommitLog, tmp_path: Path, mo
     assert "[listeners]" in Path("txmq.toml").read_text()
     monkeypatch.setenv("TXMQ_PATH", log.path)
     txmq("check", "--config", "txmq.toml", "--once")
+    monkeypatch.setenv("TXMQ_PATH", "nowhere")
+    txmq("check", log.path, "--config", "txmq.toml", "--once")
     Path("txmq.toml").write_text("mine")
     assert "is there already" in txmq("init", code=2)[1]
     assert Path("txmq.toml").read_text() == "mine"
     assert "does not exist" in txmq("init", "nowhere/x.toml", code=2)[1]
+    assert "'txmq.toml/x.toml' cannot be written: " in txmq("init", "txmq.toml/x.toml", code=2)[1]
+    assert "has characters that cannot be printed: name another file" in txmq("init", "\x1b.toml", code=2)[1]
     txmq("init", "other.toml")
     assert "--config other.toml" in Path("other.toml").read_text()

@@ -139,6 +139,11 @@ def test_a_configuration_that_cannot_be_used_ends_with_two(
     for text, said in (("path = ", "is not TOML"), ("path = 7", "path is 7"), ("storage = 1", "are tables")):
         (tmp_path / "txmq.toml").write_text(text)
         assert said in txmq("topics", code=2)[1]
+    (tmp_path / "latin.toml").write_bytes(b'path = "caf\xe9"')
+    for file in ("latin.toml", str(tmp_path)):
+        monkeypatch.setenv("TXMQ_CONFIG", file)
+        assert f"{file} cannot be read: " in txmq("topics", code=2)[1]
+    assert "cannot be read: " in txmq("doctor", log.path, code=2)[1]
     monkeypatch.setenv("TXMQ_CONFIG", "nowhere.toml")
     assert "nowhere.toml, which TXMQ_CONFIG names, does not exist: txmq init nowhere.toml" in txmq("topics", code=2)[1]
 
@@ -184,14 +189,16 @@ def test_what_readers_have_seen_can_only_be_confirmed(log: CommitLog) -> None:
 
 # ---------------------------------------------------------------- query
 def test_messages_are_found_by_a_key_a_place_and_a_time(log: CommitLog) -> None:
-    for batch_id, numbers in enumerate([(1, 2, 11), (3, 4, 1)]):
-        commit(log, orders(log, batch_id, *numbers))
+    for batch_id, (tag, *numbers) in enumerate([("new", 1, 2, 11), ("old", 3, 4, 1)]):
+        commit(log, orders(log, batch_id, *numbers, tags=[tag] * 3))
 
     def found(*arguments: object, code: int = 0) -> list[str]:
         return [m["body"] for m in objects("query", *arguments, code=code)]
 
     assert found("--key", "order-1") == ['{"order_id": 1}'] * 2, "order-11 has another key"
     assert found("-k", "all", "--topic", "orders", "--limit", 3) == [f'{{"order_id": {n}}}' for n in (2, 4, 1)]
+    assert found("--key", "order-1", "--tags", "new || other") == ['{"order_id": 1}']
+    assert len(found("--tags", "old")) == 3
     assert found("--topic", "orders", "--queue", 1, "--offset", 2) == ['{"order_id": 3}']
     assert found("--topic", "orders", "--queue", 1, "--offset", 99, code=1) == []
     assert len(found("--since", "1h", "--until", "0s")) == 6
@@ -243,6 +250,7 @@ def test_by_an_id_messages_are_found_in_whatever_state(log: CommitLog) -> None:
     assert in_half(log) == {"shop:0", "shop:1", "shop:3"}
     assert len(objects("query", "--half-id", "shop:0")) == 4
     assert [m["state"] for m in objects("query", "-t", "shop:2:1:o6")] == ["committed"]
+    assert "not known: checks and leases are forgotten: upkeep pruned" in words(txmq("trace", "shop:2")[0])
 
 
 def test_by_a_key_those_are_found_too_that_nobody_can_see(log: CommitLog) -> None:
@@ -282,6 +290,9 @@ def test_one_message_is_shown_whole_and_cannot_steer_the_terminal(log: CommitLog
     assert "1b 5b 33 31 6d" in txmq("query", "--key", "order-1", "--body", "hex")[0]
     assert "red" not in txmq("query", "--key", "order-1", "--body", "none")[0]
     assert "4 of 24 bytes are shown" in txmq("query", "--key", "order-1", "--body-bytes", 4, "--body", "text")[0]
+    commit(log, orders(log, 1, 1))
+    assert "1b 5b 33 31 6d" in txmq("query", "--key", "order-1", "--body", "hex")[0]
+    assert "red" not in txmq("query", "--key", "order-1", "--body", "none")[0]
 
 
 @pytest.mark.parametrize("form", list(BodyForm))

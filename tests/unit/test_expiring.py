@@ -49,6 +49,7 @@ def test_what_is_older_than_the_retention_goes_and_the_first_offsets_move(log: C
     report = let_leave(log)
     assert report.files_expired == 1
     assert "1 file of messages expired" in str(report)
+    assert another(log).trace(half_id="old:0").unknown[-1] == "of its 4 committed messages 4 have expired"
     tails = another(log).engine.tails()
     assert another(log).engine.firsts() == tails
     assert drained_offsets(log) == {}

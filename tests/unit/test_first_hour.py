@@ -197,6 +197,7 @@ def test_a_name_of_rocketmq_is_told_where_it_is_here(name: str, is_here: str) ->
         ("TransactionMQProducr", ": did you mean 'TransactionMQProducer'?"),
         ("commitlog", ": did you mean 'CommitLog'?"),
         ("LostFilError", ": did you mean 'LostFileError'?"),
+        ("Standing", ": it is rmq_spark.report.Standing"),
         ("Xyzzy", ""),
         ("_CommitLogs", ""),
     ],

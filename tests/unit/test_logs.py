@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from datetime import datetime, timezone
 from typing import Any
 
@@ -75,10 +76,12 @@ def test_secrets_are_in_no_part_of_a_line() -> None:
     assert found["url"] == "postgresql://***@db/orders"
 
 
-def test_a_line_names_the_span_in_which_it_was_written() -> None:
+def test_a_line_names_the_span_in_which_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "trace_id" not in line()
     with TracerProvider().get_tracer("test").start_as_current_span("work") as span:
         found = line()
+        monkeypatch.delitem(sys.modules, "opentelemetry.trace")
+        assert "trace_id" not in line(), "as in a program without OpenTelemetry"
     assert found["trace_id"] == trace.format_trace_id(span.get_span_context().trace_id)
     assert found["span_id"] == trace.format_span_id(span.get_span_context().span_id)
 
