@@ -37,7 +37,7 @@ from tests.support.half_batches import (
     prepare_one,
     quarantine,
 )
-from tests.support.inside import Diagnosis, HalfWriter, Level, Members, Standing
+from tests.support.inside import Change, Diagnosis, HalfWriter, Level, Members, Standing
 from tests.support.limits import Limit
 from tests.support.machines import FINE, be_fine, have_versions
 
@@ -258,6 +258,9 @@ def test_tables_that_somebody_wrote_to_are_told(log: CommitLog) -> None:
     table = log.engine.messages_table
     table.refresh()
     (path,) = table.actions()["path"].to_pylist()
+    again = Change(add=[table.write(table.read([path]))])
+    assert table.compare_and_set(lambda _: again, lambda _: True) is not None  # as after a lost race
+    assert "table messages has 10 rows, and op placed 5" in found(log)["tables"].what
     shutil.copy(f"{log.path}/messages/{path}", f"{log.path}/messages/again.parquet")
     write_deltalake(f"{log.path}/messages", pa.table(table.read([path])), mode="append")
     assert bad(log)["tables"] == "critical"
@@ -445,6 +448,11 @@ def test_versions_are_found_without_starting_anything(monkeypatch: pytest.Monkey
     assert findings["pyarrow"].level is findings["deltalake"].level is Level.CRITICAL
     assert findings["deltalake"].remedy == "pip install 'deltalake>=1.6'"
     assert (findings["pyspark"].level, findings["delta-spark"].level) == (Level.WARNING, Level.NOTE)
+    have_versions(monkeypatch, {"pyspark": None})
+    monkeypatch.setattr("rmq_spark.cli.doctor_machine.PYTHON_TESTED", (3, 9))
+    findings = of_the_machine()
+    assert findings["pyspark"].what == "is not installed: this machine works without Spark"
+    assert findings["python"].what.endswith(" is newer than what was tried: 3.9")
 
 
 def test_a_jar_of_another_delta_than_the_package_is_no_jar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,6 +469,10 @@ def test_a_jar_of_another_delta_than_the_package_is_no_jar(tmp_path: Path, monke
     have_versions(monkeypatch, {**FINE, "delta-spark": "4.4.1"})
     found = of_the_machine()["jars"]
     assert (found.level, found.what) == (Level.OK, "io.delta_delta-spark_4.2_2.13-4.4.1.jar")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "nowhere")
+    jars.rename(tmp_path / "jars")
+    monkeypatch.setenv("SPARK_HOME", str(tmp_path))
+    assert of_the_machine()["jars"].level is Level.OK
 
 
 @pytest.mark.parametrize(
@@ -483,6 +495,7 @@ def test_java_and_workers_python_are_sought_where_spark_does(tmp_path: Path, mon
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.delenv("JAVA_HOME", raising=False)
     assert java_home() == tmp_path / "jdk"
+    assert of_the_machine()["java"].what.endswith("jdk has no file 'release', so its version is not known")
     (tmp_path / "jdk" / "release").write_text('JAVA_VERSION="11.0.2"')
     monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
     findings = of_the_machine()
