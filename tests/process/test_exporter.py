@@ -25,6 +25,7 @@ from rmq_spark.cli import app
 from rmq_spark.errors import OptionError, StorageError
 from tests.support.half_batches import commit, make_log, prepare, roll_back
 from tests.support.inside import push_figures as push
+from tests.support.meanwhile import at
 
 ROOT = Path(__file__).parents[2]
 
@@ -206,6 +207,9 @@ def test_what_cannot_be_done_is_one_line(log: CommitLog, tmp_path: Path) -> None
     assert "is not a commit log" in txmq("exporter", tmp_path, "--once", code=1)
     assert "is not a duration" in txmq("exporter", log.path, "--once", "--cache", "5", code=2)
     assert "could not be pushed" in txmq("exporter", log.path, "--push", "http://127.0.0.1:1", code=1)
+    with at("look begins", lambda: 1 / 0):
+        said = txmq("exporter", log.path, "--once", code=1)
+    assert f"the figures of {log.path} could not be read: the log says why" in said
 
 
 def test_a_port_that_is_taken_is_told(log: CommitLog, gateway: tuple[str, object]) -> None:

@@ -212,6 +212,7 @@ def test_the_heartbeat_of_a_dead_member_is_removed_in_the_end() -> None:
         a.renew(a.beat())
         a.look()
     assert list(txmq.ConsumerGroup(log, "points").members()) == ["a"]
+    b.leave()  # when it wakes up
 
 
 def test_a_member_that_comes_long_after_another_was_killed_takes_all_queues_at_once() -> None:

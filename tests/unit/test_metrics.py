@@ -42,7 +42,7 @@ from tests.support.half_batches import (
     split,
     too_late,
 )
-from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, RowState, Standing, Who
+from tests.support.inside import BY_NAME, LOG, METRICS, PROCESS, Graces, Leaver, RowState, Standing, Who
 from tests.support.limits import Limit
 from tests.support.listeners import Scripted
 from tests.support.maven import free_ports
@@ -83,7 +83,7 @@ def says() -> Scripted:
 # ---------------------------------------------------------------- the log's figures
 def test_the_figures_are_what_happened_in_the_log(log: CommitLog) -> None:
     watch = LogWatch(log)
-    others, some = split(pending(log, prepare(log, 0, 40, per="message", group="shop")), every=4)
+    others, some = split(pending(log, prepare(log, 0, 40, per="message", partitions=2, group="shop")), every=4)
     decide_one(log.engine, log.engine.get("app:0"), 1, commit=others, rollback=some)
     prepare(log, 1, 5, topic="points", group="bank")
     hidden = prepare(log, 2, 3, group="shop")
@@ -102,7 +102,7 @@ def test_the_figures_are_what_happened_in_the_log(log: CommitLog) -> None:
     assert found.decided[("quarantine", "discard")] == 3
     assert found.undrained_messages == 30
     assert found.undrained_bytes > 0
-    assert found.tables["half"].files == 4
+    assert found.tables["half"].files == 5
     assert found.not_looked_at == 0
 
 
@@ -146,6 +146,17 @@ def test_what_was_quarantined_and_has_left_between_two_looks_is_quarantined_no_m
     log.resolve(hidden.half_id, txmq.ROLLBACK_MESSAGE, "never happened")
     let_leave(log)
     assert watch.look().quarantined == {}
+
+
+def test_a_rollback_that_has_left_between_two_looks_is_counted_without_its_topic(log: CommitLog, registry: Any) -> None:
+    registry.register(LogCollector(log, cache_seconds=0))
+    assert value(registry, "rocketmq_rollback_messages_total") == 0
+    roll_back(log, prepare(log, 0, 4))
+    log.engine.ledger.mark()
+    leaver = Leaver(log.another().engine, Graces(0, 0, 1e9))
+    assert leaver.archive() == 1
+    leaver.remove()
+    assert value(registry, "rocketmq_rollback_messages_total", topic="") == 4
 
 
 @pytest.mark.parametrize("who", [Who.CHECK, Who.EXECUTE])
@@ -515,6 +526,10 @@ def test_closed_metrics_leave_the_registry_and_count_no_more(registry: Any) -> N
         ProcessMetrics(registry)
     assert len(observer.observers()) == 1
     metrics.close()
+    taken = prometheus_client.Gauge("rocketmq_consumer_inflight_messages", "of the program", registry=registry)
+    with pytest.raises(ValueError, match="Duplicated"):
+        ProcessMetrics(registry)
+    registry.unregister(taken)
     assert not observer.observers()
     ProcessMetrics(registry).close()
     assert list(registry.collect()) == []
