@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,16 +14,19 @@ import time
 from pathlib import Path
 
 import pytest
+from deltalake import DeltaTable
 from typer.testing import CliRunner
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark.cli.check_job import app
-from rmq_spark.errors import VerdictConflictError
+from rmq_spark.errors import CommitError, VerdictConflictError
 from tests.support import half_batches
 from tests.support.check_jobs import make_folder, write
 from tests.support.half_batches import decide_one
 from tests.support.inside import NO_LISTENER_FENCE, NO_ROWS, Who
+from tests.support.meanwhile import at
+from tests.support.sends import raising
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
@@ -199,6 +203,23 @@ def test_a_path_that_is_no_log_exits_with_one_and_one_line(folder: Path) -> None
     assert code == 1
     assert err.startswith("NotACommitLogError: ")
     assert len(err.splitlines()) == 1
+    code, _, err = run(folder, "--once", TXMQ_PATH=str(folder), TXMQ_LOG_FORMAT="json")
+    assert (code, json.loads(err)["message"].partition(": ")[0]) == (1, "NotACommitLogError")
+
+
+def test_a_store_that_does_not_answer_exits_with_one_and_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeltaTable, "is_deltatable", raising(OSError("no answer")))
+    assert run(folder, "--once") == (1, "", "OSError: no answer\n")
+
+
+def test_upkeep_that_fails_is_told_and_exits_with_one(folder: Path) -> None:
+    prepare(CommitLog.open(folder / "log"), 0)
+    with at("upkeep begins", raising(CommitError("the store is full"))):
+        code, out, err = run(folder, "--once")
+    assert (code, "1 transaction (2 messages) committed" in out) == (1, True)
+    assert re.search("upkeep of .* failed: .*the store is full", err)
 
 
 @pytest.mark.turns(2)
@@ -282,6 +303,9 @@ def test_a_single_round_leaves_its_metrics_in_a_file(folder: Path) -> None:
     assert (code, "Traceback" in err) == (1, False)
     up = f'txmq_up{{cluster="DefaultCluster",node_id="{log.path}"}} 0.0'
     assert (folder / "txmq.prom").read_text().splitlines()[-1] == up
+    write(folder, more='[metrics]\ntextfile = "nowhere/txmq.prom"\n')
+    code, _, err = run(folder, "--once")
+    assert (code, "the metrics were not written: nowhere/txmq.prom cannot be written" in err) == (1, True)
 
 
 def test_a_port_that_is_taken_is_a_configuration_that_cannot_be_used(folder: Path) -> None:
