@@ -120,6 +120,24 @@ def test_a_rollback_that_a_person_confirms_is_counted_once_before_and_after_upke
     assert by(found.verdicts, "verdict", "messages") == {over_time.ROLLED_BACK: 5 + 5 + 5}, "the last word counts"
 
 
+def test_a_reopen_takes_back_no_decision_on_an_earlier_attempt() -> None:
+    log = InMemoryCommitLog(topics={"orders": 2})
+    record = prepare(log, 1, 5, per="message")
+    _, again = split(pending_rows(log, record), every=2)
+    for attempt in (1, 2):
+        decide_one(log.engine, record, attempt, rollback=again, who=Who.CHECK)
+        if attempt == 2:
+            quarantine(log, record)
+        log.engine.ledger.reopen(
+            record, attempt, (RowState.ROLLED_BACK_BY_CHECK,), attempt + 1, Who.EXECUTE, "it never happened"
+        )
+    commit(log, record, 3)
+    log.engine.ledger.reopen(record, 1, (RowState.QUARANTINED,), 1, Who.EXECUTE, "asked again")
+    commit(log, record)
+    found = require_same_when_all_has_left(log, settled=1)
+    assert by(found.verdicts, "verdict", "messages") == {over_time.COMMITTED: 5}
+
+
 @pytest.mark.parametrize("verdict", ["commit", "rollback"])
 def test_a_transaction_counts_by_its_last_verdict_whatever_a_replay_or_a_person_took_back(verdict: str) -> None:
     """A crashed batch that a check rolled back, and whose replay was refused, had its messages rolled back twice."""
@@ -406,6 +424,12 @@ def test_half_batches_are_named_by_their_group_and_time(figures: Figures) -> Non
             assert shown == [batch["producer_group"], f"{batch['settled_at']:%d %b %H:%M:%S}"]
 
 
+def test_a_long_group_is_shortened_in_a_chart() -> None:
+    log = InMemoryCommitLog(topics={"orders": 1})
+    commit(log, prepare(log, 1, 1, group="order-service-of-the-north"))
+    assert '"order-service-of-…\\n' in json.dumps(plots.largest(log).to_dict(), ensure_ascii=False)
+
+
 STATES = {*charts.WORD_COLOURS.values(), *EVENT_COLOURS.values(), *(colour for _, _, colour in charts.AGES)}
 
 
@@ -471,6 +495,12 @@ def test_the_command_says_a_sentence_and_writes_the_page(log: CommitLog, tmp_pat
     file = tmp_path / "out.html"
     assert txmq("report", log.path, "--html", file, "--since", "1h", "--transaction", "app:1:1")[0] == said
     assert '<h2 class="id">app:1:1</h2>' in file.read_text()
+
+
+def test_the_page_of_a_log_in_which_nothing_was_sent_has_no_half_batch(tmp_path: Path) -> None:
+    file = tmp_path / "out.html"
+    txmq("report", CommitLog.create(tmp_path / "log").path, "--html", file)
+    assert "From the prepare on" not in file.read_text()
 
 
 def test_the_pages_half_batch_has_the_cards_of_the_live_page(log: CommitLog, tmp_path: Path) -> None:

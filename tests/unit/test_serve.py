@@ -24,7 +24,7 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
-from rmq_spark import COMMIT_MESSAGE, CommitLog, ConsumerGroup
+from rmq_spark import COMMIT_MESSAGE, CommitLog, ConsumerGroup, EachMessage
 from rmq_spark._core.inspect.finding import Finding
 from rmq_spark._core.inspect.trace import TraceEvent, TraceKind
 from rmq_spark._core.report import live_page, live_server, shared_look
@@ -36,11 +36,13 @@ from rmq_spark.cli.command import sentence_of
 from rmq_spark.errors import OptionError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.commands import txmq
+from tests.support.consumers import consume_all
 from tests.support.half_batches import (
     commit,
     copied_log,
     count_check,
     decide_one,
+    half_file,
     in_conflict,
     let_leave,
     make_log,
@@ -154,6 +156,10 @@ def test_home_says_that_all_is_well_and_what_appeared(log: CommitLog) -> None:
     assert "In conflict" not in text.replace("in conflict", ""), "a list that is empty, and should be, takes no room"
 
 
+def test_home_of_a_log_without_a_topic_says_so(tmp_path: Path) -> None:
+    assert "What appeared There is no topic yet." in text_of(shown(CommitLog.create(tmp_path / "log")))
+
+
 def test_home_lists_what_waits_with_its_reason_and_whole_commands(log: CommitLog) -> None:
     hidden, torn, open_ = (prepare(log, n, 2, fence_id="bank") for n in (1, 2, 3))
     quarantine(log, hidden, "15 checks, all UNKNOWN")
@@ -210,6 +216,12 @@ def test_a_quarantined_half_batch_is_listed_with_the_last_answer_of_its_checks(l
     quarantine(log, hidden, "2 checks were answered with UNKNOWN")
     text = text_of(shown(log))
     assert "2 checks were answered with UNKNOWN; the last answer: the bank answers 503" in text
+
+
+def test_a_pending_half_batch_that_cannot_be_read_is_listed(log: CommitLog) -> None:
+    half_file(log, prepare(log, 0, 2)).write_bytes(b"damaged")
+    text = text_of(shown(log.another()))
+    assert re.search(r"Pending .*? app:0 .*? it cannot be read: txmq doctor says more", text)
 
 
 def test_lag_is_shown_by_group_and_queue(log: CommitLog) -> None:
@@ -274,6 +286,13 @@ def test_a_half_batch_has_its_steps_from_the_prepare_on_and_draining_apart(log: 
     assert "UNKNOWN by check, 4 messages: the bank does not answer" in text
     assert re.search(r"placed [\d.]+m?s orders queue 0, offsets 0 to 1; orders queue 1, offsets 0 to 1", text)
     assert "drained: 4 messages in the table messages" in page.partition('class="later"')[2]
+
+
+def test_a_local_transaction_that_runs_says_when_its_lease_ends(log: CommitLog) -> None:
+    record = prepare(log, 0, 4)
+    log.engine.ledger.lease([record], 60)
+    text = text_of(shown(log, record))
+    assert re.search(r"execute [\d.]+m?s its local transaction runs; the lease ends at [\d:]{8} UTC", text)
 
 
 def test_a_late_drain_leaves_the_steps_apart() -> None:
@@ -439,6 +458,8 @@ def test_a_message_is_found_by_key_id_half_id_and_place(log: CommitLog) -> None:
             assert "read by billing: not yet, 0 is its next offset; points: past it" in found
             assert "order-2" not in found
         assert "From the prepare on" in text_of(site.find(q=waiting.half_id)), "a half id leads to its half batch"
+        for name in ("app:1:1", "app:1:0.0"):  # a transaction's and a message's
+            assert "app:1 1 message: 1 pending" in text_of(site.get(f"/half?id={name}").text)
         hidden = text_of(site.find(q="order-9"))
         assert "state pending topic payments place none: it is not visible" in hidden
         assert "Nothing found for order-404 A key is matched whole. Of" in text_of(site.find(q="order-404"))
@@ -448,6 +469,15 @@ def test_a_message_is_found_by_key_id_half_id_and_place(log: CommitLog) -> None:
         assert "queue 'one' is no number" in text_of(site.find(topic="payments", queue="one"))
         assert "did you mean 'orders'?" in text_of(site.find(topic="ordres"))
         assert "Write a key" in text_of(site.find())
+
+
+def test_a_dead_letter_is_found_with_why_it_was_given_up(log: CommitLog) -> None:
+    commit(log, prepare(log, 0, {"body": ["b"], "keys": ["order-1"]}))
+    fails = EachMessage(raising(ValueError("no such customer")))
+    consume_all(log, fails, max_reconsume_times=0).member.leave()
+    with served(log) as site:
+        found = text_of(site.find(q="order-1"))
+    assert "state dead letter of points : ValueError: no such customer topic %DLQ%points place queue 0" in found
 
 
 def test_a_key_that_looks_like_an_id_is_found(log: CommitLog) -> None:
@@ -510,6 +540,7 @@ def test_a_topic_is_a_table_with_the_newest_first_and_pages_that_leave_nothing_o
         assert "keys order-120" in text_of(site.get(card.replace("&amp;", "&")).text)
         assert "no number" in text_of(site.find(topic="payments", queue=0, before="x"))
         assert "an offset needs a queue" in text_of(site.find(topic="orders", before=3))
+        assert "topic 'orders' has no queue 2: it has the queues 0 to 1" in text_of(site.find(topic="orders", queue=2))
         assert "There is no message that readers can see." in text_of(site.find(topic="orders"))
     assert re.search(r"120 \d{4}-\d\d-\d\d [\d:]{8} order-120 4 B points; not yet billing 119 ", first)
 
