@@ -79,7 +79,7 @@ def _plain(value: object) -> object:
 def _trace() -> dict[str, str]:
     """Return the ids of the current span, if the program uses OpenTelemetry."""
     api: Any = sys.modules.get("opentelemetry.trace")
-    if api is None or not hasattr(api, "get_current_span"):
+    if not hasattr(api, "get_current_span"):
         return {}
     context = api.get_current_span().get_span_context()
     if not context.is_valid:
