@@ -271,6 +271,34 @@ def test_spark_that_is_not_installed_is_a_configuration_error(folder: Path) -> N
     assert "the listener of 'order-service' needs Spark: install rmq_spark with its extra spark" in err
 
 
+SPARKY = """
+from pyspark.sql import SparkSession
+from rmq_spark import COMMIT_MESSAGE, TransactionListener
+
+class Sparky(TransactionListener):
+    requires_spark = True
+
+    def execute_local_transaction(self, batch):
+        raise AssertionError
+
+    def check_local_transaction(self, batch):
+        batch.to_spark(SparkSession.getActiveSession()).write.format("delta").save("checked")
+        return COMMIT_MESSAGE
+"""
+
+
+@pytest.mark.long
+@pytest.mark.spark
+def test_a_listener_that_needs_spark_gets_a_session_with_delta(folder: Path) -> None:
+    (folder / "shop_orders.py").write_text(SPARKY)
+    write(folder, listener="shop_orders:Sparky")
+    log = CommitLog.open(folder / "log")
+    prepare(log, 0)
+    code, out, err = run_alone(folder, "--once")
+    assert (code, "1 transaction (2 messages) committed" in out) == (0, True), err
+    assert DeltaTable(folder / "checked").to_pyarrow_table().num_rows == log.read("orders").num_rows == 2
+
+
 def test_a_missing_extra_is_named(folder: Path) -> None:
     (folder / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
     code, _, err = run_alone(folder, "--once", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
