@@ -21,7 +21,7 @@ from rich.console import Console
 
 import rmq_spark
 from rmq_spark import CommitLog, ConsumerGroup
-from rmq_spark.cli import app, output, top
+from rmq_spark.cli import app, output, top, watch
 from tests.support.commands import objects, txmq, words
 from tests.support.inside import Diagnosis, Letters, Level, Standing
 from tests.support.listeners import Scripted
@@ -442,6 +442,11 @@ def test_the_live_screen_listens_to_keys_and_leaves_the_terminal_as_it_was(log: 
             program.send_signal(signal.SIGKILL)
         os.close(main)
         os.close(terminal)
+
+
+def test_the_live_screen_goes_on_without_a_keyboard() -> None:
+    with watch.keyboard() as pressed:
+        assert pressed(0.0) == []
 
 
 def test_every_list_has_json_and_wide() -> None:
