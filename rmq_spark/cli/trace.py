@@ -215,7 +215,7 @@ def advice(story: Trace) -> Iterator[str]:
         if only_rollbacks:  # readers may have seen the messages: only COMMIT is possible
             yield f"confirm what readers have seen: {commit}"
         else:
-            count = min(story.messages, sum(event.messages for event in late))
+            count = sum(event.messages for event in late)
             seen = f"readers will see {count_of(count, 'message')}, for good"
             yield f"when its local transaction happened: {commit} ({seen})"
             yield f"when it did not happen: {rollback} (nobody will see {'it' if count == 1 else 'them'})"

@@ -400,11 +400,15 @@ def test_home_says_when_the_last_message_of_a_topic_was_committed(log: CommitLog
 
 def test_both_verdicts_of_a_conflict_stand_side_by_side_with_the_next_step(log: CommitLog) -> None:
     record = prepare(log, 0, 2)
-    in_conflict(log, record, "no such payment")
+    rows = pending(log, record)
+    decide_one(log.engine, record, 1, rollback=rows, who=Who.CHECK, reason="no such payment")
+    for some in (rows.first(1), rows):
+        too_late(log, record, commit=some)
     with served(log) as site:
         page = site.half(record)
         text = text_of(page)
-        assert re.search(r"counts ROLLBACK check .*? 2 no such payment too late COMMIT execute .*? 2", text)
+        late = r"too late COMMIT execute [\d: -]{19} 1"
+        assert re.search(rf"counts ROLLBACK check .*? 2 no such payment {late} {late}", text)
         said = "COMMIT when the local transaction happened (readers will see 2 messages, for good), and ROLLBACK"
         assert said in text
         for verdict, when in (("COMMIT", "its local transaction happened"), ("ROLLBACK", "it did not happen")):

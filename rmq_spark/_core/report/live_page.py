@@ -301,7 +301,7 @@ def _two_verdicts(trace: Trace) -> str:
     rows = [("counts", words[event.kind], event) for event in trace.events if event.kind in words]
     late = late_verdicts(trace)
     rows += [("too late", (event.verdict or "").removesuffix("_MESSAGE"), event) for event in late]
-    count = count_of(max((event.messages for event in late), default=trace.messages), "message")
+    count = count_of(sum(event.messages for event in late), "message")
     if {event.verdict for event in late} == {str(ROLLBACK_MESSAGE)}:
         decide = "Readers may have seen the messages: only COMMIT is possible."
     else:
