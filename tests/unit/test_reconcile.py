@@ -353,21 +353,33 @@ def test_what_nobody_can_make_again_is_listed_as_the_database_sees_it(tmp_path: 
     assert bodies(shop.log) == []
 
 
+EMPTY: dict[str, Any] = {"list": [], "table": pa.table({"body": [], "topic": []})}
+NO_MESSAGES = {**EMPTY, "text": "an order", "None": None}
+
+
 def test_a_function_that_fails_or_makes_what_cannot_be_sent_is_told_and_stops_nothing_else(tmp_path: Path) -> None:
-    def messages(connection: sa.Connection, attempt: ExecutedAttempt) -> pa.Table:
+    def messages(connection: sa.Connection, attempt: ExecutedAttempt) -> Any:
         key = str(attempt.app_id).removeprefix(SEND)
         if key == "broken":
             raise ZeroDivisionError("no rows")
+        if key in NO_MESSAGES:
+            return NO_MESSAGES[key]
         return pa.table({"body": [key], "topic": ["unknown" if key == "nowhere" else "orders"]})
 
     shop = Shop(tmp_path, messages)
-    shop.send_and_lose("good", "broken", "nowhere")
+    shop.send_and_lose("good", "broken", "nowhere", *NO_MESSAGES)
     report = shop.reconcile(apply=True)
     assert bodies(shop.log) == ["good"]
     said = {str(f.app_id).removeprefix(SEND): f.what for f in report.left}
-    assert said.keys() == {"broken", "nowhere"}
+    assert said.keys() == {"broken", "nowhere", *NO_MESSAGES}
     assert "no rows" in said["broken"]
     assert "unknown" in said["nowhere"]
+    for key, why in (
+        *((key, "making them again failed: MessageError: no messages were made for attempt 1") for key in EMPTY),
+        ("text", "making them again failed: MessageError: found str: a list of rmq_spark.Message"),
+        ("None", "send them again, without a local transaction"),
+    ):
+        assert why in said[key]
 
 
 def test_a_batch_of_a_stream_whose_checkpoint_nobody_named_is_not_made_again(shop: Shop) -> None:
@@ -431,8 +443,19 @@ def test_a_half_batch_that_is_damaged_does_not_hide_the_others(shop: Shop) -> No
     record = shop.log.engine.find(f"{SEND}bad", 0)
     assert record is not None
     Path(shop.log.path, "half", record.files[0].path).unlink()
-    assert shop.standings(apply=True) == {"bad": "person", "good": "lost"}
+    not_executed = prepare(shop.log, 0)
+    Path(shop.log.path, "half", not_executed.files[0].path).unlink()
+    assert shop.standings(apply=True) == {"bad": "person", "good": "lost", "None": "person"}
     assert bodies(shop.log) == ["good"]
+
+
+def test_what_ended_its_database_transaction_in_its_middle_is_a_persons(shop: Shop) -> None:
+    shop.begin("known", executed=True)
+    shop.send_and_lose("lost")
+    with shop.engine.begin() as connection:
+        connection.execute(sa.text("update txmq_fence set state = 'started', outcome = null"))
+    assert shop.standings(apply=True) == {"known": "person", "lost": "person"}
+    assert bodies(shop.log) == []
 
 
 def test_another_half_batch_of_the_same_name_is_a_persons(shop: Shop) -> None:

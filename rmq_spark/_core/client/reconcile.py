@@ -50,7 +50,7 @@ from rmq_spark._core.vocabulary.options import FENCE_RETENTION_S, FENCE_RETENTIO
 from rmq_spark._core.vocabulary.redaction import sentence_of
 from rmq_spark._core.vocabulary.text import count_of
 from rmq_spark._core.vocabulary.verdicts import BATCH
-from rmq_spark.errors import HalfBatchLeftError, ListenerError, OptionError, TxmqError
+from rmq_spark.errors import HalfBatchLeftError, ListenerError, MessageError, OptionError, TxmqError
 
 if TYPE_CHECKING:
     from rmq_spark._core.log.half_record import HalfRecord
@@ -249,15 +249,14 @@ class Reconciler:
 
     def _messages(self, attempts: Sequence[ExecutedAttempt]) -> pa.Table | None:
         """Recreate the messages of a half batch, for all its attempts; None when the listener cannot make them all."""
-        messages_again = getattr(self.listener, "messages_again", None)
-        if messages_again is None:
-            return None
         tables: list[pa.Table] = []
         for attempt in attempts:
-            messages = messages_again(attempt)
+            messages = self.listener.messages_again(attempt)  # type: ignore[attr-defined]
             if messages is None:
                 return None
             tables.append(messages if isinstance(messages, pa.Table) else to_table(message_list(messages)))
+            if not tables[-1].num_rows:
+                raise MessageError(f"no messages were made for attempt {attempt.attempt}")
         return pa.concat_tables(tables, promote_options="default")
 
     def _send(self, attempt: ExecutedAttempt, stream: Stream | None, messages: pa.Table) -> None:

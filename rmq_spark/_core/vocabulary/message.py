@@ -281,11 +281,6 @@ def message_list(messages: object) -> list[Message]:
 
 def to_table(messages: Sequence[Message]) -> pa.Table:
     """Return messages as an Arrow table with a row for each and the columns of :data:`INPUT_COLUMNS`."""
-    if not messages:
-        raise MessageError("no messages were given: a half batch has at least one")
-    for m in messages:
-        if not isinstance(m, Message):
-            raise MessageError(f"found {type(m).__name__} in the list of messages: rmq_spark.Message is expected")
 
     def content(body: bytes | str) -> bytes:
         return body.encode() if isinstance(body, str) else bytes(body)
