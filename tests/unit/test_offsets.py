@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rmq_spark._core.reads.offsets import CountedPositions, resolve
+from rmq_spark._core.reads.offsets import CountedPositions, first_begin, resolve
 from rmq_spark.errors import OffsetError, OffsetOutOfRangeError, OptionError
 from tests.support.inside import from_checkpoint, from_json, parse_offsets, parse_timestamp, to_json
 
@@ -54,6 +54,12 @@ def test_keywords_are_taken_in_any_case_and_json_offsets_as_spark_writes_them() 
 def test_malformed_offsets_are_refused(text: str, words: str) -> None:
     with pytest.raises(OffsetError, match=words):
         parse(text)
+
+
+@pytest.mark.parametrize("begin", [["orders"], {"orders": 3}, {"[1": 3}, {'["orders", "first"]': 3}])
+def test_a_begin_that_no_stream_wrote_is_refused(begin: object) -> None:
+    with pytest.raises(OffsetError, match="the checkpoint"):
+        first_begin({"@begin": begin}, "the checkpoint")
 
 
 def test_marks_and_keywords_are_refused_where_kafka_refuses_them() -> None:
@@ -121,6 +127,8 @@ def test_times_with_a_zone_and_epoch_milliseconds_are_taken(text: str) -> None:
         ("yesterday", "is not a time"),
         ("", "is not a time"),
         ("9" * 30, "is not a time"),
+        ("9" * 5_000, "is not a time"),
+        ("253402300799000", "is out of range"),
         ("-1740816000000", "is not a time"),
     ],
 )

@@ -254,16 +254,16 @@ def parse_timestamp(text: str, option: str) -> datetime:
     value = text.strip()
     example = "write it as 2025-03-01T08:00:00Z, or as milliseconds since 1970"
     if value.isascii() and value.isdigit():
-        if int(value) < EPOCH_MS_MIN:
+        try:
+            milliseconds = int(value)
+            time = _from_ms(milliseconds)
+        except (OverflowError, ValueError) as problem:
+            raise OptionError(f"{text[:80]!r} is not a time: {example}", argument=option) from problem
+        if milliseconds < EPOCH_MS_MIN:
             raise OptionError(
                 f"{text!r} is too small for milliseconds since 1970 (are they seconds?): {example}", argument=option
             )
-        try:
-            return require_time(_from_ms(int(value)), option)
-        except OptionError:
-            raise
-        except (OverflowError, ValueError, OSError) as problem:
-            raise OptionError(f"{text!r} is not a time: {example}", argument=option) from problem
+        return require_time(time, option)
     try:
         time = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", value))
     except ValueError as problem:
