@@ -88,8 +88,7 @@ class Recorded:
     def with_rows(self, rows: RowSet, states: Sequence[State], which: pa.Int32Array | None = None) -> Recorded:
         """Return a copy with the states of these rows added. ``which`` has the position in ``states`` for each of them,
         in send order; None: all have the first."""
-        if self.files is None:
-            raise FenceError("a fence row that speaks for all rows of a half batch was to be added to")
+        assert self.files is not None, "a state of all rows leaves none to add"
         positions: dict[State, int] = {state: n for n, state in enumerate(self.states)}
         codes = pa.array([_position(state, positions) for state in states], _CODE)
         row_codes = pa.repeat(codes[0], rows.count) if which is None else codes.take(which)

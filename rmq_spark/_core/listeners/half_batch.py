@@ -392,7 +392,6 @@ class HalfBatch:
                         raise VerdictError(
                             f"{column} {key!r} is named for two verdicts: {_in_words(first)} and {_in_words(second)}"
                         )
-                    named[str(key)] = code
         return VerdictArray(tuple(distinct), self._codes_of_keys(column, named))
 
     def _codes_of_keys(self, column: str, named: Mapping[str, int]) -> pa.Array:

@@ -163,10 +163,8 @@ class Members:
         return ((m, seen) for m, seen in self._seen.items() if seen.content is not None and not self._is_expired(seen))
 
     def is_dead(self, owner: str) -> bool:
-        """Return True when a queue's owner has not changed its counter for its lease. For an owner without a heartbeat,
-        this member's lease runs from the first call."""
-        if owner == self.member:
-            return False
+        """Return True when a queue's owner, another member, has not changed its counter for its lease. For an owner
+        without a heartbeat, this member's lease runs from the first call."""
         if owner not in self._seen:
             self._seen[owner] = _Seen(None, self._runtime.monotonic(), self._lease_s)
         return self._is_expired(self._seen[owner])

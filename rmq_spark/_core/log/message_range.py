@@ -96,8 +96,6 @@ def select(
 ) -> tuple[list[PlacedRange], list[tuple[int, int]]]:
     """The ranges that hold offsets ``start`` (included) to ``end`` (excluded) of a queue, in offset order; and the
     offsets (first, end) that the log does not hold. CorruptLogError: an offset is placed twice."""
-    if start >= end:
-        return [], []
     of_queue = pc.and_(pc.equal(placements["topic"], topic), pc.equal(placements["queue_id"], queue_id))
     inside = pc.and_(pc.less(placements["queue_offset"], end), pc.greater(placements["next_offset"], start))
     rows = placements.filter(pc.and_(of_queue, inside)).sort_by("queue_offset")

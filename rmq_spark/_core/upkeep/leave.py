@@ -161,8 +161,6 @@ class Leaver:
 
     def _archive(self, live: pa.Table, version: int, drained: int, dry_run: bool) -> int:
         ids = live["half_id"].to_pylist()
-        if not ids:
-            return 0
         rows = self._op_rows(ids)
         archived_ids = set(rows.filter(of_kind(rows, OpKind.ARCHIVED))["half_id"].to_pylist())
         row_counts = dict(zip(ids, live["rows"].to_pylist(), strict=True))
