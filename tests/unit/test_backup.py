@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
-from itertools import count, takewhile
+from itertools import count, islice, takewhile
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ from rmq_spark.testing import InMemoryCommitLog
 from tests.support.clocks import set_clock
 from tests.support.commands import objects, txmq
 from tests.support.half_batches import another, bodies, check_offsets, commit, let_leave, prepare, roll_back, send
-from tests.support.meanwhile import Died, at, seen_at
+from tests.support.meanwhile import Died, at, seen_at, unhooked
 from tests.support.seeds import first_seed, how_many
 
 pytestmark = pytest.mark.log("delta")
@@ -158,6 +158,29 @@ def test_a_file_that_upkeep_deletes_before_it_is_copied_lets_the_copy_begin_anew
     with at("table seen", leave_and_delete, table="topics"):
         log.backup(copy)
     require_same(copy, log.another())
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [("op", "half batches left the table half in"), ("topics", "deleted files before they were copied")],
+)
+def test_a_backup_beside_an_upkeep_that_never_rests_says_so(log: CommitLog, copy: Path, table: str, said: str) -> None:
+    keys = map("key{}".format, count())
+
+    def leave_and_delete(**_: object) -> None:
+        with unhooked():
+            let_leave(log)
+            if table == "topics":
+                for file in Path(log.path, "half").glob("*.parquet"):
+                    file.unlink()
+            sent(log, next(keys))
+
+    sent(log, *islice(keys, 2))
+    with (
+        seen_at("table seen", leave_and_delete, table=table),
+        pytest.raises(CorruptLogError, match=f"{said}.*: stop upkeep for the time of a backup"),
+    ):
+        log.backup(copy)
 
 
 def test_a_copy_is_brought_up_to_date_with_the_files_that_it_lacks(log: CommitLog, copy: Path) -> None:
@@ -297,6 +320,7 @@ def test_a_copy_that_is_newer_or_in_use_is_left_as_it_is(log: CommitLog, tmp_pat
         ("a flipped bit", False, "damaged"),
         ("a flipped bit", True, "damaged"),
         ("a lost file", True, "the copy was left as it was"),
+        ("a longer file", True, "bytes, and its Delta log says"),
     ],
 )
 def test_a_damaged_log_replaces_no_good_copy(
@@ -310,6 +334,8 @@ def test_a_damaged_log_replaces_no_good_copy(
     (file,) = {Path(log.path) / "half" / stored.path for stored in log.engine.get(record.half_id).files.values()}
     if damage == "a lost file":
         file.unlink()
+    elif damage == "a longer file":
+        file.write_bytes(file.read_bytes() + b"x")
     else:
         content = bytearray(file.read_bytes())
         content[len(content) // 3] ^= 0xFF

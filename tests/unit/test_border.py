@@ -18,8 +18,9 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError
 from tests.support.half_batches import another, commit, decide_one, let_leave, pending, prepare, roll_back, send
 from tests.support.half_batches import split as split_rows
-from tests.support.inside import Planner, Subscription, partition_ranges, read_ranges, table_files
-from tests.support.limits import limited
+from tests.support.inside import Change, Planner, Subscription, partition_ranges, read_ranges, table_files
+from tests.support.limits import Limit, limited
+from tests.support.meanwhile import seen_at
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
@@ -250,6 +251,43 @@ def test_an_older_copy_of_messages_is_told(log: CommitLog, tmp_path: Path) -> No
     shutil.move(tmp_path / "copy", f"{log.path}/messages")
     with pytest.raises(CorruptLogError, match="an older copy of messages was put in its place"):
         another(log).read("points")
+
+
+def test_places_of_drained_messages_that_memory_has_no_room_for_are_read_again(log: CommitLog, limit: Limit) -> None:
+    limit(RUNS_CACHED_MAX=1)
+    for batch_id in range(3):
+        commit(log, prepare(log, batch_id, 6))
+        log.drain()
+    plans = planner(log, "orders")
+    first = plans.ranges({}, plans.latest())
+    with seen_at("files read", table="messages") as reads:
+        assert plans.ranges({}, plans.latest()) == first
+    assert len(reads) == 2 * 3  # for each queue
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ("doubled", CorruptLogError, "offset 3 of queue 0 .* is drained twice"),
+        ("lost", OffsetOutOfRangeError, "3 to 5"),
+    ],
+)
+def test_drained_messages_that_are_there_twice_or_no_more_are_told(
+    log: CommitLog, change: str, error: type[Exception], said: str
+) -> None:
+    for batch_id in range(3):
+        commit(log, prepare(log, batch_id, 6))
+        log.drain()
+    table = another(log).engine.messages_table
+    table.refresh()
+    _, path, _ = table.actions().sort_by("min.op_version")["path"].to_pylist()
+    made = Change(add=[table.write(table.read([path]))]) if change == "doubled" else Change(remove=[path])
+    assert table.compare_and_set(lambda _: made, lambda _: True) is not None
+    plans = planner(log, "orders")
+    with pytest.raises(error, match=said):
+        plans.ranges({}, plans.latest())
+    with pytest.raises(CorruptLogError, match=r"table messages has (24|12) rows, and op placed 18"):
+        another(log).drain()
 
 
 def test_a_task_reads_the_files_of_the_table_in_the_order_of_op(log: CommitLog) -> None:

@@ -117,6 +117,20 @@ def test_unknown_leaves_no_marker(log: CommitLog) -> None:
     assert ids(log.pending()) == ["app:0"]
 
 
+def test_the_messages_of_a_half_batch_are_shown_by_state_as_its_listener_would_see_them(log: CommitLog) -> None:
+    record = prepare(log, 0, per="message")
+    some, others = split(pending(log, record), 2)
+    decide_one(log.engine, record, 1, commit=some)
+    (open_ones,) = log.half_batches("app:0")
+    assert (open_ones.rows, open_ones.attempt, open_ones.is_all) == (others, 1, False)
+    (committed,) = log.half_batches("app:0", [RowState.COMMITTED])
+    assert committed.rows == some
+    assert log.half_batches("app:0", states=[RowState.ROLLED_BACK]) == []
+    with pytest.raises(HalfBatchNotFoundError):
+        log.half_batches("app:1")
+    assert sum(log.tails().values()) == some.count
+
+
 # ---------------------------------------------------------------- once, and by the first
 def test_a_decision_may_be_repeated(log: CommitLog) -> None:
     record = prepare(log, 0)
@@ -476,6 +490,18 @@ def named(log: CommitLog) -> Mapping[str, OpenAtMark]:
     other = another(log)
     other.refresh()
     return other.engine.ledger.view.open_at_mark
+
+
+def test_a_mark_names_as_many_open_batches_as_it_has_room_for(log: CommitLog, limit: Limit) -> None:
+    limit(NAMED_MAX=2)
+    for batch_id in range(6):
+        record = prepare(log, batch_id, app=f"app{batch_id}")
+        if batch_id % 2:
+            commit(log, record)
+    assert log.engine.ledger.mark()
+    (mark,) = op_rows(log, OpKind.MARK)
+    assert [entry["half_id"] for entry in mark["below"]] == ["app0:0", "app2:2"]  # type: ignore[attr-defined]
+    assert another(log).engine.open_half_ids() == ["app0:0", "app2:2", "app4:4"]
 
 
 def test_a_batch_decided_while_the_mark_moves_is_not_forgotten(log: CommitLog) -> None:

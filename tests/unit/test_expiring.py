@@ -9,11 +9,12 @@ import pytest
 
 from rmq_spark import CommitLog, ConsumerGroup
 from rmq_spark.cli import message_choice
-from rmq_spark.errors import OffsetOutOfRangeError, TopicExistsError
+from rmq_spark.errors import CorruptLogError, OffsetOutOfRangeError, TopicExistsError
 from tests.support.clocks import set_clock
 from tests.support.half_batches import another, commit, let_leave, rows_of, send
 from tests.support.inside import TIME_MIN, Change, Expirer, LogWatch
 from tests.support.meanwhile import at, dies_at
+from tests.torture.hostile.logs import edit_row
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2)
 
@@ -103,8 +104,23 @@ def test_a_retention_is_a_duration_of_an_hour_or_more(log: CommitLog) -> None:
     log.create_topic("kept", exist_ok=True)
     assert another(log).retentions()["kept"] == 3600.0
     log.create_topic("kept", exist_ok=True, retention="60m")
+    version = log.engine.topics_table.refresh()
+    log.set_retention("kept", "60m")
+    assert log.engine.topics_table.refresh() == version
     with pytest.raises(TopicExistsError, match=r"kept for 1h \(asked for: for 7d\)"):
         log.create_topic("kept", exist_ok=True, retention="7d")
+    with pytest.raises(TopicExistsError, match=r"kept for ever \(asked for: for 7d\)"):
+        log.create_topic("orders", exist_ok=True, retention="7d")
+
+
+@pytest.mark.parametrize(("first", "said"), [(99, "and it ends at 2"), (-1, "cannot be"), (None, "cannot be")])
+def test_first_offsets_that_cannot_be_are_told(log: CommitLog, first: int | None, said: str) -> None:
+    send_and_drain(log, "old")
+    expire(log)
+    firsts = [{"topic": "orders", "queue_id": 0, "first_offset": first}]
+    edit_row(log.engine.op_table, "expire", "firsts", firsts)
+    with pytest.raises(CorruptLogError, match=said):
+        another(log).read("orders")
 
 
 def test_a_crash_between_the_row_and_the_files_is_made_good(log: CommitLog) -> None:

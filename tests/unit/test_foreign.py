@@ -20,7 +20,7 @@ from rmq_spark import CommitLog
 from rmq_spark.errors import CorruptLogError, ForeignChangeError, UnreadableFileError
 from tests.support.foreign_writers import a_file, cut_back, delete_a_row_by_a_vector, put_entry, raise_protocol
 from tests.support.half_batches import another, commit, let_leave, make_log, prepare, send
-from tests.support.inside import Change, table_files
+from tests.support.inside import Change, Entry, table_files
 from tests.support.limits import Limit
 from tests.support.meanwhile import at
 
@@ -227,6 +227,18 @@ def test_a_change_of_which_the_log_knows_no_more_is_told(log: CommitLog) -> None
         Path(log.path, "messages", "_delta_log", f"{version:020d}.json").unlink()
     with pytest.raises(ForeignChangeError, match=r"after version 2, and nobody can tell how: .* from a copy"):
         another(log).drain()
+
+
+@pytest.mark.parametrize("time", [{}, {"timestamp": None}, {"timestamp": "soon"}, {"timestamp": 1e300}])
+def test_a_commit_that_does_not_say_when_it_was_made_is_told_without_a_time(time: dict[str, Any]) -> None:
+    info = {"commitInfo": {"operation": "WRITE", "userName": "bob", **time}}
+    assert str(Entry.of(4, json.dumps(info).encode())) == "version 4: WRITE by bob"
+
+
+@pytest.mark.parametrize("content", [b"[]", b"7", b'{"add": {}, "remove": {}}'])
+def test_an_entry_with_other_lines_than_actions_is_none(content: bytes) -> None:
+    with pytest.raises(ValueError, match="an action is no object"):
+        Entry.of(4, content)
 
 
 def test_nothing_of_messages_is_deleted_that_a_restore_may_need(log: CommitLog) -> None:

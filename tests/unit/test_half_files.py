@@ -348,6 +348,9 @@ def test_a_large_partition_becomes_several_files(tmp_path: Path, limit: Limit) -
     assert all(pc.unique(stored(tmp_path, f)["file_no"]).to_pylist() == [f.file_no] for f in files)
     spread = {s.queue_id: 0 for f in files for s in f.segments}
     assert set(spread) == set(range(4))
+    limit(FILES_PER_PARTITION_MAX=3)
+    with pytest.raises(MessageError, match=r"partition 3 holds more than 3 files of .*: repartition the batch"):
+        writer().write(LOCAL, str(tmp_path), 3, batches)
 
 
 @pytest.mark.parametrize(

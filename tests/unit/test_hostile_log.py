@@ -16,12 +16,13 @@ from deltalake import DeltaTable, Schema
 import rmq_spark as txmq
 from rmq_spark import CommitLog
 from rmq_spark._core.client import delta_tables as opening
-from rmq_spark.errors import CorruptLogError, LogFormatError, NotACommitLogError
+from rmq_spark.errors import CorruptLogError, LogFormatError, NotACommitLogError, StorageError
 from tests.support.half_batches import (
     another,
     bodies,
     check_offsets,
     commit,
+    copied_log,
     decide_one,
     make_log,
     paths_of,
@@ -31,6 +32,7 @@ from tests.support.half_batches import (
 from tests.support.inside import HALF_SCHEMA, OP_SCHEMA, TOPICS_SCHEMA, Change, DeltaLogTable
 from tests.support.limits import Limit
 from tests.support.meanwhile import at, dies_at
+from tests.support.sends import raising
 
 ON_DELTA = pytest.mark.log("delta", orders=1)
 
@@ -90,6 +92,31 @@ def test_a_log_that_has_lost_its_topics_is_not_made_anew_over_what_it_holds(log:
             use(tmp_path / "log")
     (tmp_path / "topics").rename(tmp_path / "log" / "topics")
     assert len(bodies(CommitLog.open(tmp_path / "log"))) == 5
+
+
+@pytest.mark.parametrize("fails_at", ["half", "op", "topics"])
+def test_a_log_that_cannot_be_made_to_its_end_leaves_nothing_behind(tmp_path: Path, fails_at: str) -> None:
+    with (
+        at("table made", raising(StorageError("the store is full")), table=fails_at),
+        pytest.raises(StorageError, match=r"^the store is full$"),
+    ):
+        CommitLog.create(tmp_path / "shop" / "log")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_makes_a_log_that_another_process_gives_up_is_told_to_try_again(tmp_path: Path) -> None:
+    other = copied_log(tmp_path / "other")
+    there = tmp_path / "log"
+
+    def gives_up() -> None:
+        shutil.rmtree(there / "half")
+
+    with (
+        at("table made", lambda: shutil.copytree(other.path, there, dirs_exist_ok=True), table="half"),
+        at("table made", gives_up, table="topics"),
+        pytest.raises(StorageError, match="another process gave up making this commit log just now: try again"),
+    ):
+        CommitLog.create(there, exist_ok=True)
 
 
 def test_two_who_make_a_log_at_once_are_not_told_that_it_lost_its_topics(tmp_path: Path) -> None:
@@ -230,6 +257,27 @@ def test_a_half_file_of_which_the_delta_log_says_no_count_is_counted_by_its_rows
     assert log.engine.open_half_ids() == [record.half_id]
     assert log.pending()["messages"].to_pylist() == [3]
     assert log.engine.get(record.half_id).files == record.files
+
+
+@ON_DELTA
+def test_bounds_that_no_file_can_have_are_told(log: CommitLog) -> None:
+    prepare(log, 0, 2)
+    (_, entry) = sorted(Path(log.path, "half", "_delta_log").glob("*.json"))
+    entry.write_text(
+        entry.read_text().replace('minValues\\": {\\"half_id\\": \\"app:0', 'minValues\\": {\\"half_id\\": \\"zpp:0')
+    )
+    with pytest.raises(CorruptLogError, match="has impossible bounds for file"):
+        another(log).pending()
+
+
+@ON_DELTA
+def test_bounds_that_name_another_half_batch_than_the_file_holds_are_told(log: CommitLog) -> None:
+    sound, record = prepare(log, 0), prepare(log, 1)
+    entry = max(Path(log.path, "half", "_delta_log").glob("*.json"))
+    entry.write_text(entry.read_text().replace('half_id\\": \\"app:1', 'half_id\\": \\"app:9'))
+    (file,) = record.files.values()
+    with pytest.raises(CorruptLogError, match=f"file {file.path} of table half has rows of other half batches than"):
+        another(log).engine.half.find_small([sound.half_id, "app:9"], 100)
 
 
 @pytest.mark.log("memory", "delta", plain=1)

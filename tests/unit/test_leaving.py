@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -31,6 +32,7 @@ from tests.support.half_batches import (
     op_kinds,
     pending,
     prepare,
+    quarantine,
     roll_back,
     send,
     share_half_file,
@@ -47,11 +49,13 @@ from tests.support.inside import (
     OpRow,
     Placed,
     RowState,
+    UnknownCheck,
     Who,
     new_half_id,
 )
 from tests.support.limits import Limit
 from tests.support.meanwhile import at
+from tests.torture.hostile.logs import edit_row
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2, points=1)
 
@@ -77,6 +81,29 @@ def test_what_is_committed_and_drained_leaves_and_its_op_rows_are_pruned(log: Co
     commit(log, sent[4])
     assert len(another(log).engine.tails()) == 2
     assert sum(another(log).engine.tails().values()) == 25
+
+
+def test_op_files_that_are_large_together_are_pruned_one_after_the_other(log: CommitLog, limit: Limit) -> None:
+    limit(PRUNED_BYTES_MAX=1)
+    for i in range(4):
+        commit(log, send(log, f"key{i}"))
+    let_leave(log)
+    assert [op_kinds(log, f"key{i}:0") for i in range(4)] == [["archived"]] * 4
+    assert sum(another(log).engine.tails().values()) == 20
+
+
+def test_a_half_batch_whose_op_rows_contradict_it_stays_and_the_others_leave(
+    log: CommitLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = send(log, "bad"), send(log, "good")
+    quarantine(log, bad)
+    log.resolve(bad.half_id, LocalTransactionState.ROLLBACK_MESSAGE, "no")
+    commit(log, good)
+    log.engine.ledger.mark()
+    edit_row(log.engine.op_table, "quarantine", "file_no", 7)
+    assert let_leave(log).archived == 1
+    assert in_half(log) == {"bad:0"}
+    assert "settled half batch 'bad:0' does not leave" in caplog.text
 
 
 def test_a_dry_run_says_so_and_changes_nothing(log: CommitLog) -> None:
@@ -184,6 +211,17 @@ def forget(log: CommitLog) -> None:
     for i in range(3):
         commit(log, send(log, f"newer{i}"))
         let_leave(log, idempotency_s=0)
+
+
+def test_a_check_of_what_has_left_does_not_hinder_the_count_of_others(log: CommitLog) -> None:
+    gone, open_one = send(log, "gone"), send(log, "open")
+    checks = [UnknownCheck(record, 1, pending(log, record), None) for record in (gone, open_one)]
+    roll_back(log, gone, who=Who.CHECK)
+    let_leave(log)
+    log.engine.ledger.record_checks(checks)
+    assert log.pending()["check_times"].to_pylist() == [1]
+    with pytest.raises(HalfBatchLeftError):
+        log.engine.ledger.record_checks(checks[:1])
 
 
 def test_a_lease_does_not_wake_what_has_left(log: CommitLog) -> None:
@@ -295,6 +333,15 @@ def test_who_asks_for_a_half_batch_that_left_is_told(log: CommitLog) -> None:
         another(log).engine.get("other:0")
     with pytest.raises(HalfBatchLeftError):
         log.resolve("key:0", LocalTransactionState.ROLLBACK_MESSAGE, "why not")
+
+
+@pytest.mark.parametrize(("column", "value"), [("archived", None), ("count", 4)])
+def test_an_archived_row_that_was_changed_by_hand_is_no_answer(log: CommitLog, column: str, value: Any) -> None:
+    commit(log, send(log, "key"))
+    let_leave(log)
+    edit_row(log.engine.op_table, "archived", column, value)
+    with pytest.raises(CorruptLogError, match="archived row of half batch 'key:0' that does not say what became of it"):
+        another(log).engine.get("key:0")
 
 
 @pytest.mark.parametrize("look", [CommitLog.pending, CommitLog.open_messages], ids=["pending", "open messages"])

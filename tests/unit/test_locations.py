@@ -131,6 +131,8 @@ def test_a_file_uri_is_decoded_and_a_plain_path_is_not() -> None:
         ("s3:log", r"'\./s3:log' if a folder"),
         ("s3://", "names no bucket: s3://<bucket>"),
         ("s3:///log", "names no bucket"),
+        ("s3:/bucket/log", "write s3://bucket/log"),
+        ("s3://[bucket/log", "is not a URI"),
         ("file://elsewhere/log", "machine 'elsewhere'"),
         ("file:///log?x=1", "query part"),
         ("s3://bucket/log?x=1", "query part"),

@@ -97,6 +97,20 @@ def test_whoever_settles_the_blocker_releases(log: CommitLog, settle: str) -> No
     assert bodies(log) == ["app.1.0"]
 
 
+def test_a_message_that_is_reopened_again_is_sent_when_it_is_reopened_last(log: CommitLog) -> None:
+    first = send(log, 0, "a")
+    for attempt in (1, 2):
+        roll_back(log, first, attempt, who=Who.CHECK)
+        second = send(log, attempt, "a")
+        time.sleep(0.005)  # prepare times and reopen times are in ms
+        log.engine.ledger.reopen(first, attempt, (RowState.ROLLED_BACK_BY_CHECK,), attempt + 1, Who.EXECUTE, "again")
+        time.sleep(0.005)
+        commit(log, second)
+    assert bodies(log) == ["app.1.0", "app.2.0"]
+    commit(log, first, 3)
+    assert bodies(log) == ["app.1.0", "app.2.0", "app.0.0"]
+
+
 def test_a_reopened_message_is_sent_when_it_is_reopened(log: CommitLog) -> None:
     first, second = send(log, 0, "a"), send(log, 1, "a")
     roll_back(log, first, who=Who.CHECK)

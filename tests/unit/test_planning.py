@@ -222,11 +222,19 @@ def test_missing_offsets_are_an_error_or_a_warning(log: CommitLog, caplog: pytes
     send(log, 0, 6)
     end = {("orders", 0): 2, ("orders", 1): 9, ("orders", 2): 2}
     said = "topic 'orders', queue 1: offsets 2 to 8 are not in the commit log, though"
-    with pytest.raises(txmq.OffsetOutOfRangeError, match=said):
-        planner(log).ranges({}, end)
+    for look in (planner(log).ranges, planner(log).tail):
+        with pytest.raises(txmq.OffsetOutOfRangeError, match=said):
+            look({}, end)
     found = planner(log, fail_on_data_loss=False).ranges({}, end)
     assert sum(placed.count for placed in found) == 6
     assert "offsets 2 to 8 are not in the commit log" in caplog.text
+
+
+def test_offsets_that_leave_out_a_groups_retries_read_them_from_the_start(log: CommitLog) -> None:
+    log.engine.topic_store.create(["%RETRY%points"], 1, fifo=False, exist_ok=False)
+    of_orders = {("orders", queue_id): 0 for queue_id in range(3)}
+    plans = planner(log, Subscription(("orders",), retry="%RETRY%points"))
+    assert plans.resolve("startingOffsets", of_orders) == {**of_orders, ("%RETRY%points", 0): 0}
 
 
 def test_a_checkpoint_past_the_end_is_an_error_or_goes_back(log: CommitLog) -> None:

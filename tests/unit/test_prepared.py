@@ -10,8 +10,8 @@ import pytest
 from rmq_spark._core.log.batch_index import PrepareEntry
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import prepare
-from tests.support.inside import BatchIndex
-from tests.support.limits import set_limits
+from tests.support.inside import BatchIndex, SharedFiles
+from tests.support.limits import Limit, set_limits
 
 BATCHES = {"a": PrepareEntry(ms=30, rows=5), "b": PrepareEntry(ms=20, rows=1), "c": PrepareEntry(ms=40, rows=2)}
 
@@ -42,6 +42,20 @@ def test_none_at_all_can_be_asked_everything() -> None:
 def test_what_is_said_later_counts() -> None:
     named = {"b": PrepareEntry(1, 9), "d": PrepareEntry(2, 3)}
     assert dict(BatchIndex.of(BATCHES).updated(named)) == {**BATCHES, **named}
+
+
+def test_the_least_recently_used_of_many_shared_files_are_read_again(limit: Limit) -> None:
+    limit(IDS_CACHED_MAX=4)
+    reads: list[str] = []
+
+    def read(paths: list[str]) -> pa.ChunkedArray:
+        reads.extend(paths)
+        return pa.chunked_array([[f"{paths[0]}1", f"{paths[0]}2"]])
+
+    files = SharedFiles(read, lambda path: True)
+    for path in "abacab":
+        assert files.of(path)["rows"].to_pylist() == [1, 1]
+    assert reads == ["a", "b", "c", "b"]
 
 
 def test_times() -> None:

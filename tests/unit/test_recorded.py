@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rmq_spark._core.listeners.fence_row import BY_PART, WORDS
+from rmq_spark._core.listeners.fence_row import BY_PART, WORDS, merged
 from rmq_spark.errors import FenceError
-from tests.support.inside import EXECUTED, NOTHING, ROLLED_BACK, STARTED, TOMBSTONE, Recorded, RowSet, State
+from tests.support.inside import EXECUTED, NOTHING, ROLLED_BACK, TOMBSTONE, Recorded, RowSet, State
 
 FILES = {0: 5, 3: 1, 7: 12}
 """The half files of a half batch, and how many rows each has."""
@@ -109,18 +109,18 @@ DAMAGED = [
     (None, None),
     (EXECUTED, b"no zlib"),
     (EXECUTED, packed([])),
-    (EXECUTED, packed({"states": [["maybe", None]], "files": None})),
-    (EXECUTED, packed({"states": [["executed", None]], "files": {"0": [[5], [1]]}})),
-    (EXECUTED, packed({"states": [["executed", None]], "files": {"0": [[5, 5], [0]]}})),
-    (EXECUTED, packed({"states": [["executed", None]], "files": {"0": [[-5], [0]]}})),
-    (TOMBSTONE, packed({"states": [["executed", None]], "files": {"0": [[5], [0]]}})),
-    (STARTED, packed({"states": [], "files": None})),
+    (TOMBSTONE, packed({"states": [["executed", None]], "files": None, "staged_ms": 1, "layout": None})),
     *(
         (EXECUTED, packed({"states": [["executed", None]], "files": None, "staged_ms": 1, "layout": None} | wrong))
         for wrong in (
+            {"states": []},
+            {"states": [["maybe", None]]},
             {"states": [["executed", 7]]},
             {"states": [[["executed"], None]]},
             {"files": []},
+            {"files": {"0": [[5], [1]]}},
+            {"files": {"0": [[5, 5], [0]]}},
+            {"files": {"0": [[-5], [0]]}},
             {"files": {"0": [[5], [0.5]]}},
             {"files": {"0": [[10**30], [0]]}},
             {"staged_ms": "today"},
@@ -135,6 +135,11 @@ DAMAGED = [
 def test_a_row_that_nobody_wrote_like_this_is_no_answer(state: object, outcome: bytes | None) -> None:
     with pytest.raises(FenceError, match="damaged, or the row was changed by hand"):
         Recorded.read(state, outcome)
+
+
+def test_a_row_that_speaks_for_all_rows_is_none_of_several() -> None:
+    with pytest.raises(FenceError, match="speaks for all rows of a half batch, which has other rows"):
+        merged([NOTHING, Recorded([State(EXECUTED)])])
 
 
 def test_a_half_file_of_another_size_is_no_answer() -> None:

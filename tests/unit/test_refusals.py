@@ -28,6 +28,7 @@ from rmq_spark.errors import (
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import commit, header_of, pending, prepare
 from tests.support.inside import (
+    BODY_BYTES_MAX,
     SINK_OPTIONS,
     HalfWriter,
     Options,
@@ -88,6 +89,9 @@ def test_what_is_no_list_of_messages_is_not_taken_for_one(given: Any) -> None:
         ({"properties": "a"}, "properties are str"),
         ({"properties": [("a", "b")]}, "properties are list"),
         ({"properties": {"a": "\ud800"}}, "cannot be written in UTF-8"),
+        ({"properties": {"CHECK_IMMUNITY_TIME_IN_SECONDS": "-1"}}, "is not a number of seconds of 0 or more"),
+        ({"properties": {"CHECK_IMMUNITY_TIME_IN_SECONDS": "\u0661"}}, "is not a number of seconds of 0 or more"),
+        ({"body": b"x" * (BODY_BYTES_MAX + 1)}, "body has 4194305 bytes"),
         ({"body": "\ud800"}, "body .* cannot be written in UTF-8"),
         ({"tags": "\ud800"}, "tags .* cannot be written in UTF-8"),
     ],
@@ -160,6 +164,11 @@ def test_braces_within_a_json_string_are_no_second_object() -> None:
     assert decode_json(bodies, "a string")["a"].to_pylist() == ["} null", None, "x"]
 
 
+def test_two_bodies_that_together_are_one_object_are_two_bad_ones() -> None:
+    bodies = pa.chunked_array([pa.array([b'{"a": 1, "b": [', b'{"c": 2}]}', b'{"a": 3}'])])
+    assert decode_json(bodies, "a long", "null")["a"].to_pylist() == [None, None, 3]
+
+
 @pytest.mark.parametrize("kind", ["decimal(99,9)", "decimal(0,0)"])
 def test_a_decimal_that_no_column_can_have_is_refused(kind: str) -> None:
     with pytest.raises(MessageError, match="cannot read the type 'decimal"):
@@ -192,11 +201,12 @@ VERDICTS = [UNKNOWN, "commit", None, 1]
         (lambda log, v: log.create_topic("new", v), ["4", 1.5, True, 0], OptionError, "whole number of queues"),
         (lambda log, v: log.create_topic(v), TEXTS, MessageError, "topic"),
         (lambda log, v: log.read(v), TEXTS, TopicNotFoundError, "is not in the commit log"),
+        (lambda log, v: log.read(v), ["%RETRY%shop", "%DLQ%shop"], TopicNotFoundError, r"txmq\.consume makes it when"),
         (lambda log, v: log.resolve("app:0", v, "reason"), VERDICTS, OptionError, "settles nothing"),
         (lambda log, v: log.engine.get(v), IDS, HalfBatchNotFoundError, "no half batch"),
         (lambda log, v: CheckService(log, {}, transaction_check_interval=v), [inf, 1e12], OptionError, "a century"),
     ],
-    ids=["queues", "new topic", "topic", "verdict", "half id", "interval"],
+    ids=["queues", "new topic", "topic", "own topic", "verdict", "half id", "interval"],
 )
 def test_a_door_of_a_log_refuses_what_it_cannot_use(
     log: CommitLog, door: Callable[[CommitLog, Any], object], values: list[Any], error: type[Exception], words: str
@@ -205,6 +215,21 @@ def test_a_door_of_a_log_refuses_what_it_cannot_use(
     for value in values:
         with pytest.raises(error, match=words):
             door(log, value)
+
+
+def test_a_log_that_is_called_instead_of_opened_is_told_how_to_open_it() -> None:
+    with pytest.raises(TypeError, match=r"CommitLog\.open\(path\) opens a commit log"):
+        CommitLog("shop/log")  # type: ignore[arg-type]
+
+
+def test_a_half_batch_has_its_own_columns_and_keys_alone(log: CommitLog) -> None:
+    record = prepare(log, 0, {"body": [b"x"], "order": ["7"]}, per="key", key="order")
+    (batch,) = log.half_batches(record.half_id)
+    assert batch.messages(["transaction_id"])["transaction_id"].to_pylist() == ["app:0:1:7"]
+    with pytest.raises(MessageError, match="no column 'boddy' in a half batch's messages: msg_id, "):
+        batch.messages(["boddy"])
+    with pytest.raises(VerdictError, match="'8' is not a transaction_key of half batch 'app:0'"):
+        batch.verdicts(rollback=[7, 8])
 
 
 NO_VERDICTS = [pa.array([[1]]), pa.array([b"\xff"]), pa.array([[("a", 1)]], pa.map_("string", "int8"))]

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import sqlalchemy as sa
 from hypothesis import settings
@@ -57,7 +58,18 @@ from tests.support.fences import (
     verdicts,
 )
 from tests.support.half_batches import commit, decide_one, let_leave, pending, prepare, roll_back, stage
-from tests.support.inside import Database, HalfHeader, HalfRecord, Naming, TwoPhase, Who
+from tests.support.inside import (
+    EXECUTED,
+    ROLLED_BACK,
+    Database,
+    HalfHeader,
+    HalfRecord,
+    Naming,
+    Recorded,
+    State,
+    TwoPhase,
+    Who,
+)
 from tests.support.limits import Limit
 from tests.support.seeds import how_many
 
@@ -452,6 +464,39 @@ def test_no_check_answers_for_work_that_ended_its_transaction(url: sa.URL, fence
             with pytest.raises(txmq.FenceError, match="in its middle"):
                 ask(url, batch)
         run(url, "DELETE FROM orders", "DROP TABLE IF EXISTS once", "DROP TABLE IF EXISTS other")
+
+
+def test_work_that_ends_its_transaction_and_cannot_be_noted_is_told_all_the_same(
+    url: sa.URL, fence: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(connection: sa.Connection, _: HalfBatch) -> None:
+        end(connection, "COMMIT")
+        run(url, "DROP TABLE txmq_fence")
+
+    with pytest.raises(txmq.TransactionEndedError):
+        execute(url, half_batch(fence, age=OLD), work)
+    assert "could not note that its work ended the database transaction" in caplog.text
+
+
+def test_a_work_whose_arguments_nobody_can_tell_is_taken() -> None:
+    SqlTransactionListener("sqlite://", max)
+
+
+def test_a_listener_that_has_no_work_executes_nothing(url: sa.URL, fence: str) -> None:
+    with pytest.raises(txmq.ListenerError, match="has no work, so it answers checks"):
+        execute(url, half_batch(fence), None)  # type: ignore[arg-type]
+    assert fence_rows(url) == {}
+
+
+def test_a_fence_row_that_says_two_things_of_one_transaction_is_no_answer(url: sa.URL, fence: str) -> None:
+    batch = half_batch(fence, ["a", "a"], per="key", age=OLD)
+    execute(url, batch)
+    said = Recorded([State(EXECUTED), State(ROLLED_BACK)], {0: pa.array([0, 1], pa.int32())}, batch.staged_ms)
+    change = sa.text("UPDATE txmq_fence SET state = :state, outcome = :outcome")
+    with sa.create_engine(url).begin() as connection:
+        connection.execute(change, {"state": said.state, "outcome": said.encoded()})
+    with pytest.raises(txmq.FenceError, match="says two things of one transaction"):
+        check(url, batch)
 
 
 def test_no_check_answers_for_work_that_committed_a_part_and_then_failed(url: sa.URL, fence: str) -> None:
