@@ -58,7 +58,7 @@ _STANDS_IN = {
     "rmq_spark._core.storage.data_file": "ROW_GROUP_ROWS",
     "rmq_spark._core.upkeep.table_files": "MESSAGES_FILES_MAX REPLACED_FILES_S",
     "rmq_spark._core.upkeep.prune": "PRUNED_BYTES_MAX=MERGED_BYTES_MAX PRUNED_SHARE_MIN",
-    "rmq_spark._core.upkeep.strip": "STRIPPED_BYTES_MIN",
+    "rmq_spark._core.upkeep.strip": "STRIPPED_AT_ONCE_MAX=FILES_AT_ONCE_MAX STRIPPED_BYTES_MIN",
     "rmq_spark.cli.completion": "COMPLETES_S_MAX=SECONDS_MAX",
     "rmq_spark._core.inspect.diagnosis": "FILES_MAX",
     "rmq_spark.cli.message_choice": "FILTERED_SPAN",

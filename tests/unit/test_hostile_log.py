@@ -207,6 +207,7 @@ EDITS: dict[str, dict[str, object]] = {
     "count and offsets disagree": {"count": 5},
     "offset negative": {"queue_offset": -1, "next_offset": 3},
     "another file": {"file_no": 7},
+    "a file that is not there": {"file_no": 7, "path": f"half-{0:032x}.parquet"},
     "another half batch": {"half_id": "app:7"},
     "unknown kind": {"kind": "erase"},
 }
@@ -257,6 +258,14 @@ def test_a_half_file_of_which_the_delta_log_says_no_count_is_counted_by_its_rows
     assert log.engine.open_half_ids() == [record.half_id]
     assert log.pending()["messages"].to_pylist() == [3]
     assert log.engine.get(record.half_id).files == record.files
+
+
+@ON_DELTA
+def test_a_log_that_has_lost_its_file_of_topics_says_so(log: CommitLog) -> None:
+    (path,) = paths_of(log.engine.topics_table)
+    Path(log.path, "topics", path).unlink()
+    with pytest.raises(CorruptLogError, match=f"{path}.* topics"):
+        another(log).topics()
 
 
 @ON_DELTA

@@ -83,6 +83,15 @@ def test_what_is_committed_and_drained_leaves_and_its_op_rows_are_pruned(log: Co
     assert sum(another(log).engine.tails().values()) == 25
 
 
+def test_a_log_whose_op_lost_its_newest_mark_after_rows_went_is_not_read(log: CommitLog) -> None:
+    for i in range(4):
+        commit(log, send(log, f"key{i}"))
+    let_leave(log)
+    edit_row(log.engine.op_table, "mark", None, None)
+    with pytest.raises(CorruptLogError, match="table op has lost its newest mark"):
+        another(log).read("orders")
+
+
 def test_op_files_that_are_large_together_are_pruned_one_after_the_other(log: CommitLog, limit: Limit) -> None:
     limit(PRUNED_BYTES_MAX=1)
     for i in range(4):

@@ -168,6 +168,14 @@ def test_what_may_be_needed_keeps_its_payload(log: CommitLog, what: str) -> None
     assert len(with_payload(log)) == ROWS
 
 
+def test_more_files_than_are_stripped_at_once_wait_for_the_next_time(log: CommitLog, limit: Limit) -> None:
+    limit(STRIPPED_AT_ONCE_MAX=2)
+    for batch_id in range(3):
+        one_open(log, batch_id)
+    ready(log)
+    assert [len(strip(log)) for _ in range(3)] == [2, 1, 0]
+
+
 def test_a_small_file_is_left_alone_and_a_dry_run_changes_nothing(log: CommitLog, limit: Limit) -> None:
     one_open(log)
     ready(log)

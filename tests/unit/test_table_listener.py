@@ -24,7 +24,7 @@ import rmq_spark as txmq
 from rmq_spark import COMMIT_MESSAGE, ROLLBACK_MESSAGE, TableListener
 from rmq_spark._core.listeners.json_fields import convert, fields_of
 from rmq_spark.errors import ListenerError, MessageError, OptionError
-from tests.support.fences import half_batch, run
+from tests.support.fences import fence_rows, half_batch, run
 from tests.support.inside import SINK_OPTIONS, Options, SinkSettings
 
 ORDERS = (
@@ -338,6 +338,16 @@ def test_what_is_stored_is_what_a_simple_model_stores(url: sa.URL, on_conflict: 
         assert committed == good
 
     compare()
+
+
+def test_a_database_that_is_full_has_no_bad_rows(file: sa.URL) -> None:
+    url = made(file)
+    engine = sa.create_engine(url)
+    sa.event.listen(engine, "connect", lambda driver, _: driver.execute("PRAGMA max_page_count = 1"))  # as it is now
+    with pytest.raises(sa.exc.OperationalError, match="disk is full"):
+        send(TableListener(engine, "orders", on_bad_row="rollback"), [order(n) for n in range(2_000)])
+    engine.dispose()
+    assert (stored(url), fence_rows(url)) == ([], {})
 
 
 def test_a_half_batch_that_is_one_transaction_is_not_rolled_back_for_one_row(url: sa.URL) -> None:
