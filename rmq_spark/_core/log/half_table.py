@@ -246,8 +246,11 @@ class HalfTable:
         single = [a for a in single if a["min.half_id"] not in large]
         files_of: dict[str, list[tuple[Mapping[str, Any], pa.Table]]] = {}
         rows = self.table.read([a["path"] for a in single], SMALL_COLUMNS)
-        if rows["half_id"].to_pylist() != [a["min.half_id"] for a in single for _ in range(a["num_records"])]:
-            wrong = _first_of_others(single, rows["half_id"])
+        half_ids_found = rows["half_id"].to_pylist()
+        file_of_each = [a for a in single for _ in range(a["num_records"])]
+        if half_ids_found != [a["min.half_id"] for a in file_of_each]:
+            pairs = zip(file_of_each, half_ids_found, strict=True)
+            wrong = next(a["path"] for a, half_id in pairs if half_id != a["min.half_id"])
             raise CorruptLogError(
                 f"file {wrong} of table half has rows of other half batches than the Delta log says: {PUT_BACK}"
             )
@@ -361,14 +364,3 @@ def ranges_of(record: HalfRecord, rows: RowSet) -> list[RowRange]:
         RowRange(require_path(files[n].path, "half"), record.half_id, n, files[n].rows, ranges)
         for n, ranges in rows.ranges()
     ]
-
-
-def _first_of_others(actions: Sequence[Mapping[str, Any]], half_ids: pa.ChunkedArray) -> str:
-    """Return the path of the first file whose rows are not those of the half batch that the Delta log names."""
-    start = 0
-    for action in actions:
-        found = half_ids.slice(start, action["num_records"])
-        if len(found) < action["num_records"] or not pc.all(pc.equal(found, action["min.half_id"])).as_py():
-            return str(action["path"])
-        start += action["num_records"]
-    return str(actions[-1]["path"])
