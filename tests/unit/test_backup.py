@@ -346,6 +346,20 @@ def test_a_damaged_log_replaces_no_good_copy(
     assert sorted(bodies(CommitLog.open(copied))) == [f"first.{n}" for n in range(5)]
 
 
+def test_a_copy_that_somebody_writes_to_while_it_is_made_is_none(log: CommitLog, copy: Path) -> None:
+    def write(**_: object) -> None:
+        if len(reached) == 2:  # the first time it is put there, the second time the copy is complete
+            with unhooked():
+                CommitLog.open(copy).create_topic("other")
+
+    sent(log, "key")
+    with (
+        seen_at("copy changes", write, name=SWITCH) as reached,
+        pytest.raises(CorruptLogError, match=r"table topics of the copy .* somebody wrote to the copy"),
+    ):
+        log.backup(copy)
+
+
 def test_what_others_put_into_a_copy_stays(log: CommitLog, tmp_path: Path, copy: Path) -> None:
     outside = tmp_path / "outside"
     log.backup(copy)

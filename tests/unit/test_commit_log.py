@@ -198,6 +198,20 @@ def test_a_conflict_is_told_of_after_the_mark_has_passed_it(log: CommitLog) -> N
     assert not [r for r in op_rows(log, OpKind.CONFLICT)[6:] if r["attempt"] is not None], "a resolved one is repeated"
 
 
+def test_of_a_conflict_that_came_again_after_it_was_resolved_the_mark_repeats_the_last(log: CommitLog) -> None:
+    record = prepare(log, 0)
+    mask = pending(log, record)
+    in_conflict(log, record)
+    log.resolve("app:0", ROLLBACK_MESSAGE, "it was not paid")
+    too_late(log, record, Who.CHECK, commit=mask)
+    before = len(op_rows(log, OpKind.CONFLICT))
+    for batch_id in range(1, 4):
+        commit(log, prepare(log, batch_id))
+    assert log.engine.ledger.mark()
+    assert len(op_rows(log, OpKind.CONFLICT)) == before + 1
+    assert another(log).conflicts() == ["app:0"]
+
+
 def test_a_look_for_conflicts_reads_nothing_that_was_read_before(log: CommitLog) -> None:
     in_conflict(log, prepare(log, 0))
     assert log.conflicts() == ["app:0"]
