@@ -68,6 +68,8 @@ def test_a_module_that_fails_is_told_from_one_that_is_missing(
 def test_what_is_no_list_of_messages_is_not_taken_for_one(given: Any) -> None:
     with pytest.raises(MessageError, match=rf"found {type(given).__name__}: a list of rmq_spark\.Message"):
         message_list(given)
+    with pytest.raises(MessageError, match=rf"found {type(given).__name__} in the list of messages"):
+        message_list([Message("orders", b"a"), given])
 
 
 @pytest.mark.parametrize(
