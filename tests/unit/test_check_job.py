@@ -118,6 +118,7 @@ def test_drains_have_their_own_rhythm_and_can_be_switched_off(folder: Path) -> N
     [
         ('[chek]\ntransactionTimeout = "6s"\npath = "x"', "unknown setting 'chek': did you mean 'check'?"),
         ("[check]", "path is missing: set it in"),
+        ('path = "für"', "txmq.toml cannot be read: 'utf-8' codec"),
         ('path = ""', "path: "),
         ('path = "x"\ncheck = 5', "check: "),
         ('path = "x"\nlisteners = ["shop:x"]', "listeners: "),
@@ -125,7 +126,7 @@ def test_drains_have_their_own_rhythm_and_can_be_switched_off(folder: Path) -> N
     ],
 )
 def test_a_file_that_cannot_be_used_says_why_and_tells_no_secret(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "txmq.toml").write_text(text)
+    (tmp_path / "txmq.toml").write_text(text, encoding="latin-1")
     said = refusal_of(tmp_path / "txmq.toml")
     assert words in said
     assert SECRET not in said

@@ -34,12 +34,22 @@ from rmq_spark import (
 from rmq_spark._core.checks.asker import HUNG_CALLS_MAX
 from rmq_spark._core.checks.policy import DiscardPolicy
 from rmq_spark.checks import CheckReport, TransactionCheckListener
-from rmq_spark.errors import FenceError, ListenerError, OptionError, VerdictConflictError
+from rmq_spark.errors import FenceError, ListenerError, OptionError, StorageError, VerdictConflictError
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.checks import DEADLINE_S, Clock, Hangs, check, check_times, later, service, states
 from tests.support.clocks import wait_until
 from tests.support.consumers import Steps, memory_log
-from tests.support.half_batches import another, bodies, commit, decide_one, pending, prepare, roll_back, split
+from tests.support.half_batches import (
+    another,
+    bodies,
+    commit,
+    decide_one,
+    let_leave,
+    pending,
+    prepare,
+    roll_back,
+    split,
+)
 from tests.support.inside import (
     CHECK_IMMUNITY_PROPERTY,
     NO_LISTENER_FENCE,
@@ -53,6 +63,8 @@ from tests.support.inside import (
     pending_table,
 )
 from tests.support.listeners import Scripted
+from tests.support.meanwhile import at, seen_at
+from tests.support.sends import raising
 
 # What depends on how a log keeps op rows and half files runs on Delta in every run, the rest in the long ones.
 pytestmark = pytest.mark.log("memory", pytest.param("delta", marks=pytest.mark.long))
@@ -510,6 +522,7 @@ def test_past_transaction_check_max_it_is_quarantined_without_being_asked_again(
     assert len(listener.checked) == 3
     assert states(log, record) == {RowState.QUARANTINED: 4}
     assert report.quarantined.messages == 4
+    assert "nothing was checked; 1 transaction (4 messages) quarantined" in str(report)
     assert report.pending == 0
     assert log.quarantined()["half_id"].to_pylist() == [record.half_id]
     last = log.engine.state_of(record).history[-1]
@@ -693,6 +706,21 @@ def test_the_same_verdict_from_someone_else_is_no_problem(log: CommitLog) -> Non
     assert len(bodies(log)) == 4
 
 
+@pytest.mark.parametrize("point", ["open batches listed", "commit begins"])
+def test_what_someone_else_settled_and_let_leave_is_no_problem(log: CommitLog, point: str) -> None:
+    record, other = prepare(log, 0, 4), another(log)
+
+    def settled() -> None:
+        commit(other, record)
+        let_leave(other)
+
+    with at(point, settled):
+        report = check(log, COMMIT)
+    assert report.ok, report
+    assert report.pending == 0
+    assert len(bodies(log)) == 4
+
+
 def test_an_attempt_that_is_over_is_reported(log: CommitLog) -> None:
     record = prepare(log, 0)
 
@@ -772,6 +800,21 @@ def test_what_a_round_finds_out_shares_commits(log: CommitLog) -> None:
     assert log.refresh() - before < 10  # of which one is the mark
     assert all(states(log, r) == {RowState.COMMITTED: 4} for r in records[::2])
     assert all(states(log, r) == {RowState.ROLLED_BACK_BY_CHECK: 4} for r in records[1::2])
+
+
+def test_decisions_whose_shared_commit_fails_are_made_one_by_one(log: CommitLog) -> None:
+    records = [prepare(log, i, 4) for i in range(3)]
+    with at("commit begins", raising(StorageError("no answer")), table="op"):
+        assert check(log, COMMIT).ok
+    assert all(states(log, record) == {RowState.COMMITTED: 4} for record in records)
+
+
+def test_a_round_whose_end_fails_reports_what_it_has_done(log: CommitLog) -> None:
+    prepare(log, 0, 4)
+    with seen_at("mark moved", raising(StorageError("no answer"))):
+        report = check(log, COMMIT)
+    assert report.committed.messages == 4
+    assert report.problems == [(None, "the end of the round failed with StorageError: no answer")]
 
 
 def test_a_listener_that_hangs_holds_up_nothing_that_was_decided(log: CommitLog) -> None:
