@@ -18,9 +18,6 @@ class DiscardPolicy(str, Enum):
     ROLLBACK = "rollback"
     COMMIT = "commit"
 
-    def __str__(self) -> str:
-        return self.value
-
 
 class TransactionCheckListener(ABC):
     """A discard policy of the user's own. It may mail someone, look into another system, or give a verdict.

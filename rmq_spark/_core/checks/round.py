@@ -456,7 +456,7 @@ def _normalized(answer: Verdicts | Exception, batch: HalfBatch) -> VerdictArray 
 def _not_decided(decision: Decision, problem: Exception, report: CheckReport) -> None:
     if isinstance(problem, TOO_LATE):
         _came_too_late(decision.record, decision.attempt, problem, report)
-    elif not isinstance(problem, HalfBatchLeftError):  # another process settled that one, long ago by now
+    else:
         _cannot_check(decision.record.half_id, problem, report)
 
 
