@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
+from types import FrameType
 from typing import Any
 
 import pyarrow as pa
@@ -11,8 +15,11 @@ import pytest
 
 import rmq_spark as txmq
 from rmq_spark import CommitLog
+from tests.support import seeds
 from tests.support.consumers import LEASE_S, ByHand, Steps, memory_log, pass_time, queue_of, send, wait_until
 from tests.support.meanwhile import at, seen_at
+from tests.support.seeds import how_many
+from tests.support.sends import raising
 
 pytestmark = pytest.mark.log("memory", orders=2)
 also_on_delta = pytest.mark.log("memory", "delta", orders=2)
@@ -52,11 +59,32 @@ def test_a_script_reads_to_the_end_and_the_next_one_goes_on(log: CommitLog) -> N
     assert_nobody_has_a_queue(log)
 
 
-def test_a_script_reads_the_delayed_messages_that_are_due() -> None:
+def test_a_script_begins_at_a_time() -> None:
+    log = queue_of("a")
+    log.engine.runtime.sleep(1)
+    send(log, "b")
+    moment = log.read("orders")["commit_timestamp"][1].as_py()
+    assert bodies(list(pull(log, consume_timestamp=moment, stop_at_end=True))) == ["b"]
+
+
+def test_a_script_whose_group_spark_reads_by_now_is_told() -> None:
+    log = memory_log(ByHand(), orders=1)
+    with pull(log.another()) as consumer:
+        txmq.ConsumerGroup(log, "report").hand_over()
+        log.engine.groups.publish("report", {QUEUE: 0})
+        pass_time([consumer], LEASE_S)
+        with pytest.raises(txmq.GroupInUseError, match="is read by Spark"):
+            consumer.poll(0)
+
+
+def test_a_script_reads_the_delayed_messages_that_are_due(caplog: pytest.LogCaptureFixture) -> None:
     """It ended before them, and so did all later ones, until something else worked on the log."""
     log = memory_log()
     send(log, "ab", delay_level=pa.array([1, 3], pa.int32()))
     log.engine.runtime.sleep(5)
+    with seen_at("commit begins", raising(txmq.StorageError("no answer")), table="op"):
+        assert read_to_the_end(log) == []
+    assert "delayed messages were not placed: no answer" in caplog.text
     assert read_to_the_end(log) == ["a"]
 
 
@@ -213,6 +241,49 @@ def test_an_interrupt_while_a_consumer_joins_leaves_nothing_behind(has_queues: b
     assert txmq.ConsumerGroup(log, "report").members() == {}
 
 
+class Interrupts:
+    """Ctrl-C comes before the n-th line that a call of :meth:`poll` comes to in other functions of these modules."""
+
+    def __init__(self, nth: int) -> None:
+        self.left = nth
+
+    def __enter__(self) -> Interrupts:
+        self._before = sys.gettrace()
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _enter(self, frame: FrameType, event: str, _: object) -> Any:
+        of_module = frame.f_code.co_filename.endswith(("/progress.py", "/pull.py", "/message_listener.py"))
+        return self._inside if of_module and frame.f_code.co_name != "poll" and self.left > 0 else None
+
+    def _inside(self, frame: FrameType, event: str, _: object) -> Any:
+        self.left -= event == "line"
+        if not self.left:
+            self.left = -1
+            raise KeyboardInterrupt
+        return self._inside
+
+
+def test_an_interrupt_before_any_line_counts_no_message_that_the_script_has_not_seen() -> None:
+    """The progress of a script that went on, or left its group, had passed what was lost in that moment."""
+    one_of = how_many(20, in_all=1)
+    for line in count(1 + seeds.first_seed() % one_of, one_of):
+        log = memory_log(ByHand(), orders=1)
+        send(log, "abcd")
+        seen: list[str] = []
+        with pull(log, pull_batch_size=2) as consumer, Interrupts(line) as ctrl_c:
+            for _ in range(5):
+                with suppress(KeyboardInterrupt):
+                    seen += bodies(consumer.poll(0) or [])
+        assert seen[: position(log)] == list("abcd"[: position(log)]), line
+        if ctrl_c.left > 0:
+            break
+    assert line > 300
+
+
 @also_on_delta
 def test_what_is_not_committed_comes_again(log: CommitLog) -> None:
     send(log, "abcd", queue_id=[0] * 4)
@@ -311,6 +382,7 @@ def test_a_commit_beside_the_members_progress_finds_no_released_queue_lost(caplo
     consumer.member.fetch()
     with consumer.member.changed:
         consumer._take()
+        consumer._unseen = None
         for queue in consumer.member.queues.values():
             queue.releasing = True
     beside = threading.Thread(target=consumer.member.persist)

@@ -47,7 +47,8 @@ class FetchPause:
 
 
 class ProcessQueue:
-    """A claimed queue (RocketMQ: ``ProcessQueue``). Its callers hold the member's lock.
+    """A claimed queue (RocketMQ: ``ProcessQueue``). Its callers hold the member's lock. An interrupt may come before
+    any line: then messages may be in two places, and come twice, but are never in none.
 
     ``fetched_to`` is the next offset to fetch, ``written`` the progress that was written to the log. A queue is
     ``lost`` when another member has it; calls that still run do not count. One that is ``releasing`` is released as
@@ -63,7 +64,6 @@ class ProcessQueue:
         self.suspended_until_s = 0.0
         self.tries = 0
         self.fetch_pause: FetchPause | None = None
-        self.rows = 0
         self._waiting: deque[pa.Table] = deque()
         self._out: list[Take] = []
 
@@ -75,6 +75,11 @@ class ProcessQueue:
     def fetch_is_paused(self, now_s: float) -> bool:
         """Whether its pause after a failed fetch lasts."""
         return self.fetch_pause is not None and now_s < self.fetch_pause.until_s
+
+    @property
+    def rows(self) -> int:
+        """Number of waiting messages."""
+        return sum(table.num_rows for table in self._waiting)
 
     @property
     def running(self) -> int:
@@ -89,37 +94,35 @@ class ProcessQueue:
 
     def put(self, messages: pa.Table, fetched_to: int) -> None:
         """Add fetched messages; a filter may have left none."""
-        self.fetched_to = fetched_to
         if messages.num_rows:
             self._waiting.append(messages)
-            self.rows += messages.num_rows
+        self.fetched_to = fetched_to
 
     def runs_since(self, since_s: float) -> bool:
         """Whether an unfinished take began at this time or later."""
         return any(take.since_s >= since_s for take in self._out)
 
-    def take(self, count: int, now_s: float = 0.0) -> Take | None:
-        """Take at most ``count`` messages; None when none wait."""
-        if not self._waiting:
-            return None
-        messages = self._waiting.popleft()
-        if messages.num_rows > count:
-            self._waiting.appendleft(messages.slice(count))
-            messages = messages.slice(0, count)
-        self.rows -= messages.num_rows
+    def take(self, count: int, now_s: float = 0.0) -> Take:
+        """Take at most ``count`` of the messages that wait."""
+        messages, rest = self._waiting[0].slice(0, count), self._waiting[0].slice(count)
         take = Take(self, messages, _first_offset(messages), now_s)
         self._out.append(take)
+        if rest.num_rows:
+            self._waiting[0] = rest
+        else:
+            self._waiting.popleft()
         return take
 
     def give_back(self, take: Take, at: int) -> None:
         """End a take before the row ``at``. The messages from there on come again, before later ones that wait."""
-        self._out.remove(take)
-        self._put_back(take.messages.slice(at))
+        if take in self._out:
+            self._put_back(take.messages.slice(at))
+            self._out.remove(take)
 
     def cut(self, take: Take, at: int) -> None:
         """Shorten a take to the rows before ``at``. The messages from there on come again."""
-        rest, take.messages = take.messages.slice(at), take.messages.slice(0, at)
-        self._put_back(rest)
+        self._put_back(take.messages.slice(at))
+        take.messages = take.messages.slice(0, at)
 
     def _put_back(self, rest: pa.Table) -> None:
         if rest.num_rows and self.is_open:
@@ -127,7 +130,6 @@ class ProcessQueue:
             first = _first_offset(rest)
             at = next((i for i, table in enumerate(self._waiting) if _first_offset(table) > first), len(self._waiting))
             self._waiting.insert(at, rest)
-            self.rows += rest.num_rows
         elif rest.num_rows:  # this member takes no more of them, and its progress stays below them
             self.fetched_to = min(self.fetched_to, _first_offset(rest))
 
@@ -136,7 +138,6 @@ class ProcessQueue:
         if self._waiting:
             self.fetched_to = min(self.fetched_to, _first_offset(self._waiting[0]))
         self._waiting.clear()
-        self.rows = 0
 
 
 def _first_offset(messages: pa.Table) -> int:

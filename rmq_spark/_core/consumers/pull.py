@@ -119,6 +119,7 @@ class PullConsumer:
         self._runtime = opened.runtime
         self._given: list[Take] = []  # given out, and not committed
         self._handing: tuple[Take, int] | None = None  # the take that is given out one by one, and the next offset
+        self._unseen: Take | None = None  # the newest take, until nothing keeps the script from seeing it
         self._dropped = False
         self._is_asked_to_end = False
         self._ending = opened.runtime.lock()
@@ -223,7 +224,9 @@ class PullConsumer:
             take = self._next_before(end_s)
         if take is None or self._is_asked_to_end:
             return None
-        return take.messages if self._tables else list(messages_of(take.messages))
+        messages = take.messages if self._tables else list(messages_of(take.messages))
+        self._unseen = None
+        return messages
 
     def __iter__(self) -> Iterator[Any]:
         """Yield messages (``tables=True``: tables) one by one, and shut down at the end.
@@ -322,6 +325,7 @@ class PullConsumer:
         self._enter()
 
     def _hand_out_take(self, take: Take) -> Iterator[Any]:
+        self._unseen = None
         if self._tables:
             yield from self._hand_out(take.messages)
         else:
@@ -348,8 +352,8 @@ class PullConsumer:
                     take.first = self._handing[1]
                     unfinished.append(take)
                 else:
-                    take.queue.give_back(take, take.messages.num_rows)
-            self._given = unfinished
+                    take.queue.give_back(take, 0 if take is self._unseen else take.messages.num_rows)
+            self._given, self._unseen = unfinished, None
 
     def _next_before(self, end_s: float) -> Take | None:
         """Return the next messages; None when none come until a time, or the end is reached."""
@@ -379,9 +383,8 @@ class PullConsumer:
             if self._is_asked_to_end or not queues or not self.member.may_start():
                 return None
             self._turn += 1
-            take = queues[self._turn % len(queues)].take(self._batch_rows)
-            if take is not None:
-                self._given.append(take)
+            take = self._unseen = queues[self._turn % len(queues)].take(self._batch_rows)
+            self._given.append(take)
             return take
 
     def _require_room(self) -> None:
