@@ -20,6 +20,7 @@ _STANDS_IN = {
     "rmq_spark._core.client.maintainer": "ORPHANS_EVERY_S",
     "rmq_spark._core.checks.probe": "ALONE_S_MAX ANSWER_S_MAX",
     "rmq_spark._core.client.commit_log": "ORPHAN_AGE_S",
+    "rmq_spark._core.consumers.member": "FETCH_BYTES",
     "rmq_spark._core.consumers.member_threads": "AT_EXIT_S_MAX",
     "rmq_spark._core.consumers.send_back": "SEND_AGAIN_S",
     "rmq_spark._core.inspect.undrained": "UNDRAINED_OP_ROWS_MAX=OP_ROWS_MAX",

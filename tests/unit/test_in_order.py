@@ -72,6 +72,14 @@ def test_a_vectorised_listener_stops_at_the_first_refusal() -> None:
     assert found[QUEUE].next_offset == 8
 
 
+def test_a_message_that_stopped_its_queue_before_tells_how_often() -> None:
+    times: list[int] = []
+    consume_queue(
+        lambda table: times.extend(table["reconsume_times"].to_pylist()), QUEUE, messages([7, 8]), 0, {}, (7, 2)
+    )
+    assert times == [2, 0]
+
+
 def test_queues_of_one_batch_are_told_apart() -> None:
     table = pa.concat_tables([messages([0, 1], 0), messages([4], 1)])
     assert [(queue, t.num_rows) for queue, t in by_queue(table)] == [(("orders", 0), 2), (("orders", 1), 1)]

@@ -29,6 +29,8 @@ from tests.support.consumers import (
     send,
 )
 from tests.support.inside import Members
+from tests.support.meanwhile import seen_at
+from tests.support.sends import raising
 
 pytestmark = pytest.mark.log("memory", "delta", orders=2)
 
@@ -305,6 +307,25 @@ def test_a_member_that_slept_looks_before_it_goes_on() -> None:
     sleeper.member.keep()  # it puts a heartbeat, and finds that the queues have gone
     assert not sleeper.work()
     assert mine == []
+
+
+def test_a_member_whose_store_does_not_answer_tries_again_and_leaves_without_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = memory_log(orders=1)
+    send(log, "a")
+    consumer = joined(log, seen_by([]))
+    consumer.member.fetch()
+    assert consumer.work()
+    down = raising(txmq.StorageError("no answer"))
+    with seen_at("commit begins", down, table="groups"):
+        pass_time([consumer], 5)
+    assert "progress was not written: no answer" in caplog.text
+    pass_time([consumer], 5)
+    assert log.engine.groups.next_offsets("points")[QUEUE] == 1
+    with seen_at("commit begins", down, table="groups"):
+        consumer.member.leave()
+    assert "leaving failed: no answer" in caplog.text
 
 
 def test_a_reset_reaches_a_consumer_that_has_nothing_to_report() -> None:

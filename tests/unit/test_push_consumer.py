@@ -41,9 +41,9 @@ from tests.support.consumers import (
 )
 from tests.support.half_batches import bodies, in_half, let_leave, make_log
 from tests.support.inboxes import inbox_of, make_database, results
-from tests.support.inside import Runtime, push_module, restored, sent_back
+from tests.support.inside import Runtime, Who, push_module, restored, sent_back
 from tests.support.limits import Limit
-from tests.support.meanwhile import at, dies_at, seen_at
+from tests.support.meanwhile import at, dies_at, no_thread_starts, seen_at
 from tests.support.seeds import how_many
 from tests.support.sends import raising
 
@@ -95,6 +95,8 @@ IS_A_COROUTINE = "got the coroutine function waits: a plain function is expected
         (lambda: push(memory_log(), takes_one), r"takes_one takes txmq\.MessageExt: .* txmq\.EachMessage\(takes_one\)"),
         (lambda: push(memory_log(), takes_a_list), r"of a list of messages: txmq\.EachBatch\(takes_a_list\)"),
         (lambda: push(memory_log(), waits), IS_A_COROUTINE),
+        (lambda: txmq.EachMessage("print"), "EachMessage got str: a function of one message"),
+        (lambda: txmq.consumers.EachBatch("print"), "EachBatch got str: a function of a list of messages"),
         (lambda: txmq.EachMessage(waits), IS_A_COROUTINE),
         (lambda: txmq.consumers.EachBatch(waits), IS_A_COROUTINE),
     ],
@@ -191,12 +193,13 @@ def test_messages_for_a_listener_are_what_the_log_has(log: CommitLog) -> None:
 
 @also_on_delta
 def test_only_messages_that_are_wanted_come_and_the_others_count_as_done(log: CommitLog) -> None:
-    send(log, "abcdef", tags=list("xyxyxy"), queue_id=[0] * 6)
+    send(log, "abcdefg", tags=list("xyxyxyy"), queue_id=[0] * 6 + [1])
     for options in ({"tags": "x"}, {"selector": "TAGS = 'x'"}):
         found: list[str] = []
         consumer = consume_all(log, seen_by(found), group=next(iter(options)), **options)
         assert found == ["a", "c", "e"]
-        assert log.engine.groups.next_offsets(consumer.member.group)[QUEUE] == 6
+        offsets = log.engine.groups.next_offsets(consumer.member.group)
+        assert (offsets[QUEUE], offsets["orders", 1]) == (6, 1)
 
 
 @also_on_delta
@@ -331,7 +334,8 @@ def test_no_more_than_max_span_is_under_way_behind_a_message_that_does_not_end()
     assert log.engine.groups.next_offsets("points")[QUEUE] == 50
 
 
-def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_taken() -> None:
+@pytest.mark.parametrize("mode", ["concurrently", "orderly"])
+def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_taken(mode: str) -> None:
     log = queue_of([str(n) for n in range(5000)])
     slow = False
 
@@ -339,7 +343,7 @@ def test_a_listener_of_single_messages_that_becomes_slow_gives_back_what_it_has_
         log.engine.runtime.since_s += 0.02 if slow else 1e-6
         return DONE
 
-    consumer = fetched(log, txmq.EachMessage(listen))
+    consumer = fetched(log, txmq.EachMessage(listen), mode=mode)
     while consumer.work() and consumer._cost.each_s > 1e-5:
         pass
     slow = True
@@ -409,6 +413,16 @@ def test_what_has_expired_is_left_out_and_said(log: CommitLog, caplog: pytest.Lo
         go_on(consumer)
     assert sorted(found) == ["e", "f"]
     assert "offsets 0 to 1 have expired; the queue starts at offset 2 now. The consumer goes on there" in caplog.text
+
+
+def test_what_waits_in_memory_is_fetched_no_further(limit: Limit) -> None:
+    limit(FETCH_BYTES=1)
+    log = queue_of("a")
+    consumer = fetched(log, seen_by([]))
+    send(log, "b")
+    assert not consumer.member.fetch()
+    assert consumer.work()
+    assert consumer.member.fetch()
 
 
 # ---------------------------------------------------------------- retries
@@ -615,6 +629,36 @@ def test_a_message_that_cannot_be_sent_back_stays_unfinished(log: CommitLog, lim
     assert log.engine.groups.next_offsets("points")[QUEUE] == 1
 
 
+def test_a_message_whose_queue_is_lost_is_not_sent_back_by_its_member(limit: Limit) -> None:
+    log = queue_of("ab")
+    consumer = fetched(log, fails_on("ab"))
+    limit(SEND_AGAIN_S=0)
+
+    def lost() -> None:
+        txmq.ConsumerGroup(log, "points").reset("earliest", ["orders"])
+        pass_time([consumer], 12)
+        raise txmq.StorageError("the store is down")
+
+    with at("commit begins", lost, table="half"):
+        assert consumer.work()
+    assert bodies(log, "%RETRY%points") == []
+    go_on(consumer)
+    assert len(in_half(log)) == 3, "the messages, and a retry of each"
+
+
+def test_a_letter_that_was_given_up_while_its_member_was_dead_is_sent_and_one_that_a_person_refused_is_not() -> None:
+    log = queue_of("abc")
+    with dies_at("commit begins", table="op"):
+        fails_and_dies(log, max_reconsume_times=0)
+    refused, given_up, _ = log.pending()["half_id"].to_pylist()
+    log.resolve(refused, txmq.ROLLBACK_MESSAGE, "nobody needs it")
+    record = log.engine.get(given_up)
+    log.engine.ledger.quarantine(record, 1, record.all_rows, Who.DISCARD, "it was never answered")
+    fails_and_dies(log, max_reconsume_times=0)
+    assert len(bodies(log, "%DLQ%points")) == 2
+    assert log.pending().num_rows == log.quarantined().num_rows == 0
+
+
 # ---------------------------------------------------------------- orderly
 def test_an_orderly_queue_stops_at_a_message_and_the_others_go_on() -> None:
     log = memory_log()
@@ -737,6 +781,19 @@ class Holds:
         self.calls.release()
         assert self.may_end.wait(60)
         return DONE
+
+
+def test_a_program_that_fails_leaves_its_group(log: CommitLog) -> None:
+    with pytest.raises(ZeroDivisionError), push(log, seen_by([])):
+        raise ZeroDivisionError
+    assert txmq.ConsumerGroup(log, "points").members() == {}
+
+
+def test_a_consumer_for_which_no_thread_starts_leaves_its_group(log: CommitLog) -> None:
+    consumer = push(log, seen_by([]))
+    with no_thread_starts(), pytest.raises(RuntimeError, match="can't start new thread"):
+        consumer.start()
+    assert txmq.ConsumerGroup(log, "points").members() == {}
 
 
 def test_a_shutdown_waits_for_a_running_call_and_starts_no_other(log: CommitLog) -> None:
