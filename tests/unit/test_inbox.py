@@ -170,12 +170,27 @@ def test_an_inbox_whose_work_ended_its_transaction_does_not_go_on(url: str, log:
     assert len(results(url)) == written + 4
 
 
+def test_an_inbox_that_cannot_note_that_its_work_ended_its_transaction_says_so(
+    url: str, log: CommitLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit(log, prepare(log, 0, 4))
+
+    def work(connection: sa.Connection, messages: pa.Table) -> None:
+        driver: Any = connection.connection.driver_connection
+        driver.execute("ROLLBACK")
+        driver.execute("DROP TABLE txmq_inbox")
+
+    with pytest.raises(txmq.TransactionEndedError):
+        inbox_of(url, work).apply(log.read("orders"))
+    assert "could not note that its work ended the database transaction: " in caplog.text
+
+
 def test_a_position_can_be_set_to_write_results_anew(url: str, log: CommitLog) -> None:
     """A reset of the group came to nothing: the inbox took each message for one that it had written."""
     commit(log, prepare(log, 0, 4))
     messages = log.read("orders")
     inbox = inbox_of(url)
-    assert (inbox.apply(messages), inbox.apply(messages)) == (4, 0)
+    assert (inbox.apply(messages.slice(0, 0)), inbox.apply(messages), inbox.apply(messages)) == (0, 4, 0)
     for topic, queue_id in inbox.positions():
         inbox.set_position(topic, queue_id, 0)
     inbox.set_position("bills", 7, 3)

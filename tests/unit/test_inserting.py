@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 import rmq_spark as txmq
-from rmq_spark.errors import ListenerError, LocalTransactionError
+from rmq_spark.errors import ListenerError, LocalTransactionError, MessageError
 from tests.support.inside import insert
 
 TABLE = "CREATE TABLE bought (order_id INTEGER PRIMARY KEY, total FLOAT, note TEXT DEFAULT 'none', at TIMESTAMP)"
@@ -39,6 +39,10 @@ def test_a_table_or_column_that_is_missing_is_named_beside_those_that_are_there(
             insert(connection, "orders", pa.table({"order_id": [1]}))
         with pytest.raises(ListenerError, match="no column 'price': it has order_id, total, note, at"):
             insert(connection, "bought", pa.table({"order_id": [1], "price": [1.0]}))
+        with pytest.raises(ListenerError, match="two columns 'order_id'"):
+            insert(connection, "bought", pa.table([[1], [2]], names=["order_id", "order_id"]))
+        with pytest.raises(MessageError, match="the rows have no column"):
+            insert(connection, "bought", pa.table({}))
         assert connection.exec_driver_sql("SELECT count(*) FROM bought").scalar_one() == 0
 
 

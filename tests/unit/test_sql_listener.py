@@ -924,6 +924,7 @@ UNTESTED = ("oracle", "mssql+pyodbc", "cockroachdb")
         *((f"{name}://me:{SECRET}@host/shop", "use SQLite, PostgreSQL, MariaDB or MySQL") for name in UNTESTED),
         (7, "int is no database"),
         ("sqlite+nosuch://host/x", r"SQLAlchemy knows no database 'sqlite\+nosuch'"),
+        ("mysql+cymysql://host/x", r"the driver of 'mysql\+cymysql' is not installed: pip install cymysql"),
     ],
 )
 def test_what_is_no_database_is_refused_and_no_password_is_shown(address: Any, said: str) -> None:

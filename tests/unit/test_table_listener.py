@@ -574,6 +574,16 @@ def test_what_is_a_date(file: sa.URL, value: Any, fits: bool) -> None:
     assert (said is None) == fits
 
 
+@pytest.mark.parametrize("on_conflict", ["error", "ignore"])
+def test_a_value_that_the_column_s_type_does_not_take_does_not_fit(file: sa.URL, on_conflict: str) -> None:
+    url = made(file, "CREATE TABLE orders (day DATE PRIMARY KEY, id INTEGER)")
+    fields = pa.schema([("day", pa.string()), ("id", pa.int64())])
+    each = TableListener(url, "orders", columns=fields, key="day", on_conflict=on_conflict, on_bad_row="rollback")
+    (said,) = send(each, [{"id": 1, "day": "2026-02-28"}])
+    assert "SQLite Date type only accepts Python date objects as input" in said
+    assert stored(url, "day") == []
+
+
 # ---------------------------------------------------------------- options
 SECRET = "hunter2-secret"
 
