@@ -80,15 +80,28 @@ def test_more_are_prepared_while_local_transactions_are_short_and_fewer_when_the
     assert slots.prepared_max == 2
 
 
-def test_a_local_transaction_that_raises_leaves_its_turn_to_the_next(log: CommitLog) -> None:
+@pytest.mark.parametrize("key", [None, "k"])
+def test_a_local_transaction_that_raises_leaves_its_turn_to_the_next(log: CommitLog, key: str | None) -> None:
     shop = Shop(dict.fromkeys("01", raising(RuntimeError("no"))))
     with producer_of(log, shop, listener_threads=1, on_listener_error="fail") as producer:
-        sent = send_async(producer, *range(3))
-        sent += [producer.send_message_in_transaction_async(message("", "nowhere"))]  # never prepared
+        sent = send_async(producer, *range(3), key=key)
+        nowhere = message("", "nowhere")  # never prepared
+        sent += [producer.send_message_in_transaction_async(nowhere, idempotency_key=key)]
         assert [type(s.exception(DEADLINE_S)).__name__ for s in sent] == [
             "LocalTransactionError", "LocalTransactionError", "NoneType", "TopicNotFoundError",
         ]  # fmt: skip
         assert not producer._send_threads.listener_slots._admitted
+
+
+def test_a_send_whose_listener_is_not_ready_is_not_prepared_and_keeps_no_room(log: CommitLog) -> None:
+    class NotReady(Shop):
+        def require_ready(self) -> None:
+            raise ListenerError("its database has no fence")
+
+    with producer_of(log, NotReady(), max_in_flight=1) as producer:
+        for sent in send_async(producer, 0, 1):
+            assert isinstance(sent.exception(DEADLINE_S), ListenerError)
+    assert log.pending().num_rows == 0
 
 
 def test_a_second_send_of_a_key_waits_for_the_first_and_checks_nothing(log: CommitLog) -> None:

@@ -268,6 +268,11 @@ def test_a_message_that_was_changed_after_it_was_made_troubles_no_other_send(log
     results, _ = send_all(log, Shop(), [message("one"), bad, message("two"), message("three")])
     assert [type(r).__name__ for r in results].count("TransactionSendResult") == 3
     assert isinstance(results[1], MessageError)
+    properties: dict[str, Any] = {"a": "b"}
+    bad = message("bad", properties=properties)
+    properties["a"] = None
+    with producer_of(log) as producer, pytest.raises(MessageError, match="cannot be sent as it is now"):
+        producer.send_message_in_transaction_async(bad)
     assert bodies(log) == ["one", "three", "two"]
 
 
@@ -299,6 +304,17 @@ def test_a_problem_of_the_store_is_told_to_all_who_waited(log: CommitLog) -> Non
         assert {str(p) for p in told} == {"the store does not answer"}
         assert len({id(p) for p in told}) == len(told) > 1  # each thread raises one of its own
         assert producer.send_message_in_transaction(message("next")).queue_offsets
+
+
+def test_a_problem_that_cannot_be_copied_is_told_to_all_who_waited(log: CommitLog) -> None:
+    class Bare(CommitError):
+        def __init__(self, store: str, why: str) -> None:
+            super().__init__(f"{store} {why}")
+
+    gone = seen_at("shared commit begins", raising(Bare("the store", "is gone")), queue=PREPARE)
+    with producer_of(log) as producer, together(4), gone:
+        results = call_all([lambda i=i: producer.send_message_in_transaction(message(i)) for i in range(4)])
+    assert {str(r) for r in results} == {"the store is gone"}
 
 
 @IN_MEMORY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ from tests.support.inside import (
     new_half_id,
 )
 from tests.support.limits import Limit
+from tests.support.listeners import Scripted
 from tests.support.meanwhile import at
 from tests.torture.hostile.logs import edit_row
 
@@ -501,16 +503,27 @@ def test_a_decision_beside_a_half_batch_that_is_lost_is_refused(log: CommitLog) 
     assert bodies(log, "ordered") == []
 
 
-def test_a_sender_that_slept_through_it_all_gets_the_outcome(log: CommitLog) -> None:
-    class Sleeps(CommitOncePrepared):
-        def execute_local_transaction(self, batch: HalfBatch) -> LocalTransactionState:
-            record = log.engine.get(batch.half_id)
-            decide_one(log.engine, record, 1, commit=pending(log, record), who=Who.CHECK)
-            let_leave(log)
-            return LocalTransactionState.COMMIT_MESSAGE
+@pytest.mark.parametrize(
+    ("answer", "idempotency_s", "outcome"),
+    [
+        (LocalTransactionState.COMMIT_MESSAGE, FOREVER, nullcontext()),
+        (LocalTransactionState.UNKNOWN, FOREVER, nullcontext()),
+        (LocalTransactionState.COMMIT_MESSAGE, 0, pytest.raises(StaleAttemptError, match="nothing is kept of its")),
+        (LocalTransactionState.UNKNOWN, 0, pytest.raises(HalfBatchLeftError, match="nothing is kept of its")),
+    ],
+)
+def test_a_sender_that_slept_through_it_all_gets_the_outcome_that_is_kept(
+    log: CommitLog, answer: LocalTransactionState, idempotency_s: float, outcome: Any
+) -> None:
+    def slept(batch: HalfBatch) -> LocalTransactionState:
+        commit(log, log.engine.get(batch.half_id))
+        send(log, "later")
+        for _ in range(2):
+            let_leave(log, idempotency_s=idempotency_s)
+        return answer
 
-    with TransactionMQProducer(another(log), "group", Sleeps(), check_interval=None) as producer:
+    with TransactionMQProducer(another(log), "group", Scripted(slept), check_interval=None) as producer, outcome:
         table = pa.table({"body": ["a"]})
         result = producer.send_messages_in_transaction(table, topic="orders", idempotency_key="key")
-    assert result.local_transaction_state is LocalTransactionState.COMMIT_MESSAGE
+        assert result.local_transaction_state is LocalTransactionState.COMMIT_MESSAGE
     assert sum(another(log).engine.tails().values()) == 1

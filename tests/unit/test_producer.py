@@ -139,6 +139,18 @@ def test_a_retry_that_nobody_can_answer_is_told_in_the_words_of_a_producer(
     assert "for up to 0.1 s (replay_check_timeout)" in told
 
 
+def test_an_asynchronous_retry_asks_the_listener_and_tells_what_ends_the_wait(
+    log: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener: Any = Scripted(UNKNOWN, [UNKNOWN, COMMIT])
+    listener.rollback_after_s = 7.0
+    with producer(log, listener) as open_producer:
+        sent = [open_producer.send_message_in_transaction_async(ORDER, idempotency_key="42") for _ in range(2)]
+        assert sorted(s.result(DEADLINE_S).replayed for s in sent) == [False, True]
+    assert visible(log) == [b"one"]
+    assert "once the batch is 7 s old (rollback_after)" in caplog.text
+
+
 def of_store(store_id: str, execute: Any = COMMIT) -> Scripted:
     """A listener whose local transactions are in this store."""
     listener = Scripted(execute)
@@ -224,6 +236,9 @@ def test_a_closed_producer_sends_nothing(log: Any) -> None:
     for _ in range(2):
         with pytest.raises(txmq.OptionError, match="not open"):
             closed.send_message_in_transaction(ORDER)
+        for key in (None, "42"):
+            with pytest.raises(txmq.OptionError, match="not open"):
+                closed.send_message_in_transaction_async(ORDER, idempotency_key=key)
         with closed:
             pass
 
@@ -294,6 +309,7 @@ def test_a_producer_without_a_listener_sends_what_has_no_local_transaction(log: 
         assert plain.send_async(ORDER).result(DEADLINE_S).queue_offset == 1
         assert plain.send(ORDER, idempotency_key="once").queue_offset == 2
         assert plain.send(ORDER, idempotency_key="once").replayed
+        assert plain.send_async([ORDER, ORDER]).result(DEADLINE_S).messages == 2
         for send in (
             plain.send_message_in_transaction,
             plain.send_message_in_transaction_async,
@@ -303,7 +319,7 @@ def test_a_producer_without_a_listener_sends_what_has_no_local_transaction(log: 
                 send(ORDER)
         with pytest.raises(txmq.ListenerError, match="this producer has no listener"), plain.transaction(object()):
             pass
-    assert visible(log) == [b"one"] * 3
+    assert visible(log) == [b"one"] * 5
 
 
 def test_a_producer_without_a_listener_settles_what_plain_sends_left_and_no_transaction(log: Any) -> None:

@@ -20,8 +20,10 @@ from rmq_spark.errors import (
     FencedError,
     FenceError,
     LocalTransactionError,
+    LostFileError,
     OptionError,
     StaleAttemptError,
+    StorageError,
     UnresolvedTransactionError,
     VerdictConflictError,
 )
@@ -32,6 +34,7 @@ from tests.support.inside import (
     BATCH,
     KEY,
     MESSAGE,
+    Change,
     CommitOncePrepared,
     HalfHeader,
     HalfRecord,
@@ -46,6 +49,7 @@ from tests.support.inside import two_phase as module
 from tests.support.limits import limited, set_limits
 from tests.support.listeners import Scripted
 from tests.support.meanwhile import at, dies_at, seen_at
+from tests.support.sends import raising
 from tests.support.sink_batches import KEYS, QUERY, bodies, check, header, prepared, send, stage, visible
 
 pytestmark = pytest.mark.log("memory", "delta")
@@ -351,6 +355,16 @@ def test_a_replay_goes_on_when_the_answer_comes_late(log: CommitLog, monkeypatch
     assert visible(log) == bodies()
 
 
+def test_a_query_whose_store_fails_after_the_prepare_is_told_to_start_again(log: CommitLog) -> None:
+    with (
+        seen_at("commit begins", raising(StorageError("no answer")), table="op"),
+        pytest.raises(UnresolvedTransactionError, match=r"StorageError: no answer.*start the query again, or let a C"),
+    ):
+        send(log, Scripted())
+    send(another(log), Scripted())
+    assert visible(log) == bodies()
+
+
 # ---------------------------------------------------------------- attempts
 def test_a_fenced_attempt_whose_batch_was_quarantined_meanwhile_is_checked_and_not_left_behind(log: CommitLog) -> None:
     database = Database()
@@ -379,6 +393,14 @@ def test_a_driver_that_wakes_after_its_batch_was_replayed_finds_it_done(log: Com
     assert outcome.attempt == 2
     assert outcome.placed == []
     assert sorted(database.orders.elements()) == visible(log) == bodies()
+
+
+def test_a_driver_whose_file_is_gone_since_others_settled_its_batch_takes_their_outcome(log: CommitLog) -> None:
+    def slept(batch: HalfBatch) -> Any:
+        check(log, Scripted(check=COMMIT))
+        raise LostFileError("its messages were stripped")
+
+    assert send(log, Scripted(slept)).messages == {RowState.COMMITTED: len(KEYS)}
 
 
 def test_a_late_verdict_about_a_past_attempt_does_not_count(log: CommitLog) -> None:
@@ -630,6 +652,14 @@ def test_a_process_reads_the_header_of_the_last_batch_once(log: CommitLog) -> No
     last = [name for name in checkpoint.asked if name.startswith("offsets/")]
     assert last == ["offsets/0", "offsets/1", "offsets/1", "offsets/3", "offsets/3"]
     assert checkpoint.asked.count("txmq.last_batch") == 2  # for the empty ones
+
+
+def test_a_batch_whose_predecessor_is_not_in_the_log_any_more_is_refused(log: CommitLog) -> None:
+    send(log, Scripted())
+    gone = Change(remove=[file.path for file in log.engine.get("app:0").files.values()], data_change=False)
+    another(log).engine.half.table.compare_and_set(lambda _: gone, lambda _: True)
+    with pytest.raises(CheckpointMismatchError, match=f"batch 0 of app 'app', the last .*not there any more.*{REMEDY}"):
+        send(another(log), Scripted(), header(batch_id=1))
 
 
 # ---------------------------------------------------------------- several drivers
