@@ -362,8 +362,6 @@ def _properties(tables: Iterable[pa.Table]) -> Iterator[Sequence[tuple[str, str]
     left = LINKS_MAX
     for table in tables:
         column = table["properties"]
-        if left <= 0 or column.null_count == len(column):
-            continue
         has_context = pc.is_valid(pc.map_lookup(column, pa.scalar(TRACEPARENT), "first"))
         properties = column.filter(has_context).slice(0, left)
         left -= len(properties)
