@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rmq_spark._core.protocol import identity
-from rmq_spark._core.protocol.identity import lineage_of, require_same_log
+from rmq_spark._core.protocol.identity import known_query_id, lineage_of, read_checkpoint, require_same_log
 from rmq_spark.errors import CheckpointMismatchError, OptionError
 from tests.support.inside import Identity, identity_of, input_hash_of
 
@@ -148,6 +148,13 @@ def test_a_checkpoint_with_batches_and_no_id_that_we_know_is_refused(checkpoint:
     assert not file.exists() or file.read_text() == content
     file.write_text('{"id": "q0"}')  # as the error says
     assert name_of(checkpoint, 8) == "q0"
+
+
+def test_an_id_that_cannot_be_read_is_not_taken_for_a_lost_one(checkpoint: Path) -> None:
+    (checkpoint / identity.ID_FILE).unlink()
+    (checkpoint / identity.ID_FILE).mkdir()
+    with pytest.raises(OptionError, match="cannot be read"):
+        known_query_id(str(checkpoint), None, read_checkpoint(str(checkpoint)), ADVICE)
 
 
 def test_an_application_with_a_name_needs_no_id(checkpoint: Path) -> None:

@@ -17,6 +17,7 @@ from tests.support.clocks import Starts
 from tests.support.consumers import wait_until
 from tests.support.half_batches import header_of, let_leave, prepare
 from tests.support.inside import CommitOncePrepared, HalfWriter
+from tests.support.limits import Limit
 from tests.support.listeners import Scripted
 from tests.support.meanwhile import at, no_thread_starts
 
@@ -197,6 +198,19 @@ def test_a_send_is_made_once_where_no_thread_can_be_had(log: Any, key: str | Non
         open_producer.send_message_in_transaction_async(ORDER, "with a thread").result(DEADLINE_S)
     assert args_of(listener) == ["now", "later", "with a thread"]
     assert visible(log) == [b"one", b"two", b"one"]
+
+
+@pytest.mark.log("delta", orders=1)
+def test_a_send_waits_for_no_thread_that_would_merge_small_files(
+    log: Any, limit: Limit, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit(OP_FILES_MAX=1)
+    caplog.set_level("INFO")
+    with no_thread_starts(), producer(log, Scripted(COMMIT)) as open_producer:
+        for _ in range(3):
+            assert open_producer.send_message_in_transaction(ORDER).local_transaction_state is COMMIT
+    assert "upkeep waits for a later commit: thread txmq-maintenance cannot be started" in caplog.text
+    assert visible(log) == [b"one"] * 3
 
 
 # ---------------------------------------------------------------- its own checks

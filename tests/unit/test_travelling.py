@@ -254,6 +254,10 @@ A_LOCK = "a _thread.lock, which stays in its process: make it where it is used, 
         (lambda: Partner(LOCK), rf"TransactionalSink: .*Partner uses 'held', {A_LOCK}"),
         (lambda: txmq.PerMessageListener(Each(LOCK)), rf"TransactionalSink: .*Each uses 'held', {A_LOCK}"),
         (
+            lambda: txmq.SqlTransactionListener("sqlite://", Each(LOCK).execute_local_transaction),
+            rf"Each uses 'held', {A_LOCK}",
+        ),
+        (
             lambda: txmq.SqlTransactionListener("sqlite://", of_a_notebook(sa.create_engine("sqlite://"))),
             r"hold \(test_travelling.py:\d+\) uses 'held', a sqlalchemy.engine.base.Engine, which stays in its process",
         ),
@@ -262,7 +266,7 @@ A_LOCK = "a _thread.lock, which stays in its process: make it where it is used, 
             r"the engine of postgresql\+psycopg://\*\*\*@db.example/shop cannot go to another process",
         ),
     ],
-    ids=["own", "per message", "closure", "engine"],
+    ids=["own", "per message", "method", "closure", "engine"],
 )
 def test_what_stays_is_named_before_a_query_starts(log: txmq.CommitLog, listener: Callable[[], Any], said: str) -> None:
     sink = txmq.TransactionalSink(
@@ -279,6 +283,8 @@ def test_what_stays_of_an_inbox_or_a_consumer_is_named(log: txmq.CommitLog) -> N
         cloudpickle.dumps(txmq.SqlInbox("sqlite://", "points", of_a_notebook(LOCK)))
     with pytest.raises(ListenerError, match=rf"the listener of group 'points' .* uses 'held', {A_LOCK}"):
         cloudpickle.dumps(consumer(log, listener=of_a_notebook(LOCK)))
+    with pytest.raises(ListenerError, match=r"the listener of group 'points' .* process: TypeError: cannot pickle"):
+        cloudpickle.dumps(consumer(log, listener=partial(of_a_notebook(None), LOCK)))
 
 
 def test_what_a_per_message_listener_holds_arrives(url: str) -> None:
