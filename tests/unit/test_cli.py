@@ -10,6 +10,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -625,6 +626,16 @@ def test_an_error_words_its_remedy_for_a_program_and_for_the_command(
 
 
 # ---------------------------------------------------------------- the rest
+def test_a_round_of_checks_runs_in_any_thread_of_a_program(
+    log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    txmq("init")
+    monkeypatch.setenv("TXMQ_PATH", log.path)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(txmq, "check", "--config", "txmq.toml", "--once").result()
+
+
 def test_init_writes_the_example_over_nothing(log: CommitLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "txmq check --config txmq.toml --once" in txmq("init")[0]

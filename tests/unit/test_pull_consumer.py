@@ -17,6 +17,7 @@ import rmq_spark as txmq
 from rmq_spark import CommitLog
 from tests.support import seeds
 from tests.support.consumers import LEASE_S, ByHand, Steps, memory_log, pass_time, queue_of, send, wait_until
+from tests.support.inside import Change
 from tests.support.meanwhile import at, seen_at
 from tests.support.seeds import how_many
 from tests.support.sends import raising
@@ -391,6 +392,18 @@ def test_a_commit_beside_the_members_progress_finds_no_released_queue_lost(caplo
     beside.join()
     assert position(log) == 2
     assert "was claimed by another member" not in caplog.text
+
+
+def test_a_script_is_told_of_messages_that_are_in_no_table_any_more() -> None:
+    log = queue_of("a")
+    log.drain()
+    send(log, "b")
+    table = log.another().engine.messages_table
+    lost = Change(remove=table.actions()["path"].to_pylist())
+    table.compare_and_set(lambda _: lost, lambda _: True)
+    with pytest.raises(txmq.OffsetOutOfRangeError, match="queue 0: offsets 0 to 0 are not in the commit log"):
+        read_to_the_end(log.another())
+    assert log.engine.groups.next_offsets("report").get(QUEUE, 0) == 0
 
 
 def test_it_waits_for_what_another_member_of_the_group_has() -> None:
