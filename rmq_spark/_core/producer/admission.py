@@ -241,6 +241,10 @@ class _SlottedListener(TransactionListener):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._listener, name)
 
+    @property
+    def store_id(self) -> str | None:  # type: ignore[override]
+        return self._listener.store_id
+
     def execute_local_transaction(self, batch: HalfBatch) -> Verdicts:
         with self._slots.running():
             try:
