@@ -180,7 +180,7 @@ def test_an_inbox_that_cannot_note_that_its_work_ended_its_transaction_says_so(
         driver.execute("ROLLBACK")
         driver.execute("DROP TABLE txmq_inbox")
 
-    with pytest.raises(txmq.TransactionEndedError):
+    with pytest.raises(txmq.TransactionEndedError, match="could not be marked, so a later call would write"):
         inbox_of(url, work).apply(log.read("orders"))
     assert "could not note that its work ended the database transaction: " in caplog.text
 

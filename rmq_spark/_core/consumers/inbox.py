@@ -216,7 +216,7 @@ class SqlInbox(Database):
             log, or the log was restored from a copy and has other messages below a position. Nothing was written.
         TransactionEndedError
             When ``work`` ended the database transaction. Some of the results may be committed. Every later call is an
-            error until the positions are set with :meth:`set_position`.
+            error until the positions are set with :meth:`set_position`; the error says when that could not be noted.
         """
         missing = [name for name in POSITION_COLUMNS if name not in messages.column_names]
         if missing:
@@ -240,10 +240,14 @@ class SqlInbox(Database):
                     self._run_work(connection, before, ends, new)
                 return int(new.num_rows)
         except TransactionEndedError as problem:
-            self._mark_positions(before, ends)
+            whose = f"The positions of group {self.group!r}"
+            if self._mark_positions(before, ends):
+                then = f"{whose} are marked (below 0), and no later call goes on"
+            else:
+                then = f"{whose} could not be marked, so a later call would write the results again: stop the consumer"
             raise TransactionEndedError(
-                f"{problem}. The positions of group {self.group!r} are marked (below 0), and no later call goes on: "
-                "look what is there, undo or finish it, and call set_position(topic, queue_id, next_offset)"
+                f"{problem}. {then}: look what is there, undo or finish it, and call "
+                "set_position(topic, queue_id, next_offset)"
             ) from cause_of(problem)
 
     def _require_written(self, old: pa.Table, before: InboxPositions) -> None:
@@ -279,7 +283,7 @@ class SqlInbox(Database):
             end_savepoint(connection, keep=True)
         self._move(connection, under_way, ends)
 
-    def _mark_positions(self, before: InboxPositions, ends: InboxPositions) -> None:
+    def _mark_positions(self, before: InboxPositions, ends: InboxPositions) -> bool:
         try:
             with self.transaction() as connection:
                 self._move(connection, before, {q: before.get(q, _Position(0)).under_way() for q in ends})
@@ -289,6 +293,8 @@ class SqlInbox(Database):
             logger.error(
                 "%r: could not note that its work ended the database transaction: %s", self, traceback_of(problem)
             )
+            return False
+        return True
 
     def _test_table_once(self, connection: sa.Connection) -> None:
         if self._tried:
