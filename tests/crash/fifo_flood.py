@@ -93,7 +93,7 @@ def send(root: Path, sender: int) -> None:
 
 def check(root: Path) -> None:
     service = txmq.CheckService(
-        root / "log", {GROUP: listener(root)}, transaction_timeout=0.3, transaction_check_interval=0.3
+        root / "log", {GROUP: listener(root)}, transaction_timeout=1, transaction_check_interval=1
     )
     service.run(threading.Event())
 

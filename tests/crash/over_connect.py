@@ -6,6 +6,7 @@ process of its own. That process finds the database by its environment, or by a 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ DOORS = {"sink": by_function, "executors": on_executors, "table": by_table, "inb
 
 
 def main(root: Path, door: str) -> None:
+    os.environ["SPARK_TESTING"] = "1"  # a port of its own for the server: tests/spark runs at the same time
     builder = SparkSession.builder.remote("local[1]")
     for name, value in SETTINGS.items():
         builder = builder.config(name, value)
