@@ -205,7 +205,7 @@ def test_a_send_waits_for_no_thread_that_would_merge_small_files(
     log: Any, limit: Limit, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit(OP_FILES_MAX=1)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "rmq_spark")
     with no_thread_starts(), producer(log, Scripted(COMMIT)) as open_producer:
         for _ in range(3):
             assert open_producer.send_message_in_transaction(ORDER).local_transaction_state is COMMIT
