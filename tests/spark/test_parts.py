@@ -103,6 +103,17 @@ def test_parts_run_on_executors_and_agree_after_a_task_failed(
     assert log.another().pending().num_rows == 0
 
 
+def test_work_that_asks_an_executor_for_a_session_is_told_what_to_use(
+    spark: SparkSession, log: txmq.CommitLog, url: str, tmp_path: Path
+) -> None:
+    listener = SqlTransactionListener(url, lambda connection, batch: batch.to_spark(None))
+    sink = TransactionalSink(log, producer_group="shop", listener=listener, topic="orders", **BY_KEY)
+    with pytest.raises(Exception, match="no Spark session") as raised:
+        run(by_hundreds(spark, tmp_path, 1), sink, tmp_path)
+    told = r"ListenerError: part \d: an executor has no Spark session: use batch.messages\(\) or batch.decode\(\) "
+    assert re.search(told + r"\(test_parts.py, line \d+, in <lambda>\)\. Its messages", str(find_cause(raised.value)))
+
+
 def test_message_by_message_without_a_fence(spark: SparkSession, log: txmq.CommitLog, tmp_path: Path) -> None:
     class Partner:
         def __init__(self, folder: Path) -> None:

@@ -20,6 +20,7 @@ from rmq_spark._core.vocabulary.redaction import line_of
 from rmq_spark.errors import OptionError, TopicNotFoundError, find_cause
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.inside import TxmqDataSource
+from tests.support.source_logs import source_schema
 
 
 # ---------------------------------------------------------------- the workers' Python
@@ -157,6 +158,12 @@ def test_an_error_of_the_user_s_code_says_in_which_line() -> None:
     line = charge.__code__.co_firstlineno + 1
     assert line_of(raised.value) == f" (test_first_hour.py, line {line}, in charge)"
     assert line_of(ValueError("it was never raised")) == ""
+
+
+def test_no_line_of_the_package_is_told_as_the_user_s_own() -> None:
+    with pytest.raises(OptionError) as raised:
+        TxmqDataSource({}).writer(source_schema(), overwrite=True)
+    assert line_of(raised.value).startswith(" (test_first_hour.py, line ")
 
 
 # ---------------------------------------------------------------- options

@@ -101,7 +101,7 @@ class SparkTasks:
 
 def _in_one_line(part: HalfBatch, problem: Exception) -> TxmqError:
     """The error of a task, as :func:`~rmq_spark.errors.find_cause` finds it in Spark's text."""
-    text = one_line(redacted(text_of(problem)))
+    text = f"{one_line(redacted(text_of(problem)))}{line_of(problem)}"
     if isinstance(problem, TxmqError):
         return type(problem)(f"part {part.part}: {text}")
-    return LocalTransactionError(f"part {part.part}: {type(problem).__name__}: {text}{line_of(problem)}")
+    return LocalTransactionError(f"part {part.part}: {type(problem).__name__}: {text}")

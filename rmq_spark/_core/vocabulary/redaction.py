@@ -10,10 +10,11 @@ import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from pathlib import Path
 from urllib.parse import quote, quote_plus
 
 HIDDEN = "***"
-_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = str(Path(os.path.abspath(__file__)).parents[2])
 SECRET_CHARS_MIN = 8
 """Length of the shortest secret value that is hidden. A shorter one, such as 'test', would be found in every path."""
 
