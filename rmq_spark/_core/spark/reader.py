@@ -278,8 +278,6 @@ class TxmqStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailable
 
         Spark calls this when it plans the next micro-batch. So after the last one it calls only :meth:`latestOffset`.
         """
-        if self._planner is None:
-            return
         positions, answered = self._from_this_log(end, "the committed offset")
         group = self._progress()
         if group is None:
