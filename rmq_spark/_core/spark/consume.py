@@ -136,7 +136,7 @@ def consume(
     engine = _log_of(sources, group, mode, log, storage_options)
     for topic in (retry_topic(group), dlq_topic(group)):
         engine.create_own_topic(topic)
-    kind: type[_Consumer] = _Orderly if mode == ORDERLY else _Concurrently
+    kind: type[_Orderly | _Concurrently] = _Orderly if mode == ORDERLY else _Concurrently
     consumer = kind(
         engine=engine,
         group=group,
@@ -196,9 +196,6 @@ class _Consumer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "engine": engine_of(*state["engine"])})
-
-    def __call__(self, batch: DataFrame, batch_id: int) -> None:
-        raise NotImplementedError
 
     def identity(self, batch: DataFrame, batch_id: int) -> Identity:
         advice = "or begin with a new checkpoint: the group goes on where it stands"
