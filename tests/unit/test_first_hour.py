@@ -44,6 +44,7 @@ def test_another_python_that_has_the_package_will_do(tmp_path: Path) -> None:
         (None, "it is not there"),
         ("echo \"ModuleNotFoundError: No module named 'rmq_spark'\" >&2; exit 1", "No module named 'rmq_spark'"),
         ("exit 3", "it ends with an error"),
+        ("#!/not/there/sh", "it does not start: FileNotFoundError"),
     ],
 )
 def test_a_python_without_the_package_is_told_with_what_to_set(tmp_path: Path, does: str | None, why: str) -> None:
@@ -56,7 +57,7 @@ def test_a_python_without_the_package_is_told_with_what_to_set(tmp_path: Path, d
 
 def script(folder: Path, does: str) -> str:
     file = folder / "python"
-    file.write_text(f"#!/bin/sh\n{does}\n")
+    file.write_text(does if does.startswith("#!") else f"#!/bin/sh\n{does}\n")
     file.chmod(0o755)
     return str(file)
 
