@@ -37,7 +37,7 @@ def source_schema(ddl: str | None = None) -> StructType:
     """A schema without a Spark session, which would parse it; all columns of the source without one."""
     if ddl is None:
         return spark_schema(SOURCE_SCHEMA)
-    fields = [part.split(" ", 1) for part in ddl.split(", ")]
+    fields = [part.split(" ", 1) for part in ddl.split(", ") if part]
     return StructType([StructField(name, _TYPES[kind]) for name, kind in fields])
 
 

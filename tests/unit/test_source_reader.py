@@ -21,6 +21,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxFiles, Rea
 from rmq_spark import CommitLog
 from rmq_spark._core.spark.reader import to_batches
 from rmq_spark.errors import (
+    GroupInUseError,
     MessageError,
     NotACommitLogError,
     OffsetError,
@@ -33,7 +34,7 @@ from tests.support.clocks import set_clock
 from tests.support.half_batches import commit, move_half, prepare
 from tests.support.inside import PROPERTIES, SOURCE_SCHEMA, Planner, TxmqReader, TxmqStreamReader
 from tests.support.limits import Limit
-from tests.support.meanwhile import seen_at
+from tests.support.meanwhile import at, seen_at
 from tests.support.sends import raising
 from tests.support.source_logs import decide, send, source_schema
 
@@ -94,6 +95,7 @@ def test_columns_are_projected_and_bodies_may_be_text(log: CommitLog) -> None:
         ("born_timestamp timestamp_ntz", "asked for as timestamp_ntz: its type is timestamp_ltz"),
         ("body timestamp", r"its type is binary \(or string, for bodies in UTF-8\)"),
         ("keys string, keys string", "names a column twice"),
+        ("", "the schema has no columns: leave .schema"),
     ],
 )
 def test_columns_that_the_source_does_not_have_are_refused(ddl: str, words: str) -> None:
@@ -444,6 +446,26 @@ def test_an_older_spark_advances_every_queue(log: CommitLog) -> None:
     commit(log, record)
     reader = stream(log, subscribe="deep", startingOffsets="earliest", **SEVEN_AT_FIRST)
     assert reader.latestOffset()["deep"] == {"0": 4, "1": 1, "2": 1, "3": 1}
+
+
+def test_the_younger_of_two_queries_of_a_group_stops(log: CommitLog) -> None:
+    older, younger = Query(log, **OF_A_GROUP), Query(log, **OF_A_GROUP)
+    for batch_id, query in enumerate((older, younger, older)):
+        send(log, batch_id, 6)
+        query.batch()
+    with pytest.raises(GroupInUseError, match="is being read by an older query"):
+        younger.batch()
+    older.batch()
+
+
+def test_a_stream_goes_on_although_delayed_messages_cannot_be_placed(
+    log: CommitLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    query = Query(log, **OF_A_GROUP)
+    send(log, 0, 6)
+    with at("files read", raising(UnreachableStoreError("a timeout")), table="op"):
+        assert query.batch().num_rows == 6
+    assert "delayed messages were not placed: " in caplog.text
 
 
 def test_available_now_ends_where_the_log_stood(log: CommitLog) -> None:
