@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,17 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
+from pyspark import TaskContext
 from pyspark.sql.types import StringType, StructField, StructType
 
 from rmq_spark import CommitLog
 from rmq_spark._core.protocol.identity import LOG_FILE
-from rmq_spark._core.spark.writers import TxmqStreamWriter, cached_log
+from rmq_spark._core.spark.writers import BATCH_ID_PROPERTY, TxmqStreamWriter, cached_log
 from rmq_spark.errors import (
     CheckpointMismatchError,
     CorruptLogError,
     NotACommitLogError,
+    OptionError,
     StorageError,
     TxmqError,
     UnreachableStoreError,
@@ -105,18 +108,43 @@ def test_the_sink_s_process_opens_a_log_again_that_was_made_anew(folder: Path) -
         assert log.topics() == {"carts": 1}
 
 
+def checkpoint_at(folder: Path, batch_id: int) -> Path:
+    """The checkpoint of a query that runs this micro-batch."""
+    (folder / "offsets").mkdir(parents=True, exist_ok=True)
+    (folder / "metadata").write_text('{"id": "a-query"}')
+    (folder / "offsets" / str(batch_id)).write_text("v1")
+    return folder
+
+
+def micro_batch(folder: Path, checkpoint: Path) -> tuple[TxmqStreamWriter, list[Any]]:
+    """A writer of the checkpoint's newest micro-batch, and what its only task staged."""
+    options = Options({**options_of(folder), "checkpointLocation": str(checkpoint)}, SINK_OPTIONS)
+    writer = TxmqStreamWriter(options, StructType([StructField("body", StringType())]))
+    return writer, [writer.write(iter([pa.record_batch({"body": ["one"]})]))]
+
+
+def test_a_micro_batch_takes_no_task_and_no_number_of_another_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when two queries use the same checkpoint."""
+    _, staged_before = micro_batch(folder, checkpoint_at(tmp_path / "checkpoint", 0))
+    writer, staged = micro_batch(folder, checkpoint_at(tmp_path / "checkpoint", 1))
+    for lost in (staged_before, [None]):
+        with pytest.raises(OptionError, match=r"staged files for another half batch .*run the batch again"):
+            writer.commit(lost, 1)
+    with pytest.raises(CheckpointMismatchError, match=r"Spark commits batch 0, but the newest .* is 1: two queries"):
+        writer.commit(staged, 0)
+    monkeypatch.setattr(TaskContext, "_taskContext", None)
+    TaskContext()._localProperties = {BATCH_ID_PROPERTY: "0"}
+    with pytest.raises(CheckpointMismatchError, match=r"Spark runs batch 0, but the newest .* is 1: two queries"):
+        writer.write(iter([pa.record_batch({"body": ["one"]})]))
+    assert CommitLog.open(folder).read("orders").num_rows == 2
+
+
 def test_a_replay_does_not_end_well_in_a_log_that_was_made_anew_meanwhile(folder: Path, tmp_path: Path) -> None:
     """Its executors had staged nothing, for the old log had the batch: it counted as an empty one."""
-    checkpoint = tmp_path / "checkpoint"
-    (checkpoint / "offsets").mkdir(parents=True)
-    (checkpoint / "metadata").write_text('{"id": "a-query"}')
-    (checkpoint / "offsets" / "0").write_text("v1")
-    options = {**options_of(folder), "checkpointLocation": str(checkpoint)}
-
-    def write() -> tuple[TxmqStreamWriter, list[Any]]:
-        writer = TxmqStreamWriter(Options(options, SINK_OPTIONS), StructType([StructField("body", StringType())]))
-        return writer, [writer.write(iter([pa.record_batch({"body": ["one"]})]))]
-
+    checkpoint = checkpoint_at(tmp_path / "checkpoint", 0)
+    write = partial(micro_batch, folder, checkpoint)
     writer, staged = write()
     writer.commit(staged, 0)
     replay, nothing = write()
