@@ -156,15 +156,24 @@ def test_a_tombstone_fences_a_late_execute_but_not_the_next_attempt(spark: Any, 
     assert stored(spark, table) == ["a", "b"]
 
 
+def fail(*_: object) -> None:
+    raise ZeroDivisionError("a bug")
+
+
+def roll_back(*_: object) -> Any:
+    return ROLLBACK_MESSAGE
+
+
 @pytest.mark.turns(2, among="Delta listener: tombstones")
-def test_a_tombstone_that_comes_while_work_runs_wins_over_its_commit(spark: Any, table: str) -> None:
+@pytest.mark.parametrize("goes_on", [append, fail, roll_back])
+def test_a_tombstone_that_comes_while_work_runs_wins_over_its_end(spark: Any, table: str, goes_on: Any) -> None:
     checker = listener(spark, table)
 
-    def slow(batch_df: Any, delta_table: Any) -> None:
+    def slow(batch_df: Any, delta_table: Any) -> Any:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(checker.check_local_transaction, half_batch(checker.store_id, age=OLD))
             assert verdict_of(answer.result()).state == ROLLBACK_MESSAGE
-        append(batch_df, delta_table)
+        return goes_on(batch_df, delta_table)
 
     with pytest.raises(FencedError):
         listener(spark, table, slow).execute_local_transaction(half_batch(checker.store_id, age=OLD))
@@ -310,9 +319,6 @@ def test_work_with_two_commits_is_an_error_that_says_what_stands(spark: Any, tab
 
 @pytest.mark.turns(3, among="Delta listener: what work does")
 def test_an_exception_in_work_is_raised_as_it_is(spark: Any, table: str) -> None:
-    def fail(batch_df: Any, _: Any) -> None:
-        raise ZeroDivisionError("a bug")
-
     gold = listener(spark, table, fail)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         gold.execute_local_transaction(half_batch(gold.store_id))
@@ -367,6 +373,32 @@ def test_another_table_or_none_answers_nothing(spark: Any, table: str, tmp_path:
     with pytest.raises(FenceError, match="is not a Delta table"):
         _ = listener(spark, str(tmp_path / "nowhere")).store_id
     assert len(log_actions(table, "commitInfo")) == 1
+
+
+@pytest.mark.turns(3, among="Delta listener: what work does")
+def test_a_table_that_forgets_its_transactions_is_warned_of_and_answers_nothing(
+    spark: Any, table: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    forget = "'delta.setTransactionRetentionDuration' = 'interval 1 millisecond'"
+    spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ({forget})")
+    gold = listener(spark, table)
+    batch = half_batch(gold.store_id)
+    assert "a half batch that stays pending for longer is not fenced any more" in caplog.text
+    assert gold.execute_local_transaction(batch) == COMMIT_MESSAGE
+    for ask in (gold.execute_local_transaction, gold.check_local_transaction):
+        with pytest.raises(FenceError, match=r"has 2 commits for one attempt .*\(executed, executed\)"):
+            ask(batch)
+
+
+@pytest.mark.turns(3, among="Delta listener: what work does")
+def test_a_table_that_takes_no_tombstone_answers_nothing(spark: Any, table: str) -> None:
+    """Another program has set it to a feature that this Delta can read and not write."""
+    gold = listener(spark, table)
+    batch = half_batch(gold.store_id, age=OLD)
+    protocol = {"minReaderVersion": 1, "minWriterVersion": 7, "writerFeatures": ["notKnownYet"]}
+    Path(table, "_delta_log", f"{1:020}.json").write_text(json.dumps({"protocol": protocol}))
+    with pytest.raises(Exception, match="notKnownYet"):
+        gold.check_local_transaction(batch)
 
 
 @pytest.mark.long

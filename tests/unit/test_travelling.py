@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -310,4 +311,7 @@ def test_a_delta_listener_arrives_without_its_session(monkeypatch: pytest.Monkey
     assert arrived.rollback_after_s == 7
     monkeypatch.setattr("pyspark.sql.SparkSession.getActiveSession", lambda: None)
     with pytest.raises(ListenerError, match="finds no active Spark session here"):
+        _ = arrived.store_id
+    monkeypatch.setitem(sys.modules, "pyspark.sql", None)  # Spark is not installed there
+    with pytest.raises(ListenerError, match="install rmq_spark with its extra spark"):
         _ = arrived.store_id
