@@ -31,6 +31,7 @@ from tests.support.half_batches import (
 from tests.support.inside import PROPERTIES, Who, half_batch_of, spark_parquet, table_files
 from tests.support.limits import Limit
 from tests.support.meanwhile import at
+from tests.support.source_logs import decide
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -114,6 +115,19 @@ def test_messages_are_those_of_the_source(spark: SparkSession, log: CommitLog) -
         spark, log, "orders", starting={"orders": {0: -2, 1: -1}}, ending={"orders": {0: -1, 1: -1}}
     )
     assert rows(first_queue) == [r for r in whole if r[:2] == ("orders", 0)]
+
+
+@pytest.mark.turns(5, among="messages: files")
+def test_a_read_begins_at_a_time_or_in_one_of_its_topics(spark: SparkSession, log: CommitLog) -> None:
+    for number in range(2):
+        fill(log, number)
+        log.drain()
+    whole = rows(of_source(spark, log))
+    within = txmq.messages(spark, log, starting={"orders": {0: 3, 1: -1}, "points": {0: -2}})
+    assert rows(within) == [row for row in whole if row[0] == "points" or (row[1] == 0 and row[2] >= 3)]
+    times = sorted(set(log.read("points")["commit_timestamp"].to_pylist()))
+    since = txmq.messages(spark, log, "points", starting=times[1])
+    assert rows(since) == [row for row in whole if row[0] == "points" and row[2] >= 4]
 
 
 @pytest.mark.long
@@ -215,13 +229,22 @@ def test_wrong_words_are_refused(spark: SparkSession, log: CommitLog) -> None:
         ({"starting": "earlist"}, txmq.errors.OptionError, r"nor offsets \(did you mean .earliest.\?\)"),
         ({"starting": {"orders": 3}}, txmq.errors.OptionError, "no mapping"),
         ({"starting": {"orders": {0: 99, 1: 0}}, "topics": "orders"}, txmq.errors.OffsetOutOfRangeError, "99"),
+        (
+            {"starting": "latest", "ending": "earliest", "topics": "points"},
+            txmq.errors.OffsetOutOfRangeError,
+            r"starting is at 4 of topic 'points', queue 0, which is after the 0 of ending",
+        ),
+        ({"starting": datetime(2020, 1, 1)}, txmq.errors.OptionError, "no time zone"),
     ):
         with pytest.raises(error, match=words):
             txmq.messages(spark, log, **wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.turns(5, among="messages: files")
-def test_what_is_drained_while_a_read_is_planned_is_read_once(spark: SparkSession, log: CommitLog) -> None:
+@pytest.mark.parametrize("upkeep", [CommitLog.drain, let_leave], ids=["drained", "left"])
+def test_what_is_drained_while_a_read_is_planned_is_read_once(
+    spark: SparkSession, log: CommitLog, upkeep: Callable[[CommitLog], object]
+) -> None:
     fill(log, 0)
     log.drain()
     fill(log, 1)
@@ -229,9 +252,15 @@ def test_what_is_drained_while_a_read_is_planned_is_read_once(spark: SparkSessio
     reader = another(log)
     reader.refresh()
     reader.engine.drained.border()  # where the tail begins is known, and then the tail is looked for
-    with at("files read", lambda: another(log).drain(), table="op"):
+    with at("files read", lambda: upkeep(another(log)), table="op"):
         found = txmq.messages(spark, reader)
     assert rows(found) == whole
+
+
+@pytest.mark.turns(5, among="messages: files")
+def test_a_half_file_with_many_gaps_is_read_without_what_was_rolled_back(spark: SparkSession, log: CommitLog) -> None:
+    decide(log, prepare(log, 0, 40, per="message"), roll_back_every=2)
+    assert rows(txmq.messages(spark, log)) == rows(of_source(spark, log))
 
 
 # ---------------------------------------------------------------- a session that ignores what is damaged or gone
