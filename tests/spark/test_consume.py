@@ -359,6 +359,28 @@ def test_a_stream_that_would_lose_what_fails_is_refused(
         txmq.consume(stream(spark, log, **options), GROUP, len, mode)  # type: ignore[arg-type]
 
 
+def test_a_stream_of_several_logs_is_refused_until_it_says_where_its_retries_go(
+    spark: SparkSession, log: CommitLog, tmp_path: Path
+) -> None:
+    other = CommitLog.create(tmp_path / "other")
+    other.create_topic("orders")
+    both = stream(spark, log).union(stream(spark, other))
+    with pytest.raises(txmq.OptionError, match="reads several commit logs: pass log="):
+        txmq.consume(both, GROUP, len)  # type: ignore[arg-type]
+    txmq.consume(both, GROUP, len, log=other)  # type: ignore[arg-type]
+
+
+@pytest.mark.turns(3, among="consume: failures")
+def test_an_orderly_stream_that_was_repartitioned_stops_and_keeps_its_place(
+    spark: SparkSession, log: CommitLog, tmp_path: Path
+) -> None:
+    send(log, 0, list("abcdefgh"), queue_id=[0] * 8)
+    frame = stream(spark, log, ordered="true").repartition(2, "queue_offset")
+    with pytest.raises(StreamingQueryException, match="queue 0 of topic 'orders' came in two partitions"):
+        run(txmq.consume(frame, GROUP, lambda messages: SUCCESS, "orderly"), tmp_path / "cp")
+    assert txmq.ConsumerGroup(log, GROUP).positions().get(("orders", 0), 0) == 0
+
+
 def test_a_stream_without_its_columns_is_refused(spark: SparkSession, log: CommitLog) -> None:
     with pytest.raises(txmq.OptionError, match="no column 'msg_id'"):
         txmq.consume(stream(spark, log).drop("msg_id"), GROUP, len, log=log)  # type: ignore[arg-type]

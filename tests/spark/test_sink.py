@@ -13,6 +13,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 import rmq_spark as txmq
+from rmq_spark.testing import InMemoryCommitLog
 
 HERE = Path(__file__).parent
 
@@ -308,6 +309,7 @@ def test_spark_refuses_partitions_and_buckets_of_a_batch_write_before_anything_i
         ({"maxPendingBatches": "many"}, "maxPendingBatches='many' is not a whole number"),
         ({"replayCheckTimeout": "60"}, "is not a duration"),
         ({"transactionPer": "mesage"}, "is not one of batch, message, key"),
+        ({"appId": "a", "batchId": "1"}, "batchId is for batch writes"),
     ],
 )
 def test_an_option_of_a_stream_that_is_mistyped_stops_it_before_anything_is_staged(
@@ -400,8 +402,10 @@ def test_two_sinks_of_one_foreach_batch_that_share_an_app_id_lose_nothing_silent
         query.trigger(availableNow=True).start().awaitTermination(120)
 
 
-def test_foreach_batch_to_spark_shows_only_the_undecided(spark, log):
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_foreach_batch_to_spark_shows_only_the_undecided(spark, log, in_memory):
     """A half batch of which a part is decided: the listener's DataFrame holds the rest."""
+    log = InMemoryCommitLog(topics={"orders": 4}) if in_memory else log
     seen: list[list[str]] = []
 
     class OneByOne(txmq.TransactionListener):
