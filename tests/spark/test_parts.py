@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -112,6 +113,17 @@ def test_work_that_asks_an_executor_for_a_session_is_told_what_to_use(
         run(by_hundreds(spark, tmp_path, 1), sink, tmp_path)
     told = r"ListenerError: part \d: an executor has no Spark session: use batch.messages\(\) or batch.decode\(\) "
     assert re.search(told + r"\(test_parts.py, line \d+, in <lambda>\)\. Its messages", str(find_cause(raised.value)))
+
+
+def test_a_worker_that_dies_leaves_its_messages_pending(
+    spark: SparkSession, log: txmq.CommitLog, url: str, tmp_path: Path
+) -> None:
+    listener = SqlTransactionListener(url, lambda connection, batch: os._exit(1))
+    sink = TransactionalSink(log, producer_group="shop", listener=listener, topic="orders", **BY_KEY)
+    with pytest.raises(Exception, match="exited unexpectedly") as raised:
+        run(by_hundreds(spark, tmp_path, 1), sink, tmp_path)
+    assert re.search(r"raised Py4JJavaError: .*\n.*Python worker exited unexpectedly", str(find_cause(raised.value)))
+    assert log.another().pending()["messages"].to_pylist() == [200]
 
 
 def test_message_by_message_without_a_fence(spark: SparkSession, log: txmq.CommitLog, tmp_path: Path) -> None:
