@@ -14,6 +14,7 @@ from rmq_spark.errors import OptionError, RelayRefusedError
 from tests.kafka.broker import PASSWORD
 from tests.kafka.handing import Handing
 from tests.support.half_batches import commit, make_log, prepare
+from tests.support.limits import Limit
 
 RIGHTS = {
     "topic": (ResourceType.TOPIC, "{topic}", "WRITE"),
@@ -38,7 +39,7 @@ def relay_of(handing: Handing, log: CommitLog) -> Callable[..., KafkaRelay]:
     handing.kafka.create(handing.topic(), 2)
     handing.kafka.create(handing.positions_topic, cleanup_policy="compact")
 
-    def make(user: str, *without: str, password: str = PASSWORD) -> KafkaRelay:
+    def make(user: str, *without: str, password: str = PASSWORD, **more: Any) -> KafkaRelay:
         for name, (kind, of, operation) in RIGHTS.items():
             if name not in without:
                 of = of.format(topic=handing.topic(), positions=handing.positions_topic)
@@ -49,7 +50,7 @@ def relay_of(handing: Handing, log: CommitLog) -> Callable[..., KafkaRelay]:
             "sasl.username": user,
             "sasl.password": password,
         }
-        options = {**handing.options, "create_topics": False, "retry_timeout": 10.0, "kafka": login}
+        options = {**handing.options, "create_topics": False, "retry_timeout": 10.0, "kafka": login, **more}
         return KafkaRelay(log.another(), handing.kafka.login_servers, **options)
 
     return make
@@ -72,6 +73,7 @@ def test_the_rights_that_the_page_names_are_enough(
     [
         ("user1", ["topic"], r"handed over to topic '.*orders'.*needs Write and Describe on each topic"),
         ("user2", ["positions"], r"handed over to topic '.*-positions'.*needs Write and Describe on each topic"),
+        ("user5", ["positions read"], "the positions topic '.*-positions' was read.*Read too on the positions topic"),
         ("user3", ["transactions"], "needs Write and Describe on the ids that begin with txmq"),
         (
             "user4",
@@ -88,9 +90,18 @@ def test_a_right_that_is_missing_is_named(
         relay.run_once()
 
 
+def test_a_topic_that_this_user_may_not_create_is_named(relay_of: Callable[..., KafkaRelay]) -> None:
+    said = "topic '.*-parked' was created, which is not there, or not shown to this user.*needs .*Create on topics"
+    with relay_of("user0", on_poison="park") as relay, pytest.raises(RelayRefusedError, match=said):
+        relay.run_once()
+
+
 @pytest.mark.turns(3, among="Kafka: what fails")
-def test_a_wrong_password_is_not_taken_for_brokers_that_are_away(relay_of: Callable[..., KafkaRelay]) -> None:
+def test_a_wrong_password_is_not_taken_for_brokers_that_are_away(
+    relay_of: Callable[..., KafkaRelay], limit: Limit
+) -> None:
     """It was tried for half a minute, and a service manager would start it again and again."""
+    limit(ASK_S=0.5)
     said = "A broker refuses the connection: .*Invalid username or password"
     with relay_of("user5", password="wrong") as relay, pytest.raises(RelayRefusedError, match=said) as refused:
         relay.run_once()

@@ -47,9 +47,10 @@ _OPERATOR_ERRORS = frozenset(
 )
 """Lasting errors that no message caused: a person must change something."""
 _RIGHTS = {
-    ck.KafkaError.TOPIC_AUTHORIZATION_FAILED: "Write and Describe on each topic, and Read too on the positions topic",
+    ck.KafkaError.TOPIC_AUTHORIZATION_FAILED: (
+        "Write and Describe on each topic, Read too on the positions topic, and Create on topics that it is to create"
+    ),
     ck.KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "Write and Describe on the ids that begin with txmq.",
-    ck.KafkaError.CLUSTER_AUTHORIZATION_FAILED: "Create on topics that it is to create",
 }
 """The rights in Kafka that the relay's user needs."""
 
