@@ -24,6 +24,7 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 
+from tests.support.inside import Runtime
 from tests.support.maven import Jar, NoJarsError, fetched, free_ports, java
 
 VERSION = "4.1.0"
@@ -177,6 +178,14 @@ class Broker:
         for done in admin.create_topics([NewTopic(topic, partitions, 1, config=settings)]).values():
             done.result(ANSWER_S)
 
+    def delete(self, topic: str) -> None:
+        """Delete a topic, and come back when the broker does not know it any more."""
+        admin = self.admin()
+        for done in admin.delete_topics([topic]).values():
+            done.result(ANSWER_S)
+        while topic in self.topics():
+            pass
+
     def grant(self, user: str, kind: ResourceType, name: str, *operations: str) -> None:
         """Give a user rights on what begins with a name."""
         rights = [
@@ -229,6 +238,16 @@ class Broker:
         finally:
             consumer.close()
         return found
+
+
+class Resuming(Runtime):
+    """A machine that lets a paused broker go on instead of sleeping."""
+
+    def __init__(self, kafka: Broker) -> None:
+        self._kafka = kafka
+
+    def sleep(self, seconds: float) -> None:
+        self._kafka.resume()
 
 
 @contextmanager

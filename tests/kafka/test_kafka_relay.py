@@ -20,12 +20,23 @@ from rmq_spark.errors import (
     RelayRefusedError,
     TopicNotFoundError,
 )
+from rmq_spark.testing import InMemoryCommitLog
 from tests.kafka.broker import QUIET
 from tests.kafka.handing import Handing, committed
-from tests.support.half_batches import commit, decide_one, let_leave, make_log, pending, prepare, roll_back, send, split
-from tests.support.inside import PROPERTIES, TIMESTAMP, Who
+from tests.support.half_batches import (
+    commit,
+    decide_one,
+    let_leave,
+    make_log,
+    pending,
+    prepare,
+    roll_back,
+    send,
+    split,
+)
+from tests.support.inside import PROPERTIES, TIMESTAMP, Runtime, Who
 from tests.support.limits import Limit, limited
-from tests.support.meanwhile import at
+from tests.support.meanwhile import at, before_next
 
 NOW = datetime.now(timezone.utc)
 
@@ -332,6 +343,19 @@ def test_topics_of_kafka_must_be_there_and_have_a_partition_for_each_queue(handi
         handing.relay(log, topics=["ordes"]).run_once()
 
 
+@pytest.mark.turns(3, among="Kafka: what fails")
+def test_topics_that_others_create_and_a_broker_does_not_know_yet_are_waited_for(handing: Handing) -> None:
+    """A start failed where a broker did not know yet what the controller had created."""
+    kafka, runtime, positions = handing.kafka, Runtime(), handing.positions_topic
+    log = InMemoryCommitLog(topics={"orders": 2}, runtime=runtime)
+    commit(log, prepare(log, 0))
+    relay = handing.relay(log)
+    before_next(relay._brokers._admin, "create_topics", lambda: kafka.create(positions, cleanup_policy="compact"))
+    before_next(relay._brokers, "batch_bytes", lambda: kafka.delete(handing.topic()))
+    before_next(runtime, "sleep", lambda: kafka.create(handing.topic(), 2))
+    assert relay.run_once().messages == handing.require_same(log) == 5
+
+
 def test_a_positions_topic_that_forgets_is_refused(handing: Handing, log: CommitLog) -> None:
     handing.kafka.create(handing.positions_topic, 1, cleanup_policy="delete")
     with pytest.raises(RelayRefusedError, match=r"has cleanup\.policy=delete"):
@@ -339,9 +363,22 @@ def test_a_positions_topic_that_forgets_is_refused(handing: Handing, log: Commit
 
 
 @pytest.mark.turns(3, among="Kafka: what fails")
+def test_a_broker_that_falls_silent_is_an_error_that_a_restart_may_cure(
+    handing: Handing, log: CommitLog, limit: Limit, request: pytest.FixtureRequest
+) -> None:
+    """It was a TimeoutError, which nobody handled."""
+    request.addfinalizer(handing.kafka.resume)
+    relay = handing.relay(log)
+    before_next(relay._brokers, "batch_bytes", lambda: (handing.kafka.pause(), limit(ANSWER_S=0.3, ASK_S=0.2)))
+    with pytest.raises(RelayError, match=r"the settings of topic '.*orders' were read: .*TIMED_OUT.*No broker"):
+        relay.run_once()
+
+
+@pytest.mark.turns(3, among="Kafka: what fails")
 def test_a_broker_that_is_away_is_an_error_that_a_restart_may_cure(handing: Handing, log: CommitLog) -> None:
     relay = KafkaRelay(log, "127.0.0.1:1", **handing.options)
-    with limited(ANSWER_S=0.2), pytest.raises(RelayError, match="Kafka failed while its topics were listed"):
+    listed = pytest.raises(RelayError, match="Kafka failed while its topics were listed")
+    with limited(ANSWER_S=0.2, ASK_S=0.2), listed:
         relay.run_once()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -133,23 +134,28 @@ class Brokers:
                     raise
             self._runtime.sleep(PAUSE_S)
 
-    def _configs(self, names: list[str], unseen: str) -> dict[str, dict[str, str]]:
+    def _configs(self, names: Iterable[str], unseen: str) -> dict[str, dict[str, str]]:
         """Return the settings of the topics whose settings Kafka shows to this user."""
         configs: dict[str, dict[str, str]] = {}
-        if not names:
-            return configs
-        resources = [admin.ConfigResource(admin.ResourceType.TOPIC, name) for name in names]
-        for resource, answer in self._admin.describe_configs(resources, request_timeout=ANSWER_S).items():
+        for name in names:
             try:
-                configs[resource.name] = {key: entry.value for key, entry in answer.result(ANSWER_S).items()}
+                entries = self._answer(functools.partial(self._described, name))
+                configs[name] = {key: entry.value for key, entry in entries.items()}
             except ck.KafkaException as problem:
                 if error_of(problem).code() != ck.KafkaError.TOPIC_AUTHORIZATION_FAILED:
-                    raise problem_of(problem, f"the settings of topic {resource.name!r} were read") from None
+                    doing = f"the settings of topic {name!r} were read"
+                    raise problem_of(problem, doing, self._reported) from None
                 logger.warning(
                     "Kafka does not show the settings of topic %r to this user, so %s. Grant DescribeConfigs on it",
-                    resource.name, unseen,
+                    name, unseen,
                 )  # fmt: skip
         return configs
+
+    def _described(self, topic: str) -> Mapping[str, Any]:
+        resource = admin.ConfigResource(admin.ResourceType.TOPIC, topic)
+        answers: Mapping[Any, Any] = self._admin.describe_configs([resource], request_timeout=TRY_S)
+        described: Mapping[str, Any] = answers[resource].result()
+        return described
 
     def _create(self, topics: Mapping[str, int], config: Mapping[str, str]) -> None:
         factor = self._settings.replication_factor or -1  # -1: the broker's default
@@ -158,7 +164,7 @@ class Brokers:
             return
         for name, answer in self._admin.create_topics(new, request_timeout=ANSWER_S).items():
             try:
-                answer.result(ANSWER_S)
+                answer.result()
                 logger.info("topic %r of Kafka was created", name)
             except ck.KafkaException as problem:
                 if error_of(problem).code() != ck.KafkaError.TOPIC_ALREADY_EXISTS:  # another shard was faster
