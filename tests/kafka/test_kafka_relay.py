@@ -344,6 +344,21 @@ def test_topics_of_kafka_must_be_there_and_have_a_partition_for_each_queue(handi
 
 
 @pytest.mark.turns(3, among="Kafka: what fails")
+def test_a_topic_of_kafka_that_is_deleted_is_made_anew_at_the_next_start(handing: Handing, log: CommitLog) -> None:
+    """A relay that went on in the same process knew that the topic was there."""
+    relay = handing.relay(log, retry_timeout=0.0, kafka={"message.timeout.ms": 2000})
+    commit(log, prepare(log, 0))
+    relay.run_once()
+    commit(log, prepare(log, 1))
+    handing.kafka.delete(handing.topic())
+    with pytest.raises(RelayError) as ended:
+        relay.run_once()
+    assert type(ended.value) is RelayError
+    assert relay.run_once().messages == 5
+    assert sum(map(len, handing.ids().values())) == 5
+
+
+@pytest.mark.turns(3, among="Kafka: what fails")
 def test_topics_that_others_create_and_a_broker_does_not_know_yet_are_waited_for(handing: Handing) -> None:
     """A start failed where a broker did not know yet what the controller had created."""
     kafka, runtime, positions = handing.kafka, Runtime(), handing.positions_topic

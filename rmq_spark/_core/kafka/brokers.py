@@ -48,7 +48,6 @@ class Brokers:
         self._runtime = runtime
         self._reported = ReportedErrors()
         self._admin = with_settings(admin.AdminClient, settings.client(), self._reported)
-        self._large_enough: set[str] = set()
 
     # ------------------------------------------------------------------ topics
     def require_topics(self, topics: Mapping[str, int]) -> None:
@@ -58,12 +57,9 @@ class Brokers:
         When Kafka accepts no topic of this name, that is an OptionError. A RelayRefusedError says that a topic is
         missing and the relay may not create topics, or that it has too few partitions.
         """
-        unchecked = {require_kafka_topic(self._settings.kafka_topic(topic)): n for topic, n in topics.items()}
-        unchecked = {name: queues for name, queues in unchecked.items() if name not in self._large_enough}
-        if not unchecked:
-            return
+        required = {require_kafka_topic(self._settings.kafka_topic(topic)): n for topic, n in topics.items()}
         counts = self._partitions()
-        missing = {name: queues for name, queues in unchecked.items() if name not in counts}
+        missing = {name: queues for name, queues in required.items() if name not in counts}
         if missing and not self._settings.create_topics:
             create = (
                 f"create it with as many partitions as the log's topic has queues ({_counts(missing)}), or let the "
@@ -74,14 +70,13 @@ class Brokers:
                 f"Kafka has no topic {_listed(missing)}",
                 remedy=Remedy(f"{create} create_topics=True. {hidden}", f"{create} --create-topics. {hidden}"),
             )
-        for name, queues in unchecked.items():
+        for name, queues in required.items():
             if counts.get(name, queues) < queues:
                 raise RelayRefusedError(
                     f"topic {name!r} of Kafka has {counts[name]} partitions, and the log's topic has {queues} queues: "
                     "each queue has a partition of its own, so add partitions"
                 )
         self._create(missing, {})
-        self._large_enough.update(unchecked)
 
     def require_own_topics(self, parking: bool) -> None:
         """Require the positions topic, and the parking topic if needed. Missing ones are created. A positions topic
