@@ -371,6 +371,14 @@ def test_topics_that_others_create_and_a_broker_does_not_know_yet_are_waited_for
     assert relay.run_once().messages == handing.require_same(log) == 5
 
 
+def test_times_that_kafka_replaces_are_warned_of(
+    handing: Handing, log: CommitLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    handing.kafka.create(handing.topic(), 2, message_timestamp_type="LogAppendTime")
+    handing.relay(log, kafka={"batch.size": 100_000}).run_once()
+    assert f"topic '{handing.topic()}' of Kafka has times of its own" in caplog.text
+
+
 def test_a_positions_topic_that_forgets_is_refused(handing: Handing, log: CommitLog) -> None:
     handing.kafka.create(handing.positions_topic, 1, cleanup_policy="delete")
     with pytest.raises(RelayRefusedError, match=r"has cleanup\.policy=delete"):

@@ -97,8 +97,6 @@ class Brokers:
 
     def batch_bytes(self, topics: Iterable[str]) -> int | None:
         """Return the request size that all of these topics of the log accept; None where Kafka does not show it."""
-        if "batch.size" in self._settings.kafka:
-            return None
         configs = self._configs([self._settings.kafka_topic(topic) for topic in topics], _SIZE_UNSEEN)
         for name, config in configs.items():
             if config.get("message.timestamp.type") == "LogAppendTime":
