@@ -323,6 +323,21 @@ def test_a_message_that_kafka_refuses_ends_the_relay_or_is_parked(handing: Handi
     assert [m.value() for m in parked] == ([None, None] if kind == "large" else [b"17", b"30"])
 
 
+@pytest.mark.turns(2, among="Kafka: what is refused")
+@pytest.mark.parametrize("first", [False, True])
+def test_a_position_that_kafka_refuses_is_no_poison_message(handing: Handing, log: CommitLog, first: bool) -> None:
+    handing.kafka.create(handing.positions_topic, cleanup_policy="compact", max_message_bytes=100 if first else 400)
+    relay = handing.relay(log, topic_pattern="long.*", on_poison="park")
+    if not first:
+        assert not relay.run_once(), "a claim is short enough"
+    log.create_topic("long" * 25, 1)
+    commit(log, prepare(log, 0, app="a" * 150, topic="long" * 25))
+    said = "the relay's claim in '.*-positions' was aborted" if first else "Kafka refuses a position in '.*-positions'"
+    with pytest.raises(RelayRefusedError, match=f"{said}: .*MSG_SIZE_TOO_LARGE"):
+        relay.run_once()
+    assert handing.parked() == []
+
+
 def test_messages_as_large_as_the_topic_of_kafka_takes_are_handed_over(handing: Handing, tmp_path: Path) -> None:
     log = make_log("memory", tmp_path, orders=1)
     handing.kafka.create(handing.topic(), 1, max_message_bytes=5_000_000)

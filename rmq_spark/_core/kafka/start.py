@@ -108,7 +108,9 @@ class Start:
         except FAILURES as problem:
             ended = transactions.ended(problem)
             if isinstance(ended, AbortedError):
-                raise RelayError(f"the relay's claim was aborted: {ended.reason}") from None
+                raise (RelayRefusedError if ended.stays or ended.suspects else RelayError)(
+                    f"the relay's claim in {settings.positions_topic!r} was aborted: {ended.reason}"
+                ) from None
             raise ended from None
         except Exception:
             with suppress(ck.KafkaException):  # the next start ends an open transaction
