@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from rmq_spark.cli.relay import _exit_code, kafka_settings
 from rmq_spark.kafka import RelayReport
 from rmq_spark.testing import InMemoryCommitLog
 from tests.support.half_batches import commit, let_leave, make_log, prepare
-from tests.support.inside import SOURCE_SCHEMA, Record, Start, redacted
+from tests.support.inside import SOURCE_SCHEMA, Record, ReportedErrors, Start, redacted
+from tests.support.limits import Limit
 
 
 def settings(**given: Any) -> Any:
@@ -48,6 +50,8 @@ def settings(**given: Any) -> Any:
         ({"max_batch_messages": 0}, r"max_batch_messages=0 is out of range"),
         ({"max_batch_bytes": "many"}, r"max_batch_bytes='many' is not a number of bytes"),
         ({"transaction_timeout": 0}, r"transaction_timeout=0 cannot be used"),
+        ({"replication_factor": 0}, r"replication_factor=0 is out of range"),
+        ({"kafka": {1: "x"}}, r"have names such as 'security.protocol': found 1"),
         ({"kafka": {"transactional.id": "mine"}}, r"it follows from the log, the relay and the shard"),
         ({"kafka": {"isolation.level": "read_uncommitted"}}, r"would not be handed over exactly once"),
     ],
@@ -149,6 +153,16 @@ def test_pieces_are_small_enough_and_lose_nothing() -> None:
     assert all(p.num_rows == 1 or (p.num_rows <= 30 and p.nbytes <= 1_000) for p in found)
     assert pa.concat_tables(found).equals(table)
     assert list(split_by_size(table.slice(0, 0), 30, 1_000)) == []
+
+
+def test_a_line_of_kafka_s_client_is_shown_once_and_not_remembered_for_ever(
+    caplog: pytest.LogCaptureFixture, limit: Limit
+) -> None:
+    limit(LINES_MAX=2)
+    reported = ReportedErrors()
+    for text in ("a after 1ms", "a after 2ms", "b", "c", "a after 3ms"):
+        reported.log(logging.WARNING, "%s: %s", "FAIL", text)
+    assert caplog.messages == [f"FAIL: {text}" for text in ("a after 1ms", "b", "c", "a after 3ms")]
 
 
 # ---------------------------------------------------------------- positions
@@ -288,6 +302,13 @@ def test_a_position_below_which_all_had_expired_is_of_no_log_that_still_has_it(r
     restored.send("x", "y")
     with pytest.raises(txmq.RelayRefusedError, match="below offset 2 had expired, and now the log has them"):
         restored.hand_over()
+
+
+def test_a_relay_keeps_its_topics_of_kafka(restored: Restored) -> None:
+    """With others, its positions would tell what was handed over elsewhere."""
+    restored.settings = settings(topic_template="other.{topic}")
+    with pytest.raises(txmq.RelayRefusedError, match=r"writes to topics '\{topic\}', and .* told 'other\.\{topic\}'"):
+        restored.require_fit()
 
 
 def test_a_log_goes_on_fitting_while_its_messages_are_drained_and_leave(restored: Restored) -> None:
