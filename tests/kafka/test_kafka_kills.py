@@ -160,8 +160,15 @@ def test_a_commit_that_timed_out_is_committed_again(
 
 
 @pytest.mark.long
-def test_a_commit_of_which_nobody_knows_ends_the_relay_and_the_next_start_knows(
-    handing: Handing, log: CommitLog, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ("begun", r"Kafka failed while a transaction was aborted: .*No broker answered"),
+        ("delivered", r"nobody knows whether Kafka committed.*Start the relay again"),
+    ],
+)
+def test_a_transaction_of_which_nobody_knows_ends_the_relay_and_the_next_start_knows(
+    handing: Handing, log: CommitLog, monkeypatch: pytest.MonkeyPatch, step: str, said: str
 ) -> None:
     relay = handing.relay(log)
     relay.run_once()
@@ -172,10 +179,7 @@ def test_a_commit_of_which_nobody_knows_ends_the_relay_and_the_next_start_knows(
         set_limits(monkeypatch, TRY_S=0.2, SLACK_S=0.5 - handing.options["transaction_timeout"])
 
     try:
-        with (
-            before_commit(pause),
-            pytest.raises(RelayError, match=r"nobody knows whether Kafka committed.*Start the relay again"),
-        ):
+        with at("relay step", pause, step=step), pytest.raises(RelayError, match=said):
             relay.run_once()
     finally:
         handing.kafka.resume()

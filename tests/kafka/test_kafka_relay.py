@@ -21,7 +21,7 @@ from rmq_spark.errors import (
     TopicNotFoundError,
 )
 from rmq_spark.testing import InMemoryCommitLog
-from tests.kafka.broker import QUIET
+from tests.kafka.broker import QUIET, Resuming
 from tests.kafka.handing import Handing, committed
 from tests.support.half_batches import (
     commit,
@@ -34,7 +34,7 @@ from tests.support.half_batches import (
     send,
     split,
 )
-from tests.support.inside import PROPERTIES, TIMESTAMP, Runtime, Who
+from tests.support.inside import PROPERTIES, TIMESTAMP, Runtime, UndeliveredError, Who
 from tests.support.limits import Limit, limited
 from tests.support.meanwhile import at, before_next
 
@@ -220,6 +220,25 @@ def test_a_position_behind_another_process_s_open_transaction_is_not_missed(hand
     assert handing.require_same(log) == 5
 
 
+@pytest.mark.turns(3, among="Kafka: what fails")
+def test_a_transaction_that_stays_open_before_the_claim_is_not_waited_for_for_ever(
+    handing: Handing, log: CommitLog, limit: Limit
+) -> None:
+    handing.kafka.create(handing.positions_topic, cleanup_policy="compact")
+    hung = ck.Producer({"bootstrap.servers": handing.kafka.servers, "transactional.id": "open"}, logger=QUIET)
+    hung.init_transactions(30)
+    hung.begin_transaction()
+    hung.produce(handing.positions_topic, b"{}", b'{"relay":"another"}', 0)
+    assert hung.flush(30) == 0
+    limit(READ_SLACK_S=-29.5)
+    with pytest.raises(RelayError, match="a transaction of another process is open before it"):
+        handing.relay(log, transaction_timeout=60.0).run_once()
+    hung.abort_transaction(30)
+    limit(READ_SLACK_S=5.0)
+    other = handing.relay(log, relay=handing.kafka.name("relay"))
+    assert not other.run_once(), "the claim that failed is open no more"
+
+
 # ---------------------------------------------------------------- another log, or another copy of it
 @pytest.mark.turns(2, among="Kafka: what is refused")
 def test_a_log_that_was_made_anew_is_refused(handing: Handing, log: CommitLog, tmp_path: Path) -> None:
@@ -398,6 +417,39 @@ def test_a_positions_topic_that_forgets_is_refused(handing: Handing, log: Commit
     handing.kafka.create(handing.positions_topic, 1, cleanup_policy="delete")
     with pytest.raises(RelayRefusedError, match=r"has cleanup\.policy=delete"):
         handing.relay(log).run_once()
+
+
+@pytest.mark.turns(3, among="Kafka: what fails")
+def test_a_broker_that_answers_late_is_asked_again(
+    handing: Handing, limit: Limit, request: pytest.FixtureRequest
+) -> None:
+    kafka, stop = handing.kafka, threading.Event()
+    request.addfinalizer(kafka.resume)
+    limit(ASK_S=0.2, TRY_S=0.2)
+    log = InMemoryCommitLog(runtime=Resuming(kafka))
+    relay = handing.relay(log)
+    before_next(relay._brokers, "batch_bytes", kafka.pause)  # the next call opens the transactions
+    kafka.pause()
+    assert not relay.run_once()
+    log.create_topic("orders", 1)
+    commit(log, prepare(log, 0))
+
+    def fall_silent() -> None:
+        kafka.pause()
+        stop.set()
+        raise UndeliveredError("Kafka does not answer")
+
+    with at("relay step", fall_silent, step="delivered"):
+        assert relay.run_once(stop).aborted == 1
+    impatient = handing.relay(log, retry_timeout=0.0)
+    assert impatient.run_once().messages == 5
+    commit(log, prepare(log, 1))
+    said = pytest.raises(RelayError, match="Kafka has aborted each transaction for 0 s: Kafka does not answer")
+    with at("relay step", fall_silent, step="delivered"), said as ended:
+        impatient.run_once()
+    assert type(ended.value) is RelayError
+    assert impatient.run_once().messages == 5
+    assert handing.require_same(log) == 10
 
 
 @pytest.mark.turns(3, among="Kafka: what fails")
